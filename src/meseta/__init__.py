@@ -1,0 +1,35 @@
+"""Meseta trains recommendation models whose embedding tables are larger than one device.
+
+The names below are imported when first used (PEP 562), so `import meseta` costs nothing and needs no torch.
+"""
+
+import importlib
+
+_HOME = {
+    "TableSpec": "meseta.spec",
+    "FeatureSpec": "meseta.spec",
+    "InitSpec": "meseta.spec",
+    "OptimizerSpec": "meseta.spec",
+    "Plan": "meseta.spec",
+    "Shard": "meseta.spec",
+    "ShardingType": "meseta.spec",
+    "Topology": "meseta.spec",
+    "balanced_plan": "meseta.planner",
+    "JaggedTensor": "meseta.jagged",
+    "KeyedJaggedTensor": "meseta.jagged",
+    "EmbeddingBagCollection": "meseta.embedding",
+    "shard": "meseta.embedding",
+}
+
+__all__ = [*_HOME, "__version__"]  # noqa: PLE0604
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'meseta' has no attribute {name!r}; it has {', '.join(sorted(_HOME))}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

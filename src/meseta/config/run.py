@@ -1,0 +1,168 @@
+"""The config of one training run; every key has a default, a unit and a docstring."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from meseta.spec.tables import InitKind, OptimizerName, TableDtype
+
+
+class Section(BaseModel):
+    """A part of the config: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class DataConfig(Section):
+    dir: Path
+    """Directory written by `meseta prepare`."""
+    shuffle: bool = True
+    """Shuffle training rows, by row groups and inside windows; the order is a function of the seed alone."""
+    shuffle_window_rows: int = Field(default=262_144, ge=1)
+    """Rows held in memory and permuted together."""
+    prefetch_batches: int = Field(default=4, ge=0)
+    """Batches made ahead by a background thread; 0 reads in the training loop."""
+
+
+class ScheduleConfig(Section):
+    """Factor on the base learning rate: linear warm-up, then constant, then polynomial decay."""
+
+    kind: Literal["constant", "polynomial"] = "constant"
+    """After the warm-up: 'constant', or 'polynomial' decay between two steps."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the factor rises linearly to 1."""
+    decay_start_step: int = Field(default=0, ge=0)
+    """Step at which the decay begins."""
+    decay_steps: int = Field(default=0, ge=0)
+    """Length of the decay in steps; 0: until the end of training."""
+    power: float = Field(default=2.0, gt=0)
+    """Exponent of the decay."""
+    end_factor: float = Field(default=0.0, ge=0)
+    """Factor at and after the end of the decay."""
+
+
+class RowOptimizerConfig(Section):
+    """See meseta.OptimizerSpec for the meaning of the constants."""
+
+    name: OptimizerName = "rowwise_adagrad"
+    lr: float = Field(default=0.01, ge=0)
+    eps: float = Field(default=1e-8, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    initial_accumulator: float = Field(default=0.0, ge=0)
+
+
+class InitConfig(Section):
+    """See meseta.InitSpec."""
+
+    kind: InitKind = "uniform"
+    scale: float | None = None
+
+
+class TableConfig(Section):
+    """What one table has of its own; the rest comes from `embedding`. Only models that take mixed widths allow `dim`."""
+
+    optimizer: RowOptimizerConfig | None = None
+    init: InitConfig | None = None
+
+
+class EmbeddingConfig(Section):
+    dtype: TableDtype = "float32"
+    """Type of the rows; 'float64' makes the whole run float64, for verification."""
+    optimizer: RowOptimizerConfig = RowOptimizerConfig()
+    """Row optimizer of all tables."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """Learning-rate schedule of all tables."""
+    init: InitConfig = InitConfig()
+    """Initial rows of all tables."""
+    pooling: Literal["sum", "mean"] = "sum"
+    """How bags with several ids are reduced."""
+    id_policy: Literal["error", "drop", "clamp", "hash"] = "error"
+    """What happens to an id outside its table."""
+    tables: dict[str, TableConfig] = {}
+    """Per-table settings, by the name of the feature."""
+
+
+class DenseOptimizerConfig(Section):
+    name: Literal["sgd", "adagrad", "adam", "adamw"] = "adam"
+    """Optimizer of the dense parameters (torch.optim)."""
+    lr: float = Field(default=0.001, ge=0)
+    """Base learning rate."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """As in torch.optim."""
+
+
+class DenseConfig(Section):
+    optimizer: DenseOptimizerConfig = DenseOptimizerConfig()
+    """Optimizer of everything that is not a table."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """Its learning-rate schedule."""
+
+
+class ModelConfig(Section):
+    name: Literal["dlrm", "dlrm_dcnv2", "logistic_regression"] = "dlrm"
+    """'dlrm' (arXiv 1906.00091), 'dlrm_dcnv2' (low-rank cross, arXiv 2008.13535), or the linear baseline."""
+    embedding_dim: int = Field(default=16, ge=1)
+    """Columns of every table (logistic_regression always uses 1)."""
+    bottom_mlp: tuple[int, ...] = (512, 256, 64)
+    """Hidden widths of the bottom MLP; its last layer has embedding_dim outputs and is added."""
+    top_mlp: tuple[int, ...] = (512, 256)
+    """Hidden widths of the top MLP; the single output is added."""
+    interaction: Literal["dot", "none"] = "dot"
+    """dlrm: pairwise dot products of embeddings, or none (embeddings are only concatenated)."""
+    cross_layers: int = Field(default=3, ge=1)
+    """dlrm_dcnv2: number of low-rank cross layers."""
+    cross_low_rank: int = Field(default=512, ge=1)
+    """dlrm_dcnv2: rank of each cross layer's matrix."""
+
+
+class TrainConfig(Section):
+    batch_size: int = Field(default=2048, ge=1)
+    """Samples of a global batch, over all ranks."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the training split."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Stop after this many steps; None: after `epochs`."""
+    log_every_steps: int = Field(default=50, ge=1)
+    """Steps between lines of metrics.jsonl."""
+    eval_every_steps: int | None = Field(default=None, ge=1)
+    """Steps between evaluations; None: only at the end."""
+    eval_batch_size: int = Field(default=8192, ge=1)
+    """Samples of a global batch in evaluation and prediction."""
+
+
+class CheckpointConfig(Section):
+    every_steps: int | None = Field(default=None, ge=1)
+    """Steps between checkpoints; None: only at the end."""
+    keep_last: int = Field(default=2, ge=1)
+    """Checkpoints kept; older ones are removed."""
+    resume: Literal["auto", "never"] = "auto"
+    """'auto' goes on from the newest checkpoint of run_dir; 'never' refuses a run_dir that has one."""
+
+
+class RunConfig(Section):
+    run_dir: Path
+    """Where everything of this run goes."""
+    seed: int = Field(default=0, ge=0)
+    """Order of data, initial rows and weights."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """'auto' takes a GPU where torch has one."""
+    num_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of each rank; None: cores divided by ranks on this host."""
+    data: DataConfig
+    """What is read."""
+    model: ModelConfig = ModelConfig()
+    """What is trained."""
+    embedding: EmbeddingConfig = EmbeddingConfig()
+    """How tables learn."""
+    dense: DenseConfig = DenseConfig()
+    """How the rest learns."""
+    train: TrainConfig = TrainConfig()
+    """How long and how often."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What survives."""
+    plan: Literal["balanced"] | Path | dict[str, Any] = "balanced"
+    """'balanced', a plan file, or a plan written here (the short form of meseta.Plan.from_dict)."""

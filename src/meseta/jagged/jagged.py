@@ -1,0 +1,144 @@
+"""JaggedTensor and KeyedJaggedTensor: the sparse inputs of a batch in one feature-major layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from meseta.jagged.shapes import Float, Int, Shaped
+from meseta.spec import MesetaError, nearest
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0, dtype=torch.int64)])
+
+
+@dataclass(frozen=True)
+class JaggedTensor:
+    """Values of one feature, `lengths[b]` of them for sample b, one sample after the other."""
+
+    values: Shaped[Tensor, "nnz *dim"]
+    """Ids [nnz], or one row per id [nnz, D]."""
+    lengths: Int[Tensor, " B"]
+    """How many values each sample has."""
+    weights: Float[Tensor, " nnz"] | None = None
+    """One weight per value."""
+
+    @cached_property
+    def offsets(self) -> Int[Tensor, " B_plus_1"]:
+        """Sample b owns values[offsets[b] : offsets[b + 1]]."""
+        return _offsets(self.lengths)
+
+
+@dataclass(frozen=True)
+class KeyedJaggedTensor:
+    """Ids of F features for B samples; feature-major: all samples of the first key, then of the second.
+
+             sample 0   sample 1
+        "a"  [10, 11]   []            values  = [10, 11, 20, 21]
+        "b"  [20]       [21]          lengths = [2, 0, 1, 1]
+    """
+
+    keys: tuple[str, ...]
+    """Names of the F features."""
+    values: Int[Tensor, " nnz"]
+    """Ids, int32 or int64."""
+    lengths: Int[Tensor, " F_times_B"]
+    """Ids per (feature, sample), feature-major."""
+    weights: Float[Tensor, " nnz"] | None = None
+    """One weight per id; read by weighted features only."""
+    batch_sizes: tuple[int, ...] = ()
+    """Samples of each feature [F]; empty: all the same, from `lengths`."""
+
+    def __post_init__(self) -> None:
+        if not self.batch_sizes:
+            num_keys = max(len(self.keys), 1)
+            if self.lengths.numel() % num_keys:
+                raise MesetaError(
+                    f"KeyedJaggedTensor: {self.lengths.numel()} lengths cannot be split over {len(self.keys)} keys; "
+                    "give one length per (key, sample), or batch_sizes"
+                )
+            object.__setattr__(self, "batch_sizes", (self.lengths.numel() // num_keys,) * len(self.keys))
+        if len(self.batch_sizes) != len(self.keys) or sum(self.batch_sizes) != self.lengths.numel():
+            raise MesetaError(
+                f"KeyedJaggedTensor: batch_sizes {list(self.batch_sizes)} do not fit {len(self.keys)} keys "
+                f"and {self.lengths.numel()} lengths"
+            )
+        if self.weights is not None and self.weights.shape != self.values.shape:
+            raise MesetaError(
+                f"KeyedJaggedTensor: {self.weights.numel()} weights for {self.values.numel()} values; give one per value"
+            )
+
+    @staticmethod
+    def from_lists(samples: Mapping[str, Sequence[Sequence[int]]]) -> KeyedJaggedTensor:
+        """Small batches by hand: `from_lists({"a": [[10, 11], []], "b": [[20], [21]]})`."""
+        bags = [bag for feature in samples.values() for bag in feature]
+        return KeyedJaggedTensor(
+            keys=tuple(samples),
+            values=torch.tensor([i for bag in bags for i in bag], dtype=torch.int64),
+            lengths=torch.tensor([len(bag) for bag in bags], dtype=torch.int64),
+            batch_sizes=tuple(len(feature) for feature in samples.values()),
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """B; raises MesetaError where features have different batch sizes."""
+        if len(set(self.batch_sizes)) > 1:
+            raise MesetaError(f"KeyedJaggedTensor: features have different batch sizes {list(self.batch_sizes)}")
+        return self.batch_sizes[0] if self.batch_sizes else 0
+
+    @cached_property
+    def offsets(self) -> Int[Tensor, " F_times_B_plus_1"]:
+        """Bag g, counted feature-major, owns values[offsets[g] : offsets[g + 1]]."""
+        return _offsets(self.lengths)
+
+    @cached_property
+    def key_offsets(self) -> tuple[int, ...]:
+        """Key f owns values[key_offsets[f] : key_offsets[f + 1]], F + 1 numbers. Waits for the device once."""
+        bounds = [0]
+        for size in self.batch_sizes:
+            bounds.append(bounds[-1] + size)
+        return tuple(self.offsets[torch.tensor(bounds, device=self.offsets.device)].tolist())
+
+    def __getitem__(self, key: str) -> JaggedTensor:
+        """Ids of one feature (views, no copy)."""
+        if key not in self.keys:
+            raise MesetaError(f"KeyedJaggedTensor: no key {key!r}; {nearest(key, self.keys)}")
+        index = self.keys.index(key)
+        start, stop = self.key_offsets[index], self.key_offsets[index + 1]
+        first = sum(self.batch_sizes[:index])
+        return JaggedTensor(
+            values=self.values[start:stop],
+            lengths=self.lengths[first : first + self.batch_sizes[index]],
+            weights=None if self.weights is None else self.weights[start:stop],
+        )
+
+    def select(self, keys: Sequence[str]) -> KeyedJaggedTensor:
+        """The named features in the given order; self where nothing changes."""
+        if tuple(keys) == self.keys:
+            return self
+        parts = [self[key] for key in keys]
+        weights = None if self.weights is None else torch.cat([w for p in parts if (w := p.weights) is not None])
+        return KeyedJaggedTensor(
+            keys=tuple(keys),
+            values=torch.cat([p.values for p in parts]),
+            lengths=torch.cat([p.lengths for p in parts]),
+            weights=weights,
+            batch_sizes=tuple(p.lengths.numel() for p in parts),
+        )
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> KeyedJaggedTensor:
+        """The same on another device."""
+        if torch.device(device) == self.values.device:
+            return self
+        return KeyedJaggedTensor(
+            keys=self.keys,
+            values=self.values.to(device, non_blocking=non_blocking),
+            lengths=self.lengths.to(device, non_blocking=non_blocking),
+            weights=None if self.weights is None else self.weights.to(device, non_blocking=non_blocking),
+            batch_sizes=self.batch_sizes,
+        )

@@ -1,0 +1,127 @@
+"""Tables, the features that read them, how rows start and how they learn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from meseta.spec.errors import MesetaError, nearest
+
+Pooling = Literal["sum", "mean", "none"]
+IdPolicy = Literal["error", "drop", "clamp", "hash"]
+TableDtype = Literal["float32", "float64"]
+OptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
+InitKind = Literal["uniform", "normal", "constant"]
+
+
+def _check_choice(owner: str, name: str, value: str, choices: object) -> None:
+    known = get_args(choices)
+    if value not in known:
+        raise MesetaError(f"{owner}: {name} {value!r} is unknown; {nearest(str(value), known)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitSpec:
+    """Initial rows, drawn from a counter-based generator keyed by (seed, table, row, column)."""
+
+    kind: InitKind = "uniform"
+    """'uniform' in [-scale, scale), 'normal' with standard deviation `scale`, or 'constant' equal to `scale`."""
+    scale: float | None = None
+    """Width as above; None: 1 / sqrt(num_embeddings), the initial width of DLRM (arXiv 1906.00091)."""
+
+    def __post_init__(self) -> None:
+        _check_choice("init", "kind", self.kind, InitKind)
+        if self.scale is not None and not math.isfinite(self.scale):
+            raise MesetaError(f"init: scale must be finite, got {self.scale}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSpec:
+    """A row optimizer and its constants; it is applied inside the backward pass, once per touched row and step."""
+
+    name: OptimizerName = "rowwise_adagrad"
+    """'sgd', 'adagrad', 'rowwise_adagrad' (one accumulator per row) or 'adam'; all lazy: untouched rows stand still."""
+    lr: float = 0.01
+    """Base learning rate; a schedule multiplies it."""
+    eps: float = 1e-8
+    """Added to the root in the denominator (adagrad, rowwise_adagrad, adam)."""
+    beta1: float = 0.9
+    """Decay of adam's first moment, in [0, 1)."""
+    beta2: float = 0.999
+    """Decay of adam's second moment, in [0, 1)."""
+    initial_accumulator: float = 0.0
+    """Start of the sum of squares (adagrad, rowwise_adagrad)."""
+
+    def __post_init__(self) -> None:
+        _check_choice("row optimizer", "name", self.name, OptimizerName)
+        for name in ("beta1", "beta2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise MesetaError(f"row optimizer {self.name!r}: {name} must be in [0, 1), got {getattr(self, name)}")
+        for name in ("lr", "eps", "initial_accumulator"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0.0):
+                raise MesetaError(f"row optimizer {self.name!r}: {name} must be finite and not negative, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSpec:
+    """One logical embedding table; how it is cut and placed is the plan's business."""
+
+    name: str
+    """Unique name, for example 'user_id'."""
+    num_embeddings: int
+    """Rows of the table, for example 1_000_000."""
+    embedding_dim: int
+    """Columns of the table, for example 64."""
+    dtype: TableDtype = "float32"
+    """Type of the rows; 'float64' is for verification."""
+    init: InitSpec = field(default_factory=InitSpec)
+    """How rows start."""
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    """How rows learn."""
+
+    def __post_init__(self) -> None:
+        _check_choice(f"table {self.name!r}", "dtype", self.dtype, TableDtype)
+        for name in ("num_embeddings", "embedding_dim"):
+            if getattr(self, name) < 1:
+                raise MesetaError(f"table {self.name!r}: {name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureSpec:
+    """One sparse input and the table that it reads; several features may share a table."""
+
+    name: str
+    """Unique name, a key of the KeyedJaggedTensor."""
+    table: str
+    """Name of the TableSpec."""
+    pooling: Pooling = "sum"
+    """'sum' or 'mean' of a bag's rows (an empty bag gives zeros), or 'none': one row per id."""
+    weighted: bool = False
+    """Whether each id carries a weight, which multiplies its row before pooling (mean still divides by the ids)."""
+    id_policy: IdPolicy = "error"
+    """An id outside 0..num_embeddings-1 raises ('error'), is left out ('drop'), moves to the nearest valid row
+    ('clamp') or is hashed into the table ('hash'); the last three are counted."""
+
+    def __post_init__(self) -> None:
+        _check_choice(f"feature {self.name!r}", "pooling", self.pooling, Pooling)
+        _check_choice(f"feature {self.name!r}", "id_policy", self.id_policy, IdPolicy)
+        if self.weighted and self.pooling == "none":
+            raise MesetaError(
+                f"feature {self.name!r}: weights multiply rows while pooling, but pooling is 'none'; "
+                "set weighted=False and apply the weights to the returned rows"
+            )
+
+
+def check_features(tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> None:
+    """Raise MesetaError unless names are unique and every feature reads a table that exists."""
+    for kind, names in (("table", [t.name for t in tables]), ("feature", [f.name for f in features])):
+        for name in names:
+            if names.count(name) > 1:
+                raise MesetaError(f"{kind} {name!r} is given {names.count(name)} times; names must be unique")
+    known = {table.name for table in tables}
+    for feature in features:
+        if feature.table not in known:
+            raise MesetaError(f"feature {feature.name!r} reads table {feature.table!r}; {nearest(feature.table, known)}")
