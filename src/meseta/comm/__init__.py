@@ -1,0 +1,6 @@
+"""Every collective of the package. Code elsewhere asks a `World`; it never calls torch.distributed."""
+
+from meseta.comm.dense import DenseGradients
+from meseta.comm.world import Pending, World
+
+__all__ = ["DenseGradients", "Pending", "World"]

@@ -1,0 +1,51 @@
+"""Data-parallel gradients of the dense parameters, in a buffer whose layout the model fixes once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from meseta.comm.world import World
+
+
+class DenseGradients:
+    """Adds dense gradients over ranks at the end of every backward pass, in one all-reduce.
+
+    DistributedDataParallel rebuilds its buckets after the first step, so a resumed run sums in another order and
+    differs in its last bits. Here the buffer holds the parameters in the order given, for ever, followed by one count per
+    parameter: a parameter without gradient on every rank keeps `grad is None`, as in one process.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], world: World, local_share: Callable[[], float]) -> None:
+        """`local_share()` is B_local / B_global of the batch in hand: what local means weigh in the global mean."""
+        self.world = world
+        self.local_share = local_share
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self._queued = False
+        if world.size > 1:
+            for parameter in self.parameters:
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if not self._queued:
+            self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._reduce)  # type: ignore[attr-defined]
+
+    def _reduce(self) -> None:
+        """[every gradient | one count per parameter], summed over ranks, written back."""
+        self._queued = False
+        sizes = [p.numel() for p in self.parameters]
+        first = self.parameters[0]
+        buffer = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
+        *slots, counts = buffer.split([*sizes, len(sizes)])
+        share = self.local_share()
+        for index, (parameter, slot) in enumerate(zip(self.parameters, slots, strict=True)):
+            if parameter.grad is not None:
+                torch.mul(parameter.grad.view(-1), share, out=slot)
+                counts[index] = 1
+        self.world.all_reduce(buffer)
+        for parameter, slot, count in zip(self.parameters, slots, counts.tolist(), strict=True):
+            if count:
+                parameter.grad = slot.view_as(parameter)

@@ -1,0 +1,110 @@
+"""The ranks of a run and the collectives between them, over gloo (CPU tensors) and nccl (GPU tensors)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meseta.spec import MesetaError
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A collective in flight. `send` stays referenced until `wait`, since the transport reads it."""
+
+    received: Tensor
+    send: Tensor
+    work: Any | None
+
+    def wait(self) -> Tensor:
+        """Block until the data is here (on a GPU: until the stream may use it) and return it."""
+        if self.work is not None:
+            self.work.wait()
+        return self.received
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank among `size` ranks. With one rank every collective returns its input and touches no network."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @staticmethod
+    def single(device: torch.device | str = "cpu") -> World:
+        """One rank alone."""
+        return World(rank=0, size=1, device=torch.device(device))
+
+    @staticmethod
+    def current(device: torch.device | str = "cpu") -> World:
+        """The initialised process group, else the one that torchrun's variables describe, else one rank alone."""
+        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(minutes=10))
+        if not dist.is_initialized():
+            return World.single(device)
+        return World(rank=dist.get_rank(), size=dist.get_world_size(), device=torch.device(device))
+
+    @staticmethod
+    def leave() -> None:
+        """End the process group, if there is one."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def all_to_all(self, send: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]) -> Pending:
+        """Begin to send `send_splits[r]` leading entries of `send` [n, ...] to rank r; entries arrive ordered by rank."""
+        if self.size == 1:
+            return Pending(received=send, send=send, work=None)
+        received = send.new_empty((sum(receive_splits), *send.shape[1:]))
+        send = send.contiguous()
+        work = dist.all_to_all_single(received, send, list(receive_splits), list(send_splits), async_op=True)
+        return Pending(received=received, send=send, work=work)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, in place; the same bits on every rank."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """[size, *shape]: the tensors of all ranks, which have one shape."""
+        if self.size == 1:
+            return tensor.unsqueeze(0)
+        gathered = tensor.new_empty((self.size * max(tensor.numel(), 0),))
+        dist.all_gather_into_tensor(gathered, tensor.contiguous().view(-1))
+        return gathered.view(self.size, *tensor.shape)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """One picklable object of each rank, on every rank."""
+        if self.size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            dist.barrier()
+
+    def raise_together(self, error: BaseException | None) -> None:
+        """Raise on every rank when any rank met an error, so that none waits for ranks that have stopped.
+
+        The message is the error of the lowest such rank, and names it.
+        """
+        if self.size == 1:
+            if error is not None:
+                raise error
+            return
+        messages = self.gather_objects(None if error is None else str(error))
+        for rank, message in enumerate(messages):
+            if message is not None:
+                raise MesetaError(f"rank {rank}: {message}") from error

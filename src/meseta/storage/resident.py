@@ -1,0 +1,38 @@
+"""A shard whose rows and optimizer state lie whole in the memory of the rank's device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meseta.jagged.shapes import Float
+from meseta.ops.random_rows import initial_rows
+from meseta.ops.row_optimizer import RowOptimizer
+from meseta.spec import Shard, TableSpec
+
+
+@dataclass(frozen=True)
+class TableShard:
+    """One placed piece of a table on this rank; its tensors are updated in place."""
+
+    spec: TableSpec
+    """The whole table."""
+    shard: Shard
+    """Which rows and columns of it are here."""
+    weight: Float[Tensor, "rows columns"]
+    """The rows."""
+    state: dict[str, Tensor]
+    """Optimizer state by name: [rows, columns], or [rows] for what a row has one of.
+    Column shards of one table hold equal copies of the latter."""
+    optimizer: RowOptimizer
+    """What updates the rows."""
+
+    @staticmethod
+    def create(
+        spec: TableSpec, shard: Shard, optimizer: RowOptimizer, *, seed: int, device: torch.device | str
+    ) -> TableShard:
+        """Allocate and fill with the initial values of (seed, table, row, column), whatever the shard's borders."""
+        weight = initial_rows(spec, rows=shard.rows, columns=shard.columns, seed=seed, device=device)
+        return TableShard(spec=spec, shard=shard, weight=weight, state=optimizer.init(weight), optimizer=optimizer)
