@@ -66,7 +66,9 @@ class TableConfig(Section):
     """What one table has of its own; the rest comes from `embedding`. Only models that take mixed widths allow `dim`."""
 
     optimizer: RowOptimizerConfig | None = None
+    """Row optimizer; None: that of `embedding`."""
     init: InitConfig | None = None
+    """Initial rows; None: those of `embedding`."""
 
 
 class EmbeddingConfig(Section):

@@ -1,0 +1,45 @@
+"""What every test runs under: shapes checked in every call, poisoned memory, one thread, fixed hypothesis examples.
+
+The GPU folder runs on a machine with torch, numpy and pytest alone, so everything else is optional here.
+"""
+
+import os
+
+# Ranks and tests share few cores; tests about thread counts set their own.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it in deterministic mode
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+
+if find_spec("jaxtyping") and find_spec("beartype"):
+    from jaxtyping import install_import_hook
+
+    install_import_hook("meseta", "beartype.beartype")
+
+import torch
+
+torch.use_deterministic_algorithms(True)
+# Uninitialised memory is filled with NaN and the largest integers, so that reading it cannot go unnoticed.
+torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Few examples in `make test`, many in `make soak`; the same ones every time."""
+    if find_spec("hypothesis"):
+        from hypothesis import HealthCheck, settings
+
+        common = {"derandomize": True, "deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+        settings.register_profile("test", max_examples=25, **common)
+        settings.register_profile("soak", max_examples=500, **common)
+        settings.load_profile("soak" if config.option.markexpr == "soak" else "test")
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> Iterator[None]:
+    """Each test starts from the same torch seed and leaves the deterministic mode as it found it."""
+    torch.manual_seed(0)
+    yield
+    torch.use_deterministic_algorithms(True)

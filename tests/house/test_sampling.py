@@ -1,0 +1,25 @@
+"""`make test` runs the sample, `make soak` the rest: together every case, once."""
+
+import pytest
+
+from sampling import product, sample
+
+
+def test_every_case_is_there_once_and_k_of_them_run_by_default() -> None:
+    matrix = product(ranks=[1, 2, 4], optimizer=["sgd", "adam"], pooling=["sum", "mean"])
+    params = sample(matrix, 5, seed=3)
+    assert [param.values[0] for param in params] == matrix
+    assert sum(not param.marks for param in params) == 5
+    assert len({param.id for param in params}) == 12
+
+
+def test_the_choice_is_a_function_of_the_seed() -> None:
+    def chosen(seed: int) -> list[int]:
+        return [param.values[0] for param in sample(range(100), 10, seed) if not param.marks]
+
+    assert chosen(1) == chosen(1) != chosen(2)
+
+
+@pytest.mark.parametrize("k", [0, 3, 7])
+def test_k_may_exceed_the_matrix(k: int) -> None:
+    assert sum(not param.marks for param in sample(range(3), k, seed=0)) == min(k, 3)

@@ -1,0 +1,52 @@
+"""Tracked files name no machine: the project has to mean the same thing everywhere."""
+
+import subprocess
+
+import pytest
+
+from source_tree import ROOT
+
+# Spelled in two halves, so that this file passes its own test.
+PATHS = ["/" + name + "/" for name in ("work", "root", "home", "opt", "Users")]
+HOSTS = ["pypi" + ".org", "python" + "hosted.org", "download.py" + "torch.org", "conda." + "anaconda.org"]
+# The system-wide example of an interpreter in a message is not this machine's.
+SUFFIXES = {
+    ".py",
+    ".pyi",
+    ".cpp",
+    ".hpp",
+    ".md",
+    ".toml",
+    ".txt",
+    ".yaml",
+    ".yml",
+    ".json",
+    ".sh",
+    ".html",
+    ".css",
+    ".js",
+    "",
+}
+
+
+def tracked() -> list[str]:
+    run = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if run.returncode:
+        pytest.skip("not a git checkout: only tracked files are checked")
+    return [name for name in run.stdout.splitlines() if (ROOT / name).is_file() and (ROOT / name).suffix in SUFFIXES]
+
+
+def findings(text: str) -> list[str]:
+    return [word for word in PATHS + HOSTS if word in text]
+
+
+def test_no_file_names_a_machine_path_or_a_registry() -> None:
+    found = {name: words for name in tracked() if (words := findings((ROOT / name).read_text(errors="replace")))}
+    assert not found
+
+
+def test_the_rule_bites() -> None:
+    assert findings("see /" + "work/x") and findings(
+        "pip install --index-url https://download.py" + "torch.org/whl/cpu"
+    )
+    assert not findings("frame/work, pypi, /usr/bin/python3")

@@ -1,0 +1,31 @@
+"""A seeded sample of a large test matrix for `make test`; the rest runs in `make soak`."""
+
+import itertools
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def product(**axes: Sequence[Any]) -> list[dict[str, Any]]:
+    """Every combination of the axes, as keyword arguments: `product(ranks=[1, 2], optimizer=["sgd", "adam"])`."""
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def sample(matrix: Iterable[Any], k: int, seed: int) -> list[Any]:
+    """All cases of `matrix` for pytest.mark.parametrize: k of them as they are, the others marked soak.
+
+    The choice is a function of (length of the matrix, k, seed) alone, and the order of the matrix is kept.
+    """
+    cases = list(matrix)
+    chosen = set(random.Random(seed).sample(range(len(cases)), min(k, len(cases))))
+    return [
+        pytest.param(case, id=case_id(case), marks=() if i in chosen else pytest.mark.soak)
+        for i, case in enumerate(cases)
+    ]
+
+
+def case_id(case: Any) -> str:
+    """`ranks=2-optimizer=adam` for a dict, the value itself for anything else."""
+    return "-".join(f"{key}={value}" for key, value in case.items()) if isinstance(case, dict) else str(case)
