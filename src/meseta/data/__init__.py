@@ -1,0 +1,1 @@
+"""From raw click logs to batches: `prepare` writes a dataset directory, `Reader` streams it."""
