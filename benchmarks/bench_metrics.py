@@ -1,0 +1,92 @@
+"""Exact AUC and all figures of 10 million predictions, beside scikit-learn in the same run.
+
+    python benchmarks/bench_metrics.py [num_samples]
+
+Runs the correctness test first and reports nothing when it fails. Appends to benchmarks/results.csv.
+"""
+
+import csv
+import datetime
+import importlib.metadata
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from sklearn.metrics import log_loss, roc_auc_score
+
+from meseta.train.metrics import auc, compute_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+COLUMNS = "date commit benchmark case metric value unit peer ratio hardware versions".split()
+NUM_ROUNDS = 5
+
+
+def main() -> None:
+    num_samples = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000_000
+    subprocess.run([sys.executable, "-m", "pytest", str(ROOT / "tests/train/test_metrics.py")], check=True, cwd=ROOT)
+    rng = np.random.default_rng(0)
+    labels = (rng.random(num_samples) < 0.25).astype(np.float32)
+    logits = (rng.normal(size=num_samples) + labels - 1.5).astype(np.float32)
+    predictions = 1.0 / (1.0 + np.exp(-logits.astype(np.float64)))
+    case = f"{num_samples} predictions"
+
+    ours, peer = race(lambda: auc(logits, labels), lambda: float(roc_auc_score(labels, logits)))
+    report("auc", case, ours, peer, "scikit-learn roc_auc_score")
+    ours, peer = race(
+        lambda: compute_metrics(logits, labels).logloss,
+        lambda: (roc_auc_score(labels, logits), float(log_loss(labels, predictions)))[1],
+    )
+    report("all figures", case, ours, peer, "scikit-learn roc_auc_score + log_loss")
+
+
+def race(ours: Callable[[], float], peer: Callable[[], float]) -> tuple[float, float]:
+    """Median seconds of each, interleaved; both must give the same figure."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(NUM_ROUNDS):
+        values = []
+        for run, spent in zip((ours, peer), times, strict=True):
+            start = time.perf_counter()
+            values.append(run())
+            spent.append(time.perf_counter() - start)
+        if abs(values[0] - values[1]) > 1e-10:
+            sys.exit(f"bench_metrics: the figures differ: {values[0]!r} and {values[1]!r}; nothing is reported")
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def report(metric: str, case: str, ours_s: float, peer_s: float, peer: str) -> None:
+    """Print one comparison and append it to the results."""
+    print(f"{metric:12} {case}: {ours_s:.3f} s; {peer} {peer_s:.3f} s; {peer_s / ours_s:.1f} times faster")
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("numpy", "scikit-learn"))
+    row = [datetime.date.today().isoformat(), commit.stdout.strip(), "metrics", case, metric, f"{ours_s:.4f}", "s"]
+    row += [
+        f"{peer} {peer_s:.4f} s",
+        f"{peer_s / ours_s:.2f}",
+        hardware(),
+        f"python {platform.python_version()} {versions}",
+    ]
+    path = ROOT / "benchmarks" / "results.csv"
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        csv.writer(file).writerows([COLUMNS, row] if is_new else [row])
+
+
+def hardware() -> str:
+    """The processor's own name where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]}, {len(names)} threads" if names else platform.machine()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Trainer, metrics, verification and the report of a run."""
