@@ -1,0 +1,70 @@
+# From a fresh clone: `make train` or `make test`. See CONTRIBUTING.md for the rest.
+#   PYTHON=python3.12      the interpreter that .venv is made from
+#   TORCH_INDEX=URL        the package index torch alone is taken from, for a CPU-only or another CUDA build
+#   TEST_ARGS="-k reader"  passed on to pytest
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+TEST_ARGS ?=
+SYNTH_ARGS := --rows 2500000 --files 5 --scale 0.01
+
+BIN := .venv/bin
+CORE := $(wildcard src/meseta/*.cpp src/meseta/*/*.hpp src/meseta/*/*/*.cpp src/meseta/*/*/*.hpp)
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+
+.PHONY: train test soak lint type docs bench clean
+.DELETE_ON_ERROR:
+
+# The main job: raw log -> Parquet -> trained model. A finished run is shown again, an interrupted one goes on.
+train: .venv/installed data/main/done
+	$(BIN)/meseta train examples/configs/main.yaml
+	$(BIN)/python tools/show_run.py runs/main
+
+data/main-raw/done: | .venv/installed
+	rm -rf $(@D)
+	$(BIN)/meseta data synth --out $(@D) $(SYNTH_ARGS)
+	@touch $@
+
+# New data make the old run meaningless, so it goes with them.
+data/main/done: data/main-raw/done
+	rm -rf $(@D) runs/main
+	$(BIN)/meseta prepare $(<D) --out $(@D) --test-files 1
+	@touch $@
+
+test: .venv/installed
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+soak: .venv/installed
+	$(BIN)/python -m pytest -m soak $(TEST_ARGS)
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
+
+type: .venv/installed
+	$(BIN)/mypy
+
+docs: .venv/installed
+	$(BIN)/python -m pytest tests/docs tests/examples $(TEST_ARGS)
+
+bench: .venv/installed
+	@for file in benchmarks/bench_*.py; do $(BIN)/python "$$file" || exit 1; done
+
+clean:
+	rm -rf .venv build data runs .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+# torch comes first and alone: nothing else may choose its version or its index.
+.venv/torch: constraints.txt
+	@PYTHON="$(PYTHON)" tools/check_machine.sh
+	rm -rf .venv
+	$(PYTHON) -m venv .venv
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@touch $@
+
+# The core is built with the pinned tools in .venv, so that its build folder can be reused from change to change.
+.venv/installed: .venv/torch pyproject.toml CMakeLists.txt $(CORE)
+	@PYTHON="$(PYTHON)" tools/check_machine.sh
+	$(PIP) --quiet scikit-build-core nanobind cmake ninja
+	$(PIP) --quiet --no-build-isolation -e '.[test,bench,dev]'
+	@touch $@

@@ -1,0 +1,110 @@
+"""Run the code of one page of documentation: `python tests/docs/run_page.py docs/tour.md` (in an empty folder).
+
+    ```python           runs; all blocks of a page share one namespace
+    ```bash run         runs, with `set -eu`; a plain ```bash is only shown
+    ```python no-run    is only shown
+    ```text             right after a block that ran: what it must have printed; `...` stands for anything
+
+A line `print(x)  # -> 3` says the same as a text block, for one line of output.
+"""
+
+import contextlib
+import doctest
+import io
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+FENCE = re.compile(r"^```(.*)$")
+ARROW = re.compile(r"#\s*->\s?(.*)$")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: words after the fence, its text, the line of the page it starts on."""
+
+    info: tuple[str, ...]
+    text: str
+    line: int
+    expected: str | None = None
+    """Output that the page promises."""
+
+    @property
+    def runs(self) -> bool:
+        return self.info in (("python",), ("bash", "run"))
+
+
+def blocks(page: str) -> Iterator[Block]:
+    """Fenced blocks in order; a text block that follows at once becomes the `expected` of the one before."""
+    pending: Block | None = None
+    info: str | None = None
+    body: list[str] = []
+    start = 0
+    for number, line in enumerate(page.splitlines(), start=1):
+        fence = FENCE.match(line)
+        if info is not None and fence:
+            block = Block(tuple(info.split()), "\n".join(body) + "\n", start)
+            info = None
+            if block.info == ("text",) and pending is not None:
+                yield replace(pending, expected=block.text)
+                pending = None
+                continue
+            if pending is not None:
+                yield pending
+            pending = block
+        elif fence:
+            info, body, start = fence[1], [], number + 1
+        elif info is not None:
+            body.append(line)
+        elif line.strip() and pending is not None:
+            yield pending
+            pending = None
+    if info is not None:
+        raise SystemExit(f"line {start - 1}: the block is never closed")
+    if pending is not None:
+        yield pending
+
+
+def promised(block: Block) -> str | None:
+    """What the block must print, from the text block after it or from its `# ->` comments."""
+    if block.expected is not None or block.info[0] != "python":
+        return block.expected
+    lines = [match[1] for line in block.text.splitlines() if (match := ARROW.search(line))]
+    return "\n".join(lines) + "\n" if lines else None
+
+
+def execute(block: Block, namespace: dict[str, object], page: Path) -> str:
+    """Run one block and return what it printed."""
+    if block.info[0] == "bash":
+        command = ["bash", "-eu", "-o", "pipefail", "-c", block.text]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        if run.returncode:
+            raise SystemExit(f"{page}:{block.line}: exit code {run.returncode}\n{run.stdout}{run.stderr}")
+        return run.stdout
+    output = io.StringIO()
+    # Empty lines in front make a traceback point at the page's own line.
+    code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
+    with contextlib.redirect_stdout(output):
+        exec(code, namespace)
+    return output.getvalue()
+
+
+def main(page: Path) -> None:
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    checker = doctest.OutputChecker()
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    for block in blocks(page.read_text()):
+        if not block.runs:
+            continue
+        got, want = execute(block, namespace, page), promised(block)
+        if want is not None and not checker.check_output(want, got, options):
+            raise SystemExit(f"{page}:{block.line}: the page promises\n{want}\nbut the code prints\n{got}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve())
