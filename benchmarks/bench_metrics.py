@@ -22,7 +22,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from meseta.train.metrics import auc, compute_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-COLUMNS = "date commit benchmark case metric value unit peer ratio hardware versions".split()
+COLUMNS = ["date", "commit", "benchmark", "case", "metric", "value", "unit", "peer", "ratio", "hardware", "versions"]
 NUM_ROUNDS = 5
 
 

@@ -48,7 +48,7 @@ class Metrics:
     ne: float
     """logloss / entropy of the base rate; below 1 beats a constant prediction; nan where only one class is present."""
     auc: float
-    """Share of (positive, negative) pairs in the right order, ties counting half; nan where only one class is present."""
+    """Share of (positive, negative) pairs in the right order, ties counting half; nan where one class is missing."""
     calibration: float
     """Mean prediction / mean label; nan without positives."""
     reliability: tuple[ReliabilityBin, ...]
