@@ -1,0 +1,112 @@
+"""DLRM: dense inputs and embeddings meet in pairwise dot products (arXiv 1906.00091)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from meseta.jagged import KeyedJaggedTensor
+from meseta.jagged.shapes import Float, Int
+from meseta.models.initial import fill_normal
+from meseta.models.layers import check_inputs, check_widths, mlp, pooled_dims
+from meseta.spec import MesetaError
+
+
+class DLRM(nn.Module):
+    """Deep learning recommendation model, arXiv 1906.00091, sections 2.1 and 2.2.
+
+        dense [B, num_dense] -> bottom MLP -> x [B, D]
+        ids                  -> embeddings -> e [B, F, D]
+        interaction: x beside the dot products of all pairs out of (x, e_1, ..., e_F), each pair once  [B, D + F(F+1)/2]
+        top MLP              -> logits [B]
+
+    The weights of a layer with n inputs and m outputs start from N(0, 2 / (m + n)), its biases from N(0, 1 / m), as in
+    the published code.
+    """
+
+    pair_index: Int[Tensor, " I"]
+    """Where the lower triangle of the (F+1) x (F+1) products lies, row by row, without the diagonal."""
+
+    def __init__(
+        self,
+        embeddings: nn.Module,
+        *,
+        num_dense: int,
+        bottom_mlp: Sequence[int],
+        top_mlp: Sequence[int],
+        interaction: Literal["dot", "none"] = "dot",
+        seed: int = 0,
+    ) -> None:
+        """Build on `embeddings`, a module with `tables` and `features`; all other parameters are dense.
+
+        Args:
+            embeddings: called with the sparse inputs, returns an object whose `pooled.values` is [B, sum of D_f].
+            num_dense: number of dense inputs.
+            bottom_mlp: widths of the bottom MLP's layers, ReLU after each; the last is D, as in (512, 256, 64, 16).
+            top_mlp: hidden widths of the top MLP, for example (512, 256); the layer with the one output is added.
+            interaction: 'dot', or 'none' to concatenate x and the embeddings without any product.
+            seed: key of the initial weights.
+
+        Raises MesetaError where 'dot' meets embeddings of different widths, or a last bottom layer of another width.
+        """
+        super().__init__()
+        check_widths("DLRM", "bottom_mlp and top_mlp", [*bottom_mlp, *top_mlp])
+        if not bottom_mlp:
+            raise MesetaError("DLRM: bottom_mlp is empty; it needs at least one layer, as wide as the embeddings")
+        dims = pooled_dims("DLRM", embeddings)
+        self.embeddings = embeddings
+        self.num_dense = num_dense
+        self.interaction = interaction
+        self.pooled_width = sum(dims.values())
+        self.bottom_mlp = mlp([num_dense, *bottom_mlp], relu_last=True)
+        num_vectors = len(dims) + 1
+        width = bottom_mlp[-1]
+        if interaction == "dot":
+            _check_equal_widths(dims, width)
+            rows, columns = torch.tril_indices(num_vectors, num_vectors, offset=-1)
+            self.register_buffer("pair_index", rows * num_vectors + columns, persistent=False)
+            num_interactions = width + rows.numel()
+        else:
+            num_interactions = width + self.pooled_width
+        self.top_mlp = mlp([num_interactions, *top_mlp, 1], relu_last=False)
+        self._set_initial_weights(seed)
+
+    def forward(self, dense: Float[Tensor, "B num_dense"], sparse: KeyedJaggedTensor) -> Float[Tensor, " B"]:
+        """Logits of the click probability; dense inputs are cast to the type of the weights."""
+        return self.score(dense, self.embeddings(sparse).pooled.values)
+
+    def score(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
+        """Logits from embeddings that were looked up before; the part of forward that a pipeline calls by itself."""
+        check_inputs("DLRM", dense, pooled, self.num_dense, self.pooled_width)
+        x = self.bottom_mlp(dense.to(pooled.dtype))
+        return self.top_mlp(torch.cat([x, self._interact(x, pooled)], dim=1)).squeeze(1)
+
+    def _interact(self, x: Float[Tensor, "B D"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, "B I"]:
+        if self.interaction == "none":
+            return pooled
+        vectors = torch.cat([x, pooled], dim=1).unflatten(1, (-1, x.shape[1]))
+        products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
+        # The lower triangle, row by row. One flat index_select costs a quarter of indexing with two index tensors.
+        return products.index_select(1, self.pair_index)
+
+    def _set_initial_weights(self, seed: int) -> None:
+        for part in ("bottom_mlp", "top_mlp"):
+            for index, layer in self.get_submodule(part).named_children():
+                if isinstance(layer, nn.Linear):
+                    num_outputs, num_inputs = layer.weight.shape
+                    std = math.sqrt(2.0 / (num_outputs + num_inputs))
+                    fill_normal(layer.weight, std, seed, f"{part}.{index}.weight")
+                    fill_normal(layer.bias, math.sqrt(1.0 / num_outputs), seed, f"{part}.{index}.bias")
+
+
+def _check_equal_widths(dims: dict[str, int], width: int) -> None:
+    for feature, dim in dims.items():
+        if dim != width:
+            raise MesetaError(
+                f"DLRM: the dot interaction needs vectors of one width, but feature {feature!r} has embedding_dim "
+                f"{dim} and the bottom MLP ends with {width}; make them equal, or use interaction='none'"
+            )

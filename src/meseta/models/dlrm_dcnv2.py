@@ -1,0 +1,106 @@
+"""DLRM-DCNv2: DLRM with low-rank cross layers in place of dot products, the model of MLPerf Training since v3.0."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from meseta.jagged import KeyedJaggedTensor
+from meseta.jagged.shapes import Float
+from meseta.models.initial import fill_normal, fill_uniform
+from meseta.models.layers import BlankLinear, check_inputs, check_widths, mlp, pooled_dims
+from meseta.spec import MesetaError
+
+
+class LowRankCross(nn.Module):
+    """Cross layers of low rank (arXiv 2008.13535, section 3): x_{l+1} = x_0 * (U_l (V_l x_l) + b_l) + x_l."""
+
+    def __init__(self, num_inputs: int, num_layers: int, low_rank: int) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(BlankLinear(num_inputs, low_rank, bias=False) for _ in range(num_layers))
+        self.up = nn.ModuleList(BlankLinear(low_rank, num_inputs) for _ in range(num_layers))
+
+    def forward(self, x0: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
+        x = x0
+        for down, up in zip(self.down, self.up, strict=True):
+            x = torch.addcmul(x, x0, up(down(x)))
+        return x
+
+
+class DLRMDCNv2(nn.Module):
+    """DLRM with a low-rank cross network (DCN-V2, arXiv 2008.13535), put together as in MLPerf Training v4.0.
+
+        dense [B, num_dense] -> bottom MLP -> x [B, D]
+        ids                  -> embeddings -> e [B, sum of D_f]
+        cross layers over x beside e  [B, D + sum of D_f]
+        top MLP              -> logits [B]
+
+    Initial weights as in MLPerf's reference: U and V from N(0, 2 / (inputs + outputs)), cross biases zero, weights and
+    biases of the MLPs uniform within 1 / sqrt(inputs), torch's own default.
+    """
+
+    def __init__(
+        self,
+        embeddings: nn.Module,
+        *,
+        num_dense: int,
+        bottom_mlp: Sequence[int],
+        top_mlp: Sequence[int],
+        cross_layers: int = 3,
+        cross_low_rank: int = 512,
+        seed: int = 0,
+    ) -> None:
+        """Build on `embeddings`, a module with `tables` and `features`; all other parameters are dense.
+
+        Args:
+            embeddings: called with the sparse inputs, returns an object whose `pooled.values` is [B, sum of D_f].
+            num_dense: number of dense inputs.
+            bottom_mlp: widths of the bottom MLP's layers, for example (512, 256, 128). ReLU after each.
+            top_mlp: hidden widths of the top MLP, for example (1024, 1024, 512, 256); the layer with the one output
+                is added.
+            cross_layers: number of cross layers.
+            cross_low_rank: rank of each cross layer's matrix U V.
+            seed: key of the initial weights.
+
+        Raises MesetaError for a width below 1 or a feature without pooling.
+        """
+        super().__init__()
+        check_widths("DLRMDCNv2", "bottom_mlp and top_mlp", [*bottom_mlp, *top_mlp])
+        check_widths("DLRMDCNv2", "cross_layers and cross_low_rank", [cross_layers, cross_low_rank])
+        if not bottom_mlp:
+            raise MesetaError("DLRMDCNv2: bottom_mlp is empty; it needs at least one layer")
+        self.embeddings = embeddings
+        self.num_dense = num_dense
+        self.pooled_width = sum(pooled_dims("DLRMDCNv2", embeddings).values())
+        num_crossed = bottom_mlp[-1] + self.pooled_width
+        self.bottom_mlp = mlp([num_dense, *bottom_mlp], relu_last=True)
+        self.cross = LowRankCross(num_crossed, cross_layers, cross_low_rank)
+        self.top_mlp = mlp([num_crossed, *top_mlp, 1], relu_last=False)
+        self._set_initial_weights(seed)
+
+    def forward(self, dense: Float[Tensor, "B num_dense"], sparse: KeyedJaggedTensor) -> Float[Tensor, " B"]:
+        """Logits of the click probability; dense inputs are cast to the type of the weights."""
+        return self.score(dense, self.embeddings(sparse).pooled.values)
+
+    def score(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
+        """Logits from embeddings that were looked up before; the part of forward that a pipeline calls by itself."""
+        check_inputs("DLRMDCNv2", dense, pooled, self.num_dense, self.pooled_width)
+        x = self.bottom_mlp(dense.to(pooled.dtype))
+        return self.top_mlp(self.cross(torch.cat([x, pooled], dim=1))).squeeze(1)
+
+    @torch.no_grad()
+    def _set_initial_weights(self, seed: int) -> None:
+        for part in ("bottom_mlp", "top_mlp"):
+            for index, layer in self.get_submodule(part).named_children():
+                if isinstance(layer, nn.Linear):
+                    bound = 1.0 / math.sqrt(max(layer.in_features, 1))
+                    fill_uniform(layer.weight, bound, seed, f"{part}.{index}.weight")
+                    fill_uniform(layer.bias, bound, seed, f"{part}.{index}.bias")
+        for name, parameter in self.cross.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            else:
+                fill_normal(parameter, math.sqrt(2.0 / sum(parameter.shape)), seed, f"cross.{name}")

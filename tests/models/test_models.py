@@ -1,0 +1,292 @@
+"""The models against plain numpy arithmetic, literal values, numerical gradients and the widths they must refuse."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meseta.config import ModelConfig
+from meseta.jagged import KeyedJaggedTensor
+from meseta.models import DLRM, DLRMDCNv2, LogisticRegression, make_model, wanted_embedding_dim
+from meseta.spec import FeatureSpec, MesetaError, TableSpec
+
+
+@dataclass
+class Pooled:
+    values: Tensor
+
+
+@dataclass
+class Looked:
+    pooled: Pooled
+
+
+class OneRowEach(nn.Module):
+    """Stands for an embedding collection: one id per sample and feature, so pooling is plain indexing."""
+
+    def __init__(self, dims: list[int], pooling: Any = "sum", num_rows: int = 7) -> None:
+        super().__init__()
+        self.tables = [TableSpec(name=f"t{i}", num_embeddings=num_rows, embedding_dim=d) for i, d in enumerate(dims)]
+        self.features = [FeatureSpec(name=f"f{i}", table=f"t{i}", pooling=pooling) for i in range(len(dims))]
+        generator = torch.Generator().manual_seed(len(dims))
+        self.rows = nn.ParameterList(nn.Parameter(torch.randn(num_rows, d, generator=generator)) for d in dims)
+
+    def forward(self, sparse: KeyedJaggedTensor) -> Looked:
+        parts = [rows[sparse[f.name].values] for rows, f in zip(self.rows, self.features, strict=True)]
+        return Looked(Pooled(torch.cat(parts, dim=1)))
+
+
+def some_ids(num_features: int, batch_size: int) -> KeyedJaggedTensor:
+    ids = np.random.default_rng(1).integers(0, 7, (num_features, batch_size))
+    return KeyedJaggedTensor(
+        keys=tuple(f"f{i}" for i in range(num_features)),
+        values=torch.from_numpy(ids.reshape(-1)),
+        lengths=torch.ones(num_features * batch_size, dtype=torch.int64),
+    )
+
+
+def some_dense(batch_size: int, num_dense: int) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(2).normal(size=(batch_size, num_dense)))
+
+
+def numpy_mlp(x: np.ndarray, model: nn.Module, part: str, relu_last: bool) -> np.ndarray:
+    layers = [layer for layer in model.get_submodule(part) if isinstance(layer, nn.Linear)]
+    for index, layer in enumerate(layers):
+        x = x @ layer.weight.detach().numpy().T + layer.bias.detach().numpy()
+        if relu_last or index + 1 < len(layers):
+            x = np.maximum(x, 0.0)
+    return x
+
+
+def numpy_dlrm(model: DLRM, dense: Tensor, pooled: Tensor, *, dot: bool) -> np.ndarray:
+    x = numpy_mlp(dense.numpy(), model, "bottom_mlp", relu_last=True)
+    logits = []
+    for sample in range(len(x)):
+        embedded = pooled[sample].detach().numpy()
+        if dot:
+            vectors = [x[sample], *embedded.reshape(-1, x.shape[1])]
+            inner = [vectors[i] @ vectors[j] for i in range(len(vectors)) for j in range(i)]
+        else:
+            inner = list(embedded)
+        top_input = np.concatenate([x[sample], inner])[None]
+        logits.append(numpy_mlp(top_input, model, "top_mlp", relu_last=False)[0, 0])
+    return np.array(logits)
+
+
+@pytest.mark.parametrize("batch_size", [0, 1, 5])
+@pytest.mark.parametrize("interaction", ["dot", "none"])
+def test_dlrm_equals_loops_in_numpy(interaction: Any, batch_size: int) -> None:
+    embeddings = OneRowEach([4, 4, 4])
+    model = DLRM(embeddings, num_dense=3, bottom_mlp=(6, 4), top_mlp=(8,), interaction=interaction, seed=5).double()
+    dense, sparse = some_dense(batch_size, 3), some_ids(3, batch_size)
+    logits = model(dense, sparse)
+    assert logits.shape == (batch_size,) and logits.dtype == torch.float64
+    expected = numpy_dlrm(model, dense, embeddings(sparse).pooled.values, dot=interaction == "dot")
+    np.testing.assert_allclose(logits.detach().numpy(), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_dlrm_top_input_is_bottom_output_then_the_lower_triangle_row_by_row() -> None:
+    model = DLRM(OneRowEach([1, 1]), num_dense=1, bottom_mlp=(1,), top_mlp=())
+    with torch.no_grad():
+        model.bottom_mlp[0].weight.fill_(1.0)
+        model.bottom_mlp[0].bias.zero_()
+        model.top_mlp[0].weight.copy_(torch.tensor([[1000.0, 100.0, 10.0, 1.0]]))
+        model.top_mlp[0].bias.zero_()
+    # x=2, e1=3, e2=5: x, e1.x, e2.x, e2.e1 = 2, 6, 10, 15
+    assert model.score(torch.tensor([[2.0]]), torch.tensor([[3.0, 5.0]])).tolist() == [2000.0 + 600.0 + 100.0 + 15.0]
+    # ReLU also after the last bottom layer: x=0, and only e2.e1 is left.
+    assert model.score(torch.tensor([[-2.0]]), torch.tensor([[3.0, 5.0]])).tolist() == [15.0]
+
+
+@pytest.mark.parametrize("batch_size", [0, 1, 5])
+def test_dcnv2_equals_loops_in_numpy(batch_size: int) -> None:
+    embeddings = OneRowEach([3, 5])  # mixed widths are fine here
+    model = DLRMDCNv2(
+        embeddings, num_dense=2, bottom_mlp=(6, 4), top_mlp=(8, 5), cross_layers=3, cross_low_rank=2, seed=5
+    ).double()
+    for up in model.cross.up:
+        nn.init.normal_(up.bias)  # they start at zero, where a wrong place would not show
+    dense, sparse = some_dense(batch_size, 2), some_ids(2, batch_size)
+    pooled = embeddings(sparse).pooled.values.detach().numpy()
+    x0 = np.concatenate([numpy_mlp(dense.numpy(), model, "bottom_mlp", relu_last=True), pooled], axis=1)
+    x = x0
+    for down, up in zip(model.cross.down, model.cross.up, strict=True):
+        u, v, b = (p.detach().numpy() for p in (up.weight, down.weight, up.bias))
+        x = np.stack([x0[s] * (u @ (v @ x[s]) + b) + x[s] for s in range(len(x))]) if len(x) else x
+    expected = numpy_mlp(x, model, "top_mlp", relu_last=False)[:, 0]
+    np.testing.assert_allclose(model(dense, sparse).detach().numpy(), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("batch_size", [0, 1, 3])
+def test_logistic_regression_is_a_sum_of_weights(batch_size: int) -> None:
+    embeddings = OneRowEach([1, 1])
+    model = LogisticRegression(embeddings, num_dense=2).double()
+    assert all(not p.any() for p in model.linear.parameters())
+    with torch.no_grad():
+        model.linear.weight.copy_(torch.tensor([[2.0, -1.0]]))
+        model.linear.bias.fill_(0.5)
+    dense, sparse = some_dense(batch_size, 2), some_ids(2, batch_size)
+    weight = [rows.detach()[:, 0].numpy() for rows in embeddings.rows]
+    ids = sparse.values.numpy().reshape(2, batch_size)
+    expected = 2.0 * dense[:, 0].numpy() - dense[:, 1].numpy() + 0.5 + weight[0][ids[0]] + weight[1][ids[1]]
+    np.testing.assert_allclose(model(dense, sparse).detach().numpy(), expected, rtol=1e-12)
+
+
+def small_models() -> list[nn.Module]:
+    return [
+        DLRM(OneRowEach([2, 2]), num_dense=2, bottom_mlp=(3, 2), top_mlp=(4,)),
+        DLRM(OneRowEach([2, 3]), num_dense=2, bottom_mlp=(2,), top_mlp=(4,), interaction="none"),
+        DLRMDCNv2(OneRowEach([2, 3]), num_dense=2, bottom_mlp=(2,), top_mlp=(4,), cross_layers=2, cross_low_rank=2),
+        LogisticRegression(OneRowEach([1, 1]), num_dense=2),
+    ]
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_gradients_equal_finite_differences(index: int) -> None:
+    model = small_models()[index].double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    dense = some_dense(3, 2).requires_grad_()
+    pooled = model.embeddings(some_ids(2, 3)).pooled.values.detach().requires_grad_()
+    weights = {n: p for n, p in model.named_parameters() if not n.startswith("embeddings.")}
+
+    def score(dense: Tensor, pooled: Tensor, *values: Tensor) -> Tensor:
+        replaced = {f"model.{name}": value for name, value in zip(weights, values, strict=True)}
+        return torch.func.functional_call(Scorer(model), replaced, (dense, pooled))
+
+    assert torch.autograd.gradcheck(score, (dense, pooled, *weights.values()))
+
+
+class Scorer(nn.Module):
+    """Makes `score` callable through functional_call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
+        return self.model.score(dense, pooled)
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_no_dense_inputs_and_float32_inputs_to_a_float64_model(index: int) -> None:
+    model = small_models()[index].double()
+    sparse = some_ids(2, 3)
+    assert model(some_dense(3, 2).float(), sparse).dtype == torch.float64
+    config = ModelConfig(name="dlrm_dcnv2", embedding_dim=2, bottom_mlp=(3,), top_mlp=(3,), cross_low_rank=2)
+    for name in ("dlrm", "dlrm_dcnv2", "logistic_regression"):
+        dim = 1 if name == "logistic_regression" else 2
+        bare = make_model(config.model_copy(update={"name": name}), OneRowEach([dim, dim]), 0, 0)
+        assert bare(torch.zeros(3, 0), sparse).isfinite().all()
+
+
+CONFIGS = [
+    ModelConfig(name="dlrm", embedding_dim=4, bottom_mlp=(50, 20), top_mlp=(30,)),
+    ModelConfig(name="dlrm", interaction="none", embedding_dim=4, bottom_mlp=(5,), top_mlp=(3,)),
+    ModelConfig(name="dlrm_dcnv2", embedding_dim=4, bottom_mlp=(5,), top_mlp=(3,), cross_layers=2, cross_low_rank=3),
+    ModelConfig(name="logistic_regression", embedding_dim=4),
+]
+
+
+def built(config: ModelConfig, seed: int, num_features: int = 3) -> nn.Module:
+    return make_model(config, OneRowEach([wanted_embedding_dim(config)] * num_features), 13, seed)
+
+
+def dense_parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.detach() for n, p in model.named_parameters() if not n.startswith("embeddings.")}
+
+
+def test_factory_builds_what_the_config_says() -> None:
+    types = [type(built(config, 0)) for config in CONFIGS]
+    assert types == [DLRM, DLRM, DLRMDCNv2, LogisticRegression]
+    assert [wanted_embedding_dim(config) for config in CONFIGS] == [4, 4, 4, 1]
+    shapes = {n: tuple(p.shape) for n, p in dense_parameters(built(CONFIGS[0], 0)).items()}
+    assert shapes == {
+        "bottom_mlp.0.weight": (50, 13),
+        "bottom_mlp.0.bias": (50,),
+        "bottom_mlp.2.weight": (20, 50),
+        "bottom_mlp.2.bias": (20,),
+        "bottom_mlp.4.weight": (4, 20),
+        "bottom_mlp.4.bias": (4,),
+        "top_mlp.0.weight": (30, 4 + 6),
+        "top_mlp.0.bias": (30,),
+        "top_mlp.2.weight": (1, 30),
+        "top_mlp.2.bias": (1,),
+    }
+    cross = {n: tuple(p.shape) for n, p in dense_parameters(built(CONFIGS[2], 0)).items() if n.startswith("cross")}
+    assert cross == {
+        **{f"cross.down.{i}.weight": (3, 16) for i in range(2)},
+        **{f"cross.up.{i}.weight": (16, 3) for i in range(2)},
+        **{f"cross.up.{i}.bias": (16,) for i in range(2)},
+    }
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_initial_weights_are_a_function_of_seed_and_name(config: ModelConfig) -> None:
+    torch.manual_seed(123)
+    first = dense_parameters(built(config, seed=7))
+    embeddings = OneRowEach([wanted_embedding_dim(config)] * 3)
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    second = dense_parameters(make_model(config, embeddings, 13, 7))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    if config.name != "logistic_regression":
+        other = dense_parameters(built(config, seed=8))
+        assert all(not torch.equal(first[n], other[n]) for n in first if "cross" not in n or "weight" in n)
+        deeper = dense_parameters(built(config.model_copy(update={"top_mlp": (9, 9)}), seed=7))
+        assert torch.equal(first["bottom_mlp.0.weight"], deeper["bottom_mlp.0.weight"])
+
+
+def test_initial_weights_have_the_published_spread() -> None:
+    wide = {"embedding_dim": 16, "bottom_mlp": (400, 300), "top_mlp": (300,)}
+    dlrm = dense_parameters(built(ModelConfig(name="dlrm", **wide), 3))
+    assert dlrm["bottom_mlp.2.weight"].std().item() == pytest.approx((2 / 700) ** 0.5, rel=0.02)
+    assert dlrm["bottom_mlp.2.bias"].std().item() == pytest.approx((1 / 300) ** 0.5, rel=0.15)
+    assert abs(dlrm["bottom_mlp.2.weight"].mean().item()) < 4 * (2 / 700) ** 0.5 / (400 * 300) ** 0.5
+    dcn = dense_parameters(built(ModelConfig(name="dlrm_dcnv2", cross_low_rank=100, **wide), 3))
+    assert dcn["cross.up.0.weight"].std().item() == pytest.approx((2 / (64 + 100)) ** 0.5, rel=0.03)
+    assert dcn["cross.down.1.weight"].std().item() == pytest.approx((2 / (64 + 100)) ** 0.5, rel=0.03)
+    assert not any(p.any() for name, p in dcn.items() if name.startswith("cross") and name.endswith("bias"))
+    weight = dcn["bottom_mlp.2.weight"]
+    assert weight.abs().max().item() == pytest.approx(400**-0.5, rel=0.001) and weight.abs().max() <= 400**-0.5
+    assert weight.std().item() == pytest.approx((400 * 3) ** -0.5, rel=0.02)
+    assert dcn["bottom_mlp.2.bias"].abs().max() <= 400**-0.5
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_state_holds_parameters_only(config: ModelConfig) -> None:
+    model = built(config, 0)
+    assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
+    assert isinstance(model.embeddings, OneRowEach)
+
+
+def refused(make: Any, *words: str) -> None:
+    with pytest.raises(MesetaError) as caught:
+        make()
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+def test_widths_that_do_not_fit_are_named() -> None:
+    mlps: Any = {"num_dense": 2, "bottom_mlp": (3, 4), "top_mlp": (3,)}
+    refused(lambda: DLRM(OneRowEach([4, 5]), **mlps), "feature 'f1' has embedding_dim 5", "ends with 4", "interaction=")
+    assert DLRM(OneRowEach([4, 5]), interaction="none", **mlps)
+    refused(lambda: LogisticRegression(OneRowEach([1, 2]), num_dense=2), "feature 'f1'", "embedding_dim=1")
+    refused(lambda: DLRM(OneRowEach([4], pooling="none"), **mlps), "feature 'f0' has pooling 'none'", "'mean'")
+    refused(lambda: DLRMDCNv2(OneRowEach([4], pooling="none"), **mlps), "feature 'f0' has pooling 'none'")
+    for model in (DLRM, DLRMDCNv2):
+        refused(lambda m=model: m(OneRowEach([4]), **{**mlps, "bottom_mlp": ()}), "bottom_mlp is empty")
+        refused(lambda m=model: m(OneRowEach([4]), **{**mlps, "top_mlp": (3, 0)}), "at least 1", "[3, 4, 3, 0]")
+    refused(lambda: DLRMDCNv2(OneRowEach([4]), cross_low_rank=0, **mlps), "cross_low_rank", "[3, 0]")
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_inputs_that_do_not_fit_are_named(index: int) -> None:
+    model = small_models()[index]
+    width = model.pooled_width
+    refused(lambda: model.score(torch.zeros(3, 4), torch.zeros(3, width)), "4 dense inputs", "num_dense=2")
+    refused(lambda: model.score(torch.zeros(3, 2), torch.zeros(3, width + 1)), f"{width + 1} columns", f"for {width}")
