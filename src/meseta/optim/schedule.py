@@ -1,0 +1,24 @@
+"""Learning-rate schedules, as a factor on the base rate."""
+
+from __future__ import annotations
+
+from meseta.config import ScheduleConfig
+
+
+def learning_rate_factor(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
+    """Factor for `step`, counted from 0, in a training of `num_steps` steps.
+
+    As in MLPerf's DLRM: the factor rises linearly to 1 over the warm-up, stays there until the decay begins, and then
+    falls as (1 - progress) ** power, here from 1 to `end_factor`. The decay never begins inside the warm-up, the first
+    step of the decay still has factor 1, and steps after the decay have `end_factor`.
+    """
+    if step < schedule.warmup_steps:
+        return (step + 1) / schedule.warmup_steps
+    decay_start_step = max(schedule.decay_start_step, schedule.warmup_steps)
+    if schedule.kind == "constant" or step < decay_start_step:
+        return 1.0
+    decay_steps = schedule.decay_steps or num_steps - decay_start_step
+    if step >= decay_start_step + decay_steps:
+        return schedule.end_factor
+    progress = (step - decay_start_step) / decay_steps
+    return schedule.end_factor + (1.0 - schedule.end_factor) * (1.0 - progress) ** schedule.power
