@@ -9,7 +9,6 @@ from source_tree import ROOT
 # Spelled in two halves, so that this file passes its own test.
 PATHS = ["/" + name + "/" for name in ("work", "root", "home", "opt", "Users")]
 HOSTS = ["pypi" + ".org", "python" + "hosted.org", "download.py" + "torch.org", "conda." + "anaconda.org"]
-# The system-wide example of an interpreter in a message is not this machine's.
 SUFFIXES = {
     ".py",
     ".pyi",
