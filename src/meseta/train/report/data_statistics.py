@@ -1,0 +1,105 @@
+"""What the training data looks like: splits, features, and how often rows are used again."""
+
+from __future__ import annotations
+
+from meseta.train.report.figures import count, drawable, fixed, share, short
+from meseta.train.report.markup import label, picture, table, tag, text
+from meseta.train.report.record import Dataset, Reuse, RunRecord, SparseFeature
+
+BAR_WIDTH, BAR_HEIGHT = 7, 26
+
+
+def data_section(record: RunRecord) -> str:
+    """Rows per split, then one line per sparse feature, then the dense features folded away."""
+    dataset = record.dataset
+    if dataset is None:
+        return ""
+    return _splits(dataset) + _sparse(dataset) + _dense(dataset)
+
+
+def _splits(dataset: Dataset) -> str:
+    rows = []
+    for name, split in dataset.splits.items():
+        rate = split.num_positives / split.num_rows if split.num_positives is not None and split.num_rows else None
+        rows.append([text(name), count(split.num_rows), count(split.num_positives), text(share(rate))])
+    return table(["split", "rows", "positives", "base rate"], rows, {1, 2, 3}, "compact") if rows else ""
+
+
+def _sparse(dataset: Dataset) -> str:
+    if not dataset.sparse:
+        return ""
+    total = sum(feature.num_embeddings for feature in dataset.sparse)
+    reuse = next((f.statistics.reuse for f in dataset.sparse if f.statistics and f.statistics.reuse), None)
+    window = f"{reuse.window_samples:,} samples" if reuse else "a window of samples"
+    intro = (
+        f"{len(dataset.sparse)} sparse features with {count(total)} rows in all. The bars show reuse within {window}: "
+        "on the left rows used once, then twice, 3–4 times, 5–8 and so on. Dark bars are shares of the lookups, "
+        "light ones shares of the distinct rows; dark bars far to the right mean few rows that take most lookups."
+    )
+    header = ["feature", "ids", "rows", "uniques", "lookups per sample", "reuse: lookups", "reuse: rows"]
+    rows = [_sparse_row(feature) for feature in dataset.sparse]
+    return tag("h3", "Sparse features") + tag("p", text(intro)) + table(header, rows, {2, 3, 4}, "features")
+
+
+def _sparse_row(feature: SparseFeature) -> list[str]:
+    statistics = feature.statistics
+    kinds = [feature.encoding, "multi-valued" * feature.multi_valued, "weighted" * feature.weighted]
+    row = [text(feature.name), text(", ".join(kind for kind in kinds if kind)), count(feature.num_embeddings)]
+    if statistics is None:
+        return [*row, count(None), count(None), "", ""]
+    reuse = statistics.reuse
+    return [
+        *row,
+        count(statistics.num_uniques),
+        text(fixed(statistics.mean_pooling_factor, 2)),
+        _bars(reuse, reuse.lookups, "lookups", "bar-lookups") if reuse else "",
+        _bars(reuse, reuse.rows, "rows", "bar-rows") if reuse else "",
+    ]
+
+
+def _bars(reuse: Reuse, shares: list[float], noun: str, class_: str) -> str:
+    """A small histogram; its tallest bar fills the height, and its share is written at the right."""
+    known = [value if drawable(value) and value > 0 else 0.0 for value in shares]
+    tallest = max(known, default=0.0)
+    if not tallest:
+        return ""
+    marks = []
+    for i, value in enumerate(known):
+        height = max(value / tallest * BAR_HEIGHT, 0.75 if value else 0.0)
+        hover = tag("title", text(f"{share(value)} of {noun}: used {_uses(reuse.edges, i)}"))
+        x = float(i * BAR_WIDTH)
+        column = {"x": x, "y": 0.0, "width": float(BAR_WIDTH), "height": float(BAR_HEIGHT), "class_": "bar-back"}
+        bar = {"x": x, "y": BAR_HEIGHT - height, "width": BAR_WIDTH - 1.5, "height": height, "class_": class_}
+        marks.append(tag("g", hover, tag("rect", **column), tag("rect", **bar)))
+    width = len(known) * BAR_WIDTH
+    marks.append(tag("path", d=f"M0 {BAR_HEIGHT}H{width}", class_="grid"))
+    peak = known.index(tallest)
+    marks.append(label(width + 4, 11, share(tallest), "tick"))
+    marks.append(label(width + 4, 24, _uses(reuse.edges, peak, is_short=True), "axis-name"))
+    return picture(width + 52, BAR_HEIGHT + 1, f"Reuse histogram, share of {noun}", *marks, class_="chart bars")
+
+
+def _uses(edges: list[int], index: int, *, is_short: bool = False) -> str:
+    """The bin (edges[i], edges[i + 1]] in words; the last one is open."""
+    if index >= len(edges):
+        return ""
+    low = edges[index] + 1
+    if index + 1 == len(edges):
+        return f">{short(edges[index])}×" if is_short else f"more than {edges[index]:,} times"
+    high = edges[index + 1]
+    if low == high:
+        return f"{short(high)}×" if is_short else ("once" if high == 1 else f"{high} times")
+    return f"≤{short(high)}×" if is_short else f"{low:,} to {high:,} times"
+
+
+def _dense(dataset: Dataset) -> str:
+    if not dataset.dense:
+        return ""
+    rows = [
+        [text(f.name), *(text(f"{v:.4g}") if v is not None else "" for v in (f.fill, f.mean, f.std))]
+        for f in dataset.dense
+    ]
+    summary = tag(
+        "summary", text(f"{len(dataset.dense)} dense features: fill, mean and standard deviation before scaling")
+    )
+    return tag("details", summary, table(["feature", "fill", "mean", "std"], rows, {1, 2, 3}, "compact"))

@@ -1,0 +1,72 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+import math
+
+ABSENT = "–"
+
+
+def drawable(value: float | None) -> bool:
+    """Whether there is a value to draw: metrics may be null or nan, and a run that diverged gives absurd ones."""
+    return value is not None and abs(value) < 1e30
+
+
+def count(value: float | None) -> str:
+    """Whole number with thousands separated: 1,234,567."""
+    return f"{value:,.0f}" if value is not None and math.isfinite(value) else ABSENT
+
+
+def short(value: float | None) -> str:
+    """Three significant digits with a decimal prefix: 1.23M."""
+    if value is None or not math.isfinite(value):
+        return ABSENT
+    for factor, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor * 0.9995:
+            return f"{value / factor:.3g}{suffix}" if abs(value) < factor * 999.5 else f"{value / factor:,.0f}{suffix}"
+    return f"{value:.3g}"
+
+
+def fixed(value: float | None, decimals: int = 4) -> str:
+    """A metric with fixed decimals; very large values, of a run that diverged, in powers of ten."""
+    if value is None or not math.isfinite(value):
+        return ABSENT
+    return f"{value:.{decimals}f}" if abs(value) < 1e6 else f"{value:.{decimals}g}"
+
+
+def num_bytes(value: float) -> str:
+    """Binary units: 1.21 GiB."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if value >= 1024**power:
+            return (
+                f"{value / 1024**power:.3g} {unit}"
+                if value < 999.5 * 1024**power
+                else f"{value / 1024**power:,.0f} {unit}"
+            )
+    return f"{value:.0f} B"
+
+
+def duration(seconds: float | None) -> str:
+    """3.2 s, 2 min 31 s, 5 h 12 min."""
+    if seconds is None or not math.isfinite(seconds):
+        return ABSENT
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def share(value: float | None) -> str:
+    """A share as a percentage with two significant digits: 3.4%."""
+    if value is None or not math.isfinite(value):
+        return ABSENT
+    percent = 100.0 * value
+    decimals = 0 if percent >= 10 or percent == 0 else 1 if percent >= 1 else 2
+    return f"{percent:.{decimals}f}%"
+
+
+def plural(amount: int, noun: str) -> str:
+    """1 table, 2 tables."""
+    return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"

@@ -1,0 +1,197 @@
+"""The plan as a picture: one column per rank, one box per shard, areas in proportion to bytes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meseta.train.report.figures import count, num_bytes, plural
+from meseta.train.report.markup import label, picture, table, tag, text
+from meseta.train.report.record import PlanRecord, RunRecord
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+COLOURED = ("table_wise", "row_wise", "column_wise", "data_parallel")
+MAX_HEIGHT = 300.0
+MIN_BOX_AREA = 300.0  # smaller boxes could be neither labelled nor hovered over
+CHARACTER_WIDTH = 6.4
+MAX_NAMED = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One shard as one rank holds it."""
+
+    table: str
+    sharding: str
+    part: str
+    """Which part of the table: 'whole', 'rows 2/4', 'columns 1/2'."""
+    size: str
+    """Rows x columns."""
+    num_bytes: int
+
+
+def plan_section(record: RunRecord) -> str:
+    """Legend and picture; an empty string for a plan without rows."""
+    plan = record.plan
+    if plan is None:
+        return ""
+    dtype = record.setting("embedding.dtype") or "float32"
+    held = pieces_by_rank(plan, DTYPE_BYTES.get(str(dtype), 4))
+    totals = [sum(piece.num_bytes for piece in held[rank]) for rank in range(plan.num_ranks)]
+    if not any(totals):
+        return ""
+    mean = sum(totals) / len(totals)
+    balance = f"; the fullest holds {max(totals) / mean:.2f} times the mean" if plan.num_ranks > 1 else ""
+    intro = (
+        f"{plural(len(plan.tables), 'table')} on {plural(plan.num_ranks, 'rank')}, {num_bytes(sum(totals))} of "
+        f"{dtype} rows in all, optimizer state apart{balance}. Areas are in proportion to bytes."
+    )
+    return tag("p", text(intro)) + _legend(plan, held) + _columns(held, totals)
+
+
+def pieces_by_rank(plan: PlanRecord, bytes_per_number: int) -> dict[int, list[Piece]]:
+    """What each rank holds, largest first; a replicated table is on every one of its ranks."""
+    held: dict[int, list[Piece]] = {rank: [] for rank in range(plan.num_ranks)}
+    for name, entry in plan.tables.items():
+        noun = "columns" if entry.sharding == "column_wise" else "rows"
+        for index, shard in enumerate(entry.shards):
+            piece = Piece(
+                table=name,
+                sharding=entry.sharding,
+                part="whole" if len(entry.shards) == 1 else f"{noun} {index + 1}/{len(entry.shards)}",
+                size=f"{count(shard.num_rows)} × {count(shard.num_columns)}",
+                num_bytes=shard.num_rows * shard.num_columns * bytes_per_number,
+            )
+            for rank in shard.ranks:
+                if rank in held:
+                    held[rank].append(piece)
+    return {rank: sorted(pieces, key=lambda p: -p.num_bytes) for rank, pieces in held.items()}
+
+
+def squarify(areas: Sequence[float], width: float, height: float) -> list[tuple[float, float, float, float]]:
+    """Rectangles (x, y, width, height) of the given falling areas that fill a box, as square as they come.
+
+    Squarified treemaps (Bruls, Huizing, van Wijk 2000). The areas must add up to width * height.
+    """
+    boxes: list[tuple[float, float, float, float]] = []
+    x = y = 0.0
+    start = 0
+    while start < len(areas):
+        side = min(width, height)
+        end, row = start + 1, areas[start]
+        worst = _worst_aspect(areas[start:end], row, side)
+        while end < len(areas):
+            longer = row + areas[end]
+            aspect = _worst_aspect(areas[start : end + 1], longer, side)
+            if aspect > worst:
+                break
+            end, row, worst = end + 1, longer, aspect
+        depth = row / side
+        along = 0.0
+        for area in areas[start:end]:
+            length = area / depth
+            boxes.append((x, y + along, depth, length) if width >= height else (x + along, y, length, depth))
+            along += length
+        if width >= height:
+            x, width = x + depth, max(width - depth, 1e-9)
+        else:
+            y, height = y + depth, max(height - depth, 1e-9)
+        start = end
+    return boxes
+
+
+def _worst_aspect(row: Sequence[float], total: float, side: float) -> float:
+    return max(side**2 * max(row) / total**2, total**2 / (side**2 * min(row)))
+
+
+def _legend(plan: PlanRecord, held: dict[int, list[Piece]]) -> str:
+    num_tables: dict[str, int] = defaultdict(int)
+    held_bytes: dict[str, int] = defaultdict(int)
+    cost: dict[str, float] = defaultdict(float)
+    for entry in plan.tables.values():
+        num_tables[entry.sharding] += 1
+        cost[entry.sharding] += entry.cost
+    for pieces in held.values():
+        for piece in pieces:
+            held_bytes[piece.sharding] += piece.num_bytes
+    order = sorted(num_tables, key=lambda name: -held_bytes[name])
+    has_cost = any(cost.values())
+    rows = [
+        [
+            tag("span", class_=f"swatch {_colour(name)}") + text(name),
+            text(num_tables[name]),
+            text(num_bytes(held_bytes[name])),
+            *([text(num_bytes(cost[name]))] if has_cost else []),
+        ]
+        for name in order
+    ]
+    header = ["sharding", "tables", "bytes held", *(["predicted bytes per sample"] if has_cost else [])]
+    return table(header, rows, {1, 2, 3}, "compact")
+
+
+def _columns(held: dict[int, list[Piece]], totals: list[int]) -> str:
+    """A figure per rank. All share one scale, so the height of a column is the rank's share of memory."""
+    num_ranks = len(totals)
+    width = {1: 720.0, 2: 480.0, 3: 320.0}.get(num_ranks, 240.0 if num_ranks <= 8 else 120.0)
+    area_per_byte = width * MAX_HEIGHT / max(totals)
+    figures = []
+    for rank, total in enumerate(totals):
+        caption = tag("figcaption", tag("b", text(f"rank {rank}")), " ", text(num_bytes(total)))
+        figures.append(tag("figure", caption, _column(rank, held[rank], width, area_per_byte)))
+    style = f"grid-template-columns:repeat(auto-fill,minmax(min({int(width * 0.8)}px,100%),1fr))"
+    return tag("div", *figures, class_="ranks", style=style if num_ranks > 1 else None)
+
+
+def _column(rank: int, pieces: Sequence[Piece], width: float, area_per_byte: float) -> str:
+    shown = [p for p in pieces if p.num_bytes * area_per_byte >= MIN_BOX_AREA]
+    others = [p for p in pieces[len(shown) :] if p.num_bytes]
+    areas = [p.num_bytes * area_per_byte for p in shown]
+    others_area = sum(p.num_bytes for p in others) * area_per_byte
+    has_box = others_area >= MIN_BOX_AREA
+    if has_box:
+        areas.append(others_area)
+    order = sorted(range(len(areas)), key=lambda i: -areas[i])
+    boxes: list[tuple[float, float, float, float]] = []
+    height = sum(areas) / width
+    if areas:
+        placed = squarify([areas[i] for i in order], width, height)
+        boxes = [placed[order.index(i)] for i in range(len(areas))]
+    marks = [
+        _box(boxes[i], _colour(p.sharding), p.table, num_bytes(p.num_bytes), _hover(p)) for i, p in enumerate(shown)
+    ]
+    note = ""
+    if others:
+        summary = f"{plural(len(others), 'other')}, {num_bytes(sum(p.num_bytes for p in others))}"
+        if has_box:
+            marks.append(_box(boxes[-1], "others", plural(len(others), "other"), "", f"{summary}\n{_names(others)}"))
+        else:
+            note = tag("p", text(f"and {summary}: too small to draw"), class_="note", title=_names(others))
+    drawing = picture(width, max(height, 2.0), f"Tables of rank {rank}", *marks, class_="chart plan") if marks else ""
+    return drawing + note
+
+
+def _hover(piece: Piece) -> str:
+    return f"{piece.table}\n{piece.sharding}, {piece.part}\n{piece.size}\n{num_bytes(piece.num_bytes)}"
+
+
+def _names(pieces: Sequence[Piece]) -> str:
+    lines = [f"{p.table}: {p.size}, {num_bytes(p.num_bytes)}, {p.sharding}" for p in pieces[:MAX_NAMED]]
+    return "\n".join(lines + [f"and {len(pieces) - MAX_NAMED} more"] * (len(pieces) > MAX_NAMED))
+
+
+def _box(box: tuple[float, float, float, float], colour: str, name: str, detail: str, hover: str) -> str:
+    x, y, width, height = box
+    inner_width, inner_height = max(width - 1.5, 0.5), max(height - 1.5, 0.5)
+    marks = [tag("title", text(hover)), tag("rect", x=x, y=y, width=inner_width, height=inner_height, rx=1.5)]
+    num_characters = int((inner_width - 8) / CHARACTER_WIDTH)
+    if inner_height >= 15 and num_characters >= min(len(name), 4):
+        fitted = name if len(name) <= num_characters else name[: num_characters - 1] + "…"
+        marks.append(label(x + 5, y + 13, fitted, "box-name"))
+        if detail and inner_height >= 30 and len(detail) <= num_characters:
+            marks.append(label(x + 5, y + 26, detail, "box-detail"))
+    return tag("g", *marks, class_=f"box {colour}")
+
+
+def _colour(sharding: str) -> str:
+    return sharding if sharding in COLOURED else "others"

@@ -1,0 +1,278 @@
+"""The files of a run directory as typed records. A file that is absent or broken is named and does without."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from meseta.spec import MesetaError
+
+RUN_FILES = ("config.yaml", "dataset.json", "plan.json", "environment.json", "metrics.jsonl", "summary.json")
+_OWN_FILES = ("config.yaml", "plan.json", "metrics.jsonl", "summary.json")  # no prepared dataset has these
+
+Count = Annotated[int, Field(ge=0, le=10**18)]
+
+
+class Entry(BaseModel):
+    """Part of a file; keys that the page does not show are left aside, so newer runs can be read."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class TrainLine(Entry):
+    """Figures since the line before."""
+
+    step: Count
+    num_samples: Count
+    time_s: float | None = None
+    loss: float | None = None
+    ne: float | None = None
+    auc: float | None = None
+    samples_per_s: float | None = None
+    lr_dense: float | None = None
+    lr_sparse: float | None = None
+    stages_s: dict[str, float] = {}
+
+
+class ReliabilityPoint(Entry):
+    mean_prediction: float
+    mean_label: float
+    num_samples: Count
+
+
+class EvalLine(Entry):
+    """Figures over a whole split."""
+
+    step: Count = 0
+    split: str = "test"
+    num_samples: Count | None = None
+    num_positives: Count | None = None
+    logloss: float | None = None
+    ne: float | None = None
+    auc: float | None = None
+    calibration: float | None = None
+    time_s: float | None = None
+    reliability: list[ReliabilityPoint] = []
+
+
+class Reuse(Entry):
+    window_samples: Count
+    edges: list[Count]
+    rows: list[float]
+    lookups: list[float]
+
+
+class Statistics(Entry):
+    num_rows: Count | None = None
+    num_lookups: Count | None = None
+    num_uniques: Count | None = None
+    mean_pooling_factor: float | None = None
+    reuse: Reuse | None = None
+
+
+class SparseFeature(Entry):
+    name: str
+    num_embeddings: Count
+    encoding: str = ""
+    multi_valued: bool = False
+    weighted: bool = False
+    statistics: Statistics | None = None
+
+
+class DenseFeature(Entry):
+    name: str
+    fill: float | None = None
+    mean: float | None = None
+    std: float | None = None
+
+
+class Split(Entry):
+    num_rows: Count
+    num_positives: Count | None = None
+
+
+class Dataset(Entry):
+    dense: list[DenseFeature] = []
+    sparse: list[SparseFeature] = []
+    splits: dict[str, Split] = {}
+
+
+class PlanShard(Entry):
+    rows: tuple[Count, Count]
+    columns: tuple[Count, Count]
+    ranks: list[Count]
+
+    @property
+    def num_rows(self) -> int:
+        return max(self.rows[1] - self.rows[0], 0)
+
+    @property
+    def num_columns(self) -> int:
+        return max(self.columns[1] - self.columns[0], 0)
+
+
+class PlanTable(Entry):
+    sharding: str
+    cost: float = 0.0
+    shards: list[PlanShard] = []
+
+
+class PlanRecord(Entry):
+    num_ranks: Count
+    tables: dict[str, PlanTable]
+
+
+class Teacher(Entry):
+    auc: float | None = None
+    ne: float | None = None
+
+
+class Summary(Entry):
+    test: EvalLine | None = None
+    teacher: Teacher | None = None
+    num_steps: Count | None = None
+    num_samples: Count | None = None
+    train_s: float | None = None
+    samples_per_s: float | None = None
+    num_ranks: Count | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """Everything that is known about a run."""
+
+    name: str
+    """Name of the run directory."""
+    config_text: str | None
+    """config.yaml as written."""
+    config: dict[str, Any]
+    """config.yaml parsed; empty where that fails."""
+    dataset: Dataset | None
+    plan: PlanRecord | None
+    environment: dict[str, Any] | None
+    summary: Summary | None
+    train: tuple[TrainLine, ...]
+    """By step; where a resumed run repeated a step, its later line."""
+    evals: tuple[EvalLine, ...]
+    """As `train`, one per step and split."""
+    problems: dict[str, str]
+    """File name -> why the page does without it, or without a part of it."""
+
+    def setting(self, path: str) -> Any:
+        """A value of the config by its dotted path; None where it is absent."""
+        value: Any = self.config
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+
+def read_run(run_dir: Path) -> RunRecord:
+    """Read whatever is there; raises MesetaError for a directory that is not a run's."""
+    if not run_dir.is_dir():
+        raise MesetaError(f"report: {str(run_dir)!r} is not a directory; give the run_dir of a training run")
+    if not any((run_dir / name).is_file() for name in _OWN_FILES):
+        raise MesetaError(
+            f"report: {str(run_dir)!r} holds no run: none of {', '.join(_OWN_FILES)} is there; "
+            "give the run_dir of a training run"
+        )
+    problems: dict[str, str] = {}
+    config_text = _read(run_dir, "config.yaml", problems)
+    environment = _document(run_dir, "environment.json", problems)
+    if environment is not None and not isinstance(environment, dict):
+        problems["environment.json"] = "it does not hold a mapping"
+    train, evals = _read_metrics(run_dir, problems)
+    return RunRecord(
+        name=run_dir.resolve().name,
+        config_text=config_text,
+        config=_parse_config(config_text, problems),
+        dataset=_entry(run_dir, "dataset.json", Dataset, problems),
+        plan=_entry(run_dir, "plan.json", PlanRecord, problems),
+        environment=environment if isinstance(environment, dict) else None,
+        summary=_entry(run_dir, "summary.json", Summary, problems),
+        train=train,
+        evals=evals,
+        problems=problems,
+    )
+
+
+def _read(run_dir: Path, name: str, problems: dict[str, str]) -> str | None:
+    try:
+        return (run_dir / name).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        problems[name] = "it is not in the run directory"
+    except OSError as error:
+        problems[name] = f"it cannot be read: {error.strerror}"
+    return None
+
+
+def _document(run_dir: Path, name: str, problems: dict[str, str]) -> Any:
+    content = _read(run_dir, name, problems)
+    if content is None:
+        return None
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        problems[name] = f"it is not valid JSON: {error}"
+        return None
+
+
+T = TypeVar("T", bound=Entry)
+
+
+def _entry(run_dir: Path, name: str, kind: type[T], problems: dict[str, str]) -> T | None:
+    document = _document(run_dir, name, problems)
+    if document is None:
+        problems.setdefault(name, "it holds nothing")
+        return None
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        problems[name] = _explain(error)
+        return None
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    return f"key {key!r}: {first['msg'].lower()}" if key else first["msg"].lower()
+
+
+def _parse_config(content: str | None, problems: dict[str, str]) -> dict[str, Any]:
+    if content is None:
+        return {}
+    try:
+        document = yaml.safe_load(content)
+    except (yaml.YAMLError, RecursionError) as error:
+        problems["config.yaml"] = f"it is not valid YAML: {error}"
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _read_metrics(run_dir: Path, problems: dict[str, str]) -> tuple[tuple[TrainLine, ...], tuple[EvalLine, ...]]:
+    """Lines by step. A killed run may leave half a line, and a resumed one repeats steps: the later line wins."""
+    content = _read(run_dir, "metrics.jsonl", problems)
+    train: dict[int, TrainLine] = {}
+    evals: dict[tuple[int, str], EvalLine] = {}
+    broken = []
+    for index, line in enumerate((content or "").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            document = json.loads(line)
+            if document["kind"] == "train":
+                train_line = TrainLine.model_validate(document)
+                train[train_line.step] = train_line
+            elif document["kind"] == "eval":
+                eval_line = EvalLine.model_validate(document)
+                evals[eval_line.step, eval_line.split] = eval_line
+        except (ValueError, KeyError, TypeError, RecursionError):  # ValidationError is a ValueError
+            broken.append(index)
+    if broken:
+        shown = ", ".join(map(str, broken[:5])) + (" ..." if len(broken) > 5 else "")
+        problems["metrics.jsonl"] = f"{len(broken)} of its lines cannot be read (line {shown}) and are left out"
+    return tuple(train[step] for step in sorted(train)), tuple(evals[key] for key in sorted(evals))

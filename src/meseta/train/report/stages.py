@@ -1,0 +1,79 @@
+"""Where the time of a step goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meseta.train.report.chart import stacked_bars
+from meseta.train.report.figures import count, drawable, share
+from meseta.train.report.markup import table, tag, text
+from meseta.train.report.record import RunRecord, TrainLine
+
+KNOWN_STAGES = ("data", "copy", "input_dist", "lookup", "output_dist", "dense_forward", "backward", "update")
+NUM_SPARE_COLOURS = 3
+MAX_BARS = 48
+
+
+def stages_section(record: RunRecord) -> str:
+    """Stacked bars over time beside a table of means; an empty string where no stage was timed."""
+    lines = [line for line in record.train if line.stages_s]
+    if not lines:
+        return ""
+    names = _ordered({name for line in lines for name in line.stages_s})
+    groups = _groups(lines)
+    starts = [0, *(group[-1].num_samples for group in groups[:-1])]
+    spans = [(float(start), float(group[-1].num_samples)) for start, group in zip(starts, groups, strict=True)]
+    layers = [(name, _colour(names, name), [_mean_ms(group, name) for group in groups]) for name in names]
+    means = {name: _mean_ms(lines, name) for name in names}
+    total = sum(means.values())
+    rows = [
+        [
+            tag("span", class_=f"swatch {_colour(names, name)}") + text(name),
+            text(f"{means[name]:.2f}"),
+            text(share(means[name] / total) if total else share(None)),
+        ]
+        for name in reversed(names)
+    ]
+    rows.append([tag("b", "all stages"), tag("b", text(f"{total:.2f}")), ""])
+    chart = stacked_bars("Milliseconds per step by stage", spans, layers)
+    caption = tag("h3", "Milliseconds per step, rank 0")
+    return tag("p", text(_intro(record, total))) + tag(
+        "div",
+        tag("div", caption, chart),
+        tag("div", table(["stage", "mean ms", "share"], rows, {1, 2}, "compact")),
+        class_="wide-narrow",
+    )
+
+
+def _intro(record: RunRecord, total_ms: float) -> str:
+    intro = f"The timed stages of a step take {total_ms:.3g} ms on rank 0."
+    summary = record.summary
+    if summary and summary.num_steps and summary.train_s is not None and drawable(summary.train_s):
+        whole_ms = 1000.0 * summary.train_s / summary.num_steps
+        intro += (
+            f" Over the whole run, evaluation and checkpoints included, "
+            f"a step took {whole_ms:.3g} ms ({count(summary.num_steps)} steps)."
+        )
+    return intro
+
+
+def _ordered(names: set[str]) -> list[str]:
+    """The road of a batch first, then stages that this page does not know."""
+    return [name for name in KNOWN_STAGES if name in names] + sorted(names - set(KNOWN_STAGES))
+
+
+def _colour(names: Sequence[str], name: str) -> str:
+    if name in KNOWN_STAGES:
+        return f"stage-{name}"
+    unknown = [other for other in names if other not in KNOWN_STAGES]
+    return f"stage-spare-{unknown.index(name) % NUM_SPARE_COLOURS}"
+
+
+def _groups(lines: Sequence[TrainLine]) -> list[Sequence[TrainLine]]:
+    size = -(-len(lines) // MAX_BARS)
+    return [lines[start : start + size] for start in range(0, len(lines), size)]
+
+
+def _mean_ms(lines: Sequence[TrainLine], name: str) -> float:
+    values = [line.stages_s.get(name, 0.0) for line in lines]
+    return 1000.0 * sum(max(v, 0.0) for v in values if drawable(v)) / len(lines)
