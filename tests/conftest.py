@@ -26,6 +26,12 @@ torch.use_deterministic_algorithms(True)
 torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """pyproject.toml sets `timeout`, which pytest refuses to read where its plugin is missing."""
+    if not find_spec("pytest_timeout"):
+        parser.addini("timeout", "seconds per test; not enforced without pytest-timeout")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Few examples in `make test`, many in `make soak`; the same ones every time."""
     if find_spec("hypothesis"):
