@@ -1,1 +1,29 @@
-"""From raw click logs to batches: `prepare` writes a dataset directory, `Reader` streams it."""
+"""From raw click logs to batches: `prepare` writes a dataset directory, `Reader` streams it.
+
+Names are imported when first used (PEP 562): preparing data needs no torch, only Batch and Reader do.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meseta.data.batch import Batch
+    from meseta.data.dataset import Dataset
+    from meseta.data.prepare import PrepareOptions
+    from meseta.data.reader import Reader, ReaderOptions
+
+_HOME = {
+    "Batch": "meseta.data.batch",
+    "Dataset": "meseta.data.dataset",
+    "PrepareOptions": "meseta.data.prepare",
+    "Reader": "meseta.data.reader",
+    "ReaderOptions": "meseta.data.reader",
+}
+
+__all__ = ["Batch", "Dataset", "PrepareOptions", "Reader", "ReaderOptions"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'meseta.data' has no attribute {name!r}; it has {', '.join(sorted(_HOME))}")
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -1,0 +1,200 @@
+"""What a prepared dataset holds: the typed form of dataset.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from meseta.spec import MesetaError, nearest
+
+FORMAT: Literal["meseta.dataset/1"] = "meseta.dataset/1"
+FILE_NAME = "dataset.json"
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class DenseFeature(_Record):
+    name: str
+    """Column of the Parquet files, float32."""
+    fill: float
+    """Stands for a missing value, before log1p."""
+    mean: float
+    """Mean of log1p(max(x, 0)) over the training split, subtracted."""
+    std: float = Field(gt=0)
+    """Its standard deviation over the training split, divided by; 1 where the feature is constant."""
+
+
+class ReuseHistogram(_Record):
+    """How often a row is looked up within a window of consecutive training samples.
+
+    Bin i holds the rows looked up more than edges[i] and at most edges[i + 1] times; the last bin has no upper edge.
+    """
+
+    window_samples: int
+    """Samples of a window; the last window may be shorter."""
+    edges: tuple[int, ...]
+    """Lower edges of the bins: 0, 1, 2, 4, ..., 32768."""
+    rows: tuple[Share, ...]
+    """Share of the distinct rows of a window, summed over windows, per bin."""
+    lookups: tuple[Share, ...]
+    """Share of the lookups, per bin."""
+
+
+class SparseStatistics(_Record):
+    """Counted on the training split."""
+
+    num_rows: int
+    """Samples."""
+    num_lookups: int
+    """Ids, over all samples."""
+    num_uniques: int
+    """Distinct ids, after hashing or the vocabulary."""
+    mean_pooling_factor: float
+    """Ids per sample."""
+    reuse: ReuseHistogram
+    """How often rows come again."""
+
+
+class SparseFeature(_Record):
+    name: str
+    """Column of the Parquet files: int32 or int64, or a list of them."""
+    num_embeddings: int = Field(ge=1)
+    """Ids are in 0..num_embeddings-1."""
+    encoding: Literal["hash", "vocabulary"]
+    """'hash': row = high 64 bits of XXH64(value, hash_seed) * num_embeddings. 'vocabulary': see the file."""
+    multi_valued: bool = False
+    """Whether a sample has a list of ids."""
+    weighted: bool = False
+    """Whether the column '<name>.weight' holds one weight per id."""
+    hash_seed: str | None = None
+    """Seed of the hash in hexadecimal; None for vocabularies."""
+    vocabulary: str | None = None
+    """Parquet file with the columns value, id and count, relative to the dataset; None for hashes."""
+    statistics: SparseStatistics
+    """For the planner."""
+
+
+class DataFile(_Record):
+    path: str
+    """Relative to the dataset."""
+    num_rows: int = Field(ge=0)
+    """Samples in it."""
+
+
+class Split(_Record):
+    num_rows: int = Field(ge=0)
+    """Samples."""
+    num_positives: float = Field(ge=0)
+    """Sum of the labels."""
+    files: tuple[DataFile, ...]
+    """Parquet files, in the order of their rows."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Split:
+        total = sum(file.num_rows for file in self.files)
+        if total != self.num_rows:
+            raise ValueError(f"its files hold {total} rows, but num_rows is {self.num_rows}")
+        return self
+
+
+class SourceFile(_Record):
+    path: str
+    """As found."""
+    split: Literal["train", "test", "both"]
+    """Where its rows went; 'both': by a seeded fraction."""
+    num_rows: int
+    """Samples in it."""
+
+
+class Teacher(_Record):
+    """The best reachable metrics on the test split, where the data are synthetic."""
+
+    auc: float
+    """Area under the ROC curve of the true probabilities."""
+    ne: float
+    """Normalised entropy of the true probabilities."""
+
+
+class Dataset(_Record):
+    """A directory written by `meseta prepare`, described by its dataset.json."""
+
+    format: Literal["meseta.dataset/1"] = FORMAT
+    """Version of this description."""
+    label: Literal["label"] = "label"
+    """Column of the label, float32, 0 to 1."""
+    dense: tuple[DenseFeature, ...]
+    """Dense features, in the order of Batch.dense's columns."""
+    sparse: tuple[SparseFeature, ...]
+    """Sparse features, in the order of the KeyedJaggedTensor's keys."""
+    splits: dict[str, Split]
+    """'train' and 'test'."""
+    teacher: Teacher | None = None
+    """Taken from the teacher.json that `meseta data synth` writes."""
+    seed: int = 0
+    """Seed of the hashes and of the split."""
+    test_fraction: float | None = None
+    """Share of rows drawn for the test split; None: split by files."""
+    sources: tuple[SourceFile, ...] = ()
+    """The raw files, in the order in which they were read."""
+    dir: Path = Field(default=Path(), exclude=True)
+    """Where it was loaded from; not part of the file."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Dataset:
+        columns = [self.label, *(d.name for d in self.dense), *(s.name for s in self.sparse)]
+        columns += [f"{s.name}.weight" for s in self.sparse if s.weighted]
+        doubled = {name for name in columns if columns.count(name) > 1}
+        if doubled:
+            raise ValueError(f"column {sorted(doubled)[0]!r} is named twice")
+        return self
+
+    @staticmethod
+    def load(path: str | Path) -> Dataset:
+        """Read `path`/dataset.json. Raises MesetaError where it is missing, not JSON or not valid."""
+        path = Path(path)
+        file = path / FILE_NAME
+        try:
+            document = json.loads(file.read_text())
+        except OSError as error:
+            raise MesetaError(
+                f"dataset {str(path)!r}: cannot read {FILE_NAME} ({error.strerror}); "
+                f"make it with `meseta prepare SOURCE... --out {path}`"
+            ) from None
+        except ValueError as error:
+            raise MesetaError(f"{str(file)!r} is not JSON: {error}; prepare the dataset again") from None
+        return Dataset.from_dict(document, path)
+
+    @staticmethod
+    def from_dict(document: Any, dir: str | Path = "") -> Dataset:
+        """Check plain data against this description. Raises MesetaError naming the key, the rule and the value."""
+        where = f"dataset {str(dir)!r}: {FILE_NAME}"
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            found = document.get("format") if isinstance(document, dict) else type(document).__name__
+            raise MesetaError(f"{where}: format must be {FORMAT!r}, got {found!r}; prepare the dataset again")
+        try:
+            return Dataset.model_validate({**document, "dir": Path(dir)})
+        except ValidationError as error:
+            problem = error.errors()[0]
+            key = ".".join(map(str, problem["loc"]))
+            raise MesetaError(f"{where}: {key or 'document'}: {problem['msg']}; prepare the dataset again") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; `from_dict` reads it back."""
+        return self.model_dump(mode="json")
+
+    def save(self, dir: str | Path) -> None:
+        """Write `dir`/dataset.json."""
+        (Path(dir) / FILE_NAME).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    def split(self, name: str) -> Split:
+        """The split called `name`; MesetaError where there is none."""
+        if name not in self.splits:
+            raise MesetaError(f"dataset {str(self.dir)!r} has no split {name!r}; {nearest(name, self.splits)}")
+        return self.splits[name]

@@ -1,0 +1,93 @@
+"""Parsed rows to columns of numbers: hashed rows at once, values of a vocabulary as hashes until it is complete."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from meseta.data.counter import random_words
+from meseta.data.hash_categories import feature_seed, hash_categories, hash_to_rows
+from meseta.data.layout import Layout
+from meseta.data.parse import RawRows, RawSparse, parse_block
+from meseta.data.sources import Block
+from meseta.data.vocabulary import count_values
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedBlock:
+    """The rows of one block, parted into the splits."""
+
+    splits: dict[str, pa.RecordBatch]
+    """'train', 'test' or both."""
+    counted: dict[str, pa.Table]
+    """With vocabularies: values of each feature in the training rows, and their counts."""
+    block: Block
+
+
+class Encoder:
+    """Turns blocks into numbers; holds no state that changes, so any number of threads may call it."""
+
+    def __init__(self, layout: Layout, *, seed: int, test_fraction: float, hash_rows: dict[str, int] | None) -> None:
+        """`hash_rows`: table rows of each feature, or None for vocabularies."""
+        self.layout = layout
+        self.hash_rows = hash_rows
+        self.hash_seeds = {column.name: feature_seed(column.name, seed) for column in layout.sparse}
+        self._seed = seed
+        self._test_limit = np.uint64(min(int(test_fraction * 2**64), 2**64 - 1))
+
+    def encode(self, block: Block, first_global_row: int) -> EncodedBlock:
+        """Parse, split and encode one block, whose first row is row `first_global_row` of all sources."""
+        rows = parse_block(block, self.layout)
+        test = self._is_test(block, first_global_row)
+        batch = self._record_batch(rows)
+        splits = {}
+        for name, mask in (("train", ~test), ("test", test)):
+            if mask.all():
+                splits[name] = batch
+            elif mask.any():
+                splits[name] = batch.filter(pa.array(mask))
+        counted = {}
+        if self.hash_rows is None and not test.all():
+            for column, sparse in zip(self.layout.sparse, rows.sparse, strict=True):
+                counted[column.name] = count_values(_training_values(sparse, test))
+        return EncodedBlock(splits=splits, counted=counted, block=block)
+
+    def _is_test(self, block: Block, first_global_row: int) -> NDArray[np.bool_]:
+        """A row's split is a function of the seed and its number among all rows, however the files are cut."""
+        if block.source.split != "both":
+            return np.full(block.num_rows, block.source.split == "test")
+        numbers = np.arange(first_global_row, first_global_row + block.num_rows)
+        return random_words(numbers, self._seed) < self._test_limit
+
+    def _record_batch(self, rows: RawRows) -> pa.RecordBatch:
+        columns: dict[str, pa.Array] = {"label": pa.array(rows.label)}
+        for name, values in zip(self.layout.dense, rows.dense, strict=True):
+            columns[name] = pa.array(values)
+        for column, sparse in zip(self.layout.sparse, rows.sparse, strict=True):
+            seed = self.hash_seeds[column.name]
+            if self.hash_rows is None:
+                ids = pa.array(hash_categories(sparse.values, seed))
+            else:
+                ids = pa.array(hash_to_rows(sparse.values, self.hash_rows[column.name], seed))
+            columns[column.name] = as_lists(ids, sparse.lengths)
+            if sparse.weights is not None:
+                columns[f"{column.name}.weight"] = as_lists(pa.array(sparse.weights), sparse.lengths)
+        return pa.RecordBatch.from_pydict(columns)
+
+
+def as_lists(values: pa.Array, lengths: NDArray[np.int64] | None) -> pa.Array:
+    """`values` themselves, or cut into lists of the given lengths."""
+    if lengths is None:
+        return values
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), values)
+
+
+def _training_values(sparse: RawSparse, test: NDArray[np.bool_]) -> pa.Array:
+    if not test.any():
+        return sparse.values
+    keep = ~test if sparse.lengths is None else np.repeat(~test, sparse.lengths)
+    return sparse.values.filter(pa.array(keep))

@@ -1,0 +1,174 @@
+"""One block of raw rows to numbers and strings, with errors that name file, line and field."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+from pyarrow import csv
+
+from meseta.data.layout import CRITEO, Layout, SparseColumn
+from meseta.data.sources import Block
+from meseta.spec import MesetaError
+
+_COLUMN_TYPES = {
+    **{name: pa.float32() for name in [CRITEO.label]},
+    **{name: pa.int64() for name in CRITEO.dense},
+    **{column.name: pa.binary() for column in CRITEO.sparse},
+}
+_INTEGER = re.compile(rb"-?\d{1,18}")
+
+
+@dataclass(frozen=True)
+class RawSparse:
+    """Values of one sparse feature in n samples."""
+
+    values: pa.Array
+    """Strings or binary [nnz]; a missing value is the empty string."""
+    lengths: NDArray[np.int64] | None = None
+    """Values per sample [n]; None: one each."""
+    weights: NDArray[np.float32] | None = None
+    """One per value [nnz]."""
+
+
+@dataclass(frozen=True)
+class RawRows:
+    """A parsed block of n samples."""
+
+    label: NDArray[np.float32]
+    """[n], 0 to 1."""
+    dense: list[NDArray[np.float32]]
+    """log1p(max(x, 0)), missing as 0; [n] per feature."""
+    sparse: list[RawSparse]
+
+
+def parse_block(block: Block, layout: Layout) -> RawRows:
+    """Parse and check every row. Raises MesetaError naming the file, the line or row, and the field."""
+    if isinstance(block.raw, bytes):
+        return _parse_tsv(block, block.raw)
+    return _parse_parquet(block, block.raw, layout)
+
+
+def _parse_tsv(block: Block, raw: bytes) -> RawRows:
+    try:
+        table = csv.read_csv(
+            pa.BufferReader(raw),
+            # One block per call: the caller has cut the file, and parallel calls use the cores.
+            csv.ReadOptions(use_threads=False, block_size=len(raw) + 1, column_names=list(_COLUMN_TYPES)),
+            csv.ParseOptions(delimiter="\t", quote_char=False, ignore_empty_lines=False),
+            csv.ConvertOptions(column_types=_COLUMN_TYPES, null_values=[""], strings_can_be_null=False),
+        ).combine_chunks()
+    except pa.ArrowInvalid as error:
+        raise _explain_tsv(block, raw, str(error).splitlines()[0]) from None
+    if table.num_rows != block.num_rows:
+        raise _explain_tsv(block, raw, f"{block.num_rows} lines gave {table.num_rows} rows")
+    label = table.column(0).to_numpy()
+    if not _is_label(label).all():
+        raise _explain_tsv(block, raw, "a label is outside 0..1")
+    dense = [_log1p(column.to_numpy(zero_copy_only=False)) for column in _chunks(table, CRITEO.dense)]
+    return RawRows(label, dense, [RawSparse(column) for column in _chunks(table, [s.name for s in CRITEO.sparse])])
+
+
+def _chunks(table: pa.Table, names: list[str] | tuple[str, ...]) -> list[pa.Array]:
+    return [table.column(name).chunk(0) for name in names]
+
+
+def _log1p(values: NDArray[np.generic]) -> NDArray[np.float32]:
+    """In float64, so that the float32 result hardly depends on the machine's vector library; NaN (missing) gives 0."""
+    return np.log1p(np.fmax(values.astype(np.float64, copy=False), 0.0)).astype(np.float32)
+
+
+def _is_label(label: NDArray[np.float32]) -> NDArray[np.bool_]:
+    return (label >= 0) & (label <= 1)
+
+
+def _explain_tsv(block: Block, raw: bytes, detail: str) -> MesetaError:
+    """Go through the lines of a block that did not parse and name the first bad field."""
+    names = list(_COLUMN_TYPES)
+    for number, line in enumerate(raw.split(b"\n")[:-1], start=block.first_row + 1):
+        where = f"source {str(block.source.path)!r}, line {number}"
+        fields = line.rstrip(b"\r").split(b"\t")
+        if len(fields) != len(names):
+            return MesetaError(
+                f"{where}: {len(fields)} tab-separated fields, expected {len(names)}: label, 13 integers, "
+                "26 categories; fix or remove the line"
+            )
+        for index in range(1 + len(CRITEO.dense)):
+            problem = _field_problem(fields[index], is_label=index == 0)
+            if problem:
+                shown = fields[index][:40].decode(errors="replace")
+                return MesetaError(
+                    f"{where}, field {index + 1} ({names[index]}): {shown!r} {problem}; fix or remove the line"
+                )
+    return MesetaError(f"source {str(block.source.path)!r}, after line {block.first_row}: {detail}")
+
+
+def _field_problem(field: bytes, *, is_label: bool) -> str | None:
+    if not is_label:
+        return None if not field or _INTEGER.fullmatch(field) else "is not an integer"
+    try:
+        return None if 0 <= float(field) <= 1 else "is outside 0..1"
+    except ValueError:
+        return "is not a label 0..1"
+
+
+def _parse_parquet(block: Block, batch: pa.RecordBatch, layout: Layout) -> RawRows:
+    label = _numbers(batch.column(layout.label)).astype(np.float32)
+    bad = np.flatnonzero(~_is_label(label))
+    if bad.size:
+        raise _explain_row(block, int(bad[0]), layout.label, f"label {label[bad[0]]} is outside 0..1 or missing")
+    dense = []
+    for name in layout.dense:
+        values = _numbers(batch.column(name))
+        infinite = np.flatnonzero(np.isposinf(values))
+        if infinite.size:
+            raise _explain_row(block, int(infinite[0]), name, "the value is infinite")
+        dense.append(_log1p(values))
+    return RawRows(label, dense, [_raw_sparse(block, batch, column) for column in layout.sparse])
+
+
+def _numbers(column: pa.Array) -> NDArray[np.float64]:
+    """float64, null as NaN."""
+    return column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+
+
+def _raw_sparse(block: Block, batch: pa.RecordBatch, column: SparseColumn) -> RawSparse:
+    array = batch.column(column.name)
+    if not column.multi_valued:
+        return RawSparse(_as_strings(array))
+    lengths = _list_lengths(array)
+    if not column.weighted:
+        return RawSparse(_as_strings(array.flatten()), lengths)
+    weight_name = f"{column.name}.weight"
+    weight_array = batch.column(weight_name)
+    unequal = np.flatnonzero(lengths != _list_lengths(weight_array))
+    if unequal.size:
+        raise _explain_row(block, int(unequal[0]), weight_name, f"a list must be as long as that of {column.name!r}")
+    weights = _numbers(weight_array.flatten()).astype(np.float32)
+    if not np.isfinite(weights).all():
+        owner = np.searchsorted(np.cumsum(lengths), np.flatnonzero(~np.isfinite(weights))[0], side="right")
+        raise _explain_row(block, int(owner), weight_name, "a weight is missing or not finite")
+    return RawSparse(_as_strings(array.flatten()), lengths, weights)
+
+
+def _list_lengths(array: pa.Array) -> NDArray[np.int64]:
+    """int64 [n]; a missing list is an empty one."""
+    return pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def _as_strings(array: pa.Array) -> pa.Array:
+    """Integers as decimal text, dictionaries spelled out, missing values as the empty string."""
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if pa.types.is_integer(array.type):
+        array = array.cast(pa.string())
+    return array.fill_null(b"" if "binary" in str(array.type) else "") if array.null_count else array
+
+
+def _explain_row(block: Block, index: int, column: str, problem: str) -> MesetaError:
+    row = block.first_row + index + 1
+    return MesetaError(f"source {str(block.source.path)!r}, row {row}, column {column!r}: {problem}; fix the row")

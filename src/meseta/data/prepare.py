@@ -1,0 +1,294 @@
+"""`meseta prepare`: raw click logs to a dataset directory, in two passes and bounded memory.
+
+Pass 1 parses, splits and hashes blocks on all cores and spools the numbers; pass 2 standardises, counts and writes
+Parquet. The result is a function of the rows, their order and the options alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meseta.data.dataset import Dataset, DenseFeature, SourceFile, SparseFeature, Split, Teacher
+from meseta.data.encode import EncodedBlock, Encoder
+from meseta.data.layout import Layout, find_layout
+from meseta.data.sources import Source, find_sources, read_blocks
+from meseta.data.spool import Spool
+from meseta.data.staging import staged_folder
+from meseta.data.statistics import FeatureStatistics
+from meseta.data.vocabulary import Vocabulary, VocabularyCounter
+from meseta.data.write import SplitWriter
+from meseta.spec import MesetaError, nearest
+
+Progress = Callable[[str, int, float], None]
+"""Called with the stage ('read' or 'write'), its rows so far, and how much of it is done, 0 to 1."""
+
+_VOCABULARY_BUDGET_BYTES = 384 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareOptions:
+    """What `prepare` reads and how."""
+
+    sources: Sequence[str]
+    """Files or patterns: Criteo TSV (plain or gzip) or Parquet."""
+    out: Path
+    """Folder to make."""
+    test_files: Sequence[str] = ()
+    """Files or patterns whose rows make the test split; they may be among the sources."""
+    test_fraction: float | None = None
+    """Share of rows, drawn by seed, that make the test split; None: 0.1 where no test_files are given."""
+    seed: int = 0
+    """Seed of the split and of the hashes, 0..2**63-1."""
+    hash_rows: int = 100_000
+    """Table rows that each feature is hashed to."""
+    hash_rows_by_feature: Mapping[str, int] = field(default_factory=dict)
+    """Exceptions, such as {"cat_2": 5_000_000}."""
+    vocabulary: bool = False
+    """Give each frequent value its own row instead of hashing."""
+    min_count: int = 10
+    """Occurrences in the training split that earn a row; rarer and unseen values share row 0."""
+    label: str = "label"
+    """Parquet: column of the label."""
+    dense: Sequence[str] = ()
+    """Parquet: dense columns; none: all scalar numbers not named otherwise."""
+    sparse: Sequence[str] = ()
+    """Parquet: sparse columns; none: all strings and lists not named otherwise."""
+    force: bool = False
+    """Replace `out` where it is a prepared dataset."""
+    num_threads: int | None = None
+    """Worker threads; None: the cores this process may use. The result does not depend on it."""
+
+    def __post_init__(self) -> None:
+        if self.test_files and self.test_fraction is not None:
+            raise MesetaError("prepare: --test-fraction and --test-files exclude each other; give one")
+        if self.test_fraction is not None and not 0 <= self.test_fraction < 1:
+            raise MesetaError(f"prepare: --test-fraction must be in [0, 1), got {self.test_fraction}")
+        if not 0 <= self.seed < 2**63:
+            raise MesetaError(f"prepare: --seed must be in 0..2**63-1, got {self.seed}")
+        for name, rows in {"all features": self.hash_rows, **self.hash_rows_by_feature}.items():
+            if not 1 <= rows <= 2**40:
+                raise MesetaError(f"prepare: --hash-rows of {name} must be in 1..2**40, got {rows}")
+        if self.min_count < 1:
+            raise MesetaError(f"prepare: --min-count must be at least 1, got {self.min_count}")
+
+    @property
+    def fraction(self) -> float | None:
+        """Share of rows for the test split; None: split by files."""
+        if self.test_files:
+            return None
+        return 0.1 if self.test_fraction is None else self.test_fraction
+
+
+def prepare(options: PrepareOptions, progress: Progress | None = None) -> Dataset:
+    """Write the dataset directory `options.out` and return its description.
+
+    The folder appears by one rename when everything is written; an error or interrupt leaves nothing behind.
+    Raises MesetaError for a missing, empty, truncated or mixed source, for a row that cannot be parsed (naming file,
+    line and field), for an existing `out`, and where no row is left for training.
+    """
+    by_fraction = options.fraction is not None
+    sources = find_sources(options.sources, options.test_files, by_fraction=by_fraction)
+    layout = find_layout(sources, options.label, options.dense, options.sparse)
+    encoder = Encoder(
+        layout, seed=options.seed, test_fraction=options.fraction or 0.0, hash_rows=_hash_rows(options, layout)
+    )
+    num_threads = options.num_threads or len(os.sched_getaffinity(0))
+    with staged_folder(options.out, force=options.force) as folder:
+        pool = ThreadPoolExecutor(num_threads, thread_name_prefix="meseta-prepare")
+        try:
+            dataset = _Run(options, sources, encoder, folder, progress).run(pool, num_threads)
+        finally:
+            pool.shutdown(cancel_futures=True)
+        dataset.save(folder)
+    return Dataset.load(options.out)
+
+
+class _Run:
+    """One call of `prepare`: the state between its two passes."""
+
+    def __init__(
+        self,
+        options: PrepareOptions,
+        sources: tuple[Source, ...],
+        encoder: Encoder,
+        folder: Path,
+        progress: Progress | None,
+    ) -> None:
+        self.options = options
+        self.sources = sources
+        self.encoder = encoder
+        self.layout = encoder.layout
+        self.folder = folder
+        self.spool_dir = folder / "spool"
+        self.progress = progress or (lambda stage, rows, share: None)
+        self.spools = {name: Spool(self.spool_dir / f"{name}.arrow", self.layout.dense) for name in ("train", "test")}
+        self.rows_of_source = dict.fromkeys((source.path for source in sources), 0)
+        self.counters: dict[str, VocabularyCounter] = {}
+        if encoder.hash_rows is None:
+            budget = _VOCABULARY_BUDGET_BYTES // max(len(self.layout.sparse), 1)
+            for column in self.layout.sparse:
+                self.counters[column.name] = VocabularyCounter(column.name, self.spool_dir, budget)
+
+    def run(self, pool: ThreadPoolExecutor, num_threads: int) -> Dataset:
+        self.spool_dir.mkdir()
+        self._read(pool, num_threads)
+        vocabularies = {
+            name: counter.finish(self.folder, self.options.min_count, self.encoder.hash_seeds[name])
+            for name, counter in self.counters.items()
+        }
+        num_embeddings = self.encoder.hash_rows or {n: v.num_embeddings for n, v in vocabularies.items()}
+        statistics = {c.name: FeatureStatistics(num_embeddings[c.name]) for c in self.layout.sparse}
+        splits = self._write(pool, num_embeddings, vocabularies, statistics)
+        for path in self.spool_dir.iterdir():
+            path.unlink()
+        self.spool_dir.rmdir()
+        return self._describe(num_embeddings, vocabularies, statistics, splits)
+
+    def _read(self, pool: ThreadPoolExecutor, num_threads: int) -> None:
+        """Pass 1: workers encode blocks, this thread reads ahead of them and spools their results in order."""
+        total_bytes = sum(source.size_bytes for source in self.sources)
+        done_bytes = dict.fromkeys(self.rows_of_source, 0)
+        num_rows = 0
+        for encoded in _in_order(pool, self._jobs(), num_threads + 1):
+            for name, batch in encoded.splits.items():
+                self.spools[name].add(batch)
+            for name, counted in encoded.counted.items():
+                self.counters[name].add(counted)
+            block = encoded.block
+            num_rows += block.num_rows
+            self.rows_of_source[block.source.path] += block.num_rows
+            done_bytes[block.source.path] = block.position_bytes
+            self.progress("read", num_rows, sum(done_bytes.values()) / total_bytes)
+        for spool in self.spools.values():
+            spool.close()
+        if not self.spools["train"].num_rows:
+            raise MesetaError(f"prepare: none of {num_rows} rows is left for training; lower --test-fraction")
+
+    def _jobs(self) -> Iterator[Callable[[], EncodedBlock]]:
+        first_row = 0
+        for source in self.sources:
+            for block in read_blocks(source, self.layout.columns):
+                yield lambda block=block, row=first_row: self.encoder.encode(block, row)  # type: ignore[misc]
+                first_row += block.num_rows
+
+    def _write(
+        self,
+        pool: ThreadPoolExecutor,
+        num_embeddings: Mapping[str, int],
+        vocabularies: Mapping[str, Vocabulary],
+        statistics: Mapping[str, FeatureStatistics],
+    ) -> dict[str, Split]:
+        """Pass 2: one worker per part file."""
+        total_rows = sum(spool.num_rows for spool in self.spools.values())
+        written = 0
+        lock = threading.Lock()
+
+        def on_rows(num_rows: int) -> None:
+            nonlocal written
+            with lock:
+                written += num_rows
+                self.progress("write", written, written / total_rows)
+
+        splits = {}
+        for name, spool in self.spools.items():
+            splits[name] = SplitWriter(
+                layout=self.layout,
+                spool=spool,
+                moments=self.spools["train"].moments,
+                num_embeddings=num_embeddings,
+                vocabularies=vocabularies,
+                statistics=statistics if name == "train" else {},
+                out=self.folder,
+                name=name,
+                on_rows=on_rows,
+            ).write(pool)
+        return splits
+
+    def _describe(
+        self,
+        num_embeddings: Mapping[str, int],
+        vocabularies: Mapping[str, Vocabulary],
+        statistics: Mapping[str, FeatureStatistics],
+        splits: dict[str, Split],
+    ) -> Dataset:
+        moments = self.spools["train"].moments
+        dense = zip(self.layout.dense, moments.mean.tolist(), moments.std.tolist(), strict=True)
+        return Dataset(
+            dense=tuple(DenseFeature(name=name, fill=0.0, mean=mean, std=std) for name, mean, std in dense),
+            sparse=tuple(
+                SparseFeature(
+                    name=column.name,
+                    num_embeddings=num_embeddings[column.name],
+                    encoding="vocabulary" if vocabularies else "hash",
+                    multi_valued=column.multi_valued,
+                    weighted=column.weighted,
+                    hash_seed=None if vocabularies else hex(self.encoder.hash_seeds[column.name]),
+                    vocabulary=vocabularies[column.name].path if vocabularies else None,
+                    statistics=statistics[column.name].result(),
+                )
+                for column in self.layout.sparse
+            ),
+            splits=splits,
+            teacher=find_teacher(self.sources),
+            seed=self.options.seed,
+            test_fraction=self.options.fraction,
+            sources=tuple(
+                SourceFile(path=str(s.path), split=s.split, num_rows=self.rows_of_source[s.path]) for s in self.sources
+            ),
+        )
+
+
+def find_teacher(sources: Sequence[Source]) -> Teacher | None:
+    """What the teacher.json beside synthetic sources says of the test split, or None where it does not cover it.
+
+    A test split of one whole file takes that file's figures; one drawn from all rows takes those of all files.
+    """
+    folders = {source.path.parent for source in sources}
+    path = next(iter(folders)) / "teacher.json"
+    if len(folders) != 1 or not path.exists():
+        return None
+    try:
+        document = json.loads(path.read_text())
+        test = [source for source in sources if source.split == "test"]
+        if any(source.split == "both" for source in sources):
+            entry = document["all"] if {s.path.name for s in sources} == set(document["files"]) else None
+        else:
+            entry = document["files"].get(test[0].path.name) if len(test) == 1 else None
+        return Teacher(auc=entry["auc"], ne=entry["ne"]) if entry else None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise MesetaError(
+            f"{str(path)!r} is not what `meseta data synth` writes ({error!r}); remove or repair it"
+        ) from None
+
+
+def _hash_rows(options: PrepareOptions, layout: Layout) -> dict[str, int] | None:
+    if options.vocabulary:
+        return None
+    names = [column.name for column in layout.sparse]
+    for name in options.hash_rows_by_feature:
+        if name not in names:
+            raise MesetaError(f"prepare: --hash-rows names no sparse feature {name!r}; {nearest(name, names)}")
+    return {name: options.hash_rows_by_feature.get(name, options.hash_rows) for name in names}
+
+
+def _in_order(
+    pool: ThreadPoolExecutor, jobs: Iterator[Callable[[], EncodedBlock]], num_ahead: int
+) -> Iterator[EncodedBlock]:
+    """Results of `jobs` in their order, at most `num_ahead` of them begun and not yet taken."""
+    running: deque[Future[EncodedBlock]] = deque()
+    for job in jobs:
+        running.append(pool.submit(job))
+        if len(running) >= num_ahead:
+            yield running.popleft().result()
+    while running:
+        yield running.popleft().result()
+
+
+__all__ = ["PrepareOptions", "Progress", "find_teacher", "prepare"]

@@ -1,0 +1,150 @@
+"""Decoded rows in numpy: read from row groups, gathered by index, turned into a Batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+
+from meseta.data.batch import Batch
+from meseta.data.dataset import Dataset
+from meseta.jagged import KeyedJaggedTensor
+
+Index = NDArray[np.int64] | slice
+
+
+@dataclass(frozen=True)
+class Bags:
+    """Ids of one multi-valued feature, one sample after the other."""
+
+    lengths: NDArray[np.int64]
+    """Ids per sample [n]."""
+    values: NDArray[Any]
+    """Ids [nnz]."""
+    weights: NDArray[np.float32] | None
+    """One per id [nnz], or None."""
+
+    def take(self, index: Index) -> Bags:
+        offsets = np.concatenate([[0], np.cumsum(self.lengths)])
+        lengths = self.lengths[index]
+        if isinstance(index, slice):
+            start, stop, _ = index.indices(self.lengths.size)
+            chosen: Index = slice(int(offsets[start]), int(offsets[max(start, stop)]))
+        else:
+            # Position within the output, minus the output start of its bag, plus the input start of its bag.
+            ends = np.cumsum(lengths)
+            chosen = np.arange(lengths.sum()) + np.repeat(offsets[index] - (ends - lengths), lengths)
+        return Bags(lengths, self.values[chosen], None if self.weights is None else self.weights[chosen])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """n decoded samples."""
+
+    label: NDArray[np.float32]
+    """[n]."""
+    dense: NDArray[np.float32]
+    """[n, num_dense]."""
+    single: NDArray[Any]
+    """Ids of the single-valued features [num_single, n], int32 or int64."""
+    bags: tuple[Bags, ...]
+    """The multi-valued features, in order."""
+
+    def take(self, index: Index) -> Rows:
+        """The rows at `index`."""
+        return Rows(
+            self.label[index],
+            self.dense[index],
+            self.single[:, index] if isinstance(index, slice) else self.single.take(index, axis=1),
+            tuple(bags.take(index) for bags in self.bags),
+        )
+
+
+def decode(dataset: Dataset, tables: Sequence[pa.Table]) -> Rows:
+    """Columns of one or more row groups, one after the other."""
+    table = pa.concat_tables(tables)
+    num_rows = table.num_rows
+    dense = np.empty((num_rows, len(dataset.dense)), np.float32)
+    for place, column in enumerate(dataset.dense):
+        dense[:, place] = table.column(column.name).to_numpy()
+    singles = [feature for feature in dataset.sparse if not feature.multi_valued]
+    wide = any(table.schema.field(feature.name).type == pa.int64() for feature in singles)
+    single = np.empty((len(singles), num_rows), np.int64 if wide else np.int32)
+    for place, feature in enumerate(singles):
+        single[place] = table.column(feature.name).to_numpy()
+    bags = []
+    for feature in dataset.sparse:
+        if feature.multi_valued:
+            lists = table.column(feature.name)
+            lengths = [np.diff(chunk.offsets.to_numpy()) for chunk in lists.chunks]
+            weights = _flat(table.column(f"{feature.name}.weight")) if feature.weighted else None
+            bags.append(Bags(np.concatenate(lengths).astype(np.int64), _flat(lists), weights))
+    return Rows(table.column(dataset.label).to_numpy(), dense, single, tuple(bags))
+
+
+def concatenate(parts: Sequence[Rows]) -> Rows:
+    """Rows of several parts, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    return Rows(
+        np.concatenate([part.label for part in parts]),
+        np.concatenate([part.dense for part in parts]),
+        np.concatenate([part.single for part in parts], axis=1),
+        tuple(_join(bags) for bags in zip(*(part.bags for part in parts), strict=True)),
+    )
+
+
+def to_batch(dataset: Dataset, rows: Rows) -> Batch:
+    """Tensors of these rows, in memory of their own; ids and lengths are int64, feature-major."""
+    num_rows = rows.label.size
+    keys = tuple(feature.name for feature in dataset.sparse)
+    if not rows.bags:
+        values = rows.single.reshape(-1).astype(np.int64)
+        lengths = np.ones(values.size, np.int64)
+        weights = None
+    else:
+        values, lengths, weights = _interleave(dataset, rows)
+    sparse = KeyedJaggedTensor(
+        keys=keys,
+        values=torch.from_numpy(values),
+        lengths=torch.from_numpy(lengths),
+        weights=None if weights is None else torch.from_numpy(weights),
+        batch_sizes=(num_rows,) * len(keys),
+    )
+    return Batch(
+        dense=torch.from_numpy(np.array(rows.dense)), sparse=sparse, label=torch.from_numpy(np.array(rows.label))
+    )
+
+
+def _interleave(
+    dataset: Dataset, rows: Rows
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32] | None]:
+    """Values, lengths and weights of single- and multi-valued features in the dataset's order."""
+    singles, bags = iter(rows.single), iter(rows.bags)
+    ones = np.ones(rows.label.size, np.int64)
+    parts = [next(bags) if f.multi_valued else Bags(ones, next(singles), None) for f in dataset.sparse]
+    weights = None
+    if any(feature.weighted for feature in dataset.sparse):
+        weights = np.concatenate(
+            [np.ones(p.values.size, np.float32) if p.weights is None else p.weights for p in parts]
+        )
+    values = np.concatenate([part.values for part in parts]).astype(np.int64)
+    return values, np.concatenate([part.lengths for part in parts]), weights
+
+
+def _flat(column: pa.ChunkedArray) -> NDArray[Any]:
+    return np.concatenate([chunk.flatten().to_numpy() for chunk in column.chunks])
+
+
+def _join(parts: Sequence[Bags]) -> Bags:
+    weights = [part.weights for part in parts if part.weights is not None]
+    return Bags(
+        np.concatenate([part.lengths for part in parts]),
+        np.concatenate([part.values for part in parts]),
+        np.concatenate(weights) if weights else None,
+    )

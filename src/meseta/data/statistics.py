@@ -1,0 +1,105 @@
+"""Statistics for the planner: distinct rows, pooling factors and how soon rows come again."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meseta.data.dataset import ReuseHistogram, SparseStatistics
+
+WINDOW_SAMPLES = 65_536
+EDGES = (0, *(2**i for i in range(16)))
+
+
+class FeatureStatistics:
+    """Adds up windows of one sparse feature; windows may come in any order and from several threads.
+
+    Keeps one bit per row of the table, whatever the number of samples.
+    """
+
+    def __init__(self, num_embeddings: int) -> None:
+        self._seen = np.zeros(-(-num_embeddings // 8), np.uint8)
+        self._num_samples = 0
+        self._num_lookups = 0
+        self._rows = np.zeros(len(EDGES), np.int64)
+        self._lookups = np.zeros(len(EDGES), np.int64)
+        self._lock = threading.Lock()
+
+    def add_window(self, ids: NDArray[np.integer], num_samples: int) -> None:
+        """Count the ids [nnz] of `num_samples` consecutive samples, at most 65,536 of them."""
+        ordered = np.sort(ids)
+        starts = _run_starts(ordered)
+        counts = np.diff(np.append(starts, ordered.size))
+        bins = np.searchsorted(EDGES[1:], counts, side="left")
+        rows = np.bincount(bins, minlength=len(EDGES))
+        lookups = np.bincount(bins, weights=counts, minlength=len(EDGES)).astype(np.int64)
+        uniques = ordered[starts]
+        byte = uniques >> 3
+        first = _run_starts(byte)
+        bits = np.left_shift(1, uniques & 7).astype(np.uint8)
+        with self._lock:
+            if first.size:
+                self._seen[byte[first]] |= np.bitwise_or.reduceat(bits, first)
+            self._num_samples += num_samples
+            self._num_lookups += ids.size
+            self._rows += rows
+            self._lookups += lookups
+
+    def result(self) -> SparseStatistics:
+        """The statistics of all windows added so far."""
+        return SparseStatistics(
+            num_rows=self._num_samples,
+            num_lookups=self._num_lookups,
+            num_uniques=int(np.count_nonzero(np.unpackbits(self._seen))),
+            mean_pooling_factor=self._num_lookups / max(self._num_samples, 1),
+            reuse=ReuseHistogram(
+                window_samples=WINDOW_SAMPLES,
+                edges=EDGES,
+                rows=tuple((self._rows / max(self._rows.sum(), 1)).tolist()),
+                lookups=tuple((self._lookups / max(self._num_lookups, 1)).tolist()),
+            ),
+        )
+
+
+class Moments:
+    """Mean and standard deviation of several columns, merged window by window.
+
+    Source: Chan, Golub, LeVeque, "Algorithms for computing the sample variance", 1983.
+    """
+
+    def __init__(self, num_columns: int) -> None:
+        self._count = 0
+        self._mean = np.zeros(num_columns)
+        self._squares = np.zeros(num_columns)
+
+    def add(self, columns: list[NDArray[np.float32]]) -> None:
+        """Add one window: float32 [n] per column. The order of windows decides the last bits."""
+        if not columns or not columns[0].size:
+            return
+        count = columns[0].size
+        mean = np.array([column.mean(dtype=np.float64) for column in columns])
+        squares = np.array([np.square(c - m, dtype=np.float64).sum() for c, m in zip(columns, mean, strict=True)])
+        total = self._count + count
+        shift = mean - self._mean
+        self._mean += shift * (count / total)
+        self._squares += squares + shift**2 * (self._count * count / total)
+        self._count = total
+
+    @property
+    def mean(self) -> NDArray[np.float64]:
+        return self._mean
+
+    @property
+    def std(self) -> NDArray[np.float64]:
+        """Population standard deviation; 1 where a column is constant."""
+        std = np.sqrt(self._squares / max(self._count, 1))
+        return np.where(std > 0, std, 1.0)
+
+
+def _run_starts(ordered: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Where each run of equal numbers begins."""
+    if not ordered.size:
+        return np.zeros(0, np.int64)
+    return np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))

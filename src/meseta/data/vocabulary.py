@@ -1,0 +1,141 @@
+"""Vocabularies: count the values of the training split in bounded memory, give the frequent ones their own rows."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from meseta.data.hash_categories import hash_categories
+from meseta.spec import MesetaError
+
+FOLDER = "vocabulary"
+_COUNTED = pa.schema([("value", pa.large_binary()), ("count", pa.int64())])
+_PARTITIONS = 32
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Rows of one feature: 0 for everything out of the vocabulary, then the kept values, the most frequent first."""
+
+    num_embeddings: int
+    """Kept values + 1."""
+    path: str
+    """Parquet file with value, id and count, relative to the dataset."""
+    hashes: NDArray[np.uint64]
+    """Hashes of the kept values, ascending [num_embeddings - 1]."""
+    ids: NDArray[np.int64]
+    """Their rows [num_embeddings - 1]."""
+
+    def lookup(self, hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Rows of hashed values, int64 [nnz]. An unknown value is taken for a known one with odds of V / 2**64."""
+        if not self.hashes.size:
+            return np.zeros(hashes.size, np.int64)
+        at = np.minimum(np.searchsorted(self.hashes, hashes), self.hashes.size - 1)
+        return np.where(self.hashes[at] == hashes, self.ids[at], 0)
+
+
+def count_values(values: pa.Array) -> pa.Table:
+    """Distinct values of a block and how often each occurs: value large_binary, count int64."""
+    counted = pc.value_counts(values.cast(pa.large_binary()))
+    return pa.table([counted.field("values"), counted.field("counts")], schema=_COUNTED)
+
+
+class VocabularyCounter:
+    """Adds up the counted blocks of one feature.
+
+    Equal values are merged when the pending tables have doubled; above `budget_bytes` they go to disk, partitioned by
+    hash, so memory is bounded by the budget and by the values that are kept in the end.
+    """
+
+    def __init__(self, feature: str, spill_dir: Path, budget_bytes: int) -> None:
+        self._feature = feature
+        self._spill_dir = spill_dir
+        self._budget_bytes = budget_bytes
+        self._pending: list[pa.Table] = []
+        self._pending_bytes = 0
+        self._merged_bytes = 0
+        self._spills: list[list[Path]] = [[] for _ in range(_PARTITIONS)]
+
+    def add(self, counted: pa.Table) -> None:
+        """Add one table of `count_values`."""
+        self._pending.append(counted)
+        self._pending_bytes += counted.nbytes
+        if self._pending_bytes > max(2 * self._merged_bytes, self._budget_bytes // 4):
+            merged = _merge(self._pending)
+            self._pending, self._pending_bytes, self._merged_bytes = [merged], merged.nbytes, merged.nbytes
+            if merged.nbytes > self._budget_bytes // 2:
+                self._spill(merged)
+
+    def finish(self, dataset_dir: Path, min_count: int, hash_seed: int) -> Vocabulary:
+        """Write `dataset_dir`/vocabulary/<feature>.parquet and return it; values seen less often go to row 0.
+
+        Row 0 stands in the file with a null value and the number of training lookups that fell to it.
+        Raises MesetaError where two kept values share their 64-bit hash.
+        """
+        if any(self._spills):
+            self._spill(_merge(self._pending))
+            partitions = [[_read(path) for path in paths] for paths in self._spills if paths]
+        else:
+            partitions = [self._pending] if self._pending else []
+        num_lookups = 0
+        kept = [_COUNTED.empty_table()]
+        for tables in partitions:
+            merged = _merge(tables)
+            num_lookups += pc.sum(merged["count"]).as_py() or 0
+            kept.append(merged.filter(pc.greater_equal(merged["count"], min_count)))
+        table = pa.concat_tables(kept).sort_by([("count", "descending"), ("value", "ascending")]).combine_chunks()
+        path = f"{FOLDER}/{quote(self._feature, safe='')}.parquet"
+        _write(dataset_dir / path, table, num_lookups)
+        hashes = hash_categories(_one_chunk(table["value"]), hash_seed)
+        order = np.argsort(hashes)
+        if (np.diff(hashes[order]) == 0).any():
+            raise MesetaError(f"vocabulary of {self._feature!r}: two values share their hash; choose another --seed")
+        return Vocabulary(table.num_rows + 1, path, hashes[order], order + 1)
+
+    def _spill(self, merged: pa.Table) -> None:
+        partition = hash_categories(_one_chunk(merged["value"])) % np.uint64(_PARTITIONS)
+        for index, paths in enumerate(self._spills):
+            part = merged.filter(pa.array(partition == index))
+            if part.num_rows:
+                path = self._spill_dir / f"{quote(self._feature, safe='')}-{index}-{len(paths)}.arrow"
+                with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, _COUNTED) as writer:
+                    writer.write_table(part)
+                paths.append(path)
+        self._pending, self._pending_bytes, self._merged_bytes = [], 0, 0
+
+
+def _merge(tables: list[pa.Table]) -> pa.Table:
+    """Equal values once, their counts added."""
+    if not tables:
+        return _COUNTED.empty_table()
+    summed = pa.concat_tables(tables).group_by("value", use_threads=False).aggregate([("count", "sum")])
+    return summed.select(["value", "count_sum"]).rename_columns(["value", "count"]).cast(_COUNTED)
+
+
+def _read(path: Path) -> pa.Table:
+    with pa.OSFile(str(path), "rb") as file:
+        return pa.ipc.open_file(file).read_all()
+
+
+def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
+    combined = column.combine_chunks()
+    return pa.concat_arrays(combined.chunks) if isinstance(combined, pa.ChunkedArray) else combined
+
+
+def _write(path: Path, kept: pa.Table, num_lookups: int) -> None:
+    """Values are written as strings where they are valid UTF-8, which click logs' are, else as bytes."""
+    path.parent.mkdir(exist_ok=True)
+    value = pa.concat_arrays([pa.nulls(1, pa.large_binary()), _one_chunk(kept["value"])])
+    with contextlib.suppress(pa.ArrowInvalid):
+        value = value.cast(pa.large_string())
+    unknown = num_lookups - (pc.sum(kept["count"]).as_py() or 0)
+    count = pa.concat_arrays([pa.array([unknown], pa.int64()), _one_chunk(kept["count"])])
+    pq.write_table(pa.table({"value": value, "id": pa.array(np.arange(len(count))), "count": count}), path)

@@ -1,0 +1,94 @@
+"""The second pass: spooled rows to standardised Parquet parts, with statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from meseta.data.dataset import DataFile, Split
+from meseta.data.encode import as_lists
+from meseta.data.layout import Layout
+from meseta.data.spool import Spool
+from meseta.data.statistics import WINDOW_SAMPLES, FeatureStatistics, Moments
+from meseta.data.vocabulary import Vocabulary
+
+PART_WINDOWS = 8
+"""Windows of 65,536 rows in a part file: 524,288 rows."""
+ROW_GROUP_ROWS = 32_768
+"""Rows of a Parquet row group, the unit that the reader shuffles."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitWriter:
+    """Writes the parts of one split; parts are independent, so threads may write them at the same time."""
+
+    layout: Layout
+    spool: Spool
+    moments: Moments
+    """Of the training split."""
+    num_embeddings: Mapping[str, int]
+    vocabularies: Mapping[str, Vocabulary]
+    """Empty where ids are hashed."""
+    statistics: Mapping[str, FeatureStatistics]
+    """Where to count; empty for the test split."""
+    out: Path
+    """Folder of the dataset."""
+    name: str
+    """Name of the split, and of its folder."""
+    on_rows: Callable[[int], None]
+    """Called with the rows of each window written."""
+
+    def write(self, pool: ThreadPoolExecutor) -> Split:
+        (self.out / self.name).mkdir()
+        parts = pool.map(self._write_part, range(0, self.spool.num_windows, PART_WINDOWS))
+        return Split(num_rows=self.spool.num_rows, num_positives=self.spool.num_positives, files=tuple(parts))
+
+    def _write_part(self, first: int) -> DataFile:
+        path = f"{self.name}/part-{first // PART_WINDOWS:05d}.parquet"
+        num_rows = 0
+        writer: pq.ParquetWriter | None = None
+        try:
+            for window in self.spool.windows(first, min(first + PART_WINDOWS, self.spool.num_windows)):
+                batch = self._finish(window)
+                writer = writer or pq.ParquetWriter(self.out / path, batch.schema, compression="lz4")
+                writer.write_batch(batch, row_group_size=ROW_GROUP_ROWS)
+                num_rows += batch.num_rows
+                self.on_rows(batch.num_rows)
+        finally:
+            if writer is not None:
+                writer.close()
+        return DataFile(path=path, num_rows=num_rows)
+
+    def _finish(self, window: pa.RecordBatch) -> pa.RecordBatch:
+        """Standardise the dense columns, look up vocabularies, count; one window of at most 65,536 rows."""
+        assert window.num_rows <= WINDOW_SAMPLES
+        columns: dict[str, pa.Array] = {"label": window.column("label")}
+        for name, mean, std in zip(self.layout.dense, self.moments.mean, self.moments.std, strict=True):
+            values = window.column(name).to_numpy().astype(np.float64)
+            columns[name] = pa.array(((values - mean) / std).astype(np.float32))
+        for column in self.layout.sparse:
+            array = window.column(column.name)
+            ids, lengths = _split_lists(array) if column.multi_valued else (array.to_numpy(), None)
+            if self.vocabularies:
+                ids = self.vocabularies[column.name].lookup(ids)
+                if self.num_embeddings[column.name] <= 2**31:
+                    ids = ids.astype(np.int32)
+                array = as_lists(pa.array(ids), lengths)
+            columns[column.name] = array
+            if column.weighted:
+                columns[f"{column.name}.weight"] = window.column(f"{column.name}.weight")
+            if self.statistics:
+                self.statistics[column.name].add_window(ids, window.num_rows)
+        return pa.RecordBatch.from_pydict(columns)
+
+
+def _split_lists(array: pa.ListArray) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    return array.flatten().to_numpy(), np.diff(array.offsets.to_numpy()).astype(np.int64)
