@@ -1,0 +1,101 @@
+"""One block file: an Arrow IPC file with one record batch of consecutive logical rows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from meseta.checkpoint import digest
+from meseta.checkpoint.broken import broken_file, check_checksum, check_size
+from meseta.checkpoint.layout import ID, BlockSchema
+from meseta.spec import MesetaError
+
+Values = dict[str, np.ndarray]
+"""Columns of a block by name: [rows, D], or [rows] for what a row has one of."""
+
+
+def write_block(root: Path, path: str, schema: BlockSchema, first_row: int, values: Values) -> dict[str, Any]:
+    """Write and fsync one block; returns its entry in the manifest. Raises MesetaError, for example on a full disk."""
+    num_rows = len(next(iter(values.values())))
+    arrays = [pa.array(np.arange(first_row, first_row + num_rows, dtype=np.int64))]
+    for column, field in zip(schema.columns, list(schema.to_arrow())[1:], strict=True):
+        flat = pa.array(values[column.name].reshape(-1))  # shares memory, so every bit pattern survives
+        arrays.append(pa.FixedSizeListArray.from_arrays(flat, type=field.type) if column.kind == "element" else flat)
+    batch = pa.RecordBatch.from_arrays(arrays, schema=schema.to_arrow())
+    try:
+        with (root / path).open("wb") as file:
+            with pa.ipc.new_file(file, batch.schema) as writer:
+                writer.write_batch(batch)
+            file.flush()
+            os.fsync(file.fileno())
+            num_bytes = file.tell()
+    except OSError as error:
+        raise MesetaError(
+            f"checkpoint file {str(root / path)!r} cannot be written: {error.strerror or error}; "
+            "make room there, keep fewer checkpoints, or choose another directory"
+        ) from None
+    return {
+        "path": path,
+        "first_row": first_row,
+        "num_rows": num_rows,
+        "num_bytes": num_bytes,
+        "checksum": digest.of_arrays(values[column.name] for column in schema.columns),
+    }
+
+
+def read_block(root: Path, schema: BlockSchema, entry: Mapping[str, Any]) -> Values:
+    """Read one block and check everything that its entry in the manifest says.
+
+    Raises MesetaError, naming the file, when it is missing, truncated, no Arrow file, has other columns or rows than
+    expected, or other content than its checksum says.
+    """
+    path = root / entry["path"]
+    check_size(path, entry["num_bytes"])
+    try:
+        with pa.ipc.open_file(pa.BufferReader(pa.py_buffer(_read_file(path, entry["num_bytes"])))) as reader:
+            num_batches = reader.num_record_batches
+            batch = reader.get_batch(0)
+        batch.validate()
+    except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
+        raise broken_file(path, f"is not a whole Arrow file ({error})") from None
+    _check_columns(path, schema, batch, entry, num_batches)
+    values = {c.name: _to_numpy(batch.column(c.name), schema.shape(c, batch.num_rows)) for c in schema.columns}
+    check_checksum(path, entry["checksum"], digest.of_arrays(values[column.name] for column in schema.columns))
+    return values
+
+
+def _read_file(path: Path, num_bytes: int) -> np.ndarray:
+    """[num_bytes] uint8, or fewer when the file ends before; raises OSError."""
+    buffer = np.empty(num_bytes, dtype=np.uint8)
+    done = 0
+    with path.open("rb", buffering=0) as file:
+        while done < num_bytes and (count := file.readinto(buffer[done:].data)):
+            done += count
+    return buffer[:done]
+
+
+def _check_columns(
+    path: Path, schema: BlockSchema, batch: pa.RecordBatch, entry: Mapping[str, Any], num_batches: int
+) -> None:
+    """Raise MesetaError unless columns, types, ids and the number of rows are those expected."""
+    if not batch.schema.equals(schema.to_arrow()):
+        expected, found = (", ".join(f"{f.name} {f.type}" for f in s) for s in (schema.to_arrow(), batch.schema))
+        raise broken_file(path, f"must have the columns [{expected}], but has [{found}]")
+    first, num_rows = entry["first_row"], entry["num_rows"]
+    if num_batches != 1 or batch.num_rows != num_rows:
+        found = f"{num_batches} record batches, the first of {batch.num_rows} rows"
+        raise broken_file(path, f"must have 1 record batch of {num_rows} rows, but has {found}")
+    if any(array.null_count for array in batch.columns):
+        raise broken_file(path, "must have a value everywhere, but some are missing")
+    if not np.array_equal(batch.column(ID).to_numpy(), np.arange(first, first + num_rows)):
+        raise broken_file(path, f"must hold the rows {first}..{first + num_rows - 1} in order, but its ids are others")
+
+
+def _to_numpy(array: pa.Array, shape: tuple[int, ...]) -> np.ndarray:
+    """The values of a column as [rows, D] or [rows], without a copy."""
+    return (array.flatten() if pa.types.is_fixed_size_list(array.type) else array).to_numpy().reshape(shape)

@@ -1,0 +1,26 @@
+"""How a file that cannot be trusted is reported."""
+
+from pathlib import Path
+
+from meseta.spec import MesetaError
+
+
+def broken_file(path: Path, what: str) -> MesetaError:
+    """The error that names a file and what is wrong with it."""
+    return MesetaError(f"checkpoint file {str(path)!r} {what}; copy the checkpoint again, or use an older one")
+
+
+def check_size(path: Path, expected_bytes: int) -> None:
+    """Raise MesetaError when a file is missing or has another size than the manifest says."""
+    try:
+        found_bytes = path.stat().st_size
+    except OSError as error:
+        raise broken_file(path, f"cannot be read ({error.strerror})") from None
+    if found_bytes != expected_bytes:
+        raise broken_file(path, f"must have {expected_bytes} bytes, but has {found_bytes}")
+
+
+def check_checksum(path: Path, expected: str, found: str) -> None:
+    """Raise MesetaError when the content of a file has another digest than the manifest says."""
+    if found != expected:
+        raise broken_file(path, f"must have the checksum {expected}, but its content has {found}")

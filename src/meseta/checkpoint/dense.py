@@ -1,0 +1,45 @@
+"""The dense tensors of a model: one safetensors file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from meseta.checkpoint import digest
+from meseta.checkpoint.broken import broken_file, check_checksum, check_size
+from meseta.spec import MesetaError
+
+DENSE_PATH = "dense.safetensors"
+
+
+def write_dense(root: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Write and fsync; returns the entry in the manifest. Raises MesetaError, for example on a full disk."""
+    # The format refuses tensors that share memory; a clone of each has its own.
+    own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    path = root / DENSE_PATH
+    try:
+        save_file(own, path)
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+            num_bytes = os.fstat(file.fileno()).st_size
+    except (SafetensorError, OSError) as error:
+        raise MesetaError(f"checkpoint file {str(path)!r} cannot be written ({error}); make room there") from None
+    return {"path": DENSE_PATH, "num_bytes": num_bytes, "checksum": digest.of_tensors(own)}
+
+
+def read_dense(root: Path, entry: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Tensors by name, on the CPU; raises MesetaError when the file is missing, truncated or has other content."""
+    path = root / entry["path"]
+    check_size(path, entry["num_bytes"])
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise broken_file(path, f"is not a whole safetensors file ({error})") from None
+    check_checksum(path, entry["checksum"], digest.of_tensors(tensors))
+    return tensors

@@ -1,0 +1,60 @@
+"""Checksums over logical content, so that they name the model and not the way it was spread or written.
+
+SHA-256 throughout: processors of the last years compute it in hardware, and everybody has a tool that checks it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def of_arrays(arrays: Iterable[np.ndarray]) -> str:
+    """Digest of the little-endian bytes of C-ordered arrays, one after the other."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def of_json(document: object) -> str:
+    """Digest of a document as JSON in UTF-8 with sorted keys and without spaces."""
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def of_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Digest of named tensors by rising name: for each, the digest of [name, dtype, shape] as JSON, then its bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        head = [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+        digest.update(of_json(head).encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def of_table(entry: Mapping[str, Any]) -> str:
+    """Digest of a table's entry in a manifest: its shape, columns and the digests of its blocks.
+
+    The constants of its optimizer are left out: they say how the rows will learn, not what they are.
+    """
+    names = ("num_embeddings", "embedding_dim", "dtype", "columns", "block_rows")
+    head = {name: entry[name] for name in names}
+    return of_json({**head, "blocks": [block["checksum"] for block in entry["blocks"]]})
+
+
+def of_model(manifest: Mapping[str, Any]) -> str:
+    """Digest of the whole model, tables and dense tensors, whatever the step, the plan and the trainer's state."""
+    tables = {name: entry["checksum"] for name, entry in manifest["tables"].items()}
+    return of_json({"tables": tables, "dense": manifest["dense"]["checksum"]})
+
+
+def of_manifest(manifest: Mapping[str, Any]) -> str:
+    """Digest of the manifest itself, without the key that holds this digest."""
+    return of_json({key: value for key, value in manifest.items() if key != "manifest_checksum"})

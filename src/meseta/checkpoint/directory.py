@@ -1,0 +1,149 @@
+"""Directories of checkpoints: their names, the atomic commit, and what killed runs left behind.
+
+Three kinds of names lie in the parent directory:
+
+    step-000000500          a checkpoint; only a rename makes one, so it is always whole
+    .tmp-...                work in progress, or being deleted; never read, removed by the next save
+    .old-step-000000500     the former checkpoint of a step, while a new one of the same step takes its place
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meseta.checkpoint.manifest import MANIFEST_PATH, read_manifest
+from meseta.spec import MesetaError
+
+_TEMPORARY, _OLD = ".tmp-", ".old-"
+_NAME = re.compile(r"(?P<old>\.old-)?step-(?P<step>\d{9,})")
+
+
+def begin(parent: Path, step: int, folders: list[str]) -> Path:
+    """Clean up after killed runs and make a fresh temporary directory with `folders` in it; raises OSError."""
+    parent.mkdir(parents=True, exist_ok=True)
+    sync_directory(parent.parent)
+    for path in list(parent.iterdir()):
+        if path.name.startswith(_TEMPORARY):
+            shutil.rmtree(path)
+    for path in list(parent.glob(f"{_OLD}step-*")):
+        current = parent / path.name.removeprefix(_OLD)
+        if current.exists():
+            discard(path)
+        else:
+            path.rename(current)
+    temporary = temporary_path(parent, step)
+    for folder in folders:
+        (temporary / folder).mkdir(parents=True)
+    return temporary
+
+
+def checkpoint_path(parent: Path, step: int) -> Path:
+    """Where the checkpoint of a step is, for example 'checkpoints/step-000000500'."""
+    return parent / f"step-{step:09d}"
+
+
+def temporary_path(parent: Path, step: int) -> Path:
+    """Where a checkpoint grows before its commit."""
+    return checkpoint_path(parent, step).with_name(f"{_TEMPORARY}{checkpoint_path(parent, step).name}")
+
+
+def commit(temporary: Path) -> Path:
+    """Give a finished and synced temporary directory its final name, durably; raises OSError.
+
+    A former checkpoint of the same step steps aside first. Killed between the two renames, `latest` finds it there.
+    """
+    for directory, _, _ in os.walk(temporary, topdown=False):
+        sync_directory(Path(directory))
+    final = temporary.with_name(temporary.name.removeprefix(_TEMPORARY))
+    former = final.with_name(_OLD + final.name)
+    if final.exists():
+        final.rename(former)
+    temporary.rename(final)
+    sync_directory(final.parent)
+    if former.exists():
+        discard(former)
+    return final
+
+
+def discard(path: Path) -> None:
+    """Delete a directory so that a kill in between leaves nothing that looks like a checkpoint; raises OSError."""
+    doomed = path if path.name.startswith(_TEMPORARY) else path.with_name(f"{_TEMPORARY}deleted-{path.name}")
+    if doomed != path:
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable; raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def latest(parent: Path | str) -> Path | None:
+    """The checkpoint of the highest step in `parent`, None when there is none; only looks, changes nothing.
+
+    Temporary directories, and directories that lack their manifest or a file, are passed over. One whose manifest
+    cannot be understood (damaged, or of another version) is not: `load` then says so, which is better than going back
+    in silence.
+    """
+    for path in reversed(_named(Path(parent))):
+        if (path / MANIFEST_PATH).exists():
+            try:
+                manifest = read_manifest(path)
+            except MesetaError:
+                return path
+            if _has_files(path, manifest):
+                return path
+    return None
+
+
+def prune(parent: Path | str, keep_last: int) -> list[Path]:
+    """Delete all but the newest `keep_last` checkpoints in `parent`; returns those deleted, oldest first.
+
+    Only whole checkpoints count and are deleted. To be called by one rank. Raises MesetaError when `keep_last` is below
+    1 or a checkpoint cannot be deleted.
+    """
+    if keep_last < 1:
+        raise MesetaError(f"checkpoint: keep_last must be at least 1, got {keep_last}")
+    doomed = [path for path in _named(Path(parent)) if _is_whole(path)][:-keep_last]
+    for path in doomed:
+        try:
+            discard(path)
+        except OSError as error:
+            raise MesetaError(f"checkpoint {str(path)!r} cannot be deleted: {error.strerror}") from None
+    return doomed
+
+
+def _named(parent: Path) -> list[Path]:
+    """Directories named as checkpoints, by rising step; a former one only while nothing has taken its place."""
+    found = []
+    for path in parent.iterdir() if parent.is_dir() else ():
+        match = _NAME.fullmatch(path.name)
+        if match and not (match["old"] and path.with_name(path.name.removeprefix(_OLD)).exists()):
+            found.append((int(match["step"]), path))
+    return [path for _, path in sorted(found)]
+
+
+def _has_files(path: Path, manifest: Mapping[str, Any]) -> bool:
+    """Whether every file that the manifest names is there with its size."""
+    entries = [manifest["dense"], *(block for table in manifest["tables"].values() for block in table["blocks"])]
+    try:
+        return all((path / entry["path"]).stat().st_size == entry["num_bytes"] for entry in entries)
+    except OSError:
+        return False
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return _has_files(path, read_manifest(path))
+    except MesetaError:
+        return False

@@ -1,0 +1,125 @@
+"""What a table's blocks hold and where they begin: a function of the table alone, never of ranks or plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+from urllib.parse import quote
+
+import numpy as np
+import pyarrow as pa
+from torch import Tensor
+
+from meseta.spec import MesetaError, TableSpec
+
+BLOCK_BYTES = 32 << 20
+"""A block holds the largest power of two of rows that fits here, so 16 to 32 MiB."""
+ID, ROW = "id", "row"
+"""Arrow columns that every block has: logical row numbers, and the rows of the table."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One checksummed column of a block."""
+
+    name: str
+    """'row' for the embedding itself, else the name of an optimizer state."""
+    kind: Literal["row", "element"]
+    """Whether there is one value per row [rows], or one per element [rows, D]."""
+    dtype: str
+    """Type of the values, for example 'float32'."""
+
+
+@dataclass(frozen=True)
+class BlockSchema:
+    """Columns of the blocks of one table."""
+
+    embedding_dim: int
+    """D, the width of columns of kind 'element'."""
+    columns: tuple[Column, ...]
+    """The rows first, then the optimizer states by name."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one logical row with its id and state."""
+        return 8 + sum(np.dtype(c.dtype).itemsize * self.width(c) for c in self.columns)
+
+    def width(self, column: Column) -> int:
+        """Values per row."""
+        return self.embedding_dim if column.kind == "element" else 1
+
+    def shape(self, column: Column, num_rows: int) -> tuple[int, ...]:
+        """[rows, D] or [rows]."""
+        return (num_rows, self.embedding_dim) if column.kind == "element" else (num_rows,)
+
+    def to_arrow(self) -> pa.Schema:
+        """id int64, then fixed-size lists of D values, or plain values for what a row has one of."""
+        fields = [pa.field(ID, pa.int64(), nullable=False)]
+        for column in self.columns:
+            kind = pa.from_numpy_dtype(np.dtype(column.dtype))
+            if column.kind == "element":
+                kind = pa.list_(pa.field("item", kind, nullable=False), self.embedding_dim)
+            fields.append(pa.field(column.name, kind, nullable=False))
+        return pa.schema(fields)
+
+    @staticmethod
+    def from_dict(entry: Mapping[str, Any]) -> BlockSchema:
+        """Read a table's entry in a manifest; raises KeyError or TypeError when it is malformed."""
+        columns = tuple(Column(name=c["name"], kind=c["kind"], dtype=c["dtype"]) for c in entry["columns"])
+        return BlockSchema(embedding_dim=entry["embedding_dim"], columns=columns)
+
+
+@dataclass(frozen=True)
+class TableLayout:
+    """One table of a checkpoint."""
+
+    spec: TableSpec
+    schema: BlockSchema
+
+    @staticmethod
+    def of(spec: TableSpec, weight: Tensor, state: Mapping[str, Tensor]) -> TableLayout:
+        """The layout that any shard of the table implies; raises MesetaError for a state that cannot be stored."""
+        columns = [Column(name=ROW, kind="element", dtype=spec.dtype)]
+        if _dtype(weight) != spec.dtype:
+            raise MesetaError(f"checkpoint: table {spec.name!r} is {spec.dtype}, but its shard holds {_dtype(weight)}")
+        for name, tensor in sorted(state.items()):
+            if name in (ID, ROW):
+                raise MesetaError(f"checkpoint: table {spec.name!r}: the state name {name!r} is reserved; rename it")
+            columns.append(Column(name=name, kind="row" if tensor.dim() == 1 else "element", dtype=_dtype(tensor)))
+        return TableLayout(spec=spec, schema=BlockSchema(embedding_dim=spec.embedding_dim, columns=tuple(columns)))
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of every block but the last."""
+        return 1 << (max(BLOCK_BYTES // self.schema.row_bytes, 1).bit_length() - 1)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """First row and the row after the last of every block."""
+        step, total = self.block_rows, self.spec.num_embeddings
+        return [(first, min(first + step, total)) for first in range(0, total, step)]
+
+    def block_path(self, first_row: int) -> str:
+        """Path inside the checkpoint, for example 'tables/user_id/block-00003.arrow'."""
+        return f"tables/{folder(self.spec.name)}/block-{first_row // self.block_rows:05d}.arrow"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The table's entry in a manifest, without its blocks."""
+        return {
+            "num_embeddings": self.spec.num_embeddings,
+            "embedding_dim": self.spec.embedding_dim,
+            "dtype": self.spec.dtype,
+            "optimizer": asdict(self.spec.optimizer),
+            "columns": [asdict(column) for column in self.schema.columns],
+            "block_rows": self.block_rows,
+        }
+
+
+def folder(table: str) -> str:
+    """A table's name as one safe path component: 'a/b' gives 'a%2Fb'."""
+    quoted = quote(table, safe="")
+    return quoted if quoted.strip(".") else quoted.replace(".", "%2E")
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,167 @@
+"""Reading a checkpoint into the shards of any plan, on any number of ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meseta.checkpoint.block import Values, read_block
+from meseta.checkpoint.dense import read_dense
+from meseta.checkpoint.directory import latest
+from meseta.checkpoint.layout import ROW, BlockSchema, TableLayout
+from meseta.checkpoint.manifest import MANIFEST_PATH, read_manifest
+from meseta.checkpoint.together import together
+from meseta.comm import World
+from meseta.spec import MesetaError, nearest
+from meseta.storage import TableShard
+
+_READERS = min(4, os.cpu_count() or 1)
+"""Blocks that a rank reads at a time; each costs its size in memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What a checkpoint holds beside the tables."""
+
+    step: int
+    """Steps that were trained."""
+    dense: dict[str, Tensor]
+    """Dense tensors by name, on the CPU."""
+    state: dict[str, Any]
+    """What the trainer gave to `save`, as JSON gives it back (tuples are lists, keys are strings)."""
+    manifest: dict[str, Any]
+    """The whole manifest; 'checksum' names the model, 'plan' is the plan it was saved under."""
+
+
+def load(path: Path | str, *, world: World, shards: Sequence[TableShard]) -> Loaded:
+    """Fill the tensors of `shards`, this rank's pieces under any plan, in place; collective, called on every rank.
+
+    Each rank reads the blocks that overlap its rows, takes its columns, and checks the checksum of what it reads.
+    Together the ranks must hold pieces of exactly the tables of the checkpoint. The constants of the row optimizer
+    (learning rate, eps ...) may differ from those saved; its name, and so its state, may not.
+
+    Raises MesetaError, on all ranks together, for a file that is missing, truncated or changed, a format of another
+    version, and tables that the model and the checkpoint do not share. The shards may then be partly filled.
+    """
+    path = Path(path)
+    manifest = together(world, lambda: _find(path))
+    held = {name for names in world.gather_objects([piece.spec.name for piece in shards]) for name in names}
+    together(world, lambda: _check_tables(path, manifest, held, shards))
+    dense = together(world, lambda: _fill(path, manifest, shards))
+    state = dict(manifest["state"])
+    if manifest["reader"] is not None:
+        state["reader"] = manifest["reader"]
+    return Loaded(step=manifest["step"], dense=dense, state=state, manifest=manifest)
+
+
+def verify(path: Path | str) -> str:
+    """Read every file of a checkpoint in this process and check it; returns the checksum that names the model.
+
+    Raises MesetaError, naming the file, for one that is missing, truncated or changed.
+    """
+    path = Path(path)
+    manifest = _find(path)
+    read_dense(path, manifest["dense"])
+    for entry in manifest["tables"].values():
+        schema = BlockSchema.from_dict(entry)
+        with ThreadPoolExecutor(_READERS) as pool:
+            for _ in pool.map(lambda block, schema=schema: read_block(path, schema, block) and None, entry["blocks"]):
+                pass
+    return str(manifest["checksum"])
+
+
+def _find(path: Path) -> dict[str, Any]:
+    """The manifest; raises MesetaError, with the nearest checkpoint when `path` is a directory above it."""
+    below = latest(path) if path.is_dir() and not (path / MANIFEST_PATH).exists() else None
+    if below is not None:
+        raise MesetaError(
+            f"checkpoint {str(path)!r} is a directory of checkpoints; give one of them, such as {str(below)!r}"
+        )
+    return read_manifest(path)
+
+
+def _check_tables(path: Path, manifest: Mapping[str, Any], held: set[str], shards: Sequence[TableShard]) -> None:
+    """Raise MesetaError unless model and checkpoint have the same tables, and those on this rank the same layout."""
+    where = f"checkpoint {str(path)!r}"
+    for name in sorted(held - set(manifest["tables"])):
+        raise MesetaError(
+            f"{where} has no table {name!r} of the model; {nearest(name, manifest['tables'])} "
+            "Name the model's table so, or start without this checkpoint"
+        )
+    for name in sorted(set(manifest["tables"]) - held):
+        raise MesetaError(
+            f"{where} has a table {name!r}, which the model lacks; {nearest(name, held)} "
+            "Add it to the model, or start without this checkpoint"
+        )
+    for piece in shards:
+        saved = manifest["tables"][piece.spec.name]
+        wanted = TableLayout.of(piece.spec, piece.weight, piece.state).to_dict()
+        for field in ("num_embeddings", "embedding_dim", "dtype"):
+            if saved[field] != wanted[field]:
+                raise MesetaError(
+                    f"{where}: table {piece.spec.name!r} has {field} {saved[field]} there, but {wanted[field]} in the "
+                    f"model; set it to {saved[field]} in the model, or start without this checkpoint"
+                )
+        if saved["optimizer"]["name"] != wanted["optimizer"]["name"] or saved["columns"] != wanted["columns"]:
+            raise MesetaError(
+                f"{where}: table {piece.spec.name!r} was trained with {_optimizer(saved)}, but the model uses "
+                f"{_optimizer(wanted)}; use the same in the model, or start without this checkpoint"
+            )
+
+
+def _optimizer(entry: Mapping[str, Any]) -> str:
+    states = [f"{c['name']} {c['dtype']} per {c['kind']}" for c in entry["columns"] if c["name"] != ROW]
+    return f"row optimizer {entry['optimizer']['name']!r} (state: {', '.join(states) or 'none'})"
+
+
+def _fill(path: Path, manifest: Mapping[str, Any], shards: Sequence[TableShard]) -> dict[str, Tensor]:
+    """Fill the shards of this rank from the blocks that they overlap; returns the dense tensors."""
+    jobs = []
+    for name, entry in manifest["tables"].items():
+        schema = BlockSchema.from_dict(entry)
+        for block in entry["blocks"]:
+            rows = block["first_row"], block["first_row"] + block["num_rows"]
+            pieces = [
+                p for p in shards if p.spec.name == name and p.shard.rows[0] < rows[1] and rows[0] < p.shard.rows[1]
+            ]
+            if pieces:
+                jobs.append((schema, block, pieces))
+
+    def read(job: tuple[BlockSchema, dict[str, Any], list[TableShard]]) -> None:
+        schema, block, pieces = job
+        values = read_block(path, schema, block)
+        for piece in pieces:
+            _fill_piece(piece, schema, block["first_row"], values)
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        for _ in pool.map(read, jobs):
+            pass
+    return read_dense(path, manifest["dense"])
+
+
+def _fill_piece(piece: TableShard, schema: BlockSchema, first_row: int, values: Values) -> None:
+    """Copy the rows and columns that a block and a shard share."""
+    num_rows = len(values[ROW])
+    first, last = max(first_row, piece.shard.rows[0]), min(first_row + num_rows, piece.shard.rows[1])
+    for column in schema.columns:
+        source = values[column.name][first - first_row : last - first_row]
+        if column.kind == "element":
+            source = source[:, slice(*piece.shard.columns)]
+        target = piece.weight if column.name == ROW else piece.state[column.name]
+        _assign(target.detach()[first - piece.shard.rows[0] : last - piece.shard.rows[0]], source)
+
+
+def _assign(target: Tensor, source: np.ndarray) -> None:
+    """Copy bits; `source` may be read-only, which torch.from_numpy does not take on a CPU."""
+    if target.device.type == "cpu":
+        np.copyto(target.numpy(), source, casting="no")
+    else:
+        target.copy_(torch.from_numpy(source.copy()))

@@ -1,0 +1,159 @@
+"""Writing a checkpoint: block by block, over all ranks, committed by one rename."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from meseta.checkpoint.block import write_block
+from meseta.checkpoint.dense import write_dense
+from meseta.checkpoint.directory import begin, checkpoint_path, commit, discard, temporary_path
+from meseta.checkpoint.exchange import Job, LocalShards, exchange, pack, unpack
+from meseta.checkpoint.layout import TableLayout, folder
+from meseta.checkpoint.manifest import build_manifest, check_state, write_manifest
+from meseta.checkpoint.together import on_first, together
+from meseta.comm import World
+from meseta.spec import MesetaError, Plan
+from meseta.storage import TableShard
+
+_WRITES_IN_FLIGHT = 2
+"""Blocks that a rank writes while it exchanges the next one; each costs its size in memory."""
+
+
+def save(
+    parent: Path | str,
+    *,
+    world: World,
+    step: int,
+    plan: Plan,
+    shards: Sequence[TableShard],
+    dense: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+) -> Path:
+    """Write `parent/step-000000500` and return its path; collective, to be called on every rank.
+
+    `shards` are the pieces on this rank and `plan` places all of them. `dense` and `state` (anything JSON can hold; its
+    key 'reader' is the position in the data) are the same on all ranks, and those of rank 0 are written. A process
+    killed at any moment leaves the former checkpoints and either nothing or the whole of the new one; an existing
+    checkpoint of the same step is replaced. `parent` must be a directory that all ranks share and one run uses.
+
+    Raises MesetaError, on all ranks together, when shards and plan do not agree, the state is no JSON, or a file
+    cannot be written, for example on a full disk; what was written so far is then deleted.
+    """
+    parent = Path(parent)
+    local = {piece.shard: piece for piece in shards}
+    own = together(world, lambda: _describe(world, plan, local, state))
+    layouts = _merge(plan, world.gather_objects(own))
+    folders = [f"tables/{folder(name)}" for name in layouts]
+    on_first(world, lambda: begin(parent, step, folders))
+    temporary = temporary_path(parent, step)
+
+    def finish() -> None:
+        tables = {name: {**layouts[name].to_dict(), "blocks": entries} for name, entries in blocks.items()}
+        entry = write_dense(temporary, dense)
+        write_manifest(temporary, build_manifest(step=step, tables=tables, dense=entry, plan=plan, state=state))
+        commit(temporary)
+
+    try:
+        together(world, lambda: _check_shared(temporary))
+        blocks = _write_blocks(world, temporary, plan, layouts, local)
+        on_first(world, finish)
+    except MesetaError:  # raised on every rank: wait until none writes any more
+        world.barrier()
+        if world.rank == 0:
+            _try_discard(temporary)
+        raise
+    return checkpoint_path(parent, step)
+
+
+def _describe(world: World, plan: Plan, local: LocalShards, state: Mapping[str, Any]) -> dict[str, TableLayout]:
+    """Layouts of the tables of which this rank holds a piece; raises MesetaError unless it holds what the plan says."""
+    check_state(state)
+    if plan.num_ranks != world.size:
+        raise MesetaError(f"checkpoint: the plan is for {plan.num_ranks} ranks, but {world.size} are saving")
+    planned = {shard for entry in plan.tables for shard in entry.shards if world.rank in shard.ranks}
+    for shard in planned ^ set(local):
+        side = "is not in the plan" if shard in local else "was not given"
+        raise MesetaError(
+            f"checkpoint: table {shard.table!r}: the shard of rows {shard.rows[0]}..{shard.rows[1] - 1} and columns "
+            f"{shard.columns[0]}..{shard.columns[1] - 1} on rank {world.rank} {side}; "
+            "save with the plan that made the shards"
+        )
+    layouts: dict[str, TableLayout] = {}
+    for shard, piece in local.items():
+        layout = TableLayout.of(piece.spec, piece.weight, piece.state)
+        if layouts.setdefault(piece.spec.name, layout) != layout:
+            raise MesetaError(f"checkpoint: the shards of table {piece.spec.name!r} disagree about its spec or state")
+        for name, tensor in (("weight", piece.weight), *piece.state.items()):
+            if tuple(tensor.shape) not in ((shard.num_rows, shard.num_columns), (shard.num_rows,)):
+                raise MesetaError(
+                    f"checkpoint: table {piece.spec.name!r}: {name} must be [{shard.num_rows}, {shard.num_columns}] or "
+                    f"[{shard.num_rows}], got {list(tensor.shape)}"
+                )
+    return layouts
+
+
+def _merge(plan: Plan, gathered: Sequence[Mapping[str, TableLayout]]) -> dict[str, TableLayout]:
+    """Layouts of all tables, by name; every rank has the same input here, so every rank raises or none."""
+    layouts: dict[str, TableLayout] = {}
+    for own in gathered:
+        for name, layout in own.items():
+            if layouts.setdefault(name, layout) != layout:
+                raise MesetaError(f"checkpoint: ranks disagree about the spec or the state of table {name!r}")
+    plan.check([layout.spec for layout in layouts.values()])
+    return dict(sorted(layouts.items()))
+
+
+def _check_shared(temporary: Path) -> None:
+    if not temporary.is_dir():
+        raise MesetaError(
+            f"checkpoint {str(temporary.parent)!r}: this rank does not see what rank 0 made there; "
+            "choose a directory that all hosts share"
+        )
+
+
+def _write_blocks(
+    world: World, temporary: Path, plan: Plan, layouts: Mapping[str, TableLayout], local: LocalShards
+) -> dict[str, list[dict[str, Any]]]:
+    """Write all blocks, in rounds of one per rank; returns their entries in the manifest by table, on all ranks."""
+    jobs = [Job.of(layout, span, plan[name]) for name, layout in layouts.items() for span in layout.spans()]
+    written: list[tuple[str, dict[str, Any]]] = []
+    in_flight: deque[Future[tuple[str, dict[str, Any]]]] = deque()
+
+    def settle(limit: int) -> None:
+        while len(in_flight) > limit:
+            written.append(in_flight.popleft().result())
+
+    def write(job: Job, received: Tensor) -> tuple[str, dict[str, Any]]:
+        path = job.layout.block_path(job.rows[0])
+        return job.layout.spec.name, write_block(temporary, path, job.layout.schema, job.rows[0], unpack(job, received))
+
+    with ThreadPoolExecutor(_WRITES_IN_FLIGHT) as pool:
+        for start in range(0, len(jobs), world.size):
+            round_jobs = jobs[start : start + world.size]
+
+            def prepare(round_jobs: Sequence[Job] = round_jobs) -> Tensor:
+                settle(_WRITES_IN_FLIGHT - 1)
+                return pack(world, round_jobs, local)
+
+            received = exchange(world, round_jobs, together(world, prepare))
+            if world.rank < len(round_jobs):
+                in_flight.append(pool.submit(write, round_jobs[world.rank], received))
+        together(world, lambda: settle(0))
+    blocks: dict[str, list[dict[str, Any]]] = {name: [] for name in layouts}
+    for own in world.gather_objects(written):
+        for name, entry in own:
+            blocks[name].append(entry)
+    return {name: sorted(entries, key=lambda entry: entry["first_row"]) for name, entries in blocks.items()}
+
+
+def _try_discard(temporary: Path) -> None:
+    """Delete a failed checkpoint; what cannot be deleted now, the next save deletes."""
+    with contextlib.suppress(OSError):
+        discard(temporary)

@@ -1,0 +1,164 @@
+"""Ranks as threads of one process, tables of random bits, and pieces of them under any plan."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from meseta.comm import Pending, World
+from meseta.optim import make_row_optimizer
+from meseta.spec import OptimizerSpec, Plan, Shard, ShardingType, TablePlan, TableSpec
+from meseta.storage import TableShard
+
+T = TypeVar("T")
+Tables = dict[str, dict[str, Tensor]]
+"""By table: 'row' [V, D] and each optimizer state [V, D] or [V]."""
+
+
+@dataclass(frozen=True)
+class ThreadWorld(World):
+    """The collectives that checkpoints use, between threads. A rank that does not come breaks the barrier."""
+
+    slots: list[Any] = field(default_factory=list)
+    gate: threading.Barrier = field(default_factory=lambda: threading.Barrier(1))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        self.slots[self.rank] = value
+        self.gate.wait()
+        gathered = list(self.slots)
+        self.gate.wait()
+        return gathered
+
+    def barrier(self) -> None:
+        self.gate.wait()
+
+    def all_to_all(self, send: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]) -> Pending:
+        parts = [sent[self.rank] for sent in self.gather_objects(send.split(list(send_splits)))]
+        assert [len(part) for part in parts] == list(receive_splits)
+        return Pending(received=torch.cat(parts), send=send, work=None)
+
+
+def on_ranks(size: int, run: Callable[[World], T]) -> list[T | Exception]:
+    """What `run` returns or raises on each of `size` ranks."""
+    slots, gate = [None] * size, threading.Barrier(size, timeout=20)
+
+    def guarded(rank: int) -> T | Exception:
+        try:
+            return run(ThreadWorld(rank=rank, size=size, device=torch.device("cpu"), slots=slots, gate=gate))
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(guarded, range(size)))
+
+
+def returned(results: Sequence[T | Exception]) -> list[T]:
+    """The results of all ranks; raises the first error among them."""
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return list(results)  # type: ignore[arg-type]
+
+
+def random_tables(specs: Sequence[TableSpec], seed: int) -> Tables:
+    """Random bits: among them -0.0, denormals, infinities and NaNs with payloads."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def fill(like: Tensor) -> Tensor:
+        size = like.numel() * like.element_size()
+        return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).view(like.dtype).view(like.shape)
+
+    tables: Tables = {}
+    for spec in specs:
+        weight = torch.zeros(spec.num_embeddings, spec.embedding_dim, dtype=getattr(torch, spec.dtype))
+        state = make_row_optimizer(spec.optimizer, spec.embedding_dim).init(weight)
+        tables[spec.name] = {name: fill(tensor) for name, tensor in {"row": weight, **state}.items()}
+    return tables
+
+
+def pieces(specs: Sequence[TableSpec], plan: Plan, rank: int, tables: Tables) -> list[TableShard]:
+    """The shards of one rank, holding copies of their part of `tables`."""
+    found = []
+    for spec in specs:
+        for shard in plan[spec.name].shards:
+            if rank in shard.ranks:
+                rows, columns = slice(*shard.rows), slice(*shard.columns)
+                own = {n: (t[rows, columns] if t.dim() == 2 else t[rows]).clone() for n, t in tables[spec.name].items()}
+                optimizer = make_row_optimizer(spec.optimizer, spec.embedding_dim)
+                weight = own.pop("row")
+                found.append(TableShard(spec=spec, shard=shard, weight=weight, state=own, optimizer=optimizer))
+    return found
+
+
+def blank(specs: Sequence[TableSpec], plan: Plan, rank: int) -> list[TableShard]:
+    """The shards of one rank, filled with something that no test table holds."""
+    return pieces(specs, plan, rank, random_tables(specs, seed=987_654_321))
+
+
+def assert_holds(shards: Sequence[TableShard], tables: Tables) -> None:
+    """Every shard holds, bit for bit, its part of `tables`."""
+    for piece in shards:
+        rows, columns = slice(*piece.shard.rows), slice(*piece.shard.columns)
+        for name, tensor in {"row": piece.weight, **piece.state}.items():
+            whole = tables[piece.spec.name][name]
+            expected = whole[rows, columns] if whole.dim() == 2 else whole[rows]
+            assert torch.equal(bits(tensor), bits(expected)), (piece.spec.name, name, piece.shard)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def random_plan(specs: Sequence[TableSpec], num_ranks: int, seed: int) -> Plan:
+    """Any tiling that a plan may have: replicas, or a grid of random row and aligned column cuts with random owners."""
+    rng = random.Random(seed)
+    entries = []
+    for spec in specs:
+        if rng.random() < 0.2:
+            whole = Shard(
+                table=spec.name,
+                rows=(0, spec.num_embeddings),
+                columns=(0, spec.embedding_dim),
+                ranks=tuple(rng.sample(range(num_ranks), num_ranks)),
+            )
+            entries.append(TablePlan(table=spec.name, sharding=ShardingType.DATA_PARALLEL, shards=(whole,)))
+            continue
+        shards = [
+            Shard(table=spec.name, rows=rows, columns=columns, ranks=(rng.randrange(num_ranks),))
+            for rows in _cut(rng, spec.num_embeddings, 1)
+            for columns in _cut(rng, spec.embedding_dim, 16)
+        ]
+        entries.append(TablePlan(table=spec.name, sharding=ShardingType.ROW_WISE, shards=tuple(shards)))
+    plan = Plan(num_ranks=num_ranks, tables=tuple(entries))
+    plan.check(specs)
+    return plan
+
+
+def _cut(rng: random.Random, total: int, align: int) -> list[tuple[int, int]]:
+    possible = range(align, total, align)
+    cuts = [0, *sorted(rng.sample(possible, min(rng.randrange(4), len(possible)))), total]
+    return list(zip(cuts[:-1], cuts[1:], strict=True))
+
+
+def plain_plan(specs: Sequence[TableSpec], num_ranks: int, sharding: str) -> Plan:
+    """Every table by one scheme over all ranks."""
+    return Plan.from_dict({"tables": {"*": sharding}}, specs, num_ranks)
+
+
+def some_specs() -> list[TableSpec]:
+    """One table per row optimizer, with odd sizes, another dtype and a name that is no file name."""
+    return [
+        TableSpec(name="user", num_embeddings=203, embedding_dim=40, optimizer=OptimizerSpec(name="adam")),
+        TableSpec(name="item/..", num_embeddings=97, embedding_dim=16, optimizer=OptimizerSpec(name="rowwise_adagrad")),
+        TableSpec(name="..", num_embeddings=1, embedding_dim=1, optimizer=OptimizerSpec(name="sgd")),
+        TableSpec(
+            name="wide", num_embeddings=31, embedding_dim=33, dtype="float64", optimizer=OptimizerSpec(name="adagrad")
+        ),
+    ]
