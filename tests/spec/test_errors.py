@@ -1,0 +1,19 @@
+"""The way out that errors offer for unknown names."""
+
+from meseta.spec import MesetaError, ShardingType, nearest
+
+
+def test_nearest_names_one_or_all() -> None:
+    assert nearest("user", ["users", "items"]) == "did you mean 'users'?"
+    assert nearest("zebra", ["users", "items"]) == "known are items, users"
+    assert nearest("zebra", []) == "known are none"
+
+
+def test_nearest_takes_numbers_and_enums() -> None:
+    assert nearest(7, ["users"]) == "known are users"
+    assert nearest("row_wis", ShardingType) == "did you mean 'row_wise'?"
+    assert nearest("???", ShardingType) == "known are column_wise, data_parallel, row_wise, table_wise"
+
+
+def test_meseta_error_is_a_value_error() -> None:
+    assert issubclass(MesetaError, ValueError)
