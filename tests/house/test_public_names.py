@@ -1,0 +1,60 @@
+"""Public names change on purpose only: a new one is added here in the same commit."""
+
+import importlib
+from functools import cache
+
+import pytest
+from source_tree import SOURCE
+
+PUBLIC = {
+    "meseta": """
+        EmbeddingBagCollection FeatureSpec InitSpec JaggedTensor KeyedJaggedTensor OptimizerSpec Plan Shard
+        ShardingType TableSpec Topology __version__ balanced_plan shard
+    """,
+    "meseta.checkpoint": "Loaded latest load prune save verify",
+    "meseta.comm": "DenseGradients Pending World",
+    "meseta.config": """
+        CheckpointConfig DataConfig DenseConfig DenseOptimizerConfig EmbeddingConfig ModelConfig RunConfig
+        ScheduleConfig TableConfig TrainConfig load_config
+    """,
+    "meseta.data": "Batch Dataset PrepareOptions Reader ReaderOptions",
+    "meseta.data.hash_categories": "feature_seed hash_categories hash_to_rows",
+    "meseta.embedding": "EmbeddingBagCollection ShardedEmbeddingBagCollection resolve_plan shard",
+    "meseta.jagged": "Embeddings JaggedTensor KeyedJaggedTensor KeyedTensor",
+    "meseta.models": "DLRM DLRMDCNv2 LogisticRegression make_model wanted_embedding_dim",
+    "meseta.optim": "make_row_optimizer",
+    "meseta.planner": "balanced_plan",
+    "meseta.spec": """
+        COLUMN_BLOCK FeatureSpec IdPolicy InitSpec MesetaError OptimizerSpec Plan Pooling Shard ShardingType
+        TablePlan TableSpec Topology check_features nearest
+    """,
+    "meseta.storage": "TableShard",
+    "meseta.train.report": "write_report",
+}
+
+
+@cache
+def packages() -> dict[str, set[str]]:
+    """Names in `__all__` of every package that has one."""
+    found = {}
+    for init in sorted(SOURCE.rglob("__init__.py")):
+        name = ".".join(("meseta", *init.parent.relative_to(SOURCE).parts))
+        names = getattr(importlib.import_module(name), "__all__", None)
+        if names is not None:
+            found[name] = set(names)
+    return found
+
+
+def test_every_package_with_public_names_is_pinned() -> None:
+    assert set(packages()) == set(PUBLIC)
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_public_names_are_pinned(package: str) -> None:
+    assert packages()[package] == set(PUBLIC[package].split())
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_every_public_name_exists(package: str) -> None:
+    module = importlib.import_module(package)
+    assert [name for name in packages()[package] if not hasattr(module, name)] == []
