@@ -14,7 +14,8 @@ class DenseGradients:
     """Adds dense gradients over ranks at the end of every backward pass, in one all-reduce.
 
     DistributedDataParallel rebuilds its buckets after the first step, so a resumed run sums in another order and
-    differs in its last bits. Here the buffer holds the parameters in the order given, for ever, followed by one count per
+    differs in its last bits. Here the buffer holds the parameters in the order given, for ever, followed by one
+    count per
     parameter: a parameter without gradient on every rank keeps `grad is None`, as in one process.
     """
 
@@ -31,7 +32,7 @@ class DenseGradients:
     def _on_gradient(self, parameter: Tensor) -> None:
         if not self._queued:
             self._queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._reduce)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
 
     def _reduce(self) -> None:
         """[every gradient | one count per parameter], summed over ranks, written back."""
@@ -43,8 +44,9 @@ class DenseGradients:
         share = self.local_share()
         for index, (parameter, slot) in enumerate(zip(self.parameters, slots, strict=True)):
             if parameter.grad is not None:
-                torch.mul(parameter.grad.view(-1), share, out=slot)
                 counts[index] = 1
+                if share > 0:  # The mean over a rank without samples is NaN; it weighs nothing.
+                    torch.mul(parameter.grad.view(-1), share, out=slot)
         self.world.all_reduce(buffer)
         for parameter, slot, count in zip(self.parameters, slots, counts.tolist(), strict=True):
             if count:

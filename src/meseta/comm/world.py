@@ -60,7 +60,8 @@ class World:
             dist.destroy_process_group()
 
     def all_to_all(self, send: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]) -> Pending:
-        """Begin to send `send_splits[r]` leading entries of `send` [n, ...] to rank r; entries arrive ordered by rank."""
+        """Begin to send `send_splits[r]` leading entries of `send` [n, ...] to rank r; entries arrive ordered by
+        rank."""
         if self.size == 1:
             return Pending(received=send, send=send, work=None)
         received = send.new_empty((sum(receive_splits), *send.shape[1:]))
@@ -78,9 +79,15 @@ class World:
         """[size, *shape]: the tensors of all ranks, which have one shape."""
         if self.size == 1:
             return tensor.unsqueeze(0)
-        gathered = tensor.new_empty((self.size * max(tensor.numel(), 0),))
+        gathered = tensor.new_empty((self.size * tensor.numel(),))
         dist.all_gather_into_tensor(gathered, tensor.contiguous().view(-1))
         return gathered.view(self.size, *tensor.shape)
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Rank 0's values, in place on every other rank."""
+        if self.size > 1:
+            dist.broadcast(tensor, 0)
+        return tensor
 
     def gather_objects(self, value: Any) -> list[Any]:
         """One picklable object of each rank, on every rank."""

@@ -21,7 +21,7 @@ def _offsets(lengths: Tensor) -> Tensor:
 class JaggedTensor:
     """Values of one feature, `lengths[b]` of them for sample b, one sample after the other."""
 
-    values: Shaped[Tensor, "nnz *dim"]
+    values: Shaped[Tensor, "nnz *D"]
     """Ids [nnz], or one row per id [nnz, D]."""
     lengths: Int[Tensor, " B"]
     """How many values each sample has."""
@@ -38,9 +38,9 @@ class JaggedTensor:
 class KeyedJaggedTensor:
     """Ids of F features for B samples; feature-major: all samples of the first key, then of the second.
 
-             sample 0   sample 1
-        "a"  [10, 11]   []            values  = [10, 11, 20, 21]
-        "b"  [20]       [21]          lengths = [2, 0, 1, 1]
+         sample 0   sample 1
+    "a"  [10, 11]   []            values  = [10, 11, 20, 21]
+    "b"  [20]       [21]          lengths = [2, 0, 1, 1]
     """
 
     keys: tuple[str, ...]
@@ -70,7 +70,8 @@ class KeyedJaggedTensor:
             )
         if self.weights is not None and self.weights.shape != self.values.shape:
             raise MesetaError(
-                f"KeyedJaggedTensor: {self.weights.numel()} weights for {self.values.numel()} values; give one per value"
+                f"KeyedJaggedTensor: {self.weights.numel()} weights for {self.values.numel()} values; "
+                "give one per value"
             )
 
     @staticmethod

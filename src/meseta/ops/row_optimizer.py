@@ -22,7 +22,8 @@ class Hyper:
 
 @dataclass(frozen=True)
 class RowOptimizer:
-    """How touched rows learn. All row optimizers are lazy: rows without a contribution, and their state, stand still."""
+    """How touched rows learn. All row optimizers are lazy: rows without a contribution, and their state, stand
+    still."""
 
     name: str
     init: Callable[[Tensor], RowState]

@@ -1,0 +1,7 @@
+"""Embedding tables in one process, or sharded over the ranks of a plan."""
+
+from meseta.embedding.collection import EmbeddingBagCollection
+from meseta.embedding.sharded import ShardedEmbeddingBagCollection
+from meseta.embedding.wrap import resolve_plan, shard
+
+__all__ = ["EmbeddingBagCollection", "ShardedEmbeddingBagCollection", "resolve_plan", "shard"]

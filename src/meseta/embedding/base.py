@@ -1,0 +1,97 @@
+"""What the unsharded and the sharded collection share: the specs, the step, and the node in the autograd graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meseta.jagged import KeyedJaggedTensor
+from meseta.ops.id_policy import CheckedIds, apply_id_policy
+from meseta.ops.row_optimizer import Hyper
+from meseta.spec import FeatureSpec, MesetaError, TableSpec, check_features
+
+
+class UpdateInBackward(torch.autograd.Function):
+    """Runs `lookup` forward and `update` backward; tables have no gradient tensor and autograd does not see them."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, lookup: Callable[[], list[Tensor]], update: Callable[..., None]) -> Any:
+        ctx.update = update
+        return tuple(lookup())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        ctx.update(*gradients)
+        return None, None, None
+
+
+class Collection(nn.Module):
+    """Tables, the features that read them, and how far they have learned. Tables are not nn.Parameters."""
+
+    def __init__(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec], seed: int) -> None:
+        super().__init__()
+        check_features(tables, features)
+        dtypes = {table.dtype for table in tables}
+        if len(dtypes) != 1:
+            raise MesetaError(f"tables of one collection must have one dtype, got {sorted(dtypes) or 'no table'}")
+        self.tables = tuple(tables)
+        self.features = tuple(features)
+        self.seed = seed
+        self.dtype: torch.dtype = getattr(torch, dtypes.pop())
+        self.step = 0
+        """Backward passes so far, the global step of bias correction."""
+        self.lr_factor = 1.0
+        """What a schedule multiplies every table's learning rate by."""
+        self.num_outside: Tensor | None = None
+        """Ids outside their table so far, per feature [F] (after policies drop, clamp and hash); None before any
+        batch."""
+        self.pooled_features = tuple(f for f in self.features if f.pooling != "none")
+        self.row_features = tuple(f for f in self.features if f.pooling == "none")
+        self._table = {table.name: table for table in self.tables}
+        # An input that requires grad makes autograd call `update`; it is not a parameter and holds nothing.
+        self._anchor = torch.zeros(0, requires_grad=True)
+
+    def hyper(self, table: TableSpec) -> Hyper:
+        """Learning rate and number of the step in hand."""
+        return Hyper(lr=table.optimizer.lr * self.lr_factor, step=self.step + 1)
+
+    def check_ids(self, kjt: KeyedJaggedTensor) -> CheckedIds:
+        """Select this collection's features, check weights, and apply the id policies."""
+        kjt = kjt.select([feature.name for feature in self.features])
+        for feature in self.features:
+            if feature.weighted and kjt.weights is None:
+                raise MesetaError(
+                    f"feature {feature.name!r} is weighted, but the batch has no weights; "
+                    "give KeyedJaggedTensor(weights=...), or set weighted=False"
+                )
+        rows = [self._table[feature.table].num_embeddings for feature in self.features]
+        checked = apply_id_policy(kjt, rows, [feature.id_policy for feature in self.features])
+        self.num_outside = checked.num_outside if self.num_outside is None else self.num_outside + checked.num_outside
+        return checked
+
+    def refuse(self, feature: int, sample: int, row: int) -> MesetaError:
+        """The error for an id that policy 'error' refuses."""
+        spec = self.features[feature]
+        limit = self._table[spec.table].num_embeddings
+        return MesetaError(
+            f"table {spec.table!r}: id {row} from feature {spec.name!r}, sample {sample}, is outside 0..{limit - 1}; "
+            "set id_policy='hash' ('drop', 'clamp'), enlarge num_embeddings, or fix the data"
+        )
+
+    def divide_means(self, pooled: Tensor, lengths: Tensor) -> Tensor:
+        """Divide the columns of mean-pooled features of `pooled` [B, sum of D] by the number of ids, in place.
+
+        `lengths` is [F, B] in the order of `features`; an empty bag stays zero.
+        """
+        column = 0
+        for index, feature in enumerate(self.features):
+            if feature.pooling == "none":
+                continue
+            width = self._table[feature.table].embedding_dim
+            if feature.pooling == "mean":
+                pooled[:, column : column + width].div_(lengths[index].clamp(min=1).to(pooled.dtype)[:, None])
+            column += width
+        return pooled

@@ -1,0 +1,135 @@
+"""EmbeddingBagCollection: all tables in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from meseta.embedding.base import Collection, UpdateInBackward
+from meseta.embedding.update import Contribution, sum_contributions, update_rows
+from meseta.jagged import Embeddings, JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from meseta.ops.pooled_lookup import pooled_lookup
+from meseta.optim import make_row_optimizer
+from meseta.spec import FeatureSpec, Plan, Shard, ShardingType, TablePlan, TableSpec
+from meseta.storage import TableShard
+
+
+class EmbeddingBagCollection(Collection):
+    """Embedding tables whose rows learn inside `loss.backward()`, one optimizer step per touched row.
+
+        tables = [TableSpec(name="item", num_embeddings=1000, embedding_dim=16)]
+        features = [FeatureSpec(name="clicked", table="item"), FeatureSpec(name="shown", table="item", pooling="mean")]
+        embeddings = EmbeddingBagCollection(tables, features)
+        out = embeddings(kjt)          # out.pooled.values [B, 32], out["shown"] [B, 16]
+
+    Memory is taken at the first use, so a collection larger than this machine can be built and then sharded with
+    `meseta.shard`. Raises MesetaError for specs that do not fit together and for ids outside their table.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableSpec],
+        features: Sequence[FeatureSpec],
+        *,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(tables, features, seed)
+        self.device = torch.device(device)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Every table whole on rank 0."""
+        whole = [
+            Shard(table=t.name, rows=(0, t.num_embeddings), columns=(0, t.embedding_dim), ranks=(0,))
+            for t in self.tables
+        ]
+        return Plan(
+            num_ranks=1,
+            tables=tuple(
+                TablePlan(table=shard.table, sharding=ShardingType.TABLE_WISE, shards=(shard,)) for shard in whole
+            ),
+        )
+
+    @cached_property
+    def shards(self) -> tuple[TableShard, ...]:
+        """One whole shard per table, in the order of the tables."""
+        return tuple(
+            TableShard.create(
+                table,
+                self.plan[table.name].shards[0],
+                make_row_optimizer(table.optimizer, table.embedding_dim),
+                seed=self.seed,
+                device=self.device,
+            )
+            for table in self.tables
+        )
+
+    @property
+    def local_share(self) -> float:
+        """B_local / B_global."""
+        return 1.0
+
+    def forward(self, kjt: KeyedJaggedTensor) -> Embeddings:
+        """Rows for the ids of `kjt` (which may hold other features too): pooled [B, sum of D] and unpooled [nnz_f,
+        D]."""
+        checked = self.check_ids(kjt)
+        feature, sample, row = checked.first_error.tolist()
+        if feature >= 0:
+            raise self.refuse(feature, sample, row)
+        ids = checked.kjt
+        weight = {shard.spec.name: shard.weight for shard in self.shards}
+        pooled, *rows = UpdateInBackward.apply(
+            self._anchor, lambda: self._lookup(ids, weight), lambda *gradients: self._update(ids, gradients)
+        )
+        dims = tuple(self._table[f.table].embedding_dim for f in self.pooled_features)
+        keyed = KeyedTensor(keys=tuple(f.name for f in self.pooled_features), dims=dims, values=pooled)
+        jagged = {
+            f.name: JaggedTensor(values=values, lengths=ids[f.name].lengths)
+            for f, values in zip(self.row_features, rows, strict=True)
+        }
+        return Embeddings(pooled=keyed, rows=jagged)
+
+    def _lookup(self, ids: KeyedJaggedTensor, weight: dict[str, Tensor]) -> list[Tensor]:
+        """[pooled [B, sum of D], rows of each unpooled feature ...]."""
+        pooled = torch.empty(ids.batch_size, 0, dtype=self.dtype, device=ids.values.device)
+        if self.pooled_features:
+            bags = ids.select([f.name for f in self.pooled_features])
+            tables = [weight[f.table] for f in self.pooled_features]
+            weighted = [f.weighted for f in self.pooled_features]
+            pooled = pooled_lookup(tables, bags.values, bags.offsets, bags.key_offsets, bags.weights, weighted)
+        self.divide_means(pooled, ids.lengths.view(len(self.features), -1))
+        return [pooled, *(weight[f.table][ids[f.name].values] for f in self.row_features)]
+
+    def _update(self, ids: KeyedJaggedTensor, gradients: Sequence[Tensor]) -> None:
+        """Coalesce per table over its features, then step the row optimizers."""
+        num_samples = ids.batch_size
+        pooled = gradients[0]
+        if any(f.pooling == "mean" for f in self.pooled_features):
+            pooled = self.divide_means(pooled.clone(), ids.lengths.view(len(self.features), -1))
+        rows = dict(zip((f.name for f in self.row_features), gradients[1:], strict=True))
+        parts: dict[str, list[Contribution]] = {table.name: [] for table in self.tables}
+        column = 0
+        for feature in self.features:
+            jagged = ids[feature.name]
+            sample = bags_of(jagged.lengths, jagged.values.numel())
+            if feature.pooling == "none":
+                source, gradient = torch.arange(sample.numel(), device=sample.device), rows[feature.name]
+            else:
+                width = self._table[feature.table].embedding_dim
+                source, gradient = sample, pooled[:, column : column + width]
+                column += width
+            scale = jagged.weights if feature.weighted else None
+            parts[feature.table].append(Contribution(jagged.values, sample, gradient, source, scale))
+        used = [shard for shard in self.shards if parts[shard.spec.name]]
+        sums = [sum_contributions(shard, parts[shard.spec.name], num_samples) for shard in used]
+        update_rows(used, sums, [self.hyper(shard.spec) for shard in used], lambda stats: stats)
+        self.step += 1
+
+
+def bags_of(lengths: Tensor, num_ids: int) -> Tensor:
+    """The bag of each id: [0, 0, 1] for lengths [2, 1]."""
+    return torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths, output_size=num_ids)

@@ -1,0 +1,370 @@
+"""The sharded embedding: start, exchange, finish, and the way back of the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meseta.comm import Pending, World
+from meseta.embedding.base import Collection, UpdateInBackward
+from meseta.embedding.collection import EmbeddingBagCollection, bags_of
+from meseta.embedding.gradients import gather_column_stats, send_gradients, update_replicas
+from meseta.embedding.routes import make_routing
+from meseta.embedding.update import Contribution, sum_contributions, update_rows
+from meseta.jagged import Embeddings, JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from meseta.jagged.shapes import Int
+from meseta.ops.bucketize import bucketize
+from meseta.ops.pooled_lookup import pooled_lookup
+from meseta.optim import make_row_optimizer
+from meseta.spec import Plan
+from meseta.storage import TableShard
+
+HEADER = 4
+"""Numbers before the counts of a rank: its batch size, and (feature, sample, id) of the first refused id."""
+
+
+@dataclass(frozen=True)
+class Bucketed:
+    """Ids of one routed feature, grouped by the row range that holds them."""
+
+    ids: Int[Tensor, " nnz"]
+    """Local to their range."""
+    lengths: Int[Tensor, "num_ranges B"]
+    """Ids per (range, sample)."""
+    order: Int[Tensor, " nnz"] | None
+    """Where each id stood in the batch; None: nothing moved."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """The exchange of counts is in flight."""
+
+    ids: KeyedJaggedTensor
+    """Valid ids of all features."""
+    buckets: dict[int, Bucketed]
+    """By index of the routed feature."""
+    counts_sent: Int[Tensor, " n"]
+    counts: Pending
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """The counts are known, and the exchange of lengths and ids is in flight."""
+
+    ids: KeyedJaggedTensor
+    buckets: dict[int, Bucketed]
+    batch_sizes: tuple[int, ...]
+    """Samples of each rank; their sum is the global batch."""
+    sent: tuple[tuple[int, ...], ...]
+    """sent[r][k]: ids for route k of rank r."""
+    received: tuple[tuple[int, ...], ...]
+    """received[r][k]: ids from rank r for this rank's route k."""
+    range_counts: dict[int, list[int]]
+    """Ids of the local slice per row range, by index of the routed feature."""
+    payload: Pending
+    weights: Pending | None
+
+    @property
+    def num_samples(self) -> int:
+        return sum(self.batch_sizes)
+
+
+@dataclass(frozen=True)
+class OwnedIds:
+    """Ids of the global batch that this rank looks up."""
+
+    ids: tuple[Tensor, ...]
+    """By route, ordered by (global sample, position)."""
+    lengths: tuple[Tensor, ...]
+    """By route: ids per global sample."""
+    weights: tuple[Tensor, ...] | None
+    """By route."""
+
+
+class ShardedEmbeddingBagCollection(Collection):
+    """An EmbeddingBagCollection whose tables lie on the ranks that a plan names.
+
+    `forward` is `finish(exchange(start(kjt)))`; a pipeline calls the three itself. Every rank gives its contiguous
+    slice
+    of the global batch and gets the embeddings of that slice. Gradients are of the local mean of the loss: they are
+    scaled by B_local / B_global here. All ranks must call forward and backward in the same order.
+    """
+
+    def __init__(self, source: EmbeddingBagCollection, plan: Plan, world: World) -> None:
+        """Allocate this rank's shards of `source`'s tables; the plan must fit the tables and the world."""
+        super().__init__(source.tables, source.features, source.seed)
+        plan.check(self.tables)
+        self.plan = plan
+        self.world = world
+        self.routing = make_routing(self.tables, self.features, plan)
+        self.shards = tuple(
+            TableShard.create(
+                table,
+                shard,
+                make_row_optimizer(table.optimizer, table.embedding_dim),
+                seed=self.seed,
+                device=world.device,
+            )
+            for table in self.tables
+            for shard in plan[table.name].shards
+            if world.rank in shard.ranks
+        )
+        self._by_shard = {s.shard: index for index, s in enumerate(self.shards)}
+        self._routes = self.routing.by_rank[world.rank]
+        self._weighted = any(f.weighted for f in self.features)
+        self.exchanges_stats = any(
+            len({s.columns for s in plan[t.name].shards}) > 1
+            and make_row_optimizer(t.optimizer, t.embedding_dim).row_stats is not None
+            for t in self.tables
+        )
+        """Whether rows lie in column shards on several ranks whose optimizer needs sums over whole rows."""
+        # Position of each (feature, range) in the vector of counts; every rank's header and counts are one gather of
+        # it.
+        position, index = {}, HEADER
+        for f, cuts in self.routing.cuts.items():
+            for n in range(len(cuts) - 1):
+                position[f, n], index = index, index + 1
+        gathered = [
+            entry
+            for routes in self.routing.by_rank
+            for entry in (*range(HEADER), *(position[r.feature, r.range] for r in routes))
+        ]
+        self._gather_counts = torch.tensor(gathered, device=world.device)
+        self.local_share = 1.0 / world.size
+        """B_local / B_global of the last batch."""
+
+    def forward(self, sparse: KeyedJaggedTensor | Exchanged) -> Embeddings:
+        """Rows for the local slice: pooled [B_local, sum of D] and unpooled [nnz_f, D]; takes what `exchange` gave
+        too."""
+        return self.finish(sparse if isinstance(sparse, Exchanged) else self.exchange(self.start(sparse)))
+
+    def start(self, kjt: KeyedJaggedTensor) -> Started:
+        """Check the ids, sort them by owner, begin the exchange of counts. No host sync."""
+        checked = self.check_ids(kjt)
+        ids, batch_size = checked.kjt, checked.kjt.batch_size
+        lengths = ids.lengths.view(len(self.features), batch_size)
+        buckets, counts = {}, [checked.first_error.new_tensor([batch_size]), checked.first_error]
+        for f, cuts in self.routing.cuts.items():
+            values = ids[self.features[f].name].values
+            if len(cuts) > 2:
+                buckets[f] = Bucketed(*bucketize(values, lengths[f], cuts))
+            else:
+                buckets[f] = Bucketed(values, lengths[f : f + 1], None)
+            counts.append(buckets[f].lengths.sum(dim=1))
+        sent = torch.cat(counts)[self._gather_counts]
+        mine = HEADER + len(self._routes)
+        splits = [HEADER + len(routes) for routes in self.routing.by_rank]
+        pending = self.world.all_to_all(sent, splits, [mine] * self.world.size)
+        return Started(ids=ids, buckets=buckets, counts_sent=sent, counts=pending)
+
+    def exchange(self, x: Started) -> Exchanged:
+        """Read the counts, agree on errors, begin the exchange of lengths and ids."""
+        received = x.counts.wait()
+        numbers = torch.cat([x.counts_sent, received]).tolist()  # The one host sync.
+        sent, at = [], 0
+        for routes in self.routing.by_rank:
+            sent.append(tuple(numbers[at + HEADER : at + HEADER + len(routes)]))
+            at += HEADER + len(routes)
+        size = HEADER + len(self._routes)
+        headers = [numbers[at + r * size : at + (r + 1) * size] for r in range(self.world.size)]
+        batch_sizes = tuple(header[0] for header in headers)
+        for rank, (_, feature, sample, row, *_rest) in enumerate(headers):
+            if feature >= 0:
+                raise self.refuse(feature, sum(batch_sizes[:rank]) + sample, row)
+        counts = tuple(tuple(header[HEADER:]) for header in headers)
+        batch = batch_sizes[self.world.rank]
+        of_route = {
+            (route.feature, route.range): n
+            for routes, row in zip(self.routing.by_rank, sent, strict=True)
+            for route, n in zip(routes, row, strict=True)
+        }
+        range_counts = {f: [of_route[f, n] for n in range(len(cuts) - 1)] for f, cuts in self.routing.cuts.items()}
+        payload = self.world.all_to_all(
+            self._pack(x.buckets, range_counts),
+            [batch * len(routes) + sum(n) for routes, n in zip(self.routing.by_rank, sent, strict=True)],
+            [b * len(self._routes) + sum(n) for b, n in zip(batch_sizes, counts, strict=True)],
+        )
+        weights = None
+        if self._weighted:
+            packed = self._pack_weights(x, range_counts)
+            weights = self.world.all_to_all(packed, [sum(n) for n in sent], [sum(n) for n in counts])
+        return Exchanged(
+            ids=x.ids,
+            buckets=x.buckets,
+            batch_sizes=batch_sizes,
+            sent=tuple(sent),
+            received=counts,
+            range_counts=range_counts,
+            payload=payload,
+            weights=weights,
+        )
+
+    def finish(self, x: Exchanged) -> Embeddings:
+        """Look up what this rank owns, return it to the ranks that asked, put the answers together."""
+        self.local_share = x.batch_sizes[self.world.rank] / max(x.num_samples, 1)
+        owned = self._unpack(x)
+        pooled, *rows = UpdateInBackward.apply(
+            self._anchor,
+            lambda: self._lookup(x, owned),
+            lambda *gradients: self._update(x, owned, self.local_share, gradients),
+        )
+        dims = tuple(self._table[f.table].embedding_dim for f in self.pooled_features)
+        keyed = KeyedTensor(keys=tuple(f.name for f in self.pooled_features), dims=dims, values=pooled)
+        jagged = {
+            f.name: JaggedTensor(values=values, lengths=x.ids[f.name].lengths)
+            for f, values in zip(self.row_features, rows, strict=True)
+        }
+        return Embeddings(pooled=keyed, rows=jagged)
+
+    def _pack(self, buckets: dict[int, Bucketed], range_counts: dict[int, list[int]]) -> Tensor:
+        """For each rank: the lengths of all its routes, then their ids."""
+        ids = {f: bucket.ids.split(range_counts[f]) for f, bucket in buckets.items()}
+        parts = []
+        for routes in self.routing.by_rank:
+            parts += [buckets[r.feature].lengths[r.range].to(torch.int64) for r in routes]
+            parts += [ids[r.feature][r.range] for r in routes]
+        return torch.cat(parts) if parts else self._gather_counts.new_empty(0)
+
+    def _pack_weights(self, x: Started, range_counts: dict[int, list[int]]) -> Tensor:
+        """One weight for each id that `_pack` sends."""
+        weights = {}
+        for f, bucket in x.buckets.items():
+            own = x.ids[self.features[f].name].weights
+            assert own is not None
+            moved = own if bucket.order is None else own[bucket.order]
+            weights[f] = moved.to(self.dtype).split(range_counts[f])
+        parts = [weights[r.feature][r.range] for routes in self.routing.by_rank for r in routes]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=self.dtype, device=self.world.device)
+
+    def _unpack(self, x: Exchanged) -> OwnedIds:
+        """From (rank, lengths | ids) to one list per route in the order of global samples."""
+        num_routes = len(self._routes)
+        sizes = [s for b, n in zip(x.batch_sizes, x.received, strict=True) for s in (*[b] * num_routes, *n)]
+        pieces = x.payload.wait().split(sizes)
+        step = 2 * num_routes
+
+        def by_route(first: int) -> tuple[Tensor, ...]:
+            return tuple(torch.cat(pieces[first + k :: step]) for k in range(num_routes))
+
+        weights = None
+        if x.weights is not None:
+            parts = x.weights.wait().split([n for counts in x.received for n in counts])
+            weights = tuple(torch.cat(parts[k::num_routes]) for k in range(num_routes))
+        return OwnedIds(ids=by_route(num_routes), lengths=by_route(0), weights=weights)
+
+    def _lookup(self, x: Exchanged, owned: OwnedIds) -> list[Tensor]:
+        """[pooled [B_local, sum of D], rows of each unpooled feature ...] for the local slice."""
+        tables = [self.shards[self._by_shard[r.shard]].weight for r in self._routes]
+        num_pooled = self.routing.num_pooled[self.world.rank]
+        pooled = self._pool(owned, tables[:num_pooled], x.num_samples)
+        rows = [table[i] for table, i in zip(tables[num_pooled:], owned.ids[num_pooled:], strict=True)]
+        answers = self._return(x, pooled, rows)
+        out: dict[int, Tensor] = {}
+        for f in self.routing.cuts:
+            out[f] = (
+                self._assemble_rows(x, f, answers) if self.features[f].pooling == "none" else self._assemble(f, answers)
+            )
+        for f in self.routing.replicated:
+            out[f] = self._lookup_replica(x.ids, f)
+        ordered = [out[f] for f, spec in enumerate(self.features) if spec.pooling != "none"]
+        empty = torch.empty(x.ids.batch_size, 0, dtype=self.dtype, device=self.world.device)
+        together = torch.cat([empty, *ordered], dim=1)
+        self.divide_means(together, x.ids.lengths.view(len(self.features), -1))
+        return [together, *(out[f] for f, spec in enumerate(self.features) if spec.pooling == "none")]
+
+    def _pool(self, owned: OwnedIds, tables: Sequence[Tensor], num_samples: int) -> Tensor:
+        """[B_global, columns of this rank's pooled routes]."""
+        n = len(tables)
+        if n == 0:
+            return torch.empty(num_samples, 0, dtype=self.dtype, device=self.world.device)
+        lengths = torch.cat(owned.lengths[:n])
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        bounds = [0]
+        for ids in owned.ids[:n]:
+            bounds.append(bounds[-1] + ids.numel())
+        weights = None if owned.weights is None else torch.cat(owned.weights[:n])
+        weighted = [self.features[r.feature].weighted for r in self._routes[:n]]
+        return pooled_lookup(tables, torch.cat(owned.ids[:n]), offsets, bounds, weights, weighted)
+
+    def _return(self, x: Exchanged, pooled: Tensor, rows: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Send each rank the answers for its samples: answers[r] = [pooled [B_local, columns of r], rows of each
+        ...]."""
+        first = self.routing.num_pooled[self.world.rank]
+        by_rank = [rows_k.split([n[first + k] for n in x.received]) for k, rows_k in enumerate(rows)]
+        parts, splits = [], []
+        for r, piece in enumerate(pooled.split(x.batch_sizes)):
+            mine = [piece.reshape(-1), *(rows_k[r].reshape(-1) for rows_k in by_rank)]
+            parts += mine
+            splits.append(sum(p.numel() for p in mine))
+        shapes = [self._answer_shapes(x, r) for r in range(self.world.size)]
+        receive = [sum(a * b for a, b in shape) for shape in shapes]
+        flat = self.world.all_to_all(torch.cat(parts), splits, receive).wait().split(receive)
+        return [
+            [piece.view(shape) for piece, shape in zip(f.split([a * b for a, b in s]), s, strict=True)]
+            for f, s in zip(flat, shapes, strict=True)
+        ]
+
+    def _answer_shapes(self, x: Exchanged, rank: int) -> list[tuple[int, int]]:
+        """Shapes of what rank `rank` answers: its pooled columns, then the rows of each unpooled route."""
+        first = self.routing.num_pooled[rank]
+        rows = [
+            (x.sent[rank][first + k], route.shard.num_columns)
+            for k, route in enumerate(self.routing.by_rank[rank][first:])
+        ]
+        return [(x.batch_sizes[self.world.rank], self.routing.pooled_columns[rank]), *rows]
+
+    def _assemble(self, feature: int, answers: Sequence[Sequence[Tensor]]) -> Tensor:
+        """[B_local, D]: columns side by side, row ranges added from the first to the last."""
+        total: Tensor | None = None
+        for pieces in self.routing.pieces(feature):
+            columns = [answers[r.rank][0][:, r.column : r.column + r.shard.num_columns] for _, r in pieces]
+            part = torch.cat(columns, dim=1) if len(columns) > 1 else columns[0]
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+    def _assemble_rows(self, x: Exchanged, feature: int, answers: Sequence[Sequence[Tensor]]) -> Tensor:
+        """[nnz_f, D]: rows back in the order of the batch."""
+        ranges = []
+        for pieces in self.routing.pieces(feature):
+            columns = [answers[r.rank][1 + index - self.routing.num_pooled[r.rank]] for index, r in pieces]
+            ranges.append(torch.cat(columns, dim=1) if len(columns) > 1 else columns[0])
+        grouped = torch.cat(ranges)
+        order = x.buckets[feature].order
+        return grouped if order is None else torch.empty_like(grouped).index_copy_(0, order, grouped)
+
+    def _lookup_replica(self, ids: KeyedJaggedTensor, feature: int) -> Tensor:
+        """Rows or pooled rows of a table that lies here whole."""
+        spec, jagged = self.features[feature], ids[self.features[feature].name]
+        table = self.shards[self._by_shard[self.plan[spec.table].shards[0]]].weight
+        if spec.pooling == "none":
+            return table[jagged.values]
+        bounds = (0, jagged.values.numel())
+        return pooled_lookup([table], jagged.values, jagged.offsets, bounds, jagged.weights, [spec.weighted])
+
+    def _update(self, x: Exchanged, owned: OwnedIds, share: float, gradients: Sequence[Tensor]) -> None:
+        """Send upstream gradients to the owners of the rows, then step every shard once."""
+        # The mean over a rank without samples is NaN; it weighs nothing.
+        scaled = [g * share if share > 0 else torch.zeros_like(g) for g in gradients]
+        self.divide_means(scaled[0], x.ids.lengths.view(len(self.features), -1))
+        pooled, rows = send_gradients(self, x, scaled)
+        first = self.routing.num_pooled[self.world.rank]
+        parts: dict[int, list[Contribution]] = {}
+        for k, route in enumerate(self._routes):
+            sample = bags_of(owned.lengths[k], owned.ids[k].numel())
+            if k < first:
+                source, gradient = sample, pooled[:, route.column : route.column + route.shard.num_columns]
+            else:
+                source, gradient = torch.arange(sample.numel(), device=sample.device), rows[k - first]
+            scale = owned.weights[k] if owned.weights and self.features[route.feature].weighted else None
+            part = Contribution(owned.ids[k], sample, gradient, source, scale)
+            parts.setdefault(self._by_shard[route.shard], []).append(part)
+        used = [self.shards[i] for i in sorted(parts)]
+        sums = [sum_contributions(self.shards[i], parts[i], x.num_samples) for i in sorted(parts)]
+        hypers = [self.hyper(shard.spec) for shard in used]
+        update_rows(used, sums, hypers, lambda stats: gather_column_stats(self, used, stats))
+        update_replicas(self, x, scaled)
+        self.step += 1

@@ -1,0 +1,75 @@
+"""`meseta.shard`: the one call between a user's model and several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from meseta.comm import DenseGradients, World
+from meseta.embedding.base import Collection
+from meseta.embedding.collection import EmbeddingBagCollection
+from meseta.embedding.sharded import ShardedEmbeddingBagCollection
+from meseta.planner import balanced_plan
+from meseta.spec import MesetaError, Plan, Topology
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def shard(
+    model: Model,
+    plan: Plan | Mapping[str, Any] | str | Path | None = None,
+    *,
+    world: World | None = None,
+) -> Model:
+    """Place the model's EmbeddingBagCollection on the ranks of this run; the same code runs on one process.
+
+    Started plainly, the model is returned as it is. Under torchrun the collection is replaced by a sharded one (by
+    `plan`: a Plan, a plan document, a plan file, or None for the balanced one), dense parameters are taken from rank 0,
+    and from then on `loss.backward()` leaves every rank with the gradient of the global mean of the loss, when each
+    rank's loss is the mean over its slice of the batch.
+
+    Raises MesetaError when the model has no EmbeddingBagCollection, or several, or the plan does not fit.
+    """
+    found = [(name, m) for name, m in model.named_modules() if isinstance(m, EmbeddingBagCollection)]
+    if len(found) != 1:
+        raise MesetaError(
+            f"meseta.shard: the model must have one EmbeddingBagCollection, found {len(found)}; "
+            "put all tables into one collection"
+        )
+    name, collection = found[0]
+    world = world or World.current(collection.device)
+    if world.size == 1:
+        return model
+    sharded = ShardedEmbeddingBagCollection(collection, resolve_plan(plan, collection, world.size), world)
+    if name == "":
+        raise MesetaError(
+            "meseta.shard: give the model that holds the EmbeddingBagCollection, not the collection itself"
+        )
+    owner = model.get_submodule(name.rpartition(".")[0])
+    setattr(owner, name.rpartition(".")[2], sharded)
+    parameters = list(model.parameters())
+    with torch.no_grad():
+        for tensor in (*parameters, *model.buffers()):
+            world.broadcast(tensor)
+    if parameters:
+        model.dense_gradients = DenseGradients(parameters, world, lambda: sharded.local_share)  # type: ignore[assignment]
+    return model
+
+
+def resolve_plan(plan: Plan | Mapping[str, Any] | str | Path | None, collection: Collection, num_ranks: int) -> Plan:
+    """A checked Plan from whatever the user gave."""
+    if plan is None:
+        topology = Topology(devices_per_host=num_ranks)
+        plan = balanced_plan(collection.tables, collection.features, topology)
+    elif isinstance(plan, (str, Path)):
+        plan = Plan.load(plan, collection.tables, num_ranks)
+    elif isinstance(plan, Mapping):
+        plan = Plan.from_dict(plan, collection.tables, num_ranks)
+    if plan.num_ranks != num_ranks:
+        raise MesetaError(f"plan: it is for {plan.num_ranks} ranks, but this run has {num_ranks}; make a new plan")
+    plan.check(collection.tables)
+    return plan

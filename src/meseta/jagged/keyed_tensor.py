@@ -1,0 +1,45 @@
+"""What comes back from an embedding: pooled features side by side, and rows of the features that are not pooled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from meseta.jagged.jagged import JaggedTensor
+from meseta.jagged.shapes import Float
+from meseta.spec import MesetaError, nearest
+
+
+@dataclass(frozen=True)
+class KeyedTensor:
+    """Pooled features side by side: feature `keys[f]` holds `dims[f]` columns."""
+
+    keys: tuple[str, ...]
+    """Feature names."""
+    dims: tuple[int, ...]
+    """Columns of each feature."""
+    values: Float[Tensor, "B sum_of_dims"]
+    """All features in one tensor, ready for a matrix product."""
+
+    def __getitem__(self, key: str) -> Float[Tensor, "B D"]:
+        """Columns of one feature (a view)."""
+        if key not in self.keys:
+            raise MesetaError(f"KeyedTensor: no key {key!r}; {nearest(key, self.keys)}")
+        index = self.keys.index(key)
+        start = sum(self.dims[:index])
+        return self.values[:, start : start + self.dims[index]]
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """Output of an embedding collection: `out["feature"]` is [B, D] when pooled, a JaggedTensor of rows when not."""
+
+    pooled: KeyedTensor
+    """Features with pooling 'sum' or 'mean', in the order of their FeatureSpecs."""
+    rows: Mapping[str, JaggedTensor] = field(default_factory=dict)
+    """Features with pooling 'none': one row [D] per id."""
+
+    def __getitem__(self, key: str) -> Tensor | JaggedTensor:
+        return self.rows[key] if key in self.rows else self.pooled[key]

@@ -1,0 +1,56 @@
+"""Add up the contributions of a batch to each touched row, in the contract's order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meseta.jagged.shapes import Float, Int
+from meseta.ops.coalesce import reference
+from meseta.ops.core import core
+
+BLOCK_SAMPLES = 256
+"""Contributions are summed from left to right inside blocks of this many global samples; block sums are added after."""
+
+
+def coalesce(
+    ids: Int[Tensor, " nnz"],
+    source: Int[Tensor, " nnz"],
+    block: Int[Tensor, " nnz"],
+    gradient: Float[Tensor, "G D"],
+    scale: Float[Tensor, " nnz"] | None = None,
+) -> tuple[Int[Tensor, " U"], Float[Tensor, "U D"]]:
+    """Touched rows in ascending order, and for each the sum of `scale[i] * gradient[source[i]]` over its ids.
+
+    Contribution i belongs to row `ids[i]`; contributions come ordered by (feature, global sample, position), and
+    `block`
+    [nnz] grows with (feature, global sample // 256). Contributions to a row are summed left to right inside a block,
+    then
+    the block sums are added left to right, so the result does not depend on threads or plans. Products are rounded
+    before
+    they are added. `gradient` may be a strided view whose last dim is contiguous.
+
+        ids = [7, 3, 7], source = [0, 1, 2]   ->   rows = [3, 7], sums = [g1, g0 + g2]
+
+    Float32 or float64; runs on the CPU's compiled core, on the reference elsewhere.
+    """
+    if ids.numel() == 0:
+        return ids.new_empty(0), gradient.new_empty(0, gradient.shape[1])
+    if gradient.device.type != "cpu":
+        return reference.coalesce(ids, source, block, gradient, scale)
+    if gradient.stride(-1) != 1:
+        gradient = gradient.contiguous()
+    rows = torch.empty_like(ids, dtype=torch.int64)
+    sums = gradient.new_empty(ids.numel(), gradient.shape[1])
+    run = core().coalesce_float64 if gradient.dtype == torch.float64 else core().coalesce_float32
+    num_rows = run(
+        ids.to(torch.int64).numpy(),
+        source.numpy(),
+        block.numpy(),
+        gradient.numpy(),
+        None if scale is None else scale.to(gradient.dtype).numpy(),
+        rows.numpy(),
+        sums.numpy(),
+        torch.get_num_threads(),
+    )
+    return rows[:num_rows], sums[:num_rows]

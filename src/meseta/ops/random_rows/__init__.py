@@ -1,0 +1,66 @@
+"""Initial rows from a counter-based generator: the value of a cell depends on (seed, table, row, column) alone."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+from meseta.jagged.shapes import Float, Int
+from meseta.ops.core import core
+from meseta.ops.random_rows import reference
+from meseta.spec import TableSpec
+
+CHUNK_CELLS = 1 << 20
+"""Cells filled at a time: bounds the memory beside the table."""
+
+
+def table_key(seed: int, table: str) -> int:
+    """The generator's 64-bit key for a table: BLAKE2b of seed and name."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{table}".encode(), digest_size=8).digest(), "little")
+
+
+def random_bits(
+    key: int, rows: tuple[int, int], columns: tuple[int, int], device: torch.device | str = "cpu"
+) -> Int[Tensor, "rows columns"]:
+    """32 random bits for each cell, as int64 in 0..2^32-1.
+
+    Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, section 3.3) with the counter
+    (low word of the row, high word of the row, column // 4, 0); the cell takes word column % 4 of the result.
+    """
+    if torch.device(device).type != "cpu":
+        return reference.random_bits(key, rows, columns, device)
+    out = torch.empty(rows[1] - rows[0], columns[1] - columns[0], dtype=torch.int64)
+    core().random_bits(key, rows[0], columns[0], out.numpy())
+    return out
+
+
+def initial_rows(
+    spec: TableSpec, *, rows: tuple[int, int], columns: tuple[int, int], seed: int, device: torch.device | str
+) -> Float[Tensor, "rows columns"]:
+    """Rows `rows[0] <= r < rows[1]` and columns likewise of a new table.
+
+    Uniform cells are scale * (2 u - 1) with 24 random bits in u; normal cells use the Box-Muller transform of the pair
+    of words that the cell belongs to. Computed in float64, rounded once.
+    """
+    scale = 1 / math.sqrt(spec.num_embeddings) if spec.init.scale is None else spec.init.scale
+    weight = torch.empty(
+        rows[1] - rows[0], columns[1] - columns[0], dtype=getattr(torch, spec.dtype), device=torch.device(device)
+    )
+    if spec.init.kind == "constant":
+        return weight.fill_(scale)
+    key = table_key(seed, spec.name)
+    # Whole pairs of columns, so that Box-Muller finds both of its words.
+    first, last = columns[0] // 2 * 2, -(-columns[1] // 2) * 2
+    step = max(1, CHUNK_CELLS // (last - first))
+    for start in range(rows[0], rows[1], step):
+        stop = min(start + step, rows[1])
+        bits = random_bits(key, (start, stop), (first, last), device)
+        if spec.init.kind == "uniform":
+            cells = (bits >> 8).double().mul_(2.0**-23).sub_(1.0).mul_(scale)
+        else:
+            cells = reference.box_muller(bits).mul_(scale)
+        weight[start - rows[0] : stop - rows[0]] = cells[:, columns[0] - first : columns[1] - first]
+    return weight

@@ -1,0 +1,46 @@
+"""Philox4x32-10 and Box-Muller in plain torch, on any device."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ten rounds on four int64 tensors of 32-bit words."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key & _WORD, key >> 32
+    for _ in range(10):
+        # The products wrap around in int64, but the shift and mask still find their high words.
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (
+            ((product1 >> 32) & _WORD) ^ c1 ^ k0,
+            product1 & _WORD,
+            ((product0 >> 32) & _WORD) ^ c3 ^ k1,
+            product0 & _WORD,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return c0, c1, c2, c3
+
+
+def random_bits(key: int, rows: tuple[int, int], columns: tuple[int, int], device: torch.device | str) -> Tensor:
+    """See meseta.ops.random_rows.random_bits."""
+    row = torch.arange(*rows, device=device)[:, None]
+    group = torch.arange(columns[0] // 4, -(-columns[1] // 4), device=device)[None, :]
+    row, group = torch.broadcast_tensors(row, group)
+    words = philox((row & _WORD, row >> 32, group, torch.zeros_like(row)), key)
+    bits = torch.stack(words, dim=-1).flatten(1)
+    first = columns[0] // 4 * 4
+    return bits[:, columns[0] - first : columns[1] - first].contiguous()
+
+
+def box_muller(bits: Tensor) -> Tensor:
+    """[rows, 2n] words -> [rows, 2n] standard normal float64: the cosine and the sine of each pair of words."""
+    first, second = bits[:, 0::2].double(), bits[:, 1::2].double()
+    radius = torch.sqrt(-2 * torch.log((first + 1) * 2.0**-32))
+    angle = second * (2 * math.pi * 2.0**-32)
+    return torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], dim=-1).flatten(1)

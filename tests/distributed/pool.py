@@ -1,0 +1,70 @@
+"""One pool of gloo ranks per world size, kept for the whole test session: starting torch costs more than most tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+class RankPool:
+    """Processes 0 .. size-1 of one process group; `run` calls a function on all of them at once."""
+
+    def __init__(self, size: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, rank, size, port), daemon=True)
+            process.start()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+        """[function(*args) on rank 0, on rank 1, ...]; raises with the traceback of the first rank that failed."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        replies = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(timeout_s):
+                raise TimeoutError(f"rank {rank} did not answer {function.__name__} within {timeout_s} s")
+            replies.append(pipe.recv())
+        for rank, (ok, value) in enumerate(replies):
+            assert ok, f"rank {rank}:\n{value}"
+        return [value for _, value in replies]
+
+    def close(self) -> None:
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            if process.is_alive():
+                pipe.send(None)
+            process.join(10)
+            process.kill()
+
+
+def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    import torch
+
+    from meseta.comm import World
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    World.current()
+    while (job := pipe.recv()) is not None:
+        function, args = job
+        try:
+            pipe.send((True, function(*args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+    World.leave()

@@ -1,0 +1,170 @@
+"""A small model, its batches and its training steps, run alike by one process and by every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meseta.comm import DenseGradients, World
+from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
+from meseta.jagged import JaggedTensor, KeyedJaggedTensor
+from meseta.spec import FeatureSpec, OptimizerSpec, Plan, TableSpec
+
+DIM = 48  # three blocks of 16 columns: two or three column shards
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One cell of the matrix."""
+
+    sharding: str  # a ShardingType, or "mixed"
+    pooling: str  # "sum", "mean", "none"
+    weighted: bool
+    optimizer: str
+    dtype: str = "float32"
+    num_steps: int = 4
+    batch_size: int = 24
+    max_ids: int = 5  # per bag
+    seed: int = 0
+
+    def tables(self) -> list[TableSpec]:
+        optimizer = OptimizerSpec(name=self.optimizer, lr=0.1, initial_accumulator=0.01)
+        sizes = {"tiny": 1, "small": 7, "shared": 40, "wide": 101}
+        return [
+            TableSpec(name=n, num_embeddings=r, embedding_dim=DIM, dtype=self.dtype, optimizer=optimizer)
+            for n, r in sizes.items()
+        ]
+
+    def features(self) -> list[FeatureSpec]:
+        reads = {"a": "tiny", "b": "small", "c": "shared", "d": "shared", "e": "wide"}
+        return [FeatureSpec(name=n, table=t, pooling=self.pooling, weighted=self.weighted) for n, t in reads.items()]
+
+    def plan(self, num_ranks: int) -> Plan:
+        if self.sharding == "mixed":
+            names = ["data_parallel", "table_wise", "column_wise", "row_wise"]
+            entries = dict(zip(["tiny", "small", "shared", "wide"], names, strict=True))
+        else:
+            entries = {"*": self.sharding}
+        return Plan.from_dict({"tables": entries}, self.tables(), num_ranks)
+
+    def batch(self, step: int) -> KeyedJaggedTensor:
+        """The global batch of a step; bags may be empty."""
+        random = np.random.default_rng([self.seed, step])
+        values, lengths = [], []
+        rows = {table.name: table.num_embeddings for table in self.tables()}
+        for feature in self.features():
+            bag = random.integers(0, self.max_ids + 1, self.batch_size)
+            lengths.append(bag)
+            values.append(random.integers(0, rows[feature.table], bag.sum()))
+        ids = torch.from_numpy(np.concatenate(values))
+        weights = torch.from_numpy(random.normal(size=ids.numel()).astype(self.dtype)) if self.weighted else None
+        keys = tuple(feature.name for feature in self.features())
+        return KeyedJaggedTensor(
+            keys=keys, values=ids, lengths=torch.from_numpy(np.concatenate(lengths)), weights=weights
+        )
+
+    def but(self, **changes: Any) -> Scenario:
+        return replace(self, **changes)
+
+
+def local_slice(batch: KeyedJaggedTensor, rank: int, num_ranks: int) -> tuple[KeyedJaggedTensor, slice]:
+    """The rank's contiguous samples; the first ranks get one more where the batch does not divide."""
+    bounds = [0]
+    for r in range(num_ranks):
+        bounds.append(bounds[-1] + batch.batch_size // num_ranks + (r < batch.batch_size % num_ranks))
+    mine = slice(bounds[rank], bounds[rank + 1])
+    values, lengths, weights = [], [], []
+    for key in batch.keys:
+        jagged = batch[key]
+        ids = slice(int(jagged.offsets[mine.start]), int(jagged.offsets[mine.stop]))
+        values.append(jagged.values[ids])
+        lengths.append(jagged.lengths[mine])
+        if jagged.weights is not None:
+            weights.append(jagged.weights[ids])
+    return KeyedJaggedTensor(
+        keys=batch.keys,
+        values=torch.cat(values),
+        lengths=torch.cat(lengths),
+        weights=torch.cat(weights) if weights else None,
+        batch_sizes=(mine.stop - mine.start,) * len(batch.keys),
+    ), mine
+
+
+def per_sample(out: Any, features: list[FeatureSpec]) -> Tensor:
+    """[B, sum of D]: pooled features as they are, rows of the others added per sample after a nonlinearity."""
+    columns = []
+    for feature in features:
+        value = out[feature.name]
+        if isinstance(value, JaggedTensor):
+            bag = torch.repeat_interleave(torch.arange(value.lengths.numel()), value.lengths)
+            zeros = value.values.new_zeros(value.lengths.numel(), value.values.shape[1])
+            value = zeros.index_add(0, bag, torch.tanh(value.values))
+        columns.append(value)
+    return torch.cat(columns, dim=1)
+
+
+def train(scenario: Scenario, given_gradients: bool = False) -> dict[str, Any]:
+    """Losses, outputs and shards of this rank after `num_steps`.
+
+    `given_gradients`: the upstream gradient is a fixed function of (step, global sample), so that nothing but the
+    embedding is compared; else a small dense layer and the mean of a cross-entropy.
+    """
+    world = World.current()
+    dtype = getattr(torch, scenario.dtype)
+    collection: Any = EmbeddingBagCollection(scenario.tables(), scenario.features(), seed=scenario.seed)
+    if world.size > 1:
+        collection = ShardedEmbeddingBagCollection(collection, scenario.plan(world.size), world)
+    generator = torch.Generator().manual_seed(scenario.seed)
+    width = DIM * len(scenario.features())
+    layer = torch.nn.Linear(width, 1).to(dtype)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(1, width, generator=generator, dtype=torch.float64) / 10)
+        layer.bias.zero_()
+    reducer = DenseGradients(list(layer.parameters()), world, lambda: collection.local_share)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    losses, outputs = [], []
+    for step in range(scenario.num_steps):
+        batch, mine = local_slice(scenario.batch(step), world.rank, world.size)
+        x = per_sample(collection(batch), scenario.features())
+        outputs.append(x.detach())
+        generator = torch.Generator().manual_seed(step)
+        target = torch.randn(scenario.batch_size, width, generator=generator, dtype=torch.float64).to(dtype)
+        if given_gradients:
+            (x * target[mine] / max(collection.local_share, 1e-9)).sum().backward()
+            continue
+        label = (target[mine, 0] > 0).to(dtype)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(layer(x).squeeze(1), label)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()) * collection.local_share if collection.local_share > 0 else 0.0)
+    assert reducer.parameters
+    return {
+        "losses": losses,
+        "outputs": outputs,
+        "shards": [(s.shard, s.weight, s.state) for s in collection.shards],
+        "dense": [p.detach() for p in layer.parameters()],
+    }
+
+
+def whole_tables(results: list[dict[str, Any]], scenario: Scenario) -> dict[str, dict[str, Tensor]]:
+    """{table: {"weight": [R, D], state ...}} put together from the shards of all ranks; replicas must be equal."""
+    tables: dict[str, dict[str, Tensor]] = {t.name: {} for t in scenario.tables()}
+    sizes = {t.name: t.num_embeddings for t in scenario.tables()}
+    for result in results:
+        for shard, weight, state in result["shards"]:
+            for name, piece in {"weight": weight, **state}.items():
+                shape = (sizes[shard.table], DIM) if piece.dim() == 2 else (sizes[shard.table],)
+                whole = tables[shard.table].setdefault(name, torch.full(shape, torch.nan, dtype=piece.dtype))
+                place = (slice(*shard.rows), slice(*shard.columns))[: piece.dim()]
+                seen = ~whole[place].isnan()
+                assert torch.equal(whole[place][seen], piece[seen]), f"copies of {shard.table}.{name} differ"
+                whole[place] = piece
+    for name, parts in tables.items():
+        for key, value in parts.items():
+            assert not value.isnan().any(), f"{name}.{key} is not covered"
+    return tables
