@@ -4,6 +4,7 @@ import importlib
 from functools import cache
 
 import pytest
+
 from source_tree import SOURCE
 
 PUBLIC = {
