@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 
 class MesetaError(ValueError):
-    """Bad input, a broken file or a plan that does not fit. The command line prints its text alone, without traceback."""
+    """Bad input, a broken file or a plan that does not fit. The command line prints the text alone, no traceback."""
 
 
 def nearest(name: object, known: Iterable[object]) -> str:

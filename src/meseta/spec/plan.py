@@ -5,17 +5,21 @@ from __future__ import annotations
 import enum
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from meseta.spec.documents import read_mapping
 from meseta.spec.errors import MesetaError, nearest
 from meseta.spec.tables import TableSpec
 
 COLUMN_BLOCK = 16
 """Column shards start at multiples of this many columns; row statistics are accumulated in blocks of as many."""
+
+_FORMAT = "meseta.plan/1"
+_PLAN_KEYS = ("format", "num_ranks", "tables")
+_TABLE_KEYS = ("sharding", "ranks", "shards", "cost")
+_SHARD_KEYS = ("rows", "columns", "ranks", "tier")
 
 
 class ShardingType(enum.StrEnum):
@@ -62,7 +66,7 @@ class TablePlan:
     table: str
     """Name of the TableSpec."""
     sharding: ShardingType
-    """The scheme that the pieces follow."""
+    """The scheme that the pieces follow; row_wise pieces that are written out one by one may be cut by columns too."""
     shards: tuple[Shard, ...]
     """Pieces, ordered by (row, column)."""
     cost: float = 0.0
@@ -79,8 +83,12 @@ class Plan:
     """One entry per table."""
 
     def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise MesetaError(f"plan: num_ranks must be at least 1, got {self.num_ranks}")
         for entry in self.tables:
             for shard in entry.shards:
+                if shard.table != entry.table:
+                    raise MesetaError(f"plan: table {entry.table!r} holds a shard of table {shard.table!r}")
                 if not shard.ranks or not all(0 <= rank < self.num_ranks for rank in shard.ranks):
                     raise MesetaError(
                         f"plan: table {entry.table!r} is placed on ranks {list(shard.ranks)}, "
@@ -105,11 +113,12 @@ class Plan:
                 raise MesetaError(f"plan: table {name!r} is placed {planned.count(name)} times")
         for table in tables:
             _check_tiling(table, self[table.name])
+            _check_scheme(table, self[table.name], self.num_ranks)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON or YAML, every shard written out; `from_dict` reads it back."""
         return {
-            "format": "meseta.plan/1",
+            "format": _FORMAT,
             "num_ranks": self.num_ranks,
             "tables": {
                 entry.table: {
@@ -125,7 +134,7 @@ class Plan:
         }
 
     @staticmethod
-    def from_dict(document: Mapping[str, Any], tables: Sequence[TableSpec], num_ranks: int) -> Plan:
+    def from_dict(document: Mapping[Any, Any], tables: Sequence[TableSpec], num_ranks: int) -> Plan:
         """Read a plan for `num_ranks` ranks, with shards written out or in the short form that people write.
 
         Short form, with `"*"` for the tables that are not named:
@@ -135,16 +144,20 @@ class Plan:
         `ranks` defaults to all ranks, for table_wise to the rank that holds the fewest bytes so far.
         Raises MesetaError for an unknown key, table, scheme or rank, and for shards that do not tile their table.
         """
-        unknown = set(document) - {"format", "num_ranks", "tables"}
-        if unknown:
-            name = sorted(unknown)[0]
-            raise MesetaError(f"plan: unknown key {name!r}; {nearest(name, ['format', 'num_ranks', 'tables'])}")
+        for name in document:
+            if name not in _PLAN_KEYS:
+                raise MesetaError(f"plan: unknown key {name!r}; {nearest(name, _PLAN_KEYS)}")
+        if document.get("format", _FORMAT) != _FORMAT:
+            raise MesetaError(f"plan: format {document['format']!r} is unknown; this version reads {_FORMAT!r}")
         if document.get("num_ranks", num_ranks) != num_ranks:
             raise MesetaError(
                 f"plan: it is for {document['num_ranks']} ranks, but this run has {num_ranks}; "
                 "make a plan for this number, or leave num_ranks and ranks out of the plan"
             )
-        entries = dict(document.get("tables") or {})
+        entries = document.get("tables") or {}
+        if not isinstance(entries, Mapping):
+            raise MesetaError(f"plan: 'tables' must map table names to their places, got {entries!r}")
+        entries = dict(entries)
         default = entries.pop("*", None)
         for name in entries:
             if name not in {table.name for table in tables}:
@@ -155,7 +168,11 @@ class Plan:
             entry = entries.get(table.name, default)
             if entry is None:
                 raise MesetaError(f"plan: table {table.name!r} is not placed; name it, or add an entry for '*'")
-            entry = {"sharding": entry} if isinstance(entry, str) else dict(entry)
+            entry = {"sharding": entry} if isinstance(entry, str) else entry
+            if not isinstance(entry, Mapping):
+                raise MesetaError(
+                    f"plan: table {table.name!r} must have a scheme such as 'row_wise', or a mapping, got {entry!r}"
+                )
             placed.append(_read_table(table, entry, num_ranks, held_bytes))
         plan = Plan(num_ranks=num_ranks, tables=tuple(placed))
         plan.check(tables)
@@ -164,15 +181,9 @@ class Plan:
     @staticmethod
     def load(path: str | Path, tables: Sequence[TableSpec], num_ranks: int) -> Plan:
         """Read a JSON or YAML plan; raises MesetaError as `from_dict` does, naming the file."""
-        path = Path(path)
         try:
-            document = yaml.safe_load(path.read_text())
-            if not isinstance(document, dict):
-                raise MesetaError("plan: the file must hold a mapping with the key 'tables'")
-            return Plan.from_dict(document, tables, num_ranks)
-        except OSError as error:
-            raise MesetaError(f"plan file {str(path)!r}: {error.strerror}") from None
-        except (yaml.YAMLError, MesetaError) as error:
+            return Plan.from_dict(read_mapping(path), tables, num_ranks)
+        except MesetaError as error:
             raise MesetaError(f"plan file {str(path)!r}: {error}") from None
 
     def save(self, path: str | Path) -> None:
@@ -184,7 +195,10 @@ def cut(table: TableSpec, sharding: ShardingType, ranks: Sequence[int]) -> Table
     """Cut one table by a scheme over `ranks`: equal contiguous rows, or equal groups of 16 columns.
 
     A table with fewer rows, or fewer groups of 16 columns, than ranks leaves the last ranks empty-handed.
+    Raises MesetaError when there are no ranks, or several for table_wise.
     """
+    if not ranks:
+        raise MesetaError(f"plan: table {table.name!r} ({sharding}) has no ranks; name at least one")
     whole_rows, whole_columns = (0, table.num_embeddings), (0, table.embedding_dim)
     pieces: list[tuple[tuple[int, int], tuple[int, int], tuple[int, ...]]]
     if sharding is ShardingType.DATA_PARALLEL:
@@ -210,38 +224,70 @@ def _spans(total: int, parts: int, align: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, total)) for start in range(0, total, step)]
 
 
-def _read_table(table: TableSpec, entry: dict[str, Any], num_ranks: int, held_bytes: list[int]) -> TablePlan:
+def _read_table(table: TableSpec, entry: Mapping[Any, Any], num_ranks: int, held_bytes: list[int]) -> TablePlan:
     """One entry of a plan document; adds the bytes it places to `held_bytes`."""
-    known = {"sharding", "ranks", "shards", "cost"}
+    where = f"plan: table {table.name!r}"
     for key in entry:
-        if key not in known:
-            raise MesetaError(f"plan: table {table.name!r}: unknown key {key!r}; {nearest(key, known)}")
-    name = str(entry.get("sharding"))
-    if name not in set(ShardingType):
-        raise MesetaError(f"plan: table {table.name!r}: sharding {name!r} is unknown; {nearest(name, list(ShardingType))}")
-    sharding = ShardingType(name)
-    if "shards" in entry:
-        shards = tuple(
-            Shard(
-                table=table.name,
-                rows=tuple(s["rows"]),
-                columns=tuple(s["columns"]),
-                ranks=tuple(s["ranks"]),
-                tier=s.get("tier", "hbm"),
-            )
-            for s in entry["shards"]
+        if key not in _TABLE_KEYS:
+            raise MesetaError(f"{where}: unknown key {key!r}; {nearest(key, _TABLE_KEYS)}")
+    if entry.get("sharding") not in list(ShardingType):
+        raise MesetaError(
+            f"{where}: sharding {entry.get('sharding')!r} is unknown; {nearest(entry.get('sharding'), ShardingType)}"
         )
-        placed = TablePlan(table=table.name, sharding=sharding, shards=shards, cost=float(entry.get("cost", 0.0)))
+    sharding = ShardingType(entry["sharding"])
+    if "shards" in entry:
+        if "ranks" in entry:
+            raise MesetaError(f"{where}: 'ranks' and 'shards' exclude each other; every shard names its own ranks")
+        if not isinstance(entry["shards"], list | tuple):
+            raise MesetaError(f"{where}: 'shards' must be a list, got {entry['shards']!r}")
+        shards = [_read_shard(f"{where}: shard {i}", table.name, piece) for i, piece in enumerate(entry["shards"])]
+        shards.sort(key=lambda shard: (shard.rows, shard.columns))
+        placed = TablePlan(table=table.name, sharding=sharding, shards=tuple(shards))
     else:
         lightest = min(range(num_ranks), key=lambda rank: (held_bytes[rank], rank))
         default = [lightest] if sharding is ShardingType.TABLE_WISE else list(range(num_ranks))
         ranks = entry.get("ranks", default)
-        placed = cut(table, sharding, [ranks] if isinstance(ranks, int) else list(ranks))
+        placed = cut(table, sharding, _read_integers(f"{where}: ranks", [ranks] if isinstance(ranks, int) else ranks))
     for shard in placed.shards:
         for rank in shard.ranks:
             if 0 <= rank < num_ranks:
-                held_bytes[rank] += shard.num_rows * shard.num_columns * 4
-    return placed
+                held_bytes[rank] += shard.num_rows * shard.num_columns * (8 if table.dtype == "float64" else 4)
+    cost = entry.get("cost", 0.0)
+    if isinstance(cost, bool) or not isinstance(cost, int | float) or not 0.0 <= cost < float("inf"):
+        raise MesetaError(f"{where}: cost must be a finite number of bytes and not negative, got {cost!r}")
+    return replace(placed, cost=float(cost))
+
+
+def _read_shard(where: str, table: str, piece: Any) -> Shard:
+    """One shard that is written out."""
+    if not isinstance(piece, Mapping):
+        raise MesetaError(f"{where} must be a mapping with rows, columns and ranks, got {piece!r}")
+    for key in piece:
+        if key not in _SHARD_KEYS:
+            raise MesetaError(f"{where}: unknown key {key!r}; {nearest(key, _SHARD_KEYS)}")
+    for key in ("rows", "columns", "ranks"):
+        if key not in piece:
+            raise MesetaError(f"{where}: key {key!r} is missing")
+    rows, columns = (_read_integers(f"{where}: {key}", piece[key]) for key in ("rows", "columns"))
+    for key, span in (("rows", rows), ("columns", columns)):
+        if len(span) != 2:
+            raise MesetaError(
+                f"{where}: {key} must be the first and the one after the last, [0, 500], got {list(span)}"
+            )
+    return Shard(
+        table=table,
+        rows=(rows[0], rows[1]),
+        columns=(columns[0], columns[1]),
+        ranks=_read_integers(f"{where}: ranks", piece["ranks"]),
+        tier=str(piece.get("tier", "hbm")),
+    )
+
+
+def _read_integers(where: str, value: Any) -> tuple[int, ...]:
+    is_list = isinstance(value, list | tuple)
+    if not is_list or not all(isinstance(number, int) and not isinstance(number, bool) for number in value):
+        raise MesetaError(f"{where} must be a list of whole numbers, got {value!r}")
+    return tuple(value)
 
 
 def _check_tiling(table: TableSpec, entry: TablePlan) -> None:
@@ -262,9 +308,29 @@ def _check_tiling(table: TableSpec, entry: TablePlan) -> None:
         for other in entry.shards[:index]:
             if r0 < other.rows[1] and other.rows[0] < r1 and c0 < other.columns[1] and other.columns[0] < c1:
                 raise MesetaError(f"{where}: shard {index} overlaps another; every row and column is placed once")
+            if shard.rows != other.rows and r0 < other.rows[1] and other.rows[0] < r1:
+                raise MesetaError(
+                    f"{where}: shard {index} holds rows {r0}..{r1 - 1} and another {other.rows[0]}.."
+                    f"{other.rows[1] - 1}; row ranges must be equal or apart, so that rows are cut alike in all columns"
+                )
         area += shard.num_rows * shard.num_columns
     if area != table.num_embeddings * table.embedding_dim:
         raise MesetaError(
             f"{where}: its shards cover {area} of {table.num_embeddings * table.embedding_dim} cells; "
             "every row and column is placed once"
         )
+
+
+def _check_scheme(table: TableSpec, entry: TablePlan, num_ranks: int) -> None:
+    """Raise MesetaError unless the pieces, which tile the table, have the form that the scheme promises."""
+    where = f"plan: table {table.name!r} ({entry.sharding})"
+    one_piece = entry.sharding in (ShardingType.TABLE_WISE, ShardingType.DATA_PARALLEL)
+    if one_piece and len(entry.shards) > 1:
+        raise MesetaError(f"{where}: it is cut into {len(entry.shards)} shards, but the scheme keeps the table whole")
+    if entry.sharding is ShardingType.DATA_PARALLEL and sorted(entry.shards[0].ranks) != list(range(num_ranks)):
+        raise MesetaError(
+            f"{where}: replicas on ranks {list(entry.shards[0].ranks)}, but every one of the {num_ranks} ranks needs "
+            "one; leave ranks out, or choose another scheme"
+        )
+    if entry.sharding is ShardingType.COLUMN_WISE and any(s.num_rows != table.num_embeddings for s in entry.shards):
+        raise MesetaError(f"{where}: a shard holds only some of the rows; use row_wise to cut rows")

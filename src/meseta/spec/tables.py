@@ -124,4 +124,6 @@ def check_features(tables: Sequence[TableSpec], features: Sequence[FeatureSpec])
     known = {table.name for table in tables}
     for feature in features:
         if feature.table not in known:
-            raise MesetaError(f"feature {feature.name!r} reads table {feature.table!r}; {nearest(feature.table, known)}")
+            raise MesetaError(
+                f"feature {feature.name!r} reads table {feature.table!r}; {nearest(feature.table, known)}"
+            )

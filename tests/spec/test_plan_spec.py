@@ -1,0 +1,246 @@
+"""Plans: short and long forms, round trips, and an error that names what is wrong for every way to be wrong."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meseta.spec import MesetaError, Plan, Shard, ShardingType, TablePlan, TableSpec
+from meseta.spec.plan import cut
+
+USER = TableSpec(name="user", num_embeddings=10, embedding_dim=40)
+ITEM = TableSpec(name="item", num_embeddings=7, embedding_dim=16)
+TABLES = [USER, ITEM]
+
+
+def spans(plan: Plan, table: str) -> list[tuple[tuple[int, int], tuple[int, int], tuple[int, ...]]]:
+    return [(shard.rows, shard.columns, shard.ranks) for shard in plan[table].shards]
+
+
+def refused(document: Any, *words: str, num_ranks: int = 2) -> None:
+    with pytest.raises(MesetaError) as caught:
+        Plan.from_dict(document, TABLES, num_ranks)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+def test_short_form() -> None:
+    plan = Plan.from_dict({"tables": {"user": {"sharding": "row_wise"}, "*": "data_parallel"}}, TABLES, 3)
+    assert spans(plan, "user") == [((0, 4), (0, 40), (0,)), ((4, 8), (0, 40), (1,)), ((8, 10), (0, 40), (2,))]
+    assert spans(plan, "item") == [((0, 7), (0, 16), (0, 1, 2))]
+    plan = Plan.from_dict(
+        {"tables": {"user": {"sharding": "column_wise", "ranks": [1, 0]}, "item": "row_wise"}}, TABLES, 2
+    )
+    assert spans(plan, "user") == [((0, 10), (0, 32), (1,)), ((0, 10), (32, 40), (0,))]
+    assert spans(plan, "item") == [((0, 4), (0, 16), (0,)), ((4, 7), (0, 16), (1,))]
+
+
+def test_table_wise_goes_to_the_given_or_the_lightest_rank() -> None:
+    plan = Plan.from_dict({"tables": {"*": "table_wise"}}, TABLES, 3)
+    assert [plan[t].shards[0].ranks for t in ("user", "item")] == [(0,), (1,)]
+    for ranks in (2, [2]):
+        plan = Plan.from_dict(
+            {"tables": {"user": {"sharding": "table_wise", "ranks": ranks}, "*": "table_wise"}}, TABLES, 3
+        )
+        assert [plan[t].shards[0].ranks for t in ("user", "item")] == [(2,), (0,)]
+    # 10 float32 rows weigh less than 6 float64 rows of the same width.
+    tables = [
+        dataclasses.replace(ITEM, name=n, num_embeddings=r, dtype=d)
+        for n, r, d in (("a", 6, "float64"), ("b", 10, "float32"), ("c", 1, "float32"))
+    ]
+    plan = Plan.from_dict({"tables": {"*": "table_wise"}}, tables, 2)
+    assert [plan[t].shards[0].ranks for t in "abc"] == [(0,), (1,), (1,)]
+
+
+def test_cost_survives_the_short_form() -> None:
+    plan = Plan.from_dict({"tables": {"*": {"sharding": "row_wise", "cost": 12}}}, TABLES, 2)
+    assert plan["user"].cost == 12.0
+
+
+table_draws = st.tuples(
+    st.integers(1, 30),
+    st.integers(1, 70),
+    st.sampled_from(ShardingType),
+    st.randoms(use_true_random=False),
+    st.floats(0, 1e9),
+)
+
+
+@given(st.integers(1, 5), st.lists(table_draws, min_size=1, max_size=4))
+def test_cut_tiles_and_documents_round_trip(num_ranks: int, draws: list[Any]) -> None:
+    tables, entries = [], []
+    for index, (rows, dim, sharding, random, cost) in enumerate(draws):
+        tables.append(TableSpec(name=f"t{index}", num_embeddings=rows, embedding_dim=dim))
+        ranks = random.sample(range(num_ranks), 1 if sharding is ShardingType.TABLE_WISE else num_ranks)
+        entries.append(dataclasses.replace(cut(tables[-1], sharding, ranks), cost=cost))
+    plan = Plan(num_ranks=num_ranks, tables=tuple(entries))
+    plan.check(tables)
+    for table in tables:
+        covered = {
+            (row, column)
+            for shard in plan[table.name].shards
+            for row in range(*shard.rows)
+            for column in range(*shard.columns)
+        }
+        assert len(covered) == table.num_embeddings * table.embedding_dim
+        assert sum(s.num_rows * s.num_columns for s in plan[table.name].shards) == len(covered)
+    document = plan.to_dict()
+    assert Plan.from_dict(document, tables, plan.num_ranks) == plan
+    assert Plan.from_dict(json.loads(json.dumps(document)), tables, plan.num_ranks) == plan
+    assert Plan.from_dict(yaml.safe_load(yaml.safe_dump(document)), tables, plan.num_ranks) == plan
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    plan = Plan.from_dict({"tables": {"*": "row_wise"}}, TABLES, 2)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json", TABLES, 2) == plan
+    (tmp_path / "plan.yaml").write_text("tables:\n  '*': row_wise\n")
+    assert Plan.load(str(tmp_path / "plan.yaml"), TABLES, 2) == plan
+
+
+def test_shards_written_out_are_ordered() -> None:
+    def shard(rows: list[int], columns: list[int], rank: int) -> dict[str, Any]:
+        return {"rows": rows, "columns": columns, "ranks": [rank]}
+
+    pieces = [shard([5, 10], [16, 40], 1), shard([0, 5], [0, 40], 0), shard([5, 10], [0, 16], 0)]
+    plan = Plan.from_dict(
+        {"tables": {"user": {"sharding": "row_wise", "shards": pieces}, "item": "row_wise"}}, TABLES, 2
+    )
+    assert spans(plan, "user") == [((0, 5), (0, 40), (0,)), ((5, 10), (0, 16), (0,)), ((5, 10), (16, 40), (1,))]
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({"table": {}}, ["unknown key 'table'", "did you mean 'tables'?"]),
+        ({3: {}}, ["unknown key 3"]),
+        ({"format": "meseta.plan/9", "tables": {"*": "row_wise"}}, ["'meseta.plan/9'", "'meseta.plan/1'"]),
+        ({"num_ranks": 4, "tables": {"*": "row_wise"}}, ["for 4 ranks", "this run has 2", "make a plan"]),
+        ({"tables": ["user"]}, ["'tables' must map", "['user']"]),
+        ({"tables": {}}, ["table 'user' is not placed", "'*'"]),
+        ({}, ["table 'user' is not placed"]),
+        ({"tables": {"usr": "row_wise", "*": "row_wise"}}, ["no table 'usr'", "did you mean 'user'?"]),
+        ({"tables": {1: "row_wise", "*": "row_wise"}}, ["no table 1", "known are item, user"]),
+        ({"tables": {"*": 3}}, ["table 'user' must have a scheme", "got 3"]),
+        ({"tables": {"*": ["row_wise"]}}, ["must have a scheme"]),
+        ({"tables": {"*": "row_wize"}}, ["table 'user': sharding 'row_wize'", "did you mean 'row_wise'?"]),
+        ({"tables": {"*": {"ranks": [0]}}}, ["sharding None is unknown", "known are column_wise"]),
+        ({"tables": {"*": {"sharding": ["row_wise"]}}}, ["sharding ['row_wise'] is unknown"]),
+        ({"tables": {"*": {"sharding": "row_wise", "rank": [0]}}}, ["unknown key 'rank'", "did you mean 'ranks'?"]),
+        ({"tables": {"*": {"sharding": "row_wise", "ranks": "all"}}}, ["ranks must be a list", "got 'all'"]),
+        ({"tables": {"*": {"sharding": "row_wise", "ranks": [0.5]}}}, ["ranks must be a list of whole numbers"]),
+        ({"tables": {"*": {"sharding": "row_wise", "ranks": None}}}, ["ranks must be a list", "None"]),
+        ({"tables": {"*": {"sharding": "row_wise", "ranks": []}}}, ["'user' (row_wise) has no ranks"]),
+        ({"tables": {"*": {"sharding": "row_wise", "ranks": [0, 2]}}}, ["placed on ranks [2]", "outside 0..1"]),
+        ({"tables": {"*": {"sharding": "row_wise", "ranks": [-1]}}}, ["placed on ranks [-1]", "outside 0..1"]),
+        ({"tables": {"*": {"sharding": "table_wise", "ranks": [0, 1]}}}, ["needs one rank, got [0, 1]"]),
+        (
+            {"tables": {"*": {"sharding": "data_parallel", "ranks": [1]}}},
+            ["replicas on ranks [1]", "2 ranks needs one"],
+        ),
+        ({"tables": {"*": {"sharding": "data_parallel", "ranks": [0, 1, 1]}}}, ["replicas on ranks [0, 1, 1]"]),
+        ({"tables": {"*": {"sharding": "row_wise", "cost": "much"}}}, ["cost must be a finite number", "'much'"]),
+        ({"tables": {"*": {"sharding": "row_wise", "cost": float("nan")}}}, ["cost must be", "nan"]),
+        ({"tables": {"*": {"sharding": "row_wise", "cost": -1}}}, ["cost must be", "-1"]),
+    ],
+)
+def test_bad_documents_are_named(document: Any, words: list[str]) -> None:
+    refused(document, *words)
+
+
+WHOLE = {"rows": [0, 10], "columns": [0, 40], "ranks": [0]}
+
+
+def piece(**keys: Any) -> dict[str, Any]:
+    return {**WHOLE, **keys}
+
+
+@pytest.mark.parametrize(
+    ("sharding", "shards", "words"),
+    [
+        ("row_wise", {"rows": [0, 10]}, ["'shards' must be a list"]),
+        ("row_wise", [3], ["shard 0 must be a mapping", "got 3"]),
+        ("row_wise", [{"rows": [0, 10], "columns": [0, 40]}], ["shard 0: key 'ranks' is missing"]),
+        ("row_wise", [piece(row=3)], ["shard 0: unknown key 'row'", "did you mean 'rows'?"]),
+        ("row_wise", [piece(rows="all")], ["shard 0: rows must be a list of whole numbers, got 'all'"]),
+        ("row_wise", [piece(rows=[0, 10.0])], ["shard 0: rows must be a list of whole numbers"]),
+        ("row_wise", [piece(columns=[0, 16, 40])], ["shard 0: columns must be the first and the one after the last"]),
+        ("row_wise", [piece(ranks=0)], ["shard 0: ranks must be a list"]),
+        ("row_wise", [piece(ranks=[])], ["placed on ranks []"]),
+        ("row_wise", [piece(tier="ssd")], ["tier 'ssd' is unknown"]),
+        ("row_wise", [], ["cover 0 of 400 cells"]),
+        ("row_wise", [piece(rows=[0, 9])], ["cover 360 of 400 cells"]),
+        ("row_wise", [piece(rows=[0, 11])], ["shard 0 holds rows 0..10", "10 x 40 table"]),
+        ("row_wise", [piece(rows=[5, 5]), WHOLE], ["holds rows 5..4"]),
+        ("row_wise", [piece(rows=[0, 6]), piece(rows=[5, 10])], ["shard 1 overlaps another"]),
+        ("row_wise", [piece(columns=[0, 8]), piece(columns=[8, 40])], ["starts at column 8", "multiples of 16"]),
+        ("row_wise", [piece(ranks=[0, 1])], ["shard 0 has 2 owners"]),
+        (
+            "row_wise",
+            [piece(columns=[0, 16]), piece(rows=[0, 5], columns=[16, 40]), piece(rows=[5, 10], columns=[16, 40])],
+            ["row ranges must be equal or apart", "0..4", "0..9"],
+        ),
+        ("table_wise", [piece(rows=[0, 5]), piece(rows=[5, 10])], ["cut into 2 shards", "keeps the table whole"]),
+        ("data_parallel", [piece(rows=[0, 5]), piece(rows=[5, 10])], ["cut into 2 shards"]),
+        ("data_parallel", [WHOLE], ["replicas on ranks [0]"]),
+        ("column_wise", [piece(rows=[0, 5]), piece(rows=[5, 10])], ["only some of the rows", "row_wise"]),
+    ],
+)
+def test_bad_shards_are_named(sharding: str, shards: Any, words: list[str]) -> None:
+    refused({"tables": {"user": {"sharding": sharding, "shards": shards}, "*": "row_wise"}}, "table 'user'", *words)
+
+
+def test_ranks_and_shards_exclude_each_other() -> None:
+    entry = {"sharding": "row_wise", "ranks": [0], "shards": [WHOLE]}
+    refused({"tables": {"user": entry, "*": "row_wise"}}, "'ranks' and 'shards' exclude each other")
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    contents = {
+        "list.yaml": (b"- a\n", "must hold a mapping of keys to values, but holds list"),
+        "broken.yaml": (b"tables: [", "while parsing"),
+        "binary.yaml": (b"tab\xff", "not text in UTF-8 (invalid start byte at byte 3)"),
+        "twice.yaml": (
+            b"tables:\n  user: row_wise\n  user: table_wise\n",
+            "key 'user' is given twice, again in line 3",
+        ),
+        "bad.yaml": (b"tables: {'*': row_wize}\n", "did you mean 'row_wise'?"),
+    }
+    for name, (content, words) in contents.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(MesetaError) as caught:
+            Plan.load(tmp_path / name, TABLES, 2)
+        assert name in str(caught.value) and words in str(caught.value), str(caught.value)
+    with pytest.raises(MesetaError, match="No such file"):
+        Plan.load(tmp_path / "absent.yaml", TABLES, 2)
+    with pytest.raises(MesetaError, match="Is a directory"):
+        Plan.load(tmp_path, TABLES, 2)
+
+
+def test_plans_built_in_python_are_checked() -> None:
+    whole = Shard(table="user", rows=(0, 10), columns=(0, 40), ranks=(0,))
+    entry = TablePlan(table="user", sharding=ShardingType.TABLE_WISE, shards=(whole,))
+    plan = Plan(num_ranks=1, tables=(entry,))
+    plan.check([USER])
+    assert plan["user"] is entry and whole.num_rows == 10 and whole.num_columns == 40
+    bad: list[tuple[Any, str]] = [
+        (lambda: Plan(num_ranks=0, tables=()), "num_ranks must be at least 1"),
+        (lambda: plan["usr"], "no table 'usr'; did you mean 'user'?"),
+        (lambda: plan.check(TABLES), "no table 'item'"),
+        (lambda: plan.check([ITEM]), "the model has no table 'user'"),
+        (lambda: Plan(num_ranks=1, tables=(entry, entry)).check([USER]), "'user' is placed 2 times"),
+        (
+            lambda: Plan(num_ranks=1, tables=(dataclasses.replace(entry, table="item"),)),
+            "table 'item' holds a shard of table 'user'",
+        ),
+        (lambda: cut(USER, ShardingType.ROW_WISE, []), "has no ranks"),
+    ]
+    for make, words in bad:
+        with pytest.raises(MesetaError) as caught:
+            make()
+        assert words in str(caught.value), str(caught.value)
