@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Literal, get_args
 
 from meseta.spec.errors import MesetaError, nearest
@@ -19,7 +20,20 @@ InitKind = Literal["uniform", "normal", "constant"]
 def _check_choice(owner: str, name: str, value: str, choices: object) -> None:
     known = get_args(choices)
     if value not in known:
-        raise MesetaError(f"{owner}: {name} {value!r} is unknown; {nearest(str(value), known)}")
+        raise MesetaError(f"{owner}: {name} {value!r} is unknown; {nearest(value, known)}")
+
+
+def _check_name(kind: str, name: object) -> None:
+    if not isinstance(name, str) or name in ("", "*"):
+        raise MesetaError(
+            f"{kind} {name!r}: a name must be text, not empty, and not '*', which means all others in a plan"
+        )
+
+
+def _check_number(owner: str, name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        raise MesetaError(f"{owner}: {name} must be a finite number, got {value!r}")
+    return float(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +47,8 @@ class InitSpec:
 
     def __post_init__(self) -> None:
         _check_choice("init", "kind", self.kind, InitKind)
-        if self.scale is not None and not math.isfinite(self.scale):
-            raise MesetaError(f"init: scale must be finite, got {self.scale}")
+        if self.scale is not None and _check_number("init", "scale", self.scale) < 0.0 and self.kind != "constant":
+            raise MesetaError(f"init: scale of {self.kind!r} is a width and must not be negative, got {self.scale}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +70,13 @@ class OptimizerSpec:
 
     def __post_init__(self) -> None:
         _check_choice("row optimizer", "name", self.name, OptimizerName)
+        owner = f"row optimizer {self.name!r}"
         for name in ("beta1", "beta2"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise MesetaError(f"row optimizer {self.name!r}: {name} must be in [0, 1), got {getattr(self, name)}")
+            if not 0.0 <= _check_number(owner, name, getattr(self, name)) < 1.0:
+                raise MesetaError(f"{owner}: {name} must be in [0, 1), got {getattr(self, name)}")
         for name in ("lr", "eps", "initial_accumulator"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0.0):
-                raise MesetaError(f"row optimizer {self.name!r}: {name} must be finite and not negative, got {value}")
+            if _check_number(owner, name, getattr(self, name)) < 0.0:
+                raise MesetaError(f"{owner}: {name} must not be negative, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +97,13 @@ class TableSpec:
     """How rows learn."""
 
     def __post_init__(self) -> None:
+        _check_name("table", self.name)
         _check_choice(f"table {self.name!r}", "dtype", self.dtype, TableDtype)
         for name in ("num_embeddings", "embedding_dim"):
-            if getattr(self, name) < 1:
-                raise MesetaError(f"table {self.name!r}: {name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+                raise MesetaError(f"table {self.name!r}: {name} must be a whole number, at least 1, got {value!r}")
+            object.__setattr__(self, name, int(value))  # numpy's integers are welcome, but are not JSON
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +123,7 @@ class FeatureSpec:
     ('clamp') or is hashed into the table ('hash'); the last three are counted."""
 
     def __post_init__(self) -> None:
+        _check_name("feature", self.name)
         _check_choice(f"feature {self.name!r}", "pooling", self.pooling, Pooling)
         _check_choice(f"feature {self.name!r}", "id_policy", self.id_policy, IdPolicy)
         if self.weighted and self.pooling == "none":

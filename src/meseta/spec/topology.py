@@ -20,6 +20,8 @@ class Topology:
         for field in ("num_hosts", "devices_per_host"):
             if getattr(self, field) < 1:
                 raise MesetaError(f"topology: {field} must be at least 1, got {getattr(self, field)}")
+        if self.hbm_bytes is not None and self.hbm_bytes < 1:
+            raise MesetaError(f"topology: hbm_bytes must be at least 1, or None for no check, got {self.hbm_bytes}")
 
     @property
     def num_ranks(self) -> int:

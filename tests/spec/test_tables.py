@@ -1,0 +1,97 @@
+"""What tables, features, row optimizers and topologies refuse, by name."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meseta.spec import FeatureSpec, InitSpec, MesetaError, OptimizerSpec, TableSpec, Topology, check_features
+
+
+@pytest.fixture(autouse=True)
+def as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the type checks of the test run, which would be quicker than the errors under test."""
+    monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
+
+
+def refused(make: Any, *words: str) -> None:
+    with pytest.raises(MesetaError) as caught:
+        make()
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+def test_defaults() -> None:
+    table = TableSpec(name="user", num_embeddings=10, embedding_dim=4)
+    assert (table.dtype, table.init.kind, table.init.scale) == ("float32", "uniform", None)
+    assert (table.optimizer.name, table.optimizer.lr, table.optimizer.eps) == ("rowwise_adagrad", 0.01, 1e-8)
+    feature = FeatureSpec(name="history", table="user")
+    assert (feature.pooling, feature.weighted, feature.id_policy) == ("sum", False, "error")
+    assert Topology(num_hosts=2, devices_per_host=8).num_ranks == 16
+
+
+def test_specs_are_frozen_and_numpy_sizes_become_int() -> None:
+    table = TableSpec(name="user", num_embeddings=np.int64(10), embedding_dim=np.int32(4))  # type: ignore[arg-type]
+    assert type(table.num_embeddings) is int and type(table.embedding_dim) is int
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        table.num_embeddings = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("field", ["num_embeddings", "embedding_dim"])
+@pytest.mark.parametrize("value", [0, -1, 1e6, "7", None, True])
+def test_sizes_are_whole_numbers(field: str, value: Any) -> None:
+    make = lambda: TableSpec(**{"name": "user", "num_embeddings": 3, "embedding_dim": 4, field: value})  # noqa: E731
+    refused(make, f"table 'user': {field} must be a whole number, at least 1, got {value!r}")
+
+
+@pytest.mark.parametrize("name", ["", "*", 3, None])
+def test_names_are_text(name: Any) -> None:
+    refused(lambda: TableSpec(name=name, num_embeddings=1, embedding_dim=1), f"table {name!r}: a name must be text")
+    refused(lambda: FeatureSpec(name=name, table="user"), f"feature {name!r}: a name must be text")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: TableSpec(name="t", num_embeddings=1, embedding_dim=1, dtype="float23"), "did you mean 'float32'?"),
+        (lambda: FeatureSpec(name="f", table="t", pooling="avg"), "feature 'f': pooling 'avg' is unknown; known are"),
+        (
+            lambda: FeatureSpec(name="f", table="t", id_policy="dorp"),
+            "id_policy 'dorp' is unknown; did you mean 'drop'?",
+        ),
+        (lambda: FeatureSpec(name="f", table="t", pooling="none", weighted=True), "set weighted=False"),
+        (lambda: OptimizerSpec(name="adagard"), "did you mean 'adagrad'?"),
+        (lambda: OptimizerSpec(name="adam", beta1=1.0), "row optimizer 'adam': beta1 must be in [0, 1), got 1.0"),
+        (lambda: OptimizerSpec(beta2=float("nan")), "beta2 must be a finite number, got nan"),
+        (lambda: OptimizerSpec(lr=-0.1), "lr must not be negative, got -0.1"),
+        (lambda: OptimizerSpec(lr=float("inf")), "lr must be a finite number, got inf"),
+        (lambda: OptimizerSpec(lr="0.1"), "lr must be a finite number, got '0.1'"),
+        (lambda: OptimizerSpec(eps=-1e-8), "eps must not be negative"),
+        (lambda: OptimizerSpec(initial_accumulator=None), "initial_accumulator must be a finite number, got None"),
+        (lambda: InitSpec(kind="gauss"), "init: kind 'gauss' is unknown"),
+        (lambda: InitSpec(scale=float("nan")), "init: scale must be a finite number"),
+        (lambda: InitSpec(scale=-1.0), "scale of 'uniform' is a width and must not be negative"),
+        (lambda: Topology(num_hosts=0), "num_hosts must be at least 1"),
+        (lambda: Topology(devices_per_host=0), "devices_per_host must be at least 1"),
+        (lambda: Topology(hbm_bytes=0), "hbm_bytes must be at least 1, or None"),
+    ],
+)
+def test_bad_values_are_named(make: Any, words: str) -> None:
+    refused(make, words)
+
+
+def test_a_constant_start_may_be_negative() -> None:
+    assert InitSpec(kind="constant", scale=-1.0).scale == -1.0
+
+
+def test_features_must_fit_the_tables() -> None:
+    user = TableSpec(name="user", num_embeddings=1, embedding_dim=1)
+    seen, sold = FeatureSpec(name="seen", table="user"), FeatureSpec(name="sold", table="user")
+    check_features([user], [seen, sold])
+    refused(lambda: check_features([user, user], []), "table 'user' is given 2 times")
+    refused(lambda: check_features([user], [seen, seen]), "feature 'seen' is given 2 times")
+    refused(
+        lambda: check_features([user], [FeatureSpec(name="f", table="usr")]),
+        "feature 'f' reads table 'usr'; did you mean 'user'?",
+    )
