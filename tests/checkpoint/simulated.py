@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -144,7 +145,7 @@ def random_plan(specs: Sequence[TableSpec], num_ranks: int, seed: int) -> Plan:
 def _cut(rng: random.Random, total: int, align: int) -> list[tuple[int, int]]:
     possible = range(align, total, align)
     cuts = [0, *sorted(rng.sample(possible, min(rng.randrange(4), len(possible)))), total]
-    return list(zip(cuts[:-1], cuts[1:], strict=True))
+    return list(itertools.pairwise(cuts))
 
 
 def plain_plan(specs: Sequence[TableSpec], num_ranks: int, sharding: str) -> Plan:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from checkpoint.simulated import (
     Tables,
     assert_holds,
@@ -20,7 +21,6 @@ from checkpoint.simulated import (
     returned,
     some_specs,
 )
-
 from meseta.checkpoint import Loaded, layout, load, save, verify
 from meseta.comm import World
 from meseta.spec import OptimizerSpec, Plan, TableSpec

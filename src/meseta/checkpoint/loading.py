@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from meseta.checkpoint.layout import ROW, BlockSchema, TableLayout
 from meseta.checkpoint.manifest import MANIFEST_PATH, read_manifest
 from meseta.checkpoint.together import together
 from meseta.comm import World
-from meseta.spec import MesetaError, nearest
+from meseta.spec import MesetaError
 from meseta.storage import TableShard
 
+FillJob = tuple[BlockSchema, dict[str, Any], list[TableShard]]
+"""Columns of a block, its entry in the manifest, and the shards that it fills."""
 _READERS = min(4, os.cpu_count() or 1)
 """Blocks that a rank reads at a time; each costs its size in memory."""
 
@@ -70,11 +73,10 @@ def verify(path: Path | str) -> str:
     path = Path(path)
     manifest = _find(path)
     read_dense(path, manifest["dense"])
-    for entry in manifest["tables"].values():
-        schema = BlockSchema.from_dict(entry)
-        with ThreadPoolExecutor(_READERS) as pool:
-            for _ in pool.map(lambda block, schema=schema: read_block(path, schema, block) and None, entry["blocks"]):
-                pass
+    jobs: list[FillJob] = [
+        (BlockSchema.from_dict(t), block, []) for t in manifest["tables"].values() for block in t["blocks"]
+    ]
+    _fill_all(path, jobs)
     return str(manifest["checksum"])
 
 
@@ -91,15 +93,11 @@ def _find(path: Path) -> dict[str, Any]:
 def _check_tables(path: Path, manifest: Mapping[str, Any], held: set[str], shards: Sequence[TableShard]) -> None:
     """Raise MesetaError unless model and checkpoint have the same tables, and those on this rank the same layout."""
     where = f"checkpoint {str(path)!r}"
-    for name in sorted(held - set(manifest["tables"])):
+    for name in sorted(held ^ set(manifest["tables"])):
+        missing, there = ("checkpoint", manifest["tables"]) if name in held else ("model", held)
         raise MesetaError(
-            f"{where} has no table {name!r} of the model; {nearest(name, manifest['tables'])} "
-            "Name the model's table so, or start without this checkpoint"
-        )
-    for name in sorted(set(manifest["tables"]) - held):
-        raise MesetaError(
-            f"{where} has a table {name!r}, which the model lacks; {nearest(name, held)} "
-            "Add it to the model, or start without this checkpoint"
+            f"{where}: table {name!r} is missing in the {missing}, which has {', '.join(sorted(there)) or 'no tables'}; "
+            "give model and checkpoint the same tables, or start without this checkpoint"
         )
     for piece in shards:
         saved = manifest["tables"][piece.spec.name]
@@ -124,7 +122,7 @@ def _optimizer(entry: Mapping[str, Any]) -> str:
 
 def _fill(path: Path, manifest: Mapping[str, Any], shards: Sequence[TableShard]) -> dict[str, Tensor]:
     """Fill the shards of this rank from the blocks that they overlap; returns the dense tensors."""
-    jobs = []
+    jobs: list[FillJob] = []
     for name, entry in manifest["tables"].items():
         schema = BlockSchema.from_dict(entry)
         for block in entry["blocks"]:
@@ -135,16 +133,22 @@ def _fill(path: Path, manifest: Mapping[str, Any], shards: Sequence[TableShard])
             if pieces:
                 jobs.append((schema, block, pieces))
 
-    def read(job: tuple[BlockSchema, dict[str, Any], list[TableShard]]) -> None:
-        schema, block, pieces = job
-        values = read_block(path, schema, block)
-        for piece in pieces:
-            _fill_piece(piece, schema, block["first_row"], values)
-
-    with ThreadPoolExecutor(_READERS) as pool:
-        for _ in pool.map(read, jobs):
-            pass
+    _fill_all(path, jobs)
     return read_dense(path, manifest["dense"])
+
+
+def _fill_all(path: Path, jobs: Sequence[FillJob]) -> None:
+    """Read and check the block of every job, some at a time, and fill its shards; raises the first error."""
+    with ThreadPoolExecutor(_READERS) as pool:
+        for _ in pool.map(partial(_fill_from_block, path), jobs):
+            pass
+
+
+def _fill_from_block(path: Path, job: FillJob) -> None:
+    schema, block, pieces = job
+    values = read_block(path, schema, block)
+    for piece in pieces:
+        _fill_piece(piece, schema, block["first_row"], values)
 
 
 def _fill_piece(piece: TableShard, schema: BlockSchema, first_row: int, values: Values) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from meseta.checkpoint import digest
+from meseta.checkpoint.layout import BlockSchema
 from meseta.spec import MesetaError, Plan
 
 FORMAT = "meseta.checkpoint/1"
@@ -79,7 +80,9 @@ def read_manifest(root: Path) -> dict[str, Any]:
     try:
         _check_sums(path, manifest)
         _check_entries(path, manifest)
-    except (KeyError, TypeError, AttributeError) as error:
+    except MesetaError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, NotImplementedError) as error:
         raise MesetaError(f"checkpoint file {str(path)!r} is malformed ({error!r}); use an older checkpoint") from None
     return manifest
 
@@ -98,9 +101,13 @@ def _check_sums(path: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _check_entries(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise MesetaError unless blocks follow each other without a gap and paths stay inside the checkpoint."""
+    """Raise MesetaError unless blocks follow each other without a gap and paths stay inside the checkpoint.
+
+    Columns that are none raise KeyError, TypeError, ValueError or NotImplementedError.
+    """
     paths = [manifest["dense"]["path"]]
     for name, entry in manifest["tables"].items():
+        BlockSchema.from_dict(entry).to_arrow()
         next_row = 0
         for block in entry["blocks"]:
             if block["first_row"] != next_row:

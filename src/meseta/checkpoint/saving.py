@@ -6,6 +6,7 @@ import contextlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +55,12 @@ def save(
     on_first(world, lambda: begin(parent, step, folders))
     temporary = temporary_path(parent, step)
 
-    def finish() -> None:
-        tables = {name: {**layouts[name].to_dict(), "blocks": entries} for name, entries in blocks.items()}
-        entry = write_dense(temporary, dense)
-        write_manifest(temporary, build_manifest(step=step, tables=tables, dense=entry, plan=plan, state=state))
-        commit(temporary)
-
     try:
         together(world, lambda: _check_shared(temporary))
         blocks = _write_blocks(world, temporary, plan, layouts, local)
-        on_first(world, finish)
+        tables = {name: {**layouts[name].to_dict(), "blocks": entries} for name, entries in blocks.items()}
+        document = {"step": step, "tables": tables, "plan": plan, "state": state}
+        on_first(world, partial(_finish, temporary, document, dense))
     except MesetaError:  # raised on every rank: wait until none writes any more
         world.barrier()
         if world.rank == 0:
@@ -123,34 +120,54 @@ def _write_blocks(
 ) -> dict[str, list[dict[str, Any]]]:
     """Write all blocks, in rounds of one per rank; returns their entries in the manifest by table, on all ranks."""
     jobs = [Job.of(layout, span, plan[name]) for name, layout in layouts.items() for span in layout.spans()]
-    written: list[tuple[str, dict[str, Any]]] = []
-    in_flight: deque[Future[tuple[str, dict[str, Any]]]] = deque()
-
-    def settle(limit: int) -> None:
-        while len(in_flight) > limit:
-            written.append(in_flight.popleft().result())
-
-    def write(job: Job, received: Tensor) -> tuple[str, dict[str, Any]]:
-        path = job.layout.block_path(job.rows[0])
-        return job.layout.spec.name, write_block(temporary, path, job.layout.schema, job.rows[0], unpack(job, received))
-
     with ThreadPoolExecutor(_WRITES_IN_FLIGHT) as pool:
+        writer = _Writer(temporary, pool)
         for start in range(0, len(jobs), world.size):
             round_jobs = jobs[start : start + world.size]
-
-            def prepare(round_jobs: Sequence[Job] = round_jobs) -> Tensor:
-                settle(_WRITES_IN_FLIGHT - 1)
-                return pack(world, round_jobs, local)
-
-            received = exchange(world, round_jobs, together(world, prepare))
+            received = exchange(world, round_jobs, together(world, partial(writer.pack_next, world, round_jobs, local)))
             if world.rank < len(round_jobs):
-                in_flight.append(pool.submit(write, round_jobs[world.rank], received))
-        together(world, lambda: settle(0))
+                writer.submit(round_jobs[world.rank], received)
+        together(world, partial(writer.settle, 0))
     blocks: dict[str, list[dict[str, Any]]] = {name: [] for name in layouts}
-    for own in world.gather_objects(written):
+    for own in world.gather_objects(writer.written):
         for name, entry in own:
             blocks[name].append(entry)
     return {name: sorted(entries, key=lambda entry: entry["first_row"]) for name, entries in blocks.items()}
+
+
+class _Writer:
+    """Writes the blocks of one rank in threads, while the next ones are exchanged."""
+
+    def __init__(self, temporary: Path, pool: ThreadPoolExecutor) -> None:
+        self.written: list[tuple[str, dict[str, Any]]] = []
+        self._temporary = temporary
+        self._pool = pool
+        self._in_flight: deque[tuple[str, Future[dict[str, Any]]]] = deque()
+
+    def pack_next(self, world: World, jobs: Sequence[Job], local: LocalShards) -> Tensor:
+        """Make room for one more block, then pack this rank's pieces of the next round."""
+        self.settle(_WRITES_IN_FLIGHT - 1)
+        return pack(world, jobs, local)
+
+    def submit(self, job: Job, received: Tensor) -> None:
+        """Begin to write the block that the received bytes make up."""
+        self._in_flight.append((job.layout.spec.name, self._pool.submit(self._write, job, received)))
+
+    def settle(self, limit: int) -> None:
+        """Wait until at most `limit` blocks are being written; raises what writing raised."""
+        while len(self._in_flight) > limit:
+            name, future = self._in_flight.popleft()
+            self.written.append((name, future.result()))
+
+    def _write(self, job: Job, received: Tensor) -> dict[str, Any]:
+        path = job.layout.block_path(job.rows[0])
+        return write_block(self._temporary, path, job.layout.schema, job.rows[0], unpack(job, received))
+
+
+def _finish(temporary: Path, document: Mapping[str, Any], dense: Mapping[str, Tensor]) -> None:
+    """Write the dense tensors and the manifest, and commit."""
+    write_manifest(temporary, build_manifest(dense=write_dense(temporary, dense), **document))
+    commit(temporary)
 
 
 def _try_discard(temporary: Path) -> None:
