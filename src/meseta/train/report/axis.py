@@ -6,26 +6,28 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meseta.train.report.markup import Number
+
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
     """A linear scale from values to pixels."""
 
-    low: float
-    high: float
-    start: float
+    low: Number
+    high: Number
+    start: Number
     """Pixel of `low`."""
-    end: float
+    end: Number
     """Pixel of `high`."""
     ticks: tuple[float, ...]
     labels: tuple[str, ...]
 
-    def place(self, value: float) -> float:
+    def place(self, value: Number) -> float:
         """Pixel of a value."""
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
 
-def make_axis(values: Sequence[float], start: float, end: float, *, num_ticks: int = 4, widen: bool = True) -> Axis:
+def make_axis(values: Sequence[Number], start: Number, end: Number, *, num_ticks: int = 4, widen: bool = True) -> Axis:
     """An axis over finite `values` with about `num_ticks` round ticks; `widen` moves its ends out to ticks."""
     low, high = min(values), max(values)
     if high - low <= 1e-9 * max(abs(low), abs(high)):  # one value: give it room on both sides

@@ -12,7 +12,7 @@ from meseta.train.report.markup import label, number, picture, tag, text
 from meseta.train.report.record import ReliabilityPoint
 
 WIDTH, HEIGHT = 340, 210
-LEFT, RIGHT, TOP, BOTTOM = 44, 52, 12, 30
+LEFT, RIGHT, TOP, BOTTOM = 44, 56, 12, 30
 MAX_POINTS = 400
 LABEL_HEIGHT = 13
 
@@ -30,7 +30,14 @@ class Series:
         return [(x, y) for x, y in self.points if y is not None and drawable(y)]
 
 
-def line_chart(title: str, series: Sequence[Series], x_max: float, reference: tuple[str, float] | None = None) -> str:
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    x_max: float,
+    *,
+    reference: tuple[str, float] | None = None,
+    from_zero: bool = False,
+) -> str:
     """Curves over samples, labelled at their right ends; `reference` is a level drawn across, such as the teacher's.
 
     Returns an empty string where there is nothing to draw.
@@ -39,7 +46,7 @@ def line_chart(title: str, series: Sequence[Series], x_max: float, reference: tu
     if not series:
         return ""
     values = [y for one in series for _, y in one.finite_points()] + ([reference[1]] if reference else [])
-    y_axis = make_axis(values, HEIGHT - BOTTOM, TOP)
+    y_axis = make_axis(values + [0.0] * from_zero, HEIGHT - BOTTOM, TOP)
     x_axis = make_axis([0.0, max(x_max, 1.0)], LEFT, WIDTH - RIGHT, widen=False)
     marks, ends = [frame(x_axis, y_axis, "samples")], []
     if reference:
@@ -74,7 +81,7 @@ def stacked_bars(
     """Bars from span[0] to span[1] samples; each layer is (name, class, one value in milliseconds per bar)."""
     width, height, left = 620, 250, 48
     totals = [sum(values[i] for _, _, values in layers) for i in range(len(spans))]
-    y_axis = make_axis([0.0, *totals], height - BOTTOM, TOP)
+    y_axis = make_axis([0.0, *totals], height - BOTTOM, TOP, num_ticks=5)
     x_axis = make_axis([0.0, max(spans[-1][1], 1.0)], left, width - 56, num_ticks=6, widen=False)
     marks = [frame(x_axis, y_axis, "samples")]
     base = [0.0] * len(spans)
@@ -105,7 +112,9 @@ def reliability_plot(points: Sequence[ReliabilityPoint]) -> str:
         x, ends = x_axis.place(point.mean_prediction), [y_axis.place(min(v, y_axis.high)) for v in (low, high)]
         marks.append(tag("path", d=f"M{number(x)} {number(ends[0])}V{number(ends[1])}", class_="interval"))
     for point in points:
-        hover = f"predicted {point.mean_prediction:.4g}, observed {point.mean_label:.4g}, {short(point.num_samples)} rows"
+        hover = (
+            f"predicted {point.mean_prediction:.4g}, observed {point.mean_label:.4g}, {short(point.num_samples)} rows"
+        )
         place = {"cx": x_axis.place(point.mean_prediction), "cy": y_axis.place(point.mean_label)}
         marks.append(tag("circle", tag("title", text(hover)), r=3.5, class_="test-dot", **place))
     marks.append(label((x_axis.start + x_axis.end) / 2, size - 4, "mean prediction", "axis-name", "middle"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meseta.train.report.figures import count, drawable, fixed, share, short
+from meseta.train.report.figures import ABSENT, count, drawable, fixed, share
 from meseta.train.report.markup import label, picture, table, tag, text
 from meseta.train.report.record import Dataset, Reuse, RunRecord, SparseFeature
 
@@ -21,7 +21,14 @@ def _splits(dataset: Dataset) -> str:
     rows = []
     for name, split in dataset.splits.items():
         rate = split.num_positives / split.num_rows if split.num_positives is not None and split.num_rows else None
-        rows.append([text(name), count(split.num_rows), count(split.num_positives), text(share(rate))])
+        rows.append(
+            [
+                text(name),
+                count(split.num_rows),
+                count(split.num_positives),
+                text(f"{100 * rate:.2f}%" if rate is not None else ABSENT),
+            ]
+        )
     return table(["split", "rows", "positives", "base rate"], rows, {1, 2, 3}, "compact") if rows else ""
 
 
@@ -32,11 +39,19 @@ def _sparse(dataset: Dataset) -> str:
     reuse = next((f.statistics.reuse for f in dataset.sparse if f.statistics and f.statistics.reuse), None)
     window = f"{reuse.window_samples:,} samples" if reuse else "a window of samples"
     intro = (
-        f"{len(dataset.sparse)} sparse features with {count(total)} rows in all. The bars show reuse within {window}: "
-        "on the left rows used once, then twice, 3–4 times, 5–8 and so on. Dark bars are shares of the lookups, "
-        "light ones shares of the distinct rows; dark bars far to the right mean few rows that take most lookups."
+        f"{len(dataset.sparse)} sparse features with {count(total)} rows in all. The bars show how often a row is "
+        f"used within {window}: once, twice, 3–4 times, 5–8 and so on, from left to right. The tallest bar has its "
+        "share and its uses beside it. Lookups far to the right of the rows mean that few rows take most lookups."
     )
-    header = ["feature", "ids", "rows", "uniques", "lookups per sample", "reuse: lookups", "reuse: rows"]
+    header = [
+        "feature",
+        "ids",
+        "rows",
+        "uniques",
+        "lookups per sample",
+        "share of lookups by uses",
+        "share of rows by uses",
+    ]
     rows = [_sparse_row(feature) for feature in dataset.sparse]
     return tag("h3", "Sparse features") + tag("p", text(intro)) + table(header, rows, {2, 3, 4}, "features")
 
@@ -76,7 +91,7 @@ def _bars(reuse: Reuse, shares: list[float], noun: str, class_: str) -> str:
     peak = known.index(tallest)
     marks.append(label(width + 4, 11, share(tallest), "tick"))
     marks.append(label(width + 4, 24, _uses(reuse.edges, peak, is_short=True), "axis-name"))
-    return picture(width + 52, BAR_HEIGHT + 1, f"Reuse histogram, share of {noun}", *marks, class_="chart bars")
+    return picture(width + 54, BAR_HEIGHT + 1, f"Reuse histogram, share of {noun}", *marks, class_="chart bars")
 
 
 def _uses(edges: list[int], index: int, *, is_short: bool = False) -> str:
@@ -85,11 +100,11 @@ def _uses(edges: list[int], index: int, *, is_short: bool = False) -> str:
         return ""
     low = edges[index] + 1
     if index + 1 == len(edges):
-        return f">{short(edges[index])}×" if is_short else f"more than {edges[index]:,} times"
+        return f">{edges[index]:,}×" if is_short else f"more than {edges[index]:,} times"
     high = edges[index + 1]
     if low == high:
-        return f"{short(high)}×" if is_short else ("once" if high == 1 else f"{high} times")
-    return f"≤{short(high)}×" if is_short else f"{low:,} to {high:,} times"
+        return f"{high:,}×" if is_short else ("once" if high == 1 else f"{high} times")
+    return f"≤{high:,}×" if is_short else f"{low:,} to {high:,} times"
 
 
 def _dense(dataset: Dataset) -> str:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 
+from meseta.train.report.markup import Number
+
 ABSENT = "–"
 
 
-def drawable(value: float | None) -> bool:
+def drawable(value: Number | None) -> bool:
     """Whether there is a value to draw: metrics may be null or nan, and a run that diverged gives absurd ones."""
     return value is not None and abs(value) < 1e30
 
 
-def count(value: float | None) -> str:
+def count(value: Number | None) -> str:
     """Whole number with thousands separated: 1,234,567."""
     return f"{value:,.0f}" if value is not None and math.isfinite(value) else ABSENT
 
 
-def short(value: float | None) -> str:
+def short(value: Number | None) -> str:
     """Three significant digits with a decimal prefix: 1.23M."""
     if value is None or not math.isfinite(value):
         return ABSENT
@@ -27,26 +29,23 @@ def short(value: float | None) -> str:
     return f"{value:.3g}"
 
 
-def fixed(value: float | None, decimals: int = 4) -> str:
+def fixed(value: Number | None, decimals: int = 4) -> str:
     """A metric with fixed decimals; very large values, of a run that diverged, in powers of ten."""
     if value is None or not math.isfinite(value):
         return ABSENT
     return f"{value:.{decimals}f}" if abs(value) < 1e6 else f"{value:.{decimals}g}"
 
 
-def num_bytes(value: float) -> str:
-    """Binary units: 1.21 GiB."""
+def num_bytes(value: Number) -> str:
+    """Binary units with three significant digits: 1.20 GiB."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if value >= 1024**power:
-            return (
-                f"{value / 1024**power:.3g} {unit}"
-                if value < 999.5 * 1024**power
-                else f"{value / 1024**power:,.0f} {unit}"
-            )
+            scaled = value / 1024**power
+            return f"{scaled:,.0f} {unit}" if scaled >= 999.5 else f"{scaled:#.3g}".rstrip(".") + f" {unit}"
     return f"{value:.0f} B"
 
 
-def duration(seconds: float | None) -> str:
+def duration(seconds: Number | None) -> str:
     """3.2 s, 2 min 31 s, 5 h 12 min."""
     if seconds is None or not math.isfinite(seconds):
         return ABSENT
@@ -58,7 +57,7 @@ def duration(seconds: float | None) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-def share(value: float | None) -> str:
+def share(value: Number | None) -> str:
     """A share as a percentage with two significant digits: 3.4%."""
     if value is None or not math.isfinite(value):
         return ABSENT

@@ -6,6 +6,9 @@ import html
 import math
 import re
 
+Number = int | float
+"""A quantity to show: counts are whole, coordinates and metrics are not."""
+
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -14,7 +17,7 @@ def text(value: object) -> str:
     return html.escape(_UNPRINTABLE.sub("\ufffd", str(value)), quote=True)
 
 
-def number(value: float) -> str:
+def number(value: Number) -> str:
     """A coordinate with two decimals at most; raises ValueError for one that no browser could draw."""
     if not math.isfinite(value):
         raise ValueError(f"coordinate {value} is not finite")
@@ -34,12 +37,12 @@ def tag(name: str, /, *children: str, **attributes: object) -> str:
     return f"<{opening}>{''.join(children)}</{name}>"
 
 
-def label(x: float, y: float, content: object, class_: str = "tick", anchor: str = "start") -> str:
+def label(x: Number, y: Number, content: object, class_: str = "tick", anchor: str = "start") -> str:
     """SVG text with its baseline at (x, y)."""
     return tag("text", text(content), x=float(x), y=float(y), class_=class_, text_anchor=anchor)
 
 
-def picture(width: float, height: float, title: str, *children: str, class_: str = "chart") -> str:
+def picture(width: Number, height: Number, title: str, *children: str, class_: str = "chart") -> str:
     """An inline SVG that scales with its container and tells screen readers what it shows."""
     box = f"0 0 {number(float(width))} {number(float(height))}"
     return tag("svg", *children, viewBox=box, class_=class_, role="img", aria_label=title)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
@@ -35,32 +34,34 @@ def write_report(run_dir: Path) -> Path:
     run_dir = Path(run_dir)
     content = render(read_run(run_dir)).encode("utf-8", errors="replace")
     path = run_dir / "report.html"
+    unfinished = run_dir / f".report-{os.getpid()}.html"
     try:
-        with tempfile.NamedTemporaryFile(dir=run_dir, prefix=".report-", delete=False) as file:
+        with unfinished.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(file.name, 0o644)  # temporary files are private, a report is not
-        os.replace(file.name, path)
+        os.replace(unfinished, path)
     except OSError as error:
+        unfinished.unlink(missing_ok=True)
         raise MesetaError(f"report: {str(path)!r} cannot be written: {error.strerror}") from None
     return path
 
 
 def render(record: RunRecord) -> str:
     """The whole page."""
-    sections: list[tuple[str, Callable[[RunRecord], str], tuple[str, ...]]] = [
-        ("Curves", _curves, ("metrics.jsonl",)),
-        ("Evaluation", _evaluation, ("metrics.jsonl", "summary.json")),
-        ("Plan", plan_section, ("plan.json",)),
-        ("Step time", stages_section, ("metrics.jsonl",)),
-        ("Data", data_section, ("dataset.json",)),
-        ("Config", _config, ("config.yaml",)),
-        ("Environment", _environment, ("environment.json",)),
+    sections: list[tuple[str, Callable[[RunRecord], str], str, str]] = [
+        ("Curves", _curves, "metrics.jsonl", "no training step has been logged"),
+        ("Evaluation", _evaluation, "metrics.jsonl", "no evaluation has been recorded"),
+        ("Plan", plan_section, "plan.json", "there is no plan with tables"),
+        ("Step time", stages_section, "metrics.jsonl", "no stage has been timed"),
+        ("Data", data_section, "dataset.json", "there are no statistics of the data"),
+        ("Config", _config, "config.yaml", "there is no config"),
+        ("Environment", _environment, "environment.json", "nothing was noted about the machine"),
     ]
     body = [_header(record), _problems(record), _tiles(record)]
-    for title, build, files in sections:
-        content = build(record) or tag("p", text(_why_absent(record, files)), class_="absent")
+    for title, build, file, absence in sections:
+        problem = f" ({file}: {record.problems[file]})" if file in record.problems else ""
+        content = build(record) or tag("p", text(f"Not shown: {absence}{problem}."), class_="absent")
         body.append(tag("section", tag("h2", text(title)), content, id=title.lower().replace(" ", "-")))
     style = resources.files("meseta.train.report").joinpath("style.css").read_text(encoding="utf-8")
     head = tag(
@@ -101,7 +102,7 @@ def tiles(record: RunRecord) -> list[Tile]:
     if num_ranks is None and record.plan is not None:
         num_ranks = record.plan.num_ranks
     split = test.split if test else "test"
-    at = "" if is_done or test is None else f"at step {test.step:,}"
+    at = "no evaluation yet" if test is None else "" if is_done else f"at step {test.step:,}"
     return [
         Tile(
             name=f"{split} AUC",
@@ -170,11 +171,6 @@ def _tiles(record: RunRecord) -> str:
     return tag("div", *shown, class_="tiles")
 
 
-def _why_absent(record: RunRecord, files: tuple[str, ...]) -> str:
-    broken = [f"{name}: {record.problems[name]}" for name in files if name in record.problems]
-    return "Not shown. " + ("; ".join(broken) if broken else f"{' and '.join(files)} holds nothing for it") + "."
-
-
 def _curves(record: RunRecord) -> str:
     if not record.train:
         return ""
@@ -188,13 +184,13 @@ def _curves(record: RunRecord) -> str:
     ):
         series = [_train_series(record, train_key, "train", "train"), *_eval_series(record, eval_key)]
         level = ("teacher", reference) if reference is not None and drawable(reference) else None
-        charts.append((title, line_chart(title, series, x_max, level)))
+        charts.append((title, line_chart(title, series, x_max, reference=level)))
     for title, key in (
         ("Samples per second", "samples_per_s"),
         ("Learning rate, dense", "lr_dense"),
         ("Learning rate, tables", "lr_sparse"),
     ):
-        charts.append((title, line_chart(title, [_train_series(record, key, "", "plain")], x_max)))
+        charts.append((title, line_chart(title, [_train_series(record, key, "", "plain")], x_max, from_zero=True)))
     drawn = [tag("div", tag("h3", text(title)), svg) for title, svg in charts if svg]
     return tag("div", *drawn, class_="grid")
 

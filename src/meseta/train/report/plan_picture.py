@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meseta.train.report.figures import count, num_bytes, plural
-from meseta.train.report.markup import label, picture, table, tag, text
+from meseta.train.report.markup import label, picture, tag, text
 from meseta.train.report.record import PlanRecord, RunRecord
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -15,6 +15,7 @@ COLOURED = ("table_wise", "row_wise", "column_wise", "data_parallel")
 MAX_HEIGHT = 300.0
 MIN_BOX_AREA = 300.0  # smaller boxes could be neither labelled nor hovered over
 CHARACTER_WIDTH = 6.4
+LINE_HEIGHT = 13.0
 MAX_NAMED = 30
 
 
@@ -115,32 +116,29 @@ def _legend(plan: PlanRecord, held: dict[int, list[Piece]]) -> str:
     for pieces in held.values():
         for piece in pieces:
             held_bytes[piece.sharding] += piece.num_bytes
-    order = sorted(num_tables, key=lambda name: -held_bytes[name])
-    has_cost = any(cost.values())
-    rows = [
-        [
-            tag("span", class_=f"swatch {_colour(name)}") + text(name),
-            text(num_tables[name]),
-            text(num_bytes(held_bytes[name])),
-            *([text(num_bytes(cost[name]))] if has_cost else []),
-        ]
-        for name in order
-    ]
-    header = ["sharding", "tables", "bytes held", *(["predicted bytes per sample"] if has_cost else [])]
-    return table(header, rows, {1, 2, 3}, "compact")
+    items = []
+    for name in sorted(num_tables, key=lambda name: -held_bytes[name]):
+        facts = f"{plural(num_tables[name], 'table')}, {num_bytes(held_bytes[name])}"
+        if cost[name]:
+            facts += f", {num_bytes(cost[name])} moved per sample"
+        swatch = tag("span", class_=f"swatch {_colour(name)}")
+        items.append(tag("li", swatch, tag("b", text(name)), " ", text(facts)))
+    return tag("ul", *items, class_="legend")
 
 
 def _columns(held: dict[int, list[Piece]], totals: list[int]) -> str:
     """A figure per rank. All share one scale, so the height of a column is the rank's share of memory."""
     num_ranks = len(totals)
-    width = {1: 720.0, 2: 480.0, 3: 320.0}.get(num_ranks, 240.0 if num_ranks <= 8 else 120.0)
+    width = {1: 1072.0, 2: 528.0, 3: 346.0}.get(num_ranks, 256.0 if num_ranks <= 8 else 120.0)
     area_per_byte = width * MAX_HEIGHT / max(totals)
     figures = []
     for rank, total in enumerate(totals):
         caption = tag("figcaption", tag("b", text(f"rank {rank}")), " ", text(num_bytes(total)))
         figures.append(tag("figure", caption, _column(rank, held[rank], width, area_per_byte)))
-    style = f"grid-template-columns:repeat(auto-fill,minmax(min({int(width * 0.8)}px,100%),1fr))"
-    return tag("div", *figures, class_="ranks", style=style if num_ranks > 1 else None)
+    if num_ranks == 1:
+        return tag("div", *figures, class_="ranks scroll")
+    style = f"grid-template-columns:repeat(auto-fit,minmax(min({int(width * 0.8)}px,100%),1fr))"
+    return tag("div", *figures, class_="ranks", style=style)
 
 
 def _column(rank: int, pieces: Sequence[Piece], width: float, area_per_byte: float) -> str:
@@ -158,15 +156,22 @@ def _column(rank: int, pieces: Sequence[Piece], width: float, area_per_byte: flo
         placed = squarify([areas[i] for i in order], width, height)
         boxes = [placed[order.index(i)] for i in range(len(areas))]
     marks = [
-        _box(boxes[i], _colour(p.sharding), p.table, num_bytes(p.num_bytes), _hover(p)) for i, p in enumerate(shown)
+        _box(
+            boxes[i],
+            _colour(p.sharding),
+            [p.table, p.size if p.part == "whole" else p.part, num_bytes(p.num_bytes)],
+            _hover(p),
+        )
+        for i, p in enumerate(shown)
     ]
     note = ""
     if others:
+        schemes = {p.sharding for p in others}
+        colour = _colour(schemes.pop()) if len(schemes) == 1 else "others"
         summary = f"{plural(len(others), 'other')}, {num_bytes(sum(p.num_bytes for p in others))}"
         if has_box:
-            marks.append(_box(boxes[-1], "others", plural(len(others), "other"), "", f"{summary}\n{_names(others)}"))
-        else:
-            note = tag("p", text(f"and {summary}: too small to draw"), class_="note", title=_names(others))
+            marks.append(_box(boxes[-1], colour, [plural(len(others), "other")], f"{summary}\n{_names(others)}"))
+        note = tag("p", text(f"and {summary}"), class_="note", title=_names(others))
     drawing = picture(width, max(height, 2.0), f"Tables of rank {rank}", *marks, class_="chart plan") if marks else ""
     return drawing + note
 
@@ -180,16 +185,20 @@ def _names(pieces: Sequence[Piece]) -> str:
     return "\n".join(lines + [f"and {len(pieces) - MAX_NAMED} more"] * (len(pieces) > MAX_NAMED))
 
 
-def _box(box: tuple[float, float, float, float], colour: str, name: str, detail: str, hover: str) -> str:
+def _box(box: tuple[float, float, float, float], colour: str, lines: Sequence[str], hover: str) -> str:
+    """A box with as many of its lines as fit; the first may be shortened, the rest are shown whole or not at all."""
     x, y, width, height = box
     inner_width, inner_height = max(width - 1.5, 0.5), max(height - 1.5, 0.5)
     marks = [tag("title", text(hover)), tag("rect", x=x, y=y, width=inner_width, height=inner_height, rx=1.5)]
     num_characters = int((inner_width - 8) / CHARACTER_WIDTH)
-    if inner_height >= 15 and num_characters >= min(len(name), 4):
+    num_lines = int((inner_height - 4) / LINE_HEIGHT)
+    name, *details = lines
+    if num_lines and num_characters >= min(len(name), 4):
         fitted = name if len(name) <= num_characters else name[: num_characters - 1] + "…"
-        marks.append(label(x + 5, y + 13, fitted, "box-name"))
-        if detail and inner_height >= 30 and len(detail) <= num_characters:
-            marks.append(label(x + 5, y + 26, detail, "box-detail"))
+        details = [detail for detail in details if len(detail) <= num_characters]
+        kept = [fitted, *details[max(len(details) - num_lines + 1, 0) :]]
+        for i, line in enumerate(kept):
+            marks.append(label(x + 5, y + LINE_HEIGHT * (i + 1), line, "box-detail" if i else "box-name"))
     return tag("g", *marks, class_=f"box {colour}")
 
 

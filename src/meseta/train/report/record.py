@@ -183,8 +183,8 @@ def read_run(run_dir: Path) -> RunRecord:
     problems: dict[str, str] = {}
     config_text = _read(run_dir, "config.yaml", problems)
     environment = _document(run_dir, "environment.json", problems)
-    if environment is not None and not isinstance(environment, dict):
-        problems["environment.json"] = "it does not hold a mapping"
+    if not isinstance(environment, dict):
+        problems.setdefault("environment.json", "it does not hold a mapping")
     train, evals = _read_metrics(run_dir, problems)
     return RunRecord(
         name=run_dir.resolve().name,

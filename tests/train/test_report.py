@@ -1,0 +1,364 @@
+"""The report page: what it says, what it survives, and that it needs nothing but itself."""
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from meseta.spec import MesetaError, Plan, TableSpec
+from meseta.train.metrics import compute_metrics
+from meseta.train.report import write_report
+from meseta.train.report.axis import make_axis
+from meseta.train.report.figures import duration, num_bytes, share, short
+from meseta.train.report.plan_picture import pieces_by_rank, squarify
+from meseta.train.report.record import PlanRecord, read_run
+
+SECTIONS = ["Curves", "Evaluation", "Plan", "Step time", "Data", "Config", "Environment"]
+FILES = ["config.yaml", "dataset.json", "plan.json", "environment.json", "metrics.jsonl", "summary.json"]
+ROWS = {"user": 50_000, "item": 20_000, "city": 40, "day": 7}
+HOSTILE = '<script>alert("x")</script>&\'\x00\ud800'
+
+
+class Page(HTMLParser):
+    """Checks the nesting of a page and keeps its tags, attributes and text."""
+
+    def __init__(self, markup: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self._open: list[str] = []
+        self.feed(markup)
+        self.close()
+        assert self._open == []
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.texts)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag != "meta":
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def train_line(step: int, **changes: Any) -> dict[str, Any]:
+    line = {"kind": "train", "step": step, "num_samples": step * 1024, "time_s": step / 40, "loss": 0.6 - step / 2000}
+    line |= {
+        "ne": 1.0 - step / 2000,
+        "auc": 0.7 + step / 4000,
+        "samples_per_s": 41_234.0,
+        "lr_dense": 1e-3,
+        "lr_sparse": 0.04,
+    }
+    stages = {"data": 0.001, "lookup": 0.004, "backward": 0.012, "my_own_stage": 0.002}
+    return line | {"stages_s": stages} | changes
+
+
+def eval_line(step: int) -> dict[str, Any]:
+    labels = [int(i % 4 == 0) for i in range(400)]
+    logits = [math.sin(i) + label - 1.5 for i, label in enumerate(labels)]
+    return {"kind": "eval", "step": step, "split": "test", "time_s": 0.5, **compute_metrics(logits, labels).to_dict()}
+
+
+def dataset(names: dict[str, int]) -> dict[str, Any]:
+    edges = [0, *(2**k for k in range(16))]
+    reuse = {"window_samples": 65_536, "edges": edges, "rows": [0.5, 0.3] + [0.2 / 15] * 15, "lookups": [1 / 17] * 17}
+    counts = {"num_rows": 10_000, "num_lookups": 21_000, "num_uniques": 37, "mean_pooling_factor": 2.1, "reuse": reuse}
+    sparse = [{"name": n, "num_embeddings": v, "encoding": "hash", "statistics": counts} for n, v in names.items()]
+    splits = {
+        "train": {"num_rows": 102_400, "num_positives": 25_600},
+        "test": {"num_rows": 4_000, "num_positives": 1_000},
+    }
+    dense = [{"name": "age", "fill": 0.0, "mean": 3.25, "std": 1.5}]
+    return {"format": "meseta.dataset/1", "label": "label", "dense": dense, "sparse": sparse, "splits": splits}
+
+
+def make_run(run_dir: Path, num_ranks: int = 2, names: dict[str, int] = ROWS) -> Path:
+    """A finished run of 100 steps."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    tables = [TableSpec(name=name, num_embeddings=rows, embedding_dim=32) for name, rows in names.items()]
+    kinds = ["row_wise", "column_wise", "data_parallel", "table_wise"]
+    plan = Plan.from_dict({"tables": dict(zip(names, kinds, strict=True))}, tables, num_ranks)
+    plan.save(run_dir / "plan.json")
+    config = {
+        "run_dir": "runs/a",
+        "seed": 11,
+        "model": {"name": "dlrm", "embedding_dim": 32},
+        "train": {"batch_size": 1024},
+    }
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+    (run_dir / "dataset.json").write_text(json.dumps(dataset(names)))
+    (run_dir / "environment.json").write_text(json.dumps({"commit": "abc1234", "versions": {"torch": "2.13.0"}}))
+    lines = [train_line(step) for step in range(10, 101, 10)] + [eval_line(50), eval_line(100)]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = {
+        "test": eval_line(100),
+        "teacher": {"auc": 0.8765, "ne": 0.7654},
+        "num_steps": 100,
+        "num_samples": 102_400,
+    }
+    summary["test"] |= {"auc": 0.8123, "ne": 0.8456}
+    summary |= {"train_s": 151.2, "samples_per_s": 41_300.0, "num_ranks": num_ranks}
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    return run_dir
+
+
+def report(run_dir: Path) -> Page:
+    path = write_report(run_dir)
+    assert path == run_dir / "report.html"
+    assert sorted(p.name for p in run_dir.iterdir() if p.name.startswith(".")) == []
+    page = Page(path.read_text(encoding="utf-8"))
+    check_self_contained(page)
+    check_numbers(page)
+    return page
+
+
+def check_self_contained(page: Page) -> None:
+    for tag, attributes in page.tags:
+        assert tag not in {"script", "link", "img", "iframe", "object", "embed", "base"}
+        assert not {"src", "href", "srcset", "action"} & set(attributes)
+        assert not any(name.startswith("on") for name in attributes)
+        assert "url(" not in (attributes.get("style") or "")
+
+
+def check_numbers(page: Page) -> None:
+    """Every coordinate is a finite number; sizes are not negative."""
+    for tag, attributes in page.tags:
+        for name in ("x", "y", "cx", "cy", "r", "rx", "width", "height"):
+            if name in attributes and tag in {"rect", "circle", "text", "svg", "line"}:
+                value = float(attributes[name] or "nan")
+                assert math.isfinite(value)
+                assert value >= 0 or name in {"x", "y", "cx", "cy"}
+        if tag == "path":
+            assert re.fullmatch(r"([MLHVv] ?-?[\d.]+( -?[\d.]+)?)+", attributes["d"] or ""), attributes["d"]
+
+
+def test_a_finished_run_shows_everything(tmp_path: Path) -> None:
+    page = report(make_run(tmp_path / "first"))
+    for heading in ["first", *SECTIONS]:
+        assert heading in page.texts
+    for figure in [
+        "0.8123",
+        "0.8456",
+        "teacher 0.8765",
+        "teacher 0.7654",
+        "41.3k",
+        "100",
+        "102k samples",
+        "2 min 31 s",
+    ]:
+        assert figure in page.texts
+    assert "dlrm · width 32 · batch 1024 · seed 11" in page.texts
+    assert "25.00%" in page.texts and "2.1" in page.text and "50,000" in page.texts
+    assert "my_own_stage" in page.texts and "12.00" in page.texts
+    assert "versions.torch" in page.texts and "abc1234" in page.texts
+    assert "Not shown" not in page.text and "not in the run directory" not in page.text
+
+
+def test_curves_have_a_point_per_line(tmp_path: Path) -> None:
+    page = report(make_run(tmp_path))
+    lines = [a["d"] or "" for tag, a in page.tags if tag == "path" and a.get("class") == "train-line"]
+    assert [d.count("L") for d in lines] == [9, 9, 9]
+    dots = [a for tag, a in page.tags if tag == "circle" and a.get("class") == "test-dot"]
+    assert len(dots) == 3 * 2 + 20
+    assert [d for tag, a in page.tags if tag == "path" and (d := a.get("class")) == "reference"] == ["reference"] * 2
+
+
+def test_long_runs_give_small_pages(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(train_line(s)) + "\n" for s in range(1, 5001)))
+    report(tmp_path)
+    assert (tmp_path / "report.html").stat().st_size < 300_000
+
+
+def test_undefined_figures_break_the_line(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    broken = {30: {"auc": None}, 60: {"auc": math.nan}, 80: {"loss": 1e308}, 90: {"loss": -1e308}}
+    lines = [train_line(step, **broken.get(step, {})) for step in range(10, 101, 10)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = report(tmp_path)
+    auc = [a["d"] or "" for tag, a in page.tags if tag == "path" and a.get("class") == "train-line"][2]
+    assert auc.count("M") == 3 and auc.count("L") == 5
+
+
+@pytest.mark.parametrize("missing", FILES)
+def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
+    make_run(tmp_path)
+    (tmp_path / missing).unlink()
+    page = report(tmp_path)
+    assert f"{missing}: it is not in the run directory." in page.texts
+    for heading in SECTIONS:
+        assert heading in page.texts
+
+
+@pytest.mark.parametrize("broken", [name for name in FILES if name.endswith(".json")])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "null", '"x"', "[" * 100_000, '{"num_ranks": -1, "sparse": 7, "test": []}']
+)
+def test_a_broken_file_is_named(tmp_path: Path, broken: str, content: str) -> None:
+    make_run(tmp_path)
+    (tmp_path / broken).write_text(content)
+    page = report(tmp_path)
+    if not (broken == "environment.json" and content.startswith('{"')):  # any mapping is an environment
+        assert f"{broken}: " in page.text
+
+
+def test_an_interrupted_run(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    (tmp_path / "summary.json").unlink()
+    lines = [train_line(10), train_line(20, loss=9.0), train_line(20), eval_line(20), train_line(30)]
+    content = "\n".join(json.dumps(line) for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(content[:-30])
+    page = report(tmp_path)
+    assert "This run has not ended, or was interrupted." in page.text
+    assert "1 of its lines cannot be read (line 5)" in page.text
+    assert "at step 20" in page.texts and "median so far" in page.texts and "0.5 s" in page.texts
+    record = read_run(tmp_path)
+    assert [line.step for line in record.train] == [10, 20]
+    assert record.train[1].loss == pytest.approx(0.59)
+
+
+def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("run_dir: x\n")
+    page = report(tmp_path)
+    assert page.text.count("Not shown") == 6
+    assert "no evaluation yet" in page.texts
+
+
+def test_a_directory_that_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(MesetaError, match="is not a directory"):
+        write_report(tmp_path / "absent")
+    (tmp_path / "dataset.json").write_text("{}")
+    with pytest.raises(MesetaError, match="holds no run"):
+        write_report(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_failed_write_keeps_the_old_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path)
+    (tmp_path / "report.html").write_text("old")
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(MesetaError, match="No space left on device"):
+        write_report(tmp_path)
+    assert (tmp_path / "report.html").read_text() == "old"
+    assert not list(tmp_path.glob(".report-*"))
+
+
+def test_hostile_names_are_text(tmp_path: Path) -> None:
+    make_run(tmp_path, names={HOSTILE: 5_000, "</title></style>": 3_000, '"><img src=x>': 2_000, "a" * 500: 7})
+    (tmp_path / "config.yaml").write_text(f"model:\n  name: {json.dumps(HOSTILE[:-1])}\n")
+    (tmp_path / "environment.json").write_text(json.dumps({HOSTILE: HOSTILE}))
+    page = report(tmp_path)
+    assert '<script>alert("x")</script>&\'' in page.text
+    assert page.text.count('"><img src=x>') >= 2
+    assert "\x00" not in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 16])
+def test_areas_are_in_proportion_to_bytes(tmp_path: Path, num_ranks: int) -> None:
+    make_run(tmp_path, num_ranks)
+    record = read_run(tmp_path)
+    assert record.plan is not None
+    held = pieces_by_rank(record.plan, 4)
+    city = [[p for p in pieces if p.table == "city"] for pieces in held.values()]
+    assert all(len(pieces) == 1 and pieces[0].num_bytes == 40 * 32 * 4 for pieces in city)
+    total = sum(p.num_bytes for pieces in held.values() for p in pieces)
+    assert total == 4 * 32 * (50_000 + 20_000 + 40 * num_ranks + 7)
+    page = report(tmp_path)
+    assert sum(text.startswith("rank ") and text[5:].isdigit() for text in page.texts) == num_ranks
+    titles = [text for text in page.texts if text.startswith("user\nrow_wise")]
+    assert len(titles) == num_ranks
+    drawings = [i for i, (tag, a) in enumerate(page.tags) if tag == "svg" and "plan" in (a.get("class") or "")]
+    rects = [a for tag, a in page.tags[drawings[0] :] if tag == "rect"][: len(held[0])]
+    areas = [(float(a["width"] or 0) + 1.5) * (float(a["height"] or 0) + 1.5) for a in rects]
+    assert areas[0] / areas[1] == pytest.approx(held[0][0].num_bytes / held[0][1].num_bytes, rel=0.02)
+
+
+def test_plan_pieces_by_hand() -> None:
+    shard = {"rows": [0, 10], "columns": [0, 4], "ranks": [0, 1]}
+    plan = PlanRecord.model_validate(
+        {"num_ranks": 2, "tables": {"t": {"sharding": "data_parallel", "shards": [shard]}}}
+    )
+    (piece,) = pieces_by_rank(plan, 2)[1]
+    assert (piece.num_bytes, piece.size, piece.part) == (80, "10 × 4", "whole")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=40), st.floats(10, 1000), st.floats(10, 1000))
+def test_squarify_tiles_its_box(weights: list[float], width: float, height: float) -> None:
+    scale = width * height / sum(weights)
+    areas = sorted((w * scale for w in weights), reverse=True)
+    boxes = squarify(areas, width, height)
+    for area, (x, y, w, h) in zip(areas, boxes, strict=True):
+        assert w * h == pytest.approx(area, rel=1e-6)
+        assert x >= -1e-6 and y >= -1e-6 and x + w <= width * (1 + 1e-6) and y + h <= height * (1 + 1e-6)
+    for i, (x, y, w, h) in enumerate(boxes):
+        for u, v, p, q in boxes[:i]:
+            assert min(x + w, u + p) - max(x, u) < 1e-6 * width or min(y + h, v + q) - max(y, v) < 1e-6 * height
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.floats(-1e29, 1e29), min_size=1, max_size=5))
+def test_axes_hold_their_values_and_have_round_ticks(values: list[float]) -> None:
+    axis = make_axis(values, 0.0, 100.0)
+    assert all(-1e-6 <= axis.place(v) <= 100 + 1e-6 for v in values)
+    assert 2 <= len(axis.ticks) <= 8
+    assert len(set(axis.labels)) == len(axis.ticks)
+
+
+def test_figures() -> None:
+    assert make_axis([0.781, 0.842], 0, 1).labels == ("0.78", "0.80", "0.82", "0.84", "0.86")
+    assert make_axis([0, 2_048_000], 0, 1, widen=False).labels == ("0", "1M", "2M")
+    assert (short(41_300), short(999_950), short(0.0123), short(None)) == ("41.3k", "1M", "0.0123", "–")
+    assert (num_bytes(512), num_bytes(1.2 * 2**30), num_bytes(1_007 * 2**20)) == ("512 B", "1.20 GiB", "1,007 MiB")
+    assert (duration(3.21), duration(151.2), duration(18_720)) == ("3.21 s", "2 min 31 s", "5 h 12 min")
+    assert (share(0.256), share(0.0312), share(0.0)) == ("26%", "3.1%", "0%")
+
+
+def test_command_prints_the_path(tmp_path: Path) -> None:
+    import typer
+
+    from meseta.cli.report import report as command
+
+    app = typer.Typer()
+    app.command()(command)
+    result = CliRunner().invoke(app, [str(make_run(tmp_path / "run"))])
+    assert result.exit_code == 0
+    assert result.stdout.strip() == str(tmp_path / "run" / "report.html")
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_opens_in_a_browser_without_a_console_message(tmp_path: Path) -> None:
+    path = write_report(make_run(tmp_path / "run", num_ranks=4))
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    flags += " --disable-component-update --disable-sync --enable-logging=stderr --log-level=0 --dump-dom"
+    command = ["chromium", *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", path.as_uri()]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    for heading in SECTIONS:
+        assert f"<h2>{heading}</h2>" in result.stdout
+    assert result.stdout.count("<svg") >= 12
+    assert "CONSOLE" not in result.stderr
