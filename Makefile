@@ -28,7 +28,7 @@ data/main-raw/done: | .venv/installed
 # New data make the old run meaningless, so it goes with them.
 data/main/done: data/main-raw/done
 	rm -rf $(@D) runs/main
-	$(BIN)/meseta prepare $(<D) --out $(@D) --test-files 1
+	$(BIN)/meseta prepare '$(<D)/*.tsv' --out $(@D) --test-files $(<D)/day_4.tsv
 	@touch $@
 
 test: .venv/installed
