@@ -16,6 +16,8 @@ NUM_SPARSE = 26
 
 @dataclass(frozen=True, kw_only=True)
 class SparseColumn:
+    """One sparse feature in the raw files."""
+
     name: str
     multi_valued: bool = False
     """A list per sample."""
@@ -25,7 +27,7 @@ class SparseColumn:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Columns of the raw files."""
+    """Columns of the raw files: names of the label, the dense and the sparse features."""
 
     label: str
     dense: tuple[str, ...]

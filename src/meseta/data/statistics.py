@@ -20,28 +20,30 @@ class FeatureStatistics:
     """
 
     def __init__(self, num_embeddings: int) -> None:
+        self._num_embeddings = num_embeddings
         self._seen = np.zeros(-(-num_embeddings // 8), np.uint8)
         self._num_samples = 0
         self._num_lookups = 0
+        self._num_uniques = 0
         self._rows = np.zeros(len(EDGES), np.int64)
         self._lookups = np.zeros(len(EDGES), np.int64)
         self._lock = threading.Lock()
 
     def add_window(self, ids: NDArray[np.integer], num_samples: int) -> None:
         """Count the ids [nnz] of `num_samples` consecutive samples, at most 65,536 of them."""
-        ordered = np.sort(ids)
-        starts = _run_starts(ordered)
-        counts = np.diff(np.append(starts, ordered.size))
+        uniques, counts = _count(ids, self._num_embeddings)
         bins = np.searchsorted(EDGES[1:], counts, side="left")
         rows = np.bincount(bins, minlength=len(EDGES))
         lookups = np.bincount(bins, weights=counts, minlength=len(EDGES)).astype(np.int64)
-        uniques = ordered[starts]
         byte = uniques >> 3
         first = _run_starts(byte)
         bits = np.left_shift(1, uniques & 7).astype(np.uint8)
         with self._lock:
             if first.size:
-                self._seen[byte[first]] |= np.bitwise_or.reduceat(bits, first)
+                before = self._seen[byte[first]]
+                after = before | np.bitwise_or.reduceat(bits, first)
+                self._seen[byte[first]] = after
+                self._num_uniques += int(np.unpackbits(before ^ after).sum())
             self._num_samples += num_samples
             self._num_lookups += ids.size
             self._rows += rows
@@ -52,7 +54,7 @@ class FeatureStatistics:
         return SparseStatistics(
             num_rows=self._num_samples,
             num_lookups=self._num_lookups,
-            num_uniques=int(np.count_nonzero(np.unpackbits(self._seen))),
+            num_uniques=self._num_uniques,
             mean_pooling_factor=self._num_lookups / max(self._num_samples, 1),
             reuse=ReuseHistogram(
                 window_samples=WINDOW_SAMPLES,
@@ -96,6 +98,17 @@ class Moments:
         """Population standard deviation; 1 where a column is constant."""
         std = np.sqrt(self._squares / max(self._count, 1))
         return np.where(std > 0, std, 1.0)
+
+
+def _count(ids: NDArray[np.integer], num_embeddings: int) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
+    """Distinct ids, ascending, and how often each occurs."""
+    if num_embeddings <= 4 * ids.size:  # a counter per row is then cheaper than sorting
+        per_row = np.bincount(ids, minlength=num_embeddings)
+        uniques = np.flatnonzero(per_row)
+        return uniques, per_row[uniques]
+    ordered = np.sort(ids)
+    starts = _run_starts(ordered)
+    return ordered[starts], np.diff(np.append(starts, ordered.size))
 
 
 def _run_starts(ordered: NDArray[np.integer]) -> NDArray[np.int64]:

@@ -1,0 +1,131 @@
+"""`meseta prepare`: raw click logs to a dataset directory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meseta.spec import MesetaError
+
+if TYPE_CHECKING:
+    from meseta.data.dataset import Dataset
+    from meseta.data.prepare import Progress
+
+_PARQUET = "Options for Parquet sources"
+
+
+def prepare(
+    sources: Annotated[
+        list[str], typer.Argument(metavar="SOURCE...", help="Files or patterns: Criteo TSV, plain or gzip, or Parquet.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to make.")],
+    test_fraction: Annotated[
+        float | None, typer.Option(help="Share of rows drawn for the test split.", show_default="0.1")
+    ] = None,
+    test_files: Annotated[
+        list[str] | None, typer.Option(help="File or pattern whose rows make the test split; repeatable.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the split and of the hashes.")] = 0,
+    hash_rows: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Table rows that features are hashed to: N, or NAME=N for one of them.", show_default="100000"
+        ),
+    ] = None,
+    vocabulary: Annotated[bool, typer.Option("--vocabulary", help="Rows for frequent values, no hashing.")] = False,
+    min_count: Annotated[int, typer.Option(help="With --vocabulary: occurrences that earn a row.")] = 10,
+    label: Annotated[str, typer.Option(help="Column of the label.", rich_help_panel=_PARQUET)] = "label",
+    dense: Annotated[
+        str, typer.Option(help="Dense columns: a,b. Default: scalar numbers.", rich_help_panel=_PARQUET)
+    ] = "",
+    sparse: Annotated[
+        str, typer.Option(help="Sparse columns: c,d. Default: strings and lists.", rich_help_panel=_PARQUET)
+    ] = "",
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier dataset.")] = False,
+) -> None:
+    """Turn raw click logs into a dataset that `meseta train` reads: Parquet files and dataset.json."""
+    from meseta.data.prepare import PrepareOptions
+    from meseta.data.prepare import prepare as run
+
+    rows, rows_by_feature = _read_hash_rows(hash_rows or [])
+    options = PrepareOptions(
+        sources=sources,
+        out=out,
+        test_files=test_files or (),
+        test_fraction=test_fraction,
+        seed=seed,
+        hash_rows=rows,
+        hash_rows_by_feature=rows_by_feature,
+        vocabulary=vocabulary,
+        min_count=min_count,
+        label=label,
+        dense=_names(dense),
+        sparse=_names(sparse),
+        force=force,
+    )
+    start_s = time.perf_counter()
+    with _progress_bar() as progress:
+        dataset = run(options, progress)
+    _print_summary(dataset, out, time.perf_counter() - start_s)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _read_hash_rows(entries: Sequence[str]) -> tuple[int, dict[str, int]]:
+    """`["50000", "cat_2=1000000"]` to (50000, {"cat_2": 1000000})."""
+    default, by_feature = 100_000, {}
+    for entry in entries:
+        name, _, number = entry.rpartition("=")
+        try:
+            rows = int(number.replace("_", ""))
+        except ValueError:
+            raise MesetaError(f"prepare: --hash-rows {entry!r} must be a number of rows, or NAME=ROWS") from None
+        if name:
+            by_feature[name] = rows
+        else:
+            default = rows
+    return default, by_feature
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Progress]:
+    """A live line per pass on standard error: share done, rows, rows per second, time left."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description:5}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[rows]:>13,} rows"),
+        TextColumn("{task.fields[rate]:>9,.0f} rows/s"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as bar:
+        tasks = {stage: bar.add_task(stage, total=1.0, start=False, rows=0, rate=0.0) for stage in ("read", "write")}
+
+        def update(stage: str, rows: int, share: float) -> None:
+            task = bar.tasks[tasks[stage]]
+            if not task.started:
+                bar.start_task(task.id)
+            bar.update(task.id, completed=share, rows=rows, rate=rows / max(task.elapsed or 0.0, 1e-3))
+
+        yield update
+
+
+def _print_summary(dataset: Dataset, out: Path, elapsed_s: float) -> None:
+    from rich import print as show
+
+    num_rows = sum(split.num_rows for split in dataset.splits.values())
+    show(f"{num_rows:,} rows in {elapsed_s:.1f} s ({num_rows / elapsed_s:,.0f} rows/s) to {out}")
+    for name, split in dataset.splits.items():
+        share = split.num_positives / max(split.num_rows, 1)
+        show(f"  {name:5} {split.num_rows:>13,} rows, {len(split.files)} files, {share:.4f} positive")
+    show(f"  {len(dataset.dense)} dense and {len(dataset.sparse)} sparse features")
