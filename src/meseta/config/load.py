@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeGuard, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from meseta.config.run import RunConfig
 from meseta.spec import MesetaError, nearest
+from meseta.spec.documents import read_mapping
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -19,19 +20,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises MesetaError for a missing file, an unknown key (with the nearest valid name) or an ill-typed value.
     """
     try:
-        document = yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise MesetaError(f"config {str(path)!r}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise MesetaError(f"config {str(path)!r} is not YAML: {error}") from None
-    if not isinstance(document, dict):
-        raise MesetaError(f"config {str(path)!r} must hold a mapping of keys, such as `run_dir: runs/a`")
+        document = read_mapping(path)
+    except MesetaError as error:
+        raise MesetaError(f"config {str(path)!r}: {error}") from None
     for override in overrides:
         _apply(document, override)
     try:
         return RunConfig.model_validate(document)
     except ValidationError as error:
-        raise MesetaError(f"config {str(path)!r}: " + "; ".join(map(_explain, error.errors()))) from None
+        raise MesetaError(f"config {str(path)!r}: " + "; ".join(_explain_all(error))) from None
 
 
 def _apply(document: dict[str, Any], override: str) -> None:
@@ -41,13 +38,20 @@ def _apply(document: dict[str, Any], override: str) -> None:
     *parents, last = key.split(".")
     section: Any = document
     for name in parents:
-        section = section.setdefault(name, {})
+        if section.get(name) is None:
+            section[name] = {}
+        section = section[name]
         if not isinstance(section, dict):
             raise MesetaError(f"override {override!r}: {name!r} holds a value, not a section")
     try:
         section[last] = yaml.safe_load(value)
     except yaml.YAMLError:
         raise MesetaError(f"override {override!r}: {value!r} is not a YAML value") from None
+
+
+def _explain_all(error: ValidationError) -> list[str]:
+    """One sentence per key: pydantic reports each alternative of `plan` on its own."""
+    return list(dict.fromkeys(_explain(entry) for entry in error.errors()))
 
 
 def _explain(error: Mapping[str, Any]) -> str:
@@ -58,16 +62,27 @@ def _explain(error: Mapping[str, Any]) -> str:
         return f"unknown key {key!r}; {nearest(location[-1], _keys_beside(location[:-1]))}"
     if error["type"] == "missing":
         return f"key {key!r} is missing"
-    return f"key {key!r}: {error['msg'].lower()}, got {error['input']!r}"
+    if location[0] == "plan":
+        return f"key 'plan': it must be 'balanced', a path, or a mapping with the key 'tables', got {error['input']!r}"
+    if error["type"] == "model_type":
+        return f"key {key!r}: it is a section and must hold keys, got {error['input']!r}"
+    message = error["msg"].lower().replace("valid tuple", "list").replace("valid dictionary", "mapping")
+    return f"key {key!r}: {message}, got {error['input']!r}"
 
 
 def _keys_beside(parents: Sequence[str]) -> list[str]:
     """Valid keys of the section at `parents`."""
     section: type[BaseModel] = RunConfig
+    is_free_name = False
     for name in parents:
-        field = section.model_fields.get(name)
-        candidates = [] if field is None else [field.annotation, *get_args(field.annotation)]
-        models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
-        if models:
-            section = models[0]
+        if is_free_name:  # the name of a table, which may be that of a field as well
+            is_free_name = False
+            continue
+        annotation = section.model_fields[name].annotation
+        is_free_name = get_origin(annotation) is dict
+        section = next(c for c in [annotation, *get_args(annotation)] if _is_section(c))
     return list(section.model_fields)
+
+
+def _is_section(annotation: object) -> TypeGuard[type[BaseModel]]:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from meseta.spec.tables import InitKind, OptimizerName, TableDtype
+
+Width = Annotated[int, Field(ge=1)]
+"""Outputs of one layer."""
 
 
 class Section(BaseModel):
     """A part of the config: frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_means_defaults(cls, value: Any) -> Any:
+        """A section whose keys are all commented out reads as null in YAML."""
+        return {} if value is None else value
 
 
 class DataConfig(Section):
@@ -35,7 +44,7 @@ class ScheduleConfig(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the factor rises linearly to 1."""
     decay_start_step: int = Field(default=0, ge=0)
-    """Step at which the decay begins."""
+    """Step, counted from 0, at which the decay begins, but not before the end of the warm-up."""
     decay_steps: int = Field(default=0, ge=0)
     """Length of the decay in steps; 0: until the end of training."""
     power: float = Field(default=2.0, gt=0)
@@ -63,7 +72,7 @@ class InitConfig(Section):
 
 
 class TableConfig(Section):
-    """What one table has of its own; the rest comes from `embedding`. Only models that take mixed widths allow `dim`."""
+    """What one table has of its own; the rest comes from `embedding`."""
 
     optimizer: RowOptimizerConfig | None = None
     """Row optimizer; None: that of `embedding`."""
@@ -109,9 +118,9 @@ class ModelConfig(Section):
     """'dlrm' (arXiv 1906.00091), 'dlrm_dcnv2' (low-rank cross, arXiv 2008.13535), or the linear baseline."""
     embedding_dim: int = Field(default=16, ge=1)
     """Columns of every table (logistic_regression always uses 1)."""
-    bottom_mlp: tuple[int, ...] = (512, 256, 64)
+    bottom_mlp: tuple[Width, ...] = (512, 256, 64)
     """Hidden widths of the bottom MLP; its last layer has embedding_dim outputs and is added."""
-    top_mlp: tuple[int, ...] = (512, 256)
+    top_mlp: tuple[Width, ...] = (512, 256)
     """Hidden widths of the top MLP; the single output is added."""
     interaction: Literal["dot", "none"] = "dot"
     """dlrm: pairwise dot products of embeddings, or none (embeddings are only concatenated)."""
@@ -148,7 +157,7 @@ class CheckpointConfig(Section):
 class RunConfig(Section):
     run_dir: Path
     """Where everything of this run goes."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Order of data, initial rows and weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """'auto' takes a GPU where torch has one."""

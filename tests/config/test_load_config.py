@@ -1,0 +1,151 @@
+"""Configs from YAML and overrides: what they become, and what an error says."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from meseta.config import RunConfig, load_config
+from meseta.spec import MesetaError
+
+SMALL = "run_dir: runs/a\ndata: {dir: data/a}\n"
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def write_text(text: str) -> Path:
+        path = tmp_path / "config.yaml"
+        path.write_text(text)
+        return path
+
+    return write_text
+
+
+def refused(path: Path, overrides: list[str], *words: str) -> None:
+    with pytest.raises(MesetaError) as caught:
+        load_config(path, overrides)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+def test_defaults(write: Any) -> None:
+    config = load_config(write(SMALL))
+    assert (config.run_dir, config.data.dir, config.seed, config.device) == (Path("runs/a"), Path("data/a"), 0, "auto")
+    assert (config.model.name, config.model.bottom_mlp, config.model.top_mlp) == ("dlrm", (512, 256, 64), (512, 256))
+    assert (config.embedding.optimizer.name, config.dense.optimizer.name) == ("rowwise_adagrad", "adam")
+    assert (config.train.batch_size, config.train.max_steps, config.plan) == (2048, None, "balanced")
+    with pytest.raises(ValidationError, match="frozen"):
+        config.seed = 3  # type: ignore[misc]
+
+
+def test_file_and_overrides(write: Any) -> None:
+    path = write(
+        SMALL
+        + "seed: 3\nmodel: {name: dlrm_dcnv2, bottom_mlp: [32, 16]}\n"
+        + "embedding: {tables: {cat_0: {optimizer: {name: adam, lr: 0.1}}}}\n"
+    )
+    overrides = [
+        "train.batch_size=4096",
+        "model.top_mlp=[8, 4]",
+        "dense.optimizer.lr=1e-3",  # text to YAML 1.1, a number to people
+        "dense.schedule.kind=polynomial",
+        "embedding.tables.cat_1.init.kind=normal",
+        "train.max_steps=",
+        "seed=4",
+        "device=cpu",
+    ]
+    config = load_config(path, overrides)
+    assert (config.seed, config.device, config.train.batch_size, config.train.max_steps) == (4, "cpu", 4096, None)
+    assert (config.model.name, config.model.bottom_mlp, config.model.top_mlp) == ("dlrm_dcnv2", (32, 16), (8, 4))
+    assert (config.dense.optimizer.lr, config.dense.schedule.kind) == (0.001, "polynomial")
+    tables = config.embedding.tables
+    assert tables["cat_0"].optimizer is not None and tables["cat_0"].optimizer.name == "adam"
+    assert tables["cat_1"].init is not None and tables["cat_1"].init.kind == "normal"
+
+
+def test_sections_with_all_keys_commented_out_are_empty(write: Any) -> None:
+    path = write(SMALL + "train:\n  # batch_size: 3\nembedding: {tables: {cat_0: }}\n")
+    config = load_config(path, ["train.epochs=2"])
+    assert (config.train.batch_size, config.train.epochs) == (2048, 2)
+    assert config.embedding.tables["cat_0"].optimizer is None
+    assert load_config(path).train.epochs == 1
+
+
+def test_plan_is_balanced_a_path_or_written_inline(write: Any) -> None:
+    assert load_config(write(SMALL), ["plan=plans/two.yaml"]).plan == Path("plans/two.yaml")
+    assert load_config(write(SMALL), ["plan=balanced"]).plan == "balanced"
+    inline = {"tables": {"cat_0": {"sharding": "row_wise"}, "*": "table_wise"}}
+    assert load_config(write(SMALL + yaml.safe_dump({"plan": inline}))).plan == inline
+    assert load_config(write(SMALL), ["plan.tables.cat_0=row_wise"]).plan == {"tables": {"cat_0": "row_wise"}}
+    for value in ("5", "[row_wise]"):
+        refused(write(SMALL), [f"plan={value}"], "key 'plan': it must be 'balanced', a path, or a mapping", "got ")
+    with pytest.raises(MesetaError) as caught:
+        load_config(write(SMALL), ["plan=5"])
+    assert str(caught.value).count("key 'plan'") == 1
+
+
+def test_a_resolved_config_reads_back(write: Any) -> None:
+    for override in ("plan=balanced", "plan=plans/two.yaml", "plan.tables.x=row_wise"):
+        config = load_config(write(SMALL), [override, "model.bottom_mlp=[7]", "embedding.tables.x.init.scale=0.5"])
+        assert load_config(write(yaml.safe_dump(config.model_dump(mode="json")))) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("sede=1", ["unknown key 'sede'", "did you mean 'seed'?"]),
+        ("train.batchsize=1", ["unknown key 'train.batchsize'", "did you mean 'batch_size'?"]),
+        ("embedding.optimizer.beta=1", ["unknown key 'embedding.optimizer.beta'", "did you mean 'beta"]),
+        ("embedding.tables.cat_0.optimzer.lr=1", ["'embedding.tables.cat_0.optimzer'", "did you mean 'optimizer'?"]),
+        ("embedding.tables.cat_0.optimizer.epz=1", ["'embedding.tables.cat_0.optimizer.epz'", "did you mean 'eps'?"]),
+        ("embedding.tables.optimizer.optimzer=1", ["did you mean 'optimizer'?"]),
+        ("dense.schedule.zebra=1", ["known are decay_start_step, decay_steps, end_factor"]),
+        ("train.batch_size=many", ["key 'train.batch_size'", "valid integer", "got 'many'"]),
+        ("train.batch_size=0", ["key 'train.batch_size'", "greater than or equal to 1", "got 0"]),
+        ("train.max_steps=2.5", ["key 'train.max_steps'", "got 2.5"]),
+        ("model.name=dlmr", ["key 'model.name'", "'dlrm', 'dlrm_dcnv2' or 'logistic_regression'", "got 'dlmr'"]),
+        ("model.bottom_mlp=5", ["key 'model.bottom_mlp': input should be a list, got 5"]),
+        ("model.bottom_mlp=[4, 0]", ["key 'model.bottom_mlp.1'", "got 0"]),
+        ("embedding.optimizer.lr=.inf", ["key 'embedding.optimizer.lr'", "finite number", "got inf"]),
+        ("dense.optimizer.weight_decay=.nan", ["key 'dense.optimizer.weight_decay'", "got nan"]),
+        ("train=3", ["key 'train': it is a section and must hold keys, got 3"]),
+        ("embedding.tables=3", ["key 'embedding.tables': input should be a mapping, got 3"]),
+        ("seed=9223372036854775808", ["key 'seed'", "less than"]),
+        ("run_dir=", ["key 'run_dir'", "got None"]),
+        ("data=", ["key 'data.dir' is missing"]),
+        ("run_dir.x=3", ["override 'run_dir.x=3': 'run_dir' holds a value, not a section"]),
+        ("seed", ["override 'seed' must look like train.batch_size=4096"]),
+        ("=3", ["override '=3' must look like"]),
+        ("seed=[1", ["override 'seed=[1': '[1' is not a YAML value"]),
+    ],
+)
+def test_bad_overrides_are_named(write: Any, override: str, words: list[str]) -> None:
+    refused(write(SMALL), [override], *words)
+
+
+def test_bad_files_are_named(write: Any, tmp_path: Path) -> None:
+    refused(tmp_path / "absent.yaml", [], "absent.yaml", "No such file")
+    refused(tmp_path, [], "Is a directory")
+    refused(write(""), [], "config.yaml", "must hold a mapping")
+    refused(write("- a\n"), [], "must hold a mapping")
+    refused(write("run_dir: [\n"), [], "is not YAML")
+    refused(write(SMALL + "seed: 1\nseed: 2\n"), [], "key 'seed' is given twice, again in line 4")
+    refused(write(SMALL + "1: 2\n"), [], "key '1'")
+    refused(write("seed: 1\n"), [], "key 'run_dir' is missing", "key 'data' is missing")
+    (tmp_path / "config.yaml").write_bytes(b"a\xff")
+    refused(tmp_path / "config.yaml", [], "not text in UTF-8")
+
+
+def test_every_key_is_documented() -> None:
+    def undocumented(section: Any, path: str) -> list[str]:
+        missing = []
+        for name, field in section.model_fields.items():
+            if hasattr(field.annotation, "model_fields"):
+                missing += undocumented(field.annotation, f"{path}{name}.")
+            elif not field.description and not (section.__doc__ or "").startswith("See "):
+                missing.append(path + name)
+        return missing
+
+    assert undocumented(RunConfig, "") == []
