@@ -51,8 +51,9 @@ docs: .venv/installed
 bench: .venv/installed
 	@for file in benchmarks/bench_*.py; do $(BIN)/python "$$file" || exit 1; done
 
+# Other data and runs are the user's own and stay.
 clean:
-	rm -rf .venv build data runs .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv build data/main-raw data/main runs/main .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 # torch comes first and alone: nothing else may choose its version or its index.
 .venv/torch: constraints.txt
