@@ -18,7 +18,6 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 # The main job: raw log -> Parquet -> trained model. A finished run is shown again, an interrupted one goes on.
 train: .venv/installed data/main/done
 	$(BIN)/meseta train examples/configs/main.yaml
-	$(BIN)/python tools/show_run.py runs/main
 
 data/main-raw/done: | .venv/installed
 	rm -rf $(@D)
