@@ -1,0 +1,96 @@
+"""`meseta data`: click logs to try things on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(help="Make click logs to try things on.", no_args_is_help=True)
+
+
+@app.callback()
+def _commands() -> None:
+    """Keeps `synth` a command of its own while it is the only one."""
+
+
+@app.command()
+def synth(
+    out: Annotated[Path, typer.Option(help="Folder to make.")],
+    rows: Annotated[str, typer.Option(help="Rows in all; 1_000_000 is read as 1000000.")] = "1_000_000",
+    files: Annotated[int, typer.Option(help="Files: day_0.tsv, day_1.tsv, ...")] = 1,
+    seed: Annotated[int, typer.Option(help="Rows, ids and teacher are a function of seed and scale.")] = 0,
+    scale: Annotated[float, typer.Option(help="Factor on the 26 Criteo cardinalities, at most 1.")] = 0.01,
+    gzip: Annotated[bool, typer.Option("--gzip", help="Write day_0.tsv.gz, ...")] = False,
+    probabilities: Annotated[
+        bool, typer.Option("--probabilities", help="Write the true probability of each row, as Parquet.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier log.")] = False,
+) -> None:
+    """Write a Criteo-shaped click log with a known teacher: raw TSV, and teacher.json with the best AUC and NE."""
+    from meseta.data.synth import ClickLog, SynthOptions, write_click_log
+
+    options = SynthOptions(
+        out=out,
+        num_rows=_number(rows),
+        num_files=files,
+        log=ClickLog(seed, scale),
+        gzip=gzip,
+        probabilities=probabilities,
+        force=force,
+    )
+    start_s = time.perf_counter()
+    with _progress_bar(options.num_rows) as on_rows:
+        teacher = write_click_log(options, on_rows)
+    _print_summary(teacher, out, time.perf_counter() - start_s)
+
+
+def _number(text: str) -> int:
+    from meseta.spec import MesetaError
+
+    try:
+        return int(text)
+    except ValueError:
+        raise MesetaError(f"data synth: --rows {text!r} must be a whole number, such as 1_000_000") from None
+
+
+@contextmanager
+def _progress_bar(num_rows: int) -> Iterator[Callable[[int], None]]:
+    """A live line on standard error: share done, rows, rows per second, time left."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("write"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.completed:>13,.0f} rows"),
+        TextColumn("{task.fields[rate]:>9,.0f} rows/s"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as bar:
+        task = bar.add_task("write", total=num_rows, rate=0.0)
+
+        def update(num_new_rows: int) -> None:
+            state = bar.tasks[task]
+            rate = (state.completed + num_new_rows) / max(state.elapsed or 0.0, 1e-3)
+            bar.update(task, advance=num_new_rows, rate=rate)
+
+        yield update
+
+
+def _print_summary(teacher: dict[str, Any], out: Path, elapsed_s: float) -> None:
+    from rich import print as show
+
+    metrics = teacher["all"]
+    num_rows = metrics["num_rows"]
+    show(f"{num_rows:,} rows in {elapsed_s:.1f} s ({num_rows / elapsed_s:,.0f} rows/s) to {out}")
+    show(f"  {len(teacher['files'])} files, {metrics['num_positives'] / num_rows:.4f} positive")
+    if metrics["auc"] is not None:
+        show(
+            f"  best reachable: AUC {metrics['auc']:.4f}, NE {metrics['ne']:.4f} (teacher.json has them for each file)"
+        )

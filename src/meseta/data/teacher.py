@@ -1,0 +1,205 @@
+"""The known teacher behind a synthetic click log: true click probabilities, and the best AUC and NE to be reached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+LOGIT_STEP = 2.0**-12
+"""True logits are multiples of this, so that counting labels per logit gives an exact AUC in bounded memory."""
+MAX_LOGIT = 16.0
+"""True logits are clipped to +-MAX_LOGIT."""
+NUM_BINS = int(2 * MAX_LOGIT / LOGIT_STEP) + 1
+
+LATENT_DIM = 4
+"""Width of the latent vector of an id."""
+MIDDLE = (0, 6, 9, 10, 12, 13, 17, 18, 23, 25)
+"""Sparse features of middling size, between which interactions are planted."""
+PAIRS = tuple(
+    (MIDDLE[i], MIDDLE[(i + step) % len(MIDDLE)], sign) for step, sign in ((1, 1), (3, -1)) for i in range(len(MIDDLE))
+)
+"""Planted interactions (feature, feature, sign): each adds or subtracts the inner product of two latent vectors."""
+DENSE_PRODUCTS = ((0, 4), (2, 6), (5, 12), (7, 10))
+"""Planted products of two dense inputs."""
+
+DENSE_STD, MAIN_STD, PAIR_STD = 0.65, 0.85, 1.15
+"""Standard deviations of the three parts of the logit."""
+CLICK_RATE = 0.25
+HEAD_IDS = 20.0
+"""The effect of the id of popularity rank r shrinks as 1 / (1 + r / HEAD_IDS): what is seen rarely matters little."""
+
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def sigmoid(logit: NDArray[np.floating]) -> NDArray[np.float64]:
+    """1 / (1 + exp(-logit)) in float64."""
+    return np.asarray(1.0 / (1.0 + np.exp(-np.asarray(logit, np.float64))))
+
+
+PROBABILITIES: NDArray[np.float64] = sigmoid((np.arange(NUM_BINS) - NUM_BINS // 2) * LOGIT_STEP)
+"""[NUM_BINS] true click probability of each logit bin."""
+
+
+def mix(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A well mixed 64-bit hash of each key: the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    x = keys + np.uint64(_GOLDEN)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class Teacher:
+    """logit = bias + dense part + one main effect per id + inner products of latent vectors over PAIRS.
+
+    Effects of an id are hashed from (seed, feature, id), so nothing is stored per id. A calibration sample fixes, per
+    seed, the mean and scale of every effect (each centred, so that a pair holds no main effect), the standard
+    deviations of the three parts and the click rate.
+    """
+
+    def __init__(self, seed: int, dense: NDArray[np.int32], ids: NDArray[np.int64]) -> None:
+        """Calibrate on `dense` [num_dense, n] and `ids` [num_sparse, n] (popularity ranks; -1: missing)."""
+        num_sparse, num_dense = len(ids), len(dense)
+        self._keys = mix(np.arange(num_sparse, dtype=np.uint64) + np.uint64(seed) * np.uint64(1_000_003))
+        coefficients = _hashed_uniforms(mix(np.arange(num_dense, dtype=np.uint64) ^ np.uint64(~seed & (2**64 - 1))))
+        self._linear, self._curved = coefficients[0], coefficients[1]
+        self._dense_mean = np.zeros(num_dense, np.float32)
+        self._dense_scale = np.ones(num_dense, np.float32)
+        for j in range(num_dense):
+            logs = _log_counts(dense[j])
+            self._dense_mean[j], self._dense_scale[j] = logs.mean(), 1.0 / max(float(logs.std()), 1e-3)
+        # One row per effect: the main effect, then the latent columns.
+        self._offsets = np.zeros((num_sparse, 1 + LATENT_DIM), np.float32)
+        self._scales = np.ones((num_sparse, 1 + LATENT_DIM), np.float32)
+        for f in range(num_sparse):
+            raw = self._effects(f, ids[f])
+            mean, mean_square = raw.mean(axis=1), raw.var(axis=1)
+            mean_square[1:] = mean_square[1:].mean()
+            self._offsets[f] = mean
+            self._scales[f] = 1.0 / np.sqrt(np.maximum(mean_square, 1e-4))
+        parts = self._parts(dense, ids)
+        self._gains = [std / max(float(part.std()), 1e-6) for std, part in zip(_STDS, parts, strict=True)]
+        self._means = [float(part.mean()) for part in parts]
+        self.bias = 0.0
+        self.bias = _solve_bias(self._logits(dense, ids), CLICK_RATE)
+
+    def bins(self, dense: NDArray[np.int32], ids: NDArray[np.int64]) -> NDArray[np.int32]:
+        """[n] the bin of each sample's logit; its probability is PROBABILITIES[bin]."""
+        logits = np.clip(self._logits(dense, ids), -MAX_LOGIT, MAX_LOGIT)
+        return np.rint(logits / LOGIT_STEP).astype(np.int32) + NUM_BINS // 2
+
+    def _logits(self, dense: NDArray[np.int32], ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        logits = np.full(dense.shape[1], self.bias, np.float32)
+        for gain, mean, part in zip(self._gains, self._means, self._parts(dense, ids), strict=True):
+            logits += np.float32(gain) * (part - np.float32(mean))
+        return logits
+
+    def _parts(self, dense: NDArray[np.int32], ids: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
+        """The three parts of the logit before gains: dense, main effects, pairs; each [n]."""
+        standard = [
+            np.clip((_log_counts(column) - mean) * scale, -2.5, 2.5)
+            for column, mean, scale in zip(dense, self._dense_mean, self._dense_scale, strict=True)
+        ]
+        dense_part = np.zeros(dense.shape[1], np.float32)
+        for x, linear, curved in zip(standard, self._linear, self._curved, strict=True):
+            dense_part += x * (linear + np.float32(0.5) * curved * x)
+        for a, b in DENSE_PRODUCTS:
+            dense_part += standard[a] * standard[b]
+        main_part = np.zeros_like(dense_part)
+        latents: dict[int, NDArray[np.float32]] = {}
+        for f, column in enumerate(ids):
+            effects = (self._effects(f, column) - self._offsets[f][:, None]) * self._scales[f][:, None]
+            main_part += effects[0]
+            if f in MIDDLE:
+                latents[f] = effects[1:]
+        pair_part = np.zeros_like(dense_part)
+        for f, g, sign in PAIRS:
+            for a, b in zip(latents[f], latents[g], strict=True):
+                pair_part += np.float32(sign) * a * b
+        return dense_part, main_part, pair_part
+
+    def _effects(self, feature: int, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """[1 + LATENT_DIM, n] main effect and latent vector of each id, before centring; -1 is an id like any other."""
+        hashed = mix(ids.view(np.uint64) * np.uint64(_GOLDEN) + self._keys[feature])
+        size = np.float32(1.0) / (np.float32(1.0) + np.maximum(ids, 0).astype(np.float32) / np.float32(HEAD_IDS))
+        effects = _hashed_uniforms(hashed)[: 1 + LATENT_DIM]
+        effects *= size
+        return effects
+
+
+_STDS = (DENSE_STD, MAIN_STD, PAIR_STD)
+
+
+def _hashed_uniforms(hashed: NDArray[np.uint64]) -> NDArray[np.float32]:
+    """[8, n] uniforms of mean 0 and variance 1 from the eight bytes of each hash."""
+    parts = hashed.astype("<u8", copy=False).view(np.uint8).reshape(-1, 8).T.astype(np.float32)
+    return np.asarray((parts - np.float32(127.5)) * np.float32(3**0.5 / 128), np.float32)
+
+
+def _log_counts(column: NDArray[np.int32]) -> NDArray[np.float32]:
+    """log(1 + x), as `meseta prepare` sees a count: missing (the smallest int32) and negative values count as 0."""
+    return np.log1p(np.maximum(column, 0).astype(np.float32))
+
+
+def _solve_bias(logits: NDArray[np.float32], rate: float) -> float:
+    """The bias at which the mean probability is `rate`, by bisection."""
+    low, high = -30.0, 30.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sigmoid(logits + middle).mean() < rate else (low, middle)
+    return low
+
+
+@dataclass
+class Tally:
+    """Labels counted per logit bin; from it, AUC, logloss and NE of the true probabilities, exact for these rows."""
+
+    negatives: NDArray[np.int64]
+    positives: NDArray[np.int64]
+
+    @classmethod
+    def empty(cls) -> Tally:
+        return cls(np.zeros(NUM_BINS, np.int64), np.zeros(NUM_BINS, np.int64))
+
+    def add(self, bins: NDArray[np.int32], labels: NDArray[np.int8]) -> None:
+        """Count samples by their bin [n] and label [n] (0 or 1)."""
+        counts = np.bincount(bins * 2 + labels, minlength=2 * NUM_BINS).reshape(NUM_BINS, 2)
+        self.negatives += counts[:, 0]
+        self.positives += counts[:, 1]
+
+    def merge(self, other: Tally) -> None:
+        """Add the counts of `other`."""
+        self.negatives += other.negatives
+        self.positives += other.positives
+
+    def summary(self) -> dict[str, float | int | None]:
+        """Metrics of the teacher on these rows, and (`expected_*`) over all labels that these rows could have had.
+
+        None where a metric is undefined, as AUC and NE are when all labels are equal.
+        """
+        num_rows = self.negatives + self.positives
+        actual = _metrics(self.negatives.astype(np.float64), self.positives.astype(np.float64))
+        expected = _metrics(num_rows * (1 - PROBABILITIES), num_rows * PROBABILITIES)
+        return {
+            "num_rows": int(num_rows.sum()),
+            "num_positives": int(self.positives.sum()),
+            **actual,
+            **{f"expected_{name}": value for name, value in expected.items()},
+        }
+
+
+def _metrics(negatives: NDArray[np.float64], positives: NDArray[np.float64]) -> dict[str, float | None]:
+    """AUC (ties count half), logloss, and NE (logloss over the entropy of the base rate), from weights per bin."""
+    num_negatives, num_positives = float(negatives.sum()), float(positives.sum())
+    num_rows = num_negatives + num_positives
+    if num_rows == 0:
+        return {"auc": None, "ne": None, "logloss": None}
+    logloss = -float(positives @ np.log(PROBABILITIES) + negatives @ np.log1p(-PROBABILITIES)) / num_rows
+    if num_negatives == 0 or num_positives == 0:
+        return {"auc": None, "ne": None, "logloss": logloss}
+    below = np.cumsum(negatives) - negatives
+    auc = float(positives @ (below + negatives / 2)) / (num_negatives * num_positives)
+    rate = num_positives / num_rows
+    entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate))
+    return {"auc": auc, "ne": logloss / float(entropy), "logloss": logloss}
