@@ -12,7 +12,7 @@ from meseta.train.report.markup import label, number, picture, tag, text
 from meseta.train.report.record import ReliabilityPoint
 
 WIDTH, HEIGHT = 340, 210
-LEFT, RIGHT, TOP, BOTTOM = 44, 56, 12, 30
+LEFT, RIGHT, TOP, BOTTOM = 44, 64, 12, 30
 MAX_POINTS = 400
 LABEL_HEIGHT = 13
 

@@ -125,10 +125,11 @@ def tiles(record: RunRecord) -> list[Tile]:
 
 
 def final_evaluation(record: RunRecord) -> EvalLine | None:
-    """The summary's, or the last one of the metrics."""
+    """The summary's, or the last one of the metrics, if there is one of the test split."""
     if record.summary and record.summary.test:
         return record.summary.test
-    return record.evals[-1] if record.evals else None
+    candidates = [line for line in record.evals if line.split == "test"] or record.evals
+    return candidates[-1] if candidates else None
 
 
 def _teacher(record: RunRecord, figure: str) -> str:

@@ -40,6 +40,8 @@ class TrainLine(Entry):
 
 
 class ReliabilityPoint(Entry):
+    """One bin of a reliability curve."""
+
     mean_prediction: float
     mean_label: float
     num_samples: Count
@@ -61,6 +63,8 @@ class EvalLine(Entry):
 
 
 class Reuse(Entry):
+    """Shares of rows and of lookups by uses of a row in a window: bin i is (edges[i], edges[i + 1]], the last open."""
+
     window_samples: Count
     edges: list[Count]
     rows: list[float]
@@ -68,6 +72,8 @@ class Reuse(Entry):
 
 
 class Statistics(Entry):
+    """What `meseta prepare` counted for one sparse feature."""
+
     num_rows: Count | None = None
     num_lookups: Count | None = None
     num_uniques: Count | None = None
@@ -76,6 +82,8 @@ class Statistics(Entry):
 
 
 class SparseFeature(Entry):
+    """One sparse feature of the dataset."""
+
     name: str
     num_embeddings: Count
     encoding: str = ""
@@ -85,6 +93,8 @@ class SparseFeature(Entry):
 
 
 class DenseFeature(Entry):
+    """One dense feature and how it was filled and standardised."""
+
     name: str
     fill: float | None = None
     mean: float | None = None
@@ -92,17 +102,23 @@ class DenseFeature(Entry):
 
 
 class Split(Entry):
+    """Rows and labels of one split."""
+
     num_rows: Count
     num_positives: Count | None = None
 
 
 class Dataset(Entry):
+    """The part of dataset.json that the page shows."""
+
     dense: list[DenseFeature] = []
     sparse: list[SparseFeature] = []
     splits: dict[str, Split] = {}
 
 
 class PlanShard(Entry):
+    """One placed piece of a table, rows and columns as [first, after the last)."""
+
     rows: tuple[Count, Count]
     columns: tuple[Count, Count]
     ranks: list[Count]
@@ -117,22 +133,30 @@ class PlanShard(Entry):
 
 
 class PlanTable(Entry):
+    """The pieces of one table."""
+
     sharding: str
     cost: float = 0.0
     shards: list[PlanShard] = []
 
 
 class PlanRecord(Entry):
+    """plan.json, read leniently: a plan that is wrong is drawn, not refused."""
+
     num_ranks: Count
     tables: dict[str, PlanTable]
 
 
 class Teacher(Entry):
+    """The best figures that synthetic data allows."""
+
     auc: float | None = None
     ne: float | None = None
 
 
 class Summary(Entry):
+    """What a run leaves when it has ended."""
+
     test: EvalLine | None = None
     teacher: Teacher | None = None
     num_steps: Count | None = None
