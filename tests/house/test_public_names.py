@@ -24,6 +24,7 @@ PUBLIC = {
     "meseta.jagged": "Embeddings JaggedTensor KeyedJaggedTensor KeyedTensor",
     "meseta.models": "DLRM DLRMDCNv2 LogisticRegression make_model wanted_embedding_dim",
     "meseta.optim": "make_row_optimizer",
+    "meseta.pipeline": "StageTimes Step TrainStep",
     "meseta.planner": "balanced_plan",
     "meseta.spec": """
         COLUMN_BLOCK FeatureSpec IdPolicy InitSpec MesetaError OptimizerSpec Plan Pooling Shard ShardingType
