@@ -35,7 +35,8 @@ def of_tensors(tensors: Mapping[str, Tensor]) -> str:
     for name, tensor in sorted(tensors.items()):
         head = [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
         digest.update(of_json(head).encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        if tensor.numel():  # an empty tensor may have no stride to view bytes by
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -96,7 +96,7 @@ def _check_tables(path: Path, manifest: Mapping[str, Any], held: set[str], shard
     for name in sorted(held ^ set(manifest["tables"])):
         missing, there = ("checkpoint", manifest["tables"]) if name in held else ("model", held)
         raise MesetaError(
-            f"{where}: table {name!r} is missing in the {missing}, which has {', '.join(sorted(there)) or 'no tables'}; "
+            f"{where}: table {name!r} is missing in the {missing}, which has {', '.join(sorted(there)) or 'none'}; "
             "give model and checkpoint the same tables, or start without this checkpoint"
         )
     for piece in shards:

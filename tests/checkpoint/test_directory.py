@@ -1,0 +1,167 @@
+"""A process that dies at any moment leaves the old or the new checkpoint; names, pruning and cleaning up."""
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from checkpoint.saver import load_version, save_for_ever, save_version, tables_of
+from checkpoint.simulated import assert_holds
+from meseta.checkpoint import latest, layout, prune, verify
+from meseta.spec import MesetaError
+from sampling import sample
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "BLOCK_BYTES", 16_384)
+
+
+def check_latest(parent: Path, at_least: int) -> int:
+    """The newest checkpoint is whole and not older than what was reported as saved; returns its version."""
+    path = latest(parent)
+    assert path is not None
+    version, shards = load_version(path)
+    assert version >= at_least
+    assert_holds(shards, tables_of(version))
+    return version
+
+
+def test_kill_9_while_saving(tmp_path: Path) -> None:
+    """Six moments; after each, the next process goes on in the same directory, with what the last one left there."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["checkpoint.saver"])
+    rng = random.Random(0)
+    saved = -1
+    for _ in range(6):
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=save_for_ever, args=(tmp_path, saved + 1, there))
+        process.start()
+        there.close()
+        assert here.poll(60), "the first checkpoint took longer than 60 s"
+        time.sleep(rng.uniform(0.0, 0.3))
+        process.kill()
+        process.join()
+        with suppress(EOFError):
+            while True:
+                saved = here.recv()
+        saved = check_latest(tmp_path, at_least=saved)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing that the process does afterwards reaches the disk."""
+
+
+class Fuse:
+    """Lets `left` changes of the file system happen and refuses every later one."""
+
+    left: int | None = None
+    burnt = False
+    events = frozenset({"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir"})
+
+    def hook(self, event: str, _: tuple) -> None:
+        if self.left is not None and event in self.events:
+            self.burnt = self.burnt or self.left == 0
+            if self.burnt:
+                raise Killed
+            self.left -= 1
+
+    @contextmanager
+    def lit(self, left: int) -> Iterator[None]:
+        self.left, self.burnt = left, False
+        try:
+            yield
+        finally:
+            self.left = None
+
+
+FUSE = Fuse()
+sys.addaudithook(FUSE.hook)
+
+
+@pytest.mark.parametrize("first", sample(range(4), k=1, seed=0))
+def test_death_at_every_change_of_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+    """Replace a step, add the next one, delete the older: dead before the n-th change, for every fourth n."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # the page cache outlives a process
+    save_version(tmp_path / "start", 0)
+    for left in range(first, 1000, 4):
+        parent = tmp_path / str(left)
+        shutil.copytree(tmp_path / "start", parent)
+        done = 0
+        with suppress(Killed), FUSE.lit(left):
+            for version in (1, 2):
+                save_version(parent, version)
+                done = version
+            prune(parent, keep_last=1)
+        assert check_latest(parent, at_least=done) <= done + 1
+        save_version(parent, 4)
+        assert not list(parent.glob(".*"))
+        for path in parent.iterdir():
+            verify(path)
+        if not FUSE.burnt:
+            break
+        shutil.rmtree(parent)
+    assert left > 40
+
+
+def test_latest_of_nothing(tmp_path: Path) -> None:
+    assert latest(tmp_path / "missing") is None
+    assert latest(tmp_path) is None
+    (tmp_path / "step-000000007").mkdir()
+    (tmp_path / "step-x").mkdir()
+    (tmp_path / "file").write_text("")
+    assert latest(tmp_path) is None
+
+
+def test_latest_counts_steps_and_passes_over_what_is_incomplete(tmp_path: Path) -> None:
+    for version in (2, 20, 200):
+        save_version(tmp_path, version)
+    assert latest(tmp_path) == tmp_path / "step-000000100"
+    os.truncate(tmp_path / "step-000000100" / "dense.safetensors", 1)
+    assert latest(tmp_path) == tmp_path / "step-000000010"
+    next((tmp_path / "step-000000010").rglob("*.arrow")).unlink()
+    assert latest(tmp_path) == tmp_path / "step-000000001"
+    os.rename(tmp_path / "step-000000001", tmp_path / ".tmp-step-000000001")
+    assert latest(tmp_path) is None
+
+
+def test_steps_of_ten_digits_come_last(tmp_path: Path) -> None:
+    for step in (999_999_999, 1_000_000_000):
+        save_version(tmp_path, 2 * step)
+    assert latest(tmp_path) == tmp_path / "step-1000000000"
+
+
+def test_latest_does_not_go_back_behind_a_newer_format(tmp_path: Path) -> None:
+    save_version(tmp_path, 2)
+    save_version(tmp_path, 4)
+    manifest = tmp_path / "step-000000002" / "manifest.json"
+    manifest.write_text(json.dumps({"format": "meseta.checkpoint/2"}))
+    with pytest.raises(MesetaError, match=r"has the format 'meseta.checkpoint/2'"):
+        load_version(latest(tmp_path))
+
+
+def test_prune_keeps_the_newest_that_are_whole(tmp_path: Path) -> None:
+    for version in (2, 4, 6, 8):
+        save_version(tmp_path, version)
+    os.truncate(tmp_path / "step-000000004" / "dense.safetensors", 1)
+    assert prune(tmp_path, keep_last=2) == [tmp_path / "step-000000001"]
+    assert prune(tmp_path, keep_last=2) == []
+    assert [path.name[-1] for path in sorted(tmp_path.iterdir())] == ["2", "3", "4"]
+    assert prune(tmp_path / "missing", keep_last=1) == []
+    with pytest.raises(MesetaError, match="keep_last must be at least 1, got 0"):
+        prune(tmp_path, keep_last=0)
+
+
+def test_one_step_saved_twice(tmp_path: Path) -> None:
+    save_version(tmp_path, 2)
+    save_version(tmp_path, 3)
+    assert check_latest(tmp_path, at_least=3) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"]
