@@ -51,8 +51,8 @@ def _intro(record: RunRecord, total_ms: float) -> str:
     if summary and summary.num_steps and summary.train_s is not None and drawable(summary.train_s):
         whole_ms = 1000.0 * summary.train_s / summary.num_steps
         intro += (
-            f" Over the whole run, evaluation and checkpoints included, "
-            f"a step took {whole_ms:.3g} ms ({count(summary.num_steps)} steps)."
+            f" Over the whole run a step took {whole_ms:.3g} ms ({count(summary.num_steps)} steps, "
+            "evaluation and checkpoints left out)."
         )
     return intro
 
