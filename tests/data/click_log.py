@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-
-from meseta.data.hash_categories.reference import xxh64
+from xxhash import xxh64_intdigest as xxh64
 
 DENSE = [f"int_{i}" for i in range(13)]
 SPARSE = [f"cat_{i}" for i in range(26)]

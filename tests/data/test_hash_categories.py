@@ -9,8 +9,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meseta.data.hash_categories import feature_seed, hash_categories, hash_to_rows
-from meseta.data.hash_categories import reference
+from meseta.data.hash_categories import feature_seed, hash_categories, hash_to_rows, reference
 from meseta.spec import MesetaError
 
 SEEDS = st.integers(0, 2**64 - 1)

@@ -1,17 +1,21 @@
 """`prepare` of Criteo logs against a plain Python reading of the same lines."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from data.click_log import DENSE, SPARSE, Oracle, make_lines, read_split, reuse_shares, write_tsv
 
+from data.click_log import DENSE, SPARSE, Oracle, make_lines, read_split, reuse_shares, write_tsv
 from meseta.data import Dataset, sources
 from meseta.data.counter import random_words
 from meseta.data.prepare import PrepareOptions, prepare
 
 REAL_ROWS = Path(__file__).parents[3] / "shared" / "data" / "criteo_1tb_day0_head.tsv"
-TEACHER = '{"files": {"a.tsv": {"auc": 0.8, "ne": 0.7}, "b.tsv": {"auc": 0.81, "ne": 0.71}}, "all": {"auc": 0.82, "ne": 0.72}}'
+TEACHER = {
+    "files": {"a.tsv": {"auc": 0.8, "ne": 0.7}, "b.tsv": {"auc": 0.81, "ne": 0.71}},
+    "all": {"auc": 0.82, "ne": 0.72},
+}
 
 
 def check_split(folder: Path, split: str, oracle: Oracle) -> None:
@@ -122,7 +126,7 @@ def test_progress_reaches_the_end(tmp_path: Path) -> None:
 def test_teacher_is_copied_where_it_covers_the_test_split(tmp_path: Path) -> None:
     for name in ("a.tsv", "b.tsv"):
         write_tsv(tmp_path / name, make_lines(50))
-    (tmp_path / "teacher.json").write_text(TEACHER)
+    (tmp_path / "teacher.json").write_text(json.dumps(TEACHER))
     both = [f"{tmp_path}/*.tsv"]
     by_file = prepare(PrepareOptions(sources=both, test_files=[f"{tmp_path}/b.tsv"], out=tmp_path / "file"))
     by_fraction = prepare(PrepareOptions(sources=both, out=tmp_path / "fraction"))

@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data.click_log import make_lines, write_tsv
 
+from data.click_log import make_lines, write_tsv
 from meseta.data import sources
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.spec import MesetaError

@@ -1,0 +1,144 @@
+"""`prepare` of Parquet files: columns by name, lists, weights, kinds of categories, errors that name the row."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from xxhash import xxh64_intdigest
+
+from data.click_log import read_split, reuse_shares
+from meseta.data import Dataset, Reader, ReaderOptions
+from meseta.data.prepare import PrepareOptions, prepare
+from meseta.spec import MesetaError
+
+NUM_ROWS = 200
+
+
+def columns() -> dict[str, Any]:
+    draw = np.random.default_rng(0)
+    bags = [[f"v{i}" for i in draw.integers(0, 30, size)] for size in draw.integers(0, 6, NUM_ROWS)]
+    return {
+        "click": draw.random(NUM_ROWS) < 0.3,
+        "price": pa.array(draw.normal(3, 5, NUM_ROWS), mask=draw.random(NUM_ROWS) < 0.2),
+        "age": pa.array(draw.integers(-2, 90, NUM_ROWS), pa.int16()),
+        "city": pa.array([f"city {i}" for i in draw.integers(0, 9, NUM_ROWS)]).dictionary_encode(),
+        "item": pa.array(draw.integers(-5, 10**12, NUM_ROWS), mask=draw.random(NUM_ROWS) < 0.1),
+        "history": pa.array([None if len(b) == 5 else b for b in bags], pa.list_(pa.string())),
+        "basket": pa.array([[len(v) * 7 for v in b] for b in bags], pa.large_list(pa.int64())),
+        "basket.weight": pa.array([[float(k) for k, _ in enumerate(b)] for b in bags], pa.list_(pa.float64())),
+    }
+
+
+def run(tmp_path: Path, table: dict[str, Any], **options: Any) -> Dataset:
+    pq.write_table(pa.table(table), tmp_path / "log.parquet")
+    given = {"label": "click", "test_fraction": 0.0, "hash_rows": 500, "out": tmp_path / "out", **options}
+    return prepare(PrepareOptions(sources=[f"{tmp_path}/log.parquet"], **given))
+
+
+def hashed(feature: str, value: object) -> int:
+    text = "" if value is None else str(value)
+    return xxh64_intdigest(text.encode(), xxh64_intdigest(feature.encode(), 0)) * 500 >> 64
+
+
+def test_columns_by_name(tmp_path: Path) -> None:
+    source = columns()
+    dataset = run(tmp_path, source, sparse=["item", "city", "basket", "history"])
+    table = read_split(tmp_path / "out", "train")
+    assert [d.name for d in dataset.dense] == ["price", "age"]
+    assert [(s.name, s.multi_valued, s.weighted) for s in dataset.sparse] == [
+        ("item", False, False),
+        ("city", False, False),
+        ("basket", True, True),
+        ("history", True, False),
+    ]
+    assert table.column("label").to_pylist() == source["click"].astype(float).tolist()
+    for name in ("price", "age"):
+        values = np.log1p([max(v or 0, 0) for v in source[name].to_pylist()])
+        expected = (values - values.mean()) / values.std()
+        np.testing.assert_allclose(table.column(name).to_numpy(), expected, rtol=1e-5, atol=1e-6)
+    for name in ("item", "city"):
+        assert table.column(name).to_pylist() == [hashed(name, v) for v in source[name].to_pylist()]
+    for name in ("basket", "history"):
+        assert table.column(name).to_pylist() == [[hashed(name, v) for v in b or []] for b in source[name].to_pylist()]
+    assert table.column("basket.weight").to_pylist() == source["basket.weight"].to_pylist()
+
+
+def test_statistics_of_lists(tmp_path: Path) -> None:
+    source = columns()
+    found = run(tmp_path, source, sparse=["history"]).sparse[0].statistics
+    bags = [[hashed("history", v) for v in b or []] for b in source["history"].to_pylist()]
+    rows, lookups = reuse_shares(bags)
+    num_lookups = sum(map(len, bags))
+    assert (found.num_rows, found.num_lookups) == (NUM_ROWS, num_lookups)
+    assert found.mean_pooling_factor == num_lookups / NUM_ROWS
+    assert found.num_uniques == len({i for b in bags for i in b})
+    np.testing.assert_allclose(found.reuse.rows, rows)
+    np.testing.assert_allclose(found.reuse.lookups, lookups)
+
+
+def test_defaults_take_numbers_as_dense_and_the_rest_as_sparse(tmp_path: Path) -> None:
+    dataset = run(tmp_path, columns())
+    assert [d.name for d in dataset.dense] == ["price", "age", "item"]
+    assert [s.name for s in dataset.sparse] == ["city", "history", "basket"]
+
+
+def test_vocabulary_of_lists(tmp_path: Path) -> None:
+    dataset = run(tmp_path, columns(), sparse=["history", "item"], vocabulary=True, min_count=2, test_fraction=0.3)
+    history = read_split(tmp_path / "out", "train").column("history").to_pylist()
+    counts = pq.read_table(tmp_path / "out" / "vocabulary" / "history.parquet").column("count").to_pylist()
+    found = np.bincount([i for b in history for i in b], minlength=dataset.sparse[0].num_embeddings)
+    assert found.tolist() == counts
+    assert dataset.sparse[1].num_embeddings == 2  # items hardly repeat; only the missing ones are frequent
+
+
+def test_the_reader_takes_it_from_here(tmp_path: Path) -> None:
+    dataset = run(tmp_path, columns(), sparse=["item", "history", "basket"], test_fraction=0.5)
+    table = read_split(tmp_path / "out", "test")
+    (batch,) = Reader(dataset, "test", ReaderOptions(batch_size=1000)).epoch()
+    assert batch.sparse.keys == ("item", "history", "basket")
+    for name in ("history", "basket"):
+        bags = table.column(name).to_pylist()
+        assert batch.sparse[name].lengths.tolist() == [len(b) for b in bags]
+        assert batch.sparse[name].values.tolist() == [i for b in bags for i in b]
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        ("click", [0.0, 1.5], r"row 2, column 'click': label 1.5 is outside 0..1"),
+        ("click", [0.0, None], r"row 2, column 'click': label nan is outside 0..1 or missing"),
+        ("click", ["0", "1"], "column 'click' must be a number, but is string"),
+        ("price", [1.0, float("inf")], "row 2, column 'price': the value is infinite"),
+        ("bag.weight", [[1.0], [1.0, 2.0]], r"row 2, column 'bag.weight': a list must be as long as that of 'bag'"),
+        ("bag.weight", [[1.0], [None]], r"row 2, column 'bag.weight': a weight is missing or not finite"),
+        ("bag.weight", [1.0, 2.0], "'bag.weight' must hold lists of numbers, but is double"),
+        ("bag", [[1.5], [2.5]], "column 'bag' must hold strings, integers or lists of them"),
+    ],
+)
+def test_bad_values_are_named(tmp_path: Path, column: str, values: list[Any], message: str) -> None:
+    table = {"click": [0.0, 1.0], "price": [1.0, 2.0], "bag": [[1], [2]], "bag.weight": [[1.0], [1.0]]}
+    with pytest.raises(MesetaError, match=message):
+        run(tmp_path, {**table, column: values})
+    assert not (tmp_path / "out").exists()
+
+
+def test_unknown_columns_are_named(tmp_path: Path) -> None:
+    table = {"click": [0.0, 1.0], "price": [1.0, 2.0]}
+    with pytest.raises(MesetaError, match="no column 'prize'; did you mean 'price'"):
+        run(tmp_path, table, dense=["prize"])
+    with pytest.raises(MesetaError, match="no column 'label'"):
+        run(tmp_path, table, label="label")
+    with pytest.raises(MesetaError, match="'price' is used twice"):
+        run(tmp_path, table, dense=["price", "price"])
+    with pytest.raises(MesetaError, match="has no feature beside the label"):
+        run(tmp_path, {"click": [0.0, 1.0]})
+
+
+def test_files_with_other_columns_are_named(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"label": [0.0], "a": [1.0]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"label": [0.0], "a": [1.0], "b": ["x"]}), tmp_path / "b.parquet")
+    with pytest.raises(MesetaError, match=r"b.parquet' has other columns than .*it has 'b' besides"):
+        prepare(PrepareOptions(sources=[f"{tmp_path}/*.parquet"], out=tmp_path / "out"))
