@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -17,11 +18,31 @@ def _offsets(lengths: Tensor) -> Tensor:
     return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0, dtype=torch.int64)])
 
 
-@dataclass(frozen=True)
+def _check_types(kjt: KeyedJaggedTensor) -> None:
+    """Raise MesetaError for tensors of the wrong type, and on the CPU, where it costs no sync, for wrong lengths."""
+    for name, tensor in (("values", kjt.values), ("lengths", kjt.lengths)):
+        if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
+            raise MesetaError(
+                f"KeyedJaggedTensor: {name} must be a 1-d tensor of int32 or int64, got {tensor.dtype} "
+                f"of shape {list(tensor.shape)}"
+            )
+    if kjt.weights is not None and not kjt.weights.is_floating_point():
+        raise MesetaError(f"KeyedJaggedTensor: weights must be floating-point numbers, got {kjt.weights.dtype}")
+    if kjt.lengths.device.type == "cpu":
+        if (kjt.lengths < 0).any():
+            raise MesetaError("KeyedJaggedTensor: a length is negative; lengths count the ids of each (key, sample)")
+        num_ids = int(kjt.lengths.sum())
+        if num_ids != kjt.values.numel():
+            raise MesetaError(
+                f"KeyedJaggedTensor: the lengths add up to {num_ids}, but there are {kjt.values.numel()} values"
+            )
+
+
+@dataclass(frozen=True, eq=False)
 class JaggedTensor:
     """Values of one feature, `lengths[b]` of them for sample b, one sample after the other."""
 
-    values: Shaped[Tensor, "nnz *D"]
+    values: Shaped[Tensor, "nnz *D"]  # noqa: F821
     """Ids [nnz], or one row per id [nnz, D]."""
     lengths: Int[Tensor, " B"]
     """How many values each sample has."""
@@ -34,7 +55,7 @@ class JaggedTensor:
         return _offsets(self.lengths)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KeyedJaggedTensor:
     """Ids of F features for B samples; feature-major: all samples of the first key, then of the second.
 
@@ -63,6 +84,10 @@ class KeyedJaggedTensor:
                     "give one length per (key, sample), or batch_sizes"
                 )
             object.__setattr__(self, "batch_sizes", (self.lengths.numel() // num_keys,) * len(self.keys))
+        object.__setattr__(self, "keys", tuple(self.keys))
+        object.__setattr__(self, "batch_sizes", tuple(self.batch_sizes))
+        if len(set(self.keys)) != len(self.keys):
+            raise MesetaError(f"KeyedJaggedTensor: keys {list(self.keys)} name a feature twice; keys must be unique")
         if len(self.batch_sizes) != len(self.keys) or sum(self.batch_sizes) != self.lengths.numel():
             raise MesetaError(
                 f"KeyedJaggedTensor: batch_sizes {list(self.batch_sizes)} do not fit {len(self.keys)} keys "
@@ -73,11 +98,15 @@ class KeyedJaggedTensor:
                 f"KeyedJaggedTensor: {self.weights.numel()} weights for {self.values.numel()} values; "
                 "give one per value"
             )
+        _check_types(self)
 
     @staticmethod
     def from_lists(samples: Mapping[str, Sequence[Sequence[int]]]) -> KeyedJaggedTensor:
         """Small batches by hand: `from_lists({"a": [[10, 11], []], "b": [[20], [21]]})`."""
         bags = [bag for feature in samples.values() for bag in feature]
+        for value in (value for bag in bags for value in bag):
+            if not isinstance(value, Integral):
+                raise MesetaError(f"KeyedJaggedTensor.from_lists: ids must be whole numbers, got {value!r}")
         return KeyedJaggedTensor(
             keys=tuple(samples),
             values=torch.tensor([i for bag in bags for i in bag], dtype=torch.int64),
@@ -123,12 +152,13 @@ class KeyedJaggedTensor:
         if tuple(keys) == self.keys:
             return self
         parts = [self[key] for key in keys]
-        weights = None if self.weights is None else torch.cat([w for p in parts if (w := p.weights) is not None])
+        weights = [part.weights for part in parts if part.weights is not None]
+        # An empty piece in front, so that no keys at all give empty tensors of the right type.
         return KeyedJaggedTensor(
             keys=tuple(keys),
-            values=torch.cat([p.values for p in parts]),
-            lengths=torch.cat([p.lengths for p in parts]),
-            weights=weights,
+            values=torch.cat([self.values[:0], *(part.values for part in parts)]),
+            lengths=torch.cat([self.lengths[:0], *(part.lengths for part in parts)]),
+            weights=None if self.weights is None else torch.cat([self.weights[:0], *weights]),
             batch_sizes=tuple(p.lengths.numel() for p in parts),
         )
 

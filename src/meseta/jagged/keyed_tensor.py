@@ -12,7 +12,7 @@ from meseta.jagged.shapes import Float
 from meseta.spec import MesetaError, nearest
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KeyedTensor:
     """Pooled features side by side: feature `keys[f]` holds `dims[f]` columns."""
 
@@ -32,7 +32,7 @@ class KeyedTensor:
         return self.values[:, start : start + self.dims[index]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Embeddings:
     """Output of an embedding collection: `out["feature"]` is [B, D] when pooled, a JaggedTensor of rows when not."""
 
@@ -42,4 +42,8 @@ class Embeddings:
     """Features with pooling 'none': one row [D] per id."""
 
     def __getitem__(self, key: str) -> Tensor | JaggedTensor:
-        return self.rows[key] if key in self.rows else self.pooled[key]
+        if key in self.rows:
+            return self.rows[key]
+        if key not in self.pooled.keys:
+            raise MesetaError(f"Embeddings: no feature {key!r}; {nearest(key, [*self.pooled.keys, *self.rows])}")
+        return self.pooled[key]
