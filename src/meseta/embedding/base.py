@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from meseta.jagged import KeyedJaggedTensor
+from meseta.jagged import Embeddings, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meseta.ops.id_policy import CheckedIds, apply_id_policy
 from meseta.ops.row_optimizer import Hyper
 from meseta.spec import FeatureSpec, MesetaError, TableSpec, check_features
@@ -23,6 +24,7 @@ class UpdateInBackward(torch.autograd.Function):
         return tuple(lookup())
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
         ctx.update(*gradients)
         return None, None, None
@@ -34,6 +36,8 @@ class Collection(nn.Module):
     def __init__(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec], seed: int) -> None:
         super().__init__()
         check_features(tables, features)
+        if not features:
+            raise MesetaError("a collection needs at least one feature; give FeatureSpec(name=..., table=...)")
         dtypes = {table.dtype for table in tables}
         if len(dtypes) != 1:
             raise MesetaError(f"tables of one collection must have one dtype, got {sorted(dtypes) or 'no table'}")
@@ -67,6 +71,11 @@ class Collection(nn.Module):
                     f"feature {feature.name!r} is weighted, but the batch has no weights; "
                     "give KeyedJaggedTensor(weights=...), or set weighted=False"
                 )
+            if feature.weighted and kjt.weights is not None and kjt.weights.requires_grad:
+                raise MesetaError(
+                    f"feature {feature.name!r}: its weights require a gradient, which a lookup does not give; "
+                    "detach them, or set pooling='none' and apply them to the returned rows"
+                )
         rows = [self._table[feature.table].num_embeddings for feature in self.features]
         checked = apply_id_policy(kjt, rows, [feature.id_policy for feature in self.features])
         self.num_outside = checked.num_outside if self.num_outside is None else self.num_outside + checked.num_outside
@@ -80,6 +89,16 @@ class Collection(nn.Module):
             f"table {spec.table!r}: id {row} from feature {spec.name!r}, sample {sample}, is outside 0..{limit - 1}; "
             "set id_policy='hash' ('drop', 'clamp'), enlarge num_embeddings, or fix the data"
         )
+
+    def embeddings(self, ids: KeyedJaggedTensor, pooled: Tensor, rows: Sequence[Tensor]) -> Embeddings:
+        """Names for the outputs: pooled [B, sum of D] and the rows of each unpooled feature [nnz_f, D]."""
+        dims = tuple(self._table[f.table].embedding_dim for f in self.pooled_features)
+        keyed = KeyedTensor(keys=tuple(f.name for f in self.pooled_features), dims=dims, values=pooled)
+        jagged = {
+            f.name: JaggedTensor(values=values, lengths=ids[f.name].lengths)
+            for f, values in zip(self.row_features, rows, strict=True)
+        }
+        return Embeddings(pooled=keyed, rows=jagged)
 
     def divide_means(self, pooled: Tensor, lengths: Tensor) -> Tensor:
         """Divide the columns of mean-pooled features of `pooled` [B, sum of D] by the number of ids, in place.

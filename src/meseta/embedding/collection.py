@@ -10,7 +10,8 @@ from torch import Tensor
 
 from meseta.embedding.base import Collection, UpdateInBackward
 from meseta.embedding.update import Contribution, sum_contributions, update_rows
-from meseta.jagged import Embeddings, JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from meseta.jagged import Embeddings, KeyedJaggedTensor
+from meseta.ops.id_policy import CheckedIds
 from meseta.ops.pooled_lookup import pooled_lookup
 from meseta.optim import make_row_optimizer
 from meseta.spec import FeatureSpec, Plan, Shard, ShardingType, TablePlan, TableSpec
@@ -73,25 +74,30 @@ class EmbeddingBagCollection(Collection):
         """B_local / B_global."""
         return 1.0
 
-    def forward(self, kjt: KeyedJaggedTensor) -> Embeddings:
-        """Rows for the ids of `kjt` (which may hold other features too): pooled [B, sum of D] and unpooled [nnz_f,
+    def forward(self, sparse: KeyedJaggedTensor | CheckedIds) -> Embeddings:
+        """Rows for the ids (of a batch that may hold other features too): pooled [B, sum of D] and unpooled [nnz_f,
         D]."""
-        checked = self.check_ids(kjt)
-        feature, sample, row = checked.first_error.tolist()
+        return self.finish(sparse if isinstance(sparse, CheckedIds) else self.exchange(self.start(sparse)))
+
+    def start(self, kjt: KeyedJaggedTensor) -> CheckedIds:
+        """Apply the id policies. The sharded collection has the same three stages."""
+        return self.check_ids(kjt)
+
+    def exchange(self, x: CheckedIds) -> CheckedIds:
+        """Nothing travels in one process; refused ids raise here."""
+        feature, sample, row = x.first_error.tolist()
         if feature >= 0:
             raise self.refuse(feature, sample, row)
-        ids = checked.kjt
+        return x
+
+    def finish(self, x: CheckedIds) -> Embeddings:
+        """Look up and pool."""
+        ids = x.kjt
         weight = {shard.spec.name: shard.weight for shard in self.shards}
         pooled, *rows = UpdateInBackward.apply(
             self._anchor, lambda: self._lookup(ids, weight), lambda *gradients: self._update(ids, gradients)
         )
-        dims = tuple(self._table[f.table].embedding_dim for f in self.pooled_features)
-        keyed = KeyedTensor(keys=tuple(f.name for f in self.pooled_features), dims=dims, values=pooled)
-        jagged = {
-            f.name: JaggedTensor(values=values, lengths=ids[f.name].lengths)
-            for f, values in zip(self.row_features, rows, strict=True)
-        }
-        return Embeddings(pooled=keyed, rows=jagged)
+        return self.embeddings(ids, pooled, rows)
 
     def _lookup(self, ids: KeyedJaggedTensor, weight: dict[str, Tensor]) -> list[Tensor]:
         """[pooled [B, sum of D], rows of each unpooled feature ...]."""

@@ -14,16 +14,19 @@ from meseta.embedding.collection import EmbeddingBagCollection, bags_of
 from meseta.embedding.gradients import gather_column_stats, send_gradients, update_replicas
 from meseta.embedding.routes import make_routing
 from meseta.embedding.update import Contribution, sum_contributions, update_rows
-from meseta.jagged import Embeddings, JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from meseta.jagged import Embeddings, KeyedJaggedTensor
 from meseta.jagged.shapes import Int
 from meseta.ops.bucketize import bucketize
+from meseta.ops.id_policy import CheckedIds
 from meseta.ops.pooled_lookup import pooled_lookup
 from meseta.optim import make_row_optimizer
-from meseta.spec import Plan
+from meseta.spec import MesetaError, Plan
 from meseta.storage import TableShard
 
 HEADER = 4
 """Numbers before the counts of a rank: its batch size, and (feature, sample, id) of the first refused id."""
+REFUSED = -2
+"""Stands for the feature where a batch was refused as a whole."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class Started:
     """By index of the routed feature."""
     counts_sent: Int[Tensor, " n"]
     counts: Pending
+    failed: MesetaError | None = None
+    """Why this rank cannot take part; `exchange` raises it on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,8 @@ class ShardedEmbeddingBagCollection(Collection):
         """Allocate this rank's shards of `source`'s tables; the plan must fit the tables and the world."""
         super().__init__(source.tables, source.features, source.seed)
         plan.check(self.tables)
+        if plan.num_ranks != world.size:
+            raise MesetaError(f"plan: it is for {plan.num_ranks} ranks, but this run has {world.size}; make a new plan")
         self.plan = plan
         self.world = world
         self.routing = make_routing(self.tables, self.features, plan)
@@ -143,8 +150,13 @@ class ShardedEmbeddingBagCollection(Collection):
 
     def start(self, kjt: KeyedJaggedTensor) -> Started:
         """Check the ids, sort them by owner, begin the exchange of counts. No host sync."""
-        checked = self.check_ids(kjt)
-        ids, batch_size = checked.kjt, checked.kjt.batch_size
+        failed: MesetaError | None = None
+        try:
+            checked = self.check_ids(kjt)
+            ids, batch_size = checked.kjt, checked.kjt.batch_size
+        except MesetaError as error:  # Raised here alone, it would leave the other ranks waiting.
+            failed, checked = error, self._refused()
+            ids, batch_size = checked.kjt, 0
         lengths = ids.lengths.view(len(self.features), batch_size)
         buckets, counts = {}, [checked.first_error.new_tensor([batch_size]), checked.first_error]
         for f, cuts in self.routing.cuts.items():
@@ -158,7 +170,14 @@ class ShardedEmbeddingBagCollection(Collection):
         mine = HEADER + len(self._routes)
         splits = [HEADER + len(routes) for routes in self.routing.by_rank]
         pending = self.world.all_to_all(sent, splits, [mine] * self.world.size)
-        return Started(ids=ids, buckets=buckets, counts_sent=sent, counts=pending)
+        return Started(ids=ids, buckets=buckets, counts_sent=sent, counts=pending, failed=failed)
+
+    def _refused(self) -> CheckedIds:
+        """No samples, and the mark that tells the other ranks."""
+        keys, nothing = tuple(f.name for f in self.features), self._gather_counts.new_empty(0)
+        ids = KeyedJaggedTensor(keys=keys, values=nothing, lengths=nothing)
+        mark = self._gather_counts.new_tensor([REFUSED, 0, 0])
+        return CheckedIds(kjt=ids, num_outside=mark.new_zeros(len(keys)), first_error=mark)
 
     def exchange(self, x: Started) -> Exchanged:
         """Read the counts, agree on errors, begin the exchange of lengths and ids."""
@@ -171,6 +190,8 @@ class ShardedEmbeddingBagCollection(Collection):
         size = HEADER + len(self._routes)
         headers = [numbers[at + r * size : at + (r + 1) * size] for r in range(self.world.size)]
         batch_sizes = tuple(header[0] for header in headers)
+        if any(header[1] == REFUSED for header in headers):
+            self.world.raise_together(x.failed)
         for rank, (_, feature, sample, row, *_rest) in enumerate(headers):
             if feature >= 0:
                 raise self.refuse(feature, sum(batch_sizes[:rank]) + sample, row)
@@ -204,20 +225,14 @@ class ShardedEmbeddingBagCollection(Collection):
 
     def finish(self, x: Exchanged) -> Embeddings:
         """Look up what this rank owns, return it to the ranks that asked, put the answers together."""
-        self.local_share = x.batch_sizes[self.world.rank] / max(x.num_samples, 1)
+        share = self.local_share = x.batch_sizes[self.world.rank] / max(x.num_samples, 1)
         owned = self._unpack(x)
         pooled, *rows = UpdateInBackward.apply(
             self._anchor,
             lambda: self._lookup(x, owned),
-            lambda *gradients: self._update(x, owned, self.local_share, gradients),
+            lambda *gradients: self._update(x, owned, share, gradients),
         )
-        dims = tuple(self._table[f.table].embedding_dim for f in self.pooled_features)
-        keyed = KeyedTensor(keys=tuple(f.name for f in self.pooled_features), dims=dims, values=pooled)
-        jagged = {
-            f.name: JaggedTensor(values=values, lengths=x.ids[f.name].lengths)
-            for f, values in zip(self.row_features, rows, strict=True)
-        }
-        return Embeddings(pooled=keyed, rows=jagged)
+        return self.embeddings(x.ids, pooled, rows)
 
     def _pack(self, buckets: dict[int, Bucketed], range_counts: dict[int, list[int]]) -> Tensor:
         """For each rank: the lengths of all its routes, then their ids."""

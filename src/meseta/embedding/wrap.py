@@ -41,14 +41,15 @@ def shard(
             "put all tables into one collection"
         )
     name, collection = found[0]
+    if name == "":
+        raise MesetaError(
+            "meseta.shard: give the model that holds the EmbeddingBagCollection, not the collection itself; "
+            "the gradients of its dense parameters are summed over ranks too"
+        )
     world = world or World.current(collection.device)
     if world.size == 1:
         return model
     sharded = ShardedEmbeddingBagCollection(collection, resolve_plan(plan, collection, world.size), world)
-    if name == "":
-        raise MesetaError(
-            "meseta.shard: give the model that holds the EmbeddingBagCollection, not the collection itself"
-        )
     owner = model.get_submodule(name.rpartition(".")[0])
     setattr(owner, name.rpartition(".")[2], sharded)
     parameters = list(model.parameters())

@@ -1,1 +1,1 @@
-"""Trainer, metrics, verification and the report of a run."""
+"""A training run from config to report."""

@@ -1,0 +1,32 @@
+"""`meseta eval RUN`: metrics of a trained model over a split."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meseta.cli.launch import is_launched, run_ranks
+
+
+def evaluate(
+    run_dir: Annotated[Path, typer.Argument(help="Directory of a training run.")],
+    split: Annotated[str, typer.Option(help="Split of the dataset.")] = "test",
+    data: Annotated[Path | None, typer.Option(help="Another prepared dataset with the same features.")] = None,
+    nproc: Annotated[int, typer.Option(help="Ranks on this machine.")] = 1,
+) -> None:
+    """Evaluate the newest checkpoint of a run over every row of a split; prints JSON."""
+    if nproc != 1 and not is_launched():
+        sys.exit(run_ranks(sys.argv[1:], nproc))
+
+    from meseta.train.evaluate import evaluate as run
+    from meseta.train.trained import open_trained
+
+    with open_trained(run_dir, split, data) as trained:
+        metrics = run(trained.model, trained.reader, trained.world).to_dict()
+    if trained.world.rank == 0:
+        del metrics["reliability"]
+        print(json.dumps({"run": str(run_dir), "step": trained.step, "split": split, **metrics}, indent=1))

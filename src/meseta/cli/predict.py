@@ -1,0 +1,31 @@
+"""`meseta predict RUN --out FILE.parquet`: predictions in the order of the rows."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meseta.cli.launch import is_launched, run_ranks
+
+
+def predict(
+    run_dir: Annotated[Path, typer.Argument(help="Directory of a training run.")],
+    out: Annotated[Path, typer.Option(help="Parquet file to write: row, prediction, label.")],
+    split: Annotated[str, typer.Option(help="Split of the dataset.")] = "test",
+    data: Annotated[Path | None, typer.Option(help="Another prepared dataset with the same features.")] = None,
+    nproc: Annotated[int, typer.Option(help="Ranks on this machine.")] = 1,
+) -> None:
+    """Predict with the newest checkpoint of a run: one click probability per row, in the order of the split."""
+    if nproc != 1 and not is_launched():
+        sys.exit(run_ranks(sys.argv[1:], nproc))
+
+    from meseta.train.predictions import write_predictions
+    from meseta.train.trained import open_trained
+
+    with open_trained(run_dir, split, data) as trained:
+        num_rows = write_predictions(trained.model, trained.reader, trained.world, out)
+    if trained.world.rank == 0:
+        print(f"{num_rows:,} predictions of {split} in {out}")

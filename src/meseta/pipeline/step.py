@@ -1,0 +1,88 @@
+"""One batch: copy, input_dist, lookup, dense forward, agreement on the loss, backward, update."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from meseta.comm import World
+from meseta.data.batch import Batch
+from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
+from meseta.jagged.shapes import Float
+from meseta.pipeline.times import StageTimes
+from meseta.spec import MesetaError
+
+
+@runtime_checkable  # beartype asks for it where the tests check every call
+@runtime_checkable
+class Model(Protocol):
+    """What a step needs of a model: tables that are looked up first, and a dense part that scores."""
+
+    embeddings: EmbeddingBagCollection | ShardedEmbeddingBagCollection
+
+    def score(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
+        """Logits from dense inputs and pooled embeddings."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is left of a step."""
+
+    loss: float
+    """Mean over the global batch."""
+    num_samples: int
+    """Samples of the global batch."""
+    logits: Float[Tensor, " B_local"]
+    """This rank's predictions, made before the update."""
+
+
+class TrainStep:
+    """Runs one step after the other; every rank calls it with its slice of the same global batch."""
+
+    def __init__(self, model: Model, optimizer: torch.optim.Optimizer, world: World) -> None:
+        """`optimizer` holds the dense parameters; the tables step inside the backward pass."""
+        self.model = model
+        self.optimizer = optimizer
+        self.world = world
+        self.times = StageTimes(world.device)
+
+    def __call__(self, batch: Batch) -> Step:
+        """Train on one batch. Raises MesetaError on all ranks, before any update, when the loss is not finite."""
+        embeddings, stage = self.model.embeddings, self.times.stage
+        with stage("copy"):
+            batch = batch.to(self.world.device, non_blocking=True)
+        with stage("input_dist"):
+            x = embeddings.exchange(embeddings.start(batch.sparse))  # type: ignore[arg-type]
+        with stage("lookup"):
+            pooled = embeddings.finish(x).pooled.values  # type: ignore[arg-type]
+        with stage("dense_forward"):
+            logits = self.model.score(batch.dense, pooled)
+            local_sum = functional.binary_cross_entropy_with_logits(
+                logits, batch.label.to(logits.dtype), reduction="sum"
+            )
+        with stage("agree"):
+            loss, num_samples = self._global_mean(local_sum.detach(), batch.batch_size)
+        with stage("backward"):
+            self.optimizer.zero_grad(set_to_none=True)
+            # The mean over this rank; the tables and the dense gradients weigh it by B_local / B_global.
+            (local_sum / max(batch.batch_size, 1)).backward()
+        with stage("update"):
+            self.optimizer.step()
+        self.times.end_step()
+        return Step(loss=loss, num_samples=num_samples, logits=logits.detach())
+
+    def _global_mean(self, local_sum: Tensor, batch_size: int) -> tuple[float, int]:
+        """The loss that all ranks agree on, added in float64, and the samples of the global batch."""
+        total, count = self.world.all_reduce(local_sum.double().new_tensor([float(local_sum), batch_size])).tolist()
+        loss = total / max(count, 1.0)
+        if not math.isfinite(loss):
+            raise MesetaError(
+                f"the loss is {loss}; nothing was updated. Look for NaN or huge values in the dense inputs, or lower "
+                "the learning rates; training can go on from the last checkpoint"
+            )
+        return loss, int(count)

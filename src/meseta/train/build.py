@@ -1,0 +1,89 @@
+"""From a config and a dataset to tables, features and a model on the ranks of this run."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from meseta.comm import World
+from meseta.config import RunConfig
+from meseta.config.run import RowOptimizerConfig
+from meseta.data.dataset import Dataset
+from meseta.embedding import EmbeddingBagCollection, shard
+from meseta.models import make_model, wanted_embedding_dim
+from meseta.planner import balanced_plan
+from meseta.spec import FeatureSpec, InitSpec, MesetaError, OptimizerSpec, Plan, TableSpec, Topology, nearest
+
+
+def choose_device(config: RunConfig) -> torch.device:
+    """The device of this rank; raises MesetaError where a GPU is asked for and torch sees none."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise MesetaError("device 'cuda' was asked for, but torch sees no GPU; set device=cpu, or install a CUDA torch")
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise MesetaError(f"rank {local_rank} of this host finds only {torch.cuda.device_count()} GPUs; lower --nproc")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def make_specs(config: RunConfig, dataset: Dataset) -> tuple[list[TableSpec], list[FeatureSpec]]:
+    """One table and one feature per sparse column, with the settings of `embedding` and `embedding.tables`."""
+    known = [column.name for column in dataset.sparse]
+    for name in config.embedding.tables:
+        if name not in known:
+            raise MesetaError(f"config: embedding.tables names {name!r}, which the data lack; {nearest(name, known)}")
+    dim = wanted_embedding_dim(config.model)
+    tables, features = [], []
+    for column in dataset.sparse:
+        own = config.embedding.tables.get(column.name)
+        init = own.init if own and own.init else config.embedding.init
+        optimizer = own.optimizer if own and own.optimizer else config.embedding.optimizer
+        tables.append(
+            TableSpec(
+                name=column.name,
+                num_embeddings=column.num_embeddings,
+                embedding_dim=dim,
+                dtype=config.embedding.dtype,
+                init=InitSpec(kind=init.kind, scale=init.scale),
+                optimizer=_optimizer_spec(optimizer),
+            )
+        )
+        features.append(
+            FeatureSpec(
+                name=column.name,
+                table=column.name,
+                pooling=config.embedding.pooling,
+                weighted=column.weighted,
+                id_policy=config.embedding.id_policy,
+            )
+        )
+    return tables, features
+
+
+def make_plan(config: RunConfig, dataset: Dataset, collection: EmbeddingBagCollection, num_ranks: int) -> Plan:
+    """The plan of the config, checked against the tables and the number of ranks."""
+    if config.plan == "balanced":
+        factors = {column.name: column.statistics.mean_pooling_factor for column in dataset.sparse}
+        topology = Topology(devices_per_host=num_ranks)
+        return balanced_plan(collection.tables, collection.features, topology, factors)
+    if isinstance(config.plan, dict):
+        return Plan.from_dict(config.plan, collection.tables, num_ranks)
+    return Plan.load(config.plan, collection.tables, num_ranks)
+
+
+def make_sharded_model(config: RunConfig, dataset: Dataset, world: World) -> Any:
+    """The model on this rank's device, its tables placed; `model.embeddings.plan` says where."""
+    tables, features = make_specs(config, dataset)
+    collection = EmbeddingBagCollection(tables, features, seed=config.seed, device=world.device)
+    plan = make_plan(config, dataset, collection, world.size)
+    model = make_model(config.model, collection, len(dataset.dense), config.seed)
+    model.to(device=world.device, dtype=collection.dtype)
+    return shard(model, plan, world=world)
+
+
+def _optimizer_spec(config: RowOptimizerConfig) -> OptimizerSpec:
+    return OptimizerSpec(**config.model_dump())

@@ -1,0 +1,70 @@
+"""What a person sees while training: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class TrainProgress:
+    """Steps done, samples/s, loss, NE, AUC and time left; silent on ranks other than 0."""
+
+    def __init__(self, num_steps: int, *, first_step: int, shown: bool) -> None:
+        self._console = Console(stderr=True)
+        self._num_steps = num_steps
+        self._shown = shown
+        self._live = shown and self._console.is_terminal
+        self._bar = Progress(
+            TextColumn("train"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._live,
+            refresh_per_second=4,
+        )
+        self._task = self._bar.add_task("train", total=num_steps, completed=first_step, figures="")
+
+    def __enter__(self) -> TrainProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def step(self, step: int) -> None:
+        """Move the bar to `step` steps done."""
+        self._bar.update(self._task, completed=step)
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Show the figures of one line of metrics.jsonl."""
+        if not self._shown:
+            return
+        if line["kind"] == "train":
+            left_s = (self._num_steps - line["step"]) * line["seconds_per_step"]
+            figures = f"{line['samples_per_s']:,.0f} samples/s  {_figures(line)}"
+            self._bar.update(self._task, figures=figures)
+            if not self._live:
+                print(f"step {line['step']}/{self._num_steps}  {figures}  {left_s:.0f} s left", flush=True)
+        else:
+            self._bar.print(
+                f"{line['split']} at step {line['step']}: {_figures(line)}, {line['num_samples']:,} samples"
+            )
+
+    def say(self, text: str) -> None:
+        """One line above the bar."""
+        if self._shown:
+            self._bar.print(text)
+
+
+def _figures(line: Mapping[str, Any]) -> str:
+    names = (("loss", "loss"), ("logloss", "logloss"), ("ne", "NE"), ("auc", "AUC"), ("calibration", "calibration"))
+    found = [(label, line[key]) for key, label in names if line.get(key) is not None]
+    return "  ".join(f"{label} {value:.4f}" for label, value in found)

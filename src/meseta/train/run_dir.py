@@ -1,0 +1,119 @@
+"""The files of a run: config, data description, plan, environment, metrics, summary, checkpoints, report."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meseta.config import RunConfig
+from meseta.spec import MesetaError
+
+
+class RunDir:
+    """A directory that only rank 0 writes to, apart from checkpoints."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self._metrics = path / "metrics.jsonl"
+
+    def begin(self, config: RunConfig, dataset: Mapping[str, Any], plan: Mapping[str, Any], device: str) -> None:
+        """Write what is known before the first step. Raises MesetaError where the directory cannot be written."""
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            document = config.model_dump(mode="json")
+            self.write("config.yaml", yaml.safe_dump(document, sort_keys=False))
+            self.write_json("dataset.json", dataset)
+            self.write_json("plan.json", plan)
+            self.write_json("environment.json", environment(device, plan["num_ranks"]))
+        except OSError as error:
+            raise MesetaError(
+                f"run_dir {str(self.path)!r} cannot be written: {error.strerror}; choose another"
+            ) from None
+
+    def write(self, name: str, text: str) -> None:
+        """Replace a file by one rename, so that a reader never sees half of it."""
+        temporary = self.path / f".{name}.tmp"
+        temporary.write_text(text)
+        os.replace(temporary, self.path / name)
+
+    def write_json(self, name: str, document: Mapping[str, Any]) -> None:
+        """As `write`."""
+        self.write(name, json.dumps(document, indent=1) + "\n")
+
+    def append_metrics(self, line: Mapping[str, Any]) -> None:
+        """Add one line to metrics.jsonl."""
+        with self._metrics.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def forget_after(self, step: int, num_steps: int) -> None:
+        """Drop the lines that a run resumed at `step` writes again, and what a finished run wrote at its end."""
+        (self.path / "summary.json").unlink(missing_ok=True)
+        lines = [line for line in self.metrics() if line["step"] <= step]
+        lines = [line for line in lines if line["kind"] == "train" or line["step"] < num_steps]
+        self.write("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All whole lines of metrics.jsonl; a kill may have cut off the last one."""
+        if not self._metrics.exists():
+            return []
+        lines = []
+        for text in self._metrics.read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                lines.append(json.loads(text))
+        return lines
+
+    def train_s(self) -> float:
+        """Seconds of training so far, evaluation and checkpoints left out."""
+        return max((line["time_s"] for line in self.metrics() if line["kind"] == "train"), default=0.0)
+
+    def load_config(self) -> RunConfig:
+        """The config that the run was started with. Raises MesetaError where there is none."""
+        file = self.path / "config.yaml"
+        if not file.exists():
+            raise MesetaError(f"{str(self.path)!r} is not a run: it has no config.yaml; give the run_dir of a training")
+        return RunConfig.model_validate(yaml.safe_load(file.read_text()))
+
+
+def environment(device: str, num_ranks: int) -> dict[str, Any]:
+    """What a figure of this run depends on."""
+    versions = {"python": platform.python_version()}
+    for package in ("meseta", "torch", "numpy", "pyarrow"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "versions": versions,
+        "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "processor": _processor(),
+        "device": device,
+        "num_ranks": num_ranks,
+        "commit": _commit(),
+    }
+
+
+def _processor() -> str:
+    try:
+        names = [n for n in Path("/proc/cpuinfo").read_text().splitlines() if n.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit of the source tree, None outside one."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

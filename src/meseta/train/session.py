@@ -1,0 +1,25 @@
+"""The beginning and the end of a process that trains or evaluates."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from meseta.comm import World
+from meseta.config import RunConfig
+from meseta.train.build import choose_device
+
+
+@contextmanager
+def session(config: RunConfig) -> Iterator[World]:
+    """The ranks of this run, with threads and device as the config says; leaves the process group at a good end."""
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(config.num_threads or max(1, num_cores // local_size))
+    world = World.current(choose_device(config))
+    yield world
+    world.barrier()
+    World.leave()
