@@ -76,7 +76,7 @@ class DLRM(nn.Module):
         self._set_initial_weights(seed)
 
     def forward(self, dense: Float[Tensor, "B num_dense"], sparse: KeyedJaggedTensor) -> Float[Tensor, " B"]:
-        """Logits of the click probability; dense inputs are cast to the type of the weights."""
+        """Logits of the click probability; dense inputs are cast to the type of the embeddings."""
         return self.score(dense, self.embeddings(sparse).pooled.values)
 
     def score(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:

@@ -39,7 +39,7 @@ class LogisticRegression(nn.Module):
             self.linear.bias.zero_()
 
     def forward(self, dense: Float[Tensor, "B num_dense"], sparse: KeyedJaggedTensor) -> Float[Tensor, " B"]:
-        """Logits of the click probability; dense inputs are cast to the type of the weights."""
+        """Logits of the click probability; dense inputs are cast to the type of the embeddings."""
         return self.score(dense, self.embeddings(sparse).pooled.values)
 
     def score(
