@@ -19,7 +19,6 @@ from meseta.spec import MesetaError
 
 
 @runtime_checkable  # beartype asks for it where the tests check every call
-@runtime_checkable
 class Model(Protocol):
     """What a step needs of a model: tables that are looked up first, and a dense part that scores."""
 
