@@ -25,8 +25,9 @@ _NAME = re.compile(r"(?P<old>\.old-)?step-(?P<step>\d{9,})")
 
 def begin(parent: Path, step: int, folders: list[str]) -> Path:
     """Clean up after killed runs and make a fresh temporary directory with `folders` in it; raises OSError."""
-    parent.mkdir(parents=True, exist_ok=True)
-    sync_directory(parent.parent)
+    if not parent.is_dir():
+        parent.mkdir(parents=True)
+        sync_directory(parent.parent)
     for path in list(parent.iterdir()):
         if path.name.startswith(_TEMPORARY):
             shutil.rmtree(path)
