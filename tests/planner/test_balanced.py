@@ -6,10 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meseta.optim.row import make_row_optimizer
 from meseta.planner import balanced_plan
+from meseta.planner.cost import state_bytes_per_row
 from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, Plan, ShardingType, TableSpec, Topology
 
 NUMBERS_OF_STATE = {"sgd": lambda d: 0, "rowwise_adagrad": lambda d: 1, "adagrad": lambda d: d, "adam": lambda d: 2 * d}
@@ -213,6 +216,14 @@ def test_error_names_bytes_and_largest_tables() -> None:
         text = str(caught.value)
         assert "340,340,000 bytes" in text and f"{devices} ranks would hold {fullest:,}" in text
         assert "'big' 272,000,000 bytes, 'mid' 68,000,000 bytes" in text and "more ranks" in text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", list(NUMBERS_OF_STATE))
+def test_state_bytes_are_those_of_the_optimizer(name: str, dtype: str) -> None:
+    spec = table("a", 6, 24, name, dtype)
+    state = make_row_optimizer(spec.optimizer, 24).init(torch.zeros(6, 24, dtype=getattr(torch, dtype)))
+    assert 6 * state_bytes_per_row(spec) == sum(t.numel() * t.element_size() for t in state.values())
 
 
 def test_bad_input_is_named() -> None:

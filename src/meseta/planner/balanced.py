@@ -35,7 +35,7 @@ def balanced_plan(
     """Place every table so that the predicted bytes per sample are spread evenly over the ranks.
 
     - Tiny tables are data_parallel: see REPLICATE_BATCH_SIZE.
-    - A table that costs more than an even share of all the others, or takes more than `topology.hbm_bytes`, is cut
+    - A table that costs more than an even share of what is not tiny, or takes more than `topology.hbm_bytes`, is cut
       over all ranks: by columns where it is at least 64 wide, pooled, and that exchanges fewer bytes, else by rows.
     - The rest is table_wise, the most costly first, each to the rank with the least cost that has room for it: longest
       processing time first, R. L. Graham, SIAM J. Appl. Math. 17 (1969).
