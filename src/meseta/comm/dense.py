@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meseta.comm.world import World
+from meseta.spec import MesetaError
 
 
 class DenseGradients:
@@ -15,8 +16,7 @@ class DenseGradients:
 
     DistributedDataParallel rebuilds its buckets after the first step, so a resumed run sums in another order and
     differs in its last bits. Here the buffer holds the parameters in the order given, for ever, followed by one
-    count per
-    parameter: a parameter without gradient on every rank keeps `grad is None`, as in one process.
+    count per parameter: a parameter without gradient on every rank keeps `grad is None`, as in one process.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], world: World, local_share: Callable[[], float]) -> None:
@@ -24,19 +24,25 @@ class DenseGradients:
         self.world = world
         self.local_share = local_share
         self.parameters = [p for p in parameters if p.requires_grad]
-        self._queued = False
+        dtypes = {p.dtype for p in self.parameters}
+        if len(dtypes) > 1:
+            raise MesetaError(
+                f"dense parameters must have one dtype, got {sorted(map(str, dtypes))}; they share one buffer"
+            )
+        self._backward = -1
         if world.size > 1:
             for parameter in self.parameters:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        if not self._queued:
-            self._queued = True
+        # Told apart by the number of the pass, since one that raised never came to `_reduce`.
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward = backward
             torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
 
     def _reduce(self) -> None:
         """[every gradient | one count per parameter], summed over ranks, written back."""
-        self._queued = False
         sizes = [p.numel() for p in self.parameters]
         first = self.parameters[0]
         buffer = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
@@ -46,7 +52,7 @@ class DenseGradients:
             if parameter.grad is not None:
                 counts[index] = 1
                 if share > 0:  # The mean over a rank without samples is NaN; it weighs nothing.
-                    torch.mul(parameter.grad.view(-1), share, out=slot)
+                    torch.mul(parameter.grad.reshape(-1), share, out=slot)
         self.world.all_reduce(buffer)
         for parameter, slot, count in zip(self.parameters, slots, counts.tolist(), strict=True):
             if count:

@@ -34,5 +34,7 @@ class TableShard:
         spec: TableSpec, shard: Shard, optimizer: RowOptimizer, *, seed: int, device: torch.device | str
     ) -> TableShard:
         """Allocate and fill with the initial values of (seed, table, row, column), whatever the shard's borders."""
-        weight = initial_rows(spec, rows=shard.rows, columns=shard.columns, seed=seed, device=device)
-        return TableShard(spec=spec, shard=shard, weight=weight, state=optimizer.init(weight), optimizer=optimizer)
+        with torch.inference_mode(False):  # Tensors made in inference mode could never be trained.
+            weight = initial_rows(spec, rows=shard.rows, columns=shard.columns, seed=seed, device=device)
+            state = optimizer.init(weight)
+        return TableShard(spec=spec, shard=shard, weight=weight, state=state, optimizer=optimizer)
