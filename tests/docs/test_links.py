@@ -1,0 +1,27 @@
+"""Pages are found from the index, and their relative links lead somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from source_tree import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+
+
+def targets(page: Path) -> list[Path]:
+    """Files that a page's relative links name."""
+    return [page.parent / link for link in LINK.findall(page.read_text()) if "://" not in link]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    assert [str(target) for target in targets(page) if not target.exists()] == []
+
+
+def test_every_page_is_in_the_index() -> None:
+    linked = {target.resolve() for target in targets(DOCS / "index.md")}
+    assert linked >= {page for page in DOCS.rglob("*.md") if page.name != "index.md"}
