@@ -71,11 +71,16 @@ def truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
 
-def flip_last_value(file: Path) -> None:
+def flip_middle(file: Path) -> None:
     """Change one bit of a value, in the middle of the file."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
+
+
+def spoil_name(file: Path) -> None:
+    """Name a column with bytes that are no text."""
+    file.write_bytes(file.read_bytes().replace(b"sum", b"\xffum"))
 
 
 def garbage(file: Path) -> None:
@@ -91,7 +96,8 @@ def garbage(file: Path) -> None:
         (truncate, BLOCK, "bytes, but has"),
         (truncate, "dense.safetensors", "bytes, but has"),
         (truncate, "manifest.json", "is not JSON"),
-        (flip_last_value, BLOCK, "must have the checksum"),
+        (flip_middle, BLOCK, "must have the checksum"),
+        (spoil_name, BLOCK, "is not a whole Arrow file"),
         (garbage, BLOCK, "is not a whole Arrow file"),
         (garbage, "dense.safetensors", "is not a whole safetensors file"),
         (garbage, "manifest.json", "is not JSON"),
@@ -107,7 +113,7 @@ def test_damaged_files(path: Path, harm: Callable[[Path], None], name: str, says
 
 
 def test_checksums_are_named_in_full(path: Path) -> None:
-    flip_last_value(path / BLOCK)
+    flip_middle(path / BLOCK)
     expected = json.loads((path / "manifest.json").read_text())["tables"]["user"]["blocks"][0]["checksum"]
     with pa.memory_map(str(path / BLOCK)) as file:
         batch = pa.ipc.open_file(file).get_batch(0)

@@ -61,9 +61,11 @@ def read_block(root: Path, schema: BlockSchema, entry: Mapping[str, Any]) -> Val
             num_batches = reader.num_record_batches
             batch = reader.get_batch(0)
         batch.validate()
+        _check_columns(path, schema, batch, entry, num_batches)
+    except MesetaError:
+        raise
     except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
         raise broken_file(path, f"is not a whole Arrow file ({error})") from None
-    _check_columns(path, schema, batch, entry, num_batches)
     values = {c.name: _to_numpy(batch.column(c.name), schema.shape(c, batch.num_rows)) for c in schema.columns}
     check_checksum(path, entry["checksum"], digest.of_arrays(values[column.name] for column in schema.columns))
     return values
