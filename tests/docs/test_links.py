@@ -9,12 +9,13 @@ from source_tree import ROOT
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 
 
 def targets(page: Path) -> list[Path]:
     """Files that a page's relative links name."""
-    return [page.parent / link for link in LINK.findall(page.read_text()) if "://" not in link]
+    return [page.parent / link for link in LINK.findall(CODE.sub("", page.read_text())) if "://" not in link]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
