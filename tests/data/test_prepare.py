@@ -10,6 +10,7 @@ from data.click_log import DENSE, SPARSE, Oracle, make_lines, read_split, reuse_
 from meseta.data import Dataset, sources
 from meseta.data.counter import random_words
 from meseta.data.prepare import PrepareOptions, prepare
+from meseta.data.synth import ClickLog, SynthOptions, write_click_log
 
 REAL_ROWS = Path(__file__).parents[3] / "shared" / "data" / "criteo_1tb_day0_head.tsv"
 TEACHER = {
@@ -134,6 +135,15 @@ def test_teacher_is_copied_where_it_covers_the_test_split(tmp_path: Path) -> Non
     assert by_file.teacher is not None and (by_file.teacher.auc, by_file.teacher.ne) == (0.81, 0.71)
     assert by_fraction.teacher is not None and (by_fraction.teacher.auc, by_fraction.teacher.ne) == (0.82, 0.72)
     assert one_of_two.teacher is None
+
+
+def test_synthetic_log_and_its_teacher(tmp_path: Path) -> None:
+    document = write_click_log(SynthOptions(out=tmp_path / "raw", num_rows=3000, num_files=3, log=ClickLog(1, 0.001)))
+    last = f"{tmp_path}/raw/day_2.tsv"
+    dataset = prepare(PrepareOptions(sources=[f"{tmp_path}/raw/*.tsv"], test_files=[last], out=tmp_path / "out"))
+    assert dataset.teacher is not None
+    assert dataset.teacher.auc == document["files"]["day_2.tsv"]["auc"]
+    assert dataset.splits["test"].num_rows == 1000
 
 
 @pytest.mark.skipif(not REAL_ROWS.exists(), reason="the real Criteo rows are not beside this repository")

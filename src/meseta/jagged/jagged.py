@@ -29,9 +29,11 @@ def _check_types(kjt: KeyedJaggedTensor) -> None:
     if kjt.weights is not None and not kjt.weights.is_floating_point():
         raise MesetaError(f"KeyedJaggedTensor: weights must be floating-point numbers, got {kjt.weights.dtype}")
     if kjt.lengths.device.type == "cpu":
-        if (kjt.lengths < 0).any():
+        # In numpy, because torch would wake a team of threads for it, one more in the reader's background thread.
+        lengths = kjt.lengths.numpy()
+        if (lengths < 0).any():
             raise MesetaError("KeyedJaggedTensor: a length is negative; lengths count the ids of each (key, sample)")
-        num_ids = int(kjt.lengths.sum())
+        num_ids = int(lengths.sum())
         if num_ids != kjt.values.numel():
             raise MesetaError(
                 f"KeyedJaggedTensor: the lengths add up to {num_ids}, but there are {kjt.values.numel()} values"

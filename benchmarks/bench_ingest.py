@@ -1,0 +1,141 @@
+"""`meseta prepare` on a synthetic click log beside polars' parse of the same file; Parquet to batches beside pyarrow.
+
+    python benchmarks/bench_ingest.py [num_rows]
+
+Default 5,000,000 rows, made in the directory for temporary files (TMPDIR; 1.2 GB of text and as much while preparing).
+Every measurement runs in a process of its own, which also tells its peak memory; peers and ours take turns. Runs the
+correctness tests first and reports nothing when they fail. Appends to benchmarks/results.csv.
+"""
+
+import csv
+import datetime
+import importlib.metadata
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COLUMNS = ["date", "commit", "benchmark", "case", "metric", "value", "unit", "peer", "ratio", "hardware", "versions"]
+TESTS = ["tests/data/test_prepare.py", "tests/data/test_reader.py", "tests/data/test_hash_categories.py"]
+NUM_ROUNDS = 3
+BATCH_SIZE = 2048
+
+# This process stays small: the peak memory of a child begins with that of the process it was forked from.
+MEASURE = """
+import json, resource, sys, time
+{setup}
+start = time.perf_counter()
+{run}
+elapsed = time.perf_counter() - start
+peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+print(json.dumps([num_rows / elapsed, peak_mb]))
+"""
+SYNTH = """
+import sys
+from pathlib import Path
+from meseta.data.synth import SynthOptions, write_click_log
+write_click_log(SynthOptions(out=Path(sys.argv[1]), num_rows=int(sys.argv[2])))
+"""
+PREPARE = (
+    "from pathlib import Path; from meseta.data.prepare import PrepareOptions, prepare",
+    "data = prepare(PrepareOptions(sources=[sys.argv[1]], out=Path(sys.argv[2]), force=True))\n"
+    "num_rows = sum(split.num_rows for split in data.splits.values())",
+)
+VOCABULARY = (PREPARE[0], PREPARE[1].replace("force=True", "force=True, vocabulary=True"))
+POLARS = (
+    "import polars as pl",
+    "types = [pl.Int32] * 14 + [pl.String] * 26\n"
+    "num_rows = pl.read_csv(sys.argv[1], separator='\\t', has_header=False, schema_overrides=types).height",
+)
+READER = (
+    "from meseta.data import Reader, ReaderOptions\n"
+    f"options = ReaderOptions(batch_size={BATCH_SIZE}, shuffle=SHUFFLE)\n"
+    "reader = Reader(sys.argv[1], 'train', options)",
+    "num_rows = sum(batch.batch_size for batch in reader.epoch())",
+)
+PYARROW = (
+    "import glob, numpy as np, torch, pyarrow.parquet as pq",
+    "num_rows = 0\n"
+    "for path in sorted(glob.glob(sys.argv[1] + '/train/*.parquet')):\n"
+    f"    for batch in pq.ParquetFile(path).iter_batches({BATCH_SIZE}):\n"
+    "        columns = [batch.column(i).to_numpy(zero_copy_only=False) for i in range(40)]\n"
+    "        torch.from_numpy(columns[0].copy()), torch.from_numpy(np.stack(columns[1:14], 1))\n"
+    "        torch.from_numpy(np.stack(columns[14:], 1))\n"
+    "        num_rows += batch.num_rows",
+)
+
+
+def main() -> None:
+    num_rows = int(sys.argv[1].replace("_", "")) if len(sys.argv) > 1 else 5_000_000
+    subprocess.run([sys.executable, "-m", "pytest", *TESTS], check=True, cwd=ROOT)
+    with tempfile.TemporaryDirectory(prefix="meseta-bench-") as folder:
+        subprocess.run([sys.executable, "-c", SYNTH, f"{folder}/raw", str(num_rows)], check=True)
+        tsv, data = f"{folder}/raw/day_0.tsv", f"{folder}/data"
+        case = f"{num_rows} rows, {Path(tsv).stat().st_size / 1e6:.0f} MB of text"
+        prepared, with_vocabulary, parsed = take_turns(
+            [(PREPARE, [tsv, data]), (VOCABULARY, [tsv, f"{folder}/vocabulary"]), (POLARS, [tsv])]
+        )
+        plain, shuffled, scanned = take_turns(
+            [(reader(shuffle=False), [data]), (reader(shuffle=True), [data]), (PYARROW, [data])]
+        )
+    for name, ours in (("prepare", prepared), ("prepare --vocabulary", with_vocabulary)):
+        report(case, name, ours[0], "rows/s", ("polars read_csv", parsed[0]))
+        report(case, f"{name}, peak memory", ours[1], "MB", ("polars read_csv", parsed[1]))
+    for name, ours in (("reader", plain), ("reader, shuffled", shuffled)):
+        report(case, f"{name}, batches of {BATCH_SIZE}", ours[0], "rows/s", ("pyarrow iter_batches", scanned[0]))
+        report(case, f"{name}, peak memory", ours[1], "MB", ("pyarrow iter_batches", scanned[1]))
+
+
+def reader(*, shuffle: bool) -> tuple[str, str]:
+    return READER[0].replace("SHUFFLE", str(shuffle)), READER[1]
+
+
+def take_turns(cases: Sequence[tuple[tuple[str, str], list[str]]]) -> list[tuple[float, float]]:
+    """(median rows per second, highest peak in MB) of each case, over rounds in which all cases take turns."""
+    results: list[list[tuple[float, float]]] = [[] for _ in cases]
+    for _ in range(NUM_ROUNDS):
+        for ((setup, run), arguments), found in zip(cases, results, strict=True):
+            code = MEASURE.format(setup=setup, run=run)
+            child = subprocess.run(
+                [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+            )
+            if child.returncode:
+                sys.exit(f"bench_ingest: a measurement failed, nothing is reported\n{child.stderr}")
+            found.append(tuple(json.loads(child.stdout)))
+    return [(statistics.median(r for r, _ in found), max(m for _, m in found)) for found in results]
+
+
+def report(case: str, metric: str, value: float, unit: str, peer: tuple[str, float]) -> None:
+    """Print one comparison and append it to the results; the ratio is ours over the peer's."""
+    name, peer_value = peer
+    print(f"{metric:32} {value:>12,.0f} {unit:7} {name} {peer_value:,.0f} {unit}, ratio {value / peer_value:.2f}")
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    versions = " ".join(f"{n} {importlib.metadata.version(n)}" for n in ("pyarrow", "polars", "numpy", "torch"))
+    row = [datetime.date.today().isoformat(), commit.stdout.strip(), "ingest", case, metric, f"{value:.0f}", unit]
+    row += [f"{name} {peer_value:.0f} {unit}", f"{value / peer_value:.3f}", hardware()]
+    row += [f"python {platform.python_version()} {versions}"]
+    path = ROOT / "benchmarks" / "results.csv"
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        csv.writer(file).writerows([COLUMNS, row] if is_new else [row])
+
+
+def hardware() -> str:
+    """The processor's own name where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]}, {len(names)} threads" if names else platform.machine()
+
+
+if __name__ == "__main__":
+    main()
