@@ -368,7 +368,8 @@ class ShardedEmbeddingBagCollection(Collection):
         pooled, rows = send_gradients(self, x, scaled)
         first = self.routing.num_pooled[self.world.rank]
         parts: dict[int, list[Contribution]] = {}
-        for k, route in enumerate(self._routes):
+        # By feature, as in one process: routes come with the pooled ones first.
+        for k, route in sorted(enumerate(self._routes), key=lambda entry: entry[1].feature):
             sample = bags_of(owned.lengths[k], owned.ids[k].numel())
             if k < first:
                 source, gradient = sample, pooled[:, route.column : route.column + route.shard.num_columns]

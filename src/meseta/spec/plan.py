@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meseta.spec.documents import read_mapping
 from meseta.spec.errors import MesetaError, nearest
 from meseta.spec.tables import TableSpec
 
@@ -181,6 +180,8 @@ class Plan:
     @staticmethod
     def load(path: str | Path, tables: Sequence[TableSpec], num_ranks: int) -> Plan:
         """Read a JSON or YAML plan; raises MesetaError as `from_dict` does, naming the file."""
+        from meseta.spec.documents import read_mapping  # Needs PyYAML, which a machine with bare torch lacks.
+
         try:
             return Plan.from_dict(read_mapping(path), tables, num_ranks)
         except MesetaError as error:

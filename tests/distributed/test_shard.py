@@ -1,0 +1,196 @@
+"""meseta.shard on a user's own model and loop, and plans written by hand: two ranks equal one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meseta.comm import DenseGradients, World
+from meseta.embedding import EmbeddingBagCollection, shard
+from meseta.jagged import KeyedJaggedTensor
+from meseta.spec import FeatureSpec, OptimizerSpec, TableSpec
+
+from .pool import RankPool
+from .scenario import Scenario, local_slice, whole_tables
+from .test_sharded import check_bits, check_cell, compare_tables
+
+Ranks = Callable[[int], RankPool]
+
+TABLES = [
+    TableSpec(name="user", num_embeddings=30, embedding_dim=48, dtype="float64"),
+    TableSpec(
+        name="item",
+        num_embeddings=50,
+        embedding_dim=48,
+        dtype="float64",
+        optimizer=OptimizerSpec(name="adam", lr=0.05),
+    ),
+]
+FEATURES = [
+    FeatureSpec(name="who", table="user"),
+    FeatureSpec(name="what", table="item", pooling="mean"),
+    FeatureSpec(name="seen", table="item"),
+]
+
+
+class UserModel(nn.Module):
+    """As users write it: other modules before and after, the collection deep inside, a head that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Module()
+        self.tower.embeddings = EmbeddingBagCollection(TABLES, FEATURES, seed=1)
+        self.layers = nn.Sequential(nn.Linear(3 * 48 + 2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        self.unused = nn.Linear(3, 3).double()
+        self.frozen = nn.Linear(1, 1).double().requires_grad_(False)
+        self.every_second_step = nn.Parameter(torch.randn(4, 3, dtype=torch.float64).t())  # not contiguous
+        self.register_buffer("scale", torch.rand(1, dtype=torch.float64))
+
+    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor, step: int) -> Tensor:
+        x = torch.cat([self.tower.embeddings(sparse).pooled.values, dense], dim=1)
+        logits = self.layers(x).squeeze(1) * self.scale
+        return logits + self.every_second_step.square().mean() if step % 2 else logits
+
+
+def user_loop(plan: Any, batch_size: int, num_steps: int = 20) -> dict[str, Any]:
+    """Losses, tables and dense weights; dense Adam, and dense weights that differ between ranks before `shard`."""
+    world = World.current()
+    torch.manual_seed(world.rank)
+    model = shard(UserModel(), plan)
+    embeddings = model.tower.embeddings
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scenario = Scenario(sharding="", pooling="sum", weighted=False, optimizer="sgd", batch_size=batch_size)
+    losses = []
+    for step in range(num_steps):
+        whole = scenario.batch(step)
+        ids = KeyedJaggedTensor(
+            keys=("who", "what", "seen"),
+            values=torch.cat([whole[k].values for k in "cde"]) % 30,
+            lengths=torch.cat([whole[k].lengths for k in "cde"]),
+        )
+        sparse, mine = local_slice(ids, world.rank, world.size)
+        generator = torch.Generator().manual_seed(step)
+        dense = torch.randn(batch_size, 2, generator=generator, dtype=torch.float64)
+        label = (torch.rand(batch_size, generator=generator) < 0.3).double()
+        loss = nn.functional.binary_cross_entropy_with_logits(model(dense[mine], sparse, step), label[mine])
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(p.grad is None for p in (*model.unused.parameters(), *model.frozen.parameters()))
+        assert (model.every_second_step.grad is None) == (step % 2 == 0)
+        optimizer.step()
+        losses.append(float(loss.detach()) * embeddings.local_share)
+    return {
+        "losses": losses,
+        "shards": [(s.shard, s.weight, s.state) for s in embeddings.shards],
+        "dense": [t.detach().clone() for t in (*model.parameters(), *model.buffers())],
+    }
+
+
+class Sizes(Scenario):
+    """Only what `whole_tables` reads."""
+
+    def tables(self) -> list[TableSpec]:
+        return TABLES
+
+
+@pytest.mark.parametrize(
+    "plan", [None, {"tables": {"user": "column_wise", "item": "row_wise"}}], ids=["balanced", "hand"]
+)
+@pytest.mark.parametrize("batch_size", [24, 7])
+def test_a_users_loop_on_two_ranks_equals_one_process(ranks: Ranks, plan: Any, batch_size: int) -> None:
+    alone = user_loop(None, batch_size)
+    results = ranks(2).run(user_loop, plan, batch_size)
+    losses = torch.tensor([r["losses"] for r in results], dtype=torch.float64).sum(0)
+    torch.testing.assert_close(losses, torch.tensor(alone["losses"], dtype=torch.float64), rtol=0.0, atol=1e-10)
+    for first, second, expected in zip(results[0]["dense"], results[1]["dense"], alone["dense"], strict=True):
+        assert torch.equal(first, second)
+        torch.testing.assert_close(first, expected, rtol=0.0, atol=1e-10)
+    sizes = Sizes(sharding="", pooling="sum", weighted=False, optimizer="sgd")
+    compare_tables(whole_tables(results, sizes), whole_tables([alone], sizes), 1e-10)
+
+
+def accumulated() -> list[Tensor]:
+    """Gradients of two backward passes without zero_grad between them."""
+    world = World.current()
+    layer = nn.Linear(3, 2).double()
+    nn.init.constant_(layer.weight, 0.5)
+    nn.init.constant_(layer.bias, 0.5)
+    kept = DenseGradients(list(layer.parameters()), world, lambda: 1 / world.size)
+    for step in range(2):
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        mine = x.chunk(world.size)[world.rank]
+        layer(mine).square().mean().backward()
+    assert kept.parameters
+    return [p.grad for p in layer.parameters() if p.grad is not None]
+
+
+def test_gradients_accumulate_over_backward_passes(ranks: Ranks) -> None:
+    alone = accumulated()
+    for result in ranks(2).run(accumulated):
+        for got, expected in zip(result, alone, strict=True):
+            torch.testing.assert_close(got, expected, rtol=0.0, atol=1e-12)
+
+
+class MixedPooling(Scenario):
+    """Pooled, weighted and unpooled features that share their tables, in an order that no route has."""
+
+    def features(self) -> list[FeatureSpec]:
+        return [
+            FeatureSpec(name="a", table="shared", pooling="none"),
+            FeatureSpec(name="b", table="shared", pooling="sum", weighted=True),
+            FeatureSpec(name="c", table="wide", pooling="mean"),
+            FeatureSpec(name="d", table="shared", pooling="none"),
+            FeatureSpec(name="e", table="wide", pooling="none"),
+        ]
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise", "mixed"])
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
+def test_features_of_one_table_pooled_in_several_ways(ranks: Ranks, sharding: str, optimizer: str) -> None:
+    scenario = MixedPooling(sharding=sharding, pooling="", weighted=True, optimizer=optimizer)
+    check_cell(ranks, 2, scenario)
+    if sharding != "mixed":
+        check_bits(ranks, 2, scenario.but(max_ids=1) if sharding == "row_wise" else scenario)
+
+
+class ByHand(Scenario):
+    """Plans whose shards are written out: pieces that share a rank, and pieces cut by rows and columns."""
+
+    def plan(self, num_ranks: int) -> Any:
+        from meseta.spec import Plan
+
+        def pieces(rows: int, row_cuts: list[int], column_cuts: list[int], owners: list[int]) -> dict[str, Any]:
+            spans = [
+                (r, c)
+                for r in zip([0, *row_cuts], [*row_cuts, rows], strict=True)
+                for c in zip([0, *column_cuts], [*column_cuts, 48], strict=True)
+            ]
+            shards = [{"rows": r, "columns": c, "ranks": [o]} for (r, c), o in zip(spans, owners, strict=True)]
+            return {"sharding": "row_wise" if row_cuts else "column_wise", "shards": shards}
+
+        entries = {
+            "tiny": pieces(1, [], [16, 32], [0, 0, 0]),  # every column on one rank, yet in pieces
+            "small": pieces(7, [], [16, 32], [1, 0, 1]),  # two pieces of a row on one rank, one between them elsewhere
+            "shared": pieces(40, [3, 17], [32], [0, 1, 1, 0, 1, 1]),  # a grid
+            "wide": pieces(101, [50], [], [1, 1]),  # two row ranges on one rank
+        }
+        return Plan.from_dict({"tables": entries}, self.tables(), num_ranks)
+
+
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
+@pytest.mark.parametrize(("pooling", "weighted"), [("sum", True), ("mean", False), ("none", False)])
+@pytest.mark.parametrize("size", [2, 4])
+def test_plans_by_hand_equal_one_process(ranks: Ranks, size: int, pooling: str, weighted: bool, optimizer: str) -> None:
+    scenario = ByHand(sharding="by hand", pooling=pooling, weighted=weighted, optimizer=optimizer)
+    check_cell(ranks, size, scenario)
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "rowwise_adagrad", "adam"])
+@pytest.mark.parametrize("pooling", ["sum", "none"])
+def test_plans_by_hand_keep_the_bits(ranks: Ranks, pooling: str, optimizer: str) -> None:
+    scenario = ByHand(sharding="by hand", pooling=pooling, weighted=False, optimizer=optimizer, max_ids=1)
+    check_bits(ranks, 2, scenario)

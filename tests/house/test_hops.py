@@ -1,0 +1,110 @@
+"""From `forward` to the kernel a reader passes at most 8 frames of this package."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from meseta.comm import World
+from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
+from meseta.jagged import KeyedJaggedTensor
+from meseta.ops import coalesce as coalesce_module
+from meseta.ops import core as core_module
+from meseta.spec import FeatureSpec, Plan, TableSpec
+from source_tree import SOURCE
+
+MAX_HOPS = 8
+TABLES = [TableSpec(name=name, num_embeddings=6, embedding_dim=32) for name in ("cut", "replicated")]
+FEATURES = [
+    FeatureSpec(name="a", table="cut"),
+    FeatureSpec(name="b", table="cut", pooling="mean", weighted=True),
+    FeatureSpec(name="c", table="replicated"),
+]
+BATCH = KeyedJaggedTensor(
+    keys=("a", "b", "c"),
+    values=torch.tensor([0, 5, 2, 1, 3]),
+    lengths=torch.tensor([2, 0, 1, 1, 0, 1]),
+    weights=torch.ones(5),
+)
+
+
+def own_frames(frame: FrameType | None) -> list[str]:
+    """Functions of this package on the stack, outermost first. Generated wrappers of shape checks have other files."""
+    hops = []
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(SOURCE) and frame.f_code.co_name not in ("<listcomp>", "<genexpr>"):
+            hops.append(f"{path.relative_to(SOURCE)}:{frame.f_code.co_name}")
+        frame = frame.f_back
+    return hops[::-1]
+
+
+@contextmanager
+def watched(owner: Any, name: str, stacks: list[list[str]]) -> Iterator[None]:
+    """Write down the stack at each call of a kernel."""
+    kernel = getattr(owner, name)
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        stacks.append(own_frames(sys._getframe(1)))
+        return kernel(*args, **kwargs)
+
+    setattr(owner, name, spy)
+    try:
+        yield
+    finally:
+        setattr(owner, name, kernel)
+
+
+def sharded() -> ShardedEmbeddingBagCollection:
+    plan = Plan.from_dict({"tables": {"cut": "row_wise", "replicated": "data_parallel"}}, TABLES, 1)
+    return ShardedEmbeddingBagCollection(EmbeddingBagCollection(TABLES, FEATURES), plan, World.single())
+
+
+MAKERS = [sharded, lambda: EmbeddingBagCollection(TABLES, FEATURES)]
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=["sharded", "one process"])
+def test_forward_reaches_the_kernel_within_the_budget(make: Callable[[], Any]) -> None:
+    embeddings, stacks = make(), list[list[str]]()
+    with watched(torch.nn.functional, "embedding_bag", stacks):
+        embeddings(BATCH)
+    assert len(stacks) == len(FEATURES)
+    for hops in stacks:
+        assert hops[0].endswith(":forward") and hops[-1].endswith(":pooled_lookup")
+        assert len(hops) <= MAX_HOPS, hops
+        assert len({hop.partition(":")[0] for hop in hops}) < 10
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=["sharded", "one process"])
+def test_backward_reaches_the_kernel_within_the_budget(
+    make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("meseta._C")
+    embeddings, stacks = make(), list[list[str]]()
+    values = embeddings(BATCH).pooled.values
+    compiled = core_module.core()
+
+    class Spied:
+        """The compiled core, whose attributes cannot be replaced."""
+
+        def coalesce_float32(self, *args: Any) -> int:
+            stacks.append(own_frames(sys._getframe(1)))
+            return int(compiled.coalesce_float32(*args))
+
+    monkeypatch.setattr(coalesce_module, "core", Spied)
+    values.sum().backward()
+    assert len(stacks) == len(TABLES)
+    for hops in stacks:
+        assert hops[0].endswith(":backward") and hops[-1].endswith(":coalesce")
+        assert len(hops) <= MAX_HOPS, hops
+
+
+def test_the_count_sees_this_package_alone() -> None:
+    assert own_frames(sys._getframe()) == []
