@@ -99,7 +99,7 @@ def prepare(options: PrepareOptions, progress: Progress | None = None) -> Datase
     encoder = Encoder(
         layout, seed=options.seed, test_fraction=options.fraction or 0.0, hash_rows=_hash_rows(options, layout)
     )
-    num_threads = options.num_threads or len(os.sched_getaffinity(0))
+    num_threads = options.num_threads or _num_cores()
     with staged_folder(options.out, force=options.force) as folder:
         pool = ThreadPoolExecutor(num_threads, thread_name_prefix="meseta-prepare")
         try:
@@ -267,6 +267,11 @@ def find_teacher(sources: Sequence[Source]) -> Teacher | None:
         raise MesetaError(
             f"{str(path)!r} is not what `meseta data synth` writes ({error!r}); remove or repair it"
         ) from None
+
+
+def _num_cores() -> int:
+    """Cores that this process may use, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _hash_rows(options: PrepareOptions, layout: Layout) -> dict[str, int] | None:

@@ -23,7 +23,7 @@ def staged_folder(out: Path, *, force: bool) -> Iterator[Path]:
     _check_free(out, force=force)
     tmp = out.with_name(out.name + ".tmp")
     if tmp.exists():
-        if not (tmp / _MARKER).exists():
+        if not ((tmp / _MARKER).exists() or (tmp / FILE_NAME).exists()):
             raise MesetaError(
                 f"prepare: {str(tmp)!r} is in the way and was not made by prepare; move it or change --out"
             )
