@@ -1,0 +1,43 @@
+"""The command `prepare`: options reach the work, and mistakes are named."""
+
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from data.click_log import make_lines, write_tsv
+from meseta.cli.prepare import prepare
+from meseta.data import Dataset
+from meseta.spec import MesetaError
+
+
+def run(*arguments: str) -> str:
+    app = typer.Typer()
+    app.command()(prepare)
+    result = CliRunner().invoke(app, arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_options_reach_the_work(tmp_path: Path) -> None:
+    write_tsv(tmp_path / "a.tsv", make_lines(60))
+    write_tsv(tmp_path / "b.tsv", make_lines(40))
+    out = str(tmp_path / "out")
+    given = ["--test-files", f"{tmp_path}/b.tsv", "--hash-rows", "1_000", "--hash-rows", "cat_2=50", "--seed", "7"]
+    assert "100 rows in" in run(f"{tmp_path}/a.tsv", "--out", out, *given)
+    dataset = Dataset.load(out)
+    assert [s.num_embeddings for s in dataset.sparse][1:4] == [1000, 50, 1000]
+    assert (dataset.seed, dataset.splits["train"].num_rows, dataset.splits["test"].num_rows) == (7, 60, 40)
+    run(f"{tmp_path}/a.tsv", "--out", out, "--force", "--vocabulary", "--min-count", "3", "--test-fraction", "0.5")
+    dataset = Dataset.load(out)
+    assert {s.encoding for s in dataset.sparse} == {"vocabulary"}
+    assert dataset.test_fraction == 0.5
+
+
+@pytest.mark.parametrize("rows", ["many", "cat_1=", "cat_1=x"])
+def test_bad_hash_rows_are_named(tmp_path: Path, rows: str) -> None:
+    with pytest.raises(MesetaError, match=f"--hash-rows '{rows}' must be a number of rows, or NAME=ROWS"):
+        run("x", "--out", str(tmp_path / "out"), "--hash-rows", rows)
