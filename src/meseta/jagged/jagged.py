@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from numbers import Integral
 
 import torch
@@ -130,22 +131,30 @@ class KeyedJaggedTensor:
 
     @cached_property
     def key_offsets(self) -> tuple[int, ...]:
-        """Key f owns values[key_offsets[f] : key_offsets[f + 1]], F + 1 numbers. Waits for the device once."""
-        bounds = [0]
-        for size in self.batch_sizes:
-            bounds.append(bounds[-1] + size)
-        return tuple(self.offsets[torch.tensor(bounds, device=self.offsets.device)].tolist())
+        """Key f owns values[key_offsets[f] : key_offsets[f + 1]], F + 1 numbers.
+
+        Waits for the device, unless the batch came there by `to`, which has counted on the way.
+        """
+        return tuple(self.offsets[torch.tensor(self._first_bags, device=self.offsets.device)].tolist())
+
+    @cached_property
+    def _first_bags(self) -> tuple[int, ...]:
+        """Key f owns lengths[first_bags[f] : first_bags[f + 1]]."""
+        return tuple(accumulate(self.batch_sizes, initial=0))
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {key: index for index, key in enumerate(self.keys)}
 
     def __getitem__(self, key: str) -> JaggedTensor:
         """Ids of one feature (views, no copy)."""
-        if key not in self.keys:
+        index = self._index.get(key)
+        if index is None:
             raise MesetaError(f"KeyedJaggedTensor: no key {key!r}; {nearest(key, self.keys)}")
-        index = self.keys.index(key)
         start, stop = self.key_offsets[index], self.key_offsets[index + 1]
-        first = sum(self.batch_sizes[:index])
         return JaggedTensor(
             values=self.values[start:stop],
-            lengths=self.lengths[first : first + self.batch_sizes[index]],
+            lengths=self.lengths[self._first_bags[index] : self._first_bags[index + 1]],
             weights=None if self.weights is None else self.weights[start:stop],
         )
 
@@ -168,10 +177,18 @@ class KeyedJaggedTensor:
         """The same on another device."""
         if torch.device(device) == self.values.device:
             return self
-        return KeyedJaggedTensor(
+        moved = KeyedJaggedTensor(
             keys=self.keys,
             values=self.values.to(device, non_blocking=non_blocking),
             lengths=self.lengths.to(device, non_blocking=non_blocking),
             weights=None if self.weights is None else self.weights.to(device, non_blocking=non_blocking),
             batch_sizes=self.batch_sizes,
         )
+        moved.__dict__["key_offsets"] = self.key_offsets
+        return moved
+
+    def with_values(self, values: Int[Tensor, " nnz"]) -> KeyedJaggedTensor:
+        """The same bags with other ids."""
+        changed = KeyedJaggedTensor(self.keys, values, self.lengths, self.weights, self.batch_sizes)
+        changed.__dict__["key_offsets"] = self.key_offsets
+        return changed

@@ -53,16 +53,24 @@ def apply_id_policy(kjt: KeyedJaggedTensor, num_rows: Sequence[int], policies: S
         fixed = torch.where(under("clamp"), torch.minimum(ids.clamp(min=0), limit - 1), fixed)
     if "hash" in policies:
         fixed = torch.where(under("hash"), _mix(ids) % limit, fixed)
-    lengths, weights = kjt.lengths, kjt.weights
+    kept = kjt.with_values(fixed)
     if "drop" in policies:
-        keep = ~under("drop")
-        bag = torch.repeat_interleave(torch.arange(num_bags, device=device), lengths, output_size=ids.numel())
-        lengths = torch.zeros_like(lengths).scatter_add_(0, bag, keep.to(lengths.dtype))
-        fixed, weights = fixed[keep], None if weights is None else weights[keep]
-    checked = KeyedJaggedTensor(
-        keys=kjt.keys, values=fixed, lengths=lengths, weights=weights, batch_sizes=kjt.batch_sizes
+        kept = _drop(kept, under("drop"))
+    return CheckedIds(kjt=kept, num_outside=num_outside, first_error=first_error)
+
+
+def _drop(kjt: KeyedJaggedTensor, dropped: Tensor) -> KeyedJaggedTensor:
+    """Shorter bags without the marked ids [nnz]."""
+    keep = ~dropped
+    bags = torch.arange(kjt.lengths.numel(), device=dropped.device)
+    bag = torch.repeat_interleave(bags, kjt.lengths, output_size=dropped.numel())
+    return KeyedJaggedTensor(
+        keys=kjt.keys,
+        values=kjt.values[keep],
+        lengths=torch.zeros_like(kjt.lengths).scatter_add_(0, bag, keep.to(kjt.lengths.dtype)),
+        weights=None if kjt.weights is None else kjt.weights[keep],
+        batch_sizes=kjt.batch_sizes,
     )
-    return CheckedIds(kjt=checked, num_outside=num_outside, first_error=first_error)
 
 
 def _first(refused: Tensor, feature: Tensor, kjt: KeyedJaggedTensor, ids: Tensor) -> Tensor:
