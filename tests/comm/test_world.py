@@ -1,0 +1,51 @@
+"""A world of one rank: every collective returns what it was given, and no network is touched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from meseta.comm import DenseGradients, World
+from meseta.spec import MesetaError
+
+
+def test_collectives_of_one_rank_return_their_input() -> None:
+    world = World.single()
+    x = torch.arange(6.0).view(3, 2)
+    pending = world.all_to_all(x, [3], [3])
+    assert torch.equal(pending.wait(), x)
+    assert world.all_reduce(x) is x and world.broadcast(x) is x
+    assert torch.equal(world.all_gather(x), x[None])
+    assert world.gather_objects({"a": 1}) == [{"a": 1}]
+    world.barrier()
+    assert not torch.distributed.is_initialized()
+
+
+def test_without_torchrun_the_world_is_single(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variables in ({}, {"WORLD_SIZE": "1", "RANK": "0"}):
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        assert World.current() == World.single()
+    assert not torch.distributed.is_initialized()
+
+
+def test_raise_together_alone_raises_the_error_itself() -> None:
+    error = OSError("disk full")
+    World.single().raise_together(None)
+    with pytest.raises(OSError, match="disk full") as raised:
+        World.single().raise_together(error)
+    assert raised.value is error
+
+
+def test_one_rank_leaves_dense_gradients_alone() -> None:
+    layer = torch.nn.Linear(2, 1)
+    DenseGradients(list(layer.parameters()), World.single(), lambda: 1.0)
+    layer(torch.ones(4, 2)).mean().backward()
+    assert layer.weight.grad is not None and layer.weight.grad.tolist() == [[1.0, 1.0]]
+
+
+def test_dense_parameters_of_two_dtypes_are_refused() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(1, dtype=dtype)) for dtype in (torch.float32, torch.float64)]
+    with pytest.raises(MesetaError, match=r"one dtype, got .'torch.float32', 'torch.float64'."):
+        DenseGradients(parameters, World.single(), lambda: 1.0)
