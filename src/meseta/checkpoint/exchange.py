@@ -54,46 +54,50 @@ class Job:
 
     layout: TableLayout
     rows: tuple[int, int]
+    writer: int
+    """The rank that writes it. Its own pieces are not sent: it reads them where they lie."""
     pieces: tuple[Piece, ...]
 
     @staticmethod
-    def of(layout: TableLayout, rows: tuple[int, int], plan: TablePlan) -> Job:
+    def of(layout: TableLayout, rows: tuple[int, int], writer: int, plan: TablePlan) -> Job:
         """The block of these rows when the table lies as `plan` says."""
         pieces = []
         for shard in plan.shards:
             overlap = max(rows[0], shard.rows[0]), min(rows[1], shard.rows[1])
             if overlap[0] < overlap[1]:
                 pieces.append(Piece(shard=shard, rows=overlap, schema=layout.schema))
-        return Job(layout=layout, rows=rows, pieces=tuple(sorted(pieces, key=lambda piece: piece.sender)))
+        by_sender = tuple(sorted(pieces, key=lambda piece: piece.sender))
+        return Job(layout=layout, rows=rows, writer=writer, pieces=by_sender)
+
+    def sent_by(self, rank: int) -> list[Piece]:
+        """Pieces that travel from this rank to the writer."""
+        return [piece for piece in self.pieces if piece.sender == rank != self.writer]
 
 
 def pack(world: World, jobs: Sequence[Job], local: LocalShards) -> Tensor:
-    """[bytes] uint8 on the world's device: this rank's pieces of all jobs, where job w goes to rank w."""
-    pieces = [piece for job in jobs for piece in job.pieces if piece.sender == world.rank]
+    """[bytes] uint8 on the world's device: what this rank sends of all jobs, which are ordered by writer."""
+    pieces = [piece for job in jobs for piece in job.sent_by(world.rank)]
     buffer = torch.empty(sum(piece.num_bytes for piece in pieces), dtype=torch.uint8, device=world.device)
     offset = 0
     for piece in pieces:
-        held = local[piece.shard]
-        first = piece.rows[0] - piece.shard.rows[0]
         for column, shape, num_bytes in piece.segments():
-            source = held.weight if column.name == ROW else held.state[column.name]
-            _typed(buffer[offset : offset + num_bytes], column, shape).copy_(source.detach()[first : first + shape[0]])
+            _typed(buffer[offset : offset + num_bytes], column, shape).copy_(_held(local, piece, column))
             offset += num_bytes
     return buffer
 
 
 def exchange(world: World, jobs: Sequence[Job], packed: Tensor) -> Tensor:
-    """[bytes] uint8 on the CPU: the pieces of the block that this rank writes, if any, ordered as in its job."""
-    send_splits = [sum(p.num_bytes for p in job.pieces if p.sender == world.rank) for job in jobs]
-    receive_splits = [0] * world.size
-    for piece in jobs[world.rank].pieces if world.rank < len(jobs) else ():
-        receive_splits[piece.sender] += piece.num_bytes
-    send_splits += [0] * (world.size - len(jobs))
+    """[bytes] uint8 on the CPU: the pieces that other ranks send for the block that this rank writes, if any."""
+    send_splits, receive_splits = [0] * world.size, [0] * world.size
+    for job in jobs:
+        send_splits[job.writer] = sum(piece.num_bytes for piece in job.sent_by(world.rank))
+        if job.writer == world.rank:
+            receive_splits = [sum(p.num_bytes for p in job.sent_by(rank)) for rank in range(world.size)]
     return world.all_to_all(packed, send_splits, receive_splits).wait().cpu()
 
 
-def unpack(job: Job, received: Tensor) -> dict[str, np.ndarray]:
-    """Columns of the block by name, [rows, D] or [rows], from the bytes of its pieces."""
+def unpack(job: Job, received: Tensor, local: LocalShards) -> dict[str, np.ndarray]:
+    """Columns of the block by name, [rows, D] or [rows]; no copy where they come in one piece."""
     num_rows = job.rows[1] - job.rows[0]
     schema = job.layout.schema
     whole = len(job.pieces) == 1
@@ -102,15 +106,25 @@ def unpack(job: Job, received: Tensor) -> dict[str, np.ndarray]:
     for piece in job.pieces:
         rows = slice(piece.rows[0] - job.rows[0], piece.rows[1] - job.rows[0])
         for column, shape, num_bytes in piece.segments():
-            part = _typed(received[offset : offset + num_bytes], column, shape).numpy()
+            if piece.sender == job.writer:
+                part = _held(local, piece, column).cpu().numpy()
+            else:
+                part = _typed(received[offset : offset + num_bytes], column, shape).numpy()
+                offset += num_bytes
             if whole:
                 values[column.name] = part
             elif column.kind == "element":
                 values[column.name][rows, slice(*piece.shard.columns)] = part
             else:
                 values[column.name][rows] = part
-            offset += num_bytes
     return values
+
+
+def _held(local: LocalShards, piece: Piece, column: Column) -> Tensor:
+    """A piece's part of one column in the shard's own tensors."""
+    held = local[piece.shard]
+    tensor = held.weight if column.name == ROW else held.state[column.name]
+    return tensor.detach()[piece.rows[0] - piece.shard.rows[0] : piece.rows[1] - piece.shard.rows[0]]
 
 
 def _typed(segment: Tensor, column: Column, shape: tuple[int, ...]) -> Tensor:

@@ -119,35 +119,37 @@ def _write_blocks(
     world: World, temporary: Path, plan: Plan, layouts: Mapping[str, TableLayout], local: LocalShards
 ) -> dict[str, list[dict[str, Any]]]:
     """Write all blocks, in rounds of one per rank; returns their entries in the manifest by table, on all ranks."""
-    jobs = [Job.of(layout, span, plan[name]) for name, layout in layouts.items() for span in layout.spans()]
+    blocks = [(layout, span) for layout in layouts.values() for span in layout.spans()]
+    jobs = [Job.of(layout, s, i % world.size, plan[layout.spec.name]) for i, (layout, s) in enumerate(blocks)]
     with ThreadPoolExecutor(_WRITES_IN_FLIGHT) as pool:
-        writer = _Writer(temporary, pool)
+        writer = _Writer(temporary, pool, local)
         for start in range(0, len(jobs), world.size):
             round_jobs = jobs[start : start + world.size]
-            received = exchange(world, round_jobs, together(world, partial(writer.pack_next, world, round_jobs, local)))
+            received = exchange(world, round_jobs, together(world, partial(writer.pack_next, world, round_jobs)))
             if world.rank < len(round_jobs):
                 writer.submit(round_jobs[world.rank], received)
         together(world, partial(writer.settle, 0))
-    blocks: dict[str, list[dict[str, Any]]] = {name: [] for name in layouts}
+    entries: dict[str, list[dict[str, Any]]] = {name: [] for name in layouts}
     for own in world.gather_objects(writer.written):
         for name, entry in own:
-            blocks[name].append(entry)
-    return {name: sorted(entries, key=lambda entry: entry["first_row"]) for name, entries in blocks.items()}
+            entries[name].append(entry)
+    return {name: sorted(found, key=lambda entry: entry["first_row"]) for name, found in entries.items()}
 
 
 class _Writer:
     """Writes the blocks of one rank in threads, while the next ones are exchanged."""
 
-    def __init__(self, temporary: Path, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, temporary: Path, pool: ThreadPoolExecutor, local: LocalShards) -> None:
         self.written: list[tuple[str, dict[str, Any]]] = []
         self._temporary = temporary
         self._pool = pool
+        self._local = local
         self._in_flight: deque[tuple[str, Future[dict[str, Any]]]] = deque()
 
-    def pack_next(self, world: World, jobs: Sequence[Job], local: LocalShards) -> Tensor:
+    def pack_next(self, world: World, jobs: Sequence[Job]) -> Tensor:
         """Make room for one more block, then pack this rank's pieces of the next round."""
         self.settle(_WRITES_IN_FLIGHT - 1)
-        return pack(world, jobs, local)
+        return pack(world, jobs, self._local)
 
     def submit(self, job: Job, received: Tensor) -> None:
         """Begin to write the block that the received bytes make up."""
@@ -161,7 +163,7 @@ class _Writer:
 
     def _write(self, job: Job, received: Tensor) -> dict[str, Any]:
         path = job.layout.block_path(job.rows[0])
-        return write_block(self._temporary, path, job.layout.schema, job.rows[0], unpack(job, received))
+        return write_block(self._temporary, path, job.layout.schema, job.rows[0], unpack(job, received, self._local))
 
 
 def _finish(temporary: Path, document: Mapping[str, Any], dense: Mapping[str, Tensor]) -> None:
