@@ -8,11 +8,8 @@ checks SHA-256 sums, which the peers do not. Runs the correctness test first and
 to benchmarks/results.csv.
 """
 
-import csv
-import datetime
-import importlib.metadata
+import itertools
 import os
-import platform
 import resource
 import shutil
 import statistics
@@ -21,10 +18,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from record import record
 from torch import Tensor
 
 from meseta.checkpoint import load, save
@@ -34,7 +33,6 @@ from meseta.spec import Plan, TableSpec
 from meseta.storage import TableShard
 
 ROOT = Path(__file__).resolve().parent.parent
-COLUMNS = ["date", "commit", "benchmark", "case", "metric", "value", "unit", "peer", "ratio", "hardware", "versions"]
 NUM_ROUNDS = 3
 WIDTH = 64
 
@@ -57,32 +55,52 @@ def main() -> None:
         "numpy.save": (lambda path: save_numpy(path, tensors), load_numpy),
     }
     with tempfile.TemporaryDirectory() as folder:
-        saves, loads = race(methods, Path(folder))
+        times = race(methods, Path(folder))
     num_mb = sum(t.numel() * t.element_size() for t in tensors.values()) / 1e6
     case = f"{num_mb:.0f} MB, {spec.num_embeddings} x {WIDTH}"
-    for metric, seconds in (("durable save", saves), ("cold load", loads)):
-        for peer in ("torch.save", "numpy.save"):
-            report(metric, case, num_mb / seconds["meseta"], num_mb / seconds[peer], peer)
+    for (metric, ours), peer in itertools.product(times["meseta"].items(), ("torch.save", "numpy.save")):
+        theirs = times[peer][metric]
+        wall = {"value": num_mb / ours.wall_s, "unit": "MB/s", "peer_value": num_mb / theirs.wall_s}
+        cpu = {"value": ours.cpu_s, "unit": "s", "peer_value": theirs.cpu_s}
+        for name, figures in ((metric, wall), (f"{metric}, processor", cpu)):
+            record("checkpoint", case, name, peer=peer, packages=("torch", "numpy", "pyarrow"), **figures)
 
 
-def race(methods: dict[str, tuple[Callable, Callable]], folder: Path) -> tuple[dict[str, float], dict[str, float]]:
-    """Median seconds of saving and of loading, by method; interleaved, ours first, each save on a fresh path."""
-    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in methods}
+@dataclass(frozen=True)
+class Spent:
+    """What one save or load took; on a busy machine the processor's seconds say more."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def measure(action: Callable[[Path], None], path: Path) -> Spent:
+    """Run once."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    action(path)
+    return Spent(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def race(methods: dict[str, tuple[Callable, Callable]], folder: Path) -> dict[str, dict[str, Spent]]:
+    """Medians of saving and of loading, by method; interleaved, ours first, each save on a fresh path."""
+    runs: dict[str, list[tuple[Spent, Spent]]] = {name: [] for name in methods}
     for _ in range(NUM_ROUNDS):
         for name, (write, read) in methods.items():
             path = folder / "now"
             before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            for step, spent in zip((write, read), times[name], strict=True):
-                start = time.perf_counter()
-                step(path)
-                spent.append(time.perf_counter() - start)
-                forget(path)
+            written = measure(write, path)
+            forget(path)
+            runs[name].append((written, measure(read, path)))
             grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
-            spent_s = [spent[-1] for spent in times[name]]
-            print(f"{name:12} save {spent_s[0]:.2f} s, load {spent_s[1]:.2f} s, peak {grown_kib / 1e3:+.0f} MB")
+            print(f"{name:12} save {written}, load {runs[name][-1][1]}, peak {grown_kib / 1e3:+.0f} MB")
             shutil.rmtree(path)
-    saves, loads = ({name: statistics.median(spent[i]) for name, spent in times.items()} for i in range(2))
-    return saves, loads
+    return {
+        name: {
+            metric: Spent(*(statistics.median(getattr(run[i], f) for run in spent) for f in ("wall_s", "cpu_s")))
+            for i, metric in enumerate(("durable save", "cold load"))
+        }
+        for name, spent in runs.items()
+    }
 
 
 def forget(path: Path) -> None:
@@ -127,40 +145,6 @@ def load_numpy(path: Path) -> None:
 def sync(file: Path) -> None:
     with file.open("rb+") as opened:
         os.fsync(opened.fileno())
-
-
-def report(metric: str, case: str, ours_mb_s: float, peer_mb_s: float, peer: str) -> None:
-    """Print one comparison and append it to the results."""
-    print(f"{metric:12} {case}: {ours_mb_s:.0f} MB/s; {peer} {peer_mb_s:.0f} MB/s; ratio {ours_mb_s / peer_mb_s:.2f}")
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=True
-    )
-    versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "numpy", "pyarrow"))
-    row = [
-        datetime.date.today().isoformat(),
-        commit.stdout.strip(),
-        "checkpoint",
-        case,
-        metric,
-        f"{ours_mb_s:.0f}",
-        "MB/s",
-    ]
-    row += [f"{peer} {peer_mb_s:.0f} MB/s", f"{ours_mb_s / peer_mb_s:.2f}", hardware()]
-    row += [f"python {platform.python_version()} {versions}"]
-    path = ROOT / "benchmarks" / "results.csv"
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        csv.writer(file).writerows([COLUMNS, row] if is_new else [row])
-
-
-def hardware() -> str:
-    """The processor's own name where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]}, {len(names)} threads" if names else platform.machine()
 
 
 if __name__ == "__main__":
