@@ -7,11 +7,7 @@ Every measurement runs in a process of its own, which also tells its peak memory
 correctness tests first and reports nothing when they fail. Appends to benchmarks/results.csv.
 """
 
-import csv
-import datetime
-import importlib.metadata
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -19,8 +15,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-COLUMNS = ["date", "commit", "benchmark", "case", "metric", "value", "unit", "peer", "ratio", "hardware", "versions"]
+from record import ROOT, record
+
 TESTS = ["tests/data/test_prepare.py", "tests/data/test_reader.py", "tests/data/test_hash_categories.py"]
 NUM_ROUNDS = 3
 BATCH_SIZE = 2048
@@ -111,30 +107,9 @@ def take_turns(cases: Sequence[tuple[tuple[str, str], list[str]]]) -> list[tuple
 
 
 def report(case: str, metric: str, value: float, unit: str, peer: tuple[str, float]) -> None:
-    """Print one comparison and append it to the results; the ratio is ours over the peer's."""
-    name, peer_value = peer
-    print(f"{metric:32} {value:>12,.0f} {unit:7} {name} {peer_value:,.0f} {unit}, ratio {value / peer_value:.2f}")
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=True
-    )
-    versions = " ".join(f"{n} {importlib.metadata.version(n)}" for n in ("pyarrow", "polars", "numpy", "torch"))
-    row = [datetime.date.today().isoformat(), commit.stdout.strip(), "ingest", case, metric, f"{value:.0f}", unit]
-    row += [f"{name} {peer_value:.0f} {unit}", f"{value / peer_value:.3f}", hardware()]
-    row += [f"python {platform.python_version()} {versions}"]
-    path = ROOT / "benchmarks" / "results.csv"
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        csv.writer(file).writerows([COLUMNS, row] if is_new else [row])
-
-
-def hardware() -> str:
-    """The processor's own name where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]}, {len(names)} threads" if names else platform.machine()
+    """One line of the results."""
+    packages = ("pyarrow", "polars", "numpy", "torch")
+    record("ingest", case, metric, value, unit, peer=peer[0], peer_value=peer[1], packages=packages)
 
 
 if __name__ == "__main__":

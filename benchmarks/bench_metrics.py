@@ -5,24 +5,18 @@
 Runs the correctness test first and reports nothing when it fails. Appends to benchmarks/results.csv.
 """
 
-import csv
-import datetime
-import importlib.metadata
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
+from record import ROOT, record
 from sklearn.metrics import log_loss, roc_auc_score
 
 from meseta.train.metrics import auc, compute_metrics
 
-ROOT = Path(__file__).resolve().parent.parent
-COLUMNS = ["date", "commit", "benchmark", "case", "metric", "value", "unit", "peer", "ratio", "hardware", "versions"]
 NUM_ROUNDS = 5
 
 
@@ -59,33 +53,8 @@ def race(ours: Callable[[], float], peer: Callable[[], float]) -> tuple[float, f
 
 
 def report(metric: str, case: str, ours_s: float, peer_s: float, peer: str) -> None:
-    """Print one comparison and append it to the results."""
-    print(f"{metric:12} {case}: {ours_s:.3f} s; {peer} {peer_s:.3f} s; {peer_s / ours_s:.1f} times faster")
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=True
-    )
-    versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("numpy", "scikit-learn"))
-    row = [datetime.date.today().isoformat(), commit.stdout.strip(), "metrics", case, metric, f"{ours_s:.4f}", "s"]
-    row += [
-        f"{peer} {peer_s:.4f} s",
-        f"{peer_s / ours_s:.2f}",
-        hardware(),
-        f"python {platform.python_version()} {versions}",
-    ]
-    path = ROOT / "benchmarks" / "results.csv"
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        csv.writer(file).writerows([COLUMNS, row] if is_new else [row])
-
-
-def hardware() -> str:
-    """The processor's own name where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]}, {len(names)} threads" if names else platform.machine()
+    """One line of the results."""
+    record("metrics", case, metric, ours_s, "s", peer=peer, peer_value=peer_s, packages=("numpy", "scikit-learn"))
 
 
 if __name__ == "__main__":
