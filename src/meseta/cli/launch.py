@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from typing import IO
@@ -16,6 +17,22 @@ from meseta.spec import MesetaError
 
 STOP_S = 10
 """Seconds that ranks have to leave by themselves before they are killed."""
+SETTLE_S = 3
+"""Seconds in which the other ranks may fail too, before the one to blame is named."""
+LOST = 75
+"""Exit code of a rank that failed because another one went away."""
+FOLLOWS = "MESETA_FOLLOWS_LAUNCHER"
+"""Set for ranks that `run_ranks` has started."""
+_LOSSES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Socket closed",
+    "recvValue failed",
+    "sendBytes failed",
+    "recvBytes failed",
+)
 
 
 def is_launched() -> bool:
@@ -23,45 +40,81 @@ def is_launched() -> bool:
     return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
+def is_loss_of_peer(error: RuntimeError) -> bool:
+    """Whether a collective failed because another rank has gone; torch has no class of its own for that."""
+    return is_launched() and any(text in str(error) for text in _LOSSES)
+
+
+def way_on() -> str:
+    """What a person does after a command was cut off."""
+    return "; the same command goes on from the last checkpoint" if sys.argv[1:2] == ["train"] else ""
+
+
+def follow_launcher() -> None:
+    """End this rank when its launcher dies, however it dies: nobody would stop the rank otherwise."""
+    if FOLLOWS not in os.environ:
+        return
+
+    def wait() -> None:
+        os.read(0, 1)  # The launcher holds the other end and never writes.
+        os._exit(1)
+
+    threading.Thread(target=wait, name="meseta-follow", daemon=True).start()
+
+
 def run_ranks(arguments: Sequence[str], num_ranks: int) -> int:
     """Run `meseta ARGUMENTS` on `num_ranks` ranks and return the exit code.
 
-    Rank 0 writes to this terminal. When a rank dies, the others are stopped within seconds and the dead one's last
-    words are printed. Under torchrun, which starts ranks itself, this is not used.
+    Rank 0 writes to this terminal. When a rank dies, the others are stopped within seconds, and the one to blame is
+    named with its last words. Under torchrun, which starts ranks itself, this is not used.
     """
     if num_ranks < 1:
         raise MesetaError(f"--nproc must be at least 1, got {num_ranks}")
     errors: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(num_ranks)]  # noqa: SIM115 (they outlive this line)
-    environment = _environment(num_ranks)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "meseta.cli.main", *arguments],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=None if rank == 0 else subprocess.DEVNULL,
-            stderr=None if rank == 0 else errors[rank],
-        )
-        for rank in range(num_ranks)
-    ]
     # A plain `kill` of this process must not leave the ranks behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    ranks: list[subprocess.Popen[bytes]] = []
     try:
-        first = _wait(ranks)
-    except KeyboardInterrupt:
-        _stop(ranks)  # the terminal has sent the signal to the ranks too
-        return 130
+        _start(ranks, arguments, errors)
+        blamed = _wait(ranks)
     finally:
         _stop(ranks)
-    if first is None:
+    if blamed is None:
         return 0
-    code = ranks[first].returncode
+    code = ranks[blamed].returncode
     if code < 0:
-        print(f"error: rank {first} was killed by {signal.Signals(-code).name}; all ranks are stopped, and the same "
-              "command goes on from the last checkpoint", file=sys.stderr)  # fmt: skip
-    elif first != 0:
-        errors[first].seek(0)
-        sys.stderr.buffer.write(errors[first].read()[-20_000:])
+        name = signal.Signals(-code).name
+        print(f"error: rank {blamed} was killed by {name}; all ranks are stopped{way_on()}", file=sys.stderr)
+    elif code == LOST:
+        text = f"error: rank {blamed} lost its connection to the other ranks; all ranks are stopped{way_on()}"
+        print(text, file=sys.stderr)
+    elif blamed != 0:
+        errors[blamed].seek(0)
+        sys.stderr.buffer.write(errors[blamed].read()[-20_000:])
         sys.stderr.flush()
     return code if code > 0 else 1
+
+
+def _start(ranks: list[subprocess.Popen[bytes]], arguments: Sequence[str], errors: Sequence[IO[bytes]]) -> None:
+    """Start one process per entry of `errors` and append it to `ranks`.
+
+    They ignore Ctrl-C, which the terminal sends to them too: the launcher stops them, and tells it once.
+    """
+    environment = _environment(len(errors))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        for rank, file in enumerate(errors):
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "meseta.cli.main", *arguments],
+                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.PIPE,
+                    stdout=None if rank == 0 else subprocess.DEVNULL,
+                    stderr=None if rank == 0 else file,
+                )
+            )
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _environment(num_ranks: int) -> dict[str, str]:
@@ -76,21 +129,39 @@ def _environment(num_ranks: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": size,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        FOLLOWS: "1",
     }
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """None when every rank succeeded, else the rank that failed first; rank 0 when several did at once."""
+    """None when every rank succeeded, else the rank to blame."""
     while True:
         codes = [rank.poll() for rank in ranks]
-        failed = [r for r, code in enumerate(codes) if code not in (None, 0)]
-        if failed:
-            # An error that all ranks meet together should be told by rank 0, which needs a moment.
-            time.sleep(0.5)
-            return 0 if ranks[0].poll() not in (None, 0) else failed[0]
+        if any(code not in (None, 0) for code in codes):
+            return _find_culprit(ranks)
         if all(code == 0 for code in codes):
             return None
         time.sleep(0.05)
+
+
+def _find_culprit(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    """The rank that failed for a reason of its own; rank 0, which has told it already, where several did.
+
+    The others notice its end in their next collective and fail as well, so they get a moment to do so.
+    """
+    deadline = time.monotonic() + SETTLE_S
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+    def severity(rank: int) -> int:
+        code = ranks[rank].returncode
+        if code == LOST:
+            return 3
+        if code == -signal.SIGABRT:  # nccl aborts the ranks that wait for one that has died
+            return 2
+        return 0 if code < 0 else 1
+
+    return min((r for r, rank in enumerate(ranks) if rank.poll() not in (None, 0)), key=lambda r: (severity(r), r))
 
 
 def _stop(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -104,3 +175,5 @@ def _stop(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
         except subprocess.TimeoutExpired:
             rank.kill()
             rank.wait()
+        if rank.stdin:
+            rank.stdin.close()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from types import FrameType
 
 import typer
 
 from meseta.cli.data import app as data_app
 from meseta.cli.evaluate import evaluate
+from meseta.cli.launch import FOLLOWS, LOST, follow_launcher, is_loss_of_peer, way_on
 from meseta.cli.predict import predict
 from meseta.cli.prepare import prepare
 from meseta.cli.report import report
@@ -30,19 +33,43 @@ app.command()(predict)
 app.command()(report)
 
 
+class Interrupted(BaseException):
+    """Ctrl-C. No KeyboardInterrupt, which typer turns into an exit code before it comes here."""
+
+
 def main() -> None:
     """Run a command; exit code 1 for a MesetaError, 130 for Ctrl-C."""
+    follow_launcher()
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         app()
     except MesetaError as error:
         rank = os.environ.get("RANK", "0")
         where = "" if rank == "0" else f"rank {rank}: "
-        print(f"error: {where}{error}", file=sys.stderr, flush=True)
+        _leave(1, f"error: {where}{error}")
+    except RuntimeError as error:
+        if not is_loss_of_peer(error):
+            raise
+        # The launcher names the rank that went away.
+        _leave(LOST, "" if FOLLOWS in os.environ else f"error: lost the connection to another rank: {error}")
+    except Interrupted:
+        _leave(130, f"interrupted{way_on()}")
+
+
+def _interrupt(signal_number: int, frame: FrameType | None) -> None:
+    raise Interrupted
+
+
+def _leave(code: int, text: str) -> None:
+    """Print one line and end this process."""
+    if text:
+        print(text, file=sys.stderr, flush=True)
+    if "RANK" in os.environ:
         # Other ranks may wait for this one in a collective; leaving at once lets the launcher stop them.
-        os._exit(1) if "RANK" in os.environ else sys.exit(1)
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr, flush=True)
-        sys.exit(130)
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":
