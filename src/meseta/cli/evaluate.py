@@ -26,7 +26,8 @@ def evaluate(
     from meseta.train.trained import open_trained
 
     with open_trained(run_dir, split, data) as trained:
-        metrics = run(trained.model, trained.reader, trained.world).to_dict()
+        metrics, outside = run(trained.model, trained.reader, trained.world)
     if trained.world.rank == 0:
-        del metrics["reliability"]
-        print(json.dumps({"run": str(run_dir), "step": trained.step, "split": split, **metrics}, indent=1))
+        line = {"run": str(run_dir), "step": trained.step, "split": split, **metrics.to_dict()}
+        del line["reliability"]
+        print(json.dumps({**line, **({"ids_outside": outside} if outside else {})}, indent=1))

@@ -43,6 +43,10 @@ def _print_result(summary: dict[str, Any], run_dir: Path) -> None:
     speed = f"{summary['samples_per_s']:,.0f} samples/s" if summary["samples_per_s"] else "no step was left to do"
     print(f"{summary['num_samples']:,} samples in {summary['train_s']:.1f} s of training, {speed}, "
           f"{summary['num_ranks']} rank{'s' * (summary['num_ranks'] > 1)}")  # fmt: skip
+    for what, outside in (("training", summary["ids_outside"]), ("the test split", test.get("ids_outside"))):
+        if outside:
+            counts = ", ".join(f"{feature} {count:,}" for feature, count in outside.items())
+            print(f"ids outside their table in {what}, handled as embedding.id_policy says: {counts}")
     print(f"report: {run_dir / 'report.html'}")
 
 

@@ -28,6 +28,10 @@ class Model(Protocol):
         """Logits from dense inputs and pooled embeddings."""
 
 
+class NonFiniteLoss(MesetaError):
+    """The loss of a global batch is no number; raised on all ranks before any update."""
+
+
 @dataclass(frozen=True)
 class Step:
     """What is left of a step."""
@@ -51,7 +55,8 @@ class TrainStep:
         self.times = StageTimes(world.device)
 
     def __call__(self, batch: Batch) -> Step:
-        """Train on one batch. Raises MesetaError on all ranks, before any update, when the loss is not finite."""
+        """Train on one batch. Raises NonFiniteLoss on all ranks, before any update, when the loss is not finite,
+        and MesetaError for ids outside their table."""
         embeddings, stage = self.model.embeddings, self.times.stage
         with stage("copy"):
             batch = batch.to(self.world.device, non_blocking=True)
@@ -80,8 +85,8 @@ class TrainStep:
         total, count = self.world.all_reduce(local_sum.double().new_tensor([float(local_sum), batch_size])).tolist()
         loss = total / max(count, 1.0)
         if not math.isfinite(loss):
-            raise MesetaError(
-                f"the loss is {loss}; nothing was updated. Look for NaN or huge values in the dense inputs, or lower "
-                "the learning rates; training can go on from the last checkpoint"
+            raise NonFiniteLoss(
+                f"the loss is {loss}, and nothing was updated; look for NaN or huge values in the dense inputs, or "
+                "lower the learning rates"
             )
         return loss, int(count)

@@ -13,6 +13,7 @@ from meseta.comm import World
 from meseta.data.reader import Reader
 from meseta.pipeline.step import Model
 from meseta.train.metrics import Metrics, MetricWindow
+from meseta.train.state import ids_outside
 
 
 def predict(model: Model, reader: Reader, world: World) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
@@ -25,12 +26,18 @@ def predict(model: Model, reader: Reader, world: World) -> Iterator[tuple[NDArra
             yield logits.cpu().numpy(), batch.label.numpy()
 
 
-def evaluate(model: Model, reader: Reader, world: World) -> Metrics:
-    """Metrics over all rows of the reader's split, the same on every rank and for any number of ranks."""
-    window = MetricWindow()
+def evaluate(model: Model, reader: Reader, world: World) -> tuple[Metrics, dict[str, int]]:
+    """Metrics over all rows of the reader's split, the same on every rank and for any number of ranks.
+
+    The second value counts ids outside their table, by feature; training's own count is left as it was.
+    """
+    window, embeddings = MetricWindow(), model.embeddings
+    counted, embeddings.num_outside = embeddings.num_outside, None
     for logits, labels in predict(model, reader, world):
         window.add(logits, labels)
-    return gather_window(window, world).compute()
+    outside = ids_outside(embeddings, world)
+    embeddings.num_outside = counted
+    return gather_window(window, world).compute(), outside
 
 
 def gather_window(window: MetricWindow, world: World) -> MetricWindow:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class TrainProgress:
-    """Steps done, samples/s, loss, NE, AUC and time left; silent on ranks other than 0."""
+    """Steps done, samples/s, loss, NE, AUC and time left, on standard error; silent on ranks other than 0."""
 
     def __init__(self, num_steps: int, *, first_step: int, shown: bool) -> None:
         self._console = Console(stderr=True)
@@ -52,16 +52,14 @@ class TrainProgress:
             figures = f"{line['samples_per_s']:,.0f} samples/s  {_figures(line)}"
             self._bar.update(self._task, figures=figures)
             if not self._live:
-                print(f"step {line['step']}/{self._num_steps}  {figures}  {left_s:.0f} s left", flush=True)
+                self.say(f"step {line['step']}/{self._num_steps}  {figures}  {left_s:.0f} s left")
         else:
-            self._bar.print(
-                f"{line['split']} at step {line['step']}: {_figures(line)}, {line['num_samples']:,} samples"
-            )
+            self.say(f"{line['split']} at step {line['step']}: {_figures(line)}, {line['num_samples']:,} samples")
 
     def say(self, text: str) -> None:
-        """One line above the bar."""
+        """One line above the bar, as it is: rich would break it at 80 columns and read [brackets] as markup."""
         if self._shown:
-            self._bar.print(text)
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _figures(line: Mapping[str, Any]) -> str:

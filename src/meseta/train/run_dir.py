@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from meseta.config import RunConfig
+from meseta.config import RunConfig, load_config
 from meseta.spec import MesetaError
 
 
@@ -36,9 +36,10 @@ class RunDir:
             self.write_json("plan.json", plan)
             self.write_json("environment.json", environment(device, plan["num_ranks"]))
         except OSError as error:
-            raise MesetaError(
-                f"run_dir {str(self.path)!r} cannot be written: {error.strerror}; choose another"
-            ) from None
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> MesetaError:
+        return MesetaError(f"run_dir {str(self.path)!r} cannot be written: {error.strerror}; choose another")
 
     def write(self, name: str, text: str) -> None:
         """Replace a file by one rename, so that a reader never sees half of it."""
@@ -51,9 +52,12 @@ class RunDir:
         self.write(name, json.dumps(document, indent=1) + "\n")
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
-        """Add one line to metrics.jsonl."""
-        with self._metrics.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        """Add one line to metrics.jsonl. Raises MesetaError where it cannot be written."""
+        try:
+            with self._metrics.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise self._unwritable(error) from None
 
     def forget_after(self, step: int, num_steps: int) -> None:
         """Drop the lines that a run resumed at `step` writes again, and what a finished run wrote at its end."""
@@ -72,16 +76,12 @@ class RunDir:
                 lines.append(json.loads(text))
         return lines
 
-    def train_s(self) -> float:
-        """Seconds of training so far, evaluation and checkpoints left out."""
-        return max((line["time_s"] for line in self.metrics() if line["kind"] == "train"), default=0.0)
-
     def load_config(self) -> RunConfig:
         """The config that the run was started with. Raises MesetaError where there is none."""
         file = self.path / "config.yaml"
         if not file.exists():
             raise MesetaError(f"{str(self.path)!r} is not a run: it has no config.yaml; give the run_dir of a training")
-        return RunConfig.model_validate(yaml.safe_load(file.read_text()))
+        return load_config(file)
 
 
 def environment(device: str, num_ranks: int) -> dict[str, Any]:

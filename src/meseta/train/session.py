@@ -15,7 +15,10 @@ from meseta.train.build import choose_device
 
 @contextmanager
 def session(config: RunConfig) -> Iterator[World]:
-    """The ranks of this run, with threads and device as the config says; leaves the process group at a good end."""
+    """The ranks of this run, with threads and device as the config says; leaves the process group at a good end.
+
+    After an error the group is left as it is: the other ranks may be anywhere, and the process is about to end.
+    """
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(config.num_threads or max(1, num_cores // local_size))

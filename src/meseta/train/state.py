@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from meseta import checkpoint
+from meseta.comm import World
+from meseta.embedding.base import Collection
 from meseta.spec import MesetaError
 
 
@@ -54,8 +59,13 @@ def set_random_state(text: str) -> None:
 
 
 def window_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A metric window as dense tensors, since thousands of floats are no matter for JSON."""
-    return {f"window.{name}": torch.from_numpy(value) for name, value in state.items()}
+    """A metric window as dense tensors, since thousands of floats are no matter for JSON.
+
+    Sorted: its figures do not depend on the order of samples, and a run that was resumed in the middle of a window
+    holds them in another order than one that was not.
+    """
+    order = np.lexsort((state["labels"], state["logits"]))
+    return {f"window.{name}": torch.from_numpy(value[order]) for name, value in state.items()}
 
 
 def window_state(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -63,3 +73,34 @@ def window_state(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {
         name.removeprefix("window."): value.numpy() for name, value in tensors.items() if name.startswith("window.")
     }
+
+
+def ids_outside(embeddings: Collection, world: World) -> dict[str, int]:
+    """Ids outside their table that a policy has dropped, clamped or hashed so far, by feature, over all ranks;
+    features without any are left out. Collective."""
+    counts = embeddings.num_outside
+    if counts is None:
+        counts = torch.zeros(len(embeddings.features), dtype=torch.int64, device=world.device)
+    total = world.all_reduce(counts.clone()).tolist()
+    return {feature.name: count for feature, count in zip(embeddings.features, total, strict=True) if count}
+
+
+def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
+    """Fill model and optimizer from a checkpoint, under any plan; returns its state with `step` and `window`.
+
+    Raises MesetaError, on all ranks, where the checkpoint is damaged or of another model or dense optimizer.
+    """
+    loaded = checkpoint.load(path, world=world, shards=model.embeddings.shards)
+    saved, wanted = loaded.state["dense_optimizer"], type(optimizer).__name__
+    if saved != wanted:
+        raise MesetaError(
+            f"checkpoint {str(path)!r}: the dense part was trained with {saved}, but the config asks for {wanted}; "
+            "set dense.optimizer.name back, or choose another run_dir"
+        )
+    set_dense_tensors(model, optimizer, loaded.dense)
+    embeddings = model.embeddings
+    embeddings.step = loaded.state["embedding_step"]
+    if world.rank == 0:
+        counts = [loaded.state["ids_outside"].get(feature.name, 0) for feature in embeddings.features]
+        embeddings.num_outside = torch.tensor(counts, device=world.device)
+    return {**loaded.state, "step": loaded.step, "window": window_state(loaded.dense)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from meseta.spec import MesetaError
 from meseta.train.build import make_sharded_model
 from meseta.train.run_dir import RunDir
 from meseta.train.session import session
-from meseta.train.trainer import restore
+from meseta.train.state import restore
 
 
 @dataclass(frozen=True)
@@ -33,33 +34,45 @@ class Trained:
 
 @contextmanager
 def open_trained(run_dir: Path, split: str, data: Path | None = None) -> Iterator[Trained]:
+    """`load_trained` on the ranks of this process; raises what it raises."""
+    with session(RunDir(run_dir).load_config()) as world:
+        yield load_trained(run_dir, split, world, data)
+
+
+def load_trained(run_dir: Path, split: str, world: World, data: Path | None = None) -> Trained:
     """Load the newest checkpoint of `run_dir`. A plan made for another number of ranks gives way to a balanced one.
 
     Raises MesetaError where there is no run, no checkpoint, no such split, or data with other features.
     """
     run = RunDir(run_dir)
-    config = run.load_config()
+    config = run.load_config().model_copy(update={"plan": "balanced"})
     path = checkpoint.latest(run.checkpoints)
     if path is None:
         raise MesetaError(f"run {str(run_dir)!r} has no checkpoint yet; train it first with `meseta train`")
+    dataset = Dataset.load(data or config.data.dir)
     trained_on = Dataset.load(run_dir)
-    dataset = trained_on if data is None else Dataset.load(data)
+    check_features(trained_on, dataset)
+    if trained_on.dense != dataset.dense and world.rank == 0:
+        print(f"note: the dense features of {str(dataset.dir)!r} were standardised with other means than those of the "
+              "training data", file=sys.stderr)  # fmt: skip
+    options = ReaderOptions(batch_size=config.train.eval_batch_size, prefetch_batches=config.data.prefetch_batches)
+    reader = Reader(dataset, split, options, rank=world.rank, num_ranks=world.size)
+    model = make_sharded_model(config, dataset, world)
+    optimizer = make_dense_optimizer(config.dense.optimizer, model.parameters())
+    state = restore(path, model, optimizer, world)
+    return Trained(model=model, reader=reader, world=world, step=state["step"])
+
+
+def check_features(trained_on: Dataset, dataset: Dataset) -> None:
+    """Raise MesetaError unless ids and dense columns mean the same in both."""
+    what = "name", "num_embeddings", "encoding", "hash_seed", "multi_valued", "weighted"
     for kind, mine, theirs in (
         ("dense features", [d.name for d in trained_on.dense], [d.name for d in dataset.dense]),
-        ("sparse features", [(s.name, s.num_embeddings) for s in trained_on.sparse],
-         [(s.name, s.num_embeddings) for s in dataset.sparse]),
+        ("sparse features", [[getattr(s, key) for key in what] for s in trained_on.sparse],
+         [[getattr(s, key) for key in what] for s in dataset.sparse]),
     ):  # fmt: skip
         if mine != theirs:
             raise MesetaError(
-                f"dataset {str(data)!r} has other {kind} than the run was trained on; prepare it with the same options"
+                f"dataset {str(dataset.dir)!r} has other {kind} than the run was trained on; "
+                "prepare it with the same options"
             )
-    if data is None:
-        dataset = Dataset.load(config.data.dir)
-    with session(config) as world:
-        config = config.model_copy(update={"plan": "balanced"})
-        model = make_sharded_model(config, dataset, world)
-        optimizer = make_dense_optimizer(config.dense.optimizer, model.parameters())
-        state = restore(path, model, optimizer, world)
-        options = ReaderOptions(batch_size=config.train.eval_batch_size, prefetch_batches=config.data.prefetch_batches)
-        reader = Reader(dataset, split, options, rank=world.rank, num_ranks=world.size)
-        yield Trained(model=model, reader=reader, world=world, step=state["step"])

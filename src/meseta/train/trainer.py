@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -11,11 +11,13 @@ import torch
 from meseta import checkpoint
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.data.dataset import Dataset
+from meseta.data.batch import Batch
+from meseta.data.dataset import FILE_NAME, Dataset
 from meseta.data.reader import Reader, ReaderOptions
 from meseta.optim.dense import make_dense_optimizer
 from meseta.optim.schedule import learning_rate_factor
 from meseta.pipeline import Step, TrainStep
+from meseta.pipeline.step import NonFiniteLoss
 from meseta.spec import MesetaError
 from meseta.train.build import make_sharded_model
 from meseta.train.evaluate import evaluate, gather_window
@@ -25,10 +27,10 @@ from meseta.train.report import write_report
 from meseta.train.run_dir import RunDir
 from meseta.train.state import (
     dense_tensors,
+    ids_outside,
     random_state,
-    set_dense_tensors,
+    restore,
     set_random_state,
-    window_state,
     window_tensors,
 )
 
@@ -49,60 +51,95 @@ class Trainer:
         self.model = make_sharded_model(config, self.dataset, world)
         self.optimizer = make_dense_optimizer(config.dense.optimizer, self.model.parameters())
         self.train_step = TrainStep(self.model, self.optimizer, world)
-        self.reader = Reader(self.dataset, "train", self._reader_options(), rank=world.rank, num_ranks=world.size)
+        self.reader = self._reader("train")
+        self.test_reader = self._reader("test")
         self.window = MetricWindow()
         self.step = 0
         self.num_samples = 0
         self.train_s = 0.0
-        whole = config.train.epochs * self.reader.num_batches
-        self.num_steps = min(whole, config.train.max_steps or whole)
         self._resume()
-        self._log_from = (self.step, time.perf_counter())
+        self.num_steps = self._count_steps()
+        self._log_from = (self.step, self.num_samples, time.perf_counter())
 
     def run(self) -> dict[str, Any]:
-        """Train to the end, evaluate, save, write the report; returns what summary.json holds."""
-        if self.world.rank == 0:
-            self.run_dir.begin(
-                self.config, self.dataset.to_dict(), self.model.embeddings.plan.to_dict(), str(self.world.device)
-            )
-            self.run_dir.forget_after(self.step, self.num_steps)
-            self.train_s = self.run_dir.train_s()
-        self.world.barrier()
+        """Train to the end, save, evaluate, write the report; returns what summary.json holds.
+
+        Raises MesetaError, on all ranks and naming the step, for what training meets: ids outside their table, a loss
+        that is not finite, files that cannot be read or written.
+        """
+        self._on_first(self._begin)
         first = self.step
         with TrainProgress(self.num_steps, first_step=first, shown=self.world.rank == 0) as progress:
             if first:
                 progress.say(f"going on from step {first}, {self.run_dir.checkpoints}")
             self._train(progress)
-            line = self._evaluate(progress)
-            if self.step > first or checkpoint.latest(self.run_dir.checkpoints) is None:
+            if self.step > first:
                 self._save()
-        summary = self._summary(line)
+            line = self._evaluate(progress)
+        summary = self._summary(line, ids_outside(self.model.embeddings, self.world))
         if self.world.rank == 0:
             self.run_dir.write_json("summary.json", summary)
             write_report(self.run_dir.path)
         return summary
 
+    def _begin(self) -> None:
+        """What is known before the first step, and the metrics up to it."""
+        plan = self.model.embeddings.plan.to_dict()
+        self.run_dir.begin(self.config, self.dataset.to_dict(), plan, str(self.world.device))
+        self.run_dir.forget_after(self.step, self.num_steps)
+
+    def _on_first(self, action: Any) -> None:
+        """Do something on rank 0 alone; a MesetaError there is raised on all ranks."""
+        problem = None
+        if self.world.rank == 0:
+            try:
+                action()
+            except MesetaError as error:
+                problem = error
+        self.world.raise_together(problem)
+
     def _train(self, progress: TrainProgress) -> None:
         """The loop over steps."""
-        every = self.config.train.eval_every_steps, self.config.checkpoint.every_steps
-        self._log_from = (self.step, time.perf_counter())
-        batches: Any = self.reader.epochs(self.config.train.epochs)
-        while self.step < self.num_steps:
-            self._set_learning_rates()
-            with self.train_step.times.stage("data"):
-                batch = next(batches)
-            result = self.train_step(batch)
-            self.step += 1
-            self._record(result, batch.label.numpy())
-            if self.step % self.config.train.log_every_steps == 0 or self.step == self.num_steps:
-                self._log(progress)
-            progress.step(self.step)
-            eval_every, save_every = every
-            if eval_every and self.step % eval_every == 0 and self.step < self.num_steps:
-                self._off_the_clock(lambda: self._evaluate(progress))
-            if save_every and self.step % save_every == 0 and self.step < self.num_steps:
-                self._off_the_clock(self._save)
-        batches.close()
+        eval_every, save_every = self.config.train.eval_every_steps, self.config.checkpoint.every_steps
+        self._log_from = (self.step, self.num_samples, time.perf_counter())
+        with closing(self.reader.epochs(self.config.train.epochs)) as batches:  # type: ignore[type-var]
+            while self.step < self.num_steps:
+                self._set_learning_rates()
+                with self.train_step.times.stage("data"):
+                    batch = next(batches)
+                self._record(self._run_step(batch), batch.label.numpy())
+                if self.step % self.config.train.log_every_steps == 0 or self.step == self.num_steps:
+                    self._log(progress)
+                progress.step(self.step)
+                if eval_every and self.step % eval_every == 0 and self.step < self.num_steps:
+                    self._off_the_clock(lambda: self._evaluate(progress))
+                if save_every and self.step % save_every == 0 and self.step < self.num_steps:
+                    self._off_the_clock(self._save)
+
+    def _run_step(self, batch: Batch) -> Step:
+        """One step; what goes wrong in it is told with its number and the way back."""
+        try:
+            return self.train_step(batch)
+        except MesetaError as error:
+            cause = self._find_bad_input(batch) if isinstance(error, NonFiniteLoss) else None
+            saved = checkpoint.latest(self.run_dir.checkpoints)
+            back = "there is no checkpoint yet" if saved is None else f"the last checkpoint is {str(saved)!r}"
+            raise MesetaError(f"step {self.step + 1}: {cause or error} ({back})") from None
+
+    def _find_bad_input(self, batch: Batch) -> str | None:
+        """The first dense value of the global batch that is not finite, if that is what broke the loss. Collective."""
+        bad = torch.nonzero(~batch.dense.isfinite()).tolist()
+        first = None if not bad else (bad[0][0], self.dataset.dense[bad[0][1]].name, float(batch.dense[tuple(bad[0])]))
+        start = 0
+        for batch_size, found in self.world.gather_objects((batch.batch_size, first)):
+            if found is not None:
+                sample, name, value = found
+                return (
+                    f"the loss is not finite, and nothing was updated: dense feature {name!r} of sample "
+                    f"{start + sample} is {value}; fix the data, or prepare them again"
+                )
+            start += batch_size
+        return None
 
     def _set_learning_rates(self) -> None:
         embedding, dense = self.config.embedding, self.config.dense
@@ -112,15 +149,18 @@ class Trainer:
             group["lr"] = dense.optimizer.lr * factor
 
     def _record(self, result: Step, labels: Any) -> None:
+        self.step += 1
         self.window.add(result.logits.cpu().numpy(), labels)
         self.num_samples += result.num_samples
 
     def _log(self, progress: TrainProgress) -> None:
         """One line of metrics.jsonl over the samples since the last one."""
         metrics = gather_window(self.window, self.world).compute().to_dict()
-        first_step, start_s = self._log_from
+        # A window that was taken up from a checkpoint is older than the clock.
+        first_step, first_sample, start_s = self._log_from
         elapsed_s, num_steps = time.perf_counter() - start_s, self.step - first_step
         self.train_s += elapsed_s
+        outside = ids_outside(self.model.embeddings, self.world)
         line = {
             "kind": "train",
             "step": self.step,
@@ -129,26 +169,30 @@ class Trainer:
             "loss": metrics["logloss"],
             "ne": metrics["ne"],
             "auc": metrics["auc"],
-            "samples_per_s": metrics["num_samples"] / elapsed_s,
+            "samples_per_s": (self.num_samples - first_sample) / elapsed_s,
             "seconds_per_step": elapsed_s / max(num_steps, 1),
             "lr_dense": self.optimizer.param_groups[0]["lr"],
             "lr_sparse": self.config.embedding.optimizer.lr * self.model.embeddings.lr_factor,
             "stages_s": self.train_step.times.take(),
+            **({"ids_outside": outside} if outside else {}),
         }
         self.window.reset()
         self._write(line, progress)
-        self._log_from = (self.step, time.perf_counter())
+        self._log_from = (self.step, self.num_samples, time.perf_counter())
 
     def _evaluate(self, progress: TrainProgress) -> dict[str, Any]:
         """Metrics over the whole test split, one line of metrics.jsonl."""
-        options = ReaderOptions(
-            batch_size=self.config.train.eval_batch_size, prefetch_batches=self.config.data.prefetch_batches
-        )
         start_s = time.perf_counter()
-        reader = Reader(self.dataset, "test", options, rank=self.world.rank, num_ranks=self.world.size)
-        metrics = evaluate(self.model, reader, self.world).to_dict()
-        line = {"kind": "eval", "step": self.step, "split": "test", **metrics, "time_s": time.perf_counter() - start_s}
-        line["num_samples_trained"] = self.num_samples
+        metrics, outside = evaluate(self.model, self.test_reader, self.world)
+        line = {
+            "kind": "eval",
+            "step": self.step,
+            "split": "test",
+            **metrics.to_dict(),
+            "time_s": time.perf_counter() - start_s,
+            "num_samples_trained": self.num_samples,
+            **({"ids_outside": outside} if outside else {}),
+        }
         self._write(line, progress)
         return line
 
@@ -161,20 +205,20 @@ class Trainer:
         """Do something whose time is not training time."""
         start_s = time.perf_counter()
         action()
-        first_step, log_start_s = self._log_from
-        self._log_from = (first_step, log_start_s + time.perf_counter() - start_s)
+        first_step, first_sample, log_start_s = self._log_from
+        self._log_from = (first_step, first_sample, log_start_s + time.perf_counter() - start_s)
 
     def _save(self) -> None:
         """A checkpoint that goes on bit for bit, in the middle of an epoch and of a metric window too."""
         embeddings = self.model.embeddings
         window = gather_window(self.window, self.world).get_state()
-        num_outside = embeddings.num_outside
-        total = None if num_outside is None else self.world.all_reduce(num_outside.clone()).tolist()
         state = {
             "reader": self.reader.get_state(),
             "num_samples": self.num_samples,
             "embedding_step": embeddings.step,
-            "num_outside": total,
+            "ids_outside": ids_outside(embeddings, self.world),
+            "train_s": self.train_s + time.perf_counter() - self._log_from[-1],
+            "dense_optimizer": type(self.optimizer).__name__,
             "learning_rates": {"embedding": embeddings.lr_factor, "dense": self.optimizer.param_groups[0]["lr"]},
             "random": random_state(),
         }
@@ -187,8 +231,7 @@ class Trainer:
             dense={**dense_tensors(self.model, self.optimizer), **window_tensors(window)},
             state=state,
         )
-        if self.world.rank == 0:
-            checkpoint.prune(self.run_dir.checkpoints, self.config.checkpoint.keep_last)
+        self._on_first(lambda: checkpoint.prune(self.run_dir.checkpoints, self.config.checkpoint.keep_last))
 
     def _resume(self) -> None:
         """Take up the newest checkpoint, if there is one."""
@@ -201,20 +244,40 @@ class Trainer:
                 f"run_dir {str(self.config.run_dir)!r} holds a checkpoint ({path.name}) and checkpoint.resume is "
                 "'never'; choose another run_dir, delete this one, or set checkpoint.resume=auto"
             )
+        if (self.run_dir.path / FILE_NAME).exists():
+            self._check_same_data(Dataset.load(self.run_dir.path))
         state = restore(path, self.model, self.optimizer, self.world)
         self.step = state["step"]
         self.num_samples = state["num_samples"]
+        self.train_s = state["train_s"]
         self.reader.set_state(state["reader"])
         set_random_state(state["random"])
         if self.world.rank == 0:
             self.window.set_state(state["window"])
-        if self.step > self.num_steps:
+
+    def _check_same_data(self, before: Dataset) -> None:
+        for name in ("dense", "sparse", "splits"):
+            if getattr(before, name) != getattr(self.dataset, name):
+                raise MesetaError(
+                    f"run_dir {str(self.config.run_dir)!r} was trained on other data: {name!r} in its dataset.json "
+                    f"differs from that of {str(self.config.data.dir)!r}; choose another run_dir, or delete this one"
+                )
+
+    def _count_steps(self) -> int:
+        """Steps of the whole run, those before a resume included; the batch size may have changed in between."""
+        if self.reader.num_rows == 0:
+            raise MesetaError(f"dataset {str(self.config.data.dir)!r} has no rows to train on; prepare it again")
+        left = (self.config.train.epochs - self.reader.epoch_index - 1) * self.reader.num_batches
+        whole = self.step + left + self.reader.num_batches_left
+        num_steps = min(whole, self.config.train.max_steps or whole)
+        if self.step > num_steps:
             raise MesetaError(
-                f"run_dir {str(self.config.run_dir)!r} is at step {self.step}, beyond the {self.num_steps} that the "
+                f"run_dir {str(self.config.run_dir)!r} is at step {self.step}, beyond the {max(num_steps, 0)} that the "
                 "config asks for; raise train.epochs or train.max_steps, or choose another run_dir"
             )
+        return num_steps
 
-    def _summary(self, line: dict[str, Any]) -> dict[str, Any]:
+    def _summary(self, line: dict[str, Any], outside: dict[str, int]) -> dict[str, Any]:
         teacher = self.dataset.teacher
         return {
             "test": line,
@@ -224,30 +287,18 @@ class Trainer:
             "train_s": self.train_s,
             "samples_per_s": self.num_samples / self.train_s if self.train_s else None,
             "num_ranks": self.world.size,
+            "ids_outside": outside,
             "checkpoint": str(checkpoint.latest(self.run_dir.checkpoints)),
         }
 
-    def _reader_options(self) -> ReaderOptions:
-        data = self.config.data
-        return ReaderOptions(
-            batch_size=self.config.train.batch_size,
-            shuffle=data.shuffle,
+    def _reader(self, split: str) -> Reader:
+        """The training split is shuffled; test batches come in the order of the files."""
+        train, data = self.config.train, self.config.data
+        options = ReaderOptions(
+            batch_size=train.batch_size if split == "train" else train.eval_batch_size,
+            shuffle=data.shuffle and split == "train",
             seed=self.config.seed,
             window_rows=data.shuffle_window_rows,
             prefetch_batches=data.prefetch_batches,
         )
-
-
-def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
-    """Fill model and optimizer from a checkpoint, under any plan; returns its state with `step` and `window`.
-
-    Raises MesetaError, on all ranks, where the checkpoint is damaged or of another model.
-    """
-    loaded = checkpoint.load(path, world=world, shards=model.embeddings.shards)
-    set_dense_tensors(model, optimizer, loaded.dense)
-    embeddings = model.embeddings
-    embeddings.step = loaded.state["embedding_step"]
-    counts = loaded.state["num_outside"]
-    if counts is not None and world.rank == 0:
-        embeddings.num_outside = torch.tensor(counts, device=world.device)
-    return {**loaded.state, "step": loaded.step, "window": window_state(loaded.dense)}
+        return Reader(self.dataset, split, options, rank=self.world.rank, num_ranks=self.world.size)
