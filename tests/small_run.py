@@ -1,0 +1,141 @@
+"""Small datasets and tiny models, so that a whole training run takes about a second."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from meseta import checkpoint
+from meseta.comm import World
+from meseta.config import RunConfig
+from meseta.data.prepare import PrepareOptions, prepare
+from meseta.data.synth import ClickLog, SynthOptions, write_click_log
+from meseta.train.trainer import Trainer
+
+SHAPES = {"user": 300, "item": 40, "city": 7, "tags": 60}
+"""Rows per table of `tiny_data`."""
+
+
+def tiny_data(folder: Path) -> Path:
+    """A prepared dataset of 1,500 rows: two dense features, single ids, and bags with weights; some structure to learn.
+
+    Made once per test session: pass a folder of `tmp_path_factory.getbasetemp()`.
+    """
+    out = folder / "tiny"
+    if not out.exists():
+        num_rows = 1500
+        draw = np.random.default_rng(7)
+        ids = {name: (draw.random(num_rows) ** 2 * rows * 2).astype(int) for name, rows in SHAPES.items()}
+        bags = [draw.integers(0, 50, size).tolist() for size in draw.integers(0, 4, num_rows)]
+        price = draw.normal(size=num_rows)
+        affinity = draw.normal(size=100)
+        score = 1.5 * affinity[ids["item"]] * affinity[ids["city"]] + price - 1
+        columns = {
+            "label": draw.random(num_rows) < 1 / (1 + np.exp(-score)),
+            "price": np.exp(price),
+            "age": draw.integers(0, 90, num_rows),
+            **{name: [f"{name}{i}" for i in ids[name]] for name in ("user", "item", "city")},
+            "tags": pa.array(bags, pa.list_(pa.int64())),
+            "tags.weight": pa.array([[1.0 + 0.1 * k for k, _ in enumerate(bag)] for bag in bags]),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table(columns), folder / "tiny.parquet")
+        prepare(
+            PrepareOptions(
+                sources=[str(folder / "tiny.parquet")],
+                out=out,
+                test_fraction=0.2,
+                hash_rows_by_feature=SHAPES,
+                sparse=list(SHAPES),
+            )
+        )
+    return out
+
+
+def criteo_shaped_data(folder: Path) -> Path:
+    """6,000 rows of `meseta data synth`, prepared with 200 rows a table and the last third as the test split."""
+    out = folder / "criteo-shaped"
+    if not out.exists():
+        raw = folder / "criteo-shaped-raw"
+        write_click_log(SynthOptions(out=raw, num_rows=6000, num_files=3, log=ClickLog(3, 0.001)))
+        prepare(
+            PrepareOptions(sources=[str(raw / "*.tsv")], out=out, test_files=[str(raw / "day_2.tsv")], hash_rows=200)
+        )
+    return out
+
+
+def settings(data: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
+    """A config document; keys of `changes` are written as `train__max_steps`."""
+    document: dict[str, Any] = {
+        "run_dir": str(run_dir),
+        "num_threads": 1,
+        "data": {"dir": str(data), "shuffle_window_rows": 500, "prefetch_batches": 1},
+        "model": {"embedding_dim": 4, "bottom_mlp": [8], "top_mlp": [8], "cross_layers": 1, "cross_low_rank": 4},
+        "embedding": {
+            "init": {"kind": "uniform", "scale": 0.1},
+            "optimizer": {"name": "rowwise_adagrad", "lr": 0.1},
+        },
+        "dense": {"optimizer": {"name": "adam", "lr": 0.01}},
+        "train": {"batch_size": 90, "log_every_steps": 4, "eval_batch_size": 130},
+    }
+    for key, value in changes.items():
+        *parents, last = key.split("__")
+        section = document
+        for name in parents:
+            section = section.setdefault(name, {})
+        section[last] = value
+    return document
+
+
+def write_config(path: Path, document: dict[str, Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+def train(document: dict[str, Any]) -> dict[str, Any]:
+    """One run on the ranks of this process; importable by every rank of a pool. Returns the summary."""
+    return Trainer(RunConfig.model_validate(document), World.current()).run()
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+TIMES = ("time_s", "samples_per_s", "seconds_per_step", "stages_s")
+
+
+def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What two runs of one config must agree on."""
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+
+def final_checksum(run_dir: Path) -> str:
+    """Of the newest checkpoint, after every file in it was read and checked."""
+    path = checkpoint.latest(run_dir / "checkpoints")
+    assert path is not None, f"{run_dir} has no checkpoint"
+    return checkpoint.verify(path)
+
+
+def manifest(run_dir: Path) -> dict[str, Any]:
+    path = checkpoint.latest(run_dir / "checkpoints")
+    assert path is not None
+    document: dict[str, Any] = json.loads((path / "manifest.json").read_text())
+    return document
+
+
+def table_checksums(run_dir: Path) -> dict[str, str]:
+    return {name: entry["checksum"] for name, entry in manifest(run_dir)["tables"].items()}
+
+
+def environment() -> dict[str, str]:
+    """For commands started by tests: this source tree, one thread."""
+    source = Path(__file__).parents[1] / "src"
+    return {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}

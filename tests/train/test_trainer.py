@@ -1,0 +1,450 @@
+"""Whole runs in this process: every model and optimizer, the files of a run, schedules, resume."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from meseta.comm import World
+from meseta.config import RunConfig
+from meseta.data.dataset import Dataset
+from meseta.pipeline import TrainStep
+from meseta.spec import MesetaError
+from meseta.train.metrics import auc, logloss
+from meseta.train.predictions import write_predictions
+from meseta.train.trained import load_trained
+from meseta.train.trainer import Trainer
+from small_run import (
+    criteo_shaped_data,
+    final_checksum,
+    manifest,
+    metrics,
+    settings,
+    table_checksums,
+    tiny_data,
+    train,
+    without_times,
+)
+
+MODELS = {
+    "dlrm": {},
+    "dlrm without interaction": {"model__interaction": "none"},
+    "dlrm_dcnv2": {"model__name": "dlrm_dcnv2"},
+    "logistic_regression": {"model__name": "logistic_regression"},
+}
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_data(tmp_path_factory.getbasetemp() / "data")
+
+
+@pytest.fixture(scope="session")
+def criteo_shaped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return criteo_shaped_data(tmp_path_factory.getbasetemp() / "data")
+
+
+def refusal(document: dict[str, Any]) -> str:
+    with pytest.raises(MesetaError) as caught:
+        train(document)
+    return str(caught.value)
+
+
+# The files of a run
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_from_a_synthetic_log_to_a_report(criteo_shaped: Path, tmp_path: Path, model: str) -> None:
+    run_dir = tmp_path / "run"
+    changes = {"embedding__optimizer__lr": 0.03, "train__epochs": 2, "train__eval_every_steps": 40, **MODELS[model]}
+    summary = train(settings(criteo_shaped, run_dir, **changes))
+    lines = metrics(run_dir)
+    steps = [line["step"] for line in lines if line["kind"] == "train"]
+    assert steps == [*range(4, 90, 4), 90]  # 2 * 4000 rows in batches of 90, the last of each epoch short
+    assert [(line["kind"], line["step"]) for line in lines if line["kind"] == "eval"] == [
+        ("eval", 40), ("eval", 80), ("eval", 90),
+    ]  # fmt: skip
+    for line in lines:
+        keys = {"loss", "ne", "auc", "lr_dense", "lr_sparse"} if line["kind"] == "train" else {"logloss", "ne", "auc"}
+        assert all(math.isfinite(line[key]) for key in keys), line
+    train_lines = [line for line in lines if line["kind"] == "train"]
+    assert train_lines[-1]["num_samples"] == summary["num_samples"] == 8000
+    assert {"data", "input_dist", "lookup", "dense_forward", "backward", "update"} <= set(train_lines[0]["stages_s"])
+    assert np.mean([line["loss"] for line in train_lines[-5:]]) < np.mean([line["loss"] for line in train_lines[:5]])
+    assert summary == json.loads((run_dir / "summary.json").read_text())
+    assert summary["test"] == lines[-1] and summary["test"]["num_samples"] == 2000
+    teacher = Dataset.load(criteo_shaped).teacher
+    assert teacher is not None and summary["teacher"] == {"auc": teacher.auc, "ne": teacher.ne}
+    assert summary["num_steps"] == 90 and summary["num_ranks"] == 1 and summary["ids_outside"] == {}
+    assert summary["samples_per_s"] == pytest.approx(8000 / summary["train_s"])
+    assert summary["checkpoint"].endswith("step-000000090")
+    assert "<html" in (run_dir / "report.html").read_text()
+    assert {"config.yaml", "dataset.json", "plan.json", "environment.json"} <= {p.name for p in run_dir.iterdir()}
+    assert final_checksum(run_dir) == manifest(run_dir)["checksum"]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dense"),
+    [
+        pytest.param(row, dense, marks=() if i == j else pytest.mark.soak)
+        for i, row in enumerate(("sgd", "adagrad", "rowwise_adagrad", "adam"))
+        for j, dense in enumerate(("adamw", "adagrad", "adam", "sgd"))
+    ],
+)
+def test_every_pair_of_optimizers_learns_and_resumes(tiny: Path, tmp_path: Path, optimizer: str, dense: str) -> None:
+    rates = {"sgd": 1.0, "adagrad": 0.1, "rowwise_adagrad": 0.1, "adam": 0.02}
+    changes = {
+        "embedding__optimizer": {"name": optimizer, "lr": rates[optimizer]},
+        "dense__optimizer": {"name": dense, "lr": 0.1 if dense == "sgd" else 0.01},
+        "train__epochs": 3,
+    }
+    train(settings(tiny, tmp_path / "whole", **changes))
+    losses = [line["loss"] for line in metrics(tmp_path / "whole") if line["kind"] == "train"]
+    assert losses[-1] < losses[0]
+    train(settings(tiny, tmp_path / "cut", **changes, train__max_steps=16))
+    train(settings(tiny, tmp_path / "cut", **changes))
+    assert metrics(tmp_path / "cut")[-1]["step"] == 42
+    assert final_checksum(tmp_path / "cut") == final_checksum(tmp_path / "whole")
+
+
+def test_float64_makes_the_whole_run_float64(tiny: Path, tmp_path: Path) -> None:
+    train(settings(tiny, tmp_path / "double", embedding__dtype="float64"))
+    train(settings(tiny, tmp_path / "single"))
+    single, double = ([line["loss"] for line in metrics(tmp_path / n) if "loss" in line] for n in ("single", "double"))
+    assert single != double and single == pytest.approx(double, abs=1e-5)
+    entry = manifest(tmp_path / "double")["tables"]["user"]
+    assert entry["dtype"] == "float64"
+    trained = load_trained(tmp_path / "double", "test", World.single())
+    assert {p.dtype for p in trained.model.parameters()} == {torch.float64}
+
+
+def test_schedules_appear_in_the_metrics(tiny: Path, tmp_path: Path) -> None:
+    schedule = {"kind": "polynomial", "warmup_steps": 4, "decay_start_step": 6, "power": 1.0}
+    document = settings(
+        tiny, tmp_path / "run", train__max_steps=10, train__log_every_steps=1, embedding__schedule=schedule
+    )
+    train(document)
+    lines = [line for line in metrics(tmp_path / "run") if line["kind"] == "train"]
+    factors = [0.25, 0.5, 0.75, 1, 1, 1, 1, 0.75, 0.5, 0.25]
+    assert [line["lr_sparse"] for line in lines] == pytest.approx([0.1 * f for f in factors])
+    assert [line["lr_dense"] for line in lines] == [0.01] * 10
+
+
+def test_more_threads_give_the_same_bits(criteo_shaped: Path, tmp_path: Path) -> None:
+    wide = {"model__bottom_mlp": [128, 64], "model__top_mlp": [256, 64], "model__embedding_dim": 16}
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            train(settings(criteo_shaped, tmp_path / str(threads), **wide, train__batch_size=2000))
+    finally:
+        torch.set_num_threads(1)
+    assert final_checksum(tmp_path / "1") == final_checksum(tmp_path / "2")
+
+
+def test_the_seed_and_nothing_else_makes_the_run(tiny: Path, tmp_path: Path) -> None:
+    for name, seed, prefetch in (("a", 0, 1), ("b", 0, 3), ("c", 1, 1)):
+        torch.manual_seed(hash(name))
+        train(settings(tiny, tmp_path / name, seed=seed, data__prefetch_batches=prefetch))
+    assert without_times(metrics(tmp_path / "a")) == without_times(metrics(tmp_path / "b"))
+    assert final_checksum(tmp_path / "a") == final_checksum(tmp_path / "b") != final_checksum(tmp_path / "c")
+
+
+# Resume
+
+
+@pytest.mark.parametrize("k", [6, 14])
+def test_stopped_and_gone_on_is_not_stopped_at_all(tiny: Path, tmp_path: Path, k: int) -> None:
+    """Step 6 lies in the middle of a window of 4 and of an epoch of 14 steps; step 14 ends an epoch."""
+    common = {"train__epochs": 2, "train__eval_every_steps": 7, "checkpoint__every_steps": 5}
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    train(settings(tiny, whole, **common))
+    train(settings(tiny, cut, **common, train__max_steps=k))
+    train(settings(tiny, cut, **common))
+    assert final_checksum(cut) == final_checksum(whole)
+    steps = [line["step"] for line in metrics(cut) if line["kind"] == "train"]
+    assert steps == sorted({*range(4, 29, 4), 28, k})
+    # The end of the first run closes a window early and evaluates; all other figures are equal.
+    known = {(line["kind"], line["step"]): line for line in without_times(metrics(whole))}
+    for line in without_times(metrics(cut)):
+        if line["step"] == k or (line["kind"] == "train" and line["step"] == k + 4 - k % 4):
+            continue
+        assert line == known[line["kind"], line["step"]]
+
+
+class Killed(Exception):
+    """Stands for a process that ends here."""
+
+
+@pytest.mark.parametrize("when", [1, 11, 27])
+def test_killed_in_a_step_and_gone_on(tiny: Path, tmp_path: Path, when: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint every 3 steps, a line of metrics every 4: resumed in the middle of windows."""
+    common = {"train__epochs": 2, "train__eval_every_steps": 7, "checkpoint__every_steps": 3}
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    expected = train(settings(tiny, whole, **common))
+    step = TrainStep.__call__
+
+    def die(self: TrainStep, batch: Any) -> Any:
+        result = step(self, batch)
+        if self.model.embeddings.step == when:
+            raise Killed
+        return result
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(TrainStep, "__call__", die)
+        train(settings(tiny, cut, **common))
+    torch.manual_seed(99)
+    summary = train(settings(tiny, cut, **common))
+    assert without_times(metrics(cut)) == without_times(metrics(whole))
+    assert final_checksum(cut) == final_checksum(whole)
+    names = sorted(p.name for p in (cut / "checkpoints").iterdir())
+    assert names == ["step-000000027", "step-000000028"]
+    for path in names:  # the one in the middle of a window, too
+        both = [json.loads((d / "checkpoints" / path / "manifest.json").read_text())["checksum"] for d in (cut, whole)]
+        assert both[0] == both[1]
+    assert without_times([summary["test"]]) == without_times([expected["test"]])
+    assert summary["num_samples"] == expected["num_samples"]
+
+
+def test_a_finished_run_is_shown_again(tiny: Path, tmp_path: Path) -> None:
+    document = settings(tiny, tmp_path / "run")
+    first = train(document)
+    before = metrics(tmp_path / "run")
+    again = train(document)
+    assert without_times(metrics(tmp_path / "run")) == without_times(before)
+    for key in ("num_steps", "num_samples", "teacher", "checkpoint"):
+        assert again[key] == first[key]
+    assert again["train_s"] == pytest.approx(first["train_s"], abs=0.2)
+
+
+def test_training_time_goes_on_counting(tiny: Path, tmp_path: Path) -> None:
+    train(settings(tiny, tmp_path / "run", train__max_steps=9))
+    first = [line for line in metrics(tmp_path / "run") if line["kind"] == "train"][-1]
+    train(settings(tiny, tmp_path / "run"))
+    lines = [line for line in metrics(tmp_path / "run") if line["kind"] == "train"]
+    times = [line["time_s"] for line in lines]
+    assert times == sorted(times) and times[-1] > first["time_s"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"checkpoint__resume": "never"}, "checkpoint.resume is 'never'"),
+        ({"model__embedding_dim": 8}, "table 'user' has embedding_dim 4 there, but 8 in the model"),
+        ({"model__top_mlp": [9]}, "dense tensor 'model.top_mlp.0.bias' is (8,) there and (9,) in the model"),
+        ({"embedding__optimizer__name": "sgd"}, "row optimizer 'rowwise_adagrad'"),
+        ({"dense__optimizer__name": "sgd"}, "the dense part was trained with Adam, but the config asks for SGD"),
+        ({"train__max_steps": 3}, "is at step 6, beyond the 3 that the config asks for"),
+        ({"seed": 5}, "it was saved with seed 0, but this reader has 5"),
+    ],
+)
+def test_what_does_not_fit_the_checkpoint_is_refused(
+    tiny: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    train(settings(tiny, tmp_path / "run", train__max_steps=6))
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    assert message in refusal(settings(tiny, tmp_path / "run", **changes))
+    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
+
+
+def test_other_data_are_refused(tiny: Path, tmp_path: Path) -> None:
+    other = copy_of(tiny, tmp_path / "other")
+    document = json.loads((other / "dataset.json").read_text())
+    document["dense"][0]["mean"] += 1.0
+    (other / "dataset.json").write_text(json.dumps(document))
+    train(settings(tiny, tmp_path / "run", train__max_steps=6))
+    assert "was trained on other data: 'dense'" in refusal(settings(other, tmp_path / "run"))
+
+
+def test_another_batch_size_goes_on_from_the_same_row(tiny: Path, tmp_path: Path) -> None:
+    num_rows = Dataset.load(tiny).splits["train"].num_rows
+    train(settings(tiny, tmp_path / "run", train__max_steps=6))
+    summary = train(settings(tiny, tmp_path / "run", train__batch_size=50))
+    assert summary["num_samples"] == num_rows
+    assert summary["num_steps"] == 6 + -(-(num_rows - 6 * 90) // 50)
+
+
+# Evaluation and prediction
+
+
+def test_evaluation_and_predictions_equal_a_direct_computation(tiny: Path, tmp_path: Path) -> None:
+    """Everything by hand: rows from pyarrow, tables from the checkpoint's files, layers as plain matrix products."""
+    run_dir = tmp_path / "run"
+    summary = train(settings(tiny, run_dir, embedding__dtype="float64"))
+    trained = load_trained(run_dir, "test", World.single())
+    assert write_predictions(trained.model, trained.reader, trained.world, tmp_path / "p.parquet") == len(rows(tiny))
+    found = pq.read_table(tmp_path / "p.parquet").to_pydict()
+    logits, labels = by_hand(tiny, run_dir), [row["label"] for row in rows(tiny)]
+    assert found["row"] == list(range(len(labels))) and found["label"] == labels
+    np.testing.assert_allclose(found["prediction"], 1 / (1 + np.exp(-logits)), rtol=1e-6)
+    assert summary["test"]["logloss"] == pytest.approx(logloss(logits, labels), abs=1e-9)
+    assert summary["test"]["auc"] == pytest.approx(auc(logits, labels), abs=1e-9)
+
+
+def rows(data: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for path in sorted((data / "test").glob("*.parquet")):
+        found += pq.read_table(path).to_pylist()
+    return found
+
+
+def by_hand(data: Path, run_dir: Path) -> np.ndarray:
+    """Logits [rows] of DLRM with dot interaction."""
+    root = Path(json.loads((run_dir / "summary.json").read_text())["checkpoint"])
+    tables = {}
+    for name, entry in manifest(run_dir)["tables"].items():
+        blocks = [pa.ipc.open_file(root / block["path"]).read_all() for block in entry["blocks"]]
+        tables[name] = np.array([row for block in blocks for row in block["row"].to_pylist()])
+    dense = {name.removeprefix("model."): value for name, value in load_file(root / "dense.safetensors").items()}
+    dataset = Dataset.load(data)
+
+    def layers(x: np.ndarray, part: str, last_relu: bool) -> np.ndarray:
+        indices = sorted({int(name.split(".")[1]) for name in dense if name.startswith(part)})
+        for index in indices:
+            x = dense[f"{part}.{index}.weight"] @ x + dense[f"{part}.{index}.bias"]
+            if last_relu or index != indices[-1]:
+                x = np.maximum(x, 0)
+        return x
+
+    logits = []
+    for row in rows(data):
+        x = layers(np.array([row[d.name] for d in dataset.dense], np.float32).astype(np.float64), "bottom_mlp", True)
+        vectors = [x]
+        for feature in dataset.sparse:
+            ids = row[feature.name] if feature.multi_valued else [row[feature.name]]
+            weights = row[f"{feature.name}.weight"] if feature.weighted else [1.0] * len(ids)
+            vectors.append(sum((w * tables[feature.name][i] for i, w in zip(ids, weights, strict=True)), np.zeros(4)))
+        pairs = [vectors[i] @ vectors[j] for i in range(len(vectors)) for j in range(i)]
+        logits.append(layers(np.concatenate([x, pairs]), "top_mlp", False)[0])
+    return np.array(logits)
+
+
+@pytest.mark.parametrize("policy", ["drop", "clamp", "hash"])
+def test_ids_outside_are_counted_apart_in_training_and_evaluation(tiny: Path, tmp_path: Path, policy: str) -> None:
+    small = copy_of(tiny, tmp_path / "small")
+    document = json.loads((small / "dataset.json").read_text())
+    next(s for s in document["sparse"] if s["name"] == "user")["num_embeddings"] = 100
+    next(s for s in document["sparse"] if s["name"] == "tags")["num_embeddings"] = 50
+    (small / "dataset.json").write_text(json.dumps(document))
+    expected = {}
+    for split in ("train", "test"):
+        table = [r for p in sorted((small / split).glob("*.parquet")) for r in pq.read_table(p).to_pylist()]
+        expected[split] = {
+            "user": sum(r["user"] >= 100 for r in table),
+            "tags": sum(i >= 50 for r in table for i in r["tags"]),
+        }
+        assert all(expected[split].values())
+    common = {"embedding__id_policy": policy, "train__eval_every_steps": 3, "checkpoint__every_steps": 5}
+    train(settings(small, tmp_path / "run", **common, train__max_steps=8))
+    summary = train(settings(small, tmp_path / "run", **common))
+    assert summary["ids_outside"] == expected["train"]
+    assert summary["test"]["ids_outside"] == expected["test"]
+    lines = [line for line in metrics(tmp_path / "run") if line["kind"] == "train"]
+    assert lines[-1]["ids_outside"] == expected["train"]
+    assert [line["ids_outside"]["user"] for line in lines] == sorted(line["ids_outside"]["user"] for line in lines)
+
+
+def copy_of(data: Path, target: Path) -> Path:
+    shutil.copytree(data, target)
+    return target
+
+
+def spoil(data: Path, split: str, column: str, row: int, value: Any) -> None:
+    """Overwrite one value of one row of a split."""
+    path = sorted((data / split).glob("*.parquet"))[0]
+    table = pq.read_table(path)
+    values = table[column].to_pylist()
+    values[row] = value
+    index = table.schema.get_field_index(column)
+    field = table.schema.field(index)
+    pq.write_table(table.set_column(index, field, pa.array(values, field.type)), path)
+
+
+def test_a_broken_dense_value_is_named_and_nothing_is_updated(tiny: Path, tmp_path: Path) -> None:
+    broken = copy_of(tiny, tmp_path / "broken")
+    spoil(broken, "train", "price", 555, float("nan"))
+    text = refusal(settings(broken, tmp_path / "run", data__shuffle=False, checkpoint__every_steps=5))
+    assert text.startswith(
+        "step 7: the loss is not finite, and nothing was updated: dense feature 'price' of sample 15"
+    )
+    assert text.endswith("(the last checkpoint is '" + str(tmp_path / "run/checkpoints/step-000000005") + "')")
+    assert manifest(tmp_path / "run")["step"] == 5
+
+
+def test_a_loss_that_grows_without_bound_stops_the_run(tiny: Path, tmp_path: Path) -> None:
+    text = refusal(settings(tiny, tmp_path / "run", dense__optimizer={"name": "sgd", "lr": 1e30}))
+    assert "the loss is" in text and "lower the learning rates (there is no checkpoint yet)" in text
+    assert not list((tmp_path / "run/checkpoints").iterdir())
+
+
+def test_a_missing_test_split_is_told_before_training(tiny: Path, tmp_path: Path) -> None:
+    lacking = copy_of(tiny, tmp_path / "lacking")
+    document = json.loads((lacking / "dataset.json").read_text())
+    del document["splits"]["test"]
+    (lacking / "dataset.json").write_text(json.dumps(document))
+    assert "has no split 'test'" in refusal(settings(lacking, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_dir_that_is_a_file_is_refused(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("not a folder")
+    assert "cannot be written" in refusal(settings(tiny, tmp_path / "run"))
+
+
+def test_unknown_table_settings_are_refused(tiny: Path, tmp_path: Path) -> None:
+    text = refusal(settings(tiny, tmp_path / "run", embedding__tables={"usr": {}}))
+    assert "embedding.tables names 'usr'" in text and "user" in text
+
+
+def test_a_table_of_its_own_kind(tiny: Path, tmp_path: Path) -> None:
+    own = {"user": {"optimizer": {"name": "adam", "lr": 0.01}, "init": {"kind": "normal", "scale": 0.5}}}
+    train(settings(tiny, tmp_path / "run", embedding__tables=own, train__max_steps=2))
+    tables = manifest(tmp_path / "run")["tables"]
+    assert tables["user"]["optimizer"]["name"] == "adam"
+    assert tables["item"]["optimizer"]["name"] == "rowwise_adagrad"
+
+
+def test_other_features_are_refused_in_evaluation(tiny: Path, tmp_path: Path) -> None:
+    train(settings(tiny, tmp_path / "run", train__max_steps=2))
+    other = copy_of(tiny, tmp_path / "other")
+    document = json.loads((other / "dataset.json").read_text())
+    document["sparse"][0]["hash_seed"] = "0" * 16
+    (other / "dataset.json").write_text(json.dumps(document))
+    with pytest.raises(MesetaError, match="other sparse features"):
+        load_trained(tmp_path / "run", "test", World.single(), other)
+
+
+def test_predictions_that_cannot_be_written(tiny: Path, tmp_path: Path) -> None:
+    train(settings(tiny, tmp_path / "run", train__max_steps=2))
+    trained = load_trained(tmp_path / "run", "test", World.single())
+    with pytest.raises(MesetaError, match="cannot be written"):
+        write_predictions(trained.model, trained.reader, trained.world, tmp_path / "nowhere/p.parquet")
+
+
+def test_predictions_of_broken_rows_are_refused(tiny: Path, tmp_path: Path) -> None:
+    train(settings(tiny, tmp_path / "run", train__max_steps=2))
+    broken = copy_of(tiny, tmp_path / "broken")
+    spoil(broken, "test", "age", 140, float("inf"))
+    trained = load_trained(tmp_path / "run", "test", World.single(), broken)
+    with pytest.raises(MesetaError, match="that of row 140 is not finite"):
+        write_predictions(trained.model, trained.reader, trained.world, tmp_path / "p.parquet")
+    assert list(tmp_path.glob("*p.parquet*")) == []
+
+
+def test_the_loaded_model_is_the_trained_one(tiny: Path, tmp_path: Path) -> None:
+    document = settings(tiny, tmp_path / "run")
+    trainer = Trainer(RunConfig.model_validate(document), World.single())
+    trainer.run()
+    loaded = load_trained(tmp_path / "run", "test", World.single())
+    for mine, theirs in zip(trainer.model.embeddings.shards, loaded.model.embeddings.shards, strict=True):
+        assert torch.equal(mine.weight, theirs.weight)
+    assert loaded.step == 14 and table_checksums(tmp_path / "run").keys() == {"user", "item", "city", "tags"}
