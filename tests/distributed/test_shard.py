@@ -136,14 +136,16 @@ def test_gradients_accumulate_over_backward_passes(ranks: Ranks) -> None:
 
 
 class MixedPooling(Scenario):
-    """Pooled, weighted and unpooled features that share their tables, in an order that no route has."""
+    """Pooled, weighted and unpooled features that share their tables. Routes come pooled ones first, and d + a + b
+    is not
+    a + b + d in floating point."""
 
     def features(self) -> list[FeatureSpec]:
         return [
             FeatureSpec(name="a", table="shared", pooling="none"),
-            FeatureSpec(name="b", table="shared", pooling="sum", weighted=True),
+            FeatureSpec(name="b", table="shared", pooling="none"),
             FeatureSpec(name="c", table="wide", pooling="mean"),
-            FeatureSpec(name="d", table="shared", pooling="none"),
+            FeatureSpec(name="d", table="shared", pooling="sum", weighted=True),
             FeatureSpec(name="e", table="wide", pooling="none"),
         ]
 
