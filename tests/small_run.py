@@ -21,6 +21,8 @@ from meseta.train.trainer import Trainer
 
 SHAPES = {"user": 300, "item": 40, "city": 7, "tags": 60}
 """Rows per table of `tiny_data`."""
+REAL_ROWS = Path(__file__).parents[2] / "shared/data/criteo_1tb_day0_head.tsv"
+"""10,000 rows of the Criteo 1TB click logs; they are not part of this repository."""
 
 
 def tiny_data(folder: Path) -> Path:

@@ -81,7 +81,7 @@ class _File:
         try:
             yield
         except OSError as error:
-            reason = error.strerror or str(error)
+            reason = os.strerror(error.errno) if error.errno else str(error)
             self._problem = MesetaError(f"predictions {str(self._out)!r} cannot be written: {reason}; choose another")
 
 

@@ -1,0 +1,309 @@
+"""Whole runs on 1, 2 and 4 ranks: the same metrics, the same bits under another plan, resume, errors on all ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from meseta.comm import World
+from meseta.config import RunConfig
+from meseta.data.prepare import PrepareOptions, prepare
+from meseta.pipeline import TrainStep
+from meseta.spec import MesetaError
+from meseta.train.evaluate import evaluate
+from meseta.train.predictions import write_predictions
+from meseta.train.trained import load_trained
+from meseta.train.trainer import Trainer
+from small_run import (
+    REAL_ROWS,
+    final_checksum,
+    metrics,
+    settings,
+    table_checksums,
+    tiny_data,
+    train,
+    without_times,
+)
+
+from .pool import RankPool
+
+Ranks = Callable[[int], RankPool]
+MIXED = {"tables": {"city": "data_parallel", "item": "column_wise", "tags": "row_wise", "user": "table_wise"}}
+WIDE = {"model__embedding_dim": 32, "model__bottom_mlp": [16]}
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_data(tmp_path_factory.getbasetemp() / "data")
+
+
+def train_on(ranks: Ranks, size: int, document: dict[str, Any]) -> dict[str, Any]:
+    """The summary of rank 0; all ranks must agree on what they know."""
+    if size == 1:
+        return train(document)
+    summaries = ranks(size).run(train, document)
+    for summary in summaries:
+        assert without_times([summary["test"]]) == without_times([summaries[0]["test"]])
+        assert summary["num_samples"] == summaries[0]["num_samples"]
+    return summaries[0]
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [line["loss"] for line in metrics(run_dir) if line["kind"] == "train"]
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    trained = load_trained(run_dir, "test", World.single())
+    return {shard.spec.name: shard.weight for shard in trained.model.embeddings.shards}
+
+
+# The same model on any number of ranks
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-10), ("float32", 1e-5)])
+def test_one_process_and_many_train_the_same_model(
+    ranks: Ranks, tiny: Path, tmp_path: Path, dtype: str, tolerance: float
+) -> None:
+    """20 steps; 90 samples do not divide by 4, the last batch of an epoch is short, and all plans are mixed."""
+    common = {
+        **WIDE,
+        "embedding__dtype": dtype,
+        "train__epochs": 2,
+        "train__max_steps": 20,
+        "train__log_every_steps": 1,
+    }
+    common["embedding__optimizer__lr"] = 0.02
+    summaries = {
+        size: train_on(
+            ranks, size, settings(tiny, tmp_path / str(size), **common, plan=MIXED if size > 1 else "balanced")
+        )
+        for size in (1, 2, 4)
+    }
+    alone = weights(tmp_path / "1")
+    for size in (2, 4):
+        np.testing.assert_allclose(losses(tmp_path / str(size)), losses(tmp_path / "1"), rtol=0, atol=tolerance)
+        for name in ("auc", "ne", "logloss", "calibration"):
+            assert summaries[size]["test"][name] == pytest.approx(summaries[1]["test"][name], abs=max(1e-6, tolerance))
+        assert summaries[size]["num_samples"] == summaries[1]["num_samples"]
+        assert summaries[size]["num_ranks"] == size
+        for name, weight in weights(tmp_path / str(size)).items():
+            torch.testing.assert_close(weight, alone[name], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("model", ["dlrm_dcnv2", "logistic_regression"])
+def test_other_models_on_two_ranks(ranks: Ranks, tiny: Path, tmp_path: Path, model: str) -> None:
+    common = {"embedding__dtype": "float64", "model__name": model}
+    one = train(settings(tiny, tmp_path / "one", **common))
+    two = train_on(ranks, 2, settings(tiny, tmp_path / "two", **common))
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=0, atol=1e-10)
+    assert two["test"]["auc"] == pytest.approx(one["test"]["auc"], abs=1e-6)
+
+
+def test_fewer_samples_than_ranks(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    common = {
+        "embedding__dtype": "float64",
+        "train__batch_size": 3,
+        "train__max_steps": 12,
+        "train__eval_batch_size": 70,
+    }
+    one = train(settings(tiny, tmp_path / "one", **common))
+    four = train_on(ranks, 4, settings(tiny, tmp_path / "four", **common))
+    np.testing.assert_allclose(losses(tmp_path / "four"), losses(tmp_path / "one"), rtol=0, atol=1e-10)
+    assert four["num_samples"] == one["num_samples"] == 36
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_another_plan_gives_the_same_bits(ranks: Ranks, tiny: Path, tmp_path: Path, size: int) -> None:
+    """No bag is summed across row shards ('tags' is the only feature with bags) and no table is replicated."""
+    plans = {
+        "table_wise": {"tables": {"*": "table_wise"}},
+        "column_wise": {"tables": {"*": "column_wise"}},
+        "row_wise": {"tables": {"*": "row_wise", "tags": "table_wise"}},
+        "mixed": {"tables": {"user": "row_wise", "item": "column_wise", "city": "table_wise", "tags": "column_wise"}},
+    }
+    for name, plan in plans.items():
+        train_on(ranks, size, settings(tiny, tmp_path / name, **WIDE, train__epochs=2, plan=plan))
+    expected = tmp_path / "table_wise"
+    for name in plans:
+        assert without_times(metrics(tmp_path / name)) == without_times(metrics(expected))
+        assert table_checksums(tmp_path / name) == table_checksums(expected)
+        assert final_checksum(tmp_path / name) == final_checksum(expected)
+
+
+@pytest.mark.skipif(not REAL_ROWS.exists(), reason=f"needs {REAL_ROWS}")
+def test_real_criteo_rows_on_one_and_two_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    dataset = prepare(PrepareOptions(sources=[str(REAL_ROWS)], out=data, hash_rows=2000, test_fraction=0.1))
+    num_rows = sum(split.num_rows for split in dataset.splits.values())
+    assert num_rows == len(REAL_ROWS.read_bytes().splitlines())
+    common = {"train__batch_size": 512, "embedding__dtype": "float64", "model__embedding_dim": 8}
+    summaries = [train_on(ranks, n, settings(data, tmp_path / str(n), **common)) for n in (1, 2)]
+    for name in ("auc", "ne", "logloss", "calibration"):
+        assert summaries[1]["test"][name] == pytest.approx(summaries[0]["test"][name], abs=1e-6)
+    assert summaries[0]["num_samples"] == summaries[1]["num_samples"] == dataset.splits["train"].num_rows
+    np.testing.assert_allclose(losses(tmp_path / "1"), losses(tmp_path / "2"), rtol=0, atol=1e-10)
+
+
+# Resume
+
+
+class Killed(Exception):
+    """Stands for processes that end here."""
+
+
+def train_until(document: dict[str, Any], when: int) -> None:
+    """Run on every rank: end after step `when`, wherever windows and checkpoints are."""
+    step = TrainStep.__call__
+
+    def die(self: TrainStep, batch: Any) -> Any:
+        result = step(self, batch)
+        if self.model.embeddings.step == when:
+            raise Killed
+        return result
+
+    TrainStep.__call__ = die  # type: ignore[method-assign]
+    try:
+        with pytest.raises(Killed):
+            train(document)
+    finally:
+        TrainStep.__call__ = step  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("size", "when"), [(2, 11), (4, 17)])
+def test_cut_off_and_gone_on(ranks: Ranks, tiny: Path, tmp_path: Path, size: int, when: int) -> None:
+    common = {"train__epochs": 2, "checkpoint__every_steps": 3, "checkpoint__keep_last": 9, **WIDE, "plan": MIXED}
+    train_on(ranks, size, settings(tiny, tmp_path / "whole", **common))
+    ranks(size).run(train_until, settings(tiny, tmp_path / "cut", **common), when)
+    train_on(ranks, size, settings(tiny, tmp_path / "cut", **common))
+    assert without_times(metrics(tmp_path / "cut")) == without_times(metrics(tmp_path / "whole"))
+    for path in sorted((tmp_path / "whole/checkpoints").iterdir()):  # those in the middle of windows, too
+        mine = json.loads((tmp_path / "cut/checkpoints" / path.name / "manifest.json").read_text())
+        assert mine["checksum"] == json.loads((path / "manifest.json").read_text())["checksum"]
+
+
+def held(document: dict[str, Any]) -> list[tuple[str, tuple[int, int], tuple[int, int], torch.Tensor, dict[str, Any]]]:
+    """Run on every rank: the shards of a run that was taken up, before its next step."""
+    trainer = Trainer(RunConfig.model_validate(document), World.current())
+    shards = trainer.model.embeddings.shards
+    return [(s.shard.table, s.shard.rows, s.shard.columns, s.weight, s.state) for s in shards]
+
+
+def evaluate_here(run_dir: Path) -> dict[str, Any]:
+    """Run on every rank."""
+    trained = load_trained(run_dir, "test", World.current())
+    return evaluate(trained.model, trained.reader, trained.world)[0].to_dict()
+
+
+def test_saved_on_four_ranks_and_taken_up_elsewhere(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    common = {**WIDE, "embedding__dtype": "float64", "train__epochs": 2}
+    saved = tmp_path / "saved"
+    summary = train_on(ranks, 4, settings(tiny, saved, **common, plan=MIXED, train__max_steps=13))
+    whole = {s[0]: s for s in held(settings(tiny, saved, **common))}
+    for size, plan in ((2, MIXED), (2, {"tables": {"*": "row_wise"}}), (4, {"tables": {"*": "row_wise"}})):
+        for rank in ranks(size).run(held, settings(tiny, saved, **common, plan=plan)):
+            assert rank
+            for table, rows, columns, weight, state in rank:
+                assert torch.equal(weight, whole[table][3][slice(*rows), slice(*columns)])
+                for name, value in state.items():
+                    assert torch.equal(value, whole[table][4][name][slice(*rows)])
+    for found in (evaluate_here(saved), *ranks(2).run(evaluate_here, saved)):
+        for name in ("auc", "ne", "logloss", "calibration"):
+            assert found[name] == pytest.approx(summary["test"][name], abs=1e-6)
+    ends = {}
+    for size, plan in ((1, "balanced"), (2, {"tables": {"*": "row_wise"}}), (4, MIXED)):
+        shutil.copytree(saved, tmp_path / str(size))
+        ends[size] = train_on(ranks, size, settings(tiny, tmp_path / str(size), **common, plan=plan))
+        assert ends[size]["num_steps"] == 28
+    for size in (1, 2):
+        np.testing.assert_allclose(losses(tmp_path / str(size)), losses(tmp_path / "4"), rtol=0, atol=1e-9)
+        assert ends[size]["test"]["auc"] == pytest.approx(ends[4]["test"]["auc"], abs=1e-6)
+
+
+# Predictions and errors
+
+
+def predict_here(run_dir: Path, out: Path) -> int:
+    """Run on every rank."""
+    trained = load_trained(run_dir, "test", World.current())
+    return write_predictions(trained.model, trained.reader, trained.world, out)
+
+
+def message_of(function: Callable[..., Any], *args: Any) -> str:
+    """Run on every rank."""
+    with pytest.raises(MesetaError) as caught:
+        function(*args)
+    return str(caught.value)
+
+
+def test_predictions_on_two_ranks_are_those_of_one(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    train(settings(tiny, tmp_path / "run"))
+    num_rows = predict_here(tmp_path / "run", tmp_path / "one.parquet")
+    assert ranks(2).run(predict_here, tmp_path / "run", tmp_path / "two.parquet") == [num_rows] * 2
+    one, two = (pq.read_table(tmp_path / name) for name in ("one.parquet", "two.parquet"))
+    assert one["row"] == two["row"] and one["label"] == two["label"]
+    np.testing.assert_allclose(one["prediction"].to_numpy(), two["prediction"].to_numpy(), rtol=1e-5)
+    nowhere = tmp_path / "nowhere" / "p.parquet"
+    texts = ranks(2).run(message_of, predict_here, tmp_path / "run", nowhere)
+    assert texts[0] == texts[1] and "cannot be written" in texts[0]
+
+
+def spoiled(data: Path, target: Path) -> Path:
+    """A copy in which row 555 of the training split has no price."""
+    shutil.copytree(data, target)
+    [path] = (target / "train").glob("*.parquet")
+    table = pq.read_table(path)
+    price = table["price"].to_numpy().copy()
+    price[555] = np.nan
+    index = table.schema.get_field_index("price")
+    pq.write_table(table.set_column(index, table.schema.field(index), [price]), path)
+    return target
+
+
+def test_a_broken_value_on_one_rank_stops_all_before_the_update(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    data = spoiled(tiny, tmp_path / "data")
+    document = settings(data, tmp_path / "run", data__shuffle=False, checkpoint__every_steps=5)
+    texts = ranks(2).run(message_of, train, document)
+    assert texts[0] == texts[1] and texts[0].startswith("step 7: the loss is not finite")
+    assert "dense feature 'price' of sample 15 is nan" in texts[0] and "step-000000005" in texts[0]
+
+
+def test_a_refused_id_names_step_feature_and_sample_on_all_ranks(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(tiny, data)
+    rows = pq.read_table(data / "train")["user"].to_pylist()
+    document = json.loads((data / "dataset.json").read_text())
+    limit = max(rows[:500])
+    next(s for s in document["sparse"] if s["name"] == "user")["num_embeddings"] = limit
+    (data / "dataset.json").write_text(json.dumps(document))
+    first = next(i for i, row in enumerate(rows) if row >= limit)
+    texts = ranks(2).run(message_of, train, settings(data, tmp_path / "run", data__shuffle=False))
+    assert texts[0] == texts[1]
+    assert texts[0].startswith(f"step {first // 90 + 1}: table 'user': id {rows[first]} from feature 'user', ")
+    assert f"sample {first % 90}, is outside 0..{limit - 1}" in texts[0]
+
+
+def test_a_run_dir_that_cannot_be_made_is_told_on_all_ranks(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("not a folder")
+    texts = ranks(2).run(message_of, train, settings(tiny, tmp_path / "run"))
+    assert texts[0] == texts[1] and "cannot be written" in texts[0]
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"tables": {"user": "table_wise"}}, "'item' is not placed"),
+        ({"tables": {"*": "table_whise"}}, "table_wise"),
+    ],
+)
+def test_a_plan_that_does_not_fit(ranks: Ranks, tiny: Path, tmp_path: Path, plan: Any, message: str) -> None:
+    texts = ranks(2).run(message_of, train, settings(tiny, tmp_path / "run", plan=plan))
+    assert texts[0] == texts[1] and message in texts[0]
+    assert not (tmp_path / "run").exists()
