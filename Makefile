@@ -6,7 +6,7 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 TEST_ARGS ?=
-SYNTH_ARGS := --rows 2500000 --files 5 --scale 0.01
+SYNTH_ARGS := --rows 1800000 --files 9 --scale 0.01
 
 BIN := .venv/bin
 CORE := $(wildcard src/meseta/*.cpp src/meseta/*/*.hpp src/meseta/*/*/*.cpp src/meseta/*/*/*.hpp)
@@ -27,14 +27,15 @@ data/main-raw/done: | .venv/installed
 # New data make the old run meaningless, so it goes with them.
 data/main/done: data/main-raw/done
 	rm -rf $(@D) runs/main
-	$(BIN)/meseta prepare '$(<D)/*.tsv' --out $(@D) --test-files $(<D)/day_4.tsv
+	$(BIN)/meseta prepare '$(<D)/*.tsv' --out $(@D) --test-files $(<D)/day_8.tsv
 	@touch $@
 
 test: .venv/installed
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
 soak: .venv/installed
-	$(BIN)/python -m pytest -m soak $(TEST_ARGS)
+	MESETA_SOAK=1 $(BIN)/python -m pytest -m "soak or not soak" --timeout 3600 $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/distributed/exactness.py docs/exactness.md
 
 lint: .venv/installed
 	$(BIN)/ruff check .

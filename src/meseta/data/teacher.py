@@ -74,10 +74,10 @@ class Teacher:
         self._scales = np.ones((num_sparse, 1 + LATENT_DIM), np.float32)
         for f in range(num_sparse):
             raw = self._effects(f, ids[f])
-            mean, mean_square = raw.mean(axis=1), raw.var(axis=1)
-            mean_square[1:] = mean_square[1:].mean()
-            self._offsets[f] = mean
-            self._scales[f] = 1.0 / np.sqrt(np.maximum(mean_square, 1e-4))
+            variance = raw.var(axis=1)
+            variance[1:] = variance[1:].mean()  # one scale for the whole latent vector
+            self._offsets[f] = raw.mean(axis=1)
+            self._scales[f] = 1.0 / np.sqrt(np.maximum(variance, 1e-4))
         parts = self._parts(dense, ids)
         self._gains = [std / max(float(part.std()), 1e-6) for std, part in zip(_STDS, parts, strict=True)]
         self._means = [float(part.mean()) for part in parts]
