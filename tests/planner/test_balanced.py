@@ -172,28 +172,28 @@ def test_costs_by_hand() -> None:
     # Many ids per bag: sending all ids to every column costs more than a second bag.
     plan = balanced_plan(wide, one_feature_each(wide), Topology(devices_per_host=2), {"f_w": 100.0})
     assert plan["w"].sharding is ShardingType.ROW_WISE
-    # Replicas: the ids and one gradient bag to every rank, and every rank updates: 2 * 200 + half of 2 * (8 + 64).
+    # Replicas: every rank updates, 2 * 200; a ring adds 100 rows of 64 + 4 bytes over 2 ranks in steps of 2048 samples.
     tiny = [table("y", 100)]
     plan = balanced_plan(tiny, one_feature_each(tiny), Topology(devices_per_host=2))
     assert (plan["y"].sharding, plan["y"].cost, plan["y"].shards[0].ranks) == (
         ShardingType.DATA_PARALLEL,
-        472.0,
+        400.0 + 2 * 100 * 68 / 2048,
         (0, 1),
     )
 
 
-def test_replicated_are_tables_smaller_than_what_2048_samples_exchange() -> None:
-    # 68 bytes a row with state; 68 bytes a sample exchanged on 2 ranks: up to 2048 rows.
-    tables = [table("small", 2048), table("large", 2049)]
+def test_replicated_are_tables_whose_gradient_is_smaller_than_the_bags_of_2048_samples() -> None:
+    # 68 bytes a row travel twice per step; 68 bytes a sample are exchanged on 2 ranks: up to 1024 rows.
+    tables = [table("small", 1024), table("large", 1025)]
     plan = balanced_plan(tables, one_feature_each(tables), Topology(devices_per_host=2))
     assert plan["small"].sharding is ShardingType.DATA_PARALLEL
     assert plan["large"].sharding is not ShardingType.DATA_PARALLEL
 
 
 def test_replicas_are_given_up_for_memory() -> None:
-    tables = [table("a", 2000), table("b", 2000)]
+    tables = [table("a", 1000), table("b", 1000)]
     features = one_feature_each(tables)
-    one_bytes = 2000 * 68
+    one_bytes = 1000 * 68
     enough = balanced_plan(tables, features, Topology(devices_per_host=2, hbm_bytes=2 * one_bytes))
     assert {entry.sharding for entry in enough.tables} == {ShardingType.DATA_PARALLEL}
     scarce = balanced_plan(tables, features, Topology(devices_per_host=2, hbm_bytes=one_bytes))

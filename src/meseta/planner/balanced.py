@@ -20,8 +20,6 @@ from meseta.spec import (
 )
 from meseta.spec.plan import cut
 
-REPLICATE_BATCH_SIZE = 2048
-"""A table is replicated when exchanging its bags for this many samples would move more bytes than it holds."""
 COLUMN_WISE_MIN_DIM = 64
 """Narrower tables are spread by rows: pieces of columns would be shorter than a cache line or two."""
 
@@ -34,7 +32,7 @@ def balanced_plan(
 ) -> Plan:
     """Place every table so that the predicted bytes per sample are spread evenly over the ranks.
 
-    - Tiny tables are data_parallel: see REPLICATE_BATCH_SIZE.
+    - Tiny tables are data_parallel: adding up their gradients over ranks moves no more bytes than their bags would.
     - A table that costs more than an even share of what is not tiny, or takes more than `topology.hbm_bytes`, is cut
       over all ranks: by columns where it is at least 64 wide, pooled, and that exchanges fewer bytes, else by rows.
     - The rest is table_wise, the most costly first, each to the rank with the least cost that has room for it: longest
@@ -58,7 +56,7 @@ def balanced_plan(
     num_ranks = topology.num_ranks
     costs = {table.name: SampleCost(table, features, pooling_factors, num_ranks) for table in tables}
     whole = {table.name: costs[table.name].total_bytes(ShardingType.TABLE_WISE) for table in tables}
-    tiny = {table.name for table in tables if num_ranks > 1 and _is_tiny(table, costs[table.name])}
+    tiny = {table.name for table in tables if num_ranks > 1 and _is_tiny(costs[table.name])}
     even_share = sum(cost for name, cost in whole.items() if name not in tiny) / num_ranks
     limit_bytes = float("inf") if topology.hbm_bytes is None else topology.hbm_bytes
     too_large = {table.name for table in tables if num_ranks > 1 and table_bytes(table) > limit_bytes}
@@ -73,9 +71,9 @@ def balanced_plan(
     return plan
 
 
-def _is_tiny(table: TableSpec, cost: SampleCost) -> bool:
-    exchanged_bytes = REPLICATE_BATCH_SIZE * cost.exchanged_bytes(ShardingType.TABLE_WISE, 1)
-    return table_bytes(table) <= exchanged_bytes
+def _is_tiny(cost: SampleCost) -> bool:
+    """Whether adding up the gradient of the whole table moves no more bytes than exchanging its bags."""
+    return cost.exchanged_bytes(ShardingType.DATA_PARALLEL, 1) <= cost.exchanged_bytes(ShardingType.TABLE_WISE, 1)
 
 
 class _Layout:

@@ -11,6 +11,8 @@ ID_BYTES = 8
 """One id on the wire."""
 WEIGHT_BYTES = 4
 """The weight of one id on the wire."""
+STEP_SAMPLES = 2048
+"""Samples of a step, where bytes move once per step: the gradients of replicated tables."""
 
 
 def value_bytes(table: TableSpec) -> int:
@@ -57,6 +59,7 @@ class SampleCost:
         self._rows_bytes = 2 * row_bytes * sum(factor for feature, factor in mine if feature.pooling == "none")
         # A row is read in the forward pass, read and written in the update, and so is its state in the update.
         self._memory_bytes = num_ids * (3 * row_bytes + 2 * state_bytes_per_row(table))
+        self._gradient_bytes = table.num_embeddings * (row_bytes + value_bytes(table))
         self._num_ranks = num_ranks
         self.is_pooled = all(feature.pooling != "none" for feature, _ in mine)
         """Whether no feature asks for rows one by one."""
@@ -65,7 +68,8 @@ class SampleCost:
         """Ids to the owners; rows or bags back, and their gradients; 0 on one rank.
 
         Every row shard returns a bag of its own, so bags grow with the parts; every column shard needs all the ids;
-        replicas send ids and gradients to every other rank.
+        replicas exchange no ids or bags, but add the gradient of the whole table and a mark per row over ranks, once
+        per step of STEP_SAMPLES samples.
         """
         if self._num_ranks == 1:
             return 0.0
@@ -74,7 +78,7 @@ class SampleCost:
         elif sharding is ShardingType.COLUMN_WISE:
             total = self._ids_bytes * num_parts + self._rows_bytes + self._bags_bytes
         elif sharding is ShardingType.DATA_PARALLEL:
-            total = (self._ids_bytes + (self._rows_bytes + self._bags_bytes) / 2) * self._num_ranks
+            total = 2 * self._gradient_bytes * self._num_ranks / STEP_SAMPLES
         else:
             total = self._ids_bytes + self._rows_bytes + self._bags_bytes
         return total * (self._num_ranks - 1) / self._num_ranks
