@@ -37,7 +37,7 @@ def read_mapping(path: str | Path) -> dict[Any, Any]:
     except UnicodeDecodeError as error:
         raise MesetaError(f"it is not text in UTF-8 ({error.reason} at byte {error.start})") from None
     except yaml.YAMLError as error:
-        raise MesetaError(f"it is not YAML: {error}") from None
+        raise MesetaError(f"it is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(document, dict):
         raise MesetaError(f"it must hold a mapping of keys to values, but holds {type(document).__name__}")
     return document

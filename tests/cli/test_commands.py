@@ -1,0 +1,212 @@
+"""`meseta train`, `eval` and `predict` in this process: exit codes, one-line errors, and what they print."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from meseta.cli.main import main
+from small_run import metrics, settings, tiny_data, write_config
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """`run("train", config)` -> (exit code, standard output, standard error)."""
+    handler = signal.getsignal(signal.SIGINT)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["meseta", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            main()
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        code = left.value.code
+        assert code is None or isinstance(code, int)
+        return code or 0, captured.out, captured.err
+
+    yield call
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_data(tmp_path_factory.getbasetemp() / "data")
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
+    """A config whose run is finished; tests only read it."""
+    from small_run import train
+
+    folder = tmp_path_factory.mktemp("trained")
+    document = settings(tiny, folder / "run")
+    train(document)
+    return write_config(folder / "config.yaml", document)
+
+
+def error_of(run: Run, *arguments: object) -> str:
+    """The one line that a refused command prints."""
+    code, out, err = run(*arguments)
+    assert code == 1 and out == ""
+    [line] = err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def test_train_prints_the_result_and_where_the_report_is(run: Run, tiny: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run"))
+    code, out, err = run("train", config, "train.epochs=2", "seed=3")
+    assert code == 0
+    first, speed, report = out.splitlines()
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert first.startswith(f"test AUC {summary['test']['auc']:.4f}  NE {summary['test']['ne']:.4f}  logloss ")
+    assert "(279 samples)" in first and "samples/s, 1 rank" in speed
+    assert report == f"report: {tmp_path / 'run/report.html'}" and (tmp_path / "run/report.html").exists()
+    assert [line.split()[1] for line in err.splitlines() if line.startswith("step ")][:3] == ["4/28", "8/28", "12/28"]
+    saved = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    assert saved["train"]["epochs"] == 2 and saved["seed"] == 3
+    again = run("train", config, "train.epochs=2", "seed=3")
+    assert again[0] == 0 and again[1].splitlines()[0] == first
+    assert "going on from step 28" in again[2]
+
+
+def test_the_teacher_and_ids_outside_are_printed(run: Run, tiny: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(tiny, data)
+    document = json.loads((data / "dataset.json").read_text())
+    document["teacher"] = {"auc": 0.8123, "ne": 0.7}
+    document["sparse"][0]["num_embeddings"] = 100
+    (data / "dataset.json").write_text(json.dumps(document))
+    config = write_config(tmp_path / "c.yaml", settings(data, tmp_path / "run", embedding__id_policy="clamp"))
+    code, out, _ = run("train", config)
+    assert code == 0 and "best reachable: AUC 0.8123  NE 0.7000" in out
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    for what, counts in (("training", summary["ids_outside"]), ("the test split", summary["test"]["ids_outside"])):
+        assert f"ids outside their table in {what}, handled as embedding.id_policy says: user {counts['user']}\n" in out
+
+
+def test_eval_equals_the_summary(run: Run, trained: Path) -> None:
+    code, out, _ = run("eval", trained.parent / "run")
+    assert code == 0
+    found = json.loads(out)
+    summary = json.loads((trained.parent / "run/summary.json").read_text())
+    for name in ("num_samples", "num_positives", "logloss", "ne", "auc", "calibration"):
+        assert found[name] == summary["test"][name]
+    assert found["step"] == 14 and found["split"] == "test"
+    code, out, _ = run("eval", trained.parent / "run", "--split", "train")
+    assert json.loads(out)["num_samples"] == summary["num_samples"]
+
+
+def test_predict_writes_every_row_in_order(run: Run, trained: Path, tiny: Path, tmp_path: Path) -> None:
+    code, out, _ = run("predict", trained.parent / "run", "--out", tmp_path / "p.parquet")
+    assert code == 0 and out == f"279 predictions of test in {tmp_path / 'p.parquet'}\n"
+    table = pq.read_table(tmp_path / "p.parquet")
+    assert table["row"].to_pylist() == list(range(279))
+    assert table["label"].to_pylist() == pq.read_table(tiny / "test")["label"].to_pylist()
+    assert all(0 < p < 1 for p in table["prediction"].to_pylist())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.batchsize=4"], "unknown key 'train.batchsize'; did you mean 'batch_size'?"),
+        (["trian.batch_size=4"], "unknown key 'trian'; did you mean 'train'?"),
+        (["train.batch_size=many"], "key 'train.batch_size'"),
+        (["train.batch_size"], "must look like train.batch_size=4096"),
+        (["data.dir=/nowhere/at/all"], "dataset '/nowhere/at/all': cannot read dataset.json"),
+        (["device=cuda"], "torch sees no GPU"),
+        (["plan=/nowhere/plan.yaml"], "/nowhere/plan.yaml"),
+        (["plan={tables: {usr: table_wise}}"], "usr"),
+        (["--nproc", "0"], "--nproc must be at least 1, got 0"),
+        (["--nproc", "-2"], "--nproc must be at least 1, got -2"),
+    ],
+)
+def test_refused_before_anything_is_made(
+    run: Run, tiny: Path, tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    if overrides == ["device=cuda"]:
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("there is a GPU here")
+    config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run"))
+    assert message in error_of(run, "train", config, *overrides)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_config(run: Run, tmp_path: Path) -> None:
+    assert "No such file or directory" in error_of(run, "train", tmp_path / "nothing.yaml")
+
+
+@pytest.mark.parametrize("command", ["eval", "predict"])
+def test_no_run_and_no_checkpoint(run: Run, tiny: Path, tmp_path: Path, command: str) -> None:
+    more = ["--out", tmp_path / "p.parquet"] if command == "predict" else []
+    assert "is not a run: it has no config.yaml" in error_of(run, command, tmp_path, *more)
+    (tmp_path / "run").mkdir()
+    write_config(tmp_path / "run/config.yaml", settings(tiny, tmp_path / "run"))
+    assert "has no checkpoint yet; train it first" in error_of(run, command, tmp_path / "run", *more)
+
+
+def test_a_config_of_a_run_that_was_broken(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("run_dir: [")
+    assert "config.yaml" in error_of(run, "eval", tmp_path)
+
+
+def test_eval_of_an_unknown_split(run: Run, trained: Path) -> None:
+    assert "has no split 'tset'; did you mean 'test'?" in error_of(
+        run, "eval", trained.parent / "run", "--split", "tset"
+    )
+
+
+def test_resume_never_on_an_existing_run(run: Run, trained: Path) -> None:
+    text = error_of(run, "train", trained, "checkpoint.resume=never")
+    assert "checkpoint (step-000000014)" in text and "set checkpoint.resume=auto" in text
+
+
+def test_a_run_dir_with_another_model(run: Run, trained: Path) -> None:
+    before = metrics(trained.parent / "run")
+    text = error_of(run, "train", trained, "model.embedding_dim=8")
+    assert "embedding_dim 4 there, but 8 in the model" in text
+    text = error_of(run, "train", trained, "model.name=dlrm_dcnv2")
+    assert "use the config that it was trained with" in text
+    assert metrics(trained.parent / "run") == before
+
+
+def test_a_damaged_data_file(run: Run, tiny: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(tiny, data)
+    [path] = (data / "train").glob("*.parquet")
+    path.write_bytes(path.read_bytes()[:-100])
+    config = write_config(tmp_path / "c.yaml", settings(data, tmp_path / "run"))
+    assert "cannot be read" in error_of(run, "train", config)
+
+
+def test_interrupted(run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from meseta.pipeline import TrainStep
+
+    step = TrainStep.__call__
+
+    def press(self: TrainStep, batch: object) -> object:
+        if self.model.embeddings.step == 9:
+            signal.raise_signal(signal.SIGINT)
+        return step(self, batch)  # type: ignore[arg-type]
+
+    config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run", checkpoint__every_steps=4))
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainStep, "__call__", press)
+        code, out, err = run("train", config)
+    assert code == 130 and out == ""
+    assert err.splitlines()[-1] == "interrupted; the same command goes on from the last checkpoint"
+    code, _, err = run("train", config)
+    assert code == 0 and "going on from step 8" in err

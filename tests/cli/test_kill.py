@@ -1,0 +1,276 @@
+"""Real processes: killed at any moment and gone on, a run ends with the same bits; nothing hangs or is silent."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from meseta import checkpoint
+from small_run import (
+    REAL_ROWS,
+    environment,
+    final_checksum,
+    metrics,
+    settings,
+    tiny_data,
+    train,
+    without_times,
+    write_config,
+)
+
+PATIENCE_S = 90
+"""For starting torch on a busy machine, not for anything that is measured."""
+COMMON = {"train__epochs": 6, "checkpoint__every_steps": 3, "train__eval_every_steps": 20}
+NUM_STEPS = 84
+
+
+class Command:
+    """`python -m meseta.cli.main ...` in a session of its own; its ranks are in it too."""
+
+    def __init__(self, folder: Path, *arguments: object, launcher: tuple[str, ...] = ()) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.out, self.err = folder / "out.txt", folder / "err.txt"
+        command = [sys.executable, *launcher, "-m", "meseta.cli.main", *map(str, arguments)]
+        with self.out.open("wb") as out, self.err.open("wb") as err:
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=err, env=environment(), start_new_session=True, cwd=folder
+            )
+
+    def wait(self, timeout_s: float = PATIENCE_S) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            raise
+
+    def succeed(self) -> Command:
+        assert self.wait() == 0, self.err.read_text()
+        return self
+
+    def members(self) -> list[int]:
+        """Processes of the session that are alive, without the launcher."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != self.process.pid:
+                try:
+                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                except OSError:
+                    continue
+                if int(fields[3]) == self.process.pid and fields[0] not in "ZX":
+                    found.append(int(entry.name))
+        return sorted(found)
+
+    def ranks(self) -> dict[int, int]:
+        """Process of each rank that `--nproc` has started."""
+        found = {}
+        for pid in self.members():
+            try:
+                text = Path(f"/proc/{pid}/environ").read_bytes().decode()
+            except OSError:
+                continue
+            if match := re.search(r"(?:^|\0)RANK=(\d+)", text):
+                found[int(match[1])] = pid
+        return found
+
+    def until(self, condition: Callable[[], Any], what: str) -> None:
+        """Poll; fails when the command ends first, so that a kill really lands where it was meant to."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert self.process.poll() is None, f"ended with {self.process.returncode} before {what}:\n" + (
+                self.err.read_text()
+            )
+            assert time.monotonic() < deadline, f"{what} did not come"
+            time.sleep(0.0005)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_data(tmp_path_factory.getbasetemp() / "data")
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Callable[[int], Path]:
+    """`whole(2)`: the folder of a run on so many ranks that nothing disturbed."""
+    runs: dict[int, Path] = {}
+
+    def get(size: int) -> Path:
+        if size not in runs:
+            folder = tmp_path_factory.mktemp(f"whole-{size}")
+            document = settings(tiny, folder / "run", **COMMON)
+            if size == 1:
+                train(document)
+            else:
+                config = write_config(folder / "c.yaml", document)
+                Command(folder, "train", config, "--nproc", size).succeed()
+            runs[size] = folder
+        return runs[size]
+
+    return get
+
+
+def saving(run_dir: Path) -> bool:
+    return any((run_dir / "checkpoints").glob(".tmp-step-*")) if run_dir.exists() else False
+
+
+def reach(command: Command, run_dir: Path, moment: str, draw: random.Random) -> None:
+    """Wait for the moment to kill: during start-up, some steps after it, or while a checkpoint is written."""
+    if moment == "start-up":
+        time.sleep(draw.uniform(0.1, 2.5))
+        return
+    saved = checkpoint.latest(run_dir / "checkpoints")
+    step = int(saved.name.removeprefix("step-")) if saved else 0
+    aim = step + draw.randint(4, 14)
+    command.until(lambda: f"step {aim // 4 * 4}/" in command.err.read_text(), f"step {aim // 4 * 4}")
+    if moment == "saving":
+        command.until(lambda: saving(run_dir), "a checkpoint")
+        time.sleep(draw.uniform(0, 0.01))
+    else:
+        time.sleep(draw.uniform(0, 0.03))
+
+
+def check_equal(run_dir: Path, expected: Path) -> None:
+    assert final_checksum(run_dir) == final_checksum(expected)
+    assert without_times(metrics(run_dir)) == without_times(metrics(expected))
+    assert [line["step"] for line in metrics(run_dir) if line["kind"] == "train"] == [*range(4, NUM_STEPS + 1, 4)]
+    summaries = [json.loads((path / "summary.json").read_text()) for path in (run_dir, expected)]
+    assert without_times([summaries[0]["test"]]) == without_times([summaries[1]["test"]])
+    assert not [p.name for p in (run_dir / "checkpoints").iterdir() if p.name.startswith(".")]
+
+
+def killed_and_gone_on(folder: Path, tiny: Path, size: int, moments: list[str], seed: int) -> Path:
+    """The run directory of a run that was killed, all its processes at once, at each of `moments`."""
+    draw = random.Random(seed)
+    run_dir = folder / "run"
+    config = write_config(folder / "c.yaml", settings(tiny, run_dir, **COMMON))
+    for number, moment in enumerate(moments):
+        command = Command(folder / str(number), "train", config, "--nproc", size)
+        reach(command, run_dir, moment, draw)
+        assert command.process.poll() is None, "the run was over before it was killed"
+        os.killpg(command.process.pid, signal.SIGKILL)
+        assert command.wait() == -signal.SIGKILL
+        assert not (run_dir / "summary.json").exists()
+    Command(folder / "last", "train", config, "--nproc", size).succeed()
+    return run_dir
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_killed_twice(whole: Callable[[int], Path], tiny: Path, tmp_path: Path, size: int) -> None:
+    run_dir = killed_and_gone_on(tmp_path, tiny, size, ["training", "saving"], seed=size)
+    assert "going on from step" in (tmp_path / "last/err.txt").read_text()
+    check_equal(run_dir, whole(size) / "run")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_killed_five_times(whole: Callable[[int], Path], tiny: Path, tmp_path: Path, size: int, seed: int) -> None:
+    draw = random.Random(f"{size}/{seed}")
+    moments = [draw.choice(["start-up", "training", "saving"]) for _ in range(5)]
+    check_equal(killed_and_gone_on(tmp_path, tiny, size, moments, seed=seed), whole(size) / "run")
+
+
+def test_a_dead_rank_ctrl_c_and_a_dead_launcher(whole: Callable[[int], Path], tiny: Path, tmp_path: Path) -> None:
+    """One run on 2 ranks, stopped in three ways; each time all processes end within seconds and one line says why."""
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path / "c.yaml", settings(tiny, run_dir, **COMMON))
+
+    def start(name: str, until_step: int) -> Command:
+        command = Command(tmp_path / name, "train", config, "--nproc", 2)
+        command.until(lambda: f"step {until_step}/" in command.err.read_text(), f"step {until_step}")
+        return command
+
+    def last_lines(command: Command) -> list[str]:
+        lines = command.err.read_text().splitlines()
+        return [line for line in lines if not line.startswith(("step ", "test at ", "going on "))]
+
+    dead_rank = start("dead rank", 8)
+    os.kill(dead_rank.ranks()[1], signal.SIGKILL)
+    assert dead_rank.wait(15) == 1
+    assert last_lines(dead_rank) == [
+        "error: rank 1 was killed by SIGKILL; all ranks are stopped; the same command goes on from the last checkpoint"
+    ]
+    assert dead_rank.members() == []
+
+    interrupted = start("interrupted", 24)
+    os.killpg(interrupted.process.pid, signal.SIGINT)
+    assert interrupted.wait(15) == 130
+    assert last_lines(interrupted) == ["interrupted; the same command goes on from the last checkpoint"]
+    assert interrupted.members() == []
+
+    orphans = start("orphans", 40)
+    os.kill(orphans.process.pid, signal.SIGKILL)
+    orphans.wait(15)
+    deadline = time.monotonic() + 15
+    while orphans.members() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert orphans.members() == []
+
+    Command(tmp_path / "last", "train", config, "--nproc", 2).succeed()
+    check_equal(run_dir, whole(2) / "run")
+
+
+def test_torchrun_gives_the_same_run(whole: Callable[[int], Path], tiny: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run", **COMMON))
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    command = Command(tmp_path, "train", config, launcher=torchrun).succeed()
+    check_equal(tmp_path / "run", whole(2) / "run")
+    first = (whole(2) / "out.txt").read_text().splitlines()[0]
+    assert command.out.read_text().splitlines()[0] == first
+
+
+def test_a_refused_id_on_two_ranks_is_told_once(tiny: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(tiny, data)
+    document = json.loads((data / "dataset.json").read_text())
+    document["sparse"][0]["num_embeddings"] = 250
+    (data / "dataset.json").write_text(json.dumps(document))
+    config = write_config(tmp_path / "c.yaml", settings(data, tmp_path / "run"))
+    command = Command(tmp_path, "train", config, "--nproc", 2)
+    assert command.wait() == 1
+    [line] = command.err.read_text().splitlines()
+    assert re.match(
+        r"error: step 1: table 'user': id 2\d\d from feature 'user', sample \d+, is outside 0\.\.249;", line
+    )
+    assert command.members() == [] and command.out.read_text() == ""
+
+
+def test_eval_and_predict_on_two_ranks(whole: Callable[[int], Path], tmp_path: Path) -> None:
+    run_dir = whole(2) / "run"
+    evaluated = Command(tmp_path / "eval", "eval", run_dir, "--nproc", 2)
+    predicted = Command(tmp_path / "predict", "predict", run_dir, "--out", tmp_path / "p.parquet", "--nproc", 2)
+    found = json.loads(evaluated.succeed().out.read_text())
+    expected = json.loads((run_dir / "summary.json").read_text())["test"]
+    for name in ("num_samples", "num_positives", "logloss", "ne", "auc", "calibration"):
+        assert found[name] == pytest.approx(expected[name], abs=1e-6)
+    predicted.succeed()
+    table = pq.read_table(tmp_path / "p.parquet")
+    assert table["row"].to_pylist() == list(range(expected["num_samples"]))
+    assert sum(table["label"].to_pylist()) == expected["num_positives"]
+
+
+@pytest.mark.skipif(not REAL_ROWS.exists(), reason=f"needs {REAL_ROWS}")
+def test_real_criteo_rows_through_the_command_line(tmp_path: Path) -> None:
+    """prepare, then train on 1 and on 2 ranks: the same metrics."""
+    data = tmp_path / "data"
+    Command(tmp_path / "prepare", "prepare", REAL_ROWS, "--out", data, "--hash-rows", 500).succeed()
+    common = {"train__batch_size": 512, "embedding__dtype": "float64"}
+    config = write_config(tmp_path / "2.yaml", settings(data, tmp_path / "run-2", **common))
+    Command(tmp_path / "2", "train", config, "--nproc", 2).succeed()
+    found = [train(settings(data, tmp_path / "run-1", **common))]
+    found.append(json.loads((tmp_path / "run-2/summary.json").read_text()))
+    for name in ("auc", "ne", "logloss", "calibration"):
+        assert found[1]["test"][name] == pytest.approx(found[0]["test"][name], abs=1e-6)
+    assert found[0]["num_samples"] + found[0]["test"]["num_samples"] == 10_000
