@@ -22,6 +22,7 @@ from meseta.pipeline import TrainStep
 from meseta.spec import MesetaError
 from meseta.train.metrics import auc, logloss
 from meseta.train.predictions import write_predictions
+from meseta.train.state import dense_tensors, set_dense_tensors
 from meseta.train.trained import load_trained
 from meseta.train.trainer import Trainer
 from small_run import (
@@ -448,3 +449,27 @@ def test_the_loaded_model_is_the_trained_one(tiny: Path, tmp_path: Path) -> None
     for mine, theirs in zip(trainer.model.embeddings.shards, loaded.model.embeddings.shards, strict=True):
         assert torch.equal(mine.weight, theirs.weight)
     assert loaded.step == 14 and table_checksums(tmp_path / "run").keys() == {"user", "item", "city", "tags"}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_step_counters_of_fused_optimizers_follow_their_parameter(fused: bool) -> None:
+    """As torch.optim.Optimizer.load_state_dict does it; a GPU's fused kernel refuses counters on the CPU."""
+    layer = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.Adam(layer.parameters(), fused=True)
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    saved = dense_tensors(layer, optimizer)
+    elsewhere = torch.nn.Linear(2, 1, bias=False, device="meta")
+    other = torch.optim.Adam(elsewhere.parameters())
+    other.param_groups[0]["fused"] = fused
+    elsewhere.load_state_dict = lambda state: None  # type: ignore[assignment, misc, method-assign, return-value]
+    set_dense_tensors(elsewhere, other, saved)
+    devices = {name: value.device.type for name, value in other.state[elsewhere.weight].items()}
+    assert devices == {"step": "meta" if fused else "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
+
+
+def test_an_evaluation_that_fails_costs_no_training(tiny: Path, tmp_path: Path) -> None:
+    broken = copy_of(tiny, tmp_path / "broken")
+    spoil(broken, "test", "age", 140, float("nan"))
+    assert "must be finite" in refusal(settings(broken, tmp_path / "run"))
+    assert manifest(tmp_path / "run")["step"] == 14

@@ -37,13 +37,15 @@ def set_dense_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensor
                 "use the config that it was trained with"
             )
     model.load_state_dict({name.removeprefix("model."): value for name, value in saved.items()})
+    fused = {p for group in optimizer.param_groups if group.get("fused") for p in group["params"]}
     for name, parameter in model.named_parameters():
         prefix = f"optimizer.{name}."
         moments = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         if moments:
-            # torch keeps its step counters on the CPU unless a GPU asks otherwise; moments follow their parameter.
+            # Moments lie beside their parameter, and torch keeps step counters on the CPU unless a fused kernel reads
+            # them.
             optimizer.state[parameter] = {
-                key: value.clone() if value.dim() == 0 else value.to(parameter.device, copy=True)
+                key: value.to("cpu" if key == "step" and parameter not in fused else parameter.device, copy=True)
                 for key, value in moments.items()
             }
 
