@@ -137,9 +137,10 @@ def test_gradients_accumulate_over_backward_passes(ranks: Ranks) -> None:
 
 
 class MixedPooling(Scenario):
-    """Pooled, weighted and unpooled features that share their tables. Routes come pooled ones first, and d + a + b
-    is not
-    a + b + d in floating point."""
+    """Pooled, weighted and unpooled features that share their tables.
+
+    Routes come pooled ones first, and d + a + b is not a + b + d in floating point.
+    """
 
     def features(self) -> list[FeatureSpec]:
         return [

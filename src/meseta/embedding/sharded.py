@@ -93,9 +93,8 @@ class ShardedEmbeddingBagCollection(Collection):
     """An EmbeddingBagCollection whose tables lie on the ranks that a plan names.
 
     `forward` is `finish(exchange(start(kjt)))`; a pipeline calls the three itself. Every rank gives its contiguous
-    slice
-    of the global batch and gets the embeddings of that slice. Gradients are of the local mean of the loss: they are
-    scaled by B_local / B_global here. All ranks must call forward and backward in the same order.
+    slice of the global batch and gets the embeddings of that slice. Gradients are of the local mean of the loss: they
+    are scaled by B_local / B_global here. All ranks must call forward and backward in the same order.
     """
 
     def __init__(self, source: EmbeddingBagCollection, plan: Plan, world: World) -> None:
@@ -128,8 +127,7 @@ class ShardedEmbeddingBagCollection(Collection):
             for t in self.tables
         )
         """Whether rows lie in column shards on several ranks whose optimizer needs sums over whole rows."""
-        # Position of each (feature, range) in the vector of counts; every rank's header and counts are one gather of
-        # it.
+        # Position of each (feature, range) in the vector of counts: what goes to all ranks is one gather of it.
         position, index = {}, HEADER
         for f, cuts in self.routing.cuts.items():
             for n in range(len(cuts) - 1):
@@ -144,12 +142,11 @@ class ShardedEmbeddingBagCollection(Collection):
         """B_local / B_global of the last batch."""
 
     def forward(self, sparse: KeyedJaggedTensor | Exchanged) -> Embeddings:
-        """Rows for the local slice: pooled [B_local, sum of D] and unpooled [nnz_f, D]; takes what `exchange` gave
-        too."""
+        """Rows for the local slice, pooled [B_local, sum of D] and unpooled [nnz_f, D], of ids or of an exchange."""
         return self.finish(sparse if isinstance(sparse, Exchanged) else self.exchange(self.start(sparse)))
 
     def start(self, kjt: KeyedJaggedTensor) -> Started:
-        """Check the ids, sort them by owner, begin the exchange of counts. No host sync."""
+        """Check the ids, sort them by owner, begin the exchange of counts. No host sync, unless ids are dropped."""
         failed: MesetaError | None = None
         try:
             checked = self.check_ids(kjt)

@@ -1,6 +1,8 @@
-"""The row optimizers. Every product is rounded before it is added: a fused multiply-add in one place only (the tail
-of a
-vector loop, another shard's column) would cost the contract's equal bits."""
+"""The row optimizers.
+
+Every product is rounded before it is added: a fused multiply-add in one place only (the tail of a vector loop, another
+shard's column) would cost the contract's equal bits.
+"""
 
 from __future__ import annotations
 

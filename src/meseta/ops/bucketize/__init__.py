@@ -16,8 +16,7 @@ def bucketize(
     """Group ids by row range, keeping their order inside each range; ids become local to their range.
 
     Range n holds rows cuts[n] .. cuts[n + 1] - 1. Returns the local ids, the ids per (range, sample), and `order`:
-    entry i
-    of the result came from position order[i]. No host sync.
+    entry i of the result came from position order[i]. No host sync.
 
         ids = [5, 1, 7], lengths = [2, 1], cuts = [0, 4, 8]   ->   [1, 1, 3], [[1, 0], [1, 1]], [1, 0, 2]
     """

@@ -23,12 +23,9 @@ def coalesce(
     """Touched rows in ascending order, and for each the sum of `scale[i] * gradient[source[i]]` over its ids.
 
     Contribution i belongs to row `ids[i]`; contributions come ordered by (feature, global sample, position), and
-    `block`
-    [nnz] grows with (feature, global sample // 256). Contributions to a row are summed left to right inside a block,
-    then
-    the block sums are added left to right, so the result does not depend on threads or plans. Products are rounded
-    before
-    they are added. `gradient` may be a strided view whose last dim is contiguous.
+    `block` [nnz] grows with (feature, global sample // 256). Contributions to a row are summed left to right inside a
+    block, then the block sums are added left to right, so the result does not depend on threads or plans. Products are
+    rounded before they are added. `gradient` may be a strided view whose last dim is contiguous.
 
         ids = [7, 3, 7], source = [0, 1, 2]   ->   rows = [3, 7], sums = [g1, g0 + g2]
 
