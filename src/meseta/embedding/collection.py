@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meseta.embedding.base import Collection, UpdateInBackward
-from meseta.embedding.update import Contribution, sum_contributions, update_rows
+from meseta.embedding.update import Contribution, samples_of, sum_contributions, update_rows
 from meseta.jagged import Embeddings, KeyedJaggedTensor
 from meseta.ops.id_policy import CheckedIds
 from meseta.ops.pooled_lookup import pooled_lookup
@@ -119,9 +119,9 @@ class EmbeddingBagCollection(Collection):
         rows = dict(zip((f.name for f in self.row_features), gradients[1:], strict=True))
         parts: dict[str, list[Contribution]] = {table.name: [] for table in self.tables}
         column = 0
-        for feature in self.features:
-            jagged = ids[feature.name]
-            sample = bags_of(jagged.lengths, jagged.values.numel())
+        all_ids = [ids[feature.name] for feature in self.features]
+        samples = samples_of([own.values for own in all_ids], [own.lengths for own in all_ids], num_samples)
+        for feature, jagged, sample in zip(self.features, all_ids, samples, strict=True):
             if feature.pooling == "none":
                 source, gradient = torch.arange(sample.numel(), device=sample.device), rows[feature.name]
             else:
@@ -134,8 +134,3 @@ class EmbeddingBagCollection(Collection):
         sums = [sum_contributions(shard, parts[shard.spec.name], num_samples) for shard in used]
         update_rows(used, sums, [self.hyper(shard.spec) for shard in used], lambda stats: stats)
         self.step += 1
-
-
-def bags_of(lengths: Tensor, num_ids: int) -> Tensor:
-    """The bag of each id: [0, 0, 1] for lengths [2, 1]."""
-    return torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths, output_size=num_ids)

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from meseta.embedding.collection import bags_of
 from meseta.embedding.routes import column_groups
-from meseta.embedding.update import Contribution, RowGradient, sum_contributions, update_rows
+from meseta.embedding.update import Contribution, RowGradient, samples_of, sum_contributions, update_rows
 from meseta.spec import COLUMN_BLOCK, Shard
 from meseta.storage import TableShard
 
@@ -107,10 +106,11 @@ def update_replicas(collection: ShardedEmbeddingBagCollection, x: Exchanged, gra
         return
     first_sample = sum(x.batch_sizes[: world.rank])
     parts: dict[str, list[Contribution]] = {}
-    for f in routing.replicated:
+    own = [x.ids[collection.features[f].name] for f in routing.replicated]
+    batch_size = x.batch_sizes[world.rank]
+    bags = samples_of([jagged.values for jagged in own], [jagged.lengths for jagged in own], batch_size)
+    for f, jagged, bag in zip(routing.replicated, own, bags, strict=True):
         spec = collection.features[f]
-        jagged = x.ids[spec.name]
-        bag = bags_of(jagged.lengths, jagged.values.numel())
         source = bag if spec.pooling != "none" else torch.arange(bag.numel(), device=bag.device)
         gradient = gradient_of(collection, f, gradients)
         scale = jagged.weights if spec.weighted else None

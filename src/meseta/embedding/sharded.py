@@ -10,10 +10,10 @@ from torch import Tensor
 
 from meseta.comm import Pending, World
 from meseta.embedding.base import Collection, UpdateInBackward
-from meseta.embedding.collection import EmbeddingBagCollection, bags_of
+from meseta.embedding.collection import EmbeddingBagCollection
 from meseta.embedding.gradients import gather_column_stats, send_gradients, update_replicas
 from meseta.embedding.routes import make_routing
-from meseta.embedding.update import Contribution, sum_contributions, update_rows
+from meseta.embedding.update import Contribution, samples_of, sum_contributions, update_rows
 from meseta.jagged import Embeddings, KeyedJaggedTensor
 from meseta.jagged.shapes import Int
 from meseta.ops.bucketize import bucketize
@@ -365,9 +365,10 @@ class ShardedEmbeddingBagCollection(Collection):
         pooled, rows = send_gradients(self, x, scaled)
         first = self.routing.num_pooled[self.world.rank]
         parts: dict[int, list[Contribution]] = {}
+        samples = samples_of(owned.ids, owned.lengths, x.num_samples)
         # By feature, as in one process: routes come with the pooled ones first.
         for k, route in sorted(enumerate(self._routes), key=lambda entry: entry[1].feature):
-            sample = bags_of(owned.lengths[k], owned.ids[k].numel())
+            sample = samples[k]
             if k < first:
                 source, gradient = sample, pooled[:, route.column : route.column + route.shard.num_columns]
             else:

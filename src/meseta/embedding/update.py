@@ -40,6 +40,18 @@ class RowGradient:
     """Sum of all contributions."""
 
 
+def samples_of(ids: Sequence[Tensor], lengths: Sequence[Tensor], num_samples: int) -> tuple[Tensor, ...]:
+    """The sample of each id, for several features of `num_samples` samples each: [0, 0, 1] for lengths [2, 1].
+
+    One call for all features, since each call of a kernel with several threads has to wake them.
+    """
+    if not ids:
+        return ()
+    samples = torch.arange(num_samples, device=ids[0].device).repeat(len(ids))
+    sizes = [own.numel() for own in ids]
+    return torch.repeat_interleave(samples, torch.cat(list(lengths)), output_size=sum(sizes)).split(sizes)
+
+
 def sum_contributions(shard: TableShard, parts: Sequence[Contribution], num_samples: int) -> RowGradient:
     """Coalesce the contributions of all features that read a shard, in the order of the features."""
     if len(parts) == 1:

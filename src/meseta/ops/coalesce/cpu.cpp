@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <numeric>
 #include <optional>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 namespace nb = nanobind;
@@ -23,6 +23,8 @@ template <typename T>
 using OutRows = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 template <typename T>
 using Scale = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+using Entry = std::pair<int64_t, int64_t>;  // (row, position)
 
 template <typename T>
 struct Contributions {
@@ -53,13 +55,13 @@ struct Contributions {
 
 // One row: runs of equal block are summed first, then added to the row from left to right.
 template <typename T>
-void sum_row(const Contributions<T>& c, const int64_t* first, const int64_t* last, T* row, T* scratch) {
+void sum_row(const Contributions<T>& c, const Entry* first, const Entry* last, T* row, T* scratch) {
   bool started = false;
   while (first != last) {
     T* sum = started ? scratch : row;
-    const int64_t block = c.block[*first];
-    c.copy(*first++, sum);
-    while (first != last && c.block[*first] == block) c.add(*first++, sum);
+    const int64_t block = c.block[first->second];
+    c.copy(first++->second, sum);
+    while (first != last && c.block[first->second] == block) c.add(first++->second, sum);
     if (started) {
       for (int64_t d = 0; d < c.dim; ++d) row[d] += scratch[d];
     }
@@ -81,15 +83,14 @@ int64_t coalesce(Ids ids, Ids source, Ids block, Rows<T> gradient, std::optional
   T* out = sums.data();
   nb::gil_scoped_release unlocked;
 
-  std::vector<int64_t> order(static_cast<size_t>(nnz));
-  std::iota(order.begin(), order.end(), int64_t{0});
   // The position breaks ties, so an unstable sort keeps the order of contributions.
-  std::sort(order.begin(), order.end(),
-            [id](int64_t a, int64_t b) { return id[a] != id[b] ? id[a] < id[b] : a < b; });
+  std::vector<Entry> order(static_cast<size_t>(nnz));
+  for (int64_t i = 0; i < nnz; ++i) order[size_t(i)] = {id[i], i};
+  std::sort(order.begin(), order.end());
   std::vector<int64_t> starts;
   for (int64_t i = 0; i < nnz; ++i) {
-    if (i == 0 || id[order[size_t(i)]] != id[order[size_t(i) - 1]]) {
-      row_id[starts.size()] = id[order[size_t(i)]];
+    if (i == 0 || order[size_t(i)].first != order[size_t(i) - 1].first) {
+      row_id[starts.size()] = order[size_t(i)].first;
       starts.push_back(i);
     }
   }
@@ -100,7 +101,7 @@ int64_t coalesce(Ids ids, Ids source, Ids block, Rows<T> gradient, std::optional
     std::vector<T> scratch(static_cast<size_t>(c.dim));
 #pragma omp for schedule(dynamic, 64)
     for (int64_t r = 0; r < num_rows; ++r)
-      sum_row(c, &order[size_t(starts[size_t(r)])], order.data() + starts[size_t(r) + 1], out + r * c.dim,
+      sum_row(c, order.data() + starts[size_t(r)], order.data() + starts[size_t(r) + 1], out + r * c.dim,
               scratch.data());
   }
   return num_rows;
