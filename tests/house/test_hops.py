@@ -106,5 +106,21 @@ def test_backward_reaches_the_kernel_within_the_budget(
         assert len(hops) <= MAX_HOPS, hops
 
 
+def test_one_batch_from_the_command_to_the_kernel_in_under_ten_files(tmp_path_factory: pytest.TempPathFactory) -> None:
+    pytest.importorskip("typer")
+    from meseta.cli.train import train
+    from small_run import settings, tiny_data, write_config
+
+    folder = tmp_path_factory.mktemp("road")
+    document = settings(tiny_data(tmp_path_factory.getbasetemp() / "data"), folder / "run", train__max_steps=1)
+    stacks: list[list[str]] = []
+    with watched(torch.nn.functional, "embedding_bag", stacks):
+        train(write_config(folder / "run.yaml", document))
+    for hops in stacks:
+        assert hops[0] == "cli/train.py:train" and hops[-1].endswith(":pooled_lookup")
+        files = {hop.partition(":")[0] for hop in hops}
+        assert len(files) < 10, files
+
+
 def test_the_count_sees_this_package_alone() -> None:
     assert own_frames(sys._getframe()) == []
