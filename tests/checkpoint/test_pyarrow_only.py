@@ -61,7 +61,7 @@ def test_the_example_needs_neither_meseta_nor_torch(path: Path) -> None:
         "import sys, runpy; sys.modules['meseta'] = sys.modules['torch'] = None; "
         "sys.argv[:] = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    command = [sys.executable, "-c", program, str(ROOT / "examples/03_read_checkpoint.py"), str(path)]
+    command = [sys.executable, "-c", program, str(ROOT / "examples/02_read_checkpoint.py"), str(path)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert "table user: 203 x 40, 7 blocks, state ['exp_avg', 'exp_avg_sq']" in run.stdout

@@ -1,6 +1,6 @@
 """A checkpoint read with pyarrow and the standard library alone: no meseta, no torch.
 
-    python examples/03_read_checkpoint.py [runs/main/checkpoints/step-000000500]
+    python examples/02_read_checkpoint.py [runs/main/checkpoints/step-000000500]
 
 Without an argument it first saves a small model, which is the only part that needs meseta.
 """
