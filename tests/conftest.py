@@ -39,7 +39,7 @@ def pytest_configure() -> None:
 
         common = {"derandomize": True, "deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
         settings.register_profile("test", max_examples=25, **common)
-        settings.register_profile("soak", max_examples=500, **common)
+        settings.register_profile("soak", max_examples=200, **common)
         settings.load_profile("soak" if os.environ.get("MESETA_SOAK") else "test")
 
 
