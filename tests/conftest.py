@@ -9,6 +9,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it in deterministic mode
 
+import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -20,6 +21,10 @@ if find_spec("jaxtyping") and find_spec("beartype"):
     install_import_hook("meseta", "beartype.beartype")
 
 import torch
+
+# A shell starts background jobs with Ctrl-C ignored, and they hand that on; tests about Ctrl-C need it heard.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.use_deterministic_algorithms(True)
 # Uninitialised memory is filled with NaN and the largest integers, so that reading it cannot go unnoticed.
