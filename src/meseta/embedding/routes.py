@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from meseta.spec import FeatureSpec, Plan, Shard, ShardingType, TableSpec
 
@@ -42,13 +43,17 @@ class Routing:
     replicated: tuple[int, ...]
     """Features whose table every rank holds; their ids stay at home."""
 
-    def pieces(self, feature: int) -> list[list[tuple[int, Route]]]:
-        """Routes of one feature as [row range][column piece] -> (index among the owner's routes, route)."""
-        found = [
-            (index, route) for routes in self.by_rank for index, route in enumerate(routes) if route.feature == feature
-        ]
-        found.sort(key=lambda entry: (entry[1].range, entry[1].shard.columns))
-        return [[e for e in found if e[1].range == n] for n in range(len(self.cuts[feature]) - 1)]
+    @cached_property
+    def pieces(self) -> dict[int, list[list[tuple[int, Route]]]]:
+        """Routes of each feature as [row range][column piece] -> (index among the owner's routes, route)."""
+        found: dict[int, list[list[tuple[int, Route]]]] = {f: [[] for _ in cuts[1:]] for f, cuts in self.cuts.items()}
+        for routes in self.by_rank:
+            for index, route in enumerate(routes):
+                found[route.feature][route.range].append((index, route))
+        for ranges in found.values():
+            for pieces in ranges:
+                pieces.sort(key=lambda entry: entry[1].shard.columns)
+        return found
 
 
 def make_routing(tables: Sequence[TableSpec], features: Sequence[FeatureSpec], plan: Plan) -> Routing:

@@ -331,7 +331,7 @@ class ShardedEmbeddingBagCollection(Collection):
     def _assemble(self, feature: int, answers: Sequence[Sequence[Tensor]]) -> Tensor:
         """[B_local, D]: columns side by side, row ranges added from the first to the last."""
         total: Tensor | None = None
-        for pieces in self.routing.pieces(feature):
+        for pieces in self.routing.pieces[feature]:
             columns = [answers[r.rank][0][:, r.column : r.column + r.shard.num_columns] for _, r in pieces]
             part = torch.cat(columns, dim=1) if len(columns) > 1 else columns[0]
             total = part if total is None else total + part
@@ -341,7 +341,7 @@ class ShardedEmbeddingBagCollection(Collection):
     def _assemble_rows(self, x: Exchanged, feature: int, answers: Sequence[Sequence[Tensor]]) -> Tensor:
         """[nnz_f, D]: rows back in the order of the batch."""
         ranges = []
-        for pieces in self.routing.pieces(feature):
+        for pieces in self.routing.pieces[feature]:
             columns = [answers[r.rank][1 + index - self.routing.num_pooled[r.rank]] for index, r in pieces]
             ranges.append(torch.cat(columns, dim=1) if len(columns) > 1 else columns[0])
         grouped = torch.cat(ranges)
