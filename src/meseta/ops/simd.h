@@ -1,0 +1,233 @@
+// Sixteen float lanes on every instruction set: one AVX-512 register, two of AVX2, or plain loops. No fused
+// multiply-add anywhere, and sums over lanes as one fixed tree, so all three give the same bits.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace meseta {
+
+constexpr int kLanes = 16;
+
+// Storage types of rows beside float.
+struct Half {
+  uint16_t bits;
+};
+struct Bfloat {
+  uint16_t bits;
+};
+
+// ---- one number
+
+inline float bits_to_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline uint32_t float_to_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+inline float to_float(float value) { return value; }
+inline float to_float(Bfloat value) { return bits_to_float(uint32_t(value.bits) << 16); }
+inline float to_float(Half value) {
+  // The exponent is moved by a multiplication, which is exact, for subnormal halves too.
+  const uint32_t sign = uint32_t(value.bits & 0x8000u) << 16, magnitude = value.bits & 0x7FFFu;
+  if (magnitude >= 0x7C00u) return bits_to_float(sign | 0x7F800000u | (magnitude & 0x3FFu) << 13);
+  return bits_to_float(sign | float_to_bits(bits_to_float(magnitude << 13) * 0x1p112f));
+}
+// The half of a float that is one already, or that is cut towards zero.
+inline Half to_half_exact(float value) {
+  const uint32_t bits = float_to_bits(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
+  if (magnitude > 0x7F800000u) return {uint16_t(sign | 0x7E00u)};
+  if (magnitude >= 0x47800000u) return {uint16_t(sign | 0x7C00u)};  // 2^16 and above
+  if (magnitude < 0x38800000u) return {uint16_t(sign | uint32_t(bits_to_float(magnitude) * 0x1p24f))};
+  return {uint16_t(sign | (magnitude - 0x38000000u) >> 13)};
+}
+
+// ---- sixteen numbers
+
+#if defined(__AVX512F__)
+
+struct Vec {
+  __m512 v;
+};
+inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline Vec zero() { return {_mm512_setzero_ps()}; }
+inline Vec broadcast(float x) { return {_mm512_set1_ps(x)}; }
+inline Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline Vec load(const Half* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+inline Vec load(const Bfloat* p) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+inline Vec load(const float* p, int n) { return {_mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), p)}; }
+inline Vec load(const Half* p, int n) {
+  return {_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(__mmask16((1u << n) - 1), p))};
+}
+inline Vec load(const Bfloat* p, int n) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(__mmask16((1u << n) - 1), p));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
+inline void store(float* p, Vec a, int n) { _mm512_mask_storeu_ps(p, __mmask16((1u << n) - 1), a.v); }
+inline Vec sqrt(Vec a) { return {_mm512_sqrt_ps(a.v)}; }
+inline Vec abs(Vec a) { return {_mm512_abs_ps(a.v)}; }
+inline Vec negate(Vec a) {
+  return {_mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(int(0x80000000u))))};
+}
+// NaN of either operand stays NaN, as in torch.maximum.
+inline Vec maximum(Vec a, Vec b) {
+  return {_mm512_mask_mov_ps(_mm512_max_ps(a.v, b.v), _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), a.v)};
+}
+inline Vec minimum(Vec a, Vec b) {
+  return {_mm512_mask_mov_ps(_mm512_min_ps(a.v, b.v), _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), a.v)};
+}
+inline Vec greater(Vec a, Vec b) {
+  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ), _mm512_set1_ps(1.0f))};
+}
+inline Vec where_positive(Vec c, Vec a, Vec b) {
+  return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(c.v, _mm512_setzero_ps(), _CMP_GT_OQ), b.v, a.v)};
+}
+// (0..7) + (8..15), and so on down to one.
+inline float sum_lanes(Vec a) {
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+#elif defined(__AVX2__)
+
+struct Vec {
+  __m256 lo, hi;
+};
+inline Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+inline Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+inline Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+inline Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+inline Vec zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline Vec broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline Vec load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline Vec load(const Half* p) {
+  const __m128i* q = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
+}
+inline __m256 widen(__m128i eight) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(eight), 16));
+}
+inline Vec load(const Bfloat* p) {
+  const __m128i* q = reinterpret_cast<const __m128i*>(p);
+  return {widen(_mm_loadu_si128(q)), widen(_mm_loadu_si128(q + 1))};
+}
+template <typename T>
+inline Vec load(const T* p, int n) {
+  T part[kLanes] = {};
+  std::memcpy(static_cast<void*>(part), p, size_t(n) * sizeof(T));
+  return load(part);
+}
+inline void store(float* p, Vec a) {
+  _mm256_storeu_ps(p, a.lo);
+  _mm256_storeu_ps(p + 8, a.hi);
+}
+inline void store(float* p, Vec a, int n) {
+  float part[kLanes];
+  store(part, a);
+  std::memcpy(p, part, size_t(n) * sizeof(float));
+}
+inline Vec sqrt(Vec a) { return {_mm256_sqrt_ps(a.lo), _mm256_sqrt_ps(a.hi)}; }
+inline Vec abs(Vec a) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
+}
+inline Vec negate(Vec a) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_xor_ps(sign, a.lo), _mm256_xor_ps(sign, a.hi)};
+}
+inline __m256 keep_nan(__m256 a, __m256 result) {
+  return _mm256_blendv_ps(result, a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+}
+inline Vec maximum(Vec a, Vec b) {
+  return {keep_nan(a.lo, _mm256_max_ps(a.lo, b.lo)), keep_nan(a.hi, _mm256_max_ps(a.hi, b.hi))};
+}
+inline Vec minimum(Vec a, Vec b) {
+  return {keep_nan(a.lo, _mm256_min_ps(a.lo, b.lo)), keep_nan(a.hi, _mm256_min_ps(a.hi, b.hi))};
+}
+inline Vec greater(Vec a, Vec b) {
+  const __m256 one = _mm256_set1_ps(1.0f);
+  return {_mm256_and_ps(one, _mm256_cmp_ps(a.lo, b.lo, _CMP_GT_OQ)),
+          _mm256_and_ps(one, _mm256_cmp_ps(a.hi, b.hi, _CMP_GT_OQ))};
+}
+inline Vec where_positive(Vec c, Vec a, Vec b) {
+  const __m256 none = _mm256_setzero_ps();
+  return {_mm256_blendv_ps(b.lo, a.lo, _mm256_cmp_ps(c.lo, none, _CMP_GT_OQ)),
+          _mm256_blendv_ps(b.hi, a.hi, _mm256_cmp_ps(c.hi, none, _CMP_GT_OQ))};
+}
+inline float sum_lanes(Vec a) {
+  const __m256 eight = _mm256_add_ps(a.lo, a.hi);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+#else
+
+struct Vec {
+  float x[kLanes];
+};
+template <typename F>
+inline Vec each(F f) {
+  Vec out;
+  for (int i = 0; i < kLanes; ++i) out.x[i] = f(i);
+  return out;
+}
+inline Vec operator+(Vec a, Vec b) { return each([&](int i) { return a.x[i] + b.x[i]; }); }
+inline Vec operator-(Vec a, Vec b) { return each([&](int i) { return a.x[i] - b.x[i]; }); }
+inline Vec operator*(Vec a, Vec b) { return each([&](int i) { return a.x[i] * b.x[i]; }); }
+inline Vec operator/(Vec a, Vec b) { return each([&](int i) { return a.x[i] / b.x[i]; }); }
+inline Vec zero() { return {}; }
+inline Vec broadcast(float x) { return each([&](int) { return x; }); }
+template <typename T>
+inline Vec load(const T* p) {
+  return each([&](int i) { return to_float(p[i]); });
+}
+template <typename T>
+inline Vec load(const T* p, int n) {
+  return each([&](int i) { return i < n ? to_float(p[i]) : 0.0f; });
+}
+inline void store(float* p, Vec a) { std::memcpy(p, a.x, sizeof(a.x)); }
+inline void store(float* p, Vec a, int n) { std::memcpy(p, a.x, size_t(n) * sizeof(float)); }
+inline Vec sqrt(Vec a) { return each([&](int i) { return std::sqrt(a.x[i]); }); }
+inline Vec abs(Vec a) { return each([&](int i) { return std::fabs(a.x[i]); }); }
+inline Vec negate(Vec a) { return each([&](int i) { return -a.x[i]; }); }
+inline Vec maximum(Vec a, Vec b) {
+  return each([&](int i) { return a.x[i] > b.x[i] || a.x[i] != a.x[i] ? a.x[i] : b.x[i]; });
+}
+inline Vec minimum(Vec a, Vec b) {
+  return each([&](int i) { return a.x[i] < b.x[i] || a.x[i] != a.x[i] ? a.x[i] : b.x[i]; });
+}
+inline Vec greater(Vec a, Vec b) { return each([&](int i) { return a.x[i] > b.x[i] ? 1.0f : 0.0f; }); }
+inline Vec where_positive(Vec c, Vec a, Vec b) { return each([&](int i) { return c.x[i] > 0.0f ? a.x[i] : b.x[i]; }); }
+inline float sum_lanes(Vec a) {
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) a.x[i] += a.x[i + half];
+  return a.x[0];
+}
+
+#endif
+
+inline Vec sign(Vec a) { return greater(a, zero()) - greater(zero(), a); }
+
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }  // into L2: L1 has too few miss buffers
+inline void prefetch_write(const void* p) { __builtin_prefetch(p, 1, 2); }
+
+}  // namespace meseta
