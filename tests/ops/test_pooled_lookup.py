@@ -25,10 +25,9 @@ def problem(seed: int, num_samples: int, dims: list[int], dtype: torch.dtype, we
         lengths.append(length)
         ids.append(random.integers(0, rows, length.sum()))
     offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64))
-    bounds = [int(offsets[f * num_samples]) for f in range(len(dims) + 1)]
     values = torch.from_numpy(np.concatenate(ids).astype(np.int64))
     weights = torch.from_numpy(random.normal(size=values.numel())).float() if any(weighted) else None
-    return tables, values, offsets, bounds, weights, weighted
+    return tables, values, offsets, weights, weighted
 
 
 @st.composite
@@ -59,9 +58,9 @@ def by_hand(tables: list[Tensor], ids: Tensor, offsets: Tensor, weights: Tensor 
 
 @given(given_problem=problems())
 def test_equals_reference_and_numpy(given_problem: tuple[Any, ...]) -> None:
-    tables, ids, offsets, bounds, weights, weighted = given_problem
-    got = pooled_lookup(tables, ids, offsets, bounds, weights, weighted)
-    plain = reference.pooled_lookup(tables, ids, offsets, bounds, weights, weighted)
+    tables, ids, offsets, weights, weighted = given_problem
+    got = pooled_lookup(tables, ids, offsets, weights, weighted)
+    plain = reference.pooled_lookup(tables, ids, offsets, weights, weighted)
     exact = torch.from_numpy(by_hand(tables, ids, offsets, weights, weighted))
     assert got.shape == plain.shape == exact.shape and got.dtype == plain.dtype == tables[0].dtype
     if not got.numel():
@@ -73,9 +72,9 @@ def test_equals_reference_and_numpy(given_problem: tuple[Any, ...]) -> None:
 
 @given(given_problem=problems())
 def test_unweighted_sums_have_the_bits_of_the_reference(given_problem: tuple[Any, ...]) -> None:
-    tables, ids, offsets, bounds, *_ = given_problem
-    got = pooled_lookup(tables, ids, offsets, bounds)
-    assert torch.equal(got, reference.pooled_lookup(tables, ids, offsets, bounds))
+    tables, ids, offsets, *_ = given_problem
+    got = pooled_lookup(tables, ids, offsets)
+    assert torch.equal(got, reference.pooled_lookup(tables, ids, offsets))
 
 
 @given(
@@ -86,32 +85,32 @@ def test_unweighted_sums_have_the_bits_of_the_reference(given_problem: tuple[Any
 )
 def test_columns_of_a_shard_have_the_bits_of_the_whole(seed: int, dim: int, dtype: torch.dtype, weighted: bool) -> None:
     # Column shards start at multiples of 16; the last one may have any width.
-    tables, ids, offsets, bounds, weights, flags = problem(seed, 8, [dim], dtype, [weighted])
-    whole = pooled_lookup(tables, ids, offsets, bounds, weights, flags)
+    tables, ids, offsets, weights, flags = problem(seed, 8, [dim], dtype, [weighted])
+    whole = pooled_lookup(tables, ids, offsets, weights, flags)
     for start in range(0, dim, 16):
         piece = tables[0][:, start : start + 16].contiguous()
-        got = pooled_lookup([piece], ids, offsets, bounds, weights, flags)
+        got = pooled_lookup([piece], ids, offsets, weights, flags)
         assert torch.equal(got, whole[:, start : start + 16])
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_equals_nn_embedding_bag(weighted: bool) -> None:
-    tables, ids, offsets, bounds, weights, flags = problem(1, 12, [20], torch.float64, [weighted])
+    tables, ids, offsets, weights, flags = problem(1, 12, [20], torch.float64, [weighted])
     bag = nn.EmbeddingBag.from_pretrained(tables[0], mode="sum", include_last_offset=True)
     expected = bag(ids, offsets, weights.double() if weighted else None)
-    torch.testing.assert_close(pooled_lookup(tables, ids, offsets, bounds, weights, flags), expected)
+    torch.testing.assert_close(pooled_lookup(tables, ids, offsets, weights, flags), expected)
 
 
 def test_weights_of_other_features_are_not_read() -> None:
     tables = [torch.ones(2, 1), torch.ones(2, 1)]
     ids, offsets = torch.zeros(2, dtype=torch.int64), torch.tensor([0, 1, 2])
     weights = torch.tensor([torch.nan, 3.0])
-    got = pooled_lookup(tables, ids, offsets, [0, 1, 2], weights, [False, True])
+    got = pooled_lookup(tables, ids, offsets, weights, [False, True])
     assert got.tolist() == [[1.0, 3.0]]
 
 
 def test_no_samples_and_only_empty_bags() -> None:
     empty = torch.empty(0, dtype=torch.int64)
     tables = [torch.ones(2, 3), torch.ones(4, 5)]
-    assert pooled_lookup(tables, empty, torch.zeros(1, dtype=torch.int64), [0, 0, 0]).shape == (0, 8)
-    assert torch.equal(pooled_lookup(tables, empty, torch.zeros(5, dtype=torch.int64), [0, 0, 0]), torch.zeros(2, 8))
+    assert pooled_lookup(tables, empty, torch.zeros(1, dtype=torch.int64)).shape == (0, 8)
+    assert torch.equal(pooled_lookup(tables, empty, torch.zeros(5, dtype=torch.int64)), torch.zeros(2, 8))

@@ -16,8 +16,8 @@ def register(
 ) -> Any:
     """Define `schema` with its kernels and return the callable operator.
 
-    `fake` gives shapes and types alone, for torch.compile and torch.export. Without `cuda` the CPU's function, which then
-    has to be plain torch, serves every device.
+    `fake` gives shapes and types alone, for torch.compile and torch.export. Without `cuda` the CPU's function, which
+    then has to be plain torch, serves every device.
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema)

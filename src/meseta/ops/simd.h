@@ -80,6 +80,9 @@ inline Vec load(const Bfloat* p, int n) {
 }
 inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
 inline void store(float* p, Vec a, int n) { _mm512_mask_storeu_ps(p, __mmask16((1u << n) - 1), a.v); }
+// Past the caches, to 64-byte aligned memory; stream_fence before another thread may read it.
+inline void stream(float* p, Vec a) { _mm512_stream_ps(p, a.v); }
+inline void stream_fence() { _mm_sfence(); }
 inline Vec sqrt(Vec a) { return {_mm512_sqrt_ps(a.v)}; }
 inline Vec abs(Vec a) { return {_mm512_abs_ps(a.v)}; }
 inline Vec negate(Vec a) {
@@ -144,6 +147,11 @@ inline void store(float* p, Vec a, int n) {
   store(part, a);
   std::memcpy(p, part, size_t(n) * sizeof(float));
 }
+inline void stream(float* p, Vec a) {
+  _mm256_stream_ps(p, a.lo);
+  _mm256_stream_ps(p + 8, a.hi);
+}
+inline void stream_fence() { _mm_sfence(); }
 inline Vec sqrt(Vec a) { return {_mm256_sqrt_ps(a.lo), _mm256_sqrt_ps(a.hi)}; }
 inline Vec abs(Vec a) {
   const __m256 sign = _mm256_set1_ps(-0.0f);
@@ -206,6 +214,8 @@ inline Vec load(const T* p, int n) {
 }
 inline void store(float* p, Vec a) { std::memcpy(p, a.x, sizeof(a.x)); }
 inline void store(float* p, Vec a, int n) { std::memcpy(p, a.x, size_t(n) * sizeof(float)); }
+inline void stream(float* p, Vec a) { store(p, a); }
+inline void stream_fence() {}
 inline Vec sqrt(Vec a) { return each([&](int i) { return std::sqrt(a.x[i]); }); }
 inline Vec abs(Vec a) { return each([&](int i) { return std::fabs(a.x[i]); }); }
 inline Vec negate(Vec a) { return each([&](int i) { return -a.x[i]; }); }

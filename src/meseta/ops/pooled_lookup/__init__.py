@@ -6,38 +6,112 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from meseta.jagged.shapes import Float, Int
+from meseta.ops.core import core
+from meseta.ops.library import register
+from meseta.ops.memory import empty
+from meseta.ops.pooled_lookup import reference
+from meseta.spec import MesetaError
+
+WEIGHTED, MEAN = 1, 2
+KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""How the core calls the types of rows; float64 rows, which are for verification, take the reference."""
 
 
 def pooled_lookup(
     tables: Sequence[Tensor],
     ids: Int[Tensor, " nnz"],
     offsets: Int[Tensor, " F_times_B_plus_1"],
-    bounds: Sequence[int],
     weights: Float[Tensor, " nnz"] | None = None,
     weighted: Sequence[bool] = (),
+    mean: Sequence[bool] = (),
 ) -> Float[Tensor, "B sum_of_dims"]:
     """Sum of the rows of each bag for F features side by side; an empty bag gives zeros.
 
-    Feature f reads `tables[f]` [R_f, D_f] and owns ids[bounds[f] : bounds[f + 1]]; bag b of feature f is
-    ids[offsets[f * B + b] : offsets[f * B + b + 1]], added from left to right. `weighted[f]` multiplies each row by its
-    weight first. Ids must be valid rows; meseta.ops.id_policy sees to that.
+    Feature f reads `tables[f]` [rows_f, D_f], all of one type; float16 and bfloat16 rows are added in float32, which is
+    also the type of the result. Bag b of feature f is ids[offsets[f * B + b] : offsets[f * B + b + 1]] (int32 or
+    int64), added from left to right. `weighted[f]` multiplies each row by its weight first, `mean[f]` divides the sum
+    by the number of ids. Empty `weighted` and `mean` mean that no feature is.
+
+    Raises MesetaError for offsets that fall or leave the ids, and for an id outside its table. On a GPU, where checking
+    would stall the device, ids must be valid; meseta.ops.id_policy sees to that.
     """
-    num_bags = (offsets.numel() - 1) // len(tables)
-    pooled = []
+    if not tables:
+        raise MesetaError("pooled_lookup: no table was given; give one table per feature")
+    flags = [0] * len(tables)
+    for f, yes in enumerate(weighted):
+        flags[f] |= WEIGHTED * (yes and weights is not None)
+    for f, yes in enumerate(mean):
+        flags[f] |= MEAN * yes
+    return _operator(list(tables), ids, offsets, weights, flags)
+
+
+def _reference(tables: list[Tensor], ids: Tensor, offsets: Tensor, weights: Tensor | None, flags: list[int]) -> Tensor:
+    weighted, mean = [bool(flag & WEIGHTED) for flag in flags], [bool(flag & MEAN) for flag in flags]
+    return reference.pooled_lookup(tables, ids, offsets, weights, weighted, mean)
+
+
+def _cpu(tables: list[Tensor], ids: Tensor, offsets: Tensor, weights: Tensor | None, flags: list[int]) -> Tensor:
+    dtype = tables[0].dtype
+    if dtype not in KINDS:
+        return _reference(tables, ids, offsets, weights, flags)
+    if weights is not None:
+        weights = weights.to(torch.float32).contiguous()
+    rows = []
     for f, table in enumerate(tables):
-        start, stop = bounds[f], bounds[f + 1]
-        use_weights = weights is not None and bool(weighted) and weighted[f]
-        pooled.append(
-            functional.embedding_bag(
-                ids[start:stop],
-                table,
-                offsets[f * num_bags : (f + 1) * num_bags + 1] - start,
-                mode="sum",
-                include_last_offset=True,
-                per_sample_weights=weights[start:stop].to(table.dtype) if use_weights and weights is not None else None,
+        if table.dtype != dtype or table.dim() != 2 or not table.is_contiguous():
+            raise MesetaError(
+                f"pooled_lookup: table {f} is {table.dtype} {tuple(table.shape)}, but all tables must be contiguous, "
+                f"[rows, D] and {dtype} as the first; convert it"
             )
+        rows += [table.data_ptr(), table.size(0), table.size(1), flags[f]]
+    offsets = offsets.to(torch.int64).contiguous()
+    num_bags, rest = divmod(offsets.numel() - 1, len(tables))
+    if rest or offsets.numel() == 0:
+        raise MesetaError(
+            f"pooled_lookup: {offsets.numel()} offsets for {len(tables)} features; there must be F * B + 1 of them"
         )
-    return torch.cat(pooled, dim=1) if len(pooled) != 1 else pooled[0]
+    if weights is not None and weights.numel() != ids.numel():
+        raise MesetaError(f"pooled_lookup: {weights.numel()} weights for {ids.numel()} ids; give one per id")
+    ids = _plain_ids(ids)
+    width = sum(rows[2::4])
+    out = empty((num_bags, width), torch.float32)
+    try:
+        core().pooled_lookup(
+            rows,
+            KINDS[dtype],
+            ids.data_ptr(),
+            ids.numel(),
+            ids.dtype == torch.int64,
+            offsets.data_ptr(),
+            num_bags,
+            0 if weights is None else weights.data_ptr(),
+            out.data_ptr(),
+            width,
+            torch.get_num_threads(),
+        )
+    except ValueError as error:
+        raise MesetaError(f"pooled_lookup: {error}") from None
+    return out
+
+
+def _plain_ids(ids: Tensor) -> Tensor:
+    """Contiguous int32 or int64 on this device."""
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise MesetaError(f"pooled_lookup: ids are {ids.dtype}; give int32 or int64")
+    return ids.contiguous()
+
+
+def _fake(tables: list[Tensor], ids: Tensor, offsets: Tensor, weights: Tensor | None, flags: list[int]) -> Tensor:
+    dtype = torch.float64 if tables[0].dtype == torch.float64 else torch.float32
+    width = sum(table.shape[1] for table in tables)
+    return tables[0].new_empty((offsets.shape[0] - 1) // len(tables), width, dtype=dtype)
+
+
+_operator = register(
+    "pooled_lookup(Tensor[] tables, Tensor ids, Tensor offsets, Tensor? weights, int[] flags) -> Tensor",
+    cpu=_cpu,
+    cuda=_reference,
+    fake=_fake,
+)

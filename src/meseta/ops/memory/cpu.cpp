@@ -1,0 +1,99 @@
+// Large blocks on 2 MB pages. A freed block is kept for the next request: fresh pages cost the kernel a fault and a
+// clearing each, which for the outputs of a step takes longer than computing them.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <new>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace nb = nanobind;
+
+namespace {
+
+constexpr size_t kPage = size_t{2} << 20;
+
+struct Block {
+  void* data;
+  size_t bytes;
+  bool keep;
+};
+
+class Pool {
+ public:
+  Block take(size_t bytes, bool keep) {
+    const size_t rounded = (bytes + kPage - 1) / kPage * kPage;
+    if (keep) {
+      const std::lock_guard<std::mutex> locked(mutex_);
+      // The smallest that is not wasteful: half as much again at most.
+      const auto found = free_.lower_bound(rounded);
+      if (found != free_.end() && found->first <= rounded + rounded / 2) {
+        const Block block{found->second, found->first, true};
+        kept_ -= block.bytes;
+        free_.erase(found);
+        use(block.bytes);
+        return block;
+      }
+      use(rounded);
+    }
+    void* data = std::aligned_alloc(kPage, rounded);
+    if (data == nullptr) throw std::bad_alloc();
+#if defined(__linux__)
+    madvise(data, rounded, MADV_HUGEPAGE);
+#endif
+    return {data, rounded, keep};
+  }
+
+  void give(const Block& block) {
+    if (block.keep) {
+      const std::lock_guard<std::mutex> locked(mutex_);
+      used_ -= block.bytes;
+      free_.emplace(block.bytes, block.data);
+      kept_ += block.bytes;
+      // What lies idle never exceeds what was in use at once: the largest go first.
+      while (kept_ > peak_) {
+        const auto largest = std::prev(free_.end());
+        kept_ -= largest->first;
+        std::free(largest->second);
+        free_.erase(largest);
+      }
+    } else {
+      std::free(block.data);
+    }
+  }
+
+ private:
+  void use(size_t bytes) {
+    used_ += bytes;
+    if (used_ > peak_) peak_ = used_;
+  }
+
+  std::mutex mutex_;
+  std::multimap<size_t, void*> free_;
+  size_t used_ = 0, kept_ = 0, peak_ = 0;
+};
+
+Pool& pool() {
+  static Pool* forever = new Pool;  // never destroyed: tensors may be freed at the end of the interpreter
+  return *forever;
+}
+
+nb::ndarray<nb::array_api, uint8_t, nb::ndim<1>, nb::device::cpu> allocate(size_t bytes, bool keep) {
+  auto* block = new Block(pool().take(bytes, keep));
+  const nb::capsule owner(block, [](void* p) noexcept {
+    auto* mine = static_cast<Block*>(p);
+    pool().give(*mine);
+    delete mine;
+  });
+  return {block->data, {bytes}, owner};
+}
+
+}  // namespace
+
+void bind_memory(nb::module_& m) { m.def("allocate", &allocate, nb::arg("bytes"), nb::arg("keep")); }
