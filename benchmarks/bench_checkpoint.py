@@ -43,7 +43,7 @@ def main() -> None:
     subprocess.run([sys.executable, "-m", "pytest", test], check=True, cwd=ROOT)
     spec = TableSpec(name="table", num_embeddings=size_mb * 1_000_000 // (WIDTH * 4 + 4), embedding_dim=WIDTH)
     plan = Plan.from_dict({"tables": {"table": "table_wise"}}, [spec], 1)
-    optimizer = make_row_optimizer(spec.optimizer, WIDTH)
+    optimizer = make_row_optimizer(spec.optimizer)
     weight = torch.rand(spec.num_embeddings, WIDTH)
     shard = TableShard(
         spec=spec, shard=plan["table"].shards[0], weight=weight, state=optimizer.init(weight), optimizer=optimizer

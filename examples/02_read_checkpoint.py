@@ -64,7 +64,7 @@ def make_checkpoint(folder: Path) -> Path:
         TableShard.create(
             spec,
             plan[spec.name].shards[0],
-            make_row_optimizer(spec.optimizer, spec.embedding_dim),
+            make_row_optimizer(spec.optimizer),
             seed=0,
             device="cpu",
         )

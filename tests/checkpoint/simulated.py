@@ -79,7 +79,7 @@ def random_tables(specs: Sequence[TableSpec], seed: int) -> Tables:
     tables: Tables = {}
     for spec in specs:
         weight = torch.zeros(spec.num_embeddings, spec.embedding_dim, dtype=getattr(torch, spec.dtype))
-        state = make_row_optimizer(spec.optimizer, spec.embedding_dim).init(weight)
+        state = make_row_optimizer(spec.optimizer).init(weight)
         tables[spec.name] = {name: fill(tensor) for name, tensor in {"row": weight, **state}.items()}
     return tables
 
@@ -92,7 +92,7 @@ def pieces(specs: Sequence[TableSpec], plan: Plan, rank: int, tables: Tables) ->
             if rank in shard.ranks:
                 rows, columns = slice(*shard.rows), slice(*shard.columns)
                 own = {n: (t[rows, columns] if t.dim() == 2 else t[rows]).clone() for n, t in tables[spec.name].items()}
-                optimizer = make_row_optimizer(spec.optimizer, spec.embedding_dim)
+                optimizer = make_row_optimizer(spec.optimizer)
                 weight = own.pop("row")
                 found.append(TableShard(spec=spec, shard=shard, weight=weight, state=own, optimizer=optimizer))
     return found

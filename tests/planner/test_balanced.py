@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meseta.optim.row import make_row_optimizer
+from meseta.optim import make_row_optimizer
 from meseta.planner import balanced_plan
 from meseta.planner.cost import state_bytes_per_row
 from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, Plan, ShardingType, TableSpec, Topology
@@ -222,7 +222,7 @@ def test_error_names_bytes_and_largest_tables() -> None:
 @pytest.mark.parametrize("name", list(NUMBERS_OF_STATE))
 def test_state_bytes_are_those_of_the_optimizer(name: str, dtype: str) -> None:
     spec = table("a", 6, 24, name, dtype)
-    state = make_row_optimizer(spec.optimizer, 24).init(torch.zeros(6, 24, dtype=getattr(torch, dtype)))
+    state = make_row_optimizer(spec.optimizer).init(torch.zeros(6, 24, dtype=getattr(torch, dtype)))
     assert 6 * state_bytes_per_row(spec) == sum(t.numel() * t.element_size() for t in state.values())
 
 

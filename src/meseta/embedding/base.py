@@ -60,7 +60,8 @@ class Collection(nn.Module):
 
     def hyper(self, table: TableSpec) -> Hyper:
         """Learning rate and number of the step in hand."""
-        return Hyper(lr=table.optimizer.lr * self.lr_factor, step=self.step + 1)
+        lr = table.optimizer.lr * self.lr_factor
+        return Hyper(lr=lr, step=self.step + 1, embedding_dim=table.embedding_dim)
 
     def check_ids(self, kjt: KeyedJaggedTensor) -> CheckedIds:
         """Select this collection's features, check weights, and apply the id policies."""

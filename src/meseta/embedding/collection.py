@@ -62,7 +62,7 @@ class EmbeddingBagCollection(Collection):
             TableShard.create(
                 table,
                 self.plan[table.name].shards[0],
-                make_row_optimizer(table.optimizer, table.embedding_dim),
+                make_row_optimizer(table.optimizer),
                 seed=self.seed,
                 device=self.device,
             )
@@ -106,7 +106,7 @@ class EmbeddingBagCollection(Collection):
             bags = ids.select([f.name for f in self.pooled_features])
             tables = [weight[f.table] for f in self.pooled_features]
             weighted = [f.weighted for f in self.pooled_features]
-            pooled = pooled_lookup(tables, bags.values, bags.offsets, bags.key_offsets, bags.weights, weighted)
+            pooled = pooled_lookup(tables, bags.values, bags.offsets, bags.weights, weighted)
         self.divide_means(pooled, ids.lengths.view(len(self.features), -1))
         return [pooled, *(weight[f.table][ids[f.name].values] for f in self.row_features)]
 
@@ -132,5 +132,5 @@ class EmbeddingBagCollection(Collection):
             parts[feature.table].append(Contribution(jagged.values, sample, gradient, source, scale))
         used = [shard for shard in self.shards if parts[shard.spec.name]]
         sums = [sum_contributions(shard, parts[shard.spec.name], num_samples) for shard in used]
-        update_rows(used, sums, [self.hyper(shard.spec) for shard in used], lambda stats: stats)
+        update_rows(used, sums, [self.hyper(shard.spec) for shard in used])
         self.step += 1

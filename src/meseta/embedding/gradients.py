@@ -63,12 +63,10 @@ def send_gradients(
 def gather_column_stats(
     collection: ShardedEmbeddingBagCollection, shards: Sequence[TableShard], stats: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """[U, blocks of this shard] -> [U, blocks of the whole row], blocks ordered by column.
+    """[n U, blocks of this shard] -> [n U, blocks of the whole row], blocks ordered by column, for n statistics.
 
     All column shards of a row range see the same ids, so they know each other's U and no size is exchanged.
     """
-    if not collection.exchanges_stats:
-        return list(stats)
     world = collection.world
     known = {shard.shard: stat for shard, stat in zip(shards, stats, strict=True) if stat is not None}
     groups = column_groups(list(known), collection.plan)
@@ -129,4 +127,4 @@ def update_replicas(collection: ShardedEmbeddingBagCollection, x: Exchanged, gra
     for shard, total, touched in zip(shards, slots[0::2], slots[1::2], strict=True):
         rows = torch.nonzero(touched).squeeze(1)
         sums.append(RowGradient(rows, total.view_as(shard.weight)[rows]))
-    update_rows(shards, sums, [collection.hyper(shard.spec) for shard in shards], lambda stats: stats)
+    update_rows(shards, sums, [collection.hyper(shard.spec) for shard in shards])

@@ -110,7 +110,7 @@ class ShardedEmbeddingBagCollection(Collection):
             TableShard.create(
                 table,
                 shard,
-                make_row_optimizer(table.optimizer, table.embedding_dim),
+                make_row_optimizer(table.optimizer),
                 seed=self.seed,
                 device=world.device,
             )
@@ -121,12 +121,13 @@ class ShardedEmbeddingBagCollection(Collection):
         self._by_shard = {s.shard: index for index, s in enumerate(self.shards)}
         self._routes = self.routing.by_rank[world.rank]
         self._weighted = any(f.weighted for f in self.features)
-        self.exchanges_stats = any(
-            len({s.columns for s in plan[t.name].shards}) > 1
-            and make_row_optimizer(t.optimizer, t.embedding_dim).row_stats is not None
+        stages = [
+            len(make_row_optimizer(t.optimizer).row_stats)
             for t in self.tables
-        )
-        """Whether rows lie in column shards on several ranks whose optimizer needs sums over whole rows."""
+            if len({s.columns for s in plan[t.name].shards}) > 1
+        ]
+        self.num_stat_exchanges = max(stages, default=0)
+        """Stages of sums over rows that lie in column shards: every rank exchanges so many times per step."""
         # Position of each (feature, range) in the vector of counts: what goes to all ranks is one gather of it.
         position, index = {}, HEADER
         for f, cuts in self.routing.cuts.items():
@@ -294,12 +295,9 @@ class ShardedEmbeddingBagCollection(Collection):
             return torch.empty(num_samples, 0, dtype=self.dtype, device=self.world.device)
         lengths = torch.cat(owned.lengths[:n])
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        bounds = [0]
-        for ids in owned.ids[:n]:
-            bounds.append(bounds[-1] + ids.numel())
         weights = None if owned.weights is None else torch.cat(owned.weights[:n])
         weighted = [self.features[r.feature].weighted for r in self._routes[:n]]
-        return pooled_lookup(tables, torch.cat(owned.ids[:n]), offsets, bounds, weights, weighted)
+        return pooled_lookup(tables, torch.cat(owned.ids[:n]), offsets, weights, weighted)
 
     def _return(self, x: Exchanged, pooled: Tensor, rows: Sequence[Tensor]) -> list[list[Tensor]]:
         """Send each rank the answers for its samples: answers[r] = [pooled [B_local, columns of r], rows of each
@@ -354,8 +352,7 @@ class ShardedEmbeddingBagCollection(Collection):
         table = self.shards[self._by_shard[self.plan[spec.table].shards[0]]].weight
         if spec.pooling == "none":
             return table[jagged.values]
-        bounds = (0, jagged.values.numel())
-        return pooled_lookup([table], jagged.values, jagged.offsets, bounds, jagged.weights, [spec.weighted])
+        return pooled_lookup([table], jagged.values, jagged.offsets, jagged.weights, [spec.weighted])
 
     def _update(self, x: Exchanged, owned: OwnedIds, share: float, gradients: Sequence[Tensor]) -> None:
         """Send upstream gradients to the owners of the rows, then step every shard once."""
@@ -379,6 +376,6 @@ class ShardedEmbeddingBagCollection(Collection):
         used = [self.shards[i] for i in sorted(parts)]
         sums = [sum_contributions(self.shards[i], parts[i], x.num_samples) for i in sorted(parts)]
         hypers = [self.hyper(shard.spec) for shard in used]
-        update_rows(used, sums, hypers, lambda stats: gather_column_stats(self, used, stats))
+        update_rows(used, sums, hypers, lambda stats: gather_column_stats(self, used, stats), self.num_stat_exchanges)
         update_replicas(self, x, scaled)
         self.step += 1

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meseta.jagged.shapes import Float, Int
 from meseta.ops.coalesce import BLOCK_SAMPLES, coalesce
-from meseta.ops.row_optimizer import Hyper
+from meseta.ops.row_optimizer import Hyper, Values, apply_update, as_values, block_sums, sum_blocks
 from meseta.storage import TableShard
 
 
@@ -78,29 +78,36 @@ def update_rows(
     shards: Sequence[TableShard],
     gradients: Sequence[RowGradient],
     hypers: Sequence[Hyper],
-    gather_stats: Callable[[list[Tensor | None]], list[Tensor | None]],
+    gather_stats: Callable[[list[Tensor | None]], list[Tensor | None]] = list,
+    num_exchanges: int = 0,
 ) -> None:
     """Apply each shard's optimizer once to its touched rows, in place.
 
-    `gather_stats` turns the statistics of this rank's shards ([U, blocks] each) into those of whole rows.
+    `gather_stats` turns the statistics of this rank's shards, [n U, blocks] each for n statistics, into those of whole
+    rows; it is called for each of the first `num_exchanges` stages, on every rank alike.
     """
-    stats = [
-        None if shard.optimizer.row_stats is None else shard.optimizer.row_stats(g.gradient)
+    rows = [shard.weight.index_select(0, g.rows) for shard, g in zip(shards, gradients, strict=True)]
+    states = [
+        {name: value.index_select(0, g.rows) for name, value in shard.state.items()}
         for shard, g in zip(shards, gradients, strict=True)
     ]
-    for shard, g, hyper, stat in zip(shards, gradients, hypers, gather_stats(stats), strict=True):
-        state = {name: value.index_select(0, g.rows) for name, value in shard.state.items()}
-        rows = shard.weight.index_select(0, g.rows)
-        whole = None if stat is None else sum_blocks(stat)
-        rows, state = shard.optimizer.update(rows, g.gradient, state, whole, hyper)
-        shard.weight.index_copy_(0, g.rows, rows)
+    stats: list[Values] = [{} for _ in shards]
+    for stage in range(max([num_exchanges, *(len(shard.optimizer.row_stats) for shard in shards)])):
+        names: list[list[str]] = [[] for _ in shards]
+        parts: list[Tensor | None] = [None] * len(shards)
+        for k, shard in enumerate(shards):
+            if stage < len(shard.optimizer.row_stats):
+                summands = shard.optimizer.row_stats[stage](
+                    rows[k], gradients[k].gradient, as_values(states[k]), stats[k], hypers[k]
+                )
+                names[k] = list(summands)
+                parts[k] = torch.cat([block_sums(summand) for summand in summands.values()])
+        for k, part in enumerate(gather_stats(parts) if stage < num_exchanges else parts):
+            if part is not None:
+                sums = sum_blocks(part).view(len(names[k]), -1, 1)
+                stats[k] |= dict(zip(names[k], sums, strict=True))
+    for k, (shard, g, hyper) in enumerate(zip(shards, gradients, hypers, strict=True)):
+        new_rows, state = apply_update(shard.optimizer, rows[k], g.gradient, states[k], stats[k], hyper)
+        shard.weight.index_copy_(0, g.rows, new_rows)
         for name, value in state.items():
             shard.state[name].index_copy_(0, g.rows, value)
-
-
-def sum_blocks(stats: Float[Tensor, "U blocks"]) -> Float[Tensor, " U"]:
-    """Add block statistics from left to right, so that column shards do not change the sum."""
-    total = stats[:, 0]
-    for block in range(1, stats.shape[1]):
-        total = total + stats[:, block]
-    return total

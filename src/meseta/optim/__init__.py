@@ -1,5 +1,5 @@
 """Row optimizers, dense optimizers and learning-rate schedules."""
 
-from meseta.optim.row import make_row_optimizer
+from meseta.optim.row.make import make_row_optimizer
 
 __all__ = ["make_row_optimizer"]
