@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from meseta.spec import MesetaError
 
@@ -187,10 +187,10 @@ class Symbol(_Restricted):
         reciprocal = self.graph.symbol(Op.DIV, 1.0, self)
         return reciprocal if isinstance(other, int | float) and other == 1 else reciprocal * other
 
-    def __pow__(self, other: Any) -> NoReturn:
+    def __pow__(self, other: Any) -> Symbol:
         raise _refused("a power of a value (write g * g)")
 
-    def __rpow__(self, other: Any) -> NoReturn:
+    def __rpow__(self, other: Any) -> Symbol:
         raise _refused("a value in an exponent")
 
     def __neg__(self) -> Symbol:
