@@ -2,11 +2,25 @@
 #include <nanobind/nanobind.h>
 
 void bind_coalesce(nanobind::module_& m);
+void bind_dot_interaction(nanobind::module_& m);
+void bind_gather_limit(nanobind::module_& m);
 void bind_hash_categories(nanobind::module_& m);
+void bind_memory(nanobind::module_& m);
+void bind_mlp(nanobind::module_& m);
+void bind_pooled_lookup(nanobind::module_& m);
 void bind_random_rows(nanobind::module_& m);
+void bind_row_update(nanobind::module_& m);
+void bind_unique(nanobind::module_& m);
 
 NB_MODULE(MESETA_MODULE, m) {
   bind_coalesce(m);
+  bind_dot_interaction(m);
+  bind_gather_limit(m);
   bind_hash_categories(m);
+  bind_memory(m);
+  bind_mlp(m);
+  bind_pooled_lookup(m);
   bind_random_rows(m);
+  bind_row_update(m);
+  bind_unique(m);
 }

@@ -1,0 +1,86 @@
+// Stable radix sort of 64-bit entries by some of their bits, for (row, position) pairs packed into one word.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+namespace meseta {
+
+// For keys that leave no room for a position beside them.
+struct KeyedEntry {
+  uint64_t key, value;
+};
+
+inline uint64_t sort_key(uint64_t entry) { return entry; }
+inline uint64_t sort_key(const KeyedEntry& entry) { return entry.key; }
+
+constexpr size_t kInsertionSize = 24;  // below this a radix pass costs more in clearing its counts
+constexpr int kMaxDigitBits = 11;      // 2048 open ends still fit the second-level TLB
+
+// The bits of [first_bit, last_bit) in which any two entries differ.
+template <typename Entry>
+uint64_t varying_bits(const Entry* entries, size_t n, int first_bit, int last_bit) {
+  if (n < 2 || last_bit <= first_bit) return 0;
+  const uint64_t below = last_bit >= 64 ? ~uint64_t{0} : (uint64_t{1} << last_bit) - 1;
+  const uint64_t front = sort_key(entries[0]);
+  uint64_t varying = 0;
+  for (size_t i = 1; i < n; ++i) varying |= sort_key(entries[i]) ^ front;
+  return varying & below & ~((uint64_t{1} << first_bit) - 1);
+}
+
+template <typename Entry>
+void insertion_sort(Entry* entries, size_t n, uint64_t mask) {
+  for (size_t i = 1; i < n; ++i) {
+    const Entry entry = entries[i];
+    const uint64_t key = sort_key(entry) & mask;
+    size_t hole = i;
+    for (; hole > 0 && (sort_key(entries[hole - 1]) & mask) > key; --hole) entries[hole] = entries[hole - 1];
+    entries[hole] = entry;
+  }
+}
+
+// How the span of `varying` bits is cut into digits: as few as the counts of `n` entries justify, of equal width.
+struct Digits {
+  int low, high, bits;
+  Digits(uint64_t varying, size_t n) : low(std::countr_zero(varying)), high(64 - std::countl_zero(varying)) {
+    const int widest = std::clamp(int(std::bit_width(n)), 6, kMaxDigitBits);
+    const int passes = (high - low + widest - 1) / widest;
+    bits = (high - low + passes - 1) / passes;
+  }
+  // The last digit ends with the span: bits above it may differ, but are not to be sorted by.
+  uint64_t mask(int shift) const { return (uint64_t{1} << std::min(bits, high - shift)) - 1; }
+};
+
+// Sort `n` entries by their bits [first_bit, last_bit), 0 <= first_bit, last_bit <= 64, keeping the order of equal ones.
+// Least significant digit first; bits and digits that all entries share cost nothing. Returns the buffer that holds the
+// result, `entries` or `scratch` (room for n each); the other one then holds rubbish.
+template <typename Entry>
+Entry* radix_sort(Entry* entries, Entry* scratch, size_t n, int first_bit, int last_bit) {
+  const uint64_t varying = varying_bits(entries, n, first_bit, last_bit);
+  if (varying == 0) return entries;
+  if (n < kInsertionSize) {
+    insertion_sort(entries, n, varying);
+    return entries;
+  }
+  const Digits digits(varying, n);
+  size_t ends[size_t{1} << kMaxDigitBits];
+  for (int shift = digits.low; shift < digits.high; shift += digits.bits) {
+    const uint64_t mask = digits.mask(shift);
+    if ((varying >> shift & mask) == 0) continue;
+    std::fill_n(ends, mask + 1, size_t{0});
+    for (size_t i = 0; i < n; ++i) ++ends[sort_key(entries[i]) >> shift & mask];
+    size_t at = 0;
+    for (size_t b = 0; b <= mask; ++b) at += std::exchange(ends[b], at);
+    for (size_t i = 0; i < n; ++i) {
+      const Entry entry = entries[i];
+      scratch[ends[sort_key(entry) >> shift & mask]++] = entry;
+    }
+    std::swap(entries, scratch);
+  }
+  return entries;
+}
+
+}  // namespace meseta

@@ -1,0 +1,421 @@
+// Gradients of a batch summed per touched row, and the row optimizer's program run on each row once, with no gradient
+// tensor in between. reference.py says what.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "ops/parallel.h"
+#include "ops/radix.h"
+#include "ops/row_update/executor.h"
+
+namespace nb = nanobind;
+using namespace meseta;
+
+namespace {
+
+constexpr int kBlockBits = 8;  // 256 samples
+
+struct Feature {
+  const float* gradient;  // of its first bag or id
+  int64_t stride;         // floats from one bag (or id) to the next
+  bool per_id;            // whether every id has a gradient of its own
+  bool weighted;
+  const int64_t* offsets;  // [num_bags + 1]
+};
+
+struct Batch {
+  const void* ids;
+  bool wide_ids;
+  const int64_t* offsets;
+  int64_t num_ids, num_bags;
+  const float* weights;
+  uint32_t step;
+};
+
+// Where the gradient of a contribution lies, and the sample that its block follows from. An entry of the sort holds the
+// row above `payload_bits` and below it either (feature, sample), or the position, where ids of a bag differ in more
+// than their row.
+struct Table {
+  Target target;
+  std::vector<Feature> features;
+  bool by_position;
+  int sample_bits, payload_bits;
+  int64_t num_ids;
+};
+
+struct Task {
+  const Table* table;
+  int64_t first_row, last_row;
+  double cost;
+};
+
+// Memory of one thread, kept from step to step.
+struct Scratch {
+  Buffer<uint64_t> entries, other;
+  Buffer<uint32_t> samples;
+};
+
+template <typename Id>
+void expand_samples(const Table& table, const Batch& batch, uint32_t* samples) {
+  for (const Feature& f : table.features)
+    for (int64_t bag = 0; bag < batch.num_bags; ++bag)
+      samples = std::fill_n(samples, f.offsets[bag + 1] - f.offsets[bag], uint32_t(bag));
+}
+
+// Entries of the ids that fall into the task's rows, in the order of (feature, sample, position).
+template <typename Id>
+int64_t collect(const Task& task, const Batch& batch, uint64_t* entries) {
+  const Table& table = *task.table;
+  const uint64_t first = uint64_t(task.first_row), count = uint64_t(task.last_row - task.first_row);
+  const uint64_t num_rows = uint64_t(table.target.num_rows);
+  const Id* ids = static_cast<const Id*>(batch.ids);
+  uint64_t position = 0, worst = 0;
+  int64_t n = 0;
+  for (size_t f = 0; f < table.features.size(); ++f) {
+    const int64_t* offsets = table.features[f].offsets;
+    const auto put = [&](int64_t i, uint64_t payload) {
+      const uint64_t row = uint64_t(int64_t(ids[i]));
+      worst = std::max(worst, row);
+      entries[n] = (row - first) << table.payload_bits | payload;
+      n += row - first < count;
+    };
+    if (table.by_position) {
+      for (int64_t i = offsets[0]; i < offsets[batch.num_bags]; ++i) put(i, position++);
+    } else {
+      const uint64_t feature = uint64_t(f) << table.sample_bits;
+      for (int64_t bag = 0; bag < batch.num_bags; ++bag)
+        for (int64_t i = offsets[bag]; i < offsets[bag + 1]; ++i) put(i, feature | uint64_t(bag));
+    }
+  }
+  if (worst >= num_rows)
+    throw std::invalid_argument("id " + std::to_string(int64_t(worst)) + " is outside 0.." +
+                                std::to_string(num_rows - 1));
+  return n;
+}
+
+// The gradient of one entry: an address, the block it belongs to, and its weight.
+struct Contribution {
+  const float* gradient;
+  uint64_t block;
+  float weight;
+  bool weighted;
+};
+
+template <bool kByPosition>
+struct Finder {
+  const Table& table;
+  const Batch& batch;
+  const uint32_t* samples;
+  uint64_t mask = (uint64_t{1} << table.payload_bits) - 1;
+  uint64_t sample_mask = (uint64_t{1} << table.sample_bits) - 1;
+
+  Contribution operator()(uint64_t entry) const {
+    const uint64_t payload = entry & mask;
+    size_t f = 0;
+    int64_t sample, position = 0;
+    if constexpr (kByPosition) {
+      sample = samples[payload];
+      position = int64_t(payload);
+      for (;; ++f) {
+        const int64_t own = table.features[f].offsets[batch.num_bags] - table.features[f].offsets[0];
+        if (position < own) break;
+        position -= own;
+      }
+    } else {
+      f = payload >> table.sample_bits;
+      sample = int64_t(payload & sample_mask);
+    }
+    const Feature& feature = table.features[f];
+    const uint64_t block = (uint64_t(f) << table.sample_bits | uint64_t(sample)) >> kBlockBits;
+    if constexpr (!kByPosition) return {feature.gradient + sample * feature.stride, block, 1.0f, false};
+    const int64_t line = feature.per_id ? position : sample;
+    Contribution found{feature.gradient + line * feature.stride, block, 1.0f, false};
+    if (feature.weighted) {
+      found.weight = batch.weights[feature.offsets[0] + position];
+      found.weighted = true;
+    }
+    return found;
+  }
+};
+
+// Sum of the contributions of a run of entries with one row: blocks from left to right, then their sums.
+template <bool kByPosition, int N, typename Find>
+void sum_run(const Find& find, const uint64_t* first, const uint64_t* last, int tail, float* out) {
+  Vec total[N], block[N];
+  const auto read = [&](const Contribution& c, int j) {
+    const Vec g = j == N - 1 && tail < kLanes ? load(c.gradient + 16 * j, tail) : load(c.gradient + 16 * j);
+    if constexpr (kByPosition) return c.weighted ? broadcast(c.weight) * g : g;
+    return g;
+  };
+  Contribution c = find(*first);
+  for (int j = 0; j < N; ++j) block[j] = read(c, j);
+  bool started = false;
+  uint64_t current = c.block;
+  for (const uint64_t* e = first + 1; e < last; ++e) {
+    c = find(*e);
+    if (c.block != current) {
+      for (int j = 0; j < N; ++j) total[j] = started ? total[j] + block[j] : block[j];
+      for (int j = 0; j < N; ++j) block[j] = read(c, j);
+      started = true;
+      current = c.block;
+    } else {
+      for (int j = 0; j < N; ++j) block[j] = block[j] + read(c, j);
+    }
+  }
+  for (int j = 0; j < N; ++j) store(out + 16 * j, started ? total[j] + block[j] : block[j]);
+}
+
+// Rows wider than eight vectors: eight at a time.
+template <bool kByPosition, int N, typename Find>
+void sum_columns(const Find& find, const uint64_t* first, const uint64_t* last, int64_t width, float* out) {
+  if (width > 16 * (N - 1)) {
+    sum_run<kByPosition, N>(find, first, last, int(width - 16 * (N - 1)), out);
+  } else if constexpr (N > 1) {
+    sum_columns<kByPosition, N - 1>(find, first, last, width, out);
+  }
+}
+
+template <bool kByPosition>
+void sum_row(const Finder<kByPosition>& find, const uint64_t* first, const uint64_t* last, int64_t dim, float* out) {
+  for (int64_t c0 = 0; c0 < dim; c0 += 128) {
+    const auto shifted = [&](uint64_t entry) {
+      Contribution c = find(entry);
+      c.gradient += c0;
+      return c;
+    };
+    sum_columns<kByPosition, 8>(shifted, first, last, std::min<int64_t>(128, dim - c0), out + c0);
+  }
+}
+
+struct Run {
+  const uint64_t *first, *last;
+};
+
+// Sum and update the rows of sorted entries, a chunk at a time; the rows of the next chunk come while this one is summed.
+template <typename T, bool kByPosition>
+void update_sorted(const Finder<kByPosition>& find, Executor<T>& executor, const uint64_t* entries, int64_t n,
+                   int64_t first_row) {
+  constexpr int64_t kAhead = 8;
+  const Table& table = find.table;
+  const int64_t dim = table.target.dim, capacity = executor.capacity(), width = executor.width();
+  std::vector<Run> runs(static_cast<size_t>(2 * capacity));
+  std::vector<int64_t> rows(static_cast<size_t>(2 * capacity));
+  const uint64_t *next = entries, *end = entries + n;
+  // Delimit one run into a slot, and begin to bring its row.
+  const auto delimit = [&](int64_t slot) {
+    const uint64_t row = *next >> table.payload_bits;
+    const uint64_t* first = next;
+    while (next < end && *next >> table.payload_bits == row) ++next;
+    runs[size_t(slot)] = {first, next};
+    rows[size_t(slot)] = first_row + int64_t(row);
+    executor.prefetch_row(rows[size_t(slot)]);
+  };
+  const auto fetch_gradient = [&](const uint64_t* e) {
+    const float* g = find(*e).gradient;
+    for (int64_t c = 0; c < dim; c += kLanes) prefetch(g + c);
+  };
+  for (const uint64_t* e = entries; e < std::min(entries + kAhead, end); ++e) fetch_gradient(e);
+  int64_t half = 0, count = 0;
+  while (count < capacity && next < end) delimit(count++);
+  while (count > 0) {
+    const int64_t other = capacity - half;
+    int64_t coming = 0;
+    for (int64_t k = 0; k < count; ++k) {
+      if (next < end) delimit(other + coming++);
+      const Run& run = runs[size_t(half + k)];
+      for (const uint64_t* e = run.first + kAhead; e < std::min(run.last + kAhead, end); ++e) fetch_gradient(e);
+      sum_row<kByPosition>(find, run.first, run.last, dim, executor.gradient() + k * width);
+    }
+    while (coming < capacity && next < end) delimit(other + coming++);
+    executor.run(rows.data() + half, count, find.batch.step);
+    half = other;
+    count = coming;
+  }
+}
+
+template <typename T, typename Id>
+void run_task(const Task& task, const Batch& batch, Executor<T>& executor, Scratch& scratch) {
+  const Table& table = *task.table;
+  scratch.entries.reserve(size_t(table.num_ids) + 1);
+  scratch.other.reserve(size_t(table.num_ids) + 1);
+  const int64_t n = collect<Id>(task, batch, scratch.entries.data());
+  if (n == 0) return;
+  const int row_bits = std::bit_width(uint64_t(task.last_row - task.first_row));
+  const uint64_t* sorted = radix_sort(scratch.entries.data(), scratch.other.data(), size_t(n), table.payload_bits,
+                                      table.payload_bits + row_bits);
+  executor.shape(table.target);
+  if (table.by_position) {
+    scratch.samples.reserve(size_t(table.num_ids));
+    expand_samples<Id>(table, batch, scratch.samples.data());
+    update_sorted<T>(Finder<true>{table, batch, scratch.samples.data()}, executor, sorted, n, task.first_row);
+  } else {
+    update_sorted<T>(Finder<false>{table, batch, nullptr}, executor, sorted, n, task.first_row);
+  }
+}
+
+// Row ranges of about equal work, the largest first, several per thread.
+std::vector<Task> cut(const std::vector<Table>& tables, int num_threads) {
+  const auto cost = [](const Table& t) { return double(t.num_ids) * double(t.target.dim + 32); };
+  double total = 0;
+  for (const Table& t : tables) total += cost(t);
+  const double piece = std::max(num_threads == 1 ? total : total / (4.0 * num_threads), 65536.0);
+  std::vector<Task> tasks;
+  for (const Table& t : tables) {
+    if (t.num_ids == 0) continue;
+    const int64_t rows = t.target.num_rows, pieces = std::clamp<int64_t>(int64_t(cost(t) / piece + 0.5), 1, rows);
+    for (int64_t p = 0; p < pieces; ++p) {
+      const auto border = [&](int64_t q) { return rows / pieces * q + std::min(q, rows % pieces); };
+      tasks.push_back({&t, border(p), border(p + 1), cost(t) / double(pieces)});
+    }
+  }
+  std::stable_sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) { return a.cost > b.cost; });
+  return tasks;
+}
+
+template <typename T, typename Id>
+void run(const std::vector<Task>& tasks, const Batch& batch, const Program& program, int num_threads) {
+  std::atomic<int64_t> next{0};
+  parallel(std::min<int>(num_threads, int(tasks.size())), [&](int) {
+    static thread_local Scratch scratch;
+    Executor<T> executor(program);
+    for (int64_t task = next.fetch_add(1); task < int64_t(tasks.size()); task = next.fetch_add(1))
+      run_task<T, Id>(tasks[size_t(task)], batch, executor, scratch);
+  });
+}
+
+template <typename T>
+void run(const std::vector<Task>& tasks, const Batch& batch, const Program& program, int num_threads) {
+  batch.wide_ids ? run<T, int64_t>(tasks, batch, program, num_threads)
+                 : run<T, int32_t>(tasks, batch, program, num_threads);
+}
+
+void check_offsets(const int64_t* offsets, int64_t count, int64_t num_ids) {
+  for (int64_t i = 0; i < count; ++i)
+    if (offsets[i] < 0 || offsets[i] > num_ids || (i > 0 && offsets[i] < offsets[i - 1]))
+      throw std::invalid_argument("offsets[" + std::to_string(i) + "] is " + std::to_string(offsets[i]) +
+                                  "; offsets must not fall and must lie in 0.." + std::to_string(num_ids));
+}
+
+// The tables of a call: for each (weight, rows, columns, first row, first column, key).
+constexpr size_t kTableFields = 6;
+std::vector<Table> read_tables(const std::vector<uint64_t>& fields, const std::vector<uint64_t>& states,
+                               size_t num_states, const float* uniforms, size_t num_uniforms) {
+  std::vector<Table> tables;
+  for (size_t t = 0; t * kTableFields + kTableFields <= fields.size(); ++t) {
+    const uint64_t* x = fields.data() + t * kTableFields;
+    Table table{};
+    table.target = {reinterpret_cast<void*>(x[0]), int64_t(x[1]), int64_t(x[2]), int64_t(x[3]), int64_t(x[4]),
+                    x[5],                          {},            uniforms + t * num_uniforms};
+    for (size_t s = 0; s < num_states; ++s)
+      table.target.state.push_back(reinterpret_cast<float*>(states.at(t * num_states + s)));
+    tables.push_back(std::move(table));
+  }
+  return tables;
+}
+
+// How the entries of each table are packed; refuses what does not fit 64 bits.
+void pack(Table& table, const Batch& batch) {
+  for (const Feature& f : table.features) {
+    table.num_ids += f.offsets[batch.num_bags] - f.offsets[0];
+    table.by_position |= f.weighted || f.per_id;
+  }
+  table.sample_bits = std::max<int>(kBlockBits, std::bit_width(uint64_t(batch.num_bags)));
+  table.payload_bits = table.by_position ? std::bit_width(uint64_t(table.num_ids))
+                                         : table.sample_bits + std::bit_width(table.features.size());
+  if (table.payload_bits + std::bit_width(uint64_t(table.target.num_rows)) > 64 || table.num_ids > UINT32_MAX)
+    throw std::invalid_argument("a table of " + std::to_string(table.target.num_rows) + " rows with " +
+                                std::to_string(table.num_ids) + " ids is too large for one update");
+}
+
+// The features of a call: for each (table, gradient, stride, per id, weighted), ids side by side.
+constexpr size_t kFeatureFields = 5;
+
+void row_update(const std::vector<uint64_t>& table_fields, const std::vector<uint64_t>& states, int kind,
+                const std::vector<int>& state_is_row, uintptr_t code, int64_t num_instructions, uintptr_t uniforms,
+                int num_uniforms, const std::vector<uint64_t>& feature_fields, uintptr_t ids, int64_t num_ids,
+                bool wide_ids, uintptr_t offsets, int64_t num_bags, uintptr_t weights, uint32_t step,
+                int num_threads) {
+  nb::gil_scoped_release unlocked;
+  const Program program(reinterpret_cast<const int32_t*>(code), num_instructions, state_is_row, num_uniforms, 0);
+  const Batch batch{reinterpret_cast<const void*>(ids), wide_ids, reinterpret_cast<const int64_t*>(offsets), num_ids,
+                    num_bags,                           reinterpret_cast<const float*>(weights), step};
+  const size_t num_features = feature_fields.size() / kFeatureFields;
+  check_offsets(batch.offsets, int64_t(num_features) * num_bags + 1, num_ids);
+  std::vector<Table> tables = read_tables(table_fields, states, state_is_row.size(),
+                                          reinterpret_cast<const float*>(uniforms), size_t(num_uniforms));
+  for (size_t f = 0; f < num_features; ++f) {
+    const uint64_t* x = feature_fields.data() + f * kFeatureFields;
+    tables.at(x[0]).features.push_back({reinterpret_cast<const float*>(x[1]), int64_t(x[2]), x[3] != 0,
+                                        x[4] != 0 && weights != 0, batch.offsets + int64_t(f) * num_bags});
+  }
+  for (Table& table : tables) pack(table, batch);
+  const std::vector<Task> tasks = cut(tables, num_threads);
+  if (kind == 0) run<float>(tasks, batch, program, num_threads);
+  else if (kind == 1) run<Half>(tasks, batch, program, num_threads);
+  else run<Bfloat>(tasks, batch, program, num_threads);
+}
+
+template <typename T>
+void apply(const Program& program, const Target& target, const int64_t* rows, const float* gradient, int64_t num_rows,
+           const float* stats, float* summands, uint32_t step, int num_threads) {
+  constexpr int64_t kPiece = 4096;
+  const int64_t blocks = (target.dim + kLanes - 1) / kLanes;
+  parallel_tasks(num_threads, (num_rows + kPiece - 1) / kPiece, [&](int64_t piece) {
+    Executor<T> executor(program);
+    executor.shape(target);
+    const int64_t end = std::min((piece + 1) * kPiece, num_rows);
+    for (int64_t at = piece * kPiece; at < end; at += executor.capacity()) {
+      const int64_t n = std::min(executor.capacity(), end - at);
+      for (int64_t k = 0; k < n; ++k) {
+        executor.prefetch_row(rows[at + k]);
+        std::copy_n(gradient + (at + k) * target.dim, target.dim, executor.gradient() + k * executor.width());
+      }
+      executor.run(rows + at, n, step, stats == nullptr ? nullptr : stats + at, num_rows,
+                   summands == nullptr ? nullptr : summands + at * blocks, num_rows);
+    }
+  });
+}
+
+// The program on rows [U] (ascending, each once) whose gradients [U, D] were summed before; with statistics [S, U] of
+// the whole rows, or writing the block sums of summands [S, U, blocks].
+void row_apply(const std::vector<uint64_t>& table_fields, const std::vector<uint64_t>& states, int kind,
+               const std::vector<int>& state_is_row, uintptr_t code, int64_t num_instructions, uintptr_t uniforms,
+               int num_uniforms, int num_stats, uintptr_t rows, uintptr_t gradient, int64_t num_rows, uintptr_t stats,
+               uintptr_t summands, uint32_t step, int num_threads) {
+  nb::gil_scoped_release unlocked;
+  const Program program(reinterpret_cast<const int32_t*>(code), num_instructions, state_is_row, num_uniforms,
+                        num_stats);
+  const std::vector<Table> tables = read_tables(table_fields, states, state_is_row.size(),
+                                                reinterpret_cast<const float*>(uniforms), size_t(num_uniforms));
+  const Target& target = tables.at(0).target;
+  const auto* row = reinterpret_cast<const int64_t*>(rows);
+  for (int64_t i = 0; i < num_rows; ++i)
+    if (row[i] < 0 || row[i] >= target.num_rows || (i > 0 && row[i] <= row[i - 1]))
+      throw std::invalid_argument("row " + std::to_string(row[i]) + " must lie in 0.." +
+                                  std::to_string(target.num_rows - 1) + " and above the one before it");
+  const auto* g = reinterpret_cast<const float*>(gradient);
+  const auto* given = reinterpret_cast<const float*>(stats);
+  auto* out = reinterpret_cast<float*>(summands);
+  if (kind == 0) apply<float>(program, target, row, g, num_rows, given, out, step, num_threads);
+  else if (kind == 1) apply<Half>(program, target, row, g, num_rows, given, out, step, num_threads);
+  else apply<Bfloat>(program, target, row, g, num_rows, given, out, step, num_threads);
+}
+
+}  // namespace
+
+void bind_row_update(nb::module_& m) {
+  m.def("row_update", &row_update, nb::arg("tables"), nb::arg("states"), nb::arg("kind"), nb::arg("state_is_row"),
+        nb::arg("code"), nb::arg("num_instructions"), nb::arg("uniforms"), nb::arg("num_uniforms"),
+        nb::arg("features"), nb::arg("ids"), nb::arg("num_ids"), nb::arg("wide_ids"), nb::arg("offsets"),
+        nb::arg("num_bags"), nb::arg("weights"), nb::arg("step"), nb::arg("num_threads"));
+  m.def("row_apply", &row_apply, nb::arg("tables"), nb::arg("states"), nb::arg("kind"), nb::arg("state_is_row"),
+        nb::arg("code"), nb::arg("num_instructions"), nb::arg("uniforms"), nb::arg("num_uniforms"),
+        nb::arg("num_stats"), nb::arg("rows"), nb::arg("gradient"), nb::arg("num_rows"), nb::arg("stats"),
+        nb::arg("summands"), nb::arg("step"), nb::arg("num_threads"));
+}

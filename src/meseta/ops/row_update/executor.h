@@ -1,0 +1,368 @@
+// Runs the program of a row optimizer (meseta/ops/row_program.py) over chunks of rows that stay in the first-level
+// cache, so that reading an instruction is paid once per chunk.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "ops/row_update/rounding.h"
+#include "ops/simd.h"
+
+namespace meseta {
+
+enum Op : int32_t {
+  kAdd, kSub, kMul, kDiv, kMax, kMin, kGreater, kSqrt, kAbs, kSign, kNeg, kWhere, kSum,
+  kLoadWeight, kLoadState, kLoadStat, kStoreWeight, kStoreState, kStoreStat
+};
+
+struct Instruction {
+  int32_t op, dst, a, b, c;
+};
+
+constexpr int32_t kFirstRow = 64, kFirstUniform = 128, kUnused = -1;
+
+struct Program {
+  std::vector<Instruction> code;
+  std::vector<int> state_is_row;
+  int num_uniforms, num_stats;
+  int num_element_registers = 1, num_row_registers = 0;
+
+  // Everything that an instruction may name is checked here, once, so that running needs no checks.
+  Program(const int32_t* words, int64_t num_instructions, std::vector<int> state_kinds, int uniforms, int stats)
+      : state_is_row(std::move(state_kinds)), num_uniforms(uniforms), num_stats(stats) {
+    for (int64_t i = 0; i < num_instructions; ++i) {
+      const int32_t* w = words + 5 * i;
+      code.push_back({w[0], w[1], w[2], w[3], w[4]});
+      check(code.back(), i);
+    }
+  }
+
+ private:
+  void check(const Instruction& x, int64_t i) {
+    const auto need = [&](bool fine, const char* what) {
+      if (!fine) throw std::invalid_argument("program, instruction " + std::to_string(i) + ": " + what);
+    };
+    const auto operand = [&](int32_t r) {
+      need(r >= 0 && r < kFirstUniform + num_uniforms, "an operand is no register and no uniform");
+      note(r);
+    };
+    const auto target = [&](int32_t r) {
+      need(r >= 0 && r < kFirstUniform, "the result is no register");
+      note(r);
+    };
+    const auto row = [&](int32_t r) { need(r >= kFirstRow, "a row register is needed"); };
+    const auto state = [&](int32_t s) { need(s >= 0 && s < int32_t(state_is_row.size()), "no such state"); };
+    const auto stat = [&](int32_t s) { need(s >= 0 && s < num_stats, "no such statistic"); };
+    switch (x.op) {
+      case kWhere: operand(x.c); [[fallthrough]];
+      case kAdd: case kSub: case kMul: case kDiv: case kMax: case kMin: case kGreater: operand(x.b); [[fallthrough]];
+      case kSqrt: case kAbs: case kSign: case kNeg:
+        operand(x.a);
+        target(x.dst);
+        if (x.dst < kFirstRow)
+          need(x.op == kWhere || x.a < kFirstRow || (x.op <= kGreater && x.b < kFirstRow),
+               "an element register needs an element among the operands");
+        else
+          need(x.a >= kFirstRow && (x.b == kUnused || x.b >= kFirstRow) && (x.c == kUnused || x.c >= kFirstRow),
+               "an element does not fit a row register");
+        break;
+      case kSum:
+        operand(x.a);
+        need(x.a < kFirstRow, "only elements are summed");
+        target(x.dst);
+        row(x.dst);
+        break;
+      case kLoadWeight:
+        target(x.dst);
+        need(x.dst < kFirstRow, "rows need an element register");
+        break;
+      case kLoadState:
+        state(x.a);
+        target(x.dst);
+        need((x.dst >= kFirstRow) == bool(state_is_row[size_t(x.a)]), "the register does not fit the state");
+        break;
+      case kLoadStat: stat(x.a); target(x.dst); row(x.dst); break;
+      case kStoreWeight: operand(x.a); break;
+      case kStoreState:
+        operand(x.a);
+        state(x.b);
+        need(x.a >= kFirstRow || !state_is_row[size_t(x.b)], "an element does not fit a row's state");
+        break;
+      case kStoreStat: operand(x.a); stat(x.b); break;
+      default: need(false, "unknown operation");
+    }
+  }
+  void note(int32_t r) {
+    if (r < kFirstRow) num_element_registers = std::max(num_element_registers, r + 1);
+    else if (r < kFirstUniform) num_row_registers = std::max(num_row_registers, r - kFirstRow + 1);
+  }
+};
+
+// Numbers aligned to cache lines; grows, and never keeps what it held.
+template <typename T>
+class Buffer {
+ public:
+  void reserve(size_t count) {
+    if (count <= size_) return;
+    data_.reset(static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64)));
+    if (!data_) throw std::bad_alloc();
+    size_ = count;
+  }
+  T* data() const { return data_.get(); }
+
+ private:
+  struct Free {
+    void operator()(T* p) const { std::free(p); }
+  };
+  std::unique_ptr<T, Free> data_;
+  size_t size_ = 0;
+};
+
+// One table as the program sees it.
+struct Target {
+  void* weight;
+  int64_t num_rows, dim;
+  int64_t first_row, first_column;  // of the shard, for the random bits
+  uint64_t key;
+  std::vector<float*> state;      // [rows, dim] or [rows]
+  const float* uniforms;
+};
+
+template <typename T>
+class Executor {
+ public:
+  explicit Executor(const Program& program) : program_(program) {}
+
+  // Make room for rows of `dim` columns; pads them to whole vectors.
+  void shape(const Target& target) {
+    target_ = &target;
+    width_ = (target.dim + kLanes - 1) / kLanes * kLanes;
+    capacity_ = std::clamp<int64_t>(kChunkFloats / width_, 1, kMaxRows);
+    const size_t cells = size_t(program_.num_element_registers * capacity_ * width_);
+    elements_.reserve(cells);
+    rows_.reserve(size_t(program_.num_row_registers) * kMaxRows);
+    spread_.reserve(size_t(capacity_ * width_));
+    random_.reserve(size_t(capacity_ * width_));
+    std::fill_n(elements_.data(), cells, 0.0f);
+    std::fill_n(rows_.data(), size_t(program_.num_row_registers) * kMaxRows, 0.0f);
+  }
+  int64_t capacity() const { return capacity_; }
+  int64_t width() const { return width_; }
+  float* gradient() { return element(0); }
+
+  // Bring rows and state of a row that will be run soon.
+  void prefetch_row(int64_t row) const {
+    const T* weight = static_cast<const T*>(target_->weight) + row * target_->dim;
+    for (int64_t c = 0; c < target_->dim; c += int64_t(64 / sizeof(T))) prefetch(weight + c);
+    for (size_t s = 0; s < program_.state_is_row.size(); ++s) {
+      if (program_.state_is_row[s]) {
+        prefetch(target_->state[s] + row);
+      } else {
+        for (int64_t c = 0; c < target_->dim; c += kLanes) prefetch(target_->state[s] + row * target_->dim + c);
+      }
+    }
+  }
+
+  // `rows` [n], n <= capacity; their gradients lie in gradient(). `stats` [num_stats][stats_stride] of these rows and
+  // `summands` [num_stats][summands_stride][blocks] may be null where the program does not name them.
+  void run(const int64_t* rows, int64_t n, uint32_t step, const float* stats = nullptr, int64_t stats_stride = 0,
+           float* summands = nullptr, int64_t summands_stride = 0) {
+    for (const Instruction& x : program_.code) {
+      switch (x.op) {
+        case kSum: sum(x, n); break;
+        case kLoadWeight: load_weight(element(x.dst), rows, n); break;
+        case kLoadState: load_state(x, rows, n); break;
+        case kLoadStat: std::copy_n(stats + x.a * stats_stride, n, row(x.dst)); break;
+        case kStoreWeight: store_weight(x.a, rows, n, step); break;
+        case kStoreState: store_state(x, rows, n); break;
+        case kStoreStat: store_stat(x, n, summands + x.b * summands_stride * (width_ / kLanes)); break;
+        case kSqrt: unary(x, n, [](Vec a) { return meseta::sqrt(a); }); break;
+        case kAbs: unary(x, n, [](Vec a) { return meseta::abs(a); }); break;
+        case kSign: unary(x, n, [](Vec a) { return meseta::sign(a); }); break;
+        case kNeg: unary(x, n, [](Vec a) { return negate(a); }); break;
+        case kWhere: ternary(x, n); break;
+        case kAdd: binary(x, n, [](Vec a, Vec b) { return a + b; }); break;
+        case kSub: binary(x, n, [](Vec a, Vec b) { return a - b; }); break;
+        case kMul: binary(x, n, [](Vec a, Vec b) { return a * b; }); break;
+        case kDiv: binary(x, n, [](Vec a, Vec b) { return a / b; }); break;
+        case kMax: binary(x, n, [](Vec a, Vec b) { return maximum(a, b); }); break;
+        case kMin: binary(x, n, [](Vec a, Vec b) { return minimum(a, b); }); break;
+        default: binary(x, n, [](Vec a, Vec b) { return greater(a, b); });  // kGreater
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kChunkFloats = 1024, kMaxRows = 64;
+
+  float* element(int32_t r) { return elements_.data() + r * capacity_ * width_; }
+  float* row(int32_t r) { return rows_.data() + (r - kFirstRow) * kMaxRows; }
+  float uniform(int32_t r) const { return target_->uniforms[r - kFirstUniform]; }
+
+  // Elements in memory order, an operand of a row or a uniform spread over its row.
+  template <typename F>
+  void unary(const Instruction& x, int64_t n, F f) {
+    if (x.dst >= kFirstRow) {
+      const float* a = row(x.a);
+      for (int64_t k = 0; k < n; k += kLanes) store(row(x.dst) + k, f(load(a + k)));
+    } else {
+      float* out = element(x.dst);
+      const float* a = element(x.a);
+      for (int64_t i = 0; i < n * width_; i += kLanes) store(out + i, f(load(a + i)));
+    }
+  }
+
+  template <typename F>
+  void binary(const Instruction& x, int64_t n, F f) {
+    if (x.dst >= kFirstRow) {
+      float* out = row(x.dst);
+      rowwise(x.a, [&](auto a) {
+        rowwise(x.b, [&](auto b) {
+          for (int64_t k = 0; k < n; k += kLanes) store(out + k, f(a(k), b(k)));
+        });
+      });
+      return;
+    }
+    float* out = element(x.dst);
+    if (x.a >= kFirstRow) {
+      const float* b = element(x.b);
+      each_row(x.a, n, [&](int64_t i, Vec a) { store(out + i, f(a, load(b + i))); });
+    } else if (x.b >= kFirstRow) {
+      const float* a = element(x.a);
+      each_row(x.b, n, [&](int64_t i, Vec b) { store(out + i, f(load(a + i), b)); });
+    } else {
+      const float *a = element(x.a), *b = element(x.b);
+      for (int64_t i = 0; i < n * width_; i += kLanes) store(out + i, f(load(a + i), load(b + i)));
+    }
+  }
+
+  void ternary(const Instruction& x, int64_t n) {
+    if (x.dst >= kFirstRow) {
+      float* out = row(x.dst);
+      for (int64_t k = 0; k < n; k += kLanes)
+        store(out + k, where_positive(row_value(x.a, k), row_value(x.b, k), row_value(x.c, k)));
+      return;
+    }
+    float* out = element(x.dst);
+    for (int64_t k = 0; k < n; ++k)
+      for (int64_t i = k * width_; i < (k + 1) * width_; i += kLanes)
+        store(out + i, where_positive(value(x.a, k, i), value(x.b, k, i), value(x.c, k, i)));
+  }
+
+  // body(i, v) for every vector i of every row, v the row's value of register or uniform `r` in all lanes.
+  template <typename Body>
+  void each_row(int32_t r, int64_t n, Body body) {
+    if (r >= kFirstUniform) {
+      const Vec v = broadcast(uniform(r));
+      for (int64_t i = 0; i < n * width_; i += kLanes) body(i, v);
+      return;
+    }
+    for (int64_t k = 0; k < n; ++k) {
+      const Vec v = broadcast(row(r)[k]);
+      for (int64_t i = k * width_; i < (k + 1) * width_; i += kLanes) body(i, v);
+    }
+  }
+
+  // use(get), get(k) the values of rows k..k+15 of a row register or uniform.
+  template <typename Use>
+  void rowwise(int32_t r, Use use) {
+    if (r >= kFirstUniform) {
+      const Vec v = broadcast(uniform(r));
+      use([v](int64_t) { return v; });
+    } else {
+      const float* p = row(r);
+      use([p](int64_t k) { return load(p + k); });
+    }
+  }
+  Vec row_value(int32_t r, int64_t k) { return r >= kFirstUniform ? broadcast(uniform(r)) : load(row(r) + k); }
+  Vec value(int32_t r, int64_t k, int64_t i) {
+    if (r >= kFirstUniform) return broadcast(uniform(r));
+    return r >= kFirstRow ? broadcast(row(r)[k]) : load(element(r) + i);
+  }
+
+  // Sum of the lanes of block `j` of a row, without the padding of the last block.
+  float block_sum(const float* values, int64_t j) const {
+    const int64_t left = target_->dim - j * kLanes;
+    return sum_lanes(left >= kLanes ? load(values + j * kLanes) : load(values + j * kLanes, int(left)));
+  }
+
+  void sum(const Instruction& x, int64_t n) {
+    const float* a = element(x.a);
+    for (int64_t k = 0; k < n; ++k) {
+      float total = block_sum(a + k * width_, 0);
+      for (int64_t j = 1; j < width_ / kLanes; ++j) total += block_sum(a + k * width_, j);
+      row(x.dst)[k] = total;
+    }
+  }
+
+  void store_stat(const Instruction& x, int64_t n, float* out) {
+    const int64_t blocks = width_ / kLanes;
+    for (int64_t k = 0; k < n; ++k)
+      for (int64_t j = 0; j < blocks; ++j) out[k * blocks + j] = block_sum(element(x.a) + k * width_, j);
+  }
+
+  template <typename S>
+  void load_rows(float* out, const S* from, const int64_t* rows, int64_t n) const {
+    const int64_t dim = target_->dim, whole = dim / kLanes * kLanes;
+    for (int64_t k = 0; k < n; ++k) {
+      const S* p = from + rows[k] * dim;
+      for (int64_t c = 0; c < whole; c += kLanes) store(out + k * width_ + c, load(p + c));
+      if (whole < dim) store(out + k * width_ + whole, load(p + whole, int(dim - whole)));
+    }
+  }
+  void store_rows(float* to, const float* values, const int64_t* rows, int64_t n) const {
+    const int64_t dim = target_->dim, whole = dim / kLanes * kLanes;
+    for (int64_t k = 0; k < n; ++k) {
+      float* p = to + rows[k] * dim;
+      for (int64_t c = 0; c < whole; c += kLanes) store(p + c, load(values + k * width_ + c));
+      if (whole < dim) store(p + whole, load(values + k * width_ + whole), int(dim - whole));
+    }
+  }
+
+  void load_weight(float* out, const int64_t* rows, int64_t n) const {
+    load_rows(out, static_cast<const T*>(target_->weight), rows, n);
+  }
+  void load_state(const Instruction& x, const int64_t* rows, int64_t n) {
+    const float* state = target_->state[size_t(x.a)];
+    if (x.dst < kFirstRow) return load_rows(element(x.dst), state, rows, n);
+    for (int64_t k = 0; k < n; ++k) row(x.dst)[k] = state[rows[k]];
+  }
+
+  // The elements of an operand of any kind, spread where it has one value per row.
+  const float* spread(int32_t r, int64_t n) {
+    if (r < kFirstRow) return element(r);
+    each_row(r, n, [&](int64_t i, Vec v) { store(spread_.data() + i, v); });
+    return spread_.data();
+  }
+
+  void store_weight(int32_t r, const int64_t* rows, int64_t n, uint32_t step) {
+    const float* values = spread(r, n);
+    if constexpr (sizeof(T) == sizeof(float)) {
+      store_rows(static_cast<float*>(target_->weight), values, rows, n);
+    } else {
+      random_halves(target_->key, step, rows, n, target_->first_row, target_->first_column, width_, random_.data());
+      T* weight = static_cast<T*>(target_->weight);
+      for (int64_t k = 0; k < n; ++k)
+        round_rows(values + k * width_, random_.data() + k * width_, weight + rows[k] * target_->dim, target_->dim);
+    }
+  }
+  void store_state(const Instruction& x, const int64_t* rows, int64_t n) {
+    float* state = target_->state[size_t(x.b)];
+    if (!program_.state_is_row[size_t(x.b)]) return store_rows(state, spread(x.a, n), rows, n);
+    for (int64_t k = 0; k < n; ++k) state[rows[k]] = x.a >= kFirstUniform ? uniform(x.a) : row(x.a)[k];
+  }
+
+  const Program& program_;
+  const Target* target_ = nullptr;
+  int64_t width_ = 0, capacity_ = 0;
+  Buffer<float> elements_, rows_, spread_;
+  Buffer<uint16_t> random_;
+};
+
+}  // namespace meseta

@@ -1,0 +1,115 @@
+"""The fused update in plain torch: contributions listed, summed, the program run, rows rounded; float64-capable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from meseta.ops.coalesce import BLOCK_SAMPLES, coalesce
+from meseta.ops.random_rows.reference import philox
+from meseta.ops.row_lowering import Code
+from meseta.ops.row_optimizer import compute_dtype
+from meseta.ops.row_program import run_code
+
+
+def row_update(
+    tables: Sequence[Tensor],
+    states: Sequence[Tensor],
+    code: Tensor,
+    uniforms: Tensor,
+    state_is_row: Sequence[bool],
+    origins: Sequence[int],
+    features: Sequence[int],
+    ids: Tensor,
+    offsets: Tensor,
+    gradients: Sequence[Tensor],
+    weights: Tensor | None,
+    step: int,
+) -> None:
+    """The operator behind meseta.ops.row_update.row_update, by the same arguments."""
+    num_states = len(state_is_row)
+    for t, table in enumerate(tables):
+        rows, sums = _sum_gradients(table, t, features, ids, offsets, gradients, weights)
+        if rows.numel() == 0:
+            continue
+        own = states[t * num_states : (t + 1) * num_states]
+        picked = [state[rows] if state.dim() == 2 else state[rows][:, None] for state in own]
+        program = Code(instructions=code, num_element_registers=0, num_row_registers=0)
+        done = run_code(program, uniforms[t].tolist(), table[rows].to(sums.dtype), sums, picked, [])
+        first_row, first_column, key = origins[3 * t : 3 * t + 3]
+        table[rows] = round_rows(done.weight, table.dtype, rows + first_row, first_column, key, step)
+        for state, value in zip(own, done.state, strict=True):
+            state[rows] = value if state.dim() == 2 else value.squeeze(1)
+
+
+def _sum_gradients(
+    table: Tensor,
+    index: int,
+    features: Sequence[int],
+    ids: Tensor,
+    offsets: Tensor,
+    gradients: Sequence[Tensor],
+    weights: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Touched rows of one table and their summed gradients."""
+    num_features = len(features) // 5
+    num_bags = (offsets.numel() - 1) // num_features
+    bounds = offsets[:: max(num_bags, 1)].tolist() if num_bags else [0] * (num_features + 1)
+    dtype, dim = compute_dtype(table.dtype), table.shape[1]
+    parts, blocks, terms = [], [], []
+    for f in range(num_features):
+        own_table, matrix, column, per_id, weighted = features[5 * f : 5 * f + 5]
+        if own_table != index:
+            continue
+        start, stop = bounds[f], bounds[f + 1]
+        lengths = offsets[f * num_bags : (f + 1) * num_bags + 1].diff()
+        sample = torch.repeat_interleave(torch.arange(num_bags, device=ids.device), lengths)
+        term = gradients[matrix][:, column : column + dim].to(dtype)
+        term = term if per_id else term[sample]
+        if weighted and weights is not None:
+            term = term * weights[start:stop, None].to(dtype)
+        parts.append(ids[start:stop].long())
+        blocks.append(f * (num_bags // BLOCK_SAMPLES + 1) + sample // BLOCK_SAMPLES)
+        terms.append(term)
+    if not parts:
+        return ids.new_empty(0).long(), table.new_empty(0, dim, dtype=dtype)
+    gradient = torch.cat(terms)
+    source = torch.arange(gradient.shape[0], device=ids.device)
+    return coalesce(torch.cat(parts), source, torch.cat(blocks), gradient)
+
+
+def round_rows(values: Tensor, dtype: torch.dtype, rows: Tensor, first_column: int, key: int, step: int) -> Tensor:
+    """Rows [U, D] as they are stored; to 16 bits stochastically, by bits of (key, step, logical row, column)."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return values.to(dtype)
+    random = random_halves(rows, first_column, values.shape[1], key, step)
+    bits = values.contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    if dtype == torch.bfloat16:
+        cut = ((bits + random) >> 16 << 16) & 0xFFFFFFFF
+        rounded = _as_float(cut)
+    else:
+        random = random >> 3  # a half drops 13 bits
+        normal = _as_float(((bits & 0x7FFFFFFF) + random) >> 13 << 13)
+        small = torch.floor(values.abs() * 2.0**24 + random.float() * 2.0**-13) * 2.0**-24
+        rounded = torch.where(values.abs() < 2.0**-14, small, normal).copysign(values)
+    return torch.where(values.isfinite(), rounded, values).to(dtype)
+
+
+def random_halves(rows: Tensor, first_column: int, num_columns: int, key: int, step: int) -> Tensor:
+    """Sixteen random bits for each cell, int64 [U, columns]: eight columns share a Philox4x32-10 counter (low and high
+    word of the row, column // 8, step), and each word gives its low half to the even column and its high half to the
+    odd one."""
+    columns = torch.arange(first_column, first_column + num_columns, device=rows.device)
+    low, high = rows[:, None] & 0xFFFFFFFF, rows[:, None] >> 32 & 0xFFFFFFFF
+    group = (columns // 8)[None, :]
+    words = philox((low, high, group, torch.full_like(group, step & 0xFFFFFFFF)), key % (1 << 64))
+    chosen = torch.stack([word.expand(rows.numel(), num_columns) for word in words])
+    word = chosen.gather(0, (columns % 8 // 2).expand(1, rows.numel(), num_columns)).squeeze(0)
+    return torch.where(columns % 2 == 0, word & 0xFFFF, word >> 16)
+
+
+def _as_float(bits: Tensor) -> Tensor:
+    """int64 words as the float32 numbers that they are."""
+    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)

@@ -1,0 +1,215 @@
+"""The fused update: the core against its reference, a dense gradient in torch, and numpy in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from meseta.ops.row_optimizer import Hyper, RowOptimizer
+from meseta.ops.row_update import FeatureGradient, TableRows, reference, row_update
+from meseta.optim import make_row_optimizer
+from meseta.spec import MesetaError, OptimizerSpec
+
+OPTIMIZERS = {
+    "sgd": OptimizerSpec(name="sgd", lr=0.1),
+    "adagrad": OptimizerSpec(name="adagrad", lr=0.1),
+    "rowwise_adagrad": OptimizerSpec(name="rowwise_adagrad", lr=0.1),
+    "adam": OptimizerSpec(name="adam", lr=0.1),
+}
+TYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@dataclass
+class Problem:
+    """Arguments of row_update."""
+
+    optimizer: RowOptimizer
+    tables: list[TableRows]
+    features: list[FeatureGradient]
+    ids: Tensor
+    offsets: Tensor
+    gradients: list[Tensor]
+    weights: Tensor | None
+
+    def run(self) -> list[Tensor]:
+        """Updated copies of all rows and states; the problem stays as it was."""
+        tables = [
+            replace(t, weight=t.weight.clone(), state={name: s.clone() for name, s in t.state.items()})
+            for t in self.tables
+        ]
+        row_update(self.optimizer, tables, self.features, self.ids, self.offsets, self.gradients, self.weights)
+        return [tensor for t in tables for tensor in (t.weight, *t.state.values())]
+
+    def as_float64(self) -> Problem:
+        tables = [
+            replace(t, weight=t.weight.double(), state={n: s.double() for n, s in t.state.items()}) for t in self.tables
+        ]
+        return replace(self, tables=tables, gradients=[g.double() for g in self.gradients])
+
+
+def make_problem(
+    seed: int,
+    optimizer: str = "rowwise_adagrad",
+    dtype: torch.dtype = torch.float32,
+    dims: tuple[int, ...] = (16, 40),
+    num_samples: int = 9,
+    kinds: str = "pwn",
+    max_length: int = 6,
+) -> Problem:
+    """Two features per table, each 'p'ooled, 'w'eighted or 'n'ot pooled; every third bag or so is empty."""
+    random = np.random.default_rng(seed)
+    record = make_row_optimizer(OPTIMIZERS[optimizer])
+    tables, features, ids, lengths, gradients = [], [], [], [], []
+    column = 0
+    width = 2 * sum(dims)
+    for t, dim in enumerate(dims):
+        weight = torch.from_numpy(random.normal(size=(int(random.integers(1, 30)), dim))).to(dtype)
+        state = {n: s + torch.from_numpy(random.random(s.shape)).to(s) for n, s in record.init(weight).items()}
+        tables.append(TableRows(weight=weight, state=state, hyper=Hyper(0.1, 3, dim), key=int(random.integers(2**63))))
+        for _ in range(2):
+            length = random.integers(0, max_length + 1, num_samples) * random.integers(0, 2, num_samples)
+            lengths.append(length)
+            ids.append(random.integers(0, weight.shape[0], length.sum()))
+            kind = kinds[int(random.integers(len(kinds)))]
+            if kind == "n":
+                gradients.append(torch.from_numpy(random.normal(size=(length.sum(), dim))).float())
+                features.append(FeatureGradient(table=t, gradient=len(gradients), per_id=True))
+            else:
+                features.append(FeatureGradient(table=t, gradient=0, column=column, weighted=kind == "w"))
+                column += dim
+    offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64))
+    values = torch.from_numpy(np.concatenate(ids).astype(np.int64))
+    pooled = torch.from_numpy(random.normal(size=(num_samples, width))).float()
+    weights = torch.from_numpy(random.normal(size=values.numel())).float()
+    return Problem(record, tables, features, values, offsets, [pooled, *gradients], weights)
+
+
+def by_reference(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The same by the reference, whatever the type of rows."""
+    with monkeypatch.context() as patch:
+        patch.setattr("meseta.ops.row_update.KINDS", {})
+        return problem.run()
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_core_has_the_bits_of_the_reference(
+    optimizer: str, dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = make_problem(seed, optimizer, dtype, dims=(16, 1, 40, 128, 150))
+    assert same(problem.run(), by_reference(problem, monkeypatch))
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    dims=st.lists(st.sampled_from([1, 3, 16, 20, 33, 130]), min_size=1, max_size=3).map(tuple),
+    num_samples=st.integers(0, 9),
+    dtype=st.sampled_from(TYPES),
+    kinds=st.sampled_from(["p", "w", "n", "pwn"]),
+)
+def test_ragged_batches_against_float64(
+    seed: int, dims: tuple[int, ...], num_samples: int, dtype: torch.dtype, kinds: str
+) -> None:
+    problem = make_problem(seed, "rowwise_adagrad", torch.float32, dims, num_samples, kinds)
+    got, exact = problem.run(), problem.as_float64().run()
+    for mine, true in zip(got, exact, strict=True):
+        torch.testing.assert_close(mine.double(), true, rtol=1e-5, atol=1e-5)
+
+
+def test_sgd_equals_a_dense_gradient_in_torch() -> None:
+    problem = make_problem(3, "sgd", dims=(20,), kinds="pw").as_float64()
+    weight = problem.tables[0].weight.clone().requires_grad_()
+    num_samples = (problem.offsets.numel() - 1) // 2
+    loss: Any = 0.0
+    for f, feature in enumerate(problem.features):
+        for b in range(num_samples):
+            start, stop = problem.offsets[f * num_samples + b : f * num_samples + b + 2].tolist()
+            rows = weight[problem.ids[start:stop]]
+            if feature.weighted:
+                assert problem.weights is not None
+                rows = rows * problem.weights[start:stop, None].double()
+            loss = loss + (rows.sum(0) * problem.gradients[0][b, feature.column : feature.column + 20]).sum()
+    loss.backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(problem.run()[0], problem.tables[0].weight - 0.1 * weight.grad)
+
+
+def test_contributions_are_summed_in_blocks_of_256_samples() -> None:
+    # 1 + 2^-24 is 1 in float32: the order shows in the result. Two blocks: (1, then 255 tiny ones), (256 tiny ones).
+    tiny = 2.0**-24
+    gradient = torch.full((512, 1), tiny)
+    gradient[0] = 1.0
+    table = TableRows(weight=torch.zeros(1, 1), state={}, hyper=Hyper(1.0, 1, 1))
+    ids, offsets = torch.zeros(512, dtype=torch.int64), torch.arange(513)
+    row_update(make_row_optimizer(OptimizerSpec(name="sgd")), [table], [FeatureGradient(0, 0)], ids, offsets, [gradient])
+    assert table.weight.item() == -(1.0 + 256 * tiny)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_threads_and_id_types_do_not_change_a_bit(dtype: torch.dtype) -> None:
+    problem = make_problem(5, dtype=dtype, dims=(16, 64), num_samples=3000)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = problem.run()
+        torch.set_num_threads(3)
+        assert same(one, problem.run())
+        assert same(one, replace(problem, ids=problem.ids.int()).run())
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_stochastic_rounding_gives_a_neighbour_and_the_mean(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.randint(-28, 14, (64,), generator=generator)
+    values = torch.rand(64, generator=generator).mul_(2.0).sub_(1.0) * 2.0**exponents
+    num_draws = 4096
+    rows = torch.arange(num_draws)
+    rounded = reference.round_rows(values.expand(num_draws, 64), dtype, rows, 0, 7, 1).float()
+    below = values.to(dtype).float()
+    step = torch.where(below > values, -1.0, 1.0).to(dtype)
+    toward = torch.nextafter(below.to(dtype), torch.full((64,), torch.inf, dtype=dtype) * step).float()
+    low, high = torch.minimum(below, toward), torch.maximum(below, toward)
+    assert ((rounded >= low) & (rounded <= high)).all()
+    # The mean of draws between two neighbours, one `gap` apart, strays less than 4 gap / (2 sqrt(draws)).
+    assert ((rounded.double().mean(0) - values).abs() <= 4 * (high - low) / (2 * num_draws**0.5)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_special_values_survive_rounding(dtype: torch.dtype) -> None:
+    special = torch.tensor([[0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1.0, -2.5, 2.0**-24]])
+    table = TableRows(weight=special.to(dtype), state={}, hyper=Hyper(0.0, 1, 8))
+    sgd = make_row_optimizer(OptimizerSpec(name="sgd"))
+    row_update(sgd, [table], [FeatureGradient(0, 0)], torch.tensor([0]), torch.tensor([0, 1]), [torch.zeros(1, 8)])
+    torch.testing.assert_close(table.weight, special.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("bad", [-1, 5, 2**40, -(2**63)])
+def test_an_id_outside_is_refused(bad: int) -> None:
+    table = TableRows(weight=torch.zeros(5, 4), state={}, hyper=Hyper(0.1, 1, 4))
+    sgd = make_row_optimizer(OptimizerSpec(name="sgd"))
+    with pytest.raises(MesetaError, match=r"outside 0\.\.4"):
+        row_update(sgd, [table], [FeatureGradient(0, 0)], torch.tensor([bad]), torch.tensor([0, 1]), [torch.ones(1, 4)])
+
+
+@pytest.mark.parametrize("offsets", [[0, 2], [0, -1], [2, 1], [-5, 1]])
+def test_offsets_that_leave_the_ids_are_refused(offsets: list[int]) -> None:
+    table = TableRows(weight=torch.zeros(5, 4), state={}, hyper=Hyper(0.1, 1, 4))
+    sgd = make_row_optimizer(OptimizerSpec(name="sgd"))
+    with pytest.raises(MesetaError, match="offsets"):
+        row_update(
+            sgd, [table], [FeatureGradient(0, 0)], torch.tensor([0]), torch.tensor(offsets), [torch.ones(1, 4)]
+        )
