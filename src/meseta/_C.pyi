@@ -43,3 +43,6 @@ def coalesce_float64(
     num_threads: int,
 ) -> int:
     """As `coalesce_float32`."""
+
+def radix_sort(entries: NDArray[np.uint64], first_bit: int, last_bit: int) -> None:
+    """Sort by bits first_bit..last_bit-1 in place, keeping the order of equal ones (for tests of radix.h)."""
