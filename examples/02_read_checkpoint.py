@@ -41,7 +41,7 @@ def show(checkpoint: Path) -> None:
         )
         # One row, wherever it lies: ids rise from 0 without a gap.
         row = table.slice(table.num_rows // 2, 1).to_pylist()[0]
-        print(f"  row {row['id']}: {[round(x, 4) for x in row['row'][:4]]} ...")
+        print(f"  row {row['id']}: {[round(float(x), 4) for x in row['row'][:4]]} ...")
         for block in entry["blocks"]:
             assert checksum(checkpoint, entry, block) == block["checksum"], block["path"]
     print("every block has the checksum that the manifest says")

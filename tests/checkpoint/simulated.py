@@ -162,4 +162,12 @@ def some_specs() -> list[TableSpec]:
         TableSpec(
             name="wide", num_embeddings=31, embedding_dim=33, dtype="float64", optimizer=OptimizerSpec(name="adagrad")
         ),
+        TableSpec(
+            name="half",
+            num_embeddings=71,
+            embedding_dim=24,
+            dtype="float16",
+            optimizer=OptimizerSpec(name="rowwise_adam"),
+        ),
+        TableSpec(name="brain", num_embeddings=64, embedding_dim=17, dtype="bfloat16", optimizer=OptimizerSpec()),
     ]

@@ -11,7 +11,7 @@ import pyarrow.dataset
 import pytest
 from safetensors.numpy import load_file
 
-from checkpoint.simulated import pieces, plain_plan, random_tables, some_specs
+from checkpoint.simulated import bits, pieces, plain_plan, random_tables, some_specs
 from meseta.checkpoint import layout, save
 from meseta.comm import World
 from source_tree import ROOT
@@ -41,7 +41,21 @@ def test_every_bit_through_pyarrow(path: Path) -> None:
         for column, tensor in TABLES[name].items():
             values = table[column].combine_chunks()
             flat = values.flatten() if tensor.dim() == 2 else values
-            assert flat.to_numpy().tobytes() == tensor.numpy().tobytes()
+            assert flat.to_numpy().tobytes() == bits(tensor).numpy().tobytes()
+
+
+def test_rows_of_16_bits(path: Path) -> None:
+    def first_block(table: str) -> pa.RecordBatch:
+        return pa.ipc.open_file(str(path / "tables" / table / "block-00000.arrow")).get_batch(0)
+
+    assert first_block("half").schema.field("row").type.value_type == pa.float16()
+    # bfloat16 is the upper half of a float32.
+    batch = first_block("brain")
+    assert batch.schema.field("row").type.value_type == pa.uint16()
+    assert batch.schema.field("row").metadata == {b"dtype": b"bfloat16"}
+    values = (batch["row"].flatten().to_numpy().astype(np.uint32) << 16).view(np.float32)
+    expected = TABLES["brain"]["row"][: batch.num_rows].float().numpy().reshape(-1)
+    np.testing.assert_array_equal(values, expected)
 
 
 def test_as_a_dataset(path: Path) -> None:

@@ -97,7 +97,7 @@ def test_a_resolved_config_reads_back(write: Any) -> None:
     [
         ("sede=1", ["unknown key 'sede'", "did you mean 'seed'?"]),
         ("train.batchsize=1", ["unknown key 'train.batchsize'", "did you mean 'batch_size'?"]),
-        ("embedding.optimizer.beta=1", ["unknown key 'embedding.optimizer.beta'", "did you mean 'beta"]),
+        ("embedding.optimizer.beta3=1", ["unknown key 'embedding.optimizer.beta3'", "did you mean 'beta"]),
         ("embedding.tables.cat_0.optimzer.lr=1", ["'embedding.tables.cat_0.optimzer'", "did you mean 'optimizer'?"]),
         ("embedding.tables.cat_0.optimizer.epz=1", ["'embedding.tables.cat_0.optimizer.epz'", "did you mean 'eps'?"]),
         ("embedding.tables.optimizer.optimzer=1", ["did you mean 'optimizer'?"]),

@@ -15,11 +15,18 @@ from meseta.planner import balanced_plan
 from meseta.planner.cost import state_bytes_per_row
 from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, Plan, ShardingType, TableSpec, Topology
 
-NUMBERS_OF_STATE = {"sgd": lambda d: 0, "rowwise_adagrad": lambda d: 1, "adagrad": lambda d: d, "adam": lambda d: 2 * d}
+NUMBERS_OF_STATE = {
+    "sgd": lambda d: 0,
+    "rowwise_adagrad": lambda d: 1,
+    "adagrad": lambda d: d,
+    "adam": lambda d: 2 * d,
+    "rowwise_adam": lambda d: d + 1,
+}
+VALUE_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 
 
 def table(name: str, rows: int, dim: int = 16, optimizer: str = "rowwise_adagrad", dtype: str = "float32") -> TableSpec:
-    spec = OptimizerSpec(name=optimizer)  # type: ignore[arg-type]
+    spec = OptimizerSpec(name=optimizer)
     return TableSpec(name=name, num_embeddings=rows, embedding_dim=dim, dtype=dtype, optimizer=spec)  # type: ignore[arg-type]
 
 
@@ -28,10 +35,8 @@ def one_feature_each(tables: list[TableSpec], pooling: str = "sum") -> list[Feat
 
 
 def bytes_of(spec: TableSpec) -> int:
-    value = 8 if spec.dtype == "float64" else 4
-    return (
-        spec.num_embeddings * (spec.embedding_dim + NUMBERS_OF_STATE[spec.optimizer.name](spec.embedding_dim)) * value
-    )
+    state = NUMBERS_OF_STATE[spec.optimizer.name](spec.embedding_dim) * max(VALUE_BYTES[spec.dtype], 4)
+    return spec.num_embeddings * (spec.embedding_dim * VALUE_BYTES[spec.dtype] + state)
 
 
 def loads(plan: Plan, tables: list[TableSpec]) -> list[float]:
@@ -63,7 +68,7 @@ def models(draw: st.DrawFn) -> tuple[list[TableSpec], list[FeatureSpec], dict[st
             draw(st.one_of(st.integers(1, 20), st.integers(1, 2_000_000))),
             draw(st.sampled_from([1, 8, 16, 24, 64, 128])),
             draw(st.sampled_from(list(NUMBERS_OF_STATE))),
-            draw(st.sampled_from(["float32", "float64"])),
+            draw(st.sampled_from(list(VALUE_BYTES))),
         )
         for i in range(draw(st.integers(1, 8)))
     ]
@@ -103,14 +108,15 @@ def test_plan_is_valid_repeatable_and_even(model: tuple, num_ranks: int) -> None
 
 def table_wise_cost(spec: TableSpec, features: list[FeatureSpec], factors: dict[str, float], num_ranks: int) -> float:
     """Bytes per sample: rows read twice and written once, state read and written, ids there, values and gradients."""
-    value = 8 if spec.dtype == "float64" else 4
-    row, state = spec.embedding_dim * value, NUMBERS_OF_STATE[spec.optimizer.name](spec.embedding_dim) * value
+    computed = max(VALUE_BYTES[spec.dtype], 4)
+    row, sent = spec.embedding_dim * VALUE_BYTES[spec.dtype], spec.embedding_dim * computed
+    state = NUMBERS_OF_STATE[spec.optimizer.name](spec.embedding_dim) * computed
     cost = 0.0
     for feature in features:
         if feature.table == spec.name:
             ids = factors.get(feature.name, 1.0)
             returned = ids if feature.pooling == "none" else 1.0
-            exchanged = ids * (12 if feature.weighted else 8) + 2 * returned * row
+            exchanged = ids * (12 if feature.weighted else 8) + 2 * returned * sent
             cost += ids * (3 * row + 2 * state) + exchanged * (num_ranks - 1) / num_ranks
     return cost
 
@@ -218,7 +224,7 @@ def test_error_names_bytes_and_largest_tables() -> None:
         assert "'big' 272,000,000 bytes, 'mid' 68,000,000 bytes" in text and "more ranks" in text
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", list(VALUE_BYTES))
 @pytest.mark.parametrize("name", list(NUMBERS_OF_STATE))
 def test_state_bytes_are_those_of_the_optimizer(name: str, dtype: str) -> None:
     spec = table("a", 6, 24, name, dtype)

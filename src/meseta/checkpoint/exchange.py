@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meseta.checkpoint.layout import ROW, BlockSchema, Column, TableLayout
+from meseta.checkpoint.layout import ROW, BlockSchema, Column, TableLayout, as_stored
 from meseta.comm import World
 from meseta.spec import Shard, TablePlan
 from meseta.storage import TableShard
@@ -40,7 +40,7 @@ class Piece:
         for column in self.schema.columns:
             if column.kind == "element" or self.shard.columns[0] == 0:
                 shape: tuple[int, ...] = (num_rows, self.shard.num_columns) if column.kind == "element" else (num_rows,)
-                found.append((column, shape, -(-np.dtype(column.dtype).itemsize * int(np.prod(shape)) // 8) * 8))
+                found.append((column, shape, -(-np.dtype(column.stored).itemsize * int(np.prod(shape)) // 8) * 8))
         return found
 
     @property
@@ -101,7 +101,7 @@ def unpack(job: Job, received: Tensor, local: LocalShards) -> dict[str, np.ndarr
     num_rows = job.rows[1] - job.rows[0]
     schema = job.layout.schema
     whole = len(job.pieces) == 1
-    values = {} if whole else {c.name: np.empty(schema.shape(c, num_rows), dtype=c.dtype) for c in schema.columns}
+    values = {} if whole else {c.name: np.empty(schema.shape(c, num_rows), dtype=c.stored) for c in schema.columns}
     offset = 0
     for piece in job.pieces:
         rows = slice(piece.rows[0] - job.rows[0], piece.rows[1] - job.rows[0])
@@ -121,13 +121,13 @@ def unpack(job: Job, received: Tensor, local: LocalShards) -> dict[str, np.ndarr
 
 
 def _held(local: LocalShards, piece: Piece, column: Column) -> Tensor:
-    """A piece's part of one column in the shard's own tensors."""
+    """A piece's part of one column in the shard's own tensors, in the type that files have."""
     held = local[piece.shard]
     tensor = held.weight if column.name == ROW else held.state[column.name]
-    return tensor.detach()[piece.rows[0] - piece.shard.rows[0] : piece.rows[1] - piece.shard.rows[0]]
+    return as_stored(tensor.detach())[piece.rows[0] - piece.shard.rows[0] : piece.rows[1] - piece.shard.rows[0]]
 
 
 def _typed(segment: Tensor, column: Column, shape: tuple[int, ...]) -> Tensor:
     """A view of bytes [n] as values [shape], leaving out the padding."""
-    dtype: torch.dtype = getattr(torch, column.dtype)
+    dtype: torch.dtype = getattr(torch, column.stored)
     return segment[: dtype.itemsize * int(np.prod(shape))].view(dtype).view(shape)

@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 import numpy as np
 import pyarrow as pa
+import torch
 from torch import Tensor
 
 from meseta.spec import MesetaError, TableSpec
@@ -30,6 +31,11 @@ class Column:
     dtype: str
     """Type of the values, for example 'float32'."""
 
+    @property
+    def stored(self) -> str:
+        """Type of the values in files: neither numpy nor Arrow has bfloat16, whose bits are kept as uint16."""
+        return "uint16" if self.dtype == "bfloat16" else self.dtype
+
 
 @dataclass(frozen=True)
 class BlockSchema:
@@ -43,7 +49,7 @@ class BlockSchema:
     @property
     def row_bytes(self) -> int:
         """Bytes of one logical row with its id and state."""
-        return 8 + sum(np.dtype(c.dtype).itemsize * self.width(c) for c in self.columns)
+        return 8 + sum(np.dtype(c.stored).itemsize * self.width(c) for c in self.columns)
 
     def width(self, column: Column) -> int:
         """Values per row."""
@@ -54,13 +60,17 @@ class BlockSchema:
         return (num_rows, self.embedding_dim) if column.kind == "element" else (num_rows,)
 
     def to_arrow(self) -> pa.Schema:
-        """id int64, then fixed-size lists of D values, or plain values for what a row has one of."""
+        """id int64, then fixed-size lists of D values, or plain values for what a row has one of.
+
+        A field whose stored type is not the column's has that in its metadata: {'dtype': 'bfloat16'}.
+        """
         fields = [pa.field(ID, pa.int64(), nullable=False)]
         for column in self.columns:
-            kind = pa.from_numpy_dtype(np.dtype(column.dtype))
+            kind = pa.from_numpy_dtype(np.dtype(column.stored))
             if column.kind == "element":
                 kind = pa.list_(pa.field("item", kind, nullable=False), self.embedding_dim)
-            fields.append(pa.field(column.name, kind, nullable=False))
+            metadata = {"dtype": column.dtype} if column.stored != column.dtype else None
+            fields.append(pa.field(column.name, kind, nullable=False, metadata=metadata))
         return pa.schema(fields)
 
     @staticmethod
@@ -113,6 +123,11 @@ class TableLayout:
             "columns": [asdict(column) for column in self.schema.columns],
             "block_rows": self.block_rows,
         }
+
+
+def as_stored(tensor: Tensor) -> Tensor:
+    """The same bits in the type that files have; a view."""
+    return tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
 
 
 def folder(table: str) -> str:

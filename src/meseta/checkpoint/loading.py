@@ -17,7 +17,7 @@ from torch import Tensor
 from meseta.checkpoint.block import Values, read_block
 from meseta.checkpoint.dense import read_dense
 from meseta.checkpoint.directory import latest
-from meseta.checkpoint.layout import ROW, BlockSchema, TableLayout
+from meseta.checkpoint.layout import ROW, BlockSchema, TableLayout, as_stored
 from meseta.checkpoint.manifest import MANIFEST_PATH, read_manifest
 from meseta.checkpoint.together import together
 from meseta.comm import World
@@ -160,7 +160,7 @@ def _fill_piece(piece: TableShard, schema: BlockSchema, first_row: int, values: 
         if column.kind == "element":
             source = source[:, slice(*piece.shard.columns)]
         target = piece.weight if column.name == ROW else piece.state[column.name]
-        _assign(target.detach()[first - piece.shard.rows[0] : last - piece.shard.rows[0]], source)
+        _assign(as_stored(target.detach())[first - piece.shard.rows[0] : last - piece.shard.rows[0]], source)
 
 
 def _assign(target: Tensor, source: np.ndarray) -> None:

@@ -66,6 +66,8 @@ def _explain(error: Mapping[str, Any]) -> str:
         return f"key 'plan': it must be 'balanced', a path, or a mapping with the key 'tables', got {error['input']!r}"
     if error["type"] == "model_type":
         return f"key {key!r}: it is a section and must hold keys, got {error['input']!r}"
+    if error["type"] == "value_error":
+        return f"key {key!r}: {error['ctx']['error']}"
     message = error["msg"].lower().replace("valid tuple", "list").replace("valid dictionary", "mapping")
     return f"key {key!r}: {message}, got {error['input']!r}"
 

@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from meseta.spec.tables import InitKind, OptimizerName, TableDtype
+from meseta.spec import OptimizerSpec
+from meseta.spec.optimizer import WeightDecayMode
+from meseta.spec.tables import InitKind, TableDtype
 
 Width = Annotated[int, Field(ge=1)]
 """Outputs of one layer."""
@@ -56,12 +58,30 @@ class ScheduleConfig(Section):
 class RowOptimizerConfig(Section):
     """See meseta.OptimizerSpec for the meaning of the constants."""
 
-    name: OptimizerName = "rowwise_adagrad"
-    lr: float = Field(default=0.01, ge=0)
-    eps: float = Field(default=1e-8, ge=0)
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.999, ge=0, lt=1)
-    initial_accumulator: float = Field(default=0.0, ge=0)
+    name: str = "rowwise_adagrad"
+    lr: float = 0.01
+    eps: float = 1e-8
+    beta1: float = 0.9
+    beta2: float = 0.999
+    alpha: float = 0.99
+    momentum: float = 0.0
+    initial_accumulator: float = 0.0
+    trust_coefficient: float = 0.001
+    beta: float = 1.0
+    l1: float = 0.0
+    l2: float = 0.0
+    weight_decay: float = 0.0
+    weight_decay_mode: WeightDecayMode = "coupled"
+    clip_value: float | None = None
+    clip_norm: float | None = None
+    options: dict[str, Any] = {}
+    element_states: int = 0
+    row_states: int = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> RowOptimizerConfig:
+        OptimizerSpec(**self.model_dump())
+        return self
 
 
 class InitConfig(Section):
@@ -82,7 +102,8 @@ class TableConfig(Section):
 
 class EmbeddingConfig(Section):
     dtype: TableDtype = "float32"
-    """Type of the rows; 'float64' makes the whole run float64, for verification."""
+    """Type of the rows: 'float16' and 'bfloat16' take half the memory, and are updated in float32 and rounded
+    stochastically; 'float64' makes the whole run float64, for verification."""
     optimizer: RowOptimizerConfig = RowOptimizerConfig()
     """Row optimizer of all tables."""
     schedule: ScheduleConfig = ScheduleConfig()

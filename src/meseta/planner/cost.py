@@ -16,19 +16,19 @@ STEP_SAMPLES = 2048
 
 
 def value_bytes(table: TableSpec) -> int:
-    """Bytes of one number of a row."""
+    """Bytes of one number of a row, as it is stored."""
+    return {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}[table.dtype]
+
+
+def compute_bytes(table: TableSpec) -> int:
+    """Bytes of one number of what is computed from rows: bags, gradients, optimizer state."""
     return 8 if table.dtype == "float64" else 4
 
 
 def state_bytes_per_row(table: TableSpec) -> int:
     """Bytes of optimizer state beside one row."""
-    numbers = {
-        "sgd": 0,
-        "rowwise_adagrad": 1,
-        "adagrad": table.embedding_dim,
-        "adam": 2 * table.embedding_dim,
-    }[table.optimizer.name]
-    return numbers * value_bytes(table)
+    per_element, per_row = table.optimizer.num_states
+    return (per_element * table.embedding_dim + per_row) * compute_bytes(table)
 
 
 def cell_bytes(table: TableSpec, num_rows: int, num_columns: int) -> int:
@@ -55,11 +55,13 @@ class SampleCost:
         ]
         num_ids = sum(factor for _, factor in mine)
         self._ids_bytes = sum(factor * (ID_BYTES + WEIGHT_BYTES * feature.weighted) for feature, factor in mine)
-        self._bags_bytes = 2 * row_bytes * sum(feature.pooling != "none" for feature, _ in mine)
-        self._rows_bytes = 2 * row_bytes * sum(factor for feature, factor in mine if feature.pooling == "none")
+        sent_bytes = 2 * table.embedding_dim * compute_bytes(table)
+        self._bags_bytes = sent_bytes * sum(feature.pooling != "none" for feature, _ in mine)
+        self._rows_bytes = sent_bytes * sum(factor for feature, factor in mine if feature.pooling == "none")
         # A row is read in the forward pass, read and written in the update, and so is its state in the update.
-        self._memory_bytes = num_ids * (3 * row_bytes + 2 * state_bytes_per_row(table))
-        self._gradient_bytes = table.num_embeddings * (row_bytes + value_bytes(table))
+        num_moves = 1 if table.optimizer.name == "frozen" else 3
+        self._memory_bytes = num_ids * (num_moves * row_bytes + 2 * state_bytes_per_row(table))
+        self._gradient_bytes = table.num_embeddings * (table.embedding_dim + 1) * compute_bytes(table)
         self._num_ranks = num_ranks
         self.is_pooled = all(feature.pooling != "none" for feature, _ in mine)
         """Whether no feature asks for rows one by one."""

@@ -1,12 +1,12 @@
 """What the user says (tables, features, machines) and what the planner decided (shards, plans). No torch here."""
 
 from meseta.spec.errors import MesetaError, nearest
+from meseta.spec.optimizer import OptimizerSpec
 from meseta.spec.plan import COLUMN_BLOCK, Plan, Shard, ShardingType, TablePlan
 from meseta.spec.tables import (
     FeatureSpec,
     IdPolicy,
     InitSpec,
-    OptimizerSpec,
     Pooling,
     TableSpec,
     check_features,

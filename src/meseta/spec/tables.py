@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Literal, get_args
 
+from meseta.spec.checks import check_choice, check_number
 from meseta.spec.errors import MesetaError, nearest
+from meseta.spec.optimizer import OptimizerSpec
 
 Pooling = Literal["sum", "mean", "none"]
 IdPolicy = Literal["error", "drop", "clamp", "hash"]
-TableDtype = Literal["float32", "float64"]
-OptimizerName = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
+TableDtype = Literal["float32", "float16", "bfloat16", "float64"]
 InitKind = Literal["uniform", "normal", "constant"]
-
-
-def _check_choice(owner: str, name: str, value: str, choices: object) -> None:
-    known = get_args(choices)
-    if value not in known:
-        raise MesetaError(f"{owner}: {name} {value!r} is unknown; {nearest(value, known)}")
 
 
 def _check_name(kind: str, name: object) -> None:
@@ -28,12 +22,6 @@ def _check_name(kind: str, name: object) -> None:
         raise MesetaError(
             f"{kind} {name!r}: a name must be text, not empty, and not '*', which means all others in a plan"
         )
-
-
-def _check_number(owner: str, name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise MesetaError(f"{owner}: {name} must be a finite number, got {value!r}")
-    return float(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,37 +34,9 @@ class InitSpec:
     """Width as above; None: 1 / sqrt(num_embeddings), the initial width of DLRM (arXiv 1906.00091)."""
 
     def __post_init__(self) -> None:
-        _check_choice("init", "kind", self.kind, InitKind)
-        if self.scale is not None and _check_number("init", "scale", self.scale) < 0.0 and self.kind != "constant":
+        check_choice("init", "kind", self.kind, get_args(InitKind))
+        if self.scale is not None and check_number("init", "scale", self.scale) < 0.0 and self.kind != "constant":
             raise MesetaError(f"init: scale of {self.kind!r} is a width and must not be negative, got {self.scale}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerSpec:
-    """A row optimizer and its constants; it is applied inside the backward pass, once per touched row and step."""
-
-    name: OptimizerName = "rowwise_adagrad"
-    """'sgd', 'adagrad', 'rowwise_adagrad' (one accumulator per row) or 'adam'; all lazy: untouched rows stand still."""
-    lr: float = 0.01
-    """Base learning rate; a schedule multiplies it."""
-    eps: float = 1e-8
-    """Added to the root in the denominator (adagrad, rowwise_adagrad, adam)."""
-    beta1: float = 0.9
-    """Decay of adam's first moment, in [0, 1)."""
-    beta2: float = 0.999
-    """Decay of adam's second moment, in [0, 1)."""
-    initial_accumulator: float = 0.0
-    """Start of the sum of squares (adagrad, rowwise_adagrad)."""
-
-    def __post_init__(self) -> None:
-        _check_choice("row optimizer", "name", self.name, OptimizerName)
-        owner = f"row optimizer {self.name!r}"
-        for name in ("beta1", "beta2"):
-            if not 0.0 <= _check_number(owner, name, getattr(self, name)) < 1.0:
-                raise MesetaError(f"{owner}: {name} must be in [0, 1), got {getattr(self, name)}")
-        for name in ("lr", "eps", "initial_accumulator"):
-            if _check_number(owner, name, getattr(self, name)) < 0.0:
-                raise MesetaError(f"{owner}: {name} must not be negative, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +50,8 @@ class TableSpec:
     embedding_dim: int
     """Columns of the table, for example 64."""
     dtype: TableDtype = "float32"
-    """Type of the rows; 'float64' is for verification."""
+    """Type of the rows. Arithmetic and optimizer state are float32 for the first three, and rows of 16 bits are rounded
+    stochastically; 'float64' is for verification."""
     init: InitSpec = field(default_factory=InitSpec)
     """How rows start."""
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
@@ -98,7 +59,7 @@ class TableSpec:
 
     def __post_init__(self) -> None:
         _check_name("table", self.name)
-        _check_choice(f"table {self.name!r}", "dtype", self.dtype, TableDtype)
+        check_choice(f"table {self.name!r}", "dtype", self.dtype, get_args(TableDtype))
         for name in ("num_embeddings", "embedding_dim"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
@@ -124,8 +85,8 @@ class FeatureSpec:
 
     def __post_init__(self) -> None:
         _check_name("feature", self.name)
-        _check_choice(f"feature {self.name!r}", "pooling", self.pooling, Pooling)
-        _check_choice(f"feature {self.name!r}", "id_policy", self.id_policy, IdPolicy)
+        check_choice(f"feature {self.name!r}", "pooling", self.pooling, get_args(Pooling))
+        check_choice(f"feature {self.name!r}", "id_policy", self.id_policy, get_args(IdPolicy))
         if self.weighted and self.pooling == "none":
             raise MesetaError(
                 f"feature {self.name!r}: weights multiply rows while pooling, but pooling is 'none'; "

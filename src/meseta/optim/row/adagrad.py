@@ -1,10 +1,20 @@
-"""Adagrad, with an accumulator per element and with one per row."""
+"""Optimizers whose steps shrink with the squares of past gradients."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from meseta.ops.row_optimizer import Hyper, RowOptimizer, RowState, Value, Values, element_state, row_state
+from meseta.ops.row_optimizer import (
+    Hyper,
+    RowOptimizer,
+    RowState,
+    Value,
+    Values,
+    compute_dtype,
+    element_state,
+    row_state,
+    where,
+)
 from meseta.spec import OptimizerSpec
 
 
@@ -38,3 +48,51 @@ def rowwise_adagrad(spec: OptimizerSpec) -> RowOptimizer:
         return w - (g * h.lr) / (total.sqrt() + spec.eps), {"sum": total}
 
     return RowOptimizer(name="rowwise_adagrad", init=init, row_stats=(row_stats,), update=update)
+
+
+def rmsprop(spec: OptimizerSpec) -> RowOptimizer:
+    """RMSprop as in torch.optim, not centred (Tieleman and Hinton, Coursera lecture 6.5, 2012).
+
+        mean_sq = alpha * mean_sq + (1 - alpha) * g^2; row -= lr * g / (sqrt(mean_sq) + eps)
+
+    With momentum, velocity = momentum * velocity + g / (sqrt(mean_sq) + eps) takes the place of the quotient.
+    """
+
+    def init(weight: Tensor) -> RowState:
+        names = ("mean_sq", "velocity") if spec.momentum else ("mean_sq",)
+        return {name: element_state(weight) for name in names}
+
+    def update(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> tuple[Value, Values]:
+        mean_sq = state["mean_sq"] * spec.alpha + (g * g) * (1 - spec.alpha)
+        step = g / (mean_sq.sqrt() + spec.eps)
+        if not spec.momentum:
+            return w - step * h.lr, {"mean_sq": mean_sq}
+        velocity = state["velocity"] * spec.momentum + step
+        return w - velocity * h.lr, {"mean_sq": mean_sq, "velocity": velocity}
+
+    return RowOptimizer(name="rmsprop", init=init, update=update)
+
+
+def ftrl(spec: OptimizerSpec) -> RowOptimizer:
+    """FTRL-Proximal (McMahan et al., KDD 2013, algorithm 1): z and n per element, with alpha = lr.
+
+        n' = n + g^2; z' = z + g - (sqrt(n') - sqrt(n)) / alpha * row
+        row = 0 where |z'| <= l1, else -(z' - sign(z') l1) / ((beta + sqrt(n')) / alpha + l2)
+
+    What is kept is alpha * z, with the learning rate of each step on its gradient, so that a schedule changes how far a
+    gradient moves a row and not the row that is there; the penalties count with the base rate. It starts with the z of
+    the initial row, which for a row of zeros is the published start.
+    """
+    threshold, offset = spec.lr * spec.l1, spec.beta + spec.lr * spec.l2
+
+    def init(weight: Tensor) -> RowState:
+        w, n = weight.to(compute_dtype(weight.dtype)), element_state(weight, spec.initial_accumulator)
+        return {"n": n, "z": -(w * (n.sqrt() + offset) + w.sign() * threshold)}
+
+    def update(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> tuple[Value, Values]:
+        n = state["n"] + g * g
+        z = state["z"] + g * h.lr - (n.sqrt() - state["n"].sqrt()) * w
+        solved = (z.sign() * threshold - z) / (n.sqrt() + offset)
+        return where(z.abs() > threshold, solved, 0.0), {"n": n, "z": z}
+
+    return RowOptimizer(name="ftrl", init=init, update=update)

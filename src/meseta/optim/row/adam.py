@@ -1,24 +1,107 @@
-"""Adam on touched rows only; bias correction uses the global step."""
+"""Adam and LAMB, with a second moment per element and with one per row; bias correction uses the global step."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
-from meseta.ops.row_optimizer import Hyper, RowOptimizer, RowState, Value, Values, element_state
+from meseta.ops.row_optimizer import Hyper, RowOptimizer, RowState, Value, Values, element_state, row_state, where
 from meseta.spec import OptimizerSpec
+
+SecondState = Callable[[Tensor], Tensor]
 
 
 def adam(spec: OptimizerSpec) -> RowOptimizer:
     """Adam (arXiv 1412.6980, algorithm 1)."""
 
-    def init(weight: Tensor) -> RowState:
-        return {"exp_avg": element_state(weight), "exp_avg_sq": element_state(weight)}
+    def update(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> tuple[Value, Values]:
+        mean, root, moments = _moments(spec, g, g * g, state, h)
+        return w - (mean * h.lr) / (root + spec.eps), moments
+
+    return RowOptimizer(name=spec.name, init=_init(element_state), update=update)
+
+
+def rowwise_adam(spec: OptimizerSpec) -> RowOptimizer:
+    """Adam whose second moment is of the mean over the row of g^2, one number per row."""
 
     def update(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> tuple[Value, Values]:
-        first = state["exp_avg"] * spec.beta1 + g * (1 - spec.beta1)
-        second = state["exp_avg_sq"] * spec.beta2 + (g * g) * (1 - spec.beta2)
-        corrected = (first / (1 - spec.beta1**h.step)) * h.lr
-        root = (second / (1 - spec.beta2**h.step)).sqrt()
-        return w - corrected / (root + spec.eps), {"exp_avg": first, "exp_avg_sq": second}
+        mean, root, moments = _moments(spec, g, stats["gradient_sq"] / h.embedding_dim, state, h)
+        return w - (mean * h.lr) / (root + spec.eps), moments
 
-    return RowOptimizer(name="adam", init=init, update=update)
+    return RowOptimizer(name="rowwise_adam", init=_init(row_state), row_stats=(_gradient_sq,), update=update)
+
+
+def lamb(spec: OptimizerSpec) -> RowOptimizer:
+    """LAMB (arXiv 1904.00962, algorithm 2), with the norms of a row in the place of a layer's and phi(x) = x.
+
+        direction = Adam's mean / (root + eps) + weight_decay * row
+        row -= lr * |row| / |direction| * direction
+
+    The quotient of norms is 1 where either is 0, as the authors' code has it.
+    """
+
+    def direction(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> tuple[Value, Values]:
+        mean, root, moments = _moments(spec, g, g * g, state, h)
+        return _decayed(mean / (root + spec.eps), w, spec), moments
+
+    return RowOptimizer(
+        name="lamb", init=_init(element_state), row_stats=(_norms_of(direction),), update=_scaled(direction)
+    )
+
+
+def rowwise_lamb(spec: OptimizerSpec) -> RowOptimizer:
+    """LAMB with the second moment of `rowwise_adam`."""
+
+    def direction(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> tuple[Value, Values]:
+        mean, root, moments = _moments(spec, g, stats["gradient_sq"] / h.embedding_dim, state, h)
+        return _decayed(mean / (root + spec.eps), w, spec), moments
+
+    return RowOptimizer(
+        name="rowwise_lamb",
+        init=_init(row_state),
+        row_stats=(_gradient_sq, _norms_of(direction)),
+        update=_scaled(direction),
+    )
+
+
+def _init(second_state: SecondState) -> Callable[[Tensor], RowState]:
+    return lambda weight: {"exp_avg": element_state(weight), "exp_avg_sq": second_state(weight)}
+
+
+def _moments(spec: OptimizerSpec, g: Value, square: Value, state: Values, h: Hyper) -> tuple[Value, Value, Values]:
+    """(first moment, root of the second moment, both corrected for their start at 0; new state)."""
+    first = state["exp_avg"] * spec.beta1 + g * (1 - spec.beta1)
+    second = state["exp_avg_sq"] * spec.beta2 + square * (1 - spec.beta2)
+    mean = first / (1 - spec.beta1**h.step)
+    root = (second / (1 - spec.beta2**h.step)).sqrt()
+    return mean, root, {"exp_avg": first, "exp_avg_sq": second}
+
+
+def _decayed(direction: Value, w: Value, spec: OptimizerSpec) -> Value:
+    return direction + w * spec.weight_decay if spec.weight_decay else direction
+
+
+def _gradient_sq(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> Values:
+    return {"gradient_sq": g * g}
+
+
+Direction = Callable[[Value, Value, Values, Values, Hyper], tuple[Value, Values]]
+
+
+def _norms_of(direction: Direction) -> Callable[[Value, Value, Values, Values, Hyper], Values]:
+    def row_stats(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> Values:
+        along, _ = direction(w, g, state, stats, h)
+        return {"weight_sq": w * w, "direction_sq": along * along}
+
+    return row_stats
+
+
+def _scaled(direction: Direction) -> Direction:
+    def update(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> tuple[Value, Values]:
+        along, moments = direction(w, g, state, stats, h)
+        quotient = stats["weight_sq"].sqrt() / stats["direction_sq"].sqrt()
+        rate = where(stats["weight_sq"] > 0.0, where(stats["direction_sq"] > 0.0, quotient, 1.0), 1.0)
+        return w - along * (rate * h.lr), moments
+
+    return update

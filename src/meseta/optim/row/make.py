@@ -2,18 +2,92 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from functools import cache
 
 from meseta.ops.row_optimizer import RowOptimizer
-from meseta.optim.row.adagrad import adagrad, rowwise_adagrad
-from meseta.optim.row.adam import adam
-from meseta.optim.row.sgd import sgd
-from meseta.spec import OptimizerSpec
+from meseta.ops.row_program import state_kinds, trace
+from meseta.optim.row.adagrad import adagrad, ftrl, rmsprop, rowwise_adagrad
+from meseta.optim.row.adam import adam, lamb, rowwise_adam, rowwise_lamb
+from meseta.optim.row.change import clip_norm, clip_value, coupled_decay, decoupled_decay
+from meseta.optim.row.sgd import frozen, lars, sgd
+from meseta.spec import MesetaError, OptimizerSpec, nearest
 
-FACTORIES = {"sgd": sgd, "adagrad": adagrad, "rowwise_adagrad": rowwise_adagrad, "adam": adam}
+Factory = Callable[[OptimizerSpec], RowOptimizer]
+
+FACTORIES: dict[str, Factory] = {
+    "sgd": sgd,
+    "adagrad": adagrad,
+    "rowwise_adagrad": rowwise_adagrad,
+    "adam": adam,
+    "adamw": adam,
+    "rowwise_adam": rowwise_adam,
+    "lamb": lamb,
+    "rowwise_lamb": rowwise_lamb,
+    "lars": lars,
+    "ftrl": ftrl,
+    "rmsprop": rmsprop,
+    "frozen": frozen,
+}
+DECAY_INSIDE = ("lamb", "rowwise_lamb", "lars")
+"""Those that apply weight decay themselves, as published."""
+
+
+def make_row_optimizer(spec: OptimizerSpec) -> RowOptimizer:
+    """The record for a spec; equal specs share one, so that it is traced once for all tables.
+
+    Raises MesetaError for an optimizer of the user's own that cannot be imported, is no RowOptimizer, cannot be
+    traced, or keeps other state than the spec says.
+    """
+    return _make(_own_factory(spec.name) if spec.is_own else FACTORIES[spec.name], spec)
 
 
 @cache
-def make_row_optimizer(spec: OptimizerSpec) -> RowOptimizer:
-    """The record for a spec; equal specs share one, so it is traced once for all tables."""
-    return FACTORIES[spec.name](spec)
+def _make(factory: Factory, spec: OptimizerSpec) -> RowOptimizer:
+    optimizer = factory(spec)
+    if spec.is_own:
+        _check_own(optimizer, spec)
+    if spec.weight_decay and spec.name not in DECAY_INSIDE:
+        is_decoupled = spec.name == "adamw" or spec.weight_decay_mode == "decoupled"
+        optimizer = (decoupled_decay if is_decoupled else coupled_decay)(optimizer, spec.weight_decay)
+    if spec.clip_norm is not None:
+        optimizer = clip_norm(optimizer, spec.clip_norm)
+    if spec.clip_value is not None:
+        optimizer = clip_value(optimizer, spec.clip_value)
+    return optimizer
+
+
+def _own_factory(name: str) -> Factory:
+    """What 'package.module:factory' names."""
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:  # ValueError: the name is empty
+        raise MesetaError(
+            f"row optimizer {name!r}: module {module_name!r} cannot be imported ({error}); "
+            "give 'package.module:factory', and run where Python finds the package"
+        ) from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        functions = [key for key, value in vars(module).items() if callable(value)]
+        raise MesetaError(
+            f"row optimizer {name!r}: module {module_name!r} has no function {attribute!r}; "
+            f"{nearest(attribute, functions)}"
+        )
+    return factory
+
+
+def _check_own(optimizer: object, spec: OptimizerSpec) -> None:
+    owner = f"row optimizer {spec.name!r}"
+    if not isinstance(optimizer, RowOptimizer):
+        raise MesetaError(f"{owner}: the factory must return a RowOptimizer, got {type(optimizer).__name__}")
+    trace(optimizer)
+    kinds = list(state_kinds(optimizer).values())
+    found = kinds.count("element"), kinds.count("row")
+    if found != spec.num_states:
+        raise MesetaError(
+            f"{owner} keeps {found[0]} numbers per element and {found[1]} per row, but its spec says "
+            f"{spec.num_states[0]} and {spec.num_states[1]}, by which the planner counts bytes; "
+            f"set element_states={found[0]}, row_states={found[1]}"
+        )

@@ -1,15 +1,57 @@
-"""Gradient descent."""
+"""Gradient descent, with one length of step for all rows and with one for each (LARS)."""
 
 from __future__ import annotations
 
-from meseta.ops.row_optimizer import Hyper, RowOptimizer, Value, Values
+from torch import Tensor
+
+from meseta.ops.row_optimizer import Hyper, RowOptimizer, RowState, Value, Values, element_state, where
 from meseta.spec import OptimizerSpec
 
 
 def sgd(spec: OptimizerSpec) -> RowOptimizer:
-    """row -= lr * g."""
+    """row -= lr * g; with momentum (as in torch.optim.SGD) velocity = momentum * velocity + g takes the place of g."""
 
     def update(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> tuple[Value, Values]:
         return w - g * h.lr, state
 
-    return RowOptimizer(name="sgd", init=lambda weight: {}, update=update)
+    def update_velocity(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> tuple[Value, Values]:
+        velocity = state["velocity"] * spec.momentum + g
+        return w - velocity * h.lr, {"velocity": velocity}
+
+    if spec.momentum == 0.0:
+        return RowOptimizer(name="sgd", init=lambda weight: {}, update=update)
+    return RowOptimizer(name="sgd", init=lambda weight: {"velocity": element_state(weight)}, update=update_velocity)
+
+
+def lars(spec: OptimizerSpec) -> RowOptimizer:
+    """LARS (arXiv 1708.03888, algorithm 1), with the norms of a row in the place of a layer's.
+
+        rate = trust_coefficient * |row| / (|g| + weight_decay * |row|)
+        velocity = momentum * velocity + lr * rate * (g + weight_decay * row); row -= velocity
+
+    The rate is 1 where the row is all zeros, which could never leave zero otherwise, and where it would divide by 0.
+    """
+
+    def init(weight: Tensor) -> RowState:
+        return {"velocity": element_state(weight)} if spec.momentum else {}
+
+    def row_stats(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> Values:
+        return {"weight_sq": w * w, "gradient_sq": g * g}
+
+    def update(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> tuple[Value, Values]:
+        weight_norm = stats["weight_sq"].sqrt()
+        scale = stats["gradient_sq"].sqrt() + weight_norm * spec.weight_decay
+        rate = where(weight_norm > 0.0, where(scale > 0.0, weight_norm * spec.trust_coefficient / scale, 1.0), 1.0)
+        decayed = g + w * spec.weight_decay if spec.weight_decay else g
+        step = decayed * (rate * h.lr)
+        if not spec.momentum:
+            return w - step, state
+        velocity = state["velocity"] * spec.momentum + step
+        return w - velocity, {"velocity": velocity}
+
+    return RowOptimizer(name="lars", init=init, row_stats=(row_stats,), update=update)
+
+
+def frozen(spec: OptimizerSpec) -> RowOptimizer:
+    """Rows never change."""
+    return RowOptimizer(name="frozen", init=lambda weight: {}, update=lambda w, g, state, stats, h: (w, state))

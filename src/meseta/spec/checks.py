@@ -1,0 +1,22 @@
+"""Checks that several specs share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from numbers import Real
+
+from meseta.spec.errors import MesetaError, nearest
+
+
+def check_choice(owner: str, name: str, value: object, known: Collection[str]) -> None:
+    """Raise MesetaError unless `value` is one of `known`."""
+    if value not in known:
+        raise MesetaError(f"{owner}: {name} {value!r} is unknown; {nearest(value, known)}")
+
+
+def check_number(owner: str, name: str, value: object) -> float:
+    """The value; raises MesetaError unless it is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        raise MesetaError(f"{owner}: {name} must be a finite number, got {value!r}")
+    return float(value)
