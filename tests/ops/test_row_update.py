@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meseta.ops.row_optimizer import Hyper, RowOptimizer
-from meseta.ops.row_update import FeatureGradient, TableRows, reference, row_update
+from meseta.ops.row_update import Bags, FeatureGradient, TableRows, reference, row_update
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, OptimizerSpec
 
@@ -33,10 +33,8 @@ class Problem:
     optimizer: RowOptimizer
     tables: list[TableRows]
     features: list[FeatureGradient]
-    ids: Tensor
-    offsets: Tensor
+    bags: Bags
     gradients: list[Tensor]
-    weights: Tensor | None
 
     def run(self) -> list[Tensor]:
         """Updated copies of all rows and states; the problem stays as it was."""
@@ -44,7 +42,8 @@ class Problem:
             replace(t, weight=t.weight.clone(), state={name: s.clone() for name, s in t.state.items()})
             for t in self.tables
         ]
-        row_update(self.optimizer, tables, self.features, self.ids, self.offsets, self.gradients, self.weights)
+        hypers = [Hyper(0.1, 3, table.weight.shape[1]) for table in tables]
+        row_update(self.optimizer, tables, hypers, self.features, self.bags, self.gradients)
         return [tensor for t in tables for tensor in (t.weight, *t.state.values())]
 
     def as_float64(self) -> Problem:
@@ -72,23 +71,31 @@ def make_problem(
     for t, dim in enumerate(dims):
         weight = torch.from_numpy(random.normal(size=(int(random.integers(1, 30)), dim))).to(dtype)
         state = {n: s + torch.from_numpy(random.random(s.shape)).to(s) for n, s in record.init(weight).items()}
-        tables.append(TableRows(weight=weight, state=state, hyper=Hyper(0.1, 3, dim), key=int(random.integers(2**63))))
-        for _ in range(2):
+        tables.append(TableRows(weight=weight, state=state, key=int(random.integers(2**63))))
+        for k in range(2):
+            position = 2 * t + k
             length = random.integers(0, max_length + 1, num_samples) * random.integers(0, 2, num_samples)
             lengths.append(length)
             ids.append(random.integers(0, weight.shape[0], length.sum()))
             kind = kinds[int(random.integers(len(kinds)))]
             if kind == "n":
                 gradients.append(torch.from_numpy(random.normal(size=(length.sum(), dim))).float())
-                features.append(FeatureGradient(table=t, gradient=len(gradients), per_id=True))
+                features.append(FeatureGradient(position, t, len(gradients), per_id=True))
             else:
-                features.append(FeatureGradient(table=t, gradient=0, column=column, weighted=kind == "w"))
+                features.append(FeatureGradient(position, t, 0, column, weighted=kind == "w"))
                 column += dim
     offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64))
     values = torch.from_numpy(np.concatenate(ids).astype(np.int64))
     pooled = torch.from_numpy(random.normal(size=(num_samples, width))).float()
     weights = torch.from_numpy(random.normal(size=values.numel())).float()
-    return Problem(record, tables, features, values, offsets, [pooled, *gradients], weights)
+    return Problem(record, tables, features, Bags(values, offsets, num_samples, weights), [pooled, *gradients])
+
+
+def step_sgd(table: TableRows, bags: Bags, gradient: Tensor, lr: float = 0.1) -> None:
+    """One feature, one table."""
+    sgd = make_row_optimizer(OptimizerSpec(name="sgd"))
+    hyper = Hyper(lr, 1, table.weight.shape[1])
+    row_update(sgd, [table], [hyper], [FeatureGradient(0, 0, 0)], bags, [gradient])
 
 
 def by_reference(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
@@ -131,15 +138,15 @@ def test_ragged_batches_against_float64(
 def test_sgd_equals_a_dense_gradient_in_torch() -> None:
     problem = make_problem(3, "sgd", dims=(20,), kinds="pw").as_float64()
     weight = problem.tables[0].weight.clone().requires_grad_()
-    num_samples = (problem.offsets.numel() - 1) // 2
+    bags = problem.bags
     loss: Any = 0.0
     for f, feature in enumerate(problem.features):
-        for b in range(num_samples):
-            start, stop = problem.offsets[f * num_samples + b : f * num_samples + b + 2].tolist()
-            rows = weight[problem.ids[start:stop]]
+        for b in range(bags.num_samples):
+            start, stop = bags.offsets[f * bags.num_samples + b : f * bags.num_samples + b + 2].tolist()
+            rows = weight[bags.ids[start:stop]]
             if feature.weighted:
-                assert problem.weights is not None
-                rows = rows * problem.weights[start:stop, None].double()
+                assert bags.weights is not None
+                rows = rows * bags.weights[start:stop, None].double()
             loss = loss + (rows.sum(0) * problem.gradients[0][b, feature.column : feature.column + 20]).sum()
     loss.backward()
     assert weight.grad is not None
@@ -151,9 +158,8 @@ def test_contributions_are_summed_in_blocks_of_256_samples() -> None:
     tiny = 2.0**-24
     gradient = torch.full((512, 1), tiny)
     gradient[0] = 1.0
-    table = TableRows(weight=torch.zeros(1, 1), state={}, hyper=Hyper(1.0, 1, 1))
-    ids, offsets = torch.zeros(512, dtype=torch.int64), torch.arange(513)
-    row_update(make_row_optimizer(OptimizerSpec(name="sgd")), [table], [FeatureGradient(0, 0)], ids, offsets, [gradient])
+    table = TableRows(weight=torch.zeros(1, 1), state={})
+    step_sgd(table, Bags(torch.zeros(512, dtype=torch.int64), torch.arange(513), 512), gradient, lr=1.0)
     assert table.weight.item() == -(1.0 + 256 * tiny)
 
 
@@ -166,7 +172,7 @@ def test_threads_and_id_types_do_not_change_a_bit(dtype: torch.dtype) -> None:
         one = problem.run()
         torch.set_num_threads(3)
         assert same(one, problem.run())
-        assert same(one, replace(problem, ids=problem.ids.int()).run())
+        assert same(one, replace(problem, bags=replace(problem.bags, ids=problem.bags.ids.int())).run())
     finally:
         torch.set_num_threads(before)
 
@@ -191,25 +197,21 @@ def test_stochastic_rounding_gives_a_neighbour_and_the_mean(dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_special_values_survive_rounding(dtype: torch.dtype) -> None:
     special = torch.tensor([[0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1.0, -2.5, 2.0**-24]])
-    table = TableRows(weight=special.to(dtype), state={}, hyper=Hyper(0.0, 1, 8))
-    sgd = make_row_optimizer(OptimizerSpec(name="sgd"))
-    row_update(sgd, [table], [FeatureGradient(0, 0)], torch.tensor([0]), torch.tensor([0, 1]), [torch.zeros(1, 8)])
+    table = TableRows(weight=special.to(dtype), state={})
+    step_sgd(table, Bags(torch.tensor([0]), torch.tensor([0, 1]), 1), torch.zeros(1, 8))
     torch.testing.assert_close(table.weight, special.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("bad", [-1, 5, 2**40, -(2**63)])
 def test_an_id_outside_is_refused(bad: int) -> None:
-    table = TableRows(weight=torch.zeros(5, 4), state={}, hyper=Hyper(0.1, 1, 4))
-    sgd = make_row_optimizer(OptimizerSpec(name="sgd"))
+    table = TableRows(weight=torch.zeros(5, 4), state={})
     with pytest.raises(MesetaError, match=r"outside 0\.\.4"):
-        row_update(sgd, [table], [FeatureGradient(0, 0)], torch.tensor([bad]), torch.tensor([0, 1]), [torch.ones(1, 4)])
+        step_sgd(table, Bags(torch.tensor([bad]), torch.tensor([0, 1]), 1), torch.ones(1, 4))
+    assert not table.weight.any()
 
 
 @pytest.mark.parametrize("offsets", [[0, 2], [0, -1], [2, 1], [-5, 1]])
 def test_offsets_that_leave_the_ids_are_refused(offsets: list[int]) -> None:
-    table = TableRows(weight=torch.zeros(5, 4), state={}, hyper=Hyper(0.1, 1, 4))
-    sgd = make_row_optimizer(OptimizerSpec(name="sgd"))
+    table = TableRows(weight=torch.zeros(5, 4), state={})
     with pytest.raises(MesetaError, match="offsets"):
-        row_update(
-            sgd, [table], [FeatureGradient(0, 0)], torch.tensor([0]), torch.tensor(offsets), [torch.ones(1, 4)]
-        )
+        step_sgd(table, Bags(torch.tensor([0]), torch.tensor(offsets), 1), torch.ones(1, 4))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,7 +102,7 @@ class _Tracer:
         names = enumerate(self.kinds.items())
         self.state = {name: self.graph.leaf(Op.LOAD_STATE, kind, index) for index, (name, kind) in names}
         fields = {name: self.graph.hyper(name) for name in ("lr", "step", "embedding_dim")}
-        self.hyper = cast(Hyper, _SymbolicHyper(**fields))
+        self.hyper = _SymbolicHyper(**fields)
 
     def program(self) -> Program:
         given: dict[str, Symbol] = {}
@@ -176,10 +176,12 @@ class _Tracer:
 
 
 @dataclass(frozen=True, eq=False)
-class _SymbolicHyper:
-    lr: Number
-    step: Number
-    embedding_dim: Number
+class _SymbolicHyper(Hyper):
+    """A Hyper, as optimizers' annotations say, whose numbers are symbols."""
+
+    lr: Any
+    step: Any
+    embedding_dim: Any
 
 
 @dataclass(frozen=True)

@@ -333,26 +333,27 @@ void pack(Table& table, const Batch& batch) {
                                 std::to_string(table.num_ids) + " ids is too large for one update");
 }
 
-// The features of a call: for each (table, gradient, stride, per id, weighted), ids side by side.
-constexpr size_t kFeatureFields = 5;
+// The features of a call: for each (position in the offsets, table, gradient, stride, per id, weighted).
+constexpr size_t kFeatureFields = 6;
 
 void row_update(const std::vector<uint64_t>& table_fields, const std::vector<uint64_t>& states, int kind,
                 const std::vector<int>& state_is_row, uintptr_t code, int64_t num_instructions, uintptr_t uniforms,
                 int num_uniforms, const std::vector<uint64_t>& feature_fields, uintptr_t ids, int64_t num_ids,
-                bool wide_ids, uintptr_t offsets, int64_t num_bags, uintptr_t weights, uint32_t step,
-                int num_threads) {
+                bool wide_ids, uintptr_t offsets, int64_t num_offsets, int64_t num_bags, uintptr_t weights,
+                uint32_t step, int num_threads) {
   nb::gil_scoped_release unlocked;
   const Program program(reinterpret_cast<const int32_t*>(code), num_instructions, state_is_row, num_uniforms, 0);
   const Batch batch{reinterpret_cast<const void*>(ids), wide_ids, reinterpret_cast<const int64_t*>(offsets), num_ids,
                     num_bags,                           reinterpret_cast<const float*>(weights), step};
-  const size_t num_features = feature_fields.size() / kFeatureFields;
-  check_offsets(batch.offsets, int64_t(num_features) * num_bags + 1, num_ids);
+  if (num_bags <= 0) return;
+  check_offsets(batch.offsets, num_offsets, num_ids);
   std::vector<Table> tables = read_tables(table_fields, states, state_is_row.size(),
                                           reinterpret_cast<const float*>(uniforms), size_t(num_uniforms));
-  for (size_t f = 0; f < num_features; ++f) {
-    const uint64_t* x = feature_fields.data() + f * kFeatureFields;
-    tables.at(x[0]).features.push_back({reinterpret_cast<const float*>(x[1]), int64_t(x[2]), x[3] != 0,
-                                        x[4] != 0 && weights != 0, batch.offsets + int64_t(f) * num_bags});
+  for (size_t f = 0; f + kFeatureFields <= feature_fields.size(); f += kFeatureFields) {
+    const uint64_t* x = feature_fields.data() + f;
+    if ((int64_t(x[0]) + 1) * num_bags >= num_offsets) throw std::invalid_argument("a feature lies outside the offsets");
+    tables.at(x[1]).features.push_back({reinterpret_cast<const float*>(x[2]), int64_t(x[3]), x[4] != 0,
+                                        x[5] != 0 && weights != 0, batch.offsets + int64_t(x[0]) * num_bags});
   }
   for (Table& table : tables) pack(table, batch);
   const std::vector<Task> tasks = cut(tables, num_threads);
@@ -413,7 +414,7 @@ void bind_row_update(nb::module_& m) {
   m.def("row_update", &row_update, nb::arg("tables"), nb::arg("states"), nb::arg("kind"), nb::arg("state_is_row"),
         nb::arg("code"), nb::arg("num_instructions"), nb::arg("uniforms"), nb::arg("num_uniforms"),
         nb::arg("features"), nb::arg("ids"), nb::arg("num_ids"), nb::arg("wide_ids"), nb::arg("offsets"),
-        nb::arg("num_bags"), nb::arg("weights"), nb::arg("step"), nb::arg("num_threads"));
+        nb::arg("num_offsets"), nb::arg("num_bags"), nb::arg("weights"), nb::arg("step"), nb::arg("num_threads"));
   m.def("row_apply", &row_apply, nb::arg("tables"), nb::arg("states"), nb::arg("kind"), nb::arg("state_is_row"),
         nb::arg("code"), nb::arg("num_instructions"), nb::arg("uniforms"), nb::arg("num_uniforms"),
         nb::arg("num_stats"), nb::arg("rows"), nb::arg("gradient"), nb::arg("num_rows"), nb::arg("stats"),

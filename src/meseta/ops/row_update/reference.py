@@ -12,69 +12,42 @@ from meseta.ops.random_rows.reference import philox
 from meseta.ops.row_lowering import Code
 from meseta.ops.row_optimizer import compute_dtype
 from meseta.ops.row_program import run_code
+from meseta.ops.row_update.call import FeatureGradient, UpdateCall
 
 
-def row_update(
-    tables: Sequence[Tensor],
-    states: Sequence[Tensor],
-    code: Tensor,
-    uniforms: Tensor,
-    state_is_row: Sequence[bool],
-    origins: Sequence[int],
-    features: Sequence[int],
-    ids: Tensor,
-    offsets: Tensor,
-    gradients: Sequence[Tensor],
-    weights: Tensor | None,
-    step: int,
-) -> None:
-    """The operator behind meseta.ops.row_update.row_update, by the same arguments."""
-    num_states = len(state_is_row)
-    for t, table in enumerate(tables):
-        rows, sums = _sum_gradients(table, t, features, ids, offsets, gradients, weights)
+def row_update(call: UpdateCall) -> None:
+    """The operator behind meseta.ops.row_update.row_update."""
+    num_states, features = len(call.state_is_row), call.features_as_read()
+    for t, table in enumerate(call.tables):
+        rows, sums = _sum_gradients(call, table, [f for f in features if f.table == t])
         if rows.numel() == 0:
             continue
-        own = states[t * num_states : (t + 1) * num_states]
-        picked = [state[rows] if state.dim() == 2 else state[rows][:, None] for state in own]
-        program = Code(instructions=code, num_element_registers=0, num_row_registers=0)
-        done = run_code(program, uniforms[t].tolist(), table[rows].to(sums.dtype), sums, picked, [])
-        first_row, first_column, key = origins[3 * t : 3 * t + 3]
-        table[rows] = round_rows(done.weight, table.dtype, rows + first_row, first_column, key, step)
-        for state, value in zip(own, done.state, strict=True):
+        kept = call.states[t * num_states : (t + 1) * num_states]
+        picked = [state[rows] if state.dim() == 2 else state[rows][:, None] for state in kept]
+        program = Code(instructions=call.code, num_element_registers=0, num_row_registers=0)
+        done = run_code(program, call.uniforms[t].tolist(), table[rows].to(sums.dtype), sums, picked, [])
+        first_row, first_column, key = call.origins[3 * t : 3 * t + 3]
+        table[rows] = round_rows(done.weight, table.dtype, rows + first_row, first_column, key, call.step)
+        for state, value in zip(kept, done.state, strict=True):
             state[rows] = value if state.dim() == 2 else value.squeeze(1)
 
 
-def _sum_gradients(
-    table: Tensor,
-    index: int,
-    features: Sequence[int],
-    ids: Tensor,
-    offsets: Tensor,
-    gradients: Sequence[Tensor],
-    weights: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _sum_gradients(call: UpdateCall, table: Tensor, features: Sequence[FeatureGradient]) -> tuple[Tensor, Tensor]:
     """Touched rows of one table and their summed gradients."""
-    num_features = len(features) // 5
-    num_bags = (offsets.numel() - 1) // num_features
-    bounds = offsets[:: max(num_bags, 1)].tolist() if num_bags else [0] * (num_features + 1)
-    dtype, dim = compute_dtype(table.dtype), table.shape[1]
-    parts, blocks, terms = [], [], []
-    for f in range(num_features):
-        own_table, matrix, column, per_id, weighted = features[5 * f : 5 * f + 5]
-        if own_table != index:
-            continue
-        start, stop = bounds[f], bounds[f + 1]
-        lengths = offsets[f * num_bags : (f + 1) * num_bags + 1].diff()
-        sample = torch.repeat_interleave(torch.arange(num_bags, device=ids.device), lengths)
-        term = gradients[matrix][:, column : column + dim].to(dtype)
-        term = term if per_id else term[sample]
-        if weighted and weights is not None:
-            term = term * weights[start:stop, None].to(dtype)
+    ids, num_bags, dim, dtype = call.ids, call.num_bags, table.shape[1], compute_dtype(table.dtype)
+    parts, blocks = [ids.new_empty(0).long()], [ids.new_empty(0).long()]
+    terms = [table.new_empty(0, dim, dtype=dtype)]
+    for index, f in enumerate(features):
+        own = call.offsets[f.position * num_bags : (f.position + 1) * num_bags + 1]
+        start, stop = int(own[0]), int(own[-1])
+        sample = torch.repeat_interleave(torch.arange(num_bags, device=ids.device), own.diff())
+        term = call.gradients[f.gradient][:, f.column : f.column + dim].to(dtype)
+        term = term if f.per_id else term[sample]
+        if f.weighted and call.weights is not None:
+            term = term * call.weights[start:stop, None].to(dtype)
         parts.append(ids[start:stop].long())
-        blocks.append(f * (num_bags // BLOCK_SAMPLES + 1) + sample // BLOCK_SAMPLES)
+        blocks.append(index * (num_bags // BLOCK_SAMPLES + 1) + sample // BLOCK_SAMPLES)
         terms.append(term)
-    if not parts:
-        return ids.new_empty(0).long(), table.new_empty(0, dim, dtype=dtype)
     gradient = torch.cat(terms)
     source = torch.arange(gradient.shape[0], device=ids.device)
     return coalesce(torch.cat(parts), source, torch.cat(blocks), gradient)
