@@ -1,0 +1,91 @@
+"""What an update is given: tables, features, bags; and the same as the flat arguments of the operator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from meseta.jagged.shapes import Float, Int
+from meseta.ops.row_optimizer import RowState
+
+
+@dataclass(frozen=True)
+class TableRows:
+    """A shard of a table, updated in place."""
+
+    weight: Float[Tensor, "rows columns"]
+    """Contiguous; float32, float16, bfloat16 or (through the reference) float64."""
+    state: RowState
+    """By name: [rows, columns] or [rows], float32 (float64 beside float64 rows)."""
+    key: int = 0
+    """64-bit key of the random bits that round 16-bit rows."""
+    first_row: int = 0
+    """Row of the whole table that is row 0 here; the random bits go by the rows of the whole table."""
+    first_column: int = 0
+    """Likewise; a multiple of 16."""
+
+
+@dataclass(frozen=True)
+class FeatureGradient:
+    """Where the ids and the gradient of one feature lie."""
+
+    position: int
+    """Which of the features in the offsets it is."""
+    table: int
+    """Index of the table that the feature reads."""
+    gradient: int
+    """Index of the matrix that holds its gradient."""
+    column: int = 0
+    """First column of its gradient there."""
+    per_id: bool = False
+    """False: one row of the matrix per bag (pooled). True: one per id of this feature (not pooled)."""
+    weighted: bool = False
+    """Whether the contribution of an id is the bag's gradient times the id's weight."""
+
+
+@dataclass(frozen=True)
+class Bags:
+    """Ids of a batch."""
+
+    ids: Int[Tensor, " nnz"]
+    """Feature-major, int32 or int64."""
+    offsets: Int[Tensor, " F_times_B_plus_1"]
+    """Bag b of the feature at position p is ids[offsets[p * B + b] : offsets[p * B + b + 1]]."""
+    num_samples: int
+    """B."""
+    weights: Float[Tensor, " nnz"] | None = None
+    """One per id, read for weighted features."""
+
+
+@dataclass(frozen=True)
+class UpdateCall:
+    """The operator's arguments, in the order of its schema."""
+
+    tables: list[Tensor]
+    states: list[Tensor]
+    """All states of the first table, then of the second, in the order of the program."""
+    code: Tensor
+    """Instructions [n, 5] of meseta.ops.row_program."""
+    uniforms: Tensor
+    """float64 [tables, uniforms]."""
+    state_is_row: list[bool]
+    origins: list[int]
+    """For each table: first row, first column, key."""
+    features: list[int]
+    """For each feature: the fields of FeatureGradient."""
+    ids: Tensor
+    offsets: Tensor
+    num_bags: int
+    gradients: list[Tensor]
+    weights: Tensor | None
+    step: int
+
+    def features_as_read(self) -> list[FeatureGradient]:
+        """The features as they were given."""
+        fields = [self.features[f : f + FEATURE_FIELDS] for f in range(0, len(self.features), FEATURE_FIELDS)]
+        return [FeatureGradient(p, t, g, c, bool(per_id), bool(weighted)) for p, t, g, c, per_id, weighted in fields]
+
+
+FEATURE_FIELDS = 6
+"""Numbers of a FeatureGradient."""
