@@ -9,6 +9,7 @@ from types import FrameType
 
 import typer
 
+from meseta.cli.bench import app as bench_app
 from meseta.cli.data import app as data_app
 from meseta.cli.evaluate import evaluate
 from meseta.cli.launch import FOLLOWS, LOST, follow_launcher, is_loss_of_peer, way_on
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.add_typer(data_app, name="data")
 app.command()(prepare)
 app.command()(train)
+app.add_typer(bench_app, name="bench")
 app.command(name="eval")(evaluate)
 app.command()(predict)
 app.command()(report)

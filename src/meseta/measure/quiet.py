@@ -1,0 +1,42 @@
+"""Whether others used the processor while something was timed (Linux; elsewhere nobody is ever seen)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ProcessorTime:
+    """Processor seconds since some start."""
+
+    all: float
+    """Of everybody, all processors together; time that the hypervisor took away counts too."""
+    own: float
+    """Of the processes asked for."""
+
+    def others_since(self, before: ProcessorTime, elapsed_s: float) -> float:
+        """Processors that others kept busy, on average, between two readings."""
+        busy = (self.all - before.all) - (self.own - before.own)
+        return max(busy, 0.0) / max(elapsed_s, 1e-9)
+
+
+def processor_s(pids: Sequence[int]) -> ProcessorTime:
+    """The present reading, for processes `pids`; zeros where the system does not tell."""
+    try:
+        # user nice system idle iowait irq softirq steal, in clock ticks
+        ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        busy = sum(ticks) - ticks[3] - ticks[4]
+        own = sum(_ticks_of(pid) for pid in pids)
+    except (OSError, IndexError, ValueError):
+        return ProcessorTime(0.0, 0.0)
+    per_s = os.sysconf("SC_CLK_TCK")
+    return ProcessorTime(busy / per_s, own / per_s)
+
+
+def _ticks_of(pid: int) -> int:
+    """User and system time of a process; its name, which may hold blanks, ends with the last bracket."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])

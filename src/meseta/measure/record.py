@@ -1,0 +1,89 @@
+"""Figures as lines of a CSV file that keeps history: what, how much, beside whom, on what."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+COLUMNS = ("date", "commit", "benchmark", "case", "metric", "value", "unit", "peer", "ratio", "hardware", "versions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One figure beside another of the same run."""
+
+    benchmark: str
+    """'ops', 'e2e', 'ingest', ..."""
+    case: str
+    """What was measured: configuration, dtype, threads."""
+    metric: str
+    value: float
+    unit: str
+    peer: str
+    """Whose figure stands beside it."""
+    peer_value: float
+    versions: Mapping[str, str]
+    """Package -> version, of both."""
+
+    @property
+    def ratio(self) -> float:
+        """Above 1 where ours is better: times and sizes are better when smaller, rates when larger."""
+        better_when_small = self.unit in ("s", "ms", "MB")
+        return self.peer_value / self.value if better_when_small else self.value / self.peer_value
+
+
+def append(path: Path, comparisons: Sequence[Comparison]) -> None:
+    """Add a line per comparison; a new file begins with the names of the columns."""
+    is_new = not path.exists()
+    about = (datetime.date.today().isoformat(), commit()), hardware()
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file)
+        if is_new:
+            writer.writerow(COLUMNS)
+        writer.writerows(_row(comparison, *about) for comparison in comparisons)
+
+
+def _row(c: Comparison, when: tuple[str, str], machine: str) -> list[str]:
+    versions = " ".join(f"{name} {version}" for name, version in c.versions.items())
+    return [
+        *when,
+        c.benchmark,
+        c.case,
+        c.metric,
+        f"{c.value:.6g}",
+        c.unit,
+        f"{c.peer} {c.peer_value:.6g} {c.unit}",
+        f"{c.ratio:.2f}",
+        machine,
+        f"python {platform.python_version()} {versions}",
+    ]
+
+
+def commit() -> str:
+    """The commit of this source, with '+' where it was changed since; '' outside a checkout."""
+    folder = Path(__file__).resolve().parents[1]
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=folder, check=False)
+
+    try:
+        head = git("rev-parse", "--short", "HEAD")
+        changed = git("diff", "--quiet", "HEAD", "--", ".").returncode == 1
+    except OSError:
+        return ""
+    return "" if head.returncode else head.stdout.strip() + "+" * changed
+
+
+def hardware() -> str:
+    """The processor's own name where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]}, {len(names)} threads" if names else platform.machine()

@@ -1,0 +1,125 @@
+"""DLRM training as users get it, as a contender of `meseta bench e2e`, and the check that comes before."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from meseta.comm import World
+from meseta.config import DenseOptimizerConfig
+from meseta.data import Batch
+from meseta.embedding import EmbeddingBagCollection, shard
+from meseta.jagged import KeyedJaggedTensor
+from meseta.measure.contender import Contender
+from meseta.measure.e2e_peers import PlainDLRM
+from meseta.measure.traffic import Samples, Training, make_samples
+from meseta.models import DLRM
+from meseta.ops.core import instruction_set
+from meseta.optim.dense import make_dense_optimizer
+from meseta.pipeline import TrainStep
+from meseta.spec import FeatureSpec, InitSpec, OptimizerSpec, TableSpec
+
+LR = 0.01
+NUM_CHECKED = 5
+TOLERANCE = 1e-5
+
+
+class Ours(Contender):
+    """TrainStep on a DLRM; on several ranks through `meseta.shard`."""
+
+    def __init__(self, training: dict[str, Any], optimizer: str, dense_dtype: str = "float32") -> None:
+        super().__init__()
+        self.training = Training.from_json(training)
+        self.world = World.current()
+        # Constant rows are quick to make, and as fast as any others.
+        model = _make_model(self.training, optimizer, dense_dtype, InitSpec(kind="constant", scale=LR))
+        self.step = _make_step(model, self.world)
+        self.samples = make_samples(self.training, self.world.rank, self.world.size)
+        self.actions = {"step": self._train}
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "actions": list(self.actions),
+            "samples_per_call": self.training.traffic.batch_size,
+            "versions": {"torch": torch.__version__, "isa": instruction_set()},
+        }
+
+    def barrier(self) -> None:
+        self.world.barrier()
+
+    def _train(self, call: int) -> None:
+        self.step(_make_batch(self.samples[call % len(self.samples)]))
+
+
+class Gate(Contender):
+    """Answers `check`."""
+
+    def facts(self) -> dict[str, Any]:
+        return {"actions": []}
+
+    def check(self, training: dict[str, Any]) -> list[str]:
+        """Losses of ours and of plain PyTorch from equal weights, both with SGD: a line where they differ."""
+        shape = Training.from_json(training)
+        model = _make_model(shape, "sgd", "float32", InitSpec(kind="uniform", scale=0.1))
+        twin = _make_twin(model, shape)
+        step, optimizer = _make_step(model, World.single()), torch.optim.SGD(twin.parameters(), lr=LR)
+        wrong = []
+        for index, samples in enumerate(make_samples(shape)[:NUM_CHECKED], start=1):
+            ours = step(_make_batch(samples)).loss
+            optimizer.zero_grad()
+            logits = twin(torch.from_numpy(samples.dense), torch.from_numpy(samples.ids))
+            loss = nn.functional.binary_cross_entropy_with_logits(logits, torch.from_numpy(samples.label))
+            loss.backward()
+            optimizer.step()
+            if not abs(ours - loss.item()) <= TOLERANCE:
+                wrong.append(f"{shape.name}, step {index}: our loss is {ours!r}, plain PyTorch's {loss.item()!r}")
+        return wrong
+
+
+def _make_model(training: Training, optimizer: str, dense_dtype: str, init: InitSpec) -> DLRM:
+    spec = OptimizerSpec(name=optimizer, lr=LR)
+    tables = [
+        TableSpec(name=f"t{f}", num_embeddings=rows, embedding_dim=training.dim, init=init, optimizer=spec)
+        for f, rows in enumerate(training.traffic.rows)
+    ]
+    features = [FeatureSpec(name=f"f{f}", table=table.name) for f, table in enumerate(tables)]
+    return DLRM(
+        EmbeddingBagCollection(tables, features),
+        num_dense=training.num_dense,
+        bottom_mlp=(*training.bottom_mlp, training.dim),
+        top_mlp=training.top_mlp,
+        dtype=cast(Any, dense_dtype),
+    )
+
+
+def _make_step(model: DLRM, world: World) -> TrainStep:
+    model = shard(model, world=world)
+    return TrainStep(
+        cast(Any, model), make_dense_optimizer(DenseOptimizerConfig(name="sgd", lr=LR), model.parameters()), world
+    )
+
+
+def _make_batch(samples: Samples) -> Batch:
+    """As the reader gives it: the KeyedJaggedTensor is new in every step."""
+    num_features, batch_size, bag_size = samples.ids.shape
+    sparse = KeyedJaggedTensor(
+        keys=tuple(f"f{f}" for f in range(num_features)),
+        values=torch.from_numpy(samples.ids.reshape(-1)),
+        lengths=torch.full((num_features * batch_size,), bag_size),
+    )
+    return Batch(dense=torch.from_numpy(samples.dense), sparse=sparse, label=torch.from_numpy(samples.label))
+
+
+@torch.no_grad()
+def _make_twin(model: DLRM, training: Training) -> PlainDLRM:
+    """Plain PyTorch with the same weights."""
+    twin = PlainDLRM(training)
+    tables: list[Tensor] = [own.weight for own in cast(EmbeddingBagCollection, model.embeddings).shards]
+    for table, weight in zip(twin.tables.parameters(), tables, strict=True):
+        table.copy_(weight)
+    for theirs, ours in ((twin.bottom, model.bottom_mlp), (twin.top, model.top_mlp)):
+        for target, source in zip(theirs.parameters(), ours.parameters(), strict=True):
+            target.copy_(source)
+    return twin
