@@ -48,8 +48,11 @@ type: .venv/installed
 docs: .venv/installed
 	$(BIN)/python -m pytest tests/docs tests/examples $(TEST_ARGS)
 
+# PEER_PYTHON=/path/to/python names the interpreter that has FBGEMM and TorchRec.
 bench: .venv/installed
 	@for file in benchmarks/bench_*.py; do $(BIN)/python "$$file" || exit 1; done
+	$(BIN)/meseta bench ops --out benchmarks/results.csv
+	$(BIN)/meseta bench e2e --out benchmarks/results.csv
 
 # Other data and runs are the user's own and stay.
 clean:

@@ -1,0 +1,81 @@
+"""Contenders in processes of their own take turns, and one that fails does not stop the others."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meseta.measure.contest import Effort, Timing, packs, run_contest
+from meseta.measure.quiet import ProcessorTime, processor_s
+from meseta.measure.team import Member, Team, Window
+from meseta.spec import MesetaError
+
+QUICK = Effort(num_starts=1, num_rounds=2, window_s=0.02, max_others=100.0)
+
+
+@pytest.fixture
+def sleeper(monkeypatch: pytest.MonkeyPatch) -> Member:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    return Member(name="sleeper", entry="sleeper:Sleeper", arguments={"milliseconds": 2.0})
+
+
+def test_a_contest_times_all_and_names_those_that_fail(sleeper: Member) -> None:
+    slow = replace(sleeper, variant=("slow",), arguments={"milliseconds": 6.0}, num_ranks=2)
+    broken = [
+        replace(sleeper, variant=(how,), arguments={"milliseconds": 0.0, "fails": how})
+        for how in ("start", "action", "exit")
+    ]
+    log: list[str] = []
+    outcome = run_contest([sleeper, *broken, slow], QUICK, log.append)
+    assert log == [f"start {member.title}" for member in (sleeper, *broken, slow)]
+    times = [outcome.seconds(member, "nap", 1) for member in (sleeper, slow)]
+    assert times[0] and times[1] and 0.002 < times[0] < times[1]
+    assert len(outcome.timings["sleeper slow", "nap", 1].windows) == 2
+    assert outcome.facts["sleeper slow"]["rank"] == "0"
+    assert outcome.failures == {
+        "sleeper start": "sleeper start: ValueError: cannot be built",
+        "sleeper action": "sleeper action: RuntimeError: nap was cut short",
+        "sleeper exit": "sleeper exit: its process ended: exit code 3; noise on standard output",
+    }
+
+
+def test_an_interpreter_that_is_not_there(sleeper: Member) -> None:
+    with pytest.raises(MesetaError, match="sleeper: cannot start '/nowhere/python'"):
+        Team(replace(sleeper, python="/nowhere/python"))
+
+
+def test_another_interpreter_sees_this_folder_alone(tmp_path: Path) -> None:
+    """Peers live where neither this package nor what it needs is installed."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # -S: no installed packages at all
+    python.chmod(0o755)
+    team = Member(name="peer", entry="meseta.measure.contender:Contender", arguments={}, python=str(python))
+    with Team(team) as running:
+        assert running.facts == {}
+    broken = replace(team, entry="meseta.measure.ops_peers:Fbgemm")
+    with pytest.raises(MesetaError, match="No module named 'torch'"):
+        Team(broken)
+
+
+def test_packs_fill_the_memory(sleeper: Member) -> None:
+    members = [
+        replace(sleeper, variant=(str(i),), memory_bytes=size) for i, size in enumerate((4.0, 3.0, 2.0, 9.0, 1.0))
+    ]
+    assert [[m.memory_bytes for m in pack] for pack in packs(members, 7.0)] == [[4.0, 3.0], [2.0], [9.0], [1.0]]
+    assert list(packs([], 7.0)) == []
+
+
+def test_disturbed_windows_do_not_count_while_others_do() -> None:
+    quiet, loud = [Window(s, 0.0) for s in (1.0, 2.0, 9.0)], [Window(100.0, 0.9)] * 2
+    timing = Timing((*quiet, *loud), max_others=0.15)
+    assert timing.seconds == 2.0 and not timing.is_noisy
+    noisy = Timing((*quiet[:1], *loud), max_others=0.15)
+    assert noisy.seconds == 100.0 and noisy.is_noisy
+
+
+def test_others_are_all_but_us() -> None:
+    before, after = ProcessorTime(all=8.0, own=3.0), ProcessorTime(all=12.0, own=4.0)
+    assert after.others_since(before, 2.0) == 1.5
+    assert before.others_since(before, 2.0) == 0.0
+    assert processor_s([2**30]) == ProcessorTime(0.0, 0.0)  # a process that has gone

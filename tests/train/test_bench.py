@@ -1,0 +1,71 @@
+"""The contenders of `meseta bench e2e`."""
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from meseta.measure import e2e
+from meseta.measure.contest import Outcome, Timing
+from meseta.measure.e2e_peers import Plain
+from meseta.measure.peers import Peers
+from meseta.measure.team import Window
+from meseta.measure.traffic import make_samples
+from meseta.measure.workloads import E2E, small
+from meseta.train.bench import Gate, Ours
+
+ENTRIES = e2e.Entries(contender="meseta.train.bench:Ours", gate="meseta.train.bench:Gate")
+ALL = Peers("peer-python", frozenset({"PyTorch", "TorchRec"}), ())
+TINY = {t.name: replace(t, traffic=small(t.traffic, max_rows=50, max_batch=16, max_tables=5)) for t in E2E}
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("name", ["d16_2k", "rm1"])
+def test_our_losses_are_plain_pytorch_s(name: str) -> None:
+    pytest.importorskip("meseta._C")
+    assert Gate().check(asdict(TINY[name])) == []
+
+
+def test_the_gate_sees_another_learning_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("meseta._C")
+    from meseta.train import bench
+
+    monkeypatch.setattr(bench, "TOLERANCE", -1.0)
+    wrong = Gate().check(asdict(TINY["d16_2k"]))
+    assert len(wrong) == 5 and wrong[0].startswith("d16_2k, step 1: our loss is ")
+
+
+def test_contenders_take_steps() -> None:
+    pytest.importorskip("meseta._C")
+    torch.use_deterministic_algorithms(False)
+    for contender in (Ours(asdict(TINY["rm2"]), "sgd"), Plain(asdict(TINY["rm2"]), "sgd")):
+        assert contender.facts()["samples_per_call"] == 16
+        assert contender.time("step", 0, 2) > 0
+    plain = Plain(asdict(TINY["rm2"]), "sgd")
+    samples = make_samples(TINY["rm2"])[0]
+    losses = [plain.step(samples).item() for _ in range(5)]
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_the_best_peer_counts_and_autocast_does_not() -> None:
+    members = e2e.members(TINY["d16_2k"], (1, 2), ENTRIES, ALL)
+    members += e2e.members(TINY["d16_2k"], (2, 1), ENTRIES, ALL)
+    assert len({m.title for m in members}) == len(members) == 22
+    tuned = [m for m in members if "malloc" in m.variant]
+    assert len(tuned) == 8 and all("MALLOC_TOP_PAD_" in m.environment for m in tuned)
+    outcome = Outcome()
+    for index, member in enumerate(members):
+        seconds = 0.01 if "autocast" in member.variant else 0.1 + index
+        outcome.timings[member.title, "step", member.num_threads[0]] = Timing((Window(seconds, 0.0),), 0.15)
+        outcome.facts[member.title] = {"versions": {}}
+    result = e2e.E2eResult(training=TINY["d16_2k"], members=tuple(members), outcome=outcome)
+    best = result.best_peer(1)
+    assert best is not None and best.title == "PyTorch sgd float32 1 x 2"
+    found = {(c.case, c.peer): c.ratio for c in e2e.comparisons(result)}
+    assert found["d16_2k sgd float32 1 x 2", best.title] == pytest.approx(3.1 / 0.1)
+    assert ("d16_2k sgd float32 2 x 1", "ours sgd float32 1 x 2") in found
