@@ -52,6 +52,5 @@ SPECS = {
 every = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 
 
-
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)

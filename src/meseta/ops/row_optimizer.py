@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from meseta.ops.memory import empty
 from meseta.spec import COLUMN_BLOCK, MesetaError
 
 Value: TypeAlias = Any
@@ -62,12 +63,12 @@ class RowOptimizer:
 
 def element_state(weight: Tensor, fill: float = 0.0) -> Tensor:
     """[rows, D] of `fill`: state of which every element has one; float32, or float64 beside float64 rows."""
-    return torch.full_like(weight, fill, dtype=compute_dtype(weight.dtype))
+    return empty(weight.shape, compute_dtype(weight.dtype), weight.device, keep=False).fill_(fill)
 
 
 def row_state(weight: Tensor, fill: float = 0.0) -> Tensor:
     """[rows] of `fill`: state of which every row has one; float32, or float64 beside float64 rows."""
-    return torch.full((weight.shape[0],), fill, dtype=compute_dtype(weight.dtype), device=weight.device)
+    return empty(weight.shape[:1], compute_dtype(weight.dtype), weight.device, keep=False).fill_(fill)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -81,10 +82,10 @@ def where(condition: Value, chosen: Value, other: Value) -> Value:
     Raises MesetaError for another condition, and where both are numbers.
     """
     if not isinstance(condition, Tensor):
-        choose = getattr(condition, "choose", None)
-        if choose is None:
-            raise MesetaError(f"where: the condition must be 'a > b' or 'a < b' on values of a row, got {condition!r}")
-        return choose(chosen, other)
+        if not hasattr(type(condition), "choose"):
+            found = type(condition).__name__
+            raise MesetaError(f"where: the condition must be 'a > b' or 'a < b' on values of a row, got {found}")
+        return condition.choose(chosen, other)
     if not isinstance(chosen, Tensor) and not isinstance(other, Tensor):
         raise MesetaError(f"where: one choice must be a value of the row, got the numbers {chosen!r} and {other!r}")
     return torch.where(condition, chosen, other)

@@ -157,6 +157,8 @@ class _Tracer:
         return stores
 
     def _stored(self, value: Any, what: str, kind: Kind) -> Symbol | Number:
+        if isinstance(value, bool) or not isinstance(value, Symbol | Number | int | float):
+            raise MesetaError(f"{self.owner}: {what} must be a value or a number, got {type(value).__name__}")
         stored = self.graph.operand(value)
         if kind == "row" and isinstance(stored, Symbol) and stored.kind == "element":
             raise MesetaError(
