@@ -17,7 +17,7 @@ def hash_categories_to_rows(
 ) -> None:
     """As `hash_categories`, but write the high 64 bits of hash * num_rows, a row in 0..num_rows-1."""
 
-def random_bits(key: int, first_row: int, first_column: int, out: NDArray[np.int64]) -> None:
+def random_bits(key: int, first_row: int, first_column: int, out: NDArray[np.int64], num_threads: int) -> None:
     """Fill out [rows, columns] with the Philox4x32-10 words of its cells."""
 
 def coalesce_float32(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meseta.ops.coalesce import BLOCK_SAMPLES, coalesce, reference
+from meseta.spec import MesetaError
 
 Problem = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
@@ -150,3 +151,34 @@ def test_expanded_gradients_and_int32_ids() -> None:
     ids = torch.tensor([2, 0, 2, 2], dtype=torch.int32)
     rows, sums = coalesce(ids, torch.arange(4), torch.zeros(4, dtype=torch.int64), gradient)
     assert rows.tolist() == [0, 2] and sums.tolist() == [[1.0] * 3, [3.0] * 3]
+
+
+@given(seed=st.integers(0, 2**32), nnz=st.integers(1, 60), scaled=st.booleans())
+def test_rows_anywhere_in_64_bits(seed: int, nnz: int, scaled: bool) -> None:
+    # Row and position do not fit one word here, and differences of rows pass 2^63.
+    _, source, block, gradient, scale = problem(seed, nnz, 5, 9, torch.float32, scaled, False)
+    random = np.random.default_rng(seed)
+    rows = random.integers(-(2**63), 2**63 - 1, 9)
+    ids = torch.from_numpy(rows[random.integers(0, 9, nnz)])
+    got, sums = coalesce(ids, source, block, gradient, scale)
+    expected = by_hand(ids, source, block, gradient, scale)
+    assert got.tolist() == sorted(expected)
+    assert all(np.array_equal(total.numpy(), expected[row]) for row, total in zip(got.tolist(), sums, strict=True))
+
+
+@pytest.mark.parametrize(("source", "message"), [([0, 3], "source 3 is outside 0..2"), ([-1, 0], "source -1")])
+def test_sources_outside_the_gradient_are_refused(source: list[int], message: str) -> None:
+    zeros = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(MesetaError, match=message):
+        coalesce(zeros, torch.tensor(source), zeros, torch.zeros(3, 4))
+
+
+def test_tensors_of_other_lengths_are_refused() -> None:
+    zeros = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(MesetaError, match="one length, got 2, 1 and 2"):
+        torch.ops.meseta.coalesce(zeros, zeros[:1], zeros, torch.zeros(3, 4), None)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_operator_is_registered_as_torch_wants(scaled: bool) -> None:
+    torch.library.opcheck(torch.ops.meseta.coalesce.default, problem(1, 50, 5, 9, torch.float32, scaled, False))

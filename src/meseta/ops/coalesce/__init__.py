@@ -8,6 +8,8 @@ from torch import Tensor
 from meseta.jagged.shapes import Float, Int
 from meseta.ops.coalesce import reference
 from meseta.ops.core import core
+from meseta.ops.library import register
+from meseta.spec import MesetaError
 
 BLOCK_SAMPLES = 256
 """Contributions are summed from left to right inside blocks of this many global samples; block sums are added after."""
@@ -29,25 +31,43 @@ def coalesce(
 
         ids = [7, 3, 7], source = [0, 1, 2]   ->   rows = [3, 7], sums = [g1, g0 + g2]
 
-    Float32 or float64; runs on the CPU's compiled core, on the reference elsewhere.
+    Float32 or float64; runs on the CPU's compiled core, on the reference elsewhere. Raises MesetaError for tensors of
+    unequal length and, on a CPU, for a source outside the gradient.
     """
-    if ids.numel() == 0:
-        return ids.new_empty(0), gradient.new_empty(0, gradient.shape[1])
-    if gradient.device.type != "cpu":
-        return reference.coalesce(ids, source, block, gradient, scale)
+    rows, sums = _operator(ids, source, block, gradient, scale)
+    return rows, sums
+
+
+def _cpu(ids: Tensor, source: Tensor, block: Tensor, gradient: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     if gradient.stride(-1) != 1:
         gradient = gradient.contiguous()
-    rows = torch.empty_like(ids, dtype=torch.int64)
+    rows = torch.empty(ids.numel(), dtype=torch.int64)
     sums = gradient.new_empty(ids.numel(), gradient.shape[1])
     run = core().coalesce_float64 if gradient.dtype == torch.float64 else core().coalesce_float32
-    num_rows = run(
-        ids.to(torch.int64).numpy(),
-        source.numpy(),
-        block.numpy(),
-        gradient.numpy(),
-        None if scale is None else scale.to(gradient.dtype).numpy(),
-        rows.numpy(),
-        sums.numpy(),
-        torch.get_num_threads(),
-    )
+    try:
+        num_rows = run(
+            ids.to(torch.int64).contiguous().numpy(),
+            source.contiguous().numpy(),
+            block.contiguous().numpy(),
+            gradient.numpy(),
+            None if scale is None else scale.to(gradient.dtype).contiguous().numpy(),
+            rows.numpy(),
+            sums.numpy(),
+            torch.get_num_threads(),
+        )
+    except ValueError as error:
+        raise MesetaError(f"coalesce: {error}") from None
     return rows[:num_rows], sums[:num_rows]
+
+
+def _fake(ids: Tensor, source: Tensor, block: Tensor, gradient: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    num_rows = torch.library.get_ctx().new_dynamic_size()
+    return ids.new_empty(num_rows, dtype=torch.int64), gradient.new_empty(num_rows, gradient.shape[1])
+
+
+_operator = register(
+    "coalesce(Tensor ids, Tensor source, Tensor block, Tensor gradient, Tensor? scale) -> (Tensor, Tensor)",
+    cpu=_cpu,
+    cuda=reference.coalesce,
+    fake=_fake,
+)

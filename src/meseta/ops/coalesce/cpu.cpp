@@ -4,14 +4,21 @@
 #include <nanobind/stl/optional.h>
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cstdint>
-#include <cstring>
+#include <memory>
+#include <numeric>
 #include <optional>
-#include <stdexcept>
-#include <utility>
 #include <vector>
 
+#include "ops/checks.h"
+#include "ops/parallel.h"
+#include "ops/radix.h"
+#include "ops/simd.h"
+
 namespace nb = nanobind;
+using namespace meseta;
 
 namespace {
 
@@ -24,87 +31,180 @@ using OutRows = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 template <typename T>
 using Scale = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-using Entry = std::pair<int64_t, int64_t>;  // (row, position)
+constexpr int64_t kSmall = 4096;  // contributions below which threads cost more than they save
+constexpr int64_t kAhead = 8;     // contributions whose gradient is on its way
 
 template <typename T>
 struct Contributions {
+  const int64_t* id;
   const int64_t* source;
   const int64_t* block;
+  int64_t count;
   const T* gradient;
   int64_t row_stride;
   const T* scale;  // may be null
   int64_t dim;
 
-  void copy(int64_t i, T* out) const {
-    const T* g = gradient + source[i] * row_stride;
+  void fetch(int64_t i) const { prefetch(gradient + source[i] * row_stride); }
+  void copy(int64_t i, T* __restrict out) const {
+    const T* __restrict g = gradient + source[i] * row_stride;
     if (scale == nullptr) {
-      std::memcpy(out, g, size_t(dim) * sizeof(T));
+      std::copy_n(g, dim, out);
     } else {
       for (int64_t d = 0; d < dim; ++d) out[d] = scale[i] * g[d];
     }
   }
-  void add(int64_t i, T* out) const {
-    const T* g = gradient + source[i] * row_stride;
+  void add(int64_t i, T* __restrict out) const {
+    const T* __restrict g = gradient + source[i] * row_stride;
     if (scale == nullptr) {
       for (int64_t d = 0; d < dim; ++d) out[d] += g[d];
     } else {
-      for (int64_t d = 0; d < dim; ++d) out[d] += scale[i] * g[d];
+      const T factor = scale[i];
+      for (int64_t d = 0; d < dim; ++d) out[d] += factor * g[d];
     }
   }
 };
 
-// One row: runs of equal block are summed first, then added to the row from left to right.
-template <typename T>
-void sum_row(const Contributions<T>& c, const Entry* first, const Entry* last, T* row, T* scratch) {
-  bool started = false;
-  while (first != last) {
-    T* sum = started ? scratch : row;
-    const int64_t block = c.block[first->second];
-    c.copy(first++->second, sum);
-    while (first != last && c.block[first->second] == block) c.add(first++->second, sum);
-    if (started) {
-      for (int64_t d = 0; d < c.dim; ++d) row[d] += scratch[d];
-    }
-    started = true;
+// How ids become entries: row - first, and the position behind it where 64 bits are enough for both.
+struct Packing {
+  uint64_t first;
+  int row_bits, position_bits;
+  bool fits() const { return row_bits + position_bits <= 64; }
+  uint64_t row(int64_t id) const { return uint64_t(id) - first; }
+};
+
+template <typename Entry>
+struct Packed;
+
+template <>
+struct Packed<uint64_t> {
+  static uint64_t make(const Packing& p, int64_t id, int64_t i) {
+    return p.row(id) << p.position_bits | uint64_t(i);
   }
+  static int64_t position(const Packing& p, uint64_t entry) {
+    return int64_t(entry & ((uint64_t{1} << p.position_bits) - 1));
+  }
+  static uint64_t row(const Packing& p, uint64_t entry) { return entry >> p.position_bits; }
+  static std::array<int, 2> bits(const Packing& p) { return {p.position_bits, p.position_bits + p.row_bits}; }
+};
+
+template <>
+struct Packed<KeyedEntry> {
+  static KeyedEntry make(const Packing& p, int64_t id, int64_t i) { return {p.row(id), uint64_t(i)}; }
+  static int64_t position(const Packing&, const KeyedEntry& entry) { return int64_t(entry.value); }
+  static uint64_t row(const Packing&, const KeyedEntry& entry) { return entry.key; }
+  static std::array<int, 2> bits(const Packing& p) { return {0, p.row_bits}; }
+};
+
+template <typename T>
+Packing look(const Contributions<T>& c, int64_t num_sources) {
+  int64_t low = c.id[0], high = c.id[0];
+  uint64_t source = 0;
+  for (int64_t i = 0; i < c.count; ++i) {
+    low = std::min(low, c.id[i]);
+    high = std::max(high, c.id[i]);
+    source = std::max(source, uint64_t(c.source[i]));
+  }
+  if (source >= uint64_t(num_sources))
+    refuse("source ", int64_t(source), " is outside 0..", num_sources - 1, ", the rows of the gradient");
+  return {uint64_t(low), std::bit_width(uint64_t(high) - uint64_t(low)), std::bit_width(uint64_t(c.count - 1))};
+}
+
+// Rows, counted from the first, at which thread 1, 2 ... begins, so that each has about as many contributions.
+template <typename T>
+std::vector<uint64_t> cut(const Contributions<T>& c, const Packing& p, int num_threads) {
+  std::vector<uint64_t> rows(size_t(num_threads) + 1, ~uint64_t{0}), sample;
+  rows[0] = 0;
+  if (num_threads == 1) return rows;
+  for (int64_t i = 0; i < c.count; i += std::max<int64_t>(c.count / 1024, 1)) sample.push_back(p.row(c.id[i]));
+  std::sort(sample.begin(), sample.end());
+  for (int t = 1; t < num_threads; ++t) rows[size_t(t)] = sample[sample.size() * size_t(t) / size_t(num_threads)];
+  return rows;
+}
+
+// What one thread owns: its entries, sorted, and where each of its rows starts among them.
+template <typename Entry>
+struct Share {
+  std::unique_ptr<Entry[]> entries, scratch;
+  const Entry* sorted = nullptr;
+  std::vector<int64_t> starts;
+};
+
+template <typename T, typename Entry>
+void collect(const Contributions<T>& c, const Packing& packing, uint64_t from, uint64_t to, Share<Entry>& share) {
+  const Packing p = packing;
+  share.entries.reset(new Entry[size_t(c.count) + 1]);  // one more: what is not kept is written behind the kept
+  Entry* const entries = share.entries.get();
+  int64_t kept = 0;
+  for (int64_t i = 0; i < c.count; ++i) {
+    entries[kept] = Packed<Entry>::make(p, c.id[i], i);
+    kept += p.row(c.id[i]) >= from && (p.row(c.id[i]) < to || to == ~uint64_t{0});
+  }
+  share.scratch.reset(new Entry[size_t(kept)]);
+  const auto [first_bit, last_bit] = Packed<Entry>::bits(p);
+  share.sorted = radix_sort(entries, share.scratch.get(), size_t(kept), first_bit, last_bit);
+  for (int64_t i = 0; i < kept; ++i)
+    if (i == 0 || Packed<Entry>::row(p, share.sorted[i]) != Packed<Entry>::row(p, share.sorted[i - 1]))
+      share.starts.push_back(i);
+  share.starts.push_back(kept);
+}
+
+// Runs of equal block are summed first, then added to the row from left to right.
+template <typename T, typename Entry>
+void sum_rows(const Contributions<T>& c, const Packing& p, const Share<Entry>& share, int64_t* row_id, T* out) {
+  const auto at = [&](int64_t i) { return Packed<Entry>::position(p, share.sorted[i]); };
+  std::vector<T> block_sum(static_cast<size_t>(c.dim));
+  const int64_t num_rows = int64_t(share.starts.size()) - 1, last = share.starts.back();
+  for (int64_t r = 0; r < num_rows; ++r, out += c.dim) {
+    const int64_t start = share.starts[size_t(r)], stop = share.starts[size_t(r) + 1];
+    row_id[r] = int64_t(Packed<Entry>::row(p, share.sorted[start]) + p.first);
+    for (int64_t i = start; i < stop;) {
+      const int64_t block = c.block[at(i)];
+      T* const sum = i == start ? out : block_sum.data();
+      c.copy(at(i), sum);
+      for (++i; i < stop && c.block[at(i)] == block; ++i) {
+        if (i + kAhead < last) c.fetch(at(i + kAhead));
+        c.add(at(i), sum);
+      }
+      if (sum != out)
+        for (int64_t d = 0; d < c.dim; ++d) out[d] += sum[d];
+    }
+    if (stop + kAhead < last) c.fetch(at(stop + kAhead));
+  }
+}
+
+template <typename Entry, typename T>
+int64_t run(const Contributions<T>& c, const Packing& p, int64_t* rows, T* sums, int num_threads) {
+  const std::vector<uint64_t> cuts = cut(c, p, num_threads);
+  std::vector<Share<Entry>> shares(static_cast<size_t>(num_threads));
+  parallel(num_threads, [&](int t) { collect(c, p, cuts[size_t(t)], cuts[size_t(t) + 1], shares[size_t(t)]); });
+  std::vector<int64_t> first(size_t(num_threads) + 1, 0);
+  for (size_t t = 0; t < shares.size(); ++t) first[t + 1] = first[t] + int64_t(shares[t].starts.size()) - 1;
+  parallel(num_threads, [&](int t) {
+    sum_rows(c, p, shares[size_t(t)], rows + first[size_t(t)], sums + first[size_t(t)] * c.dim);
+  });
+  return first.back();
 }
 
 template <typename T>
 int64_t coalesce(Ids ids, Ids source, Ids block, Rows<T> gradient, std::optional<Scale<T>> scale, OutIds rows,
                  OutRows<T> sums, int num_threads) {
-  const int64_t nnz = int64_t(ids.shape(0));
+  const int64_t nnz = int64_t(ids.shape(0)), dim = int64_t(gradient.shape(1));
   if (int64_t(source.shape(0)) != nnz || int64_t(block.shape(0)) != nnz || (scale && int64_t(scale->shape(0)) != nnz))
-    throw std::invalid_argument("coalesce: ids, source, block and scale must have one length");
-  const Contributions<T> c{source.data(),      block.data(),
-                           gradient.data(),    gradient.stride(0),
-                           scale ? scale->data() : nullptr, int64_t(gradient.shape(1))};
-  const int64_t* id = ids.data();
-  int64_t* row_id = rows.data();
-  T* out = sums.data();
+    refuse("ids, source, block and scale must have one length, got ", nnz, ", ", source.shape(0), " and ",
+           block.shape(0), scale ? " and " + std::to_string(scale->shape(0)) : "");
+  if (int64_t(rows.shape(0)) < nnz || int64_t(sums.shape(0)) < nnz || int64_t(sums.shape(1)) != dim)
+    refuse("outputs must have room for ", nnz, " rows of ", dim);
+  if (nnz > 0 && dim > 1 && gradient.stride(1) != 1) refuse("the last dim of gradient must be contiguous");
+  const Contributions<T> c{ids.data(),        source.data(),      block.data(),
+                           nnz,               gradient.data(),    gradient.stride(0),
+                           scale ? scale->data() : nullptr, dim};
   nb::gil_scoped_release unlocked;
-
-  // The position breaks ties, so an unstable sort keeps the order of contributions.
-  std::vector<Entry> order(static_cast<size_t>(nnz));
-  for (int64_t i = 0; i < nnz; ++i) order[size_t(i)] = {id[i], i};
-  std::sort(order.begin(), order.end());
-  std::vector<int64_t> starts;
-  for (int64_t i = 0; i < nnz; ++i) {
-    if (i == 0 || order[size_t(i)].first != order[size_t(i) - 1].first) {
-      row_id[starts.size()] = order[size_t(i)].first;
-      starts.push_back(i);
-    }
-  }
-  const int64_t num_rows = int64_t(starts.size());
-  starts.push_back(nnz);
-#pragma omp parallel num_threads(num_threads) if (nnz > 4096)
-  {
-    std::vector<T> scratch(static_cast<size_t>(c.dim));
-#pragma omp for schedule(dynamic, 64)
-    for (int64_t r = 0; r < num_rows; ++r)
-      sum_row(c, order.data() + starts[size_t(r)], order.data() + starts[size_t(r) + 1], out + r * c.dim,
-              scratch.data());
-  }
-  return num_rows;
+  if (nnz == 0) return 0;
+  const Packing p = look(c, int64_t(gradient.shape(0)));
+  const int threads = nnz < kSmall ? 1 : std::max(num_threads, 1);
+  return p.fits() ? run<uint64_t>(c, p, rows.data(), sums.data(), threads)
+                  : run<KeyedEntry>(c, p, rows.data(), sums.data(), threads);
 }
 
 template <typename T>

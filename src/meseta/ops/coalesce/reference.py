@@ -10,6 +10,8 @@ def coalesce(
     ids: Tensor, source: Tensor, block: Tensor, gradient: Tensor, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """See meseta.ops.coalesce.coalesce."""
+    if ids.numel() == 0:
+        return ids.new_empty(0, dtype=torch.int64), gradient.new_empty(0, gradient.shape[1])
     ids, order = torch.sort(ids, stable=True)
     block = block[order]
     terms = gradient[source[order]]
@@ -20,7 +22,7 @@ def coalesce(
     new_block = new_row.clone()
     new_block[1:] |= block[1:] != block[:-1]
     block_sums = _sum_runs(terms, new_block)
-    return ids[new_row], _sum_runs(block_sums, new_row[new_block])
+    return ids[new_row].to(torch.int64), _sum_runs(block_sums, new_row[new_block])
 
 
 def _sum_runs(values: Tensor, first: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from meseta.jagged.shapes import Float, Int
 from meseta.ops.core import core
+from meseta.ops.memory import empty
 from meseta.ops.random_rows import reference
 from meseta.spec import TableSpec
 
@@ -33,7 +34,7 @@ def random_bits(
     if torch.device(device).type != "cpu":
         return reference.random_bits(key, rows, columns, device)
     out = torch.empty(rows[1] - rows[0], columns[1] - columns[0], dtype=torch.int64)
-    core().random_bits(key, rows[0], columns[0], out.numpy())
+    core().random_bits(key, rows[0], columns[0], out.numpy(), torch.get_num_threads())
     return out
 
 
@@ -46,9 +47,8 @@ def initial_rows(
     of words that the cell belongs to. Computed in float64, rounded once.
     """
     scale = 1 / math.sqrt(spec.num_embeddings) if spec.init.scale is None else spec.init.scale
-    weight = torch.empty(
-        rows[1] - rows[0], columns[1] - columns[0], dtype=getattr(torch, spec.dtype), device=torch.device(device)
-    )
+    shape = rows[1] - rows[0], columns[1] - columns[0]
+    weight = empty(shape, getattr(torch, spec.dtype), device, keep=False)
     if spec.init.kind == "constant":
         return weight.fill_(scale)
     key = table_key(seed, spec.name)
