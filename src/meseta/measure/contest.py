@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,6 @@ class Timing:
         """Median seconds of a call."""
         windows = self.windows if self.is_noisy else self.quiet
         return statistics.median(window.seconds_per_call for window in windows)
-
-
-Key = tuple[Member, str, int]
-"""A member, an action, and the threads of each process."""
 
 
 @dataclass
@@ -137,20 +134,13 @@ def _run_pack(
             team.close()
 
 
-class _noting:
+@contextmanager
+def _noting(member: Member, outcome: Outcome) -> Iterator[None]:
     """Turns an error of a member into a line of `failures`, and the others go on."""
-
-    def __init__(self, member: Member, outcome: Outcome) -> None:
-        self.member, self.outcome = member, outcome
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> bool:
-        if not isinstance(error, MesetaError):
-            return False
-        self.outcome.failures[self.member.title] = str(error)
-        return True
+    try:
+        yield
+    except MesetaError as error:
+        outcome.failures[member.title] = str(error)
 
 
 def _calibrate(team: Team, action: str, num_threads: int, window_s: float) -> int:

@@ -66,10 +66,17 @@ class OpsResult:
         return None
 
     def base(self, line: Line) -> Line | None:
-        """What a line is compared with: our own with its optimizer and dtype; for ours, that in float32."""
+        """What a line is compared with: our own with its optimizer and dtype; for ours, that in float32, or itself."""
         optimizer, dtype = line.member.variant
-        own = dtype if line.member.name != "ours" else "float32"
-        return self.find("ours", (optimizer, own), line.num_threads)
+        if line.member.name != "ours":
+            return self.find("ours", (optimizer, dtype), line.num_threads)
+        return self.find("ours", (optimizer, "float32"), line.num_threads) or line
+
+    def alone(self, line: Line) -> Line | None:
+        """The same member with one thread, for one of ours with several."""
+        optimizer, dtype = line.member.variant
+        several = line.member.name == "ours" and line.num_threads > 1
+        return self.find("ours", (optimizer, dtype), 1) if several else None
 
     def model_share(self, line: Line) -> float | None:
         """Step time over what the bytes of its rows and state let expect from row-wise Adagrad's; at most MODEL_LIMIT
@@ -135,40 +142,52 @@ def measure(
 
 
 def comparisons(result: OpsResult) -> list[Comparison]:
-    """Every figure of ours beside the peers', the gather limit and the model, for the history."""
+    """Every figure of ours beside the peers', the gather limit, one thread and the model, for the history."""
     found = []
     for line in result.lines:
-        case = f"{result.traffic.name} {line.num_threads} thread{'s' * (line.num_threads > 1)}"
         base = result.base(line)
         if base is None:
             continue
         ours, other = (line, base) if line.member.name == "ours" else (base, line)
-        case = f"{case} {' '.join(ours.member.variant)}"
-        versions = {**_versions(result, ours), **_versions(result, other)}
-        pairs = [("lookup", ours.lookups, other.lookups), ("train", ours.trained, other.trained)]
-        if line is base:
-            limits = (("lookup", ours.lookups), ("bare operator", ours.operator))
-            pairs = [(metric, value, line.limit) for metric, value in limits]
-        name = "gather limit" if line is base else other.member.title
-        for metric, value, peer_value in pairs:
-            if value and peer_value:
-                comparison = Comparison(
-                    benchmark="ops",
-                    case=case,
-                    metric=metric,
-                    value=value,
-                    unit="lookups/s",
-                    peer=name,
-                    peer_value=peer_value,
-                    versions=versions,
-                )
-                found.append(comparison)
-        share = result.model_share(line)
-        if share and line.step_s:
-            model = {"peer": f"bytes x {BASE}'s step", "peer_value": 1e3 * line.step_s / share, "versions": versions}
-            step = {"benchmark": "ops", "case": case, "metric": "train step", "value": 1e3 * line.step_s, "unit": "ms"}
-            found.append(Comparison(**step, **model))  # type: ignore[arg-type]
+        threads = f"{line.num_threads} thread{'s' * (line.num_threads > 1)}"
+        for metric, value, unit, peer, peer_value in _pairs(result, line, ours, other):
+            if not value or not peer_value:
+                continue
+            comparison = Comparison(
+                benchmark="ops",
+                case=f"{result.traffic.name} {threads} {' '.join(ours.member.variant)}",
+                metric=metric,
+                value=value,
+                unit=unit,
+                peer=peer,
+                peer_value=peer_value,
+                versions={**_versions(result, ours), **_versions(result, other)},
+            )
+            found.append(comparison)
     return found
+
+
+_Pair = tuple[str, float | None, str, str, float | None]
+
+
+def _pairs(result: OpsResult, line: Line, ours: Line, other: Line) -> Iterator[_Pair]:
+    """(metric, value, unit, peer, value of the peer) of a line; None where one was not measured."""
+    rate = "lookups/s"
+    if ours is not other:
+        yield "lookup", ours.lookups, rate, other.member.title, other.lookups
+        yield "train", ours.trained, rate, other.member.title, other.trained
+    if line.member.name != "ours":
+        return
+    yield "lookup", line.lookups, rate, "gather limit", line.limit
+    yield "bare operator", line.operator, rate, "gather limit", line.limit
+    alone = result.alone(line)
+    if alone is not None:
+        yield "lookup", line.lookups, rate, "1 thread", alone.lookups
+        yield "train", line.trained, rate, "1 thread", alone.trained
+        yield "gather limit", line.limit, rate, "1 thread", alone.limit
+    share = result.model_share(line)
+    if share is not None and line.step_s is not None:
+        yield "train step", 1e3 * line.step_s, "ms", f"bytes x {BASE}'s step", 1e3 * line.step_s / share
 
 
 def _versions(result: OpsResult, line: Line) -> dict[str, str]:

@@ -80,6 +80,9 @@ def _beside(result: OpsResult, line: Line) -> str:
     text = []
     if base is not None and base is not line:
         text.append(f"{_ratio(line.lookups, base.lookups)} lookup, {_ratio(line.trained, base.trained)} of float32")
+    alone = result.alone(line)
+    if alone is not None:
+        text.append(f"{_ratio(line.trained, alone.trained)} of 1 thread (limit {_ratio(line.limit, alone.limit)})")
     if share is not None:
         text.append(f"step {share:.2f} x bytes of {BASE} (at most {MODEL_LIMIT})")
     return "; ".join(text)
