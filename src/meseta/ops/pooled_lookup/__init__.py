@@ -96,6 +96,14 @@ def _cpu(tables: list[Tensor], ids: Tensor, offsets: Tensor, weights: Tensor | N
     return out
 
 
+def _gpu(tables: list[Tensor], ids: Tensor, offsets: Tensor, weights: Tensor | None, flags: list[int]) -> Tensor:
+    if tables[0].dtype not in KINDS:
+        return _reference(tables, ids, offsets, weights, flags)
+    from meseta.ops.pooled_lookup import triton
+
+    return triton.pooled_lookup(tables, ids, offsets, weights, flags)
+
+
 def _plain_ids(ids: Tensor) -> Tensor:
     """Contiguous int32 or int64 on this device."""
     if ids.dtype not in (torch.int32, torch.int64):
@@ -112,6 +120,6 @@ def _fake(tables: list[Tensor], ids: Tensor, offsets: Tensor, weights: Tensor | 
 _operator = register(
     "pooled_lookup(Tensor[] tables, Tensor ids, Tensor offsets, Tensor? weights, int[] flags) -> Tensor",
     cpu=_cpu,
-    cuda=_reference,
+    cuda=_gpu,
     fake=_fake,
 )

@@ -161,8 +161,10 @@ def _feature_fields(call: UpdateCall, gradients: Sequence[Tensor], offsets: Tens
     return fields
 
 
-def _fallback(*arguments: Any) -> None:
-    reference.row_update(UpdateCall(*arguments))
+def _gpu(*arguments: Any) -> None:
+    from meseta.ops.row_update import triton
+
+    triton.row_update(UpdateCall(*arguments))
 
 
 def _fake(*_: Any) -> None:
@@ -174,6 +176,6 @@ _operator = register(
     "int[] origins, int[] features, Tensor ids, Tensor offsets, int num_bags, Tensor[] gradients, Tensor? weights, "
     "int step) -> ()",
     cpu=_cpu,
-    cuda=_fallback,
+    cuda=_gpu,
     fake=_fake,
 )

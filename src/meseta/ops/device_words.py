@@ -1,0 +1,38 @@
+"""Small tables of integers that kernels on a GPU read: addresses, sizes and flags of many tensors in one tensor."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from meseta.spec import MesetaError
+
+
+def device_words(words: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64 [len(words)] on the device, copied at the first use of these words and kept.
+
+    The copy comes from pinned memory, so the host does not wait. Raises MesetaError at the first use inside the
+    capture of a CUDA graph, where such a copy has no place.
+    """
+    found = _copy(words, device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _CAPTURED[words, device] = found
+    return found
+
+
+_CAPTURED: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+"""Graphs hold the addresses of these for ever."""
+
+
+@lru_cache(maxsize=1024)
+def _copy(words: tuple[int, ...], device: torch.device) -> Tensor:
+    if device.type != "cuda":
+        return torch.tensor(words, dtype=torch.int64, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        raise MesetaError(
+            "a CUDA graph is being captured, and an operator sees its tables for the first time: run the same call "
+            "once before the capture, with the same tables"
+        )
+    return torch.tensor(words, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)

@@ -1,0 +1,122 @@
+"""Pooled lookup on a GPU: one launch for all features, each lane a few columns of one bag.
+
+A lane adds its 16 bytes of every row of the bag, from left to right, in float32. Lanes are numbered through the bags
+of a feature, (bag, piece of the row), so that rows of any width leave no lane idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from meseta.ops.device_words import device_words
+from meseta.spec import MesetaError
+
+WEIGHTED, MEAN = 1, 2
+LANES = tl.constexpr(128)
+"""Lanes of a program."""
+AHEAD = tl.constexpr(4)
+"""Rows of a bag that are loaded before they are added."""
+WORDS = tl.constexpr(6)
+"""What the kernel knows of a feature: address, rows and columns of its table, column and width of out, flags."""
+VECTOR_BYTES = 16
+ROW_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def pooled_lookup(
+    tables: Sequence[Tensor], ids: Tensor, offsets: Tensor, weights: Tensor | None, flags: Sequence[int]
+) -> Tensor:
+    """See meseta.ops.pooled_lookup.pooled_lookup; flags[f] is WEIGHTED + MEAN of feature f.
+
+    The host does not wait for the device, so offsets are taken as they are; an id outside its table adds nothing.
+    """
+    dtype, num_features = tables[0].dtype, len(tables)
+    num_bags, rest = divmod(offsets.numel() - 1, num_features)
+    if rest or offsets.numel() == 0:
+        raise MesetaError(
+            f"pooled_lookup: {offsets.numel()} offsets for {num_features} features; there must be F * B + 1 of them"
+        )
+    width = sum(table.shape[1] for table in tables)
+    vector = VECTOR_BYTES // dtype.itemsize
+    words, column = list[int](), 0
+    for f, table in enumerate(tables):
+        if table.dtype != dtype or table.dim() != 2 or not table.is_contiguous() or table.device != ids.device:
+            raise MesetaError(
+                f"pooled_lookup: table {f} is {table.dtype} {tuple(table.shape)} on {table.device}, but all tables "
+                f"must be contiguous, [rows, D], {dtype} as the first and on {ids.device} as the ids; convert it"
+            )
+        vector = gcd(vector, table.shape[1], table.data_ptr() // dtype.itemsize)
+        words += [table.data_ptr(), table.shape[0], table.shape[1], column, width, flags[f]]
+        column += table.shape[1]
+    out = torch.empty((num_bags, width), dtype=torch.float32, device=ids.device)
+    if out.numel() == 0:
+        return out
+    lanes = num_bags * max(table.shape[1] for table in tables) // vector
+    with torch.cuda.device_of(ids):
+        _pool[(triton.cdiv(lanes, LANES.value), num_features)](
+            out,
+            device_words(tuple(words), ids.device),
+            ids.contiguous(),
+            offsets.contiguous(),
+            None if weights is None else weights.to(torch.float32).contiguous(),
+            num_bags,
+            VECTOR=vector,
+            ROW=ROW_TYPES[dtype],
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return out
+
+
+@triton.jit
+def _pool(
+    out: tl.tensor,
+    features: tl.tensor,
+    ids: tl.tensor,
+    offsets: tl.tensor,
+    weights: tl.tensor,
+    num_bags: tl.tensor,
+    VECTOR: tl.constexpr,
+    ROW: tl.constexpr,
+) -> None:
+    f = tl.program_id(1).to(tl.int64)
+    feature = features + f * WORDS
+    table = tl.multiple_of(tl.load(feature).to(tl.pointer_type(ROW)), VECTOR * (ROW.primitive_bitwidth // 8))
+    num_rows = tl.load(feature + 1)
+    dim = tl.multiple_of(tl.load(feature + 2), VECTOR)
+    column = tl.multiple_of(tl.load(feature + 3), VECTOR)
+    width = tl.multiple_of(tl.load(feature + 4), VECTOR)
+    flags = tl.load(feature + 5)
+
+    pieces = dim // VECTOR
+    lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    bag = lane // pieces
+    piece = lane % pieces
+    live = bag < num_bags
+    start = tl.load(offsets + f * num_bags + bag, mask=live, other=0).to(tl.int64)
+    length = tl.load(offsets + f * num_bags + bag + 1, mask=live, other=0).to(tl.int64) - start
+    weighted_length = length * (flags & 1)
+    inside = tl.arange(0, VECTOR)[None, :]
+    total = tl.zeros([LANES, VECTOR], dtype=tl.float32)
+    for first in range(0, tl.max(length, axis=0), AHEAD):
+        for k in tl.static_range(AHEAD):
+            wanted = first + k < length
+            at = start + first + k
+            row = tl.load(ids + at, mask=wanted, other=0).to(tl.int64)
+            wanted = wanted & (row >= 0) & (row < num_rows)
+            place = tl.multiple_of(row * dim + piece * VECTOR, VECTOR)
+            values = tl.load(table + (place[:, None] + inside), mask=wanted[:, None], other=0.0).to(tl.float32)
+            if weights is not None:
+                wanted = wanted & (first + k < weighted_length)
+                values = values * tl.load(weights + at, mask=wanted, other=1.0)[:, None]
+            total += values
+    if (flags & 2) != 0:
+        count = tl.maximum(length, 1).to(tl.float32)[:, None] + tl.zeros([LANES, VECTOR], dtype=tl.float32)
+        total = tl.div_rn(total, count)
+    place = tl.multiple_of(bag * width + column + piece * VECTOR, VECTOR)
+    tl.store(out + (place[:, None] + inside), total, mask=live[:, None])

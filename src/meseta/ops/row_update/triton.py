@@ -1,0 +1,277 @@
+"""The fused update on a GPU: contributions sorted by row, long runs summed first, then one program per few rows.
+
+The host never waits. What it does not know, such as how many rows are touched, stays on the device: launches are as
+large as they could have to be, and programs without work return at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from meseta.ops.coalesce import BLOCK_SAMPLES
+from meseta.ops.device_words import device_words
+from meseta.ops.row_update import reference
+from meseta.ops.row_update.call import FeatureGradient, UpdateCall
+from meseta.ops.row_update.triton_kernels import (
+    ADDRESSES,
+    ITEMS,
+    LONG_RUN,
+    RUN_SLOTS,
+    feature_starts,
+    list_items,
+    mark_segments,
+    order_items,
+    sum_long_runs,
+    write_addresses,
+)
+from meseta.ops.row_update.triton_parts import PLAN_WORDS, TABLE_WORDS
+from meseta.ops.row_update.triton_source import update_kernel
+from meseta.spec import COLUMN_BLOCK, MesetaError
+
+ROW_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+TILE = 512
+"""Elements of a program's tile, while a row fits."""
+
+
+def row_update(call: UpdateCall) -> None:
+    """The operator behind meseta.ops.row_update.row_update; ids outside their table are left out.
+
+    `uniforms` on the CPU are copied to the device. To capture a CUDA graph, give a float64 tensor
+    [tables, uniforms + 1] on the device, of which the last column is the step (`step` is then ignored), and refill it
+    before each replay; run the call once before the capture. Raises MesetaError for tensors that do not fit together.
+    """
+    if call.tables[0].dtype not in ROW_TYPES:
+        reference.row_update(call)
+        return
+    features = call.features_as_read()
+    positions = [feature.position for feature in features]
+    # A feature that several tables read, as column shards do, is listed several times.
+    limit = call.ids.numel() * max((positions.count(position) for position in set(positions)), default=0)
+    if limit == 0 or call.num_bags == 0:
+        return
+    gradients = [
+        g if g.dtype == torch.float32 and g.stride(-1) == 1 else g.float().contiguous() for g in call.gradients
+    ]
+    layout = _lay_out(call)
+    vector = gcd(layout.vector, 4)
+    for f in features:
+        vector = gcd(vector, f.column, gradients[f.gradient].stride(0), gradients[f.gradient].data_ptr() // 4)
+    with torch.cuda.device_of(call.ids):
+        bags = _Bags(
+            plan=device_words(_plan(layout, features, gradients, call.num_bags), call.ids.device),
+            ids=call.ids.contiguous(),
+            offsets=call.offsets.contiguous(),
+            weights=call.weights.to(torch.float32).contiguous() if call.weights is not None else None,
+            limit=limit,
+        )
+        found = _find(bags, layout, _starts(bags, len(features), gradients))
+        sums = _sum_runs(bags, found, layout.group_blocks[-1] * COLUMN_BLOCK, vector)
+        kernel = update_kernel(tuple(map(tuple, call.code.tolist())), tuple(call.state_is_row))
+        _update(kernel, bags, layout, found, _uniforms(call), vector)
+        del sums  # the items point into it
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How the rows of all tables are numbered: keys ascend by the width of the table, then by table and row."""
+
+    words: tuple[int, ...]
+    """Of all tables."""
+    table_words: int
+    """Of each."""
+    group_blocks: tuple[int, ...]
+    """Blocks of 16 columns of the tables of each group, rounded up to a power of two: one launch for each."""
+    bounds: tuple[int, ...]
+    """First key of each group, and the number of all rows."""
+    vector: int
+    """Elements that are loaded together: all rows start at multiples of it."""
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Bags:
+    """The arguments on the device."""
+
+    plan: Tensor
+    """int64 words, see triton_parts.py."""
+    ids: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+    limit: int
+    """Contributions that there can be."""
+
+
+@dataclass(frozen=True)
+class _Contributions:
+    """What rows receive, ordered by (row, feature, sample, id)."""
+
+    keys: Tensor
+    """[limit], ascending; those of no row come last and are the number of all rows."""
+    items: Tensor
+    """int64 [limit, 2], see triton_kernels.py."""
+    scales: Tensor | None
+    """float32 [limit]: weight of the id."""
+    segments: Tensor
+    """int64 [limit + 1]: where each row's items begin."""
+    ranges: Tensor
+    """int64 [groups + 1]: first segment of each group of tables."""
+
+
+def _lay_out(call: UpdateCall) -> _Layout:
+    dtype, num_states = call.tables[0].dtype, len(call.state_is_row)
+    vector, next_key = (8 if dtype.itemsize == 2 else 4), 0
+    blocks = [triton.next_power_of_2(triton.cdiv(table.shape[1], COLUMN_BLOCK)) for table in call.tables]
+    words: list[tuple[int, ...]] = [()] * len(blocks)
+    bounds: dict[int, int] = {}
+    for t in sorted(range(len(blocks)), key=lambda t: blocks[t]):
+        table, states = call.tables[t], call.states[t * num_states : (t + 1) * num_states]
+        _check_table(t, table, dtype, list(zip(states, call.state_is_row, strict=True)))
+        bounds.setdefault(blocks[t], next_key)
+        first_row, first_column, key = call.origins[3 * t : 3 * t + 3]
+        addresses = [state.data_ptr() for state in states]
+        rows, columns = table.shape
+        words[t] = (table.data_ptr(), columns, rows, next_key, key, first_row, first_column, *addresses)
+        next_key += rows
+        vector = gcd(vector, columns, table.data_ptr() // dtype.itemsize)
+        for address, is_row in zip(addresses, call.state_is_row, strict=True):
+            vector = vector if is_row else gcd(vector, address // 4)
+    return _Layout(
+        words=tuple(word for own in words for word in own),
+        table_words=TABLE_WORDS.value + num_states,
+        group_blocks=tuple(bounds),
+        bounds=(*bounds.values(), next_key),
+        vector=vector,
+        dtype=dtype,
+    )
+
+
+def _check_table(index: int, table: Tensor, dtype: torch.dtype, states: Sequence[tuple[Tensor, bool]]) -> None:
+    if table.dtype != dtype or table.dim() != 2 or not table.is_contiguous():
+        raise MesetaError(
+            f"row_update: table {index} is {table.dtype} {tuple(table.shape)}; all must be contiguous [rows, D] {dtype}"
+        )
+    for state, is_row in states:
+        wanted = table.shape[:1] if is_row else table.shape
+        if state.dtype != torch.float32 or state.shape != wanted or not state.is_contiguous():
+            raise MesetaError(
+                f"row_update: a state of table {index} is {state.dtype} {tuple(state.shape)}, "
+                f"not contiguous float32 {tuple(wanted)}"
+            )
+
+
+def _plan(
+    layout: _Layout, features: Sequence[FeatureGradient], gradients: Sequence[Tensor], num_bags: int
+) -> tuple[int, ...]:
+    words: list[int] = []
+    for f in features:
+        stride = gradients[f.gradient].stride(0)
+        words += [f.position, f.table, f.gradient, f.column, stride, int(f.per_id), int(f.weighted)]
+    tables_at = PLAN_WORDS.value + len(words)
+    words += layout.words
+    bounds_at = PLAN_WORDS.value + len(words)
+    num_blocks, num_groups = triton.cdiv(num_bags, BLOCK_SAMPLES), len(layout.group_blocks)
+    head = (len(features), num_bags, layout.bounds[-1], num_blocks, tables_at, layout.table_words)
+    return (*head, bounds_at, num_groups, *words, *layout.bounds)
+
+
+def _uniforms(call: UpdateCall) -> Tensor:
+    """float64 [tables, uniforms + 1] on the device, the last column of which is the step."""
+    device = call.ids.device
+    if device.type == "cuda" and call.uniforms.device == device:
+        return call.uniforms.contiguous()
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise MesetaError(
+            "row_update: a CUDA graph is being captured, and would repeat the learning rate and step of this call for "
+            "ever; give `uniforms` on the device, with the step as one more column"
+        )
+    steps = torch.full((len(call.tables), 1), call.step, dtype=torch.float64)
+    table = torch.cat([call.uniforms.double(), steps], dim=1)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+def _starts(bags: _Bags, num_features: int, gradients: Sequence[Tensor]) -> Tensor:
+    """int64: first contribution of each feature, their number, then where the gradients lie.
+
+    Gradients lie elsewhere in every step, so a kernel writes their addresses, which a CUDA graph can repeat.
+    """
+    size = ADDRESSES.value
+    padded = [*gradients, *[gradients[-1]] * (-len(gradients) % size)]
+    starts = torch.empty(num_features + 1 + len(padded), dtype=torch.int64, device=bags.ids.device)
+    padding = triton.next_power_of_2(num_features)
+    feature_starts[(1,)](starts, bags.plan, bags.offsets, PADDED=padding)
+    for first in range(0, len(padded), size):
+        write_addresses[(1,)](starts[num_features + 1 + first :], *padded[first : first + size], num_warps=1)
+    return starts
+
+
+def _find(bags: _Bags, layout: _Layout, starts: Tensor) -> _Contributions:
+    limit, device = bags.limit, bags.ids.device
+    key_type = torch.int32 if layout.bounds[-1] < 2**31 - 1 else torch.int64
+    grid = (triton.cdiv(limit, ITEMS.value),)
+    keys = torch.empty(limit, dtype=key_type, device=device)
+    items = torch.empty((limit, 2), dtype=torch.int64, device=device)
+    list_items[grid](keys, items, starts, bags.plan, bags.ids, bags.offsets, bags.weights, limit)
+    keys, order = torch.sort(keys, stable=True)
+    ordered = torch.empty_like(items)
+    scales = None if bags.weights is None else torch.empty(limit, dtype=torch.float32, device=device)
+    order_items[grid](ordered, scales, items, keys, order, bags.plan, limit)
+    is_first = torch.ones(limit, dtype=torch.int32, device=device)
+    torch.ne(keys[1:], keys[:-1], out=is_first[1:])
+    segments = torch.empty(limit + 1, dtype=torch.int64, device=device)
+    ranges = torch.empty(len(layout.bounds), dtype=torch.int64, device=device)
+    mark_segments[grid](segments, ranges, keys, torch.cumsum(is_first, 0), bags.plan, limit)
+    return _Contributions(keys=keys, items=ordered, scales=scales, segments=segments, ranges=ranges)
+
+
+def _sum_runs(bags: _Bags, found: _Contributions, columns: int, vector: int) -> Tensor:
+    """The sums of long runs, [limit // LONG_RUN + 1, columns]."""
+    length = LONG_RUN.value
+    sums = torch.empty((bags.limit // length + 1, columns), dtype=torch.float32, device=bags.ids.device)
+    sum_long_runs[(triton.cdiv(bags.limit, length * RUN_SLOTS.value),)](
+        sums,
+        found.items,
+        found.scales,
+        found.keys,
+        bags.plan,
+        bags.limit,
+        COLUMNS=columns,
+        VECTOR=vector,
+        num_warps=1 if columns <= 128 else 4,
+        enable_fp_fusion=False,
+    )
+    return sums
+
+
+def _update(
+    kernel: Any, bags: _Bags, layout: _Layout, found: _Contributions, uniforms: Tensor, line_vector: int
+) -> None:
+    """One launch for each group of tables of similar width."""
+    for group, blocks in enumerate(layout.group_blocks):
+        rows = max(1, TILE // (blocks * COLUMN_BLOCK))
+        most = min(bags.limit, layout.bounds[group + 1] - layout.bounds[group])
+        kernel[(triton.cdiv(most, rows),)](
+            bags.plan,
+            uniforms,
+            found.keys,
+            found.items,
+            found.scales,
+            found.segments,
+            found.ranges,
+            group,
+            NUM_UNIFORMS=uniforms.shape[1],
+            ROW=ROW_TYPES[layout.dtype],
+            ROWS=rows,
+            BLOCKS=blocks,
+            VECTOR=layout.vector,
+            LINE_VECTOR=line_vector,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )

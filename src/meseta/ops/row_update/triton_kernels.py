@@ -1,0 +1,246 @@
+"""Triton kernels before the update: list what every row receives, order it, and sum the long runs.
+
+All of them read the `plan`, int64 words: PLAN_WORDS of sizes, FEATURE_WORDS for each feature, then the tables, then the
+first key of each group of tables. Contributions are numbered by (feature, sample, id). An item is two words: the
+address of a gradient, and the number of its block of samples with 32 bits more above it: the bits of its scale before
+the sort, afterwards how far the next item is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from meseta.ops.row_update.triton_parts import FEATURE_WORDS, PLAN_WORDS
+
+ITEMS = tl.constexpr(512)
+"""Items of one program."""
+LONG_RUN = tl.constexpr(16)
+"""A run, which is what one row receives in one block of samples, is summed beforehand from this length on."""
+RUN_SLOTS = tl.constexpr(8)
+"""Stretches of LONG_RUN items that one program looks at; at most one long run begins in each."""
+AHEAD = tl.constexpr(8)
+"""Gradients of a run that are loaded before they are added."""
+PIECE = tl.constexpr(256)
+"""Items among which the end of a run is looked for at a time."""
+ADDRESSES = tl.constexpr(7)
+"""Tensors that `write_addresses` takes."""
+SAMPLES = tl.constexpr(256)
+"""Samples of a block."""
+
+
+@triton.jit(do_not_specialize=["a", "b", "c", "d", "e", "f", "g"])
+def write_addresses(
+    out: tl.tensor,
+    a: tl.tensor,
+    b: tl.tensor,
+    c: tl.tensor,
+    d: tl.tensor,
+    e: tl.tensor,
+    f: tl.tensor,
+    g: tl.tensor,
+) -> None:
+    """Where seven tensors lie."""
+    tl.store(out, a.to(tl.int64))
+    tl.store(out + 1, b.to(tl.int64))
+    tl.store(out + 2, c.to(tl.int64))
+    tl.store(out + 3, d.to(tl.int64))
+    tl.store(out + 4, e.to(tl.int64))
+    tl.store(out + 5, f.to(tl.int64))
+    tl.store(out + 6, g.to(tl.int64))
+
+
+@triton.jit
+def feature_starts(starts: tl.tensor, plan: tl.tensor, offsets: tl.tensor, PADDED: tl.constexpr) -> None:
+    """starts [features + 1]: the first contribution of each feature, and the number of all."""
+    num_features, num_bags = tl.load(plan), tl.load(plan + 1)
+    k = tl.arange(0, PADDED)
+    live = k < num_features
+    position = tl.load(plan + PLAN_WORDS + k * FEATURE_WORDS, mask=live, other=0)
+    first = tl.load(offsets + position * num_bags, mask=live, other=0).to(tl.int64)
+    last = tl.load(offsets + (position + 1) * num_bags, mask=live, other=0).to(tl.int64)
+    tl.store(starts + 1 + k, tl.cumsum(last - first, axis=0), mask=live)
+    tl.store(starts + k, tl.zeros([PADDED], dtype=tl.int64), mask=k == 0)
+
+
+@triton.jit(do_not_specialize=["limit"])
+def list_items(
+    keys: tl.tensor,
+    items: tl.tensor,
+    starts: tl.tensor,
+    plan: tl.tensor,
+    ids: tl.tensor,
+    offsets: tl.tensor,
+    weights: tl.tensor,
+    limit: tl.tensor,
+) -> None:
+    """Key and item of each contribution; behind the starts lie the addresses of the gradients."""
+    num_features, num_bags, num_rows = tl.load(plan), tl.load(plan + 1), tl.load(plan + 2)
+    n = tl.program_id(0).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
+    live = n < tl.load(starts + num_features)
+    k = _last_at_most(starts, tl.zeros([ITEMS], dtype=tl.int64), num_features, n, live)
+    feature = plan + PLAN_WORDS + k * FEATURE_WORDS
+    position = tl.load(feature, mask=live, other=0)
+    table = plan + tl.load(plan + 4) + tl.load(feature + 1, mask=live, other=0) * tl.load(plan + 5)
+    ordinal = n - tl.load(starts + k, mask=live, other=0)
+    at = ordinal + tl.load(offsets + position * num_bags, mask=live, other=0)
+    sample = _last_at_most(offsets, position * num_bags, num_bags, at, live) - position * num_bags
+
+    row = tl.load(ids + at, mask=live, other=0).to(tl.int64)
+    fits = live & (row >= 0) & (row < tl.load(table + 2, mask=live, other=0))
+    key = tl.where(fits, row + tl.load(table + 3, mask=live, other=0), num_rows)
+    tl.store(keys + n, key.to(keys.dtype.element_ty), mask=n < limit)
+
+    matrix = num_features + 1 + tl.load(feature + 2, mask=live, other=0)
+    line = tl.where(tl.load(feature + 5, mask=live, other=0) != 0, ordinal, sample)
+    element = line * tl.load(feature + 4, mask=live, other=0) + tl.load(feature + 3, mask=live, other=0)
+    tl.store(items + 2 * n, tl.load(starts + matrix, mask=live, other=0) + 4 * element, mask=live)
+    block = k * tl.load(plan + 3) + sample // SAMPLES
+    if weights is not None:
+        is_weighted = tl.load(feature + 6, mask=live, other=0)
+        scale = tl.load(weights + at, mask=live & (is_weighted != 0), other=1.0).to(tl.int32, bitcast=True)
+        block = block | (scale.to(tl.int64) << 32)
+    tl.store(items + 2 * n + 1, block, mask=live)
+
+
+@triton.jit
+def _last_at_most(
+    values: tl.tensor, first: tl.tensor, count: tl.tensor, wanted: tl.tensor, live: tl.tensor
+) -> tl.tensor:
+    """The last index in [first, first + count) whose value is not above `wanted`; values ascend, the first one fits."""
+    low, high = first, first + count
+    width = count
+    while width > 1:
+        middle = (low + high) // 2
+        fits = tl.load(values + middle, mask=live, other=0) <= wanted
+        low = tl.where(fits, middle, low)
+        high = tl.where(fits, high, middle)
+        width = (width + 1) // 2
+    return low
+
+
+@triton.jit(do_not_specialize=["limit"])
+def order_items(
+    ordered: tl.tensor,
+    scales: tl.tensor,
+    items: tl.tensor,
+    keys: tl.tensor,
+    order: tl.tensor,
+    plan: tl.tensor,
+    limit: tl.tensor,
+) -> None:
+    """Items in the order of the sort, each followed by the next one, and their scales."""
+    n = tl.program_id(0).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
+    live = n < limit
+    live = live & (tl.load(keys + n, mask=live, other=0) < tl.load(plan + 2))
+    source = tl.load(order + n, mask=live, other=0)
+    block = tl.load(items + 2 * source + 1, mask=live, other=0)
+    tl.store(ordered + 2 * n, tl.load(items + 2 * source, mask=live, other=0), mask=live)
+    tl.store(ordered + 2 * n + 1, (block & 0xFFFFFFFF) | (1 << 32), mask=live)
+    if scales is not None:
+        tl.store(scales + n, (block >> 32).to(tl.int32).to(tl.float32, bitcast=True), mask=live)
+
+
+@triton.jit(do_not_specialize=["limit"])
+def mark_segments(
+    segments: tl.tensor, ranges: tl.tensor, keys: tl.tensor, counted: tl.tensor, plan: tl.tensor, limit: tl.tensor
+) -> None:
+    """Where the items of each key begin, and the first segment of each group of tables and of no row.
+
+    `counted` [limit] says how many keys there are up to each item.
+    """
+    n = tl.program_id(0).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
+    live = n < limit
+    key = tl.load(keys + n, mask=live, other=0).to(tl.int64)
+    before = tl.load(keys + n - 1, mask=live & (n > 0), other=-1).to(tl.int64)
+    segment = tl.load(counted + n, mask=live, other=0)
+    is_last = n == limit - 1
+    tl.store(segments + segment - 1, n, mask=live & (key != before))
+    tl.store(segments + segment, n + 1, mask=is_last)
+    bounds = plan + tl.load(plan + 6)
+    for group in range(tl.load(plan + 7) + 1):
+        bound = tl.load(bounds + group)
+        tl.store(ranges + group + tl.zeros_like(n), segment - 1, mask=live & (before < bound) & (bound <= key))
+        tl.store(ranges + group + tl.zeros_like(n), segment, mask=is_last & (key < bound))
+
+
+@triton.jit(do_not_specialize=["limit"])
+def sum_long_runs(
+    sums: tl.tensor,
+    items: tl.tensor,
+    scales: tl.tensor,
+    keys: tl.tensor,
+    plan: tl.tensor,
+    limit: tl.tensor,
+    COLUMNS: tl.constexpr,
+    VECTOR: tl.constexpr,
+) -> None:
+    """Sum each long run from left to right into sums [limit // LONG_RUN + 1, COLUMNS], to which its first item then
+    points."""
+    index = tl.arange(0, RUN_SLOTS * LONG_RUN)
+    n = tl.program_id(0).to(tl.int64) * (RUN_SLOTS * LONG_RUN) + index
+    far = n + LONG_RUN - 1
+    live = far < limit
+    key = tl.load(keys + n, mask=live, other=0).to(tl.int64)
+    live = live & (key < tl.load(plan + 2))
+    live = live & (tl.load(keys + far, mask=live, other=-1) == key)
+    block = tl.load(items + 2 * n + 1, mask=live, other=0) & 0xFFFFFFFF
+    live = live & ((tl.load(items + 2 * far + 1, mask=live, other=-1) & 0xFFFFFFFF) == block)
+    # The item before may be the start of a run that another program has summed: only its upper bits change then.
+    same_key = tl.load(keys + n - 1, mask=live & (n > 0), other=-1) == key
+    same_block = (tl.load(items + 2 * n - 1, mask=live & (n > 0), other=-1) & 0xFFFFFFFF) == block
+    waiting = (live & ~(same_key & same_block)).to(tl.int32)
+    while tl.max(waiting, axis=0) > 0:
+        chosen = tl.min(tl.where(waiting > 0, index, RUN_SLOTS * LONG_RUN), axis=0)
+        waiting = tl.where(index == chosen, 0, waiting)
+        first = tl.program_id(0).to(tl.int64) * (RUN_SLOTS * LONG_RUN) + chosen
+        _sum_run(sums, items, scales, plan, first, _run_end(items, keys, first, limit), COLUMNS, VECTOR)
+
+
+@triton.jit
+def _run_end(items: tl.tensor, keys: tl.tensor, first: tl.tensor, limit: tl.tensor) -> tl.tensor:
+    key = tl.load(keys + first)
+    block = tl.load(items + 2 * first + 1) & 0xFFFFFFFF
+    end = first
+    step = first * 0 + PIECE
+    while step == PIECE:
+        n = end + tl.arange(0, PIECE)
+        same = (n < limit) & (tl.load(keys + n, mask=n < limit, other=0) == key)
+        same = same & ((tl.load(items + 2 * n + 1, mask=same, other=-1) & 0xFFFFFFFF) == block)
+        step = tl.sum(same.to(tl.int64), axis=0)
+        end += step
+    return end
+
+
+@triton.jit
+def _sum_run(
+    sums: tl.tensor,
+    items: tl.tensor,
+    scales: tl.tensor,
+    plan: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    COLUMNS: tl.constexpr,
+    VECTOR: tl.constexpr,
+) -> None:
+    k = (tl.load(items + 2 * first + 1) & 0xFFFFFFFF) // tl.load(plan + 3)
+    table = tl.load(plan + PLAN_WORDS + k * FEATURE_WORDS + 1)
+    dim = tl.load(plan + tl.load(plan + 4) + table * tl.load(plan + 5) + 1)
+    column = tl.arange(0, COLUMNS)
+    total = tl.where(column < 0, 0.0, -0.0)
+    for start in range(first, end, AHEAD):
+        for ahead in tl.static_range(AHEAD):
+            n = start + ahead
+            line = tl.load(items + 2 * n, mask=n < end, other=0).to(tl.pointer_type(tl.float32))
+            width = tl.multiple_of(tl.where(n < end, dim, 0), VECTOR)
+            term = tl.load(tl.multiple_of(line, VECTOR * 4) + column, mask=column < width, other=-0.0)
+            if scales is not None:
+                term = term * tl.load(scales + n, mask=n < end, other=1.0)
+            total += term
+    line = sums + first // LONG_RUN * COLUMNS
+    tl.store(line + column, total, mask=column < dim)
+    tl.store(items + 2 * first, line.to(tl.int64))
+    block = tl.load(items + 2 * first + 1) & 0xFFFFFFFF
+    tl.store(items + 2 * first + 1, block | ((end - first) << 32))
+    if scales is not None:
+        tl.store(scales + first, 1.0)

@@ -1,0 +1,165 @@
+"""What the generated update kernels are made of, in Triton: sums in the contract's order, and stochastic rounding.
+
+A tile is [ROWS, BLOCKS, 16]: the columns of a row in blocks of 16, the last ones padded.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+PLAN_WORDS = tl.constexpr(8)
+"""At the head of the plan: features, samples, rows of all tables, blocks of samples, where the tables stand in the
+plan and how many words each has, where the first keys of the groups stand, groups."""
+TABLE_WORDS = tl.constexpr(7)
+"""Of a table: address, columns, rows, first key, key of its random bits, first row, first column; then the addresses
+of its states."""
+FEATURE_WORDS = tl.constexpr(7)
+"""Of a feature: position in the offsets, table, gradient matrix, first column and stride there, per_id, weighted."""
+
+
+@triton.jit
+def row_pointers(
+    words: tl.tensor, offset: tl.tensor, live: tl.tensor, TYPE: tl.constexpr, VECTOR: tl.constexpr
+) -> tl.tensor:
+    """[ROWS]: elements of TYPE at `offset` [ROWS] from the address that `words` [ROWS] points to."""
+    address = tl.load(words, mask=live, other=0) + offset * (TYPE.primitive_bitwidth // 8)
+    return tl.multiple_of(address.to(tl.pointer_type(TYPE)), VECTOR * (TYPE.primitive_bitwidth // 8))
+
+
+@triton.jit
+def sum_lines(
+    items: tl.tensor,
+    scales: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    inside: tl.tensor,
+    VECTOR: tl.constexpr,
+) -> tl.tensor:
+    """Tile of the summed gradients of rows whose items are [begin, end), both [ROWS].
+
+    From left to right inside a block of samples, then block after block. -0.0 is what changes no number when added.
+    """
+    BLOCKS: tl.constexpr = inside.shape[1]
+    column = (tl.arange(0, BLOCKS)[:, None] * 16 + tl.arange(0, 16)[None, :])[None, :, :]
+    total = tl.where(inside, -0.0, -0.0)
+    part = total
+    at = begin
+    block = begin * 0 - 1
+    while tl.max(end - at, axis=0) > 0:
+        live = at < end
+        word = tl.load(items + 2 * at + 1, mask=live, other=0)
+        is_new = live & ((word & 0xFFFFFFFF) != block)
+        block = word & 0xFFFFFFFF
+        total = tl.where(is_new[:, None, None], total + part, total)
+        part = tl.where(is_new[:, None, None], -0.0, part)
+        line = row_pointers(items + 2 * at, at * 0, live, tl.float32, VECTOR)
+        term = tl.load(line[:, None, None] + column, mask=inside & live[:, None, None], other=-0.0)
+        if scales is not None:
+            term = term * tl.load(scales + at, mask=live, other=1.0)[:, None, None]
+        part = part + term
+        at = at + (word >> 32)
+    return total + part
+
+
+@triton.jit
+def sum_columns(values: tl.tensor) -> tl.tensor:
+    """[ROWS]: each block of 16 columns added as the contract's tree, the blocks from left to right."""
+    ROWS: tl.constexpr = values.shape[0]
+    BLOCKS: tl.constexpr = values.shape[1]
+    # Sums of two numbers each have one order, whatever the compiler makes of them.
+    eight = tl.sum(tl.reshape(values, [ROWS, BLOCKS, 2, 8]), axis=2)
+    four = tl.sum(tl.reshape(eight, [ROWS, BLOCKS, 2, 4]), axis=2)
+    two = tl.sum(tl.reshape(four, [ROWS, BLOCKS, 2, 2]), axis=2)
+    sums = tl.sum(two, axis=2)
+    index = tl.arange(0, BLOCKS)[None, :]
+    total = tl.sum(tl.where(index == 0, sums, 0.0), axis=1)
+    for block in range(1, BLOCKS):
+        total += tl.sum(tl.where(index == block, sums, 0.0), axis=1)
+    return total
+
+
+@triton.jit
+def sign(value: tl.tensor) -> tl.tensor:
+    """-1, 0 or 1; 0 for NaN."""
+    return tl.where(value > 0, 1.0, 0.0) - tl.where(value < 0, 1.0, 0.0)
+
+
+@triton.jit
+def store_rows(
+    weight: tl.tensor,
+    values: tl.tensor,
+    inside: tl.tensor,
+    words: tl.tensor,
+    live: tl.tensor,
+    row: tl.tensor,
+    steps: tl.tensor,
+) -> None:
+    """Store a tile of new rows, rounded where they have 16 bits; `steps` [ROWS] points to the number of the step."""
+    TYPE: tl.constexpr = weight.dtype.element_ty
+    if TYPE.primitive_bitwidth == 32:
+        tl.store(weight, values, mask=inside)
+    else:
+        BLOCKS: tl.constexpr = values.shape[1]
+        step = tl.load(steps, mask=live, other=0).to(tl.int64)
+        random = random_halves(words, live, row, step, BLOCKS)
+        cut = round_to_half(values, random) if TYPE.is_fp16() else round_to_bfloat(values, random)
+        tl.store(weight, cut.to(tl.uint16).to(TYPE, bitcast=True), mask=inside)
+
+
+@triton.jit
+def random_halves(
+    words: tl.tensor, live: tl.tensor, row: tl.tensor, step: tl.tensor, BLOCKS: tl.constexpr
+) -> tl.tensor:
+    """Tile of 16 random bits, uint32. Philox4x32-10 (Salmon et al., SC 2011) gives four words for eight columns."""
+    ROWS: tl.constexpr = row.shape[0]
+    key = tl.load(words + 4, mask=live, other=0)
+    logical = row + tl.load(words + 5, mask=live, other=0)
+    first_column = tl.load(words + 6, mask=live, other=0)
+    zeros = tl.zeros([ROWS, BLOCKS, 2], dtype=tl.uint32)
+    group = (tl.arange(0, BLOCKS)[:, None] * 2 + tl.arange(0, 2)[None, :])[None, :, :]
+    c0 = _low_word(logical)[:, None, None] + zeros
+    c1 = _low_word(logical >> 32)[:, None, None] + zeros
+    c2 = (_low_word(first_column // 8)[:, None, None] + group.to(tl.uint32)) + zeros
+    c3 = _low_word(step)[:, None, None] + zeros
+    k0 = _low_word(key)[:, None, None] + zeros
+    k1 = _low_word(key >> 32)[:, None, None] + zeros
+    a = zeros + 0xD2511F53
+    b = zeros + 0xCD9E8D57
+    for _ in tl.static_range(10):
+        low0, low2 = a * c0, b * c2
+        high0, high2 = tl.umulhi(a, c0), tl.umulhi(b, c2)
+        c0, c1, c2, c3 = high2 ^ c1 ^ k0, low2, high0 ^ c3 ^ k1, low0
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    chosen = tl.join(tl.join(c0, c2), tl.join(c1, c3))  # [..., word // 2, word % 2]
+    return tl.reshape(tl.join(chosen & 0xFFFF, chosen >> 16), [ROWS, BLOCKS, 16])
+
+
+@triton.jit
+def _low_word(value: tl.tensor) -> tl.tensor:
+    return (value & 0xFFFFFFFF).to(tl.uint32)
+
+
+@triton.jit
+def round_to_bfloat(values: tl.tensor, random: tl.tensor) -> tl.tensor:
+    """Bits of bfloat16: random bits below the kept mantissa, then a cut; infinities and NaN stay what they are."""
+    bits = values.to(tl.uint32, bitcast=True)
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    whole = tl.where(is_nan, (bits >> 16) | 0x40, bits >> 16)
+    return tl.where((bits & 0x7F800000) == 0x7F800000, whole, (bits + random) >> 16)
+
+
+@triton.jit
+def round_to_half(values: tl.tensor, random: tl.tensor) -> tl.tensor:
+    """Bits of float16, likewise; a half drops 13 bits of a float, more where it is subnormal."""
+    bits = values.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    chance = random >> 3
+    normal = tl.minimum((magnitude + chance - 0x38000000) >> 13, 0x7C00)
+    # Subnormal halves are multiples of 2^-24, whatever the float's exponent.
+    small = tl.minimum(magnitude, 0x38800000).to(tl.float32, bitcast=True)
+    subnormal = (small * 16777216.0 + chance.to(tl.float32) * 0.0001220703125).to(tl.int32).to(tl.uint32)
+    finite = tl.where(magnitude < 0x38800000, subnormal, normal)
+    special = tl.where(magnitude > 0x7F800000, 0x7E00, 0x7C00)
+    return (bits >> 16 & 0x8000) | tl.where(magnitude >= 0x7F800000, special.to(tl.uint32), finite)

@@ -1,0 +1,127 @@
+"""From the program of a row optimizer to a Triton kernel: its source text, and the function made of it."""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from meseta.ops.row_lowering import FIRST_ROW, FIRST_UNIFORM
+from meseta.ops.row_symbols import Op
+from meseta.ops.row_update import triton_parts as parts
+
+Instructions = tuple[tuple[int, int, int, int, int], ...]
+"""Rows of Code.instructions."""
+
+HEAD = """@triton.jit(do_not_specialize=["group"])
+def update(plan, uniforms, keys, items, scales, segments, ranges, group, NUM_UNIFORMS: tl.constexpr,
+           ROW: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTOR: tl.constexpr,
+           LINE_VECTOR: tl.constexpr):
+    first = tl.load(ranges + group) + tl.program_id(0) * ROWS
+    last = tl.load(ranges + group + 1)
+    if first >= last:
+        return
+    segment = first + tl.arange(0, ROWS)
+    live = segment < last
+    begin = tl.load(segments + segment, mask=live, other=0)
+    end = tl.load(segments + segment + 1, mask=live, other=0)
+    feature = (tl.load(items + 2 * begin + 1, mask=live, other=0) & 0xFFFFFFFF) // tl.load(plan + 3)
+    table = tl.load(plan + parts.PLAN_WORDS + feature * parts.FEATURE_WORDS + 1, mask=live, other=0)
+    words = plan + tl.load(plan + 4) + table * tl.load(plan + 5)
+    numbers = uniforms + table * NUM_UNIFORMS
+    dim = tl.multiple_of(tl.load(words + 1, mask=live, other=0), VECTOR)
+    row = tl.load(keys + begin, mask=live, other=0).to(tl.int64) - tl.load(words + 3, mask=live, other=0)
+    column = (tl.arange(0, BLOCKS)[:, None] * 16 + tl.arange(0, 16)[None, :])[None, :, :]
+    inside = column < dim[:, None, None]
+    e0 = parts.sum_lines(items, scales, begin, end, inside, LINE_VECTOR)
+"""
+"""Which rows a program has, and the sum of their gradients. A tile is [ROWS, BLOCKS, 16]."""
+
+BINARY = {Op.ADD: "{} + {}", Op.SUB: "{} - {}", Op.MUL: "{} * {}", Op.DIV: "tl.div_rn({}, {})"}
+BINARY |= {
+    Op.MAX: "tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
+    Op.MIN: "tl.minimum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
+    Op.GREATER: "tl.where({} > {}, 1.0, 0.0)",
+}
+COMPUTE = BINARY | {
+    Op.SQRT: "tl.sqrt_rn({})",
+    Op.ABS: "tl.abs({})",
+    Op.SIGN: "parts.sign({})",
+    Op.NEG: "{} * -1.0",  # Triton's own minus is 0 - x, which loses the sign of zero
+    Op.WHERE: "tl.where({} > 0, {}, {})",
+}
+
+
+@cache
+def update_kernel(instructions: Instructions, state_is_row: tuple[bool, ...]) -> Any:
+    """The kernel for these instructions; one per distinct program, made at its first use."""
+    text = source(instructions, state_is_row)
+    name = f"<meseta row update {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # where triton.jit reads it
+    namespace: dict[str, Any] = {"__name__": __name__, "triton": triton, "tl": tl, "parts": parts}
+    exec(compile(text, name, "exec"), namespace)
+    return namespace["update"]
+
+
+def source(instructions: Instructions, state_is_row: Sequence[bool]) -> str:
+    """Python source of the kernel `update`."""
+    lines = [HEAD, _pointers(state_is_row)]
+    lines += [
+        f"    u{register} = tl.load(numbers + {register - FIRST_UNIFORM}, mask=live, other=0.0).to(tl.float32)\n"
+        for register in sorted({r for code in instructions for r in _operands(code) if r >= FIRST_UNIFORM})
+    ]
+    lines += [f"    {_statement(code, state_is_row)}\n" for code in instructions]
+    return "".join(lines)
+
+
+def _pointers(state_is_row: Sequence[bool]) -> str:
+    """Where the rows of the weight and of every state lie."""
+    text = "    weight = parts.row_pointers(words, row * dim, live, ROW, VECTOR)[:, None, None] + column\n"
+    for state, is_row in enumerate(state_is_row):
+        at = f"words + (parts.TABLE_WORDS + {state})"
+        if is_row:
+            text += f"    state{state} = parts.row_pointers({at}, row, live, tl.float32, 1)\n"
+        else:
+            text += f"    state{state} = parts.row_pointers({at}, row * dim, live, tl.float32, VECTOR)"
+            text += "[:, None, None] + column\n"
+    return text
+
+
+def _operands(code: Sequence[int]) -> list[int]:
+    """The registers and uniforms that an instruction reads."""
+    op, _, a, b, c = code
+    if op in (Op.LOAD_WEIGHT, Op.LOAD_STATE, Op.LOAD_STAT):
+        return []
+    return [a] if op in (Op.STORE_WEIGHT, Op.STORE_STATE, Op.STORE_STAT) else [r for r in (a, b, c) if r >= 0]
+
+
+def _name(register: int, is_tile: bool) -> str:
+    """A register or uniform, [ROWS, 1, 1] beside tiles."""
+    if register < FIRST_ROW:
+        return f"e{register}"
+    name = f"r{register}" if register < FIRST_UNIFORM else f"u{register}"
+    return f"{name}[:, None, None]" if is_tile else name
+
+
+def _statement(code: Sequence[int], state_is_row: Sequence[bool]) -> str:
+    op, dst, a, b, _ = code
+    if op == Op.LOAD_WEIGHT:
+        return f"e{dst} = tl.load(weight, mask=inside, other=0.0).to(tl.float32)"
+    if op == Op.LOAD_STATE:
+        mask = "live" if state_is_row[a] else "inside"
+        return f"{_name(dst, False)} = tl.load(state{a}, mask={mask}, other=0.0)"
+    if op == Op.SUM:
+        return f"r{dst} = parts.sum_columns(tl.where(inside, {_name(a, True)}, 0.0))"
+    if op == Op.STORE_STATE:
+        is_row = state_is_row[b]
+        return f"tl.store(state{b}, {_name(a, not is_row)}, mask={'live' if is_row else 'inside'})"
+    if op == Op.STORE_WEIGHT:
+        value = f"tl.broadcast_to({_name(a, True)}, [ROWS, BLOCKS, 16])"
+        return f"parts.store_rows(weight, {value}, inside, words, live, row, numbers + NUM_UNIFORMS - 1)"
+    is_tile = dst < FIRST_ROW
+    return f"{_name(dst, False)} = {COMPUTE[Op(op)].format(*(_name(r, is_tile) for r in _operands(code)))}"
