@@ -6,7 +6,6 @@ ids ahead, add what is read into registers, write nothing. Cache level and dista
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -76,9 +75,10 @@ def gather(
 def best_prefetches(
     tables: Sequence[Tensor], ids: NDArray[np.int64], bounds: Sequence[int], num_threads: int, *, keep: int = 3
 ) -> list[Prefetch]:
-    """The `keep` fastest ways to prefetch here, the fastest first, each tried three times."""
-    times = {
-        prefetch: min(gather(tables, ids, bounds, prefetch, num_threads).seconds for _ in range(3))
-        for prefetch in (Prefetch(*pair) for pair in itertools.product(LEVELS, DISTANCES))
-    }
-    return sorted(times, key=lambda prefetch: times[prefetch])[:keep]
+    """The `keep` fastest ways to prefetch here, the fastest first; each is tried three times, in turns."""
+    ways = [Prefetch(level, distance) for level in LEVELS for distance in DISTANCES]
+    times: dict[Prefetch, list[float]] = {way: [] for way in ways}
+    for _ in range(3):
+        for way in ways:
+            times[way].append(gather(tables, ids, bounds, way, num_threads).seconds)
+    return sorted(ways, key=lambda way: min(times[way]))[:keep]
