@@ -22,6 +22,10 @@ if find_spec("jaxtyping") and find_spec("beartype"):
 
 import torch
 
+# Without a GPU, Triton's kernels run in its interpreter; this is read when Triton is imported, as torch.compile does.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # A shell starts background jobs with Ctrl-C ignored, and they hand that on; tests about Ctrl-C need it heard.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

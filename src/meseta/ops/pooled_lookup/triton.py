@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import gcd
+from typing import no_type_check
 
 import torch
 import triton
@@ -41,15 +42,15 @@ def pooled_lookup(
         raise MesetaError(
             f"pooled_lookup: {offsets.numel()} offsets for {num_features} features; there must be F * B + 1 of them"
         )
-    width = sum(table.shape[1] for table in tables)
-    vector = VECTOR_BYTES // dtype.itemsize
-    words, column = list[int](), 0
     for f, table in enumerate(tables):
         if table.dtype != dtype or table.dim() != 2 or not table.is_contiguous() or table.device != ids.device:
             raise MesetaError(
                 f"pooled_lookup: table {f} is {table.dtype} {tuple(table.shape)} on {table.device}, but all tables "
                 f"must be contiguous, [rows, D], {dtype} as the first and on {ids.device} as the ids; convert it"
             )
+    width = sum(table.shape[1] for table in tables)
+    vector, column, words = VECTOR_BYTES // dtype.itemsize, 0, list[int]()
+    for f, table in enumerate(tables):
         vector = gcd(vector, table.shape[1], table.data_ptr() // dtype.itemsize)
         words += [table.data_ptr(), table.shape[0], table.shape[1], column, width, flags[f]]
         column += table.shape[1]
@@ -74,16 +75,8 @@ def pooled_lookup(
 
 
 @triton.jit
-def _pool(
-    out: tl.tensor,
-    features: tl.tensor,
-    ids: tl.tensor,
-    offsets: tl.tensor,
-    weights: tl.tensor,
-    num_bags: tl.tensor,
-    VECTOR: tl.constexpr,
-    ROW: tl.constexpr,
-) -> None:
+@no_type_check  # Triton reads the source: nothing may wrap this
+def _pool(out, features, ids, offsets, weights, num_bags, VECTOR: tl.constexpr, ROW: tl.constexpr):
     f = tl.program_id(1).to(tl.int64)
     feature = features + f * WORDS
     table = tl.multiple_of(tl.load(feature).to(tl.pointer_type(ROW)), VECTOR * (ROW.primitive_bitwidth // 8))

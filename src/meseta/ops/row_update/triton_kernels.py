@@ -3,10 +3,12 @@
 All of them read the `plan`, int64 words: PLAN_WORDS of sizes, FEATURE_WORDS for each feature, then the tables, then the
 first key of each group of tables. Contributions are numbered by (feature, sample, id). An item is two words: the
 address of a gradient, and the number of its block of samples with 32 bits more above it: the bits of its scale before
-the sort, afterwards how far the next item is.
+the sort, afterwards how far the next item is. Nothing may wrap these functions to check types: Triton reads them.
 """
 
 from __future__ import annotations
+
+from typing import no_type_check
 
 import triton
 import triton.language as tl
@@ -30,16 +32,8 @@ SAMPLES = tl.constexpr(256)
 
 
 @triton.jit(do_not_specialize=["a", "b", "c", "d", "e", "f", "g"])
-def write_addresses(
-    out: tl.tensor,
-    a: tl.tensor,
-    b: tl.tensor,
-    c: tl.tensor,
-    d: tl.tensor,
-    e: tl.tensor,
-    f: tl.tensor,
-    g: tl.tensor,
-) -> None:
+@no_type_check
+def write_addresses(out, a, b, c, d, e, f, g):
     """Where seven tensors lie."""
     tl.store(out, a.to(tl.int64))
     tl.store(out + 1, b.to(tl.int64))
@@ -51,7 +45,8 @@ def write_addresses(
 
 
 @triton.jit
-def feature_starts(starts: tl.tensor, plan: tl.tensor, offsets: tl.tensor, PADDED: tl.constexpr) -> None:
+@no_type_check
+def feature_starts(starts, plan, offsets, PADDED: tl.constexpr):
     """starts [features + 1]: the first contribution of each feature, and the number of all."""
     num_features, num_bags = tl.load(plan), tl.load(plan + 1)
     k = tl.arange(0, PADDED)
@@ -64,16 +59,8 @@ def feature_starts(starts: tl.tensor, plan: tl.tensor, offsets: tl.tensor, PADDE
 
 
 @triton.jit(do_not_specialize=["limit"])
-def list_items(
-    keys: tl.tensor,
-    items: tl.tensor,
-    starts: tl.tensor,
-    plan: tl.tensor,
-    ids: tl.tensor,
-    offsets: tl.tensor,
-    weights: tl.tensor,
-    limit: tl.tensor,
-) -> None:
+@no_type_check
+def list_items(keys, items, starts, plan, ids, offsets, weights, limit):
     """Key and item of each contribution; behind the starts lie the addresses of the gradients."""
     num_features, num_bags, num_rows = tl.load(plan), tl.load(plan + 1), tl.load(plan + 2)
     n = tl.program_id(0).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
@@ -104,9 +91,8 @@ def list_items(
 
 
 @triton.jit
-def _last_at_most(
-    values: tl.tensor, first: tl.tensor, count: tl.tensor, wanted: tl.tensor, live: tl.tensor
-) -> tl.tensor:
+@no_type_check
+def _last_at_most(values, first, count, wanted, live):
     """The last index in [first, first + count) whose value is not above `wanted`; values ascend, the first one fits."""
     low, high = first, first + count
     width = count
@@ -120,15 +106,8 @@ def _last_at_most(
 
 
 @triton.jit(do_not_specialize=["limit"])
-def order_items(
-    ordered: tl.tensor,
-    scales: tl.tensor,
-    items: tl.tensor,
-    keys: tl.tensor,
-    order: tl.tensor,
-    plan: tl.tensor,
-    limit: tl.tensor,
-) -> None:
+@no_type_check
+def order_items(ordered, scales, items, keys, order, plan, limit):
     """Items in the order of the sort, each followed by the next one, and their scales."""
     n = tl.program_id(0).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
     live = n < limit
@@ -142,9 +121,8 @@ def order_items(
 
 
 @triton.jit(do_not_specialize=["limit"])
-def mark_segments(
-    segments: tl.tensor, ranges: tl.tensor, keys: tl.tensor, counted: tl.tensor, plan: tl.tensor, limit: tl.tensor
-) -> None:
+@no_type_check
+def mark_segments(segments, ranges, keys, counted, plan, limit) -> None:
     """Where the items of each key begin, and the first segment of each group of tables and of no row.
 
     `counted` [limit] says how many keys there are up to each item.
@@ -165,16 +143,8 @@ def mark_segments(
 
 
 @triton.jit(do_not_specialize=["limit"])
-def sum_long_runs(
-    sums: tl.tensor,
-    items: tl.tensor,
-    scales: tl.tensor,
-    keys: tl.tensor,
-    plan: tl.tensor,
-    limit: tl.tensor,
-    COLUMNS: tl.constexpr,
-    VECTOR: tl.constexpr,
-) -> None:
+@no_type_check
+def sum_long_runs(sums, items, scales, keys, plan, limit, COLUMNS: tl.constexpr, VECTOR: tl.constexpr):
     """Sum each long run from left to right into sums [limit // LONG_RUN + 1, COLUMNS], to which its first item then
     points."""
     index = tl.arange(0, RUN_SLOTS * LONG_RUN)
@@ -198,7 +168,8 @@ def sum_long_runs(
 
 
 @triton.jit
-def _run_end(items: tl.tensor, keys: tl.tensor, first: tl.tensor, limit: tl.tensor) -> tl.tensor:
+@no_type_check
+def _run_end(items, keys, first, limit):
     key = tl.load(keys + first)
     block = tl.load(items + 2 * first + 1) & 0xFFFFFFFF
     end = first
@@ -213,16 +184,8 @@ def _run_end(items: tl.tensor, keys: tl.tensor, first: tl.tensor, limit: tl.tens
 
 
 @triton.jit
-def _sum_run(
-    sums: tl.tensor,
-    items: tl.tensor,
-    scales: tl.tensor,
-    plan: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    COLUMNS: tl.constexpr,
-    VECTOR: tl.constexpr,
-) -> None:
+@no_type_check
+def _sum_run(sums, items, scales, plan, first, end, COLUMNS: tl.constexpr, VECTOR: tl.constexpr):
     k = (tl.load(items + 2 * first + 1) & 0xFFFFFFFF) // tl.load(plan + 3)
     table = tl.load(plan + PLAN_WORDS + k * FEATURE_WORDS + 1)
     dim = tl.load(plan + tl.load(plan + 4) + table * tl.load(plan + 5) + 1)

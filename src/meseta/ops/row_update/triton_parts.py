@@ -1,9 +1,12 @@
 """What the generated update kernels are made of, in Triton: sums in the contract's order, and stochastic rounding.
 
-A tile is [ROWS, BLOCKS, 16]: the columns of a row in blocks of 16, the last ones padded.
+A tile is [ROWS, BLOCKS, 16]: the columns of a row in blocks of 16, the last ones padded. Triton reads the source of
+these functions, so nothing may wrap them to check types.
 """
 
 from __future__ import annotations
+
+from typing import no_type_check
 
 import triton
 import triton.language as tl
@@ -19,23 +22,16 @@ FEATURE_WORDS = tl.constexpr(7)
 
 
 @triton.jit
-def row_pointers(
-    words: tl.tensor, offset: tl.tensor, live: tl.tensor, TYPE: tl.constexpr, VECTOR: tl.constexpr
-) -> tl.tensor:
+@no_type_check
+def row_pointers(words, offset, live, TYPE: tl.constexpr, VECTOR: tl.constexpr):
     """[ROWS]: elements of TYPE at `offset` [ROWS] from the address that `words` [ROWS] points to."""
     address = tl.load(words, mask=live, other=0) + offset * (TYPE.primitive_bitwidth // 8)
     return tl.multiple_of(address.to(tl.pointer_type(TYPE)), VECTOR * (TYPE.primitive_bitwidth // 8))
 
 
 @triton.jit
-def sum_lines(
-    items: tl.tensor,
-    scales: tl.tensor,
-    begin: tl.tensor,
-    end: tl.tensor,
-    inside: tl.tensor,
-    VECTOR: tl.constexpr,
-) -> tl.tensor:
+@no_type_check
+def sum_lines(items, scales, begin, end, inside, VECTOR: tl.constexpr):
     """Tile of the summed gradients of rows whose items are [begin, end), both [ROWS].
 
     From left to right inside a block of samples, then block after block. -0.0 is what changes no number when added.
@@ -63,7 +59,8 @@ def sum_lines(
 
 
 @triton.jit
-def sum_columns(values: tl.tensor) -> tl.tensor:
+@no_type_check
+def sum_columns(values):
     """[ROWS]: each block of 16 columns added as the contract's tree, the blocks from left to right."""
     ROWS: tl.constexpr = values.shape[0]
     BLOCKS: tl.constexpr = values.shape[1]
@@ -80,21 +77,15 @@ def sum_columns(values: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def sign(value: tl.tensor) -> tl.tensor:
+@no_type_check
+def sign(value):
     """-1, 0 or 1; 0 for NaN."""
     return tl.where(value > 0, 1.0, 0.0) - tl.where(value < 0, 1.0, 0.0)
 
 
 @triton.jit
-def store_rows(
-    weight: tl.tensor,
-    values: tl.tensor,
-    inside: tl.tensor,
-    words: tl.tensor,
-    live: tl.tensor,
-    row: tl.tensor,
-    steps: tl.tensor,
-) -> None:
+@no_type_check
+def store_rows(weight, values, inside, words, live, row, steps):
     """Store a tile of new rows, rounded where they have 16 bits; `steps` [ROWS] points to the number of the step."""
     TYPE: tl.constexpr = weight.dtype.element_ty
     if TYPE.primitive_bitwidth == 32:
@@ -108,9 +99,8 @@ def store_rows(
 
 
 @triton.jit
-def random_halves(
-    words: tl.tensor, live: tl.tensor, row: tl.tensor, step: tl.tensor, BLOCKS: tl.constexpr
-) -> tl.tensor:
+@no_type_check
+def random_halves(words, live, row, step, BLOCKS: tl.constexpr):
     """Tile of 16 random bits, uint32. Philox4x32-10 (Salmon et al., SC 2011) gives four words for eight columns."""
     ROWS: tl.constexpr = row.shape[0]
     key = tl.load(words + 4, mask=live, other=0)
@@ -137,12 +127,14 @@ def random_halves(
 
 
 @triton.jit
-def _low_word(value: tl.tensor) -> tl.tensor:
+@no_type_check
+def _low_word(value):
     return (value & 0xFFFFFFFF).to(tl.uint32)
 
 
 @triton.jit
-def round_to_bfloat(values: tl.tensor, random: tl.tensor) -> tl.tensor:
+@no_type_check
+def round_to_bfloat(values, random):
     """Bits of bfloat16: random bits below the kept mantissa, then a cut; infinities and NaN stay what they are."""
     bits = values.to(tl.uint32, bitcast=True)
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
@@ -151,7 +143,8 @@ def round_to_bfloat(values: tl.tensor, random: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def round_to_half(values: tl.tensor, random: tl.tensor) -> tl.tensor:
+@no_type_check
+def round_to_half(values, random):
     """Bits of float16, likewise; a half drops 13 bits of a float, more where it is subnormal."""
     bits = values.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF

@@ -1,0 +1,66 @@
+"""The Triton lookup under Triton's interpreter; tests/gpu runs the same cases on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from meseta.spec import MesetaError
+from sampling import product, sample
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("Triton compiles for the GPU here: see tests/gpu", allow_module_level=True)
+
+from meseta.ops.pooled_lookup import triton as kernel
+from triton_cases import TYPES, check_lookup, lookup_case
+
+MATRIX = product(
+    dims=[[16], [1], [33, 4], [20, 64, 8], [300], [2, 6, 130], [128] * 5],
+    dtype=TYPES,
+    integers=[torch.int64, torch.int32],
+    num_samples=[1, 9, 40],
+    seed=[0, 1, 2],
+)
+
+
+@pytest.mark.parametrize("case", sample(MATRIX, 40, seed=0))
+def test_ragged_batches(case: dict[str, Any]) -> None:
+    check_lookup(lookup_case(**case), "cpu")
+
+
+def test_no_samples_only_empty_bags_and_long_bags() -> None:
+    check_lookup(lookup_case(0, [16, 3], num_samples=0), "cpu")
+    check_lookup(lookup_case(0, [16, 3], max_length=0), "cpu")
+    check_lookup(lookup_case(3, [16, 20], num_samples=5, max_length=200), "cpu")
+
+
+def test_rows_that_do_not_start_at_16_bytes() -> None:
+    case = lookup_case(0, [16, 8])
+    shifted = [torch.cat([torch.zeros(1), table.flatten()])[1:].view(table.shape) for table in case.tables]
+    moved = kernel.pooled_lookup(shifted, case.ids, case.offsets, case.weights, case.flags)
+    assert torch.equal(moved, case.by_reference())
+
+
+@pytest.mark.parametrize("bad", [-1, 3, 2**40, -(2**63)])
+def test_an_id_outside_adds_nothing(bad: int) -> None:
+    table = torch.ones(3, 4)
+    got = kernel.pooled_lookup([table], torch.tensor([0, bad, 2]), torch.tensor([0, 2, 3]), None, [0])
+    assert got.tolist() == [[1.0] * 4, [1.0] * 4]
+
+
+def test_weights_of_other_features_are_not_read() -> None:
+    tables, weights = [torch.ones(2, 1), torch.ones(2, 1)], torch.tensor([torch.nan, 3.0])
+    got = kernel.pooled_lookup(tables, torch.zeros(2, dtype=torch.int64), torch.tensor([0, 1, 2]), weights, [0, 1])
+    assert got.tolist() == [[1.0, 3.0]]
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    ids, offsets = torch.tensor([0]), torch.tensor([0, 1, 1])
+    with pytest.raises(MesetaError, match="3 offsets for 3 features"):
+        kernel.pooled_lookup([torch.ones(1, 4)] * 3, ids, offsets, None, [0] * 3)
+    for other in (torch.ones(1, 4).half(), torch.ones(4), torch.ones(4, 2).T):
+        with pytest.raises(MesetaError, match="table 1"):
+            kernel.pooled_lookup([torch.ones(1, 4), other], ids, offsets, None, [0, 0])

@@ -1,0 +1,178 @@
+"""Cases for the Triton kernels, alike for the interpreter on a CPU and for a GPU; torch, numpy and triton suffice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meseta.ops.pooled_lookup import reference as lookup_reference
+from meseta.ops.row_optimizer import Hyper, RowOptimizer
+from meseta.ops.row_program import trace
+from meseta.ops.row_update import reference as update_reference
+from meseta.ops.row_update.call import UpdateCall
+
+TYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def ragged(random: np.random.Generator, num_bags: int, max_length: int) -> Any:
+    """Lengths of bags, every second one or so empty."""
+    return random.integers(0, max_length + 1, num_bags) * random.integers(0, 2, num_bags)
+
+
+def allowed_error(plain: Tensor, exact: Tensor) -> float:
+    """The contract's: twice that of the reference in the same precision, and one unit in the last place."""
+    ulp = torch.finfo(torch.float32).eps * float(exact.abs().max())
+    return 2 * float((plain.double() - exact).abs().max()) + ulp
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Arguments of pooled_lookup."""
+
+    tables: list[Tensor]
+    ids: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+    flags: list[int]
+
+    def to(self, device: str) -> Lookup:
+        weights = None if self.weights is None else self.weights.to(device)
+        tables = [table.to(device) for table in self.tables]
+        return Lookup(tables, self.ids.to(device), self.offsets.to(device), weights, self.flags)
+
+    def by_reference(self, dtype: torch.dtype | None = None) -> Tensor:
+        tables = self.tables if dtype is None else [table.to(dtype) for table in self.tables]
+        weighted, mean = [bool(flag & 1) for flag in self.flags], [bool(flag & 2) for flag in self.flags]
+        return lookup_reference.pooled_lookup(tables, self.ids, self.offsets, self.weights, weighted, mean)
+
+
+def lookup_case(
+    seed: int,
+    dims: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    num_samples: int = 9,
+    integers: torch.dtype = torch.int64,
+    max_length: int = 7,
+) -> Lookup:
+    """Random rows, some features weighted, some averaged; one table in four has one row."""
+    random = np.random.default_rng(seed)
+    rows = [int(random.integers(1, 30)) if random.random() < 0.75 else 1 for _ in dims]
+    tables = [torch.from_numpy(random.normal(size=(n, dim))).to(dtype) for n, dim in zip(rows, dims, strict=True)]
+    lengths = [ragged(random, num_samples, max_length) for _ in dims]
+    ids = np.concatenate([random.integers(0, n, length.sum()) for n, length in zip(rows, lengths, strict=True)])
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
+    flags = [int(flag) for flag in random.integers(0, 4, len(dims))]
+    weights = torch.from_numpy(random.normal(size=ids.size)).float() if any(flag & 1 for flag in flags) else None
+    return Lookup(tables, torch.from_numpy(ids).to(integers), torch.from_numpy(offsets).to(integers), weights, flags)
+
+
+def check_lookup(case: Lookup, device: str) -> None:
+    """The kernel on `device` against the reference and float64."""
+    from meseta.ops.pooled_lookup import triton
+
+    moved = case.to(device)
+    got = triton.pooled_lookup(moved.tables, moved.ids, moved.offsets, moved.weights, moved.flags).cpu()
+    plain, exact = case.by_reference(), case.by_reference(torch.float64)
+    assert got.shape == plain.shape and got.dtype == torch.float32
+    if got.numel():
+        assert (got.double() - exact).abs().max() <= allowed_error(plain, exact)
+    assert torch.equal(got, plain), "the reference adds in the same order, and nothing is fused"
+
+
+def update_case(
+    optimizer: RowOptimizer,
+    seed: int = 0,
+    dims: Sequence[int] = (16, 40),
+    dtype: torch.dtype = torch.float32,
+    num_samples: int = 9,
+    max_length: int = 6,
+    max_rows: int = 30,
+) -> UpdateCall:
+    """Two features for each table: pooled, weighted or not pooled, listed in any order."""
+    random = np.random.default_rng(seed)
+    program = trace(optimizer)
+    tables, states, origins, features, ids, lengths, gradients = [], [], [], [], [], [], list[Tensor]()
+    width = 2 * sum(dims) + 4
+    for t, dim in enumerate(dims):
+        weight = torch.from_numpy(random.normal(size=(int(random.integers(1, max_rows + 1)), dim))).to(dtype)
+        tables.append(weight)
+        state = optimizer.init(weight)
+        states += [
+            state[name] + torch.from_numpy(random.random(state[name].shape)).float() for name in program.state_names
+        ]
+        origins += [int(random.integers(2**40)), 16 * int(random.integers(9)), int(random.integers(-(2**63), 2**63))]
+        for k in range(2):
+            length = ragged(random, num_samples, max_length)
+            lengths.append(length)
+            ids.append(random.integers(0, weight.shape[0], length.sum()))
+            kind = int(random.integers(3))
+            if kind == 2:
+                gradients.append(torch.from_numpy(random.normal(size=(length.sum(), dim))).float())
+            column = 0 if kind == 2 else 4 * int(random.integers((width - dim) // 4))
+            features.append((2 * t + k, t, len(gradients) if kind == 2 else 0, column, kind == 2, kind == 1))
+    random.shuffle(features)
+    values = torch.from_numpy(np.concatenate(ids))
+    hypers = [Hyper(0.1, 3, dim) for dim in dims]
+    return UpdateCall(
+        tables=tables,
+        states=states,
+        code=program.whole.instructions,
+        uniforms=torch.tensor([program.uniform_values(hyper) for hyper in hypers], dtype=torch.float64),
+        state_is_row=[kind == "row" for kind in program.state_kinds],
+        origins=origins,
+        features=[int(number) for feature in features for number in feature],
+        ids=values,
+        offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(np.concatenate(lengths))])),
+        num_bags=num_samples,
+        gradients=[torch.from_numpy(random.normal(size=(num_samples, width))).float(), *gradients],
+        weights=torch.from_numpy(random.normal(size=values.numel())).float(),
+        step=3,
+    )
+
+
+def copied(call: UpdateCall, device: str = "cpu", dtype: torch.dtype | None = None) -> UpdateCall:
+    """The same on another device, or in float64; rows, states and gradients are copies."""
+
+    def copy(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor.to(device=device, dtype=dtype or tensor.dtype, copy=True) for tensor in tensors]
+
+    return replace(
+        call,
+        tables=copy(call.tables),
+        states=copy(call.states),
+        gradients=copy(call.gradients),
+        ids=call.ids.to(device),
+        offsets=call.offsets.to(device),
+        weights=None if call.weights is None else call.weights.to(device),
+    )
+
+
+def updated(call: UpdateCall, device: str) -> list[Tensor]:
+    """Rows and states after the kernels have run on copies."""
+    from meseta.ops.row_update import triton
+
+    moved = copied(call, device)
+    triton.row_update(moved)
+    return [tensor.cpu() for tensor in (*moved.tables, *moved.states)]
+
+
+def check_update(call: UpdateCall, device: str) -> None:
+    """The kernels on `device` against the reference and float64."""
+    got, plain, exact = updated(call, device), copied(call), copied(call, dtype=torch.float64)
+    update_reference.row_update(plain)
+    update_reference.row_update(exact)
+    references = zip((*plain.tables, *plain.states), (*exact.tables, *exact.states), strict=True)
+    for mine, (reference, true) in zip(got, references, strict=True):
+        assert mine.dtype == reference.dtype
+        if device == "cpu":
+            assert torch.equal(mine, reference), "the interpreter's float32 has no freedom"
+        elif mine.dtype == torch.float32:
+            assert (mine.double() - true).abs().max() <= allowed_error(reference, true)
+        else:  # one of the two neighbours
+            spacing = 2 * torch.finfo(mine.dtype).eps * true.abs().clamp(min=torch.finfo(mine.dtype).smallest_normal)
+            assert ((mine.double() - true).abs() <= spacing).all()
