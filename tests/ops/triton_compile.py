@@ -1,0 +1,96 @@
+"""Compile the Triton kernels for a GPU that need not be there; print, as JSON, the instructions of each that count."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from meseta.ops.pooled_lookup import triton as lookup
+from meseta.ops.row_program import trace
+from meseta.ops.row_update import triton_kernels as kernels
+from meseta.ops.row_update.triton_source import update_kernel
+from meseta.optim import make_row_optimizer
+from meseta.spec import OptimizerSpec
+
+WORDS, INTS, FLOATS = "*i64", "*i32", "*fp32"
+INSTRUCTIONS = r"(?:ld|st)\.global(?:\.v\d)?\.\w+|fma\.\w+\.f32|(?:div|sqrt)\.\w+(?:\.ftz)?\.f32"
+
+
+def compiled(kernel: Any, types: dict[str, Any], architecture: int, num_warps: int = 4) -> dict[str, int]:
+    """`types` has the type of an argument, or the value of a constant."""
+    constants = {name: kind for name, kind in types.items() if not isinstance(kind, str)}
+    signature = {name: types[name] if name not in constants else "constexpr" for name in kernel.arg_names}
+    pointers = [i for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs=constants,
+        attrs={(i,): [["tt.divisibility", 16]] for i in pointers},
+    )
+    options = {"num_warps": num_warps, "enable_fp_fusion": False}
+    built = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    assert built.asm["cubin"]
+    return dict(Counter(re.findall(INSTRUCTIONS, built.asm["ptx"])))
+
+
+def lookups(architecture: int) -> dict[str, Any]:
+    common = {"out": FLOATS, "features": WORDS, "offsets": WORDS, "num_bags": "i32"}
+    cases = {
+        "lookup fp32": {"ids": WORDS, "weights": FLOATS, "VECTOR": 4, "ROW": tl.float32},
+        "lookup fp16": {"ids": INTS, "weights": None, "VECTOR": 8, "ROW": tl.float16},
+        "lookup bf16, odd": {"ids": INTS, "weights": FLOATS, "VECTOR": 1, "ROW": tl.bfloat16},
+    }
+    return {name: compiled(lookup._pool, common | case, architecture) for name, case in cases.items()}
+
+
+def lists(architecture: int) -> dict[str, Any]:
+    many = {"plan": WORDS, "items": WORDS, "limit": "i32"}
+    cases: dict[str, tuple[Any, dict[str, Any]]] = {
+        "addresses": (kernels.write_addresses, {"out": WORDS, **dict.fromkeys("abcdefg", FLOATS)}),
+        "starts": (kernels.feature_starts, {"starts": WORDS, "plan": WORDS, "offsets": WORDS, "PADDED": 32}),
+        "items": (
+            kernels.list_items,
+            many | {"keys": INTS, "starts": WORDS, "ids": INTS, "offsets": WORDS, "weights": FLOATS},
+        ),
+        "order": (kernels.order_items, many | {"ordered": WORDS, "scales": None, "keys": WORDS, "order": WORDS}),
+        "segments": (
+            kernels.mark_segments,
+            {"segments": WORDS, "ranges": WORDS, "keys": INTS, "counted": WORDS, "plan": WORDS, "limit": "i32"},
+        ),
+        "long runs": (
+            kernels.sum_long_runs,
+            many | {"sums": FLOATS, "scales": FLOATS, "keys": INTS, "COLUMNS": 128, "VECTOR": 4},
+        ),
+    }
+    return {name: compiled(kernel, types, architecture) for name, (kernel, types) in cases.items()}
+
+
+def updates(architecture: int) -> dict[str, Any]:
+    common = {"plan": WORDS, "uniforms": "*fp64", "keys": INTS, "items": WORDS, "segments": WORDS, "ranges": WORDS}
+    found = {}
+    for name, row, vector, blocks in (
+        ("rowwise_adagrad", tl.float32, 4, 4),
+        ("adam", tl.bfloat16, 8, 4),
+        ("rowwise_adagrad", tl.float16, 1, 32),
+    ):
+        program = trace(make_row_optimizer(OptimizerSpec(name=name, lr=0.1)))  # type: ignore[arg-type]
+        instructions = tuple(map(tuple, program.whole.instructions.tolist()))
+        kernel = update_kernel(instructions, tuple(kind == "row" for kind in program.state_kinds))
+        types: dict[str, Any] = common | {"scales": FLOATS, "group": "i32", "NUM_UNIFORMS": len(program.uniforms) + 1}
+        types |= {"ROW": row, "ROWS": max(1, 32 // blocks), "BLOCKS": blocks}
+        types |= {"VECTOR": vector, "LINE_VECTOR": min(vector, 4)}
+        found[f"{name} {row}"] = compiled(kernel, types, architecture)
+    return found
+
+
+if __name__ == "__main__":
+    architecture = int(sys.argv[1])
+    print(json.dumps({**lookups(architecture), **lists(architecture), **updates(architecture)}))
