@@ -1,6 +1,7 @@
 // The module only gathers: each operator binds itself in the cpu.cpp beside its reference.
 #include <nanobind/nanobind.h>
 
+void bind_allocator(nanobind::module_& m);
 void bind_coalesce(nanobind::module_& m);
 void bind_dot_interaction(nanobind::module_& m);
 void bind_gather_limit(nanobind::module_& m);
@@ -13,6 +14,7 @@ void bind_row_update(nanobind::module_& m);
 void bind_unique(nanobind::module_& m);
 
 NB_MODULE(MESETA_MODULE, m) {
+  bind_allocator(m);
   bind_coalesce(m);
   bind_dot_interaction(m);
   bind_gather_limit(m);

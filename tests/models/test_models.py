@@ -264,6 +264,24 @@ def test_state_holds_parameters_only(config: ModelConfig) -> None:
     assert isinstance(model.embeddings, OneRowEach)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("config", CONFIGS[:3])
+def test_float32_and_bfloat16_stay_close_to_float64(config: ModelConfig, dtype: Any) -> None:
+    dense = some_dense(300, 13).float()
+    pooled = built(config, 0).embeddings(some_ids(3, 300)).pooled.values.detach()
+    results = []
+    for precision, name in ((torch.float64, "float32"), (torch.float32, dtype)):
+        model = make_model(config, OneRowEach([4] * 3), 13, 0, name).to(precision)
+        leaf = pooled.to(precision).requires_grad_()
+        logits = model.score(dense, leaf)
+        logits.square().mean().backward()
+        results.append((logits.detach(), leaf.grad, *(p.grad for n, p in model.named_parameters() if "embeddings" not in n)))
+        assert all(tensor.dtype == precision for tensor in results[-1])
+    errors = [float((mine - exact).norm() / exact.norm()) for exact, mine in zip(*results, strict=True)]
+    smallest, largest = (1e-9, 2e-6) if dtype == "float32" else (1e-4, 0.1)
+    assert smallest < max(errors) < largest  # the precision asked for, neither more nor less
+
+
 def refused(make: Any, *words: str) -> None:
     with pytest.raises(MesetaError) as caught:
         make()

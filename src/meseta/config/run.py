@@ -128,6 +128,9 @@ class DenseOptimizerConfig(Section):
 
 
 class DenseConfig(Section):
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """'bfloat16' computes MLPs and cross layers in bfloat16, on float32 parameters and with float32 logits: faster
+    where the processor multiplies bfloat16. 'float32' follows the embeddings; float64 rows make all of it float64."""
     optimizer: DenseOptimizerConfig = DenseOptimizerConfig()
     """Optimizer of everything that is not a table."""
     schedule: ScheduleConfig = ScheduleConfig()

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from meseta.jagged import KeyedJaggedTensor
-from meseta.jagged.shapes import Float, Int
+from meseta.jagged.shapes import Float
 from meseta.models.initial import fill_normal
-from meseta.models.layers import check_inputs, check_widths, mlp, pooled_dims
+from meseta.models.layers import MLP, DenseDtype, check_inputs, check_widths, dense_dtype, pooled_dims
+from meseta.ops.dot_interaction import dot_interaction
 from meseta.spec import MesetaError
 
 
@@ -28,9 +29,6 @@ class DLRM(nn.Module):
     the published code.
     """
 
-    pair_index: Int[Tensor, " I"]
-    """Where the lower triangle of the (F+1) x (F+1) products lies, row by row, without the diagonal."""
-
     def __init__(
         self,
         embeddings: nn.Module,
@@ -39,6 +37,7 @@ class DLRM(nn.Module):
         bottom_mlp: Sequence[int],
         top_mlp: Sequence[int],
         interaction: Literal["dot", "none"] = "dot",
+        dtype: DenseDtype = "float32",
         seed: int = 0,
     ) -> None:
         """Build on `embeddings`, a module with `tables` and `features`; all other parameters are dense.
@@ -49,6 +48,8 @@ class DLRM(nn.Module):
             bottom_mlp: widths of the bottom MLP's layers, ReLU after each; the last is D, as in (512, 256, 64, 16).
             top_mlp: hidden widths of the top MLP, for example (512, 256); the layer with the one output is added.
             interaction: 'dot', or 'none' to concatenate x and the embeddings without any product.
+            dtype: type of the activations. 'bfloat16': the MLPs compute in bfloat16 on parameters that stay as they
+                are; pairwise products are added in float32, and the logits are float32.
             seed: key of the initial weights.
 
         Raises MesetaError where 'dot' meets embeddings of different widths, or a last bottom layer of another width.
@@ -61,18 +62,16 @@ class DLRM(nn.Module):
         self.embeddings = embeddings
         self.num_dense = num_dense
         self.interaction = interaction
+        self.dtype: DenseDtype = dtype
         self.pooled_width = sum(dims.values())
-        self.bottom_mlp = mlp([num_dense, *bottom_mlp], relu_last=True)
-        num_vectors = len(dims) + 1
+        self.bottom_mlp = MLP([num_dense, *bottom_mlp], relu_last=True)
         width = bottom_mlp[-1]
         if interaction == "dot":
             _check_equal_widths(dims, width)
-            rows, columns = torch.tril_indices(num_vectors, num_vectors, offset=-1)
-            self.register_buffer("pair_index", rows * num_vectors + columns, persistent=False)
-            num_interactions = width + rows.numel()
+            num_interactions = width + math.comb(len(dims) + 1, 2)
         else:
             num_interactions = width + self.pooled_width
-        self.top_mlp = mlp([num_interactions, *top_mlp, 1], relu_last=False)
+        self.top_mlp = MLP([num_interactions, *top_mlp, 1], relu_last=False)
         self._set_initial_weights(seed)
 
     def forward(self, dense: Float[Tensor, "B num_dense"], sparse: KeyedJaggedTensor) -> Float[Tensor, " B"]:
@@ -82,16 +81,10 @@ class DLRM(nn.Module):
     def score(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
         """Logits from embeddings that were looked up before; the part of forward that a pipeline calls by itself."""
         check_inputs("DLRM", dense, pooled, self.num_dense, self.pooled_width)
-        x = self.bottom_mlp(dense.to(pooled.dtype))
-        return self.top_mlp(torch.cat([x, self._interact(x, pooled)], dim=1)).squeeze(1)
-
-    def _interact(self, x: Float[Tensor, "B D"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, "B I"]:
-        if self.interaction == "none":
-            return pooled
-        vectors = torch.cat([x, pooled], dim=1).unflatten(1, (-1, x.shape[1]))
-        products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
-        # The lower triangle, row by row. One flat index_select costs a quarter of indexing with two index tensors.
-        return products.index_select(1, self.pair_index)
+        x = self.bottom_mlp(dense.to(dense_dtype(self.dtype, pooled)))
+        if self.interaction == "dot":
+            return self.top_mlp(dot_interaction(x, pooled)).squeeze(1)
+        return self.top_mlp(torch.cat([x, pooled.to(x.dtype)], dim=1)).squeeze(1)
 
     def _set_initial_weights(self, seed: int) -> None:
         for part in ("bottom_mlp", "top_mlp"):

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from meseta.jagged import KeyedJaggedTensor
 from meseta.jagged.shapes import Float
 from meseta.models.initial import fill_normal, fill_uniform
-from meseta.models.layers import BlankLinear, check_inputs, check_widths, mlp, pooled_dims
+from meseta.models.layers import (
+    MLP,
+    DenseDtype,
+    PlainLinear,
+    check_inputs,
+    check_widths,
+    dense_dtype,
+    pooled_dims,
+)
 from meseta.spec import MesetaError
 
 
@@ -20,8 +28,8 @@ class LowRankCross(nn.Module):
 
     def __init__(self, num_inputs: int, num_layers: int, low_rank: int) -> None:
         super().__init__()
-        self.down = nn.ModuleList(BlankLinear(num_inputs, low_rank, bias=False) for _ in range(num_layers))
-        self.up = nn.ModuleList(BlankLinear(low_rank, num_inputs) for _ in range(num_layers))
+        self.down = nn.ModuleList(PlainLinear(num_inputs, low_rank, bias=False) for _ in range(num_layers))
+        self.up = nn.ModuleList(PlainLinear(low_rank, num_inputs) for _ in range(num_layers))
 
     def forward(self, x0: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
         x = x0
@@ -41,6 +49,10 @@ class DLRMDCNv2(nn.Module):
     Initial weights as in MLPerf's reference: U and V from N(0, 2 / (inputs + outputs)), cross biases zero, weights and
     biases of the MLPs uniform within 1 / sqrt(inputs), torch's own default.
     """
+
+    dtype: DenseDtype = "float32"
+    """Type of the activations. Set to 'bfloat16', MLPs and cross layers compute in bfloat16 on parameters that stay as
+    they are, and the logits are float32."""
 
     def __init__(
         self,
@@ -76,9 +88,9 @@ class DLRMDCNv2(nn.Module):
         self.num_dense = num_dense
         self.pooled_width = sum(pooled_dims("DLRMDCNv2", embeddings).values())
         num_crossed = bottom_mlp[-1] + self.pooled_width
-        self.bottom_mlp = mlp([num_dense, *bottom_mlp], relu_last=True)
+        self.bottom_mlp = MLP([num_dense, *bottom_mlp], relu_last=True)
         self.cross = LowRankCross(num_crossed, cross_layers, cross_low_rank)
-        self.top_mlp = mlp([num_crossed, *top_mlp, 1], relu_last=False)
+        self.top_mlp = MLP([num_crossed, *top_mlp, 1], relu_last=False)
         self._set_initial_weights(seed)
 
     def forward(self, dense: Float[Tensor, "B num_dense"], sparse: KeyedJaggedTensor) -> Float[Tensor, " B"]:
@@ -88,8 +100,8 @@ class DLRMDCNv2(nn.Module):
     def score(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
         """Logits from embeddings that were looked up before; the part of forward that a pipeline calls by itself."""
         check_inputs("DLRMDCNv2", dense, pooled, self.num_dense, self.pooled_width)
-        x = self.bottom_mlp(dense.to(pooled.dtype))
-        return self.top_mlp(self.cross(torch.cat([x, pooled], dim=1))).squeeze(1)
+        x = self.bottom_mlp(dense.to(dense_dtype(self.dtype, pooled)))
+        return self.top_mlp(self.cross(torch.cat([x, pooled.to(x.dtype)], dim=1))).squeeze(1)
 
     @torch.no_grad()
     def _set_initial_weights(self, seed: int) -> None:

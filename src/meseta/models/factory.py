@@ -7,6 +7,7 @@ from torch import nn
 from meseta.config import ModelConfig
 from meseta.models.dlrm import DLRM
 from meseta.models.dlrm_dcnv2 import DLRMDCNv2
+from meseta.models.layers import DenseDtype
 from meseta.models.logistic_regression import LogisticRegression
 
 
@@ -15,10 +16,13 @@ def wanted_embedding_dim(config: ModelConfig) -> int:
     return 1 if config.name == "logistic_regression" else config.embedding_dim
 
 
-def make_model(config: ModelConfig, embeddings: nn.Module, num_dense: int, seed: int) -> nn.Module:
+def make_model(
+    config: ModelConfig, embeddings: nn.Module, num_dense: int, seed: int, dtype: DenseDtype = "float32"
+) -> nn.Module:
     """The model that `config` names, on the CPU in float32; its tables stay under `model.embeddings`.
 
-    The weights are a function of (seed, parameter name, shape) alone. Raises MesetaError as the constructors do.
+    `dtype` is the type of the dense part's activations; logistic_regression, which has none, does without. The weights
+    are a function of (seed, parameter name, shape) alone. Raises MesetaError as the constructors do.
     """
     if config.name == "logistic_regression":
         return LogisticRegression(embeddings, num_dense=num_dense)
@@ -30,9 +34,10 @@ def make_model(config: ModelConfig, embeddings: nn.Module, num_dense: int, seed:
             bottom_mlp=bottom_mlp,
             top_mlp=config.top_mlp,
             interaction=config.interaction,
+            dtype=dtype,
             seed=seed,
         )
-    return DLRMDCNv2(
+    model = DLRMDCNv2(
         embeddings,
         num_dense=num_dense,
         bottom_mlp=bottom_mlp,
@@ -41,3 +46,5 @@ def make_model(config: ModelConfig, embeddings: nn.Module, num_dense: int, seed:
         cross_low_rank=config.cross_low_rank,
         seed=seed,
     )
+    model.dtype = dtype
+    return model

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import cast
+from typing import Literal, cast
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from meseta.jagged.shapes import Float
+from meseta.ops.mlp import mlp
 from meseta.spec import FeatureSpec, MesetaError, TableSpec
 
 
@@ -19,12 +22,43 @@ class BlankLinear(nn.Linear):
         """Leave the memory as it is."""
 
 
-def mlp(widths: Sequence[int], *, relu_last: bool) -> nn.Sequential:
-    """Linear layers `widths[0] -> widths[1] -> ...` with ReLU between them, and after the last one if asked for."""
-    layers: list[nn.Module] = []
-    for num_inputs, num_outputs in pairwise(widths):
-        layers += [BlankLinear(num_inputs, num_outputs), nn.ReLU()]
-    return nn.Sequential(*(layers if relu_last else layers[:-1]))
+class PlainLinear(BlankLinear):
+    """A linear layer that computes in the type of its input, by the fast road of meseta.ops.mlp."""
+
+    def forward(self, x: Float[Tensor, "B N"]) -> Float[Tensor, "B outputs"]:
+        return mlp(x, [self.weight], [self.bias], relu_last=False)
+
+
+DenseDtype = Literal["float32", "bfloat16"]
+"""Type of the dense part's activations: 'float32' stands for that of the embeddings, 'bfloat16' for mixed precision."""
+
+
+class MLP(nn.Sequential):
+    """Linear layers `widths[0] -> widths[1] -> ...` with ReLU between them, and after the last one if asked for.
+
+    Computes in the type of its input. The last layer of a bfloat16 stack without ReLU, which gives the logits, is
+    computed in float32.
+    """
+
+    def __init__(self, widths: Sequence[int], *, relu_last: bool) -> None:
+        layers: list[nn.Module] = []
+        for num_inputs, num_outputs in pairwise(widths):
+            layers += [BlankLinear(num_inputs, num_outputs), nn.ReLU()]
+        super().__init__(*(layers if relu_last else layers[:-1]))
+        self.relu_last = relu_last
+
+    def forward(self, x: Float[Tensor, "B N"]) -> Float[Tensor, "B outputs"]:
+        layers = [layer for layer in self if isinstance(layer, nn.Linear)]
+        head = layers.pop() if x.dtype == torch.bfloat16 and not self.relu_last else None
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        if head is None:
+            return mlp(x, weights, biases, relu_last=self.relu_last)
+        return functional.linear(mlp(x, weights, biases, relu_last=True).to(head.weight.dtype), head.weight, head.bias)
+
+
+def dense_dtype(dtype: DenseDtype, pooled: Tensor) -> torch.dtype:
+    """Type of the activations beside these embeddings."""
+    return torch.bfloat16 if dtype == "bfloat16" else pooled.dtype
 
 
 def pooled_dims(model: str, embeddings: nn.Module) -> dict[str, int]:

@@ -14,6 +14,7 @@ from meseta.comm import World
 from meseta.data.batch import Batch
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
 from meseta.jagged.shapes import Float
+from meseta.ops.allocator import keep_freed_memory
 from meseta.pipeline.times import StageTimes
 from meseta.spec import MesetaError
 
@@ -48,11 +49,16 @@ class TrainStep:
     """Runs one step after the other; every rank calls it with its slice of the same global batch."""
 
     def __init__(self, model: Model, optimizer: torch.optim.Optimizer, world: World) -> None:
-        """`optimizer` holds the dense parameters; the tables step inside the backward pass."""
+        """`optimizer` holds the dense parameters; the tables step inside the backward pass.
+
+        On a CPU this process keeps the memory that its steps free, see meseta.ops.allocator.
+        """
         self.model = model
         self.optimizer = optimizer
         self.world = world
         self.times = StageTimes(world.device)
+        if world.device.type == "cpu":
+            keep_freed_memory()
 
     def __call__(self, batch: Batch) -> Step:
         """Train on one batch. Raises NonFiniteLoss on all ranks, before any update, when the loss is not finite,

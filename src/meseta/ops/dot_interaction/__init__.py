@@ -1,0 +1,118 @@
+"""Dot products of all pairs of vectors of a sample, the interaction of DLRM (arXiv 1906.00091, section 2.1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meseta.jagged.shapes import Float
+from meseta.ops.core import core
+from meseta.ops.dot_interaction import reference
+from meseta.ops.library import LIBRARY, register
+from meseta.ops.memory import empty
+from meseta.spec import MesetaError
+
+
+def dot_interaction(x: Float[Tensor, "B D"], pooled: Float[Tensor, "B F_times_D"]) -> Float[Tensor, "B D_plus_P"]:
+    """x, then the dot products of all pairs out of (x, e_1, ..., e_F), each pair once: P = F (F + 1) / 2 of them.
+
+    `pooled` holds e_1 to e_F side by side. Pairs come as the lower triangle without its diagonal, row by row:
+    <e_1, x>, <e_2, x>, <e_2, e_1>, <e_3, x> and so on. The result has the type of x. bfloat16 x beside float32 `pooled`
+    is multiplied and added in float32, and only the result is rounded. Differentiable once in both arguments.
+
+    Raises MesetaError where `pooled` is no whole number of vectors as wide as x for as many samples.
+    """
+    _check(x, pooled)
+    return _forward(x, pooled)
+
+
+def _compiled(x: Tensor, pooled: Tensor) -> bool:
+    return pooled.dtype == torch.float32 and x.dtype in {torch.float32, torch.bfloat16}
+
+
+def _check(x: Tensor, pooled: Tensor) -> None:
+    fits = x.dim() == pooled.dim() == 2 and x.shape[0] == pooled.shape[0] and x.shape[1] > 0
+    if not fits or pooled.shape[1] % x.shape[1]:
+        raise MesetaError(
+            f"dot_interaction: pooled is {tuple(pooled.shape)}, which is no whole number of vectors for each sample of "
+            f"x, {tuple(x.shape)}; give [B, D] and [B, F * D]"
+        )
+
+
+def _width(x: Tensor, pooled: Tensor) -> Any:
+    """Columns of the result."""
+    num_features = pooled.shape[1] // x.shape[1]
+    return x.shape[1] + num_features * (num_features + 1) // 2
+
+
+def _forward_cpu(x: Tensor, pooled: Tensor) -> Tensor:
+    _check(x, pooled)
+    if not _compiled(x, pooled):
+        return reference.dot_interaction(x, pooled)
+    x, pooled = x.contiguous(), pooled.contiguous()
+    out = empty((x.shape[0], _width(x, pooled)), x.dtype)
+    core().dot_interaction(
+        x.shape[0],
+        pooled.shape[1] // x.shape[1],
+        x.shape[1],
+        x.dtype == torch.bfloat16,
+        x.data_ptr(),
+        pooled.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def _backward_cpu(gradient: Tensor, x: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor]:
+    _check(x, pooled)
+    if not _compiled(x, pooled):
+        return reference.dot_interaction_backward(gradient, x, pooled)
+    if gradient.shape != (x.shape[0], _width(x, pooled)) or gradient.dtype != x.dtype:
+        raise MesetaError(
+            f"dot_interaction_backward: the gradient is {gradient.dtype} {tuple(gradient.shape)}, the result was "
+            f"{x.dtype} {(x.shape[0], _width(x, pooled))}; give it the same type and shape"
+        )
+    gradient, x, pooled = gradient.contiguous(), x.contiguous(), pooled.contiguous()
+    x_gradient, pooled_gradient = torch.empty_like(x), empty(pooled.shape, pooled.dtype)
+    core().dot_interaction_backward(
+        x.shape[0],
+        pooled.shape[1] // x.shape[1],
+        x.shape[1],
+        x.dtype == torch.bfloat16,
+        gradient.data_ptr(),
+        x.data_ptr(),
+        pooled.data_ptr(),
+        x_gradient.data_ptr(),
+        pooled_gradient.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return x_gradient, pooled_gradient
+
+
+_forward = register(
+    "dot_interaction(Tensor x, Tensor pooled) -> Tensor",
+    cpu=_forward_cpu,
+    cuda=reference.dot_interaction,
+    fake=lambda x, pooled: x.new_empty(x.shape[0], _width(x, pooled)),
+)
+_backward = register(
+    "dot_interaction_backward(Tensor gradient, Tensor x, Tensor pooled) -> (Tensor, Tensor)",
+    cpu=_backward_cpu,
+    cuda=reference.dot_interaction_backward,
+    fake=lambda gradient, x, pooled: (x.new_empty(x.shape), pooled.new_empty(pooled.shape)),
+)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor] = _backward(gradient, *ctx.saved_tensors)
+    return result
+
+
+torch.library.register_autograd("meseta::dot_interaction", _differentiate, setup_context=_save, lib=LIBRARY)

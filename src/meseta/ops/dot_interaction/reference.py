@@ -1,0 +1,38 @@
+"""What dot_interaction computes, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meseta.jagged.shapes import Float
+
+
+def dot_interaction(x: Float[Tensor, "B D"], pooled: Float[Tensor, "B F_times_D"]) -> Float[Tensor, "B D_plus_P"]:
+    """As meseta.ops.dot_interaction."""
+    vectors, index = _vectors(x, pooled)
+    products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
+    # One flat index_select costs a quarter of indexing with two index tensors.
+    return torch.cat([x, products.index_select(1, index).to(x.dtype)], dim=1)
+
+
+def dot_interaction_backward(
+    gradient: Float[Tensor, "B D_plus_P"], x: Float[Tensor, "B D"], pooled: Float[Tensor, "B F_times_D"]
+) -> tuple[Float[Tensor, "B D"], Float[Tensor, "B F_times_D"]]:
+    """Gradients of x and pooled: of a pair's product, each vector takes the other one."""
+    vectors, index = _vectors(x, pooled)
+    size, width = vectors.shape[1], x.shape[1]
+    products = gradient.new_zeros(len(x), size * size, dtype=vectors.dtype)
+    products.index_copy_(1, index, gradient[:, width:].to(vectors.dtype))
+    products = products.unflatten(1, (size, size))
+    result = torch.bmm(products + products.transpose(1, 2), vectors).flatten(1)
+    direct = gradient[:, :width].to(vectors.dtype)
+    return (result[:, :width] + direct).to(x.dtype), result[:, width:].to(pooled.dtype)
+
+
+def _vectors(x: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor]:
+    """x and the embeddings as [B, F + 1, D], and where the lower triangle of their products lies, row by row."""
+    vectors = torch.cat([x.to(pooled.dtype), pooled], dim=1).unflatten(1, (-1, x.shape[1]))
+    size = vectors.shape[1]
+    rows, columns = torch.tril_indices(size, size, offset=-1, device=x.device)
+    return vectors, rows * size + columns
