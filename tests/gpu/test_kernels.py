@@ -1,0 +1,151 @@
+"""Triton kernels on a GPU: the cases of tests/ops, no wait for the device, CUDA graphs. Needs torch, numpy, pytest,
+triton and PYTHONPATH=src, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meseta.ops.pooled_lookup import pooled_lookup
+from meseta.optim import make_row_optimizer
+from meseta.spec import MesetaError
+from optim.specs import SPECS
+from sampling import product, sample
+from triton_cases import TYPES, check_lookup, check_update, copied, lookup_case, update_case, updated
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
+
+LOOKUPS = product(
+    dims=[[16], [1], [33, 4], [20, 64, 8], [300], [2, 6, 130], [128] * 5],
+    dtype=TYPES,
+    integers=[torch.int64, torch.int32],
+    num_samples=[1, 40, 3000],
+    seed=[0, 1],
+)
+UPDATES = product(
+    dims=[(1,), (16, 40), (3, 130, 20), (300,), (8, 8, 8), (64,) * 6],
+    num_samples=[1, 30, 3000],
+    dtype=TYPES,
+    seed=[0, 1],
+)
+
+
+@contextmanager
+def no_wait() -> Iterator[None]:
+    """Any wait of the host for the device is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def on_device(call: Any, step: int) -> Any:
+    """The same update with its uniforms, and the step, on the device, as CUDA graphs need them."""
+    steps = torch.full((len(call.tables), 1), step, dtype=torch.float64)
+    return replace(call, uniforms=torch.cat([call.uniforms, steps], dim=1).cuda(), step=-1)
+
+
+def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """A graph of `run`, which has run once on a side stream before, as torch's documentation asks."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+@pytest.mark.parametrize("case", sample(LOOKUPS, 60, seed=1))
+def test_lookups(case: dict[str, Any]) -> None:
+    check_lookup(lookup_case(**case), "cuda")
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("optimizer", SPECS)
+def test_optimizers_and_types_of_rows(optimizer: str, dtype: torch.dtype) -> None:
+    check_update(update_case(make_row_optimizer(SPECS[optimizer]), 5, dtype=dtype), "cuda")
+
+
+@pytest.mark.parametrize("case", sample(UPDATES, 40, seed=1))
+def test_ragged_updates(case: dict[str, Any]) -> None:
+    check_update(update_case(make_row_optimizer(SPECS["rowwise_adagrad"]), **case), "cuda")
+
+
+def test_updating_twice_gives_the_same_bits() -> None:
+    call = update_case(make_row_optimizer(SPECS["adam"]), dims=(64, 20), num_samples=5000, max_rows=3)
+    assert all(torch.equal(a, b) for a, b in zip(updated(call, "cuda"), updated(call, "cuda"), strict=True))
+
+
+def test_the_host_does_not_wait() -> None:
+    from meseta.ops.row_update import triton
+
+    lookup = lookup_case(0, [16, 33]).to("cuda")
+    weighted, mean = [bool(flag & 1) for flag in lookup.flags], [bool(flag & 2) for flag in lookup.flags]
+    call = copied(update_case(make_row_optimizer(SPECS["adam"]), dtype=torch.bfloat16), "cuda")
+    for _ in range(2):
+        with no_wait():
+            pooled_lookup(lookup.tables, lookup.ids, lookup.offsets, lookup.weights, weighted, mean)
+            triton.row_update(call)
+
+
+def test_a_captured_lookup_follows_its_inputs() -> None:
+    case = lookup_case(0, [16, 33, 64], num_samples=200).to("cuda")
+    weighted, mean = [bool(flag & 1) for flag in case.flags], [bool(flag & 2) for flag in case.flags]
+    outputs: list[Tensor] = []
+    graph = captured(
+        lambda: outputs.append(pooled_lookup(case.tables, case.ids, case.offsets, case.weights, weighted, mean))
+    )
+    case.ids.copy_(case.ids.flip(0) % torch.tensor([table.shape[0] for table in case.tables]).min())
+    for table in case.tables:
+        table.mul_(2)
+    graph.replay()
+    assert torch.equal(outputs[-1].cpu(), case.to("cpu").by_reference())
+
+
+def test_a_captured_update_takes_new_gradients_and_a_new_step() -> None:
+    from meseta.ops.row_update import triton
+
+    given = update_case(make_row_optimizer(SPECS["adam"]), dims=(16, 40), dtype=torch.bfloat16, num_samples=300)
+    call = on_device(copied(given, "cuda"), step=3)
+    before = [tensor.clone() for tensor in (*call.tables, *call.states)]
+    graph = captured(lambda: triton.row_update(call))
+    for tensor, old in zip((*call.tables, *call.states), before, strict=True):
+        tensor.copy_(old)
+    call.gradients[0].neg_()
+    call.uniforms[:, -1] = 7
+    graph.replay()
+    got = [tensor.cpu() for tensor in (*call.tables, *call.states)]
+    expected = copied(replace(given, step=7), "cuda")
+    expected.gradients[0].neg_()
+    triton.row_update(expected)
+    for mine, other in zip(got, (*expected.tables, *expected.states), strict=True):
+        assert torch.equal(mine, other.cpu())
+
+
+def test_a_first_use_inside_a_capture_is_told() -> None:
+    case = lookup_case(77, [16, 4], num_samples=3).to("cuda")
+    pooled_lookup(case.tables[:1], case.ids[:0], torch.zeros(4, dtype=torch.int64, device="cuda"))
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(MesetaError, match="once before the capture"), torch.cuda.graph(graph):
+        pooled_lookup(case.tables, case.ids, case.offsets)
+
+
+def test_tables_of_more_than_two_billion_elements() -> None:
+    rows = 2**31 // 64 + 1000
+    if torch.cuda.mem_get_info()[0] < 6 * 2**30:
+        pytest.skip("needs 6 GB of free GPU memory")
+    table = torch.zeros(rows, 64, dtype=torch.float16, device="cuda")
+    ids = torch.tensor([rows - 1, 0, rows - 2], device="cuda")
+    table[ids] = torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float16, device="cuda")
+    got = pooled_lookup([table], ids, torch.tensor([0, 2, 3], device="cuda"))
+    assert got[:, 0].tolist() == [3.0, 3.0]
