@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,58 +15,77 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from meseta.ops.core import MODULES, instruction_set
 from meseta.ops.pooled_lookup import pooled_lookup, reference
+from meseta.spec import MesetaError
+
+TYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+Problem = tuple[list[Tensor], Tensor, Tensor, Tensor | None, list[bool], list[bool]]
+"""Arguments of pooled_lookup."""
 
 
-def problem(seed: int, num_samples: int, dims: list[int], dtype: torch.dtype, weighted: list[bool]) -> tuple[Any, ...]:
-    """Arguments of pooled_lookup; every third bag or so is empty."""
+def problem(
+    seed: int,
+    num_samples: int,
+    dims: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    weighted: Sequence[bool] = (),
+    mean: Sequence[bool] = (),
+    integers: torch.dtype = torch.int64,
+) -> Problem:
+    """About half of the bags are empty, and some tables have one row."""
     random = np.random.default_rng(seed)
     tables, lengths, ids = [], [], []
     for dim in dims:
-        rows = int(random.integers(1, 30))
+        rows = int(random.integers(1, 30)) if random.random() < 0.8 else 1
         tables.append(torch.from_numpy(random.normal(size=(rows, dim))).to(dtype))
         length = random.integers(0, 7, num_samples) * random.integers(0, 2, num_samples)
         lengths.append(length)
         ids.append(random.integers(0, rows, length.sum()))
     offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64))
-    values = torch.from_numpy(np.concatenate(ids).astype(np.int64))
+    values = torch.from_numpy(np.concatenate(ids)).to(integers)
     weights = torch.from_numpy(random.normal(size=values.numel())).float() if any(weighted) else None
-    return tables, values, offsets, weights, weighted
+    return tables, values, offsets, weights, list(weighted), list(mean)
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Any, ...]:
-    num_features = draw(st.integers(1, 4))
+def problems(draw: st.DrawFn) -> Problem:
+    dims = draw(st.lists(st.one_of(st.integers(1, 48), st.integers(49, 300)), min_size=1, max_size=4))
+    flags = st.lists(st.booleans(), min_size=len(dims), max_size=len(dims))
     return problem(
         draw(st.integers(0, 2**32)),
         draw(st.integers(0, 9)),
-        draw(st.lists(st.sampled_from([1, 3, 16, 20, 33]), min_size=num_features, max_size=num_features)),
-        draw(st.sampled_from([torch.float32, torch.float64])),
-        draw(st.lists(st.booleans(), min_size=num_features, max_size=num_features)),
+        dims,
+        draw(st.sampled_from(TYPES)),
+        draw(flags),
+        draw(flags),
+        draw(st.sampled_from([torch.int64, torch.int32])),
     )
 
 
-def by_hand(tables: list[Tensor], ids: Tensor, offsets: Tensor, weights: Tensor | None, weighted: list[bool]) -> Any:
+def by_hand(given_problem: Problem) -> Tensor:
     """Float64 sums in numpy."""
+    tables, ids, offsets, weights, weighted, mean = given_problem
     num_samples = (offsets.numel() - 1) // len(tables)
     pooled = []
     for f, table in enumerate(tables):
         out = np.zeros((num_samples, table.shape[1]))
         for b in range(num_samples):
-            for i in range(int(offsets[f * num_samples + b]), int(offsets[f * num_samples + b + 1])):
+            start, stop = offsets[f * num_samples + b : f * num_samples + b + 2].tolist()
+            for i in range(start, stop):
                 factor = float(weights[i]) if weights is not None and weighted[f] else 1.0
                 out[b] += factor * table[int(ids[i])].double().numpy()
+            if mean and mean[f] and stop > start:
+                out[b] /= stop - start
         pooled.append(out)
-    return np.concatenate(pooled, axis=1)
+    return torch.from_numpy(np.concatenate(pooled, axis=1))
 
 
 @given(given_problem=problems())
-def test_equals_reference_and_numpy(given_problem: tuple[Any, ...]) -> None:
-    tables, ids, offsets, weights, weighted = given_problem
-    got = pooled_lookup(tables, ids, offsets, weights, weighted)
-    plain = reference.pooled_lookup(tables, ids, offsets, weights, weighted)
-    exact = torch.from_numpy(by_hand(tables, ids, offsets, weights, weighted))
-    assert got.shape == plain.shape == exact.shape and got.dtype == plain.dtype == tables[0].dtype
+def test_equals_reference_and_numpy(given_problem: Problem) -> None:
+    got, plain, exact = pooled_lookup(*given_problem), reference.pooled_lookup(*given_problem), by_hand(given_problem)
+    dtype = torch.float64 if given_problem[0][0].dtype == torch.float64 else torch.float32
+    assert got.shape == plain.shape == exact.shape and got.dtype == plain.dtype == dtype
     if not got.numel():
         return
     # The kernel may err at most twice as much as the reference in the same precision, plus one unit in the last place.
@@ -71,34 +94,48 @@ def test_equals_reference_and_numpy(given_problem: tuple[Any, ...]) -> None:
 
 
 @given(given_problem=problems())
-def test_unweighted_sums_have_the_bits_of_the_reference(given_problem: tuple[Any, ...]) -> None:
-    tables, ids, offsets, *_ = given_problem
-    got = pooled_lookup(tables, ids, offsets)
-    assert torch.equal(got, reference.pooled_lookup(tables, ids, offsets))
+def test_has_the_bits_of_the_reference(given_problem: Problem) -> None:
+    assert torch.equal(pooled_lookup(*given_problem), reference.pooled_lookup(*given_problem))
 
 
 @given(
     seed=st.integers(0, 2**32),
-    dim=st.integers(17, 70),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
+    dim=st.integers(17, 150),
+    dtype=st.sampled_from(TYPES),
     weighted=st.booleans(),
+    mean=st.booleans(),
 )
-def test_columns_of_a_shard_have_the_bits_of_the_whole(seed: int, dim: int, dtype: torch.dtype, weighted: bool) -> None:
+def test_columns_of_a_shard_have_the_bits_of_the_whole(
+    seed: int, dim: int, dtype: torch.dtype, weighted: bool, mean: bool
+) -> None:
     # Column shards start at multiples of 16; the last one may have any width.
-    tables, ids, offsets, weights, flags = problem(seed, 8, [dim], dtype, [weighted])
-    whole = pooled_lookup(tables, ids, offsets, weights, flags)
+    tables, *rest = problem(seed, 8, [dim], dtype, [weighted], [mean])
+    whole = pooled_lookup(tables, *rest)
     for start in range(0, dim, 16):
-        piece = tables[0][:, start : start + 16].contiguous()
-        got = pooled_lookup([piece], ids, offsets, weights, flags)
+        got = pooled_lookup([tables[0][:, start : start + 16].contiguous()], *rest)
         assert torch.equal(got, whole[:, start : start + 16])
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_equals_nn_embedding_bag(weighted: bool) -> None:
-    tables, ids, offsets, weights, flags = problem(1, 12, [20], torch.float64, [weighted])
-    bag = nn.EmbeddingBag.from_pretrained(tables[0], mode="sum", include_last_offset=True)
-    expected = bag(ids, offsets, weights.double() if weighted else None)
-    torch.testing.assert_close(pooled_lookup(tables, ids, offsets, weights, flags), expected)
+@given(seed=st.integers(0, 2**32), dims=st.lists(st.sampled_from([1, 16, 33, 64]), min_size=2, max_size=4))
+def test_a_permuted_batch_gives_the_permuted_lookups(seed: int, dims: list[int]) -> None:
+    tables, ids, offsets, weights, weighted, mean = problem(seed, 8, dims, weighted=[True] * len(dims))
+    assert weights is not None
+    order = np.random.default_rng(seed).permutation(8)
+    bags = [(f * 8 + b) for f in range(len(dims)) for b in order]
+    at = torch.cat([torch.arange(int(offsets[bag]), int(offsets[bag + 1])) for bag in bags])
+    lengths = offsets.diff()[bags]
+    moved = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    got = pooled_lookup(tables, ids[at], moved, weights[at], weighted, mean)
+    assert torch.equal(got, pooled_lookup(tables, ids, offsets, weights, weighted, mean)[order])
+
+
+@pytest.mark.parametrize(("weighted", "mode"), [(False, "sum"), (True, "sum"), (False, "mean")])
+def test_equals_nn_embedding_bag(weighted: bool, mode: str) -> None:
+    tables, ids, offsets, weights, *_ = problem(1, 12, [20], torch.float64, [weighted])
+    bag = nn.EmbeddingBag.from_pretrained(tables[0], mode=mode, include_last_offset=True)
+    expected = bag(ids, offsets, weights.double() if weights is not None else None)
+    got = pooled_lookup(tables, ids, offsets, weights, [weighted], [mode == "mean"])
+    torch.testing.assert_close(got, expected)
 
 
 def test_weights_of_other_features_are_not_read() -> None:
@@ -109,8 +146,139 @@ def test_weights_of_other_features_are_not_read() -> None:
     assert got.tolist() == [[1.0, 3.0]]
 
 
-def test_no_samples_and_only_empty_bags() -> None:
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_no_samples_and_only_empty_bags(dtype: torch.dtype) -> None:
     empty = torch.empty(0, dtype=torch.int64)
-    tables = [torch.ones(2, 3), torch.ones(4, 5)]
-    assert pooled_lookup(tables, empty, torch.zeros(1, dtype=torch.int64)).shape == (0, 8)
-    assert torch.equal(pooled_lookup(tables, empty, torch.zeros(5, dtype=torch.int64)), torch.zeros(2, 8))
+    tables = [torch.ones(2, 3, dtype=dtype), torch.ones(4, 5, dtype=dtype)]
+    for mean in ([], [True, True]):
+        assert pooled_lookup(tables, empty, torch.zeros(1, dtype=torch.int64), mean=mean).shape == (0, 8)
+        assert not pooled_lookup(tables, empty, torch.zeros(5, dtype=torch.int64), mean=mean).any()
+
+
+@pytest.mark.parametrize("dtype", TYPES[:3], ids=str)
+def test_threads_do_not_change_a_bit(dtype: torch.dtype) -> None:
+    large = problem(3, 3000, [16, 33, 300, 64], dtype, [True, False, True, False], [False, True, False, False])
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = pooled_lookup(*large)
+        for num_threads in (2, 3):
+            torch.set_num_threads(num_threads)
+            assert torch.equal(pooled_lookup(*large), one)
+    finally:
+        torch.set_num_threads(before)
+
+
+DIGEST = """
+import hashlib, sys
+sys.path[:0] = {path!r}
+from test_pooled_lookup import TYPES, pooled_lookup, problem
+digest = hashlib.sha256()
+for dtype in TYPES[:3]:
+    for seed, dims in enumerate([[16, 64, 1], [33, 128], [300, 20]]):
+        flags = [seed % 2 == 0] * len(dims), [seed % 2 == 1] * len(dims)
+        digest.update(pooled_lookup(*problem(seed, 50, dims, dtype, *flags)).numpy().tobytes())
+print(digest.hexdigest())
+"""
+
+
+def test_all_instruction_sets_give_the_same_bits() -> None:
+    names = list(MODULES)
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", DIGEST.format(path=[os.path.dirname(__file__)])],
+            env={**os.environ, "MESETA_ISA": name},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        for name in names[names.index(instruction_set()) :]
+    ]
+    assert all(run.returncode == 0 for run in runs), [run.stderr for run in runs]
+    assert len({run.stdout for run in runs}) == 1
+
+
+HOSTILE_OFFSETS = [
+    [0, 1, -1, 3],
+    [0, 2, 1, 3],
+    [-1, 0, 1, 2],
+    [0, 1, 2, 4],
+    [0, 2**62, 2**62, 3],
+    [-(2**63), 0, 1, 2**63 - 1],
+    [3, 2, 1, 0],
+]
+
+
+@pytest.mark.parametrize("offsets", HOSTILE_OFFSETS, ids=str)
+@pytest.mark.parametrize("dtype", TYPES[:3], ids=str)
+def test_offsets_that_fall_or_leave_the_ids_are_refused(offsets: list[int], dtype: torch.dtype) -> None:
+    with pytest.raises(MesetaError, match=r"pooled_lookup: offsets\[\d\] is .*must lie in 0\.\.3"):
+        pooled_lookup([torch.ones(5, 4, dtype=dtype)], torch.tensor([0, 1, 2]), torch.tensor(offsets))
+
+
+@pytest.mark.parametrize("bad", [-1, 5, 2**31 - 1, 2**40, -(2**63)])
+@pytest.mark.parametrize("dtype", TYPES[:3], ids=str)
+def test_an_id_outside_its_table_is_named(bad: int, dtype: torch.dtype) -> None:
+    tables = [torch.ones(9, 4, dtype=dtype), torch.ones(5, 20, dtype=dtype)]
+    types = [torch.int64] if abs(bad) >= 2**31 else [torch.int64, torch.int32]
+    for integers in types:
+        ids = torch.tensor([8, 0, 4, bad, 1]).to(integers)
+        with pytest.raises(MesetaError, match=rf"id {bad} of feature 1, sample 1, is outside 0\.\.4"):
+            pooled_lookup(tables, ids, torch.tensor([0, 1, 2, 3, 5]))
+
+
+@given(
+    ids=st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-1, 3), max_size=6),
+    offsets=st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 6), min_size=1, max_size=5),
+)
+def test_hostile_input_is_an_error_or_a_sum(ids: list[int], offsets: list[int]) -> None:
+    table = torch.ones(3, 20)
+    values, bounds = torch.tensor(ids, dtype=torch.int64), torch.tensor(offsets, dtype=torch.int64)
+    try:
+        got = pooled_lookup([table], values, bounds)
+    except MesetaError:
+        return
+    assert torch.equal(got, bounds.diff()[:, None].expand(-1, 20).float())
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    ids, offsets, table = torch.tensor([0]), torch.tensor([0, 1, 1]), torch.ones(1, 4)
+    with pytest.raises(MesetaError, match="no table"):
+        pooled_lookup([], ids, offsets)
+    with pytest.raises(MesetaError, match="3 offsets for 3 features"):
+        pooled_lookup([table] * 3, ids, offsets)
+    operator = torch.ops.meseta.pooled_lookup  # the tests' shape checks come before the function's own
+    with pytest.raises(MesetaError, match="2 weights for 1 ids"):
+        operator([table, table], ids, offsets, torch.ones(2), [1, 1])
+    with pytest.raises(MesetaError, match=r"ids are torch\.float32"):
+        operator([table, table], ids.float(), offsets, None, [0, 0])
+    for other in (table.half(), torch.ones(4), torch.ones(4, 2).T):
+        with pytest.raises(MesetaError, match="table 1 is"):
+            pooled_lookup([table, other], ids, offsets)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_opcheck(dtype: torch.dtype) -> None:
+    tables, ids, offsets, weights, weighted, mean = problem(2, 5, [16, 33], dtype, [True, False], [False, True])
+    flags = [int(w) + 2 * int(m) for w, m in zip(weighted, mean, strict=True)]
+    torch.library.opcheck(torch.ops.meseta.pooled_lookup.default, (tables, ids, offsets, weights, flags))
+
+
+class Model(nn.Module):
+    def __init__(self, tables: list[Tensor]) -> None:
+        super().__init__()
+        self.table, self.other = (nn.Buffer(table) for table in tables)
+
+    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        pooled: Any = torch.ops.meseta.pooled_lookup([self.table, self.other], ids, offsets, None, [0, 2])
+        return pooled.relu()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_compile_and_export(dtype: torch.dtype) -> None:
+    tables, ids, offsets, *_ = problem(4, 6, [16, 5], dtype)
+    model = Model(tables)
+    expected = pooled_lookup(tables, ids, offsets, mean=[False, True]).relu()
+    assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(ids, offsets), expected)
+    exported = torch.export.export(model, (ids, offsets)).module()
+    assert torch.equal(exported(ids, offsets), expected)
