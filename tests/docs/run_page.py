@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 
 FENCE = re.compile(r"^```(.*)$")
 ARROW = re.compile(r"#\s*->\s?(.*)$")
@@ -94,7 +95,8 @@ def execute(block: Block, namespace: dict[str, object], page: Path) -> str:
 
 
 def main(page: Path) -> None:
-    namespace: dict[str, object] = {"__name__": "__main__"}
+    sys.modules["__main__"] = ModuleType("__main__")  # where a page's code finds itself by name
+    namespace = vars(sys.modules["__main__"])
     checker = doctest.OutputChecker()
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"

@@ -69,6 +69,17 @@ def test_names_are_text(name: Any) -> None:
         (lambda: OptimizerSpec(lr="0.1"), "lr must be a finite number, got '0.1'"),
         (lambda: OptimizerSpec(eps=-1e-8), "eps must not be negative"),
         (lambda: OptimizerSpec(initial_accumulator=None), "initial_accumulator must be a finite number, got None"),
+        (lambda: OptimizerSpec(name="adamw", weight_decay_mode="decoupled"), "does not use weight_decay_mode"),
+        (lambda: OptimizerSpec(name="sgd", momentum=1.0), "momentum must be in [0, 1), got 1.0"),
+        (lambda: OptimizerSpec(name="sgd", weight_decay=-0.1), "weight_decay must not be negative, got -0.1"),
+        (lambda: OptimizerSpec(weight_decay_mode="couple"), "did you mean 'coupled'?"),
+        (lambda: OptimizerSpec(clip_norm=0.0), "clip_norm must be positive, or None for no clipping, got 0.0"),
+        (lambda: OptimizerSpec(clip_value="1"), "clip_value must be a finite number, got '1'"),
+        (lambda: OptimizerSpec(name="ftrl", beta=0.0), "beta and initial_accumulator are both 0"),
+        (lambda: OptimizerSpec(name="a:b", element_states=1.5), "element_states must be a whole number"),
+        (lambda: OptimizerSpec(name="a:b", options=[3]), "options must map names to values, got [3]"),
+        (lambda: OptimizerSpec(name="a:b", options={"x": {1, 2}}), "options must be what JSON can hold"),
+        (lambda: OptimizerSpec(name=7), "name 7 is unknown"),
         (lambda: InitSpec(kind="gauss"), "init: kind 'gauss' is unknown"),
         (lambda: InitSpec(scale=float("nan")), "init: scale must be a finite number"),
         (lambda: InitSpec(scale=-1.0), "scale of 'uniform' is a width and must not be negative"),
@@ -83,6 +94,19 @@ def test_bad_values_are_named(make: Any, words: str) -> None:
 
 def test_a_constant_start_may_be_negative() -> None:
     assert InitSpec(kind="constant", scale=-1.0).scale == -1.0
+
+
+def test_optimizers_are_hashable_and_options_are_copied() -> None:
+    options = {"rate": 0.5}
+    spec = OptimizerSpec(name="a:b", options=options)
+    options["rate"] = 0.7
+    assert spec.options == {"rate": 0.5} and spec.is_own and hash(spec) == hash(OptimizerSpec(name="a:b"))
+    assert spec != OptimizerSpec(name="a:b")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+def test_types_of_rows(dtype: Any) -> None:
+    assert TableSpec(name="t", num_embeddings=1, embedding_dim=1, dtype=dtype).dtype == dtype
 
 
 def test_features_must_fit_the_tables() -> None:
