@@ -32,7 +32,9 @@ class Scenario:
     seed: int = 0
 
     def tables(self) -> list[TableSpec]:
-        optimizer = OptimizerSpec(name=self.optimizer, lr=0.1, initial_accumulator=0.01)
+        constants = {"initial_accumulator": 0.01} if "adagrad" in self.optimizer else {}
+        lr = {} if self.optimizer == "frozen" else {"lr": 0.1}
+        optimizer = OptimizerSpec(name=self.optimizer, **lr, **constants)
         sizes = {"tiny": 1, "small": 7, "shared": 40, "wide": 101}
         return [
             TableSpec(name=n, num_embeddings=r, embedding_dim=DIM, dtype=self.dtype, optimizer=optimizer)

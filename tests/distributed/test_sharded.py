@@ -60,3 +60,14 @@ def test_many_blocks_of_samples(ranks: Ranks) -> None:
     """More than 256 samples: contributions to one row are cut into blocks, the same ones on any number of ranks."""
     scenario = Scenario(sharding="column_wise", pooling="sum", weighted=True, optimizer="rowwise_adagrad")
     assert bit_difference(ranks, 4, scenario.but(batch_size=1200, num_steps=2)) == 0
+
+
+@pytest.mark.parametrize("optimizer", ["rowwise_lamb", "lars", "ftrl", "frozen"])
+@pytest.mark.parametrize("sharding", ["column_wise", "mixed"])
+def test_optimizers_with_other_statistics(ranks: Ranks, optimizer: str, sharding: str) -> None:
+    """Sums over rows in two stages, of two values in one, and none: ranks agree on how often they exchange them."""
+    scenario = Scenario(sharding=sharding, pooling="sum", weighted=False, optimizer=optimizer)
+    if sharding == "column_wise":
+        assert bit_difference(ranks, 4, scenario) == 0
+    else:
+        check(ranks, 4, scenario)

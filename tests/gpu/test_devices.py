@@ -42,7 +42,8 @@ OPTIMIZERS = ["sgd", "adagrad", "rowwise_adagrad", "adam"]
 
 
 def tables(optimizer: str, dtype: str) -> list[TableSpec]:
-    spec = OptimizerSpec(name=optimizer, lr=0.05, initial_accumulator=0.01)  # type: ignore[arg-type]
+    start = {"initial_accumulator": 0.01} if "adagrad" in optimizer else {}
+    spec = OptimizerSpec(name=optimizer, lr=0.05, **start)
     sizes = {"item": (40, 20), "user": (9, 33)}
     return [
         TableSpec(name=n, num_embeddings=rows, embedding_dim=dim, dtype=dtype, optimizer=spec)  # type: ignore[arg-type]
