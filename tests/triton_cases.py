@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from meseta.ops.pooled_lookup import reference as lookup_reference
+from meseta.ops.row_lookup import reference as rows_reference
 from meseta.ops.row_optimizer import Hyper, RowOptimizer
 from meseta.ops.row_program import trace
 from meseta.ops.row_update import reference as update_reference
 from meseta.ops.row_update.call import UpdateCall
+from meseta.ops.weight_gradient import reference as weights_reference
 
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -79,6 +81,36 @@ def check_lookup(case: Lookup, device: str) -> None:
     got = triton.pooled_lookup(moved.tables, moved.ids, moved.offsets, moved.weights, moved.flags).cpu()
     plain, exact = case.by_reference(), case.by_reference(torch.float64)
     assert got.shape == plain.shape and got.dtype == torch.float32
+    if got.numel():
+        assert (got.double() - exact).abs().max() <= allowed_error(plain, exact)
+    assert torch.equal(got, plain), "the reference adds in the same order, and nothing is fused"
+
+
+def check_row_lookup(case: Lookup, device: str) -> None:
+    """All ids of a case, one by one; nothing is computed, so bits are equal."""
+    from meseta.ops.row_lookup import triton
+
+    bounds = case.offsets[:: (case.offsets.numel() - 1) // len(case.tables) or 1].tolist()
+    bounds = bounds if case.offsets.numel() > 1 else [0] * (len(case.tables) + 1)
+    moved = case.to(device)
+    got = triton.row_lookup(moved.tables, moved.ids, bounds)
+    for mine, plain in zip(got, rows_reference.row_lookup(case.tables, case.ids, bounds), strict=True):
+        assert mine.dtype == torch.float32 and torch.equal(mine.cpu(), plain)
+
+
+def check_weight_gradient(case: Lookup, device: str, seed: int = 0) -> None:
+    """The kernel on `device` against the reference and float64."""
+    from meseta.ops.weight_gradient import triton
+
+    num_bags = (case.offsets.numel() - 1) // len(case.tables)
+    width = sum(table.shape[1] for table in case.tables)
+    gradient = torch.randn(num_bags, width, generator=torch.Generator().manual_seed(seed))
+    weighted, mean = [bool(flag & 1) for flag in case.flags], [bool(flag & 2) for flag in case.flags]
+    moved = case.to(device)
+    got = triton.weight_gradient(moved.tables, moved.ids, moved.offsets, gradient.to(device), case.flags).cpu()
+    rest = (case.ids, case.offsets, gradient, weighted, mean)
+    plain = weights_reference.weight_gradient(case.tables, *rest)
+    exact = weights_reference.weight_gradient([table.double() for table in case.tables], *rest)
     if got.numel():
         assert (got.double() - exact).abs().max() <= allowed_error(plain, exact)
     assert torch.equal(got, plain), "the reference adds in the same order, and nothing is fused"

@@ -17,7 +17,17 @@ from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError
 from optim.specs import SPECS
 from sampling import product, sample
-from triton_cases import TYPES, check_lookup, check_update, copied, lookup_case, update_case, updated
+from triton_cases import (
+    TYPES,
+    check_lookup,
+    check_row_lookup,
+    check_update,
+    check_weight_gradient,
+    copied,
+    lookup_case,
+    update_case,
+    updated,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
 
@@ -67,7 +77,10 @@ def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 @pytest.mark.parametrize("case", sample(LOOKUPS, 60, seed=1))
 def test_lookups(case: dict[str, Any]) -> None:
-    check_lookup(lookup_case(**case), "cuda")
+    given = lookup_case(**case)
+    check_lookup(given, "cuda")
+    check_row_lookup(given, "cuda")
+    check_weight_gradient(given, "cuda")
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

@@ -30,6 +30,6 @@ def test_kernels_compile_for_a_gpu(architecture: int, tmp_path: Path) -> None:
         fused = {i: n for i, n in found.items() if i.startswith("fma") or ".full" in i or ".approx" in i or "ftz" in i}
         assert not fused, f"{name}: products are rounded before they are added, roots and quotients correctly"
     wide = "ld.global.v4.b32"  # 16 bytes
-    for name in ("lookup fp32", "lookup fp16", "rowwise_adagrad fp32", "adam bf16"):
+    for name in ("lookup fp32", "lookup fp16", "rows fp32", "rows fp16", "rowwise_adagrad fp32", "adam bf16"):
         assert kernels[name].get(wide), f"{name}: rows are read by 16 bytes, found {kernels[name]}"
     assert wide not in kernels["lookup bf16, odd"]

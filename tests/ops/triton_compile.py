@@ -13,10 +13,13 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from meseta.ops import triton_shared
 from meseta.ops.pooled_lookup import triton as lookup
+from meseta.ops.row_lookup import triton as row_lookup
 from meseta.ops.row_program import trace
 from meseta.ops.row_update import triton_kernels as kernels
 from meseta.ops.row_update.triton_source import update_kernel
+from meseta.ops.weight_gradient import triton as weight_gradient
 from meseta.optim import make_row_optimizer
 from meseta.spec import OptimizerSpec
 
@@ -51,10 +54,20 @@ def lookups(architecture: int) -> dict[str, Any]:
     return {name: compiled(lookup._pool, common | case, architecture) for name, case in cases.items()}
 
 
+def rows(architecture: int) -> dict[str, Any]:
+    found = {}
+    for row, vector in ((tl.float32, 4), (tl.float16, 8), (tl.bfloat16, 1)):
+        types = {"addresses": WORDS, "features": WORDS, "ids": INTS, "VECTOR": vector, "ROW": row}
+        found[f"rows {row}"] = compiled(row_lookup._copy_rows, types, architecture)
+        types = {"out": FLOATS, "words": WORDS, "ids": INTS, "offsets": WORDS, "gradient": FLOATS, "ROW": row}
+        found[f"weights {row}"] = compiled(weight_gradient._dots, types, architecture)
+    return found
+
+
 def lists(architecture: int) -> dict[str, Any]:
     many = {"plan": WORDS, "items": WORDS, "limit": "i32"}
     cases: dict[str, tuple[Any, dict[str, Any]]] = {
-        "addresses": (kernels.write_addresses, {"out": WORDS, **dict.fromkeys("abcdefg", FLOATS)}),
+        "addresses": (triton_shared._write, {"out": WORDS, **dict.fromkeys("abcdefg", FLOATS)}),
         "starts": (kernels.feature_starts, {"starts": WORDS, "plan": WORDS, "offsets": WORDS, "PADDED": 32}),
         "items": (
             kernels.list_items,
@@ -93,4 +106,4 @@ def updates(architecture: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     architecture = int(sys.argv[1])
-    print(json.dumps({**lookups(architecture), **lists(architecture), **updates(architecture)}))
+    print(json.dumps({**lookups(architecture), **rows(architecture), **lists(architecture), **updates(architecture)}))

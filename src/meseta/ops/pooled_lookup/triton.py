@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meseta.ops.device_words import device_words
+from meseta.ops.triton_shared import ROW_TYPES, VECTOR_BYTES
 from meseta.spec import MesetaError
 
 WEIGHTED, MEAN = 1, 2
@@ -25,8 +26,6 @@ AHEAD = tl.constexpr(4)
 """Rows of a bag that are loaded before they are added."""
 WORDS = tl.constexpr(6)
 """What the kernel knows of a feature: address, rows and columns of its table, column and width of out, flags."""
-VECTOR_BYTES = 16
-ROW_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 def pooled_lookup(

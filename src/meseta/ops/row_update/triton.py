@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from meseta.ops.coalesce import BLOCK_SAMPLES
@@ -21,7 +20,6 @@ from meseta.ops.device_words import device_words
 from meseta.ops.row_update import reference
 from meseta.ops.row_update.call import FeatureGradient, UpdateCall
 from meseta.ops.row_update.triton_kernels import (
-    ADDRESSES,
     ITEMS,
     LONG_RUN,
     RUN_SLOTS,
@@ -30,13 +28,12 @@ from meseta.ops.row_update.triton_kernels import (
     mark_segments,
     order_items,
     sum_long_runs,
-    write_addresses,
 )
 from meseta.ops.row_update.triton_parts import PLAN_WORDS, TABLE_WORDS
 from meseta.ops.row_update.triton_source import update_kernel
+from meseta.ops.triton_shared import ROW_TYPES, room_for_addresses, write_addresses
 from meseta.spec import COLUMN_BLOCK, MesetaError
 
-ROW_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 TILE = 512
 """Elements of a program's tile, while a row fits."""
 
@@ -202,13 +199,10 @@ def _starts(bags: _Bags, num_features: int, gradients: Sequence[Tensor]) -> Tens
 
     Gradients lie elsewhere in every step, so a kernel writes their addresses, which a CUDA graph can repeat.
     """
-    size = ADDRESSES.value
-    padded = [*gradients, *[gradients[-1]] * (-len(gradients) % size)]
-    starts = torch.empty(num_features + 1 + len(padded), dtype=torch.int64, device=bags.ids.device)
-    padding = triton.next_power_of_2(num_features)
-    feature_starts[(1,)](starts, bags.plan, bags.offsets, PADDED=padding)
-    for first in range(0, len(padded), size):
-        write_addresses[(1,)](starts[num_features + 1 + first :], *padded[first : first + size], num_warps=1)
+    room = num_features + 1 + room_for_addresses(len(gradients))
+    starts = torch.empty(room, dtype=torch.int64, device=bags.ids.device)
+    feature_starts[(1,)](starts, bags.plan, bags.offsets, PADDED=triton.next_power_of_2(num_features))
+    write_addresses(starts[num_features + 1 :], gradients)
     return starts
 
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from meseta.ops.row_update.triton_parts import FEATURE_WORDS, PLAN_WORDS
+from meseta.ops.triton_shared import last_at_most
 
 ITEMS = tl.constexpr(512)
 """Items of one program."""
@@ -25,23 +26,8 @@ AHEAD = tl.constexpr(8)
 """Gradients of a run that are loaded before they are added."""
 PIECE = tl.constexpr(256)
 """Items among which the end of a run is looked for at a time."""
-ADDRESSES = tl.constexpr(7)
-"""Tensors that `write_addresses` takes."""
 SAMPLES = tl.constexpr(256)
 """Samples of a block."""
-
-
-@triton.jit(do_not_specialize=["a", "b", "c", "d", "e", "f", "g"])
-@no_type_check
-def write_addresses(out, a, b, c, d, e, f, g):
-    """Where seven tensors lie."""
-    tl.store(out, a.to(tl.int64))
-    tl.store(out + 1, b.to(tl.int64))
-    tl.store(out + 2, c.to(tl.int64))
-    tl.store(out + 3, d.to(tl.int64))
-    tl.store(out + 4, e.to(tl.int64))
-    tl.store(out + 5, f.to(tl.int64))
-    tl.store(out + 6, g.to(tl.int64))
 
 
 @triton.jit
@@ -65,13 +51,13 @@ def list_items(keys, items, starts, plan, ids, offsets, weights, limit):
     num_features, num_bags, num_rows = tl.load(plan), tl.load(plan + 1), tl.load(plan + 2)
     n = tl.program_id(0).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
     live = n < tl.load(starts + num_features)
-    k = _last_at_most(starts, tl.zeros([ITEMS], dtype=tl.int64), num_features, n, live)
+    k = last_at_most(starts, tl.zeros([ITEMS], dtype=tl.int64), num_features, n, live)
     feature = plan + PLAN_WORDS + k * FEATURE_WORDS
     position = tl.load(feature, mask=live, other=0)
     table = plan + tl.load(plan + 4) + tl.load(feature + 1, mask=live, other=0) * tl.load(plan + 5)
     ordinal = n - tl.load(starts + k, mask=live, other=0)
     at = ordinal + tl.load(offsets + position * num_bags, mask=live, other=0)
-    sample = _last_at_most(offsets, position * num_bags, num_bags, at, live) - position * num_bags
+    sample = last_at_most(offsets, position * num_bags, num_bags, at, live) - position * num_bags
 
     row = tl.load(ids + at, mask=live, other=0).to(tl.int64)
     fits = live & (row >= 0) & (row < tl.load(table + 2, mask=live, other=0))
@@ -88,21 +74,6 @@ def list_items(keys, items, starts, plan, ids, offsets, weights, limit):
         scale = tl.load(weights + at, mask=live & (is_weighted != 0), other=1.0).to(tl.int32, bitcast=True)
         block = block | (scale.to(tl.int64) << 32)
     tl.store(items + 2 * n + 1, block, mask=live)
-
-
-@triton.jit
-@no_type_check
-def _last_at_most(values, first, count, wanted, live):
-    """The last index in [first, first + count) whose value is not above `wanted`; values ascend, the first one fits."""
-    low, high = first, first + count
-    width = count
-    while width > 1:
-        middle = (low + high) // 2
-        fits = tl.load(values + middle, mask=live, other=0) <= wanted
-        low = tl.where(fits, middle, low)
-        high = tl.where(fits, high, middle)
-        width = (width + 1) // 2
-    return low
 
 
 @triton.jit(do_not_specialize=["limit"])

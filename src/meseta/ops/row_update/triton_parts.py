@@ -11,6 +11,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from meseta.ops.triton_shared import sum_16
+
 PLAN_WORDS = tl.constexpr(8)
 """At the head of the plan: features, samples, rows of all tables, blocks of samples, where the tables stand in the
 plan and how many words each has, where the first keys of the groups stand, groups."""
@@ -64,11 +66,7 @@ def sum_columns(values):
     """[ROWS]: each block of 16 columns added as the contract's tree, the blocks from left to right."""
     ROWS: tl.constexpr = values.shape[0]
     BLOCKS: tl.constexpr = values.shape[1]
-    # Sums of two numbers each have one order, whatever the compiler makes of them.
-    eight = tl.sum(tl.reshape(values, [ROWS, BLOCKS, 2, 8]), axis=2)
-    four = tl.sum(tl.reshape(eight, [ROWS, BLOCKS, 2, 4]), axis=2)
-    two = tl.sum(tl.reshape(four, [ROWS, BLOCKS, 2, 2]), axis=2)
-    sums = tl.sum(two, axis=2)
+    sums = tl.reshape(sum_16(tl.reshape(values, [ROWS * BLOCKS, 16])), [ROWS, BLOCKS])
     index = tl.arange(0, BLOCKS)[None, :]
     total = tl.sum(tl.where(index == 0, sums, 0.0), axis=1)
     for block in range(1, BLOCKS):
