@@ -1,0 +1,186 @@
+"""Lookup and fused update on a GPU: the share of its copy bandwidth, and the ratio to nn.EmbeddingBag + torch.optim.
+
+    PYTHONPATH=src python benchmarks/bench_gpu.py
+
+Runs the correctness tests of tests/gpu first and reports nothing when they fail. Bytes are those that must move: every
+row that is looked up, every row and state that is updated (read and written), gradients and outputs once, ids twice.
+Appends to benchmarks/results.csv.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from record import ROOT, record
+from torch import Tensor, nn
+
+from meseta.ops.pooled_lookup import pooled_lookup
+from meseta.ops.row_optimizer import Hyper
+from meseta.ops.row_update import Bags, FeatureGradient, TableRows, row_update
+from meseta.optim import make_row_optimizer
+from meseta.spec import OptimizerSpec
+
+NUM_BATCHES = 8
+NUM_ROUNDS = 15
+COPY_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Shape:
+    """All tables alike, ids uniform."""
+
+    name: str
+    num_tables: int
+    rows: int
+    dim: int
+    batch_size: int
+    bag_size: int
+
+
+SHAPES = [
+    Shape("8 x 4M x 64, 20 ids", 8, 4_000_000, 64, 8192, 20),
+    Shape("8 x 2M x 128, 20 ids", 8, 2_000_000, 128, 8192, 20),
+    Shape("26 x 1M x 16, 1 id", 26, 1_000_000, 16, 65536, 1),
+    Shape("26 x 1M x 64, 1 id", 26, 1_000_000, 64, 65536, 1),
+]
+
+
+class Job:
+    """Tables, batches of ids and gradients of one shape and type of rows, on the device."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.tables = [
+            torch.randn(shape.rows, shape.dim, device="cuda").mul_(0.01).to(dtype) for _ in range(shape.num_tables)
+        ]
+        num_ids = shape.num_tables * shape.batch_size * shape.bag_size
+        self.batches = [torch.randint(shape.rows, (num_ids,), device="cuda") for _ in range(NUM_BATCHES)]
+        self.offsets = torch.arange(shape.num_tables * shape.batch_size + 1, device="cuda") * shape.bag_size
+        self.gradient = torch.randn(shape.batch_size, shape.num_tables * shape.dim, device="cuda").mul_(0.01)
+
+    def lookup_bytes(self) -> int:
+        """Of one batch."""
+        row_bytes = self.shape.dim * self.dtype.itemsize
+        return self.batches[0].numel() * (row_bytes + 8) + self.offsets.numel() * 8 + self.gradient.numel() * 4
+
+    def update_bytes(self, element_states: int, row_states: int) -> int:
+        """Of the mean batch."""
+        ids = torch.stack([batch.view(self.shape.num_tables, -1) for batch in self.batches])
+        per_table = [int(table.unique().numel()) for batch in ids for table in batch]
+        touched = sum(per_table) // NUM_BATCHES
+        state = 4 * (element_states * self.shape.dim + row_states)
+        row_bytes = 2 * (self.shape.dim * self.dtype.itemsize + state)
+        return touched * row_bytes + self.gradient.numel() * 4 + self.batches[0].numel() * 16
+
+    def update(self, name: str) -> Callable[[int], None]:
+        """One fused update by the batch of this number."""
+        optimizer = make_row_optimizer(OptimizerSpec(name=name, lr=0.01))  # type: ignore[arg-type]
+        rows = [TableRows(weight=table, state=optimizer.init(table)) for table in self.tables]
+        hypers = [Hyper(0.01, 1, self.shape.dim)] * len(rows)
+        features = [FeatureGradient(f, f, 0, f * self.shape.dim) for f in range(len(rows))]
+
+        def run(number: int) -> None:
+            bags = Bags(self.batches[number], self.offsets, self.shape.batch_size)
+            row_update(optimizer, rows, hypers, features, bags, [self.gradient])
+
+        return run
+
+
+class Peer:
+    """The same tables as nn.EmbeddingBag(sparse=True), one call per table."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.bags = [nn.EmbeddingBag.from_pretrained(t, freeze=False, mode="sum", sparse=True) for t in job.tables]
+        self.outputs: list[Tensor] = []
+
+    def lookup(self, number: int) -> None:
+        shape = self.job.shape
+        ids = self.job.batches[number].view(shape.num_tables, shape.batch_size, shape.bag_size)
+        self.outputs = [bag(own) for bag, own in zip(self.bags, ids, strict=True)]
+
+    def step(self, name: str) -> Callable[[int], None]:
+        """Forward, backward and optimizer by the batch of this number."""
+        kinds = {"sgd": torch.optim.SGD, "rowwise_adagrad": torch.optim.Adagrad, "adam": torch.optim.SparseAdam}
+        optimizer = kinds[name]([bag.weight for bag in self.bags], lr=0.01)
+        parts = list(self.job.gradient.to(self.job.dtype).split(self.job.shape.dim, dim=1))
+
+        def run(number: int) -> None:
+            self.lookup(number)
+            torch.autograd.backward(self.outputs, parts)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return run
+
+
+def seconds(run: Callable[[int], object]) -> float:
+    """Median of one call, by the device's clock, after two calls for each batch."""
+    times = []
+    for number in range(2 * NUM_BATCHES + NUM_ROUNDS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run(number % NUM_BATCHES)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1000)
+    return statistics.median(times[2 * NUM_BATCHES :])
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written per second by a copy."""
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / seconds(lambda _: target.copy_(source))
+
+
+def report(case: str, what: str, time: float, num_bytes: int, copy: float, peer: tuple[str, float] | None) -> None:
+    rate = num_bytes / time / 1e9
+    record("gpu", case, what, rate, "GB/s", peer="device-to-device copy", peer_value=copy / 1e9)
+    if peer is not None:
+        record("gpu", case, what, time * 1000, "ms", peer=peer[0], peer_value=peer[1] * 1000)
+
+
+def measure(shape: Shape, dtype: torch.dtype, copy: float) -> None:
+    job = Job(shape, dtype)
+    case = f"{shape.name} B {shape.batch_size} {str(dtype).removeprefix('torch.')}, {torch.cuda.get_device_name()}"
+    peer = Peer(job)
+
+    def lookup(number: int) -> Tensor:
+        return pooled_lookup(job.tables, job.batches[number], job.offsets)
+
+    ours, theirs = seconds(lookup), seconds(peer.lookup)
+    report(case, "lookup", ours, job.lookup_bytes(), copy, ("nn.EmbeddingBag", theirs))
+    for name, element_states, row_states in (("sgd", 0, 0), ("rowwise_adagrad", 0, 1), ("adam", 2, 0)):
+        update = job.update(name)
+        report(case, f"update {name}", seconds(update), job.update_bytes(element_states, row_states), copy, None)
+        if dtype != torch.float32:
+            continue  # torch's optimizers have no 16-bit rows beside float32 state
+        step = seconds(lambda number, update=update: (lookup(number), update(number)))
+        names = {"sgd": "SGD", "rowwise_adagrad": "Adagrad", "adam": "SparseAdam"}
+        label = f"nn.EmbeddingBag(sparse) + {names[name]}"
+        record("gpu", case, f"step {name}", step * 1000, "ms", peer=label, peer_value=seconds(peer.step(name)) * 1000)
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        print("bench_gpu: torch sees no GPU here, so nothing was measured")
+        return
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", str(ROOT / "tests/gpu/test_kernels.py")], check=True, cwd=ROOT
+    )
+    copy = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}: a copy moves {copy / 1e9:,.0f} GB/s, read and written")
+    for shape in SHAPES:
+        for dtype in (torch.float32, torch.float16):
+            measure(shape, dtype, copy)
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
