@@ -46,8 +46,7 @@ def test_contenders_take_steps() -> None:
     for contender in (Ours(asdict(TINY["rm2"]), "sgd"), Plain(asdict(TINY["rm2"]), "sgd")):
         assert contender.facts()["samples_per_call"] == 16
         assert contender.time("step", 0, 2) > 0
-    plain = Plain(asdict(TINY["rm2"]), "sgd")
-    samples = make_samples(TINY["rm2"])[0]
+    plain, samples = Plain(asdict(TINY["d16_2k"]), "sgd"), make_samples(TINY["d16_2k"])[0]
     losses = [plain.step(samples).item() for _ in range(5)]
     assert losses == sorted(losses, reverse=True)
 

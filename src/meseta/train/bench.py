@@ -13,7 +13,7 @@ from meseta.data import Batch
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.jagged import KeyedJaggedTensor
 from meseta.measure.contender import Contender
-from meseta.measure.e2e_peers import PlainDLRM
+from meseta.measure.e2e_peers import FILL, LR, PlainDLRM
 from meseta.measure.traffic import Samples, Training, make_samples
 from meseta.models import DLRM
 from meseta.ops.core import instruction_set
@@ -21,7 +21,7 @@ from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import TrainStep
 from meseta.spec import FeatureSpec, InitSpec, OptimizerSpec, TableSpec
 
-LR = 0.01
+GATE_LR = 0.01
 NUM_CHECKED = 5
 TOLERANCE = 1e-5
 
@@ -34,8 +34,8 @@ class Ours(Contender):
         self.training = Training.from_json(training)
         self.world = World.current()
         # Constant rows are quick to make, and as fast as any others.
-        model = _make_model(self.training, optimizer, dense_dtype, InitSpec(kind="constant", scale=LR))
-        self.step = _make_step(model, self.world)
+        model = _make_model(self.training, optimizer, dense_dtype, LR, InitSpec(kind="constant", scale=FILL))
+        self.step = _make_step(model, LR, self.world)
         self.samples = make_samples(self.training, self.world.rank, self.world.size)
         self.actions = {"step": self._train}
 
@@ -62,9 +62,9 @@ class Gate(Contender):
     def check(self, training: dict[str, Any]) -> list[str]:
         """Losses of ours and of plain PyTorch from equal weights, both with SGD: a line where they differ."""
         shape = Training.from_json(training)
-        model = _make_model(shape, "sgd", "float32", InitSpec(kind="uniform", scale=0.1))
+        model = _make_model(shape, "sgd", "float32", GATE_LR, InitSpec(kind="uniform", scale=0.1))
         twin = _make_twin(model, shape)
-        step, optimizer = _make_step(model, World.single()), torch.optim.SGD(twin.parameters(), lr=LR)
+        step, optimizer = _make_step(model, GATE_LR, World.single()), torch.optim.SGD(twin.parameters(), lr=GATE_LR)
         wrong = []
         for index, samples in enumerate(make_samples(shape)[:NUM_CHECKED], start=1):
             ours = step(_make_batch(samples)).loss
@@ -78,8 +78,8 @@ class Gate(Contender):
         return wrong
 
 
-def _make_model(training: Training, optimizer: str, dense_dtype: str, init: InitSpec) -> DLRM:
-    spec = OptimizerSpec(name=optimizer, lr=LR)
+def _make_model(training: Training, optimizer: str, dense_dtype: str, lr: float, init: InitSpec) -> DLRM:
+    spec = OptimizerSpec(name=optimizer, lr=lr)
     tables = [
         TableSpec(name=f"t{f}", num_embeddings=rows, embedding_dim=training.dim, init=init, optimizer=spec)
         for f, rows in enumerate(training.traffic.rows)
@@ -94,10 +94,10 @@ def _make_model(training: Training, optimizer: str, dense_dtype: str, init: Init
     )
 
 
-def _make_step(model: DLRM, world: World) -> TrainStep:
+def _make_step(model: DLRM, lr: float, world: World) -> TrainStep:
     model = shard(model, world=world)
     return TrainStep(
-        cast(Any, model), make_dense_optimizer(DenseOptimizerConfig(name="sgd", lr=LR), model.parameters()), world
+        cast(Any, model), make_dense_optimizer(DenseOptimizerConfig(name="sgd", lr=lr), model.parameters()), world
     )
 
 
