@@ -138,6 +138,13 @@ def test_equals_nn_embedding_bag(weighted: bool, mode: str) -> None:
     torch.testing.assert_close(got, expected)
 
 
+def test_tables_of_more_than_two_billion_elements() -> None:
+    table = torch.from_numpy(np.zeros((2**31 + 8, 1), dtype=np.float16))  # pages that nobody writes take no memory
+    table[-1], table[0] = 3.0, 1.0
+    got = pooled_lookup([table], torch.tensor([2**31 + 7, 0, 7]), torch.tensor([0, 2, 3]))
+    assert got.tolist() == [[4.0], [0.0]]
+
+
 def test_weights_of_other_features_are_not_read() -> None:
     tables = [torch.ones(2, 1), torch.ones(2, 1)]
     ids, offsets = torch.zeros(2, dtype=torch.int64), torch.tensor([0, 1, 2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -49,6 +50,13 @@ def test_an_id_outside_adds_nothing(bad: int) -> None:
     table = torch.ones(3, 4)
     got = kernel.pooled_lookup([table], torch.tensor([0, bad, 2]), torch.tensor([0, 2, 3]), None, [0])
     assert got.tolist() == [[1.0] * 4, [1.0] * 4]
+
+
+def test_tables_of_more_than_two_billion_elements() -> None:
+    table = torch.from_numpy(np.zeros((2**31 + 8, 1), dtype=np.float16))  # pages that nobody writes take no memory
+    table[-1], table[0] = 3.0, 1.0
+    got = kernel.pooled_lookup([table], torch.tensor([2**31 + 7, 0, 7]), torch.tensor([0, 2, 3]), None, [0])
+    assert got.tolist() == [[4.0], [0.0]]
 
 
 def test_weights_of_other_features_are_not_read() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("Triton compiles for the GPU here: see tests/gpu", allow_module_level=True)
 
+from meseta.ops.row_update import reference
 from meseta.ops.row_update import triton as kernel
 from triton_cases import TYPES, check_update, copied, update_case, updated
 
@@ -102,6 +104,37 @@ def test_ids_outside_are_left_out(integers: torch.dtype) -> None:
     outside = updated(replace(call, ids=bad, features=[*call.features[:5], 1]), "cpu")
     silent = updated(replace(call, weights=zeroed, features=[*call.features[:5], 1]), "cpu")
     assert all(torch.equal(a, b) for a, b in zip(outside, silent, strict=True))
+
+
+def test_tables_of_more_than_two_billion_elements() -> None:
+    call = update_case(make_row_optimizer(SPECS["sgd"]), dims=(1,))
+    table = torch.from_numpy(np.zeros((2**31 + 8, 1), dtype=np.float16))  # pages that nobody writes take no memory
+    ids = torch.tensor([2**31 + 7, 0, 2**31 + 7])
+    gradient = torch.tensor([[-1.0], [-2.0], [-4.0]])
+    kernel.row_update(
+        replace(
+            call,
+            tables=[table],
+            features=[0] * 6,
+            ids=ids,
+            offsets=torch.arange(4),
+            num_bags=3,
+            gradients=[gradient],
+            uniforms=torch.ones_like(call.uniforms),
+        )
+    )
+    assert [table[row].item() for row in (-1, 0, 7)] == [5.0, 2.0, 0.0]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd-clip_value", "ftrl-penalties"])
+def test_what_is_not_finite_goes_the_way_of_the_reference(optimizer: str) -> None:
+    call = update_case(make_row_optimizer(SPECS[optimizer]), 3, dims=(20,), num_samples=30)
+    call.gradients[0][::3, ::2] = torch.nan
+    call.gradients[0][1::3, 1::2] = torch.inf
+    plain = copied(call)
+    reference.row_update(plain)
+    for mine, other in zip(updated(call, "cpu"), (*plain.tables, *plain.states), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
 
 
 def test_nothing_to_do_changes_nothing() -> None:
