@@ -114,7 +114,7 @@ class _Screen:
 
         console = Console()
         # A file or a pipe has no width of its own; names and ratios must not be cut there.
-        Console(width=None if console.is_terminal else 200).print(table)
+        Console(width=None if console.is_terminal else 240).print(table)
         if self.out is not None and not self.quick:
             append(self.out, comparisons)
         self.failed += [text for title, text in failures.items() if title.startswith("ours")]

@@ -15,7 +15,7 @@ def ops_table(result: OpsResult) -> Table:
     table = Table(title=f"{traffic.name}: {_describe(result)}", title_justify="left")
     for name in ("", "threads", "lookup M/s", "GB/s", "of limit", "operator M/s", "of limit", "train M/s", "step ms"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    table.add_column("beside", no_wrap=True)
+    table.add_column("beside")
     for line in result.lines:
         rates = (line.lookups, line.operator)
         gigabytes = line.lookups * line.bytes_per_id / 1e9 if line.lookups else None
