@@ -125,7 +125,7 @@ class _Contributions:
 def _lay_out(call: UpdateCall) -> _Layout:
     dtype, num_states = call.tables[0].dtype, len(call.state_is_row)
     vector, next_key = (8 if dtype.itemsize == 2 else 4), 0
-    blocks = [triton.next_power_of_2(triton.cdiv(table.shape[1], COLUMN_BLOCK)) for table in call.tables]
+    blocks = [1 << (-(-table.shape[1] // COLUMN_BLOCK) - 1).bit_length() for table in call.tables]
     words: list[tuple[int, ...]] = [()] * len(blocks)
     bounds: dict[int, int] = {}
     for t in sorted(range(len(blocks)), key=lambda t: blocks[t]):
