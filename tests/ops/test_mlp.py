@@ -97,6 +97,14 @@ def test_bias_gradients_are_sums_of_blocks_of_256(
             assert untransposed.numel() == 0 and torch.equal(again, bias_gradient)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_nan_and_infinity_come_out(dtype: torch.dtype) -> None:
+    x, weights, biases = problem(6, [5, 40, 30, 1])
+    x[1, 2], x[3, 0], x[4, 4] = torch.nan, torch.inf, -torch.inf
+    out = mlp(x.to(dtype), weights, biases, relu_last=False)
+    assert out.isfinite().flatten().tolist() == [True, False, True, False, False, True]
+
+
 def test_the_gradient_that_comes_in_is_left_alone() -> None:
     x, weights, biases = problem(4, [3, 2])
     weights[0].requires_grad_()

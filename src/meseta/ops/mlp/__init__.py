@@ -29,9 +29,9 @@ def mlp(
     """x W_1^T + b_1, ReLU, and so on through all layers; after the last one ReLU only with `relu_last`.
 
     A bias may be None. Computes in the type of x: parameters of another type are cast to it, and their gradients come
-    back in their own. On a CPU, in float32 and bfloat16, each product goes to oneDNN with bias and ReLU in it, and on
-    the way back ReLU, bias gradient and the transpose that the weights' gradient reads are one pass; differentiable
-    once. Elsewhere this is plain torch.
+    back in their own. On a CPU, in float32 and bfloat16, each product goes to oneDNN with its bias, and on the way
+    back ReLU, bias gradient and the transpose that the weights' gradient reads are one pass; differentiable once.
+    Elsewhere this is plain torch. NaN in x comes out as NaN.
     """
     if x.device.type != "cpu" or x.dtype not in {torch.float32, torch.bfloat16} or x.numel() == 0 or not weights:
         return reference.mlp(x, weights, biases, relu_last=relu_last)
@@ -47,7 +47,9 @@ class _Mlp(torch.autograd.Function):
         outputs = [x.contiguous()]
         for index, (weight, bias) in enumerate(zip(weights, parameters[depth:], strict=True)):
             relu = relu_last or index < depth - 1
-            outputs.append(_linear(outputs[-1], weight, None if bias is None else bias.to(x.dtype), relu))
+            output = _linear(outputs[-1], weight, None if bias is None else bias.to(x.dtype))
+            # oneDNN could do it in the same pass, but its ReLU makes 0 of NaN, which would train on unnoticed.
+            outputs.append(output.relu_() if relu else output)
         ctx.save_for_backward(*outputs, *weights)
         ctx.relu_last = relu_last
         ctx.dtypes = [None if parameter is None else parameter.dtype for parameter in parameters]
@@ -72,45 +74,34 @@ class _Mlp(torch.autograd.Function):
             bias_dtype = ctx.dtypes[depth + index]
             bias_gradients.append(None if bias_dtype is None else bias_gradient.to(bias_dtype))
             if index or ctx.needs_input_grad[0]:
-                gradient = _times(gradient, weights[index])
+                gradient = _linear(gradient, weights[index].t())
         x_gradient = gradient if ctx.needs_input_grad[0] else None
         return x_gradient, None, *reversed(weight_gradients), *reversed(bias_gradients)
 
 
 def _parameter_gradients(gradient: Tensor, x: Tensor, output: Tensor | None) -> tuple[Tensor, Tensor]:
     """Of weight and bias; `gradient` itself becomes that before the ReLU."""
-    transpose = gradient.dtype == torch.float32 and _onednn(torch.float32)
+    transpose = gradient.dtype == torch.float32
     transposed, bias_gradient = relu_backward(gradient, output, transpose)
-    if transpose:
-        return torch.ops.mkldnn._linear_pointwise(transposed, x.t(), None, "none", [], ""), bias_gradient
-    return torch.mm(gradient.t(), x), bias_gradient
+    return _linear(transposed, x.t()) if transpose else torch.mm(gradient.t(), x), bias_gradient
 
 
 @cache
-def _onednn(dtype: torch.dtype) -> bool:
-    """Whether torch has oneDNN's fused linear layer for this type.
+def _has_onednn() -> bool:
+    """Whether torch has oneDNN's linear layer, for float32; for bfloat16 torch takes oneDNN by itself.
 
-    For float32, MKL's products, which torch takes by itself, came to 32.7 ms a step of DLRM 512-256-64-16 x 512-256-1
+    MKL's products, which torch takes by itself for float32, came to 32.7 ms a step of DLRM 512-256-64-16 and 512-256-1
     with 2048 samples on two cores of an AMD EPYC, and oneDNN's to 28.2.
     """
-    has_operator = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return has_operator and (dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
-    if _onednn(x.dtype):
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "relu" if relu else "none", [], "")
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x weight^T + bias; the weight may lie in any order, x is best contiguous."""
+    if x.dtype == torch.float32 and _has_onednn():
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return result
-    result = functional.linear(x, weight, bias)
-    return result.relu_() if relu else result
-
-
-def _times(gradient: Tensor, weight: Tensor) -> Tensor:
-    """gradient [B, outputs] times weight [outputs, inputs]."""
-    if gradient.dtype == torch.float32 and _onednn(torch.float32):
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(gradient, weight.t(), None, "none", [], "")
-        return result
-    return torch.mm(gradient, weight)
+    return functional.linear(x, weight, bias)
 
 
 def _relu_backward_cpu(gradient: Tensor, output: Tensor | None, transpose: bool) -> tuple[Tensor, Tensor]:
