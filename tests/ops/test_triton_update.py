@@ -120,6 +120,7 @@ def test_tables_of_more_than_two_billion_elements() -> None:
             offsets=torch.arange(4),
             num_bags=3,
             gradients=[gradient],
+            weights=None,
             uniforms=torch.ones_like(call.uniforms),
         )
     )
@@ -149,3 +150,15 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         kernel.row_update(replace(call, tables=[call.tables[0], call.tables[1].half()]))
     with pytest.raises(MesetaError, match="a state of table 0 is"):
         kernel.row_update(replace(call, states=[state.double() for state in call.states]))
+    with pytest.raises(MesetaError, match="ids are"):
+        kernel.row_update(replace(call, ids=call.ids.short()))
+    with pytest.raises(MesetaError, match="weights for"):
+        kernel.row_update(replace(call, weights=torch.ones(1)))
+    pooled = next(f for f in range(0, 24, 6) if not call.features[f + 4])
+    for field, value, match in ((0, 99, "lies outside"), (0, -1, "lies outside"), (3, 10**6, "needs 9 gradients")):
+        features = call.features[pooled : pooled + 6]
+        features[field] = value
+        with pytest.raises(MesetaError, match=match):
+            kernel.row_update(replace(call, features=features))
+    with pytest.raises(MesetaError, match="needs 9 gradients"):
+        kernel.row_update(replace(call, gradients=[call.gradients[0][:5], *call.gradients[1:]]))

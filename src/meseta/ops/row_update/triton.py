@@ -49,6 +49,7 @@ def row_update(call: UpdateCall) -> None:
         reference.row_update(call)
         return
     features = call.features_as_read()
+    _check_features(call, features)
     positions = [feature.position for feature in features]
     # A feature that several tables read, as column shards do, is listed several times.
     limit = call.ids.numel() * max((positions.count(position) for position in set(positions)), default=0)
@@ -161,6 +162,27 @@ def _check_table(index: int, table: Tensor, dtype: torch.dtype, states: Sequence
             raise MesetaError(
                 f"row_update: a state of table {index} is {state.dtype} {tuple(state.shape)}, "
                 f"not contiguous float32 {tuple(wanted)}"
+            )
+
+
+def _check_features(call: UpdateCall, features: Sequence[FeatureGradient]) -> None:
+    """What the host can see; how many gradients a feature has that is not pooled, only the device knows."""
+    num_offsets, num_ids = call.offsets.numel(), call.ids.numel()
+    if call.ids.dtype not in (torch.int32, torch.int64):
+        raise MesetaError(f"row_update: ids are {call.ids.dtype}; give int32 or int64")
+    if call.weights is not None and call.weights.numel() != num_ids:
+        raise MesetaError(f"row_update: {call.weights.numel()} weights for {num_ids} ids; give one per id")
+    for f in features:
+        matrix, width = call.gradients[f.gradient], call.tables[f.table].shape[1]
+        if f.position < 0 or (f.position + 1) * call.num_bags >= num_offsets:
+            raise MesetaError(
+                f"row_update: feature {f.position} with {call.num_bags} samples lies outside {num_offsets} offsets"
+            )
+        lines_fit = matrix.dim() == 2 and (f.per_id or matrix.shape[0] == call.num_bags)
+        if not lines_fit or f.column < 0 or f.column + width > matrix.shape[1]:
+            raise MesetaError(
+                f"row_update: feature {f.position} needs {call.num_bags} gradients of {width} columns from column "
+                f"{f.column} on, but its matrix is {tuple(matrix.shape)}"
             )
 
 
