@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,8 +16,6 @@ import torch
 from meseta.comm import World
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
 from meseta.jagged import KeyedJaggedTensor
-from meseta.ops import coalesce as coalesce_module
-from meseta.ops import core as core_module
 from meseta.spec import FeatureSpec, Plan, TableSpec
 from source_tree import SOURCE
 
@@ -47,19 +46,22 @@ def own_frames(frame: FrameType | None) -> list[str]:
 
 
 @contextmanager
-def watched(owner: Any, name: str, stacks: list[list[str]]) -> Iterator[None]:
-    """Write down the stack at each call of a kernel."""
-    kernel = getattr(owner, name)
+def watched(operator: str, stacks: list[list[str]]) -> Iterator[None]:
+    """Write down the stack at each call of a function of the compiled core."""
+    module = importlib.import_module(f"meseta.ops.{operator}")
+    compiled = module.core()
 
-    def spy(*args: Any, **kwargs: Any) -> Any:
-        stacks.append(own_frames(sys._getframe(1)))
-        return kernel(*args, **kwargs)
+    class Spied:
+        """The compiled core, whose attributes cannot be replaced."""
 
-    setattr(owner, name, spy)
-    try:
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith(operator):
+                stacks.append(own_frames(sys._getframe(1)))
+            return getattr(compiled, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "core", Spied)
         yield
-    finally:
-        setattr(owner, name, kernel)
 
 
 def sharded() -> ShardedEmbeddingBagCollection:
@@ -72,37 +74,28 @@ MAKERS = [sharded, lambda: EmbeddingBagCollection(TABLES, FEATURES)]
 
 @pytest.mark.parametrize("make", MAKERS, ids=["sharded", "one process"])
 def test_forward_reaches_the_kernel_within_the_budget(make: Callable[[], Any]) -> None:
+    pytest.importorskip("meseta._C")
     embeddings, stacks = make(), list[list[str]]()
-    with watched(torch.nn.functional, "embedding_bag", stacks):
+    with watched("pooled_lookup", stacks):
         embeddings(BATCH)
-    assert len(stacks) == len(FEATURES)
+    assert stacks
     for hops in stacks:
-        assert hops[0].endswith(":forward") and hops[-1].endswith(":pooled_lookup")
+        assert hops[0].endswith(":forward") and hops[-1].startswith("ops/pooled_lookup/")
         assert len(hops) <= MAX_HOPS, hops
         assert len({hop.partition(":")[0] for hop in hops}) < 10
 
 
+@pytest.mark.parametrize("operator", ["row_update", "coalesce"])
 @pytest.mark.parametrize("make", MAKERS, ids=["sharded", "one process"])
-def test_backward_reaches_the_kernel_within_the_budget(
-    make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_backward_reaches_the_kernel_within_the_budget(make: Callable[[], Any], operator: str) -> None:
     pytest.importorskip("meseta._C")
     embeddings, stacks = make(), list[list[str]]()
     values = embeddings(BATCH).pooled.values
-    compiled = core_module.core()
-
-    class Spied:
-        """The compiled core, whose attributes cannot be replaced."""
-
-        def coalesce_float32(self, *args: Any) -> int:
-            stacks.append(own_frames(sys._getframe(1)))
-            return int(compiled.coalesce_float32(*args))
-
-    monkeypatch.setattr(coalesce_module, "core", Spied)
-    values.sum().backward()
-    assert len(stacks) == len(TABLES)
+    with watched(operator, stacks):
+        values.sum().backward()
+    assert stacks or (operator == "coalesce" and isinstance(embeddings, EmbeddingBagCollection))
     for hops in stacks:
-        assert hops[0].endswith(":backward") and hops[-1].endswith(":coalesce")
+        assert hops[0].endswith(":backward") and hops[-1].startswith(f"ops/{operator}/")
         assert len(hops) <= MAX_HOPS, hops
 
 
@@ -114,10 +107,11 @@ def test_one_batch_from_the_command_to_the_kernel_in_under_ten_files(tmp_path_fa
     folder = tmp_path_factory.mktemp("road")
     document = settings(tiny_data(tmp_path_factory.getbasetemp() / "data"), folder / "run", train__max_steps=1)
     stacks: list[list[str]] = []
-    with watched(torch.nn.functional, "embedding_bag", stacks):
+    with watched("pooled_lookup", stacks):
         train(write_config(folder / "run.yaml", document))
+    assert stacks
     for hops in stacks:
-        assert hops[0] == "cli/train.py:train" and hops[-1].endswith(":pooled_lookup")
+        assert hops[0] == "cli/train.py:train" and hops[-1].startswith("ops/pooled_lookup/")
         files = {hop.partition(":")[0] for hop in hops}
         assert len(files) < 10, files
 

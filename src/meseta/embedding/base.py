@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from meseta.jagged import Embeddings, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meseta.ops.id_policy import CheckedIds, apply_id_policy
-from meseta.ops.row_optimizer import Hyper
+from meseta.ops.row_optimizer import Hyper, compute_dtype
 from meseta.spec import FeatureSpec, MesetaError, TableSpec, check_features
 
 
@@ -44,7 +44,8 @@ class Collection(nn.Module):
         self.tables = tuple(tables)
         self.features = tuple(features)
         self.seed = seed
-        self.dtype: torch.dtype = getattr(torch, dtypes.pop())
+        self.dtype = compute_dtype(getattr(torch, dtypes.pop()))
+        """Type of what a lookup returns: float32, or float64 for float64 tables."""
         self.step = 0
         """Backward passes so far, the global step of bias correction."""
         self.lr_factor = 1.0

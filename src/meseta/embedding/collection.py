@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from meseta.embedding.base import Collection, UpdateInBackward
-from meseta.embedding.update import Contribution, samples_of, sum_contributions, update_rows
+from meseta.embedding.update import fused_update
 from meseta.jagged import Embeddings, KeyedJaggedTensor
 from meseta.ops.id_policy import CheckedIds
 from meseta.ops.pooled_lookup import pooled_lookup
+from meseta.ops.row_update import Bags, FeatureGradient
 from meseta.optim import make_row_optimizer
 from meseta.spec import FeatureSpec, Plan, Shard, ShardingType, TablePlan, TableSpec
 from meseta.storage import TableShard
@@ -103,34 +104,38 @@ class EmbeddingBagCollection(Collection):
         """[pooled [B, sum of D], rows of each unpooled feature ...]."""
         pooled = torch.empty(ids.batch_size, 0, dtype=self.dtype, device=ids.values.device)
         if self.pooled_features:
-            bags = ids.select([f.name for f in self.pooled_features])
-            tables = [weight[f.table] for f in self.pooled_features]
-            weighted = [f.weighted for f in self.pooled_features]
-            pooled = pooled_lookup(tables, bags.values, bags.offsets, bags.weights, weighted)
-        self.divide_means(pooled, ids.lengths.view(len(self.features), -1))
-        return [pooled, *(weight[f.table][ids[f.name].values] for f in self.row_features)]
+            bags = ids.select([f.name for f in self.pooled_features]) if self.row_features else ids
+            pooled = pooled_lookup(
+                [weight[f.table] for f in self.pooled_features],
+                bags.values,
+                bags.offsets,
+                bags.weights,
+                [f.weighted for f in self.pooled_features],
+                [f.pooling == "mean" for f in self.pooled_features],
+            )
+        return [pooled, *(weight[f.table][ids[f.name].values].to(self.dtype) for f in self.row_features)]
+
+    @cached_property
+    def _gradients(self) -> tuple[FeatureGradient, ...]:
+        """Where each feature's gradient comes: the pooled ones side by side in matrix 0, the others one by one."""
+        shard_of = {shard.spec.name: index for index, shard in enumerate(self.shards)}
+        places, column, matrix = [], 0, 0
+        for position, feature in enumerate(self.features):
+            shard = shard_of[feature.table]
+            if feature.pooling == "none":
+                matrix += 1
+                places.append(FeatureGradient(position, shard, matrix, per_id=True))
+            else:
+                places.append(FeatureGradient(position, shard, 0, column, weighted=feature.weighted))
+                column += self._table[feature.table].embedding_dim
+        return tuple(places)
 
     def _update(self, ids: KeyedJaggedTensor, gradients: Sequence[Tensor]) -> None:
-        """Coalesce per table over its features, then step the row optimizers."""
-        num_samples = ids.batch_size
-        pooled = gradients[0]
+        """Add up what each row gets, and step its optimizer."""
+        pooled, *rows = gradients
         if any(f.pooling == "mean" for f in self.pooled_features):
             pooled = self.divide_means(pooled.clone(), ids.lengths.view(len(self.features), -1))
-        rows = dict(zip((f.name for f in self.row_features), gradients[1:], strict=True))
-        parts: dict[str, list[Contribution]] = {table.name: [] for table in self.tables}
-        column = 0
-        all_ids = [ids[feature.name] for feature in self.features]
-        samples = samples_of([own.values for own in all_ids], [own.lengths for own in all_ids], num_samples)
-        for feature, jagged, sample in zip(self.features, all_ids, samples, strict=True):
-            if feature.pooling == "none":
-                source, gradient = torch.arange(sample.numel(), device=sample.device), rows[feature.name]
-            else:
-                width = self._table[feature.table].embedding_dim
-                source, gradient = sample, pooled[:, column : column + width]
-                column += width
-            scale = jagged.weights if feature.weighted else None
-            parts[feature.table].append(Contribution(jagged.values, sample, gradient, source, scale))
-        used = [shard for shard in self.shards if parts[shard.spec.name]]
-        sums = [sum_contributions(shard, parts[shard.spec.name], num_samples) for shard in used]
-        update_rows(used, sums, [self.hyper(shard.spec) for shard in used])
+        bags = Bags(ids.values, ids.offsets, ids.batch_size, ids.weights)
+        hypers = [self.hyper(shard.spec) for shard in self.shards]
+        fused_update(self.shards, self._gradients, hypers, bags, [pooled, *rows])
         self.step += 1

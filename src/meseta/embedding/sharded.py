@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,12 +14,14 @@ from meseta.embedding.base import Collection, UpdateInBackward
 from meseta.embedding.collection import EmbeddingBagCollection
 from meseta.embedding.gradients import gather_column_stats, send_gradients, update_replicas
 from meseta.embedding.routes import make_routing
-from meseta.embedding.update import Contribution, samples_of, sum_contributions, update_rows
+from meseta.embedding.update import Contribution, fused_update, samples_of, sum_contributions, update_rows
 from meseta.jagged import Embeddings, KeyedJaggedTensor
 from meseta.jagged.shapes import Int
 from meseta.ops.bucketize import bucketize
 from meseta.ops.id_policy import CheckedIds
 from meseta.ops.pooled_lookup import pooled_lookup
+from meseta.ops.row_optimizer import Hyper
+from meseta.ops.row_update import Bags, FeatureGradient
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, Plan
 from meseta.storage import TableShard
@@ -79,14 +82,24 @@ class Exchanged:
 
 @dataclass(frozen=True)
 class OwnedIds:
-    """Ids of the global batch that this rank looks up."""
+    """Ids of the global batch that this rank looks up, one route after the other."""
 
-    ids: tuple[Tensor, ...]
-    """By route, ordered by (global sample, position)."""
-    lengths: tuple[Tensor, ...]
-    """By route: ids per global sample."""
-    weights: tuple[Tensor, ...] | None
-    """By route."""
+    bags: Bags
+    """Ids of each route, ordered by (global sample, position)."""
+    lengths: Int[Tensor, " routes_times_B"]
+    """Ids per global sample of each route."""
+    sizes: tuple[int, ...]
+    """Ids of each route."""
+
+    def ids(self) -> tuple[Tensor, ...]:
+        """By route."""
+        return self.bags.ids.split(self.sizes)
+
+    def pooled(self, num_routes: int) -> Bags:
+        """Of the first routes."""
+        size, num_samples = sum(self.sizes[:num_routes]), self.bags.num_samples
+        weights = None if self.bags.weights is None else self.bags.weights[:size]
+        return Bags(self.bags.ids[:size], self.bags.offsets[: num_routes * num_samples + 1], num_samples, weights)
 
 
 class ShardedEmbeddingBagCollection(Collection):
@@ -254,26 +267,30 @@ class ShardedEmbeddingBagCollection(Collection):
 
     def _unpack(self, x: Exchanged) -> OwnedIds:
         """From (rank, lengths | ids) to one list per route in the order of global samples."""
-        num_routes = len(self._routes)
+        num_routes, step = len(self._routes), 2 * len(self._routes)
         sizes = [s for b, n in zip(x.batch_sizes, x.received, strict=True) for s in (*[b] * num_routes, *n)]
         pieces = x.payload.wait().split(sizes)
-        step = 2 * num_routes
 
-        def by_route(first: int) -> tuple[Tensor, ...]:
-            return tuple(torch.cat(pieces[first + k :: step]) for k in range(num_routes))
+        def by_route(parts: Sequence[Tensor], first: int, stride: int, like: Tensor) -> Tensor:
+            ordered = [part for k in range(num_routes) for part in parts[first + k :: stride]]
+            return torch.cat(ordered) if ordered else like.new_empty(0)
 
+        ids, lengths = (by_route(pieces, first, step, self._gather_counts) for first in (num_routes, 0))
         weights = None
         if x.weights is not None:
             parts = x.weights.wait().split([n for counts in x.received for n in counts])
-            weights = tuple(torch.cat(parts[k::num_routes]) for k in range(num_routes))
-        return OwnedIds(ids=by_route(num_routes), lengths=by_route(0), weights=weights)
+            weights = by_route(parts, 0, num_routes, self._anchor.to(self.dtype))
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        owned = tuple(sum(n[k] for n in x.received) for k in range(num_routes))
+        return OwnedIds(bags=Bags(ids, offsets, x.num_samples, weights), lengths=lengths, sizes=owned)
 
     def _lookup(self, x: Exchanged, owned: OwnedIds) -> list[Tensor]:
         """[pooled [B_local, sum of D], rows of each unpooled feature ...] for the local slice."""
         tables = [self.shards[self._by_shard[r.shard]].weight for r in self._routes]
         num_pooled = self.routing.num_pooled[self.world.rank]
         pooled = self._pool(owned, tables[:num_pooled], x.num_samples)
-        rows = [table[i] for table, i in zip(tables[num_pooled:], owned.ids[num_pooled:], strict=True)]
+        unpooled = zip(tables[num_pooled:], owned.ids()[num_pooled:], strict=True)
+        rows = [table[ids].to(self.dtype) for table, ids in unpooled]
         answers = self._return(x, pooled, rows)
         out: dict[int, Tensor] = {}
         for f in self.routing.cuts:
@@ -293,11 +310,9 @@ class ShardedEmbeddingBagCollection(Collection):
         n = len(tables)
         if n == 0:
             return torch.empty(num_samples, 0, dtype=self.dtype, device=self.world.device)
-        lengths = torch.cat(owned.lengths[:n])
-        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        weights = None if owned.weights is None else torch.cat(owned.weights[:n])
+        bags = owned.pooled(n)
         weighted = [self.features[r.feature].weighted for r in self._routes[:n]]
-        return pooled_lookup(tables, torch.cat(owned.ids[:n]), offsets, weights, weighted)
+        return pooled_lookup(tables, bags.ids, bags.offsets, bags.weights, weighted)
 
     def _return(self, x: Exchanged, pooled: Tensor, rows: Sequence[Tensor]) -> list[list[Tensor]]:
         """Send each rank the answers for its samples: answers[r] = [pooled [B_local, columns of r], rows of each
@@ -351,7 +366,7 @@ class ShardedEmbeddingBagCollection(Collection):
         spec, jagged = self.features[feature], ids[self.features[feature].name]
         table = self.shards[self._by_shard[self.plan[spec.table].shards[0]]].weight
         if spec.pooling == "none":
-            return table[jagged.values]
+            return table[jagged.values].to(self.dtype)
         return pooled_lookup([table], jagged.values, jagged.offsets, jagged.weights, [spec.weighted])
 
     def _update(self, x: Exchanged, owned: OwnedIds, share: float, gradients: Sequence[Tensor]) -> None:
@@ -360,22 +375,56 @@ class ShardedEmbeddingBagCollection(Collection):
         scaled = [g * share if share > 0 else torch.zeros_like(g) for g in gradients]
         self.divide_means(scaled[0], x.ids.lengths.view(len(self.features), -1))
         pooled, rows = send_gradients(self, x, scaled)
-        first = self.routing.num_pooled[self.world.rank]
-        parts: dict[int, list[Contribution]] = {}
-        samples = samples_of(owned.ids, owned.lengths, x.num_samples)
-        # By feature, as in one process: routes come with the pooled ones first.
-        for k, route in sorted(enumerate(self._routes), key=lambda entry: entry[1].feature):
-            sample = samples[k]
-            if k < first:
-                source, gradient = sample, pooled[:, route.column : route.column + route.shard.num_columns]
-            else:
-                source, gradient = torch.arange(sample.numel(), device=sample.device), rows[k - first]
-            scale = owned.weights[k] if owned.weights and self.features[route.feature].weighted else None
-            part = Contribution(owned.ids[k], sample, gradient, source, scale)
-            parts.setdefault(self._by_shard[route.shard], []).append(part)
-        used = [self.shards[i] for i in sorted(parts)]
-        sums = [sum_contributions(self.shards[i], parts[i], x.num_samples) for i in sorted(parts)]
-        hypers = [self.hyper(shard.spec) for shard in used]
-        update_rows(used, sums, hypers, lambda stats: gather_column_stats(self, used, stats), self.num_stat_exchanges)
+        hypers = [self.hyper(shard.spec) for shard in self.shards]
+        whole = [f for f in self._gradients if f.table not in self._staged]
+        fused_update(self.shards, whole, hypers, owned.bags, [pooled, *rows])
+        self._update_staged(owned, [pooled, *rows], hypers)
         update_replicas(self, x, scaled)
         self.step += 1
+
+    @cached_property
+    def _gradients(self) -> tuple[FeatureGradient, ...]:
+        """Where the gradient of each route comes, ordered by feature as in one process: routes have the pooled ones
+        first."""
+        first = self.routing.num_pooled[self.world.rank]
+        places = []
+        for k, route in sorted(enumerate(self._routes), key=lambda entry: entry[1].feature):
+            weighted, shard = self.features[route.feature].weighted, self._by_shard[route.shard]
+            if k < first:
+                places.append(FeatureGradient(k, shard, 0, route.column, weighted=weighted))
+            else:
+                places.append(FeatureGradient(k, shard, 1 + k - first, per_id=True))
+        return tuple(places)
+
+    @cached_property
+    def _staged(self) -> frozenset[int]:
+        """Shards that hold some columns of rows whose optimizer needs sums over whole rows."""
+        return frozenset(
+            index
+            for index, shard in enumerate(self.shards)
+            if shard.optimizer.row_stats and shard.shard.num_columns < shard.spec.embedding_dim
+        )
+
+    def _update_staged(self, owned: OwnedIds, gradients: Sequence[Tensor], hypers: Sequence[Hyper]) -> None:
+        """Step column shards; ranks exchange the statistics of rows between the stages."""
+        if not self.num_stat_exchanges:
+            return
+        num_samples = owned.bags.num_samples
+        ids = owned.ids()
+        samples = samples_of(
+            ids, owned.lengths.split(num_samples) if num_samples else [owned.lengths] * len(ids), num_samples
+        )
+        parts: dict[int, list[Contribution]] = {}
+        for at in self._gradients:
+            if at.table in self._staged:
+                width, k = self.shards[at.table].shard.num_columns, at.position
+                source = torch.arange(ids[k].numel(), device=ids[k].device) if at.per_id else samples[k]
+                scale = (
+                    owned.bags.weights.split(owned.sizes)[k] if at.weighted and owned.bags.weights is not None else None
+                )
+                gradient = gradients[at.gradient][:, at.column : at.column + width]
+                parts.setdefault(at.table, []).append(Contribution(ids[k], samples[k], gradient, source, scale))
+        used = [self.shards[i] for i in sorted(parts)]
+        sums = [sum_contributions(self.shards[i], parts[i], num_samples) for i in sorted(parts)]
+        own = [hypers[i] for i in sorted(parts)]
+        update_rows(used, sums, own, lambda stats: gather_column_stats(self, used, stats), self.num_stat_exchanges)

@@ -1,17 +1,47 @@
-"""From upstream gradients to updated rows: coalesce, row statistics, one optimizer step per touched row."""
+"""From upstream gradients to updated rows: one fused pass where rows are whole; else coalesce, statistics, update."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from meseta.jagged.shapes import Float, Int
 from meseta.ops.coalesce import BLOCK_SAMPLES, coalesce
-from meseta.ops.row_optimizer import Hyper, Values, apply_update, as_values, block_sums, sum_blocks
+from meseta.ops.row_optimizer import Hyper, sum_blocks
+from meseta.ops.row_update import Bags, FeatureGradient, row_update
+from meseta.ops.row_update.staged import TouchedRows, stage_sums, update_given
 from meseta.storage import TableShard
+
+
+def fused_update(
+    shards: Sequence[TableShard],
+    features: Sequence[FeatureGradient],
+    hypers: Sequence[Hyper],
+    bags: Bags,
+    gradients: Sequence[Tensor],
+) -> None:
+    """Step the rows of the shards that `features` name by index, one operator call per row optimizer.
+
+    Contributions are added in the order of `features`. Shards must hold whole rows, or have an optimizer without
+    statistics of rows; those of optimizer 'frozen' stay as they are.
+    """
+    groups: dict[int, list[int]] = {}
+    for index in dict.fromkeys(feature.table for feature in features):
+        if shards[index].spec.optimizer.name != "frozen":
+            groups.setdefault(id(shards[index].optimizer), []).append(index)
+    for members in groups.values():
+        number = {index: n for n, index in enumerate(members)}
+        row_update(
+            shards[members[0]].optimizer,
+            [shards[index].rows for index in members],
+            [hypers[index] for index in members],
+            [replace(f, table=number[f.table]) for f in features if f.table in number],
+            bags,
+            gradients,
+        )
 
 
 @dataclass(frozen=True)
@@ -86,28 +116,21 @@ def update_rows(
     `gather_stats` turns the statistics of this rank's shards, [n U, blocks] each for n statistics, into those of whole
     rows; it is called for each of the first `num_exchanges` stages, on every rank alike.
     """
-    rows = [shard.weight.index_select(0, g.rows) for shard, g in zip(shards, gradients, strict=True)]
-    states = [
-        {name: value.index_select(0, g.rows) for name, value in shard.state.items()}
-        for shard, g in zip(shards, gradients, strict=True)
+    touched = [
+        TouchedRows(shard.rows, g.rows, g.gradient, hyper)
+        for shard, g, hyper in zip(shards, gradients, hypers, strict=True)
     ]
-    stats: list[Values] = [{} for _ in shards]
+    stats = [g.gradient.new_empty(0, g.rows.numel()) for g in gradients]
     for stage in range(max([num_exchanges, *(len(shard.optimizer.row_stats) for shard in shards)])):
-        names: list[list[str]] = [[] for _ in shards]
-        parts: list[Tensor | None] = [None] * len(shards)
-        for k, shard in enumerate(shards):
-            if stage < len(shard.optimizer.row_stats):
-                summands = shard.optimizer.row_stats[stage](
-                    rows[k], gradients[k].gradient, as_values(states[k]), stats[k], hypers[k]
-                )
-                names[k] = list(summands)
-                parts[k] = torch.cat([block_sums(summand) for summand in summands.values()])
+        sums: list[Tensor | None] = [
+            stage_sums(shard.optimizer, stage, touched[k], stats[k]) if stage < len(shard.optimizer.row_stats) else None
+            for k, shard in enumerate(shards)
+        ]
+        parts = [None if own is None else own.flatten(0, 1) for own in sums]
         for k, part in enumerate(gather_stats(parts) if stage < num_exchanges else parts):
-            if part is not None:
-                sums = sum_blocks(part).view(len(names[k]), -1, 1)
-                stats[k] |= dict(zip(names[k], sums, strict=True))
-    for k, (shard, g, hyper) in enumerate(zip(shards, gradients, hypers, strict=True)):
-        new_rows, state = apply_update(shard.optimizer, rows[k], g.gradient, states[k], stats[k], hyper)
-        shard.weight.index_copy_(0, g.rows, new_rows)
-        for name, value in state.items():
-            shard.state[name].index_copy_(0, g.rows, value)
+            own = sums[k]
+            if part is not None and own is not None:
+                stats[k] = torch.cat([stats[k], sum_blocks(part).view(own.shape[:2])])
+    for shard, rows, stat in zip(shards, touched, stats, strict=True):
+        if shard.spec.optimizer.name != "frozen":
+            update_given(shard.optimizer, rows, stat)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from meseta.jagged.shapes import Float
-from meseta.ops.random_rows import initial_rows
+from meseta.ops.random_rows import initial_rows, table_key
 from meseta.ops.row_optimizer import RowOptimizer
+from meseta.ops.row_update import TableRows
 from meseta.spec import Shard, TableSpec
 
 
@@ -28,6 +30,19 @@ class TableShard:
     Column shards of one table hold equal copies of the latter."""
     optimizer: RowOptimizer
     """What updates the rows."""
+    seed: int = 0
+    """Key, with the table's name, of the random bits that round 16-bit rows."""
+
+    @cached_property
+    def rows(self) -> TableRows:
+        """The shard as the fused update takes it."""
+        return TableRows(
+            weight=self.weight,
+            state=self.state,
+            key=table_key(self.seed, f"{self.spec.name}/rounding"),
+            first_row=self.shard.rows[0],
+            first_column=self.shard.columns[0],
+        )
 
     @staticmethod
     def create(
@@ -37,4 +52,4 @@ class TableShard:
         with torch.inference_mode(False):  # Tensors made in inference mode could never be trained.
             weight = initial_rows(spec, rows=shard.rows, columns=shard.columns, seed=seed, device=device)
             state = optimizer.init(weight)
-        return TableShard(spec=spec, shard=shard, weight=weight, state=state, optimizer=optimizer)
+        return TableShard(spec=spec, shard=shard, weight=weight, state=state, optimizer=optimizer, seed=seed)

@@ -24,6 +24,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
     if num_bytes < LARGE_BYTES or torch.device(device).type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     tensor: Tensor = torch.from_dlpack(core().allocate(num_bytes, keep)).view(dtype).view(tuple(shape))
-    if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:
+    poison = getattr(torch.utils.deterministic, "fill_uninitialized_memory")  # noqa: B009  (unknown to its types)
+    if torch.are_deterministic_algorithms_enabled() and poison:
         tensor.fill_(math.nan if dtype.is_floating_point else torch.iinfo(dtype).max)  # what torch.empty does then
     return tensor

@@ -14,7 +14,7 @@ from meseta.ops.pooled_lookup import KINDS
 from meseta.ops.row_optimizer import Hyper, RowOptimizer
 from meseta.ops.row_program import trace
 from meseta.ops.row_update import reference
-from meseta.ops.row_update.call import Bags, FeatureGradient, TableRows, UpdateCall
+from meseta.ops.row_update.call import Bags, FeatureGradient, TableRows, UpdateCall, signed
 from meseta.spec import MesetaError
 
 __all__ = ["Bags", "FeatureGradient", "TableRows", "row_update"]
@@ -50,7 +50,7 @@ def row_update(
         program.whole.instructions,
         torch.tensor([values[hyper] for hyper in hypers], dtype=torch.float64),
         [kind == "row" for kind in program.state_kinds],
-        [n for table in tables for n in (table.first_row, table.first_column, _signed(table.key))],
+        [n for table in tables for n in (table.first_row, table.first_column, signed(table.key))],
         [n for f in features for n in (f.position, f.table, f.gradient, f.column, f.per_id, f.weighted)],
         bags.ids,
         bags.offsets,
@@ -69,11 +69,6 @@ def _state_of(table: TableRows, name: str, optimizer: RowOptimizer) -> Tensor:
             f"row_update: optimizer {optimizer.name!r} keeps the state {name!r}, "
             f"but the table has {sorted(table.state)}"
         ) from None
-
-
-def _signed(key: int) -> int:
-    """The 64-bit key as the schema's int."""
-    return key - (1 << 64) if key >= 1 << 63 else key
 
 
 def _cpu(*arguments: Any) -> None:

@@ -89,3 +89,26 @@ class UpdateCall:
 
 FEATURE_FIELDS = 6
 """Numbers of a FeatureGradient."""
+
+
+@dataclass(frozen=True)
+class ApplyCall:
+    """Arguments of the staged operator, in the order of its schema."""
+
+    table: Tensor
+    states: list[Tensor]
+    code: Tensor
+    uniforms: Tensor
+    state_is_row: list[bool]
+    origin: list[int]
+    """First row, first column, key."""
+    rows: Tensor
+    gradient: Tensor
+    stats: Tensor
+    sums: Tensor | None
+    step: int
+
+
+def signed(key: int) -> int:
+    """A 64-bit key as the int of a schema."""
+    return key - (1 << 64) if key >= 1 << 63 else key

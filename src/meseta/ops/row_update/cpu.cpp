@@ -342,7 +342,7 @@ void row_update(const std::vector<uint64_t>& table_fields, const std::vector<uin
                 bool wide_ids, uintptr_t offsets, int64_t num_offsets, int64_t num_bags, uintptr_t weights,
                 uint32_t step, int num_threads) {
   nb::gil_scoped_release unlocked;
-  const Program program(reinterpret_cast<const int32_t*>(code), num_instructions, state_is_row, num_uniforms, 0);
+  const Program program(reinterpret_cast<const int32_t*>(code), num_instructions, state_is_row, num_uniforms, 0, 0);
   const Batch batch{reinterpret_cast<const void*>(ids), wide_ids, reinterpret_cast<const int64_t*>(offsets), num_ids,
                     num_bags,                           reinterpret_cast<const float*>(weights), step};
   if (num_bags <= 0) return;
@@ -387,11 +387,11 @@ void apply(const Program& program, const Target& target, const int64_t* rows, co
 // the whole rows, or writing the block sums of summands [S, U, blocks].
 void row_apply(const std::vector<uint64_t>& table_fields, const std::vector<uint64_t>& states, int kind,
                const std::vector<int>& state_is_row, uintptr_t code, int64_t num_instructions, uintptr_t uniforms,
-               int num_uniforms, int num_stats, uintptr_t rows, uintptr_t gradient, int64_t num_rows, uintptr_t stats,
+               int num_uniforms, int num_stats, int num_sums, uintptr_t rows, uintptr_t gradient, int64_t num_rows, uintptr_t stats,
                uintptr_t summands, uint32_t step, int num_threads) {
   nb::gil_scoped_release unlocked;
   const Program program(reinterpret_cast<const int32_t*>(code), num_instructions, state_is_row, num_uniforms,
-                        num_stats);
+                        num_stats, num_sums);
   const std::vector<Table> tables = read_tables(table_fields, states, state_is_row.size(),
                                                 reinterpret_cast<const float*>(uniforms), size_t(num_uniforms));
   const Target& target = tables.at(0).target;
@@ -417,6 +417,6 @@ void bind_row_update(nb::module_& m) {
         nb::arg("num_offsets"), nb::arg("num_bags"), nb::arg("weights"), nb::arg("step"), nb::arg("num_threads"));
   m.def("row_apply", &row_apply, nb::arg("tables"), nb::arg("states"), nb::arg("kind"), nb::arg("state_is_row"),
         nb::arg("code"), nb::arg("num_instructions"), nb::arg("uniforms"), nb::arg("num_uniforms"),
-        nb::arg("num_stats"), nb::arg("rows"), nb::arg("gradient"), nb::arg("num_rows"), nb::arg("stats"),
+        nb::arg("num_stats"), nb::arg("num_sums"), nb::arg("rows"), nb::arg("gradient"), nb::arg("num_rows"), nb::arg("stats"),
         nb::arg("summands"), nb::arg("step"), nb::arg("num_threads"));
 }

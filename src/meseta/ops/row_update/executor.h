@@ -30,12 +30,13 @@ constexpr int32_t kFirstRow = 64, kFirstUniform = 128, kUnused = -1;
 struct Program {
   std::vector<Instruction> code;
   std::vector<int> state_is_row;
-  int num_uniforms, num_stats;
+  int num_uniforms, num_stats, num_sums;
   int num_element_registers = 1, num_row_registers = 0;
 
   // Everything that an instruction may name is checked here, once, so that running needs no checks.
-  Program(const int32_t* words, int64_t num_instructions, std::vector<int> state_kinds, int uniforms, int stats)
-      : state_is_row(std::move(state_kinds)), num_uniforms(uniforms), num_stats(stats) {
+  Program(const int32_t* words, int64_t num_instructions, std::vector<int> state_kinds, int uniforms, int stats,
+          int sums)
+      : state_is_row(std::move(state_kinds)), num_uniforms(uniforms), num_stats(stats), num_sums(sums) {
     for (int64_t i = 0; i < num_instructions; ++i) {
       const int32_t* w = words + 5 * i;
       code.push_back({w[0], w[1], w[2], w[3], w[4]});
@@ -94,7 +95,10 @@ struct Program {
         state(x.b);
         need(x.a >= kFirstRow || !state_is_row[size_t(x.b)], "an element does not fit a row's state");
         break;
-      case kStoreStat: operand(x.a); stat(x.b); break;
+      case kStoreStat:
+        operand(x.a);
+        need(x.a < kFirstRow && x.b >= 0 && x.b < num_sums, "only elements are summed, each into a place of its own");
+        break;
       default: need(false, "unknown operation");
     }
   }
@@ -199,7 +203,7 @@ class Executor {
   }
 
  private:
-  static constexpr int64_t kChunkFloats = 1024, kMaxRows = 64;
+  static constexpr int64_t kChunkFloats = 2048, kMaxRows = 128;
 
   float* element(int32_t r) { return elements_.data() + r * capacity_ * width_; }
   float* row(int32_t r) { return rows_.data() + (r - kFirstRow) * kMaxRows; }

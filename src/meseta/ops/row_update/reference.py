@@ -10,9 +10,9 @@ from torch import Tensor
 from meseta.ops.coalesce import BLOCK_SAMPLES, coalesce
 from meseta.ops.random_rows.reference import philox
 from meseta.ops.row_lowering import Code
-from meseta.ops.row_optimizer import compute_dtype
+from meseta.ops.row_optimizer import block_sums, compute_dtype
 from meseta.ops.row_program import run_code
-from meseta.ops.row_update.call import FeatureGradient, UpdateCall
+from meseta.ops.row_update.call import ApplyCall, FeatureGradient, UpdateCall
 
 
 def row_update(call: UpdateCall) -> None:
@@ -30,6 +30,22 @@ def row_update(call: UpdateCall) -> None:
         table[rows] = round_rows(done.weight, table.dtype, rows + first_row, first_column, key, call.step)
         for state, value in zip(kept, done.state, strict=True):
             state[rows] = value if state.dim() == 2 else value.squeeze(1)
+
+
+def row_apply(call: ApplyCall) -> None:
+    """The operator behind meseta.ops.row_update.staged."""
+    rows, gradient = call.rows, call.gradient
+    picked = [state[rows] if state.dim() == 2 else state[rows][:, None] for state in call.states]
+    program = Code(instructions=call.code, num_element_registers=0, num_row_registers=0)
+    stats = [stat[:, None] for stat in call.stats]
+    done = run_code(program, call.uniforms.tolist(), call.table[rows].to(gradient.dtype), gradient, picked, stats)
+    if call.sums is not None:
+        call.sums.copy_(torch.stack([block_sums(summand) for summand in done.summands]))
+        return
+    first_row, first_column, key = call.origin
+    call.table[rows] = round_rows(done.weight, call.table.dtype, rows + first_row, first_column, key, call.step)
+    for state, value in zip(call.states, done.state, strict=True):
+        state[rows] = value if state.dim() == 2 else value.squeeze(1)
 
 
 def _sum_gradients(call: UpdateCall, table: Tensor, features: Sequence[FeatureGradient]) -> tuple[Tensor, Tensor]:

@@ -45,7 +45,7 @@ def rowwise_adagrad(spec: OptimizerSpec) -> RowOptimizer:
 
     def update(w: Value, g: Value, state: Values, stats: Values, h: Hyper) -> tuple[Value, Values]:
         total = state["sum"] + stats["gradient_sq"] / h.embedding_dim
-        return w - (g * h.lr) / (total.sqrt() + spec.eps), {"sum": total}
+        return w - g * (h.lr / (total.sqrt() + spec.eps)), {"sum": total}
 
     return RowOptimizer(name="rowwise_adagrad", init=init, row_stats=(row_stats,), update=update)
 

@@ -1,0 +1,129 @@
+"""The update in stages, for rows that lie in column shards: their statistics are added up between the stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meseta.jagged.shapes import Float, Int
+from meseta.ops.core import core
+from meseta.ops.library import register
+from meseta.ops.pooled_lookup import KINDS
+from meseta.ops.row_lowering import Code
+from meseta.ops.row_optimizer import Hyper, RowOptimizer
+from meseta.ops.row_program import Program, trace
+from meseta.ops.row_update import reference
+from meseta.ops.row_update.call import ApplyCall, TableRows, signed
+from meseta.spec import COLUMN_BLOCK, MesetaError
+
+
+@dataclass(frozen=True)
+class TouchedRows:
+    """Rows of one shard and their gradients, summed before."""
+
+    table: TableRows
+    rows: Int[Tensor, " U"]
+    """Ascending, each once."""
+    gradient: Float[Tensor, "U columns"]
+    hyper: Hyper
+
+
+def stage_sums(
+    optimizer: RowOptimizer, stage: int, touched: TouchedRows, stats: Float[Tensor, "S U"]
+) -> Float[Tensor, "n U blocks"]:
+    """Sums over blocks of 16 columns of the n summands of one stage, given the statistics of the stages before.
+
+    Added over the blocks of all column shards from left to right, they are the statistics of the stage.
+    """
+    program = trace(optimizer)
+    blocks = -(-touched.gradient.shape[1] // COLUMN_BLOCK)
+    sums = touched.gradient.new_empty(len(program.stat_names[stage]), touched.rows.numel(), blocks)
+    _apply(program, program.stages[stage], touched, stats, sums)
+    return sums
+
+
+def update_given(optimizer: RowOptimizer, touched: TouchedRows, stats: Float[Tensor, "S U"]) -> None:
+    """Step the touched rows in place, given the statistics of whole rows."""
+    program = trace(optimizer)
+    _apply(program, program.given, touched, stats, None)
+
+
+def _apply(program: Program, code: Code, touched: TouchedRows, stats: Tensor, sums: Tensor | None) -> None:
+    table = touched.table
+    if touched.rows.numel() == 0:
+        return
+    _operator(
+        table.weight,
+        [table.state[name] for name in program.state_names],
+        code.instructions,
+        torch.tensor(program.uniform_values(touched.hyper), dtype=torch.float64),
+        [kind == "row" for kind in program.state_kinds],
+        [table.first_row, table.first_column, signed(table.key)],
+        touched.rows,
+        touched.gradient,
+        stats,
+        sums,
+        touched.hyper.step,
+    )
+
+
+def _cpu(*arguments: Any) -> None:
+    call = ApplyCall(*arguments)
+    if call.table.dtype not in KINDS:
+        reference.row_apply(call)
+        return
+    rows, gradient = call.rows.contiguous(), call.gradient.to(torch.float32).contiguous()
+    stats, uniforms = call.stats.to(torch.float32).contiguous(), call.uniforms.to(torch.float32)
+    first_row, first_column, key = call.origin
+    width, count = call.table.size(1), rows.numel()
+    wanted: list[tuple[Tensor, tuple[int, ...]]] = [(gradient, (count, width)), (stats, (stats.size(0), count))]
+    wanted += [
+        (s, tuple(call.table.shape)[: 1 if r else 2]) for s, r in zip(call.states, call.state_is_row, strict=True)
+    ]
+    if call.sums is not None:
+        wanted.append((call.sums, (call.sums.size(0), count, -(-width // COLUMN_BLOCK))))
+    for tensor, shape in (*wanted, (call.table, tuple(call.table.shape))):
+        if tuple(tensor.shape) != shape or not tensor.is_contiguous():
+            raise MesetaError(f"row update: a tensor is {tuple(tensor.shape)}, not contiguous {tuple(shape)}")
+    try:
+        core().row_apply(
+            [call.table.data_ptr(), *call.table.shape, first_row, first_column, key % (1 << 64)],
+            [state.data_ptr() for state in call.states],
+            KINDS[call.table.dtype],
+            [int(is_row) for is_row in call.state_is_row],
+            call.code.data_ptr(),
+            call.code.shape[0],
+            uniforms.data_ptr(),
+            uniforms.numel(),
+            stats.size(0),
+            0 if call.sums is None else call.sums.size(0),
+            rows.data_ptr(),
+            gradient.data_ptr(),
+            rows.numel(),
+            stats.data_ptr(),
+            0 if call.sums is None else call.sums.data_ptr(),
+            call.step,
+            torch.get_num_threads(),
+        )
+    except ValueError as error:
+        raise MesetaError(f"row update: {error}") from None
+
+
+def _fallback(*arguments: Any) -> None:
+    reference.row_apply(ApplyCall(*arguments))
+
+
+def _fake(*_: Any) -> None:
+    return None
+
+
+_operator = register(
+    "row_apply(Tensor(a!) table, Tensor(b!)[] states, Tensor code, Tensor uniforms, bool[] state_is_row, "
+    "int[] origin, Tensor rows, Tensor gradient, Tensor stats, Tensor(c!)? sums, int step) -> ()",
+    cpu=_cpu,
+    cuda=_fallback,
+    fake=_fake,
+)
