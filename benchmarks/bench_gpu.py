@@ -20,8 +20,7 @@ from record import ROOT, record
 from torch import Tensor, nn
 
 from meseta.ops.pooled_lookup import pooled_lookup
-from meseta.ops.row_optimizer import Hyper
-from meseta.ops.row_update import Bags, FeatureGradient, TableRows, row_update
+from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, row_update
 from meseta.optim import make_row_optimizer
 from meseta.spec import OptimizerSpec
 
@@ -80,13 +79,13 @@ class Job:
     def update(self, name: str) -> Callable[[int], None]:
         """One fused update by the batch of this number."""
         optimizer = make_row_optimizer(OptimizerSpec(name=name, lr=0.01))  # type: ignore[arg-type]
-        rows = [TableRows(weight=table, state=optimizer.init(table)) for table in self.tables]
-        hypers = [Hyper(0.01, 1, self.shape.dim)] * len(rows)
-        features = [FeatureGradient(f, f, 0, f * self.shape.dim) for f in range(len(rows))]
+        rows = tuple(TableRows(weight=table, state=optimizer.init(table)) for table in self.tables)
+        features = tuple(FeatureGradient(f, f, 0, f * self.shape.dim) for f in range(len(rows)))
+        group = UpdateGroup(optimizer, rows, (self.shape.dim,) * len(rows), features)
 
         def run(number: int) -> None:
             bags = Bags(self.batches[number], self.offsets, self.shape.batch_size)
-            row_update(optimizer, rows, hypers, features, bags, [self.gradient])
+            row_update(group, 0.01, 1, bags, [self.gradient])
 
         return run
 

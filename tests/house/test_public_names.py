@@ -23,7 +23,7 @@ PUBLIC = {
     "meseta.embedding": "EmbeddingBagCollection ShardedEmbeddingBagCollection resolve_plan shard",
     "meseta.jagged": "Embeddings JaggedTensor KeyedJaggedTensor KeyedTensor",
     "meseta.models": "DLRM DLRMDCNv2 LogisticRegression make_model wanted_embedding_dim",
-    "meseta.ops.row_update": "Bags FeatureGradient TableRows row_update",
+    "meseta.ops.row_update": "Bags FeatureGradient TableRows UpdateGroup row_update",
     "meseta.optim": "Hyper RowOptimizer element_state make_row_optimizer row_state where",
     "meseta.pipeline": "StageTimes Step TrainStep",
     "meseta.planner": "balanced_plan",

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meseta.ops.row_optimizer import Hyper, RowOptimizer
-from meseta.ops.row_update import Bags, FeatureGradient, TableRows, reference, row_update
+from meseta.ops.row_optimizer import RowOptimizer
+from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, reference, row_update
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, OptimizerSpec
 
@@ -42,8 +42,9 @@ class Problem:
             replace(t, weight=t.weight.clone(), state={name: s.clone() for name, s in t.state.items()})
             for t in self.tables
         ]
-        hypers = [Hyper(0.1, 3, table.weight.shape[1]) for table in tables]
-        row_update(self.optimizer, tables, hypers, self.features, self.bags, self.gradients)
+        dims = tuple(table.weight.shape[1] for table in tables)
+        group = UpdateGroup(self.optimizer, tuple(tables), dims, tuple(self.features))
+        row_update(group, 0.1, 3, self.bags, self.gradients)
         return [tensor for t in tables for tensor in (t.weight, *t.state.values())]
 
     def as_float64(self) -> Problem:
@@ -94,8 +95,8 @@ def make_problem(
 def step_sgd(table: TableRows, bags: Bags, gradient: Tensor, lr: float = 0.1) -> None:
     """One feature, one table."""
     sgd = make_row_optimizer(OptimizerSpec(name="sgd"))
-    hyper = Hyper(lr, 1, table.weight.shape[1])
-    row_update(sgd, [table], [hyper], [FeatureGradient(0, 0, 0)], bags, [gradient])
+    group = UpdateGroup(sgd, (table,), (table.weight.shape[1],), (FeatureGradient(0, 0, 0),))
+    row_update(group, lr, 1, bags, [gradient])
 
 
 def by_reference(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:

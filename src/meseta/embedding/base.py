@@ -59,10 +59,13 @@ class Collection(nn.Module):
         # An input that requires grad makes autograd call `update`; it is not a parameter and holds nothing.
         self._anchor = torch.zeros(0, requires_grad=True)
 
+    def lr(self, table: TableSpec) -> float:
+        """Learning rate of the step in hand."""
+        return table.optimizer.lr * self.lr_factor
+
     def hyper(self, table: TableSpec) -> Hyper:
-        """Learning rate and number of the step in hand."""
-        lr = table.optimizer.lr * self.lr_factor
-        return Hyper(lr=lr, step=self.step + 1, embedding_dim=table.embedding_dim)
+        """Learning rate, number of the step in hand, and width."""
+        return Hyper(lr=self.lr(table), step=self.step + 1, embedding_dim=table.embedding_dim)
 
     def check_ids(self, kjt: KeyedJaggedTensor) -> CheckedIds:
         """Select this collection's features, check weights, and apply the id policies."""

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from meseta.embedding.base import Collection, UpdateInBackward
-from meseta.embedding.update import fused_update
+from meseta.embedding.update import FusedShards, group_shards
 from meseta.jagged import Embeddings, KeyedJaggedTensor
 from meseta.ops.id_policy import CheckedIds
 from meseta.ops.pooled_lookup import pooled_lookup
-from meseta.ops.row_update import Bags, FeatureGradient
+from meseta.ops.row_update import Bags, FeatureGradient, row_update
 from meseta.optim import make_row_optimizer
 from meseta.spec import FeatureSpec, Plan, Shard, ShardingType, TablePlan, TableSpec
 from meseta.storage import TableShard
@@ -116,8 +116,8 @@ class EmbeddingBagCollection(Collection):
         return [pooled, *(weight[f.table][ids[f.name].values].to(self.dtype) for f in self.row_features)]
 
     @cached_property
-    def _gradients(self) -> tuple[FeatureGradient, ...]:
-        """Where each feature's gradient comes: the pooled ones side by side in matrix 0, the others one by one."""
+    def _fused(self) -> tuple[FusedShards, ...]:
+        """All shards. Gradients of pooled features come side by side in matrix 0, those of the others one by one."""
         shard_of = {shard.spec.name: index for index, shard in enumerate(self.shards)}
         places, column, matrix = [], 0, 0
         for position, feature in enumerate(self.features):
@@ -128,7 +128,7 @@ class EmbeddingBagCollection(Collection):
             else:
                 places.append(FeatureGradient(position, shard, 0, column, weighted=feature.weighted))
                 column += self._table[feature.table].embedding_dim
-        return tuple(places)
+        return group_shards(self.shards, places)
 
     def _update(self, ids: KeyedJaggedTensor, gradients: Sequence[Tensor]) -> None:
         """Add up what each row gets, and step its optimizer."""
@@ -136,6 +136,6 @@ class EmbeddingBagCollection(Collection):
         if any(f.pooling == "mean" for f in self.pooled_features):
             pooled = self.divide_means(pooled.clone(), ids.lengths.view(len(self.features), -1))
         bags = Bags(ids.values, ids.offsets, ids.batch_size, ids.weights)
-        hypers = [self.hyper(shard.spec) for shard in self.shards]
-        fused_update(self.shards, self._gradients, hypers, bags, [pooled, *rows])
+        for fused in self._fused:
+            row_update(fused.group, self.lr(fused.spec), self.step + 1, bags, [pooled, *rows])
         self.step += 1

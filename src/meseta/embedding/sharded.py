@@ -14,14 +14,13 @@ from meseta.embedding.base import Collection, UpdateInBackward
 from meseta.embedding.collection import EmbeddingBagCollection
 from meseta.embedding.gradients import gather_column_stats, send_gradients, update_replicas
 from meseta.embedding.routes import make_routing
-from meseta.embedding.update import Contribution, fused_update, samples_of, sum_contributions, update_rows
+from meseta.embedding.update import Contribution, FusedShards, group_shards, samples_of, sum_contributions, update_rows
 from meseta.jagged import Embeddings, KeyedJaggedTensor
 from meseta.jagged.shapes import Int
 from meseta.ops.bucketize import bucketize
 from meseta.ops.id_policy import CheckedIds
 from meseta.ops.pooled_lookup import pooled_lookup
-from meseta.ops.row_optimizer import Hyper
-from meseta.ops.row_update import Bags, FeatureGradient
+from meseta.ops.row_update import Bags, FeatureGradient, row_update
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, Plan
 from meseta.storage import TableShard
@@ -375,10 +374,9 @@ class ShardedEmbeddingBagCollection(Collection):
         scaled = [g * share if share > 0 else torch.zeros_like(g) for g in gradients]
         self.divide_means(scaled[0], x.ids.lengths.view(len(self.features), -1))
         pooled, rows = send_gradients(self, x, scaled)
-        hypers = [self.hyper(shard.spec) for shard in self.shards]
-        whole = [f for f in self._gradients if f.table not in self._staged]
-        fused_update(self.shards, whole, hypers, owned.bags, [pooled, *rows])
-        self._update_staged(owned, [pooled, *rows], hypers)
+        for fused in self._fused:
+            row_update(fused.group, self.lr(fused.spec), self.step + 1, owned.bags, [pooled, *rows])
+        self._update_staged(owned, [pooled, *rows])
         update_replicas(self, x, scaled)
         self.step += 1
 
@@ -397,6 +395,11 @@ class ShardedEmbeddingBagCollection(Collection):
         return tuple(places)
 
     @cached_property
+    def _fused(self) -> tuple[FusedShards, ...]:
+        """Shards that need nothing from other ranks."""
+        return group_shards(self.shards, [f for f in self._gradients if f.table not in self._staged])
+
+    @cached_property
     def _staged(self) -> frozenset[int]:
         """Shards that hold some columns of rows whose optimizer needs sums over whole rows."""
         return frozenset(
@@ -405,7 +408,7 @@ class ShardedEmbeddingBagCollection(Collection):
             if shard.optimizer.row_stats and shard.shard.num_columns < shard.spec.embedding_dim
         )
 
-    def _update_staged(self, owned: OwnedIds, gradients: Sequence[Tensor], hypers: Sequence[Hyper]) -> None:
+    def _update_staged(self, owned: OwnedIds, gradients: Sequence[Tensor]) -> None:
         """Step column shards; ranks exchange the statistics of rows between the stages."""
         if not self.num_stat_exchanges:
             return
@@ -426,5 +429,5 @@ class ShardedEmbeddingBagCollection(Collection):
                 parts.setdefault(at.table, []).append(Contribution(ids[k], samples[k], gradient, source, scale))
         used = [self.shards[i] for i in sorted(parts)]
         sums = [sum_contributions(self.shards[i], parts[i], num_samples) for i in sorted(parts)]
-        own = [hypers[i] for i in sorted(parts)]
-        update_rows(used, sums, own, lambda stats: gather_column_stats(self, used, stats), self.num_stat_exchanges)
+        hypers = [self.hyper(shard.spec) for shard in used]
+        update_rows(used, sums, hypers, lambda stats: gather_column_stats(self, used, stats), self.num_stat_exchanges)

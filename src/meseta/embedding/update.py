@@ -11,37 +11,42 @@ from torch import Tensor
 from meseta.jagged.shapes import Float, Int
 from meseta.ops.coalesce import BLOCK_SAMPLES, coalesce
 from meseta.ops.row_optimizer import Hyper, sum_blocks
-from meseta.ops.row_update import Bags, FeatureGradient, row_update
+from meseta.ops.row_update import FeatureGradient, UpdateGroup
 from meseta.ops.row_update.staged import TouchedRows, stage_sums, update_given
+from meseta.spec import OptimizerSpec, TableSpec
 from meseta.storage import TableShard
 
 
-def fused_update(
-    shards: Sequence[TableShard],
-    features: Sequence[FeatureGradient],
-    hypers: Sequence[Hyper],
-    bags: Bags,
-    gradients: Sequence[Tensor],
-) -> None:
-    """Step the rows of the shards that `features` name by index, one operator call per row optimizer.
+@dataclass(frozen=True)
+class FusedShards:
+    """Shards of one row optimizer that are stepped by one operator call."""
 
-    Contributions are added in the order of `features`. Shards must hold whole rows, or have an optimizer without
-    statistics of rows; those of optimizer 'frozen' stay as they are.
+    spec: TableSpec
+    """One of their tables; all have its optimizer."""
+    group: UpdateGroup
+
+
+def group_shards(shards: Sequence[TableShard], features: Sequence[FeatureGradient]) -> tuple[FusedShards, ...]:
+    """The shards that `features` name by index, by their row optimizer; those of optimizer 'frozen' are left out.
+
+    Contributions will be added in the order of `features`. Shards must hold whole rows, or have an optimizer without
+    statistics of rows.
     """
-    groups: dict[int, list[int]] = {}
+    members: dict[OptimizerSpec, list[int]] = {}
     for index in dict.fromkeys(feature.table for feature in features):
         if shards[index].spec.optimizer.name != "frozen":
-            groups.setdefault(id(shards[index].optimizer), []).append(index)
-    for members in groups.values():
-        number = {index: n for n, index in enumerate(members)}
-        row_update(
-            shards[members[0]].optimizer,
-            [shards[index].rows for index in members],
-            [hypers[index] for index in members],
-            [replace(f, table=number[f.table]) for f in features if f.table in number],
-            bags,
-            gradients,
+            members.setdefault(shards[index].spec.optimizer, []).append(index)
+    groups = []
+    for indices in members.values():
+        number = {index: n for n, index in enumerate(indices)}
+        group = UpdateGroup(
+            optimizer=shards[indices[0]].optimizer,
+            tables=tuple(shards[index].rows for index in indices),
+            embedding_dims=tuple(shards[index].spec.embedding_dim for index in indices),
+            features=tuple(replace(f, table=number[f.table]) for f in features if f.table in number),
         )
+        groups.append(FusedShards(spec=shards[indices[0]].spec, group=group))
+    return tuple(groups)
 
 
 @dataclass(frozen=True)

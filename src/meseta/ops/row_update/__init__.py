@@ -11,64 +11,42 @@ from torch import Tensor
 from meseta.ops.core import core
 from meseta.ops.library import register
 from meseta.ops.pooled_lookup import KINDS
-from meseta.ops.row_optimizer import Hyper, RowOptimizer
-from meseta.ops.row_program import trace
 from meseta.ops.row_update import reference
-from meseta.ops.row_update.call import Bags, FeatureGradient, TableRows, UpdateCall, signed
+from meseta.ops.row_update.call import FEATURE_FIELDS, Bags, FeatureGradient, TableRows, UpdateCall, UpdateGroup
 from meseta.spec import MesetaError
 
-__all__ = ["Bags", "FeatureGradient", "TableRows", "row_update"]
+__all__ = ["Bags", "FeatureGradient", "TableRows", "UpdateGroup", "row_update"]
 
 
-def row_update(
-    optimizer: RowOptimizer,
-    tables: Sequence[TableRows],
-    hypers: Sequence[Hyper],
-    features: Sequence[FeatureGradient],
-    bags: Bags,
-    gradients: Sequence[Tensor],
-) -> None:
+def row_update(group: UpdateGroup, lr: float, step: int, bags: Bags, gradients: Sequence[Tensor]) -> None:
     """Step every row that the bags touch, in place; rows without an id, and their state, stand still.
 
-    All tables have one optimizer and one type of rows; `hypers` has the learning rate, step and whole width for each.
-    Contributions to a row are ordered by (feature as listed here, sample, id) and summed left to right inside blocks of
-    256 samples; block sums are added left to right. So neither threads nor the way a table is cut change a bit.
-    Gradients are float32, [B, columns] or [ids of the feature, columns], with contiguous columns. Rows of 16 bits are
-    rounded stochastically by Philox4x32-10 with the counter (low and high word of the row, column // 8, step); sixteen
-    bits of the result belong to each of eight columns.
+    `lr` is the learning rate of this step and `step` its number from 1. Contributions to a row are ordered by (feature
+    as listed in the group, sample, id) and summed left to right inside blocks of 256 samples; block sums are added left
+    to right. So neither threads nor the way a table is cut change a bit. Gradients are float32, [B, columns] or [ids of
+    the feature, columns], with contiguous columns. Rows of 16 bits are rounded stochastically by Philox4x32-10 with the
+    counter (low and high word of the row, column // 8, step); each of eight columns has sixteen bits of the result.
 
     No gradient tensor is made for a table (arXiv 2104.05158, the fused backward pass). Raises MesetaError for ids
     outside their table, offsets that fall, and tensors that do not fit together.
     """
-    if not features or bags.ids.numel() == 0:
+    if not group.features or bags.ids.numel() == 0:
         return
-    program = trace(optimizer)
-    values = {hyper: program.uniform_values(hyper) for hyper in set(hypers)}
     _operator(
-        [table.weight for table in tables],
-        [_state_of(table, name, optimizer) for table in tables for name in program.state_names],
-        program.whole.instructions,
-        torch.tensor([values[hyper] for hyper in hypers], dtype=torch.float64),
-        [kind == "row" for kind in program.state_kinds],
-        [n for table in tables for n in (table.first_row, table.first_column, signed(table.key))],
-        [n for f in features for n in (f.position, f.table, f.gradient, f.column, f.per_id, f.weighted)],
+        group.weights,
+        group.states,
+        group.program.whole.instructions,
+        group.uniforms(lr, step),
+        group.state_is_row,
+        group.origins,
+        group.feature_fields,
         bags.ids,
         bags.offsets,
         bags.num_samples,
-        list(gradients),
+        gradients if isinstance(gradients, list) else list(gradients),
         bags.weights,
-        hypers[0].step,
+        step,
     )
-
-
-def _state_of(table: TableRows, name: str, optimizer: RowOptimizer) -> Tensor:
-    try:
-        return table.state[name]
-    except KeyError:
-        raise MesetaError(
-            f"row_update: optimizer {optimizer.name!r} keeps the state {name!r}, "
-            f"but the table has {sorted(table.state)}"
-        ) from None
 
 
 def _cpu(*arguments: Any) -> None:
@@ -116,12 +94,12 @@ def _check(fine: bool, problem: str) -> None:
 
 def _table_fields(call: UpdateCall) -> list[int]:
     """For each table: address, rows, columns, first row, first column, key."""
-    fields, dtype = [], call.tables[0].dtype
+    fields, dtype, origins = [], call.tables[0].dtype, iter(call.origins)
     for t, table in enumerate(call.tables):
         if table.dtype != dtype or table.dim() != 2 or not table.is_contiguous():
             _check(False, f"table {t} is {table.dtype} {tuple(table.shape)}; all must be contiguous [rows, D] {dtype}")
-        first_row, first_column, key = call.origins[3 * t : 3 * t + 3]
-        fields += [table.data_ptr(), table.size(0), table.size(1), first_row, first_column, key % (1 << 64)]
+        key = (next(origins), next(origins), next(origins) % (1 << 64))
+        fields += [table.data_ptr(), table.size(0), table.size(1), *key]
     return fields
 
 
@@ -139,20 +117,23 @@ def _state_addresses(call: UpdateCall) -> list[int]:
 
 def _feature_fields(call: UpdateCall, gradients: Sequence[Tensor], offsets: Tensor) -> list[int]:
     """For each feature: position, table, address of its gradient, floats from one to the next, per id, weighted."""
-    fields, num_bags, num_offsets = [], call.num_bags, offsets.numel()
-    for f in call.features_as_read():
-        matrix, lines, width = gradients[f.gradient], num_bags, call.tables[f.table].size(1)
-        if f.position < 0 or (f.position + 1) * num_bags >= num_offsets:
-            _check(False, f"feature {f.position} with {num_bags} samples lies outside {num_offsets} offsets")
-        if f.per_id:
-            lines = int(offsets[(f.position + 1) * num_bags] - offsets[f.position * num_bags])
-        if matrix.dim() != 2 or matrix.size(0) != lines or f.column < 0 or f.column + width > matrix.size(1):
+    fields, num_bags, num_offsets, given = [], call.num_bags, offsets.numel(), call.features
+    matrices = [(g.data_ptr(), g.dim(), g.size(0), g.size(-1), g.stride(0)) for g in gradients]
+    for f in range(0, len(given), FEATURE_FIELDS):
+        position, table, gradient, column, per_id, weighted = given[f : f + FEATURE_FIELDS]
+        address, dims, rows, columns, stride = matrices[gradient]
+        lines, width = num_bags, call.tables[table].size(1)
+        if position < 0 or (position + 1) * num_bags >= num_offsets:
+            _check(False, f"feature {position} with {num_bags} samples lies outside {num_offsets} offsets")
+        if per_id:
+            lines = int(offsets[(position + 1) * num_bags] - offsets[position * num_bags])
+        if dims != 2 or rows != lines or column < 0 or column + width > columns:
             _check(
                 False,
-                f"feature {f.position} needs {lines} gradients of {width} columns from column {f.column} on, "
-                f"but its matrix is {tuple(matrix.shape)}",
+                f"feature {position} needs {lines} gradients of {width} columns from column {column} on, "
+                f"but its matrix is {tuple(gradients[gradient].shape)}",
             )
-        fields += [f.position, f.table, matrix.data_ptr() + 4 * f.column, matrix.stride(0), f.per_id, f.weighted]
+        fields += [position, table, address + 4 * column, stride, per_id, weighted]
     return fields
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from meseta.jagged.shapes import Float, Int
-from meseta.ops.row_optimizer import RowState
+from meseta.ops.row_optimizer import Hyper, RowOptimizer, RowState
+from meseta.ops.row_program import Program, trace
+from meseta.spec import MesetaError
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,59 @@ class Bags:
     """B."""
     weights: Float[Tensor, " nnz"] | None = None
     """One per id, read for weighted features."""
+
+
+@dataclass(frozen=True)
+class UpdateGroup:
+    """Tables of one row optimizer and one type of rows, and the features that read them; made once, stepped often."""
+
+    optimizer: RowOptimizer
+    tables: tuple[TableRows, ...]
+    embedding_dims: tuple[int, ...]
+    """Columns of each whole table, whatever its shard holds."""
+    features: tuple[FeatureGradient, ...]
+    """In the order in which their contributions are added."""
+
+    @cached_property
+    def program(self) -> Program:
+        """What runs on each row."""
+        return trace(self.optimizer)
+
+    @cached_property
+    def weights(self) -> list[Tensor]:
+        """Rows of each table."""
+        return [table.weight for table in self.tables]
+
+    @cached_property
+    def states(self) -> list[Tensor]:
+        """All states of the first table, then of the second, in the order of the program."""
+        for table in self.tables:
+            if set(table.state) != set(self.program.state_names):
+                raise MesetaError(
+                    f"row_update: optimizer {self.optimizer.name!r} keeps {sorted(self.program.state_names)}, "
+                    f"but a table has the states {sorted(table.state)}"
+                )
+        return [table.state[name] for table in self.tables for name in self.program.state_names]
+
+    @cached_property
+    def state_is_row(self) -> list[bool]:
+        """Whether a state has one number per row."""
+        return [kind == "row" for kind in self.program.state_kinds]
+
+    @cached_property
+    def origins(self) -> list[int]:
+        """For each table: first row, first column, key."""
+        return [n for t in self.tables for n in (t.first_row, t.first_column, signed(t.key))]
+
+    @cached_property
+    def feature_fields(self) -> list[int]:
+        """For each feature: the fields of FeatureGradient."""
+        return [n for f in self.features for n in (f.position, f.table, f.gradient, f.column, f.per_id, f.weighted)]
+
+    def uniforms(self, lr: float, step: int) -> Tensor:
+        """The uniforms of each table in this step, float64 [tables, uniforms]."""
+        values = {d: self.program.uniform_values(Hyper(lr, step, d)) for d in set(self.embedding_dims)}
+        return torch.tensor([values[d] for d in self.embedding_dims], dtype=torch.float64)
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,7 @@ struct Run {
 template <typename T, bool kByPosition>
 void update_sorted(const Finder<kByPosition>& find, Executor<T>& executor, const uint64_t* entries, int64_t n,
                    int64_t first_row) {
-  constexpr int64_t kAhead = 8;
+  constexpr int64_t kAhead = 16;
   const Table& table = find.table;
   const int64_t dim = table.target.dim, capacity = executor.capacity(), width = executor.width();
   std::vector<Run> runs(static_cast<size_t>(2 * capacity));
