@@ -275,7 +275,9 @@ def test_float32_and_bfloat16_stay_close_to_float64(config: ModelConfig, dtype: 
         leaf = pooled.to(precision).requires_grad_()
         logits = model.score(dense, leaf)
         logits.square().mean().backward()
-        results.append((logits.detach(), leaf.grad, *(p.grad for n, p in model.named_parameters() if "embeddings" not in n)))
+        results.append(
+            (logits.detach(), leaf.grad, *(p.grad for n, p in model.named_parameters() if "embeddings" not in n))
+        )
         assert all(tensor.dtype == precision for tensor in results[-1])
     errors = [float((mine - exact).norm() / exact.norm()) for exact, mine in zip(*results, strict=True)]
     smallest, largest = (1e-9, 2e-6) if dtype == "float32" else (1e-4, 0.1)
