@@ -114,6 +114,15 @@ struct Finder {
   const uint32_t* samples;
   uint64_t mask = (uint64_t{1} << table.payload_bits) - 1;
   uint64_t sample_mask = (uint64_t{1} << table.sample_bits) - 1;
+  // Of the only feature of most tables.
+  bool alone = table.features.size() == 1;
+  const float* first = table.features[0].gradient;
+  int64_t stride = table.features[0].stride;
+
+  const float* gradient(uint64_t entry) const {
+    if (!kByPosition && alone) return first + int64_t(entry & mask) * stride;
+    return (*this)(entry).gradient;
+  }
 
   Contribution operator()(uint64_t entry) const {
     const uint64_t payload = entry & mask;
@@ -197,6 +206,12 @@ struct Run {
   const uint64_t *first, *last;
 };
 
+inline void copy_row(const float* from, int64_t dim, float* to) {
+  int64_t c = 0;
+  for (; c + kLanes <= dim; c += kLanes) store(to + c, load(from + c));
+  if (c < dim) store(to + c, load(from + c, int(dim - c)));
+}
+
 // Sum and update the rows of sorted entries, a chunk at a time; the rows of the next chunk come while this one is summed.
 template <typename T, bool kByPosition>
 void update_sorted(const Finder<kByPosition>& find, Executor<T>& executor, const uint64_t* entries, int64_t n,
@@ -204,6 +219,7 @@ void update_sorted(const Finder<kByPosition>& find, Executor<T>& executor, const
   constexpr int64_t kAhead = 16;
   const Table& table = find.table;
   const int64_t dim = table.target.dim, capacity = executor.capacity(), width = executor.width();
+  float* sums = executor.gradient();
   std::vector<Run> runs(static_cast<size_t>(2 * capacity));
   std::vector<int64_t> rows(static_cast<size_t>(2 * capacity));
   const uint64_t *next = entries, *end = entries + n;
@@ -217,7 +233,7 @@ void update_sorted(const Finder<kByPosition>& find, Executor<T>& executor, const
     executor.prefetch_row(rows[size_t(slot)]);
   };
   const auto fetch_gradient = [&](const uint64_t* e) {
-    const float* g = find(*e).gradient;
+    const float* g = find.gradient(*e);
     for (int64_t c = 0; c < dim; c += kLanes) prefetch(g + c);
   };
   for (const uint64_t* e = entries; e < std::min(entries + kAhead, end); ++e) fetch_gradient(e);
@@ -230,7 +246,11 @@ void update_sorted(const Finder<kByPosition>& find, Executor<T>& executor, const
       if (next < end) delimit(other + coming++);
       const Run& run = runs[size_t(half + k)];
       for (const uint64_t* e = run.first + kAhead; e < std::min(run.last + kAhead, end); ++e) fetch_gradient(e);
-      sum_row<kByPosition>(find, run.first, run.last, dim, executor.gradient() + k * width);
+      if (!kByPosition && run.last - run.first == 1) {
+        copy_row(find.gradient(*run.first), dim, sums + k * width);
+      } else {
+        sum_row<kByPosition>(find, run.first, run.last, dim, sums + k * width);
+      }
     }
     while (coming < capacity && next < end) delimit(other + coming++);
     executor.run(rows.data() + half, count, find.batch.step);

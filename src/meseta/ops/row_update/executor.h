@@ -218,7 +218,8 @@ class Executor {
     } else {
       float* out = element(x.dst);
       const float* a = element(x.a);
-      for (int64_t i = 0; i < n * width_; i += kLanes) store(out + i, f(load(a + i)));
+      const int64_t count = n * width_;
+      for (int64_t i = 0; i < count; i += kLanes) store(out + i, f(load(a + i)));
     }
   }
 
@@ -242,7 +243,8 @@ class Executor {
       each_row(x.b, n, [&](int64_t i, Vec b) { store(out + i, f(load(a + i), b)); });
     } else {
       const float *a = element(x.a), *b = element(x.b);
-      for (int64_t i = 0; i < n * width_; i += kLanes) store(out + i, f(load(a + i), load(b + i)));
+      const int64_t count = n * width_;
+      for (int64_t i = 0; i < count; i += kLanes) store(out + i, f(load(a + i), load(b + i)));
     }
   }
 
@@ -260,16 +262,19 @@ class Executor {
   }
 
   // body(i, v) for every vector i of every row, v the row's value of register or uniform `r` in all lanes.
+  // Members are copied: the compiler thinks that storing a vector may change them.
   template <typename Body>
   void each_row(int32_t r, int64_t n, Body body) {
+    const int64_t width = width_;
     if (r >= kFirstUniform) {
       const Vec v = broadcast(uniform(r));
-      for (int64_t i = 0; i < n * width_; i += kLanes) body(i, v);
+      for (int64_t i = 0; i < n * width; i += kLanes) body(i, v);
       return;
     }
-    for (int64_t k = 0; k < n; ++k) {
-      const Vec v = broadcast(row(r)[k]);
-      for (int64_t i = k * width_; i < (k + 1) * width_; i += kLanes) body(i, v);
+    const float* values = row(r);
+    for (int64_t k = 0, i = 0; k < n; ++k) {
+      const Vec v = broadcast(values[k]);
+      for (const int64_t end = i + width; i < end; i += kLanes) body(i, v);
     }
   }
 
@@ -298,10 +303,13 @@ class Executor {
 
   void sum(const Instruction& x, int64_t n) {
     const float* a = element(x.a);
-    for (int64_t k = 0; k < n; ++k) {
-      float total = block_sum(a + k * width_, 0);
-      for (int64_t j = 1; j < width_ / kLanes; ++j) total += block_sum(a + k * width_, j);
-      row(x.dst)[k] = total;
+    float* out = row(x.dst);
+    const int64_t width = width_, whole = target_->dim / kLanes, rest = target_->dim % kLanes;
+    for (int64_t k = 0; k < n; ++k, a += width) {
+      float total = whole > 0 ? sum_lanes(load(a)) : sum_lanes(load(a, int(rest)));
+      for (int64_t j = 1; j < whole; ++j) total += sum_lanes(load(a + j * kLanes));
+      if (whole > 0 && rest > 0) total += sum_lanes(load(a + whole * kLanes, int(rest)));
+      out[k] = total;
     }
   }
 
@@ -313,19 +321,19 @@ class Executor {
 
   template <typename S>
   void load_rows(float* out, const S* from, const int64_t* rows, int64_t n) const {
-    const int64_t dim = target_->dim, whole = dim / kLanes * kLanes;
-    for (int64_t k = 0; k < n; ++k) {
+    const int64_t dim = target_->dim, whole = dim / kLanes * kLanes, width = width_;
+    for (int64_t k = 0; k < n; ++k, out += width) {
       const S* p = from + rows[k] * dim;
-      for (int64_t c = 0; c < whole; c += kLanes) store(out + k * width_ + c, load(p + c));
-      if (whole < dim) store(out + k * width_ + whole, load(p + whole, int(dim - whole)));
+      for (int64_t c = 0; c < whole; c += kLanes) store(out + c, load(p + c));
+      if (whole < dim) store(out + whole, load(p + whole, int(dim - whole)));
     }
   }
   void store_rows(float* to, const float* values, const int64_t* rows, int64_t n) const {
-    const int64_t dim = target_->dim, whole = dim / kLanes * kLanes;
-    for (int64_t k = 0; k < n; ++k) {
+    const int64_t dim = target_->dim, whole = dim / kLanes * kLanes, width = width_;
+    for (int64_t k = 0; k < n; ++k, values += width) {
       float* p = to + rows[k] * dim;
-      for (int64_t c = 0; c < whole; c += kLanes) store(p + c, load(values + k * width_ + c));
-      if (whole < dim) store(p + whole, load(values + k * width_ + whole), int(dim - whole));
+      for (int64_t c = 0; c < whole; c += kLanes) store(p + c, load(values + c));
+      if (whole < dim) store(p + whole, load(values + whole), int(dim - whole));
     }
   }
 
@@ -335,7 +343,8 @@ class Executor {
   void load_state(const Instruction& x, const int64_t* rows, int64_t n) {
     const float* state = target_->state[size_t(x.a)];
     if (x.dst < kFirstRow) return load_rows(element(x.dst), state, rows, n);
-    for (int64_t k = 0; k < n; ++k) row(x.dst)[k] = state[rows[k]];
+    float* out = row(x.dst);
+    for (int64_t k = 0; k < n; ++k) out[k] = state[rows[k]];
   }
 
   // The elements of an operand of any kind, spread where it has one value per row.
@@ -359,7 +368,8 @@ class Executor {
   void store_state(const Instruction& x, const int64_t* rows, int64_t n) {
     float* state = target_->state[size_t(x.b)];
     if (!program_.state_is_row[size_t(x.b)]) return store_rows(state, spread(x.a, n), rows, n);
-    for (int64_t k = 0; k < n; ++k) state[rows[k]] = x.a >= kFirstUniform ? uniform(x.a) : row(x.a)[k];
+    const float* values = x.a >= kFirstUniform ? nullptr : row(x.a);
+    for (int64_t k = 0; k < n; ++k) state[rows[k]] = values == nullptr ? uniform(x.a) : values[k];
   }
 
   const Program& program_;
