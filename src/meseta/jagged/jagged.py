@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from numbers import Integral
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +19,17 @@ from meseta.spec import MesetaError, nearest
 
 def _offsets(lengths: Tensor) -> Tensor:
     return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0, dtype=torch.int64)])
+
+
+def _runs(order: Sequence[int]) -> list[tuple[int, int]]:
+    """Neighbours among the numbers together, as (first, last + 1): [4, 5, 1] -> [(4, 6), (1, 2)]."""
+    runs: list[tuple[int, int]] = []
+    for f in order:
+        if runs and runs[-1][1] == f:
+            runs[-1] = (runs[-1][0], f + 1)
+        else:
+            runs.append((f, f + 1))
+    return runs
 
 
 def _check_types(kjt: KeyedJaggedTensor) -> None:
@@ -32,13 +45,18 @@ def _check_types(kjt: KeyedJaggedTensor) -> None:
     if kjt.lengths.device.type == "cpu":
         # In numpy, because torch would wake a team of threads for it, one more in the reader's background thread.
         lengths = kjt.lengths.numpy()
-        if (lengths < 0).any():
+        if lengths.min(initial=0) < 0:
             raise MesetaError("KeyedJaggedTensor: a length is negative; lengths count the ids of each (key, sample)")
-        num_ids = int(lengths.sum())
-        if num_ids != kjt.values.numel():
+        if len(set(kjt.batch_sizes)) == 1:
+            per_key = lengths.reshape(len(kjt.keys), -1).sum(1, dtype=np.int64).tolist()
+        else:
+            per_key = [int(lengths[a:b].sum(dtype=np.int64)) for a, b in pairwise(kjt._first_bags)]
+        key_offsets = tuple(accumulate(per_key, initial=0))
+        if key_offsets[-1] != kjt.values.numel():
             raise MesetaError(
-                f"KeyedJaggedTensor: the lengths add up to {num_ids}, but there are {kjt.values.numel()} values"
+                f"KeyedJaggedTensor: the lengths add up to {key_offsets[-1]}, but there are {kjt.values.numel()} values"
             )
+        kjt.__dict__["key_offsets"] = key_offsets
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,20 +176,50 @@ class KeyedJaggedTensor:
             weights=None if self.weights is None else self.weights[start:stop],
         )
 
+    def find(self, keys: Sequence[str]) -> list[int]:
+        """Where the named features stand; raises MesetaError for one that is missing or named twice."""
+        missing = [key for key in keys if key not in self._index]
+        if missing:
+            raise MesetaError(f"KeyedJaggedTensor: no key {missing[0]!r}; {nearest(missing[0], self.keys)}")
+        if len(set(keys)) != len(keys):
+            raise MesetaError(f"KeyedJaggedTensor: keys {list(keys)} name a feature twice; keys must be unique")
+        return [self._index[key] for key in keys]
+
     def select(self, keys: Sequence[str]) -> KeyedJaggedTensor:
-        """The named features in the given order; self where nothing changes."""
+        """The named features in the given order; self where nothing changes, views where they stand side by side."""
         if tuple(keys) == self.keys:
             return self
-        parts = [self[key] for key in keys]
-        weights = [part.weights for part in parts if part.weights is not None]
-        # An empty piece in front, so that no keys at all give empty tensors of the right type.
-        return KeyedJaggedTensor(
-            keys=tuple(keys),
-            values=torch.cat([self.values[:0], *(part.values for part in parts)]),
-            lengths=torch.cat([self.lengths[:0], *(part.lengths for part in parts)]),
-            weights=None if self.weights is None else torch.cat([self.weights[:0], *weights]),
-            batch_sizes=tuple(p.lengths.numel() for p in parts),
+        order = self.find(keys)
+        runs = _runs(order)
+
+        def pick(tensor: Tensor, bounds: Sequence[int]) -> Tensor:
+            pieces = [tensor[bounds[first] : bounds[last]] for first, last in runs]
+            return pieces[0] if len(pieces) == 1 else torch.cat([tensor[:0], *pieces])
+
+        weights = None if self.weights is None else pick(self.weights, self.key_offsets)
+        values, lengths = pick(self.values, self.key_offsets), pick(self.lengths, self._first_bags)
+        return self.rearranged(order, values, lengths, weights)
+
+    def rearranged(
+        self, order: Sequence[int], values: Int[Tensor, " nnz"], lengths: Int[Tensor, " bags"], weights: Tensor | None
+    ) -> KeyedJaggedTensor:
+        """Keys order[0], order[1] ... of this batch, whose tensors the caller has already put in that order."""
+        sizes = (self.key_offsets[f + 1] - self.key_offsets[f] for f in order)
+        return self._derived(
+            keys=tuple(self.keys[f] for f in order),
+            values=values,
+            lengths=lengths,
+            weights=weights,
+            batch_sizes=tuple(self.batch_sizes[f] for f in order),
+            key_offsets=tuple(accumulate(sizes, initial=0)),
         )
+
+    @staticmethod
+    def _derived(**fields: Any) -> KeyedJaggedTensor:
+        """A batch made of one that was checked, so that lengths are not read again."""
+        made = object.__new__(KeyedJaggedTensor)
+        made.__dict__.update(fields)
+        return made
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> KeyedJaggedTensor:
         """The same on another device."""
@@ -189,6 +237,9 @@ class KeyedJaggedTensor:
 
     def with_values(self, values: Int[Tensor, " nnz"]) -> KeyedJaggedTensor:
         """The same bags with other ids."""
-        changed = KeyedJaggedTensor(self.keys, values, self.lengths, self.weights, self.batch_sizes)
-        changed.__dict__["key_offsets"] = self.key_offsets
-        return changed
+        if values.shape != self.values.shape or values.dtype not in (torch.int32, torch.int64):
+            raise MesetaError(
+                f"KeyedJaggedTensor.with_values: got {values.dtype} {list(values.shape)} for {self.values.numel()} "
+                "ids; give one int32 or int64 per id"
+            )
+        return self._derived(**{**self.__dict__, "values": values})
