@@ -6,6 +6,8 @@ void bind_coalesce(nanobind::module_& m);
 void bind_dot_interaction(nanobind::module_& m);
 void bind_gather_limit(nanobind::module_& m);
 void bind_hash_categories(nanobind::module_& m);
+void bind_hash_ids(nanobind::module_& m);
+void bind_id_policy(nanobind::module_& m);
 void bind_memory(nanobind::module_& m);
 void bind_mlp(nanobind::module_& m);
 void bind_pooled_lookup(nanobind::module_& m);
@@ -19,6 +21,8 @@ NB_MODULE(MESETA_MODULE, m) {
   bind_dot_interaction(m);
   bind_gather_limit(m);
   bind_hash_categories(m);
+  bind_hash_ids(m);
+  bind_id_policy(m);
   bind_memory(m);
   bind_mlp(m);
   bind_pooled_lookup(m);

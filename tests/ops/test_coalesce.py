@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import pytest
 import torch
@@ -14,18 +11,9 @@ from torch import Tensor
 
 from meseta.ops.coalesce import BLOCK_SAMPLES, coalesce, reference
 from meseta.spec import MesetaError
+from threads import threads
 
 Problem = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def by_hand(

@@ -10,10 +10,49 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meseta.jagged import KeyedJaggedTensor
-from meseta.ops.id_policy import apply_id_policy, reference
+from meseta.ops.id_policy import POLICIES, apply_id_policy, reference
+from meseta.spec import IdPolicy, MesetaError
+from threads import threads
 
 IDS = st.integers(-3, 12) | st.sampled_from([2**31 - 1, -(2**31)])
 WIDE_IDS = IDS | st.sampled_from([2**63 - 1, -(2**63), 2**40, -(2**40)])
+
+
+MASK = (1 << 64) - 1
+
+
+def by_hand(
+    bags: list[list[list[int]]], num_rows: list[int], policies: list[IdPolicy]
+) -> tuple[list[list[list[int]]], list[int], tuple[int, int, int] | None]:
+    """Bags [F][B][length] -> (bags after the policies, ids outside per feature, the first refused one)."""
+    fixed: list[list[list[int]]] = []
+    num_outside = [0] * len(bags)
+    first: tuple[int, int, int] | None = None
+    for f, feature in enumerate(bags):
+        fixed.append([])
+        for b, bag in enumerate(feature):
+            kept = []
+            for i in bag:
+                if 0 <= i < num_rows[f]:
+                    kept.append(i)
+                    continue
+                num_outside[f] += 1
+                if policies[f] == "error":
+                    first = first or (f, b, i)
+                    kept.append(0)
+                elif policies[f] == "clamp":
+                    kept.append(0 if i < 0 else num_rows[f] - 1)
+                elif policies[f] == "hash":
+                    kept.append(mix(i) % num_rows[f])
+            fixed[-1].append(kept)
+    return fixed, num_outside, first
+
+
+def mix(i: int) -> int:
+    mixed = (i + 0x9E3779B97F4A7C15) & MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & MASK
+    return (mixed ^ (mixed >> 31)) & ((1 << 63) - 1)
 
 
 @st.composite
@@ -45,11 +84,11 @@ def to_bags(kjt: KeyedJaggedTensor, values: torch.Tensor) -> list[list[list[Any]
 
 
 @given(given_problem=problems(), length_dtype=st.sampled_from([torch.int32, torch.int64]))
-def test_equals_reference(given_problem: tuple[Any, ...], length_dtype: torch.dtype) -> None:
+def test_equals_plain_loops(given_problem: tuple[Any, ...], length_dtype: torch.dtype) -> None:
     bags, num_rows, policies, dtype = given_problem
     got = apply_id_policy(to_kjt(bags, dtype, length_dtype), num_rows, policies)
-    fixed, num_outside, first = reference.apply_id_policy(bags, num_rows, policies)
-    assert got.kjt.values.dtype == torch.int64
+    fixed, num_outside, first = by_hand(bags, num_rows, policies)
+    assert got.kjt.values.dtype == (torch.int64 if any(num_outside) else dtype)
     assert to_bags(got.kjt, got.kjt.values) == fixed
     assert got.num_outside.tolist() == num_outside
     assert got.first_error.tolist() == list(first) if first else got.first_error[0] == -1
@@ -90,3 +129,51 @@ def test_hash_is_splitmix64(n: int) -> None:
     kjt = to_kjt([[[signed]]], torch.int64, torch.int64)
     got = apply_id_policy(kjt, [num_rows], ["hash"]).kjt.values.item()
     assert got == (VIGNA[n] & (2**63 - 1)) % num_rows
+
+
+@given(given_problem=problems(), length_dtype=st.sampled_from([torch.int32, torch.int64]))
+def test_reference_equals_the_compiled_core(given_problem: tuple[Any, ...], length_dtype: torch.dtype) -> None:
+    bags, num_rows, policies, dtype = given_problem
+    kjt = to_kjt(bags, dtype, length_dtype)
+    counts = torch.ops.meseta.count_outside(kjt.values, list(kjt.key_offsets), num_rows)
+    assert torch.equal(counts, reference.count_outside(kjt.values, kjt.key_offsets, num_rows))
+    starts = [sum(kjt.batch_sizes[:f]) for f in range(len(bags) + 1)]
+    args = (kjt.values, kjt.lengths, starts, num_rows, [POLICIES.index(policy) for policy in policies])
+    for got, expected in zip(torch.ops.meseta.fix_ids(*args), reference.fix_ids(*args), strict=True):
+        assert got.dtype == expected.dtype and torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_batch_without_ids_outside_comes_back_itself(dtype: torch.dtype) -> None:
+    kjt = to_kjt([[[0, 2], [1]], [[], [3]]], dtype, torch.int64)
+    got = apply_id_policy(kjt, [3, 4], ["error", "drop"])
+    assert got.kjt is kjt and got.num_outside.tolist() == [0, 0] and got.first_error.tolist() == [-1, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("count", [1, 2])
+def test_many_ids_on_several_threads(dtype: torch.dtype, count: int) -> None:
+    ids = torch.randint(-5, 1000, (100_000,), dtype=dtype)
+    bounds, rows = [0, 40_000, 40_000, 99_000], [990, 1, 2**40]
+    with threads(count):
+        got = torch.ops.meseta.count_outside(ids, bounds, rows)
+    assert torch.equal(got, reference.count_outside(ids, bounds, rows))
+
+
+def test_wrong_inputs_are_refused() -> None:
+    kjt, ids = to_kjt([[[0, 9]]], torch.int64, torch.int64), torch.tensor([0, 9])
+    with pytest.raises(MesetaError, match="2 numbers of rows and 1 policies for 1 features"):
+        apply_id_policy(kjt, [3, 4], ["clamp"])
+    for bounds in ([0, 3], [-1, 2], [2, 1], [0]):
+        with pytest.raises(MesetaError, match="bounds"):
+            torch.ops.meseta.count_outside(ids, bounds, [3])
+    for lengths, first_bags in (([3], [0, 1]), ([-1, 3], [0, 2]), ([2], [0, 2]), ([2], [1, 0])):
+        with pytest.raises(MesetaError, match=r"lengths|first_bags"):
+            torch.ops.meseta.fix_ids(ids, torch.tensor(lengths), first_bags, [3], [2])
+
+
+@pytest.mark.parametrize("policy", range(4))
+def test_operators_are_registered_as_torch_wants(policy: int) -> None:
+    ids = torch.tensor([0, 9, 1])
+    torch.library.opcheck(torch.ops.meseta.count_outside.default, (ids, [0, 1, 3], [4, 5]))
+    torch.library.opcheck(torch.ops.meseta.fix_ids.default, (ids, torch.tensor([2, 1]), [0, 1, 2], [4, 5], [policy, 2]))

@@ -9,6 +9,7 @@ from meseta.jagged.shapes import Float, Int
 from meseta.ops.coalesce import reference
 from meseta.ops.core import core
 from meseta.ops.library import register
+from meseta.ops.memory import empty
 from meseta.spec import MesetaError
 
 BLOCK_SAMPLES = 256
@@ -41,8 +42,8 @@ def coalesce(
 def _cpu(ids: Tensor, source: Tensor, block: Tensor, gradient: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     if gradient.stride(-1) != 1:
         gradient = gradient.contiguous()
-    rows = torch.empty(ids.numel(), dtype=torch.int64)
-    sums = gradient.new_empty(ids.numel(), gradient.shape[1])
+    rows = empty((ids.numel(),), torch.int64)
+    sums = empty((ids.numel(), gradient.shape[1]), gradient.dtype)
     run = core().coalesce_float64 if gradient.dtype == torch.float64 else core().coalesce_float32
     try:
         num_rows = run(

@@ -4,17 +4,14 @@
 #include <nanobind/stl/optional.h>
 
 #include <algorithm>
-#include <array>
-#include <bit>
 #include <cstdint>
-#include <memory>
-#include <numeric>
 #include <optional>
 #include <vector>
 
 #include "ops/checks.h"
+#include "ops/packing.h"
 #include "ops/parallel.h"
-#include "ops/radix.h"
+#include "ops/scratch.h"
 #include "ops/simd.h"
 
 namespace nb = nanobind;
@@ -65,37 +62,6 @@ struct Contributions {
   }
 };
 
-// How ids become entries: row - first, and the position behind it where 64 bits are enough for both.
-struct Packing {
-  uint64_t first;
-  int row_bits, position_bits;
-  bool fits() const { return row_bits + position_bits <= 64; }
-  uint64_t row(int64_t id) const { return uint64_t(id) - first; }
-};
-
-template <typename Entry>
-struct Packed;
-
-template <>
-struct Packed<uint64_t> {
-  static uint64_t make(const Packing& p, int64_t id, int64_t i) {
-    return p.row(id) << p.position_bits | uint64_t(i);
-  }
-  static int64_t position(const Packing& p, uint64_t entry) {
-    return int64_t(entry & ((uint64_t{1} << p.position_bits) - 1));
-  }
-  static uint64_t row(const Packing& p, uint64_t entry) { return entry >> p.position_bits; }
-  static std::array<int, 2> bits(const Packing& p) { return {p.position_bits, p.position_bits + p.row_bits}; }
-};
-
-template <>
-struct Packed<KeyedEntry> {
-  static KeyedEntry make(const Packing& p, int64_t id, int64_t i) { return {p.row(id), uint64_t(i)}; }
-  static int64_t position(const Packing&, const KeyedEntry& entry) { return int64_t(entry.value); }
-  static uint64_t row(const Packing&, const KeyedEntry& entry) { return entry.key; }
-  static std::array<int, 2> bits(const Packing& p) { return {0, p.row_bits}; }
-};
-
 template <typename T>
 Packing look(const Contributions<T>& c, int64_t num_sources) {
   int64_t low = c.id[0], high = c.id[0];
@@ -107,7 +73,7 @@ Packing look(const Contributions<T>& c, int64_t num_sources) {
   }
   if (source >= uint64_t(num_sources))
     refuse("source ", int64_t(source), " is outside 0..", num_sources - 1, ", the rows of the gradient");
-  return {uint64_t(low), std::bit_width(uint64_t(high) - uint64_t(low)), std::bit_width(uint64_t(c.count - 1))};
+  return {low, high, c.count};
 }
 
 // Rows, counted from the first, at which thread 1, 2 ... begins, so that each has about as many contributions.
@@ -122,10 +88,9 @@ std::vector<uint64_t> cut(const Contributions<T>& c, const Packing& p, int num_t
   return rows;
 }
 
-// What one thread owns: its entries, sorted, and where each of its rows starts among them.
+// What one thread owns: its entries, sorted, in its scratch memory, and where each of its rows starts among them.
 template <typename Entry>
 struct Share {
-  std::unique_ptr<Entry[]> entries, scratch;
   const Entry* sorted = nullptr;
   std::vector<int64_t> starts;
 };
@@ -133,16 +98,14 @@ struct Share {
 template <typename T, typename Entry>
 void collect(const Contributions<T>& c, const Packing& packing, uint64_t from, uint64_t to, Share<Entry>& share) {
   const Packing p = packing;
-  share.entries.reset(new Entry[size_t(c.count) + 1]);  // one more: what is not kept is written behind the kept
-  Entry* const entries = share.entries.get();
+  Entry* const entries = scratch<Entry, 0>(size_t(c.count) + 1);  // what is not kept is written behind the kept
   int64_t kept = 0;
   for (int64_t i = 0; i < c.count; ++i) {
     entries[kept] = Packed<Entry>::make(p, c.id[i], i);
     kept += p.row(c.id[i]) >= from && (p.row(c.id[i]) < to || to == ~uint64_t{0});
   }
-  share.scratch.reset(new Entry[size_t(kept)]);
   const auto [first_bit, last_bit] = Packed<Entry>::bits(p);
-  share.sorted = radix_sort(entries, share.scratch.get(), size_t(kept), first_bit, last_bit);
+  share.sorted = radix_sort(entries, scratch<Entry, 1>(size_t(kept)), size_t(kept), first_bit, last_bit);
   for (int64_t i = 0; i < kept; ++i)
     if (i == 0 || Packed<Entry>::row(p, share.sorted[i]) != Packed<Entry>::row(p, share.sorted[i - 1]))
       share.starts.push_back(i);
@@ -157,7 +120,7 @@ void sum_rows(const Contributions<T>& c, const Packing& p, const Share<Entry>& s
   const int64_t num_rows = int64_t(share.starts.size()) - 1, last = share.starts.back();
   for (int64_t r = 0; r < num_rows; ++r, out += c.dim) {
     const int64_t start = share.starts[size_t(r)], stop = share.starts[size_t(r) + 1];
-    row_id[r] = int64_t(Packed<Entry>::row(p, share.sorted[start]) + p.first);
+    row_id[r] = p.id(Packed<Entry>::row(p, share.sorted[start]));
     for (int64_t i = start; i < stop;) {
       const int64_t block = c.block[at(i)];
       T* const sum = i == start ? out : block_sum.data();

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from meseta.jagged import KeyedJaggedTensor
 from meseta.jagged.shapes import Int
-from meseta.spec import IdPolicy
+from meseta.ops.core import core
+from meseta.ops.id_policy import reference
+from meseta.ops.library import register
+from meseta.spec import IdPolicy, MesetaError
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,7 @@ class CheckedIds:
     """A batch whose ids are all valid rows, unless `first_error` says otherwise."""
 
     kjt: KeyedJaggedTensor
-    """Ids after the policies, int64."""
+    """Ids after the policies; the batch itself where none was outside."""
     num_outside: Int[Tensor, " F"]
     """Ids outside their table, per feature."""
     first_error: Int[Tensor, " 3"]
@@ -26,65 +30,102 @@ class CheckedIds:
     Such ids read row 0 until the error is raised, at the latest before any row is written."""
 
 
+POLICIES: tuple[IdPolicy, ...] = ("error", "drop", "clamp", "hash")
+"""In the order of the core's numbers for them."""
+
+
 def apply_id_policy(kjt: KeyedJaggedTensor, num_rows: Sequence[int], policies: Sequence[IdPolicy]) -> CheckedIds:
-    """Apply each feature's policy to the ids outside 0..num_rows-1 [F]. No host sync unless a policy is 'drop'.
+    """Apply each feature's policy to the ids outside 0..num_rows-1 [F].
 
     'clamp' moves to the nearest row; 'hash' mixes the 64 bits of the id (the finaliser of SplitMix64: Steele et al.,
     "Fast splittable pseudorandom number generators", OOPSLA 2014) and takes them modulo the rows; 'drop' leaves the
-    id out.
+    id out. Ids int32 or int64; those that had to change come back as int64. On a GPU there is no host sync unless a
+    policy is 'drop', and ids always come back as int64. Raises MesetaError where `num_rows` and `policies` do not fit
+    the features.
     """
-    ids, device = kjt.values.to(torch.int64), kjt.values.device
-    num_features, num_bags = len(kjt.keys), kjt.lengths.numel()
-    per_bag = torch.tensor(kjt.batch_sizes, device=device)
-    feature_of_bag = torch.repeat_interleave(torch.arange(num_features, device=device), per_bag, output_size=num_bags)
-    feature = torch.repeat_interleave(feature_of_bag, kjt.lengths, output_size=ids.numel())
-    limit = torch.tensor(num_rows, device=device)[feature]
-    outside = (ids < 0) | (ids >= limit)
-    num_outside = torch.zeros(num_features, dtype=torch.int64, device=device)
-    num_outside.scatter_add_(0, feature, outside.long())
-
-    def under(policy: str) -> Tensor:
-        return outside & torch.tensor([p == policy for p in policies], device=device)[feature]
-
-    refused = under("error")
-    first_error = _first(refused, feature, kjt, ids) if ids.numel() else torch.tensor([-1, 0, 0], device=device)
-    fixed = torch.where(refused, 0, ids)
-    if "clamp" in policies:
-        fixed = torch.where(under("clamp"), torch.minimum(ids.clamp(min=0), limit - 1), fixed)
-    if "hash" in policies:
-        fixed = torch.where(under("hash"), _mix(ids) % limit, fixed)
-    kept = kjt.with_values(fixed)
-    if "drop" in policies:
-        kept = _drop(kept, under("drop"))
-    return CheckedIds(kjt=kept, num_outside=num_outside, first_error=first_error)
+    if not len(num_rows) == len(policies) == len(kjt.keys):
+        raise MesetaError(
+            f"apply_id_policy: {len(num_rows)} numbers of rows and {len(policies)} policies for {len(kjt.keys)} "
+            "features; give one of each per feature"
+        )
+    on_cpu = kjt.values.device.type == "cpu"
+    num_outside = _count(kjt.values, kjt.key_offsets, list(num_rows))
+    if on_cpu and not num_outside.any():
+        return CheckedIds(kjt=kjt, num_outside=num_outside, first_error=torch.tensor([-1, 0, 0]))
+    first_bags = list(accumulate(kjt.batch_sizes, initial=0))
+    numbers = [POLICIES.index(policy) for policy in policies]
+    ids, lengths, kept, first_error = _fix(kjt.values, kjt.lengths, first_bags, list(num_rows), numbers)
+    if kept.numel() == kjt.values.numel():
+        return CheckedIds(kjt=kjt.with_values(ids), num_outside=num_outside, first_error=first_error)
+    weights = None if kjt.weights is None else kjt.weights[kept]
+    shorter = KeyedJaggedTensor(kjt.keys, ids, lengths.to(kjt.lengths.dtype), weights, kjt.batch_sizes)
+    return CheckedIds(kjt=shorter, num_outside=num_outside, first_error=first_error)
 
 
-def _drop(kjt: KeyedJaggedTensor, dropped: Tensor) -> KeyedJaggedTensor:
-    """Shorter bags without the marked ids [nnz]."""
-    keep = ~dropped
-    bags = torch.arange(kjt.lengths.numel(), device=dropped.device)
-    bag = torch.repeat_interleave(bags, kjt.lengths, output_size=dropped.numel())
-    return KeyedJaggedTensor(
-        keys=kjt.keys,
-        values=kjt.values[keep],
-        lengths=torch.zeros_like(kjt.lengths).scatter_add_(0, bag, keep.to(kjt.lengths.dtype)),
-        weights=None if kjt.weights is None else kjt.weights[keep],
-        batch_sizes=kjt.batch_sizes,
-    )
+def _count_cpu(ids: Tensor, bounds: list[int], num_rows: list[int]) -> Tensor:
+    counts = torch.zeros(len(num_rows), dtype=torch.int64)
+    ids = ids.contiguous()
+    try:
+        core().count_outside(
+            ids.data_ptr(),
+            ids.numel(),
+            ids.dtype == torch.int64,
+            bounds,
+            num_rows,
+            counts.data_ptr(),
+            torch.get_num_threads(),
+        )
+    except ValueError as error:
+        raise MesetaError(f"count_outside: {error}") from None
+    return counts
 
 
-def _first(refused: Tensor, feature: Tensor, kjt: KeyedJaggedTensor, ids: Tensor) -> Tensor:
-    """(feature, sample, id) at the first marked position, or feature -1."""
-    at = refused.long().argmax()
-    bag = torch.searchsorted(kjt.offsets, at, right=True) - 1
-    starts = torch.tensor([sum(kjt.batch_sizes[:f]) for f in range(len(kjt.keys))], device=ids.device)
-    found = torch.stack([feature[at], bag - starts[feature[at]], ids[at]])
-    return torch.where(refused[at], found, torch.tensor([-1, 0, 0], device=ids.device))
+def _fix_cpu(
+    ids: Tensor, lengths: Tensor, first_bags: list[int], num_rows: list[int], policies: list[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if not first_bags or first_bags[-1] != lengths.numel():
+        raise MesetaError(f"fix_ids: first_bags {first_bags} must end with {lengths.numel()}, the number of lengths")
+    ids, lengths = ids.contiguous(), lengths.to(torch.int64).contiguous()
+    fixed, kept = (torch.empty(ids.numel(), dtype=torch.int64) for _ in range(2))
+    fixed_lengths, first_error = torch.zeros_like(lengths), torch.tensor([-1, 0, 0])
+    try:
+        num_kept = core().fix_ids(
+            ids.data_ptr(),
+            ids.numel(),
+            ids.dtype == torch.int64,
+            lengths.data_ptr(),
+            first_bags,
+            num_rows,
+            policies,
+            [out.data_ptr() for out in (fixed, fixed_lengths, kept, first_error)],
+        )
+    except ValueError as error:
+        raise MesetaError(f"fix_ids: {error}") from None
+    return fixed[:num_kept], fixed_lengths, kept[:num_kept], first_error
 
 
-def _mix(ids: Tensor) -> Tensor:
-    """SplitMix64's finaliser; int64 products wrap as the method wants, shifts are made logical by a mask."""
-    mixed = ids + (0x9E3779B97F4A7C15 - (1 << 64))
-    mixed = (mixed ^ ((mixed >> 30) & 0x3FFFFFFFF)) * (0xBF58476D1CE4E5B9 - (1 << 64))
-    mixed = (mixed ^ ((mixed >> 27) & 0x1FFFFFFFFF)) * (0x94D049BB133111EB - (1 << 64))
-    return (mixed ^ ((mixed >> 31) & 0x1FFFFFFFF)) & 0x7FFFFFFFFFFFFFFF
+def _count_fake(ids: Tensor, bounds: list[int], num_rows: list[int]) -> Tensor:
+    return ids.new_empty(len(num_rows), dtype=torch.int64)
+
+
+def _fix_fake(
+    ids: Tensor, lengths: Tensor, first_bags: list[int], num_rows: list[int], policies: list[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_kept = torch.library.get_ctx().new_dynamic_size()
+    fixed, kept = (ids.new_empty(num_kept, dtype=torch.int64) for _ in range(2))
+    return fixed, torch.empty_like(lengths, dtype=torch.int64), kept, ids.new_empty(3, dtype=torch.int64)
+
+
+_count = register(
+    "count_outside(Tensor ids, int[] bounds, int[] num_rows) -> Tensor",
+    cpu=_count_cpu,
+    cuda=reference.count_outside,
+    fake=_count_fake,
+)
+_fix = register(
+    "fix_ids(Tensor ids, Tensor lengths, int[] first_bags, int[] num_rows, int[] policies) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+    cpu=_fix_cpu,
+    cuda=reference.fix_ids,
+    fake=_fix_fake,
+)

@@ -1,44 +1,58 @@
-"""Id policies by plain loops over Python integers."""
+"""Ids outside their table, counted and repaired in plain torch on any device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
-from meseta.spec import IdPolicy
+import torch
+from torch import Tensor
 
-_MASK = (1 << 64) - 1
+from meseta.ops.hash_ids.reference import splitmix64
 
-
-def apply_id_policy(
-    bags: Sequence[Sequence[Sequence[int]]], num_rows: Sequence[int], policies: Sequence[IdPolicy]
-) -> tuple[list[list[list[int]]], list[int], tuple[int, int, int] | None]:
-    """Bags [F][B][length] -> (bags after the policies, ids outside per feature, first refused (feature, sample,
-    id))."""
-    fixed: list[list[list[int]]] = []
-    num_outside = [0] * len(bags)
-    first: tuple[int, int, int] | None = None
-    for f, feature in enumerate(bags):
-        fixed.append([])
-        for b, bag in enumerate(feature):
-            kept = []
-            for i in bag:
-                if 0 <= i < num_rows[f]:
-                    kept.append(i)
-                    continue
-                num_outside[f] += 1
-                if policies[f] == "error":
-                    first = first or (f, b, i)
-                    kept.append(0)
-                elif policies[f] == "clamp":
-                    kept.append(0 if i < 0 else num_rows[f] - 1)
-                elif policies[f] == "hash":
-                    kept.append(_mix(i) % num_rows[f])
-            fixed[-1].append(kept)
-    return fixed, num_outside, first
+ERROR, DROP, CLAMP, HASH = range(4)
 
 
-def _mix(i: int) -> int:
-    mixed = (i + 0x9E3779B97F4A7C15) & _MASK
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
-    return (mixed ^ (mixed >> 31)) & ((1 << 63) - 1)
+def count_outside(ids: Tensor, bounds: Sequence[int], num_rows: Sequence[int]) -> Tensor:
+    """Ids outside 0..num_rows[f]-1 among ids[bounds[f] : bounds[f + 1]], int64 [F]."""
+    sizes = torch.tensor([stop - start for start, stop in pairwise(bounds)], dtype=torch.int64, device=ids.device)
+    own = ids[bounds[0] : bounds[-1]]
+    limit = torch.tensor(num_rows, dtype=torch.int64, device=ids.device)
+    feature = torch.repeat_interleave(torch.arange(len(num_rows), device=ids.device), sizes, output_size=own.numel())
+    outside = (own < 0) | (own >= limit[feature])
+    return torch.zeros_like(limit).scatter_add_(0, feature, outside.long())
+
+
+def fix_ids(
+    ids: Tensor, lengths: Tensor, first_bags: Sequence[int], num_rows: Sequence[int], policies: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ids after the policies (ERROR, DROP, CLAMP, HASH), lengths, where each id stood, and (feature, sample, id) of the
+    first that ERROR refuses, or -1; all int64. No host sync unless a policy is DROP."""
+    ids, device = ids.to(torch.int64), ids.device
+    starts = torch.tensor(first_bags, dtype=torch.int64, device=device)
+    bags = torch.arange(lengths.numel(), device=device)
+    bag = torch.repeat_interleave(bags, lengths, output_size=ids.numel())
+    feature = torch.searchsorted(starts, bag, right=True) - 1
+    limit = torch.tensor(num_rows, dtype=torch.int64, device=device)[feature]
+    policy = torch.tensor(policies, dtype=torch.int64, device=device)[feature]
+    outside = (ids < 0) | (ids >= limit)
+    refused = outside & (policy == ERROR)
+    fixed = torch.where(refused, 0, ids)
+    fixed = torch.where(outside & (policy == CLAMP), torch.minimum(ids.clamp(min=0), limit - 1), fixed)
+    fixed = torch.where(outside & (policy == HASH), mix(ids) % limit, fixed)
+    first_error = torch.tensor([-1, 0, 0], device=device)
+    if ids.numel():
+        at = refused.long().argmax()
+        found = torch.stack([feature[at], bag[at] - starts[feature[at]], ids[at]])
+        first_error = torch.where(refused[at], found, first_error)
+    lengths, kept = lengths.to(torch.int64), torch.arange(ids.numel(), device=device)
+    if DROP in policies:
+        keep = ~(outside & (policy == DROP))
+        lengths = torch.zeros_like(lengths).scatter_add_(0, bag, keep.long())
+        fixed, kept = fixed[keep], kept[keep]
+    return fixed, lengths.clone(), kept, first_error
+
+
+def mix(ids: Tensor) -> Tensor:
+    """SplitMix64 without its highest bit."""
+    return splitmix64(ids) & 0x7FFFFFFFFFFFFFFF

@@ -1,1 +1,80 @@
-"""Distinct ids."""
+"""Each id once, per feature or per table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meseta.jagged.shapes import Int
+from meseta.ops.core import core
+from meseta.ops.library import register
+from meseta.ops.memory import empty
+from meseta.ops.tables import plain_ids
+from meseta.ops.unique import reference
+from meseta.spec import MesetaError
+
+
+@dataclass(frozen=True)
+class Unique:
+    """The distinct ids of some groups."""
+
+    rows: Int[Tensor, " U"]
+    """int64; ascending in each group, group after group."""
+    inverse: Int[Tensor, " nnz"]
+    """rows[inverse] are the ids."""
+    counts: Int[Tensor, " U"]
+    """How often each row occurs in its group."""
+    bounds: Int[Tensor, " groups_plus_1"]
+    """Group g owns rows[bounds[g] : bounds[g + 1]]."""
+
+
+def unique(ids: Int[Tensor, " nnz"], bounds: Sequence[int] | None = None) -> Unique:
+    """The distinct ids of each group ids[bounds[g] : bounds[g + 1]]; without bounds, of all ids.
+
+    Groups are the features of a KeyedJaggedTensor (`bounds=kjt.key_offsets`), or tables where their features stand side
+    by side. Ids are any int32 or int64 numbers. Bounds start at 0 and end with the number of ids.
+
+        ids = [5, 2, 5, 5, 1], bounds = [0, 3, 5]
+        ->  rows = [2, 5, 1, 5], inverse = [1, 0, 1, 3, 2], counts = [1, 2, 1, 1], bounds = [0, 2, 4]
+
+    Raises MesetaError for bounds that fall or do not cover the ids. The host waits for a GPU: sizes depend on ids.
+    """
+    bounds = [0, ids.numel()] if bounds is None else list(bounds)
+    if not bounds or bounds[0] != 0 or bounds[-1] != ids.numel():
+        raise MesetaError(f"unique: bounds {bounds} must start at 0 and end with {ids.numel()}, the number of ids")
+    return Unique(*_operator(ids, bounds))
+
+
+def _cpu(ids: Tensor, bounds: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ids = plain_ids("unique", ids)
+    rows, inverse, counts = (empty((ids.numel(),), torch.int64) for _ in range(3))
+    first = torch.empty(len(bounds), dtype=torch.int64)
+    try:
+        num_rows = core().unique(
+            ids.data_ptr(),
+            ids.numel(),
+            ids.dtype == torch.int64,
+            bounds,
+            [out.data_ptr() for out in (rows, inverse, counts, first)],
+            torch.get_num_threads(),
+        )
+    except ValueError as error:
+        raise MesetaError(f"unique: {error}") from None
+    return rows[:num_rows], inverse, counts[:num_rows], first
+
+
+def _fake(ids: Tensor, bounds: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_rows = torch.library.get_ctx().new_dynamic_size()
+    rows, counts = (ids.new_empty(num_rows, dtype=torch.int64) for _ in range(2))
+    return rows, torch.empty_like(ids, dtype=torch.int64), counts, ids.new_empty(len(bounds), dtype=torch.int64)
+
+
+_operator = register(
+    "unique(Tensor ids, int[] bounds) -> (Tensor, Tensor, Tensor, Tensor)",
+    cpu=_cpu,
+    cuda=reference.unique,
+    fake=_fake,
+)

@@ -1,0 +1,70 @@
+"""Ids of any size to rows of a table."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from meseta.jagged.shapes import Int
+from meseta.ops.core import core
+from meseta.ops.hash_ids import reference
+from meseta.ops.library import register
+from meseta.ops.tables import plain_ids
+from meseta.spec import MesetaError, nearest
+
+HashMethod = Literal["splitmix64", "xxh64"]
+
+
+def hash_ids(
+    ids: Int[Tensor, " nnz"], num_rows: int, seed: int = 0, method: HashMethod = "splitmix64"
+) -> Int[Tensor, " nnz"]:
+    """A row in 0..num_rows-1 for each id: the high 64 bits of hash * num_rows, as even as a modulo.
+
+    'splitmix64' takes output number `seed` (0, 1, 2 ...) of SplitMix64 started from the id (Steele et al., "Fast
+    splittable pseudorandom number generators", OOPSLA 2014): the cheapest. 'xxh64' takes XXH64 of the eight bytes of
+    the id with `seed`, as meseta.data.hash_categories does with strings. The seed is in 0..2^64-1. Ids are int32
+    (taken as the same number in 64 bits) or int64; rows come as int64.
+
+    Raises MesetaError for num_rows outside 1..2^63-1, a seed outside 64 bits, and an unknown method.
+    """
+    if not 1 <= num_rows < 2**63:
+        raise MesetaError(f"hash_ids: num_rows must be in 1..2**63-1, got {num_rows}")
+    if not 0 <= seed < 2**64:
+        raise MesetaError(f"hash_ids: seed must be in 0..2**64-1, got {seed}")
+    if method not in get_args(HashMethod):
+        raise MesetaError(f"hash_ids: method {method!r} is unknown; {nearest(method, get_args(HashMethod))}")
+    rows: Tensor = _operator(ids, num_rows, seed - 2**64 if seed >= 2**63 else seed, method)
+    return rows
+
+
+def _cpu(ids: Tensor, num_rows: int, seed: int, method: str) -> Tensor:
+    ids = plain_ids("hash_ids", ids)
+    rows = torch.empty(ids.numel(), dtype=torch.int64)
+    try:
+        core().hash_ids(
+            ids.data_ptr(),
+            ids.numel(),
+            ids.dtype == torch.int64,
+            num_rows,
+            seed % 2**64,
+            method == "xxh64",
+            rows.data_ptr(),
+            torch.get_num_threads(),
+        )
+    except ValueError as error:
+        raise MesetaError(f"hash_ids: {error}") from None
+    return rows
+
+
+def _fake(ids: Tensor, num_rows: int, seed: int, method: str) -> Tensor:
+    return torch.empty_like(ids, dtype=torch.int64)
+
+
+_operator = register(
+    "hash_ids(Tensor ids, int num_rows, int seed, str method) -> Tensor",
+    cpu=_cpu,
+    cuda=reference.hash_ids,
+    fake=_fake,
+)
