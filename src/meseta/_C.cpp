@@ -12,8 +12,10 @@ void bind_memory(nanobind::module_& m);
 void bind_mlp(nanobind::module_& m);
 void bind_pooled_lookup(nanobind::module_& m);
 void bind_random_rows(nanobind::module_& m);
+void bind_row_lookup(nanobind::module_& m);
 void bind_row_update(nanobind::module_& m);
 void bind_unique(nanobind::module_& m);
+void bind_weight_gradient(nanobind::module_& m);
 
 NB_MODULE(MESETA_MODULE, m) {
   bind_allocator(m);
@@ -27,6 +29,8 @@ NB_MODULE(MESETA_MODULE, m) {
   bind_mlp(m);
   bind_pooled_lookup(m);
   bind_random_rows(m);
+  bind_row_lookup(m);
   bind_row_update(m);
   bind_unique(m);
+  bind_weight_gradient(m);
 }

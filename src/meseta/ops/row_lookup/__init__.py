@@ -1,0 +1,83 @@
+"""The rows of ids, one by one, all tables of a rank in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from meseta.jagged.shapes import Int
+from meseta.ops.core import core
+from meseta.ops.library import register
+from meseta.ops.memory import empty
+from meseta.ops.row_lookup import reference
+from meseta.ops.tables import KINDS, check_tables, plain_ids
+from meseta.spec import MesetaError
+
+
+def row_lookup(tables: Sequence[Tensor], ids: Int[Tensor, " nnz"], bounds: Sequence[int]) -> list[Tensor]:
+    """For each feature f its rows tables[f][ids[bounds[f] : bounds[f + 1]]], [nnz_f, D_f].
+
+    Tables are [rows_f, D_f], contiguous and of one type; rows come as float32 (float64 from float64 tables, which take
+    the reference). Ids are int32 or int64.
+
+        tables = [[[1, 2], [3, 4]], [[5]]], ids = [1, 0, 0], bounds = [0, 2, 3]   ->   [[3, 4], [1, 2]], [[5]]
+
+    Raises MesetaError for bounds that fall or leave the ids, and for an id outside its table. On a GPU, where checking
+    would stall the device, ids must be valid; meseta.ops.id_policy sees to that.
+    """
+    if len(bounds) != len(tables) + 1:
+        raise MesetaError(f"row_lookup: {len(bounds)} bounds for {len(tables)} tables; there must be F + 1 of them")
+    rows: list[Tensor] = _operator(list(tables), ids, list(bounds)) if tables else []
+    return rows
+
+
+def _cpu(tables: list[Tensor], ids: Tensor, bounds: list[int]) -> list[Tensor]:
+    if tables[0].dtype not in KINDS:
+        return reference.row_lookup(tables, ids, bounds)
+    check_tables("row_lookup", tables)
+    ids = plain_ids("row_lookup", ids)
+    sizes = [max(stop - start, 0) for start, stop in pairwise(bounds)]
+    out = [empty((size, table.shape[1]), torch.float32) for size, table in zip(sizes, tables, strict=True)]
+    described = [
+        number
+        for table, rows in zip(tables, out, strict=True)
+        for number in (table.data_ptr(), table.shape[0], table.shape[1], rows.data_ptr())
+    ]
+    try:
+        core().row_lookup(
+            described,
+            KINDS[tables[0].dtype],
+            ids.data_ptr(),
+            ids.numel(),
+            ids.dtype == torch.int64,
+            bounds,
+            torch.get_num_threads(),
+        )
+    except ValueError as error:
+        raise MesetaError(f"row_lookup: {error}") from None
+    return out
+
+
+def _gpu(tables: list[Tensor], ids: Tensor, bounds: list[int]) -> list[Tensor]:
+    if tables[0].dtype not in KINDS:
+        return reference.row_lookup(tables, ids, bounds)
+    from meseta.ops.row_lookup import triton
+
+    return triton.row_lookup(tables, ids, bounds)
+
+
+def _fake(tables: list[Tensor], ids: Tensor, bounds: list[int]) -> list[Tensor]:
+    dtype = torch.float64 if tables[0].dtype == torch.float64 else torch.float32
+    sizes = [stop - start for start, stop in pairwise(bounds)]
+    return [t.new_empty(size, t.shape[1], dtype=dtype) for size, t in zip(sizes, tables, strict=True)]
+
+
+_operator = register(
+    "row_lookup(Tensor[] tables, Tensor ids, int[] bounds) -> Tensor[]",
+    cpu=_cpu,
+    cuda=_gpu,
+    fake=_fake,
+)

@@ -1,0 +1,17 @@
+"""Rows of ids in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+def row_lookup(tables: Sequence[Tensor], ids: Tensor, bounds: Sequence[int]) -> list[Tensor]:
+    """See meseta.ops.row_lookup.row_lookup."""
+    return [
+        (table[ids[start:stop]] if table.dtype == torch.float64 else table[ids[start:stop]].to(torch.float32))
+        for table, (start, stop) in zip(tables, pairwise(bounds), strict=True)
+    ]
