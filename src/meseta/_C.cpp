@@ -2,12 +2,14 @@
 #include <nanobind/nanobind.h>
 
 void bind_allocator(nanobind::module_& m);
+void bind_bucketize(nanobind::module_& m);
 void bind_coalesce(nanobind::module_& m);
 void bind_dot_interaction(nanobind::module_& m);
 void bind_gather_limit(nanobind::module_& m);
 void bind_hash_categories(nanobind::module_& m);
 void bind_hash_ids(nanobind::module_& m);
 void bind_id_policy(nanobind::module_& m);
+void bind_jagged(nanobind::module_& m);
 void bind_memory(nanobind::module_& m);
 void bind_mlp(nanobind::module_& m);
 void bind_pooled_lookup(nanobind::module_& m);
@@ -19,12 +21,14 @@ void bind_weight_gradient(nanobind::module_& m);
 
 NB_MODULE(MESETA_MODULE, m) {
   bind_allocator(m);
+  bind_bucketize(m);
   bind_coalesce(m);
   bind_dot_interaction(m);
   bind_gather_limit(m);
   bind_hash_categories(m);
   bind_hash_ids(m);
   bind_id_policy(m);
+  bind_jagged(m);
   bind_memory(m);
   bind_mlp(m);
   bind_pooled_lookup(m);

@@ -1,22 +1,53 @@
-"""Bucketize by plain loops over Python integers."""
+"""Bucketize in plain torch, one feature after the other."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from meseta.ops.hash_ids.reference import multiply_high, splitmix64
 
-def bucketize(ids: Tensor, lengths: Tensor, cuts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """See meseta.ops.bucketize.bucketize."""
-    sample_of = [b for b, length in enumerate(lengths.tolist()) for _ in range(length)]
-    local, counts, order = [], torch.zeros(len(cuts) - 1, lengths.numel(), dtype=lengths.dtype), []
-    for n, (start, stop) in enumerate(pairwise(cuts)):
-        for position, i in enumerate(ids.tolist()):
-            if start <= i < stop:
-                local.append(i - start)
-                counts[n, sample_of[position]] += 1
-                order.append(position)
-    return torch.tensor(local, dtype=ids.dtype), counts, torch.tensor(order, dtype=torch.int64)
+
+def bucketize(
+    ids: Tensor, lengths: Tensor, cuts: Sequence[int], sizes: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(local ids, lengths [owners, B], order, ids per owner) of all features; see meseta.ops.bucketize.
+
+    Feature f has sizes[f] of `cuts`: the first rows of its ranges and its number of rows, or one, the number of hash
+    classes.
+    """
+    num_samples = lengths.numel() // max(len(sizes), 1)
+    found, at = [], 0
+    # One feature needs no length on the host, so nothing waits for a device.
+    per_feature = [ids.numel()] if len(sizes) == 1 else lengths.view(len(sizes), num_samples).sum(1).tolist()
+    own_lengths = lengths.split([num_samples] * len(sizes))
+    starts = torch.tensor([0, *per_feature]).cumsum(0).tolist()
+    for f, (own, of_samples) in enumerate(zip(ids.split(per_feature), own_lengths, strict=True)):
+        local, counts, order = _one(own, of_samples, list(cuts[at : at + sizes[f]]))
+        found.append((local, counts, order + starts[f]))
+        at += sizes[f]
+    counts = torch.cat([counts for _, counts, _ in found])
+    order = torch.cat([order for *_, order in found])
+    return torch.cat([local for local, *_ in found]), counts, order, counts.sum(1, dtype=torch.int64)
+
+
+def owners_of(ids: Tensor, cuts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Owner of each id and its row there: a range of rows, or, of one number n, a class of n."""
+    if len(cuts) == 1:
+        block = torch.div(ids, cuts[0], rounding_mode="floor")
+        return (ids % cuts[0] + multiply_high(splitmix64(block.to(torch.int64)), cuts[0])) % cuts[0], block
+    edges = torch.tensor(cuts, dtype=ids.dtype, device=ids.device)
+    owner = torch.bucketize(ids, edges[1:-1], right=True)
+    return owner, ids - edges[owner]
+
+
+def _one(ids: Tensor, lengths: Tensor, cuts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    num_owners, num_samples = cuts[0] if len(cuts) == 1 else len(cuts) - 1, lengths.numel()
+    owner, local = owners_of(ids, cuts)
+    order = torch.argsort(owner, stable=True)
+    sample = torch.repeat_interleave(torch.arange(num_samples, device=ids.device), lengths, output_size=ids.numel())
+    counts = torch.zeros(num_owners * num_samples, dtype=lengths.dtype, device=ids.device)
+    counts.scatter_add_(0, owner * num_samples + sample, torch.ones_like(ids, dtype=lengths.dtype))
+    return local[order], counts.view(num_owners, num_samples), order
