@@ -1,0 +1,143 @@
+"""Rows of a table in fewer bits, each row on its own scale.
+
+A row of D columns becomes these bytes, little-endian, and nothing between rows:
+
+| format | codes | then | value of code q |
+| --- | --- | --- | --- |
+| int8 | D bytes 0..255 | scale, offset: float32 | q * scale + offset |
+| int4 | two columns a byte, the even one in the low half; ceil(D / 2) bytes | scale, offset: float16 | the same |
+| fp8_e4m3, fp8_e5m2 | D bytes (OCP 8-bit floating point specification, 2023) | scale: float32 | q * scale |
+| fp16, bf16 | D times 2 bytes | nothing | q |
+
+int8 and int4 are the layouts that FBGEMM calls fused 8-bit and fused n-bit row-wise.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from meseta.jagged.shapes import Float, Shaped
+from meseta.ops.core import core
+from meseta.ops.library import register
+from meseta.ops.memory import empty
+from meseta.ops.quantize import reference
+from meseta.ops.quantize.reference import FORMATS, row_bytes
+from meseta.ops.tables import KINDS
+from meseta.spec import MesetaError, nearest
+
+RowFormat = Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "fp16", "bf16"]
+
+
+def quantize_rows(
+    rows: Float[Tensor, "n D"],
+    row_format: RowFormat,
+    *,
+    stochastic: bool = False,
+    key: int = 0,
+    first_row: int = 0,
+    first_column: int = 0,
+) -> Shaped[Tensor, "n row_bytes"]:
+    """uint8 [n, row_bytes(row_format, D)]; float32, float16 and bfloat16 rows.
+
+    Codes are the nearest, ties to the even one. With `stochastic` they are one of the two neighbours, the nearer one
+    more often, so that the mean over `key`s is the value: cell (first_row + r, first_column + c) rounds by the word
+    that meseta.ops.random_rows.random_bits gives for `key` (0..2^64-1). int8 scales by the smallest and the largest
+    value of the row, fp8 so that the largest is the format's largest. In float16, 65520 and more become infinite.
+
+    Raises MesetaError for an unknown format, and on a CPU for a row whose values, or their range in the type of the
+    scale, are not finite (fp16 and bf16 keep such values).
+    """
+    _check_format("quantize_rows", row_format)
+    if not 0 <= key < 2**64 or first_row < 0 or first_column < 0:
+        raise MesetaError(
+            f"quantize_rows: key {key}, first_row {first_row}, first_column {first_column}: the key must be in "
+            "0..2**64-1, the others not negative"
+        )
+    signed = key - 2**64 if key >= 2**63 else key
+    codes: Tensor = _quantize(rows, row_format, stochastic, signed, first_row, first_column)
+    return codes
+
+
+def dequantize_rows(codes: Shaped[Tensor, "n row_bytes"], row_format: RowFormat, dim: int) -> Float[Tensor, "n D"]:
+    """float32 [n, dim] of the bytes that `quantize_rows` made.
+
+    Raises MesetaError for an unknown format, and where a row of `dim` columns has another number of bytes.
+    """
+    _check_format("dequantize_rows", row_format)
+    if codes.dtype != torch.uint8 or dim < 0 or codes.shape[1] != row_bytes(row_format, dim):
+        raise MesetaError(
+            f"dequantize_rows: got {codes.dtype} {list(codes.shape)}, but {dim} columns of {row_format} are uint8 "
+            f"[n, {row_bytes(row_format, max(dim, 0))}]"
+        )
+    rows: Tensor = _dequantize(codes, row_format, dim)
+    return rows
+
+
+def _check_format(operator: str, row_format: str) -> None:
+    if row_format not in FORMATS:
+        raise MesetaError(
+            f"{operator}: row_format {row_format!r} is unknown; {nearest(row_format, get_args(RowFormat))}"
+        )
+
+
+def _quantize_cpu(
+    rows: Tensor, row_format: str, stochastic: bool, key: int, first_row: int, first_column: int
+) -> Tensor:
+    if rows.dim() != 2 or rows.dtype not in KINDS:
+        raise MesetaError(
+            f"quantize_rows: rows are {rows.dtype} {list(rows.shape)}; give [n, D] of float32, float16 or bfloat16"
+        )
+    rows = rows.contiguous()
+    codes = empty((rows.shape[0], row_bytes(row_format, rows.shape[1])), torch.uint8)
+    origin = [key, first_row, first_column] if stochastic else []
+    try:
+        core().quantize_rows(
+            rows.data_ptr(),
+            KINDS[rows.dtype],
+            [rows.shape[0], rows.shape[1]],
+            FORMATS.index(row_format),
+            origin,
+            codes.data_ptr(),
+            torch.get_num_threads(),
+        )
+    except ValueError as error:
+        raise MesetaError(f"quantize_rows: {error}") from None
+    return codes
+
+
+def _quantize_fake(
+    rows: Tensor, row_format: str, stochastic: bool, key: int, first_row: int, first_column: int
+) -> Tensor:
+    return rows.new_empty(rows.shape[0], row_bytes(row_format, rows.shape[1]), dtype=torch.uint8)
+
+
+def _dequantize_cpu(codes: Tensor, row_format: str, dim: int) -> Tensor:
+    if codes.dim() != 2 or codes.dtype != torch.uint8 or codes.shape[1] != row_bytes(row_format, dim):
+        raise MesetaError(f"dequantize_rows: {codes.dtype} {list(codes.shape)} are not rows of {dim} {row_format}")
+    codes = codes.contiguous()
+    rows = empty((codes.shape[0], dim), torch.float32)
+    core().dequantize_rows(
+        codes.data_ptr(), [codes.shape[0], dim], FORMATS.index(row_format), rows.data_ptr(), torch.get_num_threads()
+    )
+    return rows
+
+
+def _dequantize_fake(codes: Tensor, row_format: str, dim: int) -> Tensor:
+    return codes.new_empty(codes.shape[0], dim, dtype=torch.float32)
+
+
+_quantize = register(
+    "quantize_rows(Tensor rows, str row_format, bool stochastic, int key, int first_row, int first_column) -> Tensor",
+    cpu=_quantize_cpu,
+    cuda=reference.quantize_rows,
+    fake=_quantize_fake,
+)
+_dequantize = register(
+    "dequantize_rows(Tensor codes, str row_format, int dim) -> Tensor",
+    cpu=_dequantize_cpu,
+    cuda=reference.dequantize_rows,
+    fake=_dequantize_fake,
+)

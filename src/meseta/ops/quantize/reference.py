@@ -1,0 +1,114 @@
+"""Rows in fewer bits in plain torch; the layouts are described in __init__.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from meseta.ops.random_rows import random_bits
+
+FORMATS = ("int8", "int4", "fp8_e4m3", "fp8_e5m2", "fp16", "bf16")
+_TYPES = {
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+_MANTISSA = {"fp8_e4m3": 3, "fp8_e5m2": 2, "fp16": 10, "bf16": 7}
+_SMALLEST_EXPONENT = {"fp8_e4m3": -6, "fp8_e5m2": -14, "fp16": -14, "bf16": -126}
+
+
+def row_bytes(row_format: str, dim: Any) -> Any:
+    """Bytes of a row of `dim` columns, an int (or torch's symbol for one while it traces)."""
+    if row_format == "int4":
+        return (dim + 1) // 2 + 4
+    if row_format == "int8":
+        return dim + 8
+    return dim + 4 if row_format.startswith("fp8") else 2 * dim
+
+
+def quantize_rows(
+    rows: Tensor, row_format: str, stochastic: bool, key: int, first_row: int, first_column: int
+) -> Tensor:
+    """See meseta.ops.quantize.quantize_rows."""
+    rows, (n, dim) = rows.to(torch.float32), rows.shape
+    bits = None
+    if stochastic and rows.numel():
+        corner = (first_row, first_row + n), (first_column, first_column + dim)
+        bits = random_bits(key % 2**64, *corner, device=rows.device)
+    if row_format in ("fp16", "bf16"):
+        return _bytes(_to_float(rows, row_format, bits))
+    if row_format.startswith("fp8"):
+        largest = torch.finfo(_TYPES[row_format]).max
+        scale = (_amax(rows.abs()) / largest).clamp(min=2.0**-126)
+        scale = torch.where(_amax(rows.abs()) == 0, 1.0, scale)
+        codes = _to_float((rows / scale).clamp(-largest, largest), row_format, bits).view(torch.uint8)
+        return torch.cat([codes, _bytes(scale)], dim=1)
+    low, high = -_amax(-rows) + 0.0, _amax(rows) + 0.0  # no negative zero
+    if row_format == "int8":
+        scale, offset, inverse, top = (high - low) / 255, low, 255 / (high - low + 1e-8), 255
+    else:
+        offset, top = low.half().float(), 15
+        scale = ((high - offset) / 15).half().float()
+        scale = torch.where((scale == 0) | (1 / scale).isinf(), 1.0, scale)
+        inverse = 1 / scale
+    codes = _round((rows - offset) * inverse, bits).clamp(0, top).to(torch.uint8)
+    if row_format == "int8":
+        return torch.cat([codes, _bytes(scale), _bytes(offset)], dim=1)
+    codes = pad(codes, (0, dim % 2))
+    tail = [_bytes(number.half()) for number in (scale, offset)]
+    return torch.cat([codes[:, 0::2] | codes[:, 1::2] << 4, *tail], dim=1)
+
+
+def dequantize_rows(codes: Tensor, row_format: str, dim: int) -> Tensor:
+    """See meseta.ops.quantize.dequantize_rows."""
+    if row_format in ("fp16", "bf16"):
+        return _numbers(codes, _TYPES[row_format]).to(torch.float32)
+    if row_format.startswith("fp8"):
+        values = _numbers(codes[:, :dim], _TYPES[row_format]).to(torch.float32)
+        return values * _numbers(codes[:, dim:], torch.float32)
+    if row_format == "int8":
+        scale, offset = _numbers(codes[:, dim:], torch.float32).split(1, dim=1)
+        return codes[:, :dim].float() * scale + offset
+    packed, tail = codes[:, :-4], _numbers(codes[:, -4:], torch.float16).float()
+    both = torch.stack([packed & 15, packed >> 4], dim=2).flatten(1)[:, :dim].float()
+    return both * tail[:, :1] + tail[:, 1:]
+
+
+def _bytes(numbers: Tensor) -> Tensor:
+    """[n, k] -> uint8 [n, k * bytes of a number]."""
+    return numbers.flatten().clone().view(torch.uint8).view(len(numbers), numbers.shape[1] * numbers.element_size())
+
+
+def _numbers(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """uint8 [n, k] -> [n, k / bytes of a number], at whatever address the bytes lie."""
+    return data.flatten().clone().view(dtype).view(len(data), data.shape[1] // dtype.itemsize)
+
+
+def _amax(rows: Tensor) -> Tensor:
+    """[n, D] -> [n, 1]; 0 without columns."""
+    return rows.amax(1, keepdim=True) if rows.shape[1] else rows.new_zeros(len(rows), 1)
+
+
+def _round(values: Tensor, bits: Tensor | None) -> Tensor:
+    """To the nearest whole number, or up where 24 random bits say less than the fraction."""
+    if bits is None:
+        return values.round()
+    down = values.floor()
+    return down + ((bits >> 8).float() * 2.0**-24 < values - down)
+
+
+def _to_float(values: Tensor, row_format: str, bits: Tensor | None) -> Tensor:
+    """Float32 to a shorter float."""
+    if bits is None:
+        return values.to(_TYPES[row_format])
+    exponent = (torch.frexp(values).exponent - 1).clamp(min=_SMALLEST_EXPONENT[row_format])
+    # Two halves of the power, since 2^133 is not a float.
+    step = exponent - _MANTISSA[row_format]
+    half = step // 2
+    scaled = torch.ldexp(torch.ldexp(values.abs(), -half), half - step)
+    rounded = torch.ldexp(torch.ldexp(_round(scaled, bits), half), step - half)
+    return torch.where(values.isfinite(), rounded.copysign(values), values).to(_TYPES[row_format])
