@@ -357,3 +357,29 @@ def test_seed_decides_the_initial_rows() -> None:
     again = weights(make(OptimizerSpec()))
     other = weights(EmbeddingBagCollection(tables(OptimizerSpec()), FEATURES, seed=5))
     assert all(torch.equal(first[t], again[t]) and not torch.equal(first[t], other[t]) for t in ROWS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_weights_of_ids_get_the_gradient_that_torch_gives(dtype: str) -> None:
+    ours = EmbeddingBagCollection(tables(OptimizerSpec(name="sgd", lr=0.1), dtype), FEATURES)
+    ids = batch(3)
+    weights = torch.rand(ids.values.numel(), dtype=ours.dtype, requires_grad=True)
+    given = KeyedJaggedTensor(keys=ids.keys, values=ids.values, lengths=ids.lengths, weights=weights)
+    rows = {shard.spec.name: shard.weight.clone() for shard in ours.shards}
+    out = ours(given)
+    upstream = torch.randn(out.pooled.values.shape, dtype=ours.dtype)
+    (out.pooled.values * upstream).sum().backward()
+    expected = torch.zeros_like(weights)
+    column = 0
+    for feature in ours.pooled_features:
+        width, own = DIMS[feature.table], given[feature.name]
+        start = given.key_offsets[given.keys.index(feature.name)]
+        for sample, bag in enumerate(own.lengths.split(1)):
+            count = int(bag)
+            taken = range(int(own.lengths[:sample].sum()), int(own.lengths[:sample].sum()) + count)
+            for at in taken if feature.weighted else ():
+                gradient = upstream[sample, column : column + width] / (count if feature.pooling == "mean" else 1)
+                expected[start + at] = (rows[feature.table][own.values[at]] * gradient).sum()
+        column += width
+    assert weights.grad is not None and expected.count_nonzero() > 5
+    torch.testing.assert_close(weights.grad, expected)

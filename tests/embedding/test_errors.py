@@ -71,16 +71,17 @@ def test_missing_weights() -> None:
         collection(weighted=True)(kjt([[1]]))
 
 
-def test_weights_that_want_a_gradient_are_refused() -> None:
+def test_a_sharded_lookup_refuses_weights_that_want_a_gradient() -> None:
     batch = KeyedJaggedTensor(
         keys=("clicked",),
         values=torch.tensor([1, 2]),
         lengths=torch.tensor([2]),
         weights=torch.ones(2, requires_grad=True),
     )
-    with pytest.raises(MesetaError, match="'clicked': its weights require a gradient"):
-        collection(weighted=True)(batch)
-    collection()(batch)  # not read, so not refused
+    plan = Plan.from_dict({"tables": {"item": "table_wise"}}, [TABLE], 1)
+    with pytest.raises(MesetaError, match="a sharded lookup does not send back; detach them"):
+        ShardedEmbeddingBagCollection(collection(weighted=True), plan, World.single())(batch)
+    ShardedEmbeddingBagCollection(collection(), plan, World.single())(batch)  # not read, so not refused
 
 
 @pytest.mark.parametrize("lengths", [[1, 1], [3, 1], [4, -1]])

@@ -16,18 +16,26 @@ from meseta.spec import FeatureSpec, MesetaError, TableSpec, check_features
 
 
 class UpdateInBackward(torch.autograd.Function):
-    """Runs `lookup` forward and `update` backward; tables have no gradient tensor and autograd does not see them."""
+    """Runs `lookup` forward and `update` backward; tables have no gradient tensor and autograd does not see them.
+
+    `update` returns the gradient of the weights of ids, or None.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, lookup: Callable[[], list[Tensor]], update: Callable[..., None]) -> Any:
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        weights: Tensor | None,
+        lookup: Callable[[], list[Tensor]],
+        update: Callable[..., Tensor | None],
+    ) -> Any:
         ctx.update = update
         return tuple(lookup())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
-        ctx.update(*gradients)
-        return None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor | None, None, None]:
+        return None, ctx.update(*gradients), None, None
 
 
 class Collection(nn.Module):
@@ -75,11 +83,6 @@ class Collection(nn.Module):
                 raise MesetaError(
                     f"feature {feature.name!r} is weighted, but the batch has no weights; "
                     "give KeyedJaggedTensor(weights=...), or set weighted=False"
-                )
-            if feature.weighted and kjt.weights is not None and kjt.weights.requires_grad:
-                raise MesetaError(
-                    f"feature {feature.name!r}: its weights require a gradient, which a lookup does not give; "
-                    "detach them, or set pooling='none' and apply them to the returned rows"
                 )
         rows = [self._table[feature.table].num_embeddings for feature in self.features]
         checked = apply_id_policy(kjt, rows, [feature.id_policy for feature in self.features])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -13,7 +14,9 @@ from meseta.embedding.update import FusedShards, group_shards
 from meseta.jagged import Embeddings, KeyedJaggedTensor
 from meseta.ops.id_policy import CheckedIds
 from meseta.ops.pooled_lookup import pooled_lookup
+from meseta.ops.row_lookup import row_lookup
 from meseta.ops.row_update import Bags, FeatureGradient, row_update
+from meseta.ops.weight_gradient import weight_gradient
 from meseta.optim import make_row_optimizer
 from meseta.spec import FeatureSpec, Plan, Shard, ShardingType, TablePlan, TableSpec
 from meseta.storage import TableShard
@@ -96,7 +99,10 @@ class EmbeddingBagCollection(Collection):
         ids = x.kjt
         weight = {shard.spec.name: shard.weight for shard in self.shards}
         pooled, *rows = UpdateInBackward.apply(
-            self._anchor, lambda: self._lookup(ids, weight), lambda *gradients: self._update(ids, gradients)
+            self._anchor,
+            ids.weights,
+            lambda: self._lookup(ids, weight),
+            lambda *gradients: self._update(ids, gradients),
         )
         return self.embeddings(ids, pooled, rows)
 
@@ -113,7 +119,11 @@ class EmbeddingBagCollection(Collection):
                 [f.weighted for f in self.pooled_features],
                 [f.pooling == "mean" for f in self.pooled_features],
             )
-        return [pooled, *(weight[f.table][ids[f.name].values].to(self.dtype) for f in self.row_features)]
+        if not self.row_features:
+            return [pooled]
+        single = ids.select([f.name for f in self.row_features])
+        tables = [weight[f.table] for f in self.row_features]
+        return [pooled, *row_lookup(tables, single.values, single.key_offsets)]
 
     @cached_property
     def _fused(self) -> tuple[FusedShards, ...]:
@@ -130,12 +140,36 @@ class EmbeddingBagCollection(Collection):
                 column += self._table[feature.table].embedding_dim
         return group_shards(self.shards, places)
 
-    def _update(self, ids: KeyedJaggedTensor, gradients: Sequence[Tensor]) -> None:
-        """Add up what each row gets, and step its optimizer."""
+    def _update(self, ids: KeyedJaggedTensor, gradients: Sequence[Tensor]) -> Tensor | None:
+        """Add up what each row gets, and step its optimizer. Returns the gradient of the weights where it is asked."""
         pooled, *rows = gradients
+        of_weights = (
+            self._weight_gradient(ids, pooled) if ids.weights is not None and ids.weights.requires_grad else None
+        )
         if any(f.pooling == "mean" for f in self.pooled_features):
             pooled = self.divide_means(pooled.clone(), ids.lengths.view(len(self.features), -1))
         bags = Bags(ids.values, ids.offsets, ids.batch_size, ids.weights)
         for fused in self._fused:
             row_update(fused.group, self.lr(fused.spec), self.step + 1, bags, [pooled, *rows])
         self.step += 1
+        return of_weights
+
+    def _weight_gradient(self, ids: KeyedJaggedTensor, pooled: Tensor) -> Tensor:
+        """[nnz] in the order of `ids`, by the rows as they were looked up."""
+        assert ids.weights is not None
+        weight = {shard.spec.name: shard.weight for shard in self.shards}
+        names = [f.name for f in self.pooled_features]
+        bags = ids.select(names) if self.row_features else ids
+        own = weight_gradient(
+            [weight[f.table] for f in self.pooled_features],
+            bags.values,
+            bags.offsets,
+            pooled,
+            [f.weighted for f in self.pooled_features],
+            [f.pooling == "mean" for f in self.pooled_features],
+        )
+        whole = torch.zeros_like(ids.weights)
+        for f, part in zip(names, own.split([b - a for a, b in pairwise(bags.key_offsets)]), strict=True):
+            start = ids.key_offsets[ids.keys.index(f)]
+            whole[start : start + part.numel()] = part
+        return whole

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from meseta.jagged.shapes import Int
 from meseta.ops.bucketize import bucketize
 from meseta.ops.id_policy import CheckedIds
 from meseta.ops.pooled_lookup import pooled_lookup
+from meseta.ops.row_lookup import row_lookup
 from meseta.ops.row_update import Bags, FeatureGradient, row_update
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, Plan
@@ -162,6 +164,7 @@ class ShardedEmbeddingBagCollection(Collection):
         """Check the ids, sort them by owner, begin the exchange of counts. No host sync, unless ids are dropped."""
         failed: MesetaError | None = None
         try:
+            self._refuse_weight_gradient(kjt)
             checked = self.check_ids(kjt)
             ids, batch_size = checked.kjt, checked.kjt.batch_size
         except MesetaError as error:  # Raised here alone, it would leave the other ranks waiting.
@@ -181,6 +184,13 @@ class ShardedEmbeddingBagCollection(Collection):
         splits = [HEADER + len(routes) for routes in self.routing.by_rank]
         pending = self.world.all_to_all(sent, splits, [mine] * self.world.size)
         return Started(ids=ids, buckets=buckets, counts_sent=sent, counts=pending, failed=failed)
+
+    def _refuse_weight_gradient(self, kjt: KeyedJaggedTensor) -> None:
+        if self._weighted and kjt.weights is not None and kjt.weights.requires_grad:
+            raise MesetaError(
+                "the weights of the batch require a gradient, which a sharded lookup does not send back; detach them, "
+                "or set pooling='none' and apply them to the returned rows"
+            )
 
     def _refused(self) -> CheckedIds:
         """No samples, and the mark that tells the other ranks."""
@@ -239,6 +249,7 @@ class ShardedEmbeddingBagCollection(Collection):
         owned = self._unpack(x)
         pooled, *rows = UpdateInBackward.apply(
             self._anchor,
+            None,
             lambda: self._lookup(x, owned),
             lambda *gradients: self._update(x, owned, share, gradients),
         )
@@ -288,8 +299,8 @@ class ShardedEmbeddingBagCollection(Collection):
         tables = [self.shards[self._by_shard[r.shard]].weight for r in self._routes]
         num_pooled = self.routing.num_pooled[self.world.rank]
         pooled = self._pool(owned, tables[:num_pooled], x.num_samples)
-        unpooled = zip(tables[num_pooled:], owned.ids()[num_pooled:], strict=True)
-        rows = [table[ids].to(self.dtype) for table, ids in unpooled]
+        single, sizes = owned.bags.ids[sum(owned.sizes[:num_pooled]) :], owned.sizes[num_pooled:]
+        rows = row_lookup(tables[num_pooled:], single, list(accumulate(sizes, initial=0)))
         answers = self._return(x, pooled, rows)
         out: dict[int, Tensor] = {}
         for f in self.routing.cuts:
@@ -365,7 +376,7 @@ class ShardedEmbeddingBagCollection(Collection):
         spec, jagged = self.features[feature], ids[self.features[feature].name]
         table = self.shards[self._by_shard[self.plan[spec.table].shards[0]]].weight
         if spec.pooling == "none":
-            return table[jagged.values].to(self.dtype)
+            return row_lookup([table], jagged.values, [0, jagged.values.numel()])[0]
         return pooled_lookup([table], jagged.values, jagged.offsets, jagged.weights, [spec.weighted])
 
     def _update(self, x: Exchanged, owned: OwnedIds, share: float, gradients: Sequence[Tensor]) -> None:
