@@ -55,11 +55,15 @@ void sum_bags(const Feature& f, const Batch& batch, const int64_t* offsets, int6
   const Id* ids = static_cast<const Id*>(batch.ids);
   const T* table = static_cast<const T*>(f.table);
   const int64_t end = offsets[last], row_bytes = f.dim * int64_t(sizeof(T));
-  const int64_t lines = (row_bytes + 63) / 64, ahead = std::clamp<int64_t>(256 / lines, 8, 32);
+  const int64_t lines = (row_bytes + 63) / 64, ahead = std::clamp<int64_t>(128 / lines, 16, 64);
   const auto base = reinterpret_cast<uintptr_t>(table);
+  constexpr int kLines = (N * kLanes * int(sizeof(T)) + 63) / 64;
   const auto fetch = [&](int64_t i) {
     const uintptr_t row = base + uintptr_t(ids[i]) * uintptr_t(row_bytes);
-    for (int64_t line = 0; line < lines; ++line) prefetch(reinterpret_cast<const void*>(row + uintptr_t(line) * 64));
+#pragma GCC unroll 8
+    for (int line = 0; line < kLines; ++line) prefetch(reinterpret_cast<const void*>(row + uintptr_t(line) * 64));
+    for (int64_t line = kLines; line < lines; ++line)
+      prefetch(reinterpret_cast<const void*>(row + uintptr_t(line) * 64));
   };
   const auto read = [&](const T* row, int j) {
     return kTail && j == N - 1 ? load(row + 16 * j, tail) : load(row + 16 * j);
