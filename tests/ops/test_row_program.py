@@ -133,7 +133,7 @@ def test_the_program_of_rowwise_adagrad() -> None:
     assert stage == [("MUL", 0, 0, 0, -1), ("STORE_STAT", -1, 0, 0, -1)]
     ops = [Op(op).name for op, *_ in program.whole.instructions.tolist()]
     assert " ".join(sorted(ops)) == (
-        "ADD ADD DIV DIV LOAD_STATE LOAD_WEIGHT MUL MUL SQRT STORE_STATE STORE_WEIGHT SUB SUM"
+        "ADD ADD DIV DIV LOAD_STATE LOAD_WEIGHT MUL MUL MUL SQRT STORE_STATE STORE_WEIGHT SUB SUM"
     )
     assert sorted(program.uniform_values(HYPER)) == [1e-8, 0.1, 20.0]
 
