@@ -135,7 +135,7 @@ def test_the_program_of_rowwise_adagrad() -> None:
     assert " ".join(sorted(ops)) == (
         "ADD ADD DIV DIV LOAD_STATE LOAD_WEIGHT MUL MUL MUL SQRT STORE_STATE STORE_WEIGHT SUB SUM"
     )
-    assert sorted(program.uniform_values(HYPER)) == [1e-8, 0.1, 20.0]
+    assert sorted(program.uniform_values(HYPER)) == [1e-8, 0.1, 1.0, 20.0]
 
 
 def optimizer_of(
