@@ -55,7 +55,7 @@ void sum_bags(const Feature& f, const Batch& batch, const int64_t* offsets, int6
   const Id* ids = static_cast<const Id*>(batch.ids);
   const T* table = static_cast<const T*>(f.table);
   const int64_t end = offsets[last], row_bytes = f.dim * int64_t(sizeof(T));
-  const int64_t lines = (row_bytes + 63) / 64, ahead = std::clamp<int64_t>(128 / lines, 16, 64);
+  const int64_t lines = (row_bytes + 63) / 64, ahead = std::clamp<int64_t>(128 / lines, 32, 64);
   const auto base = reinterpret_cast<uintptr_t>(table);
   constexpr int kLines = (N * kLanes * int(sizeof(T)) + 63) / 64;
   const auto fetch = [&](int64_t i) {
