@@ -58,6 +58,8 @@ inline Half to_half_exact(float value) {
 struct Vec {
   __m512 v;
 };
+// Zeroing forms with all lanes set: gcc warns of the plain ones' undefined source (its bug 105593).
+constexpr __mmask16 kAll = 0xFFFF;
 inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
@@ -65,35 +67,35 @@ inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Vec zero() { return {_mm512_setzero_ps()}; }
 inline Vec broadcast(float x) { return {_mm512_set1_ps(x)}; }
 inline Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
-inline Vec load(const Half* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
-inline Vec load(const Bfloat* p) {
-  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+inline Vec widen(__m256i bfloats) {
+  const __m512i wide = _mm512_maskz_cvtepu16_epi32(kAll, bfloats);
+  return {_mm512_castsi512_ps(_mm512_maskz_slli_epi32(kAll, wide, 16))};
 }
+inline Vec load(const Half* p) {
+  return {_mm512_maskz_cvtph_ps(kAll, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline Vec load(const Bfloat* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline Vec load(const float* p, int n) { return {_mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), p)}; }
 inline Vec load(const Half* p, int n) {
-  return {_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(__mmask16((1u << n) - 1), p))};
+  return {_mm512_maskz_cvtph_ps(kAll, _mm256_maskz_loadu_epi16(__mmask16((1u << n) - 1), p))};
 }
-inline Vec load(const Bfloat* p, int n) {
-  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(__mmask16((1u << n) - 1), p));
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
-}
+inline Vec load(const Bfloat* p, int n) { return widen(_mm256_maskz_loadu_epi16(__mmask16((1u << n) - 1), p)); }
 inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
 inline void store(float* p, Vec a, int n) { _mm512_mask_storeu_ps(p, __mmask16((1u << n) - 1), a.v); }
 // Past the caches, to 64-byte aligned memory; stream_fence before another thread may read it.
 inline void stream(float* p, Vec a) { _mm512_stream_ps(p, a.v); }
 inline void stream_fence() { _mm_sfence(); }
-inline Vec sqrt(Vec a) { return {_mm512_sqrt_ps(a.v)}; }
+inline Vec sqrt(Vec a) { return {_mm512_maskz_sqrt_ps(kAll, a.v)}; }
 inline Vec abs(Vec a) { return {_mm512_abs_ps(a.v)}; }
 inline Vec negate(Vec a) {
   return {_mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(int(0x80000000u))))};
 }
 // NaN of either operand stays NaN, as in torch.maximum.
 inline Vec maximum(Vec a, Vec b) {
-  return {_mm512_mask_mov_ps(_mm512_max_ps(a.v, b.v), _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), a.v)};
+  return {_mm512_mask_mov_ps(_mm512_maskz_max_ps(kAll, a.v, b.v), _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), a.v)};
 }
 inline Vec minimum(Vec a, Vec b) {
-  return {_mm512_mask_mov_ps(_mm512_min_ps(a.v, b.v), _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), a.v)};
+  return {_mm512_mask_mov_ps(_mm512_maskz_min_ps(kAll, a.v, b.v), _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), a.v)};
 }
 inline Vec greater(Vec a, Vec b) {
   return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ), _mm512_set1_ps(1.0f))};
@@ -103,7 +105,8 @@ inline Vec where_positive(Vec c, Vec a, Vec b) {
 }
 // (0..7) + (8..15), and so on down to one.
 inline float sum_lanes(Vec a) {
-  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+  const __m256 low = _mm512_maskz_extractf32x8_ps(0xFF, a.v, 0), high = _mm512_extractf32x8_ps(a.v, 1);
+  const __m256 eight = _mm256_add_ps(low, high);
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
