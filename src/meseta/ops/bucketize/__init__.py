@@ -16,6 +16,9 @@ from meseta.ops.memory import empty
 from meseta.ops.tables import plain_ids
 from meseta.spec import MesetaError
 
+MAX_OWNERS = 1 << 20
+"""Of all features together: each takes memory for every sample, so a wrong number must not reach the allocator."""
+
 
 @dataclass(frozen=True)
 class Buckets:
@@ -76,8 +79,15 @@ def owner_of(ids: Int[Tensor, " nnz"], num_owners: int) -> tuple[Int[Tensor, " n
 
 
 def _cpu(ids: Tensor, lengths: Tensor, cuts: list[int], sizes: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    ids, lengths = plain_ids("bucketize", ids), lengths.contiguous()
+    ids, lengths = plain_ids("bucketize", ids), plain_ids("bucketize", lengths, "lengths")
+    if not sizes or min(sizes) < 1 or sum(sizes) != len(cuts) or lengths.numel() % len(sizes):
+        raise MesetaError(
+            f"bucketize: {lengths.numel()} lengths and {len(cuts)} cuts in parts of {sizes}; give at least one "
+            "feature, a length per feature and sample, and the cuts of each"
+        )
     num_owners = _num_owners(cuts, sizes)
+    if num_owners > MAX_OWNERS:
+        raise MesetaError(f"bucketize: {num_owners} owners in all features; there may be {MAX_OWNERS} at most")
     num_samples = lengths.numel() // len(sizes)
     local, order = empty((ids.numel(),), ids.dtype), empty((ids.numel(),), torch.int64)
     counts = empty((num_owners, num_samples), lengths.dtype)

@@ -184,6 +184,7 @@ std::vector<Owners> read_owners(const std::vector<int64_t>& cuts, const std::vec
     const bool hashed = sizes[f] == 1;
     if (hashed && (own[0] < 1 || own[0] > std::numeric_limits<int32_t>::max()))
       refuse("feature ", f, " has ", own[0], " owners; it needs 1..2^31-1");
+    if (own[0] < 0) refuse("the cuts of feature ", f, " begin at ", own[0], "; rows are counted from 0");
     for (int64_t n = 1; n < sizes[f]; ++n)
       if (own[n] < own[n - 1]) refuse("the cuts of feature ", f, " fall from ", own[n - 1], " to ", own[n]);
     const int64_t count = hashed ? own[0] : sizes[f] - 1;

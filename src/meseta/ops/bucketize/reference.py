@@ -39,7 +39,7 @@ def owners_of(ids: Tensor, cuts: Sequence[int]) -> tuple[Tensor, Tensor]:
         block = torch.div(ids, cuts[0], rounding_mode="floor")
         return (ids % cuts[0] + multiply_high(splitmix64(block.to(torch.int64)), cuts[0])) % cuts[0], block
     edges = torch.tensor(cuts, dtype=ids.dtype, device=ids.device)
-    owner = torch.bucketize(ids, edges[1:-1], right=True)
+    owner = torch.bucketize(ids.contiguous(), edges[1:-1], right=True)
     return owner, ids - edges[owner]
 
 

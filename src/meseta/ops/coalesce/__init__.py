@@ -10,6 +10,7 @@ from meseta.ops.coalesce import reference
 from meseta.ops.core import core
 from meseta.ops.library import register
 from meseta.ops.memory import empty
+from meseta.ops.tables import plain_ids
 from meseta.spec import MesetaError
 
 BLOCK_SAMPLES = 256
@@ -40,18 +41,23 @@ def coalesce(
 
 
 def _cpu(ids: Tensor, source: Tensor, block: Tensor, gradient: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    if gradient.dim() != 2 or gradient.dtype not in (torch.float32, torch.float64):
+        raise MesetaError(f"coalesce: gradient is {gradient.dtype} {list(gradient.shape)}; give float32 or 64 [G, D]")
     if gradient.stride(-1) != 1:
         gradient = gradient.contiguous()
+    ids, source = plain_ids("coalesce", ids), plain_ids("coalesce", source, "source").to(torch.int64)
+    block = plain_ids("coalesce", block, "block").to(torch.int64)
+    scale = None if scale is None else scale.to(gradient.dtype).contiguous().view(-1)
     rows = empty((ids.numel(),), torch.int64)
     sums = empty((ids.numel(), gradient.shape[1]), gradient.dtype)
     run = core().coalesce_float64 if gradient.dtype == torch.float64 else core().coalesce_float32
     try:
         num_rows = run(
-            ids.to(torch.int64).contiguous().numpy(),
-            source.contiguous().numpy(),
-            block.contiguous().numpy(),
+            ids.to(torch.int64).numpy(),
+            source.numpy(),
+            block.numpy(),
             gradient.numpy(),
-            None if scale is None else scale.to(gradient.dtype).contiguous().numpy(),
+            None if scale is None else scale.numpy(),
             rows.numpy(),
             sums.numpy(),
             torch.get_num_threads(),

@@ -96,13 +96,16 @@ struct Share {
 };
 
 template <typename T, typename Entry>
-void collect(const Contributions<T>& c, const Packing& packing, uint64_t from, uint64_t to, Share<Entry>& share) {
+void collect(const Contributions<T>& c, const Packing& packing, const std::vector<uint64_t>& cuts, int thread,
+             Share<Entry>& share) {
   const Packing p = packing;
+  const uint64_t from = cuts[size_t(thread)], to = cuts[size_t(thread) + 1];
+  const bool rest = size_t(thread) + 2 == cuts.size();  // with the last row of all, which no number lies above
   Entry* const entries = scratch<Entry, 0>(size_t(c.count) + 1);  // what is not kept is written behind the kept
   int64_t kept = 0;
   for (int64_t i = 0; i < c.count; ++i) {
     entries[kept] = Packed<Entry>::make(p, c.id[i], i);
-    kept += p.row(c.id[i]) >= from && (p.row(c.id[i]) < to || to == ~uint64_t{0});
+    kept += p.row(c.id[i]) >= from && (rest || p.row(c.id[i]) < to);
   }
   const auto [first_bit, last_bit] = Packed<Entry>::bits(p);
   share.sorted = radix_sort(entries, scratch<Entry, 1>(size_t(kept)), size_t(kept), first_bit, last_bit);
@@ -140,7 +143,7 @@ template <typename Entry, typename T>
 int64_t run(const Contributions<T>& c, const Packing& p, int64_t* rows, T* sums, int num_threads) {
   const std::vector<uint64_t> cuts = cut(c, p, num_threads);
   std::vector<Share<Entry>> shares(static_cast<size_t>(num_threads));
-  parallel(num_threads, [&](int t) { collect(c, p, cuts[size_t(t)], cuts[size_t(t) + 1], shares[size_t(t)]); });
+  parallel(num_threads, [&](int t) { collect(c, p, cuts, t, shares[size_t(t)]); });
   std::vector<int64_t> first(size_t(num_threads) + 1, 0);
   for (size_t t = 0; t < shares.size(); ++t) first[t + 1] = first[t] + int64_t(shares[t].starts.size()) - 1;
   parallel(num_threads, [&](int t) {

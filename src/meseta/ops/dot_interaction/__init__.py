@@ -68,13 +68,13 @@ def _forward_cpu(x: Tensor, pooled: Tensor) -> Tensor:
 
 def _backward_cpu(gradient: Tensor, x: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor]:
     _check(x, pooled)
-    if not _compiled(x, pooled):
-        return reference.dot_interaction_backward(gradient, x, pooled)
     if gradient.shape != (x.shape[0], _width(x, pooled)) or gradient.dtype != x.dtype:
         raise MesetaError(
             f"dot_interaction_backward: the gradient is {gradient.dtype} {tuple(gradient.shape)}, the result was "
             f"{x.dtype} {(x.shape[0], _width(x, pooled))}; give it the same type and shape"
         )
+    if not _compiled(x, pooled):
+        return reference.dot_interaction_backward(gradient, x, pooled)
     gradient, x, pooled = gradient.contiguous(), x.contiguous(), pooled.contiguous()
     x_gradient, pooled_gradient = torch.empty_like(x), empty(pooled.shape, pooled.dtype)
     core().dot_interaction_backward(

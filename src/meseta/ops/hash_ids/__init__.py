@@ -33,14 +33,19 @@ def hash_ids(
         raise MesetaError(f"hash_ids: num_rows must be in 1..2**63-1, got {num_rows}")
     if not 0 <= seed < 2**64:
         raise MesetaError(f"hash_ids: seed must be in 0..2**64-1, got {seed}")
-    if method not in get_args(HashMethod):
-        raise MesetaError(f"hash_ids: method {method!r} is unknown; {nearest(method, get_args(HashMethod))}")
+    _check_method(method)
     rows: Tensor = _operator(ids, num_rows, seed - 2**64 if seed >= 2**63 else seed, method)
     return rows
 
 
+def _check_method(method: str) -> None:
+    if method not in get_args(HashMethod):
+        raise MesetaError(f"hash_ids: method {method!r} is unknown; {nearest(method, get_args(HashMethod))}")
+
+
 def _cpu(ids: Tensor, num_rows: int, seed: int, method: str) -> Tensor:
     ids = plain_ids("hash_ids", ids)
+    _check_method(method)
     rows = torch.empty(ids.numel(), dtype=torch.int64)
     try:
         core().hash_ids(

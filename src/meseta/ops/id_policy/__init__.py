@@ -14,6 +14,7 @@ from meseta.jagged.shapes import Int
 from meseta.ops.core import core
 from meseta.ops.id_policy import reference
 from meseta.ops.library import register
+from meseta.ops.tables import plain_ids
 from meseta.spec import IdPolicy, MesetaError
 
 
@@ -64,7 +65,7 @@ def apply_id_policy(kjt: KeyedJaggedTensor, num_rows: Sequence[int], policies: S
 
 def _count_cpu(ids: Tensor, bounds: list[int], num_rows: list[int]) -> Tensor:
     counts = torch.zeros(len(num_rows), dtype=torch.int64)
-    ids = ids.contiguous()
+    ids = plain_ids("count_outside", ids)
     try:
         core().count_outside(
             ids.data_ptr(),
@@ -85,7 +86,7 @@ def _fix_cpu(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not first_bags or first_bags[-1] != lengths.numel():
         raise MesetaError(f"fix_ids: first_bags {first_bags} must end with {lengths.numel()}, the number of lengths")
-    ids, lengths = ids.contiguous(), lengths.to(torch.int64).contiguous()
+    ids, lengths = plain_ids("fix_ids", ids), lengths.to(torch.int64).contiguous()
     fixed, kept = (torch.empty(ids.numel(), dtype=torch.int64) for _ in range(2))
     fixed_lengths, first_error = torch.zeros_like(lengths), torch.tensor([-1, 0, 0])
     try:

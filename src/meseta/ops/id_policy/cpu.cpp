@@ -127,6 +127,10 @@ int64_t fix_ids(uintptr_t ids, int64_t num_ids, bool wide, uintptr_t lengths, co
       refuse("lengths[", bag, "] is ", length[bag], "; lengths must not be negative and must add up to ", num_ids);
     total += length[bag];
   }
+  if (total != num_ids || first_bags.front() != 0)
+    refuse("the lengths of bags ", first_bags.front(), " and up add up to ", total, ", but there are ", num_ids, " ids");
+  for (const int64_t policy : policies)
+    if (policy < kError || policy > kHash) refuse("policy ", policy, " is outside 0..3");
   for (size_t f = 0; f < num_rows.size(); ++f)
     if (num_rows[f] < 1) refuse("num_rows[", f, "] is ", num_rows[f], "; no id can be moved into a table without rows");
   const auto out = [&](int i) { return reinterpret_cast<int64_t*>(outputs[size_t(i)]); };

@@ -14,7 +14,7 @@ from meseta.ops.core import core
 from meseta.ops.jagged import reference
 from meseta.ops.library import register
 from meseta.ops.memory import empty
-from meseta.ops.tables import plain_ids
+from meseta.ops.tables import check_bounds, plain_ids
 from meseta.spec import MesetaError
 
 
@@ -56,12 +56,15 @@ def lengths_to_offsets(lengths: Int[Tensor, " n"]) -> Int[Tensor, " n_plus_1"]:
 
 def _permute_cpu(arrays: list[Tensor], bounds: list[int], order: list[int]) -> list[Tensor]:
     step = len(bounds) // max(len(arrays), 1)
-    if not arrays or step < 1 or len(bounds) != step * len(arrays) or not set(order) <= set(range(step - 1)):
+    fits = step > 0 and len(bounds) == step * len(arrays) and set(order) <= set(range(step - 1))
+    if not arrays or not fits or any(array.dim() != 1 for array in arrays):
         raise MesetaError(
             f"permute_keys: {len(bounds)} bounds and the order {order} do not fit {len(arrays)} arrays; there must be "
-            "keys + 1 bounds per array, and an order of keys"
+            "1-d arrays, keys + 1 bounds for each, and an order of keys"
         )
     arrays = [array.contiguous() for array in arrays]
+    for index, array in enumerate(arrays):
+        check_bounds("permute_keys", bounds[index * step : (index + 1) * step], array.numel())
     out = [empty((size,), array.dtype) for array, size in zip(arrays, _sizes(len(arrays), bounds, order), strict=True)]
     described = [
         number

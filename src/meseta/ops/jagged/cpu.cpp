@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include "ops/checks.h"
@@ -56,20 +57,23 @@ void add_up(const Length* lengths, int64_t count, int64_t* offsets, int num_thre
   const int64_t threads = std::clamp<int64_t>(count / 16384, 1, std::max(num_threads, 1));
   std::vector<int64_t> starts(size_t(threads) + 1, 0);
   std::vector<int64_t> wrong(size_t(threads), -1);
+  // Below it no sum overflows.
+  const uint64_t limit = uint64_t(std::numeric_limits<int64_t>::max()) / uint64_t(std::max<int64_t>(count, 1));
   const auto first_of = [=](int64_t thread) { return count * thread / threads; };
   parallel(int(threads), [&](int thread) {
     int64_t sum = 0;
     bool good = true;
     const int64_t first = first_of(thread), last = first_of(thread + 1);
     for (int64_t i = first; i < last; ++i) {
-      good &= lengths[i] >= 0;
+      good &= uint64_t(int64_t(lengths[i])) <= limit;
       sum = int64_t(uint64_t(sum) + uint64_t(lengths[i]));
     }
     starts[size_t(thread) + 1] = sum;
-    if (!good) wrong[size_t(thread)] = std::find_if(lengths + first, lengths + last, [](Length l) { return l < 0; }) - lengths;
+    const auto beyond = [=](Length length) { return uint64_t(int64_t(length)) > limit; };
+    if (!good) wrong[size_t(thread)] = std::find_if(lengths + first, lengths + last, beyond) - lengths;
   });
   for (int64_t at : wrong)
-    if (at >= 0) refuse("lengths[", at, "] is ", lengths[at], "; lengths must not be negative");
+    if (at >= 0) refuse("lengths[", at, "] is ", lengths[at], "; ", count, " lengths must lie in 0..", limit);
   for (size_t t = 0; t < size_t(threads); ++t) starts[t + 1] = int64_t(uint64_t(starts[t + 1]) + uint64_t(starts[t]));
   offsets[0] = 0;
   parallel(int(threads), [&](int thread) {

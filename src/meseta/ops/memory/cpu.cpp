@@ -28,6 +28,7 @@ struct Block {
 class Pool {
  public:
   Block take(size_t bytes, bool keep) {
+    if (bytes > SIZE_MAX - kPage) throw std::bad_alloc();
     const size_t rounded = (bytes + kPage - 1) / kPage * kPage;
     if (keep) {
       const std::lock_guard<std::mutex> locked(mutex_);
@@ -40,10 +41,13 @@ class Pool {
         use(block.bytes);
         return block;
       }
-      use(rounded);
     }
     void* data = std::aligned_alloc(kPage, rounded);
     if (data == nullptr) throw std::bad_alloc();
+    if (keep) {
+      const std::lock_guard<std::mutex> locked(mutex_);
+      use(rounded);
+    }
 #if defined(__linux__)
     madvise(data, rounded, MADV_HUGEPAGE);
 #endif

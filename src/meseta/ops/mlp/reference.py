@@ -27,7 +27,7 @@ def mlp(
 
 def relu_backward(
     gradient: Float[Tensor, "B N"], output: Float[Tensor, "B N"] | None, transpose: bool
-) -> tuple[Float[Tensor, "N B"], Float[Tensor, " N"]]:
+) -> tuple[Float[Tensor, "_N _B"], Float[Tensor, " N"]]:
     """As meseta.ops.mlp.relu_backward, for any type."""
     if output is not None:
         gradient.masked_fill_(~(output > 0), 0)

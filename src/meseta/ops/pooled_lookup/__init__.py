@@ -12,6 +12,7 @@ from meseta.ops.core import core
 from meseta.ops.library import register
 from meseta.ops.memory import empty
 from meseta.ops.pooled_lookup import reference
+from meseta.ops.tables import check_bags, plain_ids
 from meseta.spec import MesetaError
 
 WEIGHTED, MEAN = 1, 2
@@ -39,6 +40,11 @@ def pooled_lookup(
     """
     if not tables:
         raise MesetaError("pooled_lookup: no table was given; give one table per feature")
+    if len(weighted) not in (0, len(tables)) or len(mean) not in (0, len(tables)):
+        raise MesetaError(
+            f"pooled_lookup: {len(weighted)} flags 'weighted' and {len(mean)} flags 'mean' for {len(tables)} tables; "
+            "give one for each, or none"
+        )
     flags = [0] * len(tables)
     for f, yes in enumerate(weighted):
         flags[f] |= WEIGHTED * (yes and weights is not None)
@@ -53,11 +59,11 @@ def _reference(tables: list[Tensor], ids: Tensor, offsets: Tensor, weights: Tens
 
 
 def _cpu(tables: list[Tensor], ids: Tensor, offsets: Tensor, weights: Tensor | None, flags: list[int]) -> Tensor:
+    if not tables or len(flags) != len(tables):
+        raise MesetaError(f"pooled_lookup: {len(flags)} flags for {len(tables)} tables; give one for each")
     dtype = tables[0].dtype
-    if dtype not in KINDS:
-        return _reference(tables, ids, offsets, weights, flags)
     if weights is not None:
-        weights = weights.to(torch.float32).contiguous()
+        weights = weights.to(torch.float32 if dtype in KINDS else dtype).contiguous()
     rows = []
     for f, table in enumerate(tables):
         if table.dtype != dtype or table.dim() != 2 or not table.is_contiguous():
@@ -66,7 +72,7 @@ def _cpu(tables: list[Tensor], ids: Tensor, offsets: Tensor, weights: Tensor | N
                 f"[rows, D] and {dtype} as the first; convert it"
             )
         rows += [table.data_ptr(), table.size(0), table.size(1), flags[f]]
-    offsets = offsets.to(torch.int64).contiguous()
+    offsets = plain_ids("pooled_lookup", offsets, "offsets").to(torch.int64)
     num_bags, rest = divmod(offsets.numel() - 1, len(tables))
     if rest or offsets.numel() == 0:
         raise MesetaError(
@@ -74,7 +80,10 @@ def _cpu(tables: list[Tensor], ids: Tensor, offsets: Tensor, weights: Tensor | N
         )
     if weights is not None and weights.numel() != ids.numel():
         raise MesetaError(f"pooled_lookup: {weights.numel()} weights for {ids.numel()} ids; give one per id")
-    ids = _plain_ids(ids)
+    ids = plain_ids("pooled_lookup", ids)
+    if dtype not in KINDS:
+        check_bags("pooled_lookup", tables, ids, offsets)
+        return _reference(tables, ids, offsets, weights, flags)
     width = sum(rows[2::4])
     out = empty((num_bags, width), torch.float32)
     try:
@@ -102,13 +111,6 @@ def _gpu(tables: list[Tensor], ids: Tensor, offsets: Tensor, weights: Tensor | N
     from meseta.ops.pooled_lookup import triton
 
     return triton.pooled_lookup(tables, ids, offsets, weights, flags)
-
-
-def _plain_ids(ids: Tensor) -> Tensor:
-    """Contiguous int32 or int64 on this device."""
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise MesetaError(f"pooled_lookup: ids are {ids.dtype}; give int32 or int64")
-    return ids.contiguous()
 
 
 def _fake(tables: list[Tensor], ids: Tensor, offsets: Tensor, weights: Tensor | None, flags: list[int]) -> Tensor:

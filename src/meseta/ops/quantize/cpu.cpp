@@ -182,7 +182,7 @@ void quantize_piece(const T* rows, const Job& job, int64_t first, int64_t last, 
     for (int64_t c = 0; c < job.dim; ++c) row[size_t(c)] = to_float(rows[r * job.dim + c]);
     uint8_t* to = out + r * row_bytes(job.format, job.dim);
     if (stochastic) {
-      random_words(uint64_t(job.origin[0]), uint64_t(job.origin[1] + r), uint64_t(job.origin[2]), job.dim, bits.data());
+      random_words(uint64_t(job.origin[0]), uint64_t(job.origin[1]) + uint64_t(r), uint64_t(job.origin[2]), job.dim, bits.data());
       quantize_row(row.data(), job, r, Stochastic{bits.data()}, to);
     } else {
       quantize_row(row.data(), job, r, Nearest{}, to);

@@ -24,7 +24,7 @@ void random_bits(uint64_t key, int64_t first_row, int64_t first_column, Cells ou
   meseta::parallel(int(threads), [=](int64_t thread) {
     const int64_t stop = num_rows * (thread + 1) / threads;
     for (int64_t r = num_rows * thread / threads; r < stop; ++r)
-      meseta::random_words(key, uint64_t(first_row + r), uint64_t(first_column), num_columns, cell + r * num_columns);
+      meseta::random_words(key, uint64_t(first_row) + uint64_t(r), uint64_t(first_column), num_columns, cell + r * num_columns);
   });
 }
 

@@ -13,7 +13,7 @@ from meseta.ops.core import core
 from meseta.ops.library import register
 from meseta.ops.memory import empty
 from meseta.ops.row_lookup import reference
-from meseta.ops.tables import KINDS, check_tables, plain_ids
+from meseta.ops.tables import KINDS, check_bags, check_bounds, check_tables, plain_ids
 from meseta.spec import MesetaError
 
 
@@ -35,11 +35,15 @@ def row_lookup(tables: Sequence[Tensor], ids: Int[Tensor, " nnz"], bounds: Seque
 
 
 def _cpu(tables: list[Tensor], ids: Tensor, bounds: list[int]) -> list[Tensor]:
-    if tables[0].dtype not in KINDS:
-        return reference.row_lookup(tables, ids, bounds)
     check_tables("row_lookup", tables)
     ids = plain_ids("row_lookup", ids)
-    sizes = [max(stop - start, 0) for start, stop in pairwise(bounds)]
+    check_bounds("row_lookup", bounds, ids.numel())
+    if len(bounds) != len(tables) + 1:
+        raise MesetaError(f"row_lookup: {len(bounds)} bounds for {len(tables)} tables; there must be F + 1 of them")
+    if tables[0].dtype not in KINDS:
+        check_bags("row_lookup", tables, ids, torch.tensor(bounds))
+        return reference.row_lookup(tables, ids, bounds)
+    sizes = [stop - start for start, stop in pairwise(bounds)]
     out = [empty((size, table.shape[1]), torch.float32) for size, table in zip(sizes, tables, strict=True)]
     described = [
         number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -164,6 +165,22 @@ class ApplyCall:
     stats: Tensor
     sums: Tensor | None
     step: int
+
+
+def check_program(operator: str, code: Tensor, uniforms: Tensor, num_tables: int, step: int) -> None:
+    """Raise MesetaError unless these are instructions [n, 5], uniforms [tables, any] and a step of 32 bits."""
+    if code.dtype != torch.int32 or code.dim() != 2 or code.shape[1] != 5 or not code.is_contiguous():
+        raise MesetaError(f"{operator}: code is {code.dtype} {list(code.shape)}; give contiguous int32 [n, 5]")
+    if uniforms.dim() != 2 or uniforms.shape[0] != num_tables:
+        raise MesetaError(f"{operator}: uniforms are {list(uniforms.shape)}; give [{num_tables}, n], a row per table")
+    if not 0 <= step < 1 << 32:
+        raise MesetaError(f"{operator}: step is {step}; it must be in 0..2**32-1")
+
+
+def check_origin(operator: str, origin: Sequence[int]) -> None:
+    """Raise MesetaError unless these are a first row, a first column and a key that an int64 holds."""
+    if len(origin) != 3 or origin[0] < 0 or origin[1] < 0:
+        raise MesetaError(f"{operator}: origin {list(origin)}; give a first row and column, not negative, and a key")
 
 
 def signed(key: int) -> int:

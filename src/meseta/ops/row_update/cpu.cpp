@@ -288,6 +288,7 @@ std::vector<Task> cut(const std::vector<Table>& tables, int num_threads) {
   std::vector<Task> tasks;
   for (const Table& t : tables) {
     if (t.num_ids == 0) continue;
+    if (t.target.num_rows == 0) throw std::invalid_argument("ids were given for a table without rows");
     const int64_t rows = t.target.num_rows, pieces = std::clamp<int64_t>(int64_t(cost(t) / piece + 0.5), 1, rows);
     for (int64_t p = 0; p < pieces; ++p) {
       const auto border = [&](int64_t q) { return rows / pieces * q + std::min(q, rows % pieces); };
@@ -332,6 +333,7 @@ std::vector<Table> read_tables(const std::vector<uint64_t>& fields, const std::v
     Table table{};
     table.target = {reinterpret_cast<void*>(x[0]), int64_t(x[1]), int64_t(x[2]), int64_t(x[3]), int64_t(x[4]),
                     x[5],                          {},            uniforms + t * num_uniforms};
+    if (table.target.dim < 1) throw std::invalid_argument("a table has no columns");
     for (size_t s = 0; s < num_states; ++s)
       table.target.state.push_back(reinterpret_cast<float*>(states.at(t * num_states + s)));
     tables.push_back(std::move(table));

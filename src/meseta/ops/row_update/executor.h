@@ -213,8 +213,10 @@ class Executor {
   template <typename F>
   void unary(const Instruction& x, int64_t n, F f) {
     if (x.dst >= kFirstRow) {
-      const float* a = row(x.a);
-      for (int64_t k = 0; k < n; k += kLanes) store(row(x.dst) + k, f(load(a + k)));
+      float* out = row(x.dst);
+      rowwise(x.a, [&](auto a) {
+        for (int64_t k = 0; k < n; k += kLanes) store(out + k, f(a(k)));
+      });
     } else {
       float* out = element(x.dst);
       const float* a = element(x.a);

@@ -40,7 +40,7 @@ inline void random_halves(uint64_t key, uint32_t step, const int64_t* rows, int6
     Philox16 generator;
     const int lanes = int(std::min<int64_t>(kLanes, count - at));
     for (int i = 0; i < kLanes; ++i) {
-      const uint64_t logical = uint64_t(first_row + rows[row]);
+      const uint64_t logical = uint64_t(first_row) + uint64_t(rows[row]);
       generator.words[0][i] = uint32_t(logical);
       generator.words[1][i] = uint32_t(logical >> 32);
       generator.words[2][i] = first_group + uint32_t(group);

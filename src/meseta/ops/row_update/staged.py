@@ -16,7 +16,7 @@ from meseta.ops.row_lowering import Code
 from meseta.ops.row_optimizer import Hyper, RowOptimizer
 from meseta.ops.row_program import Program, trace
 from meseta.ops.row_update import reference
-from meseta.ops.row_update.call import ApplyCall, TableRows, signed
+from meseta.ops.row_update.call import ApplyCall, TableRows, check_origin, check_program, signed
 from meseta.spec import COLUMN_BLOCK, MesetaError
 
 
@@ -72,22 +72,18 @@ def _apply(program: Program, code: Code, touched: TouchedRows, stats: Tensor, su
 
 def _cpu(*arguments: Any) -> None:
     call = ApplyCall(*arguments)
+    _check(call)
     if call.table.dtype not in KINDS:
-        reference.row_apply(call)
+        if call.rows.numel() and (call.rows[0] < 0 or call.rows[-1] >= len(call.table) or (call.rows.diff() < 1).any()):
+            raise MesetaError(f"row update: rows must ascend and lie in 0..{len(call.table) - 1}")
+        try:
+            reference.row_apply(call)
+        except (LookupError, TypeError) as error:
+            raise MesetaError(f"row update: the program does not run ({error}); make it with trace") from None
         return
     rows, gradient = call.rows.contiguous(), call.gradient.to(torch.float32).contiguous()
-    stats, uniforms = call.stats.to(torch.float32).contiguous(), call.uniforms.to(torch.float32)
+    stats, uniforms = call.stats.to(torch.float32).contiguous(), call.uniforms.to(torch.float32).contiguous()
     first_row, first_column, key = call.origin
-    width, count = call.table.size(1), rows.numel()
-    wanted: list[tuple[Tensor, tuple[int, ...]]] = [(gradient, (count, width)), (stats, (stats.size(0), count))]
-    wanted += [
-        (s, tuple(call.table.shape)[: 1 if r else 2]) for s, r in zip(call.states, call.state_is_row, strict=True)
-    ]
-    if call.sums is not None:
-        wanted.append((call.sums, (call.sums.size(0), count, -(-width // COLUMN_BLOCK))))
-    for tensor, shape in (*wanted, (call.table, tuple(call.table.shape))):
-        if tuple(tensor.shape) != shape or not tensor.is_contiguous():
-            raise MesetaError(f"row update: a tensor is {tuple(tensor.shape)}, not contiguous {tuple(shape)}")
     try:
         core().row_apply(
             [call.table.data_ptr(), *call.table.shape, first_row, first_column, key % (1 << 64)],
@@ -110,6 +106,31 @@ def _cpu(*arguments: Any) -> None:
         )
     except ValueError as error:
         raise MesetaError(f"row update: {error}") from None
+
+
+def _check(call: ApplyCall) -> None:
+    """Raise MesetaError unless all shapes, types and counts fit together."""
+    check_program("row update", call.code, call.uniforms[None], 1, call.step)
+    check_origin("row update", call.origin)
+    if not call.table.is_floating_point() or call.table.dim() != 2:
+        raise MesetaError(f"row update: the table is {call.table.dtype} {list(call.table.shape)}; give rows of floats")
+    if len(call.states) != len(call.state_is_row) or call.rows.dtype != torch.int64:
+        raise MesetaError(
+            f"row update: {len(call.states)} states of {len(call.state_is_row)}, and rows of {call.rows.dtype}; give "
+            "all states, and int64"
+        )
+    width, count = call.table.size(1), call.rows.numel()
+    exact = torch.float64 if call.table.dtype == torch.float64 else torch.float32
+    kept = [(s, tuple(call.table.shape)[: 1 if r else 2]) for s, r in zip(call.states, call.state_is_row, strict=True)]
+    if call.sums is not None:
+        kept.append((call.sums, (*call.sums.shape[:1], count, -(-width // COLUMN_BLOCK))))
+    read = [(call.gradient, (count, width)), (call.stats, (*call.stats.shape[:1], count))]
+    for tensor, shape in (*kept, *read, (call.table, tuple(call.table.shape))):
+        if tuple(tensor.shape) != shape:
+            raise MesetaError(f"row update: a tensor is {list(tensor.shape)}, and must be {list(shape)}")
+    for tensor in (call.table, *(tensor for tensor, _ in kept)):
+        if not tensor.is_contiguous() or (tensor is not call.table and tensor.dtype != exact):
+            raise MesetaError(f"row update: a state is {tensor.dtype}; what is written must be contiguous {exact}")
 
 
 def _fallback(*arguments: Any) -> None:

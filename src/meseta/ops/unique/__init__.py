@@ -43,13 +43,18 @@ def unique(ids: Int[Tensor, " nnz"], bounds: Sequence[int] | None = None) -> Uni
     Raises MesetaError for bounds that fall or do not cover the ids. The host waits for a GPU: sizes depend on ids.
     """
     bounds = [0, ids.numel()] if bounds is None else list(bounds)
+    _check_cover(ids, bounds)
+    return Unique(*_operator(ids, bounds))
+
+
+def _check_cover(ids: Tensor, bounds: list[int]) -> None:
     if not bounds or bounds[0] != 0 or bounds[-1] != ids.numel():
         raise MesetaError(f"unique: bounds {bounds} must start at 0 and end with {ids.numel()}, the number of ids")
-    return Unique(*_operator(ids, bounds))
 
 
 def _cpu(ids: Tensor, bounds: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ids = plain_ids("unique", ids)
+    _check_cover(ids, bounds)
     rows, inverse, counts = (empty((ids.numel(),), torch.int64) for _ in range(3))
     first = torch.empty(len(bounds), dtype=torch.int64)
     try:

@@ -10,7 +10,7 @@ from torch import Tensor
 from meseta.jagged.shapes import Float, Int
 from meseta.ops.core import core
 from meseta.ops.library import register
-from meseta.ops.tables import KINDS, check_tables, plain_ids
+from meseta.ops.tables import KINDS, check_bags, check_tables, plain_ids
 from meseta.ops.weight_gradient import reference
 from meseta.spec import MesetaError
 
@@ -52,10 +52,10 @@ def _reference(tables: list[Tensor], ids: Tensor, offsets: Tensor, gradient: Ten
 
 
 def _cpu(tables: list[Tensor], ids: Tensor, offsets: Tensor, gradient: Tensor, flags: list[int]) -> Tensor:
-    if tables[0].dtype not in KINDS:
-        return _reference(tables, ids, offsets, gradient, flags)
     check_tables("weight_gradient", tables)
-    ids, offsets = plain_ids("weight_gradient", ids), offsets.to(torch.int64).contiguous()
+    if len(flags) != len(tables):
+        raise MesetaError(f"weight_gradient: {len(flags)} flags for {len(tables)} tables; give one for each")
+    ids, offsets = plain_ids("weight_gradient", ids), plain_ids("weight_gradient", offsets, "offsets").to(torch.int64)
     num_bags, rest = divmod(offsets.numel() - 1, len(tables))
     width = sum(table.shape[1] for table in tables)
     if rest or offsets.numel() == 0 or list(gradient.shape) != [num_bags, width]:
@@ -63,6 +63,9 @@ def _cpu(tables: list[Tensor], ids: Tensor, offsets: Tensor, gradient: Tensor, f
             f"weight_gradient: {offsets.numel()} offsets and a gradient {list(gradient.shape)} for {len(tables)} "
             f"tables with {width} columns; there must be F * B + 1 offsets and a gradient [B, {width}]"
         )
+    if tables[0].dtype not in KINDS:
+        check_bags("weight_gradient", tables, ids, offsets)
+        return _reference(tables, ids, offsets, gradient, flags)
     gradient = gradient.to(torch.float32).contiguous()
     out = torch.zeros(ids.numel(), dtype=torch.float32)
     described = [n for t, flag in zip(tables, flags, strict=True) for n in (t.data_ptr(), t.shape[0], t.shape[1], flag)]
