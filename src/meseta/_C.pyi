@@ -44,6 +44,12 @@ def coalesce_float64(
 ) -> int:
     """As `coalesce_float32`."""
 
+def gather_limit(
+    tables: list[int], ids: NDArray[np.int64], bounds: list[int], level: int, distance: int, num_threads: int
+) -> tuple[int, float]:
+    """Sum modulo 2^32 of the words of all rows read, and the seconds it took; `tables` has (address, bytes of a row,
+    rows) of each table. ValueError for bounds or ids outside."""
+
 def radix_sort(entries: NDArray[np.uint64], first_bit: int, last_bit: int) -> None:
     """Sort by bits first_bit..last_bit-1 in place, keeping the order of equal ones (for tests of radix.h)."""
 
