@@ -1,9 +1,22 @@
 // Threads of the compiled core: OpenMP's, which torch shares, and no other use of OpenMP anywhere.
+//
+// MESETA_GOMP: with clang on Linux the threads are asked of GNU's runtime by the call that gcc makes of the pragma. What
+// clang makes of it needs LLVM's runtime, and two of them in a process, whose idle threads spin while the other ones
+// work, make a step take twice as long.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <exception>
+#include <mutex>
+
+#if defined(MESETA_GOMP)
+extern "C" {
+void GOMP_parallel(void (*function)(void*), void* data, unsigned num_threads, unsigned flags);
+int omp_get_thread_num(void);
+int omp_get_num_threads(void);
+}
+#endif
 
 namespace meseta {
 
@@ -15,15 +28,24 @@ void parallel(int num_threads, Body&& body) {
     return;
   }
   std::exception_ptr failed;
-#pragma omp parallel for num_threads(num_threads) schedule(static, 1)
-  for (int thread = 0; thread < num_threads; ++thread) {
+  std::mutex failing;
+  const auto guarded = [&](int thread) {
     try {
       body(thread);
     } catch (...) {
-#pragma omp critical(meseta_parallel)
+      const std::lock_guard<std::mutex> locked(failing);
       if (!failed) failed = std::current_exception();
     }
-  }
+  };
+#if defined(MESETA_GOMP)
+  auto share = [&] {  // the runtime may give fewer threads than it was asked for
+    for (int thread = omp_get_thread_num(); thread < num_threads; thread += omp_get_num_threads()) guarded(thread);
+  };
+  GOMP_parallel([](void* data) { (*static_cast<decltype(share)*>(data))(); }, &share, unsigned(num_threads), 0);
+#else
+#pragma omp parallel for num_threads(num_threads) schedule(static, 1)
+  for (int thread = 0; thread < num_threads; ++thread) guarded(thread);
+#endif
   if (failed) std::rethrow_exception(failed);
 }
 
