@@ -9,10 +9,10 @@ TEST_ARGS ?=
 SYNTH_ARGS := --rows 1800000 --files 9 --scale 0.01
 
 BIN := .venv/bin
-CORE := $(wildcard src/meseta/*.cpp src/meseta/*/*.hpp src/meseta/*/*/*.cpp src/meseta/*/*/*.hpp)
+CORE := $(wildcard src/meseta/*.cpp src/meseta/*/*.h src/meseta/*/*/*.cpp src/meseta/*/*/*.h)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test soak lint type docs bench clean
+.PHONY: train test soak sanitize lint type docs bench clean
 .DELETE_ON_ERROR:
 
 # The main job: raw log -> Parquet -> trained model. A finished run is shown again, an interrupted one goes on.
@@ -36,6 +36,11 @@ test: .venv/installed
 soak: .venv/installed
 	MESETA_SOAK=1 $(BIN)/python -m pytest -m "soak or not soak" --timeout 3600 $(TEST_ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/distributed/exactness.py docs/exactness.md
+	MESETA_SOAK=1 PYTHON=$(BIN)/python tools/sanitize.sh -m "soak or not soak" --timeout 3600
+
+# The core under AddressSanitizer and UndefinedBehaviorSanitizer; MESETA_ISA=baseline takes one instruction set of three.
+sanitize: .venv/installed
+	PYTHON=$(BIN)/python tools/sanitize.sh $(TEST_ARGS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .

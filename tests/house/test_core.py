@@ -1,0 +1,64 @@
+"""The compiled core stands alone: its modules name no symbol of torch and need none of its libraries."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from meseta.ops.core import MODULES
+
+FORBIDDEN = re.compile(r"torch|c10|_ZN?K?2at|aten_", re.IGNORECASE)  # c10:: and at:: as they are mangled
+SYSTEM = {"libgomp", "libomp", "libstdc++", "libc++", "libm", "libgcc_s", "libc", "libpthread", "ld-linux-x86-64"}
+
+
+def core_modules() -> list[Path]:
+    specs = [find_spec(name) for name in MODULES.values()]
+    return [Path(spec.origin) for spec in specs if spec is not None and spec.origin is not None]
+
+
+def output(*command: str) -> str:
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads ELF files with the tools of Linux")
+
+
+def test_modules_are_there() -> None:
+    assert core_modules()
+
+
+@pytest.mark.parametrize("module", core_modules(), ids=lambda path: path.name.partition(".")[0])
+def test_no_symbol_of_torch_is_linked(module: Path) -> None:
+    undefined = [line.split()[-1] for line in output("nm", "-D", "--undefined-only", str(module)).splitlines()]
+    assert any(name.startswith("Py") for name in undefined)  # so they were read
+    assert [name for name in undefined if FORBIDDEN.search(name)] == []
+
+
+@pytest.mark.parametrize("module", core_modules(), ids=lambda path: path.name.partition(".")[0])
+def test_only_libraries_of_the_system_are_needed(module: Path) -> None:
+    dynamic = output("objdump", "-p", str(module))
+    needed = re.findall(r"NEEDED\s+(\S+?)\.so", dynamic)
+    assert needed and set(needed) <= SYSTEM, needed
+    assert re.findall(r"R(?:UN)?PATH\s+(\S+)", dynamic) == []
+
+
+def test_the_baseline_loads_without_torch() -> None:
+    [module] = [path for path in core_modules() if path.name.startswith("_C.")]
+    # Alone, by its path: an import of the package would bring torch.
+    code = (
+        "import importlib.util, sys\n"
+        f"spec = importlib.util.spec_from_file_location('_C', {str(module)!r})\n"
+        "core = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(core)\n"
+        "assert core.pooled_lookup and 'torch' not in sys.modules\n"
+        "assert 'libtorch' not in open('/proc/self/maps').read()\n"
+    )
+    subprocess.run([sys.executable, "-I", "-c", code], check=True)

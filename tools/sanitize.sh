@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Builds the compiled core with AddressSanitizer and UndefinedBehaviorSanitizer, in build/sanitize, and runs the
+# operators' tests on it, once per instruction set. The installed core stays as it is.
+#   PYTHON=.venv/bin/python        an interpreter that has the project, its tests and its build tools
+#   MESETA_ISA=baseline            one instruction set alone; by default all that this processor runs
+#   tools/sanitize.sh -k fuzz      arguments go on to pytest
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=$(command -v "${PYTHON:-.venv/bin/python}")
+case $PYTHON in /*) ;; *) PYTHON=$PWD/$PYTHON ;; esac
+PATH=$(dirname "$PYTHON"):$PATH
+build=$PWD/build/sanitize
+
+best=$("$PYTHON" -c 'from meseta.ops.core import instruction_set as best; print(best())')
+all="baseline avx2 avx512"
+sets=${MESETA_ISA:-${all%%"$best"*}$best}
+unset MESETA_ISA
+declare -A module=([baseline]=_C [avx2]=_C_avx2 [avx512]=_C_avx512)
+
+rm -f "$build"/_C*.so
+cmake -G Ninja -S . -B "$build" -DMESETA_SANITIZE=ON -DCMAKE_CXX_COMPILER=g++ -DPython_EXECUTABLE="$PYTHON" \
+    -Dnanobind_DIR="$("$PYTHON" -m nanobind --cmake_dir)" >/dev/null
+for isa in $sets; do cmake --build "$build" --target "${module[$isa]}"; done
+
+# The interpreter is not instrumented, so the sanitizer's runtime has to come first; with libstdc++, or it misses the
+# function that throws. Memory that Python and torch never free is not the core's.
+preload="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)"
+export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
+export MESETA_CORE_DIR=$build PYTHONPATH=$PWD/tools OMP_NUM_THREADS=2
+for isa in $sets; do
+    echo "sanitize: $isa"
+    # GPU kernels never reach the core.
+    MESETA_ISA=$isa LD_PRELOAD=$preload "$PYTHON" -m pytest -p sanitized_core --ignore-glob='*/test_triton_*' \
+        tests/ops tests/data/test_hash_categories.py tests/measure/test_gather_limit.py "$@"
+done
