@@ -48,10 +48,17 @@ def test_table_wise_goes_to_the_given_or_the_lightest_rank() -> None:
             {"tables": {"user": {"sharding": "table_wise", "ranks": ranks}, "*": "table_wise"}}, TABLES, 3
         )
         assert [plan[t].shards[0].ranks for t in ("user", "item")] == [(2,), (0,)]
-    # 10 float32 rows weigh less than 6 float64 rows of the same width.
+
+
+@pytest.mark.parametrize(
+    ("rows", "wide", "narrow"),
+    [(6, "float64", "float32"), (6, "float32", "float16"), (6, "float32", "bfloat16"), (3, "float64", "bfloat16")],
+)
+def test_the_lightest_rank_is_found_by_the_bytes_of_rows(rows: int, wide: str, narrow: str) -> None:
+    # 10 narrow rows weigh less than `rows` wide ones.
     tables = [
         dataclasses.replace(ITEM, name=n, num_embeddings=r, dtype=d)
-        for n, r, d in (("a", 6, "float64"), ("b", 10, "float32"), ("c", 1, "float32"))
+        for n, r, d in (("a", rows, wide), ("b", 10, narrow), ("c", 1, narrow))
     ]
     plan = Plan.from_dict({"tables": {"*": "table_wise"}}, tables, 2)
     assert [plan[t].shards[0].ranks for t in "abc"] == [(0,), (1,), (1,)]

@@ -19,6 +19,7 @@ _FORMAT = "meseta.plan/1"
 _PLAN_KEYS = ("format", "num_ranks", "tables")
 _TABLE_KEYS = ("sharding", "ranks", "shards", "cost")
 _SHARD_KEYS = ("rows", "columns", "ranks", "tier")
+_VALUE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class ShardingType(enum.StrEnum):
@@ -252,7 +253,7 @@ def _read_table(table: TableSpec, entry: Mapping[Any, Any], num_ranks: int, held
     for shard in placed.shards:
         for rank in shard.ranks:
             if 0 <= rank < num_ranks:
-                held_bytes[rank] += shard.num_rows * shard.num_columns * (8 if table.dtype == "float64" else 4)
+                held_bytes[rank] += shard.num_rows * shard.num_columns * _VALUE_BYTES[table.dtype]
     cost = entry.get("cost", 0.0)
     if isinstance(cost, bool) or not isinstance(cost, int | float) or not 0.0 <= cost < float("inf"):
         raise MesetaError(f"{where}: cost must be a finite number of bytes and not negative, got {cost!r}")
