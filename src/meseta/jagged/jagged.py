@@ -18,7 +18,9 @@ from meseta.spec import MesetaError, nearest
 
 
 def _offsets(lengths: Tensor) -> Tensor:
-    return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0, dtype=torch.int64)])
+    offsets = lengths.new_zeros(lengths.numel() + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, dtype=torch.int64, out=offsets[1:])
+    return offsets
 
 
 def _runs(order: Sequence[int]) -> list[tuple[int, int]]:
