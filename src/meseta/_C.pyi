@@ -1,5 +1,7 @@
 """Types of the compiled core."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -108,3 +110,110 @@ def quantize_rows(
 
 def dequantize_rows(codes: int, shape: list[int], format: int, rows: int, num_threads: int) -> None:
     """Write the floats of rows."""
+
+def uniform_rows(
+    key: int,
+    first_row: int,
+    first_column: int,
+    scale: float,
+    out: NDArray[np.float32] | NDArray[np.float64],
+    num_threads: int,
+) -> None:
+    """Fill out [rows, columns] with scale * (2 u - 1), u the 24 high bits of the cell's word of `random_bits`."""
+
+def pooled_lookup(
+    tables: list[int],
+    kind: int,
+    ids: int,
+    num_ids: int,
+    wide_ids: bool,
+    offsets: int,
+    num_bags: int,
+    weights: int,
+    out: int,
+    out_stride: int,
+    num_threads: int,
+) -> None:
+    """Write the bags of each feature side by side; `tables` has (address, rows, columns, flags) of each, and num_bags
+    counts those of one feature."""
+
+def row_update(
+    tables: list[int],
+    states: list[int],
+    kind: int,
+    state_is_row: list[bool],
+    code: int,
+    num_instructions: int,
+    uniforms: int,
+    num_uniforms: int,
+    features: list[int],
+    ids: int,
+    num_ids: int,
+    wide_ids: bool,
+    offsets: int,
+    num_offsets: int,
+    num_bags: int,
+    weights: int,
+    step: int,
+    num_threads: int,
+) -> None:
+    """Step the rows that the batch touched; see read_tables and add_features in row_update/cpu.cpp for the lists."""
+
+def row_apply(
+    tables: list[int],
+    states: list[int],
+    kind: int,
+    state_is_row: list[bool],
+    code: int,
+    num_instructions: int,
+    uniforms: int,
+    num_uniforms: int,
+    num_stats: int,
+    num_sums: int,
+    rows: int,
+    gradient: int,
+    num_rows: int,
+    stats: int,
+    summands: int,
+    step: int,
+    num_threads: int,
+) -> None:
+    """Step the given rows of one table, or write the block sums of a stage where `summands` is not 0."""
+
+def dot_interaction(
+    num_samples: int, num_features: int, dim: int, bfloat: bool, x: int, pooled: int, out: int, num_threads: int
+) -> None:
+    """Write x and the products of pairs; `bfloat`: x and out are bfloat16, here and below."""
+
+def dot_interaction_backward(
+    num_samples: int,
+    num_features: int,
+    dim: int,
+    bfloat: bool,
+    gradient: int,
+    x: int,
+    pooled: int,
+    x_gradient: int,
+    pooled_gradient: int,
+    num_threads: int,
+) -> None:
+    """Write the gradients of x and of pooled."""
+
+def relu_backward(
+    num_samples: int,
+    width: int,
+    bfloat: bool,
+    gradient: int,
+    output: int,
+    masked: int,
+    transposed: int,
+    bias_gradient: int,
+    num_threads: int,
+) -> None:
+    """Write the gradient before the ReLU, its transpose and its sum over samples; 0 for what is not wanted."""
+
+def allocate(bytes: int, keep: bool) -> Any:
+    """A block on 2 MB pages, for torch.from_dlpack; `keep`: a freed one serves the next request."""
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep what is freed."""

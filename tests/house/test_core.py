@@ -1,7 +1,8 @@
-"""The compiled core stands alone: its modules name no symbol of torch and need none of its libraries."""
+"""The compiled core stands alone: it names no symbol of torch and needs none of its libraries. Its stub is complete."""
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from meseta.ops.core import MODULES
+import meseta
+from meseta.ops.core import MODULES, core
 
 FORBIDDEN = re.compile(r"torch|c10|_ZN?K?2at|aten_", re.IGNORECASE)  # c10:: and at:: as they are mangled
 SYSTEM = {"libgomp", "libomp", "libstdc++", "libc++", "libm", "libgcc_s", "libc", "libpthread", "ld-linux-x86-64"}
@@ -62,3 +64,16 @@ def test_the_baseline_loads_without_torch() -> None:
         "assert 'libtorch' not in open('/proc/self/maps').read()\n"
     )
     subprocess.run([sys.executable, "-I", "-c", code], check=True)
+
+
+def test_the_stub_names_every_function_and_its_parameters() -> None:
+    stub = ast.parse((Path(meseta.__file__).parent / "_C.pyi").read_text())
+    declared = {f.name: [a.arg for a in f.args.args] for f in stub.body if isinstance(f, ast.FunctionDef)}
+    bound = {name: parameters(name) for name in dir(core()) if not name.startswith("__")}
+    assert declared == bound
+
+
+def parameters(function: str) -> list[str]:
+    """Those of the last overload, which all have the same names, as nanobind writes them."""
+    *_, (signature, _, _) = getattr(core(), function).__nb_signature__
+    return re.findall(r"[(,] ?(\w+):", signature)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from meseta.ops.random_rows import CHUNK_CELLS, initial_rows, random_bits, reference, table_key
 from meseta.spec import InitSpec, TableSpec
+from threads import threads
 
 # Counter, key and result of Philox4x32-10 in the known-answer file of Random123 (Salmon et al., SC 2011).
 KNOWN_ANSWERS = [
@@ -77,6 +78,29 @@ def test_a_shard_is_cut_from_the_whole(data: st.DataObject, kind: str, dtype: st
     piece = cut(table, (r0, r1), (c0, c1))
     assert piece.shape == (r1 - r0, c1 - c0) and piece.dtype == getattr(torch, dtype)
     assert torch.equal(piece, whole[r0:r1, c0:c1])
+
+
+@given(
+    rectangle=rectangles(),
+    dtype=st.sampled_from(["float32", "float64", "float16", "bfloat16"]),
+    scale=st.floats(1e-6, 100),
+)
+def test_compiled_uniform_rows_equal_reference(
+    rectangle: tuple[tuple[int, int], tuple[int, int]], dtype: str, scale: float
+) -> None:
+    rows, columns = rectangle
+    got = cut(spec("uniform", rows[1], columns[1], dtype, scale), rows, columns)
+    bits = reference.random_bits(table_key(3, "t"), rows, columns, "cpu")
+    expected = torch.empty(bits.shape, dtype=getattr(torch, dtype)).copy_(reference.uniform(bits, scale))
+    assert torch.equal(got, expected)
+
+
+def test_rows_are_spread_over_threads() -> None:
+    table = spec("uniform", 3000, 13)
+    whole = cut(table, (0, 3000), (0, 13))
+    for count in (2, 3):
+        with threads(count):
+            assert torch.equal(cut(table, (0, 3000), (0, 13)), whole)
 
 
 def test_chunks_leave_no_seam() -> None:

@@ -14,7 +14,7 @@ from meseta.ops.memory import empty
 from meseta.ops.random_rows import reference
 from meseta.spec import TableSpec
 
-CHUNK_CELLS = 1 << 20
+CHUNK_CELLS = 1 << 18
 """Cells filled at a time: bounds the memory beside the table."""
 
 
@@ -44,23 +44,32 @@ def initial_rows(
     """Rows `rows[0] <= r < rows[1]` and columns likewise of a new table.
 
     Uniform cells are scale * (2 u - 1) with 24 random bits in u; normal cells use the Box-Muller transform of the pair
-    of words that the cell belongs to. Computed in float64, rounded once.
+    of words that the cell belongs to. Computed in float64 and rounded to the nearest, for 16 bits by way of float32.
     """
     scale = 1 / math.sqrt(spec.num_embeddings) if spec.init.scale is None else spec.init.scale
     shape = rows[1] - rows[0], columns[1] - columns[0]
     weight = empty(shape, getattr(torch, spec.dtype), device, keep=False)
     if spec.init.kind == "constant":
         return weight.fill_(scale)
-    key = table_key(seed, spec.name)
-    # Whole pairs of columns, so that Box-Muller finds both of its words.
-    first, last = columns[0] // 2 * 2, -(-columns[1] // 2) * 2
-    step = max(1, CHUNK_CELLS // (last - first))
+    key, step = table_key(seed, spec.name), max(1, CHUNK_CELLS // shape[1])
     for start in range(rows[0], rows[1], step):
         stop = min(start + step, rows[1])
-        bits = random_bits(key, (start, stop), (first, last), device)
-        if spec.init.kind == "uniform":
-            cells = (bits >> 8).double().mul_(2.0**-23).sub_(1.0).mul_(scale)
+        chunk = weight[start - rows[0] : stop - rows[0]]
+        if spec.init.kind == "normal":
+            chunk.copy_(_normal_cells(key, (start, stop), columns, device).mul_(scale))
+        elif weight.device.type != "cpu":
+            chunk.copy_(reference.uniform(random_bits(key, (start, stop), columns, device), scale))
         else:
-            cells = reference.box_muller(bits).mul_(scale)
-        weight[start - rows[0] : stop - rows[0]] = cells[:, columns[0] - first : columns[1] - first]
+            exact = chunk.dtype in (torch.float32, torch.float64)
+            cells = chunk if exact else torch.empty(chunk.shape, dtype=torch.float32)
+            core().uniform_rows(key, start, columns[0], scale, cells.numpy(), torch.get_num_threads())
+            if not exact:
+                chunk.copy_(cells)
     return weight
+
+
+def _normal_cells(key: int, rows: tuple[int, int], columns: tuple[int, int], device: torch.device | str) -> Tensor:
+    """Standard normal float64 [rows, columns], made of whole pairs of columns, so that both words of each are there."""
+    first, last = columns[0] // 2 * 2, -(-columns[1] // 2) * 2
+    cells = reference.box_muller(random_bits(key, rows, (first, last), device))
+    return cells[:, columns[0] - first : columns[1] - first]

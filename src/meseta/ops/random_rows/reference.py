@@ -38,6 +38,11 @@ def random_bits(key: int, rows: tuple[int, int], columns: tuple[int, int], devic
     return bits[:, columns[0] - first : columns[1] - first].contiguous()
 
 
+def uniform(bits: Tensor, scale: float) -> Tensor:
+    """[rows, columns] words -> float64 in [-scale, scale), by the 24 high bits of each word."""
+    return (bits >> 8).double().mul_(2.0**-23).sub_(1.0).mul_(scale)
+
+
 def box_muller(bits: Tensor) -> Tensor:
     """[rows, 2n] words -> [rows, 2n] standard normal float64: the cosine and the sine of each pair of words."""
     first, second = bits[:, 0::2].double(), bits[:, 1::2].double()
