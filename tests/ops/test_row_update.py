@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,16 +14,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from meseta.ops.row_lowering import UNUSED, Code
 from meseta.ops.row_optimizer import RowOptimizer
+from meseta.ops.row_program import trace
+from meseta.ops.row_symbols import Op
 from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, reference, row_update
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, OptimizerSpec
+from source_tree import ROOT
 
 OPTIMIZERS = {
-    "sgd": OptimizerSpec(name="sgd", lr=0.1),
-    "adagrad": OptimizerSpec(name="adagrad", lr=0.1),
-    "rowwise_adagrad": OptimizerSpec(name="rowwise_adagrad", lr=0.1),
-    "adam": OptimizerSpec(name="adam", lr=0.1),
+    name: OptimizerSpec(name=name, lr=0.1)
+    for name in ("sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam", "lamb", "rowwise_lamb", "lars", "ftrl")
+}
+OPTIMIZERS |= {
+    "rmsprop": OptimizerSpec(name="rmsprop", lr=0.1),
+    "momentum": OptimizerSpec(name="sgd", lr=0.1, momentum=0.9),
+    "adamw": OptimizerSpec(name="adamw", lr=0.1, weight_decay=0.1),
+    "decay": OptimizerSpec(name="rowwise_adagrad", lr=0.1, weight_decay=0.1),
+    "clipped": OptimizerSpec(name="rowwise_adam", lr=0.1, weight_decay=0.1, clip_norm=0.5),
 }
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -118,6 +129,27 @@ def test_the_core_has_the_bits_of_the_reference(
 ) -> None:
     problem = make_problem(seed, optimizer, dtype, dims=(16, 1, 40, 128, 150))
     assert same(problem.run(), by_reference(problem, monkeypatch))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_programs_that_were_compiled_have_the_bits_of_those_that_are_interpreted(
+    optimizer: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = make_problem(2, optimizer, dtype, dims=(16, 7, 64, 2064))
+    compiled, code = problem.run(), trace(problem.optimizer).whole
+    # One more load, of a value that nobody reads: a program that the core does not know.
+    load = torch.tensor([[Op.LOAD_WEIGHT, code.num_element_registers, UNUSED, UNUSED, UNUSED]], dtype=torch.int32)
+    longer = replace(trace(problem.optimizer), whole=Code(torch.cat([load, code.instructions]), 0, 0))
+    monkeypatch.setattr("meseta.ops.row_update.call.trace", lambda _: longer)
+    assert same(problem.run(), compiled)
+
+
+def test_the_compiled_programs_are_those_of_the_optimizers() -> None:
+    """`python tools/fused_programs.py > src/meseta/ops/row_update/programs.h` mends it."""
+    run = [sys.executable, str(ROOT / "tools" / "fused_programs.py")]
+    made = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    assert made == (ROOT / "src/meseta/ops/row_update/programs.h").read_text()
 
 
 @given(

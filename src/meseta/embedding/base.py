@@ -64,6 +64,13 @@ class Collection(nn.Module):
         self.pooled_features = tuple(f for f in self.features if f.pooling != "none")
         self.row_features = tuple(f for f in self.features if f.pooling == "none")
         self._table = {table.name: table for table in self.tables}
+        # Asked for in every step.
+        self._names = tuple(f.name for f in self.features)
+        self._weighted_names = tuple(f.name for f in self.features if f.weighted)
+        self._num_rows = [self._table[f.table].num_embeddings for f in self.features]
+        self._policies = [f.id_policy for f in self.features]
+        self._pooled_names = tuple(f.name for f in self.pooled_features)
+        self._pooled_dims = tuple(self._table[f.table].embedding_dim for f in self.pooled_features)
         # An input that requires grad makes autograd call `update`; it is not a parameter and holds nothing.
         self._anchor = torch.zeros(0, requires_grad=True)
 
@@ -77,15 +84,13 @@ class Collection(nn.Module):
 
     def check_ids(self, kjt: KeyedJaggedTensor) -> CheckedIds:
         """Select this collection's features, check weights, and apply the id policies."""
-        kjt = kjt.select([feature.name for feature in self.features])
-        for feature in self.features:
-            if feature.weighted and kjt.weights is None:
-                raise MesetaError(
-                    f"feature {feature.name!r} is weighted, but the batch has no weights; "
-                    "give KeyedJaggedTensor(weights=...), or set weighted=False"
-                )
-        rows = [self._table[feature.table].num_embeddings for feature in self.features]
-        checked = apply_id_policy(kjt, rows, [feature.id_policy for feature in self.features])
+        kjt = kjt.select(self._names)
+        if kjt.weights is None and self._weighted_names:
+            raise MesetaError(
+                f"feature {self._weighted_names[0]!r} is weighted, but the batch has no weights; "
+                "give KeyedJaggedTensor(weights=...), or set weighted=False"
+            )
+        checked = apply_id_policy(kjt, self._num_rows, self._policies)
         self.num_outside = checked.num_outside if self.num_outside is None else self.num_outside + checked.num_outside
         return checked
 
@@ -100,8 +105,7 @@ class Collection(nn.Module):
 
     def embeddings(self, ids: KeyedJaggedTensor, pooled: Tensor, rows: Sequence[Tensor]) -> Embeddings:
         """Names for the outputs: pooled [B, sum of D] and the rows of each unpooled feature [nnz_f, D]."""
-        dims = tuple(self._table[f.table].embedding_dim for f in self.pooled_features)
-        keyed = KeyedTensor(keys=tuple(f.name for f in self.pooled_features), dims=dims, values=pooled)
+        keyed = KeyedTensor(keys=self._pooled_names, dims=self._pooled_dims, values=pooled)
         jagged = {
             f.name: JaggedTensor(values=values, lengths=ids[f.name].lengths)
             for f, values in zip(self.row_features, rows, strict=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 from meseta.embedding.base import Collection, UpdateInBackward
 from meseta.embedding.update import FusedShards, group_shards
 from meseta.jagged import Embeddings, KeyedJaggedTensor
-from meseta.ops.id_policy import CheckedIds
-from meseta.ops.pooled_lookup import pooled_lookup
+from meseta.ops.id_policy import NO_ERROR, CheckedIds
+from meseta.ops.pooled_lookup import LookupGroup, lookup_group
 from meseta.ops.row_lookup import row_lookup
 from meseta.ops.row_update import Bags, FeatureGradient, row_update
 from meseta.ops.weight_gradient import weight_gradient
@@ -89,40 +89,49 @@ class EmbeddingBagCollection(Collection):
 
     def exchange(self, x: CheckedIds) -> CheckedIds:
         """Nothing travels in one process; refused ids raise here."""
-        feature, sample, row = x.first_error.tolist()
-        if feature >= 0:
-            raise self.refuse(feature, sample, row)
+        if x.first_error is not NO_ERROR:
+            feature, sample, row = x.first_error.tolist()
+            if feature >= 0:
+                raise self.refuse(feature, sample, row)
         return x
 
     def finish(self, x: CheckedIds) -> Embeddings:
         """Look up and pool."""
         ids = x.kjt
-        weight = {shard.spec.name: shard.weight for shard in self.shards}
         pooled, *rows = UpdateInBackward.apply(
             self._anchor,
             ids.weights,
-            lambda: self._lookup(ids, weight),
+            lambda: self._lookup(ids),
             lambda *gradients: self._update(ids, gradients),
         )
         return self.embeddings(ids, pooled, rows)
 
-    def _lookup(self, ids: KeyedJaggedTensor, weight: dict[str, Tensor]) -> list[Tensor]:
+    @cached_property
+    def _pooled_tables(self) -> LookupGroup:
+        """Of the pooled features."""
+        return LookupGroup(
+            tuple(self._weight[f.table] for f in self.pooled_features),
+            tuple(f.weighted for f in self.pooled_features),
+            tuple(f.pooling == "mean" for f in self.pooled_features),
+        )
+
+    @cached_property
+    def _weight(self) -> dict[str, Tensor]:
+        """Rows of each table."""
+        return {shard.spec.name: shard.weight for shard in self.shards}
+
+    def _lookup(self, ids: KeyedJaggedTensor) -> list[Tensor]:
         """[pooled [B, sum of D], rows of each unpooled feature ...]."""
-        pooled = torch.empty(ids.batch_size, 0, dtype=self.dtype, device=ids.values.device)
+        batch_size = ids.batch_size  # raises where features differ in it
         if self.pooled_features:
-            bags = ids.select([f.name for f in self.pooled_features]) if self.row_features else ids
-            pooled = pooled_lookup(
-                [weight[f.table] for f in self.pooled_features],
-                bags.values,
-                bags.offsets,
-                bags.weights,
-                [f.weighted for f in self.pooled_features],
-                [f.pooling == "mean" for f in self.pooled_features],
-            )
+            bags = ids.select(self._pooled_names)
+            pooled = lookup_group(self._pooled_tables, bags.values, bags.offsets, bags.weights)
+        else:
+            pooled = torch.empty(batch_size, 0, dtype=self.dtype, device=ids.values.device)
         if not self.row_features:
             return [pooled]
         single = ids.select([f.name for f in self.row_features])
-        tables = [weight[f.table] for f in self.row_features]
+        tables = [self._weight[f.table] for f in self.row_features]
         return [pooled, *row_lookup(tables, single.values, single.key_offsets)]
 
     @cached_property
@@ -146,7 +155,7 @@ class EmbeddingBagCollection(Collection):
         of_weights = (
             self._weight_gradient(ids, pooled) if ids.weights is not None and ids.weights.requires_grad else None
         )
-        if any(f.pooling == "mean" for f in self.pooled_features):
+        if any(self._pooled_tables.mean if self.pooled_features else ()):
             pooled = self.divide_means(pooled.clone(), ids.lengths.view(len(self.features), -1))
         bags = Bags(ids.values, ids.offsets, ids.batch_size, ids.weights)
         for fused in self._fused:
@@ -157,19 +166,10 @@ class EmbeddingBagCollection(Collection):
     def _weight_gradient(self, ids: KeyedJaggedTensor, pooled: Tensor) -> Tensor:
         """[nnz] in the order of `ids`, by the rows as they were looked up."""
         assert ids.weights is not None
-        weight = {shard.spec.name: shard.weight for shard in self.shards}
-        names = [f.name for f in self.pooled_features]
-        bags = ids.select(names) if self.row_features else ids
-        own = weight_gradient(
-            [weight[f.table] for f in self.pooled_features],
-            bags.values,
-            bags.offsets,
-            pooled,
-            [f.weighted for f in self.pooled_features],
-            [f.pooling == "mean" for f in self.pooled_features],
-        )
+        bags, tables = ids.select(self._pooled_names), self._pooled_tables
+        own = weight_gradient(tables.tables, bags.values, bags.offsets, pooled, tables.weighted, tables.mean)
         whole = torch.zeros_like(ids.weights)
-        for f, part in zip(names, own.split([b - a for a, b in pairwise(bags.key_offsets)]), strict=True):
+        for f, part in zip(self._pooled_names, own.split([b - a for a, b in pairwise(bags.key_offsets)]), strict=True):
             start = ids.key_offsets[ids.keys.index(f)]
             whole[start : start + part.numel()] = part
         return whole

@@ -6,9 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 LIBRARY = torch.library.Library("meseta", "FRAGMENT")
 """All operators of this package, as torch.ops.meseta.NAME."""
+
+
+def takes_shortcut(tensor: Tensor) -> bool:
+    """Whether a call may go to the compiled core at once: it is run, on a CPU, and nobody traces it.
+
+    An operator's way through torch costs as much as a small batch when it takes a hundred tables along.
+    """
+    return type(tensor) is Tensor and tensor.is_cpu and not torch.compiler.is_compiling()
 
 
 def register(

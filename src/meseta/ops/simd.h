@@ -111,6 +111,30 @@ inline float sum_lanes(Vec a) {
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
+// The sums of the lanes of sixteen vectors that lie one after the other: the additions of sum_lanes, several at once.
+inline Vec sum_lanes16(const float* p) {
+  const auto at = [p](int i) { return _mm512_loadu_ps(p + 16 * i); };
+  __m512 eights[8], fours[4], twos[2];
+  for (int i = 0; i < 8; ++i) {  // of vectors i and i + 8, eight lanes each
+    const __m512 a = at(i), b = at(i + 8);
+    eights[i] = _mm512_add_ps(_mm512_maskz_shuffle_f32x4(kAll, a, b, 0x44), _mm512_maskz_shuffle_f32x4(kAll, a, b, 0xEE));
+  }
+  for (int i = 0; i < 4; ++i) {  // i, i + 8, i + 4, i + 12
+    const __m512 a = eights[i], b = eights[i + 4];
+    fours[i] = _mm512_add_ps(_mm512_maskz_shuffle_f32x4(kAll, a, b, 0x88), _mm512_maskz_shuffle_f32x4(kAll, a, b, 0xDD));
+  }
+  for (int i = 0; i < 2; ++i) {  // two lanes of i, two of i + 2, and so on
+    const __m512 a = fours[i], b = fours[i + 2];
+    const __m512d low = _mm512_maskz_unpacklo_pd(0xFF, _mm512_castps_pd(a), _mm512_castps_pd(b));
+    const __m512d high = _mm512_maskz_unpackhi_pd(0xFF, _mm512_castps_pd(a), _mm512_castps_pd(b));
+    twos[i] = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+  }
+  const __m512 even = _mm512_maskz_shuffle_ps(kAll, twos[0], twos[1], 0x88);
+  const __m512 odd = _mm512_maskz_shuffle_ps(kAll, twos[0], twos[1], 0xDD);
+  // Lanes are now the vectors 0 2 1 3, 8 10 9 11, 4 6 5 7, 12 14 13 15.
+  const __m512i order = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
+  return {_mm512_maskz_permutexvar_ps(kAll, order, _mm512_add_ps(even, odd))};
+}
 
 #elif defined(__AVX2__)
 
@@ -236,6 +260,14 @@ inline float sum_lanes(Vec a) {
   return a.x[0];
 }
 
+#endif
+
+#if !defined(__AVX512F__)
+inline Vec sum_lanes16(const float* p) {
+  float sums[kLanes];
+  for (int i = 0; i < kLanes; ++i) sums[i] = sum_lanes(load(p + kLanes * i));
+  return load(sums);
+}
 #endif
 
 inline Vec sign(Vec a) { return greater(a, zero()) - greater(zero(), a); }

@@ -31,6 +31,8 @@ class CheckedIds:
     Such ids read row 0 until the error is raised, at the latest before any row is written."""
 
 
+NO_ERROR = torch.tensor([-1, 0, 0])
+"""`first_error` of a batch on a CPU in which no id was outside."""
 POLICIES: tuple[IdPolicy, ...] = ("error", "drop", "clamp", "hash")
 """In the order of the core's numbers for them."""
 
@@ -52,7 +54,7 @@ def apply_id_policy(kjt: KeyedJaggedTensor, num_rows: Sequence[int], policies: S
     on_cpu = kjt.values.device.type == "cpu"
     num_outside = _count(kjt.values, kjt.key_offsets, list(num_rows))
     if on_cpu and not num_outside.any():
-        return CheckedIds(kjt=kjt, num_outside=num_outside, first_error=torch.tensor([-1, 0, 0]))
+        return CheckedIds(kjt=kjt, num_outside=num_outside, first_error=NO_ERROR)
     first_bags = list(accumulate(kjt.batch_sizes, initial=0))
     numbers = [POLICIES.index(policy) for policy in policies]
     ids, lengths, kept, first_error = _fix(kjt.values, kjt.lengths, first_bags, list(num_rows), numbers)

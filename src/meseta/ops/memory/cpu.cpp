@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <map>
@@ -35,7 +36,7 @@ class Pool {
       // The smallest that is not wasteful: half as much again at most.
       const auto found = free_.lower_bound(rounded);
       if (found != free_.end() && found->first <= rounded + rounded / 2) {
-        const Block block{found->second, found->first, true};
+        const Block block{found->second.data, found->first, true};
         kept_ -= block.bytes;
         free_.erase(found);
         use(block.bytes);
@@ -58,14 +59,16 @@ class Pool {
     if (block.keep) {
       const std::lock_guard<std::mutex> locked(mutex_);
       used_ -= block.bytes;
-      free_.emplace(block.bytes, block.data);
+      free_.emplace(block.bytes, Idle{block.data, ++time_});
       kept_ += block.bytes;
-      // What lies idle never exceeds what was in use at once: the largest go first.
+      // What lies idle never exceeds what was in use at once: what has been idle the longest goes first.
       while (kept_ > peak_) {
-        const auto largest = std::prev(free_.end());
-        kept_ -= largest->first;
-        std::free(largest->second);
-        free_.erase(largest);
+        const auto oldest = std::min_element(free_.begin(), free_.end(), [](const auto& a, const auto& b) {
+          return a.second.since < b.second.since;
+        });
+        kept_ -= oldest->first;
+        std::free(oldest->second.data);
+        free_.erase(oldest);
       }
     } else {
       std::free(block.data);
@@ -79,8 +82,13 @@ class Pool {
   }
 
   std::mutex mutex_;
-  std::multimap<size_t, void*> free_;
+  struct Idle {
+    void* data;
+    uint64_t since;
+  };
+  std::multimap<size_t, Idle> free_;
   size_t used_ = 0, kept_ = 0, peak_ = 0;
+  uint64_t time_ = 0;
 };
 
 Pool& pool() {

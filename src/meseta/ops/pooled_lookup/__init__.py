@@ -3,21 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from meseta.jagged.shapes import Float, Int
 from meseta.ops.core import core
-from meseta.ops.library import register
+from meseta.ops.library import register, takes_shortcut
 from meseta.ops.memory import empty
 from meseta.ops.pooled_lookup import reference
-from meseta.ops.tables import check_bags, plain_ids
+from meseta.ops.tables import KINDS, check_bags, plain_ids
 from meseta.spec import MesetaError
 
 WEIGHTED, MEAN = 1, 2
-KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""How the core calls the types of rows; float64 rows, which are for verification, take the reference."""
+
+
+@dataclass(frozen=True)
+class LookupGroup:
+    """Tables, one per feature; made once, looked up often."""
+
+    tables: tuple[Tensor, ...]
+    weighted: tuple[bool, ...] = ()
+    """As in pooled_lookup."""
+    mean: tuple[bool, ...] = ()
+
+    @cached_property
+    def fields(self) -> tuple[list[int], int]:
+        """What the core is told of the tables, and the columns of all."""
+        return _describe(self.tables, _flags(self.tables, self.weighted, self.mean))
+
+
+def lookup_group(
+    group: LookupGroup,
+    ids: Int[Tensor, " nnz"],
+    offsets: Int[Tensor, " F_times_B_plus_1"],
+    weights: Float[Tensor, " nnz"] | None = None,
+) -> Float[Tensor, "B sum_of_dims"]:
+    """pooled_lookup for tables that were described before, which many small calls gain from."""
+    if takes_shortcut(ids) and group.tables[0].dtype in KINDS:
+        return _look_up(group.fields, KINDS[group.tables[0].dtype], ids, offsets, weights)
+    return pooled_lookup(group.tables, ids, offsets, weights, group.weighted, group.mean)
 
 
 def pooled_lookup(
@@ -38,8 +65,12 @@ def pooled_lookup(
     Raises MesetaError for offsets that fall or leave the ids, and for an id outside its table. On a GPU, where checking
     would stall the device, ids must be valid; meseta.ops.id_policy sees to that.
     """
+    return _operator(list(tables), ids, offsets, weights, _flags(tables, weighted if weights is not None else (), mean))
+
+
+def _flags(tables: Sequence[Tensor], weighted: Sequence[bool], mean: Sequence[bool]) -> list[int]:
     if not tables:
-        raise MesetaError("pooled_lookup: no table was given; give one table per feature")
+        raise MesetaError("pooled_lookup: no table was given; give one per feature")
     if len(weighted) not in (0, len(tables)) or len(mean) not in (0, len(tables)):
         raise MesetaError(
             f"pooled_lookup: {len(weighted)} flags 'weighted' and {len(mean)} flags 'mean' for {len(tables)} tables; "
@@ -47,10 +78,10 @@ def pooled_lookup(
         )
     flags = [0] * len(tables)
     for f, yes in enumerate(weighted):
-        flags[f] |= WEIGHTED * (yes and weights is not None)
+        flags[f] |= WEIGHTED * yes
     for f, yes in enumerate(mean):
         flags[f] |= MEAN * yes
-    return _operator(list(tables), ids, offsets, weights, flags)
+    return flags
 
 
 def _reference(tables: list[Tensor], ids: Tensor, offsets: Tensor, weights: Tensor | None, flags: list[int]) -> Tensor:
@@ -61,35 +92,40 @@ def _reference(tables: list[Tensor], ids: Tensor, offsets: Tensor, weights: Tens
 def _cpu(tables: list[Tensor], ids: Tensor, offsets: Tensor, weights: Tensor | None, flags: list[int]) -> Tensor:
     if not tables or len(flags) != len(tables):
         raise MesetaError(f"pooled_lookup: {len(flags)} flags for {len(tables)} tables; give one for each")
-    dtype = tables[0].dtype
-    if weights is not None:
-        weights = weights.to(torch.float32 if dtype in KINDS else dtype).contiguous()
-    rows = []
-    for f, table in enumerate(tables):
-        if table.dtype != dtype or table.dim() != 2 or not table.is_contiguous():
-            raise MesetaError(
-                f"pooled_lookup: table {f} is {table.dtype} {tuple(table.shape)}, but all tables must be contiguous, "
-                f"[rows, D] and {dtype} as the first; convert it"
-            )
-        rows += [table.data_ptr(), table.size(0), table.size(1), flags[f]]
+    fields, dtype = _describe(tables, flags), tables[0].dtype
+    if dtype in KINDS:
+        return _look_up(fields, KINDS[dtype], ids, offsets, weights)
+    # float64 rows, which are for verification
+    ids, offsets, weights, _ = _checked(len(tables), ids, offsets, weights, dtype)
+    check_bags("pooled_lookup", tables, ids, offsets)
+    return _reference(tables, ids, offsets, weights, flags)
+
+
+def _checked(
+    num_features: int, ids: Tensor, offsets: Tensor, weights: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None, int]:
+    """Contiguous ids, int64 offsets and weights of `dtype`, and the number of bags of a feature."""
     offsets = plain_ids("pooled_lookup", offsets, "offsets").to(torch.int64)
-    num_bags, rest = divmod(offsets.numel() - 1, len(tables))
+    num_bags, rest = divmod(offsets.numel() - 1, num_features)
     if rest or offsets.numel() == 0:
         raise MesetaError(
-            f"pooled_lookup: {offsets.numel()} offsets for {len(tables)} features; there must be F * B + 1 of them"
+            f"pooled_lookup: {offsets.numel()} offsets for {num_features} features; there must be F * B + 1 of them"
         )
-    if weights is not None and weights.numel() != ids.numel():
-        raise MesetaError(f"pooled_lookup: {weights.numel()} weights for {ids.numel()} ids; give one per id")
-    ids = plain_ids("pooled_lookup", ids)
-    if dtype not in KINDS:
-        check_bags("pooled_lookup", tables, ids, offsets)
-        return _reference(tables, ids, offsets, weights, flags)
-    width = sum(rows[2::4])
+    if weights is not None:
+        weights = weights.to(dtype).contiguous()
+        if weights.numel() != ids.numel():
+            raise MesetaError(f"pooled_lookup: {weights.numel()} weights for {ids.numel()} ids; give one per id")
+    return plain_ids("pooled_lookup", ids), offsets, weights, num_bags
+
+
+def _look_up(fields: tuple[list[int], int], kind: int, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+    rows, width = fields
+    ids, offsets, weights, num_bags = _checked(len(rows) // 4, ids, offsets, weights, torch.float32)
     out = empty((num_bags, width), torch.float32)
     try:
         core().pooled_lookup(
             rows,
-            KINDS[dtype],
+            kind,
             ids.data_ptr(),
             ids.numel(),
             ids.dtype == torch.int64,
@@ -103,6 +139,19 @@ def _cpu(tables: list[Tensor], ids: Tensor, offsets: Tensor, weights: Tensor | N
     except ValueError as error:
         raise MesetaError(f"pooled_lookup: {error}") from None
     return out
+
+
+def _describe(tables: Sequence[Tensor], flags: list[int]) -> tuple[list[int], int]:
+    """For each table: address, rows, columns, flags; and the columns of all."""
+    rows = []
+    for f, table in enumerate(tables):
+        if table.dtype != tables[0].dtype or table.dim() != 2 or not table.is_contiguous():
+            raise MesetaError(
+                f"pooled_lookup: table {f} is {table.dtype} {tuple(table.shape)}, but all tables must be contiguous, "
+                f"[rows, D] and {tables[0].dtype} as the first; convert it"
+            )
+        rows += [table.data_ptr(), table.size(0), table.size(1), flags[f]]
+    return rows, sum(rows[2::4])
 
 
 def _gpu(tables: list[Tensor], ids: Tensor, offsets: Tensor, weights: Tensor | None, flags: list[int]) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -110,10 +111,15 @@ class UpdateGroup:
         """For each feature: the fields of FeatureGradient."""
         return [n for f in self.features for n in (f.position, f.table, f.gradient, f.column, f.per_id, f.weighted)]
 
+    @cached_property
+    def core_fields(self) -> CoreFields:
+        """What the core is told of the tables and states."""
+        return core_fields(self.weights, self.states, self.state_is_row, self.origins)
+
     def uniforms(self, lr: float, step: int) -> Tensor:
         """The uniforms of each table in this step, float64 [tables, uniforms]."""
         values = {d: self.program.uniform_values(Hyper(lr, step, d)) for d in set(self.embedding_dims)}
-        return torch.tensor([values[d] for d in self.embedding_dims], dtype=torch.float64)
+        return torch.from_numpy(np.array([values[d] for d in self.embedding_dims], dtype=np.float64))
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,37 @@ class UpdateCall:
         """The features as they were given."""
         fields = [self.features[f : f + FEATURE_FIELDS] for f in range(0, len(self.features), FEATURE_FIELDS)]
         return [FeatureGradient(p, t, g, c, bool(per_id), bool(weighted)) for p, t, g, c, per_id, weighted in fields]
+
+
+CoreFields = tuple[list[int], list[int]]
+"""For each table: address, rows, columns, first row, first column, key; and the address of each state."""
+
+
+def core_fields(
+    tables: Sequence[Tensor], states: Sequence[Tensor], state_is_row: Sequence[bool], origins: Sequence[int]
+) -> CoreFields:
+    """What the core is told of tables and states; raises MesetaError for one of another type or shape."""
+    dtype = tables[0].dtype
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    fields, addresses = [], []
+    for t, table in enumerate(tables):
+        if table.dtype != dtype or table.dim() != 2 or not table.is_contiguous():
+            raise MesetaError(
+                f"row_update: table {t} is {table.dtype} {list(table.shape)}, but all must be contiguous, [rows, D] "
+                f"and {dtype} as the first; convert it"
+            )
+        origin = origins[3 * t : 3 * t + 3]
+        check_origin("row_update", origin)
+        fields += [table.data_ptr(), table.size(0), table.size(1), origin[0], origin[1], origin[2] % (1 << 64)]
+        for is_row, state in zip(state_is_row, states[t * len(state_is_row) :], strict=False):
+            wanted = table.shape[:1] if is_row else table.shape
+            if state.dtype != exact or state.shape != wanted or not state.is_contiguous():
+                raise MesetaError(
+                    f"row_update: a state of table {t} is {state.dtype} {list(state.shape)}; "
+                    f"it must be contiguous {exact} {list(wanted)}"
+                )
+            addresses.append(state.data_ptr())
+    return fields, addresses
 
 
 FEATURE_FIELDS = 6

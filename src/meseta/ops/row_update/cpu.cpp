@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "ops/checks.h"
 #include "ops/parallel.h"
 #include "ops/radix.h"
 #include "ops/row_update/executor.h"
@@ -206,54 +207,53 @@ struct Run {
   const uint64_t *first, *last;
 };
 
-inline void copy_row(const float* from, int64_t dim, float* to) {
-  int64_t c = 0;
-  for (; c + kLanes <= dim; c += kLanes) store(to + c, load(from + c));
-  if (c < dim) store(to + c, load(from + c, int(dim - c)));
-}
-
 // Sum and update the rows of sorted entries, a chunk at a time; the rows of the next chunk come while this one is summed.
 template <typename T, bool kByPosition>
 void update_sorted(const Finder<kByPosition>& find, Executor<T>& executor, const uint64_t* entries, int64_t n,
                    int64_t first_row) {
-  constexpr int64_t kAhead = 16;
+  constexpr int64_t kAhead = 16, kBurst = 16;
   const Table& table = find.table;
   const int64_t dim = table.target.dim, capacity = executor.capacity(), width = executor.width();
-  float* sums = executor.gradient();
+  float* sums = executor.sums();
+  std::vector<const float*> gradients(static_cast<size_t>(capacity));
   std::vector<Run> runs(static_cast<size_t>(2 * capacity));
   std::vector<int64_t> rows(static_cast<size_t>(2 * capacity));
   const uint64_t *next = entries, *end = entries + n;
-  // Delimit one run into a slot, and begin to bring its row.
-  const auto delimit = [&](int64_t slot) {
-    const uint64_t row = *next >> table.payload_bits;
-    const uint64_t* first = next;
-    while (next < end && *next >> table.payload_bits == row) ++next;
-    runs[size_t(slot)] = {first, next};
-    rows[size_t(slot)] = first_row + int64_t(row);
-    executor.prefetch_row(rows[size_t(slot)]);
+  // Delimit some runs from `slot` on, and begin to bring their rows: all at once, since a prefetch waits for the address
+  // of its page, and so many such waits overlap. Returns how many there were.
+  const auto delimit = [&](int64_t slot, int64_t most) {
+    int64_t count = 0;
+    for (; count < most && next < end; ++count) {
+      const uint64_t row = *next >> table.payload_bits;
+      const uint64_t* first = next;
+      while (next < end && *next >> table.payload_bits == row) ++next;
+      runs[size_t(slot + count)] = {first, next};
+      rows[size_t(slot + count)] = first_row + int64_t(row);
+    }
+    executor.prefetch_rows(rows.data() + slot, count);
+    return count;
   };
   const auto fetch_gradient = [&](const uint64_t* e) {
     const float* g = find.gradient(*e);
     for (int64_t c = 0; c < dim; c += kLanes) prefetch(g + c);
   };
   for (const uint64_t* e = entries; e < std::min(entries + kAhead, end); ++e) fetch_gradient(e);
-  int64_t half = 0, count = 0;
-  while (count < capacity && next < end) delimit(count++);
+  int64_t half = 0, count = delimit(0, capacity);
   while (count > 0) {
     const int64_t other = capacity - half;
     int64_t coming = 0;
     for (int64_t k = 0; k < count; ++k) {
-      if (next < end) delimit(other + coming++);
+      if (k % kBurst == 0) coming += delimit(other + coming, std::min(kBurst, capacity - coming));
       const Run& run = runs[size_t(half + k)];
       for (const uint64_t* e = run.first + kAhead; e < std::min(run.last + kAhead, end); ++e) fetch_gradient(e);
       if (!kByPosition && run.last - run.first == 1) {
-        copy_row(find.gradient(*run.first), dim, sums + k * width);
+        gradients[size_t(k)] = find.gradient(*run.first);
       } else {
         sum_row<kByPosition>(find, run.first, run.last, dim, sums + k * width);
+        gradients[size_t(k)] = sums + k * width;
       }
     }
-    while (coming < capacity && next < end) delimit(other + coming++);
-    executor.run(rows.data() + half, count, find.batch.step);
+    executor.run(rows.data() + half, gradients.data(), count, find.batch.step);
     half = other;
     count = coming;
   }
@@ -316,13 +316,6 @@ void run(const std::vector<Task>& tasks, const Batch& batch, const Program& prog
                  : run<T, int32_t>(tasks, batch, program, num_threads);
 }
 
-void check_offsets(const int64_t* offsets, int64_t count, int64_t num_ids) {
-  for (int64_t i = 0; i < count; ++i)
-    if (offsets[i] < 0 || offsets[i] > num_ids || (i > 0 && offsets[i] < offsets[i - 1]))
-      throw std::invalid_argument("offsets[" + std::to_string(i) + "] is " + std::to_string(offsets[i]) +
-                                  "; offsets must not fall and must lie in 0.." + std::to_string(num_ids));
-}
-
 // The tables of a call: for each (weight, rows, columns, first row, first column, key).
 constexpr size_t kTableFields = 6;
 std::vector<Table> read_tables(const std::vector<uint64_t>& fields, const std::vector<uint64_t>& states,
@@ -355,28 +348,57 @@ void pack(Table& table, const Batch& batch) {
                                 std::to_string(table.num_ids) + " ids is too large for one update");
 }
 
-// The features of a call: for each (position in the offsets, table, gradient, stride, per id, weighted).
-constexpr size_t kFeatureFields = 6;
+// The features of a call: for each (position in the offsets, table, matrix, first column there, per id, weighted); the
+// matrices of gradients: for each (address, rows, columns, floats from one row to the next).
+constexpr size_t kFeatureFields = 6, kMatrixFields = 4;
 
+void add_features(std::vector<Table>& tables, const std::vector<int64_t>& fields, const std::vector<uint64_t>& matrices,
+                  const Batch& batch, int64_t num_offsets) {
+  for (size_t i = 0; i + kFeatureFields <= fields.size(); i += kFeatureFields) {
+    const int64_t position = fields[i], t = fields[i + 1], m = fields[i + 2], column = fields[i + 3];
+    if (t < 0 || m < 0 || t >= int64_t(tables.size()) || m >= int64_t(matrices.size() / kMatrixFields))
+      refuse("feature ", position, " names table ", t, " and gradient ", m, ", which were not given");
+    if (position < 0 || position >= (num_offsets - 1) / batch.num_bags)
+      refuse("feature ", position, " with ", batch.num_bags, " samples lies outside ", num_offsets, " offsets");
+    Table& table = tables[size_t(t)];
+    const int64_t* offsets = batch.offsets + position * batch.num_bags;
+    const bool per_id = fields[i + 4] != 0;
+    const uint64_t* matrix = matrices.data() + size_t(m) * kMatrixFields;
+    const int64_t lines = per_id ? offsets[batch.num_bags] - offsets[0] : batch.num_bags, width = table.target.dim;
+    if (int64_t(matrix[1]) != lines || column < 0 || column > int64_t(matrix[2]) - width)
+      refuse("feature ", position, " needs ", lines, " gradients of ", width, " columns from column ", column,
+             " on, but its matrix is [", matrix[1], ", ", matrix[2], "]");
+    table.features.push_back({reinterpret_cast<const float*>(matrix[0]) + column, int64_t(matrix[3]), per_id,
+                              fields[i + 5] != 0 && batch.weights != nullptr, offsets});
+  }
+}
+
+template <typename Id>
+void check_ids(const std::vector<Table>& tables, const Batch& batch) {
+  const Id* ids = static_cast<const Id*>(batch.ids);
+  for (const Table& table : tables)
+    for (const Feature& f : table.features)
+      for (int64_t i = f.offsets[0]; i < f.offsets[batch.num_bags]; ++i)
+        if (ids[i] < 0 || ids[i] >= table.target.num_rows)
+          refuse("id ", ids[i], " is outside 0..", table.target.num_rows - 1);
+}
+
+// `kind`: 0 float, 1 half, 2 bfloat; 3: rows of a type that the core does not step, for which it only checks.
 void row_update(const std::vector<uint64_t>& table_fields, const std::vector<uint64_t>& states, int kind,
-                const std::vector<int>& state_is_row, uintptr_t code, int64_t num_instructions, uintptr_t uniforms,
-                int num_uniforms, const std::vector<uint64_t>& feature_fields, uintptr_t ids, int64_t num_ids,
-                bool wide_ids, uintptr_t offsets, int64_t num_offsets, int64_t num_bags, uintptr_t weights,
-                uint32_t step, int num_threads) {
+                const std::vector<bool>& state_is_row, uintptr_t code, int64_t num_instructions, uintptr_t uniforms,
+                int num_uniforms, const std::vector<int64_t>& features, const std::vector<uint64_t>& matrices,
+                uintptr_t ids, int64_t num_ids, bool wide_ids, uintptr_t offsets, int64_t num_offsets, int64_t num_bags,
+                uintptr_t weights, uint32_t step, int num_threads) {
   nb::gil_scoped_release unlocked;
   const Program program(reinterpret_cast<const int32_t*>(code), num_instructions, state_is_row, num_uniforms, 0, 0);
   const Batch batch{reinterpret_cast<const void*>(ids), wide_ids, reinterpret_cast<const int64_t*>(offsets), num_ids,
                     num_bags,                           reinterpret_cast<const float*>(weights), step};
   if (num_bags <= 0) return;
-  check_offsets(batch.offsets, num_offsets, num_ids);
+  check_bounds("offsets", batch.offsets, num_offsets, num_ids);
   std::vector<Table> tables = read_tables(table_fields, states, state_is_row.size(),
                                           reinterpret_cast<const float*>(uniforms), size_t(num_uniforms));
-  for (size_t f = 0; f + kFeatureFields <= feature_fields.size(); f += kFeatureFields) {
-    const uint64_t* x = feature_fields.data() + f;
-    if ((int64_t(x[0]) + 1) * num_bags >= num_offsets) throw std::invalid_argument("a feature lies outside the offsets");
-    tables.at(x[1]).features.push_back({reinterpret_cast<const float*>(x[2]), int64_t(x[3]), x[4] != 0,
-                                        x[5] != 0 && weights != 0, batch.offsets + int64_t(x[0]) * num_bags});
-  }
+  add_features(tables, features, matrices, batch, num_offsets);
+  if (kind > 2) return wide_ids ? check_ids<int64_t>(tables, batch) : check_ids<int32_t>(tables, batch);
   for (Table& table : tables) pack(table, batch);
   const std::vector<Task> tasks = cut(tables, num_threads);
   if (kind == 0) run<float>(tasks, batch, program, num_threads);
@@ -392,14 +414,13 @@ void apply(const Program& program, const Target& target, const int64_t* rows, co
   parallel_tasks(num_threads, (num_rows + kPiece - 1) / kPiece, [&](int64_t piece) {
     Executor<T> executor(program);
     executor.shape(target);
+    std::vector<const float*> gradients(static_cast<size_t>(executor.capacity()));
     const int64_t end = std::min((piece + 1) * kPiece, num_rows);
     for (int64_t at = piece * kPiece; at < end; at += executor.capacity()) {
       const int64_t n = std::min(executor.capacity(), end - at);
-      for (int64_t k = 0; k < n; ++k) {
-        executor.prefetch_row(rows[at + k]);
-        std::copy_n(gradient + (at + k) * target.dim, target.dim, executor.gradient() + k * executor.width());
-      }
-      executor.run(rows + at, n, step, stats == nullptr ? nullptr : stats + at, num_rows,
+      executor.prefetch_rows(rows + at, n);
+      for (int64_t k = 0; k < n; ++k) gradients[size_t(k)] = gradient + (at + k) * target.dim;
+      executor.run(rows + at, gradients.data(), n, step, stats == nullptr ? nullptr : stats + at, num_rows,
                    summands == nullptr ? nullptr : summands + at * blocks, num_rows);
     }
   });
@@ -408,7 +429,7 @@ void apply(const Program& program, const Target& target, const int64_t* rows, co
 // The program on rows [U] (ascending, each once) whose gradients [U, D] were summed before; with statistics [S, U] of
 // the whole rows, or writing the block sums of summands [S, U, blocks].
 void row_apply(const std::vector<uint64_t>& table_fields, const std::vector<uint64_t>& states, int kind,
-               const std::vector<int>& state_is_row, uintptr_t code, int64_t num_instructions, uintptr_t uniforms,
+               const std::vector<bool>& state_is_row, uintptr_t code, int64_t num_instructions, uintptr_t uniforms,
                int num_uniforms, int num_stats, int num_sums, uintptr_t rows, uintptr_t gradient, int64_t num_rows, uintptr_t stats,
                uintptr_t summands, uint32_t step, int num_threads) {
   nb::gil_scoped_release unlocked;
@@ -435,7 +456,7 @@ void row_apply(const std::vector<uint64_t>& table_fields, const std::vector<uint
 void bind_row_update(nb::module_& m) {
   m.def("row_update", &row_update, nb::arg("tables"), nb::arg("states"), nb::arg("kind"), nb::arg("state_is_row"),
         nb::arg("code"), nb::arg("num_instructions"), nb::arg("uniforms"), nb::arg("num_uniforms"),
-        nb::arg("features"), nb::arg("ids"), nb::arg("num_ids"), nb::arg("wide_ids"), nb::arg("offsets"),
+        nb::arg("features"), nb::arg("matrices"), nb::arg("ids"), nb::arg("num_ids"), nb::arg("wide_ids"), nb::arg("offsets"),
         nb::arg("num_offsets"), nb::arg("num_bags"), nb::arg("weights"), nb::arg("step"), nb::arg("num_threads"));
   m.def("row_apply", &row_apply, nb::arg("tables"), nb::arg("states"), nb::arg("kind"), nb::arg("state_is_row"),
         nb::arg("code"), nb::arg("num_instructions"), nb::arg("uniforms"), nb::arg("num_uniforms"),

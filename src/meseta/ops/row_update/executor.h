@@ -1,17 +1,15 @@
 // Runs the program of a row optimizer (meseta/ops/row_program.py) over chunks of rows that stay in the first-level
-// cache, so that reading an instruction is paid once per chunk.
+// cache, so that reading an instruction is paid once per chunk; the programs of programs.h run as compiled.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
-#include <new>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "ops/row_update/rounding.h"
+#include "ops/row_update/programs.h"
 #include "ops/simd.h"
 
 namespace meseta {
@@ -29,12 +27,12 @@ constexpr int32_t kFirstRow = 64, kFirstUniform = 128, kUnused = -1;
 
 struct Program {
   std::vector<Instruction> code;
-  std::vector<int> state_is_row;
+  std::vector<bool> state_is_row;
   int num_uniforms, num_stats, num_sums;
   int num_element_registers = 1, num_row_registers = 0;
 
   // Everything that an instruction may name is checked here, once, so that running needs no checks.
-  Program(const int32_t* words, int64_t num_instructions, std::vector<int> state_kinds, int uniforms, int stats,
+  Program(const int32_t* words, int64_t num_instructions, std::vector<bool> state_kinds, int uniforms, int stats,
           int sums)
       : state_is_row(std::move(state_kinds)), num_uniforms(uniforms), num_stats(stats), num_sums(sums) {
     for (int64_t i = 0; i < num_instructions; ++i) {
@@ -42,6 +40,10 @@ struct Program {
       code.push_back({w[0], w[1], w[2], w[3], w[4]});
       check(code.back(), i);
     }
+  }
+  // Whether these are its instructions, five words each.
+  bool is(const std::vector<int32_t>& words) const {
+    return words.size() == 5 * code.size() && std::memcmp(words.data(), code.data(), 4 * words.size()) == 0;
   }
 
  private:
@@ -86,7 +88,7 @@ struct Program {
       case kLoadState:
         state(x.a);
         target(x.dst);
-        need((x.dst >= kFirstRow) == bool(state_is_row[size_t(x.a)]), "the register does not fit the state");
+        need((x.dst >= kFirstRow) == state_is_row[size_t(x.a)], "the register does not fit the state");
         break;
       case kLoadStat: stat(x.a); target(x.dst); row(x.dst); break;
       case kStoreWeight: operand(x.a); break;
@@ -108,75 +110,54 @@ struct Program {
   }
 };
 
-// Numbers aligned to cache lines; grows, and never keeps what it held.
-template <typename T>
-class Buffer {
- public:
-  void reserve(size_t count) {
-    if (count <= size_) return;
-    data_.reset(static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64)));
-    if (!data_) throw std::bad_alloc();
-    size_ = count;
-  }
-  T* data() const { return data_.get(); }
-
- private:
-  struct Free {
-    void operator()(T* p) const { std::free(p); }
-  };
-  std::unique_ptr<T, Free> data_;
-  size_t size_ = 0;
-};
-
-// One table as the program sees it.
-struct Target {
-  void* weight;
-  int64_t num_rows, dim;
-  int64_t first_row, first_column;  // of the shard, for the random bits
-  uint64_t key;
-  std::vector<float*> state;      // [rows, dim] or [rows]
-  const float* uniforms;
-};
-
 template <typename T>
 class Executor {
  public:
-  explicit Executor(const Program& program) : program_(program) {}
+  explicit Executor(const Program& program) : program_(program) {
+    for (const FusedProgram<T>& known : fused_programs<T>())
+      if (program.is(known.instructions)) fused_ = known.run;
+  }
 
   // Make room for rows of `dim` columns; pads them to whole vectors.
   void shape(const Target& target) {
     target_ = &target;
+    chunk_.shape(target);
+    if (dim_ == target.dim) return;
+    dim_ = target.dim;
     width_ = (target.dim + kLanes - 1) / kLanes * kLanes;
     capacity_ = std::clamp<int64_t>(kChunkFloats / width_, 1, kMaxRows);
-    const size_t cells = size_t(program_.num_element_registers * capacity_ * width_);
+    sums_.reserve(size_t(capacity_ * (width_ + kLanes)));
+    if (fused_ != nullptr) return;
+    // Vectors of a sum are read sixteen at a time.
+    const size_t cells = size_t(program_.num_element_registers * capacity_ * width_ + kLanes * kLanes);
     elements_.reserve(cells);
     rows_.reserve(size_t(program_.num_row_registers) * kMaxRows);
     spread_.reserve(size_t(capacity_ * width_));
-    random_.reserve(size_t(capacity_ * width_));
     std::fill_n(elements_.data(), cells, 0.0f);
     std::fill_n(rows_.data(), size_t(program_.num_row_registers) * kMaxRows, 0.0f);
   }
   int64_t capacity() const { return capacity_; }
   int64_t width() const { return width_; }
-  float* gradient() { return element(0); }
+  // Room for the gradients of a chunk, for callers that have to sum them; [capacity, width].
+  float* sums() { return sums_.data(); }
 
-  // Bring rows and state of a row that will be run soon.
-  void prefetch_row(int64_t row) const {
-    const T* weight = static_cast<const T*>(target_->weight) + row * target_->dim;
-    for (int64_t c = 0; c < target_->dim; c += int64_t(64 / sizeof(T))) prefetch(weight + c);
-    for (size_t s = 0; s < program_.state_is_row.size(); ++s) {
-      if (program_.state_is_row[s]) {
-        prefetch(target_->state[s] + row);
-      } else {
-        for (int64_t c = 0; c < target_->dim; c += kLanes) prefetch(target_->state[s] + row * target_->dim + c);
-      }
-    }
+  // Bring rows that will be run soon, and their states.
+  void prefetch_rows(const int64_t* rows, int64_t n) const {
+    fetch_lines(static_cast<const T*>(target_->weight), dim_, rows, n);
+    for (size_t s = 0; s < program_.state_is_row.size(); ++s)
+      fetch_lines(target_->state[s], program_.state_is_row[s] ? 1 : dim_, rows, n);
   }
 
-  // `rows` [n], n <= capacity; their gradients lie in gradient(). `stats` [num_stats][stats_stride] of these rows and
-  // `summands` [num_stats][summands_stride][blocks] may be null where the program does not name them.
-  void run(const int64_t* rows, int64_t n, uint32_t step, const float* stats = nullptr, int64_t stats_stride = 0,
-           float* summands = nullptr, int64_t summands_stride = 0) {
+  // `rows` [n], n <= capacity, each once, and where the gradient of each lies. `stats` [num_stats][stats_stride] of these
+  // rows and `summands` [num_stats][summands_stride][blocks] may be null where the program does not name them.
+  void run(const int64_t* rows, const float* const* gradients, int64_t n, uint32_t step, const float* stats = nullptr,
+           int64_t stats_stride = 0, float* summands = nullptr, int64_t summands_stride = 0) {
+    if (fused_ != nullptr) {
+      chunk_.take(rows, gradients, n);
+      fused_(chunk_);
+      return chunk_.finish(step);
+    }
+    for (int64_t k = 0; k < n; ++k) copy_row(gradients[k], dim_, element(0) + k * width_);
     for (const Instruction& x : program_.code) {
       switch (x.op) {
         case kSum: sum(x, n); break;
@@ -203,7 +184,14 @@ class Executor {
   }
 
  private:
-  static constexpr int64_t kChunkFloats = 2048, kMaxRows = 128;
+  template <typename S>
+  static void fetch_lines(const S* from, int64_t width, const int64_t* rows, int64_t n) {
+    constexpr int64_t kLine = int64_t(64 / sizeof(S));
+    for (int64_t k = 0; k < n; ++k) {
+      const S* p = from + rows[k] * width;
+      for (int64_t c = 0; c < width; c += kLine) prefetch(p + c);
+    }
+  }
 
   float* element(int32_t r) { return elements_.data() + r * capacity_ * width_; }
   float* row(int32_t r) { return rows_.data() + (r - kFirstRow) * kMaxRows; }
@@ -304,15 +292,11 @@ class Executor {
   }
 
   void sum(const Instruction& x, int64_t n) {
-    const float* a = element(x.a);
-    float* out = row(x.dst);
-    const int64_t width = width_, whole = target_->dim / kLanes, rest = target_->dim % kLanes;
-    for (int64_t k = 0; k < n; ++k, a += width) {
-      float total = whole > 0 ? sum_lanes(load(a)) : sum_lanes(load(a, int(rest)));
-      for (int64_t j = 1; j < whole; ++j) total += sum_lanes(load(a + j * kLanes));
-      if (whole > 0 && rest > 0) total += sum_lanes(load(a + whole * kLanes, int(rest)));
-      out[k] = total;
-    }
+    float* a = element(x.a);
+    const int64_t whole = dim_ / kLanes * kLanes, rest = dim_ - whole;
+    for (int64_t k = 0; rest > 0 && k < n; ++k)  // what pads the last block may be anything
+      store(a + k * width_ + whole, load(a + k * width_ + whole, int(rest)));
+    sum_rows(a, n, width_ / kLanes, spread_.data(), row(x.dst));
   }
 
   void store_stat(const Instruction& x, int64_t n, float* out) {
@@ -358,14 +342,8 @@ class Executor {
 
   void store_weight(int32_t r, const int64_t* rows, int64_t n, uint32_t step) {
     const float* values = spread(r, n);
-    if constexpr (sizeof(T) == sizeof(float)) {
-      store_rows(static_cast<float*>(target_->weight), values, rows, n);
-    } else {
-      random_halves(target_->key, step, rows, n, target_->first_row, target_->first_column, width_, random_.data());
-      T* weight = static_cast<T*>(target_->weight);
-      for (int64_t k = 0; k < n; ++k)
-        round_rows(values + k * width_, random_.data() + k * width_, weight + rows[k] * target_->dim, target_->dim);
-    }
+    if constexpr (sizeof(T) == sizeof(float)) store_rows(static_cast<float*>(target_->weight), values, rows, n);
+    else chunk_.round(values, rows, n, step);
   }
   void store_state(const Instruction& x, const int64_t* rows, int64_t n) {
     float* state = target_->state[size_t(x.b)];
@@ -376,9 +354,10 @@ class Executor {
 
   const Program& program_;
   const Target* target_ = nullptr;
-  int64_t width_ = 0, capacity_ = 0;
-  Buffer<float> elements_, rows_, spread_;
-  Buffer<uint16_t> random_;
+  int64_t dim_ = 0, width_ = 0, capacity_ = 0;
+  void (*fused_)(Chunk<T>&) = nullptr;
+  Chunk<T>& chunk_ = Chunk<T>::of_thread();
+  Buffer<float> elements_, rows_, spread_, sums_;
 };
 
 }  // namespace meseta

@@ -11,12 +11,12 @@ from torch import Tensor
 from meseta.jagged.shapes import Float, Int
 from meseta.ops.core import core
 from meseta.ops.library import register
-from meseta.ops.pooled_lookup import KINDS
 from meseta.ops.row_lowering import Code
 from meseta.ops.row_optimizer import Hyper, RowOptimizer
 from meseta.ops.row_program import Program, trace
 from meseta.ops.row_update import reference
 from meseta.ops.row_update.call import ApplyCall, TableRows, check_origin, check_program, signed
+from meseta.ops.tables import KINDS
 from meseta.spec import COLUMN_BLOCK, MesetaError
 
 
@@ -89,7 +89,7 @@ def _cpu(*arguments: Any) -> None:
             [call.table.data_ptr(), *call.table.shape, first_row, first_column, key % (1 << 64)],
             [state.data_ptr() for state in call.states],
             KINDS[call.table.dtype],
-            [int(is_row) for is_row in call.state_is_row],
+            call.state_is_row,
             call.code.data_ptr(),
             call.code.shape[0],
             uniforms.data_ptr(),

@@ -1,0 +1,202 @@
+// What the programs of programs.h see: some touched rows, all their elements in one loop, and numbers per row.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "ops/row_update/rounding.h"
+#include "ops/simd.h"
+
+namespace meseta {
+
+constexpr int64_t kChunkFloats = 2048, kMaxRows = 128;  // of a chunk: its gradients stay in the first-level cache
+constexpr int kMaxBuffers = 4;                          // as tools/fused_programs.py has it
+
+// Numbers aligned to cache lines; grows, and never keeps what it held.
+template <typename T>
+class Buffer {
+ public:
+  void reserve(size_t count) {
+    if (count <= size_) return;
+    data_.reset(static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64)));
+    if (!data_) throw std::bad_alloc();
+    size_ = count;
+  }
+  T* data() const { return data_.get(); }
+
+ private:
+  struct Free {
+    void operator()(T* p) const { std::free(p); }
+  };
+  std::unique_ptr<T, Free> data_;
+  size_t size_ = 0;
+};
+
+// A shard of a table.
+struct Target {
+  void* weight;                   // [rows, dim]
+  int64_t num_rows, dim;
+  int64_t first_row, first_column;  // of the shard, for the random bits
+  uint64_t key;
+  std::vector<float*> state;      // [rows, dim] or [rows]
+  const float* uniforms;
+};
+
+// out[k] = the sum of row k of `summands` [n, blocks, 16]: lanes as sum_lanes adds them, then blocks from left to right.
+// `summands`, `sums` [n, blocks] and `out` have room for 15 blocks or rows more.
+inline void sum_rows(const float* summands, int64_t n, int64_t blocks, float* sums, float* out) {
+  const int64_t count = n * blocks;
+  for (int64_t i = 0; i < count; i += kLanes) store((blocks == 1 ? out : sums) + i, sum_lanes16(summands + i * kLanes));
+  if (blocks == 1) return;
+  for (int64_t k = 0; k < n; ++k) {
+    float total = sums[k * blocks];
+    for (int64_t j = 1; j < blocks; ++j) total += sums[k * blocks + j];
+    out[k] = total;
+  }
+}
+
+inline void copy_row(const float* from, int64_t dim, float* to) {
+  int64_t c = 0;
+  for (; c + kLanes <= dim; c += kLanes) store(to + c, load(from + c));
+  if (c < dim) store(to + c, load(from + c, int(dim - c)));
+}
+
+template <typename T>
+class Chunk {
+ public:
+  const float* uniforms = nullptr;
+
+  // The one of this thread, whose memory is kept from step to step.
+  static Chunk& of_thread() {
+    static thread_local Chunk chunk;
+    return chunk;
+  }
+
+  // Make room for rows of the table; columns that pad them to whole vectors are zero, and stay it.
+  void shape(const Target& target) {
+    target_ = &target;
+    uniforms = target.uniforms;
+    if (dim_ == target.dim) return;
+    dim_ = target.dim;
+    width_ = (dim_ + kLanes - 1) / kLanes * kLanes;
+    cells_ = std::max(kChunkFloats, width_) + kLanes * kLanes;
+    elements_.reserve(size_t(cells_) * kNumBuffers);
+    std::fill_n(elements_.data(), size_t(cells_) * kNumBuffers, 0.0f);
+  }
+
+  // `rows` [n], n <= kMaxRows and n * dim <= kChunkFloats or n = 1; `gradients` [n] are addresses of `dim` floats.
+  void take(const int64_t* rows, const float* const* gradients, int64_t n) {
+    rows_ = rows;
+    gradients_ = gradients;
+    n_ = n;
+  }
+
+  // body(at) for every vector of every row.
+  template <typename Body>
+  void each_element(Body body) {
+    // Copies of members: the compiler thinks that storing a vector may change them.
+    T* const weight = static_cast<T*>(target_->weight);
+    float* const* const state = target_->state.data();
+    float* const buffers = elements_.data();
+    const int64_t num_rows = n_, dim = dim_, width = width_, cells = cells_, whole = dim / kLanes * kLanes;
+    for (int64_t k = 0; k < num_rows; ++k) {
+      const int64_t row = rows_[k] * dim;
+      const float *gradient = gradients_[k], *values = row_values_[0] + k;
+      float* const own = buffers + k * width;
+      for (int64_t c = 0; c < whole; c += kLanes)
+        body(Place<false>{weight + row + c, state, row + c, gradient + c, own + c, cells, values, kLanes});
+      if (whole < dim)
+        body(Place<true>{weight + row + whole, state, row + whole, gradient + whole, own + whole, cells, values,
+                         int(dim - whole)});
+    }
+  }
+  // body(k) for the rows k..k+15.
+  template <typename Body>
+  void each_row(Body body) {
+    for (int64_t k = 0; k < n_; k += kLanes) body(k);
+  }
+  Vec row(int slot, int64_t k) const { return load(row_values_[slot] + k); }
+  void put_row(int slot, int64_t k, Vec v) { store(row_values_[slot] + k, v); }
+  void sum(int summands, int slot) {
+    const int64_t blocks = width_ / kLanes;
+    sums_.reserve(size_t(n_ * blocks + kLanes));
+    sum_rows(buffer(summands), n_, blocks, sums_.data(), row_values_[slot]);
+  }
+  void load_row_state(int index, int slot) {
+    const float* state = target_->state[size_t(index)];
+    for (int64_t k = 0; k < n_; ++k) row_values_[slot][k] = state[rows_[k]];
+  }
+  void store_row_state(int index, int slot) {
+    float* state = target_->state[size_t(index)];
+    for (int64_t k = 0; k < n_; ++k) state[rows_[k]] = row_values_[slot][k];
+  }
+  // Rows of 16 bits are written at the end.
+  void finish(uint32_t step) {
+    if constexpr (sizeof(T) != sizeof(float)) round(rounded(), rows_, n_, step);
+  }
+
+  // Cut `values` [n, width] to 16 bits and write them to their rows.
+  void round(const float* values, const int64_t* to, int64_t count, uint32_t step) {
+    random_.reserve(size_t(count * width_));
+    random_halves(target_->key, step, to, count, target_->first_row, target_->first_column, width_, random_.data());
+    T* weight = static_cast<T*>(target_->weight);
+    for (int64_t k = 0; k < count; ++k)
+      round_rows(values + k * width_, random_.data() + k * width_, weight + to[k] * dim_, dim_);
+  }
+
+ private:
+  static constexpr int kNumBuffers = 2 * kMaxBuffers + 1;  // summands, kept values, and rows to be rounded
+
+  // Sixteen columns of a row, the last ones of it where kPart.
+  template <bool kPart>
+  struct Place {
+    T* at;  // in the table
+    float* const* states;
+    int64_t cell;  // in states of its shape
+    const float* upstream;
+    float* buffers;  // its place in the first buffer
+    int64_t cells;   // from one buffer to the next
+    const float* row_values;
+    int lanes;
+
+    template <typename S>
+    Vec read(const S* p) const {
+      if constexpr (kPart) return load(p, lanes);
+      else return load(p);
+    }
+    void write(float* p, Vec v) const {
+      if constexpr (kPart) store(p, v, lanes);
+      else store(p, v);
+    }
+    Vec gradient() const { return read(upstream); }
+    Vec weight() const { return read(at); }
+    Vec state(int index) const { return read(states[index] + cell); }
+    Vec row(int slot) const { return broadcast(row_values[slot * kMaxRows]); }
+    Vec kept(int slot) const { return load(buffers + (kMaxBuffers + slot) * cells); }
+    void add(int summands, Vec v) const { write(buffers + summands * cells, v); }
+    void keep(int slot, Vec v) const { store(buffers + (kMaxBuffers + slot) * cells, v); }
+    void put_state(int index, Vec v) const { write(states[index] + cell, v); }
+    void put_weight(Vec v) const {
+      if constexpr (sizeof(T) == sizeof(float)) write(at, v);
+      else store(buffers + 2 * kMaxBuffers * cells, v);
+    }
+  };
+
+  float* buffer(int index) const { return elements_.data() + index * cells_; }
+  float* rounded() const { return buffer(2 * kMaxBuffers); }
+
+  const Target* target_ = nullptr;
+  const int64_t* rows_ = nullptr;
+  const float* const* gradients_ = nullptr;
+  int64_t n_ = 0;
+  int64_t dim_ = 0, width_ = 0, cells_ = 0;
+  Buffer<float> elements_, sums_;
+  Buffer<uint16_t> random_;
+  float row_values_[2 * kMaxBuffers][kMaxRows] = {};
+};
+
+}  // namespace meseta

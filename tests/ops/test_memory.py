@@ -1,0 +1,32 @@
+"""Memory that one step leaves and the next one takes."""
+
+import pytest
+import torch
+
+from meseta.ops.memory import LARGE_BYTES, empty
+
+
+def test_a_large_output_gets_the_memory_of_the_one_before() -> None:
+    shape = (3 * LARGE_BYTES,)
+    before = empty(shape, torch.float32)
+    address = before.data_ptr()
+    del before
+    assert empty(shape, torch.float32).data_ptr() == address
+
+
+def test_what_was_idle_the_longest_goes_first() -> None:
+    """Not the largest: a step that needs more than all before it would get fresh pages for ever."""
+    small = [empty((LARGE_BYTES + 4 * k,), torch.float32) for k in range(4)]
+    large = empty((200 * LARGE_BYTES,), torch.uint8)
+    del small
+    address = large.data_ptr()
+    for _ in range(3):
+        del large
+        large = empty((200 * LARGE_BYTES,), torch.uint8)
+        assert large.data_ptr() == address
+
+
+@pytest.mark.parametrize("count", [0, 1, LARGE_BYTES - 1, LARGE_BYTES, LARGE_BYTES + 1])
+def test_shapes_and_types_are_as_asked(count: int) -> None:
+    tensor = empty((count, 1), torch.int8)
+    assert tensor.shape == (count, 1) and tensor.dtype == torch.int8 and tensor.is_contiguous()
