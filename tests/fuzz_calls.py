@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import math
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -12,17 +14,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meseta import ops
 from meseta.ops.quantize.reference import FORMATS, row_bytes
 from meseta.ops.row_optimizer import Hyper
 from meseta.ops.row_program import Program, trace
 from meseta.optim import make_row_optimizer
 from meseta.spec import OptimizerSpec
+from meseta.spec.optimizer import USED_FIELDS
 
-importlib.import_module("meseta.ops.row_update.staged")  # registers row_update and row_apply
+for module in pkgutil.iter_modules(ops.__path__, "meseta.ops."):
+    importlib.import_module(module.name)  # registers what is in it
+importlib.import_module("meseta.ops.row_update.staged")
 
 Rng = np.random.Generator
 HOSTILE = (-1, -2, 1, 7, 2**31 - 1, -(2**31), 2**31, 2**32, 2**33 + 1, 2**62, 2**63 - 1, -(2**63))
-OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "lamb")
+OPTIMIZERS = [name for name, used in USED_FIELDS.items() if used]
+NUMBERS = (math.nan, math.inf, -math.inf, 3e38, -70000.0, 1e-45, -0.0)
+ANY_TYPE = (
+    torch.int16, torch.int32, torch.int64, torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.uint8,
+    torch.bool,
+)  # fmt: skip
 TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 GUARD = 64
 
@@ -247,19 +258,20 @@ def row_apply(rng: Rng) -> Call:
     rows = integers(rng, 0, len(table), int(rng.integers(1, 8))).unique()
     dtype = torch.float64 if table.dtype == torch.float64 else torch.float32
     num_stats = sum(map(len, program.stat_names))
-    stage = program.stages[0] if program.stages and rng.integers(2) else None
-    sums = torch.zeros(num_stats, len(rows), -(-table.shape[1] // 16), dtype=dtype)
+    stage = int(rng.integers(len(program.stages))) if program.stages and rng.integers(2) else None
+    own_stats = 0 if stage is None else len(program.stat_names[stage])
+    sums = torch.zeros(own_stats, len(rows), -(-table.shape[1] // 16), dtype=dtype)
     call.arguments = [
         written(rng, call, table),
         [written(rng, call, state) for state in states_of(program, table)],
-        (stage or program.given).instructions,
+        (program.given if stage is None else program.stages[stage]).instructions,
         torch.tensor(program.uniform_values(Hyper(0.1, 3, table.shape[1])), dtype=torch.float64),
         [kind == "row" for kind in program.state_kinds],
         [0, 16, 7],
         rows,
         floats(rng, len(rows), table.shape[1], dtype=dtype),
         torch.ones(num_stats, len(rows), dtype=dtype),
-        written(rng, call, sums) if stage else None,
+        None if stage is None else written(rng, call, sums),
         3,
     ]
     return call
@@ -290,26 +302,36 @@ def spoil(rng: Rng, arguments: list[Any]) -> None:
     elif isinstance(value, int):
         arguments[index] = pick(rng, (*HOSTILE, value + 1, value - 1))
     elif isinstance(value, str):
-        arguments[index] = "nonsense"
+        arguments[index] = pick(rng, ("nonsense", "", *FORMATS))
 
 
 def spoil_tensor(rng: Rng, x: Tensor) -> Tensor:
-    kind = pick(rng, ("entries", "entries", "entries", "dtype", "short", "long", "shape", "strided", "empty"))
-    if kind == "entries" and x.numel():
-        x = x.clone()
-        for _ in range(int(rng.integers(1, 3))):
-            at, by = rng.integers(x.numel(), size=2), pick(rng, (-1, 1))
-            near = x.reshape(-1)[int(at[0])].to(torch.int64 if not x.is_floating_point() else x.dtype) + by
-            x.view(-1)[int(at[1])] = (near if rng.integers(3) == 0 else torch.tensor(pick(rng, HOSTILE))).to(x.dtype)
-        return x
+    kind = pick(rng, ("entries", "entries", "entries", "dtype", "short", "long", "shape", "layout", "empty"))
+    if kind == "entries" and x.numel() and x.dtype != torch.bool:
+        return spoil_entries(rng, x)
     if kind == "dtype":
-        return x.to(pick(rng, (torch.int16, torch.int32, torch.int64, torch.float32, torch.float16, torch.uint8)))
+        return x.to(pick(rng, ANY_TYPE))
     if kind == "short" and x.dim():
         return x[:-1].clone()
     if kind == "long" and x.dim():
         return torch.cat([x, x[-1:]])
     if kind == "shape":
         return pick(rng, (x[None], x[..., None], x.flatten(), x.sum() if x.is_floating_point() else x.flatten()))
-    if kind == "strided" and x.dim():
-        return torch.stack([x, x], dim=-1)[..., 0]
+    if kind == "layout" and x.dim() and x.numel():
+        shifted = torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)  # away from the alignment of a start
+        strided = torch.stack([x, x], dim=-1)[..., 0]
+        return pick(rng, (shifted, strided, x[:1].expand(x.shape), x.mT.contiguous().mT if x.dim() > 1 else strided))
     return x[..., :0].clone() if x.dim() else x
+
+
+def spoil_entries(rng: Rng, x: Tensor) -> Tensor:
+    """One or two entries changed: to what a neighbour holds give or take one, or to something hostile."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    for _ in range(int(rng.integers(1, 3))):
+        at, by = rng.integers(x.numel(), size=2), pick(rng, (-1, 1))
+        old = x.reshape(-1)[int(at[0])]
+        if x.is_floating_point():
+            x.view(-1)[int(at[1])] = pick(rng, (float(old) + by, float(pick(rng, HOSTILE)), pick(rng, NUMBERS)))
+        else:
+            x.view(-1)[int(at[1])] = old + by if rng.integers(3) == 0 else torch.tensor(pick(rng, HOSTILE)).to(x.dtype)
+    return x

@@ -147,6 +147,7 @@ def row_update(
     uniforms: int,
     num_uniforms: int,
     features: list[int],
+    matrices: list[int],
     ids: int,
     num_ids: int,
     wide_ids: bool,

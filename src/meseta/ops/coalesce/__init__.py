@@ -47,7 +47,9 @@ def _cpu(ids: Tensor, source: Tensor, block: Tensor, gradient: Tensor, scale: Te
         gradient = gradient.contiguous()
     ids, source = plain_ids("coalesce", ids), plain_ids("coalesce", source, "source").to(torch.int64)
     block = plain_ids("coalesce", block, "block").to(torch.int64)
-    scale = None if scale is None else scale.to(gradient.dtype).contiguous().view(-1)
+    if scale is not None and scale.shape != ids.shape:
+        raise MesetaError(f"coalesce: scale is {list(scale.shape)} for {ids.numel()} ids; give one number per id")
+    scale = None if scale is None else scale.to(gradient.dtype).contiguous()
     rows = empty((ids.numel(),), torch.int64)
     sums = empty((ids.numel(), gradient.shape[1]), gradient.dtype)
     run = core().coalesce_float64 if gradient.dtype == torch.float64 else core().coalesce_float32

@@ -39,6 +39,8 @@ def _check(x: Tensor, pooled: Tensor) -> None:
             f"dot_interaction: pooled is {tuple(pooled.shape)}, which is no whole number of vectors for each sample of "
             f"x, {tuple(x.shape)}; give [B, D] and [B, F * D]"
         )
+    if not (x.is_floating_point() and pooled.is_floating_point()):
+        raise MesetaError(f"dot_interaction: x is {x.dtype} and pooled {pooled.dtype}; give floats")
 
 
 def _width(x: Tensor, pooled: Tensor) -> Any:

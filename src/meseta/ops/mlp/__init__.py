@@ -105,14 +105,14 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _relu_backward_cpu(gradient: Tensor, output: Tensor | None, transpose: bool) -> tuple[Tensor, Tensor]:
-    if gradient.dtype not in {torch.float32, torch.bfloat16}:
-        return reference.relu_backward(gradient, output, transpose)
     alike = output is None or (output.shape == gradient.shape and output.dtype == gradient.dtype)
-    if gradient.dim() != 2 or not alike or not gradient.is_contiguous():
+    if gradient.dim() != 2 or not alike or not gradient.is_contiguous() or not gradient.is_floating_point():
         raise MesetaError(
             f"relu_backward: the gradient is {gradient.dtype} {tuple(gradient.shape)} with strides "
-            f"{gradient.stride()}; give a contiguous [B, N], and an output of the same type and shape"
+            f"{gradient.stride()}; give contiguous floats [B, N], and an output of the same type and shape"
         )
+    if gradient.dtype not in {torch.float32, torch.bfloat16}:
+        return reference.relu_backward(gradient, output, transpose)
     output = None if output is None else output.contiguous()
     num_samples, width = gradient.shape
     transposed = empty((width, num_samples) if transpose else (0, 0), torch.float32)

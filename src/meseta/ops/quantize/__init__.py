@@ -51,11 +51,8 @@ def quantize_rows(
     scale, are not finite (fp16 and bf16 keep such values).
     """
     _check_format("quantize_rows", row_format)
-    if not 0 <= key < 2**64 or first_row < 0 or first_column < 0:
-        raise MesetaError(
-            f"quantize_rows: key {key}, first_row {first_row}, first_column {first_column}: the key must be in "
-            "0..2**64-1, the others not negative"
-        )
+    if not 0 <= key < 2**64:
+        raise MesetaError(f"quantize_rows: key {key} must be in 0..2**64-1")
     signed = key - 2**64 if key >= 2**63 else key
     codes: Tensor = _quantize(rows, row_format, stochastic, signed, first_row, first_column)
     return codes
@@ -86,10 +83,13 @@ def _check_format(operator: str, row_format: str) -> None:
 def _quantize_cpu(
     rows: Tensor, row_format: str, stochastic: bool, key: int, first_row: int, first_column: int
 ) -> Tensor:
+    _check_format("quantize_rows", row_format)
     if rows.dim() != 2 or rows.dtype not in KINDS:
         raise MesetaError(
             f"quantize_rows: rows are {rows.dtype} {list(rows.shape)}; give [n, D] of float32, float16 or bfloat16"
         )
+    if first_row < 0 or first_column < 0:
+        raise MesetaError(f"quantize_rows: first_row {first_row} and first_column {first_column} must not be negative")
     rows = rows.contiguous()
     codes = empty((rows.shape[0], row_bytes(row_format, rows.shape[1])), torch.uint8)
     origin = [key, first_row, first_column] if stochastic else []
@@ -115,7 +115,9 @@ def _quantize_fake(
 
 
 def _dequantize_cpu(codes: Tensor, row_format: str, dim: int) -> Tensor:
-    if codes.dim() != 2 or codes.dtype != torch.uint8 or codes.shape[1] != row_bytes(row_format, dim):
+    _check_format("dequantize_rows", row_format)
+    alike = codes.dim() == 2 and codes.dtype == torch.uint8 and codes.shape[1] == row_bytes(row_format, dim)
+    if dim < 0 or not alike:
         raise MesetaError(f"dequantize_rows: {codes.dtype} {list(codes.shape)} are not rows of {dim} {row_format}")
     codes = codes.contiguous()
     rows = empty((codes.shape[0], dim), torch.float32)

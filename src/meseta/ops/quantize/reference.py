@@ -49,7 +49,9 @@ def quantize_rows(
         return torch.cat([codes, _bytes(scale)], dim=1)
     low, high = -_amax(-rows) + 0.0, _amax(rows) + 0.0  # no negative zero
     if row_format == "int8":
-        scale, offset, inverse, top = (high - low) / 255, low, 255 / (high - low + 1e-8), 255
+        # A number divided by a tensor is to torch that number times the reciprocal, which rounds twice.
+        scale, offset, top = (high - low) / 255, low, 255
+        inverse = torch.full_like(low, 255) / (high - low + 1e-8)
     else:
         offset, top = low.half().float(), 15
         scale = ((high - offset) / 15).half().float()
