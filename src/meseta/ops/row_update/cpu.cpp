@@ -154,9 +154,29 @@ struct Finder {
   }
 };
 
+// Brings the gradients of coming entries, several at once, for the sake of the walks to their pages.
+template <bool kByPosition>
+struct Fetcher {
+  const Finder<kByPosition>& find;
+  const uint64_t* next;  // first entry that was not asked for
+  const uint64_t* end;
+  int64_t dim;
+  static constexpr int64_t kAhead = 16, kBurst = 64;
+
+  void reach(const uint64_t* entry) {
+    if (entry + kAhead <= next) return;
+    const uint64_t* stop = std::min(entry + kAhead + kBurst, end);
+    for (; next < stop; ++next) {
+      const float* g = find.gradient(*next);
+      for (int64_t c = 0; c < dim; c += kLanes) prefetch(g + c);
+    }
+  }
+};
+
 // Sum of the contributions of a run of entries with one row: blocks from left to right, then their sums.
 template <bool kByPosition, int N, typename Find>
-void sum_run(const Find& find, const uint64_t* first, const uint64_t* last, int tail, float* out) {
+void sum_run(const Find& find, Fetcher<kByPosition>& fetcher, const uint64_t* first, const uint64_t* last, int tail,
+             float* out) {
   Vec total[N], block[N];
   const auto read = [&](const Contribution& c, int j) {
     const Vec g = j == N - 1 && tail < kLanes ? load(c.gradient + 16 * j, tail) : load(c.gradient + 16 * j);
@@ -168,6 +188,7 @@ void sum_run(const Find& find, const uint64_t* first, const uint64_t* last, int 
   bool started = false;
   uint64_t current = c.block;
   for (const uint64_t* e = first + 1; e < last; ++e) {
+    fetcher.reach(e);
     c = find(*e);
     if (c.block != current) {
       for (int j = 0; j < N; ++j) total[j] = started ? total[j] + block[j] : block[j];
@@ -183,23 +204,25 @@ void sum_run(const Find& find, const uint64_t* first, const uint64_t* last, int 
 
 // Rows wider than eight vectors: eight at a time.
 template <bool kByPosition, int N, typename Find>
-void sum_columns(const Find& find, const uint64_t* first, const uint64_t* last, int64_t width, float* out) {
+void sum_columns(const Find& find, Fetcher<kByPosition>& fetcher, const uint64_t* first, const uint64_t* last,
+                 int64_t width, float* out) {
   if (width > 16 * (N - 1)) {
-    sum_run<kByPosition, N>(find, first, last, int(width - 16 * (N - 1)), out);
+    sum_run<kByPosition, N>(find, fetcher, first, last, int(width - 16 * (N - 1)), out);
   } else if constexpr (N > 1) {
-    sum_columns<kByPosition, N - 1>(find, first, last, width, out);
+    sum_columns<kByPosition, N - 1>(find, fetcher, first, last, width, out);
   }
 }
 
 template <bool kByPosition>
-void sum_row(const Finder<kByPosition>& find, const uint64_t* first, const uint64_t* last, int64_t dim, float* out) {
+void sum_row(const Finder<kByPosition>& find, Fetcher<kByPosition>& fetcher, const uint64_t* first,
+             const uint64_t* last, int64_t dim, float* out) {
   for (int64_t c0 = 0; c0 < dim; c0 += 128) {
     const auto shifted = [&](uint64_t entry) {
       Contribution c = find(entry);
       c.gradient += c0;
       return c;
     };
-    sum_columns<kByPosition, 8>(shifted, first, last, std::min<int64_t>(128, dim - c0), out + c0);
+    sum_columns<kByPosition, 8>(shifted, fetcher, first, last, std::min<int64_t>(128, dim - c0), out + c0);
   }
 }
 
@@ -211,7 +234,7 @@ struct Run {
 template <typename T, bool kByPosition>
 void update_sorted(const Finder<kByPosition>& find, Executor<T>& executor, const uint64_t* entries, int64_t n,
                    int64_t first_row) {
-  constexpr int64_t kAhead = 16, kBurst = 16;
+  constexpr int64_t kBurst = 16;
   const Table& table = find.table;
   const int64_t dim = table.target.dim, capacity = executor.capacity(), width = executor.width();
   float* sums = executor.sums();
@@ -233,11 +256,7 @@ void update_sorted(const Finder<kByPosition>& find, Executor<T>& executor, const
     executor.prefetch_rows(rows.data() + slot, count);
     return count;
   };
-  const auto fetch_gradient = [&](const uint64_t* e) {
-    const float* g = find.gradient(*e);
-    for (int64_t c = 0; c < dim; c += kLanes) prefetch(g + c);
-  };
-  for (const uint64_t* e = entries; e < std::min(entries + kAhead, end); ++e) fetch_gradient(e);
+  Fetcher<kByPosition> fetcher{find, entries, end, dim};
   int64_t half = 0, count = delimit(0, capacity);
   while (count > 0) {
     const int64_t other = capacity - half;
@@ -245,11 +264,11 @@ void update_sorted(const Finder<kByPosition>& find, Executor<T>& executor, const
     for (int64_t k = 0; k < count; ++k) {
       if (k % kBurst == 0) coming += delimit(other + coming, std::min(kBurst, capacity - coming));
       const Run& run = runs[size_t(half + k)];
-      for (const uint64_t* e = run.first + kAhead; e < std::min(run.last + kAhead, end); ++e) fetch_gradient(e);
+      fetcher.reach(run.first);
       if (!kByPosition && run.last - run.first == 1) {
         gradients[size_t(k)] = find.gradient(*run.first);
       } else {
-        sum_row<kByPosition>(find, run.first, run.last, dim, sums + k * width);
+        sum_row<kByPosition>(find, fetcher, run.first, run.last, dim, sums + k * width);
         gradients[size_t(k)] = sums + k * width;
       }
     }
@@ -262,6 +281,7 @@ void update_sorted(const Finder<kByPosition>& find, Executor<T>& executor, const
 template <typename T, typename Id>
 void run_task(const Task& task, const Batch& batch, Executor<T>& executor, Scratch& scratch) {
   const Table& table = *task.table;
+  executor.shape(table.target);
   scratch.entries.reserve(size_t(table.num_ids) + 1);
   scratch.other.reserve(size_t(table.num_ids) + 1);
   const int64_t n = collect<Id>(task, batch, scratch.entries.data());
@@ -269,7 +289,6 @@ void run_task(const Task& task, const Batch& batch, Executor<T>& executor, Scrat
   const int row_bits = std::bit_width(uint64_t(task.last_row - task.first_row));
   const uint64_t* sorted = radix_sort(scratch.entries.data(), scratch.other.data(), size_t(n), table.payload_bits,
                                       table.payload_bits + row_bits);
-  executor.shape(table.target);
   if (table.by_position) {
     scratch.samples.reserve(size_t(table.num_ids));
     expand_samples<Id>(table, batch, scratch.samples.data());
