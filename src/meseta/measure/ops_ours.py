@@ -15,7 +15,7 @@ from meseta.measure.gather_limit import Prefetch, best_prefetches, gather
 from meseta.measure.traffic import IdBatch, Traffic, make_batches
 from meseta.measure.workloads import make_optimizer
 from meseta.ops.core import instruction_set
-from meseta.ops.pooled_lookup import pooled_lookup
+from meseta.ops.pooled_lookup import LookupGroup, lookup_group
 from meseta.spec import FeatureSpec, InitSpec, OptimizerSpec, TableSpec
 
 LR = 0.01
@@ -62,6 +62,8 @@ class Ours(Contender):
         spec = make_optimizer(optimizer, lr=LR)
         self.embeddings = make_collection(self.traffic, spec, dtype, InitSpec(kind="constant", scale=FILL))
         self.tables = [shard.weight for shard in self.embeddings.shards]
+        num_tables, is_mean = len(self.tables), self.traffic.pooling == "mean"
+        self.group = LookupGroup(tuple(self.tables), (self.traffic.weighted,) * num_tables, (is_mean,) * num_tables)
         batches = make_batches(self.traffic, self.traffic.num_batches)
         self.batches = [make_ids(batch, len(self.tables)) for batch in batches]
         self.ids = np.concatenate([batch.ids for batch in batches])
@@ -99,8 +101,7 @@ class Ours(Contender):
 
     def _operator(self, call: int) -> None:
         ids = self.batches[call % len(self.batches)]
-        weighted, mean = [self.traffic.weighted] * len(self.tables), [self.traffic.pooling == "mean"] * len(self.tables)
-        pooled_lookup(self.tables, ids.values, ids.offsets, ids.weights, weighted, mean)
+        lookup_group(self.group, ids.values, ids.offsets, ids.weights)
 
     def _step(self, call: int) -> None:
         self.embeddings(self.batches[call % len(self.batches)]).pooled.values.backward(self.gradient)
