@@ -2,68 +2,30 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
-#include <vector>
 
+#include "ops/philox.h"
 #include "ops/simd.h"
 
 namespace meseta {
 
-// Sixteen Philox4x32-10 generators side by side; words[k][i] is word k of counter i.
-struct Philox16 {
-  uint32_t words[4][kLanes];
-  void run(uint64_t key) {
-    uint32_t k0 = uint32_t(key), k1 = uint32_t(key >> 32);
-    for (int round = 0; round < 10; ++round) {
-      for (int i = 0; i < kLanes; ++i) {
-        const uint64_t p0 = uint64_t{words[0][i]} * 0xD2511F53u, p1 = uint64_t{words[2][i]} * 0xCD9E8D57u;
-        words[0][i] = uint32_t(p1 >> 32) ^ words[1][i] ^ k0;
-        words[1][i] = uint32_t(p1);
-        words[2][i] = uint32_t(p0 >> 32) ^ words[3][i] ^ k1;
-        words[3][i] = uint32_t(p0);
-      }
-      k0 += 0x9E3779B9u;
-      k1 += 0xBB67AE85u;
-    }
-  }
-};
-
-// 16 random bits for each of `width` columns (a multiple of 16) of each row: the counter is (row, column / 8, step),
+// 16 random bits for each of `width` columns (a multiple of 8) of each row: the counter is (row, column / 8, step),
 // and its four words are the bits of eight columns.
 inline void random_halves(uint64_t key, uint32_t step, const int64_t* rows, int64_t num_rows, int64_t first_row,
                           int64_t first_column, int64_t width, uint16_t* out) {
-  const int64_t groups = width / 8, count = num_rows * groups;
-  const uint32_t first_group = uint32_t(first_column / 8);
-  int64_t row = 0, group = 0;
-  for (int64_t at = 0; at < count; at += kLanes) {
-    Philox16 generator;
-    const int lanes = int(std::min<int64_t>(kLanes, count - at));
-    for (int i = 0; i < kLanes; ++i) {
-      const uint64_t logical = uint64_t(first_row) + uint64_t(rows[row]);
-      generator.words[0][i] = uint32_t(logical);
-      generator.words[1][i] = uint32_t(logical >> 32);
-      generator.words[2][i] = first_group + uint32_t(group);
-      generator.words[3][i] = step;
-      if (i + 1 < lanes && ++group == groups) group = 0, ++row;
-    }
-    if (++group == groups) group = 0, ++row;
-    generator.run(key);
-    uint32_t words[4 * kLanes];
-    for (int i = 0; i < kLanes; ++i)
-      for (int k = 0; k < 4; ++k) words[4 * i + k] = generator.words[k][i];
-    std::memcpy(out + at * 8, words, size_t(lanes) * 16);
-  }
+  philox_words({key, uint64_t(first_row), uint32_t(first_column / 8), step}, rows, num_rows, width / 8, out);
 }
+
+// ---- one number
 
 // Random bits below the kept mantissa, then a cut; infinities and NaN stay what they are.
-inline uint16_t round_to_bfloat(float value, uint16_t random) {
+inline Bfloat round_to(Bfloat, float value, uint16_t random) {
   const uint32_t bits = float_to_bits(value);
   const uint32_t rounded = (bits + random) >> 16, whole = bits >> 16 | ((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x40u : 0u);
-  return uint16_t((bits & 0x7F800000u) == 0x7F800000u ? whole : rounded);
+  return {uint16_t((bits & 0x7F800000u) == 0x7F800000u ? whole : rounded)};
 }
 
-inline uint16_t round_to_half(float value, uint16_t random16) {
+inline Half round_to(Half, float value, uint16_t random16) {
   const uint32_t bits = float_to_bits(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
   const uint32_t random = random16 >> 3;  // a half drops 13 bits
   const uint32_t normal = std::min((magnitude + random - 0x38000000u) >> 13, 0x7C00u);
@@ -72,13 +34,94 @@ inline uint16_t round_to_half(float value, uint16_t random16) {
   const uint32_t subnormal = uint32_t(int32_t(scaled));
   const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
   const uint32_t special = magnitude > 0x7F800000u ? 0x7E00u : 0x7C00u;
-  return uint16_t(sign | (magnitude >= 0x7F800000u ? special : finite));
+  return {uint16_t(sign | (magnitude >= 0x7F800000u ? special : finite))};
 }
 
-inline void round_rows(const float* values, const uint16_t* random, Bfloat* out, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) out[i].bits = round_to_bfloat(values[i], random[i]);
+// ---- sixteen numbers, by the same steps
+
+#if defined(__AVX512F__)
+
+inline __m512i each(uint32_t x) { return _mm512_set1_epi32(int(x)); }
+inline __m512i round_bits(Bfloat, __m512i bits, __m512i random) {
+  const __m512i magnitude = _mm512_and_si512(bits, each(0x7FFFFFFFu));
+  const __m512i rounded = _mm512_mask_add_epi32(bits, _mm512_cmplt_epi32_mask(magnitude, each(0x7F800000u)), bits, random);
+  const __mmask16 nan = _mm512_cmpgt_epi32_mask(magnitude, each(0x7F800000u));
+  return _mm512_maskz_srli_epi32(kAll, _mm512_mask_or_epi32(rounded, nan, rounded, each(0x400000u)), 16);
 }
-inline void round_rows(const float* values, const uint16_t* random, Half* out, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) out[i].bits = round_to_half(values[i], random[i]);
+inline __m512i round_bits(Half, __m512i bits, __m512i random16) {
+  const __m512i magnitude = _mm512_and_si512(bits, each(0x7FFFFFFFu));
+  const __m512i sign = _mm512_and_si512(_mm512_maskz_srli_epi32(kAll, bits, 16), each(0x8000u));
+  const __m512i random = _mm512_maskz_srli_epi32(kAll, random16, 3);
+  const __m512i moved = _mm512_sub_epi32(_mm512_add_epi32(magnitude, random), each(0x38000000u));
+  const __m512i normal = _mm512_maskz_min_epu32(kAll, _mm512_maskz_srli_epi32(kAll, moved, 13), each(0x7C00u));
+  const __m512 small = _mm512_castsi512_ps(_mm512_maskz_min_epu32(kAll, magnitude, each(0x38800000u)));
+  const __m512 fraction = _mm512_mul_ps(_mm512_maskz_cvtepi32_ps(kAll, random), _mm512_set1_ps(0x1p-13f));
+  const __m512 scaled = _mm512_add_ps(_mm512_mul_ps(small, _mm512_set1_ps(0x1p24f)), fraction);
+  const __mmask16 is_small = _mm512_cmplt_epi32_mask(magnitude, each(0x38800000u));
+  const __m512i finite = _mm512_mask_cvttps_epi32(normal, is_small, scaled);
+  const __mmask16 nan = _mm512_cmpgt_epi32_mask(magnitude, each(0x7F800000u));
+  const __m512i special = _mm512_mask_blend_epi32(nan, each(0x7C00u), each(0x7E00u));
+  const __mmask16 is_special = _mm512_cmpge_epi32_mask(magnitude, each(0x7F800000u));
+  return _mm512_or_si512(sign, _mm512_mask_blend_epi32(is_special, finite, special));
 }
+template <typename T>
+inline void round_vector(const float* values, const uint16_t* random, T* out) {
+  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(random));
+  const __m512i rounded = round_bits(T{}, _mm512_loadu_si512(values), _mm512_maskz_cvtepu16_epi32(kAll, halves));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_maskz_cvtepi32_epi16(kAll, rounded));
+}
+
+#elif defined(__AVX2__)
+
+inline __m256i each(uint32_t x) { return _mm256_set1_epi32(int(x)); }
+inline __m256i round_bits(Bfloat, __m256i bits, __m256i random) {
+  const __m256i magnitude = _mm256_and_si256(bits, each(0x7FFFFFFFu));
+  const __m256i finite = _mm256_cmpgt_epi32(each(0x7F800000u), magnitude);
+  const __m256i nan = _mm256_cmpgt_epi32(magnitude, each(0x7F800000u));
+  const __m256i rounded = _mm256_add_epi32(bits, _mm256_and_si256(finite, random));
+  return _mm256_srli_epi32(_mm256_or_si256(rounded, _mm256_and_si256(nan, each(0x400000u))), 16);
+}
+inline __m256i round_bits(Half, __m256i bits, __m256i random16) {
+  const __m256i magnitude = _mm256_and_si256(bits, each(0x7FFFFFFFu));
+  const __m256i sign = _mm256_and_si256(_mm256_srli_epi32(bits, 16), each(0x8000u));
+  const __m256i random = _mm256_srli_epi32(random16, 3);
+  const __m256i moved = _mm256_sub_epi32(_mm256_add_epi32(magnitude, random), each(0x38000000u));
+  const __m256i normal = _mm256_min_epu32(_mm256_srli_epi32(moved, 13), each(0x7C00u));
+  const __m256 small = _mm256_castsi256_ps(_mm256_min_epu32(magnitude, each(0x38800000u)));
+  const __m256 fraction = _mm256_mul_ps(_mm256_cvtepi32_ps(random), _mm256_set1_ps(0x1p-13f));
+  const __m256 scaled = _mm256_add_ps(_mm256_mul_ps(small, _mm256_set1_ps(0x1p24f)), fraction);
+  const __m256i is_small = _mm256_cmpgt_epi32(each(0x38800000u), magnitude);
+  const __m256i finite = _mm256_blendv_epi8(normal, _mm256_cvttps_epi32(scaled), is_small);
+  const __m256i nan = _mm256_cmpgt_epi32(magnitude, each(0x7F800000u));
+  const __m256i special = _mm256_add_epi32(each(0x7C00u), _mm256_and_si256(nan, each(0x200u)));
+  const __m256i is_finite = _mm256_cmpgt_epi32(each(0x7F800000u), magnitude);
+  return _mm256_or_si256(sign, _mm256_blendv_epi8(special, finite, is_finite));
+}
+template <typename T>
+inline void round_vector(const float* values, const uint16_t* random, T* out) {
+  const auto eight = [&](int i) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + i));
+    return round_bits(T{}, bits, _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(random + i))));
+  };
+  const __m256i packed = _mm256_packus_epi32(eight(0), eight(8));  // 0..3, 8..11, 4..7, 12..15
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_permute4x64_epi64(packed, 0xD8));
+}
+
+#else
+
+template <typename T>
+inline void round_vector(const float* values, const uint16_t* random, T* out) {
+  for (int i = 0; i < kLanes; ++i) out[i] = round_to(T{}, values[i], random[i]);
+}
+
+#endif
+
+// `out` may be the rows' place in a table: nothing is written behind `count`.
+template <typename T>
+inline void round_rows(const float* values, const uint16_t* random, T* out, int64_t count) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) round_vector(values + i, random + i, out + i);
+  for (; i < count; ++i) out[i] = round_to(T{}, values[i], random[i]);
+}
+
 }  // namespace meseta
