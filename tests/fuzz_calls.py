@@ -27,7 +27,7 @@ for module in pkgutil.iter_modules(ops.__path__, "meseta.ops."):
 importlib.import_module("meseta.ops.row_update.staged")
 
 Rng = np.random.Generator
-HOSTILE = (-1, -2, 1, 7, 2**31 - 1, -(2**31), 2**31, 2**32, 2**33 + 1, 2**62, 2**63 - 1, -(2**63))
+HOSTILE = (-1, -2, 1, 5, 7, 40, 2**31 - 1, -(2**31), 2**31, 2**32, 2**33 + 1, 2**62, 2**63 - 1, -(2**63))
 OPTIMIZERS = [name for name, used in USED_FIELDS.items() if used]
 NUMBERS = (math.nan, math.inf, -math.inf, 3e38, -70000.0, 1e-45, -0.0)
 ANY_TYPE = (
@@ -199,13 +199,13 @@ def written(rng: Rng, call: Call, values: Tensor) -> Tensor:
 
 def spoil_code(rng: Rng, code: Tensor) -> Tensor:
     """The program with some numbers changed, or nonsense of known operations on known registers."""
-    registers = np.array([-1, 0, 1, 2, 63, 64, 65, 127, 128, 129, 140, 2**31 - 1, -(2**31)])
+    registers = np.array([-1, 0, 1, 2, 63, 64, 65, 127, *range(128, 141), 2**31 - 1, -(2**31)])
     if rng.integers(2):
         code = code.clone()
         for _ in range(int(rng.integers(1, 4))):
             code.view(-1)[int(rng.integers(code.numel()))] = int(rng.choice(registers))
         return code
-    words = rng.choice(registers[:10], (int(rng.integers(1, 4)), 5))
+    words = rng.choice(registers[:-2], (int(rng.integers(1, 4)), 5))
     words[:, 0] = rng.integers(0, 19, len(words))
     return torch.cat([code, torch.from_numpy(words).to(torch.int32)])
 
@@ -325,8 +325,13 @@ def spoil_tensor(rng: Rng, x: Tensor) -> Tensor:
 
 
 def spoil_entries(rng: Rng, x: Tensor) -> Tensor:
-    """One or two entries changed: to what a neighbour holds give or take one, or to something hostile."""
+    """One or two entries changed: to a neighbour of another entry, to something hostile, or with their sum kept."""
     x = x.clone(memory_format=torch.contiguous_format)
+    if not x.is_floating_point() and rng.integers(4) == 0:
+        at, by = rng.integers(x.numel(), size=2), int(rng.integers(1, 4))
+        x.view(-1)[int(at[0])] += by
+        x.view(-1)[int(at[1])] -= by
+        return x
     for _ in range(int(rng.integers(1, 3))):
         at, by = rng.integers(x.numel(), size=2), pick(rng, (-1, 1))
         old = x.reshape(-1)[int(at[0])]

@@ -236,7 +236,9 @@ def check(call: Call) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # roots of negative float64 states, in the reference
-@pytest.mark.filterwarnings("ignore:This overload of")  # nonsense programs there
+@pytest.mark.filterwarnings(
+    "ignore:This overload of", "ignore:Truncating the start"
+)  # nonsense programs and columns there
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("seeds", [pytest.param(p, id=f"{p[0]}", marks=soak if p[0] else ()) for p in PARTS])
 def test_hostile_calls_are_refused_or_answered_rightly(name: str, seeds: range) -> None:
