@@ -148,6 +148,22 @@ def permute_keys(rng: Rng) -> Call:
     return Call("permute_keys", [arrays, bounds, rng.permutation(3).tolist()])
 
 
+def place_columns(rng: Rng) -> Call:
+    call, num_rows, dtype = (
+        Call("place_columns", []),
+        int(rng.integers(0, 9)),
+        pick(rng, (torch.float32, torch.float64)),
+    )
+    sources = [floats(rng, num_rows, width, dtype=dtype) for width in rng.integers(0, 9, 2).tolist()]
+    moves = []
+    for source in rng.integers(0, 2, 3).tolist():
+        width = int(rng.integers(0, sources[source].shape[1] + 1))
+        start = int(rng.integers(0, sources[source].shape[1] - width + 1))
+        moves += [source, start, int(rng.integers(0, 9 - width)), width, int(rng.integers(2))]
+    call.arguments = [written(rng, call, floats(rng, num_rows, 8, dtype=dtype)), sources, moves, 0.5]
+    return call
+
+
 def lengths_to_offsets(rng: Rng) -> Call:
     return Call("lengths_to_offsets", [integers(rng, 0, 9, int(rng.integers(0, 40)), bool(rng.integers(2)))])
 
@@ -281,7 +297,7 @@ CALLS: dict[str, Callable[[Rng], Call]] = {
     make.__name__: make
     for make in (
         pooled_lookup, row_lookup, weight_gradient, coalesce, bucketize, count_outside, fix_ids, unique, permute_keys,
-        lengths_to_offsets, hash_ids, quantize_rows, dequantize_rows, relu_backward, dot_interaction,
+        place_columns, lengths_to_offsets, hash_ids, quantize_rows, dequantize_rows, relu_backward, dot_interaction,
         dot_interaction_backward, row_update, row_apply,
     )
 }  # fmt: skip

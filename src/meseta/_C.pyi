@@ -100,6 +100,12 @@ def unique(ids: int, num_ids: int, wide: bool, bounds: list[int], outputs: list[
 def permute_keys(arrays: list[int], bounds: list[int], order: list[int], num_threads: int) -> None:
     """`arrays`: (address, bytes of an element, elements, address of the output) of each."""
 
+def place_columns(
+    out: list[int], sources: list[int], moves: list[int], scale: float, wide: bool, num_threads: int
+) -> None:
+    """Copy or add columns; `out` is (address, rows, columns, numbers from row to row), `sources` the same without rows,
+    `moves` (source, first column, first column of `out`, columns, whether to add) of each. `wide`: float64."""
+
 def lengths_to_offsets(lengths: int, count: int, wide: bool, offsets: int, num_threads: int) -> None:
     """Write count + 1 offsets."""
 

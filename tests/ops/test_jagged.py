@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meseta.jagged import KeyedJaggedTensor
-from meseta.ops.jagged import lengths_to_offsets, permute, reference, split
+from meseta.ops.jagged import lengths_to_offsets, permute, permute_pieces, reference, split
 from meseta.spec import MesetaError
 from threads import threads
 
@@ -121,3 +121,12 @@ def test_operators_are_registered_as_torch_wants() -> None:
     arrays = [torch.arange(5), torch.tensor([2, 1, 2])]
     torch.library.opcheck(torch.ops.meseta.permute_keys.default, (arrays, [0, 3, 5, 0, 2, 3], [1, 0]))
     torch.library.opcheck(torch.ops.meseta.lengths_to_offsets.default, (torch.tensor([2, 0, 1]),))
+
+
+def test_permute_pieces() -> None:
+    assert permute_pieces(torch.arange(6), [1, 0, 3, 2], [3, 0, 1, 3]).tolist() == [4, 5, 0, 4, 5]
+    assert permute_pieces(torch.arange(0), [], []).tolist() == []
+    with pytest.raises(MesetaError, match=r"bounds\[2\] is 7"):
+        permute_pieces(torch.arange(6), [1, 6], [0])
+    with pytest.raises(MesetaError, match="an order of keys"):
+        permute_pieces(torch.arange(6), [1, 5], [2])

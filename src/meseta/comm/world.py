@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meseta.ops.memory import empty
 from meseta.spec import MesetaError
 
 
@@ -64,16 +65,19 @@ class World:
         rank."""
         if self.size == 1:
             return Pending(received=send, send=send, work=None)
-        received = send.new_empty((sum(receive_splits), *send.shape[1:]))
+        received = empty((sum(receive_splits), *send.shape[1:]), send.dtype, send.device)
         send = send.contiguous()
         work = dist.all_to_all_single(received, send, list(receive_splits), list(send_splits), async_op=True)
         return Pending(received=received, send=send, work=work)
 
+    def start_all_reduce(self, tensor: Tensor) -> Pending:
+        """Begin to sum over ranks, in place; the same bits on every rank."""
+        work = dist.all_reduce(tensor, async_op=True) if self.size > 1 else None
+        return Pending(received=tensor, send=tensor, work=work)
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place; the same bits on every rank."""
-        if self.size > 1:
-            dist.all_reduce(tensor)
-        return tensor
+        return self.start_all_reduce(tensor).wait()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """[size, *shape]: the tensors of all ranks, which have one shape."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from meseta.jagged import KeyedJaggedTensor
-from meseta.jagged.shapes import Int
+from meseta.jagged.shapes import Int, Shaped
 from meseta.ops.core import core
 from meseta.ops.jagged import reference
 from meseta.ops.library import register
@@ -43,6 +43,15 @@ def split(kjt: KeyedJaggedTensor, num_keys: Sequence[int]) -> list[KeyedJaggedTe
     if min(num_keys, default=0) < 0 or ends[-1] != len(kjt.keys):
         raise MesetaError(f"split: {list(num_keys)} must be numbers that add up to {len(kjt.keys)}, the number of keys")
     return [kjt.select(kjt.keys[start:stop]) for start, stop in pairwise(ends)]
+
+
+def permute_pieces(array: Shaped[Tensor, " n"], sizes: Iterable[int], order: Sequence[int]) -> Shaped[Tensor, " m"]:
+    """Pieces order[0], order[1] ... of an array whose pieces have these sizes, one behind the other.
+
+    Raises MesetaError for sizes beyond the array and for a piece that it does not have.
+    """
+    permuted: Tensor = _permute([array], list(accumulate(sizes, initial=0)), list(order))[0]
+    return permuted
 
 
 def lengths_to_offsets(lengths: Int[Tensor, " n"]) -> Int[Tensor, " n_plus_1"]:

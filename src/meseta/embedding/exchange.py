@@ -1,0 +1,151 @@
+"""What travels when ids go to their owners, and the way there: sorted, packed, unpacked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from meseta.comm import Pending
+from meseta.embedding.routes import Routing
+from meseta.jagged import KeyedJaggedTensor
+from meseta.jagged.shapes import Int
+from meseta.ops.bucketize import Buckets, bucketize_features
+from meseta.ops.jagged import lengths_to_offsets, permute, permute_pieces
+from meseta.ops.row_update import Bags
+from meseta.spec import MesetaError
+
+
+@dataclass(frozen=True)
+class Started:
+    """The exchange of counts is in flight."""
+
+    ids: KeyedJaggedTensor
+    """Valid ids of all features."""
+    cut: Buckets | None
+    """Ids of the features whose tables are cut by rows, sorted by row range."""
+    counts_sent: Int[Tensor, " n"]
+    counts: Pending
+    failed: MesetaError | None = None
+    """Why this rank cannot take part; `exchange` raises it on all ranks."""
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """The counts are known, and the exchange of lengths and ids is in flight."""
+
+    ids: KeyedJaggedTensor
+    order: dict[int, Int[Tensor, " nnz"]]
+    """Of unpooled features that are cut by rows: where each sorted id stood among the ids of its feature."""
+    batch_sizes: tuple[int, ...]
+    """Samples of each rank; their sum is the global batch."""
+    sent: tuple[tuple[int, ...], ...]
+    """sent[r][k]: ids for route k of rank r."""
+    received: tuple[tuple[int, ...], ...]
+    """received[r][k]: ids from rank r for this rank's route k."""
+    range_counts: dict[int, list[int]]
+    """Ids of the local slice per row range, by index of the routed feature."""
+    payload: Pending
+    weights: Pending | None
+
+    @property
+    def num_samples(self) -> int:
+        return sum(self.batch_sizes)
+
+
+@dataclass(frozen=True)
+class OwnedIds:
+    """Ids of the global batch that this rank looks up, one route after the other."""
+
+    bags: Bags
+    """Ids of each route, ordered by (global sample, position)."""
+    lengths: Int[Tensor, " routes_times_B"]
+    """Ids per global sample of each route."""
+    sizes: tuple[int, ...]
+    """Ids of each route."""
+
+    def ids(self) -> tuple[Tensor, ...]:
+        """By route."""
+        return self.bags.ids.split(self.sizes)
+
+    def pooled(self, num_routes: int) -> Bags:
+        """Of the first routes."""
+        size, num_samples = sum(self.sizes[:num_routes]), self.bags.num_samples
+        weights = None if self.bags.weights is None else self.bags.weights[:size]
+        return Bags(self.bags.ids[:size], self.bags.offsets[: num_routes * num_samples + 1], num_samples, weights)
+
+
+def sort_cut_features(ids: KeyedJaggedTensor, routing: Routing) -> Buckets | None:
+    """Ids of the features that are cut by rows, sorted by row range; None where no feature is."""
+    if not routing.cut_features:
+        return None
+    own = permute(ids, [ids.keys[f] for f in routing.cut_features])
+    return bucketize_features(own.values, own.lengths, [routing.cuts[f] for f in routing.cut_features])
+
+
+def pack_ids(x: Started, routing: Routing, range_counts: dict[int, list[int]], dtype: torch.dtype) -> Tensor:
+    """For each rank: the lengths of all its routes, then their ids, as numbers of `dtype`."""
+    by_feature = x.ids.values.to(dtype).split([b - a for a, b in pairwise(x.ids.key_offsets)])
+    ids = {(f, 0): by_feature[f] for f in routing.cuts}
+    lengths = {(f, 0): own for f, own in enumerate(x.ids.lengths.to(dtype).view(len(x.ids.keys), -1))}
+    if x.cut is not None:
+        slots = [(f, n) for f in routing.cut_features for n in range(len(range_counts[f]))]
+        ids |= zip(slots, _split(x.cut.ids.to(dtype), routing, range_counts), strict=True)
+        lengths |= zip(slots, x.cut.lengths.to(dtype), strict=True)
+    parts = [part[r.slot] for routes in routing.by_rank for part in (lengths, ids) for r in routes]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=x.ids.values.device)
+
+
+def pack_weights(x: Started, routing: Routing, range_counts: dict[int, list[int]], dtype: torch.dtype) -> Tensor:
+    """One weight for each id that `pack_ids` packs."""
+    assert x.ids.weights is not None
+    own = x.ids.weights.to(dtype)
+    weights = {(f, 0): w for f, w in enumerate(own.split([b - a for a, b in pairwise(x.ids.key_offsets)]))}
+    if x.cut is not None:
+        cut = torch.cat([weights[f, 0] for f in routing.cut_features])[x.cut.order]
+        slots = [(f, n) for f in routing.cut_features for n in range(len(range_counts[f]))]
+        weights |= zip(slots, _split(cut, routing, range_counts), strict=True)
+    parts = [weights[r.slot] for routes in routing.by_rank for r in routes]
+    return torch.cat(parts) if parts else own.new_empty(0)
+
+
+def order_of_unpooled(x: Started, routing: Routing) -> dict[int, Tensor]:
+    """For each unpooled feature that is cut by rows: where each sorted id stood among the ids of the feature."""
+    if x.cut is None:
+        return {}
+    sizes = [x.ids.key_offsets[f + 1] - x.ids.key_offsets[f] for f in routing.cut_features]
+    found = zip(routing.cut_features, x.cut.order.split(sizes), accumulate(sizes, initial=0), strict=False)
+    return {f: own - first for f, own, first in found if f not in routing.out_columns}
+
+
+def _split(sorted_ids: Tensor, routing: Routing, range_counts: dict[int, list[int]]) -> tuple[Tensor, ...]:
+    return sorted_ids.split([n for f in routing.cut_features for n in range_counts[f]])
+
+
+def unpack(x: Exchanged, num_routes: int) -> OwnedIds:
+    """From (rank, lengths | ids) to one list per route in the order of global samples."""
+    ranks, k = range(len(x.batch_sizes)), num_routes
+    sizes = [s for b, n in zip(x.batch_sizes, x.received, strict=True) for s in (*[b] * k, *n)]
+    by_route = [2 * k * r + first + route for first in (0, k) for route in range(k) for r in ranks]
+    both = permute_pieces(x.payload.wait(), sizes, by_route)
+    lengths, ids = both[: k * x.num_samples], both[k * x.num_samples :]
+    weights = None
+    if x.weights is not None:
+        by_route = [k * r + route for route in range(k) for r in ranks]
+        weights = permute_pieces(x.weights.wait(), [n for counts in x.received for n in counts], by_route)
+    bags = Bags(ids, lengths_to_offsets(lengths), x.num_samples, weights)
+    return OwnedIds(bags=bags, lengths=lengths, sizes=tuple(sum(n[route] for n in x.received) for route in range(k)))
+
+
+def matrices(flat: Tensor, shapes: Sequence[Sequence[tuple[int, int]]]) -> list[list[Tensor]]:
+    """Views of a buffer: for each rank the matrices of these shapes, one behind the other."""
+    pieces = iter(flat.split([a * b for shape in shapes for a, b in shape]))
+    return [[next(pieces).view(size) for size in shape] for shape in shapes]
+
+
+def numbers_in(shapes: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
+    """For each rank: how many numbers its matrices have."""
+    return [sum(a * b for a, b in shape) for shape in shapes]
