@@ -15,7 +15,7 @@ from meseta.embedding.routes import Routing
 from meseta.embedding.update import FusedShards, group_shards
 from meseta.jagged import KeyedJaggedTensor
 from meseta.ops.jagged import permute
-from meseta.ops.pooled_lookup import pooled_lookup
+from meseta.ops.pooled_lookup import LookupGroup, lookup_group
 from meseta.ops.row_lookup import row_lookup
 from meseta.ops.row_optimizer import Hyper, RowOptimizer, RowState, Value, Values, compute_dtype, row_state
 from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, row_update
@@ -68,8 +68,13 @@ class Replicas:
         if not own:
             return None
         bags = permute(ids, [self.features[f].name for f in own])
-        tables = [self.shards[self.features[f].table].weight for f in own]
-        return pooled_lookup(tables, bags.values, bags.offsets, bags.weights, [self.features[f].weighted for f in own])
+        return lookup_group(self._pooled_tables, bags.values, bags.offsets, bags.weights)
+
+    @cached_property
+    def _pooled_tables(self) -> LookupGroup:
+        """Of the pooled features."""
+        own = [self.features[f] for f in self.routing.pooled_replicas]
+        return LookupGroup(tuple(self.shards[f.table].weight for f in own), tuple(f.weighted for f in own))
 
     def rows(self, ids: KeyedJaggedTensor, feature: int) -> Tensor:
         """[nnz_f, D] of a feature that is not pooled."""

@@ -32,7 +32,7 @@ from meseta.jagged import Embeddings, KeyedJaggedTensor
 from meseta.ops.columns import place_columns
 from meseta.ops.id_policy import CheckedIds
 from meseta.ops.memory import empty
-from meseta.ops.pooled_lookup import pooled_lookup
+from meseta.ops.pooled_lookup import LookupGroup, lookup_group
 from meseta.ops.row_lookup import row_lookup
 from meseta.ops.row_update import FeatureGradient, row_update
 from meseta.optim import make_row_optimizer
@@ -220,8 +220,8 @@ class ShardedEmbeddingBagCollection(Collection):
         tables = [self.shards[self._by_shard[r.shard]].weight for r in self._routes]
         pooled = torch.empty(x.num_samples, 0, dtype=self.dtype, device=self.world.device)
         if first:
-            bags, weighted = owned.pooled(first), [self.features[r.feature].weighted for r in self._routes[:first]]
-            pooled = pooled_lookup(tables[:first], bags.ids, bags.offsets, bags.weights, weighted)
+            bags = owned.pooled(first)
+            pooled = lookup_group(self._pooled_tables, bags.ids, bags.offsets, bags.weights)
         shapes = [
             self.routing.answer_shapes(self.world.rank, b, n) for b, n in zip(x.batch_sizes, x.received, strict=True)
         ]
@@ -233,6 +233,15 @@ class ShardedEmbeddingBagCollection(Collection):
             parts = zip(pooled.split(x.batch_sizes), *by_rank, strict=True)
             send = torch.cat([part.reshape(-1) for of_rank in parts for part in of_rank])
         return self.world.all_to_all(send, numbers_in(shapes), numbers_in(self._answer_shapes(x)))
+
+    @cached_property
+    def _pooled_tables(self) -> LookupGroup:
+        """Of the pooled routes of this rank."""
+        pooled = self._routes[: self.routing.num_pooled[self.world.rank]]
+        return LookupGroup(
+            tuple(self.shards[self._by_shard[r.shard]].weight for r in pooled),
+            tuple(self.features[r.feature].weighted for r in pooled),
+        )
 
     def _answer_shapes(self, x: Exchanged) -> list[list[tuple[int, int]]]:
         """Of what each owner answers for the local slice."""
