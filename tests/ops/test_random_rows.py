@@ -103,9 +103,10 @@ def test_rows_are_spread_over_threads() -> None:
             assert torch.equal(cut(table, (0, 3000), (0, 13)), whole)
 
 
-def test_chunks_leave_no_seam() -> None:
-    num_rows = CHUNK_CELLS // 16 + 5
-    table = spec("normal", num_rows, 16)
+@pytest.mark.parametrize("kind", CHUNK_CELLS)
+def test_chunks_leave_no_seam(kind: str) -> None:
+    num_rows = CHUNK_CELLS[kind] // 16 + 5
+    table = spec(kind, num_rows, 16)
     whole = cut(table, (0, num_rows), (0, 16))
     assert torch.equal(cut(table, (num_rows - 9, num_rows), (0, 16)), whole[-9:])
 

@@ -14,8 +14,9 @@ from meseta.ops.memory import empty
 from meseta.ops.random_rows import reference
 from meseta.spec import TableSpec
 
-CHUNK_CELLS = 1 << 18
-"""Cells filled at a time: bounds the memory beside the table."""
+CHUNK_CELLS = {"uniform": 1 << 18, "normal": 1 << 15}
+"""Cells filled at a time: bounds the memory beside the table. Normal cells pass through several float64 tensors; larger
+ones would be given back to the system and cleared by it again at every step, which takes as long as the cells."""
 
 
 def table_key(seed: int, table: str) -> int:
@@ -51,7 +52,7 @@ def initial_rows(
     weight = empty(shape, getattr(torch, spec.dtype), device, keep=False)
     if spec.init.kind == "constant":
         return weight.fill_(scale)
-    key, step = table_key(seed, spec.name), max(1, CHUNK_CELLS // shape[1])
+    key, step = table_key(seed, spec.name), max(1, CHUNK_CELLS[spec.init.kind] // shape[1])
     for start in range(rows[0], rows[1], step):
         stop = min(start + step, rows[1])
         chunk = weight[start - rows[0] : stop - rows[0]]
