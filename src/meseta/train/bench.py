@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import torch
@@ -62,7 +63,9 @@ class Gate(Contender):
     def check(self, training: dict[str, Any]) -> list[str]:
         """Losses of ours and of plain PyTorch from equal weights, both with SGD: a line where they differ."""
         shape = Training.from_json(training)
-        model = _make_model(shape, "sgd", "float32", GATE_LR, InitSpec(kind="uniform", scale=0.1))
+        # Sums as large for long bags as for single ids: large logits would blow up what rounding leaves.
+        init = InitSpec(kind="uniform", scale=0.1 / math.sqrt(shape.traffic.bag_size))
+        model = _make_model(shape, "sgd", "float32", GATE_LR, init)
         twin = _make_twin(model, shape)
         step, optimizer = _make_step(model, GATE_LR, World.single()), torch.optim.SGD(twin.parameters(), lr=GATE_LR)
         wrong = []
