@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from meseta.comm import DenseGradients, World
+from meseta.comm.world import _keep_to_share
 from meseta.spec import MesetaError
+from threads import threads
 
 
 def test_collectives_of_one_rank_return_their_input() -> None:
@@ -28,6 +32,38 @@ def test_without_torchrun_the_world_is_single(monkeypatch: pytest.MonkeyPatch) -
             monkeypatch.setenv(name, value)
         assert World.current() == World.single()
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "variables", "expected"),
+    [
+        (2, {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}, {0, 1}),
+        (1, {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}, {4, 7}),
+        (3, {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}, {0, 1, 4, 7, 9}),  # more threads than the share has
+        (1, {"LOCAL_WORLD_SIZE": "6", "LOCAL_RANK": "1"}, {0, 1, 4, 7, 9}),
+        (1, {}, {0, 1, 4, 7, 9}),
+    ],
+)
+def test_ranks_of_a_machine_share_its_processors(
+    monkeypatch: pytest.MonkeyPatch, num_threads: int, variables: dict[str, str], expected: set[int]
+) -> None:
+    allowed = {0, 1, 4, 7, 9}
+
+    def keep(_: int, processors: list[int] | set[int]) -> None:
+        nonlocal allowed
+        allowed = set(processors)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed, raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", keep, raising=False)
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with threads(num_threads):
+        _keep_to_share()
+    assert allowed == expected
+    World.leave()
+    assert allowed == {0, 1, 4, 7, 9}
 
 
 def test_raise_together_alone_raises_the_error_itself() -> None:

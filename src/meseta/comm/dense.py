@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meseta.comm.world import World
+from meseta.ops.memory import empty
 from meseta.spec import MesetaError
 
 
@@ -45,14 +46,15 @@ class DenseGradients:
         """[every gradient | one count per parameter], summed over ranks, written back."""
         sizes = [p.numel() for p in self.parameters]
         first = self.parameters[0]
-        buffer = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
+        buffer = empty((sum(sizes) + len(sizes),), first.dtype, first.device)
         *slots, counts = buffer.split([*sizes, len(sizes)])
         share = self.local_share()
-        for index, (parameter, slot) in enumerate(zip(self.parameters, slots, strict=True)):
-            if parameter.grad is not None:
-                counts[index] = 1
-                if share > 0:  # The mean over a rank without samples is NaN; it weighs nothing.
-                    torch.mul(parameter.grad.reshape(-1), share, out=slot)
+        for parameter, slot in zip(self.parameters, slots, strict=True):
+            if parameter.grad is None or share == 0:  # The mean over a rank without samples is NaN; it weighs nothing.
+                slot.zero_()
+            else:
+                torch.mul(parameter.grad.reshape(-1), share, out=slot)
+        counts.copy_(torch.tensor([float(p.grad is not None) for p in self.parameters]))
         self.world.all_reduce(buffer)
         for parameter, slot, count in zip(self.parameters, slots, counts.tolist(), strict=True):
             if count:

@@ -46,9 +46,14 @@ class World:
 
     @staticmethod
     def current(device: torch.device | str = "cpu") -> World:
-        """The initialised process group, else the one that torchrun's variables describe, else one rank alone."""
+        """The initialised process group, else the one that torchrun's variables describe, else one rank alone.
+
+        Where torchrun's ranks compute on CPUs, and there are enough for all their threads, each keeps to its share.
+        """
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
+            if backend == "gloo":
+                _keep_to_share()
             dist.init_process_group(backend, timeout=timedelta(minutes=10))
         if not dist.is_initialized():
             return World.single(device)
@@ -56,9 +61,11 @@ class World:
 
     @staticmethod
     def leave() -> None:
-        """End the process group, if there is one."""
+        """End the process group, if there is one; the process may use all its processors again."""
         if dist.is_initialized():
             dist.destroy_process_group()
+        while _processors:
+            os.sched_setaffinity(0, _processors.pop())
 
     def all_to_all(self, send: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]) -> Pending:
         """Begin to send `send_splits[r]` leading entries of `send` [n, ...] to rank r; entries arrive ordered by
@@ -119,3 +126,23 @@ class World:
         for rank, message in enumerate(messages):
             if message is not None:
                 raise MesetaError(f"rank {rank}: {message}") from error
+
+
+_processors: list[set[int]] = []
+"""What this process might use before it kept to its share."""
+
+
+def _keep_to_share() -> None:
+    """Bind this process to its part of the processors that the ranks of this machine share.
+
+    A thread of the transport else wakes up beside another rank's computation and waits for its slice to end, some
+    milliseconds in every collective.
+    """
+    num_ranks, rank = (int(os.environ.get(name, "0")) for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
+    if not hasattr(os, "sched_setaffinity") or not 0 <= rank < num_ranks:
+        return
+    processors = sorted(os.sched_getaffinity(0))
+    share = len(processors) // num_ranks
+    if share >= torch.get_num_threads():
+        _processors.append(set(processors))
+        os.sched_setaffinity(0, processors[rank * share : (rank + 1) * share])
