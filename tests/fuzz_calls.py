@@ -149,11 +149,8 @@ def permute_keys(rng: Rng) -> Call:
 
 
 def place_columns(rng: Rng) -> Call:
-    call, num_rows, dtype = (
-        Call("place_columns", []),
-        int(rng.integers(0, 9)),
-        pick(rng, (torch.float32, torch.float64)),
-    )
+    call, dtype = Call("place_columns", []), pick(rng, (torch.float32, torch.float64))
+    num_rows = int(rng.integers(0, 9))
     sources = [floats(rng, num_rows, width, dtype=dtype) for width in rng.integers(0, 9, 2).tolist()]
     moves = []
     for source in rng.integers(0, 2, 3).tolist():
@@ -205,7 +202,7 @@ def dot_interaction_backward(rng: Rng) -> Call:
 
 def written(rng: Rng, call: Call, values: Tensor) -> Tensor:
     """The values, in half of the calls between guards."""
-    if rng.integers(2):
+    if rng.integers(2) or values.numel() == 0:
         return values
     memory = torch.full((values.numel() + 2 * GUARD,), 5, dtype=values.dtype)
     memory[GUARD:-GUARD] = values.flatten()
