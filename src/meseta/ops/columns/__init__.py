@@ -62,7 +62,8 @@ def _check(out: Tensor, sources: list[Tensor], moves: list[int]) -> None:
                 f"place_columns: matrix {index} is {matrix.dtype} {list(matrix.shape)}, but the result is {out.dtype} "
                 f"{list(out.shape)}; all must have one type and as many rows"
             )
-    if out.dtype not in (torch.float32, torch.float64) or out.stride(1) != 1 or len(moves) % len(Move._fields):
+    apart = out.numel() > 0 and out.stride(1) != 1  # an empty matrix of numpy has strides of 0
+    if out.dtype not in (torch.float32, torch.float64) or apart or len(moves) % len(Move._fields):
         raise MesetaError(
             f"place_columns: {len(moves)} numbers of moves, and a result of {out.dtype} with strides {out.stride()}; "
             "give five numbers for each move, and float32 or float64 with contiguous columns"
