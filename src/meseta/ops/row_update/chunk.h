@@ -59,6 +59,7 @@ inline void sum_rows(const float* summands, int64_t n, int64_t blocks, float* su
   }
 }
 
+// `to` has room for whole vectors.
 inline void copy_row(const float* from, int64_t dim, float* to) {
   int64_t c = 0;
   for (; c + kLanes <= dim; c += kLanes) store(to + c, load(from + c));

@@ -60,6 +60,7 @@ struct Task {
 struct Scratch {
   Buffer<uint64_t> entries, other;
   Buffer<uint32_t> samples;
+  Buffer<float> gradients;
 };
 
 template <typename Id>
@@ -278,6 +279,27 @@ void update_sorted(const Finder<kByPosition>& find, Executor<T>& executor, const
   }
 }
 
+// Copy the gradients of bags side by side, for ids that share them: the rows of a matrix that is as wide as many tables lie
+// in few sets of a cache, which then holds a fraction of them.
+void gather_gradients(Table& table, int64_t num_bags, Buffer<float>& room) {
+  constexpr int64_t kAhead = 8;
+  const int64_t dim = table.target.dim, width = (dim + kLanes - 1) / kLanes * kLanes;
+  room.reserve(table.features.size() * size_t(num_bags * width));
+  float* to = room.data();
+  for (Feature& f : table.features) {
+    if (f.per_id) continue;
+    const float* from = f.gradient;
+    for (int64_t bag = 0; bag < num_bags; ++bag) {
+      if (bag + kAhead < num_bags)
+        for (int64_t c = 0; c < dim; c += kLanes) prefetch(from + (bag + kAhead) * f.stride + c);
+      copy_row(from + bag * f.stride, dim, to + bag * width);
+    }
+    f.gradient = to;
+    f.stride = width;
+    to += num_bags * width;
+  }
+}
+
 template <typename T, typename Id>
 void run_task(const Task& task, const Batch& batch, Executor<T>& executor, Scratch& scratch) {
   const Table& table = *task.table;
@@ -289,12 +311,15 @@ void run_task(const Task& task, const Batch& batch, Executor<T>& executor, Scrat
   const int row_bits = std::bit_width(uint64_t(task.last_row - task.first_row));
   const uint64_t* sorted = radix_sort(scratch.entries.data(), scratch.other.data(), size_t(n), table.payload_bits,
                                       table.payload_bits + row_bits);
+  Table own = table;
+  if (n >= 2 * batch.num_bags * int64_t(table.features.size()))
+    gather_gradients(own, batch.num_bags, scratch.gradients);
   if (table.by_position) {
     scratch.samples.reserve(size_t(table.num_ids));
     expand_samples<Id>(table, batch, scratch.samples.data());
-    update_sorted<T>(Finder<true>{table, batch, scratch.samples.data()}, executor, sorted, n, task.first_row);
+    update_sorted<T>(Finder<true>{own, batch, scratch.samples.data()}, executor, sorted, n, task.first_row);
   } else {
-    update_sorted<T>(Finder<false>{table, batch, nullptr}, executor, sorted, n, task.first_row);
+    update_sorted<T>(Finder<false>{own, batch, nullptr}, executor, sorted, n, task.first_row);
   }
 }
 
