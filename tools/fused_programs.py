@@ -22,7 +22,6 @@ OPTIMIZERS = {
     "sgd_momentum": OptimizerSpec(name="sgd", momentum=0.9),
     "adagrad": OptimizerSpec(name="adagrad"),
     "rowwise_adagrad": OptimizerSpec(name="rowwise_adagrad"),
-    "rowwise_adagrad_decay": OptimizerSpec(name="rowwise_adagrad", weight_decay=0.01),
     "adam": OptimizerSpec(name="adam"),
     "adamw": OptimizerSpec(name="adamw", weight_decay=0.01),
     "rowwise_adam": OptimizerSpec(name="rowwise_adam"),
