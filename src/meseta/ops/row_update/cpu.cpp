@@ -12,7 +12,7 @@
 
 #include "ops/checks.h"
 #include "ops/parallel.h"
-#include "ops/radix.h"
+#include "ops/row_update/entries.h"
 #include "ops/row_update/executor.h"
 #include "ops/row_update/sums.h"
 
@@ -30,46 +30,14 @@ struct Task {
 // Memory of one thread, kept from step to step.
 struct Scratch {
   Buffer<uint64_t> entries, other;
-  Buffer<uint32_t> samples;
-  Buffer<float> gradients;
+  Buffer<uint32_t> counts, samples;
+  Buffer<float> lines;
 };
 
-template <typename Id>
 void expand_samples(const Table& table, const Batch& batch, uint32_t* samples) {
   for (const Feature& f : table.features)
     for (int64_t bag = 0; bag < batch.num_bags; ++bag)
       samples = std::fill_n(samples, f.offsets[bag + 1] - f.offsets[bag], uint32_t(bag));
-}
-
-// Entries of the ids that fall into the task's rows, in the order of (feature, sample, position).
-template <typename Id>
-int64_t collect(const Task& task, const Batch& batch, uint64_t* entries) {
-  const Table& table = *task.table;
-  const uint64_t first = uint64_t(task.first_row), count = uint64_t(task.last_row - task.first_row);
-  const uint64_t num_rows = uint64_t(table.target.num_rows);
-  const Id* ids = static_cast<const Id*>(batch.ids);
-  uint64_t position = 0, worst = 0;
-  int64_t n = 0;
-  for (size_t f = 0; f < table.features.size(); ++f) {
-    const int64_t* offsets = table.features[f].offsets;
-    const auto put = [&](int64_t i, uint64_t payload) {
-      const uint64_t row = uint64_t(int64_t(ids[i]));
-      worst = std::max(worst, row);
-      entries[n] = (row - first) << table.payload_bits | payload;
-      n += row - first < count;
-    };
-    if (table.by_position) {
-      for (int64_t i = offsets[0]; i < offsets[batch.num_bags]; ++i) put(i, position++);
-    } else {
-      const uint64_t feature = uint64_t(f) << table.sample_bits;
-      for (int64_t bag = 0; bag < batch.num_bags; ++bag)
-        for (int64_t i = offsets[bag]; i < offsets[bag + 1]; ++i) put(i, feature | uint64_t(bag));
-    }
-  }
-  if (worst >= num_rows)
-    throw std::invalid_argument("id " + std::to_string(int64_t(worst)) + " is outside 0.." +
-                                std::to_string(num_rows - 1));
-  return n;
 }
 
 struct Run {
@@ -77,12 +45,11 @@ struct Run {
 };
 
 // Sum and update the rows of sorted entries, a chunk at a time; the rows of the next chunk come while this one is summed.
-template <typename T, bool kByPosition>
-void update_sorted(const Finder<kByPosition>& find, Executor<T>& executor, const uint64_t* entries, int64_t n,
-                   int64_t first_row) {
+template <typename T, typename Find>
+void update_sorted(const Find& find, Executor<T>& executor, const uint64_t* entries, int64_t n, int payload_bits,
+                   const Task& task, uint32_t step) {
   constexpr int64_t kBurst = 16;
-  const Table& table = find.table;
-  const int64_t dim = table.target.dim, capacity = executor.capacity(), width = executor.width();
+  const int64_t dim = task.table->target.dim, capacity = executor.capacity(), width = executor.width();
   float* sums = executor.sums();
   std::vector<const float*> gradients(static_cast<size_t>(capacity));
   std::vector<Run> runs(static_cast<size_t>(2 * capacity));
@@ -93,16 +60,16 @@ void update_sorted(const Finder<kByPosition>& find, Executor<T>& executor, const
   const auto delimit = [&](int64_t slot, int64_t most) {
     int64_t count = 0;
     for (; count < most && next < end; ++count) {
-      const uint64_t row = *next >> table.payload_bits;
+      const uint64_t row = *next >> payload_bits;
       const uint64_t* first = next;
-      while (next < end && *next >> table.payload_bits == row) ++next;
+      while (next < end && *next >> payload_bits == row) ++next;
       runs[size_t(slot + count)] = {first, next};
-      rows[size_t(slot + count)] = first_row + int64_t(row);
+      rows[size_t(slot + count)] = task.first_row + int64_t(row);
     }
     executor.prefetch_rows(rows.data() + slot, count);
     return count;
   };
-  Fetcher<kByPosition> fetcher{find, entries, end, dim};
+  Fetcher<Find> fetcher{find, entries, end, dim};
   int64_t half = 0, count = delimit(0, capacity);
   while (count > 0) {
     const int64_t other = capacity - half;
@@ -111,14 +78,14 @@ void update_sorted(const Finder<kByPosition>& find, Executor<T>& executor, const
       if (k % kBurst == 0) coming += delimit(other + coming, std::min(kBurst, capacity - coming));
       const Run& run = runs[size_t(half + k)];
       fetcher.reach(run.first);
-      if (!kByPosition && run.last - run.first == 1) {
+      if (!Find::kWeighted && run.last - run.first == 1) {
         gradients[size_t(k)] = find.gradient(*run.first);
       } else {
-        sum_row<kByPosition>(find, fetcher, run.first, run.last, dim, sums + k * width);
+        sum_row(find, fetcher, run.first, run.last, dim, sums + k * width);
         gradients[size_t(k)] = sums + k * width;
       }
     }
-    executor.run(rows.data() + half, gradients.data(), count, find.batch.step);
+    executor.run(rows.data() + half, gradients.data(), count, step);
     half = other;
     count = coming;
   }
@@ -127,23 +94,31 @@ void update_sorted(const Finder<kByPosition>& find, Executor<T>& executor, const
 template <typename T, typename Id>
 void run_task(const Task& task, const Batch& batch, Executor<T>& executor, Scratch& scratch) {
   const Table& table = *task.table;
-  executor.shape(table.target);
-  scratch.entries.reserve(size_t(table.num_ids) + 1);
-  scratch.other.reserve(size_t(table.num_ids) + 1);
-  const int64_t n = collect<Id>(task, batch, scratch.entries.data());
+  const RowRange range{uint64_t(task.first_row), uint64_t(task.last_row - task.first_row)};
+  const DigitCounts counts(range.count, uint64_t(table.num_ids), scratch.counts);
+  const int64_t n = count_digits<Id>(table, batch, range, counts);
   if (n == 0) return;
-  const int row_bits = std::bit_width(uint64_t(task.last_row - task.first_row));
-  const uint64_t* sorted = radix_sort(scratch.entries.data(), scratch.other.data(), size_t(n), table.payload_bits,
-                                      table.payload_bits + row_bits);
+  counts.to_starts();
+  const int64_t num_features = int64_t(table.features.size()), num_bags = batch.num_bags * num_features;
+  const bool copies = n >= 2 * num_bags || (num_features > 1 && 2 * n >= num_bags);
+  const bool by_position = table.needs_positions || (num_features > 1 && !copies);
+  const int payload_bits = by_position ? table.position_bits : table.line_bits;
+  const uint64_t mask = (uint64_t{1} << payload_bits) - 1;
+  scratch.entries.reserve(size_t(n) + 1);
+  scratch.other.reserve(size_t(n));
+  deal_first<Id>(table, batch, range, by_position, payload_bits, counts, scratch.entries.data());
+  const uint64_t* sorted = deal_rest(counts, n, payload_bits, scratch.entries.data(), scratch.other.data());
+  executor.shape(table.target);
   Table own = table;
-  if (n >= 2 * batch.num_bags * int64_t(table.features.size()))
-    gather_gradients(own, batch.num_bags, scratch.gradients);
-  if (table.by_position) {
+  if (copies) gather_lines(own, batch.num_bags, scratch.lines);
+  if (by_position) {
     scratch.samples.reserve(size_t(table.num_ids));
-    expand_samples<Id>(table, batch, scratch.samples.data());
-    update_sorted<T>(Finder<true>{own, batch, scratch.samples.data()}, executor, sorted, n, task.first_row);
+    expand_samples(table, batch, scratch.samples.data());
+    const Positions find{own, batch, scratch.samples.data(), mask};
+    update_sorted<T>(find, executor, sorted, n, payload_bits, task, batch.step);
   } else {
-    update_sorted<T>(Finder<false>{own, batch, nullptr}, executor, sorted, n, task.first_row);
+    const Lines find{own.features[0].gradient, own.features[0].stride, mask};
+    update_sorted<T>(find, executor, sorted, n, payload_bits, task, batch.step);
   }
 }
 
@@ -206,12 +181,13 @@ std::vector<Table> read_tables(const std::vector<uint64_t>& fields, const std::v
 void pack(Table& table, const Batch& batch) {
   for (const Feature& f : table.features) {
     table.num_ids += f.offsets[batch.num_bags] - f.offsets[0];
-    table.by_position |= f.weighted || f.per_id;
+    table.needs_positions |= f.weighted || f.per_id;
   }
   table.sample_bits = std::max<int>(kBlockBits, std::bit_width(uint64_t(batch.num_bags)));
-  table.payload_bits = table.by_position ? std::bit_width(uint64_t(table.num_ids))
-                                         : table.sample_bits + std::bit_width(table.features.size());
-  if (table.payload_bits + std::bit_width(uint64_t(table.target.num_rows)) > 64 || table.num_ids > UINT32_MAX)
+  table.line_bits = table.sample_bits + std::bit_width(table.features.size());
+  table.position_bits = std::bit_width(uint64_t(table.num_ids));
+  const int payload_bits = std::max(table.line_bits, table.position_bits);
+  if (payload_bits + std::bit_width(uint64_t(table.target.num_rows)) > 64 || table.num_ids > UINT32_MAX)
     throw std::invalid_argument("a table of " + std::to_string(table.target.num_rows) + " rows with " +
                                 std::to_string(table.num_ids) + " ids is too large for one update");
 }

@@ -1,4 +1,4 @@
-// The gradients of a batch, and their sums per row in the contract's order: contributions to a row by (feature, sample,
+// The gradients of a batch's ids, and their sums per row in the contract's order: contributions to a row by (feature, sample,
 // id), left to right inside blocks of 256 samples, blocks left to right.
 #pragma once
 
@@ -30,15 +30,13 @@ struct Batch {
   uint32_t step;
 };
 
-// Where the gradient of a contribution lies, and the sample that its block follows from. An entry of the sort holds the
-// row above `payload_bits` and below it either (feature, sample), or the position, where ids of a bag differ in more
-// than their row.
 struct Table {
   Target target;
   std::vector<Feature> features;
-  bool by_position;
-  int sample_bits, payload_bits;
   int64_t num_ids;
+  bool needs_positions;  // ids of a bag differ in more than their row
+  int sample_bits;       // of a bag's number in its feature; at least those of a block
+  int line_bits, position_bits;  // of an entry's payload, which is a line or a position
 };
 
 // The gradient of one entry: an address, the block it belongs to, and its weight.
@@ -49,42 +47,39 @@ struct Contribution {
   bool weighted;
 };
 
-template <bool kByPosition>
-struct Finder {
+// An entry's payload is the line of a matrix: bags of all features one below the other, each feature from a multiple of
+// a block on.
+struct Lines {
+  static constexpr bool kWeighted = false;
+  const float* first;
+  int64_t stride;
+  uint64_t mask;
+
+  const float* gradient(uint64_t entry) const { return first + int64_t(entry & mask) * stride; }
+  Contribution operator()(uint64_t entry) const { return {gradient(entry), (entry & mask) >> kBlockBits, 1.0f, false}; }
+};
+
+// An entry's payload is its position among the ids of all features, where ids of a bag differ in more than their row, or
+// where several features have too many bags to be copied into lines.
+struct Positions {
+  static constexpr bool kWeighted = true;
   const Table& table;
   const Batch& batch;
   const uint32_t* samples;
-  uint64_t mask = (uint64_t{1} << table.payload_bits) - 1;
-  uint64_t sample_mask = (uint64_t{1} << table.sample_bits) - 1;
-  // Of the only feature of most tables.
-  bool alone = table.features.size() == 1;
-  const float* first = table.features[0].gradient;
-  int64_t stride = table.features[0].stride;
+  uint64_t mask;
 
-  const float* gradient(uint64_t entry) const {
-    if (!kByPosition && alone) return first + int64_t(entry & mask) * stride;
-    return (*this)(entry).gradient;
-  }
-
+  const float* gradient(uint64_t entry) const { return (*this)(entry).gradient; }
   Contribution operator()(uint64_t entry) const {
-    const uint64_t payload = entry & mask;
+    int64_t position = int64_t(entry & mask);
+    const int64_t sample = samples[position];
     size_t f = 0;
-    int64_t sample, position = 0;
-    if constexpr (kByPosition) {
-      sample = samples[payload];
-      position = int64_t(payload);
-      for (;; ++f) {
-        const int64_t own = table.features[f].offsets[batch.num_bags] - table.features[f].offsets[0];
-        if (position < own) break;
-        position -= own;
-      }
-    } else {
-      f = payload >> table.sample_bits;
-      sample = int64_t(payload & sample_mask);
+    for (;; ++f) {
+      const int64_t own = table.features[f].offsets[batch.num_bags] - table.features[f].offsets[0];
+      if (position < own) break;
+      position -= own;
     }
     const Feature& feature = table.features[f];
     const uint64_t block = (uint64_t(f) << table.sample_bits | uint64_t(sample)) >> kBlockBits;
-    if constexpr (!kByPosition) return {feature.gradient + sample * feature.stride, block, 1.0f, false};
     const int64_t line = feature.per_id ? position : sample;
     Contribution found{feature.gradient + line * feature.stride, block, 1.0f, false};
     if (feature.weighted) {
@@ -96,9 +91,9 @@ struct Finder {
 };
 
 // Brings the gradients of coming entries, several at once, for the sake of the walks to their pages.
-template <bool kByPosition>
+template <typename Find>
 struct Fetcher {
-  const Finder<kByPosition>& find;
+  const Find& find;
   const uint64_t* next;  // first entry that was not asked for
   const uint64_t* end;
   int64_t dim;
@@ -114,14 +109,15 @@ struct Fetcher {
   }
 };
 
-// Sum of the contributions of a run of entries with one row: blocks from left to right, then their sums.
-template <bool kByPosition, int N, typename Find>
-void sum_run(const Find& find, Fetcher<kByPosition>& fetcher, const uint64_t* first, const uint64_t* last, int tail,
-             float* out) {
+// Sum of the contributions of a run of entries with one row, from `column` on: blocks from left to right, then their sums.
+template <int N, typename Find>
+void sum_run(const Find& find, Fetcher<Find>& fetcher, const uint64_t* first, const uint64_t* last, int64_t column,
+             int tail, float* out) {
   Vec total[N], block[N];
   const auto read = [&](const Contribution& c, int j) {
-    const Vec g = j == N - 1 && tail < kLanes ? load(c.gradient + 16 * j, tail) : load(c.gradient + 16 * j);
-    if constexpr (kByPosition) return c.weighted ? broadcast(c.weight) * g : g;
+    const float* at = c.gradient + column + kLanes * j;
+    const Vec g = j == N - 1 && tail < kLanes ? load(at, tail) : load(at);
+    if constexpr (Find::kWeighted) return c.weighted ? broadcast(c.weight) * g : g;
     return g;
   };
   Contribution c = find(*first);
@@ -140,39 +136,35 @@ void sum_run(const Find& find, Fetcher<kByPosition>& fetcher, const uint64_t* fi
       for (int j = 0; j < N; ++j) block[j] = block[j] + read(c, j);
     }
   }
-  for (int j = 0; j < N; ++j) store(out + 16 * j, started ? total[j] + block[j] : block[j]);
+  for (int j = 0; j < N; ++j) store(out + kLanes * j, started ? total[j] + block[j] : block[j]);
 }
 
-// Rows wider than eight vectors: eight at a time.
-template <bool kByPosition, int N, typename Find>
-void sum_columns(const Find& find, Fetcher<kByPosition>& fetcher, const uint64_t* first, const uint64_t* last,
+// The same with as many vectors as `width` columns need, at most N.
+template <int N, typename Find>
+void sum_columns(const Find& find, Fetcher<Find>& fetcher, const uint64_t* first, const uint64_t* last, int64_t column,
                  int64_t width, float* out) {
-  if (width > 16 * (N - 1)) {
-    sum_run<kByPosition, N>(find, fetcher, first, last, int(width - 16 * (N - 1)), out);
+  if (width > kLanes * (N - 1)) {
+    sum_run<N>(find, fetcher, first, last, column, int(width - kLanes * (N - 1)), out);
   } else if constexpr (N > 1) {
-    sum_columns<kByPosition, N - 1>(find, fetcher, first, last, width, out);
+    sum_columns<N - 1>(find, fetcher, first, last, column, width, out);
   }
 }
 
-template <bool kByPosition>
-void sum_row(const Finder<kByPosition>& find, Fetcher<kByPosition>& fetcher, const uint64_t* first,
-             const uint64_t* last, int64_t dim, float* out) {
-  for (int64_t c0 = 0; c0 < dim; c0 += 128) {
-    const auto shifted = [&](uint64_t entry) {
-      Contribution c = find(entry);
-      c.gradient += c0;
-      return c;
-    };
-    sum_columns<kByPosition, 8>(shifted, fetcher, first, last, std::min<int64_t>(128, dim - c0), out + c0);
-  }
+template <typename Find>
+void sum_row(const Find& find, Fetcher<Find>& fetcher, const uint64_t* first, const uint64_t* last, int64_t dim,
+             float* out) {
+  constexpr int64_t kWidest = 8 * kLanes;
+  for (int64_t c = 0; c < dim; c += kWidest)
+    sum_columns<8>(find, fetcher, first, last, c, std::min(kWidest, dim - c), out + c);
 }
 
-// Copy the gradients of bags side by side, for ids that share them: the rows of a matrix that is as wide as many tables lie
+// Copy the gradients of bags into lines, for ids that share them: the rows of a matrix that is as wide as many tables lie
 // in few sets of a cache, which then holds a fraction of them.
-inline void gather_gradients(Table& table, int64_t num_bags, Buffer<float>& room) {
+inline void gather_lines(Table& table, int64_t num_bags, Buffer<float>& room) {
   constexpr int64_t kAhead = 8;
   const int64_t dim = table.target.dim, width = (dim + kLanes - 1) / kLanes * kLanes;
-  room.reserve(table.features.size() * size_t(num_bags * width));
+  const int64_t size = width << table.sample_bits;
+  room.reserve(table.features.size() * size_t(size));
   float* to = room.data();
   for (Feature& f : table.features) {
     if (f.per_id) continue;
@@ -184,7 +176,7 @@ inline void gather_gradients(Table& table, int64_t num_bags, Buffer<float>& room
     }
     f.gradient = to;
     f.stride = width;
-    to += num_bags * width;
+    to += size;
   }
 }
 

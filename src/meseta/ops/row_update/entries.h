@@ -1,0 +1,124 @@
+// The ids of a table that fall into a range of rows, as sorted entries: 64 bits with the row, counted from the range's
+// first, above `payload_bits`, and below them the place of its gradient (sums.h). Entries of one row stay in the order of
+// (feature, sample, position). Sorted least significant digit first, as radix.h does; but the digits of all passes are
+// counted in one pass over the ids, and the first pass deals its entries straight from them.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <utility>
+
+#include "ops/checks.h"
+#include "ops/radix.h"
+#include "ops/row_update/sums.h"
+
+namespace meseta {
+
+struct RowRange {
+  uint64_t first, count;
+};
+
+// Numbers of entries by digit, for every pass; what lies outside the range has a place of its own behind each.
+class DigitCounts {
+ public:
+  DigitCounts(uint64_t num_rows, uint64_t num_ids, Buffer<uint32_t>& room) {
+    const int row_bits = std::bit_width(num_rows - 1), widest = std::clamp(int(std::bit_width(num_ids)), 6, kMaxDigitBits);
+    num_passes_ = std::max((row_bits + widest - 1) / widest, 1);
+    bits_ = (row_bits + num_passes_ - 1) / num_passes_;
+    mask_ = (uint64_t{1} << bits_) - 1;
+    room.reserve(size_t(num_passes_) * (mask_ + 2));
+    counts_ = room.data();
+    std::fill_n(counts_, size_t(num_passes_) * (mask_ + 2), 0u);
+  }
+  int num_passes() const { return num_passes_; }
+  uint64_t outside() const { return mask_ + 1; }
+  uint64_t digit(uint64_t row, int pass) const { return row >> pass * bits_ & mask_; }
+  uint32_t* of(int pass) const { return counts_ + size_t(pass) * (mask_ + 2); }
+
+  void add(const uint64_t* rows, int64_t n) const {
+    for (int pass = 0; pass < num_passes_; ++pass) {
+      uint32_t* const counts = of(pass);
+      for (int64_t k = 0; k < n; ++k) ++counts[digit(rows[k], pass)];
+    }
+  }
+  // Where the entries of each digit begin.
+  void to_starts() const {
+    for (int pass = 0; pass < num_passes_; ++pass) {
+      uint32_t at = 0;
+      for (uint64_t d = 0; d <= mask_ + 1; ++d) at += std::exchange(of(pass)[d], at);
+    }
+  }
+
+ private:
+  int num_passes_, bits_;
+  uint64_t mask_;
+  uint32_t* counts_;
+};
+
+// Counts the digits of the rows in the range, and returns how many rows these are. Refuses ids outside the table.
+template <typename Id>
+int64_t count_digits(const Table& table, const Batch& batch, RowRange range, const DigitCounts& counts) {
+  constexpr int64_t kBlock = 1024;
+  const Id* ids = static_cast<const Id*>(batch.ids);
+  uint64_t rows[kBlock], worst = 0;
+  int64_t total = 0;
+  for (const Feature& f : table.features) {
+    for (int64_t i = f.offsets[0], end = f.offsets[batch.num_bags]; i < end; i += kBlock) {
+      const int64_t size = std::min(kBlock, end - i);
+      int64_t n = 0;
+      for (int64_t k = 0; k < size; ++k) {
+        const uint64_t row = uint64_t(int64_t(ids[i + k]));
+        worst = std::max(worst, row);
+        rows[n] = row - range.first;
+        n += row - range.first < range.count;
+      }
+      counts.add(rows, n);
+      total += n;
+    }
+  }
+  if (worst >= uint64_t(table.target.num_rows))
+    refuse("id ", int64_t(worst), " is outside 0..", table.target.num_rows - 1);
+  return total;
+}
+
+// Entries in the order of their rows' lowest digit. `entries` has room for one more than there are.
+template <typename Id>
+void deal_first(const Table& table, const Batch& batch, RowRange range, bool by_position, int payload_bits,
+                const DigitCounts& counts, uint64_t* entries) {
+  const Id* ids = static_cast<const Id*>(batch.ids);
+  uint32_t* const ends = counts.of(0);
+  const auto put = [&](int64_t i, uint64_t payload) {
+    const uint64_t row = uint64_t(int64_t(ids[i])) - range.first;
+    const bool inside = row < range.count;
+    uint32_t& end = ends[inside ? counts.digit(row, 0) : counts.outside()];
+    entries[end] = row << payload_bits | payload;
+    end += inside;
+  };
+  uint64_t position = 0, first_line = 0;
+  for (const Feature& f : table.features) {
+    if (by_position) {
+      for (int64_t i = f.offsets[0]; i < f.offsets[batch.num_bags]; ++i) put(i, position++);
+    } else {
+      for (int64_t bag = 0; bag < batch.num_bags; ++bag)
+        for (int64_t i = f.offsets[bag]; i < f.offsets[bag + 1]; ++i) put(i, first_line + uint64_t(bag));
+      first_line += uint64_t{1} << table.sample_bits;
+    }
+  }
+}
+
+// The other passes; returns the buffer that holds the result, `entries` or `other`.
+inline const uint64_t* deal_rest(const DigitCounts& counts, int64_t n, int payload_bits, uint64_t* entries,
+                                 uint64_t* other) {
+  for (int pass = 1; pass < counts.num_passes(); ++pass) {
+    uint32_t* const ends = counts.of(pass);
+    for (int64_t i = 0; i < n; ++i) {
+      const uint64_t entry = entries[i];
+      other[ends[counts.digit(entry >> payload_bits, pass)]++] = entry;
+    }
+    std::swap(entries, other);
+  }
+  return entries;
+}
+
+}  // namespace meseta
