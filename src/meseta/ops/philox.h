@@ -15,7 +15,7 @@ namespace meseta {
 // ---- one word of several counters
 
 #if defined(__AVX512F__)
-constexpr int kWide = 8, kWides = 2;  // counters in a vector, and vectors that fill the pipelines
+constexpr int kWide = 8, kWides = 4;  // counters in a vector, and vectors that fill the pipelines
 #elif defined(__AVX2__)
 constexpr int kWide = 4, kWides = 4;
 #else
@@ -111,7 +111,7 @@ inline void store_counters(char* out, Wide a, Wide b, Wide c, Wide d) {
 
 // ---- all their words
 
-constexpr int kCounters = kWide * kWides;  // side by side: sixteen, or eight
+constexpr int kCounters = kWide * kWides;  // side by side: 32, 16 or 8
 
 inline void philox(Wide (&a)[kWides], Wide (&b)[kWides], Wide (&c)[kWides], Wide (&d)[kWides], uint64_t key) {
   const Wide first = spread(0xD2511F53u), second = spread(0xCD9E8D57u);

@@ -59,7 +59,7 @@ class DigitCounts {
 // Counts the digits of the rows in the range, and returns how many rows these are. Refuses ids outside the table.
 template <typename Id>
 int64_t count_digits(const Table& table, const Batch& batch, RowRange range, const DigitCounts& counts) {
-  constexpr int64_t kBlock = 1024;
+  constexpr int64_t kBlock = 256;
   const Id* ids = static_cast<const Id*>(batch.ids);
   uint64_t rows[kBlock], worst = 0;
   int64_t total = 0;

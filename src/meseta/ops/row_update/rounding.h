@@ -42,33 +42,30 @@ inline Half round_to(Half, float value, uint16_t random16) {
 #if defined(__AVX512F__)
 
 inline __m512i each(uint32_t x) { return _mm512_set1_epi32(int(x)); }
-inline __m512i round_bits(Bfloat, __m512i bits, __m512i random) {
+inline __m256i round_bits(Bfloat, __m512i bits, __m512i random) {
   const __m512i magnitude = _mm512_and_si512(bits, each(0x7FFFFFFFu));
   const __m512i rounded = _mm512_mask_add_epi32(bits, _mm512_cmplt_epi32_mask(magnitude, each(0x7F800000u)), bits, random);
   const __mmask16 nan = _mm512_cmpgt_epi32_mask(magnitude, each(0x7F800000u));
-  return _mm512_maskz_srli_epi32(kAll, _mm512_mask_or_epi32(rounded, nan, rounded, each(0x400000u)), 16);
+  const __m512i quiet = _mm512_mask_or_epi32(rounded, nan, rounded, each(0x400000u));
+  return _mm512_maskz_cvtepi32_epi16(kAll, _mm512_maskz_srli_epi32(kAll, quiet, 16));
 }
-inline __m512i round_bits(Half, __m512i bits, __m512i random16) {
-  const __m512i magnitude = _mm512_and_si512(bits, each(0x7FFFFFFFu));
-  const __m512i sign = _mm512_and_si512(_mm512_maskz_srli_epi32(kAll, bits, 16), each(0x8000u));
-  const __m512i random = _mm512_maskz_srli_epi32(kAll, random16, 3);
-  const __m512i moved = _mm512_sub_epi32(_mm512_add_epi32(magnitude, random), each(0x38000000u));
-  const __m512i normal = _mm512_maskz_min_epu32(kAll, _mm512_maskz_srli_epi32(kAll, moved, 13), each(0x7C00u));
-  const __m512 small = _mm512_castsi512_ps(_mm512_maskz_min_epu32(kAll, magnitude, each(0x38800000u)));
-  const __m512 fraction = _mm512_mul_ps(_mm512_maskz_cvtepi32_ps(kAll, random), _mm512_set1_ps(0x1p-13f));
-  const __m512 scaled = _mm512_add_ps(_mm512_mul_ps(small, _mm512_set1_ps(0x1p24f)), fraction);
+// The hardware's cut to halves, towards zero, of the sum with the random bits: its subnormals are cut where ours are.
+inline __m256i round_bits(Half, __m512i bits, __m512i random16) {
+  const __m512i magnitude = _mm512_and_si512(bits, each(0x7FFFFFFFu)), random = _mm512_maskz_srli_epi32(kAll, random16, 3);
+  const __m512 fraction = _mm512_mul_ps(_mm512_maskz_cvtepi32_ps(kAll, random), _mm512_set1_ps(0x1p-37f));
+  const __m512i subnormal = _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(magnitude), fraction));
   const __mmask16 is_small = _mm512_cmplt_epi32_mask(magnitude, each(0x38800000u));
-  const __m512i finite = _mm512_mask_cvttps_epi32(normal, is_small, scaled);
-  const __mmask16 nan = _mm512_cmpgt_epi32_mask(magnitude, each(0x7F800000u));
-  const __m512i special = _mm512_mask_blend_epi32(nan, each(0x7C00u), each(0x7E00u));
-  const __mmask16 is_special = _mm512_cmpge_epi32_mask(magnitude, each(0x7F800000u));
-  return _mm512_or_si512(sign, _mm512_mask_blend_epi32(is_special, finite, special));
+  __m512i sum = _mm512_mask_mov_epi32(_mm512_add_epi32(magnitude, random), is_small, subnormal);
+  sum = _mm512_mask_mov_epi32(sum, _mm512_cmpge_epu32_mask(sum, each(0x47800000u)), each(0x7F800000u));
+  sum = _mm512_mask_mov_epi32(sum, _mm512_cmpgt_epi32_mask(magnitude, each(0x7F800000u)), each(0x7FC00000u));
+  const __m512i with_sign = _mm512_or_si512(sum, _mm512_and_si512(bits, each(0x80000000u)));
+  return _mm512_maskz_cvt_roundps_ph(kAll, _mm512_castsi512_ps(with_sign), _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
 }
 template <typename T>
 inline void round_vector(const float* values, const uint16_t* random, T* out) {
   const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(random));
-  const __m512i rounded = round_bits(T{}, _mm512_loadu_si512(values), _mm512_maskz_cvtepu16_epi32(kAll, halves));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_maskz_cvtepi32_epi16(kAll, rounded));
+  const __m256i rounded = round_bits(T{}, _mm512_loadu_si512(values), _mm512_maskz_cvtepu16_epi32(kAll, halves));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), rounded);
 }
 
 #elif defined(__AVX2__)
