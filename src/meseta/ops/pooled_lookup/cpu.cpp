@@ -19,6 +19,7 @@ using namespace meseta;
 namespace {
 
 constexpr int64_t kStreamFloats = 1 << 18;  // 1 MB
+constexpr int64_t kAhead = 64;              // ids whose rows are on their way
 
 struct Feature {
   const void* table;
@@ -55,7 +56,7 @@ void sum_bags(const Feature& f, const Batch& batch, const int64_t* offsets, int6
   const Id* ids = static_cast<const Id*>(batch.ids);
   const T* table = static_cast<const T*>(f.table);
   const int64_t end = offsets[last], row_bytes = f.dim * int64_t(sizeof(T));
-  const int64_t lines = (row_bytes + 63) / 64, ahead = std::clamp<int64_t>(128 / lines, 32, 64);
+  const int64_t lines = (row_bytes + 63) / 64, burst = lines == 2 ? 8 : 32;
   const auto base = reinterpret_cast<uintptr_t>(table);
   constexpr int kLines = (N * kLanes * int(sizeof(T)) + 63) / 64;
   const auto fetch = [&](int64_t i) {
@@ -68,14 +69,19 @@ void sum_bags(const Feature& f, const Batch& batch, const int64_t* offsets, int6
   const auto read = [&](const T* row, int j) {
     return kTail && j == N - 1 ? load(row + 16 * j, tail) : load(row + 16 * j);
   };
-  if (c0 == 0)
-    for (int64_t i = offsets[first]; i < std::min(offsets[first] + ahead, end); ++i) fetch(i);
+  // Many rows at once, since a prefetch waits for the address of its page and so these waits overlap: 7.4 ms of b_uni
+  // became 6.1, a bag of one id with 16 columns takes a fifth less. Rows of two lines lose by it, when they are all cold.
+  int64_t next = offsets[first];
+  const auto reach = [&](int64_t i) {
+    if (c0 != 0 || i + kAhead < next) return;
+    for (const int64_t stop = std::min(i + kAhead + burst, end); next < stop; ++next) fetch(next);
+  };
   for (int64_t bag = first; bag < last; ++bag) {
     Vec sum[N];
     for (int j = 0; j < N; ++j) sum[j] = zero();
     const int64_t stop = offsets[bag + 1];
     for (int64_t i = offsets[bag]; i < stop; ++i) {
-      if (c0 == 0 && i + ahead < end) fetch(i + ahead);
+      reach(i);
       const uint64_t id = uint64_t(int64_t(ids[i]));
       if (id >= uint64_t(f.num_rows)) {
         mistake.note(i);
