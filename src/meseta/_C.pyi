@@ -47,7 +47,13 @@ def coalesce_float64(
     """As `coalesce_float32`."""
 
 def gather_limit(
-    tables: list[int], ids: NDArray[np.int64], bounds: list[int], level: int, distance: int, num_threads: int
+    tables: list[int],
+    ids: NDArray[np.int64],
+    bounds: list[int],
+    level: int,
+    distance: int,
+    burst: int,
+    num_threads: int,
 ) -> tuple[int, float]:
     """Sum modulo 2^32 of the words of all rows read, and the seconds it took; `tables` has (address, bytes of a row,
     rows) of each table. ValueError for bounds or ids outside."""

@@ -1,5 +1,7 @@
 """The limit loop reads every row, once, whole."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -20,7 +22,7 @@ def test_the_checksum_is_torch_s(width: int, num_threads: int) -> None:
     ids = np.concatenate([rng.integers(0, table.shape[0], 700) for _ in range(2) for table in tables])
     bounds = list(range(0, ids.size + 1, 700))
     want = checksum(tables, ids, bounds)
-    for prefetch in (Prefetch(level, distance) for level in LEVELS for distance in (0, 1, 128, 5000)):
+    for prefetch in itertools.starmap(Prefetch, itertools.product(LEVELS, (0, 1, 128, 5000), (1, 3, 32))):
         assert gather(tables, ids, bounds, prefetch, num_threads).checksum == want
 
 
@@ -53,6 +55,7 @@ def test_the_best_prefetches_are_distinct() -> None:
         ([0, 1], [], Prefetch(1, 2), "bounds must have one entry more"),
         ([0, 1], [0, 2], Prefetch(4, 2), "level 1, 2 or 3"),
         ([0, 1], [0, 2], Prefetch(1, -1), "distance must not be negative"),
+        ([0, 1], [0, 2], Prefetch(1, 1, 0), "burst and num_threads at least 1"),
     ],
 )
 def test_wrong_input_is_refused(ids: list[int], bounds: list[int], prefetch: Prefetch, message: str) -> None:

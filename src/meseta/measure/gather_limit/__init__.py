@@ -1,11 +1,13 @@
 """The most rows a second that memory gives for given tables and ids: the floor that a lookup is measured against.
 
 The method is the usual one of random-read benchmarks: touch the rows in the order of the lookup, prefetch a row some
-ids ahead, add what is read into registers, write nothing. Cache level and distance of the prefetch are tried out.
+ids ahead, add what is read into registers, write nothing. Cache level, distance and burst of the prefetch are tried
+out.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,8 +20,10 @@ from meseta.spec import MesetaError
 
 LEVELS = (1, 2, 3)
 """Cache that a prefetch brings a row to."""
-DISTANCES = (2, 4, 8, 16, 32, 64, 128)
+DISTANCES = (4, 8, 16, 32, 64, 128)
 """Ids that a prefetch is ahead."""
+BURSTS = (1, 32)
+"""Rows that are asked for at once: waits for the addresses of their pages then overlap."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,10 @@ class Prefetch:
     level: int
     """Cache that they are brought to: 1, 2 or 3."""
     distance: int
-    """Ids ahead; 0: none."""
+    """Ids ahead, at least; 0: none."""
+
+    burst: int = 1
+    """Rows that are asked for at once, whenever `distance` ids are left."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ def gather(
         addresses += [table.data_ptr(), table.shape[1] * table.element_size(), table.shape[0]]
     try:
         total, seconds = core().gather_limit(
-            addresses, ids, list(bounds), prefetch.level, prefetch.distance, num_threads
+            addresses, ids, list(bounds), prefetch.level, prefetch.distance, prefetch.burst, num_threads
         )
     except ValueError as error:
         raise MesetaError(f"gather limit: {error}") from None
@@ -76,7 +83,7 @@ def best_prefetches(
     tables: Sequence[Tensor], ids: NDArray[np.int64], bounds: Sequence[int], num_threads: int, *, keep: int = 3
 ) -> list[Prefetch]:
     """The `keep` fastest ways to prefetch here, the fastest first; each is tried three times, in turns."""
-    ways = [Prefetch(level, distance) for level in LEVELS for distance in DISTANCES]
+    ways = [Prefetch(*way) for way in itertools.product(LEVELS, DISTANCES, BURSTS)]
     times: dict[Prefetch, list[float]] = {way: [] for way in ways}
     for _ in range(3):
         for way in ways:

@@ -46,16 +46,17 @@ inline void fetch(const char* row, int64_t bytes) {
 
 // Sum of the 32-bit words of the rows, modulo 2^32; an odd half word at the end counts as 16 bits. kBytes 0: row_bytes.
 template <int kHint, int kBytes>
-uint32_t gather(const Piece& piece, int64_t distance) {
+uint32_t gather(const Piece& piece, int64_t distance, int64_t burst) {
   const int64_t bytes = kBytes > 0 ? kBytes : piece.table.row_bytes;
   const auto row_of = [&](int64_t i) { return piece.table.rows + piece.ids[i] * bytes; };
   // Four sums, so that no addition waits for the one before it.
   Line sum[4] = {};
   HalfLine half_sum = {};
   uint32_t rest = 0;
-  for (int64_t i = 0; i < std::min(distance, piece.count); ++i) fetch<kHint, kBytes>(row_of(i), bytes);
-  for (int64_t i = 0; i < piece.count; ++i) {
-    if (i + distance < piece.count) fetch<kHint, kBytes>(row_of(i + distance), bytes);
+  for (int64_t i = 0, next = 0; i < piece.count; ++i) {
+    if (i + distance >= next)
+      for (const int64_t stop = std::min(i + distance + burst, piece.count); next < stop; ++next)
+        fetch<kHint, kBytes>(row_of(next), bytes);
     const char* row = row_of(i);
     int64_t at = 0;
     if constexpr (kBytes >= 64) {
@@ -85,27 +86,27 @@ uint32_t gather(const Piece& piece, int64_t distance) {
 }
 
 template <int kHint>
-uint32_t gather_rows(const Piece& piece, int64_t distance) {
+uint32_t gather_rows(const Piece& piece, int64_t distance, int64_t burst) {
   switch (piece.table.row_bytes) {
     case 32:
-      return gather<kHint, 32>(piece, distance);
+      return gather<kHint, 32>(piece, distance, burst);
     case 64:
-      return gather<kHint, 64>(piece, distance);
+      return gather<kHint, 64>(piece, distance, burst);
     case 128:
-      return gather<kHint, 128>(piece, distance);
+      return gather<kHint, 128>(piece, distance, burst);
     case 256:
-      return gather<kHint, 256>(piece, distance);
+      return gather<kHint, 256>(piece, distance, burst);
     case 512:
-      return gather<kHint, 512>(piece, distance);
+      return gather<kHint, 512>(piece, distance, burst);
     default:
-      return gather<kHint, 0>(piece, distance);
+      return gather<kHint, 0>(piece, distance, burst);
   }
 }
 
-uint32_t gather_rows(const Piece& piece, int level, int64_t distance) {
-  if (level == 1) return gather_rows<3>(piece, distance);
-  if (level == 2) return gather_rows<2>(piece, distance);
-  return gather_rows<1>(piece, distance);
+uint32_t gather_rows(const Piece& piece, int level, int64_t distance, int64_t burst) {
+  if (level == 1) return gather_rows<3>(piece, distance, burst);
+  if (level == 2) return gather_rows<2>(piece, distance, burst);
+  return gather_rows<1>(piece, distance, burst);
 }
 
 // Segment s reads table s % F. Cut so that each thread has several pieces, as the lookup's tasks.
@@ -140,19 +141,19 @@ void check(const std::vector<Table>& tables, Ids ids, const std::vector<int64_t>
 // starts.
 std::pair<uint32_t, double> gather_limit(const std::vector<int64_t>& tables, Ids ids,
                                          const std::vector<int64_t>& bounds, int level, int64_t distance,
-                                         int num_threads) {
+                                         int64_t burst, int num_threads) {
   std::vector<Table> all;
   for (size_t i = 0; i + 3 <= tables.size(); i += 3)
     all.push_back({reinterpret_cast<const char*>(tables[i]), tables[i + 1], tables[i + 2]});
   nb::gil_scoped_release unlocked;
   check(all, ids, bounds);
-  if (distance < 0 || num_threads < 1 || level < 1 || level > 3)
-    throw std::invalid_argument("distance must not be negative, num_threads at least 1, level 1, 2 or 3");
+  if (distance < 0 || burst < 1 || num_threads < 1 || level < 1 || level > 3)
+    throw std::invalid_argument("distance must not be negative, burst and num_threads at least 1, level 1, 2 or 3");
   const std::vector<Piece> pieces = cut(all, ids.data(), bounds, num_threads);
   std::atomic<uint32_t> sum{0};
   const auto start = std::chrono::steady_clock::now();
   meseta::parallel_tasks(num_threads, int64_t(pieces.size()),
-                         [&](int64_t index) { sum += gather_rows(pieces[size_t(index)], level, distance); });
+                         [&](int64_t index) { sum += gather_rows(pieces[size_t(index)], level, distance, burst); });
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
   return {sum.load(), elapsed.count()};
 }
