@@ -162,5 +162,5 @@ std::pair<uint32_t, double> gather_limit(const std::vector<int64_t>& tables, Ids
 
 void bind_gather_limit(nb::module_& m) {
   m.def("gather_limit", &gather_limit, nb::arg("tables"), nb::arg("ids"), nb::arg("bounds"), nb::arg("level"),
-        nb::arg("distance"), nb::arg("num_threads"));
+        nb::arg("distance"), nb::arg("burst"), nb::arg("num_threads"));
 }
