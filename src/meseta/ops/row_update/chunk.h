@@ -90,10 +90,11 @@ class Chunk {
   }
 
   // `rows` [n], n <= kMaxRows and n * dim <= kChunkFloats or n = 1; `gradients` [n] are addresses of `dim` floats.
-  void take(const int64_t* rows, const float* const* gradients, int64_t n) {
+  void take(const int64_t* rows, const float* const* gradients, int64_t n, uint32_t step) {
     rows_ = rows;
     gradients_ = gradients;
     n_ = n;
+    if constexpr (sizeof(T) != sizeof(float)) draw(rows, n, step);
   }
 
   // body(at) for every vector of every row.
@@ -103,16 +104,17 @@ class Chunk {
     T* const weight = static_cast<T*>(target_->weight);
     float* const* const state = target_->state.data();
     float* const buffers = elements_.data();
+    const uint16_t* const random = random_.data();
     const int64_t num_rows = n_, dim = dim_, width = width_, cells = cells_, whole = dim / kLanes * kLanes;
     for (int64_t k = 0; k < num_rows; ++k) {
       const int64_t row = rows_[k] * dim;
       const float *gradient = gradients_[k], *values = row_values_[0] + k;
-      float* const own = buffers + k * width;
-      for (int64_t c = 0; c < whole; c += kLanes)
-        body(Place<false>{weight + row + c, state, row + c, gradient + c, own + c, cells, values, kLanes});
-      if (whole < dim)
-        body(Place<true>{weight + row + whole, state, row + whole, gradient + whole, own + whole, cells, values,
-                         int(dim - whole)});
+      const auto visit = [&]<bool kPart>(int64_t c, int lanes) {
+        const int64_t at = k * width + c;
+        body(Place<kPart>{weight + row + c, state, row + c, gradient + c, buffers + at, random + at, cells, values, lanes});
+      };
+      for (int64_t c = 0; c < whole; c += kLanes) visit.template operator()<false>(c, kLanes);
+      if (whole < dim) visit.template operator()<true>(whole, int(dim - whole));
     }
   }
   // body(k) for the rows k..k+15.
@@ -135,22 +137,16 @@ class Chunk {
     float* state = target_->state[size_t(index)];
     for (int64_t k = 0; k < n_; ++k) state[rows_[k]] = row_values_[slot][k];
   }
-  // Rows of 16 bits are written at the end.
-  void finish(uint32_t step) {
-    if constexpr (sizeof(T) != sizeof(float)) round(rounded(), rows_, n_, step);
-  }
-
   // Cut `values` [n, width] to 16 bits and write them to their rows.
-  void round(const float* values, const int64_t* to, int64_t count, uint32_t step) {
-    random_.reserve(size_t(count * width_));
-    random_halves(target_->key, step, to, count, target_->first_row, target_->first_column, width_, random_.data());
+  void round(const float* values, const int64_t* rows, int64_t n, uint32_t step) {
+    draw(rows, n, step);
     T* weight = static_cast<T*>(target_->weight);
-    for (int64_t k = 0; k < count; ++k)
-      round_rows(values + k * width_, random_.data() + k * width_, weight + to[k] * dim_, dim_);
+    for (int64_t k = 0; k < n; ++k)
+      round_row(values + k * width_, random_.data() + k * width_, weight + rows[k] * dim_, dim_);
   }
 
  private:
-  static constexpr int kNumBuffers = 2 * kMaxBuffers + 1;  // summands, kept values, and rows to be rounded
+  static constexpr int kNumBuffers = 2 * kMaxBuffers;  // summands and kept values
 
   // Sixteen columns of a row, the last ones of it where kPart.
   template <bool kPart>
@@ -159,8 +155,9 @@ class Chunk {
     float* const* states;
     int64_t cell;  // in states of its shape
     const float* upstream;
-    float* buffers;  // its place in the first buffer
-    int64_t cells;   // from one buffer to the next
+    float* buffers;          // its place in the first buffer
+    const uint16_t* random;  // for rows of 16 bits
+    int64_t cells;           // from one buffer to the next
     const float* row_values;
     int lanes;
 
@@ -183,12 +180,16 @@ class Chunk {
     void put_state(int index, Vec v) const { write(states[index] + cell, v); }
     void put_weight(Vec v) const {
       if constexpr (sizeof(T) == sizeof(float)) write(at, v);
-      else store(buffers + 2 * kMaxBuffers * cells, v);
+      else if constexpr (kPart) round_part(v, random, at, lanes);
+      else round_vector(v, random, at);
     }
   };
 
   float* buffer(int index) const { return elements_.data() + index * cells_; }
-  float* rounded() const { return buffer(2 * kMaxBuffers); }
+  void draw(const int64_t* rows, int64_t n, uint32_t step) {
+    random_.reserve(size_t(n * width_));
+    random_halves(target_->key, step, rows, n, target_->first_row, target_->first_column, width_, random_.data());
+  }
 
   const Target* target_ = nullptr;
   const int64_t* rows_ = nullptr;

@@ -153,9 +153,8 @@ class Executor {
   void run(const int64_t* rows, const float* const* gradients, int64_t n, uint32_t step, const float* stats = nullptr,
            int64_t stats_stride = 0, float* summands = nullptr, int64_t summands_stride = 0) {
     if (fused_ != nullptr) {
-      chunk_.take(rows, gradients, n);
-      fused_(chunk_);
-      return chunk_.finish(step);
+      chunk_.take(rows, gradients, n, step);
+      return fused_(chunk_);
     }
     for (int64_t k = 0; k < n; ++k) copy_row(gradients[k], dim_, element(0) + k * width_);
     for (const Instruction& x : program_.code) {

@@ -62,9 +62,9 @@ inline __m256i round_bits(Half, __m512i bits, __m512i random16) {
   return _mm512_maskz_cvt_roundps_ph(kAll, _mm512_castsi512_ps(with_sign), _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
 }
 template <typename T>
-inline void round_vector(const float* values, const uint16_t* random, T* out) {
+inline void round_vector(Vec v, const uint16_t* random, T* out) {
   const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(random));
-  const __m256i rounded = round_bits(T{}, _mm512_loadu_si512(values), _mm512_maskz_cvtepu16_epi32(kAll, halves));
+  const __m256i rounded = round_bits(T{}, _mm512_castps_si512(v.v), _mm512_maskz_cvtepu16_epi32(kAll, halves));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), rounded);
 }
 
@@ -95,30 +95,38 @@ inline __m256i round_bits(Half, __m256i bits, __m256i random16) {
   return _mm256_or_si256(sign, _mm256_blendv_epi8(special, finite, is_finite));
 }
 template <typename T>
-inline void round_vector(const float* values, const uint16_t* random, T* out) {
-  const auto eight = [&](int i) {
-    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + i));
-    return round_bits(T{}, bits, _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(random + i))));
+inline void round_vector(Vec v, const uint16_t* random, T* out) {
+  const auto eight = [&](__m256 x, const uint16_t* bits) {
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bits)));
+    return round_bits(T{}, _mm256_castps_si256(x), wide);
   };
-  const __m256i packed = _mm256_packus_epi32(eight(0), eight(8));  // 0..3, 8..11, 4..7, 12..15
+  const __m256i packed = _mm256_packus_epi32(eight(v.lo, random), eight(v.hi, random + 8));  // 0..3, 8..11, 4..7, 12..15
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_permute4x64_epi64(packed, 0xD8));
 }
 
 #else
 
 template <typename T>
-inline void round_vector(const float* values, const uint16_t* random, T* out) {
-  for (int i = 0; i < kLanes; ++i) out[i] = round_to(T{}, values[i], random[i]);
+inline void round_vector(Vec v, const uint16_t* random, T* out) {
+  for (int i = 0; i < kLanes; ++i) out[i] = round_to(T{}, v.x[i], random[i]);
 }
 
 #endif
 
-// `out` may be the rows' place in a table: nothing is written behind `count`.
+// The first `lanes` of them.
 template <typename T>
-inline void round_rows(const float* values, const uint16_t* random, T* out, int64_t count) {
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) round_vector(values + i, random + i, out + i);
-  for (; i < count; ++i) out[i] = round_to(T{}, values[i], random[i]);
+inline void round_part(Vec v, const uint16_t* random, T* out, int lanes) {
+  float values[kLanes];
+  store(values, v);
+  for (int i = 0; i < lanes; ++i) out[i] = round_to(T{}, values[i], random[i]);
+}
+
+// `values` and `random` are whole vectors; of `out`, a row of a table, nothing is written behind `dim`.
+template <typename T>
+inline void round_row(const float* values, const uint16_t* random, T* out, int64_t dim) {
+  int64_t c = 0;
+  for (; c + kLanes <= dim; c += kLanes) round_vector(load(values + c), random + c, out + c);
+  if (c < dim) round_part(load(values + c), random + c, out + c, int(dim - c));
 }
 
 }  // namespace meseta
