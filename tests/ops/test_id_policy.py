@@ -170,6 +170,9 @@ def test_wrong_inputs_are_refused() -> None:
     for lengths, first_bags in (([3], [0, 1]), ([-1, 3], [0, 2]), ([2], [0, 2]), ([2], [1, 0])):
         with pytest.raises(MesetaError, match=r"lengths|first_bags"):
             torch.ops.meseta.fix_ids(ids, torch.tensor(lengths), first_bags, [3], [2])
+    for lengths in (torch.tensor([2.0]), torch.tensor([[2]])):
+        with pytest.raises(MesetaError, match="fix_ids: lengths are"):
+            torch.ops.meseta.fix_ids(ids, lengths, [0, 1], [3], [2])
 
 
 @pytest.mark.parametrize("policy", range(4))

@@ -255,8 +255,12 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     with pytest.raises(MesetaError, match="3 offsets for 3 features"):
         pooled_lookup([table] * 3, ids, offsets)
     operator = torch.ops.meseta.pooled_lookup  # the tests' shape checks come before the function's own
-    with pytest.raises(MesetaError, match="2 weights for 1 ids"):
-        operator([table, table], ids, offsets, torch.ones(2), [1, 1])
+    for weights in (torch.ones(2), torch.ones(1, 1)):
+        for dtype in (torch.float32, torch.float64):
+            with pytest.raises(MesetaError, match=r"weights \[.*\] for ids \[1\]"):
+                operator([table.to(dtype)] * 2, ids, offsets, weights, [1, 1])
+    with pytest.raises(MesetaError, match=r"rows are torch\.int64"):
+        operator([table.long(), table.long()], ids, offsets, None, [0, 0])
     with pytest.raises(MesetaError, match=r"ids are torch\.float32"):
         operator([table, table], ids.float(), offsets, None, [0, 0])
     for other in (table.half(), torch.ones(4), torch.ones(4, 2).T):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meseta.ops.random_rows import CHUNK_CELLS, initial_rows, random_bits, reference, table_key
-from meseta.spec import InitSpec, TableSpec
+from meseta.spec import InitSpec, MesetaError, TableSpec
 from threads import threads
 
 # Counter, key and result of Philox4x32-10 in the known-answer file of Random123 (Salmon et al., SC 2011).
@@ -149,3 +149,13 @@ def test_key_depends_on_seed_and_name() -> None:
     assert len(keys) == 9
     table = spec("uniform")
     assert not torch.equal(cut(table, (0, 4), (0, 4), seed=0), cut(table, (0, 4), (0, 4), seed=1))
+
+
+NO_RANGES = [((-1, 1), (0, 4)), ((2, 1), (0, 4)), ((0, 1), (-4, 4)), ((0, 1), (4, 0))]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(("rows", "columns"), NO_RANGES)
+def test_ranges_that_are_none_are_refused(rows: tuple[int, int], columns: tuple[int, int], device: str) -> None:
+    with pytest.raises(MesetaError, match=r"random_bits: rows .* may be negative"):
+        random_bits(1, rows, columns, device)

@@ -88,7 +88,7 @@ def _fix_cpu(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not first_bags or first_bags[-1] != lengths.numel():
         raise MesetaError(f"fix_ids: first_bags {first_bags} must end with {lengths.numel()}, the number of lengths")
-    ids, lengths = plain_ids("fix_ids", ids), lengths.to(torch.int64).contiguous()
+    ids, lengths = plain_ids("fix_ids", ids), plain_ids("fix_ids", lengths, "lengths").to(torch.int64)
     fixed, kept = (torch.empty(ids.numel(), dtype=torch.int64) for _ in range(2))
     fixed_lengths, first_error = torch.zeros_like(lengths), torch.tensor([-1, 0, 0])
     try:

@@ -93,6 +93,8 @@ def _cpu(tables: list[Tensor], ids: Tensor, offsets: Tensor, weights: Tensor | N
     if not tables or len(flags) != len(tables):
         raise MesetaError(f"pooled_lookup: {len(flags)} flags for {len(tables)} tables; give one for each")
     fields, dtype = _describe(tables, flags), tables[0].dtype
+    if not tables[0].is_floating_point():
+        raise MesetaError(f"pooled_lookup: rows are {dtype}; give float16, bfloat16, float32 or float64")
     if dtype in KINDS:
         return _look_up(fields, KINDS[dtype], ids, offsets, weights)
     # float64 rows, which are for verification
@@ -113,8 +115,10 @@ def _checked(
         )
     if weights is not None:
         weights = weights.to(dtype).contiguous()
-        if weights.numel() != ids.numel():
-            raise MesetaError(f"pooled_lookup: {weights.numel()} weights for {ids.numel()} ids; give one per id")
+        if weights.shape != ids.shape:
+            raise MesetaError(
+                f"pooled_lookup: weights {list(weights.shape)} for ids {list(ids.shape)}; give one per id, in a row"
+            )
     return plain_ids("pooled_lookup", ids), offsets, weights, num_bags
 
 

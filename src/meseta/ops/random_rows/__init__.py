@@ -12,7 +12,7 @@ from meseta.jagged.shapes import Float, Int
 from meseta.ops.core import core
 from meseta.ops.memory import empty
 from meseta.ops.random_rows import reference
-from meseta.spec import TableSpec
+from meseta.spec import MesetaError, TableSpec
 
 CHUNK_CELLS = {"uniform": 1 << 18, "normal": 1 << 15}
 """Cells filled at a time: bounds the memory beside the table. Normal cells pass through several float64 tensors; larger
@@ -31,7 +31,13 @@ def random_bits(
 
     Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, section 3.3) with the counter
     (low word of the row, high word of the row, column // 4, 0); the cell takes word column % 4 of the result.
+    Raises MesetaError for rows or columns that are negative, or end before they begin.
     """
+    if not 0 <= rows[0] <= rows[1] < 1 << 63 or not 0 <= columns[0] <= columns[1] < 1 << 34:
+        raise MesetaError(
+            f"random_bits: rows {rows[0]}..{rows[1]} and columns {columns[0]}..{columns[1]}; neither may be negative, "
+            "or end before it begins, or reach 2**63 rows or 2**34 columns"
+        )
     if torch.device(device).type != "cpu":
         return reference.random_bits(key, rows, columns, device)
     out = torch.empty(rows[1] - rows[0], columns[1] - columns[0], dtype=torch.int64)

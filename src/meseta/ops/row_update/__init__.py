@@ -40,8 +40,9 @@ def row_update(group: UpdateGroup, lr: float, step: int, bags: Bags, gradients: 
     the feature, columns], with contiguous columns. Rows of 16 bits are rounded stochastically by Philox4x32-10 with the
     counter (low and high word of the row, column // 8, step); each of eight columns has sixteen bits of the result.
 
-    No gradient tensor is made for a table (arXiv 2104.05158, the fused backward pass). Raises MesetaError for ids
-    outside their table, offsets that fall, and tensors that do not fit together.
+    No gradient tensor is made for a table (arXiv 2104.05158, the fused backward pass). Raises MesetaError for offsets
+    that fall and tensors that do not fit together, before anything is written; and for ids outside their table, which
+    a thread may see when others have stepped rows: meseta.ops.id_policy, which embeddings ask first, sees to those.
     """
     if not group.features or bags.ids.numel() == 0:
         return

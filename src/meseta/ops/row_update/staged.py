@@ -114,10 +114,10 @@ def _check(call: ApplyCall) -> None:
     check_origin("row update", call.origin)
     if not call.table.is_floating_point() or call.table.dim() != 2:
         raise MesetaError(f"row update: the table is {call.table.dtype} {list(call.table.shape)}; give rows of floats")
-    if len(call.states) != len(call.state_is_row) or call.rows.dtype != torch.int64:
+    if len(call.states) != len(call.state_is_row) or call.rows.dtype != torch.int64 or call.rows.dim() != 1:
         raise MesetaError(
-            f"row update: {len(call.states)} states of {len(call.state_is_row)}, and rows of {call.rows.dtype}; give "
-            "all states, and int64"
+            f"row update: {len(call.states)} states of {len(call.state_is_row)}, and rows {call.rows.dtype} "
+            f"{list(call.rows.shape)}; give all states, and int64 [U]"
         )
     width, count = call.table.size(1), call.rows.numel()
     exact = torch.float64 if call.table.dtype == torch.float64 else torch.float32
