@@ -17,6 +17,7 @@ from meseta.measure.traffic import Traffic, make_batches
 from meseta.measure.workloads import make_optimizer
 from meseta.ops.row_optimizer import Hyper, RowState, reference_step
 from meseta.spec import InitSpec
+from meseta.spec.optimizer import USED_FIELDS
 
 NUM_STEPS = 3
 TOLERANCE = 1e-5
@@ -36,7 +37,9 @@ class Gate(Contender):
     def check(self, traffic: dict[str, Any], optimizer: str, dtype: str) -> list[str]:
         """What is wrong, a line each; empty: all is right."""
         shape = Traffic.from_json(traffic)
-        spec = replace(make_optimizer(optimizer, lr=0.1), eps=EPS)
+        spec = make_optimizer(optimizer, lr=0.1)
+        if "eps" in USED_FIELDS[spec.name]:
+            spec = replace(spec, eps=EPS)
         embeddings = make_collection(shape, spec, dtype, InitSpec(kind="uniform", scale=1.0))
         torch.manual_seed(0)
         wrong = []
