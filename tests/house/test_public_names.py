@@ -12,7 +12,10 @@ PUBLIC = {
         EmbeddingBagCollection FeatureSpec InitSpec JaggedTensor KeyedJaggedTensor OptimizerSpec Plan Shard
         ShardingType TableSpec Topology __version__ balanced_plan shard
     """,
-    "meseta.checkpoint": "Loaded latest load prune save verify",
+    "meseta.checkpoint": """
+        Difference Loaded Summary compare export find_checkpoint latest list_checkpoints load prune save summarize
+        verify
+    """,
     "meseta.comm": "DenseGradients Pending World",
     "meseta.config": """
         CheckpointConfig DataConfig DenseConfig DenseOptimizerConfig EmbeddingConfig ModelConfig RunConfig

@@ -1,7 +1,24 @@
 """Checkpoints: a directory of Arrow files and a JSON manifest, readable with pyarrow alone, loadable under any plan."""
 
+from meseta.checkpoint.difference import Difference, compare
 from meseta.checkpoint.directory import latest, prune
+from meseta.checkpoint.exporting import export
+from meseta.checkpoint.listing import Summary, find_checkpoint, list_checkpoints, summarize
 from meseta.checkpoint.loading import Loaded, load, verify
 from meseta.checkpoint.saving import save
 
-__all__ = ["Loaded", "latest", "load", "prune", "save", "verify"]
+__all__ = [
+    "Difference",
+    "Loaded",
+    "Summary",
+    "compare",
+    "export",
+    "find_checkpoint",
+    "latest",
+    "list_checkpoints",
+    "load",
+    "prune",
+    "save",
+    "summarize",
+    "verify",
+]

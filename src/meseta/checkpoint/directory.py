@@ -96,7 +96,7 @@ def latest(parent: Path | str) -> Path | None:
     cannot be understood (damaged, or of another version) is not: `load` then says so, which is better than going back
     in silence.
     """
-    for path in reversed(_named(Path(parent))):
+    for path in reversed(named(Path(parent))):
         if (path / MANIFEST_PATH).exists():
             try:
                 manifest = read_manifest(path)
@@ -115,7 +115,7 @@ def prune(parent: Path | str, keep_last: int) -> list[Path]:
     """
     if keep_last < 1:
         raise MesetaError(f"checkpoint: keep_last must be at least 1, got {keep_last}")
-    doomed = [path for path in _named(Path(parent)) if _is_whole(path)][:-keep_last]
+    doomed = [path for path in named(Path(parent)) if _is_whole(path)][:-keep_last]
     for path in doomed:
         try:
             discard(path)
@@ -124,7 +124,7 @@ def prune(parent: Path | str, keep_last: int) -> list[Path]:
     return doomed
 
 
-def _named(parent: Path) -> list[Path]:
+def named(parent: Path) -> list[Path]:
     """Directories named as checkpoints, by rising step; a former one only while nothing has taken its place."""
     found = []
     for path in parent.iterdir() if parent.is_dir() else ():

@@ -10,6 +10,7 @@ from types import FrameType
 import typer
 
 from meseta.cli.bench import app as bench_app
+from meseta.cli.checkpoint import app as checkpoint_app
 from meseta.cli.data import app as data_app
 from meseta.cli.evaluate import evaluate
 from meseta.cli.launch import FOLLOWS, LOST, follow_launcher, is_loss_of_peer, way_on
@@ -33,6 +34,7 @@ app.add_typer(bench_app, name="bench")
 app.command(name="eval")(evaluate)
 app.command()(predict)
 app.command()(report)
+app.add_typer(checkpoint_app, name="checkpoint")
 
 
 class Interrupted(BaseException):

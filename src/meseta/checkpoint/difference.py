@@ -1,0 +1,152 @@
+"""How two checkpoints differ: in their steps, tables, rows and dense tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meseta.checkpoint.block import Values, read_block
+from meseta.checkpoint.dense import read_dense
+from meseta.checkpoint.layout import BlockSchema
+from meseta.checkpoint.manifest import read_manifest
+
+_SHAPE = ("num_embeddings", "embedding_dim", "dtype", "columns")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One thing in which two checkpoints differ."""
+
+    name: str
+    """For example "table 'user_id'"."""
+    text: str
+    """How."""
+
+
+def compare(first: Path | str, second: Path | str) -> Iterator[Difference]:
+    """The differences of two checkpoints in what was learned; none: the same model, whatever step and plan.
+
+    Blocks of equal checksum are not read; of the others, and of dense tensors, it is told how many rows (elements)
+    differ, which is the first, and by how much at most. Every file that is read is checked. Bits are compared, so 0 and
+    -0 differ by 0. Raises MesetaError, naming the file, for a checkpoint that is damaged.
+    """
+    roots = Path(first), Path(second)
+    manifests = read_manifest(roots[0]), read_manifest(roots[1])
+    tables = manifests[0]["tables"], manifests[1]["tables"]
+    for name in sorted(set(tables[0]) | set(tables[1])):
+        entries = tables[0].get(name), tables[1].get(name)
+        label = f"table {name!r}"
+        if entries[0] is None or entries[1] is None:
+            there = roots[0] if entries[1] is None else roots[1]
+            yield Difference(name=label, text=f"is only in {str(there)!r}")
+        elif entries[0]["checksum"] != entries[1]["checksum"]:
+            yield from _compare_tables(label, roots, (entries[0], entries[1]))
+    if manifests[0]["dense"]["checksum"] != manifests[1]["dense"]["checksum"]:
+        dense = [read_dense(root, manifest["dense"]) for root, manifest in zip(roots, manifests, strict=True)]
+        yield from _compare_dense(roots, dense[0], dense[1])
+
+
+def _compare_tables(
+    label: str, roots: tuple[Path, Path], entries: tuple[Mapping[str, Any], Mapping[str, Any]]
+) -> Iterator[Difference]:
+    for field in _SHAPE:
+        if entries[0][field] != entries[1][field]:
+            texts = [_columns(e[field]) if field == "columns" else str(e[field]) for e in entries]
+            yield Difference(name=label, text=f"{field}: {texts[0]}, and {texts[1]}")
+    if any(entries[0][field] != entries[1][field] for field in _SHAPE):
+        return
+    counts = {column["name"]: _Count() for column in entries[0]["columns"]}
+    schema = BlockSchema.from_dict(entries[0])
+    for blocks in zip(entries[0]["blocks"], entries[1]["blocks"], strict=True):
+        if blocks[0]["checksum"] != blocks[1]["checksum"]:
+            one, other = (read_block(root, schema, block) for root, block in zip(roots, blocks, strict=True))
+            _count(counts, schema, blocks[0]["first_row"], one, other)
+    total = entries[0]["num_embeddings"]
+    for name, count in counts.items():
+        if count.num_different:
+            what = "rows" if name == "row" else f"state {name!r}"
+            yield Difference(name=label, text=f"{what}: {count.text(total)}")
+
+
+@dataclass
+class _Count:
+    """Rows that differ so far."""
+
+    num_different: int = 0
+    first: int = -1
+    largest: float = 0.0
+
+    def text(self, total: int) -> str:
+        return (
+            f"{self.num_different:,} of {total:,} differ, the first is row {self.first:,}; "
+            f"the largest difference is {self.largest:.3g}"
+        )
+
+
+def _count(counts: Mapping[str, _Count], schema: BlockSchema, first_row: int, one: Values, other: Values) -> None:
+    """Add what two blocks of the same rows differ in."""
+    for column in schema.columns:
+        a, b = (
+            np.ascontiguousarray(values[column.name]).reshape(len(values[column.name]), -1) for values in (one, other)
+        )
+        rows = np.flatnonzero((a.view(np.uint8) != b.view(np.uint8)).any(axis=1))
+        if not rows.size:
+            continue
+        count = counts[column.name]
+        if not count.num_different:
+            count.first = first_row + int(rows[0])
+        count.num_different += rows.size
+        count.largest = max(count.largest, _largest(_numbers(a[rows], column.dtype), _numbers(b[rows], column.dtype)))
+
+
+def _numbers(stored: np.ndarray, dtype: str) -> np.ndarray:
+    """As float64; the stored bits of a bfloat16 are the upper half of a float32."""
+    if dtype == "bfloat16":
+        stored = (stored.astype(np.uint32) << 16).view(np.float32)
+    with np.errstate(invalid="ignore"):  # signalling NaNs among the bits
+        return stored.astype(np.float64)
+
+
+def _largest(a: np.ndarray, b: np.ndarray) -> float:
+    """Largest absolute difference; inf where one is no number and the other is."""
+    with np.errstate(invalid="ignore"):
+        distance = np.abs(a - b)
+    distance[np.isnan(a) & np.isnan(b) | (a == b)] = 0.0
+    distance[np.isnan(distance)] = np.inf
+    return float(distance.max(initial=0.0))
+
+
+def _compare_dense(
+    roots: tuple[Path, Path], one: Mapping[str, Tensor], other: Mapping[str, Tensor]
+) -> Iterator[Difference]:
+    for name in sorted(set(one) | set(other)):
+        label = f"dense tensor {name!r}"
+        if name not in one or name not in other:
+            yield Difference(name=label, text=f"is only in {str(roots[0] if name in one else roots[1])!r}")
+            continue
+        a, b = one[name], other[name]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            yield Difference(name=label, text=f"is {_describe(a)}, and {_describe(b)}")
+            continue
+        flat = a.reshape(-1), b.reshape(-1)
+        if torch.equal(flat[0].view(torch.uint8), flat[1].view(torch.uint8)):
+            continue
+        numbers = flat[0].double().numpy(), flat[1].double().numpy()
+        same = (numbers[0] == numbers[1]) | (np.isnan(numbers[0]) & np.isnan(numbers[1]))
+        num_different, largest = int((~same).sum()), _largest(*numbers)
+        text = f"{num_different:,} of {a.numel():,} elements differ; the largest difference is {largest:.3g}"
+        yield Difference(name=label, text=text)
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _columns(columns: list[Mapping[str, str]]) -> str:
+    return ", ".join(f"{c['name']} {c['dtype']} per {c['kind']}" for c in columns)

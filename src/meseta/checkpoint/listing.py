@@ -1,0 +1,135 @@
+"""What is in a folder of checkpoints, and what is in one of them, by their manifests alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meseta.checkpoint.broken import check_size
+from meseta.checkpoint.directory import latest, named
+from meseta.checkpoint.layout import ROW
+from meseta.checkpoint.manifest import MANIFEST_PATH, read_manifest
+from meseta.spec import MesetaError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSummary:
+    """One table of a checkpoint."""
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    dtype: str
+    """Of the rows, for example 'float32'."""
+    optimizer: str
+    """Name of the row optimizer."""
+    states: tuple[str, ...]
+    """Names of its states."""
+    num_blocks: int
+    num_bytes: int
+    """Of its files."""
+    checksum: str
+    """SHA-256 of rows and states, as the format defines it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """One checkpoint; nothing but its manifest and the sizes of its files was read."""
+
+    path: Path
+    step: int
+    """Steps that were trained."""
+    saved_at_s: float
+    """When the manifest was written, in seconds of the Unix clock."""
+    num_ranks: int
+    """Ranks that saved it; any number can load it."""
+    tables: tuple[TableSummary, ...]
+    """By name."""
+    dense_bytes: int
+    """Of the file of dense tensors."""
+    reader: dict[str, Any] | None
+    """Position in the data."""
+    checksum: str
+    """SHA-256 that names the model: tables and dense tensors."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tables and dense tensors."""
+        return self.dense_bytes + sum(table.num_bytes for table in self.tables)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """One name in a folder of checkpoints."""
+
+    path: Path
+    summary: Summary | None
+    """None where the checkpoint is damaged."""
+    problem: str
+    """What is wrong with it; empty where nothing is known to be."""
+
+
+def checkpoints_of(path: Path | str) -> Path:
+    """The folder of checkpoints that `path` is or, as the directory of a run, has; raises MesetaError for neither."""
+    path = Path(path)
+    for folder in (path, path / "checkpoints"):
+        if named(folder):
+            return folder
+    what = "holds no checkpoint" if path.is_dir() else "is no directory"
+    raise MesetaError(f"checkpoint {str(path)!r} {what}; give the directory of a run, or one with step-... in it")
+
+
+def find_checkpoint(path: Path | str) -> Path:
+    """`path` itself where it is a checkpoint, else the newest one of the run or folder that it is."""
+    path = Path(path)
+    if (path / MANIFEST_PATH).exists():
+        return path
+    folder = checkpoints_of(path)
+    found = latest(folder)
+    if found is None:
+        raise MesetaError(f"checkpoint {str(folder)!r} holds no whole checkpoint; see `meseta checkpoint list`")
+    return found
+
+
+def summarize(path: Path | str) -> Summary:
+    """What a checkpoint holds. Raises MesetaError for a damaged manifest, and a file that lacks or has another size."""
+    path = Path(path)
+    manifest = read_manifest(path)
+    for entry in (manifest["dense"], *(b for table in manifest["tables"].values() for b in table["blocks"])):
+        check_size(path / entry["path"], entry["num_bytes"])
+    tables = [
+        TableSummary(
+            name=name,
+            num_embeddings=entry["num_embeddings"],
+            embedding_dim=entry["embedding_dim"],
+            dtype=entry["dtype"],
+            optimizer=entry["optimizer"]["name"],
+            states=tuple(column["name"] for column in entry["columns"] if column["name"] != ROW),
+            num_blocks=len(entry["blocks"]),
+            num_bytes=sum(block["num_bytes"] for block in entry["blocks"]),
+            checksum=entry["checksum"],
+        )
+        for name, entry in sorted(manifest["tables"].items())
+    ]
+    return Summary(
+        path=path,
+        step=manifest["step"],
+        saved_at_s=(path / MANIFEST_PATH).stat().st_mtime,
+        num_ranks=manifest["plan"]["num_ranks"],
+        tables=tuple(tables),
+        dense_bytes=manifest["dense"]["num_bytes"],
+        reader=manifest["reader"],
+        checksum=manifest["checksum"],
+    )
+
+
+def list_checkpoints(path: Path | str) -> list[Listed]:
+    """All checkpoints of a run or folder, the oldest first, damaged ones too; raises MesetaError for another path."""
+    found = []
+    for inner in named(checkpoints_of(path)):
+        try:
+            found.append(Listed(path=inner, summary=summarize(inner), problem=""))
+        except MesetaError as error:
+            found.append(Listed(path=inner, summary=None, problem=str(error)))
+    return found

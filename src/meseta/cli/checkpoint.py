@@ -1,0 +1,150 @@
+"""`meseta checkpoint`: look at checkpoints, check them, compare them, hand them on."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from meseta.checkpoint import Summary
+
+app = typer.Typer(help="Look at checkpoints, check them, compare them, hand them on.", no_args_is_help=True)
+
+AnyPath = Annotated[Path, typer.Argument(help="A checkpoint, a folder of them, or a run (its newest one).")]
+
+
+@app.command(name="list")
+def list_them(
+    path: Annotated[Path, typer.Argument(help="A run, or its folder of checkpoints.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """All checkpoints with step, size and checksum, damaged ones too; exit code 1 if there is one."""
+    from meseta.checkpoint import list_checkpoints
+
+    found = list_checkpoints(path)
+    if as_json:
+        lines = [{"path": str(c.path), "problem": c.problem, **(_facts(c.summary) if c.summary else {})} for c in found]
+        typer.echo(json.dumps(lines, indent=1))
+    for listed in () if as_json else found:
+        if listed.summary is None:
+            typer.echo(f"{listed.path}  damaged: {listed.problem}")
+        else:
+            s = listed.summary
+            typer.echo(f"{s.path}  {_when(s)}  {_size(s.num_bytes)}  {len(s.tables)} tables  model {s.checksum[:16]}")
+    if any(listed.summary is None for listed in found):
+        raise typer.Exit(1)
+
+
+@app.command()
+def inspect(path: AnyPath, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """What a checkpoint holds: its tables with rows, types, optimizers and sizes, and the position in the data."""
+    from meseta.checkpoint import find_checkpoint, summarize
+
+    summary = summarize(find_checkpoint(path))
+    if as_json:
+        typer.echo(json.dumps(_facts(summary), indent=1))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    typer.echo(f"{summary.path}: step {summary.step:,}, {_when(summary)}, saved by {summary.num_ranks} ranks")
+    typer.echo(f"model {summary.checksum}")
+    shown = Table()
+    for name in ("table", "rows", "dim", "type", "optimizer", "states", "size"):
+        shown.add_column(name, justify="right" if name in ("rows", "dim", "size") else "left", no_wrap=name != "states")
+    for t in summary.tables:
+        states, size = ", ".join(t.states), _size(t.num_bytes)
+        shown.add_row(t.name, f"{t.num_embeddings:,}", str(t.embedding_dim), t.dtype, t.optimizer, states, size)
+    shown.add_row("dense tensors", "", "", "", "", "", _size(summary.dense_bytes))
+    Console().print(shown)
+    typer.echo(f"in the data: {json.dumps(summary.reader)}")
+
+
+@app.command()
+def verify(path: AnyPath) -> None:
+    """Read every byte of a checkpoint and check its checksums; exit code 1, naming the file, if one differs."""
+    from meseta.checkpoint import find_checkpoint, summarize
+    from meseta.checkpoint import verify as check
+
+    found = find_checkpoint(path)
+    summary, start_s = summarize(found), time.perf_counter()
+    checksum = check(found)
+    rate = summary.num_bytes / (time.perf_counter() - start_s) / 1e6
+    typer.echo(f"{found}: whole, {_size(summary.num_bytes)} read, {rate:,.0f} MB/s, model {checksum}")
+
+
+@app.command()
+def diff(first: AnyPath, second: AnyPath) -> None:
+    """In which tables, rows and dense tensors two checkpoints differ; exit code 1 if they do."""
+    from meseta.checkpoint import compare, find_checkpoint
+
+    paths, differs = (find_checkpoint(first), find_checkpoint(second)), False
+    for difference in compare(*paths):
+        differs = True
+        typer.echo(f"{difference.name}: {difference.text}")
+    if differs:
+        raise typer.Exit(1)
+    typer.echo(f"{paths[0]} and {paths[1]} hold the same model, bit for bit")
+
+
+@app.command(name="export")
+def export_it(
+    path: AnyPath,
+    out: Annotated[Path, typer.Option(help="Folder to make.")],
+    form: Annotated[str, typer.Option("--format", help="'safetensors' or 'numpy'.")] = "safetensors",
+    table: Annotated[
+        list[str] | None, typer.Option(help="Only tables that match this pattern; may be repeated.")
+    ] = None,
+    states: Annotated[bool, typer.Option("--states", help="The states of the row optimizers too.")] = False,
+) -> None:
+    """Write tables and dense tensors for other programs, block by block: a table never has to fit into memory."""
+    from meseta.checkpoint import export, find_checkpoint, summarize
+    from meseta.checkpoint.exporting import FORMATS
+    from meseta.spec import MesetaError
+
+    known = [f for f in FORMATS if f == form]
+    if not known:
+        raise MesetaError(f"checkpoint export: --format {form!r} is unknown; choose from {', '.join(FORMATS)}")
+    found = find_checkpoint(path)
+    total = sum(t.num_embeddings for t in summarize(found).tables)
+    with _progress(None if table else total) as on_rows:
+        files = export(found, out, known[0], tables=table or ("*",), states=states, on_rows=on_rows)
+    typer.echo(f"{out}: {len(files)} files, {_size(sum(file.stat().st_size for file in files))}")
+
+
+@contextmanager
+def _progress(num_rows: int | None) -> Iterator[Callable[[int], None]]:
+    """A live line on standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("export"), BarColumn(), TextColumn("{task.completed:>13,.0f} rows"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as bar:
+        task = bar.add_task("export", total=num_rows)
+        yield lambda rows: bar.update(task, advance=rows)
+
+
+def _facts(summary: Summary) -> dict[str, object]:
+    return {**asdict(summary), "path": str(summary.path), "num_bytes": summary.num_bytes}
+
+
+def _when(summary: Summary) -> str:
+    return datetime.fromtimestamp(summary.saved_at_s).isoformat(sep=" ", timespec="seconds")
+
+
+def _size(num_bytes: int) -> str:
+    """With the unit that leaves few digits."""
+    size = float(num_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
+        size /= 1000
+    return ""
