@@ -18,8 +18,8 @@ PUBLIC = {
     """,
     "meseta.comm": "DenseGradients Pending World",
     "meseta.config": """
-        CheckpointConfig DataConfig DenseConfig DenseOptimizerConfig EmbeddingConfig ModelConfig RunConfig
-        ScheduleConfig TableConfig TrainConfig load_config
+        CheckpointConfig DataConfig DenseConfig DenseOptimizerConfig EarlyStoppingConfig EmbeddingConfig ModelConfig
+        RunConfig ScheduleConfig TableConfig TrainConfig load_config
     """,
     "meseta.data": "Batch Dataset PrepareOptions Reader ReaderOptions",
     "meseta.data.hash_categories": "feature_seed hash_categories hash_to_rows",

@@ -107,15 +107,16 @@ def latest(parent: Path | str) -> Path | None:
     return None
 
 
-def prune(parent: Path | str, keep_last: int) -> list[Path]:
+def prune(parent: Path | str, keep_last: int, keep_step: int | None = None) -> list[Path]:
     """Delete all but the newest `keep_last` checkpoints in `parent`; returns those deleted, oldest first.
 
-    Only whole checkpoints count and are deleted. To be called by one rank. Raises MesetaError when `keep_last` is below
-    1 or a checkpoint cannot be deleted.
+    The one of step `keep_step` is neither counted nor deleted. Only whole checkpoints count and are deleted. To be
+    called by one rank. Raises MesetaError when `keep_last` is below 1 or a checkpoint cannot be deleted.
     """
     if keep_last < 1:
         raise MesetaError(f"checkpoint: keep_last must be at least 1, got {keep_last}")
-    doomed = [path for path in named(Path(parent)) if _is_whole(path)][:-keep_last]
+    kept = None if keep_step is None else checkpoint_path(Path(parent), keep_step)
+    doomed = [path for path in named(Path(parent)) if path != kept and _is_whole(path)][:-keep_last]
     for path in doomed:
         try:
             discard(path)

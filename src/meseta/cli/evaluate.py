@@ -17,15 +17,18 @@ def evaluate(
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "test",
     data: Annotated[Path | None, typer.Option(help="Another prepared dataset with the same features.")] = None,
     nproc: Annotated[int, typer.Option(help="Ranks on this machine.")] = 1,
+    best: Annotated[
+        bool, typer.Option("--best", help="The checkpoint of the best evaluation; else the newest.")
+    ] = False,
 ) -> None:
-    """Evaluate the newest checkpoint of a run over every row of a split; prints JSON."""
+    """Evaluate a checkpoint of a run over every row of a split; prints JSON."""
     if nproc != 1 and not is_launched():
         sys.exit(run_ranks(sys.argv[1:], nproc))
 
     from meseta.train.evaluate import evaluate as run
     from meseta.train.trained import open_trained
 
-    with open_trained(run_dir, split, data) as trained:
+    with open_trained(run_dir, split, data, best=best) as trained:
         metrics, outside = run(trained.model, trained.reader, trained.world)
     if trained.world.rank == 0:
         line = {"run": str(run_dir), "step": trained.step, "split": split, **metrics.to_dict()}

@@ -17,15 +17,18 @@ def predict(
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "test",
     data: Annotated[Path | None, typer.Option(help="Another prepared dataset with the same features.")] = None,
     nproc: Annotated[int, typer.Option(help="Ranks on this machine.")] = 1,
+    best: Annotated[
+        bool, typer.Option("--best", help="The checkpoint of the best evaluation; else the newest.")
+    ] = False,
 ) -> None:
-    """Predict with the newest checkpoint of a run: one click probability per row, in the order of the split."""
+    """Predict with a checkpoint of a run: one click probability per row, in the order of the split."""
     if nproc != 1 and not is_launched():
         sys.exit(run_ranks(sys.argv[1:], nproc))
 
     from meseta.train.predictions import write_predictions
     from meseta.train.trained import open_trained
 
-    with open_trained(run_dir, split, data) as trained:
+    with open_trained(run_dir, split, data, best=best) as trained:
         num_rows = write_predictions(trained.model, trained.reader, trained.world, out)
     if trained.world.rank == 0:
         print(f"{num_rows:,} predictions of {split} in {out}")

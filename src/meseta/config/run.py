@@ -154,6 +154,15 @@ class ModelConfig(Section):
     """dlrm_dcnv2: rank of each cross layer's matrix."""
 
 
+class EarlyStoppingConfig(Section):
+    metric: Literal["ne", "logloss", "auc"] = "ne"
+    """Figure of the test split that says which evaluation is the best."""
+    patience: int | None = Field(default=None, ge=1)
+    """Stop after this many evaluations in a row that are no better; None: train to the end."""
+    min_delta: float = Field(default=0.0, ge=0)
+    """An evaluation is better if it gains more than this."""
+
+
 class TrainConfig(Section):
     batch_size: int = Field(default=2048, ge=1)
     """Samples of a global batch, over all ranks."""
@@ -167,6 +176,14 @@ class TrainConfig(Section):
     """Steps between evaluations; None: only at the end."""
     eval_batch_size: int = Field(default=8192, ge=1)
     """Samples of a global batch in evaluation and prediction."""
+    early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
+    """What the best evaluation is, and when to stop; needs eval_every_steps."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        if self.early_stopping.patience is not None and self.eval_every_steps is None:
+            raise ValueError("early_stopping.patience needs evaluations on the way; set train.eval_every_steps")
+        return self
 
 
 class CheckpointConfig(Section):
@@ -174,6 +191,9 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; None: only at the end."""
     keep_last: int = Field(default=2, ge=1)
     """Checkpoints kept; older ones are removed."""
+    keep_best: bool = False
+    """Save a checkpoint after every evaluation that is the best so far, by train.early_stopping.metric, and keep the
+    last of these beside `keep_last` others."""
     resume: Literal["auto", "never"] = "auto"
     """'auto' goes on from the newest checkpoint of run_dir; 'never' refuses a run_dir that has one."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from meseta import checkpoint
 from meseta.comm import World
+from meseta.config import RunConfig
 from meseta.data.dataset import Dataset
 from meseta.data.reader import Reader, ReaderOptions
 from meseta.optim.dense import make_dense_optimizer
@@ -19,6 +20,7 @@ from meseta.train.build import make_sharded_model
 from meseta.train.run_dir import RunDir
 from meseta.train.session import session
 from meseta.train.state import restore
+from meseta.train.stopping import BestSoFar
 
 
 @dataclass(frozen=True)
@@ -33,20 +35,21 @@ class Trained:
 
 
 @contextmanager
-def open_trained(run_dir: Path, split: str, data: Path | None = None) -> Iterator[Trained]:
+def open_trained(run_dir: Path, split: str, data: Path | None = None, *, best: bool = False) -> Iterator[Trained]:
     """`load_trained` on the ranks of this process; raises what it raises."""
     with session(RunDir(run_dir).load_config()) as world:
-        yield load_trained(run_dir, split, world, data)
+        yield load_trained(run_dir, split, world, data, best=best)
 
 
-def load_trained(run_dir: Path, split: str, world: World, data: Path | None = None) -> Trained:
-    """Load the newest checkpoint of `run_dir`. A plan made for another number of ranks gives way to a balanced one.
+def load_trained(run_dir: Path, split: str, world: World, data: Path | None = None, *, best: bool = False) -> Trained:
+    """Load the newest checkpoint of `run_dir`, or that of its best evaluation. A plan made for another number of ranks
+    gives way to a balanced one.
 
     Raises MesetaError where there is no run, no checkpoint, no such split, or data with other features.
     """
     run = RunDir(run_dir)
     config = run.load_config().model_copy(update={"plan": "balanced"})
-    path = checkpoint.latest(run.checkpoints)
+    path = _find_best(run, config) if best else checkpoint.latest(run.checkpoints)
     if path is None:
         raise MesetaError(f"run {str(run_dir)!r} has no checkpoint yet; train it first with `meseta train`")
     dataset = Dataset.load(data or config.data.dir)
@@ -61,6 +64,26 @@ def load_trained(run_dir: Path, split: str, world: World, data: Path | None = No
     optimizer = make_dense_optimizer(config.dense.optimizer, model.parameters())
     state = restore(path, model, optimizer, world)
     return Trained(model=model, reader=reader, world=world, step=state["step"])
+
+
+def _find_best(run: RunDir, config: RunConfig) -> Path | None:
+    """The checkpoint of the best evaluation; None where the run has none at all."""
+    if checkpoint.latest(run.checkpoints) is None:
+        return None
+    best = BestSoFar(config.train.early_stopping)
+    for line in run.metrics():
+        if line["kind"] == "eval":
+            best.update(line)
+    for listed in checkpoint.list_checkpoints(run.checkpoints):
+        if listed.summary is not None and listed.summary.step == best.step:
+            return listed.path
+    what = (
+        "there was no evaluation" if best.step is None else f"step {best.step} was its best, and no checkpoint has it"
+    )
+    raise MesetaError(
+        f"run {str(run.path)!r}: {what}; train with checkpoint.keep_best=true and train.eval_every_steps, or leave "
+        "--best out"
+    )
 
 
 def check_features(trained_on: Dataset, dataset: Dataset) -> None:

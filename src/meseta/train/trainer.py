@@ -33,6 +33,7 @@ from meseta.train.state import (
     set_random_state,
     window_tensors,
 )
+from meseta.train.stopping import BestSoFar
 
 
 class Trainer:
@@ -54,6 +55,7 @@ class Trainer:
         self.reader = self._reader("train")
         self.test_reader = self._reader("test")
         self.window = MetricWindow()
+        self.best = BestSoFar(config.train.early_stopping)
         self.step = 0
         self.num_samples = 0
         self.train_s = 0.0
@@ -75,7 +77,7 @@ class Trainer:
             self._train(progress)
             if self.step > first:
                 self._save()
-            line = self._evaluate(progress)
+            line = self._last_evaluation(progress)
         summary = self._summary(line, ids_outside(self.model.embeddings, self.world))
         if self.world.rank == 0:
             self.run_dir.write_json("summary.json", summary)
@@ -98,12 +100,18 @@ class Trainer:
                 problem = error
         self.world.raise_together(problem)
 
+    def _last_evaluation(self, progress: TrainProgress) -> dict[str, Any]:
+        """The evaluation that ended training early, or one of the trained model."""
+        done = [line for line in self.run_dir.metrics() if line["kind"] == "eval"] if self.world.rank == 0 else []
+        [line, *_] = self.world.gather_objects(done[-1] if done and done[-1]["step"] == self.step else None)
+        return self._evaluate(progress) if line is None else line
+
     def _train(self, progress: TrainProgress) -> None:
         """The loop over steps."""
         eval_every, save_every = self.config.train.eval_every_steps, self.config.checkpoint.every_steps
         self._log_from = (self.step, self.num_samples, time.perf_counter())
         with closing(self.reader.epochs(self.config.train.epochs)) as batches:  # type: ignore[type-var]
-            while self.step < self.num_steps:
+            while self.step < self.num_steps and not self.best.ends_training:
                 self._set_learning_rates()
                 with self.train_step.times.stage("data"):
                     batch = next(batches)
@@ -111,10 +119,14 @@ class Trainer:
                 if self.step % self.config.train.log_every_steps == 0 or self.step == self.num_steps:
                     self._log(progress)
                 progress.step(self.step)
-                if eval_every and self.step % eval_every == 0 and self.step < self.num_steps:
+                is_due = self.step < self.num_steps
+                if eval_every and self.step % eval_every == 0 and is_due:
                     self._off_the_clock(lambda: self._evaluate(progress))
-                if save_every and self.step % save_every == 0 and self.step < self.num_steps:
+                is_best = self.config.checkpoint.keep_best and self.best.step == self.step
+                if is_due and (is_best or (save_every and self.step % save_every == 0)):
                     self._off_the_clock(self._save)
+        if self.best.ends_training and self.step < self.num_steps:
+            progress.say(f"stopped at step {self.step}: {self.best}")
 
     def _run_step(self, batch: Batch) -> Step:
         """One step; what goes wrong in it is told with its number and the way back."""
@@ -194,6 +206,7 @@ class Trainer:
             **({"ids_outside": outside} if outside else {}),
         }
         self._write(line, progress)
+        self.best.update(line)
         return line
 
     def _write(self, line: dict[str, Any], progress: TrainProgress) -> None:
@@ -221,6 +234,7 @@ class Trainer:
             "dense_optimizer": type(self.optimizer).__name__,
             "learning_rates": {"embedding": embeddings.lr_factor, "dense": self.optimizer.param_groups[0]["lr"]},
             "random": random_state(),
+            "best": self.best.get_state(),
         }
         checkpoint.save(
             self.run_dir.checkpoints,
@@ -231,7 +245,8 @@ class Trainer:
             dense={**dense_tensors(self.model, self.optimizer), **window_tensors(window)},
             state=state,
         )
-        self._on_first(lambda: checkpoint.prune(self.run_dir.checkpoints, self.config.checkpoint.keep_last))
+        best = self.best.step if self.config.checkpoint.keep_best else None
+        self._on_first(lambda: checkpoint.prune(self.run_dir.checkpoints, self.config.checkpoint.keep_last, best))
 
     def _resume(self) -> None:
         """Take up the newest checkpoint, if there is one."""
@@ -252,6 +267,7 @@ class Trainer:
         self.train_s = state["train_s"]
         self.reader.set_state(state["reader"])
         set_random_state(state["random"])
+        self.best.set_state(state.get("best", {}))
         if self.world.rank == 0:
             self.window.set_state(state["window"])
 
@@ -281,6 +297,7 @@ class Trainer:
         teacher = self.dataset.teacher
         return {
             "test": line,
+            "best": {key: value for key, value in self.best.get_state().items() if key != "num_stale"},
             "teacher": None if teacher is None else {"auc": teacher.auc, "ne": teacher.ne},
             "num_steps": self.step,
             "num_samples": self.num_samples,

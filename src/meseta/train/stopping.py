@@ -1,0 +1,61 @@
+"""The best evaluation so far, and when to stop because none has been better for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meseta.config import EarlyStoppingConfig
+
+_RISING = {"auc"}
+"""Metrics of which more is better; of the others less is."""
+
+
+class BestSoFar:
+    """Fed with every evaluation; a function of them alone, so a resumed run stops where one never stopped does."""
+
+    def __init__(self, config: EarlyStoppingConfig) -> None:
+        self.config = config
+        self.step: int | None = None
+        """Step of the best evaluation; None before any that has a figure."""
+        self.value: float | None = None
+        """Its metric."""
+        self.num_stale = 0
+        """Evaluations since then."""
+
+    def update(self, line: Mapping[str, Any]) -> bool:
+        """Take in an evaluation, as metrics.jsonl has it; returns whether it is the best so far.
+
+        A figure that is not defined (one class only) is no better than any. Better by less than `min_delta` than the
+        best counts as stale, and leaves the best where it is.
+        """
+        value = line[self.config.metric]
+        if value is not None and self._is_better(value):
+            self.step, self.value, self.num_stale = line["step"], value, 0
+            return True
+        self.num_stale += 1
+        return False
+
+    def _is_better(self, value: float) -> bool:
+        if self.value is None:
+            return True
+        gain = value - self.value if self.config.metric in _RISING else self.value - value
+        return gain > self.config.min_delta
+
+    @property
+    def ends_training(self) -> bool:
+        """Whether `patience` evaluations in a row were no better."""
+        return self.config.patience is not None and self.num_stale >= self.config.patience
+
+    def __str__(self) -> str:
+        stale = f"{self.num_stale} evaluations in a row were no better"
+        return stale if self.step is None else f"{stale} than {self.config.metric} {self.value:.6g} at step {self.step}"
+
+    def get_state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"metric": self.config.metric, "step": self.step, "value": self.value, "num_stale": self.num_stale}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Undo `get_state`; what was kept of another metric says nothing of this one, and is left."""
+        if state.get("metric") == self.config.metric:
+            self.step, self.value, self.num_stale = state["step"], state["value"], state["num_stale"]

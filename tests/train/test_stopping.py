@@ -1,0 +1,123 @@
+"""Early stopping and the best checkpoint: by hand-made evaluations, and in whole runs that are cut off and go on."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meseta.comm import World
+from meseta.config import EarlyStoppingConfig, load_config
+from meseta.spec import MesetaError
+from meseta.train.stopping import BestSoFar
+from meseta.train.trained import load_trained
+from small_run import final_checksum, metrics, settings, tiny_data, train, without_times, write_config
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_data(tmp_path_factory.mktemp("data"))
+
+
+def feed(config: dict[str, Any], values: list[float | None]) -> tuple[BestSoFar, list[bool]]:
+    best = BestSoFar(EarlyStoppingConfig(**config))
+    return best, [best.update({"step": 10 * k, best.config.metric: value}) for k, value in enumerate(values, start=1)]
+
+
+@pytest.mark.parametrize(
+    ("config", "values", "better", "step", "stale"),
+    [
+        ({}, [0.9, 0.8, 0.85, 0.79], [True, True, False, True], 40, 0),
+        ({"metric": "auc"}, [0.6, 0.7, 0.7, 0.65], [True, True, False, False], 20, 2),
+        ({"min_delta": 0.1}, [1.0, 0.95, 0.91, 0.85], [True, False, False, True], 40, 0),
+        ({}, [None, None], [False, False], None, 2),
+        ({}, [None, 3.0, None], [False, True, False], 20, 1),
+    ],
+)
+def test_the_best_of_some_evaluations(
+    config: dict[str, Any], values: list[float | None], better: list[bool], step: int | None, stale: int
+) -> None:
+    best, got = feed(config, values)
+    assert (got, best.step, best.num_stale) == (better, step, stale)
+    assert best.value == (None if step is None else values[step // 10 - 1])
+    for patience in (1, 2, 3):
+        assert feed({**config, "patience": patience}, values)[0].ends_training == (stale >= patience)
+    assert not best.ends_training
+
+
+def test_the_state_comes_back_and_another_metric_begins_anew() -> None:
+    best, _ = feed({"patience": 2}, [0.5, 0.6])
+    again, other = BestSoFar(best.config), BestSoFar(EarlyStoppingConfig(metric="auc"))
+    again.set_state(best.get_state())
+    other.set_state(best.get_state())
+    again.set_state({})
+    assert again.get_state() == best.get_state()
+    assert (other.step, other.value, other.num_stale) == (None, None, 0)
+
+
+# No evaluation gains ten: the first is the best, and two more end the run at step 12.
+STOPS = {
+    "train__eval_every_steps": 4,
+    "train__log_every_steps": 3,
+    "train__early_stopping": {"patience": 2, "min_delta": 10.0},
+    "checkpoint__every_steps": 5,
+    "checkpoint__keep_best": True,
+    "checkpoint__keep_last": 1,
+}
+
+
+def test_a_run_stops_and_stays_stopped(tiny: Path, tmp_path: Path) -> None:
+    document = settings(tiny, tmp_path / "run", train__epochs=3, **STOPS)
+    summary = train(document)
+    assert summary["num_steps"] == 12
+    assert summary["best"] == {"metric": "ne", "step": 4, "value": summary["best"]["value"]}
+    lines, checksum = metrics(tmp_path / "run"), final_checksum(tmp_path / "run")
+    evaluations = [line for line in lines if line["kind"] == "eval"]
+    assert [line["step"] for line in evaluations] == [4, 8, 12]
+    assert summary["test"] == evaluations[-1] and summary["best"]["value"] == evaluations[0]["ne"]
+    again = train(document)
+    for key in ("num_steps", "num_samples", "test", "best", "checkpoint"):
+        assert again[key] == summary[key]
+    assert metrics(tmp_path / "run") == lines and final_checksum(tmp_path / "run") == checksum
+
+
+def test_the_best_checkpoint_is_kept_and_loaded(tiny: Path, tmp_path: Path) -> None:
+    train(settings(tiny, tmp_path / "run", train__epochs=3, **STOPS))
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert kept == ["step-000000004", "step-000000012"]
+    newest, best = (load_trained(tmp_path / "run", "test", World.single(), best=b).step for b in (False, True))
+    assert (newest, best) == (12, 4)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / kept[0])
+    with pytest.raises(
+        MesetaError, match=r"step 4 was its best, and no checkpoint has it; train with checkpoint\.keep"
+    ):
+        load_trained(tmp_path / "run", "test", World.single(), best=True)
+
+
+@pytest.mark.parametrize("newest", [4, 5, 10])
+def test_a_run_that_was_cut_off_stops_where_one_that_was_not_does(tiny: Path, tmp_path: Path, newest: int) -> None:
+    document = settings(tiny, tmp_path / "run", train__epochs=3, **{**STOPS, "checkpoint__keep_last": 9})
+    train(document)
+    lines, checksum = metrics(tmp_path / "run"), final_checksum(tmp_path / "run")
+    for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) > newest:
+            shutil.rmtree(path)
+    assert train(document)["num_steps"] == 12
+    assert without_times(metrics(tmp_path / "run")) == without_times(lines)
+    assert final_checksum(tmp_path / "run") == checksum
+
+
+def test_patience_without_evaluations_is_refused(tmp_path: Path) -> None:
+    document = settings(tmp_path, tmp_path / "run", train__early_stopping={"patience": 2})
+    with pytest.raises(MesetaError, match=r"patience needs evaluations on the way; set train\.eval_every_steps"):
+        load_config(write_config(tmp_path / "config.yaml", document))
+
+
+def test_the_best_of_a_run_without_evaluations(tiny: Path, tmp_path: Path) -> None:
+    train(settings(tiny, tmp_path / "run", train__max_steps=3))
+    assert load_trained(tmp_path / "run", "test", World.single(), best=True).step == 3  # the one at its end
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    with pytest.raises(MesetaError, match="there was no evaluation"):
+        load_trained(tmp_path / "run", "test", World.single(), best=True)
