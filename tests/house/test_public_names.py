@@ -35,6 +35,11 @@ PUBLIC = {
         TablePlan TableSpec Topology check_features nearest
     """,
     "meseta.storage": "TableShard",
+    "meseta.train.metrics": """
+        NUM_RELIABILITY_BINS BinnedAuc GroupedFigure LifetimeMetrics LifetimeWindow MetricWindow Metrics ReliabilityBin
+        auc base_rate_entropy binned_auc calibration compute_metrics grouped_auc grouped_ndcg logloss
+        normalized_entropy pr_auc reliability_curve
+    """,
     "meseta.train.report": "write_report",
 }
 

@@ -66,7 +66,7 @@ def window_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
     Sorted: its figures do not depend on the order of samples, and a run that was resumed in the middle of a window
     holds them in another order than one that was not.
     """
-    order = np.lexsort((state["labels"], state["logits"]))
+    order = np.lexsort(tuple(reversed(list(state.values()))))
     return {f"window.{name}": torch.from_numpy(value[order]) for name, value in state.items()}
 
 

@@ -1,0 +1,44 @@
+"""How good the predictions are: figures over collected samples, by group, and over a whole run in bounded memory.
+
+Everything takes logits, computes in float64 and depends on the set of samples alone, never on their order: one rank and
+many ranks give the same bits, on one kind of processor.
+"""
+
+from meseta.train.metrics.figures import (
+    NUM_RELIABILITY_BINS,
+    Metrics,
+    ReliabilityBin,
+    auc,
+    base_rate_entropy,
+    calibration,
+    compute_metrics,
+    logloss,
+    normalized_entropy,
+    pr_auc,
+    reliability_curve,
+)
+from meseta.train.metrics.grouped import GroupedFigure, grouped_auc, grouped_ndcg
+from meseta.train.metrics.lifetime import BinnedAuc, LifetimeMetrics, LifetimeWindow, binned_auc
+from meseta.train.metrics.window import MetricWindow
+
+__all__ = [
+    "NUM_RELIABILITY_BINS",
+    "BinnedAuc",
+    "GroupedFigure",
+    "LifetimeMetrics",
+    "LifetimeWindow",
+    "MetricWindow",
+    "Metrics",
+    "ReliabilityBin",
+    "auc",
+    "base_rate_entropy",
+    "binned_auc",
+    "calibration",
+    "compute_metrics",
+    "grouped_auc",
+    "grouped_ndcg",
+    "logloss",
+    "normalized_entropy",
+    "pr_auc",
+    "reliability_curve",
+]

@@ -1,0 +1,174 @@
+"""Sorted scores of each class: what exact AUC, average precision and reliability bins are read from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meseta.train.metrics.samples import Samples, losses_and_predictions
+
+_CHUNK = 1 << 15  # samples whose float64 temporaries stay in a core's cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class BinSums:
+    """Sums over the samples of one bin; those of weights are whole numbers where all samples weigh the same."""
+
+    loss: float
+    prediction: float
+    positive_weight: int | float
+    weight: int | float
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class _Side:
+    """The samples of one class."""
+
+    scores: NDArray[np.floating]
+    """[n], rising."""
+    weights: NDArray[np.float64] | None
+    """[n], rising among equal scores, so that sums do not depend on the order of samples; None where all are 1."""
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    @property
+    def weight(self) -> int | float:
+        """Of all; a whole number where all are 1."""
+        return len(self) if self.weights is None else float(self._prefix[-1])
+
+    def first(self, counts: NDArray[np.intp]) -> NDArray[Any]:
+        """Weight of the first `counts` samples, for each."""
+        return counts if self.weights is None else self._prefix[counts]
+
+    def after(self, counts: NDArray[np.intp]) -> NDArray[Any]:
+        """Weight of all but the first `counts` samples, for each; summed from the end, where nothing cancels."""
+        return len(self) - counts if self.weights is None else self._suffix[counts]
+
+    @cached_property
+    def _prefix(self) -> NDArray[np.float64]:
+        assert self.weights is not None
+        return np.concatenate([[0.0], np.cumsum(self.weights)])
+
+    @cached_property
+    def _suffix(self) -> NDArray[np.float64]:
+        assert self.weights is not None
+        return np.concatenate([np.cumsum(self.weights[::-1])[::-1], [0.0]])
+
+    def cut(self, edges: NDArray[np.floating]) -> list[_Side]:
+        """The samples between neighbouring `edges`; those equal to an edge lie above it."""
+        places = [0, *np.searchsorted(self.scores, edges, "left"), len(self)]
+        weights = self.weights
+        return [_Side(self.scores[a:b], None if weights is None else weights[a:b]) for a, b in pairwise(places)]
+
+
+class Ranking:
+    """Samples sorted by class. Two plain sorts are three times faster than one argsort of all scores."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.positives = _side(samples, 1)
+        self.negatives = _side(samples, 0)
+        self.num_samples = len(samples)
+
+    @cached_property
+    def _few_and_many(self) -> tuple[_Side, _Side]:
+        pair = (self.positives, self.negatives)
+        return pair if len(self.positives) <= len(self.negatives) else pair[::-1]
+
+    @cached_property
+    def _num_below(self) -> NDArray[np.intp]:
+        """For each score of the rarer class, how many of the other class lie below it."""
+        few, many = self._few_and_many
+        return np.searchsorted(many.scores, few.scores, "left")
+
+    def auc(self) -> float:
+        """Weight of the (positive, negative) pairs in the right order over that of all pairs, a pair weighing the
+        product of its samples' weights and counting half when tied; nan where one class is missing."""
+        few, many = self._few_and_many
+        if not len(few):
+            return math.nan
+        num_not_above = np.searchsorted(many.scores, few.scores, "right")
+        below, not_above = many.first(self._num_below), many.first(num_not_above)
+        twice_won: int | float
+        if few.weights is None:
+            twice_won = int(below.sum()) + int(not_above.sum())
+        else:
+            twice_won = float((few.weights * (below + not_above)).sum())
+        twice_pairs = 2 * few.weight * many.weight
+        if few is self.negatives:
+            twice_won = twice_pairs - twice_won
+        return min(max(twice_won / twice_pairs, 0.0), 1.0)  # rounded weights may overshoot by a last bit
+
+    def average_precision(self) -> float:
+        """Mean over the positives, by weight, of the share of positives among all samples that score no lower; nan
+        without positives."""
+        positives, negatives = self.positives, self.negatives
+        if not len(positives):
+            return math.nan
+        few, _ = self._few_and_many
+        below = self._num_below if few is positives else np.searchsorted(negatives.scores, positives.scores, "left")
+        true_above = positives.after(np.searchsorted(positives.scores, positives.scores, "left"))
+        precision = true_above / (true_above + negatives.after(below))
+        if positives.weights is None:
+            return float(precision.sum()) / len(positives)
+        return min(float((positives.weights * precision).sum()) / positives.weight, 1.0)
+
+    def bins(self, num_bins: int) -> list[BinSums]:
+        """Sums by bin of rising score, about equal in count; equal scores share a bin, and no bin is empty."""
+        if not self.num_samples:
+            return []
+        edges = self._values_at([k * self.num_samples // num_bins for k in range(1, num_bins)])
+        parts = zip(self.positives.cut(edges), self.negatives.cut(edges), strict=True)
+        return [_sums(positives, negatives) for positives, negatives in parts if len(positives) + len(negatives)]
+
+    def _values_at(self, ranks: Sequence[int]) -> NDArray[np.floating]:
+        """Distinct scores at `ranks` of the sorted union of both classes, without building the union."""
+        few, many = self._few_and_many
+        places = np.arange(len(few)) + self._num_below
+        found = []
+        for rank in ranks:
+            num_few = int(np.searchsorted(places, rank))
+            is_few = num_few < len(few) and places[num_few] == rank
+            found.append(few.scores[num_few] if is_few else many.scores[rank - num_few])
+        return np.unique(np.asarray(found, dtype=many.scores.dtype))
+
+
+def _side(samples: Samples, label: int) -> _Side:
+    chosen = samples.labels == label
+    scores = samples.logits[chosen]
+    if samples.weights is None:
+        return _Side(np.sort(scores), None)
+    # Complex numbers are sorted by real part, then imaginary: four times faster than a lexsort of two columns.
+    pairs = np.empty(len(scores), np.complex128)
+    pairs.real, pairs.imag = scores, samples.weights[chosen]
+    pairs.sort()
+    return _Side(pairs.real.astype(scores.dtype), pairs.imag.copy())
+
+
+def _sums(positives: _Side, negatives: _Side) -> BinSums:
+    """Loss and prediction summed over one bin, in float64 and in the order given."""
+    loss, prediction = 0.0, 0.0
+    for part, sign in ((positives, -1.0), (negatives, 1.0)):
+        for start in range(0, len(part), _CHUNK):
+            chunk = slice(start, start + _CHUNK)
+            losses, predictions = losses_and_predictions(part.scores[chunk], sign)
+            if part.weights is not None:
+                losses *= part.weights[chunk]
+                predictions *= part.weights[chunk]
+            loss += float(losses.sum())
+            prediction += float(predictions.sum())
+    return BinSums(
+        loss=loss,
+        prediction=prediction,
+        positive_weight=positives.weight,
+        weight=positives.weight + negatives.weight,
+        num_samples=len(positives) + len(negatives),
+    )

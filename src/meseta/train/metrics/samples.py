@@ -1,0 +1,178 @@
+"""Samples to be measured: what is accepted, what counts, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from meseta.spec import MesetaError
+
+SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-9, 1e9
+"""Weights other than 0 lie between these, so that no sum or product of them overflows or vanishes."""
+LARGEST_LOGIT = 1e100
+"""Logits are no larger in size, so that no weighted loss overflows; that of a float32 never is."""
+_BAD_LABEL = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """Columns of n samples, as they were given or, after `counted`, checked and without those of weight 0."""
+
+    logits: NDArray[np.floating]
+    """[n] float32 or float64."""
+    labels: NDArray[np.uint8]
+    """[n]; 0, 1, or 2 for anything else."""
+    weights: NDArray[Any] | None = None
+    """[n] float32 or float64; None where all samples weigh the same."""
+    groups: NDArray[np.int64] | None = None
+    """[n] keys; None where samples are not grouped."""
+    scale: float = 1.0
+    """Weight of each sample where `weights` is None."""
+
+    def __len__(self) -> int:
+        return len(self.logits)
+
+    def take(self, places: NDArray[np.bool_]) -> Samples:
+        """The samples at which `places` [n] is true."""
+        return Samples(
+            logits=self.logits[places],
+            labels=self.labels[places],
+            weights=None if self.weights is None else self.weights[places],
+            groups=None if self.groups is None else self.groups[places],
+        )
+
+    def counted(self) -> Samples:
+        """What figures are made of: float64 weights, none of them 0, and none at all where they are equal.
+
+        A sample of weight 0 is padding and may hold anything. Raises MesetaError for a weight that is neither 0 nor
+        between 1e-9 and 1e9, a logit that is not finite or beyond 1e100 and a label that is neither 0 nor 1.
+        """
+        weights = None if self.weights is None else self.weights.astype(np.float64)
+        if weights is not None:
+            _check_weights(weights)
+        counts = np.ones(len(self), np.bool_) if weights is None else weights > 0.0
+        self._check(counts)
+        kept = self if counts.all() else self.take(counts)
+        if weights is None:
+            return kept
+        weights = weights[counts]
+        if len(weights) and weights.min() < weights.max():
+            return Samples(logits=kept.logits, labels=kept.labels, weights=weights, groups=kept.groups)
+        scale = float(weights[0]) if len(weights) else 1.0
+        return Samples(logits=kept.logits, labels=kept.labels, groups=kept.groups, scale=scale)
+
+    def _check(self, counts: NDArray[np.bool_]) -> None:
+        is_short = self.logits.dtype == np.float32
+        fits = np.isfinite(self.logits) if is_short else np.abs(self.logits) <= LARGEST_LOGIT  # false for nan
+        wrong = counts & ~fits
+        if wrong.any():
+            bad = int(wrong.argmax())
+            raise MesetaError(
+                f"metrics: prediction {bad} is {self.logits[bad]}, and must be finite, at most {LARGEST_LOGIT:g}; "
+                "lower the learning rate, or look for broken values in the dense features"
+            )
+        unknown = counts & (self.labels == _BAD_LABEL)
+        if unknown.any():
+            bad = int(unknown.argmax())
+            raise MesetaError(f"metrics: the label of sample {bad} is neither 0 nor 1; fix the label column")
+
+
+def as_samples(
+    logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None, groups: ArrayLike | None = None
+) -> Samples:
+    """Columns [n] of anything array-like; float16 becomes float32, other numbers float64, keys int64.
+
+    Raises MesetaError where shapes differ, a column holds no numbers, or keys are not whole ones. Values are checked by
+    `Samples.counted`.
+    """
+    values, truth = as_scores(logits, labels)
+    return Samples(
+        logits=values,
+        labels=np.where(truth == 1, np.uint8(1), np.where(truth == 0, np.uint8(0), np.uint8(_BAD_LABEL))),
+        weights=as_weights(weights, len(values)),
+        groups=as_keys(groups, len(values)),
+    )
+
+
+def as_scores(scores: ArrayLike, truth: ArrayLike) -> tuple[NDArray[np.floating], NDArray[np.generic]]:
+    """Scores [n] as float32 or float64, and what is known of them; raises MesetaError where shapes differ."""
+    values, known = np.asarray(scores), np.asarray(truth)
+    if values.ndim != 1 or values.shape != known.shape:
+        raise MesetaError(
+            f"metrics: logits of shape {list(values.shape)} and labels of shape {list(known.shape)}; "
+            "both must be vectors of the same length"
+        )
+    return as_floats("logits", values), known
+
+
+def as_floats(name: str, values: NDArray[np.generic]) -> NDArray[np.floating]:
+    """float16 as float32, other numbers as float64; raises MesetaError for what is no number."""
+    if values.dtype.kind not in "biuf":
+        raise MesetaError(f"metrics: {name} of type {values.dtype}; they must be numbers")
+    is_short = values.dtype in (np.float16, np.float32)
+    return values.astype(np.float32 if is_short else np.float64, copy=False)
+
+
+def as_weights(weights: ArrayLike | None, num_samples: int) -> NDArray[np.floating] | None:
+    """Weights [n] as float32 or float64; raises MesetaError for another shape."""
+    return None if weights is None else as_floats("weights", _column("weights", weights, num_samples))
+
+
+def as_keys(groups: ArrayLike | None, num_samples: int) -> NDArray[np.int64] | None:
+    """Keys [n] as int64; raises MesetaError for another shape and for keys that are not whole numbers."""
+    if groups is None:
+        return None
+    keys = _column("groups", groups, num_samples)
+    if num_samples and keys.dtype.kind not in "iu":
+        raise MesetaError(
+            f"metrics: groups of type {keys.dtype}; they must be whole numbers; number the groups, or hash their names"
+        )
+    return keys.astype(np.int64)
+
+
+def counted_weights(weights: NDArray[np.floating] | None, num_samples: int) -> NDArray[np.float64]:
+    """Weights [n] in float64, ones where there are none; raises MesetaError as `Samples.counted` does."""
+    if weights is None:
+        return np.ones(num_samples)
+    checked = weights.astype(np.float64)
+    _check_weights(checked)
+    return checked
+
+
+def losses_and_predictions(
+    logits: NDArray[np.floating], sign: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """log(1 + exp(sign * z)), which is the loss of a positive for sign -1 and of a negative for 1, and the
+    probability, both [n]; exact for any finite logit."""
+    values = logits.astype(np.float64)
+    decay = np.exp(-np.abs(values))  # never overflows
+    losses = np.maximum(sign * values, 0.0) + np.log1p(decay)
+    return losses, np.where(values >= 0.0, 1.0, decay) / (1.0 + decay)
+
+
+def concatenated(columns: Sequence[NDArray[np.generic]], empty: type[np.generic]) -> NDArray[np.generic]:
+    """Batches put together; of type `empty` where there are none."""
+    return np.concatenate([np.empty(0, empty), *columns])
+
+
+def _check_weights(weights: NDArray[np.float64]) -> None:
+    fits = (weights == 0.0) | ((weights >= SMALLEST_WEIGHT) & (weights <= LARGEST_WEIGHT))  # false for nan
+    if not fits.all():
+        bad = int(fits.argmin())
+        raise MesetaError(
+            f"metrics: the weight of sample {bad} is {weights[bad]}, and must be 0 or between {SMALLEST_WEIGHT:g} and "
+            f"{LARGEST_WEIGHT:g}; fix the weight column, or divide it by a constant, which changes no figure"
+        )
+
+
+def _column(name: str, values: ArrayLike, num_samples: int) -> NDArray[np.generic]:
+    column = np.asarray(values)
+    if column.shape != (num_samples,):
+        raise MesetaError(
+            f"metrics: {name} of shape {list(column.shape)} for {num_samples} samples; give one for each sample"
+        )
+    return column
