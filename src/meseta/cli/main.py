@@ -12,6 +12,7 @@ import typer
 from meseta.cli.bench import app as bench_app
 from meseta.cli.checkpoint import app as checkpoint_app
 from meseta.cli.data import app as data_app
+from meseta.cli.doctor import doctor
 from meseta.cli.evaluate import evaluate
 from meseta.cli.launch import FOLLOWS, LOST, follow_launcher, is_loss_of_peer, way_on
 from meseta.cli.predict import predict
@@ -35,6 +36,7 @@ app.command(name="eval")(evaluate)
 app.command()(predict)
 app.command()(report)
 app.add_typer(checkpoint_app, name="checkpoint")
+app.command()(doctor)
 
 
 class Interrupted(BaseException):

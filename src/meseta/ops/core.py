@@ -32,13 +32,18 @@ def core() -> ModuleType:
 
 def instruction_set() -> str:
     """'avx512', 'avx2' or 'baseline': what MESETA_ISA says, else the best that this processor runs."""
-    best = {"AVX512": "avx512", "AVX2": "avx2"}.get(_capability(), "baseline")
+    best = best_instruction_set()
     chosen = os.environ.get("MESETA_ISA", best)
     if chosen not in MODULES:
         raise MesetaError(f"MESETA_ISA={chosen!r} is unknown; {nearest(chosen, MODULES)}")
     if list(MODULES).index(chosen) < list(MODULES).index(best):
         raise MesetaError(f"MESETA_ISA={chosen!r}: this processor runs {best!r} at most; unset MESETA_ISA")
     return chosen
+
+
+def best_instruction_set() -> str:
+    """'avx512', 'avx2' or 'baseline': the best that this processor runs."""
+    return {"AVX512": "avx512", "AVX2": "avx2"}.get(_capability(), "baseline")
 
 
 def _capability() -> str:

@@ -1,0 +1,58 @@
+"""`meseta doctor`: what this machine has, what is missing, and how to get it."""
+
+from __future__ import annotations
+
+import json as json_format
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+COLORS = {"ok": "green", "note": "yellow", "problem": "red"}
+TOPIC_WIDTH = 15
+
+
+def doctor(
+    folder: Annotated[Path, typer.Option("--dir", help="Folder of data and runs, whose speed is measured.")] = Path(),
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, with figures.")] = False,
+) -> None:
+    """Look at this machine: what it has, what is missing, how to get it. Exit code 1 where training will fail."""
+    from meseta.measure.doctor.examine import examine
+
+    width = min(max(shutil.get_terminal_size((80, 24)).columns, 60), 110)
+    findings = []
+    for finding in examine(folder):
+        findings.append(finding)
+        if not json:
+            typer.echo(_layout(finding, width))
+    num_problems, num_notes = (sum(f.state == state for f in findings) for state in ("problem", "note"))
+    if json:
+        document = {"ok": num_problems == 0, "findings": [finding.to_dict() for finding in findings]}
+        typer.echo(json_format.dumps(document, indent=1))
+    else:
+        stops = f"{_count(num_problems, 'problem')} will stop training" if num_problems else "Nothing stops training"
+        typer.echo(f"\n{stops}; {_count(num_notes, 'note')}.")
+    sys.exit(1 if num_problems else 0)
+
+
+def _layout(finding: Any, width: int) -> str:
+    """State, topic and text in columns, and what can be done below."""
+    margin = " " * (9 + TOPIC_WIDTH)
+
+    def wrapped(text: str, first: str, after: str) -> str:
+        # A command or a path in two pieces could not be copied.
+        return textwrap.fill(
+            text, width, initial_indent=first, subsequent_indent=after, break_on_hyphens=False, break_long_words=False
+        )
+
+    body = wrapped(finding.text, margin, margin)[len(margin) :]
+    head = typer.style(f"{finding.state:<9}", fg=COLORS[finding.state], bold=finding.state != "ok")
+    text = f"{head}{finding.topic:<{TOPIC_WIDTH}}{body}"
+    return f"{text}\n{wrapped(finding.way_out, f'{margin}-> ', f'{margin}   ')}" if finding.way_out else text
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number or 'no'} {word}{'s' * (number != 1)}"

@@ -1,0 +1,89 @@
+"""Short programs in processes of their own, whose crash or silence is told and never shared."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import IO
+
+SETTLE_S = 3.0
+"""Seconds that the others have after one has failed."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended."""
+
+    code: int | None
+    """Exit code; negative: the signal that killed it; None: it was stopped at the time limit."""
+    out: str
+    """Standard output."""
+    err: str
+    """Standard error."""
+
+    @property
+    def reason(self) -> str:
+        """Why it failed: its last words, or what became of it."""
+        if self.code is None:
+            return "no answer within the time limit"
+        if self.code < 0:
+            return f"the process was killed by {signal.Signals(-self.code).name}"
+        lines = self.err.strip().splitlines()
+        return lines[-1].strip() if lines else f"the process ended with exit code {self.code} and said nothing"
+
+
+def run_children(
+    module: str, environments: Sequence[Mapping[str, str]], limit_s: float, arguments: Sequence[str] = ()
+) -> list[Ended]:
+    """Run `python -m module` once for each set of variables (beside the present ones), at the same time.
+
+    Those that still run after `limit_s` seconds are killed. Raises OSError where the system starts no process.
+    """
+    with ExitStack() as stack:
+        files = [tuple(stack.enter_context(_scratch()) for _ in ("out", "err")) for _ in environments]
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for variables, (out, err) in zip(environments, files, strict=True):
+                command = [sys.executable, "-m", module, *arguments]
+                environment = {**os.environ, **variables}
+                processes.append(
+                    subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+                )
+            _wait(processes, limit_s)
+            codes = [process.poll() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                with suppress(subprocess.TimeoutExpired):  # one that waits for a broken driver cannot be killed
+                    process.wait(SETTLE_S)
+        texts = [[_text(file) for file in pair] for pair in files]
+    return [Ended(code, out, err) for code, (out, err) in zip(codes, texts, strict=True)]
+
+
+def _scratch() -> IO[bytes]:
+    """A file in memory where the system has them: /tmp may be full."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("meseta-doctor"), "w+b")
+    return tempfile.TemporaryFile()
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> None:
+    """Until all have ended, the limit is over, or one has failed and the others had a moment."""
+    deadline = time.monotonic() + limit_s
+    has_failed = False
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        if not has_failed and any(process.poll() for process in processes):
+            has_failed, deadline = True, min(deadline, time.monotonic() + SETTLE_S)
+        time.sleep(0.02)
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")

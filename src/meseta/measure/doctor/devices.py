@@ -1,0 +1,90 @@
+"""Checks of the core, of GPUs and of what they need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meseta.measure.doctor.finding import Finding, note, ok, problem, size
+from meseta.measure.doctor.packages import Installed
+from meseta.measure.doctor.probe import WITHOUT_TORCH
+from meseta.measure.doctor.system import System
+
+Fact = Mapping[str, Any]
+
+
+def check_core(fact: Fact) -> Finding:
+    """Whether the compiled core loads."""
+    error = fact.get("error")
+    if error is None:
+        return ok("core", f"the compiled core for {fact['instruction_set']} loads", **fact)
+    if error == WITHOUT_TORCH:
+        return note("core", error)
+    if "MESETA_ISA" in error:
+        return problem("core", error, "unset MESETA_ISA")
+    way = "build it: `pip install .` in a clone of the project (after `apt install g++ make python3-dev`)"
+    return problem("core", f"the compiled core does not load: {error}", way)
+
+
+def driver_version(system: System) -> str | None:
+    """Of NVIDIA's driver; None: it is not loaded."""
+    version = system.read("sys/module/nvidia/version")
+    if version:
+        return version
+    words = (system.field("proc/driver/nvidia/version", "NVRM version") or "").split()
+    return next((word for word in words if word[:1].isdigit() and "." in word), None)
+
+
+def check_gpu(fact: Fact, torch: Fact, system: System) -> Finding:
+    """GPUs that torch sees; facts of the probe's stages 'gpu' and 'torch'."""
+    driver = driver_version(system)
+    figures = {"devices": fact.get("devices", []), "driver": driver}
+    if "error" in fact:
+        text = f"{fact['error']}{f' (driver {driver})' if driver else ''}"
+        if fact["error"] == WITHOUT_TORCH:
+            return note("GPU", text, **figures)
+        way = "set device=cpu to train without; else bring driver and torch together: a newer driver, or a torch for "
+        return problem("GPU", f"a GPU does not work: {text}", way + "the CUDA version that nvidia-smi shows", **figures)
+    if devices := fact["devices"]:
+        each = (f"{d['name']}, {size(d['free_bytes'])} free of {size(d['total_bytes'])}" for d in devices)
+        text = "; ".join(f"{index}: {device}" for index, device in enumerate(each))
+        return ok("GPU", text + (f"; driver {driver}" if driver else ""), **figures)
+    if driver is None:
+        return ok("GPU", "none; everything runs on the CPU", **figures)
+    if torch.get("cuda") is None:
+        text = f"NVIDIA's driver {driver} is loaded, but this torch was built without CUDA"
+        return note("GPU", text, "install a CUDA build of torch to use the GPU", **figures)
+    text = f"NVIDIA's driver {driver} is loaded, but torch, built for CUDA {torch['cuda']}, sees no GPU"
+    way = "look at CUDA_VISIBLE_DEVICES; update the driver, or take a torch for the CUDA version that nvidia-smi shows"
+    return note("GPU", text, way, **figures)
+
+
+def check_triton(fact: Fact, has_gpu: bool, installed: Installed) -> Finding:
+    """Whether Triton compiles a kernel, which only GPUs need."""
+    version, error = installed("triton") or fact.get("version"), fact.get("error")
+    if error is None:
+        where = "and runs a kernel here" if fact["target"] else "kernels for GPUs; without a GPU nothing needs them"
+        return ok("triton", f"{fact['version']} compiles {where}", **fact)
+    if error == WITHOUT_TORCH:
+        return note("triton", error, version=version)
+    if version is None:
+        if not has_gpu:
+            return ok("triton", "not installed, and without a GPU not needed", version=None)
+        return problem("triton", "not installed; training on a GPU needs it", "pip install triton", version=None)
+    text = f"{version} does not compile: {error}"
+    if not has_gpu:
+        return note("triton", f"{text}; without a GPU nothing needs it", version=version)
+    way = "apt install gcc python3-dev, make ~/.triton writable (or set TRITON_CACHE_DIR), or set device=cpu"
+    return problem("triton", text, way, version=version)
+
+
+def check_nccl(fact: Fact, num_gpus: int) -> Finding:
+    """Whether torch brings nccl, which several GPUs need."""
+    if "error" in fact:
+        return note("nccl", fact["error"])
+    if fact["version"] is not None:
+        return ok("nccl", fact["version"], **fact)
+    if num_gpus > 1:
+        return problem("nccl", "this torch lacks it, and GPUs cannot work together without", "install a CUDA build "
+                       "of torch for Linux", **fact)  # fmt: skip
+    return ok("nccl", "not in this torch; only several GPUs need it, CPUs use gloo", **fact)

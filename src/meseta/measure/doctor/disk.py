@@ -1,0 +1,119 @@
+"""Check of a folder: room, and sequential speed of writing to it durably and of reading back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from meseta.measure.doctor.finding import Finding, note, ok, problem, size
+from meseta.measure.doctor.system import System
+
+BLOCK_BYTES = 4 << 20
+FIRST_BYTES = 2 * BLOCK_BYTES
+"""Written first, to see how much fits into the time."""
+MOST_BYTES = 256 << 20
+LIMIT_S = 2.0
+"""Seconds of writing, and of reading, roughly."""
+FULL_BYTES = 200_000_000
+LITTLE_BYTES = 10_000_000_000
+SLOW_BYTES_PER_S = 50e6
+
+
+@dataclass(frozen=True)
+class DiskSpeed:
+    """What was measured."""
+
+    num_bytes: int
+    """Written in all."""
+    write_bytes_per_s: float
+    """From the first byte until fsync has returned."""
+    read_bytes_per_s: float
+    """After the page cache was asked to forget the file."""
+
+
+def measure(folder: Path, most_bytes: int = MOST_BYTES, limit_s: float = LIMIT_S) -> DiskSpeed:
+    """Write a file twice and read it; it has no name where the system can do that, so that nothing is ever left.
+
+    The faster pass counts: in the first one a virtual machine may still have to ask its host for the memory of the page
+    cache, which takes longer than the disk does. Raises OSError where the folder refuses.
+    """
+    block = os.urandom(BLOCK_BYTES)  # a file system that compresses finds nothing to save
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        first_s = _write(file, block, FIRST_BYTES)
+        more = min(most_bytes - FIRST_BYTES, int(FIRST_BYTES / first_s * limit_s)) // 2
+        num_bytes = max(more // BLOCK_BYTES, 1) * BLOCK_BYTES
+        write_s = min(_write(file, block, num_bytes) for _ in range(2))
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return DiskSpeed(FIRST_BYTES + 2 * num_bytes, num_bytes / write_s, _read(file, limit_s))
+
+
+def _write(file: IO[bytes], block: bytes, num_bytes: int) -> float:
+    """Seconds to write blocks from the start of a file on, and to see them on the disk."""
+    file.seek(0)
+    start_s = time.perf_counter()
+    for _ in range(num_bytes // len(block)):
+        rest = memoryview(block)
+        while rest:
+            rest = rest[file.write(rest) :]
+    os.fsync(file.fileno())
+    return max(time.perf_counter() - start_s, 1e-9)
+
+
+def _read(file: IO[bytes], limit_s: float) -> float:
+    """Bytes per second from the start of a file on."""
+    buffer, done = bytearray(BLOCK_BYTES), 0
+    file.seek(0)
+    start_s = time.perf_counter()
+    while time.perf_counter() - start_s < limit_s and (count := file.readinto(buffer)):  # type: ignore[attr-defined]
+        done += count
+    return done / max(time.perf_counter() - start_s, 1e-9)
+
+
+def check_disk(folder: Path, system: System) -> Finding:
+    """Whether runs and data can be written to a folder, and how fast."""
+    path, elsewhere = str(folder), "name a folder on another disk with --dir"
+    figures: dict[str, Any] = {"dir": str(folder.absolute())}
+    if not folder.is_dir():
+        if folder.exists():
+            return problem("disk", f"{path!r} is no folder", "name one with --dir", **figures)
+        return problem("disk", f"{path!r} does not exist", "make it, or name another folder with --dir", **figures)
+    try:
+        tempfile.TemporaryFile(dir=folder).close()  # a folder that refuses all writing may look full as well
+        free = shutil.disk_usage(folder).free
+        kind = _file_system(folder, system)
+        figures |= {"free_bytes": free, "file_system": kind}
+        text = f"{path}{f' ({kind})' if kind else ''}: {size(free)} free"
+        if free < FULL_BYTES:
+            return problem("disk", text, f"delete what is not needed, or {elsewhere}", **figures)
+        speed = measure(folder, min(MOST_BYTES, free // 4))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        way = f"make it writable (chmod, chown, or mount it so), or {elsewhere}"
+        return problem("disk", f"{path!r} cannot be written: {reason}", way, **figures)
+    rates = speed.write_bytes_per_s, speed.read_bytes_per_s
+    figures |= {"write_bytes_per_s": rates[0], "read_bytes_per_s": rates[1], "measured_bytes": speed.num_bytes}
+    text += f"; {rates[0] / 1e6:,.0f} MB/s written and synced, {rates[1] / 1e6:,.0f} MB/s read back"
+    if kind in ("tmpfs", "ramfs"):
+        return note("disk", f"{text}; it lies in memory and ends with the machine", elsewhere, **figures)
+    if min(rates) < SLOW_BYTES_PER_S:
+        return note("disk", f"{text}: checkpoints will take long", elsewhere, **figures)
+    if free < LITTLE_BYTES:
+        return note("disk", f"{text}: little room for data and checkpoints", elsewhere, **figures)
+    return ok("disk", text, **figures)
+
+
+def _file_system(folder: Path, system: System) -> str | None:
+    """'ext4', 'tmpfs', ...: the kind of the mount that holds a folder, the last one mounted there."""
+    place, best = folder.resolve(), ("", "")
+    for line in (system.read("proc/self/mounts") or "").splitlines():
+        _, mount, kind = [*line.split(" "), "", "", ""][:3]
+        mount = mount.replace("\\040", " ")
+        if place.is_relative_to(mount or "?") and len(mount) >= len(best[0]):
+            best = mount, kind
+    return best[1] or None

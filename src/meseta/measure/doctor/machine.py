@@ -1,0 +1,120 @@
+"""Checks of processor, memory and the limits that the system sets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meseta.measure.doctor.finding import Finding, note, ok, problem, size
+from meseta.measure.doctor.system import Limits, System
+
+LITTLE_MEMORY_BYTES = 2_000_000_000
+NO_MEMORY_BYTES = 300_000_000
+"""Loading torch and the rest takes about this much."""
+LITTLE_SHARED_BYTES = 500_000_000
+FEW_FILES = 1024
+PAGES = "sys/kernel/mm/transparent_hugepage/enabled"
+
+
+def check_processor(system: System, fact: Mapping[str, Any]) -> Finding:
+    """The processor's name, and the instruction set that the core chose for it; `fact` is the probe's."""
+    lines = (system.read("proc/cpuinfo") or "").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else "of a kind that the kernel does not name"
+    chosen, best = fact.get("instruction_set"), fact.get("best")
+    figures: dict[str, Any] = {"name": name, "instruction_set": chosen, "best_instruction_set": best}
+    if chosen is None:
+        return note("processor", f"{name}; the core could not say which instruction set it takes", **figures)
+    if chosen != best:
+        text = f"{name}; the core runs {chosen}, since MESETA_ISA says so, and the processor has {best}"
+        return note("processor", text, "unset MESETA_ISA", **figures)
+    if chosen == "baseline":
+        return note("processor", f"{name}; it has neither AVX2 nor AVX-512, so the core is slow", **figures)
+    return ok("processor", f"{name}, with {chosen}", **figures)
+
+
+def check_cores(num_usable: int, num_all: int, limits: Limits, torch: Mapping[str, Any]) -> Finding:
+    """Cores that this process may use, and threads that torch starts; `torch` is the probe's fact."""
+    threads = torch.get("num_threads")
+    figures: dict[str, Any] = {
+        "num_usable": num_usable,
+        "num_all": num_all,
+        "cgroup_cores": limits.num_cores,
+        "torch_threads": threads,
+    }
+    text = f"{num_usable} of {num_all} usable" if num_usable < num_all else f"{num_all}, all usable"
+    if threads is not None:
+        why = f" (OMP_NUM_THREADS={torch['omp_num_threads']})" if torch.get("omp_num_threads") else ""
+        text += f"; torch alone takes {threads} thread{'s' * (threads != 1)}{why}, `meseta train` {num_usable}"
+    if limits.num_cores is not None and limits.num_cores < num_usable:
+        fits = max(1, int(limits.num_cores))
+        text += f"; a control group grants the time of {limits.num_cores:g} of them, so more threads only wait"
+        way = f"set num_threads={fits} in the config (divided by the number of ranks)"
+        return note("cores", text, way, **figures)
+    return ok("cores", text, **figures)
+
+
+def check_memory(system: System, limits: Limits) -> Finding:
+    """Memory that is free, and what limits it."""
+    total, free = (system.bytes_of("proc/meminfo", name) for name in ("MemTotal", "MemAvailable"))
+    if total is None or free is None:
+        return note("memory", "the kernel does not tell how much there is")
+    text = f"{size(free)} free of {size(total)}"
+    if limits.memory_bytes is not None and limits.memory_free_bytes is not None:
+        free = min(free, limits.memory_free_bytes)
+        text = f"{size(free)} free of the {size(limits.memory_bytes)} that a control group grants, of {size(total)}"
+    else:
+        text += ", no control group limits it"
+    figures: dict[str, Any] = {"total_bytes": total, "free_bytes": free, "cgroup_bytes": limits.memory_bytes}
+    way = "end other programs, raise the container's limit, or take a larger machine"
+    if free < NO_MEMORY_BYTES:
+        return problem("memory", f"{text}: too little to start", way, **figures)
+    if free < LITTLE_MEMORY_BYTES:
+        return note("memory", f"{text}: enough for small tables only", way, **figures)
+    return ok("memory", text, **figures)
+
+
+def check_pages(system: System, huge_share: float | None) -> Finding:
+    """2 MB pages; `huge_share` is the part of a large tensor that got them, None where that was not tried."""
+    setting = system.read(PAGES) or ""
+    chosen = setting.partition("[")[2].partition("]")[0]
+    figures: dict[str, Any] = {"transparent_hugepage": chosen or None, "huge_share": huge_share}
+    slow = "lookups in large tables are slow: most of them miss the TLB"
+    if not chosen:
+        return note("pages", f"this kernel has no transparent 2 MB pages, and {slow}", **figures)
+    if chosen == "never":
+        way = f"echo madvise | sudo tee /{PAGES} (on the host, if this is a container)"
+        return note("pages", f"2 MB pages are turned off (transparent_hugepage: never), and {slow}", way, **figures)
+    if system.field("proc/self/status", "THP_enabled") == "0":
+        way = "start from a shell or service that leaves them on (it has called PR_SET_THP_DISABLE)"
+        return note("pages", f"2 MB pages are turned off for this process, and {slow}", way, **figures)
+    if huge_share is not None and huge_share < 0.5:
+        text = f"2 MB pages are on ({chosen}), but memory is in pieces: {huge_share:.0%} of a large tensor got them"
+        return note("pages", text, "echo 1 | sudo tee /proc/sys/vm/compact_memory", **figures)
+    tried = "" if huge_share is None else f"; {huge_share:.0%} of a large tensor got them"
+    return ok("pages", f"2 MB pages for tables (transparent_hugepage: {chosen}){tried}", **figures)
+
+
+def check_shared_memory(num_bytes: int | None) -> Finding:
+    """The size of /dev/shm, in bytes; None: there is none."""
+    users = "nccl between GPUs and the workers of a torch DataLoader need more"
+    way = "docker run --shm-size=8g, or sudo mount -o remount,size=8G /dev/shm"
+    if num_bytes is None:
+        return note("shared memory", f"no /dev/shm; {users}", way, bytes=None)
+    if num_bytes < LITTLE_SHARED_BYTES:
+        return note("shared memory", f"{size(num_bytes)}; {users}", way, bytes=num_bytes)
+    return ok("shared memory", size(num_bytes), bytes=num_bytes)
+
+
+def check_open_files(soft: int, hard: int) -> Finding:
+    """How many files this process may have open (-1: any number): the present limit, and what it may be raised to."""
+    figures: dict[str, Any] = {"soft": soft, "hard": hard}
+    if soft == -1:
+        return ok("open files", "no limit", **figures)
+    if soft >= FEW_FILES:
+        return ok("open files", f"up to {soft:,}", **figures)
+    reach = hard == -1 or hard >= FEW_FILES
+    way = "ulimit -n 4096" if reach and (hard == -1 or hard >= 4096) else f"ulimit -n {hard}"
+    if not reach:
+        way = "raise nofile in /etc/security/limits.conf, or docker run --ulimit nofile=65536"
+    return note("open files", f"up to {soft:,} only; files and connections of many ranks may need more", way, **figures)

@@ -1,0 +1,101 @@
+"""Checks of Python packages: those that Meseta needs, and those that it can use."""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import meseta
+from meseta.measure.doctor.finding import Finding, note, ok, problem
+
+REQUIRED = {
+    "torch": "2.10",
+    "numpy": "1.26",
+    "pyarrow": "17",
+    "pydantic": "2.7",
+    "typer": "0.12",
+    "rich": "13",
+    "fsspec": "2024.2",
+    "safetensors": "0.4",
+    "jaxtyping": "0.2.34",
+    "pyyaml": "6",
+}
+"""Package -> oldest version that works."""
+MODULES = {name: {"pyyaml": "yaml"}.get(name, name) for name in REQUIRED}
+"""Package -> module that is imported."""
+OPTIONAL = {"polars": "a peer in `benchmarks/`"}
+"""Package -> what it is for."""
+
+Installed = Callable[[str], str | None]
+"""Package -> version, None where it is not installed."""
+
+
+def installed_version(package: str) -> str | None:
+    """The version in this environment."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_meseta() -> Finding:
+    """This package and the interpreter that runs it."""
+    folder = str(Path(meseta.__file__).parent)
+    text = f"{meseta.__version__} in {folder}, Python {platform.python_version()} ({sys.executable})"
+    figures = {"version": meseta.__version__, "folder": folder, "system": platform.platform()}
+    return ok("meseta", text, **figures, python=platform.python_version(), interpreter=sys.executable)
+
+
+def check_torch(fact: Mapping[str, Any], installed: Installed) -> Finding:
+    """Whether torch loads, and what it was built for; `fact` is the probe's."""
+    version = installed("torch")
+    if "error" in fact:
+        error, first = fact["error"], "choose its build for your machine: a CPU-only one is much smaller"
+        if version is None:
+            return problem("torch", f"not installed ({error})", f"pip install 'torch>={REQUIRED['torch']}'; {first}")
+        way = f"pip install --force-reinstall torch=={version.partition('+')[0]}; {first}"
+        return problem("torch", f"{version} is installed, but does not load: {error}", way, version=version)
+    text = f"{fact['version']}, built for "
+    text += f"CUDA {fact['cuda']}" if fact["cuda"] else f"ROCm {fact['hip']}" if fact["hip"] else "CPUs only"
+    return ok("torch", text, **fact)
+
+
+def check_packages(facts: Mapping[str, Mapping[str, Any]], installed: Installed) -> Finding:
+    """The packages that Meseta needs; torch's own finding tells whether it loads."""
+    versions = {name: installed(name) for name in REQUIRED}
+    wrong, wanted = [], []
+    for name, version in versions.items():
+        error = facts.get(f"import {MODULES[name]}", {}).get("error")
+        if version is not None and _release(version) < _release(REQUIRED[name]):
+            wrong.append(f"{name} {version} is older than {REQUIRED[name]}")
+        elif error is not None:
+            wrong.append(f"{name} does not load ({error})" if version else f"{name} is not installed")
+        else:
+            continue
+        wanted.append(f"'{name}>={REQUIRED[name]}'")
+    if wrong:
+        reinstall = "--force-reinstall " if any("does not load" in text for text in wrong) else ""
+        return problem("packages", "; ".join(wrong), f"pip install {reinstall}{' '.join(wanted)}", **versions)
+    shown = (f"{name} {version}" for name, version in versions.items() if name != "torch" and version)
+    return ok("packages", ", ".join(shown), **versions)
+
+
+def check_optional(installed: Installed) -> Finding:
+    """Packages that Meseta can use and that are not here."""
+    versions = {name: installed(name) for name in OPTIONAL}
+    missing = [name for name, version in versions.items() if version is None]
+    if not missing:
+        return ok("extras", ", ".join(f"{name} {version}" for name, version in versions.items()), **versions)
+    text = "not installed: " + ", ".join(f"{name} ({OPTIONAL[name]})" for name in missing)
+    return note("extras", text, f"pip install {' '.join(missing)}", **versions)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """(2, 13, 0) of '2.13.0+cpu'."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()

@@ -1,0 +1,179 @@
+"""The process that loads torch, the core and everything else, and tells how each went: one line of JSON per stage.
+
+    {"begin": "torch"}
+    {"end": "torch", "fact": {"version": "2.13.0", ...}}      or  {"fact": {"error": "ImportError: ..."}}
+
+A stage that begins and does not end has killed or stopped the process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from meseta.measure.doctor.children import run_children
+from meseta.measure.doctor.packages import MODULES
+
+Fact = Mapping[str, Any]
+"""What a stage found; 'error' and nothing else where it failed."""
+LIMIT_S = 120.0
+TRIED_BYTES = 64 << 20
+"""Of the tensor that shows whether 2 MB pages are given."""
+# A cached kernel would say nothing of today's compiler, and the interpreter nothing of any.
+ENVIRONMENT = {"TRITON_ALWAYS_COMPILE": "1", "TRITON_INTERPRET": "0"}
+WITHOUT_TORCH = "not tried, since torch does not load"
+
+
+def ask(limit_s: float = LIMIT_S) -> dict[str, Fact]:
+    """What every stage found, in child processes: the stages after one that killed its process run in another."""
+    facts: dict[str, Fact] = {}
+    while left := [stage for stage in STAGES if stage not in facts]:
+        try:
+            [child] = run_children(__name__, [ENVIRONMENT], limit_s, left)
+        except OSError as error:
+            return facts | {stage: {"error": f"no process could be started: {error}"} for stage in left}
+        begun = None
+        for line in child.out.splitlines():
+            try:
+                message = json.loads(line)
+            except ValueError:
+                continue  # a library that prints
+            begun = message.get("begin")
+            if "end" in message:
+                facts[message["end"]] = message["fact"]
+        # One that began nothing would not begin the next stage either.
+        for stage in [begun] if begun else left if child.code != 0 else []:
+            facts.setdefault(stage, {"error": child.reason})
+        if "error" in facts.get("torch", {}):
+            facts |= {stage: {"error": WITHOUT_TORCH} for stage in NEED_TORCH}
+    return facts
+
+
+def main(stages: Sequence[str]) -> None:
+    """Run stages in this process."""
+    warnings.filterwarnings("ignore")
+    for stage in stages:
+        _say(begin=stage)
+        try:
+            fact: Fact = STAGES[stage]()
+        except Exception as error:  # whatever it is, it is told
+            fact = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]}
+        _say(end=stage, fact=fact)
+
+
+def _say(**message: Any) -> None:
+    print(json.dumps(message), flush=True)
+
+
+def _torch() -> Fact:
+    import torch
+
+    return {
+        "version": torch.__version__,
+        "num_threads": torch.get_num_threads(),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+    }
+
+
+def _processor() -> Fact:
+    from meseta.ops import core
+
+    return {"instruction_set": core.instruction_set(), "best": core.best_instruction_set()}
+
+
+def _core() -> Fact:
+    from meseta.ops import core
+
+    chosen = core.instruction_set()
+    importlib.import_module(core.MODULES[chosen])  # its ImportError says why, which MesetaError's text keeps short
+    return {"instruction_set": chosen}
+
+
+def _pages() -> Fact:
+    """How much of a large tensor lies on 2 MB pages."""
+    import torch
+
+    from meseta.measure.doctor.system import System
+    from meseta.ops.memory import empty
+
+    def huge() -> int | None:
+        return System().bytes_of("proc/self/smaps_rollup", "AnonHugePages")
+
+    before = huge()
+    tensor = empty((TRIED_BYTES,), torch.uint8, keep=False).fill_(1)
+    after = huge()
+    share = None if before is None or after is None else min((after - before) / tensor.numel(), 1.0)
+    return {"huge_share": share}
+
+
+def _gpu() -> Fact:
+    import torch
+
+    devices = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        one = torch.ones(1, device=torch.device("cuda", index))
+        if (one + one).item() != 2.0:
+            raise RuntimeError(f"GPU {index} adds 1 and 1 to {(one + one).item()}")
+        free, total = torch.cuda.mem_get_info(index)
+        devices.append({"name": torch.cuda.get_device_name(index), "total_bytes": total, "free_bytes": free})
+    return {"devices": devices}
+
+
+def _nccl() -> Fact:
+    import torch
+
+    if not hasattr(torch._C, "_nccl_version"):
+        return {"version": None}
+    return {"version": ".".join(str(part) for part in torch.cuda.nccl.version())}
+
+
+def _triton() -> Fact:
+    """Compile a kernel of ours, for the GPU that is here or for one that is not."""
+    import torch
+    import triton
+
+    from meseta.ops import triton_shared
+
+    if torch.cuda.is_available():
+        cell = torch.zeros(triton_shared.room_for_addresses(1), dtype=torch.int64, device="cuda")
+        triton_shared.write_addresses(cell, [cell])
+        if cell[0].item() != cell.data_ptr():
+            raise RuntimeError("a compiled kernel wrote a wrong number")
+        return {"version": triton.__version__, "target": "this GPU"}
+    kernel = triton_shared._write
+    signature = dict.fromkeys(kernel.arg_names, "*i64")
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    triton.compile(triton.compiler.ASTSource(fn=kernel, signature=signature), target=target)
+    return {"version": triton.__version__, "target": None}
+
+
+def _importer(module: str) -> Callable[[], Fact]:
+    def load() -> Fact:
+        importlib.import_module(module)
+        return {}
+
+    return load
+
+
+STAGES: dict[str, Callable[[], Fact]] = {
+    "torch": _torch,
+    "processor": _processor,
+    "core": _core,
+    "pages": _pages,
+    "gpu": _gpu,
+    "nccl": _nccl,
+    "triton": _triton,
+    **{f"import {module}": _importer(module) for module in MODULES.values() if module != "torch"},
+}
+NEED_TORCH = ("processor", "core", "pages", "gpu", "nccl", "triton")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

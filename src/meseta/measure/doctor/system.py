@@ -1,0 +1,100 @@
+"""What the kernel says of this machine in /proc and /sys, and the limits of its control groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+
+@dataclass(frozen=True)
+class System:
+    """Files of the kernel."""
+
+    root: Path = Path("/")
+    """Where /proc and /sys are."""
+
+    def read(self, path: str) -> str | None:
+        """The text of a file such as 'proc/meminfo'; None where it cannot be read."""
+        try:
+            return (self.root / path).read_text(errors="replace").strip()
+        except OSError:
+            return None
+
+    def number(self, path: str) -> int | None:
+        """The whole number that a file holds; None where it holds another thing, such as 'max'."""
+        text = self.read(path) or ""
+        return int(text) if text.lstrip("-").isdigit() else None
+
+    def field(self, path: str, name: str) -> str | None:
+        """The value in the first line 'name: value', or 'name value', of a file."""
+        for line in (self.read(path) or "").splitlines():
+            key, _, value = line.partition(":" if ":" in line else " ")
+            if key.strip() == name:
+                return value.strip()
+        return None
+
+    def bytes_of(self, path: str, name: str) -> int | None:
+        """A field in kB, as in /proc/meminfo, in bytes."""
+        words = (self.field(path, name) or "").split()
+        return int(words[0]) * 1024 if words and words[0].isdigit() else None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What control groups leave to this process; None: no limit."""
+
+    num_cores: float | None
+    """Processor seconds per second."""
+    memory_bytes: int | None
+    memory_free_bytes: int | None
+    """Of `memory_bytes`; the page cache, which the kernel takes back, counts as free."""
+
+
+def read_limits(system: System) -> Limits:
+    """The tightest limits of the group of this process and of all groups around it, versions 1 and 2."""
+    cores = [cores for folder in _groups(system, "cpu") if (cores := _cores(system, folder)) is not None]
+    memories = [memory for folder in _groups(system, "memory") if (memory := _memory(system, folder)) is not None]
+    return Limits(
+        num_cores=min(cores, default=None),
+        memory_bytes=min((limit for limit, _ in memories), default=None),
+        memory_free_bytes=min((free for _, free in memories), default=None),
+    )
+
+
+def _groups(system: System, controller: str) -> Iterator[str]:
+    """Folders that may hold a controller's files, the innermost first.
+
+    A container may see its own group as the root while /proc names it as the host does; walking up finds it.
+    """
+    for line in (system.read("proc/self/cgroup") or "").splitlines():
+        _, names, path = [*line.split(":", 2), "", ""][:3]
+        if names and controller not in names.split(","):
+            continue
+        mounts = (names, controller) if names else (".", "unified")
+        place = PurePosixPath("/" + path.lstrip("/"))
+        for mount in dict.fromkeys(mounts):
+            for folder in (place, *place.parents):
+                yield f"sys/fs/cgroup/{mount}{folder}"
+
+
+def _cores(system: System, folder: str) -> float | None:
+    quota, period = [*(system.read(f"{folder}/cpu.max") or "").split(), "", ""][:2]
+    if not quota:
+        quota = system.read(f"{folder}/cpu.cfs_quota_us") or ""
+        period = system.read(f"{folder}/cpu.cfs_period_us") or ""
+    if not (quota.isdigit() and period.isdigit() and int(period) > 0):
+        return None  # 'max' and -1 are no limits
+    return int(quota) / int(period)
+
+
+def _memory(system: System, folder: str) -> tuple[int, int] | None:
+    """(limit, free) in bytes."""
+    limit, used, cache = system.number(f"{folder}/memory.max"), "memory.current", "inactive_file"
+    if limit is None:
+        limit, used, cache = system.number(f"{folder}/memory.limit_in_bytes"), "memory.usage_in_bytes", "total_" + cache
+    total = system.bytes_of("proc/meminfo", "MemTotal")
+    if limit is None or (total is not None and limit >= total):
+        return None  # version 1 writes "no limit" as a number beyond all memory
+    idle = int(system.field(f"{folder}/memory.stat", cache) or 0)
+    return limit, max(limit - max((system.number(f"{folder}/{used}") or 0) - idle, 0), 0)

@@ -1,0 +1,168 @@
+"""The check of a folder leaves nothing behind, and that of gloo tells who failed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meseta.measure.doctor import disk, ranks
+from meseta.measure.doctor.children import Ended
+from meseta.measure.doctor.system import System
+from source_tree import ROOT
+
+GB = 1_000_000_000
+NOWHERE = System(Path("/nowhere"))
+
+
+def fake(monkeypatch: pytest.MonkeyPatch, free: int, write: float = 1e9, read: float = 1e9) -> None:
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr(disk, "measure", lambda *_: disk.DiskSpeed(1, write, read))
+
+
+def test_a_small_measurement(tmp_path: Path) -> None:
+    speed = disk.measure(tmp_path, most_bytes=16 << 20, limit_s=0.5)
+    assert speed.num_bytes == 16 << 20
+    assert speed.write_bytes_per_s > 0 and speed.read_bytes_per_s > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_that_was_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that stands at one second per look, rates are counts of bytes."""
+    ticks = iter(range(10_000))
+    monkeypatch.setattr(disk.time, "perf_counter", lambda: float(next(ticks)))
+    speed = disk.measure(tmp_path, most_bytes=disk.FIRST_BYTES + 4 * disk.BLOCK_BYTES, limit_s=1000.0)
+    assert speed.num_bytes == 24 << 20  # a first look, and two passes over two blocks
+    assert speed.write_bytes_per_s == 8 << 20  # two blocks between two looks
+    assert speed.read_bytes_per_s == (8 << 20) / 4  # two blocks, the end, and the look after it
+
+
+@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_when_it_is_cut_off(kill: signal.Signals, tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from meseta.measure.doctor import disk\n"
+        "print(flush=True)\nwhile True: disk.measure(Path(sys.argv[1]))"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )
+    assert child.stdout is not None
+    child.stdout.readline()
+    time.sleep(0.2)
+    child.send_signal(kill)
+    child.wait(30)
+    child.stdout.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    found = disk.check_disk(tmp_path / "no", NOWHERE)
+    assert found.state == "problem" and found.text.endswith("/no' does not exist") and "--dir" in found.way_out
+    (tmp_path / "file").touch()
+    assert disk.check_disk(tmp_path / "file", NOWHERE).text.endswith("is no folder")
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])
+def test_a_folder_that_refuses(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(disk.tempfile, "TemporaryFile", refuse)
+    found = disk.check_disk(tmp_path, NOWHERE)
+    assert found.state == "problem" and found.text.endswith(f"cannot be written: {os.strerror(code)}")
+
+
+def test_a_real_folder_that_refuses() -> None:
+    found = disk.check_disk(Path("/proc/self"), NOWHERE)  # root may not write there either
+    assert found.state == "problem" and "'/proc/self' cannot be written: " in found.text and "--dir" in found.way_out
+
+
+@pytest.mark.parametrize(
+    ("free", "rates", "state", "words"),
+    [
+        (50 * GB, (1e9, 2e9), "ok", "50.0 GB free; 1,000 MB/s written and synced, 2,000 MB/s read back"),
+        (5 * GB, (1e9, 2e9), "note", "little room"),
+        (50 * GB, (20e6, 2e9), "note", "checkpoints will take long"),
+        (100_000_000, (1e9, 1e9), "problem", "100 MB free"),
+    ],
+)
+def test_room_and_speed(
+    free: int, rates: tuple[float, float], state: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake(monkeypatch, free, *rates)
+    found = disk.check_disk(tmp_path, NOWHERE)
+    assert found.state == state and words in found.text and found.figures["free_bytes"] == free
+
+
+def test_a_folder_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(monkeypatch, 50 * GB)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    mounts = f"/dev/vda / ext4 rw 0 0\ntmpfs {str(folder).replace(' ', chr(92) + '040')} tmpfs rw 0 0\nrubbish\n"
+    (tmp_path / "proc/self/mounts").write_text(mounts)
+    found = disk.check_disk(folder, System(tmp_path))
+    assert found.state == "note" and "(tmpfs)" in found.text and "lies in memory" in found.text
+    assert "(ext4)" in disk.check_disk(tmp_path, System(tmp_path)).text
+
+
+def ended(monkeypatch: pytest.MonkeyPatch, *children: Ended) -> Any:
+    monkeypatch.setattr(ranks, "run_children", lambda *_: list(children))
+    return ranks.check_gloo({})
+
+
+SUM, HANGS = Ended(0, "sum 3\n", ""), Ended(None, "", "")
+
+
+def test_gloo_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ended(monkeypatch, SUM, SUM).state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("children", "words"),
+    [
+        (
+            (HANGS, Ended(1, "", "Trace\nRuntimeError: [enforce fail at /a/b.cc:9] no address\n")),
+            "rank 1: RuntimeError: no address",
+        ),
+        ((Ended(-6, "", ""), HANGS), "rank 0: the process was killed by SIGABRT"),
+        ((HANGS, HANGS), "rank 0: no answer within the time limit"),
+        ((SUM, Ended(0, "sum 2\n", "")), "found: sum 3 and sum 2"),
+    ],
+)
+def test_gloo_that_fails(children: tuple[Ended, ...], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ended(monkeypatch, *children)
+    assert found.state == "problem" and words in found.text and "GLOO_SOCKET_IFNAME" in found.way_out
+
+
+def test_gloo_without_torch() -> None:
+    assert ranks.check_gloo({"error": "ImportError"}).state == "note"
+
+
+def test_ranks_that_do_not_meet_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "NUM_RANKS", 1)
+    monkeypatch.setattr(ranks, "run_children", in_time(ranks.run_children))
+    start_s = time.monotonic()
+    found = ranks.check_gloo({}, limit_s=1)
+    assert found.state == "problem" and time.monotonic() - start_s < 10
+
+
+def in_time(run: Callable[..., list[Ended]]) -> Callable[..., list[Ended]]:
+    """Ranks that are told of a second one, which never comes."""
+
+    def call(module: str, environments: list[dict[str, str]], *rest: Any) -> list[Ended]:
+        return run(module, [{**variables, "WORLD_SIZE": "2"} for variables in environments], *rest)
+
+    return call

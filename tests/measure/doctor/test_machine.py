@@ -1,0 +1,181 @@
+"""Checks of the machine, on /proc and /sys trees made up here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meseta.measure.doctor import machine
+from meseta.measure.doctor.finding import Finding, note, problem, size
+from meseta.measure.doctor.system import Limits, System, read_limits
+
+Make = Callable[[dict[str, str]], System]
+NO_LIMITS = Limits(None, None, None)
+MEMINFO = "MemTotal:       16000000 kB\nMemFree:  1 kB\nMemAvailable:   8000000 kB\n"
+THP = machine.PAGES
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    def make_system(files: dict[str, str]) -> System:
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        return System(tmp_path)
+
+    return make_system
+
+
+def test_a_problem_has_a_way_out_and_findings_are_frozen() -> None:
+    with pytest.raises(ValueError, match="way out"):
+        problem("disk", "full", "")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        note("disk", "full").state = "ok"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 MB"), (512_000_000, "512 MB"), (24_680_000_000, "24.7 GB"), (3_200_000_000_000, "3.2 TB")],
+)
+def test_sizes(num_bytes: int, text: str) -> None:
+    assert size(num_bytes) == text
+
+
+def test_no_groups_no_limits(make: Make) -> None:
+    assert read_limits(make({})) == NO_LIMITS
+    nothing = {"proc/self/cgroup": "0::/\nrubbish\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}
+    assert read_limits(make(nothing | {"sys/fs/cgroup/memory.max": "max\n"})) == NO_LIMITS
+
+
+def test_version_2_takes_the_tightest_of_all_groups_around(make: Make) -> None:
+    files = {
+        "proc/self/cgroup": "0::/a/b\n",
+        "proc/meminfo": MEMINFO,
+        "sys/fs/cgroup/a/b/cpu.max": "400000 100000\n",
+        "sys/fs/cgroup/a/cpu.max": "150000 100000\n",
+        "sys/fs/cgroup/a/b/memory.max": "4000000000\n",
+        "sys/fs/cgroup/a/b/memory.current": "3000000000\n",
+        "sys/fs/cgroup/a/b/memory.stat": "anon 5\ninactive_file 1000000000\n",
+    }
+    assert read_limits(make(files)) == Limits(1.5, 4_000_000_000, 2_000_000_000)
+
+
+def test_version_1_in_a_container_that_sees_its_group_as_the_root(make: Make) -> None:
+    files = {
+        "proc/self/cgroup": "9:name=systemd:/docker/x\n4:memory:/docker/x\n2:cpu,cpuacct:/docker/x\n",
+        "proc/meminfo": MEMINFO,
+        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "50000\n",
+        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "1000000000\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": "900000000\n",
+        "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 100000000\n",
+    }
+    assert read_limits(make(files)) == Limits(0.5, 1_000_000_000, 200_000_000)
+
+
+def test_version_1_without_limits(make: Make) -> None:
+    files = {
+        "proc/self/cgroup": "4:memory:/\n1:cpu:/\n",
+        "proc/meminfo": MEMINFO,
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+    }
+    assert read_limits(make(files)) == NO_LIMITS
+
+
+@pytest.mark.parametrize(
+    ("chosen", "best", "state", "words"),
+    [
+        ("avx512", "avx512", "ok", "Fast 9, with avx512"),
+        ("baseline", "baseline", "note", "neither AVX2 nor AVX-512"),
+        ("avx2", "avx512", "note", "MESETA_ISA says so, and the processor has avx512"),
+        (None, None, "note", "could not say"),
+    ],
+)
+def test_processor(make: Make, chosen: str | None, best: str | None, state: str, words: str) -> None:
+    system = make({"proc/cpuinfo": "processor : 0\nmodel\t: 17\nmodel name\t: Fast 9\n\nmodel name\t: Fast 9\n"})
+    found = machine.check_processor(system, {"instruction_set": chosen, "best": best} if chosen else {"error": "x"})
+    assert found.state == state and words in found.text and found.figures["name"] == "Fast 9"
+
+
+def test_a_processor_without_a_name(make: Make) -> None:
+    assert machine.check_processor(make({}), {"instruction_set": "avx2", "best": "avx2"}).state == "ok"
+
+
+def test_cores() -> None:
+    torch = {"num_threads": 1, "omp_num_threads": "1"}
+    assert machine.check_cores(2, 2, NO_LIMITS, torch).text == (
+        "2, all usable; torch alone takes 1 thread (OMP_NUM_THREADS=1), `meseta train` 2"
+    )
+    assert machine.check_cores(4, 64, NO_LIMITS, {"error": "no torch"}).text == "4 of 64 usable"
+    tight = machine.check_cores(64, 64, Limits(2.5, None, None), {"num_threads": 64})
+    assert (tight.state, tight.figures["cgroup_cores"]) == ("note", 2.5)
+    assert "num_threads=2" in tight.way_out and "the time of 2.5 of them" in tight.text
+    assert "num_threads=1 " in machine.check_cores(4, 4, Limits(0.5, None, None), {}).way_out
+    assert machine.check_cores(2, 64, Limits(8.0, None, None), {}).state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("limits", "state", "text"),
+    [
+        (NO_LIMITS, "ok", "8.2 GB free of 16.4 GB, no control group limits it"),
+        (Limits(None, 4_000_000_000, 3_000_000_000), "ok", "3.0 GB free of the 4.0 GB that a control group grants"),
+        (Limits(None, 4_000_000_000, 1_000_000_000), "note", "small tables only"),
+        (Limits(None, 400_000_000, 100_000_000), "problem", "100 MB free of the 400 MB"),
+    ],
+)
+def test_memory(make: Make, limits: Limits, state: str, text: str) -> None:
+    found = machine.check_memory(make({"proc/meminfo": MEMINFO}), limits)
+    assert found.state == state and text in found.text
+
+
+def test_memory_that_is_not_told(make: Make) -> None:
+    assert machine.check_memory(make({"proc/meminfo": "MemTotal: none\n"}), NO_LIMITS).state == "note"
+
+
+@pytest.mark.parametrize(
+    ("files", "share", "state", "words"),
+    [
+        ({THP: "always [madvise] never\n"}, 1.0, "ok", "madvise); 100% of a large tensor got them"),
+        ({THP: "[always] madvise never\n"}, None, "ok", "(transparent_hugepage: always)"),
+        ({THP: "always madvise [never]\n"}, 0.0, "note", "turned off (transparent_hugepage: never)"),
+        ({THP: "[always] madvise never\n", "proc/self/status": "THP_enabled:\t0\n"}, 0.0, "note", "for this process"),
+        ({THP: "[always] madvise never\n"}, 0.25, "note", "in pieces: 25% of a large tensor"),
+        ({}, None, "note", "no transparent 2 MB pages"),
+    ],
+)
+def test_pages(make: Make, files: dict[str, str], share: float | None, state: str, words: str) -> None:
+    found = machine.check_pages(make(files), share)
+    assert found.state == state and words in found.text
+    assert ("lookups in large tables are slow" in found.text) == ("off" in found.text or not files)
+
+
+def test_the_way_out_of_never(make: Make) -> None:
+    found = machine.check_pages(make({THP: "always madvise [never]\n"}), None)
+    assert found.way_out.startswith("echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.parametrize(("num_bytes", "state"), [(None, "note"), (64 << 20, "note"), (8 << 30, "ok")])
+def test_shared_memory(num_bytes: int | None, state: str) -> None:
+    found = machine.check_shared_memory(num_bytes)
+    assert found.state == state and ("--shm-size" in found.way_out) == (state == "note")
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "way"),
+    [
+        (-1, -1, ""),
+        (1024, 4096, ""),
+        (256, -1, "ulimit -n 4096"),
+        (256, 9000, "ulimit -n 4096"),
+        (256, 2048, "ulimit -n 2048"),
+        (256, 256, "raise nofile in /etc/security/limits.conf, or docker run --ulimit nofile=65536"),
+    ],
+)
+def test_open_files(soft: int, hard: int, way: str) -> None:
+    found: Finding = machine.check_open_files(soft, hard)
+    assert (found.way_out, found.state) == (way, "note" if way else "ok")

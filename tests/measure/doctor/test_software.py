@@ -1,0 +1,228 @@
+"""Checks of packages, core, GPUs and Triton, on facts made up here; and the probe that gathers them."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meseta.measure.doctor import devices, packages, probe
+from meseta.measure.doctor.children import run_children
+from meseta.measure.doctor.system import System
+from source_tree import ROOT
+
+GOOD = {
+    "torch": "2.13.0+cpu", "numpy": "2.4.6", "pyarrow": "26.0.1", "pydantic": "2.14.3", "typer": "0.29.2",
+    "rich": "15.0.0", "fsspec": "2026.9.0", "safetensors": "0.8.0", "jaxtyping": "0.3.11", "pyyaml": "6.0.3",
+    "polars": "2.1.0", "triton": "3.9.0",
+}  # fmt: skip
+TORCH: dict[str, Any] = {"version": "2.13.0+cpu", "cuda": None, "hip": None}
+CUDA = TORCH | {"cuda": "13.0"}
+H100 = {"name": "NVIDIA H100", "total_bytes": 85_000_000_000, "free_bytes": 84_000_000_000}
+NO_TORCH = {"error": probe.WITHOUT_TORCH}
+
+
+def without(*names: str, **other: str) -> packages.Installed:
+    return ({name: version for name, version in GOOD.items() if name not in names} | other).get
+
+
+def test_the_packages_are_those_of_the_project() -> None:
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert dict(re.split(">=", entry) for entry in wanted) == packages.REQUIRED
+
+
+def test_all_packages_are_there() -> None:
+    found = packages.check_packages({}, GOOD.get)
+    assert (
+        found.state == "ok" and "numpy 2.4.6, pyarrow 26.0.1" in found.text and found.figures["torch"] == GOOD["torch"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("facts", "installed", "text", "way"),
+    [
+        ({"import rich": {"error": "E"}}, without("rich"), "rich is not installed", "pip install 'rich>=13'"),
+        ({}, without(pyarrow="9.0.1"), "pyarrow 9.0.1 is older than 17", "pip install 'pyarrow>=17'"),
+        ({}, without(torch="2.9.1+cu128"), "torch 2.9.1+cu128 is older than 2.10", "pip install 'torch>=2.10'"),
+        (
+            {"import yaml": {"error": "ImportError: no symbol"}},
+            GOOD.get,
+            "pyyaml does not load (ImportError: no symbol)",
+            "pip install --force-reinstall 'pyyaml>=6'",
+        ),
+    ],
+)
+def test_wrong_packages(facts: dict[str, Any], installed: packages.Installed, text: str, way: str) -> None:
+    found = packages.check_packages(facts, installed)
+    assert (found.state, found.text, found.way_out) == ("problem", text, way)
+
+
+def test_torch() -> None:
+    assert packages.check_torch(TORCH, GOOD.get).text == "2.13.0+cpu, built for CPUs only"
+    assert packages.check_torch(CUDA, GOOD.get).text.endswith("built for CUDA 13.0")
+    missing = packages.check_torch({"error": "ModuleNotFoundError: No module named 'torch'"}, without("torch"))
+    assert missing.state == "problem" and missing.way_out.startswith("pip install 'torch>=2.10'")
+    broken = packages.check_torch({"error": "OSError: libtorch.so"}, GOOD.get)
+    assert broken.state == "problem" and "2.13.0+cpu is installed, but does not load: OSError" in broken.text
+    assert broken.way_out.startswith("pip install --force-reinstall torch==2.13.0;")
+
+
+def test_extras() -> None:
+    assert packages.check_optional(GOOD.get).state == "ok"
+    found = packages.check_optional(without("polars"))
+    assert (found.state, found.way_out) == ("note", "pip install polars") and "polars (a peer" in found.text
+
+
+def test_core() -> None:
+    assert devices.check_core({"instruction_set": "avx2", "best": "avx2"}).state == "ok"
+    assert devices.check_core(NO_TORCH).state == "note"
+    missing = devices.check_core({"error": "ModuleNotFoundError: No module named 'meseta._C'"})
+    assert missing.state == "problem" and "pip install ." in missing.way_out
+    assert devices.check_core({"error": "MesetaError: MESETA_ISA='x' is unknown"}).way_out == "unset MESETA_ISA"
+
+
+@pytest.mark.parametrize(
+    ("fact", "torch", "driver", "state", "words"),
+    [
+        ({"devices": []}, TORCH, None, "ok", "none; everything runs on the CPU"),
+        (
+            {"devices": [H100, H100]},
+            CUDA,
+            "580.95.05",
+            "ok",
+            "1: NVIDIA H100, 84.0 GB free of 85.0 GB; driver 580.95.05",
+        ),
+        ({"devices": []}, TORCH, "580.95.05", "note", "built without CUDA"),
+        ({"devices": []}, CUDA, "450.1", "note", "built for CUDA 13.0, sees no GPU"),
+        ({"error": "RuntimeError: no kernel image"}, CUDA, "580.1", "problem", "no kernel image (driver 580.1)"),
+        (NO_TORCH, {"error": "x"}, None, "note", "torch does not load"),
+    ],
+)
+def test_gpu(fact: Any, torch: Any, driver: str | None, state: str, words: str, tmp_path: Path) -> None:
+    if driver:
+        (tmp_path / "sys/module/nvidia").mkdir(parents=True)
+        (tmp_path / "sys/module/nvidia/version").write_text(driver + "\n")
+    found = devices.check_gpu(fact, torch, System(tmp_path))
+    assert found.state == state and words in found.text and found.figures["driver"] == driver
+
+
+def test_the_driver_in_proc(tmp_path: Path) -> None:
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    line = (
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC version:  gcc\n"
+    )
+    (tmp_path / "proc/driver/nvidia/version").write_text(line)
+    assert devices.driver_version(System(tmp_path)) == "550.54.15"
+
+
+@pytest.mark.parametrize(
+    ("fact", "has_gpu", "installed", "state", "words"),
+    [
+        ({"version": "3.9.0", "target": None}, False, GOOD.get, "ok", "compiles kernels for GPUs"),
+        ({"version": "3.9.0", "target": "this GPU"}, True, GOOD.get, "ok", "runs a kernel here"),
+        ({"error": "No module"}, False, without("triton"), "ok", "without a GPU not needed"),
+        ({"error": "No module"}, True, without("triton"), "problem", "training on a GPU needs it"),
+        ({"error": "no C compiler"}, True, GOOD.get, "problem", "3.9.0 does not compile: no C compiler"),
+        ({"error": "no ptxas"}, False, GOOD.get, "note", "without a GPU nothing needs it"),
+        (NO_TORCH, False, GOOD.get, "note", "torch does not load"),
+    ],
+)
+def test_triton(fact: Any, has_gpu: bool, installed: packages.Installed, state: str, words: str) -> None:
+    found = devices.check_triton(fact, has_gpu, installed)
+    assert found.state == state and words in found.text
+
+
+@pytest.mark.parametrize(
+    ("fact", "num_gpus", "state"),
+    [
+        ({"version": "2.27.5"}, 2, "ok"),
+        ({"version": None}, 0, "ok"),
+        ({"version": None}, 2, "problem"),
+        (NO_TORCH, 0, "note"),
+    ],
+)
+def test_nccl(fact: Any, num_gpus: int, state: str) -> None:
+    assert devices.check_nccl(fact, num_gpus).state == state
+
+
+def ask(monkeypatch: pytest.MonkeyPatch, folder: Path, stages: list[str], **modules: str) -> dict[str, Any]:
+    """What the probe finds where `folder` holds these modules, which hide others."""
+    for name, text in modules.items():
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{ROOT / 'src'}")
+    monkeypatch.setattr(probe, "STAGES", {stage: probe.STAGES[stage] for stage in stages})
+    return dict(probe.ask(60.0))
+
+
+def test_a_stage_that_kills_its_process_is_named_and_the_others_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    facts = ask(
+        monkeypatch,
+        tmp_path,
+        ["import typer", "import yaml", "import rich", "import fsspec"],
+        typer="print('a library that prints')",
+        yaml="import os; os.kill(os.getpid(), 4)",
+        rich="raise ImportError('no such symbol')",
+        fsspec="raise SystemExit(0)",
+    )
+    assert facts == {
+        "import typer": {},
+        "import yaml": {"error": "the process was killed by SIGILL"},
+        "import rich": {"error": "ImportError: no such symbol"},
+        "import fsspec": {"error": "the process ended with exit code 0 and said nothing"},
+    }
+
+
+def test_torch_that_does_not_load_is_tried_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stages = ["torch", "core", "gpu", "import yaml"]
+    facts = ask(monkeypatch, tmp_path, stages, torch="raise OSError('libtorch_cpu.so: no such file')")
+    assert facts["torch"] == {"error": "OSError: libtorch_cpu.so: no such file"} and facts["import yaml"] == {}
+    assert facts["core"] == facts["gpu"] == {"error": probe.WITHOUT_TORCH}
+
+
+def test_a_core_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("MESETA_ISA", raising=False)
+    facts = ask(monkeypatch, tmp_path, ["processor", "core"], sitecustomize=NO_CORE, torch=SMALL_TORCH)
+    assert facts["processor"] == {"instruction_set": "avx2", "best": "avx2"}
+    found = devices.check_core(facts["core"])
+    assert found.state == "problem" and "No module named 'meseta._C_avx2'" in found.text
+
+
+SMALL_TORCH = """
+class backends:
+    class cpu:
+        def get_cpu_capability():
+            return "AVX2"
+"""
+NO_CORE = """
+import sys
+class Hide:
+    def find_spec(name, *_):
+        if name.startswith("meseta._C"):
+            raise ModuleNotFoundError(f"No module named {name!r}")
+sys.meta_path.insert(0, Hide)
+"""
+
+
+def test_a_system_that_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(probe, "run_children", refuse)
+    assert {fact["error"] for fact in probe.ask().values()} == {
+        "no process could be started: [Errno 11] Resource temporarily unavailable"
+    }
+
+
+def test_children_that_hang_and_children_that_fail() -> None:
+    [silent] = run_children("timeit", [{}], 0.5, ["-n", "1", "-r", "1", "import time; time.sleep(60)"])
+    assert silent.code is None and silent.reason == "no answer within the time limit"
+    [failed] = run_children("no_such_module_here", [{}], 30.0)
+    assert failed.code == 1 and "No module named no_such_module_here" in failed.reason
+    assert failed.reason.startswith(sys.executable)
