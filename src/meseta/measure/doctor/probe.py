@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from meseta.measure.doctor.children import run_children
@@ -38,11 +38,7 @@ def ask(limit_s: float = LIMIT_S) -> dict[str, Fact]:
         except OSError as error:
             return facts | {stage: {"error": f"no process could be started: {error}"} for stage in left}
         begun = None
-        for line in child.out.splitlines():
-            try:
-                message = json.loads(line)
-            except ValueError:
-                continue  # a library that prints
+        for message in _messages(child.out):
             begun = message.get("begin")
             if "end" in message:
                 facts[message["end"]] = message["fact"]
@@ -54,20 +50,33 @@ def ask(limit_s: float = LIMIT_S) -> dict[str, Fact]:
     return facts
 
 
+def _messages(text: str) -> Iterator[dict[str, Any]]:
+    """What a child has said; a line that was cut off, or that is another's, is left out."""
+    for line in text.splitlines():
+        try:
+            message = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(message, dict) and message.keys() & {"begin", "end"}:
+            yield message
+
+
 def main(stages: Sequence[str]) -> None:
-    """Run stages in this process."""
+    """Run stages in this process. Standard output is for messages; what libraries print goes to standard error."""
     warnings.filterwarnings("ignore")
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(**message: Any) -> None:
+        print(json.dumps(message), file=answers, flush=True)
+
     for stage in stages:
-        _say(begin=stage)
+        say(begin=stage)
         try:
             fact: Fact = STAGES[stage]()
         except Exception as error:  # whatever it is, it is told
             fact = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]}
-        _say(end=stage, fact=fact)
-
-
-def _say(**message: Any) -> None:
-    print(json.dumps(message), flush=True)
+        say(end=stage, fact=fact)
 
 
 def _torch() -> Fact:
