@@ -11,7 +11,8 @@ from xxhash import xxh64_intdigest
 
 from data.click_log import read_split, reuse_shares
 from meseta.data import Dataset, Reader, ReaderOptions
-from meseta.data.prepare import PrepareOptions, prepare
+from meseta.data.prepare import PrepareOptions, prepare, read_layout
+from meseta.data.schema import schema_text
 from meseta.spec import MesetaError
 
 NUM_ROWS = 200
@@ -142,3 +143,72 @@ def test_files_with_other_columns_are_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"label": [0.0], "a": [1.0], "b": ["x"]}), tmp_path / "b.parquet")
     with pytest.raises(MesetaError, match=r"b.parquet' has other columns than .*it has 'b' besides"):
         prepare(PrepareOptions(sources=[f"{tmp_path}/*.parquet"], out=tmp_path / "out"))
+
+
+@pytest.mark.parametrize("form", ["history.weight", "history_weight", "history_weights", "schema", "pairs"])
+def test_weights_beside_a_list_or_in_it(tmp_path: Path, form: str) -> None:
+    source = columns()
+    bags = [bag or [] for bag in source["history"].to_pylist()]
+    weights = [[0.5 * k - 1 for k, _ in enumerate(bag)] for bag in bags]
+    table = {"click": source["click"], "city": source["city"], "history": pa.array(bags, pa.list_(pa.string()))}
+    options: dict[str, Any] = {"label": None}
+    if form == "pairs":
+        pair = pa.struct([("item", pa.string()), ("seconds", pa.float32())])
+        rows = [[(v, w) for v, w in zip(b, ws, strict=True)] for b, ws in zip(bags, weights, strict=True)]
+        table["history"] = pa.array(rows, pa.list_(pair))
+    else:
+        table["times" if form == "schema" else form] = pa.array(weights, pa.list_(pa.float64()))
+    if form == "schema":
+        options["schema"] = tmp_path / "schema.yaml"
+        text = "label: click\ncategorical: [city, history]\nweights: {history: times}\n"
+        options["schema"].write_text(text)
+    dataset = run(tmp_path, table, **options)
+    assert [(s.name, s.multi_valued, s.weighted) for s in dataset.sparse] == [
+        ("city", False, False),
+        ("history", True, True),
+    ]
+    prepared = read_split(tmp_path / "out", "train")
+    assert prepared.column("history").to_pylist() == [[hashed("history", v) for v in bag] for bag in bags]
+    assert prepared.column("history.weight").to_pylist() == weights
+    (batch,) = Reader(dataset, "train", ReaderOptions(batch_size=1000)).epoch()
+    assert batch.sparse.weights is not None
+    assert batch.sparse["history"].weights.tolist() == [w for bag in weights for w in bag]
+    assert (batch.sparse["city"].weights == 1).all()
+
+
+def test_a_list_that_is_named_is_no_weight(tmp_path: Path) -> None:
+    table = {"click": [0.0, 1.0], "a": [["x"], ["y"]], "a_weight": [[1], [2]]}
+    dataset = run(tmp_path, table, sparse=["a", "a_weight"])
+    assert [(s.name, s.weighted) for s in dataset.sparse] == [("a", False), ("a_weight", False)]
+
+
+def test_codes_are_categories_and_the_schema_tells_the_types(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"click": [0, 1], "age": [1, 2], "user_id": [1, 2]}), tmp_path / "log.parquet")
+    layout = read_layout(PrepareOptions(sources=[f"{tmp_path}/log.parquet"], out=tmp_path / "out"))
+    assert (layout.label, layout.dense, [s.name for s in layout.sparse]) == ("click", ("age",), ["user_id"])
+    assert schema_text(layout).splitlines()[2].split() == ["-", "age", "#", "int64"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "history", "message"),
+    [
+        ("{history: times}", [[("a", 1.0)], [("b", 2.0)]], "has weights in its lists, and 'times' besides"),
+        ("{history: times}", ["a", "b"], "has weights, so it must hold lists, but is string"),
+        ("{}", [[("a", 1.0)], [("b", None)]], "row 2, column 'history': a weight is missing or not finite"),
+        ("{}", [[("a", "x")], [("b", "y")]], r"or lists of \(id, weight\), but is"),
+    ],
+)
+def test_bad_weights_are_named(tmp_path: Path, weights: str, history: list[Any], message: str) -> None:
+    if isinstance(history[0], list):
+        kind = pa.string() if isinstance(history[0][0][1], str) else pa.float64()
+        column = pa.array(history, pa.list_(pa.struct([("id", pa.string()), ("weight", kind)])))
+    else:
+        column = pa.array(history)
+    (tmp_path / "schema.yaml").write_text(f"label: click\ncategorical: [history]\nweights: {weights}\n")
+    with pytest.raises(MesetaError, match=message):
+        run(
+            tmp_path,
+            {"click": [0.0, 1.0], "history": column, "times": [[1.0], [1.0]]},
+            label=None,
+            schema=tmp_path / "schema.yaml",
+        )

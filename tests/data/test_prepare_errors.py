@@ -100,7 +100,7 @@ def test_bad_options(tmp_path: Path) -> None:
     refuse(tmp_path, "exclude each other", test_fraction=0.1, test_files=["x"])
     refuse(tmp_path, "did you mean 'cat_1'", hash_rows_by_feature={"cat-1": 5})
     refuse(tmp_path, "--hash-rows of all features must be in", hash_rows=0)
-    refuse(tmp_path, "are for Parquet", dense=["int_0"])
+    refuse(tmp_path, "are for CSV and Parquet", dense=["int_0"])
     write_tsv(tmp_path / "one.tsv", GOOD[:1])
     refuse(tmp_path, "none of 1 rows is left for training", "one.tsv", test_fraction=0.9999999)
 

@@ -15,13 +15,31 @@ from meseta.spec import MesetaError
 if TYPE_CHECKING:
     from meseta.data.dataset import Dataset
     from meseta.data.prepare import Progress
+    from meseta.data.schema import Layout
 
-_PARQUET = "Options for Parquet sources"
+_COLUMNS = "Columns of CSV and Parquet"
+_Label = Annotated[
+    str | None, typer.Option(help="Column of the label.", show_default="by its name", rich_help_panel=_COLUMNS)
+]
+_Dense = Annotated[str, typer.Option(help="Dense columns: a,b. Default: numbers.", rich_help_panel=_COLUMNS)]
+_Sparse = Annotated[
+    str, typer.Option(help="Sparse columns: c,d. Default: text, codes, lists.", rich_help_panel=_COLUMNS)
+]
+_Schema = Annotated[
+    Path | None, typer.Option(help="YAML file that says what the columns are.", rich_help_panel=_COLUMNS)
+]
+_PrintSchema = Annotated[
+    bool, typer.Option("--print-schema", help="Print that file, as inferred, and stop.", rich_help_panel=_COLUMNS)
+]
 
 
 def prepare(
     sources: Annotated[
-        list[str], typer.Argument(metavar="SOURCE...", help="Files or patterns: Criteo TSV, plain or gzip, or Parquet.")
+        list[str],
+        typer.Argument(
+            metavar="SOURCE...",
+            help="Files or patterns, of one kind: CSV with a header, Criteo TSV, Parquet; text may be gzip.",
+        ),
     ],
     out: Annotated[Path, typer.Option(help="Folder to make.")],
     test_fraction: Annotated[
@@ -39,18 +57,17 @@ def prepare(
     ] = None,
     vocabulary: Annotated[bool, typer.Option("--vocabulary", help="Rows for frequent values, no hashing.")] = False,
     min_count: Annotated[int, typer.Option(help="With --vocabulary: occurrences that earn a row.")] = 10,
-    label: Annotated[str, typer.Option(help="Column of the label.", rich_help_panel=_PARQUET)] = "label",
-    dense: Annotated[
-        str, typer.Option(help="Dense columns: a,b. Default: scalar numbers.", rich_help_panel=_PARQUET)
-    ] = "",
-    sparse: Annotated[
-        str, typer.Option(help="Sparse columns: c,d. Default: strings and lists.", rich_help_panel=_PARQUET)
-    ] = "",
+    label: _Label = None,
+    dense: _Dense = "",
+    sparse: _Sparse = "",
+    schema: _Schema = None,
+    print_schema: _PrintSchema = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier dataset.")] = False,
 ) -> None:
     """Turn raw click logs into a dataset that `meseta train` reads: Parquet files and dataset.json."""
-    from meseta.data.prepare import PrepareOptions
+    from meseta.data.prepare import PrepareOptions, read_layout
     from meseta.data.prepare import prepare as run
+    from meseta.data.schema import schema_text
 
     rows, rows_by_feature = _read_hash_rows(hash_rows or [])
     options = PrepareOptions(
@@ -66,11 +83,15 @@ def prepare(
         label=label,
         dense=_names(dense),
         sparse=_names(sparse),
+        schema=schema,
         force=force,
     )
+    if print_schema:
+        typer.echo(schema_text(read_layout(options)), nl=False)
+        return
     start_s = time.perf_counter()
     with _progress_bar() as progress:
-        dataset = run(options, progress)
+        dataset = run(options, progress, lambda layout: _print_layout(layout, given=schema is not None))
     _print_summary(dataset, out, time.perf_counter() - start_s)
 
 
@@ -118,6 +139,21 @@ def _progress_bar() -> Iterator[Progress]:
             bar.update(task.id, completed=share, rows=rows, rate=rows / max(task.elapsed or 0.0, 1e-3))
 
         yield update
+
+
+def _print_layout(layout: Layout, *, given: bool) -> None:
+    """What each column is taken for, as the schema file that says so, and how to change it."""
+    from meseta.data.schema import schema_text
+
+    if not layout.reasons and not given:
+        return  # Criteo's, which is no guess
+    typer.echo(f"columns, {'as the schema says' if given else 'as inferred'}:")
+    typer.echo("".join(f"  {line}\n" for line in schema_text(layout).splitlines()), nl=False)
+    if not given:
+        typer.echo(
+            "to change that: the same command with --print-schema > schema.yaml, edit the file, then with "
+            "--schema schema.yaml"
+        )
 
 
 def _print_summary(dataset: Dataset, out: Path, elapsed_s: float) -> None:

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from meseta.data.counter import random_words
 from meseta.data.hash_categories import feature_seed, hash_categories, hash_to_rows
-from meseta.data.layout import Layout
-from meseta.data.parse import RawRows, RawSparse, parse_block
+from meseta.data.parse import parse_block
+from meseta.data.raw_rows import RawRows, RawSparse
+from meseta.data.schema import Layout
 from meseta.data.sources import Block
 from meseta.data.vocabulary import count_values
 

@@ -1,45 +1,19 @@
-"""Which raw columns are the label, the dense and the sparse features."""
+"""Which raw columns are the label, the dense and the sparse features, for all sources together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import pyarrow as pa
-
-from meseta.data.sources import Source, first_line, parquet_schema
-from meseta.spec import MesetaError, nearest
+from meseta.data.guess import guess_label, guess_text_column
+from meseta.data.parquet_layout import parquet_layout, parquet_layout_of
+from meseta.data.schema import Layout, Schema, SparseColumn, check_names
+from meseta.data.sources import Source, csv_sample, first_line
+from meseta.spec import MesetaError
 
 NUM_DENSE = 13
 NUM_SPARSE = 26
-
-
-@dataclass(frozen=True, kw_only=True)
-class SparseColumn:
-    """One sparse feature in the raw files."""
-
-    name: str
-    multi_valued: bool = False
-    """A list per sample."""
-    weighted: bool = False
-    """The column '<name>.weight' holds one weight per value."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Columns of the raw files: names of the label, the dense and the sparse features."""
-
-    label: str
-    dense: tuple[str, ...]
-    sparse: tuple[SparseColumn, ...]
-
-    @property
-    def columns(self) -> list[str]:
-        """Every raw column that is read."""
-        weights = [f"{s.name}.weight" for s in self.sparse if s.weighted]
-        return [self.label, *self.dense, *(s.name for s in self.sparse), *weights]
-
-
+SAMPLE_ROWS = 2000
+"""Rows of a CSV file that its layout is inferred from."""
 CRITEO = Layout(
     label="label",
     dense=tuple(f"int_{i}" for i in range(NUM_DENSE)),
@@ -48,26 +22,46 @@ CRITEO = Layout(
 """Both Criteo layouts, Kaggle and 1TB: label, 13 integers, 26 categories."""
 
 
-def find_layout(sources: Sequence[Source], label: str, dense: Sequence[str], sparse: Sequence[str]) -> Layout:
-    """The common layout of all sources.
+def find_layout(
+    sources: Sequence[Source],
+    label: str | None = None,
+    dense: Sequence[str] = (),
+    sparse: Sequence[str] = (),
+    schema: Schema | None = None,
+) -> Layout:
+    """The common layout of all sources: as `schema` says, else as `label`, `dense` and `sparse` say, else inferred.
 
-    TSV is Criteo's. In Parquet, `dense` defaults to the scalar numbers, `sparse` to the strings and the lists that no
-    other option names. Raises MesetaError for a file with other columns, a missing column or one of a wrong type.
+    TSV is Criteo's. CSV is judged by its header and the first rows of the first file, Parquet by the types of its
+    columns. Raises MesetaError for a file with other columns, a missing column or one of a wrong type.
     """
-    if sources[0].kind == "tsv":
-        if dense or sparse or label != "label":
-            raise MesetaError("prepare: --label, --dense and --sparse are for Parquet; the columns of TSV are Criteo's")
+    kind = sources[0].kind
+    if kind == "tsv":
+        if dense or sparse or label or schema:
+            raise MesetaError(
+                "prepare: --label, --dense, --sparse and --schema are for CSV and Parquet; the columns of TSV are "
+                "Criteo's"
+            )
         for source in sources:
             _check_first_line(source)
         return CRITEO
-    layouts = [_parquet_layout(source, label, dense, sparse) for source in sources]
-    for source, layout in zip(sources, layouts, strict=True):
-        if layout != layouts[0]:
-            raise MesetaError(
-                f"source {str(source.path)!r} has other columns than {str(sources[0].path)!r}: "
-                f"{_difference(layouts[0], layout)}; name what you want with --dense and --sparse"
-            )
-    return layouts[0]
+    if kind == "csv":
+        layout = _csv_layout(sources[0], label, dense, sparse, schema)
+        for source in sources[1:]:
+            check_names(f"source {str(source.path)!r}", layout.columns, csv_sample(source, 0)[0])
+    else:
+        layouts = [
+            parquet_layout_of(source, schema) if schema else parquet_layout(source, label, dense, sparse)
+            for source in sources
+        ]
+        layout = layouts[0]
+        for source, other in zip(sources, layouts, strict=True):
+            if other != layout:
+                raise MesetaError(
+                    f"source {str(source.path)!r} has other columns than {str(sources[0].path)!r}: "
+                    f"{_difference(layout, other)}; name what you want with --dense and --sparse, or --schema"
+                )
+    _check_features(f"source {str(sources[0].path)!r}", layout)
+    return layout
 
 
 def _check_first_line(source: Source) -> None:
@@ -80,52 +74,65 @@ def _check_first_line(source: Source) -> None:
     if num_fields != 1 + NUM_DENSE + NUM_SPARSE:
         raise MesetaError(
             f"source {str(source.path)!r} has {num_fields} tab-separated fields in its first line, expected 40: "
-            "label, 13 integers, 26 categories; is it a Criteo click log? Other data can come as Parquet"
+            "label, 13 integers, 26 categories; is it a Criteo click log? Other data can come as Parquet, or as CSV "
+            "with a header, in files named *.csv or *.csv.gz"
         )
 
 
-def _parquet_layout(source: Source, label: str, dense: Sequence[str], sparse: Sequence[str]) -> Layout:
-    schema = parquet_schema(source)
+def _csv_layout(
+    source: Source, label: str | None, dense: Sequence[str], sparse: Sequence[str], schema: Schema | None
+) -> Layout:
+    """As the schema or the options say; what they leave open is inferred from a sample."""
     where = f"source {str(source.path)!r}"
-    for name in (label, *dense, *sparse):
-        if name not in schema.names:
-            raise MesetaError(f"{where} has no column {name!r}; {nearest(name, schema.names)}")
-    named = {label, *dense, *sparse}
-    weights = {f"{name}.weight" for name in schema.names}
-    if not dense:
-        dense = [f.name for f in schema if f.name not in named and _is_number(f.type)]
-    if not sparse:
-        sparse = [f.name for f in schema if f.name not in {*named, *weights} and (_is_list(f.type) or _is_text(f.type))]
-    for name in (label, *dense):
-        if not _is_number(schema.field(name).type):
-            raise MesetaError(f"{where}: column {name!r} must be a number, but is {schema.field(name).type}")
-    if not dense and not sparse:
-        raise MesetaError(f"{where} has no feature beside the label {label!r}; name some with --dense and --sparse")
-    layout = Layout(
-        label=label, dense=tuple(dense), sparse=tuple(_sparse_column(where, schema, name) for name in sparse)
+    names, rows = csv_sample(source, 0 if schema else SAMPLE_ROWS)
+    if len(names) < 2:
+        raise MesetaError(f"{where}, line 1: the header has {len(names)} column; CSV needs several, parted by commas")
+    if schema:
+        if schema.weights:
+            raise MesetaError("prepare: the weights of a schema are for Parquet; a field of CSV holds one value")
+        check_names(where, [schema.label, *schema.dense, *schema.categorical, *schema.ignore], names)
+        label, dense, sparse, reasons = schema.label, schema.dense, schema.categorical, dict[str, str]()
+    else:
+        if not rows:
+            raise MesetaError(f"{where} holds no rows; leave it out, or fetch it again")
+        label = label or guess_label(names)
+        if label is None:
+            raise MesetaError(f"{where}: none of {_listed(names)} has the name of a label; name it with --label")
+        check_names(where, [label, *dense, *sparse], names)
+        columns = {name: [row[i] for row in rows if i < len(row)] for i, name in enumerate(names)}
+        guesses = {name: guess_text_column(name, values) for name, values in columns.items() if name != label}
+        reasons = {name: reason for name, (_, reason) in guesses.items()}
+        named = {*dense, *sparse}
+        dense = dense or [name for name, (role, _) in guesses.items() if role == "dense" and name not in named]
+        sparse = sparse or [name for name, (role, _) in guesses.items() if role == "categorical" and name not in named]
+    check_names(where, [label, *dense, *sparse], names)
+    used = {label, *dense, *sparse}
+    return Layout(
+        label=label,
+        dense=tuple(dense),
+        sparse=tuple(SparseColumn(name=name) for name in sparse),
+        ignored=tuple(name for name in names if name not in used),
+        reasons=reasons,
     )
+
+
+def _check_features(where: str, layout: Layout) -> None:
     features = layout.columns[1:]
+    if not features:
+        raise MesetaError(
+            f"{where} has no feature beside the label {layout.label!r}; name some with --dense and --sparse, or in a "
+            "--schema file"
+        )
     for name in features:
-        if name in ("label", label) or features.count(name) > 1 or schema.names.count(name) > 1:
+        if name in ("label", layout.label) or features.count(name) > 1:
             raise MesetaError(
-                f"{where}: column {name!r} is used twice (label {label!r} is written as 'label'); rename it"
+                f"{where}: column {name!r} is used twice (label {layout.label!r} is written as 'label'); rename it"
             )
-    return layout
 
 
-def _sparse_column(where: str, schema: pa.Schema, name: str) -> SparseColumn:
-    kind = schema.field(name).type
-    multi_valued = _is_list(kind)
-    item = kind.value_type if multi_valued else kind
-    if not (_is_text(item) or pa.types.is_integer(item)):
-        raise MesetaError(f"{where}: column {name!r} must hold strings, integers or lists of them, but is {kind}")
-    weight = f"{name}.weight"
-    weighted = multi_valued and weight in schema.names
-    if weighted:
-        weight_type = schema.field(weight).type
-        if not (_is_list(weight_type) and _is_number(weight_type.value_type)):
-            raise MesetaError(f"{where}: column {weight!r} must hold lists of numbers, but is {weight_type}")
-    return SparseColumn(name=name, multi_valued=multi_valued, weighted=weighted)
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:10]))
+    return shown if len(names) <= 10 else f"{shown} and {len(names) - 10} more"
 
 
 def _difference(expected: Layout, found: Layout) -> str:
@@ -136,20 +143,3 @@ def _difference(expected: Layout, found: Layout) -> str:
         if name not in expected.columns:
             return f"it has {name!r} besides"
     return "some are lists in one file only"
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):
-        return _is_text(kind.value_type)
-    return any(
-        check(kind)
-        for check in (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-    )

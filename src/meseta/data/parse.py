@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +10,10 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import csv
 
-from meseta.data.layout import CRITEO, Layout, SparseColumn
+from meseta.data.layout import CRITEO
+from meseta.data.parse_csv import parse_csv
+from meseta.data.raw_rows import RawRows, RawSparse, is_label, log1p
+from meseta.data.schema import Layout, SparseColumn
 from meseta.data.sources import Block
 from meseta.spec import MesetaError
 
@@ -23,33 +25,10 @@ _COLUMN_TYPES = {
 _INTEGER = re.compile(rb"-?\d{1,18}")
 
 
-@dataclass(frozen=True)
-class RawSparse:
-    """Values of one sparse feature in n samples."""
-
-    values: pa.Array
-    """Strings or binary [nnz]; a missing value is the empty string."""
-    lengths: NDArray[np.int64] | None = None
-    """Values per sample [n]; None: one each."""
-    weights: NDArray[np.float32] | None = None
-    """One per value [nnz]."""
-
-
-@dataclass(frozen=True)
-class RawRows:
-    """A parsed block of n samples."""
-
-    label: NDArray[np.float32]
-    """[n], 0 to 1."""
-    dense: list[NDArray[np.float32]]
-    """log1p(max(x, 0)), missing as 0; [n] per feature."""
-    sparse: list[RawSparse]
-
-
 def parse_block(block: Block, layout: Layout) -> RawRows:
     """Parse and check every row. Raises MesetaError naming the file, the line or row, and the field."""
     if isinstance(block.raw, bytes):
-        return _parse_tsv(block, block.raw)
+        return parse_csv(block, block.raw, layout) if block.source.kind == "csv" else _parse_tsv(block, block.raw)
     return _parse_parquet(block, block.raw, layout)
 
 
@@ -67,23 +46,14 @@ def _parse_tsv(block: Block, raw: bytes) -> RawRows:
     if table.num_rows != block.num_rows:
         raise _explain_tsv(block, raw, f"{block.num_rows} lines gave {table.num_rows} rows")
     label = table.column(0).to_numpy()
-    if not _is_label(label).all():
+    if not is_label(label).all():
         raise _explain_tsv(block, raw, "a label is outside 0..1")
-    dense = [_log1p(column.to_numpy(zero_copy_only=False)) for column in _chunks(table, CRITEO.dense)]
+    dense = [log1p(column.to_numpy(zero_copy_only=False)) for column in _chunks(table, CRITEO.dense)]
     return RawRows(label, dense, [RawSparse(column) for column in _chunks(table, [s.name for s in CRITEO.sparse])])
 
 
 def _chunks(table: pa.Table, names: list[str] | tuple[str, ...]) -> list[pa.Array]:
     return [table.column(name).chunk(0) for name in names]
-
-
-def _log1p(values: NDArray[np.generic]) -> NDArray[np.float32]:
-    """In float64, so that the float32 result hardly depends on the machine's vector library; NaN (missing) gives 0."""
-    return np.log1p(np.fmax(values.astype(np.float64, copy=False), 0.0)).astype(np.float32)
-
-
-def _is_label(label: NDArray[np.float32]) -> NDArray[np.bool_]:
-    return (label >= 0) & (label <= 1)
 
 
 def _explain_tsv(block: Block, raw: bytes, detail: str) -> MesetaError:
@@ -118,7 +88,7 @@ def _field_problem(field: bytes, *, is_label: bool) -> str | None:
 
 def _parse_parquet(block: Block, batch: pa.RecordBatch, layout: Layout) -> RawRows:
     label = _numbers(batch.column(layout.label)).astype(np.float32)
-    bad = np.flatnonzero(~_is_label(label))
+    bad = np.flatnonzero(~is_label(label))
     if bad.size:
         raise _explain_row(block, int(bad[0]), layout.label, f"label {label[bad[0]]} is outside 0..1 or missing")
     dense = []
@@ -127,7 +97,7 @@ def _parse_parquet(block: Block, batch: pa.RecordBatch, layout: Layout) -> RawRo
         infinite = np.flatnonzero(np.isposinf(values))
         if infinite.size:
             raise _explain_row(block, int(infinite[0]), name, "the value is infinite")
-        dense.append(_log1p(values))
+        dense.append(log1p(values))
     return RawRows(label, dense, [_raw_sparse(block, batch, column) for column in layout.sparse])
 
 
@@ -141,18 +111,25 @@ def _raw_sparse(block: Block, batch: pa.RecordBatch, column: SparseColumn) -> Ra
     if not column.multi_valued:
         return RawSparse(_as_strings(array))
     lengths = _list_lengths(array)
+    values = array.flatten()
     if not column.weighted:
-        return RawSparse(_as_strings(array.flatten()), lengths)
-    weight_name = f"{column.name}.weight"
-    weight_array = batch.column(weight_name)
-    unequal = np.flatnonzero(lengths != _list_lengths(weight_array))
-    if unequal.size:
-        raise _explain_row(block, int(unequal[0]), weight_name, f"a list must be as long as that of {column.name!r}")
-    weights = _numbers(weight_array.flatten()).astype(np.float32)
-    if not np.isfinite(weights).all():
-        owner = np.searchsorted(np.cumsum(lengths), np.flatnonzero(~np.isfinite(weights))[0], side="right")
+        return RawSparse(_as_strings(values), lengths)
+    weight_name = column.weight or column.name
+    if column.weight is None:
+        values, weights = pc.struct_field(values, [0]), pc.struct_field(values, [1])
+    else:
+        weight_array = batch.column(column.weight)
+        unequal = np.flatnonzero(lengths != _list_lengths(weight_array))
+        if unequal.size:
+            raise _explain_row(
+                block, int(unequal[0]), weight_name, f"a list must be as long as that of {column.name!r}"
+            )
+        weights = weight_array.flatten()
+    numbers = _numbers(weights).astype(np.float32)
+    if not np.isfinite(numbers).all():
+        owner = np.searchsorted(np.cumsum(lengths), np.flatnonzero(~np.isfinite(numbers))[0], side="right")
         raise _explain_row(block, int(owner), weight_name, "a weight is missing or not finite")
-    return RawSparse(_as_strings(array.flatten()), lengths, weights)
+    return RawSparse(_as_strings(values), lengths, numbers)
 
 
 def _list_lengths(array: pa.Array) -> NDArray[np.int64]:

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from meseta.data.dataset import Dataset, DenseFeature, SourceFile, SparseFeature, Split, Teacher
 from meseta.data.encode import EncodedBlock, Encoder
-from meseta.data.layout import Layout, find_layout
+from meseta.data.layout import find_layout
+from meseta.data.schema import Layout, Schema
 from meseta.data.sources import Source, find_sources, read_blocks
 from meseta.data.spool import Spool
 from meseta.data.staging import staged_folder
@@ -37,7 +38,7 @@ class PrepareOptions:
     """What `prepare` reads and how."""
 
     sources: Sequence[str]
-    """Files or patterns: Criteo TSV (plain or gzip) or Parquet."""
+    """Files or patterns: CSV with a header or Criteo TSV (plain or gzip), or Parquet."""
     out: Path
     """Folder to make."""
     test_files: Sequence[str] = ()
@@ -54,12 +55,14 @@ class PrepareOptions:
     """Give each frequent value its own row instead of hashing."""
     min_count: int = 10
     """Occurrences in the training split that earn a row; rarer and unseen values share row 0."""
-    label: str = "label"
-    """Parquet: column of the label."""
+    label: str | None = None
+    """CSV and Parquet: column of the label; None: by its name."""
     dense: Sequence[str] = ()
-    """Parquet: dense columns; none: all scalar numbers not named otherwise."""
+    """CSV and Parquet: dense columns; none: inferred, of those not named otherwise."""
     sparse: Sequence[str] = ()
-    """Parquet: sparse columns; none: all strings and lists not named otherwise."""
+    """CSV and Parquet: sparse columns; none: inferred, of those not named otherwise."""
+    schema: Path | None = None
+    """CSV and Parquet: a file that says what the columns are, instead of the three options above."""
     force: bool = False
     """Replace `out` where it is a prepared dataset."""
     num_threads: int | None = None
@@ -68,6 +71,10 @@ class PrepareOptions:
     def __post_init__(self) -> None:
         if self.test_files and self.test_fraction is not None:
             raise MesetaError("prepare: --test-fraction and --test-files exclude each other; give one")
+        if self.schema is not None and (self.label or self.dense or self.sparse):
+            raise MesetaError(
+                "prepare: --schema and --label, --dense, --sparse exclude each other; give one or the others"
+            )
         if self.test_fraction is not None and not 0 <= self.test_fraction < 1:
             raise MesetaError(f"prepare: --test-fraction must be in [0, 1), got {self.test_fraction}")
         if not 0 <= self.seed < 2**63:
@@ -86,16 +93,25 @@ class PrepareOptions:
         return 0.1 if self.test_fraction is None else self.test_fraction
 
 
-def prepare(options: PrepareOptions, progress: Progress | None = None) -> Dataset:
+def read_layout(options: PrepareOptions) -> Layout:
+    """The layout that `prepare` would use. Raises MesetaError where it cannot be told, or does not fit the files."""
+    return _layout_of(options, _find_sources(options))
+
+
+def prepare(
+    options: PrepareOptions, progress: Progress | None = None, on_layout: Callable[[Layout], None] | None = None
+) -> Dataset:
     """Write the dataset directory `options.out` and return its description.
 
+    `on_layout` is called with the layout before the work begins.
     The folder appears by one rename when everything is written; an error or interrupt leaves nothing behind.
     Raises MesetaError for a missing, empty, truncated or mixed source, for a row that cannot be parsed (naming file,
     line and field), for an existing `out`, and where no row is left for training.
     """
-    by_fraction = options.fraction is not None
-    sources = find_sources(options.sources, options.test_files, by_fraction=by_fraction)
-    layout = find_layout(sources, options.label, options.dense, options.sparse)
+    sources = _find_sources(options)
+    layout = _layout_of(options, sources)
+    if on_layout is not None:
+        on_layout(layout)
     encoder = Encoder(
         layout, seed=options.seed, test_fraction=options.fraction or 0.0, hash_rows=_hash_rows(options, layout)
     )
@@ -269,6 +285,15 @@ def find_teacher(sources: Sequence[Source]) -> Teacher | None:
         ) from None
 
 
+def _find_sources(options: PrepareOptions) -> tuple[Source, ...]:
+    return find_sources(options.sources, options.test_files, by_fraction=options.fraction is not None)
+
+
+def _layout_of(options: PrepareOptions, sources: Sequence[Source]) -> Layout:
+    schema = None if options.schema is None else Schema.load(options.schema)
+    return find_layout(sources, options.label, options.dense, options.sparse, schema)
+
+
 def _num_cores() -> int:
     """Cores that this process may use, where the system tells."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -297,4 +322,4 @@ def _in_order(
         yield running.popleft().result()
 
 
-__all__ = ["PrepareOptions", "Progress", "find_teacher", "prepare"]
+__all__ = ["PrepareOptions", "Progress", "find_teacher", "prepare", "read_layout"]

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import csv
 import glob
 import gzip
 import io
+import itertools
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Literal, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from meseta.data.csv_records import count_records, cut_records, header_names, read_header
 from meseta.spec import MesetaError
 
+Kind = Literal["tsv", "csv", "parquet"]
+
+KIND_NAMES: dict[Kind, str] = {"tsv": "tab-separated text", "csv": "CSV", "parquet": "Parquet"}
 BLOCK_BYTES = 8 << 20
 """Bytes of text read at once; a block ends with the last whole line in it."""
 BLOCK_ROWS = 32_768
@@ -30,7 +36,7 @@ class Source:
     path: Path
     split: Literal["train", "test", "both"]
     """Where its rows go; 'both': by a seeded fraction."""
-    kind: Literal["tsv", "parquet"]
+    kind: Kind
     size_bytes: int
     """As stored, compressed or not."""
 
@@ -41,10 +47,14 @@ class Block:
 
     source: Source
     first_row: int
-    """Rows of the file before this block; in a TSV also the lines before it."""
+    """Rows of the file before this block."""
+    first_line: int = 0
+    """Lines of a text file before this block."""
     num_rows: int
     raw: bytes | pa.RecordBatch
-    """Whole lines, or columns of a Parquet file."""
+    """Whole lines (of CSV, whole records), or columns of a Parquet file."""
+    header: tuple[str, ...] = ()
+    """Names of the columns of a CSV file."""
     position_bytes: int
     """How far the stored file has been read, for progress."""
 
@@ -52,7 +62,7 @@ class Block:
 def find_sources(patterns: Sequence[str], test_patterns: Sequence[str], *, by_fraction: bool) -> tuple[Source, ...]:
     """Files in the given order, what a pattern matches in order of name; files of `test_patterns` go to the test split.
 
-    Raises MesetaError for a missing, unreadable, empty or doubled file, for a folder, and for TSV beside Parquet.
+    Raises MesetaError for a missing, unreadable, empty or doubled file, for a folder, and for two kinds of files.
     """
     test_paths = _expand(test_patterns)
     paths = [path for path in _expand(patterns) if path not in test_paths]
@@ -62,9 +72,8 @@ def find_sources(patterns: Sequence[str], test_patterns: Sequence[str], *, by_fr
     sources = tuple([_identify(path, train_split) for path in paths] + [_identify(path, "test") for path in test_paths])
     kinds = {source.kind: source.path for source in sources}
     if len(kinds) > 1:
-        raise MesetaError(
-            f"prepare: {str(kinds['tsv'])!r} is text and {str(kinds['parquet'])!r} is Parquet; give one kind at a time"
-        )
+        shown = " and ".join(f"{str(path)!r} is {KIND_NAMES[kind]}" for kind, path in kinds.items())
+        raise MesetaError(f"prepare: {shown}; give one kind at a time")
     return sources
 
 
@@ -74,13 +83,29 @@ def read_blocks(source: Source, columns: Sequence[str]) -> Iterator[Block]:
     Raises MesetaError for a truncated or damaged file.
     """
     with _named_errors(source.path):
-        yield from _tsv_blocks(source) if source.kind == "tsv" else _parquet_blocks(source, columns)
+        yield from _parquet_blocks(source, columns) if source.kind == "parquet" else _text_blocks(source)
 
 
 def first_line(source: Source) -> bytes:
     """The first line of a text file, without its end. Raises MesetaError for a damaged file."""
     with _named_errors(source.path), _open(source.path) as (stream, _):
         return stream.readline(BLOCK_BYTES).rstrip(b"\r\n")
+
+
+def csv_sample(source: Source, num_rows: int) -> tuple[tuple[str, ...], list[list[str]]]:
+    """The header of a CSV file and the fields of its first rows. Raises MesetaError for a damaged file."""
+    with _named_errors(source.path), _open(source.path) as (stream, _):
+        header = _csv_header(source, read_header(stream.readline, BLOCK_BYTES))
+        text = io.TextIOWrapper(cast(IO[bytes], stream), encoding="utf-8", errors="replace", newline="")
+        try:
+            rows = list(itertools.islice(csv.reader(text), num_rows))
+        except csv.Error as error:
+            raise MesetaError(
+                f"source {str(source.path)!r}: a field among the first rows is no CSV ({error}); is a quote not closed?"
+            ) from None
+        finally:
+            text.detach()
+    return header, rows
 
 
 def parquet_schema(source: Source) -> pa.Schema:
@@ -114,43 +139,70 @@ def _identify(path: Path, split: Literal["train", "test", "both"]) -> Source:
         raise MesetaError(f"source {str(path)!r}: {error.strerror}") from None
     if not size_bytes:
         raise MesetaError(f"source {str(path)!r} is empty; leave it out, or fetch it again")
-    kind: Literal["tsv", "parquet"] = "parquet" if magic == b"PAR1" or path.suffix == ".parquet" else "tsv"
+    kind: Kind = "tsv"
+    if magic == b"PAR1" or path.suffix == ".parquet":
+        kind = "parquet"
+    elif path.name.lower().endswith((".csv", ".csv.gz")):
+        kind = "csv"
     return Source(path=path, split=split, kind=kind, size_bytes=size_bytes)
 
 
-def _tsv_blocks(source: Source) -> Iterator[Block]:
+def _csv_header(source: Source, header: bytes) -> tuple[str, ...]:
+    """Names of the columns; one that is used must be there once, which the layout checks."""
+    try:
+        names = header_names(header)
+    except (ValueError, csv.Error) as error:
+        raise MesetaError(f"source {str(source.path)!r}, line 1: the header is not UTF-8 CSV ({error})") from None
+    return tuple(names)
+
+
+def _text_blocks(source: Source) -> Iterator[Block]:
     """Holds back one block, so that blank lines at the very end of the file can be dropped."""
-    first_row = 0
-    held = b""
-    rest = b""
+    first_row = first_line = 0
+    held = rest = b""
+    header: tuple[str, ...] = ()
     position_bytes = 0
+    is_csv = source.kind == "csv"
 
     def block(raw: bytes) -> Block:
-        rows = raw.count(b"\n")
-        return Block(source=source, first_row=first_row, num_rows=rows, raw=raw, position_bytes=position_bytes)
+        return Block(
+            source=source,
+            first_row=first_row,
+            first_line=first_line,
+            num_rows=count_records(raw) if is_csv else raw.count(b"\n"),
+            raw=raw,
+            header=header,
+            position_bytes=position_bytes,
+        )
 
     with _open(source.path) as (stream, stored):
+        if is_csv:
+            raw_header = read_header(stream.readline, BLOCK_BYTES)
+            header, first_line = _csv_header(source, raw_header), raw_header.count(b"\n")
         while data := stream.read(BLOCK_BYTES):
-            cut = data.rfind(b"\n") + 1
+            rest += data
+            cut = cut_records(rest) if is_csv else rest.rfind(b"\n") + 1
             if not cut:
-                rest += data
                 if len(rest) > 4 * BLOCK_BYTES:
-                    raise MesetaError(
-                        f"source {str(source.path)!r}, line {first_row + held.count(10) + 1}: no line end within "
-                        f"{len(rest):,} bytes; this is not a tab-separated file"
-                    )
+                    raise _endless(source, first_line + held.count(b"\n") + 1, len(rest))
                 continue
             if held and not held.isspace():
                 yield (ready := block(held))
                 first_row += ready.num_rows
+                first_line += held.count(b"\n")
                 held = b""
             position_bytes = stored.tell()
-            held, rest = held + rest + data[:cut], data[cut:]
+            held, rest = held + rest[:cut], rest[cut:]
         held = (held + rest).rstrip(b"\r\n")
         if held:
             yield block(held + b"\n")
         elif not first_row:
             raise MesetaError(f"source {str(source.path)!r} holds no rows; leave it out, or fetch it again")
+
+
+def _endless(source: Source, line: int, num_bytes: int) -> MesetaError:
+    cause = "is a quote not closed?" if source.kind == "csv" else f"this is not {KIND_NAMES[source.kind]}"
+    return MesetaError(f"source {str(source.path)!r}, line {line}: no row ends within {num_bytes:,} bytes; {cause}")
 
 
 def _parquet_blocks(source: Source, columns: Sequence[str]) -> Iterator[Block]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from meseta.data.dataset import DataFile, Split
 from meseta.data.encode import as_lists
-from meseta.data.layout import Layout
+from meseta.data.schema import Layout
 from meseta.data.spool import Spool
 from meseta.data.statistics import WINDOW_SAMPLES, FeatureStatistics, Moments
 from meseta.data.vocabulary import Vocabulary

@@ -1,0 +1,129 @@
+"""The layout of Parquet files, from the types of their columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from meseta.data.guess import guess_label, is_code
+from meseta.data.schema import Layout, Schema, SparseColumn, check_names
+from meseta.data.sources import Source, parquet_schema
+from meseta.spec import MesetaError
+
+
+def parquet_layout(source: Source, label: str | None, dense: Sequence[str], sparse: Sequence[str]) -> Layout:
+    """The columns that the options name, and the others by their type; weights by their name beside that of a list.
+
+    `dense` defaults to the scalar numbers, `sparse` to strings, lists, and whole numbers with the name of a code, of
+    those that no other option names. Raises MesetaError for a missing column or one of a wrong type.
+    """
+    schema = parquet_schema(source)
+    where = f"source {str(source.path)!r}"
+    label = label or guess_label(schema.names) or "label"
+    check_names(where, [label, *dense, *sparse], schema.names)
+    named = {label, *dense, *sparse}
+    weights = {
+        weight: name
+        for name in schema.names
+        for weight in [_find_weight(schema, name)]
+        if weight and weight not in named
+    }
+    free = [f for f in schema if f.name not in named]
+    sparse = sparse or [f.name for f in free if f.name not in weights and _is_category(f)]
+    dense = dense or [f.name for f in free if _is_number(f.type) and f.name not in sparse]
+    pairs = {name: weight for weight, name in weights.items() if name in sparse}
+    return _checked(where, schema, Schema(label=label, dense=tuple(dense), categorical=tuple(sparse), weights=pairs))
+
+
+def parquet_layout_of(source: Source, wanted: Schema) -> Layout:
+    """The layout that a schema file gives. Raises MesetaError for a missing column or one of a wrong type."""
+    schema = parquet_schema(source)
+    where = f"source {str(source.path)!r}"
+    names = [wanted.label, *wanted.dense, *wanted.categorical, *wanted.weights.values(), *wanted.ignore]
+    check_names(where, names, schema.names)
+    return _checked(where, schema, wanted)
+
+
+def _checked(where: str, schema: pa.Schema, wanted: Schema) -> Layout:
+    for name in (wanted.label, *wanted.dense):
+        if not _is_number(schema.field(name).type):
+            raise MesetaError(f"{where}: column {name!r} must be a number, but is {schema.field(name).type}")
+    sparse = tuple(_sparse_column(where, schema, name, wanted.weights.get(name)) for name in wanted.categorical)
+    layout = Layout(label=wanted.label, dense=wanted.dense, sparse=sparse)
+    used = layout.columns
+    return Layout(
+        label=layout.label,
+        dense=layout.dense,
+        sparse=sparse,
+        ignored=tuple(name for name in schema.names if name not in used),
+        reasons={f.name: str(f.type) for f in schema},
+    )
+
+
+def _sparse_column(where: str, schema: pa.Schema, name: str, weight: str | None) -> SparseColumn:
+    kind = schema.field(name).type
+    multi_valued = _is_list(kind)
+    item = kind.value_type if multi_valued else kind
+    if multi_valued and is_pair(item):
+        if weight is not None:
+            raise MesetaError(f"{where}: column {name!r} has weights in its lists, and {weight!r} besides; drop one")
+        return SparseColumn(name=name, multi_valued=True, weighted=True)
+    if not (_is_text(item) or pa.types.is_integer(item)):
+        raise MesetaError(
+            f"{where}: column {name!r} must hold strings, integers or lists of them, or lists of (id, weight), "
+            f"but is {kind}"
+        )
+    if weight is not None:
+        weight_type = schema.field(weight).type
+        if not multi_valued:
+            raise MesetaError(f"{where}: column {name!r} has weights, so it must hold lists, but is {kind}")
+        if not (_is_list(weight_type) and _is_number(weight_type.value_type)):
+            raise MesetaError(f"{where}: column {weight!r} must hold lists of numbers, but is {weight_type}")
+    return SparseColumn(name=name, multi_valued=multi_valued, weighted=weight is not None, weight=weight)
+
+
+def _find_weight(schema: pa.Schema, name: str) -> str | None:
+    """The column of the weights of `name`: '<name>.weight', or lists of numbers called '<name>_weight(s)'."""
+    kind = schema.field(schema.names.index(name)).type
+    if not _is_list(kind) or is_pair(kind.value_type):
+        return None
+    if f"{name}.weight" in schema.names:
+        return f"{name}.weight"
+    for weight in (f"{name}_weight", f"{name}_weights"):
+        if weight in schema.names:
+            weight_type = schema.field(schema.names.index(weight)).type
+            if _is_list(weight_type) and _is_number(weight_type.value_type):
+                return weight
+    return None
+
+
+def is_pair(kind: pa.DataType) -> bool:
+    """Whether it is a struct of an id (text or integer) and a weight (number)."""
+    if not (pa.types.is_struct(kind) and kind.num_fields == 2):
+        return False
+    value, weight = kind.field(0).type, kind.field(1).type
+    return (_is_text(value) or pa.types.is_integer(value)) and _is_number(weight)
+
+
+def _is_category(column: pa.Field) -> bool:
+    if _is_list(column.type) or _is_text(column.type):
+        return True
+    return pa.types.is_integer(column.type) and is_code(column.name)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        return _is_text(kind.value_type)
+    return any(
+        check(kind)
+        for check in (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    )

@@ -1,0 +1,42 @@
+"""What every parser of raw rows returns, and the rules on values that all of them share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class RawSparse:
+    """Values of one sparse feature in n samples."""
+
+    values: pa.Array
+    """Strings or binary [nnz]; a missing value is the empty string."""
+    lengths: NDArray[np.int64] | None = None
+    """Values per sample [n]; None: one each."""
+    weights: NDArray[np.float32] | None = None
+    """One per value [nnz]."""
+
+
+@dataclass(frozen=True)
+class RawRows:
+    """A parsed block of n samples."""
+
+    label: NDArray[np.float32]
+    """[n], 0 to 1."""
+    dense: list[NDArray[np.float32]]
+    """log1p(max(x, 0)), missing as 0; [n] per feature."""
+    sparse: list[RawSparse]
+
+
+def log1p(values: NDArray[np.generic]) -> NDArray[np.float32]:
+    """In float64, so that the float32 result hardly depends on the machine's vector library; NaN (missing) gives 0."""
+    return np.log1p(np.fmax(values.astype(np.float64, copy=False), 0.0)).astype(np.float32)
+
+
+def is_label(label: NDArray[np.floating]) -> NDArray[np.bool_]:
+    """Whether each label [n] is in 0..1; NaN (missing) is not."""
+    return (label >= 0) & (label <= 1)

@@ -1,0 +1,238 @@
+"""`prepare` of CSV: rows as Python's csv module reads them, roles as inferred or as a schema says, errors by line."""
+
+import csv
+import gzip
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from xxhash import xxh64_intdigest
+
+from data.click_log import read_split
+from meseta.data import Dataset, csv_records, sources
+from meseta.data.guess import MISSING, guess_label, guess_text_column, is_code
+from meseta.data.prepare import PrepareOptions, prepare, read_layout
+from meseta.data.schema import schema_text
+from meseta.spec import MesetaError
+
+HEADER = ["row_id", "Click", "price", "user_id", "city", "note, long", "time"]
+CITIES = ["Paris", "Köln", 'the "old" one', "two\nlines", "a,b", "NA", "", " x "]
+
+
+def make_rows(num_rows: int, seed: int = 0) -> list[list[str]]:
+    draw = np.random.default_rng(seed)
+    return [
+        [
+            str(i),
+            str(int(draw.random() < 0.3)),
+            str(draw.choice(["", "NA", "0.5", "-2", "1e3", " 7"])),
+            str(draw.integers(10**12)) if draw.random() < 0.9 else "",
+            str(draw.choice(CITIES)),
+            f"note {draw.integers(5)}",
+            f"2026-01-{1 + i % 28:02d} 10:00:00",
+        ]
+        for i in range(num_rows)
+    ]
+
+
+def write_csv(path: Path, rows: list[list[str]], header: list[str] = HEADER, end: str = "\r\n") -> Path:
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator=end).writerows([header, *rows])
+    data = text.getvalue().encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def run(tmp_path: Path, *patterns: str, **options: Any) -> Dataset:
+    given = {"test_fraction": 0.0, "hash_rows": 500, "out": tmp_path / "out", **options}
+    return prepare(PrepareOptions(sources=[f"{tmp_path}/{p}" for p in patterns or ["log.csv"]], **given))
+
+
+def hashed(feature: str, value: str) -> int:
+    return xxh64_intdigest(value.encode(), xxh64_intdigest(feature.encode(), 0)) * 500 >> 64
+
+
+def check(tmp_path: Path, rows: list[list[str]], dense: list[str], sparse: list[str]) -> None:
+    """The prepared rows against those of the csv module, in the order of HEADER."""
+    table = read_split(tmp_path / "out", "train")
+    columns = dict(zip(HEADER, zip(*rows, strict=True), strict=True))
+    assert table.column("label").to_pylist() == [float(v) for v in columns["Click"]]
+    for name in dense:
+        values = np.log1p([max(float(v), 0.0) if v not in MISSING else 0.0 for v in columns[name]])
+        expected = (values - values.mean()) / values.std()
+        np.testing.assert_allclose(table.column(name).to_numpy(), expected, rtol=1e-5, atol=1e-6)
+    for name in sparse:
+        assert table.column(name).to_pylist() == [hashed(name, v) for v in columns[name]]
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.csv.gz"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("block_bytes", [8 << 20, 150])
+def test_rows_are_those_of_the_csv_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, end: str, block_bytes: int
+) -> None:
+    monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
+    path = write_csv(tmp_path / name, make_rows(200), end=end)
+    data = gzip.decompress(path.read_bytes()) if name.endswith("gz") else path.read_bytes()
+    rows = list(csv.reader(io.StringIO(data.decode(), newline="")))[1:]
+    dataset = run(tmp_path, name)
+    assert [d.name for d in dataset.dense] == ["price"]
+    assert [s.name for s in dataset.sparse] == ["user_id", "city", "note, long"]
+    check(tmp_path, rows, ["price"], ["user_id", "city", "note, long"])
+
+
+@given(st.lists(st.lists(st.text('a",\n\r ', max_size=4), min_size=2, max_size=3), min_size=1, max_size=8))
+def test_records_end_where_the_csv_module_ends_them(rows: list[list[str]]) -> None:
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL).writerows(rows)
+    data = text.getvalue().encode()
+    assert csv_records.count_records(data) == len(rows)
+    for stop in range(len(data) + 1):
+        cut = csv_records.cut_records(data[:stop])
+        assert (
+            list(csv.reader(io.StringIO(data[:cut].decode(), newline="")))
+            == rows[: csv_records.count_records(data[:cut])]
+        )
+        assert csv_records.count_records(data[cut:stop]) == 0
+
+
+def test_columns_of_several_files_go_by_name(tmp_path: Path) -> None:
+    rows = make_rows(120)
+    write_csv(tmp_path / "a.csv", rows[:70])
+    (tmp_path / "b.csv").write_bytes(
+        b"\xef\xbb\xbf" + write_csv(tmp_path / "c", [row[::-1] for row in rows[70:]], HEADER[::-1]).read_bytes()
+    )
+    run(tmp_path, "*.csv")
+    check(tmp_path, rows, ["price"], ["user_id", "city", "note, long"])
+    write_csv(tmp_path / "b.csv", [row[:4] for row in rows[70:]], HEADER[:4])
+    with pytest.raises(MesetaError, match=r"b.csv' has no column 'city'"):
+        run(tmp_path, "*.csv", force=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "role"),
+    [
+        ("price", ["1.5", "", "NA", "2"], "dense"),
+        ("age", ["1", "2"], "dense"),
+        ("user_id", ["1", "2"], "categorical"),
+        ("userId", ["1", "2"], "categorical"),
+        ("C14", ["1", "2"], "categorical"),
+        ("paid", ["1", "2"], "dense"),
+        ("user_id", ["1.5"], "dense"),
+        ("size", ["1_000"], "categorical"),
+        ("size", ["1", "inf"], "categorical"),
+        ("city", ["Paris", ""], "categorical"),
+        ("gone", ["", "NA"], "ignore"),
+        ("", ["1"], "ignore"),
+        ("hour", ["2026-01-02T03:04:05Z", ""], "ignore"),
+        ("id", list(map(str, range(50))), "ignore"),
+        ("id", list(map(str, range(49))), "categorical"),
+        ("id", ["7"] * 60, "categorical"),
+    ],
+)
+def test_roles_are_guessed_by_name_and_sample(name: str, values: list[str], role: str) -> None:
+    assert guess_text_column(name, values)[0] == role
+
+
+def test_labels_are_guessed_by_name() -> None:
+    assert guess_label(["y", "Label", "click"]) == "Label"
+    assert guess_label(["a", "CLICK"]) == "CLICK"
+    assert guess_label(["a", "clicks"]) is None
+    assert is_code("zip") and not is_code("valid")
+
+
+def test_options_go_before_what_is_inferred(tmp_path: Path) -> None:
+    write_csv(tmp_path / "log.csv", make_rows(60))
+    dataset = run(tmp_path, dense=["user_id"], label="Click")
+    assert [d.name for d in dataset.dense] == ["user_id"]
+    assert [s.name for s in dataset.sparse] == ["city", "note, long"]
+    dataset = run(tmp_path, sparse=["price"], force=True)
+    assert ([d.name for d in dataset.dense], [s.name for s in dataset.sparse]) == ([], ["price"])
+
+
+def test_the_schema_that_is_printed_says_what_was_inferred(tmp_path: Path) -> None:
+    write_csv(tmp_path / "log.csv", make_rows(60), ["yes", "Click", "#a", "user_id", "a: b", "it's ", "time"])
+    options = PrepareOptions(sources=[f"{tmp_path}/log.csv"], out=tmp_path / "out")
+    layout = read_layout(options)
+    (tmp_path / "schema.yaml").write_text(schema_text(layout))
+    again = read_layout(PrepareOptions(sources=options.sources, out=options.out, schema=tmp_path / "schema.yaml"))
+    assert (again, again.ignored) == (layout, layout.ignored)
+    assert layout.ignored == ("time",)
+
+
+def test_a_schema_overrides(tmp_path: Path) -> None:
+    rows = make_rows(60)
+    write_csv(tmp_path / "log.csv", rows)
+    (tmp_path / "schema.yaml").write_text("label: Click\ncategorical: [price, city]\ndense: [row_id]\nignore:\n")
+    run(tmp_path, schema=tmp_path / "schema.yaml")
+    check(tmp_path, rows, ["row_id"], ["price", "city"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("labels: Click", "unknown key 'labels'; did you mean 'label'"),
+        ("dense: [price]", "key 'label': field required"),
+        ("label: Click\ndense: price", "key 'dense': "),
+        ("label: Click\ndense: [prize]", "has no column 'prize'; did you mean 'price'"),
+        ("label: Click\nignore: [cities]", "has no column 'cities'"),
+        ("label: Click\ndense: [price]\nignore: [price]", "column 'price' is named twice"),
+        ("label: Click", "has no feature beside the label"),
+        ("label: Click\ncategorical: [city]\nweights: {city: price}", "a field of CSV holds one value"),
+        ("label: Click\nweights: {city: price}", "which is not under categorical"),
+        ("- a", "must hold a mapping"),
+        ("label: [", "is not YAML"),
+    ],
+)
+def test_bad_schemas_are_named(tmp_path: Path, text: str, message: str) -> None:
+    write_csv(tmp_path / "log.csv", make_rows(5))
+    (tmp_path / "schema.yaml").write_text(text)
+    with pytest.raises(MesetaError, match=message):
+        run(tmp_path, schema=tmp_path / "schema.yaml")
+
+
+BODY = 'label,price,city\n0,1,"two\nlines"\n1,,b\n'  # lines 1, 2-3, 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (BODY + "2,1,c\n", r"log.csv', line 5, column 'label': '2' is outside 0..1"),
+        (BODY + ",1,c\n", r"line 5, column 'label': '' is no label"),
+        (BODY + "yes,1,c\n", r"line 5, column 'label': 'yes' is no label"),
+        (BODY + "0,dear,c\n", r"line 5, column 'price': 'dear' is not a number; .*--schema"),
+        (BODY + "0,inf,c\n", r"line 5, column 'price': 'inf' is infinite"),
+        (BODY + "0,1\n", "line 5: 2 fields, but the header has 3"),
+        (BODY + "0,1,2,3\n0,1,a\n", "line 5: 4 fields, but the header has 3"),
+        (BODY + "\n0,1,a\n", "line 5: 0 fields, but the header has 3"),
+        (BODY + '0,1,"c\n0,1,d\n', "line 5: a quote is not closed"),
+        (BODY + '0,1,5" pipe\n0,1,d\n', "line 5: a quote is not closed, or stands in a field that is not quoted"),
+        ("label,price\n", "holds no rows"),
+        ("label\n1\n", "the header has 1 column"),
+        ("label;price\n1;2\n", "the header has 1 column"),
+        ("a,b\n1,2\n", "none of 'a', 'b' has the name of a label; name it with --label"),
+        ("label,b,b\n1,2,3\n", "'b' is the name of two columns"),
+        ("label,b\n", "holds no rows"),
+        ("\xff,b\n1,2\n", "header is not UTF-8"),
+    ],
+)
+@pytest.mark.parametrize("block_bytes", [8 << 20, 24])
+def test_bad_csv_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str, block_bytes: int
+) -> None:
+    monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
+    (tmp_path / "log.csv").write_bytes(text.encode("latin-1"))
+    explicit = {"dense": ["price"], "sparse": ["city"]} if text.startswith(BODY) else {}
+    with pytest.raises(MesetaError, match=message) as error:
+        run(tmp_path, **explicit)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_and_schema_exclude_each_other(tmp_path: Path) -> None:
+    with pytest.raises(MesetaError, match="exclude each other"):
+        PrepareOptions(sources=["x"], out=tmp_path, schema=tmp_path / "s", label="a")
