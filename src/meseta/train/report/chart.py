@@ -177,4 +177,4 @@ def _spread(ends: list[tuple[float, str, str]]) -> list[tuple[float, str, str]]:
             if overlap > 0:
                 placed[i] = (placed[i][0] - overlap / 2, *placed[i][1:])
                 placed[i + 1] = (placed[i + 1][0] + overlap / 2, *placed[i + 1][1:])
-    return [(min(max(y, TOP), HEIGHT - BOTTOM), name, class_) for y, name, class_ in placed]
+    return [(min(max(y, float(TOP)), float(HEIGHT - BOTTOM)), name, class_) for y, name, class_ in placed]
