@@ -61,10 +61,21 @@ def write_parquet(path: Path) -> None:
     pq.write_table(pa.table({"history": pa.array(bags, pa.list_(pair)), "click": click}), path)
 
 
+def write_ffm(path: Path) -> None:
+    """Two fields, one of them with values; the label is likelier where index 3 of field 1 has a large value."""
+    draw = random.Random(2)
+    lines = []
+    for _ in range(2000):
+        pairs = [f"0:{draw.randrange(40)}:1", *(f"1:{draw.randrange(5)}:{draw.choice([0.1, 3])}" for _ in range(2))]
+        lines.append(f"{2 * (draw.random() < 0.05 + 0.8 * ('1:3:3' in pairs)) - 1:+d} {' '.join(pairs)}\n")
+    path.write_text("".join(lines))
+
+
 @pytest.mark.parametrize(
     ("name", "write", "features"),
     [
         ("log.csv", write_csv, {"user_id": (False, False), "city": (False, False)}),
+        ("log.ffm", write_ffm, {"field_0": (True, False), "field_1": (True, True)}),
         ("log.parquet", write_parquet, {"history": (True, True)}),
     ],
 )

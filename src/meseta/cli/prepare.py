@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from meseta.data.prepare import Progress
     from meseta.data.schema import Layout
 
-_COLUMNS = "Columns of CSV and Parquet"
+_COLUMNS = "What the columns are"
 _Label = Annotated[
     str | None, typer.Option(help="Column of the label.", show_default="by its name", rich_help_panel=_COLUMNS)
 ]
@@ -38,7 +38,7 @@ def prepare(
         list[str],
         typer.Argument(
             metavar="SOURCE...",
-            help="Files or patterns, of one kind: CSV with a header, Criteo TSV, Parquet; text may be gzip.",
+            help="Files or patterns: CSV with a header, libsvm, libffm or Criteo TSV, plain or gzip, or Parquet.",
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder to make.")],
@@ -119,7 +119,7 @@ def _read_hash_rows(entries: Sequence[str]) -> tuple[int, dict[str, int]]:
 def _progress_bar() -> Iterator[Progress]:
     """A live line per pass on standard error: share done, rows, rows per second, time left."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = (
         TextColumn("{task.description:5}"),
@@ -130,9 +130,12 @@ def _progress_bar() -> Iterator[Progress]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as bar:
-        tasks = {stage: bar.add_task(stage, total=1.0, start=False, rows=0, rate=0.0) for stage in ("read", "write")}
+        tasks: dict[str, TaskID] = {}
 
         def update(stage: str, rows: int, share: float) -> None:
+            # Stages appear as they begin: not every kind of file is scanned.
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=1.0, start=False, rows=0, rate=0.0)
             task = bar.tasks[tasks[stage]]
             if not task.started:
                 bar.start_task(task.id)

@@ -8,6 +8,7 @@ from meseta.data.guess import guess_label, guess_text_column
 from meseta.data.parquet_layout import parquet_layout, parquet_layout_of
 from meseta.data.schema import Layout, Schema, SparseColumn, check_names
 from meseta.data.sources import Source, csv_sample, first_line
+from meseta.data.svm_layout import Scanned, svm_layout
 from meseta.spec import MesetaError
 
 NUM_DENSE = 13
@@ -28,11 +29,13 @@ def find_layout(
     dense: Sequence[str] = (),
     sparse: Sequence[str] = (),
     schema: Schema | None = None,
+    on_scan: Scanned | None = None,
 ) -> Layout:
     """The common layout of all sources: as `schema` says, else as `label`, `dense` and `sparse` say, else inferred.
 
     TSV is Criteo's. CSV is judged by its header and the first rows of the first file, Parquet by the types of its
-    columns. Raises MesetaError for a file with other columns, a missing column or one of a wrong type.
+    columns, libsvm and libffm by all rows, which `on_scan` follows. Raises MesetaError for a file with other columns,
+    a missing column or one of a wrong type.
     """
     kind = sources[0].kind
     if kind == "tsv":
@@ -44,7 +47,10 @@ def find_layout(
         for source in sources:
             _check_first_line(source)
         return CRITEO
-    if kind == "csv":
+    if kind in ("libsvm", "libffm"):
+        wanted = _wanted_fields(label, dense, sparse, schema)
+        layout = svm_layout(sources, wanted, on_scan or (lambda rows, share: None))
+    elif kind == "csv":
         layout = _csv_layout(sources[0], label, dense, sparse, schema)
         for source in sources[1:]:
             check_names(f"source {str(source.path)!r}", layout.columns, csv_sample(source, 0)[0])
@@ -64,6 +70,20 @@ def find_layout(
     return layout
 
 
+def _wanted_fields(
+    label: str | None, dense: Sequence[str], sparse: Sequence[str], schema: Schema | None
+) -> Sequence[str]:
+    """The features that the options or the schema choose of libsvm or libffm; empty for all."""
+    if label or dense or (schema and (schema.label != "label" or schema.dense or schema.weights)):
+        raise MesetaError(
+            "prepare: of libsvm and libffm, --sparse or the categorical of a --schema file may choose features; the "
+            "label is called 'label', nothing is dense, and weights are as found"
+        )
+    if schema and not schema.categorical:
+        raise MesetaError("prepare: the --schema file names no categorical feature; there is nothing to learn from")
+    return schema.categorical if schema else sparse
+
+
 def _check_first_line(source: Source) -> None:
     num_fields = first_line(source).count(b"\t") + 1
     if num_fields == NUM_DENSE + NUM_SPARSE:
@@ -74,8 +94,8 @@ def _check_first_line(source: Source) -> None:
     if num_fields != 1 + NUM_DENSE + NUM_SPARSE:
         raise MesetaError(
             f"source {str(source.path)!r} has {num_fields} tab-separated fields in its first line, expected 40: "
-            "label, 13 integers, 26 categories; is it a Criteo click log? Other data can come as Parquet, or as CSV "
-            "with a header, in files named *.csv or *.csv.gz"
+            "label, 13 integers, 26 categories; is it a Criteo click log? Other data can come as Parquet, libsvm or "
+            "libffm, or as CSV with a header in files named *.csv or *.csv.gz"
         )
 
 

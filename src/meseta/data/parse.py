@@ -12,6 +12,7 @@ from pyarrow import csv
 
 from meseta.data.layout import CRITEO
 from meseta.data.parse_csv import parse_csv
+from meseta.data.parse_svm import parse_svm
 from meseta.data.raw_rows import RawRows, RawSparse, is_label, log1p
 from meseta.data.schema import Layout, SparseColumn
 from meseta.data.sources import Block
@@ -28,7 +29,9 @@ _INTEGER = re.compile(rb"-?\d{1,18}")
 def parse_block(block: Block, layout: Layout) -> RawRows:
     """Parse and check every row. Raises MesetaError naming the file, the line or row, and the field."""
     if isinstance(block.raw, bytes):
-        return parse_csv(block, block.raw, layout) if block.source.kind == "csv" else _parse_tsv(block, block.raw)
+        if block.source.kind == "csv":
+            return parse_csv(block, block.raw, layout)
+        return _parse_tsv(block, block.raw) if block.source.kind == "tsv" else parse_svm(block, block.raw, layout)
     return _parse_parquet(block, block.raw, layout)
 
 
@@ -125,7 +128,8 @@ def _raw_sparse(block: Block, batch: pa.RecordBatch, column: SparseColumn) -> Ra
                 block, int(unequal[0]), weight_name, f"a list must be as long as that of {column.name!r}"
             )
         weights = weight_array.flatten()
-    numbers = _numbers(weights).astype(np.float32)
+    with np.errstate(over="ignore"):  # what overflows is not finite, and told below
+        numbers = _numbers(weights).astype(np.float32)
     if not np.isfinite(numbers).all():
         owner = np.searchsorted(np.cumsum(lengths), np.flatnonzero(~np.isfinite(numbers))[0], side="right")
         raise _explain_row(block, int(owner), weight_name, "a weight is missing or not finite")

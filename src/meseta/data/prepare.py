@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from meseta.data.dataset import Dataset, DenseFeature, SourceFile, SparseFeature, Split, Teacher
@@ -28,7 +29,9 @@ from meseta.data.write import SplitWriter
 from meseta.spec import MesetaError, nearest
 
 Progress = Callable[[str, int, float], None]
-"""Called with the stage ('read' or 'write'), its rows so far, and how much of it is done, 0 to 1."""
+"""Called with the stage ('scan', 'read' or 'write'), its rows so far, and how much of it is done, 0 to 1.
+
+Only libsvm and libffm are scanned, for their fields and weights."""
 
 _VOCABULARY_BUDGET_BYTES = 384 << 20
 
@@ -38,7 +41,7 @@ class PrepareOptions:
     """What `prepare` reads and how."""
 
     sources: Sequence[str]
-    """Files or patterns: CSV with a header or Criteo TSV (plain or gzip), or Parquet."""
+    """Files or patterns: CSV with a header, Criteo TSV, libsvm or libffm (plain or gzip), or Parquet."""
     out: Path
     """Folder to make."""
     test_files: Sequence[str] = ()
@@ -60,9 +63,9 @@ class PrepareOptions:
     dense: Sequence[str] = ()
     """CSV and Parquet: dense columns; none: inferred, of those not named otherwise."""
     sparse: Sequence[str] = ()
-    """CSV and Parquet: sparse columns; none: inferred, of those not named otherwise."""
+    """Sparse columns, or fields of libffm; none: inferred, of those not named otherwise."""
     schema: Path | None = None
-    """CSV and Parquet: a file that says what the columns are, instead of the three options above."""
+    """A file that says what the columns are, instead of the three options above; not for TSV."""
     force: bool = False
     """Replace `out` where it is a prepared dataset."""
     num_threads: int | None = None
@@ -109,7 +112,7 @@ def prepare(
     line and field), for an existing `out`, and where no row is left for training.
     """
     sources = _find_sources(options)
-    layout = _layout_of(options, sources)
+    layout = _layout_of(options, sources, progress)
     if on_layout is not None:
         on_layout(layout)
     encoder = Encoder(
@@ -289,9 +292,10 @@ def _find_sources(options: PrepareOptions) -> tuple[Source, ...]:
     return find_sources(options.sources, options.test_files, by_fraction=options.fraction is not None)
 
 
-def _layout_of(options: PrepareOptions, sources: Sequence[Source]) -> Layout:
+def _layout_of(options: PrepareOptions, sources: Sequence[Source], progress: Progress | None = None) -> Layout:
     schema = None if options.schema is None else Schema.load(options.schema)
-    return find_layout(sources, options.label, options.dense, options.sparse, schema)
+    on_scan = None if progress is None else partial(progress, "scan")
+    return find_layout(sources, options.label, options.dense, options.sparse, schema, on_scan)
 
 
 def _num_cores() -> int:

@@ -7,6 +7,7 @@ import glob
 import gzip
 import io
 import itertools
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,9 +21,20 @@ import pyarrow.parquet as pq
 from meseta.data.csv_records import count_records, cut_records, header_names, read_header
 from meseta.spec import MesetaError
 
-Kind = Literal["tsv", "csv", "parquet"]
+Kind = Literal["tsv", "csv", "libsvm", "libffm", "parquet"]
 
-KIND_NAMES: dict[Kind, str] = {"tsv": "tab-separated text", "csv": "CSV", "parquet": "Parquet"}
+KIND_NAMES: dict[Kind, str] = {
+    "tsv": "tab-separated text",
+    "csv": "CSV",
+    "libsvm": "libsvm text",
+    "libffm": "libffm text",
+    "parquet": "Parquet",
+}
+_PAIR: dict[Kind, re.Pattern[bytes]] = {
+    "libsvm": re.compile(rb"(-?\d+|qid):[^:]+"),
+    "libffm": re.compile(rb"-?\d+:-?\d+:[^:]+"),
+}
+_HEAD_BYTES = 64 << 10
 BLOCK_BYTES = 8 << 20
 """Bytes of text read at once; a block ends with the last whole line in it."""
 BLOCK_ROWS = 32_768
@@ -139,12 +151,21 @@ def _identify(path: Path, split: Literal["train", "test", "both"]) -> Source:
         raise MesetaError(f"source {str(path)!r}: {error.strerror}") from None
     if not size_bytes:
         raise MesetaError(f"source {str(path)!r} is empty; leave it out, or fetch it again")
-    kind: Kind = "tsv"
-    if magic == b"PAR1" or path.suffix == ".parquet":
-        kind = "parquet"
-    elif path.name.lower().endswith((".csv", ".csv.gz")):
-        kind = "csv"
-    return Source(path=path, split=split, kind=kind, size_bytes=size_bytes)
+    is_parquet = magic == b"PAR1" or path.suffix == ".parquet"
+    return Source(path=path, split=split, kind="parquet" if is_parquet else _text_kind(path), size_bytes=size_bytes)
+
+
+def _text_kind(path: Path) -> Kind:
+    """CSV by its name; libsvm and libffm by the first pair, since their files have no usual names; else TSV."""
+    if path.name.lower().endswith((".csv", ".csv.gz")):
+        return "csv"
+    with _named_errors(path), _open(path) as (stream, _):
+        head = stream.read(_HEAD_BYTES)
+    for line in head.splitlines():
+        tokens = line.partition(b"#")[0].split()
+        if len(tokens) > 1:  # a label alone is a row without pairs
+            return next((kind for kind, pair in _PAIR.items() if pair.fullmatch(tokens[1])), "tsv")
+    return "tsv"
 
 
 def _csv_header(source: Source, header: bytes) -> tuple[str, ...]:

@@ -1,0 +1,66 @@
+"""The layout of libsvm and libffm text: a pass over all rows tells the fields, and which of them have weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from meseta.data.parse_svm import LIBSVM_FEATURE, field_name, read_pairs
+from meseta.data.schema import Layout, SparseColumn, check_names
+from meseta.data.sources import Source, read_blocks
+from meseta.spec import MesetaError
+
+MAX_FIELDS = 1000
+"""More fields than this are taken for a mistake, such as indices where fields belong: each would be a table."""
+
+Scanned = Callable[[int, float], None]
+"""Called with the rows scanned so far, and the share of the bytes that they take, 0 to 1."""
+
+
+def svm_layout(sources: Sequence[Source], wanted: Sequence[str], on_rows: Scanned) -> Layout:
+    """One multi-valued feature for each field, in the order of their numbers, or those that `wanted` names.
+
+    A feature has weights where any of its values is not 1. Raises MesetaError for a row that cannot be parsed, for a
+    wanted feature that no row has, and for more than 1,000 fields.
+    """
+    weighted = _scan(sources, on_rows)
+    where = f"source {str(sources[0].path)!r}"
+    if not weighted:
+        raise MesetaError(f"{where}: no row has a feature beside its label; there is nothing to learn from")
+    check_names(where, wanted, list(weighted))
+    sparse = tuple(SparseColumn(name=name, multi_valued=True, weighted=weighted[name]) for name in wanted or weighted)
+    return Layout(
+        label="label",
+        dense=(),
+        sparse=sparse,
+        ignored=tuple(name for name in weighted if wanted and name not in wanted),
+        reasons={name: "ids with weights" if has else "ids; all values are 1" for name, has in weighted.items()},
+    )
+
+
+def _scan(sources: Sequence[Source], on_rows: Scanned) -> dict[str, bool]:
+    """Features in the order of their fields, and whether any value of theirs is not 1."""
+    weighted: dict[int, bool] = {}
+    total_bytes = sum(source.size_bytes for source in sources)
+    num_rows = done_bytes = 0
+    for source in sources:
+        for block in read_blocks(source, []):
+            assert isinstance(block.raw, bytes)
+            pairs = read_pairs(block, block.raw)
+            fields = np.zeros(pairs.weights.size, np.int64) if pairs.fields is None else pairs.fields
+            found, place = np.unique(fields, return_inverse=True)
+            others = np.bincount(place[pairs.weights != 1], minlength=found.size) > 0
+            for field, other in zip(found.tolist(), others.tolist(), strict=True):
+                weighted[field] = weighted.get(field, False) or other
+            if len(weighted) > MAX_FIELDS:
+                raise MesetaError(
+                    f"source {str(source.path)!r}: more than {MAX_FIELDS} fields up to line "
+                    f"{block.first_line + block.num_rows}; are fields and indices exchanged in field:index:value?"
+                )
+            num_rows += block.num_rows
+            on_rows(num_rows, (done_bytes + block.position_bytes) / total_bytes)
+        done_bytes += source.size_bytes
+    if sources[0].kind == "libsvm":
+        return {LIBSVM_FEATURE: any(weighted.values())} if weighted else {}
+    return {field_name(field): weighted[field] for field in sorted(weighted)}
