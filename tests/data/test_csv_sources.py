@@ -218,6 +218,7 @@ BODY = 'label,price,city\n0,1,"two\nlines"\n1,,b\n'  # lines 1, 2-3, 4
         ("label,b,b\n1,2,3\n", "'b' is the name of two columns"),
         ("label,b\n", "holds no rows"),
         ("\xff,b\n1,2\n", "header is not UTF-8"),
+        ('label,b"\n1,2"\n1,2\n', "line 1: the header .*a quote is not closed, or stands in a field that is not"),
     ],
 )
 @pytest.mark.parametrize("block_bytes", [8 << 20, 24])
@@ -231,6 +232,18 @@ def test_bad_csv_is_named(
         run(tmp_path, **explicit)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_stray_quotes_never_cut_a_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Line ends inside and outside of quotes change places here, and are equal in number."""
+    text = 'label,price,city\n0,1,5" pipe\n0,1,"a\nb\nc"\n0,1,6" pipe\n'
+    (tmp_path / "log.csv").write_text(text)
+    run(tmp_path, label="label")
+    expected = [hashed("city", row[2]) for row in csv.reader(io.StringIO(text, newline=""))][1:]
+    assert read_split(tmp_path / "out", "train").column("city").to_pylist() == expected
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 24)
+    with pytest.raises(MesetaError, match="line 2: a quote is not closed, or stands in a field that is not quoted"):
+        run(tmp_path, force=True)
 
 
 def test_options_and_schema_exclude_each_other(tmp_path: Path) -> None:

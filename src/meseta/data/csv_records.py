@@ -37,8 +37,11 @@ def read_header(read_line: Callable[[int], bytes], limit_bytes: int) -> bytes:
 
 
 def header_names(header: bytes) -> list[str]:
-    """Names in the first record, without spaces around them. Raises ValueError or csv.Error where it is no text."""
-    return [name.strip() for name in next(csv.reader(io.StringIO(header.decode("utf-8-sig"), newline="")), [])]
+    """Names in the first record, without spaces around them. Raises ValueError or csv.Error where it is no CSV."""
+    found = list(csv.reader(io.StringIO(header.decode("utf-8-sig"), newline="")))
+    if len(found) > 1:
+        raise csv.Error("a quote is not closed, or stands in a field that is not quoted")
+    return [name.strip() for name in found[0]] if found else []
 
 
 def records(data: bytes) -> Iterator[tuple[int, bytes, list[str]]]:

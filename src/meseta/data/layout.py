@@ -8,7 +8,7 @@ from meseta.data.guess import guess_label, guess_text_column
 from meseta.data.parquet_layout import parquet_layout, parquet_layout_of
 from meseta.data.schema import Layout, Schema, SparseColumn, check_names
 from meseta.data.sources import Source, csv_sample, first_line
-from meseta.data.svm_layout import Scanned, svm_layout
+from meseta.data.svm_layout import OnRows, svm_layout
 from meseta.spec import MesetaError
 
 NUM_DENSE = 13
@@ -29,7 +29,7 @@ def find_layout(
     dense: Sequence[str] = (),
     sparse: Sequence[str] = (),
     schema: Schema | None = None,
-    on_scan: Scanned | None = None,
+    on_scan: OnRows | None = None,
 ) -> Layout:
     """The common layout of all sources: as `schema` says, else as `label`, `dense` and `sparse` say, else inferred.
 
@@ -117,7 +117,10 @@ def _csv_layout(
             raise MesetaError(f"{where} holds no rows; leave it out, or fetch it again")
         label = label or guess_label(names)
         if label is None:
-            raise MesetaError(f"{where}: none of {_listed(names)} has the name of a label; name it with --label")
+            raise MesetaError(
+                f"{where}: none of {_listed(names)} has the name of a label; name it with --label, "
+                "or put a header in front if those are values"
+            )
         check_names(where, [label, *dense, *sparse], names)
         columns = {name: [row[i] for row in rows if i < len(row)] for i, name in enumerate(names)}
         guesses = {name: guess_text_column(name, values) for name, values in columns.items() if name != label}

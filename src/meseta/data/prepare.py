@@ -7,11 +7,9 @@ Parquet. The result is a function of the rows, their order and the options alone
 from __future__ import annotations
 
 import json
-import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +23,7 @@ from meseta.data.spool import Spool
 from meseta.data.staging import staged_folder
 from meseta.data.statistics import FeatureStatistics
 from meseta.data.vocabulary import Vocabulary, VocabularyCounter
+from meseta.data.workers import in_order, num_cores
 from meseta.data.write import SplitWriter
 from meseta.spec import MesetaError, nearest
 
@@ -118,7 +117,7 @@ def prepare(
     encoder = Encoder(
         layout, seed=options.seed, test_fraction=options.fraction or 0.0, hash_rows=_hash_rows(options, layout)
     )
-    num_threads = options.num_threads or _num_cores()
+    num_threads = options.num_threads or num_cores()
     with staged_folder(options.out, force=options.force) as folder:
         pool = ThreadPoolExecutor(num_threads, thread_name_prefix="meseta-prepare")
         try:
@@ -175,7 +174,7 @@ class _Run:
         total_bytes = sum(source.size_bytes for source in self.sources)
         done_bytes = dict.fromkeys(self.rows_of_source, 0)
         num_rows = 0
-        for encoded in _in_order(pool, self._jobs(), num_threads + 1):
+        for encoded in in_order(pool, self._jobs(), num_threads + 1):
             for name, batch in encoded.splits.items():
                 self.spools[name].add(batch)
             for name, counted in encoded.counted.items():
@@ -298,11 +297,6 @@ def _layout_of(options: PrepareOptions, sources: Sequence[Source], progress: Pro
     return find_layout(sources, options.label, options.dense, options.sparse, schema, on_scan)
 
 
-def _num_cores() -> int:
-    """Cores that this process may use, where the system tells."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _hash_rows(options: PrepareOptions, layout: Layout) -> dict[str, int] | None:
     if options.vocabulary:
         return None
@@ -311,19 +305,6 @@ def _hash_rows(options: PrepareOptions, layout: Layout) -> dict[str, int] | None
         if name not in names:
             raise MesetaError(f"prepare: --hash-rows names no sparse feature {name!r}; {nearest(name, names)}")
     return {name: options.hash_rows_by_feature.get(name, options.hash_rows) for name in names}
-
-
-def _in_order(
-    pool: ThreadPoolExecutor, jobs: Iterator[Callable[[], EncodedBlock]], num_ahead: int
-) -> Iterator[EncodedBlock]:
-    """Results of `jobs` in their order, at most `num_ahead` of them begun and not yet taken."""
-    running: deque[Future[EncodedBlock]] = deque()
-    for job in jobs:
-        running.append(pool.submit(job))
-        if len(running) >= num_ahead:
-            yield running.popleft().result()
-    while running:
-        yield running.popleft().result()
 
 
 __all__ = ["PrepareOptions", "Progress", "find_teacher", "prepare", "read_layout"]

@@ -214,6 +214,7 @@ def _text_blocks(source: Source) -> Iterator[Block]:
                 held = b""
             position_bytes = stored.tell()
             held, rest = held + rest[:cut], rest[cut:]
+        position_bytes = stored.tell()
         held = (held + rest).rstrip(b"\r\n")
         if held:
             yield block(held + b"\n")

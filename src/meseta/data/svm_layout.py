@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from meseta.data.parse_svm import LIBSVM_FEATURE, field_name, read_pairs
 from meseta.data.schema import Layout, SparseColumn, check_names
-from meseta.data.sources import Source, read_blocks
+from meseta.data.sources import Block, Source, read_blocks
+from meseta.data.workers import in_order, num_cores
 from meseta.spec import MesetaError
 
 MAX_FIELDS = 1000
 """More fields than this are taken for a mistake, such as indices where fields belong: each would be a table."""
 
-Scanned = Callable[[int, float], None]
+OnRows = Callable[[int, float], None]
 """Called with the rows scanned so far, and the share of the bytes that they take, 0 to 1."""
 
 
-def svm_layout(sources: Sequence[Source], wanted: Sequence[str], on_rows: Scanned) -> Layout:
+def svm_layout(sources: Sequence[Source], wanted: Sequence[str], on_rows: OnRows) -> Layout:
     """One multi-valued feature for each field, in the order of their numbers, or those that `wanted` names.
 
     A feature has weights where any of its values is not 1. Raises MesetaError for a row that cannot be parsed, for a
@@ -39,28 +44,46 @@ def svm_layout(sources: Sequence[Source], wanted: Sequence[str], on_rows: Scanne
     )
 
 
-def _scan(sources: Sequence[Source], on_rows: Scanned) -> dict[str, bool]:
+@dataclass(frozen=True)
+class _Scanned:
+    """What one block tells."""
+
+    block: Block
+    weighted: dict[int, bool]
+    """Field to whether any of its values is not 1; libsvm is one field 0."""
+
+
+def _scan(sources: Sequence[Source], on_rows: OnRows) -> dict[str, bool]:
     """Features in the order of their fields, and whether any value of theirs is not 1."""
     weighted: dict[int, bool] = {}
     total_bytes = sum(source.size_bytes for source in sources)
-    num_rows = done_bytes = 0
-    for source in sources:
-        for block in read_blocks(source, []):
-            assert isinstance(block.raw, bytes)
-            pairs = read_pairs(block, block.raw)
-            fields = np.zeros(pairs.weights.size, np.int64) if pairs.fields is None else pairs.fields
-            found, place = np.unique(fields, return_inverse=True)
-            others = np.bincount(place[pairs.weights != 1], minlength=found.size) > 0
-            for field, other in zip(found.tolist(), others.tolist(), strict=True):
+    done_bytes: dict[Path, int] = {}
+    num_rows = 0
+    pool = ThreadPoolExecutor(num_cores(), thread_name_prefix="meseta-scan")
+    jobs = (partial(_scan_block, block) for source in sources for block in read_blocks(source, []))
+    try:
+        for scanned in in_order(pool, jobs, num_cores() + 1):
+            block = scanned.block
+            for field, other in scanned.weighted.items():
                 weighted[field] = weighted.get(field, False) or other
             if len(weighted) > MAX_FIELDS:
                 raise MesetaError(
-                    f"source {str(source.path)!r}: more than {MAX_FIELDS} fields up to line "
+                    f"source {str(block.source.path)!r}: more than {MAX_FIELDS} fields up to line "
                     f"{block.first_line + block.num_rows}; are fields and indices exchanged in field:index:value?"
                 )
             num_rows += block.num_rows
-            on_rows(num_rows, (done_bytes + block.position_bytes) / total_bytes)
-        done_bytes += source.size_bytes
+            done_bytes[block.source.path] = block.position_bytes
+            on_rows(num_rows, sum(done_bytes.values()) / total_bytes)
+    finally:
+        pool.shutdown(cancel_futures=True)
     if sources[0].kind == "libsvm":
         return {LIBSVM_FEATURE: any(weighted.values())} if weighted else {}
     return {field_name(field): weighted[field] for field in sorted(weighted)}
+
+
+def _scan_block(block: Block) -> _Scanned:
+    assert isinstance(block.raw, bytes)
+    pairs = read_pairs(block, block.raw)
+    fields = np.zeros(pairs.weights.size, np.int64) if pairs.fields is None else pairs.fields
+    others = set(np.unique(fields[pairs.weights != 1]).tolist())
+    return _Scanned(block, {field: field in others for field in np.unique(fields).tolist()})

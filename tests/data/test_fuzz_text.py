@@ -1,0 +1,65 @@
+"""Spoiled CSV, libsvm and libffm: prepared whole or refused in one line, never a traceback and never half a folder."""
+
+import csv
+import io
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from meseta.data import sources
+from meseta.data.prepare import PrepareOptions, prepare
+from meseta.spec import MesetaError
+from sampling import sample
+
+CASES_PER_TEST = 50
+FILES = {
+    "log.csv": "label,price,user_id,city\n"
+    + "".join(f'{i % 2},{i}.5,{i % 7},"a ""q""\nc,{i % 3}"\n' for i in range(30)),
+    "log.svm": "".join(f"{2 * (i % 2) - 1:+d} {i % 5}:{i}.5 {i % 4 + 5}:1\n" for i in range(30)),
+    "log.ffm": "".join(f"{i % 2} 0:{i % 5}:{i}.5 1:{i % 4 + 5}:1 # note\n" for i in range(30)),
+}
+PIECES = [b'"', b",", b"\n", b":", b"\r", b"#", b" ", b"\0", b"\xff", b"-", b"e", b"9" * 30, b"nan", b"_", b"\xc2\xa0"]
+
+
+def spoil(data: bytes, draw: random.Random) -> bytes:
+    """Up to four insertions, replacements, deletions or cuts."""
+    for _ in range(draw.choice([0, 1, 1, 2, 4])):
+        at, piece = draw.randrange(len(data) + 1), draw.choice(PIECES)
+        after = draw.choice([data[at:], data[at + 1 :], data[at + draw.randrange(30) :], b""])
+        data = data[:at] + piece + after
+    return data
+
+
+def num_csv_rows(data: bytes) -> int:
+    """As the csv module counts them, without blank lines at the end."""
+    rows = list(csv.reader(io.StringIO(data.decode("utf-8-sig", errors="replace"), newline="")))
+    while rows and not rows[-1]:
+        rows.pop()
+    return len(rows) - 1
+
+
+@pytest.mark.parametrize("seed", sample(range(40), 2, seed=0))
+def test_spoiled_text_is_prepared_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    draw = random.Random(seed)
+    num_prepared = 0
+    for _ in range(CASES_PER_TEST):
+        name = draw.choice(sorted(FILES))
+        data = spoil(FILES[name].encode(), draw)
+        (tmp_path / name).write_bytes(data)
+        monkeypatch.setattr(sources, "BLOCK_BYTES", draw.choice([40, 200, 8 << 20]))
+        options = PrepareOptions(
+            sources=[str(tmp_path / name)], out=tmp_path / "out", test_fraction=0.0, hash_rows=100, num_threads=1
+        )
+        try:
+            dataset = prepare(options)
+        except MesetaError as error:
+            assert "\n" not in str(error)
+            assert not (tmp_path / "out").exists()
+        else:
+            num_prepared += 1
+            expected = num_csv_rows(data) if name == "log.csv" else data.rstrip(b"\r\n").count(b"\n") + 1
+            assert dataset.splits["train"].num_rows == expected
+            shutil.rmtree(tmp_path / "out")
+    assert 0 < num_prepared < CASES_PER_TEST
