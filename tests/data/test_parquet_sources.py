@@ -176,6 +176,13 @@ def test_weights_beside_a_list_or_in_it(tmp_path: Path, form: str) -> None:
     assert (batch.sparse["city"].weights == 1).all()
 
 
+def test_two_columns_of_one_name(tmp_path: Path) -> None:
+    table = pa.table([[0.0, 1.0], [1, 2], [3, 4]], names=["click", "a", "a"])
+    pq.write_table(table, tmp_path / "log.parquet")
+    with pytest.raises(MesetaError, match="'a' is the name of two columns; rename one"):
+        prepare(PrepareOptions(sources=[f"{tmp_path}/log.parquet"], out=tmp_path / "out"))
+
+
 def test_a_list_that_is_named_is_no_weight(tmp_path: Path) -> None:
     table = {"click": [0.0, 1.0], "a": [["x"], ["y"]], "a_weight": [[1], [2]]}
     dataset = run(tmp_path, table, sparse=["a", "a_weight"])
@@ -183,7 +190,8 @@ def test_a_list_that_is_named_is_no_weight(tmp_path: Path) -> None:
 
 
 def test_codes_are_categories_and_the_schema_tells_the_types(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"click": [0, 1], "age": [1, 2], "user_id": [1, 2]}), tmp_path / "log.parquet")
+    table = pa.table({"click": [0, 1], "age": [1, 2], "user_id": [1, 2], "__index_level_0__": [0, 1]})
+    pq.write_table(table, tmp_path / "log.parquet")
     layout = read_layout(PrepareOptions(sources=[f"{tmp_path}/log.parquet"], out=tmp_path / "out"))
     assert (layout.label, layout.dense, [s.name for s in layout.sparse]) == ("click", ("age",), ["user_id"])
     assert schema_text(layout).splitlines()[2].split() == ["-", "age", "#", "int64"]

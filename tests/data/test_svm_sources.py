@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given
-from hypothesis import settings as hypothesis_settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.datasets import dump_svmlight_file, load_svmlight_file
 from xxhash import xxh64_intdigest
@@ -63,7 +62,6 @@ ROWS = st.lists(st.tuples(st.sampled_from(["0", "1", "+1", "-1", "0.25"]), st.li
     st.sampled_from(["", " ", "\r", " # note: 1:2:3"]),
     st.sampled_from([60, 8 << 20]),
 )
-@hypothesis_settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_fields_become_features(
     tmp_path_factory: pytest.TempPathFactory, rows: list[Row], space: str, end: str, block_bytes: int
 ) -> None:

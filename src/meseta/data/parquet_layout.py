@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import pyarrow as pa
@@ -10,6 +11,9 @@ from meseta.data.guess import guess_label, is_code
 from meseta.data.schema import Layout, Schema, SparseColumn, check_names
 from meseta.data.sources import Source, parquet_schema
 from meseta.spec import MesetaError
+
+_PANDAS_INDEX = re.compile(r"__index_level_\d+__")
+"""Columns in which pandas keeps the labels of rows."""
 
 
 def parquet_layout(source: Source, label: str | None, dense: Sequence[str], sparse: Sequence[str]) -> Layout:
@@ -29,10 +33,11 @@ def parquet_layout(source: Source, label: str | None, dense: Sequence[str], spar
         for weight in [_find_weight(schema, name)]
         if weight and weight not in named
     }
-    free = [f for f in schema if f.name not in named]
+    free = [f for f in schema if f.name not in named and not _PANDAS_INDEX.fullmatch(f.name)]
     sparse = sparse or [f.name for f in free if f.name not in weights and _is_category(f)]
     dense = dense or [f.name for f in free if _is_number(f.type) and f.name not in sparse]
     pairs = {name: weight for weight, name in weights.items() if name in sparse}
+    check_names(where, [*dense, *sparse, *pairs.values()], schema.names)
     return _checked(where, schema, Schema(label=label, dense=tuple(dense), categorical=tuple(sparse), weights=pairs))
 
 
