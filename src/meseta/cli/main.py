@@ -61,6 +61,12 @@ def main() -> None:
         _leave(LOST, "" if FOLLOWS in os.environ else f"error: lost the connection to another rank: {error}")
     except Interrupted:
         _leave(130, f"interrupted{way_on()}")
+    except SystemExit as left:
+        if "RANK" not in os.environ or not isinstance(left.code, int):
+            raise
+        # All ranks have met and left the group. Some thread was seen to abort a rank at its very end, when the
+        # interpreter takes everything apart.
+        _leave(left.code, "")
 
 
 def _interrupt(signal_number: int, frame: FrameType | None) -> None:
@@ -74,6 +80,7 @@ def _leave(code: int, text: str) -> None:
     if "RANK" in os.environ:
         # Other ranks may wait for this one in a collective; leaving at once lets the launcher stop them.
         sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 
