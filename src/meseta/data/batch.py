@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meseta.jagged import KeyedJaggedTensor
-from meseta.jagged.shapes import Float
+from meseta.jagged.shapes import Float, Int
 
 
 @dataclass(frozen=True)
@@ -19,17 +19,28 @@ class Batch:
     """Dense inputs, already filled, transformed and standardised."""
     sparse: KeyedJaggedTensor
     """Ids of all sparse features."""
-    label: Float[Tensor, " B"]
-    """Clicked or not, 0 to 1."""
+    label: Float[Tensor, " B *T"]
+    """Clicked or not, 0 to 1: float32 [B] where the dataset has one label, [B, T] where it has T > 1."""
+    weight: Float[Tensor, " B"] | None = None
+    """Weights of the samples, float32, finite and not negative; None: all 1."""
+    group: Int[Tensor, " B"] | None = None
+    """Keys of the groups that the samples belong to, int64, for metrics within groups; None: there are none."""
 
     @property
     def batch_size(self) -> int:
-        return self.label.numel()
+        """Samples."""
+        return self.label.shape[0]
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """The same on another device."""
+
+        def move(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
+
         return Batch(
             dense=self.dense.to(device, non_blocking=non_blocking),
             sparse=self.sparse.to(device, non_blocking=non_blocking),
             label=self.label.to(device, non_blocking=non_blocking),
+            weight=move(self.weight),
+            group=move(self.group),
         )

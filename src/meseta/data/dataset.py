@@ -92,7 +92,9 @@ class Split(_Record):
     num_rows: int = Field(ge=0)
     """Samples."""
     num_positives: float = Field(ge=0)
-    """Sum of the labels."""
+    """Sum of the labels; of the first label where there are several."""
+    positives: dict[str, float] = {}
+    """Sum of each label, where there are several."""
     files: tuple[DataFile, ...]
     """Parquet files, in the order of their rows."""
 
@@ -127,8 +129,14 @@ class Dataset(_Record):
 
     format: Literal["meseta.dataset/1"] = FORMAT
     """Version of this description."""
-    label: Literal["label"] = "label"
-    """Column of the label, float32, 0 to 1."""
+    labels: tuple[str, ...] = Field(default=("label",), min_length=1)
+    """Columns of the labels, float32, 0 to 1. A single one is called 'label', whatever its name in the sources."""
+    weight: str | None = None
+    """Column of the weights of the samples, float32, 0 or more; None: all weigh 1."""
+    group: str | None = None
+    """Column of the keys of groups, int64: whole numbers as they are, all else by its XXH64; None: no groups."""
+    time: str | None = None
+    """Column of the time, float64 seconds since 1970-01-01 UTC, for splits; None: no time."""
     dense: tuple[DenseFeature, ...]
     """Dense features, in the order of Batch.dense's columns."""
     sparse: tuple[SparseFeature, ...]
@@ -146,10 +154,16 @@ class Dataset(_Record):
     dir: Path = Field(default=Path(), exclude=True)
     """Where it was loaded from; not part of the file."""
 
+    @property
+    def columns(self) -> list[str]:
+        """Columns of the Parquet files that make a batch."""
+        samples = [name for name in (*self.labels, self.weight, self.group) if name is not None]
+        features = [*(d.name for d in self.dense), *(s.name for s in self.sparse)]
+        return [*samples, *features, *(f"{s.name}.weight" for s in self.sparse if s.weighted)]
+
     @model_validator(mode="after")
     def _check(self) -> Dataset:
-        columns = [self.label, *(d.name for d in self.dense), *(s.name for s in self.sparse)]
-        columns += [f"{s.name}.weight" for s in self.sparse if s.weighted]
+        columns = self.columns if self.time is None else [*self.columns, self.time]
         doubled = {name for name in columns if columns.count(name) > 1}
         if doubled:
             raise ValueError(f"column {sorted(doubled)[0]!r} is named twice")
@@ -178,6 +192,8 @@ class Dataset(_Record):
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             found = document.get("format") if isinstance(document, dict) else type(document).__name__
             raise MesetaError(f"{where}: format must be {FORMAT!r}, got {found!r}; prepare the dataset again")
+        # Before there could be several labels, their column stood there as "label": "label".
+        document = {key: value for key, value in document.items() if (key, value) != ("label", "label")}
         try:
             return Dataset.model_validate({**document, "dir": Path(dir)})
         except ValidationError as error:

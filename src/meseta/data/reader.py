@@ -182,7 +182,7 @@ class Reader:
             path = self._paths[place.file]
             try:
                 with pq.ParquetFile(path, metadata=self._metadata[place.file]) as file:
-                    tables.append(file.read_row_group(place.index))
+                    tables.append(file.read_row_group(place.index, columns=self.dataset.columns))
             except (pa.ArrowException, OSError) as error:
                 raise _damaged(path, error) from None
         return decode(self.dataset, tables)
@@ -199,9 +199,7 @@ class Reader:
                 f"dataset file {str(path)!r} holds {metadata.num_rows} rows, but dataset.json says {num_rows}; "
                 "prepare the dataset again"
             )
-        sparse = self.dataset.sparse
-        wanted = [self.dataset.label, *(d.name for d in self.dataset.dense), *(s.name for s in sparse)]
-        for name in [*wanted, *(f"{s.name}.weight" for s in sparse if s.weighted)]:
+        for name in self.dataset.columns:
             if name not in names:
                 raise MesetaError(f"dataset file {str(path)!r} lacks column {name!r}; prepare the dataset again")
         return metadata

@@ -47,13 +47,17 @@ class Rows:
     """n decoded samples."""
 
     label: NDArray[np.float32]
-    """[n]."""
+    """[n], or [n, T] where there are T > 1 labels."""
     dense: NDArray[np.float32]
     """[n, num_dense]."""
     single: NDArray[Any]
     """Ids of the single-valued features [num_single, n], int32 or int64."""
     bags: tuple[Bags, ...]
     """The multi-valued features, in order."""
+    weight: NDArray[np.float32] | None = None
+    """Weights of the samples [n], or None."""
+    group: NDArray[np.int64] | None = None
+    """Keys of their groups [n], or None."""
 
     def take(self, index: Index) -> Rows:
         """The rows at `index`."""
@@ -62,6 +66,8 @@ class Rows:
             self.dense[index],
             self.single[:, index] if isinstance(index, slice) else self.single.take(index, axis=1),
             tuple(bags.take(index) for bags in self.bags),
+            None if self.weight is None else self.weight[index],
+            None if self.group is None else self.group[index],
         )
 
 
@@ -84,7 +90,14 @@ def decode(dataset: Dataset, tables: Sequence[pa.Table]) -> Rows:
             lengths = [np.diff(chunk.offsets.to_numpy()) for chunk in lists.chunks]
             weights = _flat(table.column(f"{feature.name}.weight")) if feature.weighted else None
             bags.append(Bags(np.concatenate(lengths).astype(np.int64), _flat(lists), weights))
-    return Rows(table.column(dataset.label).to_numpy(), dense, single, tuple(bags))
+    return Rows(
+        _labels(dataset, table),
+        dense,
+        single,
+        tuple(bags),
+        None if dataset.weight is None else table.column(dataset.weight).to_numpy(),
+        None if dataset.group is None else table.column(dataset.group).to_numpy(),
+    )
 
 
 def concatenate(parts: Sequence[Rows]) -> Rows:
@@ -96,12 +109,14 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
         np.concatenate([part.dense for part in parts]),
         np.concatenate([part.single for part in parts], axis=1),
         tuple(_join(bags) for bags in zip(*(part.bags for part in parts), strict=True)),
+        _join_present([part.weight for part in parts]),
+        _join_present([part.group for part in parts]),
     )
 
 
 def to_batch(dataset: Dataset, rows: Rows) -> Batch:
     """Tensors of these rows, in memory of their own; ids and lengths are int64, feature-major."""
-    num_rows = rows.label.size
+    num_rows = len(rows.label)
     keys = tuple(feature.name for feature in dataset.sparse)
     if not rows.bags:
         values = rows.single.reshape(-1).astype(np.int64)
@@ -117,7 +132,11 @@ def to_batch(dataset: Dataset, rows: Rows) -> Batch:
         batch_sizes=(num_rows,) * len(keys),
     )
     return Batch(
-        dense=torch.from_numpy(np.array(rows.dense)), sparse=sparse, label=torch.from_numpy(np.array(rows.label))
+        dense=torch.from_numpy(np.array(rows.dense)),
+        sparse=sparse,
+        label=torch.from_numpy(np.array(rows.label)),
+        weight=None if rows.weight is None else torch.from_numpy(np.array(rows.weight)),
+        group=None if rows.group is None else torch.from_numpy(np.array(rows.group)),
     )
 
 
@@ -126,7 +145,7 @@ def _interleave(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32] | None]:
     """Values, lengths and weights of single- and multi-valued features in the dataset's order."""
     singles, bags = iter(rows.single), iter(rows.bags)
-    ones = np.ones(rows.label.size, np.int64)
+    ones = np.ones(len(rows.label), np.int64)
     parts = [next(bags) if f.multi_valued else Bags(ones, next(singles), None) for f in dataset.sparse]
     weights = None
     if any(feature.weighted for feature in dataset.sparse):
@@ -137,8 +156,19 @@ def _interleave(
     return values, np.concatenate([part.lengths for part in parts]), weights
 
 
+def _labels(dataset: Dataset, table: pa.Table) -> NDArray[np.float32]:
+    """[n], or [n, T] where there are several."""
+    columns = [table.column(name).to_numpy() for name in dataset.labels]
+    return columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
+
+
 def _flat(column: pa.ChunkedArray) -> NDArray[Any]:
     return np.concatenate([chunk.flatten().to_numpy() for chunk in column.chunks])
+
+
+def _join_present(parts: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
+    present = [part for part in parts if part is not None]
+    return np.concatenate(present) if present else None
 
 
 def _join(parts: Sequence[Bags]) -> Bags:
