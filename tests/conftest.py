@@ -12,6 +12,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for i
 import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -58,3 +59,11 @@ def fixed_seed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.use_deterministic_algorithms(True)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The prepared dataset of `small_run.tiny_data`; tests only read it."""
+    from small_run import tiny_data
+
+    return tiny_data(tmp_path_factory.getbasetemp() / "data")

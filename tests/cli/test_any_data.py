@@ -4,38 +4,17 @@ from __future__ import annotations
 
 import csv
 import random
-import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from meseta.cli.main import main
 from meseta.data import Dataset
 from small_run import settings, write_config
 
-Run = Callable[..., str]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    """`run("train", config)` -> standard output; the command must succeed."""
-    handler = signal.getsignal(signal.SIGINT)
-
-    def call(*arguments: object) -> str:
-        monkeypatch.setattr(sys, "argv", ["meseta", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            main()
-        captured = capsys.readouterr()
-        assert not left.value.code, captured.err
-        return captured.out
-
-    yield call
-    signal.signal(signal.SIGINT, handler)
+Output = Callable[..., str]
 
 
 def write_csv(path: Path) -> None:
@@ -80,14 +59,14 @@ def write_ffm(path: Path) -> None:
     ],
 )
 def test_two_commands_from_file_to_report(
-    tmp_path: Path, run: Run, name: str, write: Callable[[Path], None], features: dict[str, tuple[bool, bool]]
+    tmp_path: Path, output_of: Output, name: str, write: Callable[[Path], None], features: dict[str, tuple[bool, bool]]
 ) -> None:
     write(tmp_path / name)
-    printed = run("prepare", tmp_path / name, "--out", tmp_path / "data", "--hash-rows", 1000)
+    printed = output_of("prepare", tmp_path / name, "--out", tmp_path / "data", "--hash-rows", 1000)
     assert "columns, as inferred:" in printed and "--print-schema" in printed
     sparse = Dataset.load(tmp_path / "data").sparse
     assert {s.name: (s.multi_valued, s.weighted) for s in sparse} == features
     document = settings(tmp_path / "data", tmp_path / "run", train__epochs=4)
-    printed = run("train", write_config(tmp_path / "config.yaml", document))
+    printed = output_of("train", write_config(tmp_path / "config.yaml", document))
     assert float(printed.split("test AUC ")[1].split()[0]) > 0.7
     assert (tmp_path / "run" / "report.html").stat().st_size > 1000

@@ -5,43 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from meseta.cli.main import main
-from small_run import metrics, settings, tiny_data, write_config
+from small_run import metrics, settings, write_config
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    """`run("train", config)` -> (exit code, standard output, standard error)."""
-    handler = signal.getsignal(signal.SIGINT)
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["meseta", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            main()
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        code = left.value.code
-        assert code is None or isinstance(code, int)
-        return code or 0, captured.out, captured.err
-
-    yield call
-    signal.signal(signal.SIGINT, handler)
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_data(tmp_path_factory.getbasetemp() / "data")
 
 
 @pytest.fixture(scope="session")

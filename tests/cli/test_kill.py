@@ -25,7 +25,6 @@ from small_run import (
     final_checksum,
     metrics,
     settings,
-    tiny_data,
     train,
     without_times,
     write_config,
@@ -94,11 +93,6 @@ class Command:
             )
             assert time.monotonic() < deadline, f"{what} did not come"
             time.sleep(0.0005)
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_data(tmp_path_factory.getbasetemp() / "data")
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,6 @@ from small_run import (
     metrics,
     settings,
     table_checksums,
-    tiny_data,
     train,
     without_times,
 )
@@ -38,11 +37,6 @@ from .pool import RankPool
 Ranks = Callable[[int], RankPool]
 MIXED = {"tables": {"city": "data_parallel", "item": "column_wise", "tags": "row_wise", "user": "table_wise"}}
 WIDE = {"model__embedding_dim": 32, "model__bottom_mlp": [16]}
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_data(tmp_path_factory.getbasetemp() / "data")
 
 
 def train_on(ranks: Ranks, size: int, document: dict[str, Any]) -> dict[str, Any]:

@@ -13,12 +13,7 @@ from meseta.config import EarlyStoppingConfig, load_config
 from meseta.spec import MesetaError
 from meseta.train.stopping import BestSoFar
 from meseta.train.trained import load_trained
-from small_run import final_checksum, metrics, settings, tiny_data, train, without_times, write_config
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_data(tmp_path_factory.mktemp("data"))
+from small_run import final_checksum, metrics, settings, train, without_times, write_config
 
 
 def feed(config: dict[str, Any], values: list[float | None]) -> tuple[BestSoFar, list[bool]]:

@@ -32,7 +32,6 @@ from small_run import (
     metrics,
     settings,
     table_checksums,
-    tiny_data,
     train,
     without_times,
 )
@@ -43,11 +42,6 @@ MODELS = {
     "dlrm_dcnv2": {"model__name": "dlrm_dcnv2"},
     "logistic_regression": {"model__name": "logistic_regression"},
 }
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_data(tmp_path_factory.getbasetemp() / "data")
 
 
 @pytest.fixture(scope="session")

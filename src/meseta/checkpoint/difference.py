@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meseta.checkpoint.block import Values, read_block
 from meseta.checkpoint.dense import read_dense
-from meseta.checkpoint.layout import BlockSchema
+from meseta.checkpoint.layout import BlockSchema, widened
 from meseta.checkpoint.manifest import read_manifest
 
 _SHAPE = ("num_embeddings", "embedding_dim", "dtype", "columns")
@@ -108,7 +108,7 @@ def _count(counts: Mapping[str, _Count], schema: BlockSchema, first_row: int, on
 def _numbers(stored: np.ndarray, dtype: str) -> np.ndarray:
     """As float64; the stored bits of a bfloat16 are the upper half of a float32."""
     if dtype == "bfloat16":
-        stored = (stored.astype(np.uint32) << 16).view(np.float32)
+        stored = widened(stored)
     with np.errstate(invalid="ignore"):  # signalling NaNs among the bits
         return stored.astype(np.float64)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from meseta.checkpoint.block import read_block
 from meseta.checkpoint.dense import DENSE_PATH, read_dense
-from meseta.checkpoint.layout import ROW, BlockSchema, Column, folder
+from meseta.checkpoint.layout import ROW, BlockSchema, Column, folder, widened
 from meseta.checkpoint.manifest import read_manifest
 from meseta.spec import MesetaError, nearest
 
@@ -83,7 +83,7 @@ def _export_table(
         for column in columns:
             stored = values[column.name]
             if form == "numpy" and column.dtype == "bfloat16":
-                stored = (stored.astype(np.uint32) << 16).view(np.float32)
+                stored = widened(stored)
             arrays[column.name][rows] = stored
         on_rows(block["num_rows"])
     for array in arrays.values():

@@ -130,6 +130,11 @@ def as_stored(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
 
 
+def widened(stored: np.ndarray) -> np.ndarray:
+    """float32 of a bfloat16's stored bits, which are its upper half."""
+    return (stored.astype(np.uint32) << 16).view(np.float32)
+
+
 def folder(table: str) -> str:
     """A table's name as one safe path component: 'a/b' gives 'a%2Fb'."""
     quoted = quote(table, safe="")

@@ -28,6 +28,7 @@ def list_them(
 ) -> None:
     """All checkpoints with step, size and checksum, damaged ones too; exit code 1 if there is one."""
     from meseta.checkpoint import list_checkpoints
+    from meseta.train.report.figures import num_bytes
 
     found = list_checkpoints(path)
     if as_json:
@@ -38,7 +39,9 @@ def list_them(
             typer.echo(f"{listed.path}  damaged: {listed.problem}")
         else:
             s = listed.summary
-            typer.echo(f"{s.path}  {_when(s)}  {_size(s.num_bytes)}  {len(s.tables)} tables  model {s.checksum[:16]}")
+            typer.echo(
+                f"{s.path}  {_when(s)}  {num_bytes(s.num_bytes)}  {len(s.tables)} tables  model {s.checksum[:16]}"
+            )
     if any(listed.summary is None for listed in found):
         raise typer.Exit(1)
 
@@ -47,6 +50,7 @@ def list_them(
 def inspect(path: AnyPath, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """What a checkpoint holds: its tables with rows, types, optimizers and sizes, and the position in the data."""
     from meseta.checkpoint import find_checkpoint, summarize
+    from meseta.train.report.figures import num_bytes
 
     summary = summarize(find_checkpoint(path))
     if as_json:
@@ -61,9 +65,9 @@ def inspect(path: AnyPath, as_json: Annotated[bool, typer.Option("--json", help=
     for name in ("table", "rows", "dim", "type", "optimizer", "states", "size"):
         shown.add_column(name, justify="right" if name in ("rows", "dim", "size") else "left", no_wrap=name != "states")
     for t in summary.tables:
-        states, size = ", ".join(t.states), _size(t.num_bytes)
+        states, size = ", ".join(t.states), num_bytes(t.num_bytes)
         shown.add_row(t.name, f"{t.num_embeddings:,}", str(t.embedding_dim), t.dtype, t.optimizer, states, size)
-    shown.add_row("dense tensors", "", "", "", "", "", _size(summary.dense_bytes))
+    shown.add_row("dense tensors", "", "", "", "", "", num_bytes(summary.dense_bytes))
     Console().print(shown)
     typer.echo(f"in the data: {json.dumps(summary.reader)}")
 
@@ -73,12 +77,13 @@ def verify(path: AnyPath) -> None:
     """Read every byte of a checkpoint and check its checksums; exit code 1, naming the file, if one differs."""
     from meseta.checkpoint import find_checkpoint, summarize
     from meseta.checkpoint import verify as check
+    from meseta.train.report.figures import num_bytes
 
     found = find_checkpoint(path)
     summary, start_s = summarize(found), time.perf_counter()
     checksum = check(found)
     rate = summary.num_bytes / (time.perf_counter() - start_s) / 1e6
-    typer.echo(f"{found}: whole, {_size(summary.num_bytes)} read, {rate:,.0f} MB/s, model {checksum}")
+    typer.echo(f"{found}: whole, {num_bytes(summary.num_bytes)} read, {rate:,.0f} MB/s, model {checksum}")
 
 
 @app.command()
@@ -109,6 +114,7 @@ def export_it(
     from meseta.checkpoint import export, find_checkpoint, summarize
     from meseta.checkpoint.exporting import FORMATS
     from meseta.spec import MesetaError
+    from meseta.train.report.figures import num_bytes
 
     known = [f for f in FORMATS if f == form]
     if not known:
@@ -117,7 +123,7 @@ def export_it(
     total = sum(t.num_embeddings for t in summarize(found).tables)
     with _progress(None if table else total) as on_rows:
         files = export(found, out, known[0], tables=table or ("*",), states=states, on_rows=on_rows)
-    typer.echo(f"{out}: {len(files)} files, {_size(sum(file.stat().st_size for file in files))}")
+    typer.echo(f"{out}: {len(files)} files, {num_bytes(sum(file.stat().st_size for file in files))}")
 
 
 @contextmanager
@@ -138,13 +144,3 @@ def _facts(summary: Summary) -> dict[str, object]:
 
 def _when(summary: Summary) -> str:
     return datetime.fromtimestamp(summary.saved_at_s).isoformat(sep=" ", timespec="seconds")
-
-
-def _size(num_bytes: int) -> str:
-    """With the unit that leaves few digits."""
-    size = float(num_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
-        size /= 1000
-    return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pyarrow as pa
 
@@ -56,14 +57,8 @@ def _checked(where: str, schema: pa.Schema, wanted: Schema) -> Layout:
             raise MesetaError(f"{where}: column {name!r} must be a number, but is {schema.field(name).type}")
     sparse = tuple(_sparse_column(where, schema, name, wanted.weights.get(name)) for name in wanted.categorical)
     layout = Layout(label=wanted.label, dense=wanted.dense, sparse=sparse)
-    used = layout.columns
-    return Layout(
-        label=layout.label,
-        dense=layout.dense,
-        sparse=sparse,
-        ignored=tuple(name for name in schema.names if name not in used),
-        reasons={f.name: str(f.type) for f in schema},
-    )
+    ignored = tuple(name for name in schema.names if name not in layout.columns)
+    return replace(layout, ignored=ignored, reasons={f.name: str(f.type) for f in schema})
 
 
 def _sparse_column(where: str, schema: pa.Schema, name: str, weight: str | None) -> SparseColumn:

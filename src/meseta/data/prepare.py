@@ -23,9 +23,10 @@ from meseta.data.spool import Spool
 from meseta.data.staging import staged_folder
 from meseta.data.statistics import FeatureStatistics
 from meseta.data.vocabulary import Vocabulary, VocabularyCounter
-from meseta.data.workers import in_order, num_cores
+from meseta.data.workers import in_order
 from meseta.data.write import SplitWriter
 from meseta.spec import MesetaError, nearest
+from meseta.spec.processors import num_cores
 
 Progress = Callable[[str, int, float], None]
 """Called with the stage ('scan', 'read' or 'write'), its rows so far, and how much of it is done, 0 to 1.

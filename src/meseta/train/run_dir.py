@@ -16,6 +16,7 @@ import yaml
 
 from meseta.config import RunConfig, load_config
 from meseta.spec import MesetaError
+from meseta.spec.processors import num_cores
 
 
 class RunDir:
@@ -94,7 +95,7 @@ def environment(device: str, num_ranks: int) -> dict[str, Any]:
             versions[package] = "not installed"
     return {
         "versions": versions,
-        "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "num_cores": num_cores(),
         "processor": _processor(),
         "device": device,
         "num_ranks": num_ranks,

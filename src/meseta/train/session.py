@@ -10,6 +10,7 @@ import torch
 
 from meseta.comm import World
 from meseta.config import RunConfig
+from meseta.spec.processors import num_cores
 from meseta.train.build import choose_device
 
 
@@ -20,8 +21,7 @@ def session(config: RunConfig) -> Iterator[World]:
     After an error the group is left as it is: the other ranks may be anywhere, and the process is about to end.
     """
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(config.num_threads or max(1, num_cores // local_size))
+    torch.set_num_threads(config.num_threads or max(1, num_cores() // local_size))
     world = World.current(choose_device(config))
     yield world
     world.barrier()

@@ -11,6 +11,7 @@ from pathlib import Path
 from meseta.measure.doctor import devices, disk, machine, packages, probe, ranks
 from meseta.measure.doctor.finding import Finding, note
 from meseta.measure.doctor.system import System, read_limits
+from meseta.spec.processors import num_cores
 
 
 def examine(folder: Path, system: System | None = None) -> Iterator[Finding]:
@@ -25,14 +26,12 @@ def examine(folder: Path, system: System | None = None) -> Iterator[Finding]:
     limits = read_limits(system)
     gpus = gpu.get("devices", [])
     installed = packages.installed_version
-    num_all = os.cpu_count() or 1
-    num_usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else num_all
     checks: dict[str, Callable[[], Finding]] = {
         "torch": lambda: packages.check_torch(torch, installed),
         "packages": lambda: packages.check_packages(facts, installed),
         "core": lambda: devices.check_core(core),
         "processor": lambda: machine.check_processor(system, facts["processor"]),
-        "cores": lambda: machine.check_cores(num_usable, num_all, limits, torch),
+        "cores": lambda: machine.check_cores(num_cores(), os.cpu_count() or 1, limits, torch),
         "memory": lambda: machine.check_memory(system, limits),
         "pages": lambda: machine.check_pages(system, facts["pages"].get("huge_share")),
         "shared memory": lambda: machine.check_shared_memory(_shared_bytes()),

@@ -119,9 +119,7 @@ class LifetimeWindow:
         given = samples.weights
         if given is None and samples.scale != 1.0:
             given = np.full(len(samples), samples.scale)
-        losses, predictions = losses_and_predictions(samples.logits, -1.0)
-        negative = samples.labels == 0
-        losses[negative] = losses_and_predictions(samples.logits[negative], 1.0)[0]
+        losses, predictions = losses_and_predictions(samples.logits, np.where(samples.labels == 1, -1.0, 1.0))
         if given is None:
             digit, value = _ONE
             self._weights[digit] += value * new_counts

@@ -144,7 +144,7 @@ def counted_weights(weights: NDArray[np.floating] | None, num_samples: int) -> N
 
 
 def losses_and_predictions(
-    logits: NDArray[np.floating], sign: float
+    logits: NDArray[np.floating], sign: float | NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """log(1 + exp(sign * z)), which is the loss of a positive for sign -1 and of a negative for 1, and the
     probability, both [n]; exact for any finite logit."""
