@@ -42,14 +42,21 @@ void insertion_sort(Entry* entries, size_t n, uint64_t mask) {
   }
 }
 
-// How the span of `varying` bits is cut into digits: as few as the counts of `n` entries justify, of equal width.
+// How a span of bits is cut into digits: as few as the counts of `n` entries justify, of equal width.
+struct DigitWidth {
+  int num_passes, bits;
+  DigitWidth(int num_bits, size_t n) {
+    const int widest = std::clamp(int(std::bit_width(n)), 6, kMaxDigitBits);
+    num_passes = std::max((num_bits + widest - 1) / widest, 1);
+    bits = (num_bits + num_passes - 1) / num_passes;
+  }
+};
+
+// The digits of the span of `varying` bits.
 struct Digits {
   int low, high, bits;
-  Digits(uint64_t varying, size_t n) : low(std::countr_zero(varying)), high(64 - std::countl_zero(varying)) {
-    const int widest = std::clamp(int(std::bit_width(n)), 6, kMaxDigitBits);
-    const int passes = (high - low + widest - 1) / widest;
-    bits = (high - low + passes - 1) / passes;
-  }
+  Digits(uint64_t varying, size_t n)
+      : low(std::countr_zero(varying)), high(64 - std::countl_zero(varying)), bits(DigitWidth(high - low, n).bits) {}
   // The last digit ends with the span: bits above it may differ, but are not to be sorted by.
   uint64_t mask(int shift) const { return (uint64_t{1} << std::min(bits, high - shift)) - 1; }
 };

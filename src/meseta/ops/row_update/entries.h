@@ -22,36 +22,33 @@ struct RowRange {
 // Numbers of entries by digit, for every pass; what lies outside the range has a place of its own behind each.
 class DigitCounts {
  public:
-  DigitCounts(uint64_t num_rows, uint64_t num_ids, Buffer<uint32_t>& room) {
-    const int row_bits = std::bit_width(num_rows - 1), widest = std::clamp(int(std::bit_width(num_ids)), 6, kMaxDigitBits);
-    num_passes_ = std::max((row_bits + widest - 1) / widest, 1);
-    bits_ = (row_bits + num_passes_ - 1) / num_passes_;
-    mask_ = (uint64_t{1} << bits_) - 1;
-    room.reserve(size_t(num_passes_) * (mask_ + 2));
+  DigitCounts(uint64_t num_rows, uint64_t num_ids, Buffer<uint32_t>& room)
+      : width_(std::bit_width(num_rows - 1), num_ids), mask_((uint64_t{1} << width_.bits) - 1) {
+    room.reserve(size_t(num_passes()) * (mask_ + 2));
     counts_ = room.data();
-    std::fill_n(counts_, size_t(num_passes_) * (mask_ + 2), 0u);
+    std::fill_n(counts_, size_t(num_passes()) * (mask_ + 2), 0u);
   }
-  int num_passes() const { return num_passes_; }
+  int num_passes() const { return width_.num_passes; }
   uint64_t outside() const { return mask_ + 1; }
-  uint64_t digit(uint64_t row, int pass) const { return row >> pass * bits_ & mask_; }
+  uint64_t digit(uint64_t row, int pass) const { return row >> pass * width_.bits & mask_; }
   uint32_t* of(int pass) const { return counts_ + size_t(pass) * (mask_ + 2); }
 
   void add(const uint64_t* rows, int64_t n) const {
-    for (int pass = 0; pass < num_passes_; ++pass) {
+    for (int pass = 0; pass < num_passes(); ++pass) {
       uint32_t* const counts = of(pass);
       for (int64_t k = 0; k < n; ++k) ++counts[digit(rows[k], pass)];
     }
   }
   // Where the entries of each digit begin.
   void to_starts() const {
-    for (int pass = 0; pass < num_passes_; ++pass) {
+    for (int pass = 0; pass < num_passes(); ++pass) {
       uint32_t at = 0;
       for (uint64_t d = 0; d <= mask_ + 1; ++d) at += std::exchange(of(pass)[d], at);
     }
   }
 
  private:
-  int num_passes_, bits_;
+  DigitWidth width_;
   uint64_t mask_;
   uint32_t* counts_;
 };
