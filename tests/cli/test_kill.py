@@ -176,8 +176,8 @@ def test_killed_five_times(whole: Callable[[int], Path], tiny: Path, tmp_path: P
     check_equal(killed_and_gone_on(tmp_path, tiny, size, moments, seed=seed), whole(size) / "run")
 
 
-def test_a_dead_rank_ctrl_c_and_a_dead_launcher(whole: Callable[[int], Path], tiny: Path, tmp_path: Path) -> None:
-    """One run on 2 ranks, stopped in three ways; each time all processes end within seconds and one line says why."""
+def test_a_dead_rank_and_a_dead_launcher(whole: Callable[[int], Path], tiny: Path, tmp_path: Path) -> None:
+    """One run on 2 ranks, stopped in two ways; each time all processes end within seconds and one line says why."""
     run_dir = tmp_path / "run"
     config = write_config(tmp_path / "c.yaml", settings(tiny, run_dir, **COMMON))
 
@@ -198,12 +198,6 @@ def test_a_dead_rank_ctrl_c_and_a_dead_launcher(whole: Callable[[int], Path], ti
     ]
     assert dead_rank.members() == []
 
-    interrupted = start("interrupted", 24)
-    os.killpg(interrupted.process.pid, signal.SIGINT)
-    assert interrupted.wait(15) == 130
-    assert last_lines(interrupted) == ["interrupted; the same command goes on from the last checkpoint"]
-    assert interrupted.members() == []
-
     orphans = start("orphans", 40)
     os.kill(orphans.process.pid, signal.SIGKILL)
     orphans.wait(15)
@@ -214,6 +208,44 @@ def test_a_dead_rank_ctrl_c_and_a_dead_launcher(whole: Callable[[int], Path], ti
 
     Command(tmp_path / "last", "train", config, "--nproc", 2).succeed()
     check_equal(run_dir, whole(2) / "run")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_signals_save_and_the_run_goes_on(whole: Callable[[int], Path], tiny: Path, tmp_path: Path, size: int) -> None:
+    """SIGTERM to the process that was started, then Ctrl-C to all processes, as a terminal sends it."""
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path / "c.yaml", settings(tiny, run_dir, **COMMON | {"checkpoint__every_steps": None}))
+    for name, number, at in (("term", signal.SIGTERM, 12), ("int", signal.SIGINT, 44)):
+        command = Command(tmp_path / name, "train", config, "--nproc", size)
+        command.until(lambda at=at, c=command: f"step {at}/" in c.err.read_text(), f"step {at}")  # type: ignore[misc]
+        if number == signal.SIGTERM:
+            os.kill(command.process.pid, number)
+        else:
+            os.killpg(command.process.pid, number)
+        assert command.wait(30) == 128 + number
+        assert command.members() == []
+        saved = checkpoint.latest(run_dir / "checkpoints")
+        assert saved is not None
+        step = int(saved.name.removeprefix("step-"))
+        assert step >= at
+        last = command.err.read_text().splitlines()[-1]
+        assert last == f"stopped after step {step}, saved in {saved}; the same command goes on from there"
+    Command(tmp_path / "last", "train", config, "--nproc", size).succeed()
+    check_equal(run_dir, whole(size) / "run")
+
+
+def test_a_second_signal_leaves_at_once(tiny: Path, tmp_path: Path) -> None:
+    """The rank that stands still keeps the other one from finishing its step."""
+    config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run", **COMMON))
+    command = Command(tmp_path, "train", config, "--nproc", 2)
+    command.until(lambda: "step 4/" in command.err.read_text(), "step 4")
+    os.kill(command.ranks()[1], signal.SIGSTOP)
+    os.kill(command.process.pid, signal.SIGTERM)
+    time.sleep(1.3)
+    assert command.process.poll() is None
+    os.kill(command.process.pid, signal.SIGTERM)
+    assert command.wait(15) == 143
+    assert command.members() == []
 
 
 def test_torchrun_gives_the_same_run(whole: Callable[[int], Path], tiny: Path, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_the_rank_that_failed_for_a_reason_of_its_own(
     monkeypatch.setattr(launch, "SETTLE_S", 2)
     ranks = ranks_that(*programs)
     try:
-        assert launch._wait(ranks) == blamed
+        assert launch._wait(ranks, launch.Calls()) == blamed
     finally:
         launch._stop(ranks)
     assert all(rank.returncode is not None for rank in ranks)

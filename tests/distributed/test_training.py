@@ -101,6 +101,12 @@ def test_other_models_on_two_ranks(ranks: Ranks, tiny: Path, tmp_path: Path, mod
     assert two["test"]["auc"] == pytest.approx(one["test"]["auc"], abs=1e-6)
 
 
+def test_checkpoints_by_the_clock_on_two_ranks(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    changes = {"train__max_steps": 4, "checkpoint__every_minutes": 1e-9, "checkpoint__keep_last": 9}
+    train_on(ranks, 2, settings(tiny, tmp_path, **changes))
+    assert sorted(path.name[-1] for path in (tmp_path / "checkpoints").iterdir()) == ["1", "2", "3", "4"]
+
+
 def test_fewer_samples_than_ranks(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     common = {
         "embedding__dtype": "float64",

@@ -55,6 +55,13 @@ def test_a_step_equals_plain_torch() -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
+def test_votes_travel_with_the_loss() -> None:
+    step, _ = make()
+    assert step(batch()).votes == ()
+    step.votes = (1.0, 0.25)
+    assert step(batch()).votes == (1.0, 0.25)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e39])
 def test_a_loss_that_is_no_number_updates_nothing(value: float) -> None:
     step, model = make()

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from types import FrameType
 from typing import IO
 
 from meseta.spec import MesetaError
@@ -19,6 +20,8 @@ STOP_S = 10
 """Seconds that ranks have to leave by themselves before they are killed."""
 SETTLE_S = 3
 """Seconds in which the other ranks may fail too, before the one to blame is named."""
+SAME_CALL_S = 1.0
+"""Signals this soon after the first are the same call, told to this process and to its group."""
 LOST = 75
 """Exit code of a rank that failed because another one went away."""
 FOLLOWS = "MESETA_FOLLOWS_LAUNCHER"
@@ -62,26 +65,53 @@ def follow_launcher() -> None:
     threading.Thread(target=wait, name="meseta-follow", daemon=True).start()
 
 
+class Calls:
+    """SIGTERM and Ctrl-C to the launcher: the first is passed on to the ranks, a later one kills them."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        """The first signal."""
+        self.again = False
+        """Whether it was repeated."""
+        self._first_s = 0.0
+
+    def hear(self) -> None:
+        """From now on."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.number is None:
+            self.number, self._first_s = number, time.monotonic()
+        elif time.monotonic() - self._first_s > SAME_CALL_S:
+            self.again = True
+
+
 def run_ranks(arguments: Sequence[str], num_ranks: int) -> int:
     """Run `meseta ARGUMENTS` on `num_ranks` ranks and return the exit code.
 
     Rank 0 writes to this terminal. When a rank dies, the others are stopped within seconds, and the one to blame is
-    named with its last words. Under torchrun, which starts ranks itself, this is not used.
+    named with its last words. SIGTERM and Ctrl-C reach the ranks as SIGTERM and are waited for: training saves a
+    checkpoint first; a second one ends all at once. Under torchrun, which starts ranks itself, this is not used.
     """
     if num_ranks < 1:
         raise MesetaError(f"--nproc must be at least 1, got {num_ranks}")
     errors: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(num_ranks)]  # noqa: SIM115 (they outlive this line)
-    # A plain `kill` of this process must not leave the ranks behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    calls = Calls()
     ranks: list[subprocess.Popen[bytes]] = []
     try:
+        calls.hear()
         _start(ranks, arguments, errors)
-        blamed = _wait(ranks)
+        blamed = _wait(ranks, calls)
     finally:
         _stop(ranks)
     if blamed is None:
         return 0
     code = ranks[blamed].returncode
+    if calls.number is not None and (code in (LOST, 128 + signal.SIGTERM) or code < 0):
+        if code != 128 + signal.SIGTERM:  # such a rank has told where it saved
+            print(f"interrupted{way_on()}", file=sys.stderr)
+        return 128 + calls.number
     if code < 0:
         name = signal.Signals(-code).name
         print(f"error: rank {blamed} was killed by {name}; all ranks are stopped{way_on()}", file=sys.stderr)
@@ -98,7 +128,7 @@ def run_ranks(arguments: Sequence[str], num_ranks: int) -> int:
 def _start(ranks: list[subprocess.Popen[bytes]], arguments: Sequence[str], errors: Sequence[IO[bytes]]) -> None:
     """Start one process per entry of `errors` and append it to `ranks`.
 
-    They ignore Ctrl-C, which the terminal sends to them too: the launcher stops them, and tells it once.
+    They ignore Ctrl-C, which the terminal sends to them too: the launcher passes it on as SIGTERM.
     """
     environment = _environment(len(errors))
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -133,14 +163,19 @@ def _environment(num_ranks: int) -> dict[str, str]:
     }
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """None when every rank succeeded, else the rank to blame."""
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], calls: Calls) -> int | None:
+    """None when every rank succeeded, else the rank to blame. Passes signals on to the ranks."""
+    told = None
     while True:
         codes = [rank.poll() for rank in ranks]
         if any(code not in (None, 0) for code in codes):
             return _find_culprit(ranks)
         if all(code == 0 for code in codes):
             return None
+        if calls.again or calls.number != told:
+            told = calls.number
+            for rank in ranks:
+                rank.kill() if calls.again else rank.terminate()
         time.sleep(0.05)
 
 

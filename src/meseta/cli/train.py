@@ -25,11 +25,15 @@ def train(
     if nproc != 1 and not is_launched():
         sys.exit(run_ranks(sys.argv[1:], nproc))
 
+    from meseta.train.interruption import Stopped
     from meseta.train.session import session
     from meseta.train.trainer import Trainer
 
-    with session(settings) as world:
-        summary = Trainer(settings, world).run()
+    try:
+        with session(settings) as world:
+            summary = Trainer(settings, world).run()
+    except Stopped as stopped:
+        raise typer.Exit(stopped.exit_code) from None
     if world.rank == 0:
         _print_result(summary, settings.run_dir)
 

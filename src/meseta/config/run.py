@@ -188,7 +188,9 @@ class TrainConfig(Section):
 
 class CheckpointConfig(Section):
     every_steps: int | None = Field(default=None, ge=1)
-    """Steps between checkpoints; None: only at the end."""
+    """Steps between checkpoints; None: not by steps. The end, and SIGTERM or Ctrl-C, always make one."""
+    every_minutes: float | None = Field(default=None, gt=0)
+    """Minutes between checkpoints, by the clock of rank 0; None: not by time."""
     keep_last: int = Field(default=2, ge=1)
     """Checkpoints kept; older ones are removed."""
     keep_best: bool = False

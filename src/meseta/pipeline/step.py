@@ -43,6 +43,8 @@ class Step:
     """Samples of the global batch."""
     logits: Float[Tensor, " B_local"]
     """This rank's predictions, made before the update."""
+    votes: tuple[float, ...] = ()
+    """Sums over all ranks of what each gave as `TrainStep.votes`."""
 
 
 class TrainStep:
@@ -57,6 +59,8 @@ class TrainStep:
         self.optimizer = optimizer
         self.world = world
         self.times = StageTimes(world.device)
+        self.votes: tuple[float, ...] = ()
+        """Numbers that travel with the loss of the next step and are summed over ranks; as many on every rank."""
         if world.device.type == "cpu":
             keep_freed_memory()
 
@@ -76,7 +80,7 @@ class TrainStep:
                 logits, batch.label.to(logits.dtype), reduction="sum"
             )
         with stage("agree"):
-            loss, num_samples = self._global_mean(local_sum.detach(), batch.batch_size)
+            loss, num_samples, votes = self._global_mean(local_sum.detach(), batch.batch_size)
         with stage("backward"):
             self.optimizer.zero_grad(set_to_none=True)
             # The mean over this rank; the tables and the dense gradients weigh it by B_local / B_global.
@@ -84,15 +88,16 @@ class TrainStep:
         with stage("update"):
             self.optimizer.step()
         self.times.end_step()
-        return Step(loss=loss, num_samples=num_samples, logits=logits.detach())
+        return Step(loss=loss, num_samples=num_samples, logits=logits.detach(), votes=votes)
 
-    def _global_mean(self, local_sum: Tensor, batch_size: int) -> tuple[float, int]:
-        """The loss that all ranks agree on, added in float64, and the samples of the global batch."""
-        total, count = self.world.all_reduce(local_sum.double().new_tensor([float(local_sum), batch_size])).tolist()
+    def _global_mean(self, local_sum: Tensor, batch_size: int) -> tuple[float, int, tuple[float, ...]]:
+        """The loss that all ranks agree on, added in float64, the samples of the global batch, the sums of votes."""
+        own = local_sum.double().new_tensor([float(local_sum), batch_size, *self.votes])
+        total, count, *votes = self.world.all_reduce(own).tolist()
         loss = total / max(count, 1.0)
         if not math.isfinite(loss):
             raise NonFiniteLoss(
                 f"the loss is {loss}, and nothing was updated; look for NaN or huge values in the dense inputs, or "
                 "lower the learning rates"
             )
-        return loss, int(count)
+        return loss, int(count), tuple(votes)

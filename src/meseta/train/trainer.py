@@ -25,6 +25,7 @@ from meseta.train.metrics import MetricWindow
 from meseta.train.progress import TrainProgress
 from meseta.train.report import write_report
 from meseta.train.run_dir import RunDir
+from meseta.train.saving import Saver
 from meseta.train.state import (
     dense_tensors,
     ids_outside,
@@ -56,6 +57,7 @@ class Trainer:
         self.test_reader = self._reader("test")
         self.window = MetricWindow()
         self.best = BestSoFar(config.train.early_stopping)
+        self.saver = Saver(config.checkpoint, self.run_dir.checkpoints, world)
         self.step = 0
         self.num_samples = 0
         self.train_s = 0.0
@@ -67,16 +69,22 @@ class Trainer:
         """Train to the end, save, evaluate, write the report; returns what summary.json holds.
 
         Raises MesetaError, on all ranks and naming the step, for what training meets: ids outside their table, a loss
-        that is not finite, files that cannot be read or written.
+        that is not finite, files that cannot be read or written; and Stopped, on all ranks and with everything saved,
+        when SIGTERM or SIGINT came to any of them.
         """
         self._on_first(self._begin)
         first = self.step
         with TrainProgress(self.num_steps, first_step=first, shown=self.world.rank == 0) as progress:
             if first:
                 progress.say(f"going on from step {first}, {self.run_dir.checkpoints}")
-            self._train(progress)
-            if self.step > first:
-                self._save()
+            with self.saver.interruption:
+                self._train(progress)
+                if self.step > self.saver.saved_step:
+                    self._save()
+            if self.saver.stopping:
+                saved = checkpoint.latest(self.run_dir.checkpoints)
+                progress.say(f"stopped after step {self.step}, saved in {saved}; the same command goes on from there")
+                raise self.saver.stop()
             line = self._last_evaluation(progress)
         summary = self._summary(line, ids_outside(self.model.embeddings, self.world))
         if self.world.rank == 0:
@@ -108,10 +116,10 @@ class Trainer:
 
     def _train(self, progress: TrainProgress) -> None:
         """The loop over steps."""
-        eval_every, save_every = self.config.train.eval_every_steps, self.config.checkpoint.every_steps
+        eval_every = self.config.train.eval_every_steps
         self._log_from = (self.step, self.num_samples, time.perf_counter())
         with closing(self.reader.epochs(self.config.train.epochs)) as batches:  # type: ignore[type-var]
-            while self.step < self.num_steps and not self.best.ends_training:
+            while self.step < self.num_steps and not (self.best.ends_training or self.saver.stopping):
                 self._set_learning_rates()
                 with self.train_step.times.stage("data"):
                     batch = next(batches)
@@ -122,8 +130,7 @@ class Trainer:
                 is_due = self.step < self.num_steps
                 if eval_every and self.step % eval_every == 0 and is_due:
                     self._off_the_clock(lambda: self._evaluate(progress))
-                is_best = self.config.checkpoint.keep_best and self.best.step == self.step
-                if is_due and (is_best or (save_every and self.step % save_every == 0)):
+                if is_due and self.saver.is_due(self.step, is_best=self.best.step == self.step):
                     self._off_the_clock(self._save)
         if self.best.ends_training and self.step < self.num_steps:
             progress.say(f"stopped at step {self.step}: {self.best}")
@@ -131,7 +138,10 @@ class Trainer:
     def _run_step(self, batch: Batch) -> Step:
         """One step; what goes wrong in it is told with its number and the way back."""
         try:
-            return self.train_step(batch)
+            self.train_step.votes = self.saver.votes()
+            result = self.train_step(batch)
+            self.saver.hear(result.votes)
+            return result
         except MesetaError as error:
             cause = self._find_bad_input(batch) if isinstance(error, NonFiniteLoss) else None
             saved = checkpoint.latest(self.run_dir.checkpoints)
@@ -236,17 +246,8 @@ class Trainer:
             "random": random_state(),
             "best": self.best.get_state(),
         }
-        checkpoint.save(
-            self.run_dir.checkpoints,
-            world=self.world,
-            step=self.step,
-            plan=embeddings.plan,
-            shards=embeddings.shards,
-            dense={**dense_tensors(self.model, self.optimizer), **window_tensors(window)},
-            state=state,
-        )
-        best = self.best.step if self.config.checkpoint.keep_best else None
-        self._on_first(lambda: checkpoint.prune(self.run_dir.checkpoints, self.config.checkpoint.keep_last, best))
+        dense = {**dense_tensors(self.model, self.optimizer), **window_tensors(window)}
+        self.saver.save(self.step, embeddings, dense, state, self.best.step)
 
     def _resume(self) -> None:
         """Take up the newest checkpoint, if there is one."""
@@ -262,7 +263,7 @@ class Trainer:
         if (self.run_dir.path / FILE_NAME).exists():
             self._check_same_data(Dataset.load(self.run_dir.path))
         state = restore(path, self.model, self.optimizer, self.world)
-        self.step = state["step"]
+        self.step = self.saver.saved_step = state["step"]
         self.num_samples = state["num_samples"]
         self.train_s = state["train_s"]
         self.reader.set_state(state["reader"])

@@ -1,0 +1,72 @@
+"""SIGTERM and Ctrl-C while training: the first asks for an end in good order, a second one ends the process at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from types import TracebackType
+from typing import Any
+
+BOUNCE_S = 1.0
+"""Signals this soon after the first are the same call: a terminal or a service tells all processes of a group, and the
+launcher passes it on to its ranks as well."""
+
+
+class Stopped(Exception):
+    """Training was ended by a signal, on all ranks after the same step, and everything up to there is saved."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
+
+
+class Interruption:
+    """While entered, `number` is the signal that came, if one did.
+
+    A thread waits for signals, so that the second one is heard even while a collective waits for another rank. Entered
+    in another thread than the main one, which alone may set handlers, it hears nothing.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._former: dict[int, Any] = {}
+        self._former_wakeup = -1
+        self._writer = -1
+
+    def __enter__(self) -> Interruption:
+        if threading.current_thread() is threading.main_thread():
+            reader, self._writer = os.pipe()
+            os.set_blocking(self._writer, False)
+            self._former_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                if (former := signal.getsignal(number)) is not signal.SIG_IGN:
+                    # Whoever started this process may have told it to ignore Ctrl-C, as the launcher does.
+                    signal.signal(number, lambda *_: None)
+                    self._former[number] = signal.SIG_DFL if former is None else former
+            threading.Thread(target=self._listen, args=(reader,), name="meseta-signals", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._writer >= 0:
+            for number, former in self._former.items():
+                signal.signal(number, former)
+            signal.set_wakeup_fd(self._former_wakeup)
+            os.close(self._writer)
+            self._writer = -1
+
+    def _listen(self, reader: int) -> None:
+        first_s = 0.0
+        while received := os.read(reader, 1):
+            number = received[0]
+            if number not in self._former:
+                continue
+            if self.number is None:
+                self.number, first_s = number, time.monotonic()
+            elif time.monotonic() - first_s > BOUNCE_S:
+                os.write(2, b"a second signal: leaving at once, without a checkpoint of the last steps\n")
+                os._exit(128 + number)
+        os.close(reader)
