@@ -1,21 +1,20 @@
-"""`meseta data`: click logs to try things on."""
+"""`meseta data`: click logs to try things on; what a prepared dataset holds, and whether it is sound."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(help="Make click logs to try things on.", no_args_is_help=True)
+MAX_SHOWN = 50
 
-
-@app.callback()
-def _commands() -> None:
-    """Keeps `synth` a command of its own while it is the only one."""
+app = typer.Typer(help="Make click logs; check and describe prepared data.", no_args_is_help=True)
 
 
 @app.command()
@@ -44,9 +43,34 @@ def synth(
         force=force,
     )
     start_s = time.perf_counter()
-    with _progress_bar(options.num_rows) as on_rows:
+    with _progress_bar("write", options.num_rows) as on_rows:
         teacher = write_click_log(options, on_rows)
     _print_summary(teacher, out, time.perf_counter() - start_s)
+
+
+@app.command()
+def check(
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that `meseta prepare` made.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Hold every file and value of a prepared dataset against its dataset.json; exit code 1, naming each fault."""
+    from meseta.data.check import check as run
+
+    start_s = time.perf_counter()
+    with _progress_bar("check", None) as on_rows:
+        result = run(path, on_rows)
+    if as_json:
+        typer.echo(json.dumps({"dir": str(path), "ok": not result.faults, **asdict(result)}, indent=1))
+    else:
+        for fault in result.faults[:MAX_SHOWN]:
+            typer.echo(str(fault))
+        if len(result.faults) > MAX_SHOWN:
+            typer.echo(f"... and {len(result.faults) - MAX_SHOWN:,} more; --json shows all")
+        what = f"{result.num_rows:,} rows in {result.num_files} files read in {time.perf_counter() - start_s:.1f} s"
+        faults = f"{len(result.faults):,} {'fault' if len(result.faults) == 1 else 'faults'}"
+        typer.echo(f"{path}: {faults if result.faults else 'sound'}, {what}")
+    if result.faults:
+        raise typer.Exit(1)
 
 
 def _number(text: str) -> int:
@@ -59,13 +83,14 @@ def _number(text: str) -> int:
 
 
 @contextmanager
-def _progress_bar(num_rows: int) -> Iterator[Callable[[int], None]]:
-    """A live line on standard error: share done, rows, rows per second, time left."""
+def _progress_bar(verb: str, num_rows: int | None) -> Iterator[Callable[..., None]]:
+    """A live line on standard error: share done, rows, rows per second, time left. The function takes new rows and,
+    where `num_rows` is not known at first, the rows in all."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = (
-        TextColumn("write"),
+        TextColumn(verb),
         BarColumn(),
         TaskProgressColumn(),
         TextColumn("{task.completed:>13,.0f} rows"),
@@ -73,12 +98,12 @@ def _progress_bar(num_rows: int) -> Iterator[Callable[[int], None]]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as bar:
-        task = bar.add_task("write", total=num_rows, rate=0.0)
+        task = bar.add_task(verb, total=num_rows, rate=0.0)
 
-        def update(num_new_rows: int) -> None:
+        def update(num_new_rows: int, total: int | None = num_rows) -> None:
             state = bar.tasks[task]
             rate = (state.completed + num_new_rows) / max(state.elapsed or 0.0, 1e-3)
-            bar.update(task, advance=num_new_rows, rate=rate)
+            bar.update(task, total=total, advance=num_new_rows, rate=rate)
 
         yield update
 

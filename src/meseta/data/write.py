@@ -58,7 +58,9 @@ class SplitWriter:
         try:
             for window in self.spool.windows(first, min(first + PART_WINDOWS, self.spool.num_windows)):
                 batch = self._finish(window)
-                writer = writer or pq.ParquetWriter(self.out / path, batch.schema, compression="lz4")
+                writer = writer or pq.ParquetWriter(
+                    self.out / path, batch.schema, compression="lz4", write_page_checksum=True
+                )
                 writer.write_batch(batch, row_group_size=ROW_GROUP_ROWS)
                 num_rows += batch.num_rows
                 self.on_rows(batch.num_rows)
