@@ -16,6 +16,7 @@ from meseta.data.dataset import Dataset
 from meseta.data.order import EpochOrder
 from meseta.data.prefetch import prefetch
 from meseta.data.rows import Rows, concatenate, decode, to_batch
+from meseta.data.sound import check_types, check_values
 from meseta.spec import MesetaError
 
 FORMAT = "meseta.reader/1"
@@ -50,6 +51,9 @@ class _RowGroup:
     """Number of the file in the split."""
     index: int
     """Number of the group in the file."""
+    first_row: int
+    """Rows of the file before it."""
+    num_rows: int
 
 
 class Reader:
@@ -84,8 +88,7 @@ class Reader:
             self._open_footer(path, file.num_rows)
             for path, file in zip(self._paths, self.dataset.split(split).files, strict=True)
         ]
-        self._groups = [_RowGroup(f, g) for f, m in enumerate(self._metadata) for g in range(m.num_row_groups)]
-        self._group_rows = [self._metadata[g.file].row_group(g.index).num_rows for g in self._groups]
+        self._groups = [group for file, metadata in enumerate(self._metadata) for group in _row_groups(file, metadata)]
         self._epoch = 0
         self._row = 0
 
@@ -172,7 +175,7 @@ class Reader:
     def order(self, epoch: int) -> EpochOrder:
         """The order of rows in one epoch."""
         key = (self.options.seed, epoch) if self.options.shuffle else None
-        return EpochOrder(self._group_rows, self.options.window_rows, key)
+        return EpochOrder([group.num_rows for group in self._groups], self.options.window_rows, key)
 
     def read_groups(self, groups: tuple[int, ...]) -> Rows:
         """Decode row groups, by their number in the split. Raises MesetaError for a damaged file."""
@@ -182,16 +185,18 @@ class Reader:
             path = self._paths[place.file]
             try:
                 with pq.ParquetFile(path, metadata=self._metadata[place.file]) as file:
-                    tables.append(file.read_row_group(place.index, columns=self.dataset.columns))
+                    table = file.read_row_group(place.index, columns=self.dataset.columns)
             except (pa.ArrowException, OSError) as error:
                 raise _damaged(path, error) from None
+            check_values(path, place.first_row, table, self.dataset)
+            tables.append(table)
         return decode(self.dataset, tables)
 
     def _open_footer(self, path: Path, num_rows: int) -> pq.FileMetaData:
         """The metadata of one file, checked against dataset.json."""
         try:
             with pq.ParquetFile(path) as file:
-                metadata, names = file.metadata, set(file.schema_arrow.names)
+                metadata, schema = file.metadata, file.schema_arrow
         except (pa.ArrowException, OSError) as error:
             raise _damaged(path, error) from None
         if metadata.num_rows != num_rows:
@@ -199,10 +204,16 @@ class Reader:
                 f"dataset file {str(path)!r} holds {metadata.num_rows} rows, but dataset.json says {num_rows}; "
                 "prepare the dataset again"
             )
-        for name in self.dataset.columns:
-            if name not in names:
-                raise MesetaError(f"dataset file {str(path)!r} lacks column {name!r}; prepare the dataset again")
+        check_types(path, schema, self.dataset)
         return metadata
+
+
+def _row_groups(file: int, metadata: pq.FileMetaData) -> Iterator[_RowGroup]:
+    first_row = 0
+    for index in range(metadata.num_row_groups):
+        num_rows = metadata.row_group(index).num_rows
+        yield _RowGroup(file, index, first_row, num_rows)
+        first_row += num_rows
 
 
 class _Pieces:

@@ -73,7 +73,7 @@ class Rows:
 
 def decode(dataset: Dataset, tables: Sequence[pa.Table]) -> Rows:
     """Columns of one or more row groups, one after the other."""
-    table = pa.concat_tables(tables)
+    table = pa.concat_tables(tables, promote_options="permissive")  # ids of one file may be wider than those of another
     num_rows = table.num_rows
     dense = np.empty((num_rows, len(dataset.dense)), np.float32)
     for place, column in enumerate(dataset.dense):
@@ -95,8 +95,8 @@ def decode(dataset: Dataset, tables: Sequence[pa.Table]) -> Rows:
         dense,
         single,
         tuple(bags),
-        None if dataset.weight is None else table.column(dataset.weight).to_numpy(),
-        None if dataset.group is None else table.column(dataset.group).to_numpy(),
+        None if dataset.weight is None else table.column(dataset.weight).to_numpy().astype(np.float32, copy=False),
+        None if dataset.group is None else table.column(dataset.group).to_numpy().astype(np.int64, copy=False),
     )
 
 
@@ -158,7 +158,7 @@ def _interleave(
 
 def _labels(dataset: Dataset, table: pa.Table) -> NDArray[np.float32]:
     """[n], or [n, T] where there are several."""
-    columns = [table.column(name).to_numpy() for name in dataset.labels]
+    columns = [table.column(name).to_numpy().astype(np.float32, copy=False) for name in dataset.labels]
     return columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
 
 

@@ -1,0 +1,130 @@
+"""Whether Parquet files hold what dataset.json says: types by their footer, values as they are read.
+
+Files may be written by other programs than `meseta prepare`, and a value that means nothing must not be trained on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from meseta.data.dataset import Dataset
+from meseta.spec import MesetaError
+
+_WAY_OUT = "prepare the dataset again"
+
+
+def check_types(path: Path, schema: pa.Schema, dataset: Dataset) -> None:
+    """Raise MesetaError, naming the file and the column, for one that is missing or of a type that cannot be read."""
+    for name, what, fits in _wanted(dataset):
+        if name not in schema.names:
+            raise MesetaError(f"dataset file {str(path)!r} lacks column {name!r}; {_WAY_OUT}")
+        found = schema.field(name).type
+        if not fits(found):
+            raise MesetaError(
+                f"dataset file {str(path)!r}: column {name!r} must hold {what}, but is {found}; {_WAY_OUT}"
+            )
+
+
+def check_values(path: Path, first_row: int, table: pa.Table, dataset: Dataset) -> None:
+    """Raise MesetaError for values that no type excludes: none at all, labels outside 0..1, weights of samples that
+    are negative, and weights of ids that are not finite or not one per id.
+
+    The message names file, column and row, counted from 0 in the file; `first_row` is that of the table's first.
+    """
+    where = f"dataset file {str(path)!r}, row"
+    for name, _, _ in _wanted(dataset):
+        column = table.column(name)
+        if column.null_count:
+            row = first_row + pc.index(pc.is_null(column), True).as_py()
+            raise MesetaError(f"{where} {row}: column {name!r} holds no value; fill it, or {_WAY_OUT}")
+        if _is_list(column.type) and pc.list_flatten(column).null_count:
+            empty = pc.list_parent_indices(column).filter(pc.is_null(pc.list_flatten(column)))
+            row = first_row + empty[0].as_py()
+            raise MesetaError(f"{where} {row}: a list of column {name!r} holds no value; fill it, or {_WAY_OUT}")
+    for name in dataset.labels:
+        _check_range(where, first_row, table, name, 1.0)
+    if dataset.weight is not None:
+        _check_range(where, first_row, table, dataset.weight, sys.float_info.max)
+    for feature in dataset.sparse:
+        if feature.weighted:
+            _check_weights(where, first_row, table, feature.name)
+
+
+def _check_range(where: str, first_row: int, table: pa.Table, name: str, most: float) -> None:
+    """Numbers in 0..most; NaN is none."""
+    values = table.column(name).to_numpy()
+    if values.size and not (values.min() >= 0 and values.max() <= most):
+        place = int(np.flatnonzero(~((values >= 0) & (values <= most)))[0])
+        rule = "in 0..1" if most == 1 else "finite and not negative"
+        raise MesetaError(
+            f"{where} {first_row + place}: {name!r} is {values[place]:g}, and must be {rule}; "
+            f"fix the data, or {_WAY_OUT}"
+        )
+
+
+def _check_weights(where: str, first_row: int, table: pa.Table, name: str) -> None:
+    """As many weights as ids, and all of them finite."""
+    ids, weights = table.column(name), table.column(f"{name}.weight")
+    counts = [pc.list_value_length(column).to_numpy() for column in (ids, weights)]
+    if not np.array_equal(*counts):
+        place = int(np.flatnonzero(counts[0] != counts[1])[0])
+        raise MesetaError(
+            f"{where} {first_row + place}: feature {name!r} has {counts[0][place]} ids and {counts[1][place]} weights; "
+            f"give one weight per id, or {_WAY_OUT}"
+        )
+    values = pc.list_flatten(weights).to_numpy()
+    if not np.isfinite(values).all():
+        bad = int(np.flatnonzero(~np.isfinite(values))[0])
+        place = int(np.searchsorted(np.cumsum(counts[1]), bad, side="right"))
+        raise MesetaError(
+            f"{where} {first_row + place}: a weight of feature {name!r} is {values[bad]}; fix the data, or {_WAY_OUT}"
+        )
+
+
+def _wanted(dataset: Dataset) -> Iterator[tuple[str, str, Callable[[pa.DataType], bool]]]:
+    """Each column that is read, what it holds in words, and the test of its type."""
+    for name in dataset.labels:
+        yield name, "numbers", _is_number
+    if dataset.weight is not None:
+        yield dataset.weight, "numbers", _is_number
+    if dataset.group is not None:
+        yield dataset.group, "whole numbers", _is_id
+    for dense in dataset.dense:
+        yield dense.name, "numbers", _is_number
+    for sparse in dataset.sparse:
+        if sparse.multi_valued:
+            yield sparse.name, "lists of whole numbers", _is_id_list
+        else:
+            yield sparse.name, "whole numbers", _is_id
+        if sparse.weighted:
+            yield (
+                f"{sparse.name}.weight",
+                "lists of numbers",
+                lambda kind: _is_list(kind) and _is_number(kind.value_type),
+            )
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_floating(kind) or pa.types.is_integer(kind)
+
+
+def _is_id(kind: pa.DataType) -> bool:
+    return pa.types.is_signed_integer(kind)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+
+
+def _is_id_list(kind: pa.DataType) -> bool:
+    return _is_list(kind) and _is_id(kind.value_type)
+
+
+def _is_number_list(kind: pa.DataType) -> bool:
+    return _is_list(kind) and _is_number(kind.value_type)

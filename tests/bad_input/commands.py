@@ -1,0 +1,74 @@
+"""Commands of `meseta` in this process, on one rank or on every rank of a pool, and what they leave on the disk."""
+
+from __future__ import annotations
+
+import io
+import signal
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+from meseta.cli import main as entry
+from meseta.comm import World
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def errors(self) -> list[str]:
+        """Lines of standard error that are no live progress."""
+        return [line for line in self.err.splitlines() if line.startswith("error: ")]
+
+
+def run_here(*arguments: object) -> Ended:
+    """`meseta ARGUMENTS` in this process; anything that would be a traceback is raised."""
+    out, err = io.StringIO(), io.StringIO()
+    handler = signal.getsignal(signal.SIGINT)
+    argv = ["meseta", *map(str, arguments)]
+    try:
+        with mock.patch.object(sys, "argv", argv), redirect_stdout(out), redirect_stderr(err):
+            entry.main()
+        code: object = 0
+    except SystemExit as left:
+        code = left.code
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert isinstance(code, int | None), code
+    return Ended(code or 0, out.getvalue(), err.getvalue())
+
+
+class _Left(BaseException):
+    """Stands for the end of a rank's process."""
+
+
+def run_on_rank(arguments: list[str]) -> Ended:
+    """The same on a rank of a pool, whose process and process group must outlive the command."""
+
+    def leave(code: int) -> None:
+        raise _Left(code)
+
+    with mock.patch.object(entry.os, "_exit", leave), mock.patch.object(World, "leave", lambda: None):
+        out, err = io.StringIO(), io.StringIO()
+        try:
+            with mock.patch.object(sys, "argv", ["meseta", *arguments]), redirect_stdout(out), redirect_stderr(err):
+                entry.main()
+            code = 0
+        except _Left as left:
+            code = left.args[0]
+    return Ended(code, out.getvalue(), err.getvalue())
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    """Every file under a folder with its content, every folder with None."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+    }
