@@ -8,18 +8,11 @@ import threading
 import time
 from pathlib import Path
 
-import pytest
-
 from meseta.comm import World
 from meseta.config import CheckpointConfig
 from meseta.train.interruption import Interruption
 from meseta.train.saving import Saver
-from small_run import settings, tiny_data, train
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_data(tmp_path_factory.getbasetemp() / "data")
+from small_run import settings, train
 
 
 def saved_steps(run_dir: Path) -> list[int]:

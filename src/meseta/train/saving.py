@@ -12,7 +12,7 @@ from torch import Tensor
 from meseta import checkpoint
 from meseta.comm import World
 from meseta.config import CheckpointConfig
-from meseta.embedding import ShardedEmbeddingBagCollection
+from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
 from meseta.spec import MesetaError
 from meseta.train.interruption import Interruption, Stopped
 
@@ -55,7 +55,7 @@ class Saver:
     def save(
         self,
         step: int,
-        embeddings: ShardedEmbeddingBagCollection,
+        embeddings: EmbeddingBagCollection | ShardedEmbeddingBagCollection,
         dense: Mapping[str, Tensor],
         state: Mapping[str, Any],
         best_step: int | None,
