@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -80,6 +81,77 @@ def test_a_refused_id_updates_nothing() -> None:
     with pytest.raises(MesetaError, match="id 5 from feature 'seen', sample 1"):
         step(batch(ids=[[0], [5], []]))
     assert all(torch.equal(a, b) for a, b in zip(state(model), before, strict=True))
+
+
+class TwoTasks(torch.nn.Module):
+    """A linear layer per task over what DLRM's inputs are."""
+
+    def __init__(self, num_tasks: int) -> None:
+        super().__init__()
+        sgd = OptimizerSpec(name="sgd", lr=0.5)
+        tables = [TableSpec(name="item", num_embeddings=5, embedding_dim=3, dtype="float64", optimizer=sgd)]
+        self.embeddings = EmbeddingBagCollection(tables, [FeatureSpec(name="seen", table="item")])
+        torch.manual_seed(1)
+        self.head = torch.nn.Linear(5, num_tasks).double()
+
+    def score(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+        logits = self.head(torch.cat([dense.double(), pooled], dim=1))
+        return logits.squeeze(1) if logits.shape[1] == 1 else logits
+
+
+def example(num_tasks: int, weight: list[float] | None) -> Batch:
+    one = batch()
+    label = torch.tensor([[1.0, 0.0], [0.0, 0.25], [1.0, 1.0]])
+    label = label[:, 0] if num_tasks == 1 else label
+    return replace(one, label=label, weight=None if weight is None else torch.tensor(weight))
+
+
+@pytest.mark.parametrize("weight", [None, [0.5, 3.0, 0.0], [1e-3, 1e-3, 1e-3]])
+@pytest.mark.parametrize(("num_tasks", "task_weights"), [(1, None), (1, [2.5]), (2, None), (2, [0.25, 3.0])])
+def test_the_loss_of_weighted_samples_and_several_tasks(
+    num_tasks: int, task_weights: list[float] | None, weight: list[float] | None
+) -> None:
+    model, data = TwoTasks(num_tasks), example(num_tasks, weight)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.5), World.single(), task_weights=task_weights)
+    table, dense = model.embeddings.shards[0].weight.clone().requires_grad_(), list(model.parameters())
+    pooled = torch.stack([table[[0, 4]].sum(0), torch.zeros(3).double(), table[4]])
+    logits = model.score(data.dense, pooled)
+    # The weighted mean, written out with the probabilities.
+    p, y = torch.sigmoid(logits), data.label.double()
+    each = -(y * p.log() + (1 - y) * (1 - p).log()).reshape(3, num_tasks)
+    per_sample = (each * torch.tensor(task_weights or [1.0] * num_tasks)).sum(1)
+    w = torch.tensor(weight or [1.0] * 3).double()
+    loss = (w * per_sample).sum() / w.sum()
+    gradients = torch.autograd.grad(loss, [*dense, table])
+    expected = [value.detach() - 0.5 * g for value, g in zip([*dense, table], gradients, strict=True)]
+    result = step(data)
+    assert result.loss == pytest.approx(float(loss.detach()), rel=1e-12) and result.num_samples == 3
+    assert torch.equal(result.logits, logits.detach())
+    for got, want in zip([*dense, model.embeddings.shards[0].weight], expected, strict=True):
+        torch.testing.assert_close(got.detach(), want, rtol=0, atol=1e-12)
+
+
+def test_a_batch_of_weight_zero_changes_nothing() -> None:
+    model = TwoTasks(2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    step = TrainStep(model, optimizer, World.single())
+    before = [p.detach().clone() for p in model.parameters()] + [model.embeddings.shards[0].weight.clone()]
+    result = step(example(2, [0.0, 0.0, 0.0]))
+    assert result.loss == 0.0 and result.num_samples == 3 and result.logits.shape == (3, 2)
+    after = [*model.parameters(), model.embeddings.shards[0].weight]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert model.embeddings.step == 0 and not optimizer.state
+    with pytest.raises(NonFiniteLoss):
+        step(replace(example(2, [0.0, 0.0, 0.0]), weight=torch.tensor([0.0, float("nan"), 1.0])))
+    step(example(2, [0.0, 1.0, 0.0]))
+    assert model.embeddings.step == 1
+
+
+def test_a_model_with_other_outputs_than_labels_is_told() -> None:
+    model = TwoTasks(2)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.5), World.single())
+    with pytest.raises(MesetaError, match=r"logits \[3, 2\] for labels \[3\]"):
+        step(example(1, None))
 
 
 def test_times_are_means_per_step_and_start_anew() -> None:

@@ -168,6 +168,8 @@ class TrainConfig(Section):
     """Samples of a global batch, over all ranks."""
     epochs: int = Field(default=1, ge=1)
     """Passes over the training split."""
+    task_weights: dict[str, Annotated[float, Field(ge=0)]] = {}
+    """What the loss of a label is multiplied by, by the name of the label; those that are not named keep 1."""
     max_steps: int | None = Field(default=None, ge=1)
     """Stop after this many steps; None: after `epochs`."""
     log_every_steps: int = Field(default=50, ge=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -25,8 +26,8 @@ class Model(Protocol):
 
     embeddings: EmbeddingBagCollection | ShardedEmbeddingBagCollection
 
-    def score(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
-        """Logits from dense inputs and pooled embeddings."""
+    def score(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B *T"]:
+        """Logits from dense inputs and pooled embeddings: [B], or [B, T] for T > 1 tasks."""
 
 
 class NonFiniteLoss(MesetaError):
@@ -38,26 +39,49 @@ class Step:
     """What is left of a step."""
 
     loss: float
-    """Mean over the global batch."""
+    """Weighted mean over the global batch; 0 where all weights are 0."""
     num_samples: int
     """Samples of the global batch."""
-    logits: Float[Tensor, " B_local"]
+    logits: Float[Tensor, " B_local *T"]
     """This rank's predictions, made before the update."""
     votes: tuple[float, ...] = ()
     """Sums over all ranks of what each gave as `TrainStep.votes`."""
 
 
-class TrainStep:
-    """Runs one step after the other; every rank calls it with its slice of the same global batch."""
+@dataclass(frozen=True)
+class _Total:
+    """Of a global batch, the same on all ranks."""
 
-    def __init__(self, model: Model, optimizer: torch.optim.Optimizer, world: World) -> None:
-        """`optimizer` holds the dense parameters; the tables step inside the backward pass.
+    loss: float
+    weight: float
+    num_samples: int
+    votes: tuple[float, ...]
+
+
+class TrainStep:
+    """Runs one step after the other; every rank calls it with its slice of the same global batch.
+
+    The loss is sum(w_i * l_i) / sum(w_i) over the samples of the global batch, where w_i is the weight of a sample (1
+    where the batch has none) and l_i the binary cross-entropy, summed over tasks.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        optimizer: torch.optim.Optimizer,
+        world: World,
+        *,
+        task_weights: Sequence[float] | None = None,
+    ) -> None:
+        """`optimizer` holds the dense parameters; the tables step inside the backward pass. `task_weights` multiply
+        the losses of the tasks, in the order of the labels; None: all 1.
 
         On a CPU this process keeps the memory that its steps free, see meseta.ops.allocator.
         """
         self.model = model
         self.optimizer = optimizer
         self.world = world
+        self.task_weights = None if task_weights is None else torch.tensor(task_weights, device=world.device)
         self.times = StageTimes(world.device)
         self.votes: tuple[float, ...] = ()
         """Numbers that travel with the loss of the next step and are summed over ranks; as many on every rank."""
@@ -65,8 +89,11 @@ class TrainStep:
             keep_freed_memory()
 
     def __call__(self, batch: Batch) -> Step:
-        """Train on one batch. Raises NonFiniteLoss on all ranks, before any update, when the loss is not finite,
-        and MesetaError for ids outside their table."""
+        """Train on one batch; one whose weights add up to 0 changes nothing, and counts as no step of any optimizer.
+
+        Raises NonFiniteLoss on all ranks, before any update, when the loss is not finite, and MesetaError for ids
+        outside their table.
+        """
         embeddings, stage = self.model.embeddings, self.times.stage
         with stage("copy"):
             batch = batch.to(self.world.device, non_blocking=True)
@@ -76,28 +103,44 @@ class TrainStep:
             pooled = embeddings.finish(x).pooled.values  # type: ignore[arg-type]
         with stage("dense_forward"):
             logits = self.model.score(batch.dense, pooled)
-            local_sum = functional.binary_cross_entropy_with_logits(
-                logits, batch.label.to(logits.dtype), reduction="sum"
-            )
+            local_sum = self._loss_sum(logits, batch)
         with stage("agree"):
-            loss, num_samples, votes = self._global_mean(local_sum.detach(), batch.batch_size)
-        with stage("backward"):
-            self.optimizer.zero_grad(set_to_none=True)
-            # The mean over this rank; the tables and the dense gradients weigh it by B_local / B_global.
-            (local_sum / max(batch.batch_size, 1)).backward()
-        with stage("update"):
-            self.optimizer.step()
+            total = self._agree(local_sum.detach(), batch)
+        if total.weight > 0:
+            with stage("backward"):
+                self.optimizer.zero_grad(set_to_none=True)
+                # The tables and the dense gradients weigh this by B_local / B_global, so that it is divided by
+                # the sum of weights in the end. Without weights the divisor is the local batch size, to the bit.
+                divisor = batch.batch_size * total.weight / total.num_samples
+                (local_sum / (divisor or 1.0)).backward()
+            with stage("update"):
+                self.optimizer.step()
         self.times.end_step()
-        return Step(loss=loss, num_samples=num_samples, logits=logits.detach(), votes=votes)
+        return Step(loss=total.loss, num_samples=total.num_samples, logits=logits.detach(), votes=total.votes)
 
-    def _global_mean(self, local_sum: Tensor, batch_size: int) -> tuple[float, int, tuple[float, ...]]:
-        """The loss that all ranks agree on, added in float64, the samples of the global batch, the sums of votes."""
-        own = local_sum.double().new_tensor([float(local_sum), batch_size, *self.votes])
-        total, count, *votes = self.world.all_reduce(own).tolist()
-        loss = total / max(count, 1.0)
+    def _loss_sum(self, logits: Tensor, batch: Batch) -> Tensor:
+        """The sum over this rank's samples, and over tasks."""
+        label = batch.label.to(logits.dtype)
+        if label.shape != logits.shape:
+            raise MesetaError(
+                f"the model gives logits {list(logits.shape)} for labels {list(label.shape)}; the outputs of the model "
+                "must be one per label of the dataset"
+            )
+        factor = None if self.task_weights is None else self.task_weights.to(logits.dtype)
+        if batch.weight is not None:
+            weight = batch.weight.to(logits.dtype).view(-1, *[1] * (label.dim() - 1))
+            factor = weight if factor is None else weight * factor
+        return functional.binary_cross_entropy_with_logits(logits, label, factor, reduction="sum")
+
+    def _agree(self, local_sum: Tensor, batch: Batch) -> _Total:
+        """What all ranks know of the global batch, added in float64."""
+        weight = batch.batch_size if batch.weight is None else float(batch.weight.double().sum())
+        sums = local_sum.double().new_tensor([float(local_sum), weight, batch.batch_size, *self.votes])
+        loss_sum, weight_sum, num_samples, *votes = self.world.all_reduce(sums).tolist()
+        loss = loss_sum / weight_sum if weight_sum > 0 else loss_sum
         if not math.isfinite(loss):
             raise NonFiniteLoss(
                 f"the loss is {loss}, and nothing was updated; look for NaN or huge values in the dense inputs, or "
                 "lower the learning rates"
             )
-        return loss, int(count), tuple(votes)
+        return _Total(loss=loss, weight=weight_sum, num_samples=int(num_samples), votes=tuple(votes))

@@ -85,5 +85,20 @@ def make_sharded_model(config: RunConfig, dataset: Dataset, world: World) -> Any
     return shard(model, plan, world=world)
 
 
+def task_weights(config: RunConfig, dataset: Dataset) -> list[float] | None:
+    """One number per label of the dataset, None where all are 1; raises MesetaError for a label that it lacks."""
+    given = config.train.task_weights
+    for name in given:
+        if name not in dataset.labels:
+            raise MesetaError(
+                f"config: train.task_weights names {name!r}, but the labels of the data are "
+                f"{', '.join(map(repr, dataset.labels))}; {nearest(name, dataset.labels)}"
+            )
+    weights = [given.get(name, 1.0) for name in dataset.labels]
+    if not any(weights):
+        raise MesetaError("config: train.task_weights are 0 for all labels, so that nothing is learned; raise one")
+    return None if all(weight == 1.0 for weight in weights) else weights
+
+
 def _optimizer_spec(config: RowOptimizerConfig) -> OptimizerSpec:
     return OptimizerSpec(**config.model_dump())

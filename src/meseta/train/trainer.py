@@ -19,7 +19,7 @@ from meseta.optim.schedule import learning_rate_factor
 from meseta.pipeline import Step, TrainStep
 from meseta.pipeline.step import NonFiniteLoss
 from meseta.spec import MesetaError
-from meseta.train.build import make_sharded_model
+from meseta.train.build import make_sharded_model, task_weights
 from meseta.train.evaluate import evaluate, gather_window
 from meseta.train.metrics import MetricWindow
 from meseta.train.progress import TrainProgress
@@ -52,7 +52,8 @@ class Trainer:
         self.dataset = Dataset.load(config.data.dir)
         self.model = make_sharded_model(config, self.dataset, world)
         self.optimizer = make_dense_optimizer(config.dense.optimizer, self.model.parameters())
-        self.train_step = TrainStep(self.model, self.optimizer, world)
+        weights = task_weights(config, self.dataset)
+        self.train_step = TrainStep(self.model, self.optimizer, world, task_weights=weights)
         self.reader = self._reader("train")
         self.test_reader = self._reader("test")
         self.window = MetricWindow()
