@@ -43,3 +43,16 @@ def output_of(run: Run) -> Callable[..., str]:
         return out
 
     return call
+
+
+@pytest.fixture
+def error_of(run: Run) -> Callable[..., str]:
+    """`error_of("train", config)` -> the one line with which the command is refused; it prints nothing else."""
+
+    def call(*arguments: object) -> str:
+        code, out, err = run(*arguments)
+        assert (code, out) == (1, "")
+        assert err.startswith("error: ") and err.count("\n") == 1, err
+        return err
+
+    return call

@@ -1,20 +1,31 @@
-"""From a file of a public format to a report: `prepare`, then `train`, and no schema written by hand."""
+"""From a file of a public format to a report: one command, and no schema written by hand."""
 
 from __future__ import annotations
 
 import csv
+import os
 import random
+import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
-from meseta.data import Dataset
-from small_run import settings, write_config
+from meseta.cli import train
+from meseta.data import Dataset, PrepareOptions
+from meseta.train.raw_files import default_batch_size, default_run_dir
+from small_run import environment
 
 Output = Callable[..., str]
+SMALL = ("model.embedding_dim=4", "model.bottom_mlp=[8]", "model.top_mlp=[8]", "train.epochs=3", "num_threads=1",
+         "dense.optimizer.lr=0.01", "embedding.optimizer.lr=0.1")  # fmt: skip
 
 
 def write_csv(path: Path) -> None:
@@ -58,15 +69,111 @@ def write_ffm(path: Path) -> None:
         ("log.parquet", write_parquet, {"history": (True, True)}),
     ],
 )
-def test_two_commands_from_file_to_report(
-    tmp_path: Path, output_of: Output, name: str, write: Callable[[Path], None], features: dict[str, tuple[bool, bool]]
+def test_one_command_from_file_to_report(
+    tmp_path: Path,
+    output_of: Output,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    write: Callable[[Path], None],
+    features: dict[str, tuple[bool, bool]],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     write(tmp_path / name)
-    printed = output_of("prepare", tmp_path / name, "--out", tmp_path / "data", "--hash-rows", 1000)
+    printed = output_of("train", "--data", name, *SMALL)
     assert "columns, as inferred:" in printed and "--print-schema" in printed
-    sparse = Dataset.load(tmp_path / "data").sparse
+    sparse = Dataset.load("runs/log/data").sparse
     assert {s.name: (s.multi_valued, s.weighted) for s in sparse} == features
-    document = settings(tmp_path / "data", tmp_path / "run", train__epochs=4)
-    printed = output_of("train", write_config(tmp_path / "config.yaml", document))
     assert float(printed.split("test AUC ")[1].split()[0]) > 0.7
-    assert (tmp_path / "run" / "report.html").stat().st_size > 1000
+    assert printed.endswith("report: runs/log/report.html\n")
+    assert Path("runs/log/report.html").stat().st_size > 1000
+    config = yaml.safe_load(Path("runs/log/config.yaml").read_text())
+    assert (config["train"]["batch_size"], config["data"]["dir"]) == (32, "runs/log/data")
+
+
+@pytest.fixture
+def clicks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """clicks.csv in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    write_csv(tmp_path / "clicks.csv")
+    return tmp_path / "clicks.csv"
+
+
+def test_prepared_files_are_taken_as_they_are_until_something_changes(
+    clicks: Path, output_of: Output, error_of: Output
+) -> None:
+    settings = [*SMALL, "train.max_steps=2"]
+    output_of("train", "--data", "clicks.csv", *settings, "data.dir=prepared", "run_dir=runs/a")
+    before = Path("prepared/dataset.json").stat().st_mtime_ns
+    printed = output_of("train", "--data", "click?.csv", *settings, "data.dir=prepared", "run_dir=runs/b")
+    assert "columns, as inferred" not in printed and Path("prepared/dataset.json").stat().st_mtime_ns == before
+    command = ["train", "--data", "clicks.csv", *settings, "data.dir=prepared", "run_dir=runs/c"]
+    (clicks.parent / "more.csv").write_text(clicks.read_text())
+    assert "more.csv' was not among its sources" in error_of(*command, "--data", "more.csv")
+    assert 'the option label was null and is "price" now' in error_of(*command, "--label", "price")
+    os.utime(clicks, ns=(0, 0))
+    refusal = error_of(*command)
+    assert "clicks.csv' has changed since" in refusal and "delete it to have it prepared again" in refusal
+    (clicks.parent / "prepared/prepare.json").unlink()
+    assert "it does not say from which it was" in error_of(*command)
+    assert not Path("runs/c").exists()
+    shutil.rmtree("prepared")
+    output_of(*command)
+
+
+def test_a_slip_in_the_config_comes_before_the_work(clicks: Path, error_of: Output) -> None:
+    assert "did you mean 'epochs'?" in error_of("train", "--data", "clicks.csv", "train.epoch=2")
+    assert "key 'run_dir'" in error_of("train", "--data", "clicks.csv", "run_dir=[1]")
+    assert "key 'data'" in error_of("train", "--data", "clicks.csv", "data=3")
+    assert "absent.yaml" in error_of("train", "absent.yaml", "--data", "clicks.csv")
+    assert "nothing to train on" in error_of("train")
+    assert "give --data too" in error_of("train", "a=b", "--label", "x")
+    assert "no such file" in error_of("train", "--data", "absent.csv")
+    assert [path.name for path in clicks.parent.iterdir()] == ["clicks.csv"]
+
+
+def test_a_config_goes_before_what_is_chosen_for_raw_files(clicks: Path, output_of: Output) -> None:
+    Path("c.yaml").write_text("run_dir: mine\ntrain: {batch_size: 100, max_steps: 1}\ndata:\n")
+    output_of("train", "c.yaml", "--data", "clicks.csv", *SMALL[:3])
+    config = yaml.safe_load(Path("mine/config.yaml").read_text())
+    assert (config["train"]["batch_size"], config["data"]["dir"]) == (100, "mine/data")
+
+
+def test_the_first_of_several_ranks_prepares_and_the_others_wait(clicks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = PrepareOptions(sources=["clicks.csv"], out=Path("out"))
+    with ThreadPoolExecutor(1) as pool:
+        with monkeypatch.context() as patch:
+            patch.setenv("RANK", "1")
+            waiting = pool.submit(train._prepared, options)
+            time.sleep(0.5)
+            assert not waiting.done() and not Path("out").exists()
+        prepared = train._prepared(options)
+        assert waiting.result(60) == prepared
+
+
+def test_two_ranks_from_a_raw_file(clicks: Path) -> None:
+    command = [sys.executable, "-m", "meseta.cli.main", "train", "--data", "clicks.csv", *SMALL, "--nproc", "2"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment(), timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("columns, as inferred:") == 1 and "2 ranks" in done.stdout
+    assert float(done.stdout.split("test AUC ")[1].split()[0]) > 0.7
+
+
+@pytest.mark.parametrize(
+    ("pattern", "run_dir"),
+    [
+        ("clicks.csv", "runs/clicks"),
+        ("logs/day_1.tsv.gz", "runs/day_1"),
+        ("logs/day_*.tsv", "runs/day"),
+        ("logs/*.parquet", "runs/logs"),
+        ("s3://bucket/logs/2026-01-??/*.csv.gz", "runs/2026-01"),
+        ("memory://*", "runs/first"),
+        ("a b/[0-9]", "runs/a_b"),
+    ],
+)
+def test_a_run_is_called_after_its_files(pattern: str, run_dir: str) -> None:
+    assert default_run_dir([pattern, "other"]) == run_dir
+
+
+def test_batches_of_small_data_are_small() -> None:
+    sizes = [default_batch_size(rows) for rows in (1, 6_400, 12_799, 12_800, 100_000, 409_600, 10**9)]
+    assert sizes == [32, 32, 32, 64, 256, 2048, 2048]

@@ -120,7 +120,7 @@ def test_progress_reaches_the_end(tmp_path: Path) -> None:
     source = write_tsv(tmp_path / "log.tsv", make_lines(50))
     calls: list[tuple[str, int, float]] = []
     prepare(PrepareOptions(sources=[str(source)], out=tmp_path / "out"), lambda *call: calls.append(call))
-    assert calls[0] == ("read", 50, 1.0)
+    assert calls == [("read", 0, 0.0), ("read", 50, 1.0), ("write", 0, 0.0), *calls[3:]]
     assert calls[-1] == ("write", 50, 1.0)
 
 

@@ -107,7 +107,7 @@ def test_one_batch_from_the_command_to_the_kernel_in_under_ten_files(tmp_path_fa
     document = settings(tiny_data(tmp_path_factory.getbasetemp() / "data"), folder / "run", train__max_steps=1)
     stacks: list[list[str]] = []
     with watched("pooled_lookup", stacks):
-        train(write_config(folder / "run.yaml", document))
+        train([str(write_config(folder / "run.yaml", document))])
     assert stacks
     for hops in stacks:
         assert hops[0] == "cli/train.py:train" and hops[-1].startswith("ops/pooled_lookup/")

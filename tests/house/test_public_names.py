@@ -19,7 +19,8 @@ PUBLIC = {
     "meseta.comm": "DenseGradients Pending World",
     "meseta.config": """
         CheckpointConfig DataConfig DenseConfig DenseOptimizerConfig EarlyStoppingConfig EmbeddingConfig ModelConfig
-        RunConfig ScheduleConfig TableConfig TrainConfig load_config
+        RunConfig ScheduleConfig TableConfig TrainConfig
+        check_document load_config read_document set_default
     """,
     "meseta.data": "Batch Dataset PrepareOptions Reader ReaderOptions",
     "meseta.data.hash_categories": "feature_seed hash_categories hash_to_rows",

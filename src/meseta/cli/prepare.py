@@ -90,9 +90,9 @@ def prepare(
         typer.echo(schema_text(read_layout(options)), nl=False)
         return
     start_s = time.perf_counter()
-    with _progress_bar() as progress:
-        dataset = run(options, progress, lambda layout: _print_layout(layout, given=schema is not None))
-    _print_summary(dataset, out, time.perf_counter() - start_s)
+    with progress_bar() as progress:
+        dataset = run(options, progress, lambda layout: print_layout(layout, given=schema is not None))
+    print_summary(dataset, out, time.perf_counter() - start_s)
 
 
 def _names(text: str) -> list[str]:
@@ -116,7 +116,7 @@ def _read_hash_rows(entries: Sequence[str]) -> tuple[int, dict[str, int]]:
 
 
 @contextmanager
-def _progress_bar() -> Iterator[Progress]:
+def progress_bar() -> Iterator[Progress]:
     """A live line per pass on standard error: share done, rows, rows per second, time left."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -129,23 +129,29 @@ def _progress_bar() -> Iterator[Progress]:
         TextColumn("{task.fields[rate]:>9,.0f} rows/s"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as bar:
-        tasks: dict[str, TaskID] = {}
+    bar = Progress(*columns, console=Console(stderr=True), refresh_per_second=4)
+    tasks: dict[str, TaskID] = {}
+    begun_at: dict[str, int] = {}
 
-        def update(stage: str, rows: int, share: float) -> None:
-            # Stages appear as they begin: not every kind of file is scanned.
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=1.0, start=False, rows=0, rate=0.0)
-            task = bar.tasks[tasks[stage]]
-            if not task.started:
-                bar.start_task(task.id)
-            bar.update(task.id, completed=share, rows=rows, rate=rows / max(task.elapsed or 0.0, 1e-3))
+    def update(stage: str, rows: int, share: float) -> None:
+        # Stages appear as they begin: not every kind of file is scanned.
+        if stage not in tasks:
+            bar.start()
+            tasks[stage] = bar.add_task(stage, total=1.0, rows=0, rate=0.0)
+            begun_at[stage] = rows
+        task = bar.tasks[tasks[stage]]
+        rate = (rows - begun_at[stage]) / max(task.elapsed or 0.0, 1e-3)
+        bar.update(task.id, completed=share, rows=rows, rate=rate)
 
+    try:
         yield update
+    finally:
+        if tasks:
+            bar.stop()
 
 
-def _print_layout(layout: Layout, *, given: bool) -> None:
-    """What each column is taken for, as the schema file that says so, and how to change it."""
+def print_layout(layout: Layout, *, given: bool, command: str = "the same command") -> None:
+    """What each column is taken for, as the schema file that says so, and how to change it with `command`."""
     from meseta.data.schema import schema_text
 
     if not layout.reasons and not given:
@@ -154,12 +160,13 @@ def _print_layout(layout: Layout, *, given: bool) -> None:
     typer.echo("".join(f"  {line}\n" for line in schema_text(layout).splitlines()), nl=False)
     if not given:
         typer.echo(
-            "to change that: the same command with --print-schema > schema.yaml, edit the file, then with "
+            f"to change that: {command} with --print-schema > schema.yaml, edit the file, then this one with "
             "--schema schema.yaml"
         )
 
 
-def _print_summary(dataset: Dataset, out: Path, elapsed_s: float) -> None:
+def print_summary(dataset: Dataset, out: Path, elapsed_s: float) -> None:
+    """Rows, splits and features of a dataset that took `elapsed_s` seconds."""
     from rich import print as show
 
     num_rows = sum(split.num_rows for split in dataset.splits.values())

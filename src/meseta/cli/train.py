@@ -1,27 +1,71 @@
-"""`meseta train CONFIG.yaml [key=value ...] [--nproc N]`: a run, or the rest of one."""
+"""`meseta train [CONFIG.yaml] [--data FILE] [key=value ...] [--nproc N]`: a run, or the rest of one."""
 
 from __future__ import annotations
 
+import os
 import sys
+import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from meseta.cli.launch import is_launched, run_ranks
+from meseta.cli.prepare import print_layout, print_summary, progress_bar
+from meseta.spec import MesetaError
+
+if TYPE_CHECKING:
+    from meseta.data import Dataset, PrepareOptions
+
+_FILES = "Raw files, prepared first if that was not done yet"
+_Data = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FILE",
+        help="Raw file or pattern, as for `meseta prepare`; repeatable. Without a config, run_dir is runs/<its name>.",
+        rich_help_panel=_FILES,
+    ),
+]
+_TestFiles = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FILE", help="File or pattern whose rows make the test split; repeatable.", rich_help_panel=_FILES
+    ),
+]
+_Label = Annotated[
+    str | None, typer.Option(help="Column of the label.", show_default="by its name", rich_help_panel=_FILES)
+]
+_Schema = Annotated[Path | None, typer.Option(help="YAML file that says what the columns are.", rich_help_panel=_FILES)]
 
 
 def train(
-    config: Annotated[Path, typer.Argument(help="YAML config of the run.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings, such as train.batch_size=4096.")
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG] [KEY=VALUE]...",
+            help="YAML config of the run, and settings such as train.batch_size=4096.",
+        ),
     ] = None,
+    data: _Data = None,
+    test_files: _TestFiles = None,
+    label: _Label = None,
+    schema: _Schema = None,
     nproc: Annotated[int, typer.Option(help="Ranks on this machine. torchrun works too.")] = 1,
 ) -> None:
     """Train a model, evaluate it, and write a report; started again, go on from the newest checkpoint."""
-    from meseta.config import load_config
+    from meseta.config import check_document, read_document
 
-    settings = load_config(config, overrides or [])
+    config, overrides = _split(arguments or [])
+    document = read_document(config, overrides)
+    if data:
+        _prepare(document, config, {"sources": data, "test_files": test_files or (), "label": label, "schema": schema})
+    elif test_files or label or schema:
+        raise MesetaError("train: --test-files, --label and --schema say how raw files are prepared; give --data too")
+    elif not document:
+        raise MesetaError("train: nothing to train on; give a config file, or raw files as --data FILE")
+    settings = check_document(document, config)
     if nproc != 1 and not is_launched():
         sys.exit(run_ranks(sys.argv[1:], nproc))
 
@@ -36,6 +80,43 @@ def train(
         raise typer.Exit(stopped.exit_code) from None
     if world.rank == 0:
         _print_result(summary, settings.run_dir)
+
+
+def _split(arguments: Sequence[str]) -> tuple[Path | None, Sequence[str]]:
+    """The config, if the first argument is one, and the settings."""
+    if arguments and ("=" not in arguments[0] or Path(arguments[0]).is_file()):
+        return Path(arguments[0]), arguments[1:]
+    return None, arguments
+
+
+def _prepare(document: dict[str, Any], config: Path | None, given: dict[str, Any]) -> None:
+    """Have the raw files prepared in data.dir, and complete the document: run_dir, data.dir and train.batch_size."""
+    from meseta.config import check_document, set_default
+    from meseta.data import PrepareOptions
+    from meseta.train.raw_files import default_batch_size, default_run_dir
+
+    set_default(document, "run_dir", default_run_dir(given["sources"]))
+    set_default(document, "data.dir", f"{document['run_dir']}/data")
+    # Before the work: a slip in the config should not wait for it.
+    out = check_document(document, config).data.dir
+    dataset = _prepared(PrepareOptions(out=out, **given))
+    set_default(document, "train.batch_size", default_batch_size(dataset.splits["train"].num_rows))
+
+
+def _prepared(options: PrepareOptions) -> Dataset:
+    """The dataset of `options`; of several ranks the first prepares it, and the others wait until it is there."""
+    from meseta.data.prepare import load_prepared, prepare
+
+    while (dataset := load_prepared(options)) is None:
+        if os.environ.get("RANK", "0") == "0":
+            start_s = time.perf_counter()
+            show = partial(print_layout, given=bool(options.schema), command="`meseta prepare FILE --out DIR`")
+            with progress_bar() as progress:
+                dataset = prepare(options, progress, show)
+            print_summary(dataset, options.out, time.perf_counter() - start_s)
+            return dataset
+        time.sleep(0.2)  # Where the first rank fails, its launcher ends this one too.
+    return dataset
 
 
 def _print_result(summary: dict[str, Any], run_dir: Path) -> None:

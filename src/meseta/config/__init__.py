@@ -1,6 +1,6 @@
 """Typed configs of a run. No torch here."""
 
-from meseta.config.load import load_config
+from meseta.config.load import check_document, load_config, read_document, set_default
 from meseta.config.run import (
     CheckpointConfig,
     DataConfig,
@@ -27,5 +27,8 @@ __all__ = [
     "ScheduleConfig",
     "TableConfig",
     "TrainConfig",
+    "check_document",
     "load_config",
+    "read_document",
+    "set_default",
 ]

@@ -19,16 +19,43 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises MesetaError for a missing file, an unknown key (with the nearest valid name) or an ill-typed value.
     """
+    return check_document(read_document(path, overrides), path)
+
+
+def read_document(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """What a config file and overrides say, unchecked; of `path` None, the overrides alone.
+
+    Raises MesetaError for a missing file, or an override that cannot be read.
+    """
     try:
-        document = read_mapping(path)
+        document = {} if path is None else read_mapping(path)
     except MesetaError as error:
         raise MesetaError(f"config {str(path)!r}: {error}") from None
     for override in overrides:
         _apply(document, override)
+    return document
+
+
+def set_default(document: dict[str, Any], key: str, value: Any) -> None:
+    """Give `key`, such as train.batch_size, a value where the document has none; what is ill-typed is left alone."""
+    *parents, last = key.split(".")
+    section: Any = document
+    for name in parents:
+        if section.get(name) is None:
+            section[name] = {}
+        section = section[name]
+        if not isinstance(section, dict):
+            return
+    section.setdefault(last, value)
+
+
+def check_document(document: Mapping[str, Any], path: str | Path | None = None) -> RunConfig:
+    """The config that a document holds; `path` names it in errors. Raises MesetaError as `load_config` does."""
     try:
         return RunConfig.model_validate(document)
     except ValidationError as error:
-        raise MesetaError(f"config {str(path)!r}: " + "; ".join(_explain_all(error))) from None
+        where = "config" if path is None else f"config {str(path)!r}"
+        raise MesetaError(f"{where}: " + "; ".join(_explain_all(error))) from None
 
 
 def _apply(document: dict[str, Any], override: str) -> None:

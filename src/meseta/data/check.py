@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from meseta.data.columns import Column, columns_of
 from meseta.data.dataset import FILE_NAME, DataFile, Dataset, SparseFeature
+from meseta.data.record import RECORD_NAME
 from meseta.data.workers import in_order
 from meseta.spec.processors import num_cores
 
@@ -106,7 +107,7 @@ def _stray_files(dataset: Dataset) -> Iterator[Fault]:
             yield Fault(object=FILE_NAME, rule="a file must be named once", value=f"{path!r} {count} times")
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
             yield Fault(object=FILE_NAME, rule="files must lie in the folder of the dataset", value=repr(path))
-    known = {FILE_NAME, STATISTICS_PAGE, *named, *(f.vocabulary for f in dataset.sparse if f.vocabulary)}
+    known = {FILE_NAME, RECORD_NAME, STATISTICS_PAGE, *named, *(f.vocabulary for f in dataset.sparse if f.vocabulary)}
     present = sorted(path for path in dataset.dir.rglob("*") if path.is_symlink() or not path.is_dir())
     for name in (path.relative_to(dataset.dir).as_posix() for path in present):
         if name not in known:

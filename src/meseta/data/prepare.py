@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from meseta.data.dataset import Dataset, DenseFeature, SourceFile, SparseFeature, Split, Teacher
+from meseta.data.dataset import FILE_NAME, Dataset, DenseFeature, SourceFile, SparseFeature, Split, Teacher
 from meseta.data.encode import EncodedBlock, Encoder
 from meseta.data.layout import find_layout
+from meseta.data.record import difference, load_record, record_of, save_record
 from meseta.data.schema import Layout, Schema
 from meseta.data.sources import Source, find_sources, read_blocks
 from meseta.data.spool import Spool
@@ -119,14 +120,37 @@ def prepare(
         layout, seed=options.seed, test_fraction=options.fraction or 0.0, hash_rows=_hash_rows(options, layout)
     )
     num_threads = options.num_threads or num_cores()
+    record = record_of(options, sources)
     with staged_folder(options.out, force=options.force) as folder:
         pool = ThreadPoolExecutor(num_threads, thread_name_prefix="meseta-prepare")
         try:
             dataset = _Run(options, sources, encoder, folder, progress).run(pool, num_threads)
         finally:
             pool.shutdown(cancel_futures=True)
+        save_record(record, folder)
         dataset.save(folder)
     return Dataset.load(options.out)
+
+
+def load_prepared(options: PrepareOptions) -> Dataset | None:
+    """The dataset that `prepare` has written for these options, or None where there is no folder `options.out`.
+
+    Raises MesetaError where the sources or the options are others than those that it was prepared from.
+    """
+    out = options.out
+    if not (out / FILE_NAME).exists():
+        return None
+    record = load_record(out)
+    if record is None:
+        other: str | None = "it does not say from which it was"
+    else:
+        other = difference(record, record_of(options, _find_sources(options)))
+    if other:
+        raise MesetaError(
+            f"{str(out)!r} was not prepared from these files with these options: {other}; choose another run_dir (or "
+            "data.dir), leave --data away to train on it as it is, or delete it to have it prepared again"
+        )
+    return Dataset.load(out)
 
 
 class _Run:
@@ -175,6 +199,7 @@ class _Run:
         total_bytes = sum(source.size_bytes for source in self.sources)
         done_bytes = dict.fromkeys(self.rows_of_source, 0)
         num_rows = 0
+        self.progress("read", 0, 0.0)
         for encoded in in_order(pool, self._jobs(), num_threads + 1):
             for name, batch in encoded.splits.items():
                 self.spools[name].add(batch)
@@ -215,6 +240,7 @@ class _Run:
                 written += num_rows
                 self.progress("write", written, written / total_rows)
 
+        self.progress("write", 0, 0.0)
         splits = {}
         for name, spool in self.spools.items():
             splits[name] = SplitWriter(
@@ -308,4 +334,11 @@ def _hash_rows(options: PrepareOptions, layout: Layout) -> dict[str, int] | None
     return {name: options.hash_rows_by_feature.get(name, options.hash_rows) for name in names}
 
 
-__all__ = ["PrepareOptions", "Progress", "find_teacher", "prepare", "read_layout"]
+__all__ = [
+    "PrepareOptions",
+    "Progress",
+    "find_teacher",
+    "load_prepared",
+    "prepare",
+    "read_layout",
+]

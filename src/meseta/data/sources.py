@@ -51,6 +51,8 @@ class Source:
     kind: Kind
     size_bytes: int
     """As stored, compressed or not."""
+    changed: str
+    """When it was written last, as its file system tells."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,15 +146,21 @@ def _identify(path: Path, split: Literal["train", "test", "both"]) -> Source:
     if path.is_dir():
         raise MesetaError(f"source {str(path)!r} is a folder; give files or a pattern such as '{path}/*.tsv'")
     try:
-        size_bytes = path.stat().st_size
+        status = path.stat()
         with path.open("rb") as file:
             magic = file.read(4)
     except OSError as error:
         raise MesetaError(f"source {str(path)!r}: {error.strerror}") from None
-    if not size_bytes:
+    if not status.st_size:
         raise MesetaError(f"source {str(path)!r} is empty; leave it out, or fetch it again")
     is_parquet = magic == b"PAR1" or path.suffix == ".parquet"
-    return Source(path=path, split=split, kind="parquet" if is_parquet else _text_kind(path), size_bytes=size_bytes)
+    return Source(
+        path=path,
+        split=split,
+        kind="parquet" if is_parquet else _text_kind(path),
+        size_bytes=status.st_size,
+        changed=str(status.st_mtime_ns),
+    )
 
 
 def _text_kind(path: Path) -> Kind:
