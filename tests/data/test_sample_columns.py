@@ -104,3 +104,21 @@ def test_a_description_from_before_there_were_several_labels_is_read(tmp_path: P
     document = {key: value for key, value in dataset.to_dict().items() if key not in ("labels", "weight", "group")}
     (tmp_path / "data" / "dataset.json").write_text(json.dumps({**document, "label": "label"}))
     assert Dataset.load(tmp_path / "data").labels == ("label",)
+
+
+def test_some_labels_of_several(tmp_path: Path) -> None:
+    dataset = make(tmp_path / "data", **ROLES)
+    positives = {"click": 115.0, "buy": 77.0}
+    dataset = dataset.model_copy(
+        update={"splits": {"train": dataset.splits["train"].model_copy(update={"positives": positives})}}
+    )
+    assert dataset.with_labels(None) is dataset
+    buy = dataset.with_labels(["buy"])
+    assert buy.labels == ("buy",) and buy.splits["train"].num_positives == 77.0
+    batch = next(iter(Reader(buy, "train", ReaderOptions(batch_size=4)).epoch()))
+    assert batch.label.tolist() == [float(row % 3 == 0) for row in batch.dense[:, 0].tolist()]
+    swapped = next(iter(Reader(dataset.with_labels(["buy", "click"]), "train", ReaderOptions(batch_size=4)).epoch()))
+    assert swapped.label.tolist() == [[float(row % 3 == 0), row % 2] for row in swapped.dense[:, 0].tolist()]
+    for names, message in ((["bye"], "names 'bye', .* did you mean 'buy'"), (["buy", "buy"], "'buy' 2 times")):
+        with pytest.raises(MesetaError, match=message):
+            dataset.with_labels(names)

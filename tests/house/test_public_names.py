@@ -26,7 +26,9 @@ PUBLIC = {
     "meseta.data.hash_categories": "feature_seed hash_categories hash_to_rows",
     "meseta.embedding": "EmbeddingBagCollection ShardedEmbeddingBagCollection resolve_plan shard",
     "meseta.jagged": "Embeddings JaggedTensor KeyedJaggedTensor KeyedTensor",
-    "meseta.models": "DLRM DLRMDCNv2 LogisticRegression make_model wanted_embedding_dim",
+    "meseta.models": """
+        AutoInt DLRM DLRMDCNv2 DeepFM FM LogisticRegression MLPOptions MMoE WideDeep make_model wanted_embedding_dim
+    """,
     "meseta.ops.row_update": "Bags FeatureGradient TableRows UpdateGroup row_update",
     "meseta.optim": "Hyper RowOptimizer element_state make_row_optimizer row_state where",
     "meseta.pipeline": "StageTimes Step TrainStep",

@@ -1,7 +1,7 @@
 """The models against plain numpy arithmetic, literal values, numerical gradients and the widths they must refuse."""
 
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -9,47 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from meseta.config import ModelConfig
-from meseta.jagged import KeyedJaggedTensor
-from meseta.models import DLRM, DLRMDCNv2, LogisticRegression, make_model, wanted_embedding_dim
-from meseta.spec import FeatureSpec, MesetaError, TableSpec
-
-
-@dataclass
-class Pooled:
-    values: Tensor
-
-
-@dataclass
-class Looked:
-    pooled: Pooled
-
-
-class OneRowEach(nn.Module):
-    """Stands for an embedding collection: one id per sample and feature, so pooling is plain indexing."""
-
-    def __init__(self, dims: list[int], pooling: Any = "sum", num_rows: int = 7) -> None:
-        super().__init__()
-        self.tables = [TableSpec(name=f"t{i}", num_embeddings=num_rows, embedding_dim=d) for i, d in enumerate(dims)]
-        self.features = [FeatureSpec(name=f"f{i}", table=f"t{i}", pooling=pooling) for i in range(len(dims))]
-        generator = torch.Generator().manual_seed(len(dims))
-        self.rows = nn.ParameterList(nn.Parameter(torch.randn(num_rows, d, generator=generator)) for d in dims)
-
-    def forward(self, sparse: KeyedJaggedTensor) -> Looked:
-        parts = [rows[sparse[f.name].values] for rows, f in zip(self.rows, self.features, strict=True)]
-        return Looked(Pooled(torch.cat(parts, dim=1)))
-
-
-def some_ids(num_features: int, batch_size: int) -> KeyedJaggedTensor:
-    ids = np.random.default_rng(1).integers(0, 7, (num_features, batch_size))
-    return KeyedJaggedTensor(
-        keys=tuple(f"f{i}" for i in range(num_features)),
-        values=torch.from_numpy(ids.reshape(-1)),
-        lengths=torch.ones(num_features * batch_size, dtype=torch.int64),
-    )
-
-
-def some_dense(batch_size: int, num_dense: int) -> Tensor:
-    return torch.from_numpy(np.random.default_rng(2).normal(size=(batch_size, num_dense)))
+from meseta.models import (
+    DLRM,
+    FM,
+    AutoInt,
+    DeepFM,
+    DLRMDCNv2,
+    LogisticRegression,
+    MMoE,
+    WideDeep,
+    make_model,
+    wanted_embedding_dim,
+)
+from meseta.spec import MesetaError
+from model_parts import OneRowEach, some_dense, some_ids
 
 
 def numpy_mlp(x: np.ndarray, model: nn.Module, part: str, relu_last: bool) -> np.ndarray:
@@ -104,9 +77,7 @@ def test_dlrm_top_input_is_bottom_output_then_the_lower_triangle_row_by_row() ->
 @pytest.mark.parametrize("batch_size", [0, 1, 5])
 def test_dcnv2_equals_loops_in_numpy(batch_size: int) -> None:
     embeddings = OneRowEach([3, 5])  # mixed widths are fine here
-    model = DLRMDCNv2(
-        embeddings, num_dense=2, bottom_mlp=(6, 4), top_mlp=(8, 5), cross_layers=3, cross_low_rank=2, seed=5
-    ).double()
+    model = DLRMDCNv2(embeddings, num_dense=2, bottom_mlp=(6, 4), top_mlp=(8, 5), cross=(3, 2), seed=5).double()
     for up in model.cross.up:
         nn.init.normal_(up.bias)  # they start at zero, where a wrong place would not show
     dense, sparse = some_dense(batch_size, 2), some_ids(2, batch_size)
@@ -139,12 +110,18 @@ def small_models() -> list[nn.Module]:
     return [
         DLRM(OneRowEach([2, 2]), num_dense=2, bottom_mlp=(3, 2), top_mlp=(4,)),
         DLRM(OneRowEach([2, 3]), num_dense=2, bottom_mlp=(2,), top_mlp=(4,), interaction="none"),
-        DLRMDCNv2(OneRowEach([2, 3]), num_dense=2, bottom_mlp=(2,), top_mlp=(4,), cross_layers=2, cross_low_rank=2),
+        DLRMDCNv2(OneRowEach([2, 3]), num_dense=2, bottom_mlp=(2,), top_mlp=(4,), cross=(2, 2)),
         LogisticRegression(OneRowEach([1, 1]), num_dense=2),
+        FM(OneRowEach([3, 3]), num_dense=2),
+        DeepFM(OneRowEach([3, 3]), num_dense=2, deep_mlp=(4,)),
+        WideDeep(OneRowEach([3, 3]), num_dense=2, deep_mlp=(4,)),
+        AutoInt(OneRowEach([2, 2]), num_dense=2, attention=(2, 2, 1), deep_mlp=(2,)),
+        AutoInt(OneRowEach([2, 2]), num_dense=2, attention=(1, 1, 2)),
+        MMoE(OneRowEach([2, 3]), num_dense=2, num_tasks=2, experts=[(3,), (2, 3)], tower_mlp=(2,)),
     ]
 
 
-@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("index", range(10))
 def test_gradients_equal_finite_differences(index: int) -> None:
     model = small_models()[index].double()
     for parameter in model.parameters():
@@ -171,22 +148,35 @@ class Scorer(nn.Module):
         return self.model.score(dense, pooled)
 
 
-@pytest.mark.parametrize("index", range(4))
-def test_no_dense_inputs_and_float32_inputs_to_a_float64_model(index: int) -> None:
+@pytest.mark.parametrize("index", range(10))
+def test_float32_inputs_to_a_float64_model(index: int) -> None:
     model = small_models()[index].double()
     sparse = some_ids(2, 3)
     assert model(some_dense(3, 2).float(), sparse).dtype == torch.float64
-    config = ModelConfig(name="dlrm_dcnv2", embedding_dim=2, bottom_mlp=(3,), top_mlp=(3,), cross_low_rank=2)
-    for name in ("dlrm", "dlrm_dcnv2", "logistic_regression"):
-        dim = 1 if name == "logistic_regression" else 2
-        bare = make_model(config.model_copy(update={"name": name}), OneRowEach([dim, dim]), 0, 0)
-        assert bare(torch.zeros(3, 0), sparse).isfinite().all()
+
+
+@pytest.mark.parametrize("name", get_args(ModelConfig.model_fields["name"].annotation))
+def test_no_dense_inputs_and_no_samples(name: Any) -> None:
+    config = ModelConfig(name=name, embedding_dim=2, bottom_mlp=(3,), top_mlp=(3,), cross_low_rank=2)
+    dim = wanted_embedding_dim(config)
+    bare = make_model(config, OneRowEach([dim, dim]), 0, 0)
+    assert bare(torch.zeros(3, 0), some_ids(2, 3)).isfinite().all()
+    pooled = torch.zeros(0, 2 * dim, requires_grad=True)
+    nothing = make_model(config, OneRowEach([dim, dim]), 1, 0).score(torch.zeros(0, 1), pooled)
+    assert nothing.shape == (0,)
+    nothing.sum().backward()
+    assert pooled.grad is not None
 
 
 CONFIGS = [
     ModelConfig(name="dlrm", embedding_dim=4, bottom_mlp=(50, 20), top_mlp=(30,)),
     ModelConfig(name="dlrm", interaction="none", embedding_dim=4, bottom_mlp=(5,), top_mlp=(3,)),
     ModelConfig(name="dlrm_dcnv2", embedding_dim=4, bottom_mlp=(5,), top_mlp=(3,), cross_layers=2, cross_low_rank=3),
+    ModelConfig(name="fm", embedding_dim=4),
+    ModelConfig(name="deepfm", embedding_dim=4, deep_mlp=(5, 3)),
+    ModelConfig(name="wide_deep", embedding_dim=4, deep_mlp=(5, 3)),
+    ModelConfig(name="autoint", embedding_dim=4, deep_mlp=(5, 3), attention_layers=2, attention_dim=3),
+    ModelConfig(name="mmoe", embedding_dim=4, num_experts=2, expert_mlp=(5, 4), tower_mlp=(3,)),
     ModelConfig(name="logistic_regression", embedding_dim=4),
 ]
 
@@ -201,8 +191,8 @@ def dense_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 def test_factory_builds_what_the_config_says() -> None:
     types = [type(built(config, 0)) for config in CONFIGS]
-    assert types == [DLRM, DLRM, DLRMDCNv2, LogisticRegression]
-    assert [wanted_embedding_dim(config) for config in CONFIGS] == [4, 4, 4, 1]
+    assert types == [DLRM, DLRM, DLRMDCNv2, FM, DeepFM, WideDeep, AutoInt, MMoE, LogisticRegression]
+    assert [wanted_embedding_dim(config) for config in CONFIGS] == [4, 4, 4, 5, 5, 5, 4, 4, 1]
     shapes = {n: tuple(p.shape) for n, p in dense_parameters(built(CONFIGS[0], 0)).items()}
     assert shapes == {
         "bottom_mlp.0.weight": (50, 13),
@@ -236,9 +226,12 @@ def test_initial_weights_are_a_function_of_seed_and_name(config: ModelConfig) ->
     assert all(torch.equal(first[name], second[name]) for name in first)
     if config.name != "logistic_regression":
         other = dense_parameters(built(config, seed=8))
-        assert all(not torch.equal(first[n], other[n]) for n in first if "cross" not in n or "weight" in n)
-        deeper = dense_parameters(built(config.model_copy(update={"top_mlp": (9, 9)}), seed=7))
-        assert torch.equal(first["bottom_mlp.0.weight"], deeper["bottom_mlp.0.weight"])
+        drawn = [n for n in first if first[n].any() or not (n.endswith("bias") or n == "first_order.dense.weight")]
+        assert drawn and all(not torch.equal(first[n], other[n]) for n in drawn)
+        deep = {"top_mlp": (9, 9), "deep_mlp": (9, 9), "tower_mlp": (9, 9)}
+        deeper = dense_parameters(built(config.model_copy(update=deep), seed=7))
+        same = [n for n in first if n in deeper and first[n].shape == deeper[n].shape]
+        assert same and all(torch.equal(first[n], deeper[n]) for n in same)
 
 
 def test_initial_weights_have_the_published_spread() -> None:
@@ -265,13 +258,13 @@ def test_state_holds_parameters_only(config: ModelConfig) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("config", CONFIGS[:3])
+@pytest.mark.parametrize("config", [config for config in CONFIGS if config.name not in {"fm", "logistic_regression"}])
 def test_float32_and_bfloat16_stay_close_to_float64(config: ModelConfig, dtype: Any) -> None:
     dense = some_dense(300, 13).float()
     pooled = built(config, 0).embeddings(some_ids(3, 300)).pooled.values.detach()
     results = []
     for precision, name in ((torch.float64, "float32"), (torch.float32, dtype)):
-        model = make_model(config, OneRowEach([4] * 3), 13, 0, name).to(precision)
+        model = make_model(config, OneRowEach([wanted_embedding_dim(config)] * 3), 13, 0, name).to(precision)
         leaf = pooled.to(precision).requires_grad_()
         logits = model.score(dense, leaf)
         logits.square().mean().backward()
@@ -301,10 +294,36 @@ def test_widths_that_do_not_fit_are_named() -> None:
     for model in (DLRM, DLRMDCNv2):
         refused(lambda m=model: m(OneRowEach([4]), **{**mlps, "bottom_mlp": ()}), "bottom_mlp is empty")
         refused(lambda m=model: m(OneRowEach([4]), **{**mlps, "top_mlp": (3, 0)}), "at least 1", "[3, 4, 3, 0]")
-    refused(lambda: DLRMDCNv2(OneRowEach([4]), cross_low_rank=0, **mlps), "cross_low_rank", "[3, 0]")
+    refused(lambda: DLRMDCNv2(OneRowEach([4]), cross=(3, 0), **mlps), "cross", "[3, 0]")
+    for model in (DeepFM, WideDeep):
+        make = partial(model, num_dense=2, deep_mlp=(3,))
+        refused(lambda m=make: m(OneRowEach([4, 5])), "feature 'f0' has embedding_dim 4", "embedding_dim=5")
+        refused(lambda m=make: m(OneRowEach([1, 1])), "at least 2", "embedding_dim=2")
+        refused(lambda m=make: m(OneRowEach([4]), deep_mlp=(0,)), "deep_mlp must be at least 1")
+    refused(lambda: FM(OneRowEach([3, 1]), num_dense=2), "FM: feature 'f1' has embedding_dim 1", "embedding_dim=3")
+    refused(lambda: AutoInt(OneRowEach([3, 2]), num_dense=2), "AutoInt: feature 'f1'", "embedding_dim=3")
+    refused(lambda: AutoInt(OneRowEach([3]), num_dense=2, attention=(1, 0, 2)), "attention", "[1, 0, 2]")
+    mmoe = partial(MMoE, OneRowEach([4]), num_dense=2, tower_mlp=())
+    refused(lambda: mmoe(num_tasks=0, experts=[(3,)]), "num_tasks", "[0, 1]")
+    refused(lambda: mmoe(num_tasks=2, experts=[]), "number of experts", "[2, 0]")
+    refused(lambda: mmoe(num_tasks=2, experts=[(3,), (3, 2)]), "[[3], [3, 2]]", "end with the same width")
 
 
-@pytest.mark.parametrize("index", range(4))
+def test_several_labels_want_a_model_for_several() -> None:
+    several = CONFIGS[-2]
+    assert several.name == "mmoe"
+    pooled = torch.zeros(3, 8)
+    for labels, shape in ((("label",), (3,)), (("click", "buy"), (3, 2))):
+        model = make_model(several, OneRowEach([4, 4]), 1, 0, labels=labels)
+        assert model.score(torch.zeros(3, 1), pooled).shape == shape
+    for config in CONFIGS:
+        if config is not several:
+            tables = OneRowEach([wanted_embedding_dim(config)])
+            make = partial(make_model, config, tables, 1, 0, labels=("click", "buy"))
+            refused(make, repr(config.name), "2 (click, buy)", "data.labels=[click]", "mmoe")
+
+
+@pytest.mark.parametrize("index", range(10))
 def test_inputs_that_do_not_fit_are_named(index: int) -> None:
     model = small_models()[index]
     width = model.pooled_width

@@ -30,6 +30,8 @@ class Section(BaseModel):
 class DataConfig(Section):
     dir: Path
     """Directory written by `meseta prepare`."""
+    labels: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """Labels to learn, of those that the dataset has; None: all. Most models predict one."""
     shuffle: bool = True
     """Shuffle training rows, by row groups and inside windows; the order is a function of the seed alone."""
     shuffle_window_rows: int = Field(default=262_144, ge=1)
@@ -138,20 +140,38 @@ class DenseConfig(Section):
 
 
 class ModelConfig(Section):
-    name: Literal["dlrm", "dlrm_dcnv2", "logistic_regression"] = "dlrm"
-    """'dlrm' (arXiv 1906.00091), 'dlrm_dcnv2' (low-rank cross, arXiv 2008.13535), or the linear baseline."""
+    name: Literal["dlrm", "dlrm_dcnv2", "logistic_regression", "fm", "wide_deep", "deepfm", "autoint", "mmoe"] = "dlrm"
+    """'dlrm' (arXiv 1906.00091), 'dlrm_dcnv2' (low-rank cross, arXiv 2008.13535), 'logistic_regression' (the linear
+    baseline), 'fm' (Rendle, ICDM 2010), 'wide_deep' (arXiv 1606.07792), 'deepfm' (arXiv 1703.04247), 'autoint' (arXiv
+    1810.11921), or 'mmoe' for several labels (Ma et al., KDD 2018)."""
     embedding_dim: int = Field(default=16, ge=1)
-    """Columns of every table (logistic_regression always uses 1)."""
+    """Columns of every table; logistic_regression always uses 1, and fm, deepfm and wide_deep have one more, the weight
+    of the id by itself."""
     bottom_mlp: tuple[Width, ...] = (512, 256, 64)
-    """Hidden widths of the bottom MLP; its last layer has embedding_dim outputs and is added."""
+    """dlrm, dlrm_dcnv2: hidden widths of the bottom MLP; its last layer has embedding_dim outputs and is added."""
     top_mlp: tuple[Width, ...] = (512, 256)
-    """Hidden widths of the top MLP; the single output is added."""
+    """dlrm, dlrm_dcnv2: hidden widths of the top MLP; the single output is added."""
     interaction: Literal["dot", "none"] = "dot"
     """dlrm: pairwise dot products of embeddings, or none (embeddings are only concatenated)."""
     cross_layers: int = Field(default=3, ge=1)
     """dlrm_dcnv2: number of low-rank cross layers."""
     cross_low_rank: int = Field(default=512, ge=1)
     """dlrm_dcnv2: rank of each cross layer's matrix."""
+    deep_mlp: tuple[Width, ...] = (512, 256)
+    """wide_deep, deepfm, autoint: hidden widths of the MLP beside the rest; the single output is added. autoint: empty
+    for none."""
+    attention_layers: int = Field(default=3, ge=1)
+    """autoint: number of interacting layers."""
+    attention_heads: int = Field(default=2, ge=1)
+    """autoint: heads of each layer."""
+    attention_dim: int = Field(default=32, ge=1)
+    """autoint: columns of each head."""
+    num_experts: int = Field(default=8, ge=1)
+    """mmoe: experts that all tasks share."""
+    expert_mlp: tuple[Width, ...] = Field(default=(512, 256), min_length=1)
+    """mmoe: widths of each expert's layers."""
+    tower_mlp: tuple[Width, ...] = (128,)
+    """mmoe: hidden widths of each task's tower; the single output is added."""
 
 
 class EarlyStoppingConfig(Section):

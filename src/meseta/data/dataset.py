@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -160,6 +161,27 @@ class Dataset(_Record):
         samples = [name for name in (*self.labels, self.weight, self.group) if name is not None]
         features = [*(d.name for d in self.dense), *(s.name for s in self.sparse)]
         return [*samples, *features, *(f"{s.name}.weight" for s in self.sparse if s.weighted)]
+
+    def with_labels(self, names: Sequence[str] | None) -> Dataset:
+        """The same rows with these labels alone, in this order; None: with all.
+
+        Raises MesetaError for a name that is no label of the dataset, or is there twice.
+        """
+        if names is None:
+            return self
+        for name in names:
+            if name not in self.labels:
+                raise MesetaError(
+                    f"data.labels names {name!r}, which is no label of dataset {str(self.dir)!r}; "
+                    f"{nearest(name, self.labels)}"
+                )
+            if names.count(name) > 1:
+                raise MesetaError(f"data.labels names {name!r} {names.count(name)} times; name each label once")
+        splits = {
+            key: split.model_copy(update={"num_positives": split.positives.get(names[0], split.num_positives)})
+            for key, split in self.splits.items()
+        }
+        return self.model_copy(update={"labels": tuple(names), "splits": splits})
 
     @model_validator(mode="after")
     def _check(self) -> Dataset:

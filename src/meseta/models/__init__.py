@@ -1,8 +1,25 @@
-"""Recommendation models: DLRM, DLRM-DCNv2 and the linear baseline."""
+"""Recommendation models: from the linear baseline to DLRM, and MMoE for several labels."""
 
+from meseta.models.autoint import AutoInt
 from meseta.models.dlrm import DLRM
 from meseta.models.dlrm_dcnv2 import DLRMDCNv2
 from meseta.models.factory import make_model, wanted_embedding_dim
+from meseta.models.fm import FM, DeepFM
+from meseta.models.layers import MLPOptions
 from meseta.models.logistic_regression import LogisticRegression
+from meseta.models.mmoe import MMoE
+from meseta.models.wide_deep import WideDeep
 
-__all__ = ["DLRM", "DLRMDCNv2", "LogisticRegression", "make_model", "wanted_embedding_dim"]
+__all__ = [
+    "DLRM",
+    "FM",
+    "AutoInt",
+    "DLRMDCNv2",
+    "DeepFM",
+    "LogisticRegression",
+    "MLPOptions",
+    "MMoE",
+    "WideDeep",
+    "make_model",
+    "wanted_embedding_dim",
+]

@@ -9,15 +9,15 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from meseta.jagged import KeyedJaggedTensor
 from meseta.jagged.shapes import Float
+from meseta.models.base import ScoringModel
 from meseta.models.initial import fill_normal
-from meseta.models.layers import MLP, DenseDtype, check_inputs, check_widths, dense_dtype, pooled_dims
+from meseta.models.layers import MLP, MLPOptions, check_widths
 from meseta.ops.dot_interaction import dot_interaction
 from meseta.spec import MesetaError
 
 
-class DLRM(nn.Module):
+class DLRM(ScoringModel):
     """Deep learning recommendation model, arXiv 1906.00091, sections 2.1 and 2.2.
 
         dense [B, num_dense] -> bottom MLP -> x [B, D]
@@ -37,7 +37,7 @@ class DLRM(nn.Module):
         bottom_mlp: Sequence[int],
         top_mlp: Sequence[int],
         interaction: Literal["dot", "none"] = "dot",
-        dtype: DenseDtype = "float32",
+        options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
         """Build on `embeddings`, a module with `tables` and `features`; all other parameters are dense.
@@ -48,40 +48,29 @@ class DLRM(nn.Module):
             bottom_mlp: widths of the bottom MLP's layers, ReLU after each; the last is D, as in (512, 256, 64, 16).
             top_mlp: hidden widths of the top MLP, for example (512, 256); the layer with the one output is added.
             interaction: 'dot', or 'none' to concatenate x and the embeddings without any product.
-            dtype: type of the activations. 'bfloat16': the MLPs compute in bfloat16 on parameters that stay as they
-                are; pairwise products are added in float32, and the logits are float32.
+            options: of both MLPs; in bfloat16, pairwise products are added in float32.
             seed: key of the initial weights.
 
         Raises MesetaError where 'dot' meets embeddings of different widths, or a last bottom layer of another width.
         """
-        super().__init__()
+        super().__init__(embeddings, num_dense)
         check_widths("DLRM", "bottom_mlp and top_mlp", [*bottom_mlp, *top_mlp])
         if not bottom_mlp:
             raise MesetaError("DLRM: bottom_mlp is empty; it needs at least one layer, as wide as the embeddings")
-        dims = pooled_dims("DLRM", embeddings)
-        self.embeddings = embeddings
-        self.num_dense = num_dense
         self.interaction = interaction
-        self.dtype: DenseDtype = dtype
-        self.pooled_width = sum(dims.values())
-        self.bottom_mlp = MLP([num_dense, *bottom_mlp], relu_last=True)
+        self.bottom_mlp = MLP([num_dense, *bottom_mlp], relu_last=True, options=options)
         width = bottom_mlp[-1]
         if interaction == "dot":
-            _check_equal_widths(dims, width)
-            num_interactions = width + math.comb(len(dims) + 1, 2)
+            _check_equal_widths(self.dims, width)
+            num_interactions = width + math.comb(len(self.dims) + 1, 2)
         else:
             num_interactions = width + self.pooled_width
-        self.top_mlp = MLP([num_interactions, *top_mlp, 1], relu_last=False)
+        self.top_mlp = MLP([num_interactions, *top_mlp, 1], relu_last=False, options=options)
         self._set_initial_weights(seed)
 
-    def forward(self, dense: Float[Tensor, "B num_dense"], sparse: KeyedJaggedTensor) -> Float[Tensor, " B"]:
-        """Logits of the click probability; dense inputs are cast to the type of the embeddings."""
-        return self.score(dense, self.embeddings(sparse).pooled.values)
-
-    def score(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
-        """Logits from embeddings that were looked up before; the part of forward that a pipeline calls by itself."""
-        check_inputs("DLRM", dense, pooled, self.num_dense, self.pooled_width)
-        x = self.bottom_mlp(dense.to(dense_dtype(self.dtype, pooled)))
+    def logits(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
+        """What the top MLP makes of x and its interactions."""
+        x = self.bottom_mlp(dense.to(pooled.dtype))
         if self.interaction == "dot":
             return self.top_mlp(dot_interaction(x, pooled)).squeeze(1)
         return self.top_mlp(torch.cat([x, pooled.to(x.dtype)], dim=1)).squeeze(1)

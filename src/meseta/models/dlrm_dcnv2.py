@@ -8,18 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from meseta.jagged import KeyedJaggedTensor
 from meseta.jagged.shapes import Float
+from meseta.models.base import ScoringModel
 from meseta.models.initial import fill_normal, fill_uniform
-from meseta.models.layers import (
-    MLP,
-    DenseDtype,
-    PlainLinear,
-    check_inputs,
-    check_widths,
-    dense_dtype,
-    pooled_dims,
-)
+from meseta.models.layers import MLP, MLPOptions, PlainLinear, check_widths
 from meseta.spec import MesetaError
 
 
@@ -38,7 +30,7 @@ class LowRankCross(nn.Module):
         return x
 
 
-class DLRMDCNv2(nn.Module):
+class DLRMDCNv2(ScoringModel):
     """DLRM with a low-rank cross network (DCN-V2, arXiv 2008.13535), put together as in MLPerf Training v4.0.
 
         dense [B, num_dense] -> bottom MLP -> x [B, D]
@@ -50,10 +42,6 @@ class DLRMDCNv2(nn.Module):
     biases of the MLPs uniform within 1 / sqrt(inputs), torch's own default.
     """
 
-    dtype: DenseDtype = "float32"
-    """Type of the activations. Set to 'bfloat16', MLPs and cross layers compute in bfloat16 on parameters that stay as
-    they are, and the logits are float32."""
-
     def __init__(
         self,
         embeddings: nn.Module,
@@ -61,8 +49,8 @@ class DLRMDCNv2(nn.Module):
         num_dense: int,
         bottom_mlp: Sequence[int],
         top_mlp: Sequence[int],
-        cross_layers: int = 3,
-        cross_low_rank: int = 512,
+        cross: tuple[int, int] = (3, 512),
+        options: MLPOptions | None = None,
         seed: int = 0,
     ) -> None:
         """Build on `embeddings`, a module with `tables` and `features`; all other parameters are dense.
@@ -73,34 +61,26 @@ class DLRMDCNv2(nn.Module):
             bottom_mlp: widths of the bottom MLP's layers, for example (512, 256, 128). ReLU after each.
             top_mlp: hidden widths of the top MLP, for example (1024, 1024, 512, 256); the layer with the one output
                 is added.
-            cross_layers: number of cross layers.
-            cross_low_rank: rank of each cross layer's matrix U V.
+            cross: number of cross layers, and rank of each one's matrix U V.
+            options: of the MLPs; cross layers compute in the type of their activations.
             seed: key of the initial weights.
 
         Raises MesetaError for a width below 1 or a feature without pooling.
         """
-        super().__init__()
+        super().__init__(embeddings, num_dense)
         check_widths("DLRMDCNv2", "bottom_mlp and top_mlp", [*bottom_mlp, *top_mlp])
-        check_widths("DLRMDCNv2", "cross_layers and cross_low_rank", [cross_layers, cross_low_rank])
+        check_widths("DLRMDCNv2", "cross", cross)
         if not bottom_mlp:
             raise MesetaError("DLRMDCNv2: bottom_mlp is empty; it needs at least one layer")
-        self.embeddings = embeddings
-        self.num_dense = num_dense
-        self.pooled_width = sum(pooled_dims("DLRMDCNv2", embeddings).values())
         num_crossed = bottom_mlp[-1] + self.pooled_width
-        self.bottom_mlp = MLP([num_dense, *bottom_mlp], relu_last=True)
-        self.cross = LowRankCross(num_crossed, cross_layers, cross_low_rank)
-        self.top_mlp = MLP([num_crossed, *top_mlp, 1], relu_last=False)
+        self.bottom_mlp = MLP([num_dense, *bottom_mlp], relu_last=True, options=options)
+        self.cross = LowRankCross(num_crossed, *cross)
+        self.top_mlp = MLP([num_crossed, *top_mlp, 1], relu_last=False, options=options)
         self._set_initial_weights(seed)
 
-    def forward(self, dense: Float[Tensor, "B num_dense"], sparse: KeyedJaggedTensor) -> Float[Tensor, " B"]:
-        """Logits of the click probability; dense inputs are cast to the type of the embeddings."""
-        return self.score(dense, self.embeddings(sparse).pooled.values)
-
-    def score(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
-        """Logits from embeddings that were looked up before; the part of forward that a pipeline calls by itself."""
-        check_inputs("DLRMDCNv2", dense, pooled, self.num_dense, self.pooled_width)
-        x = self.bottom_mlp(dense.to(dense_dtype(self.dtype, pooled)))
+    def logits(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
+        """What the top MLP makes of the crossed inputs."""
+        x = self.bottom_mlp(dense.to(pooled.dtype))
         return self.top_mlp(self.cross(torch.cat([x, pooled.to(x.dtype)], dim=1))).squeeze(1)
 
     @torch.no_grad()

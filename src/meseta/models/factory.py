@@ -2,49 +2,141 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
 from torch import nn
 
 from meseta.config import ModelConfig
+from meseta.models.autoint import AutoInt
 from meseta.models.dlrm import DLRM
 from meseta.models.dlrm_dcnv2 import DLRMDCNv2
-from meseta.models.layers import DenseDtype
+from meseta.models.fm import FM, DeepFM
+from meseta.models.layers import DenseDtype, MLPOptions
 from meseta.models.logistic_regression import LogisticRegression
+from meseta.models.mmoe import MMoE
+from meseta.models.wide_deep import WideDeep
+from meseta.spec import MesetaError
+
+MULTI_TASK = frozenset({"mmoe"})
+"""Models that predict every label; all others predict one."""
+WITH_FIRST_ORDER = frozenset({"fm", "deepfm", "wide_deep"})
+"""Models whose tables have a column more than `embedding_dim`, the weight of the id in a sum."""
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What `make_model` was asked for."""
+
+    config: ModelConfig
+    embeddings: nn.Module
+    num_dense: int
+    num_tasks: int
+    seed: int
+    options: MLPOptions
 
 
 def wanted_embedding_dim(config: ModelConfig) -> int:
     """Columns that every table must have for this model."""
-    return 1 if config.name == "logistic_regression" else config.embedding_dim
+    if config.name == "logistic_regression":
+        return 1
+    return config.embedding_dim + (config.name in WITH_FIRST_ORDER)
 
 
 def make_model(
-    config: ModelConfig, embeddings: nn.Module, num_dense: int, seed: int, dtype: DenseDtype = "float32"
+    config: ModelConfig,
+    embeddings: nn.Module,
+    num_dense: int,
+    seed: int,
+    dtype: DenseDtype = "float32",
+    labels: Sequence[str] = ("label",),
 ) -> nn.Module:
     """The model that `config` names, on the CPU in float32; its tables stay under `model.embeddings`.
 
-    `dtype` is the type of the dense part's activations; logistic_regression, which has none, does without. The weights
-    are a function of (seed, parameter name, shape) alone. Raises MesetaError as the constructors do.
+    `dtype` is the type of the dense part's activations; models that have no MLP do without. The weights are a function
+    of (seed, parameter name, shape) alone. Raises MesetaError where several labels meet a model that predicts one,
+    and as the constructors do.
     """
-    if config.name == "logistic_regression":
-        return LogisticRegression(embeddings, num_dense=num_dense)
-    bottom_mlp = (*config.bottom_mlp, config.embedding_dim)
-    if config.name == "dlrm":
-        return DLRM(
-            embeddings,
-            num_dense=num_dense,
-            bottom_mlp=bottom_mlp,
-            top_mlp=config.top_mlp,
-            interaction=config.interaction,
-            dtype=dtype,
-            seed=seed,
+    if len(labels) > 1 and config.name not in MULTI_TASK:
+        names = ", ".join(labels)
+        raise MesetaError(
+            f"model.name {config.name!r} predicts one label, but the data have {len(labels)} ({names}); choose one, as "
+            f"in data.labels=[{labels[0]}], or a model for several: {', '.join(sorted(MULTI_TASK))}"
         )
-    model = DLRMDCNv2(
-        embeddings,
-        num_dense=num_dense,
-        bottom_mlp=bottom_mlp,
-        top_mlp=config.top_mlp,
-        cross_layers=config.cross_layers,
-        cross_low_rank=config.cross_low_rank,
-        seed=seed,
+    options = MLPOptions(dtype=dtype)
+    return _BUILDERS[config.name](_Wanted(config, embeddings, num_dense, len(labels), seed, options))
+
+
+def _logistic_regression(w: _Wanted) -> nn.Module:
+    return LogisticRegression(w.embeddings, num_dense=w.num_dense)
+
+
+def _dlrm(w: _Wanted) -> nn.Module:
+    return DLRM(
+        w.embeddings,
+        num_dense=w.num_dense,
+        bottom_mlp=(*w.config.bottom_mlp, w.config.embedding_dim),
+        top_mlp=w.config.top_mlp,
+        interaction=w.config.interaction,
+        options=w.options,
+        seed=w.seed,
     )
-    model.dtype = dtype
-    return model
+
+
+def _dlrm_dcnv2(w: _Wanted) -> nn.Module:
+    return DLRMDCNv2(
+        w.embeddings,
+        num_dense=w.num_dense,
+        bottom_mlp=(*w.config.bottom_mlp, w.config.embedding_dim),
+        top_mlp=w.config.top_mlp,
+        cross=(w.config.cross_layers, w.config.cross_low_rank),
+        options=w.options,
+        seed=w.seed,
+    )
+
+
+def _fm(w: _Wanted) -> nn.Module:
+    return FM(w.embeddings, num_dense=w.num_dense, seed=w.seed)
+
+
+def _deepfm(w: _Wanted) -> nn.Module:
+    return DeepFM(w.embeddings, num_dense=w.num_dense, deep_mlp=w.config.deep_mlp, options=w.options, seed=w.seed)
+
+
+def _wide_deep(w: _Wanted) -> nn.Module:
+    return WideDeep(w.embeddings, num_dense=w.num_dense, deep_mlp=w.config.deep_mlp, options=w.options, seed=w.seed)
+
+
+def _autoint(w: _Wanted) -> nn.Module:
+    return AutoInt(
+        w.embeddings,
+        num_dense=w.num_dense,
+        attention=(w.config.attention_layers, w.config.attention_heads, w.config.attention_dim),
+        deep_mlp=w.config.deep_mlp,
+        options=w.options,
+        seed=w.seed,
+    )
+
+
+def _mmoe(w: _Wanted) -> nn.Module:
+    return MMoE(
+        w.embeddings,
+        num_dense=w.num_dense,
+        num_tasks=w.num_tasks,
+        experts=(w.config.expert_mlp,) * w.config.num_experts,
+        tower_mlp=w.config.tower_mlp,
+        options=w.options,
+        seed=w.seed,
+    )
+
+
+_BUILDERS: Mapping[str, Callable[[_Wanted], nn.Module]] = {
+    "logistic_regression": _logistic_regression,
+    "fm": _fm,
+    "wide_deep": _wide_deep,
+    "deepfm": _deepfm,
+    "autoint": _autoint,
+    "dlrm": _dlrm,
+    "dlrm_dcnv2": _dlrm_dcnv2,
+    "mmoe": _mmoe,
+}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, cast
 
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meseta.jagged.shapes import Float
+from meseta.models.initial import fill_normal
 from meseta.ops.mlp import mlp
 from meseta.spec import FeatureSpec, MesetaError, TableSpec
 
@@ -33,21 +36,33 @@ DenseDtype = Literal["float32", "bfloat16"]
 """Type of the dense part's activations: 'float32' stands for that of the embeddings, 'bfloat16' for mixed precision."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class MLPOptions:
+    """What all stacks of layers of a model have in common."""
+
+    dtype: DenseDtype = "float32"
+    """Type of the activations. 'bfloat16': layers compute in bfloat16 on parameters that stay as they are; logits are
+    float32."""
+
+
 class MLP(nn.Sequential):
     """Linear layers `widths[0] -> widths[1] -> ...` with ReLU between them, and after the last one if asked for.
 
-    Computes in the type of its input. The last layer of a bfloat16 stack without ReLU, which gives the logits, is
-    computed in float32.
+    Computes in the type of its input, or in bfloat16 if the options say so. The last layer of a bfloat16 stack without
+    ReLU, which gives the logits, is computed in float32.
     """
 
-    def __init__(self, widths: Sequence[int], *, relu_last: bool) -> None:
+    def __init__(self, widths: Sequence[int], *, relu_last: bool, options: MLPOptions | None = None) -> None:
         layers: list[nn.Module] = []
         for num_inputs, num_outputs in pairwise(widths):
             layers += [BlankLinear(num_inputs, num_outputs), nn.ReLU()]
         super().__init__(*(layers if relu_last else layers[:-1]))
         self.relu_last = relu_last
+        self.options = options or MLPOptions()
 
     def forward(self, x: Float[Tensor, "B N"]) -> Float[Tensor, "B outputs"]:
+        if self.options.dtype == "bfloat16":
+            x = x.to(torch.bfloat16)
         layers = [layer for layer in self if isinstance(layer, nn.Linear)]
         head = layers.pop() if x.dtype == torch.bfloat16 and not self.relu_last else None
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
@@ -56,9 +71,17 @@ class MLP(nn.Sequential):
         return functional.linear(mlp(x, weights, biases, relu_last=True).to(head.weight.dtype), head.weight, head.bias)
 
 
-def dense_dtype(dtype: DenseDtype, pooled: Tensor) -> torch.dtype:
-    """Type of the activations beside these embeddings."""
-    return torch.bfloat16 if dtype == "bfloat16" else pooled.dtype
+@torch.no_grad()
+def fill_glorot(stack: MLP, seed: int, name: str) -> None:
+    """Initial weights: N(0, 2 / (inputs + outputs)) (Glorot and Bengio, AISTATS 2010, equation 12), biases zero.
+
+    The stream of each layer is that of `name`, the stack's place in the model.
+    """
+    for index, layer in stack.named_children():
+        if isinstance(layer, nn.Linear):
+            std = math.sqrt(2.0 / (layer.in_features + layer.out_features))
+            fill_normal(layer.weight, std, seed, f"{name}.{index}.weight")
+            layer.bias.zero_()
 
 
 def pooled_dims(model: str, embeddings: nn.Module) -> dict[str, int]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from meseta.jagged import KeyedJaggedTensor
 from meseta.jagged.shapes import Float
-from meseta.models.layers import BlankLinear, check_inputs, pooled_dims
+from meseta.models.base import ScoringModel
+from meseta.models.layers import BlankLinear
 from meseta.spec import MesetaError
 
 
-class LogisticRegression(nn.Module):
+class LogisticRegression(ScoringModel):
     """One weight per id (a table with embedding_dim 1), one per dense input and a bias, all added up.
 
     The dense weights start at zero; the loss is convex, so a random start would help nothing.
@@ -22,29 +22,20 @@ class LogisticRegression(nn.Module):
 
         Raises MesetaError for a table whose embedding_dim is not 1.
         """
-        super().__init__()
-        dims = pooled_dims("LogisticRegression", embeddings)
-        for feature, dim in dims.items():
+        super().__init__(embeddings, num_dense)
+        for feature, dim in self.dims.items():
             if dim != 1:
                 raise MesetaError(
                     f"LogisticRegression: feature {feature!r} has embedding_dim {dim}, but the model has one "
                     "weight per id; set embedding_dim=1"
                 )
-        self.embeddings = embeddings
-        self.num_dense = num_dense
-        self.pooled_width = len(dims)
         self.linear = BlankLinear(num_dense, 1)
         with torch.no_grad():
             self.linear.weight.zero_()
             self.linear.bias.zero_()
 
-    def forward(self, dense: Float[Tensor, "B num_dense"], sparse: KeyedJaggedTensor) -> Float[Tensor, " B"]:
-        """Logits of the click probability; dense inputs are cast to the type of the embeddings."""
-        return self.score(dense, self.embeddings(sparse).pooled.values)
-
-    def score(
+    def logits(
         self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B num_features"]
     ) -> Float[Tensor, " B"]:
-        """Logits from embeddings that were looked up before; the part of forward that a pipeline calls by itself."""
-        check_inputs("LogisticRegression", dense, pooled, self.num_dense, self.pooled_width)
+        """The sum of all weights."""
         return self.linear(dense.to(pooled.dtype)).squeeze(1) + pooled.sum(dim=1)

@@ -16,7 +16,7 @@ from meseta.jagged import KeyedJaggedTensor
 from meseta.measure.contender import Contender
 from meseta.measure.e2e_peers import FILL, LR, PlainDLRM
 from meseta.measure.traffic import Samples, Training, make_samples
-from meseta.models import DLRM
+from meseta.models import DLRM, MLPOptions
 from meseta.ops.core import instruction_set
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import TrainStep
@@ -93,7 +93,7 @@ def _make_model(training: Training, optimizer: str, dense_dtype: str, lr: float,
         num_dense=training.num_dense,
         bottom_mlp=(*training.bottom_mlp, training.dim),
         top_mlp=training.top_mlp,
-        dtype=cast(Any, dense_dtype),
+        options=MLPOptions(dtype=cast(Any, dense_dtype)),
     )
 
 

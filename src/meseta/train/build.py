@@ -80,7 +80,7 @@ def make_sharded_model(config: RunConfig, dataset: Dataset, world: World) -> Any
     tables, features = make_specs(config, dataset)
     collection = EmbeddingBagCollection(tables, features, seed=config.seed, device=world.device)
     plan = make_plan(config, dataset, collection, world.size)
-    model = make_model(config.model, collection, len(dataset.dense), config.seed, config.dense.dtype)
+    model = make_model(config.model, collection, len(dataset.dense), config.seed, config.dense.dtype, dataset.labels)
     model.to(device=world.device, dtype=collection.dtype)
     return shard(model, plan, world=world)
 

@@ -52,7 +52,7 @@ def load_trained(run_dir: Path, split: str, world: World, data: Path | None = No
     path = _find_best(run, config) if best else checkpoint.latest(run.checkpoints)
     if path is None:
         raise MesetaError(f"run {str(run_dir)!r} has no checkpoint yet; train it first with `meseta train`")
-    dataset = Dataset.load(data or config.data.dir)
+    dataset = Dataset.load(data or config.data.dir).with_labels(config.data.labels)
     trained_on = Dataset.load(run_dir)
     check_features(trained_on, dataset)
     if trained_on.dense != dataset.dense and world.rank == 0:

@@ -49,7 +49,7 @@ class Trainer:
         self.config = config
         self.world = world
         self.run_dir = RunDir(config.run_dir)
-        self.dataset = Dataset.load(config.data.dir)
+        self.dataset = Dataset.load(config.data.dir).with_labels(config.data.labels)
         self.model = make_sharded_model(config, self.dataset, world)
         self.optimizer = make_dense_optimizer(config.dense.optimizer, self.model.parameters())
         weights = task_weights(config, self.dataset)
@@ -274,7 +274,7 @@ class Trainer:
             self.window.set_state(state["window"])
 
     def _check_same_data(self, before: Dataset) -> None:
-        for name in ("dense", "sparse", "splits"):
+        for name in ("dense", "sparse", "labels", "splits"):
             if getattr(before, name) != getattr(self.dataset, name):
                 raise MesetaError(
                     f"run_dir {str(self.config.run_dir)!r} was trained on other data: {name!r} in its dataset.json "

@@ -1,0 +1,77 @@
+"""Fields: every dense input and every sparse feature as a vector of one width, with a weight of its own in a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from meseta.jagged.shapes import Float
+from meseta.models.initial import fill_normal
+from meseta.models.layers import BlankLinear
+from meseta.spec import MesetaError
+
+INITIAL_STD = 0.1
+"""Spread of the vectors of dense inputs at the start, as in libFM."""
+
+
+class Fields(nn.Module):
+    """The vectors of all fields: dense input j is x_j v_j with a learned v_j, a sparse feature its pooled rows."""
+
+    def __init__(self, num_dense: int, num_sparse: int, width: int, seed: int) -> None:
+        super().__init__()
+        self.num_sparse = num_sparse
+        self.num_fields = num_dense + num_sparse
+        self.width = width
+        self.dense_vectors = nn.Parameter(torch.empty(num_dense, width))
+        fill_normal(self.dense_vectors, INITIAL_STD, seed, "fields.dense_vectors")
+
+    def forward(
+        self, dense: Float[Tensor, "B num_dense"], vectors: Float[Tensor, "B num_sparse D"]
+    ) -> Float[Tensor, "B num_fields D"]:
+        """Dense inputs first, then the sparse features."""
+        return torch.cat([dense.to(vectors.dtype)[..., None] * self.dense_vectors, vectors], dim=1)
+
+
+class FirstOrder(nn.Module):
+    """A bias, a weight per dense input and a weight per id, all added up: a logistic regression inside another model.
+
+    Weights of dense inputs and bias start at zero.
+    """
+
+    def __init__(self, num_dense: int) -> None:
+        super().__init__()
+        self.dense = BlankLinear(num_dense, 1)
+        with torch.no_grad():
+            self.dense.weight.zero_()
+            self.dense.bias.zero_()
+
+    def forward(
+        self, dense: Float[Tensor, "B num_dense"], weights: Float[Tensor, "B num_sparse"]
+    ) -> Float[Tensor, " B"]:
+        """Logits; `weights` are those of the ids, pooled by feature."""
+        return self.dense(dense.to(weights.dtype)).squeeze(1) + weights.sum(dim=1)
+
+
+def equal_width(model: str, dims: Mapping[str, int], at_least: int = 1) -> int:
+    """The one width of all features. Raises MesetaError, naming `model`, where they differ or fall below `at_least`."""
+    width = max(dims.values())
+    for feature, dim in dims.items():
+        if dim != width or dim < at_least:
+            raise MesetaError(
+                f"{model}: feature {feature!r} has embedding_dim {dim}, but all must have one width, at least "
+                f"{at_least}; give all tables embedding_dim={max(width, at_least)}"
+            )
+    return width
+
+
+def split_weights(
+    pooled: Float[Tensor, "B sum_of_D"], num_sparse: int
+) -> tuple[Float[Tensor, "B num_sparse D"], Float[Tensor, "B num_sparse"]]:
+    """Pooled rows of width D + 1 as (vectors, first-order weights): the weight of an id is the last column of its row.
+
+    One row holds both, so that a plan places them together, one lookup reads them and one update writes them.
+    """
+    rows = pooled.view(len(pooled), num_sparse, pooled.shape[1] // num_sparse)
+    return rows[..., :-1], rows[..., -1]

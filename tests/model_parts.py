@@ -1,0 +1,49 @@
+"""A stand-in for tables, and inputs for models that read it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from meseta.jagged import KeyedJaggedTensor
+from meseta.spec import FeatureSpec, TableSpec
+
+
+@dataclass
+class Pooled:
+    values: Tensor
+
+
+@dataclass
+class Looked:
+    pooled: Pooled
+
+
+class OneRowEach(nn.Module):
+    """Stands for an embedding collection: one id per sample and feature, so pooling is plain indexing."""
+
+    def __init__(self, dims: list[int], pooling: Any = "sum", num_rows: int = 7) -> None:
+        super().__init__()
+        self.tables = [TableSpec(name=f"t{i}", num_embeddings=num_rows, embedding_dim=d) for i, d in enumerate(dims)]
+        self.features = [FeatureSpec(name=f"f{i}", table=f"t{i}", pooling=pooling) for i in range(len(dims))]
+        generator = torch.Generator().manual_seed(len(dims))
+        self.rows = nn.ParameterList(nn.Parameter(torch.randn(num_rows, d, generator=generator)) for d in dims)
+
+    def forward(self, sparse: KeyedJaggedTensor) -> Looked:
+        parts = [rows[sparse[f.name].values] for rows, f in zip(self.rows, self.features, strict=True)]
+        return Looked(Pooled(torch.cat(parts, dim=1)))
+
+
+def some_ids(num_features: int, batch_size: int) -> KeyedJaggedTensor:
+    ids = np.random.default_rng(1).integers(0, 7, (num_features, batch_size))
+    return KeyedJaggedTensor(
+        keys=tuple(f"f{i}" for i in range(num_features)),
+        values=torch.from_numpy(ids.reshape(-1)),
+        lengths=torch.ones(num_features * batch_size, dtype=torch.int64),
+    )
+
+
+def some_dense(batch_size: int, num_dense: int) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(2).normal(size=(batch_size, num_dense)))

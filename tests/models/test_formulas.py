@@ -1,0 +1,149 @@
+"""FM, DeepFM, Wide & Deep, AutoInt and MMoE against their papers' formulas, written as loops over samples and pairs."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meseta.models import FM, AutoInt, DeepFM, MMoE, WideDeep
+from model_parts import OneRowEach, some_dense, some_ids
+
+Array = np.ndarray
+
+
+def random_weights(model: nn.Module) -> nn.Module:
+    """float64, and no zeros left in which a wrong place would not show."""
+    model.double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+def number(tensor: Tensor) -> Array:
+    return tensor.detach().numpy()
+
+
+def mlp(x: Array, stack: nn.Module, *, relu_last: bool = False) -> Array:
+    layers = [layer for layer in stack.children() if isinstance(layer, nn.Linear)]
+    for index, layer in enumerate(layers):
+        x = number(layer.weight) @ x + number(layer.bias)
+        if relu_last or index + 1 < len(layers):
+            x = np.maximum(x, 0.0)
+    return x
+
+
+def softmax(x: Array) -> Array:
+    return np.exp(x) / np.exp(x).sum()
+
+
+def samples(model: nn.Module, num_features: int, batch_size: int) -> tuple[Array, Array, Array]:
+    """(dense [B, n], pooled [B, sum of D], what the model makes of them)."""
+    dense, sparse = some_dense(batch_size, 2), some_ids(num_features, batch_size)
+    return number(dense), number(model.embeddings(sparse).pooled.values), number(model(dense, sparse))
+
+
+def fields_of(model: FM | AutoInt, x: Array, vectors: Array) -> list[Array]:
+    return [*(x[j] * number(model.fields.dense_vectors)[j] for j in range(len(x))), *vectors]
+
+
+def first_order(model: FM | WideDeep, x: Array, rows: Array) -> float:
+    linear = model.first_order.dense
+    return float(number(linear.bias)[0] + number(linear.weight)[0] @ x + rows[:, -1].sum())
+
+
+def fm(model: FM, x: Array, rows: Array) -> float:
+    pairs = combinations(fields_of(model, x, rows[:, :-1]), 2)
+    return first_order(model, x, rows) + sum(float(v @ w) for v, w in pairs)
+
+
+@pytest.mark.parametrize("batch_size", [0, 1, 5])
+def test_fm_is_the_sum_over_all_pairs(batch_size: int) -> None:
+    model = random_weights(FM(OneRowEach([4, 4, 4]), num_dense=2))
+    dense, pooled, logits = samples(model, 3, batch_size)
+    expected = [fm(model, x, rows.reshape(3, 4)) for x, rows in zip(dense, pooled, strict=True)]
+    np.testing.assert_allclose(logits, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_fm_in_numbers() -> None:
+    model = FM(OneRowEach([3, 3]), num_dense=1)
+    with torch.no_grad():
+        model.first_order.dense.bias.fill_(0.5)
+        model.first_order.dense.weight.fill_(10.0)
+        model.fields.dense_vectors.copy_(torch.tensor([[1.0, 2.0]]))
+    # x = 3: v0 = (3, 6); rows (v, w): (1, 1, 100) and (2, -1, 1000); pairs 9 + 0 + 1
+    logit = model.score(torch.tensor([[3.0]]), torch.tensor([[1.0, 1.0, 100.0, 2.0, -1.0, 1000.0]]))
+    assert logit.tolist() == [0.5 + 30.0 + 1100.0 + 9.0 + 0.0 + 1.0]
+
+
+@pytest.mark.parametrize("batch_size", [0, 1, 5])
+def test_deepfm_adds_an_mlp_on_the_same_vectors(batch_size: int) -> None:
+    model = random_weights(DeepFM(OneRowEach([4, 4, 4]), num_dense=2, deep_mlp=(6, 5)))
+    dense, pooled, logits = samples(model, 3, batch_size)
+    expected = []
+    for x, flat in zip(dense, pooled, strict=True):
+        rows = flat.reshape(3, 4)
+        deep = mlp(np.concatenate(fields_of(model, x, rows[:, :-1])), model.deep_mlp)
+        expected.append(fm(model, x, rows) + deep[0])
+    np.testing.assert_allclose(logits, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("batch_size", [0, 1, 5])
+def test_wide_deep_adds_a_line_and_an_mlp(batch_size: int) -> None:
+    model = random_weights(WideDeep(OneRowEach([4, 4, 4]), num_dense=2, deep_mlp=(6, 5)))
+    dense, pooled, logits = samples(model, 3, batch_size)
+    expected = []
+    for x, flat in zip(dense, pooled, strict=True):
+        rows = flat.reshape(3, 4)
+        deep = mlp(np.concatenate([x, *rows[:, :-1]]), model.deep_mlp)
+        expected.append(first_order(model, x, rows) + deep[0])
+    np.testing.assert_allclose(logits, expected, rtol=1e-12, atol=1e-12)
+
+
+def interact(layer: nn.Module, fields: list[Array], num_heads: int) -> list[Array]:
+    """Equations 5 to 8 of arXiv 1810.11921, head by head and field by field."""
+    query, key, value = (number(part.weight) for part in (layer.query, layer.key, layer.value))
+    width = len(query) // num_heads
+    result = []
+    for field in fields:
+        heads = []
+        for head in range(num_heads):
+            own = slice(head * width, (head + 1) * width)
+            attention = softmax(np.array([(query[own] @ field) @ (key[own] @ other) for other in fields]))
+            heads.append(sum(a * (value[own] @ other) for a, other in zip(attention, fields, strict=True)))
+        result.append(np.maximum(np.concatenate(heads) + number(layer.residual.weight) @ field, 0.0))
+    return result
+
+
+@pytest.mark.parametrize("deep_mlp", [(), (6, 5)])
+@pytest.mark.parametrize("batch_size", [0, 1, 4])
+def test_autoint_attends_field_by_field(batch_size: int, deep_mlp: tuple[int, ...]) -> None:
+    model = random_weights(AutoInt(OneRowEach([4, 4, 4]), num_dense=2, attention=(2, 2, 3), deep_mlp=deep_mlp))
+    dense, pooled, logits = samples(model, 3, batch_size)
+    expected = []
+    for x, flat in zip(dense, pooled, strict=True):
+        fields = attended = fields_of(model, x, flat.reshape(3, 4))
+        for layer in model.interacting:
+            attended = interact(layer, attended, 2)
+        logit = number(model.head.weight)[0] @ np.concatenate(attended) + number(model.head.bias)[0]
+        expected.append(logit + (mlp(np.concatenate(fields), model.deep_mlp)[0] if deep_mlp else 0.0))
+    np.testing.assert_allclose(logits, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("num_tasks", [1, 3])
+@pytest.mark.parametrize("batch_size", [0, 1, 4])
+def test_mmoe_mixes_experts_by_a_gate_per_task(batch_size: int, num_tasks: int) -> None:
+    tables = OneRowEach([4, 3])
+    model = random_weights(MMoE(tables, num_dense=2, num_tasks=num_tasks, experts=[(5,), (6, 5)], tower_mlp=(4,)))
+    dense, pooled, logits = samples(model, 2, batch_size)
+    expected = np.zeros((batch_size, num_tasks))
+    for sample, (x, flat) in enumerate(zip(dense, pooled, strict=True)):
+        inputs = np.concatenate([x, flat])
+        seen = [mlp(inputs, expert, relu_last=True) for expert in model.experts]
+        for task, (gate, tower) in enumerate(zip(model.gates, model.towers, strict=True)):
+            share = softmax(number(gate.weight) @ inputs)
+            expected[sample, task] = mlp(sum(g * f for g, f in zip(share, seen, strict=True)), tower)[0]
+    np.testing.assert_allclose(logits, expected if num_tasks > 1 else expected[:, 0], rtol=1e-12, atol=1e-12)
