@@ -59,8 +59,8 @@ def check_values(path: Path, first_row: int, table: pa.Table, dataset: Dataset) 
 def _check_range(where: str, first_row: int, table: pa.Table, name: str, most: float) -> None:
     """Numbers in 0..most; NaN is none."""
     values = table.column(name).to_numpy()
-    if values.size and not (values.min() >= 0 and values.max() <= most):
-        place = int(np.flatnonzero(~((values >= 0) & (values <= most)))[0])
+    if values.size and not (values.min() >= 0 and float(values.max()) <= most):
+        place = int(np.flatnonzero(~((values >= 0) & (values.astype(np.float64) <= most)))[0])
         rule = "in 0..1" if most == 1 else "finite and not negative"
         raise MesetaError(
             f"{where} {first_row + place}: {name!r} is {values[place]:g}, and must be {rule}; "
