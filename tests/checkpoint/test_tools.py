@@ -66,7 +66,7 @@ def test_list_has_all_by_step_and_says_what_is_damaged(tmp_path: Path) -> None:
     assert str(broken) in found[1].problem and "must have" in found[1].problem
     assert find_checkpoint(tmp_path).name == "step-000000200"
     shutil.rmtree(tmp_path / "checkpoints" / "step-000000200")
-    assert find_checkpoint(tmp_path / "checkpoints").name == "step-000000004"
+    assert find_checkpoint(tmp_path / "checkpoints").name == "step-000000030"  # damage is told, never passed over
 
 
 def test_a_summary_says_what_was_saved(tmp_path: Path) -> None:

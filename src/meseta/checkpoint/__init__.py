@@ -1,13 +1,15 @@
 """Checkpoints: a directory of Arrow files and a JSON manifest, readable with pyarrow alone, loadable under any plan."""
 
+from meseta.checkpoint.broken import DamagedCheckpoint
 from meseta.checkpoint.difference import Difference, compare
-from meseta.checkpoint.directory import latest, prune
+from meseta.checkpoint.directory import latest, newest, prune
 from meseta.checkpoint.exporting import export
 from meseta.checkpoint.listing import Summary, find_checkpoint, list_checkpoints, summarize
-from meseta.checkpoint.loading import Loaded, load, verify
+from meseta.checkpoint.loading import Loaded, load, offer_older, verify
 from meseta.checkpoint.saving import save
 
 __all__ = [
+    "DamagedCheckpoint",
     "Difference",
     "Loaded",
     "Summary",
@@ -17,6 +19,8 @@ __all__ = [
     "latest",
     "list_checkpoints",
     "load",
+    "newest",
+    "offer_older",
     "prune",
     "save",
     "summarize",

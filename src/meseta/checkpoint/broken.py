@@ -5,9 +5,13 @@ from pathlib import Path
 from meseta.spec import MesetaError
 
 
-def broken_file(path: Path, what: str) -> MesetaError:
+class DamagedCheckpoint(MesetaError):
+    """A checkpoint that is not what was saved; an older one may be."""
+
+
+def broken_file(path: Path, what: str) -> DamagedCheckpoint:
     """The error that names a file and what is wrong with it."""
-    return MesetaError(f"checkpoint file {str(path)!r} {what}; copy the checkpoint again, or use an older one")
+    return DamagedCheckpoint(f"checkpoint file {str(path)!r} {what}; copy the checkpoint again, or use an older one")
 
 
 def check_size(path: Path, expected_bytes: int) -> None:

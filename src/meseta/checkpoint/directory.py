@@ -107,6 +107,15 @@ def latest(parent: Path | str) -> Path | None:
     return None
 
 
+def newest(parent: Path | str) -> Path | None:
+    """The checkpoint of the highest step in `parent`, whole or not, None when there is none.
+
+    What a run goes on from: `load` refuses it where it is damaged, and nothing goes back to an older one in silence.
+    """
+    found = [path for path in named(Path(parent)) if any(path.iterdir())]
+    return found[-1] if found else None
+
+
 def prune(parent: Path | str, keep_last: int, keep_step: int | None = None) -> list[Path]:
     """Delete all but the newest `keep_last` checkpoints in `parent`; returns those deleted, oldest first.
 

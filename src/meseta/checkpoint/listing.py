@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meseta.checkpoint.broken import check_size
-from meseta.checkpoint.directory import latest, named
+from meseta.checkpoint.directory import named, newest
 from meseta.checkpoint.layout import ROW
 from meseta.checkpoint.manifest import MANIFEST_PATH, read_manifest
 from meseta.spec import MesetaError
@@ -81,14 +81,14 @@ def checkpoints_of(path: Path | str) -> Path:
 
 
 def find_checkpoint(path: Path | str) -> Path:
-    """`path` itself where it is a checkpoint, else the newest one of the run or folder that it is."""
+    """`path` itself where it is a checkpoint, else the newest one, whole or not, of the run or folder that it is."""
     path = Path(path)
     if (path / MANIFEST_PATH).exists():
         return path
     folder = checkpoints_of(path)
-    found = latest(folder)
+    found = newest(folder)
     if found is None:
-        raise MesetaError(f"checkpoint {str(folder)!r} holds no whole checkpoint; see `meseta checkpoint list`")
+        raise MesetaError(f"checkpoint {str(folder)!r} holds no checkpoint; see `meseta checkpoint list`")
     return found
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from meseta.checkpoint.block import Values, read_block
+from meseta.checkpoint.broken import DamagedCheckpoint
 from meseta.checkpoint.dense import read_dense
-from meseta.checkpoint.directory import latest
+from meseta.checkpoint.directory import latest, named
 from meseta.checkpoint.layout import ROW, BlockSchema, TableLayout, as_stored
 from meseta.checkpoint.manifest import MANIFEST_PATH, read_manifest
 from meseta.checkpoint.together import together
@@ -78,6 +79,23 @@ def verify(path: Path | str) -> str:
     ]
     _fill_all(path, jobs)
     return str(manifest["checksum"])
+
+
+def offer_older(problem: DamagedCheckpoint, path: Path) -> MesetaError:
+    """The same error with the newest checkpoint before `path` whose every byte is whole, and how to go on from it."""
+    for older in reversed([other for other in named(path.parent) if _step(other) < _step(path)]):
+        try:
+            verify(older)
+        except MesetaError:
+            continue
+        return MesetaError(
+            f"{problem}: {str(older)!r} is whole, and the same command takes it after `mv {path} {path}.damaged`"
+        )
+    return MesetaError(f"{problem}; no older one beside it is whole")
+
+
+def _step(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])
 
 
 def _find(path: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from meseta.checkpoint import digest
+from meseta.checkpoint.broken import DamagedCheckpoint
 from meseta.checkpoint.layout import BlockSchema
 from meseta.spec import MesetaError, Plan
 
@@ -52,12 +53,19 @@ def check_state(state: Mapping[str, Any]) -> None:
 
 
 def write_manifest(root: Path, manifest: Mapping[str, Any]) -> None:
-    """Write and fsync; raises OSError."""
-    with (root / MANIFEST_PATH).open("w") as file:
-        json.dump(manifest, file, indent=1, allow_nan=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+    """Write and fsync. Raises MesetaError, for example on a full disk."""
+    path = root / MANIFEST_PATH
+    try:
+        with path.open("w") as file:
+            json.dump(manifest, file, indent=1, allow_nan=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise MesetaError(
+            f"checkpoint file {str(path)!r} cannot be written: {error.strerror}; make room there, keep fewer "
+            "checkpoints, or choose another directory"
+        ) from None
 
 
 def read_manifest(root: Path) -> dict[str, Any]:
@@ -66,11 +74,13 @@ def read_manifest(root: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_bytes())
     except OSError as error:
-        raise MesetaError(
+        raise DamagedCheckpoint(
             f"checkpoint {str(root)!r}: {path.name}: {error.strerror}; give a directory step-..."
         ) from None
     except ValueError as error:
-        raise MesetaError(f"checkpoint file {str(path)!r} is not JSON ({error}); use an older checkpoint") from None
+        raise DamagedCheckpoint(
+            f"checkpoint file {str(path)!r} is not JSON ({error}); use an older checkpoint"
+        ) from None
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if found != FORMAT:
         raise MesetaError(
@@ -83,7 +93,9 @@ def read_manifest(root: Path) -> dict[str, Any]:
     except MesetaError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError, NotImplementedError) as error:
-        raise MesetaError(f"checkpoint file {str(path)!r} is malformed ({error!r}); use an older checkpoint") from None
+        raise DamagedCheckpoint(
+            f"checkpoint file {str(path)!r} is malformed ({error!r}); use an older checkpoint"
+        ) from None
     return manifest
 
 
@@ -94,7 +106,7 @@ def _check_sums(path: Path, manifest: Mapping[str, Any]) -> None:
     sums += [("checksum", manifest["checksum"], digest.of_model(manifest))]
     for name, expected, found in sums:
         if expected != found:
-            raise MesetaError(
+            raise DamagedCheckpoint(
                 f"checkpoint file {str(path)!r} was changed: {name} must be {expected}, but its content has {found}; "
                 "copy the checkpoint again, or use an older one"
             )

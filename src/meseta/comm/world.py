@@ -116,16 +116,17 @@ class World:
     def raise_together(self, error: BaseException | None) -> None:
         """Raise on every rank when any rank met an error, so that none waits for ranks that have stopped.
 
-        The message is the error of the lowest such rank, and names it.
+        The message is the error of the lowest such rank, and names it; its class is kept where it is a MesetaError.
         """
         if self.size == 1:
             if error is not None:
                 raise error
             return
-        messages = self.gather_objects(None if error is None else str(error))
-        for rank, message in enumerate(messages):
-            if message is not None:
-                raise MesetaError(f"rank {rank}: {message}") from error
+        kind = type(error) if isinstance(error, MesetaError) else MesetaError
+        found = self.gather_objects(None if error is None else (kind, str(error)))
+        for rank, problem in enumerate(found):
+            if problem is not None:
+                raise problem[0](f"rank {rank}: {problem[1]}") from error
 
 
 _processors: list[set[int]] = []

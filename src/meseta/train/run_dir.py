@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import yaml
 from meseta.config import RunConfig, load_config
 from meseta.spec import MesetaError
 from meseta.spec.processors import num_cores
+from meseta.train.lock import FolderLock
 
 
 class RunDir:
@@ -26,39 +28,71 @@ class RunDir:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self._metrics = path / "metrics.jsonl"
+        self._lock = FolderLock(path)
 
     def begin(self, config: RunConfig, dataset: Mapping[str, Any], plan: Mapping[str, Any], device: str) -> None:
-        """Write what is known before the first step. Raises MesetaError where the directory cannot be written."""
-        try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            document = config.model_dump(mode="json")
-            self.write("config.yaml", yaml.safe_dump(document, sort_keys=False))
-            self.write_json("dataset.json", dataset)
-            self.write_json("plan.json", plan)
-            self.write_json("environment.json", environment(device, plan["num_ranks"]))
-        except OSError as error:
-            raise self._unwritable(error) from None
+        """Lock the directory and write what is known before the first step.
 
-    def _unwritable(self, error: OSError) -> MesetaError:
-        return MesetaError(f"run_dir {str(self.path)!r} cannot be written: {error.strerror}; choose another")
+        Raises MesetaError where the directory cannot be written, or another run has it.
+        """
+        with self._writing():
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+            self.checkpoints.mkdir(exist_ok=True)
+            for pattern in (".*.tmp", ".report-*.html"):  # what killed runs left half-written
+                for path in self.path.glob(pattern):
+                    path.unlink()
+        document = config.model_dump(mode="json")
+        self.write("config.yaml", yaml.safe_dump(document, sort_keys=False))
+        self.write_json("dataset.json", dataset)
+        self.write_json("plan.json", plan)
+        self.write_json("environment.json", environment(device, plan["num_ranks"]))
+
+    def lock(self) -> None:
+        """Keep other runs out of a directory that exists, until `unlock`. Raises MesetaError where one is in it."""
+        if self.path.is_dir():
+            with self._writing():
+                self._lock.acquire()
+
+    def unlock(self) -> None:
+        """Let other runs in."""
+        self._lock.release()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise MesetaError(
+                f"run_dir {str(self.path)!r} cannot be written: {error.strerror}; make room there, or choose another"
+            ) from None
 
     def write(self, name: str, text: str) -> None:
-        """Replace a file by one rename, so that a reader never sees half of it."""
+        """Replace a file by one rename, so that a reader never sees half of it. Raises MesetaError where it cannot be
+        written, and leaves the former one."""
         temporary = self.path / f".{name}.tmp"
-        temporary.write_text(text)
-        os.replace(temporary, self.path / name)
+        with self._writing():
+            try:
+                temporary.write_text(text, encoding="utf-8")
+                os.replace(temporary, self.path / name)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
 
     def write_json(self, name: str, document: Mapping[str, Any]) -> None:
         """As `write`."""
         self.write(name, json.dumps(document, indent=1) + "\n")
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
-        """Add one line to metrics.jsonl. Raises MesetaError where it cannot be written."""
-        try:
-            with self._metrics.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            raise self._unwritable(error) from None
+        """Add one line to metrics.jsonl, or nothing. Raises MesetaError where it cannot be written."""
+        with self._writing(), self._metrics.open("ab", buffering=0) as file:
+            start, data = file.tell(), (json.dumps(line) + "\n").encode()
+            try:
+                if file.write(data) < len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                file.truncate(start)
+                raise
 
     def forget_after(self, step: int, num_steps: int) -> None:
         """Drop the lines that a run resumed at `step` writes again, and what a finished run wrote at its end."""

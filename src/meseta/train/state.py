@@ -90,9 +90,14 @@ def ids_outside(embeddings: Collection, world: World) -> dict[str, int]:
 def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
     """Fill model and optimizer from a checkpoint, under any plan; returns its state with `step` and `window`.
 
-    Raises MesetaError, on all ranks, where the checkpoint is damaged or of another model or dense optimizer.
+    Raises MesetaError, on all ranks, where the checkpoint is damaged, with the newest older one that is not, and where
+    it is of another model or dense optimizer.
     """
-    loaded = checkpoint.load(path, world=world, shards=model.embeddings.shards)
+    try:
+        loaded = checkpoint.load(path, world=world, shards=model.embeddings.shards)
+    except checkpoint.DamagedCheckpoint as problem:
+        offers = world.gather_objects(checkpoint.offer_older(problem, path) if world.rank == 0 else None)
+        raise offers[0] from None
     saved, wanted = loaded.state["dense_optimizer"], type(optimizer).__name__
     if saved != wanted:
         raise MesetaError(

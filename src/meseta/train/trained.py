@@ -49,7 +49,7 @@ def load_trained(run_dir: Path, split: str, world: World, data: Path | None = No
     """
     run = RunDir(run_dir)
     config = run.load_config().model_copy(update={"plan": "balanced"})
-    path = _find_best(run, config) if best else checkpoint.latest(run.checkpoints)
+    path = _find_best(run, config) if best else checkpoint.newest(run.checkpoints)
     if path is None:
         raise MesetaError(f"run {str(run_dir)!r} has no checkpoint yet; train it first with `meseta train`")
     dataset = Dataset.load(data or config.data.dir).with_labels(config.data.labels)

@@ -43,7 +43,8 @@ class Trainer:
     def __init__(self, config: RunConfig, world: World) -> None:
         """Open the data, place the tables, take up the newest checkpoint of run_dir if there is one.
 
-        Raises MesetaError, on all ranks, for data, plans or checkpoints that do not fit the config.
+        Raises MesetaError, on all ranks, for data, plans or checkpoints that do not fit the config, and for a run_dir
+        in which another run is at work.
         """
         torch.manual_seed(config.seed)
         self.config = config
@@ -62,8 +63,13 @@ class Trainer:
         self.step = 0
         self.num_samples = 0
         self.train_s = 0.0
-        self._resume()
-        self.num_steps = self._count_steps()
+        try:
+            self._on_first(self.run_dir.lock)
+            self._resume()
+            self.num_steps = self._count_steps()
+        except MesetaError:
+            self.run_dir.unlock()
+            raise
         self._log_from = (self.step, self.num_samples, time.perf_counter())
 
     def run(self) -> dict[str, Any]:
@@ -73,6 +79,12 @@ class Trainer:
         that is not finite, files that cannot be read or written; and Stopped, on all ranks and with everything saved,
         when SIGTERM or SIGINT came to any of them.
         """
+        try:
+            return self._run()
+        finally:
+            self.run_dir.unlock()
+
+    def _run(self) -> dict[str, Any]:
         self._on_first(self._begin)
         first = self.step
         with TrainProgress(self.num_steps, first_step=first, shown=self.world.rank == 0) as progress:
@@ -88,9 +100,8 @@ class Trainer:
                 raise self.saver.stop()
             line = self._last_evaluation(progress)
         summary = self._summary(line, ids_outside(self.model.embeddings, self.world))
-        if self.world.rank == 0:
-            self.run_dir.write_json("summary.json", summary)
-            write_report(self.run_dir.path)
+        self._on_first(lambda: self.run_dir.write_json("summary.json", summary))
+        self._on_first(lambda: write_report(self.run_dir.path))
         return summary
 
     def _begin(self) -> None:
@@ -252,7 +263,7 @@ class Trainer:
 
     def _resume(self) -> None:
         """Take up the newest checkpoint, if there is one."""
-        path = checkpoint.latest(self.run_dir.checkpoints)
+        path = checkpoint.newest(self.run_dir.checkpoints)
         path = self.world.gather_objects(path)[0]
         if path is None:
             return

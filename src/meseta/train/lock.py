@@ -1,0 +1,68 @@
+"""One run at a time in a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+from pathlib import Path
+
+from meseta.spec import MesetaError
+
+NAME = ".lock"
+
+
+class FolderLock:
+    """A lock on a folder that the system gives back when its process ends, however it ends.
+
+    It is flock(2) on the file `.lock`, so a file that a killed run has left behind locks nothing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / NAME
+        self._descriptor: int | None = None
+
+    def acquire(self) -> None:
+        """Lock the folder, unless this object has done so already. A file system that has no locks is not locked.
+
+        Raises MesetaError, naming the process, where another one holds the lock, and OSError where the folder cannot be
+        written.
+        """
+        while self._descriptor is None:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                if not self._try(descriptor):
+                    continue
+                with contextlib.suppress(OSError):  # on a full disk the lock holds without a name
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+                self._descriptor = descriptor
+            finally:
+                if self._descriptor is None:
+                    os.close(descriptor)
+
+    def release(self) -> None:
+        """Unlock the folder and remove the file."""
+        if self._descriptor is not None:
+            self._path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _try(self, descriptor: int) -> bool:
+        """Whether the lock is held now; not where its file was removed, by the former holder, before it was locked."""
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                return True
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+            raise MesetaError(
+                f"run_dir {str(self._path.parent)!r} is in use: {holder} trains in it; wait until it has ended, stop "
+                "it, or choose another run_dir"
+            ) from None
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
+        except FileNotFoundError:
+            return False
