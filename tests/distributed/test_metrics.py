@@ -8,41 +8,38 @@ from collections.abc import Callable
 import numpy as np
 
 from meseta.comm import World
-from meseta.train.evaluate import gather_window
-from meseta.train.metrics import LifetimeWindow, MetricWindow
+from meseta.train.evaluate import gather_windows
+from meseta.train.metrics import LifetimeWindow, MetricWindow, TaskWindows
 
 from .pool import RankPool
 
 Ranks = Callable[[int], RankPool]
 
 
-def figures(num_ranks: int, rank: int, gather: Callable[[MetricWindow, LifetimeWindow], tuple]) -> list[str]:
-    """What a rank makes of its contiguous slices of ten batches: the window's figures, and the lifetime's."""
+TASKS = ("click", "buy")
+
+
+def figures(num_ranks: int, rank: int, gather: Callable[[TaskWindows], TaskWindows]) -> list[str]:
+    """What a rank makes of its contiguous slices of ten batches: figures of two windows, and of two lifetimes."""
     rng = np.random.default_rng(0)
-    window, lifetime = MetricWindow(), LifetimeWindow()
+    windows, lifetimes = TaskWindows(TASKS, MetricWindow), TaskWindows(TASKS, LifetimeWindow)
     for _ in range(10):
-        labels = (rng.random(120) < 0.2).astype(np.float32)
-        logits = np.round(rng.normal(size=120) + labels, 1).astype(np.float32)  # many ties
+        labels = (rng.random((120, 2)) < 0.2).astype(np.float32)
+        logits = np.round(rng.normal(size=(120, 2)) + labels, 1).astype(np.float32)  # many ties
         weights = rng.exponential(size=120) * (rng.random(120) < 0.8)
         groups = rng.integers(0, 40, 120)
         own = np.array_split(np.arange(120), num_ranks)[rank]
-        window.add(logits[own], labels[own], weights[own], groups[own])
-        lifetime.add(logits[own], labels[own], weights[own])
-    return [json.dumps(gathered.compute().to_dict()) for gathered in gather(window, lifetime)]
+        windows.add(logits[own], labels[own], weights[own], groups[own])
+        lifetimes.add(logits[own], labels[own], weights[own])
+    gathered = [gather(windows)[task] for task in TASKS] + [gather(lifetimes)[task] for task in TASKS]
+    return [json.dumps(window.compute().to_dict()) for window in gathered]
 
 
 def gathered_figures() -> list[str]:
     world = World.current()
-    return figures(
-        world.size,
-        world.rank,
-        lambda window, lifetime: (
-            gather_window(window, world),
-            LifetimeWindow.merge(world.gather_objects(lifetime.get_state())),
-        ),
-    )
+    return figures(world.size, world.rank, lambda windows: gather_windows(windows, world))
 
 
 def test_figures_of_four_ranks_are_those_of_one_process(ranks: Ranks) -> None:
-    alone = figures(1, 0, lambda *windows: windows)
+    alone = figures(1, 0, lambda windows: windows)
     assert ranks(4).run(gathered_figures) == [alone] * 4

@@ -208,7 +208,7 @@ def held(document: dict[str, Any]) -> list[tuple[str, tuple[int, int], tuple[int
 def evaluate_here(run_dir: Path) -> dict[str, Any]:
     """Run on every rank."""
     trained = load_trained(run_dir, "test", World.current())
-    return evaluate(trained.model, trained.reader, trained.world)[0].to_dict()
+    return evaluate(trained.model, trained.reader, trained.world).to_dict()
 
 
 def test_saved_on_four_ranks_and_taken_up_elsewhere(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ PUBLIC = {
     """,
     "meseta.comm": "DenseGradients Pending World",
     "meseta.config": """
-        CheckpointConfig DataConfig DenseConfig DenseOptimizerConfig EarlyStoppingConfig EmbeddingConfig ModelConfig
-        RunConfig ScheduleConfig TableConfig TrainConfig
+        CheckpointConfig DataConfig DenseConfig DenseOptimizerConfig EarlyStoppingConfig EmbeddingConfig MetricsConfig
+        ModelConfig RunConfig ScheduleConfig TableConfig TrainConfig
         check_document load_config read_document set_default
     """,
     "meseta.data": "Batch Dataset PrepareOptions Reader ReaderOptions",
@@ -40,8 +40,8 @@ PUBLIC = {
     "meseta.storage": "TableShard",
     "meseta.train.metrics": """
         NUM_RELIABILITY_BINS BinnedAuc GroupedFigure LifetimeMetrics LifetimeWindow MetricWindow Metrics ReliabilityBin
-        auc base_rate_entropy binned_auc calibration compute_metrics grouped_auc grouped_ndcg logloss
-        normalized_entropy pr_auc reliability_curve
+        Segment TaskWindows auc base_rate_entropy binned_auc calibration compute_metrics grouped_auc grouped_ndcg
+        logloss normalized_entropy pr_auc reliability_curve segments_of task_figures
     """,
     "meseta.train.report": "write_report",
 }

@@ -20,6 +20,9 @@ def evaluate(
     best: Annotated[
         bool, typer.Option("--best", help="The checkpoint of the best evaluation; else the newest.")
     ] = False,
+    by: Annotated[
+        list[str] | None, typer.Option(help="Sparse feature by whose values to measure apart; may be repeated.")
+    ] = None,
 ) -> None:
     """Evaluate a checkpoint of a run over every row of a split; prints JSON."""
     if nproc != 1 and not is_launched():
@@ -29,8 +32,9 @@ def evaluate(
     from meseta.train.trained import open_trained
 
     with open_trained(run_dir, split, data, best=best) as trained:
-        metrics, outside = run(trained.model, trained.reader, trained.world)
+        config = trained.config.metrics
+        config = config.model_copy(update={"segments": tuple(by)}) if by else config
+        found = run(trained.model, trained.reader, trained.world, config)
     if trained.world.rank == 0:
-        line = {"run": str(run_dir), "step": trained.step, "split": split, **metrics.to_dict()}
-        del line["reliability"]
-        print(json.dumps({**line, **({"ids_outside": outside} if outside else {})}, indent=1))
+        line = {"run": str(run_dir), "step": trained.step, "split": split, **found.to_dict(with_curve=False)}
+        print(json.dumps(line, indent=1))

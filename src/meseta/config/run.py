@@ -174,9 +174,20 @@ class ModelConfig(Section):
     """mmoe: hidden widths of each task's tower; the single output is added."""
 
 
+class MetricsConfig(Section):
+    ndcg_k: int | None = Field(default=None, ge=1)
+    """Ranks that NDCG looks at, where the data have groups; None: all."""
+    segments: tuple[str, ...] = ()
+    """Sparse features with one id per sample: evaluations measure the samples of each of their values apart."""
+    max_segments: int = Field(default=10, ge=1)
+    """Values of each of `segments` that are listed, those with most samples; the others are measured together."""
+
+
 class EarlyStoppingConfig(Section):
-    metric: Literal["ne", "logloss", "auc"] = "ne"
-    """Figure of the test split that says which evaluation is the best."""
+    metric: Literal["ne", "logloss", "auc", "pr_auc", "gauc", "ndcg"] = "ne"
+    """Figure of the test split that says which evaluation is the best; 'gauc' and 'ndcg' need data with groups."""
+    task: str | None = None
+    """Label whose figure it is, where the data have several; None: the first."""
     patience: int | None = Field(default=None, ge=1)
     """Stop after this many evaluations in a row that are no better; None: train to the end."""
     min_delta: float = Field(default=0.0, ge=0)
@@ -241,6 +252,8 @@ class RunConfig(Section):
     """How the rest learns."""
     train: TrainConfig = TrainConfig()
     """How long and how often."""
+    metrics: MetricsConfig = MetricsConfig()
+    """What evaluations measure."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """What survives."""
     plan: Literal["balanced"] | Path | dict[str, Any] = "balanced"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -10,41 +11,101 @@ import torch
 from numpy.typing import NDArray
 
 from meseta.comm import World
+from meseta.config import MetricsConfig
+from meseta.data.batch import Batch
+from meseta.data.dataset import Dataset
 from meseta.data.reader import Reader
 from meseta.pipeline.step import Model
-from meseta.train.metrics import Metrics, MetricWindow
+from meseta.spec import MesetaError, nearest
+from meseta.train.metrics import Metrics, MetricWindow, Segment, TaskWindows, segments_of, task_figures
+from meseta.train.metrics.tasks import Window
 from meseta.train.state import ids_outside
 
 
-def predict(model: Model, reader: Reader, world: World) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-    """(logits, labels) of this rank's slice of each global batch, without any update."""
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Figures over all rows of a split."""
+
+    tasks: dict[str, Metrics]
+    """By label, in the order of the dataset."""
+    segments: dict[str, list[Segment]] = field(default_factory=dict)
+    """Feature to figures by its values."""
+    ids_outside: dict[str, int] = field(default_factory=dict)
+    """Ids outside their table, by feature."""
+
+    def to_dict(self, *, with_curve: bool = True) -> dict[str, Any]:
+        """Plain data for JSON: the figures of the first label, those of all under "tasks" where there are several,
+        "segments" and "ids_outside" where there are any; the reliability curves may be left out."""
+        segments = {feature: [one.to_dict() for one in found] for feature, found in self.segments.items()}
+        return {
+            **task_figures(self.tasks, () if with_curve else ("reliability",)),
+            **({"segments": segments} if segments else {}),
+            **({"ids_outside": self.ids_outside} if self.ids_outside else {}),
+        }
+
+
+def predict(model: Model, reader: Reader, world: World) -> Iterator[tuple[NDArray[Any], Batch]]:
+    """This rank's slice of each global batch, in CPU memory, with its logits [B] or [B, T]; without any update."""
     with torch.no_grad():
         for batch in reader.epoch():
             on_device = batch.to(world.device, non_blocking=True)
             pooled = model.embeddings(on_device.sparse).pooled.values
             logits = model.score(on_device.dense, pooled)
-            yield logits.cpu().numpy(), batch.label.numpy()
+            yield logits.cpu().numpy(), batch
 
 
-def evaluate(model: Model, reader: Reader, world: World) -> tuple[Metrics, dict[str, int]]:
-    """Metrics over all rows of the reader's split, the same on every rank and for any number of ranks.
+def evaluate(model: Model, reader: Reader, world: World, config: MetricsConfig | None = None) -> Evaluation:
+    """Figures over all rows of the reader's split, the same on every rank and for any number of ranks.
 
-    The second value counts ids outside their table, by feature; training's own count is left as it was.
+    Samples count by their weights where the data have them, and groups are measured where they have those. Training's
+    own count of ids outside their table is left as it was. Raises MesetaError for a segment that is no feature with one
+    id per sample.
     """
-    window, embeddings = MetricWindow(), model.embeddings
+    config = config or MetricsConfig()
+    check_segments(reader.dataset, config.segments)
+    windows, embeddings = TaskWindows(reader.dataset.labels, MetricWindow), model.embeddings
+    keys: dict[str, list[NDArray[np.int64]]] = {feature: [] for feature in config.segments}
     counted, embeddings.num_outside = embeddings.num_outside, None
-    for logits, labels in predict(model, reader, world):
-        window.add(logits, labels)
+    for logits, batch in predict(model, reader, world):
+        windows.add(logits, batch.label.numpy(), _numpy(batch.weight), _numpy(batch.group))
+        for feature, parts in keys.items():
+            parts.append(batch.sparse[feature].values.numpy())
     outside = ids_outside(embeddings, world)
     embeddings.num_outside = counted
-    return gather_window(window, world).compute(), outside
+    together = gather_windows(windows, world)
+    segments = {
+        feature: segments_of(together, gather_rows(_joined(parts), world), config.max_segments)
+        for feature, parts in keys.items()
+    }
+    metrics = {task: together[task].compute(config.ndcg_k) for task in together.tasks}
+    return Evaluation(tasks=metrics, segments=segments, ids_outside=outside)
 
 
-def gather_window(window: MetricWindow, world: World) -> MetricWindow:
+def check_segments(dataset: Dataset, segments: Sequence[str]) -> None:
+    """Raises MesetaError for a segment that is no feature of the dataset with one id per sample."""
+    features = {feature.name: feature for feature in dataset.sparse}
+    for name in segments:
+        if name not in features:
+            raise MesetaError(f"metrics: the segment {name!r} is no sparse feature; {nearest(name, list(features))}")
+        if features[name].multi_valued:
+            raise MesetaError(
+                f"metrics: a sample has several ids of {name!r}, so it makes no segments; take a feature with one"
+            )
+
+
+def gather_windows(windows: TaskWindows[Window], world: World) -> TaskWindows[Window]:
     """The samples of all ranks, in the order of ranks."""
-    return MetricWindow.merge(world.gather_objects(window.get_state()))
+    return windows.merged(world.gather_objects(windows.get_state()))
 
 
 def gather_rows(parts: NDArray[Any], world: World) -> NDArray[Any]:
-    """The slices of one global batch, put together in the order of its rows."""
+    """The slices of all ranks, put together in the order of ranks."""
     return np.concatenate(world.gather_objects(parts))
+
+
+def _numpy(column: torch.Tensor | None) -> NDArray[Any] | None:
+    return None if column is None else column.numpy()
+
+
+def _joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    return np.concatenate([np.empty(0, np.int64), *parts])

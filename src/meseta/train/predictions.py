@@ -29,9 +29,9 @@ def write_predictions(model: Model, reader: Reader, world: World, out: Path) -> 
     """
     file = _File(out) if world.rank == 0 else None
     num_rows = 0
-    for own_logits, own_labels in predict(model, reader, world):
+    for own_logits, batch in predict(model, reader, world):
         scores = gather_rows(own_logits.astype(np.float64), world)
-        labels = gather_rows(own_labels, world)
+        labels = gather_rows(batch.label.numpy(), world)
         if file is not None:
             file.add(num_rows, scores, labels)
         num_rows += len(scores)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside the tables: dense parameters, optimizer moments, positions and windows."""
+"""What a checkpoint holds beside the tables: dense parameters, optimizer moments and positions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -60,23 +59,6 @@ def set_random_state(text: str) -> None:
     torch.set_rng_state(torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8))
 
 
-def window_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A metric window as dense tensors, since thousands of floats are no matter for JSON.
-
-    Sorted: its figures do not depend on the order of samples, and a run that was resumed in the middle of a window
-    holds them in another order than one that was not.
-    """
-    order = np.lexsort(tuple(reversed(list(state.values()))))
-    return {f"window.{name}": torch.from_numpy(value[order]) for name, value in state.items()}
-
-
-def window_state(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Undo `window_tensors`."""
-    return {
-        name.removeprefix("window."): value.numpy() for name, value in tensors.items() if name.startswith("window.")
-    }
-
-
 def ids_outside(embeddings: Collection, world: World) -> dict[str, int]:
     """Ids outside their table that a policy has dropped, clamped or hashed so far, by feature, over all ranks;
     features without any are left out. Collective."""
@@ -88,7 +70,7 @@ def ids_outside(embeddings: Collection, world: World) -> dict[str, int]:
 
 
 def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
-    """Fill model and optimizer from a checkpoint, under any plan; returns its state with `step` and `window`.
+    """Fill model and optimizer from a checkpoint, under any plan; returns its state with `step` and `dense`.
 
     Raises MesetaError, on all ranks, where the checkpoint is damaged, with the newest older one that is not, and where
     it is of another model or dense optimizer.
@@ -110,4 +92,4 @@ def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer, world: Wor
     if world.rank == 0:
         counts = [loaded.state["ids_outside"].get(feature.name, 0) for feature in embeddings.features]
         embeddings.num_outside = torch.tensor(counts, device=world.device)
-    return {**loaded.state, "step": loaded.step, "window": window_state(loaded.dense)}
+    return {**loaded.state, "step": loaded.step, "dense": loaded.dense}

@@ -6,9 +6,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from meseta.config import EarlyStoppingConfig
+from meseta.data.dataset import Dataset
+from meseta.spec import MesetaError, nearest
 
-_RISING = {"auc"}
+_RISING = {"auc", "pr_auc", "gauc", "ndcg"}
 """Metrics of which more is better; of the others less is."""
+_GROUPED = {"gauc", "ndcg"}
+
+
+def check_stopping(config: EarlyStoppingConfig, dataset: Dataset) -> None:
+    """Raises MesetaError for a figure that no evaluation of the dataset has."""
+    where = "config: train.early_stopping"
+    if config.task is not None and config.task not in dataset.labels:
+        raise MesetaError(f"{where}.task {config.task!r} is no label; {nearest(config.task, list(dataset.labels))}")
+    if config.metric in _GROUPED and dataset.group is None:
+        raise MesetaError(
+            f"{where}.metric is {config.metric!r}, but the data have no groups; name their column when you prepare "
+            "them, or choose 'ne', 'logloss', 'auc' or 'pr_auc'"
+        )
 
 
 class BestSoFar:
@@ -29,7 +44,11 @@ class BestSoFar:
         A figure that is not defined (one class only) is no better than any. Better by less than `min_delta` than the
         best counts as stale, and leaves the best where it is.
         """
-        value = line[self.config.metric]
+        # The figures of a single label stand in the line itself.
+        figures = line["tasks"][self.config.task] if self.config.task and "tasks" in line else line
+        value = figures[self.config.metric]
+        if isinstance(value, dict):  # a mean over groups, with their number
+            value = value["value"]
         if value is not None and self._is_better(value):
             self.step, self.value, self.num_stale = line["step"], value, 0
             return True
@@ -51,11 +70,16 @@ class BestSoFar:
         stale = f"{self.num_stale} evaluations in a row were no better"
         return stale if self.step is None else f"{stale} than {self.config.metric} {self.value:.6g} at step {self.step}"
 
+    @property
+    def _figure(self) -> dict[str, str]:
+        task = self.config.task
+        return {"metric": self.config.metric, **({} if task is None else {"task": task})}
+
     def get_state(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"metric": self.config.metric, "step": self.step, "value": self.value, "num_stale": self.num_stale}
+        return {**self._figure, "step": self.step, "value": self.value, "num_stale": self.num_stale}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Undo `get_state`; what was kept of another metric says nothing of this one, and is left."""
-        if state.get("metric") == self.config.metric:
+        if {name: state[name] for name in ("metric", "task") if name in state} == self._figure:
             self.step, self.value, self.num_stale = state["step"], state["value"], state["num_stale"]

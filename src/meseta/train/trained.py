@@ -32,6 +32,8 @@ class Trained:
     world: World
     step: int
     """Steps that the checkpoint was trained for."""
+    config: RunConfig
+    """Of the run."""
 
 
 @contextmanager
@@ -63,7 +65,7 @@ def load_trained(run_dir: Path, split: str, world: World, data: Path | None = No
     model = make_sharded_model(config, dataset, world)
     optimizer = make_dense_optimizer(config.dense.optimizer, model.parameters())
     state = restore(path, model, optimizer, world)
-    return Trained(model=model, reader=reader, world=world, step=state["step"])
+    return Trained(model=model, reader=reader, world=world, step=state["step"], config=config)
 
 
 def _find_best(run: RunDir, config: RunConfig) -> Path | None:

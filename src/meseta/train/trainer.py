@@ -20,11 +20,11 @@ from meseta.pipeline import Step, TrainStep
 from meseta.pipeline.step import NonFiniteLoss
 from meseta.spec import MesetaError
 from meseta.train.build import make_sharded_model, task_weights
-from meseta.train.evaluate import evaluate, gather_window
-from meseta.train.metrics import MetricWindow
+from meseta.train.evaluate import check_segments, evaluate
 from meseta.train.progress import TrainProgress
 from meseta.train.report import write_report
 from meseta.train.run_dir import RunDir
+from meseta.train.running import RunningFigures
 from meseta.train.saving import Saver
 from meseta.train.state import (
     dense_tensors,
@@ -32,9 +32,8 @@ from meseta.train.state import (
     random_state,
     restore,
     set_random_state,
-    window_tensors,
 )
-from meseta.train.stopping import BestSoFar
+from meseta.train.stopping import BestSoFar, check_stopping
 
 
 class Trainer:
@@ -57,7 +56,9 @@ class Trainer:
         self.train_step = TrainStep(self.model, self.optimizer, world, task_weights=weights)
         self.reader = self._reader("train")
         self.test_reader = self._reader("test")
-        self.window = MetricWindow()
+        check_segments(self.dataset, config.metrics.segments)
+        check_stopping(config.train.early_stopping, self.dataset)
+        self.figures = RunningFigures(self.dataset.labels, weights, world)
         self.best = BestSoFar(config.train.early_stopping)
         self.saver = Saver(config.checkpoint, self.run_dir.checkpoints, world)
         self.step = 0
@@ -135,7 +136,7 @@ class Trainer:
                 self._set_learning_rates()
                 with self.train_step.times.stage("data"):
                     batch = next(batches)
-                self._record(self._run_step(batch), batch.label.numpy())
+                self._record(self._run_step(batch), batch)
                 if self.step % self.config.train.log_every_steps == 0 or self.step == self.num_steps:
                     self._log(progress)
                 progress.step(self.step)
@@ -182,14 +183,14 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = dense.optimizer.lr * factor
 
-    def _record(self, result: Step, labels: Any) -> None:
+    def _record(self, result: Step, batch: Batch) -> None:
         self.step += 1
-        self.window.add(result.logits.cpu().numpy(), labels)
+        self.figures.add(result.logits, batch)
         self.num_samples += result.num_samples
 
     def _log(self, progress: TrainProgress) -> None:
         """One line of metrics.jsonl over the samples since the last one."""
-        metrics = gather_window(self.window, self.world).compute().to_dict()
+        figures = self.figures.take()
         # A window that was taken up from a checkpoint is older than the clock.
         first_step, first_sample, start_s = self._log_from
         elapsed_s, num_steps = time.perf_counter() - start_s, self.step - first_step
@@ -200,9 +201,7 @@ class Trainer:
             "step": self.step,
             "num_samples": self.num_samples,
             "time_s": self.train_s,
-            "loss": metrics["logloss"],
-            "ne": metrics["ne"],
-            "auc": metrics["auc"],
+            **figures,
             "samples_per_s": (self.num_samples - first_sample) / elapsed_s,
             "seconds_per_step": elapsed_s / max(num_steps, 1),
             "lr_dense": self.optimizer.param_groups[0]["lr"],
@@ -210,22 +209,20 @@ class Trainer:
             "stages_s": self.train_step.times.take(),
             **({"ids_outside": outside} if outside else {}),
         }
-        self.window.reset()
         self._write(line, progress)
         self._log_from = (self.step, self.num_samples, time.perf_counter())
 
     def _evaluate(self, progress: TrainProgress) -> dict[str, Any]:
         """Metrics over the whole test split, one line of metrics.jsonl."""
         start_s = time.perf_counter()
-        metrics, outside = evaluate(self.model, self.test_reader, self.world)
+        found = evaluate(self.model, self.test_reader, self.world, self.config.metrics)
         line = {
             "kind": "eval",
             "step": self.step,
             "split": "test",
-            **metrics.to_dict(),
+            **found.to_dict(),
             "time_s": time.perf_counter() - start_s,
             "num_samples_trained": self.num_samples,
-            **({"ids_outside": outside} if outside else {}),
         }
         self._write(line, progress)
         self.best.update(line)
@@ -246,7 +243,6 @@ class Trainer:
     def _save(self) -> None:
         """A checkpoint that goes on bit for bit, in the middle of an epoch and of a metric window too."""
         embeddings = self.model.embeddings
-        window = gather_window(self.window, self.world).get_state()
         state = {
             "reader": self.reader.get_state(),
             "num_samples": self.num_samples,
@@ -258,7 +254,7 @@ class Trainer:
             "random": random_state(),
             "best": self.best.get_state(),
         }
-        dense = {**dense_tensors(self.model, self.optimizer), **window_tensors(window)}
+        dense = {**dense_tensors(self.model, self.optimizer), **self.figures.tensors()}
         self.saver.save(self.step, embeddings, dense, state, self.best.step)
 
     def _resume(self) -> None:
@@ -281,8 +277,7 @@ class Trainer:
         self.reader.set_state(state["reader"])
         set_random_state(state["random"])
         self.best.set_state(state.get("best", {}))
-        if self.world.rank == 0:
-            self.window.set_state(state["window"])
+        self.figures.set_tensors(state["dense"])
 
     def _check_same_data(self, before: Dataset) -> None:
         for name in ("dense", "sparse", "labels", "splits"):

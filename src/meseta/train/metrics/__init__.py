@@ -19,6 +19,7 @@ from meseta.train.metrics.figures import (
 )
 from meseta.train.metrics.grouped import GroupedFigure, grouped_auc, grouped_ndcg
 from meseta.train.metrics.lifetime import BinnedAuc, LifetimeMetrics, LifetimeWindow, binned_auc
+from meseta.train.metrics.tasks import Segment, TaskWindows, segments_of, task_figures
 from meseta.train.metrics.window import MetricWindow
 
 __all__ = [
@@ -30,6 +31,8 @@ __all__ = [
     "MetricWindow",
     "Metrics",
     "ReliabilityBin",
+    "Segment",
+    "TaskWindows",
     "auc",
     "base_rate_entropy",
     "binned_auc",
@@ -41,4 +44,6 @@ __all__ = [
     "normalized_entropy",
     "pr_auc",
     "reliability_curve",
+    "segments_of",
+    "task_figures",
 ]

@@ -134,8 +134,9 @@ class LifetimeWindow:
         """Figures over everything added; raises MesetaError for a bad value, as `MetricWindow.compute` does."""
         if self._problem:
             raise MesetaError(self._problem)
-        negative, positive = _whole(self._weights)
-        predictions = _whole(self._predictions)
+        used = self._counts.any(0)  # most bins are empty, and Python's numbers are slow
+        negative, positive = _whole(self._weights[:, :, used])
+        predictions = _whole(self._predictions[:, used])
         weight, positive_weight = int((negative + positive).sum()), int(positive.sum())
         mean_loss = math.nan
         if weight:
@@ -149,22 +150,7 @@ class LifetimeWindow:
             ne=mean_loss / entropy if entropy > 0.0 else math.nan,
             auc=_auc(positive, negative),
             calibration=int(predictions.sum()) / positive_weight if positive_weight else math.nan,
-            reliability=self._reliability(positive, negative + positive, predictions),
-        )
-
-    def _reliability(
-        self, positive: NDArray[np.object_], weight: NDArray[np.object_], predictions: NDArray[np.object_]
-    ) -> tuple[ReliabilityBin, ...]:
-        counts = self._counts.sum(0)
-        up_to = np.cumsum(counts)
-        if not up_to[-1]:
-            return ()
-        ranks = [k * int(up_to[-1]) // NUM_RELIABILITY_BINS for k in range(NUM_RELIABILITY_BINS)]
-        starts = np.unique(np.searchsorted(up_to, ranks, "right"))
-        sums = [np.add.reduceat(column, starts) for column in (predictions, positive, weight, counts)]
-        return tuple(
-            ReliabilityBin(mean_prediction=p / w, mean_label=y / w, num_samples=int(n))
-            for p, y, w, n in zip(*sums, strict=True)
+            reliability=_reliability(self._counts[:, used].sum(0), positive, negative + positive, predictions),
         )
 
     def reset(self) -> None:
@@ -212,6 +198,25 @@ class LifetimeWindow:
         self._problem = self._problem or np.asarray(state["problem"], np.uint8).tobytes().decode()
 
 
+def _reliability(
+    counts: NDArray[np.int64],
+    positive: NDArray[np.object_],
+    weight: NDArray[np.object_],
+    predictions: NDArray[np.object_],
+) -> tuple[ReliabilityBin, ...]:
+    """From bins that all have samples, by rising prediction."""
+    if not len(counts):
+        return ()
+    up_to = np.cumsum(counts)
+    ranks = [k * int(up_to[-1]) // NUM_RELIABILITY_BINS for k in range(NUM_RELIABILITY_BINS)]
+    starts = np.unique(np.searchsorted(up_to, ranks, "right"))
+    sums = [np.add.reduceat(column, starts) for column in (predictions, positive, weight, counts)]
+    return tuple(
+        ReliabilityBin(mean_prediction=p / w, mean_label=y / w, num_samples=int(n))
+        for p, y, w, n in zip(*sums, strict=True)
+    )
+
+
 def binned_auc(logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None) -> BinnedAuc:
     """AUC of [n] logits from a histogram of 16,384 bins, each 1/512 wide, with the bound of its error.
 
@@ -257,9 +262,10 @@ def _exact_sum(values: NDArray[np.float64]) -> int:
     mantissas, exponents = np.frexp(values)
     whole = np.ldexp(mantissas, 53).astype(np.int64)
     total = 0
-    for exponent in np.unique(exponents):
-        chosen = whole[exponents == exponent]
-        # In halves, since only 1024 mantissas of 53 bits fit an int64.
-        high, low = int((chosen >> 27).sum()), int((chosen & ((1 << 27) - 1)).sum())
-        total += ((high << 27) + low) << (int(exponent) - 53 + _LOSS_BITS)
+    lowest = int(exponents.min(initial=0))
+    # In halves, whose float64 sums are exact for 2**26 values.
+    halves = [np.bincount(exponents - lowest, weights=half) for half in (whole >> 27, whole & ((1 << 27) - 1))]
+    for place in np.flatnonzero(halves[0] + halves[1]).tolist():
+        high, low = (int(half[place]) for half in halves)
+        total += ((high << 27) + low) << (place + lowest - 53 + _LOSS_BITS)
     return total

@@ -1,0 +1,100 @@
+"""What the lines of training say of the model: figures since the line before, and over the run so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meseta.comm import World
+from meseta.data.batch import Batch
+from meseta.train.evaluate import gather_windows
+from meseta.train.metrics import LifetimeMetrics, LifetimeWindow, Metrics, MetricWindow, TaskWindows
+
+
+class RunningFigures:
+    """Fed with the predictions of every step, which were made before its update: each sample is measured unseen."""
+
+    def __init__(self, tasks: Sequence[str], task_weights: Sequence[float] | None, world: World) -> None:
+        """Figures of `tasks`, the labels of the dataset; the loss adds them by `task_weights` [T], or as they are."""
+        self.tasks = tuple(tasks)
+        self._task_weights = [1.0] * len(self.tasks) if task_weights is None else list(task_weights)
+        self._world = world
+        self._window = TaskWindows(tasks, MetricWindow)
+        # Rank 0 alone knows the run so far, as the others know of the line before: the sums are of whole numbers.
+        self._lifetime = TaskWindows(tasks, LifetimeWindow)
+
+    def add(self, logits: Tensor, batch: Batch) -> None:
+        """Add a step: this rank's logits [B] or [B, T], and its slice of the batch."""
+        weight = None if batch.weight is None else batch.weight.numpy()
+        self._window.add(logits.cpu().numpy(), batch.label.numpy(), weight)
+
+    def take(self) -> dict[str, Any]:
+        """The figures of a line, plain data for JSON; the next line begins. Collective, the same on every rank.
+
+        "ne" and "auc" are the first task's, "lifetime" holds what is known over the whole run, and "tasks" each task's
+        own where there are several.
+        """
+        window = gather_windows(self._window, self._world)
+        self._window.reset()
+        metrics = {task: window[task].compute() for task in self.tasks}
+        so_far: dict[str, dict[str, Any]] = {}
+        if self._world.rank == 0:
+            for task, columns in window.get_state().items():
+                self._lifetime[task].add(columns["logits"], columns["labels"], columns.get("weights"))
+            so_far = {task: _lifetime_figures(self._lifetime[task].compute()) for task in self.tasks}
+        [so_far, *_] = self._world.gather_objects(so_far)
+        by_task = {task: {**_figures(metrics[task]), "lifetime": so_far[task]} for task in self.tasks}
+        losses = [metrics[task].to_dict()["logloss"] for task in self.tasks]
+        total = None if None in losses else float(np.dot(self._task_weights, losses))
+        first = {name: value for name, value in by_task[self.tasks[0]].items() if name != "logloss"}
+        return {"loss": total, **first, **({"tasks": by_task} if len(self.tasks) > 1 else {})}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps, `window.<task>.<column>` and `lifetime.<task>.<column>`; on rank 0, of all ranks.
+
+        Collective. The window is sorted: its figures do not depend on the order of samples, and a run that was resumed
+        in the middle of a window holds them in another order than one that was not.
+        """
+        window = gather_windows(self._window, self._world).get_state()
+        kept = {"window": {task: _sorted(state) for task, state in window.items()}, "lifetime": {}}
+        if self._world.rank == 0:
+            kept["lifetime"] = self._lifetime.get_state()
+        return {
+            f"{kind}.{task}.{name}": torch.from_numpy(column.copy())
+            for kind, states in kept.items()
+            for task, state in states.items()
+            for name, column in state.items()
+        }
+
+    def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Undo `tensors`; every rank may call it, and rank 0 keeps what there is."""
+        if self._world.rank != 0:
+            return
+        kept: dict[str, dict[str, dict[str, NDArray[Any]]]] = {"window": {}, "lifetime": {}}
+        for key, tensor in tensors.items():
+            kind, _, rest = key.partition(".")
+            task, _, name = rest.rpartition(".")
+            if kind in kept:
+                kept[kind].setdefault(task, {})[name] = tensor.numpy()
+        self._window.set_state(kept["window"])
+        self._lifetime.set_state(kept["lifetime"])
+
+
+def _figures(metrics: Metrics) -> dict[str, Any]:
+    figures = metrics.to_dict()
+    return {name: figures[name] for name in ("logloss", "ne", "auc")}
+
+
+def _lifetime_figures(metrics: LifetimeMetrics) -> dict[str, Any]:
+    figures = metrics.to_dict()
+    return {name: figures[name] for name in ("logloss", "ne", "auc_binned", "auc_error_bound", "calibration")}
+
+
+def _sorted(state: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    order = np.lexsort(tuple(reversed(list(state.values()))))
+    return {name: column[order] for name, column in state.items()}
