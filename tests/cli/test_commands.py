@@ -180,6 +180,7 @@ def test_interrupted(run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.M
         patch.setattr(TrainStep, "__call__", press)
         code, out, err = run("train", config)
     assert code == 130 and out == ""
-    assert err.splitlines()[-1] == "interrupted; the same command goes on from the last checkpoint"
+    saved = tmp_path / "run" / "checkpoints" / "step-000000011"  # the caller had counted its votes for step 10
+    assert err.splitlines()[-1] == f"stopped after step 11, saved in {saved}; the same command goes on from there"
     code, _, err = run("train", config)
-    assert code == 0 and "going on from step 8" in err
+    assert code == 0 and "going on from step 11" in err
