@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from meseta.comm import World
-from meseta.config import ModelConfig, RunConfig
+from meseta.config import RunConfig
+from meseta.config.run import MODEL_NAMES
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.pipeline import TrainStep
 from meseta.spec import MesetaError
@@ -92,7 +93,7 @@ def test_one_process_and_many_train_the_same_model(
             torch.testing.assert_close(weight, alone[name], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("model", get_args(ModelConfig.model_fields["name"].annotation))
+@pytest.mark.parametrize("model", [*MODEL_NAMES, "own_models:Plain"])
 def test_every_model_learns_and_is_the_same_on_two_ranks(ranks: Ranks, tiny: Path, tmp_path: Path, model: str) -> None:
     common = {
         **({} if model == "logistic_regression" else WIDE),

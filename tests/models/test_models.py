@@ -1,7 +1,7 @@
 """The models against plain numpy arithmetic, literal values, numerical gradients and the widths they must refuse."""
 
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meseta.config import ModelConfig
+from meseta.config.run import MODEL_NAMES
 from meseta.models import (
     DLRM,
     FM,
@@ -155,7 +156,7 @@ def test_float32_inputs_to_a_float64_model(index: int) -> None:
     assert model(some_dense(3, 2).float(), sparse).dtype == torch.float64
 
 
-@pytest.mark.parametrize("name", get_args(ModelConfig.model_fields["name"].annotation))
+@pytest.mark.parametrize("name", MODEL_NAMES)
 def test_no_dense_inputs_and_no_samples(name: Any) -> None:
     config = ModelConfig(name=name, embedding_dim=2, bottom_mlp=(3,), top_mlp=(3,), cross_low_rank=2)
     dim = wanted_embedding_dim(config)

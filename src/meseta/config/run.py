@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from meseta.spec import OptimizerSpec
+from meseta.spec import OptimizerSpec, nearest
 from meseta.spec.optimizer import WeightDecayMode
 from meseta.spec.tables import InitKind, TableDtype
 
+MODEL_NAMES = ("dlrm", "dlrm_dcnv2", "logistic_regression", "fm", "wide_deep", "deepfm", "autoint", "mmoe")
+"""Models of this package."""
+IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+"""'package.module:Class', a model of the user's own."""
 Width = Annotated[int, Field(ge=1)]
 """Outputs of one layer."""
 
@@ -140,10 +145,12 @@ class DenseConfig(Section):
 
 
 class ModelConfig(Section):
-    name: Literal["dlrm", "dlrm_dcnv2", "logistic_regression", "fm", "wide_deep", "deepfm", "autoint", "mmoe"] = "dlrm"
+    name: str = "dlrm"
     """'dlrm' (arXiv 1906.00091), 'dlrm_dcnv2' (low-rank cross, arXiv 2008.13535), 'logistic_regression' (the linear
     baseline), 'fm' (Rendle, ICDM 2010), 'wide_deep' (arXiv 1606.07792), 'deepfm' (arXiv 1703.04247), 'autoint' (arXiv
-    1810.11921), or 'mmoe' for several labels (Ma et al., KDD 2018)."""
+    1810.11921), or 'mmoe' for several labels (Ma et al., KDD 2018); or 'package.module:Class', a model of your own."""
+    options: dict[str, Any] = {}
+    """An own model: keyword arguments of its constructor."""
     embedding_dim: int = Field(default=16, ge=1)
     """Columns of every table; logistic_regression always uses 1, and fm, deepfm and wide_deep have one more, the weight
     of the id by itself."""
@@ -172,6 +179,24 @@ class ModelConfig(Section):
     """mmoe: widths of each expert's layers."""
     tower_mlp: tuple[Width, ...] = (128,)
     """mmoe: hidden widths of each task's tower; the single output is added."""
+
+    @field_validator("name")
+    @classmethod
+    def _known_or_own(cls, name: str) -> str:
+        if name not in MODEL_NAMES and not IMPORT_PATH.fullmatch(name):
+            raise ValueError(
+                f"no model {name!r}; {nearest(name, MODEL_NAMES)}, or give your own as 'package.module:Class'"
+            )
+        return name
+
+    @model_validator(mode="after")
+    def _options_are_of_own_models(self) -> ModelConfig:
+        if self.options and self.name in MODEL_NAMES:
+            raise ValueError(
+                f"'options' are for a model of your own, named as 'package.module:Class'; {self.name!r} has keys of "
+                "its own here"
+            )
+        return self
 
 
 class MetricsConfig(Section):

@@ -15,6 +15,7 @@ from meseta.models.fm import FM, DeepFM
 from meseta.models.layers import DenseDtype, MLPOptions
 from meseta.models.logistic_regression import LogisticRegression
 from meseta.models.mmoe import MMoE
+from meseta.models.own import make_own_model
 from meseta.models.wide_deep import WideDeep
 from meseta.spec import MesetaError
 
@@ -55,8 +56,17 @@ def make_model(
 
     `dtype` is the type of the dense part's activations; models that have no MLP do without. The weights are a function
     of (seed, parameter name, shape) alone. Raises MesetaError where several labels meet a model that predicts one,
-    and as the constructors do.
+    as the constructors do, and as `make_own_model` does for a name that is an import path.
     """
+    if ":" in config.name:
+        if dtype != "float32":
+            raise MesetaError(
+                f"model.name {config.name!r}: dense.dtype {dtype!r} is for the models of this package; an own model "
+                "decides by itself, for example by model.options"
+            )
+        return make_own_model(
+            config.name, embeddings, num_dense=num_dense, labels=labels, seed=seed, options=config.options
+        )
     if len(labels) > 1 and config.name not in MULTI_TASK:
         names = ", ".join(labels)
         raise MesetaError(

@@ -1,0 +1,115 @@
+"""A user's own model by its import path."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from meseta.models.layers import pooled_dims
+from meseta.spec import MesetaError, nearest
+
+CONTRACT = "see docs/own_model.md for what a model must have"
+
+
+def make_own_model(
+    path: str, embeddings: nn.Module, *, num_dense: int, labels: Sequence[str], seed: int, options: Mapping[str, Any]
+) -> nn.Module:
+    """`Class(embeddings, num_dense=..., labels=..., seed=..., **options)` for `path` "module:Class", tried on zeros.
+
+    The module is found as Python finds it, and in the current folder. Whatever the constructor draws from torch's
+    global generator is a function of `seed`. Raises MesetaError where the module or the class cannot be had, where the
+    class is no nn.Module, takes other arguments or keeps no `embeddings`, and where `score(dense, pooled)` fails or
+    gives anything but logits [B], or [B, T] for T > 1 labels.
+    """
+    cls = _find(path)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _calling(
+            f"model.name {path!r}: the constructor",
+            lambda: cls(embeddings, num_dense=num_dense, labels=tuple(labels), seed=seed, **options),
+        )
+        if getattr(model, "embeddings", None) is not embeddings:
+            raise MesetaError(
+                f"model.name {path!r}: the constructor must keep the tables that it is given as "
+                f"self.embeddings; {CONTRACT}"
+            )
+        for batch_size in (2, 1):
+            _try(path, model, (batch_size, num_dense), len(labels))
+    return model
+
+
+def _find(path: str) -> type[nn.Module]:
+    """The class."""
+    module_name, _, class_name = path.partition(":")
+    module = _calling(f"model.name {path!r}: importing {module_name!r}", lambda: _import(path, module_name))
+    cls = getattr(module, class_name, None)
+    if cls is None:
+        classes = [name for name, value in vars(module).items() if isinstance(value, type)]
+        raise MesetaError(
+            f"model.name {path!r}: module {module_name!r} has no {class_name!r}; {nearest(class_name, classes)}"
+        )
+    if not isinstance(cls, type) or not issubclass(cls, nn.Module):
+        raise MesetaError(f"model.name {path!r}: {class_name!r} is no class of torch.nn.Module; {CONTRACT}")
+    if not callable(getattr(cls, "score", None)):
+        raise MesetaError(f"model.name {path!r}: class {class_name!r} has no method score(dense, pooled); {CONTRACT}")
+    return cls
+
+
+def _import(path: str, module_name: str) -> ModuleType:
+    if os.getcwd() not in sys.path:  # The command `meseta` is no script of this folder, so Python does not look here.
+        sys.path.append(os.getcwd())
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise MesetaError(
+            f"model.name {path!r}: there is no module {error.name!r}; write it as package.module:Class, and start "
+            "from the folder that holds it, install it, or add its folder to PYTHONPATH"
+        ) from None
+
+
+def _try(path: str, model: nn.Module, shape: tuple[int, int], num_labels: int) -> None:
+    """Score zeros of `shape` [B, num_dense], as in evaluation, and look at what comes out."""
+    batch_size = shape[0]
+    width = sum(pooled_dims(type(model).__name__, model.get_submodule("embeddings")).values())
+    was_training = [(module, module.training) for module in model.modules()]
+    model.eval()
+    with torch.no_grad():
+        logits = _calling(
+            f"model.name {path!r}: score, on {batch_size} samples of zeros,",
+            lambda: cast(Any, model).score(torch.zeros(shape), torch.zeros(batch_size, width)),
+        )
+    for module, training in was_training:
+        module.training = training
+    wanted = (batch_size,) if num_labels == 1 else (batch_size, num_labels)
+    if not isinstance(logits, torch.Tensor) or logits.shape != wanted or not logits.is_floating_point():
+        found = type(logits).__name__
+        if isinstance(logits, torch.Tensor):
+            found = f"{str(logits.dtype).removeprefix('torch.')} {list(logits.shape)}"
+        raise MesetaError(
+            f"model.name {path!r}: score must give floating-point logits {list(wanted)} for {batch_size} samples and "
+            f"{num_labels} labels, but gave {found}; {CONTRACT}"
+        )
+
+
+def _calling(what: str, call: Callable[[], Any]) -> Any:
+    """The result of the user's code, or where and why it failed, in one line."""
+    try:
+        return call()
+    except MesetaError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise MesetaError(
+            f"{what} failed with {type(error).__name__}: {error} ({frame.filename}:{frame.lineno}); mend it, or "
+            f"{CONTRACT}"
+        ) from error

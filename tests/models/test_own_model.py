@@ -1,0 +1,77 @@
+"""A user's own class by import path: built, tried, refused in one line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from meseta.config import ModelConfig
+from meseta.models import make_model
+from meseta.spec import MesetaError
+from model_parts import OneRowEach
+
+
+def make(name: str, labels: tuple[str, ...] = ("label",), seed: int = 0, **options: object) -> torch.nn.Module:
+    config = ModelConfig(name=name, options=options)
+    return make_model(config, OneRowEach([4, 4]), 3, seed, labels=labels)
+
+
+def test_it_gets_what_the_page_says_and_starts_from_the_seed() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = make("own_models:Plain", seed=5, scale=2.0)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    again, other = make("own_models:Plain", seed=5), make("own_models:Plain", seed=6)
+    assert (first.scale, first.seed, first.linear.weight.shape) == (2.0, 5, (1, 11))
+    assert torch.equal(first.linear.weight, again.linear.weight)
+    assert not torch.equal(first.linear.weight, other.linear.weight)
+    assert all(module.training for module in first.modules())
+    assert make("own_models:Plain", ("a", "b")).score(torch.zeros(5, 3), torch.zeros(5, 8)).shape == (5, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("own_model_s:Plain", "there is no module 'own_model_s'; write it as"),
+        ("own_models.deeper:Plain", "there is no module 'own_models.deeper'|'own_models' is not a package"),
+        ("own_models:Plane", "module 'own_models' has no 'Plane'; did you mean 'Plain'"),
+        ("own_models:number", "'number' is no class of torch.nn.Module"),
+        ("own_models:NoModule", "'NoModule' is no class of torch.nn.Module"),
+        ("own_models:NoScore", r"has no method score\(dense, pooled\); see docs/own_model.md"),
+        ("own_models:Forgets", "must keep the tables that it is given as self.embeddings"),
+        ("own_models:NotSqueezed", r"logits \[2\] for 2 samples and 1 labels, but gave float32 \[2, 1\]"),
+        ("own_models:FlatForTwo", r"logits \[1\] for 1 samples and 1 labels, but gave float32 \[\]"),
+        ("own_models:Listed", "but gave list"),
+        ("own_models:Breaks", r"score, on 2 samples of zeros, failed with RuntimeError: .*shapes.*functional|linear"),
+    ],
+)
+def test_what_is_wrong_with_it_is_told_in_one_line(name: str, message: str) -> None:
+    with pytest.raises(MesetaError, match=message) as caught:
+        make(name)
+    assert str(caught.value).startswith(f"model.name {name!r}: ")
+
+
+def test_options_that_it_does_not_take_and_modules_that_do_not_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(MesetaError, match=r"the constructor failed with TypeError: .*'scal'"):
+        make("own_models:Plain", scal=1.0)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "found_here.py").write_text("from own_models import Plain\n")
+    (tmp_path / "broken_here.py").write_text("import json\n\njson.loads('{')\n")
+    (tmp_path / "lacks_here.py").write_text("import no_such_module_anywhere\n")
+    assert make("found_here:Plain").scale == 1.0
+    with pytest.raises(MesetaError, match="importing 'broken_here' failed with JSONDecodeError"):
+        make("broken_here:Plain")
+    with pytest.raises(MesetaError, match=r"No module named 'no_such_module_anywhere' \(.*lacks_here.py:1\)"):
+        make("lacks_here:Plain")
+
+
+def test_the_type_of_the_dense_part_is_its_own_business() -> None:
+    with pytest.raises(MesetaError, match=r"dense.dtype 'bfloat16' is for the models of this package"):
+        make_model(ModelConfig(name="own_models:Plain"), OneRowEach([4]), 3, 0, "bfloat16")
