@@ -151,3 +151,30 @@ def test_every_key_is_documented() -> None:
         return missing
 
     assert undocumented(RunConfig, "") == []
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["embedding.clip_norm", "embedding.clip_grad_norm", "embedding.tables.user.max_grad_norm", "train.clip_grad_norm",
+     "train.gradient_clip", "clip_norm"],
+)  # fmt: skip
+def test_a_norm_over_whole_tables_is_refused_with_the_reason(write: Any, key: str) -> None:
+    refused(write(SMALL), [f"{key}=1.0"], f"unknown key '{key}'", "never exist", "embedding.optimizer.clip_norm")
+
+
+def test_where_gradients_are_clipped_instead(write: Any) -> None:
+    path = write(SMALL)
+    refused(path, ["dense.optimizer.clip_norm=1.0"], "set dense.clip_norm")
+    refused(path, ["dense.max_grad_norm=1.0"], "set dense.clip_norm")
+    refused(path, ["dense.clip_norm=0"], "dense.clip_norm", "greater than 0")
+    refused(path, ["embedding.optimizer.clip_normm=1.0"], "did you mean 'clip_norm'")
+    config = load_config(path, ["dense.clip_norm=2", "dense.clip_value=1", "embedding.optimizer.clip_norm=3"])
+    assert (config.dense.clip_norm, config.dense.clip_value, config.embedding.optimizer.clip_norm) == (2, 1, 3)
+
+
+def test_constants_that_a_dense_optimizer_does_not_use_are_refused(write: Any) -> None:
+    path = write(SMALL)
+    refused(path, ["dense.optimizer.momentum=0.9"], "'adam' does not use momentum", "beta1, beta2, eps")
+    refused(path, ["dense.optimizer={name: sgd, beta1: 0.8}"], "'sgd' does not use beta1", "momentum")
+    refused(path, ["dense.schedule.kind=step"], "needs step_every")
+    load_config(path, ["dense.optimizer={name: lamb, beta1: 0.8, eps: 1e-3}", "dense.schedule.kind=cosine"])

@@ -1,4 +1,4 @@
-"""Dense optimizers: the published update rules in numpy, and the same bits for any number of threads."""
+"""Dense optimizers and clipping: the published rules in numpy, and the same bits for any number of threads."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,42 +9,63 @@ import torch
 from torch import nn
 
 from meseta.config import DenseOptimizerConfig
+from meseta.optim.clip import DenseClip, global_norm
 from meseta.optim.dense import make_dense_optimizer
+from meseta.spec import MesetaError
 
-NAMES = ["sgd", "adagrad", "adam", "adamw"]
+NAMES = ["sgd", "adagrad", "adam", "adamw", "lamb"]
 
 
-def numpy_steps(name: str, x: np.ndarray, gradients: list[np.ndarray], lr: float, decay: float) -> np.ndarray:
-    """Textbook updates with torch's documented constants: betas (0.9, 0.999), eps 1e-8 (adagrad 1e-10)."""
+def numpy_steps(config: DenseOptimizerConfig, x: np.ndarray, gradients: list[np.ndarray]) -> np.ndarray:
+    """Textbook updates; LAMB as algorithm 2 of arXiv 1904.00962 with bias correction."""
+    lr, decay, beta1, beta2 = config.lr, config.weight_decay, config.beta1, config.beta2
+    eps = {"adagrad": 1e-10, "lamb": 1e-6}.get(config.name, 1e-8) if config.eps is None else config.eps
     square, first = np.zeros_like(x), np.zeros_like(x)
     for step, gradient in enumerate(gradients, start=1):
-        if name == "adamw":
-            x, g = x * (1 - lr * decay), gradient
-        else:
-            g = gradient + decay * x
-        if name == "sgd":
-            x = x - lr * g
-        elif name == "adagrad":
+        g = gradient if config.name in ("adamw", "lamb") else gradient + decay * x
+        if config.name == "sgd":
+            first = config.momentum * first + g
+            x = x - lr * first
+        elif config.name == "adagrad":
             square = square + g * g
-            x = x - lr * g / (np.sqrt(square) + 1e-10)
+            x = x - lr * g / (np.sqrt(square) + eps)
         else:
-            first = 0.9 * first + 0.1 * g
-            square = 0.999 * square + 0.001 * g * g
-            x = x - lr * (first / (1 - 0.9**step)) / (np.sqrt(square / (1 - 0.999**step)) + 1e-8)
+            first = beta1 * first + (1 - beta1) * g
+            square = beta2 * square + (1 - beta2) * g * g
+            along = (first / (1 - beta1**step)) / (np.sqrt(square / (1 - beta2**step)) + eps)
+            rate = 1.0
+            if config.name == "adamw":
+                x = x * (1 - lr * decay)
+            elif config.name == "lamb":
+                along = along + decay * x
+                rate = np.sqrt((x**2).sum() / (along**2).sum()) if x.any() and along.any() else 1.0
+            x = x - lr * rate * along
     return x
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("name", NAMES)
-def test_update_equals_the_published_rule(name: Any, weight_decay: float) -> None:
+CONSTANTS: list[dict[str, Any]] = [
+    *({"name": name, "weight_decay": decay} for name in NAMES for decay in (0.0, 0.1)),
+    {"name": "sgd", "momentum": 0.9},
+    {"name": "sgd", "momentum": 0.5, "weight_decay": 0.1},
+    {"name": "adagrad", "eps": 0.01},
+    *({"name": name, "beta1": 0.5, "beta2": 0.8, "eps": 0.01} for name in ("adam", "adamw", "lamb")),
+]
+
+
+@pytest.mark.parametrize("keys", CONSTANTS, ids=str)
+def test_update_equals_the_published_rule(keys: dict[str, Any]) -> None:
+    config = DenseOptimizerConfig(lr=0.05, **keys)
     draws = np.random.default_rng(0).normal(size=(4, 3, 5))
-    parameter = nn.Parameter(torch.from_numpy(draws[0].copy()))
-    optimizer = make_dense_optimizer(DenseOptimizerConfig(name=name, lr=0.05, weight_decay=weight_decay), [parameter])
+    starts = [draws[0], np.zeros((3, 5))]  # LAMB steps from zero as Adam does
+    parameters = [nn.Parameter(torch.from_numpy(start.copy())) for start in starts]
+    optimizer = make_dense_optimizer(config, parameters)
     for gradient in draws[1:]:
-        parameter.grad = torch.from_numpy(gradient)
+        for parameter in parameters:
+            parameter.grad = torch.from_numpy(gradient.copy())
         optimizer.step()
-    expected = numpy_steps(name, draws[0], list(draws[1:]), 0.05, weight_decay)
-    np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=1e-10)
+    for start, parameter in zip(starts, parameters, strict=True):
+        expected = numpy_steps(config, start, list(draws[1:]))
+        np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=1e-10)
 
 
 def test_the_rate_of_a_group_can_be_scheduled() -> None:
@@ -104,3 +125,49 @@ def test_state_resumes_bit_for_bit(name: Any) -> None:
     loaded.load_state_dict(saved.state_dict())
     run(resumed, loaded, gradients[2:])
     assert torch.equal(straight, resumed)
+
+
+def gradients(scale: float = 1.0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in [(257, 131), (100_003,), (1,), (7, 9), (3,)]]
+    for parameter in parameters[:-1]:  # the last one has no gradient
+        parameter.grad = torch.randn(parameter.shape, generator=generator) * scale
+    return parameters
+
+
+@pytest.mark.parametrize("limit", [0.5, 100.0, 1e6])
+def test_clipping_by_norm_and_by_value_equals_torch(limit: float) -> None:
+    ours, theirs = gradients(), gradients()
+    DenseClip(norm=limit)(ours)
+    nn.utils.clip_grad_norm_(theirs, limit)
+    for a, b in zip(ours[:-1], theirs[:-1], strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=0)
+    ours, theirs = gradients(), gradients()
+    DenseClip(value=limit, norm=20.0)(ours)
+    nn.utils.clip_grad_value_(theirs, limit)
+    nn.utils.clip_grad_norm_(theirs, 20.0)
+    for a, b in zip(ours[:-1], theirs[:-1], strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=0)
+    assert ours[-1].grad is None
+    DenseClip()(ours)
+
+
+def test_the_norm_is_exact_and_a_gradient_that_is_no_number_is_told() -> None:
+    found = [p.grad for p in gradients()[:-1] if p.grad is not None]
+    expected = np.linalg.norm(np.concatenate([g.double().numpy().ravel() for g in found]))
+    assert global_norm(found) == pytest.approx(expected, rel=1e-14)
+    assert global_norm([]) == 0.0
+    for value in (float("nan"), float("inf")):
+        parameters = gradients()
+        parameters[0].grad[3, 3] = value  # type: ignore[index]
+        with pytest.raises(MesetaError, match="not finite"):
+            DenseClip(norm=1.0)(parameters)
+
+
+@pytest.mark.usefixtures("threads")
+def test_the_norm_has_the_same_bits_for_any_number_of_threads() -> None:
+    norms = set()
+    for num_threads in (1, 2, 3, 5):
+        torch.set_num_threads(num_threads)
+        norms.add(global_norm([torch.randn(3_000_001, generator=torch.Generator().manual_seed(0))]))
+    assert len(norms) == 1

@@ -48,6 +48,23 @@ def test_steps_after_the_end_and_a_training_shorter_than_the_warm_up() -> None:
     assert [learning_rate_factor(schedule, step, 4) for step in (0, 3, 7, 8, 100)] == [0.125, 0.5, 1.0, 0.125, 0.125]
 
 
+def test_cosine() -> None:
+    half = 0.5**0.5
+    assert factors(8, kind="cosine", decay_steps=4) == pytest.approx(
+        [1.0, (1 + half) / 2, 0.5, (1 - half) / 2, *[0.0] * 4]
+    )
+    assert factors(5, kind="cosine", warmup_steps=1, end_factor=0.2) == pytest.approx(
+        [1.0, 1.0, 0.2 + 0.4 * (1 + half), 0.6, 0.2 + 0.4 * (1 - half)]
+    )
+
+
+def test_steps_down() -> None:
+    keys = {"kind": "step", "step_every": 2, "step_factor": 0.5}
+    assert factors(7, **keys) == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.125]
+    assert factors(7, **keys, warmup_steps=2, decay_start_step=3) == [0.5, 1.0, 1.0, 1.0, 1.0, 0.5, 0.5]
+    assert factors(7, **keys, end_factor=0.3) == [1.0, 1.0, 0.5, 0.5, 0.3, 0.3, 0.3]
+
+
 def test_equals_mlperf_at_its_own_settings() -> None:
     # MLPerf counts steps from 1, so that its decay begins one later: warm-up to w, then ((d - (k - s)) / d)^2.
     warmup, start, decay = 2750, 49315, 27772

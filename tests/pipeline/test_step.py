@@ -14,6 +14,7 @@ from meseta.data.batch import Batch
 from meseta.embedding import EmbeddingBagCollection
 from meseta.jagged import KeyedJaggedTensor
 from meseta.models import DLRM
+from meseta.optim.clip import DenseClip
 from meseta.pipeline import StageTimes, TrainStep
 from meseta.pipeline.step import NonFiniteLoss
 from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, TableSpec
@@ -129,6 +130,19 @@ def test_the_loss_of_weighted_samples_and_several_tasks(
     assert torch.equal(result.logits, logits.detach())
     for got, want in zip([*dense, model.embeddings.shards[0].weight], expected, strict=True):
         torch.testing.assert_close(got.detach(), want, rtol=0, atol=1e-12)
+
+
+def test_only_the_dense_gradients_are_clipped() -> None:
+    models = [TwoTasks(2), TwoTasks(2)]
+    before = [p.detach().clone() for p in models[0].parameters()]
+    for model, clip in zip(models, (None, DenseClip(norm=0.01)), strict=True):
+        TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.5), World.single(), clip=clip)(example(2, None))
+    moved = [
+        torch.cat([(p.detach() - old).flatten() for p, old in zip(m.parameters(), before, strict=True)]) for m in models
+    ]
+    assert float(moved[1].norm()) == pytest.approx(0.5 * 0.01, rel=1e-3)
+    torch.testing.assert_close(moved[1] / moved[1].norm(), moved[0] / moved[0].norm())
+    assert torch.equal(models[0].embeddings.shards[0].weight, models[1].embeddings.shards[0].weight)
 
 
 def test_a_batch_of_weight_zero_changes_nothing() -> None:

@@ -86,6 +86,11 @@ def _explain(error: Mapping[str, Any]) -> str:
     location = [str(part) for part in error["loc"]]
     key = ".".join(location)
     if error["type"] == "extra_forbidden":
+        if _asks_for_clipping(location[-1]):
+            if location[0] == "dense":
+                return f"unknown key {key!r}; set dense.clip_norm (of all gradients together) or dense.clip_value"
+            if location[-2:-1] != ["optimizer"]:
+                return f"unknown key {key!r}; {NO_NORM_OF_TABLES}"
         return f"unknown key {key!r}; {nearest(location[-1], _keys_beside(location[:-1]))}"
     if error["type"] == "missing":
         return f"key {key!r} is missing"
@@ -97,6 +102,17 @@ def _explain(error: Mapping[str, Any]) -> str:
         return f"key {key!r}: {error['ctx']['error']}"
     message = error["msg"].lower().replace("valid tuple", "list").replace("valid dictionary", "mapping")
     return f"key {key!r}: {message}, got {error['input']!r}"
+
+
+NO_NORM_OF_TABLES = (
+    "gradients are not clipped by one norm over whole tables, since those gradients never exist: each row takes its "
+    "step inside the backward pass; set embedding.optimizer.clip_norm (of a row) or clip_value (of an element), and "
+    "dense.clip_norm or dense.clip_value for all that is not a table"
+)
+
+
+def _asks_for_clipping(key: str) -> bool:
+    return "clip" in key or "max_norm" in key or "grad_norm" in key or "gradient_norm" in key
 
 
 def _keys_beside(parents: Sequence[str]) -> list[str]:

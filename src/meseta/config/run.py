@@ -46,10 +46,11 @@ class DataConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """Factor on the base learning rate: linear warm-up, then constant, then polynomial decay."""
+    """Factor on the base learning rate: linear warm-up, then constant, then decay to end_factor."""
 
-    kind: Literal["constant", "polynomial"] = "constant"
-    """After the warm-up: 'constant', or 'polynomial' decay between two steps."""
+    kind: Literal["constant", "polynomial", "cosine", "step"] = "constant"
+    """After the warm-up: 'constant', 'polynomial' or 'cosine' decay between two steps, or 'step': a fall by
+    `step_factor` every `step_every` steps."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the factor rises linearly to 1."""
     decay_start_step: int = Field(default=0, ge=0)
@@ -57,9 +58,19 @@ class ScheduleConfig(Section):
     decay_steps: int = Field(default=0, ge=0)
     """Length of the decay in steps; 0: until the end of training."""
     power: float = Field(default=2.0, gt=0)
-    """Exponent of the decay."""
+    """polynomial: exponent of the decay."""
     end_factor: float = Field(default=0.0, ge=0)
-    """Factor at and after the end of the decay."""
+    """Factor at and after the end of the decay; under 'step', the least factor."""
+    step_factor: float = Field(default=0.1, gt=0, lt=1)
+    """step: what the factor is multiplied by at each fall."""
+    step_every: int | None = Field(default=None, ge=1)
+    """step: steps between falls, counted from the start of the decay."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ScheduleConfig:
+        if self.kind == "step" and self.step_every is None:
+            raise ValueError("kind 'step' needs step_every, the steps between falls of the rate; set it")
+        return self
 
 
 class RowOptimizerConfig(Section):
@@ -125,13 +136,36 @@ class EmbeddingConfig(Section):
     """Per-table settings, by the name of the feature."""
 
 
+DenseOptimizerName = Literal["sgd", "adagrad", "adam", "adamw", "lamb"]
+
+
 class DenseOptimizerConfig(Section):
-    name: Literal["sgd", "adagrad", "adam", "adamw"] = "adam"
-    """Optimizer of the dense parameters (torch.optim)."""
+    name: DenseOptimizerName = "adam"
+    """Optimizer of the dense parameters: those of torch.optim, and LAMB (arXiv 1904.00962)."""
     lr: float = Field(default=0.001, ge=0)
     """Base learning rate."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """As in torch.optim."""
+    """As in torch.optim; lamb adds weight_decay * parameter to its direction, as published."""
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    """sgd: decay of the velocity; 0 keeps none."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """adam, adamw, lamb: decay of the first moment."""
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    """adam, adamw, lamb: decay of the second moment."""
+    eps: float | None = Field(default=None, ge=0)
+    """All but sgd: added to the root in the denominator; None: 1e-8 (adagrad 1e-10, lamb 1e-6)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> DenseOptimizerConfig:
+        moments = ("beta1", "beta2", "eps")
+        used = {"sgd": ("momentum",), "adagrad": ("eps",)}.get(self.name, moments)
+        for key in ("momentum", *moments):
+            if key not in used and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"{self.name!r} does not use {key}, which is {getattr(self, key)!r}; leave it out, or choose an "
+                    f"optimizer that does (this one uses lr, weight_decay, {', '.join(used)})"
+                )
+        return self
 
 
 class DenseConfig(Section):
@@ -142,6 +176,11 @@ class DenseConfig(Section):
     """Optimizer of everything that is not a table."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Its learning-rate schedule."""
+    clip_value: float | None = Field(default=None, gt=0)
+    """Every element of its gradients is limited to -clip_value..clip_value; None: no limit."""
+    clip_norm: float | None = Field(default=None, gt=0)
+    """All its gradients together are scaled to this norm where theirs is larger; None: no limit. Rows of tables have
+    limits of their own, embedding.optimizer.clip_value and clip_norm."""
 
 
 class ModelConfig(Section):

@@ -16,6 +16,7 @@ from meseta.data.batch import Batch
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
 from meseta.jagged.shapes import Float
 from meseta.ops.allocator import keep_freed_memory
+from meseta.optim.clip import DenseClip
 from meseta.pipeline.times import StageTimes
 from meseta.spec import MesetaError
 
@@ -72,9 +73,10 @@ class TrainStep:
         world: World,
         *,
         task_weights: Sequence[float] | None = None,
+        clip: DenseClip | None = None,
     ) -> None:
         """`optimizer` holds the dense parameters; the tables step inside the backward pass. `task_weights` multiply
-        the losses of the tasks, in the order of the labels; None: all 1.
+        the losses of the tasks, in the order of the labels; None: all 1. `clip` limits the dense gradients.
 
         On a CPU this process keeps the memory that its steps free, see meseta.ops.allocator.
         """
@@ -82,6 +84,7 @@ class TrainStep:
         self.optimizer = optimizer
         self.world = world
         self.task_weights = None if task_weights is None else torch.tensor(task_weights, device=world.device)
+        self.clip = clip
         self.times = StageTimes(world.device)
         self.votes: tuple[float, ...] = ()
         """Numbers that travel with the loss of the next step and are summed over ranks; as many on every rank."""
@@ -114,6 +117,8 @@ class TrainStep:
                 divisor = batch.batch_size * total.weight / total.num_samples
                 (local_sum / (divisor or 1.0)).backward()
             with stage("update"):
+                if self.clip is not None:
+                    self.clip(p for group in self.optimizer.param_groups for p in group["params"])
                 self.optimizer.step()
         self.times.end_step()
         return Step(loss=total.loss, num_samples=total.num_samples, logits=logits.detach(), votes=total.votes)

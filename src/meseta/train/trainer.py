@@ -14,6 +14,7 @@ from meseta.config import RunConfig
 from meseta.data.batch import Batch
 from meseta.data.dataset import FILE_NAME, Dataset
 from meseta.data.reader import Reader, ReaderOptions
+from meseta.optim.clip import DenseClip
 from meseta.optim.dense import make_dense_optimizer
 from meseta.optim.schedule import learning_rate_factor
 from meseta.pipeline import Step, TrainStep
@@ -53,7 +54,8 @@ class Trainer:
         self.model = make_sharded_model(config, self.dataset, world)
         self.optimizer = make_dense_optimizer(config.dense.optimizer, self.model.parameters())
         weights = task_weights(config, self.dataset)
-        self.train_step = TrainStep(self.model, self.optimizer, world, task_weights=weights)
+        clip = DenseClip(value=config.dense.clip_value, norm=config.dense.clip_norm)
+        self.train_step = TrainStep(self.model, self.optimizer, world, task_weights=weights, clip=clip)
         self.reader = self._reader("train")
         self.test_reader = self._reader("test")
         check_segments(self.dataset, config.metrics.segments)

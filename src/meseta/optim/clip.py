@@ -1,0 +1,63 @@
+"""Clipping of dense gradients, with bits that do not depend on the number of threads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meseta.spec import MesetaError
+
+GUARD = 1e-6
+"""Added to a norm that is divided by, as torch.nn.utils.clip_grad_norm_ does."""
+CHUNK = 4096
+"""Numbers whose norm is taken by one thread."""
+
+
+def global_norm(tensors: Iterable[Tensor]) -> float:
+    """The Euclidean norm of all numbers of the tensors together, in float64.
+
+    torch cuts a sum to one number over its threads, and the last bits with it. Here only norms of chunks are torch's,
+    and their squares are added exactly.
+    """
+    squares: list[float] = []
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        whole = flat.numel() // CHUNK * CHUNK
+        for part in (flat[:whole].view(-1, CHUNK), flat[whole:].view(1, -1)):
+            norms = torch.linalg.vector_norm(part, dim=1, dtype=torch.float64)
+            squares += norms.square().tolist()
+    return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseClip:
+    """What limits the gradients of dense parameters; the value is applied before the norm."""
+
+    value: float | None = None
+    """Every element is limited to -value..value."""
+    norm: float | None = None
+    """All gradients together are scaled to this norm where theirs is larger (arXiv 1211.5063, algorithm 1)."""
+
+    def __call__(self, parameters: Iterable[Tensor]) -> None:
+        """Limit the gradients in place; raises MesetaError where one is not finite and a norm is asked for.
+
+        Gradients that are the same on all ranks stay so, and all ranks raise alike.
+        """
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if self.value is not None:
+            torch._foreach_clamp_min_(gradients, -self.value)
+            torch._foreach_clamp_max_(gradients, self.value)
+        if self.norm is None:
+            return
+        norm = global_norm(gradients)
+        if not math.isfinite(norm):
+            raise MesetaError(
+                "the gradients of the dense part are not finite, so that dense.clip_norm cannot scale them; "
+                "lower the learning rates, or set dense.clip_value, which limits each element"
+            )
+        if norm > self.norm:
+            torch._foreach_mul_(gradients, self.norm / (norm + GUARD))
