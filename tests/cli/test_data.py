@@ -1,4 +1,4 @@
-"""`meseta data check` on prepared data."""
+"""`meseta data check` and `meseta data stats` on prepared data."""
 
 from __future__ import annotations
 
@@ -54,3 +54,25 @@ def test_check_of_no_dataset_is_told_in_one_line(tmp_path: Path, run: Callable[.
     assert (code, out) == (1, "")
     assert "error: dataset" in err
     assert "cannot read dataset.json" in err
+
+
+def test_stats_prints_tables_and_writes_a_page_beside_the_data(data: Path, output_of: Callable[..., str]) -> None:
+    out = output_of("data", "stats", data)
+    assert out.splitlines()[-1] == str(data / "statistics.html")
+    assert "price" in out
+    assert "shop" in out
+    assert (data / "statistics.html").read_text().startswith("<!doctype html>")
+    assert output_of("data", "check", data).startswith(f"{data}: sound")
+
+
+def test_stats_as_json_and_elsewhere(data: Path, tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = run("data", "stats", data, "--json")
+    assert code == 0
+    assert [f["name"] for f in json.loads(out)["sparse"]] == ["shop"]
+    assert not (data / "statistics.html").exists()
+    code, out, _ = run("data", "stats", data, "--html", tmp_path / "page.html")
+    assert code == 0
+    assert (tmp_path / "page.html").exists()
+    code, _, err = run("data", "stats", data, "--html", tmp_path / "nowhere" / "page.html")
+    assert code == 1
+    assert "cannot be written" in err

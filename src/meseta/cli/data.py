@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from meseta.data.describe import Description
 
 MAX_SHOWN = 50
 
@@ -73,6 +76,67 @@ def check(
         raise typer.Exit(1)
 
 
+@app.command()
+def stats(
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that `meseta prepare` made.")],
+    html: Annotated[Path | None, typer.Option(help="Page to write.", show_default="DIR/statistics.html")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, write no page.")] = False,
+) -> None:
+    """What a prepared dataset holds: splits, dense and sparse features, printed and as a page for a browser."""
+    from meseta.data.check import STATISTICS_PAGE
+    from meseta.data.dataset import Dataset
+    from meseta.data.describe import describe
+    from meseta.train.report.data_page import data_page
+    from meseta.train.report.document import write_whole
+
+    dataset = Dataset.load(path)
+    with _progress_bar("count", sum(split.num_rows for split in dataset.splits.values())) as on_rows:
+        description = describe(dataset, on_rows)
+    if as_json:
+        typer.echo(json.dumps({"dir": str(path), **description.to_dict()}, indent=1))
+        return
+    _print_description(description)
+    page = data_page(path.resolve().name, dataset, description)
+    typer.echo(write_whole(html or path / STATISTICS_PAGE, page))
+
+
+def _print_description(description: Description) -> None:
+    """A table for the splits, one for the dense and one for the sparse features."""
+    from meseta.train.report.figures import share, short
+
+    rows = [
+        [name, f"{s.num_rows:,}", *(f"{v:,.0f} ({v / max(s.num_rows, 1):.2%})" for v in s.labels.values())]
+        for name, s in description.splits.items()
+    ]
+    labels = next(iter(description.splits.values())).labels
+    _print_table(["split", "rows", *labels], rows)
+    dense = []
+    for d in description.dense:
+        v, shift = d.values, "" if d.test_shift is None else f"{round(d.test_shift, 3) + 0.0:+.3f}"
+        dense.append([d.name, share(v.share_zero), *(short(x) for x in (v.mean, v.std, v.min, v.max)), shift])
+    _print_table(["dense", "zero or missing", "mean", "std", "least", "largest", "shift in test"], dense)
+    sparse = []
+    for f in description.sparse:
+        row = [f.name, f"{f.num_embeddings:,}", f"{f.num_uniques:,}", share(f.coverage), f"{f.mean_pooling_factor:.3g}"]
+        sparse.append([*row, share(f.top_shares[0]), share(f.top_shares[2]), share(f.unseen_lookups)])
+    _print_table(["sparse", "rows", "distinct", "used", "ids", "top 1", "top 100", "new in test"], sparse)
+
+
+def _print_table(columns: list[str], rows: list[list[str]]) -> None:
+    """The first column to the left, all others to the right."""
+    from rich.console import Console
+    from rich.table import Table
+
+    if not rows:
+        return
+    shown = Table(box=None, pad_edge=False)
+    for place, name in enumerate(columns):
+        shown.add_column(name, justify="right" if place else "left", no_wrap=bool(place))
+    for row in rows:
+        shown.add_row(*row)
+    Console().print(shown, "")
+
+
 def _number(text: str) -> int:
     from meseta.spec import MesetaError
 
@@ -100,7 +164,7 @@ def _progress_bar(verb: str, num_rows: int | None) -> Iterator[Callable[..., Non
     with Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as bar:
         task = bar.add_task(verb, total=num_rows, rate=0.0)
 
-        def update(num_new_rows: int, total: int | None = num_rows) -> None:
+        def update(num_new_rows: int | float, total: int | None = num_rows) -> None:
             state = bar.tasks[task]
             rate = (state.completed + num_new_rows) / max(state.elapsed or 0.0, 1e-3)
             bar.update(task, total=total, advance=num_new_rows, rate=rate)

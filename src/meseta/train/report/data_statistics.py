@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from meseta.train.report.figures import ABSENT, count, drawable, fixed, share
-from meseta.train.report.markup import label, picture, table, tag, text
-from meseta.train.report.record import Dataset, Reuse, RunRecord, SparseFeature
-
-BAR_WIDTH, BAR_HEIGHT = 7, 26
+from meseta.train.report.bars import reuse_bars
+from meseta.train.report.figures import ABSENT, count, fixed
+from meseta.train.report.markup import table, tag, text
+from meseta.train.report.record import Dataset, RunRecord, SparseFeature
 
 
 def data_section(record: RunRecord) -> str:
@@ -67,44 +66,9 @@ def _sparse_row(feature: SparseFeature) -> list[str]:
         *row,
         count(statistics.num_uniques),
         text(fixed(statistics.mean_pooling_factor, 2)),
-        _bars(reuse, reuse.lookups, "lookups", "bar-lookups") if reuse else "",
-        _bars(reuse, reuse.rows, "rows", "bar-rows") if reuse else "",
+        reuse_bars(reuse, reuse.lookups, "lookups", "bar-lookups") if reuse else "",
+        reuse_bars(reuse, reuse.rows, "rows", "bar-rows") if reuse else "",
     ]
-
-
-def _bars(reuse: Reuse, shares: list[float], noun: str, class_: str) -> str:
-    """A small histogram; its tallest bar fills the height, and its share is written at the right."""
-    known = [value if drawable(value) and value > 0 else 0.0 for value in shares]
-    tallest = max(known, default=0.0)
-    if not tallest:
-        return ""
-    marks = []
-    for i, value in enumerate(known):
-        height = max(value / tallest * BAR_HEIGHT, 0.75 if value else 0.0)
-        hover = tag("title", text(f"{share(value)} of {noun}: used {_uses(reuse.edges, i)}"))
-        x = float(i * BAR_WIDTH)
-        column = {"x": x, "y": 0.0, "width": float(BAR_WIDTH), "height": float(BAR_HEIGHT), "class_": "bar-back"}
-        bar = {"x": x, "y": BAR_HEIGHT - height, "width": BAR_WIDTH - 1.5, "height": height, "class_": class_}
-        marks.append(tag("g", hover, tag("rect", **column), tag("rect", **bar)))
-    width = len(known) * BAR_WIDTH
-    marks.append(tag("path", d=f"M0 {BAR_HEIGHT}H{width}", class_="grid"))
-    peak = known.index(tallest)
-    marks.append(label(width + 4, 11, share(tallest), "tick"))
-    marks.append(label(width + 4, 24, _uses(reuse.edges, peak, is_short=True), "axis-name"))
-    return picture(width + 54, BAR_HEIGHT + 1, f"Reuse histogram, share of {noun}", *marks, class_="chart bars")
-
-
-def _uses(edges: list[int], index: int, *, is_short: bool = False) -> str:
-    """The bin (edges[i], edges[i + 1]] in words; the last one is open."""
-    if index >= len(edges):
-        return ""
-    low = edges[index] + 1
-    if index + 1 == len(edges):
-        return f">{edges[index]:,}×" if is_short else f"more than {edges[index]:,} times"
-    high = edges[index + 1]
-    if low == high:
-        return f"{high:,}×" if is_short else ("once" if high == 1 else f"{high} times")
-    return f"≤{high:,}×" if is_short else f"{low:,} to {high:,} times"
 
 
 def _dense(dataset: Dataset) -> str:

@@ -1,0 +1,237 @@
+"""One page about a prepared dataset, before anything is trained on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from meseta.data.dataset import Dataset
+from meseta.data.describe import DenseFigures, Description, SparseFigures, SplitFigures, Values
+from meseta.train.report.bars import bars, reuse_bars
+from meseta.train.report.document import document
+from meseta.train.report.figures import ABSENT, count, plural, share, short
+from meseta.train.report.markup import table, tag, text
+from meseta.train.report.record import Reuse
+
+SHIFTED = 0.1
+"""Standard deviations between the splits from which on a dense feature is marked."""
+NEW = 0.1
+"""Share of test lookups without training from which on a sparse feature is marked."""
+
+
+def data_page(name: str, dataset: Dataset, description: Description) -> str:
+    """The whole page."""
+    sections = [
+        ("Splits", _splits(dataset, description)),
+        ("Dense features", _dense(description)),
+        ("Sparse features", _sparse(dataset, description)),
+        ("Most frequent ids", _top(description)),
+    ]
+    body = [_header(name, dataset), _tiles(description)]
+    for title, content in sections:
+        if content:
+            body.append(tag("section", tag("h2", text(title)), content, id=title.lower().replace(" ", "-")))
+    return document(f"{name}: Meseta data", *body)
+
+
+def _header(name: str, dataset: Dataset) -> str:
+    encodings = sorted({feature.encoding for feature in dataset.sparse})
+    facts = [
+        plural(len(dataset.dense), "dense feature"),
+        plural(len(dataset.sparse), "sparse feature"),
+        *({"hash": "hashed ids", "vocabulary": "vocabularies"}[encoding] for encoding in encodings),
+        "weighted samples" if dataset.weight else None,
+        f"grouped by {dataset.group}" if dataset.group else None,
+        plural(len(dataset.sources), "source file") if dataset.sources else None,
+    ]
+    return tag(
+        "header", tag("h1", text(name)), tag("p", text(" · ".join(fact for fact in facts if fact)), class_="facts")
+    )
+
+
+def _tiles(description: Description) -> str:
+    splits, sparse = description.splits, description.sparse
+    num_rows = sum(split.num_rows for split in splits.values())
+    table_rows, used = sum(f.num_embeddings for f in sparse), sum(f.num_uniques for f in sparse)
+    unseen = [f.unseen_lookups for f in sparse if f.unseen_lookups is not None]
+    shown = [("rows", short(num_rows), ", ".join(f"{short(s.num_rows)} {name}" for name, s in splits.items()))]
+    train = splits.get("train")
+    for label in train.labels if train else ():
+        assert train is not None
+        shown.append((f"{label} rate", _rate(train, label), "in training"))
+    if sparse:
+        shown.append(("table rows", short(table_rows), f"{share(used / max(table_rows, 1))} of them occur"))
+        shown.append(("ids per sample", f"{sum(f.mean_pooling_factor for f in sparse):.3g}", "all features together"))
+    if unseen:
+        shown.append(("new in test", share(sum(unseen) / len(unseen)), "mean over features"))
+    ranges = [split.time_range for split in splits.values() if split.time_range]
+    if ranges:
+        low, high = min(first for first, _ in ranges), max(last for _, last in ranges)
+        shown.append(("time", _span(high - low), f"from {_moment(low)}"))
+    return tag(
+        "div",
+        *(
+            tag(
+                "div",
+                tag("div", text(name), class_="tile-name"),
+                tag("div", text(value), class_="tile-value"),
+                tag("div", text(note), class_="tile-note"),
+                class_="tile",
+            )
+            for name, value, note in shown
+        ),
+        class_="tiles",
+    )
+
+
+def _splits(dataset: Dataset, description: Description) -> str:
+    header = ["split", "rows", "files"]
+    for label in dataset.labels:
+        header += [f"{label}: sum", "rate"]
+    rows = []
+    for name, split in description.splits.items():
+        row = [text(name), count(split.num_rows), count(len(dataset.splits[name].files))]
+        for label in dataset.labels:
+            row += [count(split.labels[label]), text(_rate(split, label))]
+        rows.append(row)
+    return table(header, rows, set(range(1, len(header))), "compact unbroken") + _samples(dataset, description)
+
+
+def _samples(dataset: Dataset, description: Description) -> str:
+    """Weights, groups and times, where the samples have them."""
+    header = ["split"]
+    header += ["mean weight", "weights", "weight 0"] if dataset.weight else []
+    header += [f"groups of {dataset.group}", "rows of the largest"] if dataset.group else []
+    header += ["first (UTC)", "last (UTC)"] if dataset.time else []
+    rows = []
+    for name, split in description.splits.items():
+        row = [text(name)]
+        if split.weights is not None:
+            w = split.weights
+            row += [text(f"{w.mean:.4g}"), text(f"{w.min:.4g} to {w.max:.4g}"), text(share(w.share_zero))]
+        if split.num_groups is not None:
+            row += [count(split.num_groups), count(split.max_group_rows)]
+        if dataset.time:
+            row += [text(_moment(moment)) for moment in split.time_range or (math.nan, math.nan)]
+        rows.append(row)
+    shown = table(header, rows, set(range(1, len(header))), "compact unbroken")
+    return tag("h3", "Samples") + shown if len(header) > 1 else ""
+
+
+def _dense(description: Description) -> str:
+    if not description.dense:
+        return ""
+    intro = (
+        "All splits together, in the unit of the source; missing values and those below zero count as zero. The bars "
+        "are equal intervals of log(1 + x), from the least value to the largest. Shift: mean in the test split less "
+        f"that in training, in standard deviations of log(1 + x); marked from {SHIFTED} on."
+    )
+    header = ["feature", "distribution", "zero or missing", "mean", "std", "least", "largest", "shift"]
+    rows = [_dense_row(figures) for figures in description.dense]
+    return tag("p", text(intro)) + table(header, rows, {2, 3, 4, 5, 6, 7}, "features")
+
+
+def _dense_row(figures: DenseFigures) -> list[str]:
+    v, shift = figures.values, figures.test_shift
+    return [
+        text(figures.name),
+        _distribution(v, figures.bins),
+        text(share(v.share_zero)),
+        *(text(_value(x)) for x in (v.mean, v.std, v.min, v.max)),
+        text(ABSENT) if shift is None else _marked(f"{round(shift, 3) + 0.0:+.3f}", abs(shift) >= SHIFTED),
+    ]
+
+
+def _distribution(values: Values, bins: Sequence[int]) -> str:
+    if values.max <= values.min:
+        return text("one value")
+    low, high, total = math.log1p(max(values.min, 0)), math.log1p(values.max), max(sum(bins), 1)
+    edges = [math.expm1(low + (high - low) * i / len(bins)) for i in range(len(bins) + 1)]
+    hovers = [f"{share(n / total)}: {_value(edges[i])} to {_value(edges[i + 1])}" for i, n in enumerate(bins)]
+    return bars("Distribution", [float(n) for n in bins], hovers, "bar-lookups", ("", ""))
+
+
+def _sparse(dataset: Dataset, description: Description) -> str:
+    if not description.sparse:
+        return ""
+    window = f"{description.sparse[0].reuse.window_samples:,}"
+    intro = (
+        "Counted in the training split. Used: share of the table's rows that occur. Top: share of the lookups that go "
+        "to the most frequent id, the 10 and the 100 most frequent ones. Half: fewest ids that take half of the "
+        "lookups. New in test: share of the test split's lookups whose id training has never seen; marked from "
+        f"{share(NEW)} on. The bars are shares of lookups by how often their row is used within {window} samples: "
+        "once, twice, 3–4 times, 5–8 and so on; the tallest has its share and its uses beside it."
+    )
+    header = ["feature", "ids", "rows", "distinct", "used", "ids per sample", "top 1", "top 10", "top 100", "half",
+              "new in test", "share of lookups by uses"]  # fmt: skip
+    kinds = {f.name: ["multi-valued" * f.multi_valued, "weighted" * f.weighted] for f in dataset.sparse}
+    encodings = {f.name: f.encoding for f in dataset.sparse}
+    rows = [_sparse_row(f, ", ".join(filter(None, [encodings[f.name], *kinds[f.name]]))) for f in description.sparse]
+    return tag("p", text(intro)) + table(header, rows, set(range(2, 11)), "features narrow")
+
+
+def _sparse_row(figures: SparseFigures, kind: str) -> list[str]:
+    reuse = Reuse.model_validate(figures.reuse.model_dump())
+    new = figures.unseen_lookups
+    pooling = f"{figures.mean_pooling_factor:.3g}"
+    if figures.share_empty:
+        pooling += f", {share(figures.share_empty)} empty"
+    return [
+        text(figures.name),
+        text(kind),
+        count(figures.num_embeddings),
+        count(figures.num_uniques),
+        text("<0.01%" if 0 < figures.coverage < 1e-4 else share(figures.coverage)),
+        text(pooling),
+        *(text(share(value)) for value in figures.top_shares),
+        count(figures.num_half),
+        text(ABSENT) if new is None else _marked(share(new), new >= NEW),
+        reuse_bars(reuse, reuse.lookups, "lookups", "bar-lookups"),
+    ]
+
+
+def _top(description: Description) -> str:
+    if not description.sparse:
+        return ""
+    rows = []
+    for figures in description.sparse:
+        cells = []
+        for top in figures.top:
+            name = f"row {top.id}" if top.value is None else top.value
+            name = name if len(name) <= 28 else f"{name[:27]}…"
+            cells.append(text(name) + " " + tag("small", text(share(top.count / max(figures.num_lookups, 1)))))
+        rows.append([text(figures.name), *cells, *[""] * (5 - len(cells))])
+    note = (
+        "With their share of the training lookups. A hashed id is called by its row, and row 0 of a vocabulary is all "
+        "that it does not hold."
+    )
+    return tag("p", text(note)) + table(["feature", "1", "2", "3", "4", "5"], rows, set(), "features")
+
+
+def _marked(shown: str, is_marked: bool) -> str:
+    return tag("b", text(shown), class_="marked") if is_marked else text(shown)
+
+
+def _rate(split: SplitFigures, label: str) -> str:
+    return f"{100 * split.labels[label] / split.num_rows:.2f}%" if split.num_rows else ABSENT
+
+
+def _value(value: float) -> str:
+    """Four digits, or whole with thousands separated."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
+def _moment(seconds: float) -> str:
+    """UTC to the minute; whatever no calendar has as a number."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+    except (ValueError, OverflowError, OSError):
+        return ABSENT if math.isnan(seconds) else f"{seconds:.6g} s"
+
+
+def _span(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.3g} {unit}"
+    return f"{seconds:.3g} s"
