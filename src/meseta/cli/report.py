@@ -1,13 +1,84 @@
-"""`meseta report RUN`: one offline HTML page about a run."""
+"""`meseta report RUN...`: one offline HTML page about a run, or about several side by side."""
 
+from __future__ import annotations
+
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from meseta.train.report.comparison import Comparison
 
-def report(run_dir: Annotated[Path, typer.Argument(help="Directory of a training run, finished or not.")]) -> None:
-    """Write RUN/report.html from the files of the run, and print its path."""
-    from meseta.train.report import write_report
+MAX_CHANGES = 6
+"""Differences of one run that the terminal shows; the page has them all."""
 
-    typer.echo(write_report(run_dir))
+
+def report(
+    run_dirs: Annotated[list[Path], typer.Argument(help="Directories of training runs, finished or not.")],
+    out: Annotated[
+        Path | None, typer.Option(help="HTML file to write; else RUN/report.html, or comparison.html for several.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the figures as JSON; the page only where --out names it.")
+    ] = False,
+) -> None:
+    """Write a page about a run and print its path; lay several runs side by side, on a page and in short here."""
+    if len(run_dirs) == 1 and not as_json:
+        from meseta.train.report import write_report
+
+        typer.echo(write_report(run_dirs[0], out))
+        return
+    from meseta.train.report.comparison import compare_runs
+    from meseta.train.report.comparison_page import write_comparison
+
+    comparison = compare_runs(run_dirs)
+    if as_json:
+        typer.echo(json.dumps(comparison.to_dict(), indent=1))
+        if out is not None:
+            write_comparison(comparison, out)
+        return
+    page = write_comparison(comparison, out or Path("comparison.html"))
+    _print(comparison)
+    typer.echo(f"report: {page}")
+
+
+def _print(comparison: Comparison) -> None:
+    """The main metrics with their differences to the first run, and what else differs."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from meseta.train.report.comparison import speed_ratio
+    from meseta.train.report.differences import grouped
+    from meseta.train.report.figures import ABSENT, count, fixed, short, signed
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 10_000  # a file or a pipe has no edge to break lines at
+    first, metrics = comparison.runs[0], [m for m in comparison.metrics if m.is_main]
+    table = Table(box=None, pad_edge=False)
+    for name in ("run", "steps", "ranks", "samples/s", *(m.name for m in metrics)):
+        table.add_column(name, justify="left" if name == "run" else "right", no_wrap=name != "run")
+    for run in comparison.runs:
+        ratio = speed_ratio(run, first)
+        speed = short(run.head.samples_per_s) + (f" ×{ratio:.2f}" if ratio is not None and run is not first else "")
+        cells = []
+        for metric in metrics:
+            value, difference = comparison.value(metric, run), comparison.difference(metric, run)
+            shown = fixed(value, metric.decimals) if value is not None else ABSENT
+            cells.append(
+                shown if difference is None or run is first else f"{shown} {signed(difference, metric.decimals)}"
+            )
+        steps = count(run.head.num_steps) + ("" if run.head.is_done else "…")
+        table.add_row(run.label, steps, count(run.head.num_ranks), speed, *cells)
+    console.print(table)
+    for index, run in enumerate(comparison.runs[1:], start=1):
+        for part in ("config", "data", "plan"):
+            rows = [row for row in grouped(getattr(comparison, part)) if row.values[index] != row.values[0]]
+            changes = [f"{row.name} {row.values[0]} -> {row.values[index]}" for row in rows[:MAX_CHANGES]]
+            changes += [f"{len(rows) - MAX_CHANGES} more"] * (len(rows) > MAX_CHANGES)
+            if rows and any(row.values[index] != ABSENT for row in rows):
+                console.print(f"{part} of {run.label}: {', '.join(changes)}", soft_wrap=True)
+    for note in comparison.notes:
+        console.print(f"note: {note}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""One self-contained HTML page about one run, made from the files of its directory alone."""
+"""Self-contained HTML pages about one run, or several side by side, made from the files of their directories alone."""
 
 from meseta.train.report.page import write_report
 

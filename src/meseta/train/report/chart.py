@@ -25,6 +25,8 @@ class Series:
     points: Sequence[tuple[float, float | None]]
     class_: str
     is_dots: bool = False
+    max_points: int = MAX_POINTS
+    """A longer line is drawn by means of neighbours."""
 
     def finite_points(self) -> list[tuple[float, float]]:
         return [(x, y) for x, y in self.points if y is not None and drawable(y)]
@@ -37,8 +39,11 @@ def line_chart(
     *,
     reference: tuple[str, float] | None = None,
     from_zero: bool = False,
+    x_name: str = "samples",
+    has_legend: bool = False,
 ) -> str:
-    """Curves over samples, labelled at their right ends; `reference` is a level drawn across, such as the teacher's.
+    """Curves over what `x_name` counts, labelled at their right ends unless the page has a legend; `reference` is a
+    level drawn across, such as the teacher's.
 
     Returns an empty string where there is nothing to draw.
     """
@@ -47,16 +52,18 @@ def line_chart(
         return ""
     values = [y for one in series for _, y in one.finite_points()] + ([reference[1]] if reference else [])
     y_axis = make_axis(values + [0.0] * from_zero, HEIGHT - BOTTOM, TOP)
-    x_axis = make_axis([0.0, max(x_max, 1.0)], LEFT, WIDTH - RIGHT, widen=False)
-    marks, ends = [frame(x_axis, y_axis, "samples")], []
+    right = WIDTH - RIGHT
+    x_axis = make_axis([0.0, x_max if x_max > 0 else 1.0], LEFT, right, widen=False)
+    marks, ends = [frame(x_axis, y_axis, x_name)], []
     if reference:
         y = y_axis.place(reference[1])
-        marks.append(tag("path", d=f"M{LEFT} {number(y)}H{WIDTH - RIGHT}", class_="reference"))
+        marks.append(tag("path", d=f"M{LEFT} {number(y)}H{right}", class_="reference"))
         ends.append((y, reference[0], "reference-label"))
     for one in series:
-        marks.append(_dots(one, x_axis, y_axis) if one.is_dots else _line(one, x_axis, y_axis))
-        ends.append((y_axis.place(one.finite_points()[-1][1]), one.name, f"{one.class_}-label"))
-    marks += [label(WIDTH - RIGHT + 7, y + 4, name, class_) for y, name, class_ in _spread(ends)]
+        marks.append(_dots(one, x_axis, y_axis, x_name) if one.is_dots else _line(one, x_axis, y_axis, x_name))
+        if not has_legend:
+            ends.append((y_axis.place(one.finite_points()[-1][1]), one.name, f"{one.class_}-label"))
+    marks += [label(right + 7, y + 4, name, class_) for y, name, class_ in _spread(ends)]
     return picture(WIDTH, HEIGHT, title, *marks)
 
 
@@ -71,7 +78,7 @@ def frame(x_axis: Axis, y_axis: Axis, x_name: str) -> str:
         x = x_axis.place(tick)
         marks.append(tag("path", d=f"M{number(x)} {number(y_axis.start)}v4", class_="grid"))
         marks.append(label(x, y_axis.start + 16, name, anchor="middle"))
-    marks.append(label(x_axis.end + 50, y_axis.start + 16, x_name, "axis-name", "end"))
+    marks.append(label(x_axis.end + 17, y_axis.start + 16, x_name, "axis-name"))
     return "".join(marks)
 
 
@@ -94,6 +101,28 @@ def stacked_bars(
             marks.append(tag("rect", hover, x=x, y=top, class_=f"stage {class_}", **size))
             base[i] += values[i]
     return picture(width, height, title, *marks)
+
+
+def row_bars(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, str, float]]]], unit: str) -> str:
+    """One bar per named row, from left to right in pieces of (name, class, length)."""
+    width, height, row_height, left = 720, len(rows) * 26 + 34, 26, 150
+    x_axis = make_axis([0.0, *(sum(v for _, _, v in pieces) for _, pieces in rows)], left, width - 30, num_ticks=6)
+    marks = []
+    for tick, name in zip(x_axis.ticks, x_axis.labels, strict=True):
+        x = x_axis.place(tick)
+        marks.append(tag("path", d=f"M{number(x)} 0V{height - 28}", class_="grid"))
+        marks.append(label(x, height - 12, name if tick else f"0 {unit}", anchor="middle"))
+    for i, (row, pieces) in enumerate(rows):
+        base, y = 0.0, float(i * row_height + 4)
+        shown = row if len(row) <= 24 else row[:23] + "…"
+        marks.append(label(left - 8, y + 13, shown, "row-name", "end"))
+        for name, class_, value in pieces:
+            x, end = x_axis.place(base), x_axis.place(base + value)
+            hover = tag("title", text(f"{row}, {name}: {value:.3g} {unit}"))
+            size = {"width": max(end - x - 0.5, 0.0), "height": row_height - 8.0}
+            marks.append(tag("rect", hover, x=x, y=y, class_=f"stage {class_}", **size))
+            base += value
+    return picture(width, height, title, *marks, class_="chart rows")
 
 
 def reliability_plot(points: Sequence[ReliabilityPoint]) -> str:
@@ -132,10 +161,10 @@ def _wilson(rate: float, num_samples: int) -> tuple[float, float]:
     return max((centre - spread) / scale, 0.0), min((centre + spread) / scale, 1.0)
 
 
-def _line(one: Series, x_axis: Axis, y_axis: Axis) -> str:
-    points = _thin(one.points)
+def _line(one: Series, x_axis: Axis, y_axis: Axis, x_name: str) -> str:
+    points = _thin(one.points, one.max_points)
     if len(points) == 1:
-        return _dots(one, x_axis, y_axis)
+        return _dots(one, x_axis, y_axis, x_name)
     path, pen_is_down = [], False
     for x, y in points:
         if y is None or not drawable(y):
@@ -143,21 +172,22 @@ def _line(one: Series, x_axis: Axis, y_axis: Axis) -> str:
             continue
         path.append(f"{'L' if pen_is_down else 'M'}{number(x_axis.place(x))} {number(y_axis.place(y))}")
         pen_is_down = True
-    return tag("path", d="".join(path), class_=f"{one.class_}-line")
+    hover = [tag("title", text(one.name))] if one.name else []
+    return tag("path", *hover, d="".join(path), class_=f"{one.class_}-line")
 
 
-def _dots(one: Series, x_axis: Axis, y_axis: Axis) -> str:
+def _dots(one: Series, x_axis: Axis, y_axis: Axis, x_name: str) -> str:
     marks = []
     for x, y in one.finite_points():
-        hover = tag("title", text(f"{one.name} {fixed(y)} at {short(x)} samples"))
+        hover = tag("title", text(f"{one.name} {fixed(y)} at {short(x)} {x_name}"))
         marks.append(tag("circle", hover, cx=x_axis.place(x), cy=y_axis.place(y), r=3.5, class_=f"{one.class_}-dot"))
     links = [f"{number(x_axis.place(x))} {number(y_axis.place(y))}" for x, y in one.finite_points()]
     return tag("path", d="M" + "L".join(links), class_=f"{one.class_}-link") + "".join(marks)
 
 
-def _thin(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, float | None]]:
-    """At most MAX_POINTS points, each the mean of neighbours; the page stays small however long the run."""
-    group = -(-len(points) // MAX_POINTS)
+def _thin(points: Sequence[tuple[float, float | None]], max_points: int) -> list[tuple[float, float | None]]:
+    """At most `max_points`, each the mean of neighbours; the page stays small however long the run."""
+    group = -(-len(points) // max_points)
     if group <= 1:
         return list(points)
     thinned: list[tuple[float, float | None]] = []

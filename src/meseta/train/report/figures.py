@@ -69,3 +69,11 @@ def share(value: Number | None) -> str:
 def plural(amount: int, noun: str) -> str:
     """1 table, 2 tables."""
     return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
+
+
+def signed(value: Number, decimals: int = 4) -> str:
+    """A difference with its sign: +0.0012; one that rounds to nothing but is not nothing in powers of ten."""
+    if value == 0:
+        return "="
+    shown = f"{value:+.{decimals}f}"
+    return shown if any(digit in shown for digit in "123456789") else f"{value:+.0e}"

@@ -32,7 +32,7 @@ def tag(name: str, /, *children: str, **attributes: object) -> str:
             content = number(value) if isinstance(value, float) else text(value)
             written.append(f' {key.rstrip("_").replace("_", "-")}="{content}"')
     opening = name + "".join(written)
-    if name in {"rect", "line", "path", "circle", "meta"} and not children:
+    if name in {"rect", "line", "path", "circle", "meta", "input"} and not children:
         return f"<{opening}>" if name == "meta" else f"<{opening}/>"
     return f"<{opening}>{''.join(children)}</{name}>"
 

@@ -47,6 +47,12 @@ class ReliabilityPoint(Entry):
     num_samples: Count
 
 
+class GroupedFigure(Entry):
+    """Mean of a figure over groups of samples."""
+
+    value: float | None = None
+
+
 class EvalLine(Entry):
     """Figures over a whole split."""
 
@@ -57,6 +63,9 @@ class EvalLine(Entry):
     logloss: float | None = None
     ne: float | None = None
     auc: float | None = None
+    pr_auc: float | None = None
+    gauc: GroupedFigure | None = None
+    ndcg: GroupedFigure | None = None
     calibration: float | None = None
     time_s: float | None = None
     reliability: list[ReliabilityPoint] = []
@@ -105,12 +114,16 @@ class Split(Entry):
     """Rows and labels of one split."""
 
     num_rows: Count
-    num_positives: Count | None = None
+    num_positives: float | None = None
 
 
 class Dataset(Entry):
     """The part of dataset.json that the page shows."""
 
+    labels: list[str] = ["label"]
+    weight: str | None = None
+    group: str | None = None
+    time: str | None = None
     dense: list[DenseFeature] = []
     sparse: list[SparseFeature] = []
     splits: dict[str, Split] = {}
@@ -300,3 +313,14 @@ def _read_metrics(run_dir: Path, problems: dict[str, str]) -> tuple[tuple[TrainL
         shown = ", ".join(map(str, broken[:5])) + (" ..." if len(broken) > 5 else "")
         problems["metrics.jsonl"] = f"{len(broken)} of its lines cannot be read (line {shown}) and are left out"
     return tuple(train[step] for step in sorted(train)), tuple(evals[key] for key in sorted(evals))
+
+
+def flatten(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Nested keys with dots between them."""
+    pairs: list[tuple[str, Any]] = []
+    for key, item in value.items():
+        if isinstance(item, dict):
+            pairs += flatten(item, f"{prefix}{key}.")
+        else:
+            pairs.append((f"{prefix}{key}", ", ".join(map(str, item)) if isinstance(item, list) else item))
+    return pairs

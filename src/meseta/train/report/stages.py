@@ -19,16 +19,16 @@ def stages_section(record: RunRecord) -> str:
     lines = [line for line in record.train if line.stages_s]
     if not lines:
         return ""
-    names = _ordered({name for line in lines for name in line.stages_s})
+    names = ordered({name for line in lines for name in line.stages_s})
     groups = _groups(lines)
     starts = [0, *(group[-1].num_samples for group in groups[:-1])]
     spans = [(float(start), float(group[-1].num_samples)) for start, group in zip(starts, groups, strict=True)]
-    layers = [(name, _colour(names, name), [_mean_ms(group, name) for group in groups]) for name in names]
+    layers = [(name, stage_colour(names, name), [_mean_ms(group, name) for group in groups]) for name in names]
     means = {name: _mean_ms(lines, name) for name in names}
     total = sum(means.values())
     rows = [
         [
-            tag("span", class_=f"swatch {_colour(names, name)}") + text(name),
+            tag("span", class_=f"swatch {stage_colour(names, name)}") + text(name),
             text(f"{means[name]:.2f}"),
             text(share(means[name] / total) if total else share(None)),
         ]
@@ -45,6 +45,13 @@ def stages_section(record: RunRecord) -> str:
     )
 
 
+def mean_stages_s(record: RunRecord) -> dict[str, float]:
+    """Seconds per step of each stage on rank 0, over the whole run; empty where none was timed."""
+    lines = [line for line in record.train if line.stages_s]
+    names = ordered({name for line in lines for name in line.stages_s})
+    return {name: _mean_ms(lines, name) / 1000.0 for name in names}
+
+
 def _intro(record: RunRecord, total_ms: float) -> str:
     intro = f"The timed stages of a step take {total_ms:.3g} ms on rank 0."
     summary = record.summary
@@ -57,12 +64,13 @@ def _intro(record: RunRecord, total_ms: float) -> str:
     return intro
 
 
-def _ordered(names: set[str]) -> list[str]:
-    """The road of a batch first, then stages that this page does not know."""
+def ordered(names: set[str]) -> list[str]:
+    """Names of stages: the road of a batch first, then those that this page does not know."""
     return [name for name in KNOWN_STAGES if name in names] + sorted(names - set(KNOWN_STAGES))
 
 
-def _colour(names: Sequence[str], name: str) -> str:
+def stage_colour(names: Sequence[str], name: str) -> str:
+    """The class that colours a stage among those of `names`."""
     if name in KNOWN_STAGES:
         return f"stage-{name}"
     unknown = [other for other in names if other not in KNOWN_STAGES]

@@ -1,0 +1,224 @@
+"""Runs side by side, as plain figures; pages and terminals show them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meseta.checkpoint import list_checkpoints
+from meseta.spec import MesetaError
+from meseta.train.report.differences import (
+    Difference,
+    config_facts,
+    data_facts,
+    differences,
+    environment_facts,
+    plan_facts,
+    test_facts,
+)
+from meseta.train.report.figures import drawable
+from meseta.train.report.headline import Headline, headline
+from meseta.train.report.metrics import Metric, metrics_in
+from meseta.train.report.record import RUN_FILES, RunRecord, read_run
+from meseta.train.report.stages import mean_stages_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """The newest checkpoint of a run."""
+
+    path: str
+    step: int
+    checksum: str
+    """Names the model: equal where two runs ended with the same bits."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedRun:
+    """One of the runs."""
+
+    label: str
+    """Its directory's name, or its path where two runs share a name."""
+    path: Path
+    record: RunRecord
+    head: Headline
+    saved: Saved | None
+    stages_s: dict[str, float]
+    """Seconds per step of each stage on rank 0."""
+
+    @property
+    def ms_per_1000_samples(self) -> dict[str, float]:
+        """The stages in a unit that does not depend on the batch size; empty where the run's size is not known."""
+        if not self.head.num_samples or not self.head.num_steps:
+            return {}
+        per_step = self.head.num_samples / self.head.num_steps
+        return {name: seconds * 1e6 / per_step for name, seconds in self.stages_s.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Runs, and what differs between them; differences of metrics are to the first run."""
+
+    runs: tuple[ComparedRun, ...]
+    metrics: tuple[Metric, ...]
+    """Those that at least one run has, and the main ones."""
+    config: tuple[Difference, ...]
+    data: tuple[Difference, ...]
+    plan: tuple[Difference, ...]
+    environment: tuple[Difference, ...]
+    notes: tuple[str, ...]
+    """What a reader must know before believing a difference."""
+
+    def value(self, metric: Metric, run: ComparedRun) -> float | None:
+        """A metric of a run's last evaluation."""
+        return metric.of(run.head.evaluation)
+
+    def difference(self, metric: Metric, run: ComparedRun) -> float | None:
+        """`value` less that of the first run; None where one is missing."""
+        mine, first = self.value(metric, run), self.value(metric, self.runs[0])
+        return None if mine is None or first is None else mine - first
+
+    def is_comparable(self, run: ComparedRun) -> bool:
+        """Whether a run was evaluated on the same rows as the first one, as far as is known."""
+        return not differences([self.runs[0].record, run.record], test_facts)
+
+    def best(self, metric: Metric) -> float | None:
+        """The best value among runs that were evaluated on the same rows as the first."""
+        values = [v for run in self.runs if self.is_comparable(run) and (v := self.value(metric, run)) is not None]
+        return min(values, key=metric.loss) if values else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: one entry per run, and one list of values per difference, in the order of the runs."""
+        runs = [
+            {
+                "name": run.label,
+                "path": str(run.path),
+                "is_finished": run.head.is_done,
+                "num_steps": run.head.num_steps,
+                "num_samples": run.head.num_samples,
+                "num_ranks": run.head.num_ranks,
+                "train_s": run.head.train_s,
+                "samples_per_s": run.head.samples_per_s,
+                "stages_s": run.stages_s,
+                "evaluated_at_step": run.head.evaluation.step if run.head.evaluation else None,
+                "metrics": {m.key: self.value(m, run) for m in self.metrics},
+                "differences": {m.key: self.difference(m, run) for m in self.metrics},
+                "checkpoint": vars(run.saved) if run.saved else None,
+            }
+            for run in self.runs
+        ]
+        parts = {"config": self.config, "data": self.data, "plan": self.plan, "environment": self.environment}
+        differing = {name: {row.name: list(row.values) for row in rows} for name, rows in parts.items()}
+        return {"runs": runs, "differences": differing, "notes": list(self.notes)}
+
+
+def compare_runs(run_dirs: Sequence[Path]) -> Comparison:
+    """Read runs, finished or not, of whatever data; what makes their figures unlike is among the notes.
+
+    Raises MesetaError for a directory that is not a run's, and one that is given twice.
+    """
+    paths = [Path(path) for path in run_dirs]
+    runs = tuple(_read(path, label) for path, label in zip(paths, _labels(paths), strict=True))
+    records = [run.record for run in runs]
+    return Comparison(
+        runs=runs,
+        metrics=tuple(metrics_in(run.head.evaluation for run in runs)),
+        config=tuple(differences(records, config_facts)),
+        data=tuple(differences(records, data_facts)),
+        plan=tuple(differences(records, plan_facts)),
+        environment=tuple(differences(records, environment_facts)),
+        notes=tuple(_notes(runs)),
+    )
+
+
+def _read(path: Path, label: str) -> ComparedRun:
+    record = read_run(path)
+    head = headline(record)
+    return ComparedRun(
+        label=label, path=path, record=record, head=head, saved=_newest(path), stages_s=mean_stages_s(record)
+    )
+
+
+def _labels(paths: Sequence[Path]) -> list[str]:
+    resolved = [path.resolve() for path in paths]
+    for path, place in zip(paths, resolved, strict=True):
+        if resolved.count(place) > 1:
+            raise MesetaError(f"report: run {str(path)!r} is given twice; name it once")
+    names = [place.name for place in resolved]
+    return [str(path) if names.count(name) > 1 else name for path, name in zip(paths, names, strict=True)]
+
+
+def _newest(run_dir: Path) -> Saved | None:
+    """The newest checkpoint that is whole; one that is damaged is `meseta checkpoint`'s to tell."""
+    folder = run_dir / "checkpoints"
+    try:
+        whole = [listed.summary for listed in list_checkpoints(folder) if listed.summary is not None]
+    except MesetaError:
+        return None
+    if not whole:
+        return None
+    newest = max(whole, key=lambda summary: summary.step)
+    return Saved(path=str(newest.path), step=newest.step, checksum=newest.checksum, num_bytes=newest.num_bytes)
+
+
+def _notes(runs: Sequence[ComparedRun]) -> list[str]:
+    notes = []
+    for run in runs:
+        record = run.record
+        if not run.head.is_done:
+            at = f"its figures are those of step {record.train[-1].step:,}" if record.train else "no step is logged"
+            notes.append(f"{run.label} has not ended, or was interrupted: {at}.")
+        if run.head.evaluation is None:
+            notes.append(f"{run.label} has no evaluation yet, so it has no metrics here.")
+        missing = [
+            name for name in RUN_FILES if name in record.problems and (run.head.is_done or name != RUN_FILES[-1])
+        ]
+        notes += [f"{run.label}, {name}: {record.problems[name]}." for name in missing]
+    return notes + _unlike(runs)
+
+
+def _unlike(runs: Sequence[ComparedRun]) -> list[str]:
+    """Why a difference between runs may not be one between models."""
+    first, notes = runs[0], []
+    others = [run for run in runs[1:] if differences([first.record, run.record], test_facts)]
+    if others:
+        notes.append(
+            f"{_names(others)} {_was(others)} evaluated on other rows than {first.label}: their metrics do not compare."
+        )
+    others = [run for run in runs[1:] if run not in others and differences([first.record, run.record], data_facts)]
+    if others:
+        notes.append(f"{_names(others)} {_was(others)} trained on other data than {first.label}: see Data.")
+    samples = first.head.num_samples
+    others = [r for r in runs[1:] if samples and r.head.num_samples and r.head.num_samples != samples]
+    if others:
+        notes.append(f"{_names(others)} {_was(others)} trained on another number of samples than {first.label}.")
+    machines = ("processor", "device", "num_cores")
+    others = [
+        run
+        for run in runs[1:]
+        if any(row.name in machines for row in differences([first.record, run.record], environment_facts))
+    ]
+    if others:
+        notes.append(
+            f"{_names(others)} {_was(others)} trained with another processor, device or number of cores than "
+            f"{first.label}: their speeds do not compare."
+        )
+    return notes
+
+
+def _names(runs: Sequence[ComparedRun]) -> str:
+    names = [run.label for run in runs]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _was(runs: Sequence[ComparedRun]) -> str:
+    return "was" if len(runs) == 1 else "were"
+
+
+def speed_ratio(run: ComparedRun, first: ComparedRun) -> float | None:
+    """Samples/s of a run over those of another; None where one is not known."""
+    mine, theirs = run.head.samples_per_s, first.head.samples_per_s
+    return mine / theirs if mine is not None and theirs and drawable(mine) and drawable(theirs) else None

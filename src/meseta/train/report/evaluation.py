@@ -1,0 +1,50 @@
+"""What the evaluations of a run found."""
+
+from __future__ import annotations
+
+from meseta.train.report.chart import reliability_plot
+from meseta.train.report.figures import count, drawable, fixed, plural
+from meseta.train.report.headline import final_evaluation
+from meseta.train.report.markup import table, tag, text
+from meseta.train.report.metrics import metrics_in
+from meseta.train.report.record import EvalLine, RunRecord
+
+MAX_EVALS = 12
+
+
+def evaluation_section(record: RunRecord) -> str:
+    """Reliability beside the figures of the last evaluations; an empty string where there is none."""
+    final = final_evaluation(record)
+    if final is None:
+        return ""
+    lines = list(record.evals) or [final]
+    metrics = metrics_in(lines)
+    rows = [
+        [count(v.step), text(v.split), *(text(fixed(m.of(v), m.decimals)) for m in metrics)] for v in lines[-MAX_EVALS:]
+    ]
+    teacher = record.summary.teacher if record.summary else None
+    if teacher:
+        rows.append(["", "teacher", *(text(fixed(getattr(teacher, m.key, None))) for m in metrics)])
+    header = ["step", "split", *(text(m.name) for m in metrics)]
+    parts = [table(header, rows, {0, *range(2, len(header))}, "compact")]
+    if len(lines) > MAX_EVALS:
+        parts.append(tag("p", text(f"The last {MAX_EVALS} of {len(lines)} evaluations."), class_="note"))
+    parts.append(tag("p", text(_calibration_note(final)), class_="note"))
+    plot = reliability_plot(final.reliability)
+    drawn = (
+        tag("div", tag("h3", "Reliability"), plot)
+        if plot
+        else tag("p", "No reliability curve was recorded.", class_="absent")
+    )
+    return tag("div", drawn, tag("div", tag("h3", "Figures"), *parts), class_="narrow-wide")
+
+
+def _calibration_note(final: EvalLine) -> str:
+    note = "Calibration is mean prediction / mean label"
+    if final.calibration is not None and drawable(final.calibration):
+        off = final.calibration - 1.0
+        note += f"; the model predicts {abs(off):.1%} {'more' if off >= 0 else 'fewer'} positives than there are"
+    if final.num_samples:
+        note += f", over {plural(final.num_samples, 'sample')}"
+    dots = "The dots are bins of equal count with 95% intervals; on the diagonal, predictions are right on average."
+    return f"{note}. {dots}" if final.reliability else f"{note}."

@@ -1,0 +1,52 @@
+"""The figures at the head of a run, from its summary or, while it has none, from the last lines of its metrics."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from meseta.train.report.figures import drawable
+from meseta.train.report.record import EvalLine, RunRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headline:
+    """None where a figure is not known."""
+
+    is_done: bool
+    """Whether the run has ended as its config says."""
+    evaluation: EvalLine | None
+    """The one at the end, or the newest so far."""
+    samples_per_s: float | None
+    """Over the whole training time; for a run that goes on, the median of its lines."""
+    num_steps: int | None
+    num_samples: int | None
+    train_s: float | None
+    """Without evaluations and checkpoints."""
+    num_ranks: int | None
+
+
+def headline(record: RunRecord) -> Headline:
+    """What is known of a run."""
+    summary, last = record.summary, record.train[-1] if record.train else None
+    rates = [r for line in record.train if (r := line.samples_per_s) is not None and drawable(r)]
+    num_ranks = summary.num_ranks if summary else None
+    if num_ranks is None and record.plan is not None:
+        num_ranks = record.plan.num_ranks
+    return Headline(
+        is_done=summary is not None,
+        evaluation=final_evaluation(record),
+        samples_per_s=summary.samples_per_s if summary else statistics.median(rates) if rates else None,
+        num_steps=summary.num_steps if summary else last.step if last else None,
+        num_samples=summary.num_samples if summary else last.num_samples if last else None,
+        train_s=summary.train_s if summary else last.time_s if last else None,
+        num_ranks=num_ranks,
+    )
+
+
+def final_evaluation(record: RunRecord) -> EvalLine | None:
+    """The summary's, or the last one of the metrics, if there is one of the test split."""
+    if record.summary and record.summary.test:
+        return record.summary.test
+    candidates = [line for line in record.evals if line.split == "test"] or record.evals
+    return candidates[-1] if candidates else None

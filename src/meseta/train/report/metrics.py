@@ -1,0 +1,53 @@
+"""The figures of an evaluation that pages show: one entry each, and every table and chart has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from meseta.train.report.figures import drawable
+from meseta.train.report.record import EvalLine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """One figure of an evaluation."""
+
+    key: str
+    """Its place in an evaluation's line, with dots between nested keys."""
+    name: str
+    """As a table's head shows it."""
+    better: Literal["lower", "higher", "one"]
+    """Which of two values is the better one; 'one': that nearer to 1."""
+    decimals: int = 4
+    is_main: bool = False
+    """Whether it has a column without being there, a chart, and a place in the terminal."""
+
+    def of(self, line: EvalLine | None) -> float | None:
+        """Its value in a line; None where the line does not have it, or nothing that could be shown."""
+        value: object = line
+        for key in self.key.split("."):
+            value = getattr(value, key, None)
+        return float(value) if isinstance(value, int | float) and drawable(value) else None
+
+    def loss(self, value: float) -> float:
+        """A number that is the smaller the better the value is."""
+        return {"lower": value, "higher": -value, "one": abs(value - 1.0)}[self.better]
+
+
+METRICS = (
+    Metric(key="logloss", name="log loss", better="lower", is_main=True),
+    Metric(key="ne", name="NE", better="lower", is_main=True),
+    Metric(key="auc", name="AUC", better="higher", is_main=True),
+    Metric(key="pr_auc", name="PR AUC", better="higher"),
+    Metric(key="gauc.value", name="grouped AUC", better="higher"),
+    Metric(key="ndcg.value", name="NDCG", better="higher"),
+    Metric(key="calibration", name="calibration", better="one", decimals=3),
+)
+
+
+def metrics_in(lines: Iterable[EvalLine | None]) -> list[Metric]:
+    """The main metrics, and the others that at least one line has."""
+    lines = list(lines)
+    return [metric for metric in METRICS if metric.is_main or any(metric.of(line) is not None for line in lines)]

@@ -1,0 +1,186 @@
+"""Runs side by side: what differs, by how much, and what a reader is warned of."""
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from meseta.cli.main import app
+from meseta.spec import MesetaError
+from meseta.train.report.comparison import compare_runs, speed_ratio
+from meseta.train.report.comparison_page import write_comparison
+from meseta.train.report.differences import Difference, grouped
+from meseta.train.report.figures import signed
+
+HOSTILE = "<script>x</script>"
+
+
+def eval_line(step: int, **changes: Any) -> dict[str, Any]:
+    line = {"kind": "eval", "step": step, "split": "test", "logloss": 0.5, "ne": 0.9, "auc": 0.75, "calibration": 1.1}
+    return line | changes
+
+
+def make_run(
+    path: Path, config: dict[str, Any] | None = None, test: dict[str, Any] | None = None, **changes: Any
+) -> Path:
+    """A finished run of 40 steps of 100 samples; `test` changes its last evaluation, `changes` its summary."""
+    path.mkdir(parents=True)
+    document = {"run_dir": str(path), "seed": 0, "train": {"batch_size": 100}, "model": {"bottom_mlp": [8, 4]}}
+    document["train"] |= config or {}
+    (path / "config.yaml").write_text(yaml.safe_dump(document))
+    splits = {name: {"num_rows": rows, "num_positives": rows / 4} for name, rows in (("train", 4000), ("test", 1000))}
+    sparse = [{"name": f"cat_{i}", "num_embeddings": 50, "encoding": "hash"} for i in range(6)]
+    dense = [{"name": "age", "fill": 0.0, "mean": 1.0, "std": 2.0}]
+    (path / "dataset.json").write_text(json.dumps({"splits": splits, "sparse": sparse, "dense": dense}))
+    table = {"sharding": "table_wise", "shards": [{"rows": [0, 50], "columns": [0, 8], "ranks": [0]}]}
+    (path / "plan.json").write_text(json.dumps({"num_ranks": 1, "tables": {s["name"]: table for s in sparse}}))
+    (path / "environment.json").write_text(json.dumps({"processor": "A", "num_ranks": 1, "versions": {"torch": "2"}}))
+    train = [
+        {"kind": "train", "step": s, "num_samples": s * 100, "time_s": s / 10, "loss": 0.6 - s / 400, "ne": 1 - s / 400,
+         "auc": 0.7, "samples_per_s": 1000.0, "stages_s": {"lookup": 0.02, "backward": 0.03}}
+        for s in range(10, 41, 10)
+    ]  # fmt: skip
+    lines = [*train, eval_line(20, auc=0.7), eval_line(40) | (test or {})]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = {"test": eval_line(40) | (test or {}), "num_steps": 40, "num_samples": 4000, "num_ranks": 1}
+    summary |= {"train_s": 4.0, "samples_per_s": 1000.0}
+    (path / "summary.json").write_text(json.dumps(summary | changes))
+    return path
+
+
+def edit(path: Path, change: Any) -> None:
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+def test_metrics_are_laid_against_the_first(tmp_path: Path) -> None:
+    first = make_run(tmp_path / "first")
+    second = make_run(
+        tmp_path / "second", test={"auc": 0.7625, "ne": 0.9001, "calibration": 0.95}, samples_per_s=1500.0
+    )
+    comparison = compare_runs([first, second])
+    named = {metric.key: metric for metric in comparison.metrics}
+    assert list(named) == ["logloss", "ne", "auc", "calibration"]  # the figures that these lines have
+    found = {key: comparison.difference(metric, comparison.runs[1]) for key, metric in named.items()}
+    assert found == pytest.approx({"logloss": 0.0, "ne": 0.0001, "auc": 0.0125, "calibration": -0.15})
+    best = {key: comparison.best(metric) for key, metric in named.items()}
+    assert best == {"logloss": 0.5, "ne": 0.9, "auc": 0.7625, "calibration": 0.95}  # nearer to 1 than 1.1
+    assert speed_ratio(comparison.runs[1], comparison.runs[0]) == 1.5
+    assert comparison.runs[0].ms_per_1000_samples == pytest.approx({"lookup": 200.0, "backward": 300.0})
+    assert comparison.notes == () and comparison.config == comparison.data == comparison.plan == ()
+
+
+def test_only_what_differs_is_listed(tmp_path: Path) -> None:
+    first = make_run(tmp_path / "first")
+    second = make_run(tmp_path / "second", config={"batch_size": 200, "epochs": 3})
+
+    def cut(plan: dict[str, Any]) -> None:
+        plan["num_ranks"] = 2
+        for name in ("cat_1", "cat_2", "cat_4"):
+            shards = [{"rows": [0, 25], "columns": [0, 8], "ranks": [r]} for r in (0, 1)]
+            plan["tables"][name] = {"sharding": "row_wise", "shards": shards}
+
+    edit(second / "plan.json", cut)
+    comparison = compare_runs([first, second])
+    assert [(row.name, row.values) for row in comparison.config] == [
+        ("train.batch_size", ("100", "200")),
+        ("train.epochs", ("–", "3")),
+    ]
+    assert [(row.name, row.values) for row in grouped(comparison.plan)] == [
+        ("ranks", ("1", "2")),
+        ("table cat_1, cat_2, cat_4", ("table_wise on 0", "row_wise on 0, 1")),
+    ]
+
+
+def test_many_tables_cut_alike_are_one_line() -> None:
+    rows = [Difference(name=f"table t{i}", values=("a", "b")) for i in range(26)]
+    assert [row.name for row in grouped(rows)] == ["table t0, t1, t2, t3 and 22 more"]
+
+
+def test_runs_of_other_data_are_told(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name) for name in ("first", "more", "other")]
+    edit(runs[1] / "dataset.json", lambda d: d["splits"]["train"].update(num_rows=9999))
+    edit(runs[2] / "dataset.json", lambda d: d["splits"]["test"].update(num_positives=1))
+    edit(runs[2] / "summary.json", lambda d: d["test"].update(auc=0.99))
+    comparison = compare_runs(runs)
+    assert comparison.notes == (
+        "other was evaluated on other rows than first: their metrics do not compare.",
+        "more was trained on other data than first: see Data.",
+    )
+    auc = next(metric for metric in comparison.metrics if metric.key == "auc")
+    assert comparison.best(auc) == 0.75  # not the 0.99 of other rows
+
+
+def test_unfinished_and_unevaluated_runs_are_told(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name) for name in ("first", "cut", "begun", "torn")]
+    (runs[1] / "summary.json").unlink()
+    for name in ("metrics.jsonl", "summary.json"):
+        (runs[2] / name).unlink()
+    (runs[3] / "dataset.json").write_text("{")
+    comparison = compare_runs(runs)
+    text = "\n".join(comparison.notes)
+    assert "cut has not ended, or was interrupted: its figures are those of step 40." in text
+    assert "begun has no evaluation yet" in text and "torn, dataset.json: it is not valid JSON" in text
+    assert comparison.to_dict()["runs"][2]["metrics"]["auc"] is None
+    page = write_comparison(comparison, tmp_path / "page.html").read_text()
+    assert "begun has no evaluation yet" in page
+
+
+def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, config={"note": HOSTILE}) for name in ("first", "second", "&lt;3")]
+    (runs[1] / "config.yaml").write_text("model: {name: '" + HOSTILE + "'}\n")
+    page = write_comparison(compare_runs(runs), tmp_path / "page.html").read_text()
+    assert not re.search(r"<(script|link|img|iframe)|(src|href)=|url\(", page)
+    assert HOSTILE not in page and "&lt;script&gt;" in page and "&amp;lt;3" in page
+    for title in ("Metrics", "Curves", "Config", "Data", "Plan", "Speed", "Environment"):
+        assert f"<h2>{title}</h2>" in page
+    for curve in re.findall(r'<path d="([^"]*)" class="run-\d+-line"', page):
+        assert all(math.isfinite(float(x)) for x in re.findall(r"-?[\d.]+", curve))
+    # Loss, NE, AUC and samples/s over samples, steps and seconds.
+    assert page.count('class="run-0-line"') == 4 * 3
+    assert page.count('class="run-2-link"') == 3 * 3
+
+
+def test_names_and_repeats(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / parent / "run") for parent in ("a", "b")]
+    assert [run.label for run in compare_runs(runs).runs] == [str(path) for path in runs]
+    with pytest.raises(MesetaError, match="is given twice"):
+        compare_runs([runs[0], runs[0] / ".." / "run"])
+    with pytest.raises(MesetaError, match="is not a directory"):
+        compare_runs([runs[0], tmp_path / "absent"])
+
+
+def test_thirty_runs(tmp_path: Path) -> None:
+    first = make_run(tmp_path / "run-0")
+    runs = [first, *(Path(shutil.copytree(first, tmp_path / f"run-{i}")) for i in range(1, 30))]
+    page = write_comparison(compare_runs(runs), tmp_path / "page.html")
+    assert page.stat().st_size < 400_000
+    assert "svg .run-8-line, svg .run-8-link { stroke: var(--run-0); stroke-dasharray: 6 3; }" in page.read_text()
+
+
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(Path("one"))
+    make_run(Path("two"), config={"batch_size": 50}, test={"auc": 0.74})
+    result = CliRunner().invoke(app, ["report", "one", "two"])
+    assert result.exit_code == 0
+    assert "0.7400 -0.0100" in result.stdout and "config of two: train.batch_size 100 -> 50" in result.stdout
+    assert result.stdout.splitlines()[-1] == "report: comparison.html" and Path("comparison.html").exists()
+    document = json.loads(CliRunner().invoke(app, ["report", "one", "two", "--json", "--out", "x.html"]).stdout)
+    assert document["runs"][1]["differences"]["auc"] == pytest.approx(-0.01)
+    assert document["differences"]["config"] == {"train.batch_size": ["100", "50"]} and Path("x.html").exists()
+    assert CliRunner().invoke(app, ["report", "one", "--out", "y.html"]).stdout == "y.html\n"
+    assert not Path("one/report.html").exists()
+    for out in ("absent/z.html", "one"):
+        assert isinstance(CliRunner().invoke(app, ["report", "one", "two", "--out", out]).exception, MesetaError)
+
+
+def test_signed() -> None:
+    assert [signed(v) for v in (0.0, 0.00123, -0.25, 4e-9)] == ["=", "+0.0012", "-0.2500", "+4e-09"]
