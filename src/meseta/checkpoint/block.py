@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pyarrow as pa
 from meseta.checkpoint import digest
 from meseta.checkpoint.broken import broken_file, check_checksum, check_size
 from meseta.checkpoint.layout import ID, BlockSchema
+from meseta.checkpoint.raw import read_whole, scratch, write_synced
 from meseta.spec import MesetaError
 
 Values = dict[str, np.ndarray]
@@ -28,12 +28,7 @@ def write_block(root: Path, path: str, schema: BlockSchema, first_row: int, valu
         arrays.append(pa.FixedSizeListArray.from_arrays(flat, type=field.type) if column.kind == "element" else flat)
     batch = pa.RecordBatch.from_arrays(arrays, schema=schema.to_arrow())
     try:
-        with (root / path).open("wb") as file:
-            with pa.ipc.new_file(file, batch.schema) as writer:
-                writer.write_batch(batch)
-            file.flush()
-            os.fsync(file.fileno())
-            num_bytes = file.tell()
+        num_bytes = _write_arrow(root / path, batch)
     except OSError as error:
         raise MesetaError(
             f"checkpoint file {str(root / path)!r} cannot be written: {error.strerror or error}; "
@@ -48,16 +43,29 @@ def write_block(root: Path, path: str, schema: BlockSchema, first_row: int, valu
     }
 
 
+def _write_arrow(path: Path, batch: pa.RecordBatch) -> int:
+    """One record batch as a file; returns its bytes. Raises OSError."""
+    schema_bytes: int = batch.schema.serialize().size  # It stands at the beginning, and in the footer again.
+    content = scratch(pa.ipc.get_record_batch_size(batch) + 2 * schema_bytes + 4096)
+    sink = pa.FixedSizeBufferWriter(pa.py_buffer(content))
+    with pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    num_bytes: int = sink.tell()
+    write_synced(path, content, num_bytes)
+    return num_bytes
+
+
 def read_block(root: Path, schema: BlockSchema, entry: Mapping[str, Any]) -> Values:
     """Read one block and check everything that its entry in the manifest says.
 
+    The values lie in memory that this thread's next call uses again: to keep them, copy them.
     Raises MesetaError, naming the file, when it is missing, truncated, no Arrow file, has other columns or rows than
     expected, or other content than its checksum says.
     """
     path = root / entry["path"]
     check_size(path, entry["num_bytes"])
     try:
-        with pa.ipc.open_file(pa.BufferReader(pa.py_buffer(_read_file(path, entry["num_bytes"])))) as reader:
+        with pa.ipc.open_file(pa.BufferReader(pa.py_buffer(read_whole(path, entry["num_bytes"])))) as reader:
             num_batches = reader.num_record_batches
             batch = reader.get_batch(0)
         batch.validate()
@@ -69,16 +77,6 @@ def read_block(root: Path, schema: BlockSchema, entry: Mapping[str, Any]) -> Val
     values = {c.name: _to_numpy(batch.column(c.name), schema.shape(c, batch.num_rows)) for c in schema.columns}
     check_checksum(path, entry["checksum"], digest.of_arrays(values[column.name] for column in schema.columns))
     return values
-
-
-def _read_file(path: Path, num_bytes: int) -> np.ndarray:
-    """[num_bytes] uint8, or fewer when the file ends before; raises OSError."""
-    buffer = np.empty(num_bytes, dtype=np.uint8)
-    done = 0
-    with path.open("rb", buffering=0) as file:
-        while done < num_bytes and (count := file.readinto(buffer[done:].data)):
-            done += count
-    return buffer[:done]
 
 
 def _check_columns(

@@ -65,7 +65,8 @@ def _compare_tables(
     schema = BlockSchema.from_dict(entries[0])
     for blocks in zip(entries[0]["blocks"], entries[1]["blocks"], strict=True):
         if blocks[0]["checksum"] != blocks[1]["checksum"]:
-            one, other = (read_block(root, schema, block) for root, block in zip(roots, blocks, strict=True))
+            one = {name: array.copy() for name, array in read_block(roots[0], schema, blocks[0]).items()}
+            other = read_block(roots[1], schema, blocks[1])
             _count(counts, schema, blocks[0]["first_row"], one, other)
     total = entries[0]["num_embeddings"]
     for name, count in counts.items():

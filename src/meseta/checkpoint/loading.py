@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,8 +26,8 @@ from meseta.storage import TableShard
 
 FillJob = tuple[BlockSchema, dict[str, Any], list[TableShard]]
 """Columns of a block, its entry in the manifest, and the shards that it fills."""
-_READERS = min(4, os.cpu_count() or 1)
-"""Blocks that a rank reads at a time; each costs its size in memory."""
+_READERS = 6
+"""Blocks that a rank reads at a time: the disk is busy while others are summed. Each costs its size in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,9 @@ from meseta.comm import World
 from meseta.spec import MesetaError, Plan
 from meseta.storage import TableShard
 
-_WRITES_IN_FLIGHT = 2
-"""Blocks that a rank writes while it exchanges the next one; each costs its size in memory."""
+_WRITES_IN_FLIGHT = 6
+"""Blocks that a rank writes while it exchanges the next one: some are summed while the disk takes others.
+Each costs its size in memory twice, as it came and as it goes to the file."""
 
 
 def save(

@@ -1,0 +1,90 @@
+"""Files of many megabytes, written and read through one buffer per thread and past the page cache.
+
+Copying through the page cache costs a core several times what a direct transfer does, and on few cores that time is
+missing for the checksums. The buffers live as long as their thread: new memory costs more than what is done with it.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+PAGE_BYTES = 4096
+"""Memory, positions and lengths of a direct transfer are multiples of this."""
+DIRECT_BYTES = 1 << 20
+"""Smaller files go through the page cache: a direct transfer waits for the disk."""
+T = TypeVar("T")
+_own = threading.local()
+
+
+def scratch(num_bytes: int) -> memoryview:
+    """Writable memory of this thread, of `num_bytes` rounded up to whole pages; the next call gives it again."""
+    size = -(-max(num_bytes, 1) // PAGE_BYTES) * PAGE_BYTES
+    buffer: mmap.mmap | None = getattr(_own, "buffer", None)
+    if buffer is None or len(buffer) < size:
+        buffer = mmap.mmap(-1, size)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            buffer.madvise(mmap.MADV_HUGEPAGE)
+        _own.buffer = buffer
+    return memoryview(buffer)[:size]
+
+
+def write_synced(path: Path, content: memoryview, num_bytes: int) -> None:
+    """Make a file of the first `num_bytes` of `content`, which `scratch` gave, and sync it; raises OSError."""
+
+    def write(direct: int) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | direct, 0o666)
+        try:
+            done = 0
+            while done < num_bytes:
+                start = _whole_pages(done) if direct else done
+                if start + (count := os.pwrite(descriptor, content[start:], start)) <= done:
+                    raise OSError(errno.EINVAL, "a direct transfer ended inside a page")
+                done = start + count
+            os.ftruncate(descriptor, num_bytes)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    _directly(num_bytes, write)
+
+
+def read_whole(path: Path, num_bytes: int) -> memoryview:
+    """The first `num_bytes` of a file, fewer when it ends before, in this thread's `scratch`; raises OSError."""
+    content = scratch(num_bytes)
+
+    def read(direct: int) -> int:
+        descriptor = os.open(path, os.O_RDONLY | direct)
+        try:
+            done = 0
+            while done < num_bytes:
+                start = _whole_pages(done) if direct else done
+                if start + (count := os.preadv(descriptor, [content[start:]], start)) <= done:
+                    break
+                done = start + count
+            return done
+        finally:
+            os.close(descriptor)
+
+    return content[: min(_directly(num_bytes, read), num_bytes)]
+
+
+def _whole_pages(done: int) -> int:
+    """Where to go on after a transfer that was cut short inside a page: at its beginning."""
+    return done // PAGE_BYTES * PAGE_BYTES
+
+
+def _directly(num_bytes: int, transfer: Callable[[int], T]) -> T:
+    """Call with the flag for direct transfers; without it for small files, and where the file system knows none."""
+    if num_bytes >= DIRECT_BYTES:
+        try:
+            return transfer(getattr(os, "O_DIRECT", 0))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+    return transfer(0)

@@ -1,0 +1,67 @@
+"""Direct transfers: any size, transfers that are cut short, file systems that know none."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meseta.checkpoint import raw
+from meseta.checkpoint.raw import PAGE_BYTES, read_whole, scratch, write_synced
+
+SIZES = (1, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 5 * PAGE_BYTES + 77)
+
+
+@pytest.fixture(autouse=True)
+def always_direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw, "DIRECT_BYTES", 0)
+
+
+def there_and_back(path: Path, size: int) -> None:
+    content = os.urandom(size)
+    scratch(size)[:size] = content
+    write_synced(path, scratch(size), size)
+    assert path.read_bytes() == content
+    scratch(size)[:size] = bytes(size)
+    assert read_whole(path, size) == content
+    assert read_whole(path, size - size // 3) == content[: size - size // 3]
+    assert read_whole(path, size + 2 * PAGE_BYTES) == content  # the file ends before
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_any_size(tmp_path: Path, size: int) -> None:
+    (tmp_path / "file").write_bytes(bytes(10 * PAGE_BYTES))
+    there_and_back(tmp_path / "file", size)
+
+
+@pytest.mark.parametrize("limit", [PAGE_BYTES, PAGE_BYTES + 100])
+def test_short_transfers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """The system may transfer less than asked."""
+    pwrite, preadv = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda file, content, at: min(pwrite(file, content, at), limit))
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, at: min(preadv(file, buffers, at), limit))
+    there_and_back(tmp_path / "file", 3 * PAGE_BYTES + 5)
+
+
+def test_file_systems_without_direct_transfers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    really, refused = os.open, []
+
+    def refuse(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if flags & os.O_DIRECT:
+            refused.append(path)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return really(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    there_and_back(tmp_path / "file", PAGE_BYTES + 9)
+    assert refused
+
+
+def test_what_is_wrong_with_a_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        read_whole(tmp_path / "missing", 10)
+    with pytest.raises(FileNotFoundError):
+        write_synced(tmp_path / "no" / "file", scratch(3), 3)
