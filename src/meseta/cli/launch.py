@@ -50,7 +50,9 @@ def is_loss_of_peer(error: RuntimeError) -> bool:
 
 def way_on() -> str:
     """What a person does after a command was cut off."""
-    return "; the same command goes on from the last checkpoint" if sys.argv[1:2] == ["train"] else ""
+    ways = {"train": "from the last checkpoint", "prepare": "from what was saved last"}
+    way = ways.get("".join(sys.argv[1:2]))
+    return f"; the same command goes on {way}" if way else ""
 
 
 def follow_launcher() -> None:

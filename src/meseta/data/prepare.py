@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from meseta.data.dataset import FILE_NAME, Dataset, DenseFeature, SourceFile, SparseFeature, Split, Teacher
+from meseta.data.dataset import FILE_NAME, DataFile, Dataset, DenseFeature, SourceFile, SparseFeature, Split, Teacher
 from meseta.data.encode import EncodedBlock, Encoder
 from meseta.data.layout import find_layout
-from meseta.data.record import difference, load_record, record_of, save_record
+from meseta.data.record import difference, load_record, record_of
 from meseta.data.schema import Layout, Schema
-from meseta.data.sources import Source, find_sources, read_blocks
+from meseta.data.sources import Place, Source, find_sources, read_blocks
 from meseta.data.spool import Spool
-from meseta.data.staging import staged_folder
+from meseta.data.staging import Staging, staged_folder
 from meseta.data.statistics import FeatureStatistics
 from meseta.data.vocabulary import Vocabulary, VocabularyCounter
 from meseta.data.workers import in_order
@@ -35,6 +36,8 @@ Progress = Callable[[str, int, float], None]
 Only libsvm and libffm are scanned, for their fields and weights."""
 
 _VOCABULARY_BUDGET_BYTES = 384 << 20
+COMMIT_S = 20.0
+"""Seconds between two entries of the journal: what a kill costs, about."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +111,8 @@ def prepare(
     """Write the dataset directory `options.out` and return its description.
 
     `on_layout` is called with the layout before the work begins.
-    The folder appears by one rename when everything is written; an error or interrupt leaves nothing behind.
+    The folder appears by one rename when everything is written; an error leaves nothing behind. What was interrupted or
+    killed goes on where it was when the same is asked for again, and gives the same bits.
     Raises MesetaError for a missing, empty, truncated or mixed source, for a row that cannot be parsed (naming file,
     line and field), for an existing `out`, and where no row is left for training.
     """
@@ -121,14 +125,14 @@ def prepare(
     )
     num_threads = options.num_threads or num_cores()
     record = record_of(options, sources)
-    with staged_folder(options.out, force=options.force) as folder:
-        pool = ThreadPoolExecutor(num_threads, thread_name_prefix="meseta-prepare")
-        try:
-            dataset = _Run(options, sources, encoder, folder, progress).run(pool, num_threads)
-        finally:
-            pool.shutdown(cancel_futures=True)
-        save_record(record, folder)
-        dataset.save(folder)
+    with staged_folder(options.out, record, force=options.force) as staging:
+        if not staging.is_complete:
+            pool = ThreadPoolExecutor(num_threads, thread_name_prefix="meseta-prepare")
+            try:
+                dataset = _Run(options, sources, encoder, staging, progress).run(pool, num_threads)
+            finally:
+                pool.shutdown(cancel_futures=True)
+            dataset.save(staging.folder)
     return Dataset.load(options.out)
 
 
@@ -153,6 +157,20 @@ def load_prepared(options: PrepareOptions) -> Dataset | None:
     return Dataset.load(out)
 
 
+@dataclass(frozen=True)
+class ReadSoFar:
+    """How far pass 1 has come."""
+
+    source: int
+    """Number of the file at hand; that of files, at the end."""
+    num_rows: int
+    """Rows of all files so far."""
+    place: Place
+    """Where the next row of that file begins."""
+    position_bytes: int
+    """How far the stored file has been read."""
+
+
 class _Run:
     """One call of `prepare`: the state between its two passes."""
 
@@ -161,15 +179,17 @@ class _Run:
         options: PrepareOptions,
         sources: tuple[Source, ...],
         encoder: Encoder,
-        folder: Path,
+        staging: Staging,
         progress: Progress | None,
     ) -> None:
         self.options = options
         self.sources = sources
         self.encoder = encoder
         self.layout = encoder.layout
-        self.folder = folder
-        self.spool_dir = folder / "spool"
+        self.staging = staging
+        self.committed_s = time.monotonic()
+        self.folder = staging.folder
+        self.spool_dir = staging.scratch
         self.progress = progress or (lambda stage, rows, share: None)
         self.spools = {name: Spool(self.spool_dir / f"{name}.arrow", self.layout.dense) for name in ("train", "test")}
         self.rows_of_source = dict.fromkeys((source.path for source in sources), 0)
@@ -180,7 +200,6 @@ class _Run:
                 self.counters[column.name] = VocabularyCounter(column.name, self.spool_dir, budget)
 
     def run(self, pool: ThreadPoolExecutor, num_threads: int) -> Dataset:
-        self.spool_dir.mkdir()
         self._read(pool, num_threads)
         vocabularies = {
             name: counter.finish(self.folder, self.options.min_count, self.encoder.hash_seeds[name])
@@ -189,38 +208,62 @@ class _Run:
         num_embeddings = self.encoder.hash_rows or {n: v.num_embeddings for n, v in vocabularies.items()}
         statistics = {c.name: FeatureStatistics(num_embeddings[c.name]) for c in self.layout.sparse}
         splits = self._write(pool, num_embeddings, vocabularies, statistics)
-        for path in self.spool_dir.iterdir():
-            path.unlink()
-        self.spool_dir.rmdir()
         return self._describe(num_embeddings, vocabularies, statistics, splits)
 
     def _read(self, pool: ThreadPoolExecutor, num_threads: int) -> None:
         """Pass 1: workers encode blocks, this thread reads ahead of them and spools their results in order."""
+        at = self._resume_reading()
         total_bytes = sum(source.size_bytes for source in self.sources)
-        done_bytes = dict.fromkeys(self.rows_of_source, 0)
-        num_rows = 0
-        self.progress("read", 0, 0.0)
-        for encoded in in_order(pool, self._jobs(), num_threads + 1):
+        done_bytes = sum(source.size_bytes for source in self.sources[: at.source])
+        self.progress("read", at.num_rows, (done_bytes + at.position_bytes) / total_bytes)
+        for index, encoded in in_order(pool, self._jobs(at), num_threads + 1):
             for name, batch in encoded.splits.items():
                 self.spools[name].add(batch)
             for name, counted in encoded.counted.items():
                 self.counters[name].add(counted)
             block = encoded.block
-            num_rows += block.num_rows
             self.rows_of_source[block.source.path] += block.num_rows
-            done_bytes[block.source.path] = block.position_bytes
-            self.progress("read", num_rows, sum(done_bytes.values()) / total_bytes)
+            at = ReadSoFar(index, at.num_rows + block.num_rows, block.end, block.position_bytes)
+            done_bytes = sum(source.size_bytes for source in self.sources[:index])
+            self.progress("read", at.num_rows, (done_bytes + block.position_bytes) / total_bytes)
+            if time.monotonic() - self.committed_s >= COMMIT_S:
+                self._commit_reading(at)
         for spool in self.spools.values():
             spool.close()
         if not self.spools["train"].num_rows:
-            raise MesetaError(f"prepare: none of {num_rows} rows is left for training; lower --test-fraction")
+            raise MesetaError(f"prepare: none of {at.num_rows} rows is left for training; lower --test-fraction")
+        if at.source < len(self.sources):
+            self._commit_reading(replace(at, source=len(self.sources), place=Place(), position_bytes=0))
 
-    def _jobs(self) -> Iterator[Callable[[], EncodedBlock]]:
-        first_row = 0
-        for source in self.sources:
-            for block in read_blocks(source, self.layout.columns):
-                yield lambda block=block, row=first_row: self.encoder.encode(block, row)  # type: ignore[misc]
+    def _jobs(self, at: ReadSoFar) -> Iterator[Callable[[], tuple[int, EncodedBlock]]]:
+        """Each gives the number of its source beside the block."""
+        first_row = at.num_rows
+        for index, source in enumerate(self.sources[at.source :], at.source):
+            for block in read_blocks(source, self.layout.columns, at.place if index == at.source else None):
+                yield lambda index=index, block=block, row=first_row: (index, self.encoder.encode(block, row))  # type: ignore[misc]
                 first_row += block.num_rows
+
+    def _resume_reading(self) -> ReadSoFar:
+        """Take up what was committed of pass 1."""
+        state = self.staging.state.get("read")
+        if state is None:
+            return ReadSoFar(0, 0, Place(), 0)
+        for name, spool in self.spools.items():
+            spool.set_state(state["spools"][name])
+        for name, counter in self.counters.items():
+            counter.set_state(state["counters"][name])
+        self.rows_of_source.update(zip(self.rows_of_source, state["rows_of_source"], strict=True))
+        return ReadSoFar(state["source"], state["num_rows"], Place(**state["place"]), state["position_bytes"])
+
+    def _commit_reading(self, at: ReadSoFar) -> None:
+        state = {
+            **asdict(at),
+            "spools": {name: spool.get_state() for name, spool in self.spools.items()},
+            "counters": {name: counter.get_state() for name, counter in self.counters.items()},
+            "rows_of_source": list(self.rows_of_source.values()),
+        }
+        self.staging.commit({"read": state})
+        self.committed_s = time.monotonic()
 
     def _write(
         self,
@@ -231,7 +274,9 @@ class _Run:
     ) -> dict[str, Split]:
         """Pass 2: one worker per part file."""
         total_rows = sum(spool.num_rows for spool in self.spools.values())
-        written = 0
+        done = self.staging.state.get("write", {})
+        files = {name: [DataFile(**file) for file in done.get(name, ())] for name in self.spools}
+        written = sum(file.num_rows for parts in files.values() for file in parts)
         lock = threading.Lock()
 
         def on_rows(num_rows: int) -> None:
@@ -240,7 +285,7 @@ class _Run:
                 written += num_rows
                 self.progress("write", written, written / total_rows)
 
-        self.progress("write", 0, 0.0)
+        self.progress("write", written, written / total_rows)
         splits = {}
         for name, spool in self.spools.items():
             splits[name] = SplitWriter(
@@ -253,8 +298,16 @@ class _Run:
                 out=self.folder,
                 name=name,
                 on_rows=on_rows,
-            ).write(pool)
+                files=files[name],
+            ).write(pool, lambda: self._commit_writing(files))
         return splits
+
+    def _commit_writing(self, files: Mapping[str, Sequence[DataFile]]) -> None:
+        """The parts that are written, now and then; what was counted on the way is counted again."""
+        if time.monotonic() - self.committed_s >= COMMIT_S:
+            done = {name: [file.model_dump() for file in parts] for name, parts in files.items()}
+            self.staging.commit({"read": self.staging.state["read"], "write": done})
+            self.committed_s = time.monotonic()
 
     def _describe(
         self,

@@ -56,6 +56,18 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a row of a file begins."""
+
+    row: int = 0
+    """Rows before it."""
+    line: int = 0
+    """Lines before it, in a text file."""
+    offset: int = 0
+    """Bytes of text before it, unzipped."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Block:
     """Consecutive rows of one file."""
 
@@ -69,6 +81,8 @@ class Block:
     """Whole lines (of CSV, whole records), or columns of a Parquet file."""
     header: tuple[str, ...] = ()
     """Names of the columns of a CSV file."""
+    end: Place
+    """Where the next row begins."""
     position_bytes: int
     """How far the stored file has been read, for progress."""
 
@@ -91,13 +105,16 @@ def find_sources(patterns: Sequence[str], test_patterns: Sequence[str], *, by_fr
     return sources
 
 
-def read_blocks(source: Source, columns: Sequence[str]) -> Iterator[Block]:
-    """Blocks of one file in order; `columns` are those wanted of a Parquet file.
+def read_blocks(source: Source, columns: Sequence[str], start: Place | None = None) -> Iterator[Block]:
+    """Blocks of one file in order, from `start` on; `columns` are those wanted of a Parquet file.
 
     Raises MesetaError for a truncated or damaged file.
     """
     with _named_errors(source.path):
-        yield from _parquet_blocks(source, columns) if source.kind == "parquet" else _text_blocks(source)
+        start = start or Place()
+        yield from (
+            _parquet_blocks(source, columns, start.row) if source.kind == "parquet" else _text_blocks(source, start)
+        )
 
 
 def first_line(source: Source) -> bytes:
@@ -185,40 +202,44 @@ def _csv_header(source: Source, header: bytes) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _text_blocks(source: Source) -> Iterator[Block]:
+def _text_blocks(source: Source, start: Place) -> Iterator[Block]:
     """Holds back one block, so that blank lines at the very end of the file can be dropped."""
-    first_row = first_line = 0
     held = rest = b""
     header: tuple[str, ...] = ()
     position_bytes = 0
     is_csv = source.kind == "csv"
 
     def block(raw: bytes) -> Block:
+        num_rows = count_records(raw) if is_csv else raw.count(b"\n")
+        line, offset = start.line + raw.count(b"\n"), start.offset + len(held)
         return Block(
             source=source,
-            first_row=first_row,
-            first_line=first_line,
-            num_rows=count_records(raw) if is_csv else raw.count(b"\n"),
+            first_row=start.row,
+            first_line=start.line,
+            num_rows=num_rows,
             raw=raw,
             header=header,
+            end=Place(row=start.row + num_rows, line=line, offset=offset),
             position_bytes=position_bytes,
         )
 
     with _open(source.path) as (stream, stored):
         if is_csv:
             raw_header = read_header(stream.readline, BLOCK_BYTES)
-            header, first_line = _csv_header(source, raw_header), raw_header.count(b"\n")
+            header = _csv_header(source, raw_header)
+            if not start.offset:
+                start = Place(line=raw_header.count(b"\n"), offset=len(raw_header))
+        stream.seek(start.offset)
         while data := stream.read(BLOCK_BYTES):
             rest += data
             cut = cut_records(rest) if is_csv else rest.rfind(b"\n") + 1
             if not cut:
                 if len(rest) > 4 * BLOCK_BYTES:
-                    raise _endless(source, first_line + held.count(b"\n") + 1, len(rest))
+                    raise _endless(source, start.line + held.count(b"\n") + 1, len(rest))
                 continue
             if held and not held.isspace():
                 yield (ready := block(held))
-                first_row += ready.num_rows
-                first_line += held.count(b"\n")
+                start = ready.end
                 held = b""
             position_bytes = stored.tell()
             held, rest = held + rest[:cut], rest[cut:]
@@ -226,7 +247,7 @@ def _text_blocks(source: Source) -> Iterator[Block]:
         held = (held + rest).rstrip(b"\r\n")
         if held:
             yield block(held + b"\n")
-        elif not first_row:
+        elif not start.row:
             raise MesetaError(f"source {str(source.path)!r} holds no rows; leave it out, or fetch it again")
 
 
@@ -235,21 +256,28 @@ def _endless(source: Source, line: int, num_bytes: int) -> MesetaError:
     return MesetaError(f"source {str(source.path)!r}, line {line}: no row ends within {num_bytes:,} bytes; {cause}")
 
 
-def _parquet_blocks(source: Source, columns: Sequence[str]) -> Iterator[Block]:
-    first_row = 0
+def _parquet_blocks(source: Source, columns: Sequence[str], start: int) -> Iterator[Block]:
     with pq.ParquetFile(source.path) as file:
         num_rows = file.metadata.num_rows
         if not num_rows:
             raise MesetaError(f"source {str(source.path)!r} holds no rows; leave it out, or fetch it again")
-        for batch in file.iter_batches(BLOCK_ROWS, columns=list(columns)):
+        first_row = group = 0
+        while group < file.num_row_groups and first_row + file.metadata.row_group(group).num_rows <= start:
+            first_row += file.metadata.row_group(group).num_rows
+            group += 1
+        groups = list(range(group, file.num_row_groups))
+        for batch in file.iter_batches(BLOCK_ROWS, row_groups=groups, columns=list(columns)):
             done = first_row + batch.num_rows
-            yield Block(
-                source=source,
-                first_row=first_row,
-                num_rows=batch.num_rows,
-                raw=batch,
-                position_bytes=source.size_bytes * done // num_rows,
-            )
+            if done > start:
+                wanted = batch.slice(max(start - first_row, 0))
+                yield Block(
+                    source=source,
+                    first_row=done - wanted.num_rows,
+                    num_rows=wanted.num_rows,
+                    raw=wanted,
+                    end=Place(row=done),
+                    position_bytes=source.size_bytes * done // num_rows,
+                )
             first_row = done
 
 

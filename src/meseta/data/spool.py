@@ -1,9 +1,11 @@
-"""Encoded rows between the two passes: an Arrow file per split, cut into windows of equal size."""
+"""Encoded rows between the two passes: an Arrow stream per split, cut into windows of equal size."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +25,10 @@ class Spool:
         self._pending: list[pa.RecordBatch] = []
         self._num_pending = 0
         self._sink: pa.NativeFile | None = None
-        self._writer: pa.ipc.RecordBatchFileWriter | None = None
+        self._writer: pa.ipc.RecordBatchStreamWriter | None = None
+        self._spans: list[tuple[int, int]] = []
+        """Where each window begins and ends in the file."""
+        self._saved: list[Path] = []
         self.num_rows = 0
         self.num_positives = 0.0
         self.moments = Moments(len(dense))
@@ -49,9 +54,44 @@ class Spool:
     def windows(self, first: int, stop: int) -> Iterator[pa.RecordBatch]:
         """Windows first..stop-1, read into fresh memory one by one: a mapped file would count as ours."""
         with pa.OSFile(str(self._path), "rb") as file:
-            reader = pa.ipc.open_file(file)
-            for index in range(first, stop):
-                yield reader.get_batch(index)
+            schema = pa.ipc.read_schema(file)
+            for start, end in self._spans[first:stop]:
+                file.seek(start)
+                yield pa.ipc.read_record_batch(pa.py_buffer(file.read(end - start)), schema)
+
+    def get_state(self) -> dict[str, Any]:
+        """Plain data with which `set_state` of another one takes up this file; rows short of a window go beside it."""
+        pending = None
+        if self._num_pending:
+            path = self._path.with_name(f"{self._path.stem}-{self.num_rows + self._num_pending}.arrow")
+            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, self._pending[0].schema) as writer:
+                for batch in self._pending:
+                    writer.write_batch(batch)
+            pending = path.name
+            self._saved.append(path)
+        while len(self._saved) > 2:  # the last state but one is no longer spoken of
+            self._saved.pop(0).unlink(missing_ok=True)
+        return {
+            "spans": self._spans,
+            "pending": pending,
+            "num_rows": self.num_rows,
+            "num_positives": self.num_positives,
+            "moments": self.moments.get_state(),
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `get_state` gave; what was written to the file since is dropped."""
+        self._spans = [(start, end) for start, end in state["spans"]]
+        self.num_rows, self.num_positives = state["num_rows"], state["num_positives"]
+        self.moments.set_state(state["moments"])
+        if self._path.exists():
+            os.truncate(self._path, self._spans[-1][1] if self._spans else 0)
+        if state["pending"]:
+            path = self._path.with_name(state["pending"])
+            with pa.OSFile(str(path), "rb") as file:
+                self._pending = pa.ipc.open_stream(file).read_all().to_batches()
+            self._num_pending = sum(batch.num_rows for batch in self._pending)
+            self._saved = [path]
 
     def _write(self, num_rows: int) -> None:
         table = pa.Table.from_batches(self._pending)
@@ -59,9 +99,14 @@ class Spool:
         self._pending = table.slice(num_rows).to_batches()
         self._num_pending -= num_rows
         if self._writer is None:
-            self._sink = pa.OSFile(str(self._path), "wb")
-            self._writer = pa.ipc.new_file(self._sink, window.schema)
+            self._sink = pa.OSFile(str(self._path), "ab" if self._spans else "wb")
+            self._writer = pa.ipc.new_stream(self._sink, window.schema)
+            # The schema is written with the first batch; an empty one keeps it out of the windows.
+            self._writer.write_batch(window.slice(0, 0))
+        assert self._sink is not None
+        start = self._sink.tell()
         self._writer.write_batch(window)
+        self._spans.append((start, self._sink.tell()))
         self.num_rows += num_rows
         self.num_positives += float(window.column("label").to_numpy().sum(dtype=np.float64))
         self.moments.add([window.column(name).to_numpy() for name in self._dense])

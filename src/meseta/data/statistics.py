@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,6 +90,15 @@ class Moments:
         self._mean += shift * (count / total)
         self._squares += squares + shift**2 * (self._count * count / total)
         self._count = total
+
+    def get_state(self) -> dict[str, Any]:
+        """Plain data that JSON keeps to the last bit; `set_state` of another one takes it up."""
+        return {"count": self._count, "mean": self._mean.tolist(), "squares": self._squares.tolist()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `get_state` gave."""
+        self._count = state["count"]
+        self._mean, self._squares = np.array(state["mean"], np.float64), np.array(state["squares"], np.float64)
 
     @property
     def mean(self) -> NDArray[np.float64]:

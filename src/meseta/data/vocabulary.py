@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -62,7 +63,8 @@ class VocabularyCounter:
         self._pending: list[pa.Table] = []
         self._pending_bytes = 0
         self._merged_bytes = 0
-        self._spills: list[list[Path]] = [[] for _ in range(_PARTITIONS)]
+        self._spills: list[str] = []
+        """Files in `spill_dir`, each with one batch per partition."""
 
     def add(self, counted: pa.Table) -> None:
         """Add one table of `count_values`."""
@@ -80,14 +82,9 @@ class VocabularyCounter:
         Row 0 stands in the file with a null value and the number of training lookups that fell to it.
         Raises MesetaError where two kept values share their 64-bit hash.
         """
-        if any(self._spills):
-            self._spill(_merge(self._pending))
-            partitions = [[_read(path) for path in paths] for paths in self._spills if paths]
-        else:
-            partitions = [self._pending] if self._pending else []
         num_lookups = 0
         kept = [_COUNTED.empty_table()]
-        for tables in partitions:
+        for tables in self._partitions():
             merged = _merge(tables)
             num_lookups += pc.sum(merged["count"]).as_py() or 0
             kept.append(merged.filter(pc.greater_equal(merged["count"], min_count)))
@@ -100,15 +97,35 @@ class VocabularyCounter:
             raise MesetaError(f"vocabulary of {self._feature!r}: two values share their hash; choose another --seed")
         return Vocabulary(table.num_rows + 1, path, hashes[order], order + 1)
 
+    def get_state(self) -> list[str]:
+        """Put all that was counted on disk, and name the files; `set_state` of another counter takes them up."""
+        if self._pending:
+            self._spill(_merge(self._pending))
+        return list(self._spills)
+
+    def set_state(self, state: Sequence[str]) -> None:
+        """Go on from what `get_state` gave."""
+        self._spills = list(state)
+
+    def _partitions(self) -> Iterator[list[pa.Table]]:
+        """All counted tables, those with equal values together."""
+        if not self._spills:
+            yield self._pending
+            return
+        self.get_state()
+        for index in range(_PARTITIONS):
+            yield [_read(self._spill_dir / name, index) for name in self._spills]
+
     def _spill(self, merged: pa.Table) -> None:
         partition = hash_categories(_one_chunk(merged["value"])) % np.uint64(_PARTITIONS)
-        for index, paths in enumerate(self._spills):
-            part = merged.filter(pa.array(partition == index))
-            if part.num_rows:
-                path = self._spill_dir / f"{quote(self._feature, safe='')}-{index}-{len(paths)}.arrow"
-                with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, _COUNTED) as writer:
-                    writer.write_table(part)
-                paths.append(path)
+        name = f"{quote(self._feature, safe='')}-{len(self._spills)}.arrow"
+        with pa.OSFile(str(self._spill_dir / name), "wb") as sink, pa.ipc.new_file(sink, _COUNTED) as writer:
+            for index in range(_PARTITIONS):
+                part = merged.filter(pa.array(partition == index))
+                writer.write_batch(
+                    pa.record_batch([_one_chunk(part[column]) for column in part.column_names], _COUNTED)
+                )
+        self._spills.append(name)
         self._pending, self._pending_bytes, self._merged_bytes = [], 0, 0
 
 
@@ -120,9 +137,9 @@ def _merge(tables: list[pa.Table]) -> pa.Table:
     return summed.select(["value", "count_sum"]).rename_columns(["value", "count"]).cast(_COUNTED)
 
 
-def _read(path: Path) -> pa.Table:
+def _read(path: Path, partition: int) -> pa.Table:
     with pa.OSFile(str(path), "rb") as file:
-        return pa.ipc.open_file(file).read_all()
+        return pa.Table.from_batches([pa.ipc.open_file(file).get_batch(partition)])
 
 
 def _one_chunk(column: pa.ChunkedArray) -> pa.Array:

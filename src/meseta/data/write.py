@@ -45,11 +45,29 @@ class SplitWriter:
     """Name of the split, and of its folder."""
     on_rows: Callable[[int], None]
     """Called with the rows of each window written."""
+    files: list[DataFile]
+    """The parts that are written; grows."""
 
-    def write(self, pool: ThreadPoolExecutor) -> Split:
-        (self.out / self.name).mkdir()
-        parts = pool.map(self._write_part, range(0, self.spool.num_windows, PART_WINDOWS))
-        return Split(num_rows=self.spool.num_rows, num_positives=self.spool.num_positives, files=tuple(parts))
+    def write(self, pool: ThreadPoolExecutor, on_part: Callable[[], None]) -> Split:
+        """Write the parts that are left, and call `on_part` after each, in their order."""
+        (self.out / self.name).mkdir(exist_ok=True)
+        if self.statistics:
+            list(pool.map(self._count_part, self.files))
+        starts = range(0, self.spool.num_windows, PART_WINDOWS)
+        for file in pool.map(self._write_part, starts[len(self.files) :]):
+            self.files.append(file)
+            on_part()
+        return Split(num_rows=self.spool.num_rows, num_positives=self.spool.num_positives, files=tuple(self.files))
+
+    def _count_part(self, file: DataFile) -> None:
+        """The statistics of a part that an earlier process has written."""
+        table = pq.read_table(self.out / file.path, columns=[column.name for column in self.layout.sparse])
+        for first in range(0, table.num_rows, WINDOW_SAMPLES):
+            window = table.slice(first, WINDOW_SAMPLES)
+            for column in self.layout.sparse:
+                chunks = window[column.name].chunks
+                ids = [_split_lists(chunk)[0] if column.multi_valued else chunk.to_numpy() for chunk in chunks]
+                self.statistics[column.name].add_window(np.concatenate(ids), window.num_rows)
 
     def _write_part(self, first: int) -> DataFile:
         path = f"{self.name}/part-{first // PART_WINDOWS:05d}.parquet"

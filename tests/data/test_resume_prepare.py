@@ -1,0 +1,208 @@
+"""A preparation that was killed, interrupted or ran out of disk goes on, and ends with the same bytes."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data import prepare_and_die
+from data.click_log import make_lines, write_tsv
+from meseta.data import PrepareOptions, prepare, sources, spool, write
+from meseta.data.spool import Spool
+from meseta.data.staging import staged_folder
+from meseta.spec import MesetaError
+from small_run import environment
+
+Progress = Callable[[str, int, float], None]
+
+
+def write_sources(folder: Path, kind: str) -> list[str]:
+    """Three files of one kind, 450 rows in all."""
+    lines = make_lines(450)
+    for number in range(3):
+        part = lines[number * 150 : (number + 1) * 150]
+        if kind == "tsv.gz":
+            (folder / f"{number}.tsv.gz").write_bytes(gzip.compress("\n".join(part).encode()))
+        elif kind == "tsv":
+            write_tsv(folder / f"{number}.tsv", part)
+        elif kind == "csv":
+            rows = [line.split("\t") for line in part]
+            text = "".join(f'{r[0]},{r[2]},"{r[20]},\n""{r[21]}"""\n' for r in rows)
+            (folder / f"{number}.csv").write_text(f'label,"price",city\n{text}')
+        elif kind == "ffm":
+            text = "".join(f"{row % 2} 0:{row % 30}:1 1:{row % 7}:0.5 1:{row % 11}:2\n" for row in range(150))
+            (folder / f"{number}.ffm").write_text(text)
+        else:
+            bags = pa.array([[f"{word}" for word in line.split("\t")[14:19] if word] for line in part])
+            table = pa.table({"label": [row % 2 for row in range(150)], "bag": bags})
+            pq.write_table(table, folder / f"{number}.parquet", row_group_size=70)
+    return [f"{folder}/[0-9].{kind}"]
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def kill(folder: Path, kind: str, num_kills: int, seed: int, **options: Any) -> int:
+    """Kill and go on, check the result, and return how often it was killed."""
+    raw = folder / "raw"
+    raw.mkdir()
+    document = {"sources": write_sources(raw, kind), "num_threads": 2, "hash_rows": 1000, "test_fraction": 0.3}
+    (folder / "options.json").write_text(json.dumps(document | options))
+    script = str(Path(prepare_and_die.__file__))
+    command = [sys.executable, script, str(folder), str(folder / "options.json"), str(num_kills), str(seed)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment(), timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert tree(folder / "out") == tree(folder / "whole")
+    assert sorted(p.name for p in folder.iterdir()) == ["options.json", "out", "raw", "whole"]
+    return int(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("tsv", {}),
+        ("tsv.gz", {}),
+        ("csv", {"vocabulary": True, "min_count": 1}),
+        ("ffm", {}),
+        ("parquet", {}),
+    ],
+)
+def test_killed_at_random_moments(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    assert kill(tmp_path, kind, num_kills=6, seed=1, **options) > 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("kind", ["tsv", "tsv.gz", "csv", "ffm", "parquet"])
+def test_killed_often(tmp_path: Path, kind: str, seed: int) -> None:
+    kill(tmp_path, kind, num_kills=8, seed=seed, vocabulary=bool(seed % 2) and "tsv" not in kind)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks, windows and parts of few rows, and a commit after each."""
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr(spool, "WINDOW_SAMPLES", 64)
+    monkeypatch.setattr(write, "PART_WINDOWS", 1)
+    monkeypatch.setattr(prepare, "COMMIT_S", 0.0)
+
+
+def options_of(folder: Path, out: str = "out", **options: Any) -> PrepareOptions:
+    folder.mkdir(exist_ok=True)
+    if not (folder / "log.tsv").exists():
+        write_tsv(folder / "log.tsv", make_lines(400))
+    return PrepareOptions(sources=[f"{folder}/log.tsv"], out=folder / out, num_threads=1, **options)
+
+
+def interrupted(options: PrepareOptions, stage: str, after_rows: int = 200) -> None:
+    def interrupt(at: str, rows: int, share: float) -> None:
+        if at == stage and rows >= after_rows:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare.prepare(options, interrupt)
+    assert options.out.with_name(f"{options.out.name}.tmp").exists() and not options.out.exists()
+
+
+def first_rows(options: PrepareOptions) -> dict[str, int]:
+    """Prepare, and return with how many rows each stage began."""
+    calls: dict[str, int] = {}
+    prepare.prepare(options, lambda stage, rows, share: calls.setdefault(stage, rows) and None)
+    return calls
+
+
+@pytest.mark.parametrize("stage", ["read", "write"])
+def test_what_was_done_is_not_done_again(tmp_path: Path, small: None, stage: str) -> None:
+    options = options_of(tmp_path)
+    interrupted(options, stage)
+    begun = first_rows(options)
+    assert begun["read"] == 400 if stage == "write" else 0 < begun["read"] < 400
+    assert (begun["write"] > 0) == (stage == "write")
+    prepare.prepare(options_of(tmp_path / "other"))
+    found, expected = tree(tmp_path / "out"), tree(tmp_path / "other/out")
+    assert found.keys() == expected.keys()
+    # Two files name the sources.
+    assert {name for name in found if found[name] != expected[name]} == {"dataset.json", "prepare.json"}
+
+
+def test_other_work_is_begun_anew(tmp_path: Path, small: None) -> None:
+    interrupted(options_of(tmp_path), "read")
+    assert first_rows(options_of(tmp_path, seed=3))["read"] == 0
+    shutil.rmtree(tmp_path / "out")
+    interrupted(options_of(tmp_path), "read")
+    write_tsv(tmp_path / "log.tsv", make_lines(401))
+    assert first_rows(PrepareOptions(sources=[f"{tmp_path}/log.tsv"], out=tmp_path / "out"))["read"] == 0
+    shutil.rmtree(tmp_path / "out")
+    interrupted(options_of(tmp_path), "read")
+    assert first_rows(options_of(tmp_path, force=True))["read"] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.tsv", "out"]
+
+
+def test_a_replacement_goes_on_too(tmp_path: Path, small: None) -> None:
+    options = options_of(tmp_path)
+    prepare.prepare(options)
+    before = tree(tmp_path / "out")
+    again = options_of(tmp_path, force=True, seed=5)
+
+    def interrupt(at: str, rows: int, share: float) -> None:
+        if rows >= 200:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare.prepare(again, interrupt)
+    assert tree(tmp_path / "out") == before
+    # As a kill between the two renames leaves it.
+    (tmp_path / "out").rename(tmp_path / "out.old.tmp")
+    assert first_rows(again)["read"] > 0
+    assert tree(tmp_path / "out") != before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.tsv", "out"]
+
+
+def test_a_full_disk_says_how_to_go_on(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = options_of(tmp_path)
+    whole = Spool._write
+
+    def fail(self: Spool, num_rows: int) -> None:
+        if self.num_rows > 100:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        whole(self, num_rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Spool, "_write", fail)
+        with pytest.raises(MesetaError, match="No space left on device; once that is mended, the same command goes on"):
+            prepare.prepare(options)
+    assert not options.out.exists()
+    assert first_rows(options)["read"] > 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.tsv", "out"]
+
+
+def test_two_at_work_on_one_folder(tmp_path: Path) -> None:
+    options = options_of(tmp_path)
+    with staged_folder(options.out, {}, force=False) as staging:
+        with pytest.raises(MesetaError, match=r"another process is at work on .*out\.tmp'; wait for it, or choose"):
+            prepare.prepare(options)
+        assert staging.folder.exists()
+
+
+def test_a_leftover_from_before_a_restart_of_the_machine_is_not_used(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from meseta.data import staging
+
+    options = options_of(tmp_path)
+    interrupted(options, "read")
+    (tmp_path / "boot").write_text("another")
+    monkeypatch.setattr(staging, "_BOOT_ID", tmp_path / "boot")
+    assert first_rows(options)["read"] == 0
