@@ -141,3 +141,20 @@ def environment() -> dict[str, str]:
     """For commands started by tests: this source tree, one thread."""
     source = Path(__file__).parents[1] / "src"
     return {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+
+
+def need_and_held(document: dict[str, Any]) -> tuple[int, int, int, int]:
+    """Bytes of (tables, states) as predicted on this rank, then as held; importable by every rank of a pool."""
+    from meseta.data import Dataset
+    from meseta.train.build import make_sharded_model, make_specs
+    from meseta.train.memory import predict_memory
+
+    config, world = RunConfig.model_validate(document), World.current()
+    dataset = Dataset.load(config.data.dir)
+    model = make_sharded_model(config, dataset, world)
+    tables = {table.name: table for table in make_specs(config, dataset)[0]}
+    need = predict_memory(config, dataset, model, model.embeddings.plan, tables, world.rank)
+    shards = model.embeddings.shards
+    rows = sum(shard.weight.nbytes for shard in shards)
+    states = sum(state.nbytes for shard in shards for state in shard.state.values())
+    return need.tables, need.optimizer_state, rows, states

@@ -27,6 +27,7 @@ from small_run import (
     REAL_ROWS,
     final_checksum,
     metrics,
+    need_and_held,
     settings,
     table_checksums,
     train,
@@ -317,3 +318,12 @@ def test_a_plan_that_does_not_fit(ranks: Ranks, tiny: Path, tmp_path: Path, plan
     texts = ranks(2).run(message_of, train, settings(tiny, tmp_path / "run", plan=plan))
     assert texts[0] == texts[1] and message in texts[0]
     assert not (tmp_path / "run").exists()
+
+
+def test_two_ranks_hold_what_is_predicted_of_their_shards(tmp_path: Path, tiny: Path, ranks: Ranks) -> None:
+    adagrad = {"embedding__optimizer": {"name": "adagrad"}}
+    whole = need_and_held(settings(tiny, tmp_path / "one", **adagrad))
+    plan = {"tables": {"user": {"sharding": "row_wise"}, "*": {"sharding": "table_wise"}}}
+    found = ranks(2).run(need_and_held, settings(tiny, tmp_path / "two", plan=plan, **adagrad))
+    assert all((tables, states) == (rows, held) for tables, states, rows, held in found)
+    assert sum(tables for tables, *_ in found) == whole[0]

@@ -306,6 +306,8 @@ class RunConfig(Section):
     """'auto' takes a GPU where torch has one."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of each rank; None: cores divided by ranks on this host."""
+    check_memory: bool = True
+    """Refuse to start a run that is predicted to need more memory than is free."""
     data: DataConfig
     """What is read."""
     model: ModelConfig = ModelConfig()

@@ -15,6 +15,7 @@ from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.models import make_model, wanted_embedding_dim
 from meseta.planner import balanced_plan
 from meseta.spec import FeatureSpec, InitSpec, MesetaError, OptimizerSpec, Plan, TableSpec, Topology, nearest
+from meseta.train.memory import check_memory
 
 
 def choose_device(config: RunConfig) -> torch.device:
@@ -82,6 +83,8 @@ def make_sharded_model(config: RunConfig, dataset: Dataset, world: World) -> Any
     plan = make_plan(config, dataset, collection, world.size)
     model = make_model(config.model, collection, len(dataset.dense), config.seed, config.dense.dtype, dataset.labels)
     model.to(device=world.device, dtype=collection.dtype)
+    if config.check_memory:
+        check_memory(config, dataset, model, plan, {table.name: table for table in tables}, world)
     return shard(model, plan, world=world)
 
 

@@ -1,0 +1,145 @@
+"""Whether a run fits into memory: bytes that it will hold, predicted before any table is made."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from torch import nn
+
+from meseta.comm import World
+from meseta.config import RunConfig
+from meseta.data.dataset import Dataset
+from meseta.measure.doctor.system import System, read_limits
+from meseta.planner.cost import compute_bytes, value_bytes
+from meseta.spec import MesetaError, OptimizerSpec, Plan, ShardingType, TableSpec
+from meseta.train.report.figures import num_bytes
+
+_DENSE_COPIES = 4
+"""A parameter, its gradient, and the two moments of Adam; other optimizers keep fewer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryNeed:
+    """Bytes that one rank will hold."""
+
+    tables: int
+    """Rows of its shards, and for replicas their gradient: exact."""
+    optimizer_state: int
+    """State of its rows: exact."""
+    dense_part: int
+    """Parameters, gradients and moments, at most."""
+    activations: int
+    """Of one batch, forwards and backwards."""
+    reading: int
+    """Decoded windows and batches made ahead, in the host's memory."""
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    def __str__(self) -> str:
+        parts = [f"{name.replace('_', ' ')} {num_bytes(value)}" for name, value in asdict(self).items()]
+        return ", ".join(parts)
+
+
+def predict_memory(
+    config: RunConfig, dataset: Dataset, model: nn.Module, plan: Plan, tables: Mapping[str, TableSpec], rank: int
+) -> MemoryNeed:
+    """What `rank` will hold under `plan`, of `tables` by name; `model` is built, its tables are not."""
+    rows_bytes, state_bytes = 0, 0
+    for placed in plan.tables:
+        table = tables[placed.table]
+        for shard in (shard for shard in placed.shards if rank in shard.ranks):
+            cells = shard.num_rows * shard.num_columns
+            rows_bytes += cells * value_bytes(table)
+            if placed.sharding is ShardingType.DATA_PARALLEL and plan.num_ranks > 1:
+                rows_bytes += shard.num_rows * (shard.num_columns + 1) * compute_bytes(table)
+            per_element, per_row = table.optimizer.num_states
+            state_bytes += (per_element * cells + per_row * shard.num_rows) * compute_bytes(table)
+    batch_size = -(-config.train.batch_size // plan.num_ranks)
+    lookups = sum(column.statistics.mean_pooling_factor for column in dataset.sparse)
+    widths = sum(table.embedding_dim for table in tables.values())
+    layers = sum(layer.out_features for layer in model.modules() if isinstance(layer, nn.Linear))
+    sample_bytes = 4 * (1 + len(dataset.dense)) + 8 * lookups
+    # A window as decoded and as Arrow has it, while the next one is read.
+    window_rows = min(config.data.shuffle_window_rows, dataset.split("train").num_rows)
+    ahead = window_rows * 3 + config.train.batch_size * (1 + config.data.prefetch_batches)
+    return MemoryNeed(
+        tables=rows_bytes,
+        optimizer_state=state_bytes,
+        dense_part=sum(p.numel() * p.element_size() for p in model.parameters()) * _DENSE_COPIES,
+        activations=8 * batch_size * (widths + layers),
+        reading=int(ahead * sample_bytes),
+    )
+
+
+def free_bytes(device: torch.device, system: System | None = None) -> int | None:
+    """Memory that this process may still take of its device; of the host, what no control group forbids. None where
+    the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    system = system or System()
+    found = [system.bytes_of("proc/meminfo", "MemAvailable"), read_limits(system).memory_free_bytes]
+    return min((value for value in found if value is not None), default=None)
+
+
+def check_memory(
+    config: RunConfig, dataset: Dataset, model: nn.Module, plan: Plan, tables: Mapping[str, TableSpec], world: World
+) -> None:
+    """Raise MesetaError, on all ranks and with the numbers, where the ranks of a host need more than it has left.
+
+    Collective. On GPUs each rank is held against its own device, without what reading takes of the host.
+    """
+    need = predict_memory(config, dataset, model, plan, tables, world.rank)
+    free, host = free_bytes(world.device), socket.gethostname()
+    found = world.gather_objects((host, need, free))
+    if world.device.type == "cuda":
+        together, known = [replace(need, reading=0)], free
+    else:
+        together = [other for name, other, _ in found if name == host]
+        known = min((left for name, _, left in found if name == host and left is not None), default=None)
+    total = sum(other.total for other in together)
+    problem = None
+    if known is not None and total > known:
+        largest = max(tables.values(), key=lambda table: table.num_embeddings * table.embedding_dim)
+        ways = [
+            f"{change} needs {num_bytes(total - saved * len(together))}"
+            for change, saved in _savings(config, dataset, model, plan, tables, need, world.rank)
+            if saved > 0
+        ]
+        problem = MesetaError(
+            f"this run needs {num_bytes(total)} of memory on {host!r}, and {num_bytes(known)} are free "
+            f"({len(together)} ranks there; rank {world.rank} holds: {need}; the largest table is {largest.name!r}, "
+            f"{largest.num_embeddings:,} x {largest.embedding_dim}). {'; '.join([*ways, _OTHER_WAYS])}"
+        )
+    world.raise_together(problem)
+
+
+_OTHER_WAYS = (
+    "or prepare the data with fewer --hash-rows, lower model.embedding_dim, take more hosts, or set check_memory=false "
+    "to start all the same"
+)
+
+
+def _savings(
+    config: RunConfig,
+    dataset: Dataset,
+    model: nn.Module,
+    plan: Plan,
+    tables: Mapping[str, TableSpec],
+    need: MemoryNeed,
+    rank: int,
+) -> list[tuple[str, int]]:
+    """Changes of the config, and the bytes that each saves on this rank."""
+    halved = {name: replace(t, dtype="bfloat16") if t.dtype == "float32" else t for name, t in tables.items()}
+    lighter = {name: replace(t, optimizer=OptimizerSpec(name="rowwise_adagrad")) for name, t in tables.items()}
+    return [
+        (change, need.total - predict_memory(config, dataset, model, plan, changed, rank).total)
+        for change, changed in (
+            ("embedding.dtype=bfloat16", halved),
+            ("embedding.optimizer.name=rowwise_adagrad", lighter),
+        )
+    ]
