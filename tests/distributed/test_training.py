@@ -244,7 +244,7 @@ def test_saved_on_four_ranks_and_taken_up_elsewhere(ranks: Ranks, tiny: Path, tm
 def predict_here(run_dir: Path, out: Path) -> int:
     """Run on every rank."""
     trained = load_trained(run_dir, "test", World.current())
-    return write_predictions(trained.model, trained.reader, trained.world, out)
+    return write_predictions(trained.model, trained.reader, trained.world, out, ["user", "tags"])
 
 
 def message_of(function: Callable[..., Any], *args: Any) -> str:
@@ -259,7 +259,9 @@ def test_predictions_on_two_ranks_are_those_of_one(ranks: Ranks, tiny: Path, tmp
     num_rows = predict_here(tmp_path / "run", tmp_path / "one.parquet")
     assert ranks(2).run(predict_here, tmp_path / "run", tmp_path / "two.parquet") == [num_rows] * 2
     one, two = (pq.read_table(tmp_path / name) for name in ("one.parquet", "two.parquet"))
-    assert one["row"] == two["row"] and one["label"] == two["label"]
+    assert one.column_names == two.column_names == ["row", "user", "tags", "prediction", "label"]
+    for name in ("row", "user", "tags", "label"):
+        assert one[name] == two[name]
     np.testing.assert_allclose(one["prediction"].to_numpy(), two["prediction"].to_numpy(), rtol=1e-5)
     nowhere = tmp_path / "nowhere" / "p.parquet"
     texts = ranks(2).run(message_of, predict_here, tmp_path / "run", nowhere)

@@ -80,7 +80,8 @@ class Reader:
         self.dataset = dataset if isinstance(dataset, Dataset) else Dataset.load(dataset)
         self.options = options
         self.num_rows = self.dataset.split(split).num_rows
-        self._split = split
+        self.split = split
+        """Name of the split."""
         self._rank = rank
         self._num_ranks = num_ranks
         self._paths = [self.dataset.dir / file.path for file in self.dataset.split(split).files]
@@ -127,7 +128,7 @@ class Reader:
         """The position after the last batch handed over, as plain data for JSON; the same on every rank."""
         return {
             "format": FORMAT,
-            "split": self._split,
+            "split": self.split,
             "epoch": self._epoch,
             "row": self._row,
             "num_rows": self.num_rows,
@@ -187,7 +188,7 @@ class Reader:
                 with pq.ParquetFile(path, metadata=self._metadata[place.file]) as file:
                     table = file.read_row_group(place.index, columns=self.dataset.columns)
             except (pa.ArrowException, OSError) as error:
-                raise _damaged(path, error) from None
+                raise damaged(path, error) from None
             check_values(path, place.first_row, table, self.dataset)
             tables.append(table)
         return decode(self.dataset, tables)
@@ -198,7 +199,7 @@ class Reader:
             with pq.ParquetFile(path) as file:
                 metadata, schema = file.metadata, file.schema_arrow
         except (pa.ArrowException, OSError) as error:
-            raise _damaged(path, error) from None
+            raise damaged(path, error) from None
         if metadata.num_rows != num_rows:
             raise MesetaError(
                 f"dataset file {str(path)!r} holds {metadata.num_rows} rows, but dataset.json says {num_rows}; "
@@ -251,7 +252,8 @@ def _slice_of(rank: int, num_ranks: int, start: int, stop: int) -> tuple[int, in
     return first, first + share + (rank < more)
 
 
-def _damaged(path: Path, error: Exception) -> MesetaError:
+def damaged(path: Path, error: Exception) -> MesetaError:
+    """What is said of a file that pyarrow cannot read."""
     return MesetaError(
         f"dataset file {str(path)!r} cannot be read ({str(error).splitlines()[0]}); prepare the dataset again"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +14,34 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from meseta.comm import World
+from meseta.data.dataset import Dataset
+from meseta.data.key_columns import KeyColumns
 from meseta.data.reader import Reader
 from meseta.pipeline.step import Model
 from meseta.spec import MesetaError
-from meseta.train.evaluate import gather_rows, predict
+from meseta.train.evaluate import predict
 
-SCHEMA = pa.schema([("row", pa.int64()), ("prediction", pa.float32()), ("label", pa.float32())])
+ROW = "row"
 
 
-def write_predictions(model: Model, reader: Reader, world: World, out: Path) -> int:
-    """Write (row, prediction, label) for every row of the reader's split, in order; returns the number of rows.
+def write_predictions(model: Model, reader: Reader, world: World, out: Path, keys: Sequence[str] = ()) -> int:
+    """Write a line for every row of the reader's split, in order; returns the number of rows.
 
-    The file appears whole or not at all. Raises MesetaError, on all ranks, where it cannot be written, and for a
-    prediction that is not finite.
+    Its columns are "row" (int64), then the columns of the dataset named by `keys`, then its group and time where it has
+    them, then "prediction" and "label" (float32), or "prediction.NAME" and "label.NAME" for each of several labels.
+    Rank 0 writes while all ranks predict, and holds a global batch at a time.
+    The file appears whole or not at all. Raises MesetaError, on all ranks, for keys that the data do not have, a file
+    that cannot be written, and a prediction that is not finite.
     """
-    file = _File(out) if world.rank == 0 else None
+    file = _File(out, reader, keys) if world.rank == 0 else None
+    world.raise_together(file.problem if file is not None else None)
     num_rows = 0
     for own_logits, batch in predict(model, reader, world):
-        scores = gather_rows(own_logits.astype(np.float64), world)
-        labels = gather_rows(batch.label.numpy(), world)
+        own = own_logits.astype(np.float64), batch.label.numpy(), file is not None and file.problem is not None
+        parts = world.gather_objects(own)
+        if parts[0][2]:  # nothing more can be written, so nothing more is computed
+            break
+        scores, labels = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
         if file is not None:
             file.add(num_rows, scores, labels)
         num_rows += len(scores)
@@ -40,49 +50,75 @@ def write_predictions(model: Model, reader: Reader, world: World, out: Path) -> 
 
 
 class _File:
-    """A growing Parquet file under a temporary name; keeps the first problem for the end, where all ranks meet."""
+    """A growing Parquet file under a temporary name; keeps the first problem until all ranks meet."""
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, reader: Reader, keys: Sequence[str]) -> None:
+        self.problem: MesetaError | None = None
         self._out = out
         self._temporary = out.with_name(f".{out.name}.tmp")
-        self._problem: MesetaError | None = None
         self._writer: pq.ParquetWriter | None = None
+        labels = reader.dataset.labels
+        self._figures = [
+            (f"{kind}.{name}" if len(labels) > 1 else kind) for kind in ("prediction", "label") for name in labels
+        ]
         with self._noting_problems():
-            self._writer = pq.ParquetWriter(self._temporary, SCHEMA)
+            names = _key_names(reader.dataset, keys, (ROW, *self._figures))
+            self._keys = KeyColumns(reader.dataset, reader.split, names)
+            figures = [pa.field(name, pa.float32()) for name in self._figures]
+            self._schema = pa.schema([pa.field(ROW, pa.int64()), *self._keys.schema, *figures])
+            self._writer = pq.ParquetWriter(self._temporary, self._schema)
 
     def add(self, first_row: int, scores: NDArray[np.float64], labels: NDArray[Any]) -> None:
-        """Write the rows of one global batch, whose logits are `scores` [B]."""
-        if self._problem is not None or self._writer is None:
+        """Write the rows of one global batch, whose logits are `scores` [B] or [B, T]."""
+        if self.problem is not None or self._writer is None:
             return
-        if not np.isfinite(scores).all():
-            bad = first_row + int(np.flatnonzero(~np.isfinite(scores))[0])
-            self._problem = MesetaError(
-                f"predictions: that of row {bad} is not finite; look for broken values in its dense features"
+        num_rows = len(scores)
+        scores, labels = scores.reshape(num_rows, -1), labels.reshape(num_rows, -1)
+        bad = ~np.isfinite(scores).all(axis=1)
+        if bad.any():
+            self.problem = MesetaError(
+                f"predictions: that of row {first_row + int(np.flatnonzero(bad)[0])} is not finite; look for broken "
+                "values in its dense features"
             )
             return
-        rows = np.arange(first_row, first_row + len(scores))
         with self._noting_problems():
-            self._writer.write_table(pa.table([rows, _sigmoid(scores).astype(np.float32), labels], schema=SCHEMA))
+            keys = self._keys.take(num_rows)
+            figures = [*_sigmoid(scores).astype(np.float32).T, *labels.T]
+            rows = np.arange(first_row, first_row + num_rows)
+            columns = [pa.array(rows), *keys.columns, *(pa.array(np.ascontiguousarray(one)) for one in figures)]
+            self._writer.write_table(pa.table(columns, schema=self._schema))
 
     def finish(self) -> MesetaError | None:
         """Give the file its name, or delete it where something went wrong; returns what that was."""
         with self._noting_problems():
             if self._writer is not None:
                 self._writer.close()
-            if self._problem is None:
+            if self.problem is None:
                 os.replace(self._temporary, self._out)
-        if self._problem is not None:
+        if self.problem is not None:
             with contextlib.suppress(OSError):
                 self._temporary.unlink(missing_ok=True)
-        return self._problem
+        return self.problem
 
     @contextlib.contextmanager
-    def _noting_problems(self) -> Any:
+    def _noting_problems(self) -> Iterator[None]:
         try:
             yield
+        except MesetaError as error:
+            self.problem = error
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else str(error)
-            self._problem = MesetaError(f"predictions {str(self._out)!r} cannot be written: {reason}; choose another")
+            self.problem = MesetaError(f"predictions {str(self._out)!r} cannot be written: {reason}; choose another")
+
+
+def _key_names(dataset: Dataset, keys: Sequence[str], taken: Sequence[str]) -> list[str]:
+    """The columns to hand through: those asked for, then the group and the time, none twice."""
+    roles = [name for name in (dataset.group, dataset.time) if name is not None]
+    names = [name for name in dict.fromkeys([*keys, *roles]) if name != "label" or name not in taken]
+    for name in names:
+        if name in taken:
+            raise MesetaError(f"keys: {name!r} is a column of the predictions themselves; rename it in the data")
+    return names
 
 
 def _sigmoid(scores: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -1,0 +1,130 @@
+"""Predictions with the keys of their rows: order, columns, several labels, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from meseta.comm import World
+from meseta.data.dataset import Dataset
+from meseta.data.key_columns import KeyColumns
+from meseta.spec import MesetaError
+from meseta.train.predictions import write_predictions
+from meseta.train.trained import load_trained
+from small_run import settings, train
+
+FILE_ROWS = (100, 1, 178)
+"""Rows of the files that the test split is cut into; it has 279."""
+
+
+def with_keys(tiny: Path, target: Path, **roles: Any) -> Path:
+    """A copy of the tiny dataset whose files have a name, a group and a time for every row, and a second label."""
+    shutil.copytree(tiny, target)
+    document = json.loads((target / "dataset.json").read_text())
+    for split, sizes in (("train", [1221]), ("test", FILE_ROWS)):
+        table = pq.read_table(target / split)
+        rows = np.arange(table.num_rows)
+        table = table.append_column("name", pa.array([f"row {i}" for i in rows]))
+        table = table.append_column("session", pa.array(rows // 7 * 2**40 - 5))
+        table = table.append_column("when", pa.array(1.7e9 + rows))
+        table = table.append_column("buy", pa.array((rows % 5 == 0).astype(np.float32)))
+        shutil.rmtree(target / split)
+        (target / split).mkdir()
+        files = []
+        for number, size in enumerate(sizes):
+            part, table = table.slice(0, size), table.slice(size)
+            path = f"{split}/{number}.parquet"
+            pq.write_table(part, target / path, row_group_size=37)
+            files.append({"path": path, "num_rows": size})
+        document["splits"][split]["files"] = files
+    (target / "dataset.json").write_text(json.dumps(document | roles))
+    return target
+
+
+def predict(run_dir: Path, data: Path, out: Path, *keys: str) -> pa.Table:
+    trained = load_trained(run_dir, "test", World.single(), data)
+    assert write_predictions(trained.model, trained.reader, trained.world, out, keys) == 279
+    return pq.read_table(out)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
+    out = tmp_path_factory.mktemp("predictions") / "run"
+    train(settings(tiny, out, train__max_steps=4))
+    return out
+
+
+def test_keys_stay_with_their_rows(tiny: Path, run_dir: Path, tmp_path: Path) -> None:
+    plain = predict(run_dir, tiny, tmp_path / "plain.parquet")
+    assert plain.column_names == ["row", "prediction", "label"]
+    data = with_keys(tiny, tmp_path / "data", group="session", time="when")
+    table = predict(run_dir, data, tmp_path / "keyed.parquet", "name", "tags", "when")
+    assert table.column_names == ["row", "name", "tags", "when", "session", "prediction", "label"]
+    rows = np.arange(279)
+    assert table["row"].to_pylist() == rows.tolist() and table["name"].to_pylist() == [f"row {i}" for i in rows]
+    assert table["session"].to_pylist() == (rows // 7 * 2**40 - 5).tolist()
+    assert table["when"].to_pylist() == (1.7e9 + rows).tolist()
+    assert table["tags"].to_pylist() == pq.read_table(tiny / "test")["tags"].to_pylist()
+    assert table.select(plain.column_names).equals(plain)
+
+
+def test_several_labels_give_several_columns(tiny: Path, tmp_path: Path) -> None:
+    positives = {"label": 100.0, "buy": 245.0}
+    data = with_keys(tiny, tmp_path / "data", labels=["label", "buy"])
+    document = json.loads((data / "dataset.json").read_text())
+    for split in document["splits"].values():
+        split["positives"] = positives
+    (data / "dataset.json").write_text(json.dumps(document))
+    train(settings(data, tmp_path / "run", train__max_steps=4, model__name="mmoe"))
+    table = predict(tmp_path / "run", data, tmp_path / "p.parquet")
+    assert table.column_names == ["row", "prediction.label", "prediction.buy", "label.label", "label.buy"]
+    assert table["label.buy"].to_pylist() == [float(i % 5 == 0) for i in range(279)]
+    assert table["label.label"].to_pylist() == pq.read_table(tiny / "test")["label"].to_pylist()
+    assert not table["prediction.label"].equals(table["prediction.buy"])
+
+
+def test_what_is_refused(tiny: Path, run_dir: Path, tmp_path: Path) -> None:
+    data, out = with_keys(tiny, tmp_path / "data"), tmp_path / "p.parquet"
+    with pytest.raises(MesetaError, match=r"has no column 'nmae'; did you mean 'name'\?"):
+        predict(run_dir, data, out, "nmae")
+    with pytest.raises(MesetaError, match="'prediction' is a column of the predictions themselves"):
+        predict(run_dir, data, out, "prediction")
+    with pytest.raises(MesetaError, match="cannot be written"):
+        predict(run_dir, data, tmp_path / "absent" / "p.parquet")
+    path = data / "test" / "1.parquet"
+    table = pq.read_table(path)
+    for broken, message in (
+        (table.set_column(table.column_names.index("name"), "name", pa.array([{"a": 1}])), "keys: .*name"),
+        (table.append_column("name", pa.array(["x"])), "has column 'name' twice"),
+    ):
+        pq.write_table(broken, path)
+        with pytest.raises(MesetaError, match=message):
+            KeyColumns(Dataset.load(data), "test", ["name"])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["data"]
+
+
+def test_a_prediction_that_is_not_finite(tiny: Path, run_dir: Path, tmp_path: Path) -> None:
+    data = with_keys(tiny, tmp_path / "data")
+    path = data / "test" / "2.parquet"
+    table = pq.read_table(path)
+    prices = table["price"].to_numpy().copy()
+    prices[40] = np.nan
+    pq.write_table(table.set_column(table.column_names.index("price"), "price", pa.array(prices)), path)
+    with pytest.raises(MesetaError, match="that of row 141 is not finite"):
+        predict(run_dir, data, tmp_path / "p.parquet")
+    assert not list(tmp_path.glob("*p.parquet*"))
+
+
+@pytest.mark.parametrize("step", [1, 50, 279, 1000])
+def test_key_columns_in_pieces(tiny: Path, tmp_path: Path, step: int) -> None:
+    keys = KeyColumns(Dataset.load(with_keys(tiny, tmp_path / "data")), "test", ["name", "session"])
+    parts = []
+    while (part := keys.take(step)).num_rows:
+        assert part.num_rows == step or sum(p.num_rows for p in parts) + part.num_rows == 279
+        parts.append(part)
+    assert pa.concat_tables(parts)["name"].to_pylist() == [f"row {i}" for i in range(279)]
