@@ -107,8 +107,9 @@ def _prepared(options: PrepareOptions) -> Dataset:
     """The dataset of `options`; of several ranks the first prepares it, and the others wait until it is there."""
     from meseta.data.prepare import load_prepared, prepare
 
+    is_first = os.environ.get("RANK", "0") == "0"
     while (dataset := load_prepared(options)) is None:
-        if os.environ.get("RANK", "0") == "0":
+        if is_first:
             start_s = time.perf_counter()
             show = partial(print_layout, given=bool(options.schema), command="`meseta prepare FILE --out DIR`")
             with progress_bar() as progress:
