@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import io
+import resource
 import signal
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 from meseta.cli import main as entry
 from meseta.comm import World
+
+SPARE_BYTES = 2 << 30
+"""What a command under `within` may take beyond what the process has already."""
 
 
 @dataclass(frozen=True)
@@ -72,3 +77,27 @@ def tree(folder: Path) -> dict[str, bytes | None]:
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in sorted(folder.rglob("*"))
     }
+
+
+@contextmanager
+def within(seconds: float, what: str) -> Iterator[None]:
+    """Raise TimeoutError, naming `what`, where the body takes longer, and keep it from taking all memory; anything that
+    escapes from the body is raised with `what` as its note."""
+
+    def ring(number: int, frame: object) -> None:
+        raise TimeoutError(what)
+
+    handler = signal.signal(signal.SIGALRM, ring)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + SPARE_BYTES, limits[1]))
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(what)
+        raise
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        resource.setrlimit(resource.RLIMIT_AS, limits)

@@ -77,7 +77,7 @@ def read_manifest(root: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(
             f"checkpoint {str(root)!r}: {path.name}: {error.strerror}; give a directory step-..."
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(
             f"checkpoint file {str(path)!r} is not JSON ({error}); use an older checkpoint"
         ) from None

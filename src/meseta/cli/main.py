@@ -44,18 +44,25 @@ class Interrupted(BaseException):
 
 
 def main() -> None:
-    """Run a command; exit code 1 for a MesetaError, 130 for Ctrl-C."""
+    """Run a command; exit code 1 for a MesetaError, for what the system refuses and for too little memory, 130 for
+    Ctrl-C."""
     follow_launcher()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupt)
+    rank = os.environ.get("RANK", "0")
+    where = "error: " if rank == "0" else f"error: rank {rank}: "
     try:
-        app()
+        _run()
     except MesetaError as error:
-        rank = os.environ.get("RANK", "0")
-        where = "" if rank == "0" else f"rank {rank}: "
-        _leave(1, f"error: {where}{error}")
-    except RuntimeError as error:
-        if not is_loss_of_peer(error):
+        _leave(1, f"{where}{error}")
+    except OSError as error:
+        named = f"{error.filename!r}: " if error.filename else ""
+        _leave(1, f"{where}{named}{error.strerror or error}; see to that, and run the command again")
+    except (MemoryError, RuntimeError) as error:
+        if _is_lack_of_memory(error):
+            way_out = "use smaller tables, layers or batches, or more ranks"
+            _leave(1, f"{where}not enough memory ({_first_line(error)}); {way_out}")
+        if not (isinstance(error, RuntimeError) and is_loss_of_peer(error)):
             raise
         # The launcher names the rank that went away.
         _leave(LOST, "" if FOLLOWS in os.environ else f"error: lost the connection to another rank: {error}")
@@ -67,6 +74,24 @@ def main() -> None:
         # All ranks have met and left the group. Some thread was seen to abort a rank at its very end, when the
         # interpreter takes everything apart.
         _leave(left.code, "")
+
+
+def _run() -> None:
+    """The command, and what it has left to print."""
+    try:
+        app()
+    finally:
+        sys.stdout.flush()
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed, of numpy, Arrow or the core, or of torch, which has no class for it on a CPU."""
+    texts = ("can't allocate memory", "out of memory")
+    return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _interrupt(signal_number: int, frame: FrameType | None) -> None:

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from meseta.config.run import RunConfig
 from meseta.spec import MesetaError, nearest
-from meseta.spec.documents import read_mapping
+from meseta.spec.documents import parse_yaml, read_mapping
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -71,8 +70,8 @@ def _apply(document: dict[str, Any], override: str) -> None:
         if not isinstance(section, dict):
             raise MesetaError(f"override {override!r}: {name!r} holds a value, not a section")
     try:
-        section[last] = yaml.safe_load(value)
-    except yaml.YAMLError:
+        section[last] = parse_yaml(value)
+    except MesetaError:
         raise MesetaError(f"override {override!r}: {value!r} is not a YAML value") from None
 
 

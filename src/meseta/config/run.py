@@ -304,7 +304,7 @@ class RunConfig(Section):
     """Order of data, initial rows and weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """'auto' takes a GPU where torch has one."""
-    num_threads: int | None = Field(default=None, ge=1)
+    num_threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads of each rank; None: cores divided by ranks on this host."""
     check_memory: bool = True
     """Refuse to start a run that is predicted to need more memory than is free."""

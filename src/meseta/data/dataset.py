@@ -203,7 +203,7 @@ class Dataset(_Record):
                 f"dataset {str(path)!r}: cannot read {FILE_NAME} ({error.strerror}); "
                 f"make it with `meseta prepare SOURCE... --out {path}`"
             ) from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise MesetaError(f"{str(file)!r} is not JSON: {error}; prepare the dataset again") from None
         return Dataset.from_dict(document, path)
 

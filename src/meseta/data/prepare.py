@@ -361,7 +361,7 @@ def find_teacher(sources: Sequence[Source]) -> Teacher | None:
             entry = document["files"].get(test[0].path.name) if len(test) == 1 else None
         # Without positives, or negatives, the teacher has no AUC either.
         return Teacher(auc=entry["auc"], ne=entry["ne"]) if entry and entry["auc"] is not None else None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MesetaError(
             f"{str(path)!r} is not what `meseta data synth` writes ({error!r}); remove or repair it"
         ) from None

@@ -52,7 +52,7 @@ def load_record(folder: Path) -> dict[str, Any] | None:
     try:
         record = json.loads((folder / RECORD_NAME).read_text())
         return {"options": dict(record["options"]), "sources": dict(record["sources"])}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -24,6 +24,8 @@ def check_types(path: Path, schema: pa.Schema, dataset: Dataset) -> None:
     for name, what, fits in _wanted(dataset):
         if name not in schema.names:
             raise MesetaError(f"dataset file {str(path)!r} lacks column {name!r}; {_WAY_OUT}")
+        if schema.names.count(name) > 1:
+            raise MesetaError(f"dataset file {str(path)!r} has two columns {name!r}; {_WAY_OUT}")
         found = schema.field(name).type
         if not fits(found):
             raise MesetaError(

@@ -23,6 +23,19 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+def parse_yaml(text: str) -> Any:
+    """The plain data in a YAML or JSON text. Raises MesetaError where it is none, or gives a key twice."""
+    try:
+        return yaml.load(text, Loader=_UniqueKeys)  # a SafeLoader: it builds plain data only
+    except MesetaError:
+        raise
+    except RecursionError:
+        raise MesetaError("it is not YAML: it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError, KeyError, AttributeError, TypeError) as error:
+        # PyYAML lets through what int, float and datetime say of a value like 2020-13-01 or !!bool x.
+        raise MesetaError(f"it is not YAML: {' '.join(str(error).split())}") from None
+
+
 def read_mapping(path: str | Path) -> dict[Any, Any]:
     """The mapping in a YAML or JSON file.
 
@@ -30,14 +43,14 @@ def read_mapping(path: str | Path) -> dict[Any, Any]:
     twice, or holds something else than a mapping.
     """
     try:
-        # _UniqueKeys is a SafeLoader: it builds plain data only.
-        document = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeys)
+        text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise MesetaError(error.strerror or str(error)) from None
     except UnicodeDecodeError as error:
         raise MesetaError(f"it is not text in UTF-8 ({error.reason} at byte {error.start})") from None
-    except yaml.YAMLError as error:
-        raise MesetaError(f"it is not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise MesetaError(f"it has no such name ({error})") from None
+    document = parse_yaml(text)
     if not isinstance(document, dict):
         raise MesetaError(f"it must hold a mapping of keys to values, but holds {type(document).__name__}")
     return document

@@ -106,9 +106,11 @@ class RunDir:
         if not self._metrics.exists():
             return []
         lines = []
-        for text in self._metrics.read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                lines.append(json.loads(text))
+        for text in self._metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                line = json.loads(text)
+                if isinstance(line, dict) and {"kind", "step"} <= line.keys():
+                    lines.append(line)
         return lines
 
     def load_config(self) -> RunConfig:
