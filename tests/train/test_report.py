@@ -175,6 +175,30 @@ def test_a_finished_run_shows_everything(tmp_path: Path) -> None:
     assert "Not shown" not in page.text and "not in the run directory" not in page.text
 
 
+def test_labels_and_segments_have_their_rows(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    figures = {"num_samples": 400, "num_positives": 100, "auc": 0.61, "gauc": {"value": 0.5432, "num_groups": 3}}
+    both = {"click": figures, "buy": figures | {"auc": 0.7272}}
+    segments = [{"value": 1234, **figures, "tasks": both}, {"value": None, **figures, "tasks": both}]
+    summary["test"] |= {"tasks": both, "segments": {"city<b>": segments}}
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    page = report(run_dir)
+    cells = page.texts
+    assert "By label" in cells and "By city<b>" in cells and cells.count("0.5432") == 6 and cells.count("0.7272") == 3
+    assert [name for name in cells if name.endswith(", buy")] == ["1,234, buy", "all others, buy"]
+
+
+def test_the_whole_run_has_a_curve(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    life = {"logloss": 0.5, "ne": 0.9, "auc_binned": 0.7}
+    lines = [train_line(step, lifetime=life) for step in range(10, 101, 10)]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = report(run_dir)
+    drawn = [a["d"] or "" for tag, a in page.tags if tag == "path" and a.get("class") == "life-line"]
+    assert [d.count("L") for d in drawn] == [9, 9, 9] and page.texts.count("whole run") == 3
+
+
 def test_curves_have_a_point_per_line(tmp_path: Path) -> None:
     page = report(make_run(tmp_path))
     lines = [a["d"] or "" for tag, a in page.tags if tag == "path" and a.get("class") == "train-line"]

@@ -59,13 +59,18 @@ def curves_section(record: RunRecord) -> str:
     x_max = last_x(record, SAMPLES)
     teacher = record.summary.teacher if record.summary else None
     charts = []
-    for title, train_key, eval_key, reference in (
-        ("Log loss", "loss", "logloss", None),
-        ("Normalised entropy", "ne", "ne", teacher.ne if teacher else None),
-        ("AUC", "auc", "auc", teacher.auc if teacher else None),
+    for title, train_key, life_key, eval_key, reference in (
+        ("Log loss", "loss", "logloss", "logloss", None),
+        ("Normalised entropy", "ne", "ne", "ne", teacher.ne if teacher else None),
+        ("AUC", "auc", "auc_binned", "auc", teacher.auc if teacher else None),
     ):
         train = Series(name="train", points=train_points(record, train_key), class_="train")
-        series = [train, *_eval_series(record, Metric(key=eval_key, name=title, better="lower"))]
+        life = [(float(line.num_samples), getattr(line.lifetime, life_key)) for line in _lines(record, SAMPLES)]
+        series = [
+            train,
+            Series(name="whole run", points=life, class_="life"),
+            *_eval_series(record, Metric(key=eval_key, name=title, better="lower")),
+        ]
         level = ("teacher", reference) if reference is not None and drawable(reference) else None
         charts.append((title, line_chart(title, series, x_max, reference=level)))
     for title, key in (

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from meseta.train.report.chart import reliability_plot
 from meseta.train.report.figures import count, drawable, fixed, plural
 from meseta.train.report.headline import final_evaluation
 from meseta.train.report.markup import table, tag, text
 from meseta.train.report.metrics import metrics_in
-from meseta.train.report.record import EvalLine, RunRecord
+from meseta.train.report.record import EvalLine, Figures, RunRecord
 
 MAX_EVALS = 12
 
@@ -36,7 +38,35 @@ def evaluation_section(record: RunRecord) -> str:
         if plot
         else tag("p", "No reliability curve was recorded.", class_="absent")
     )
-    return tag("div", drawn, tag("div", tag("h3", "Figures"), *parts), class_="narrow-wide")
+    whole = tag("div", drawn, tag("div", tag("h3", "Figures"), *parts), class_="narrow-wide")
+    return whole + _tasks(final) + "".join(_segments(final, feature) for feature in final.segments)
+
+
+def _tasks(final: EvalLine) -> str:
+    """The labels beside each other, where there are several."""
+    if not final.tasks:
+        return ""
+    return tag("h3", "By label") + _figures_table("label", list(final.tasks.items()))
+
+
+def _segments(final: EvalLine, feature: str) -> str:
+    """The values of one feature; with several labels, each value once per label."""
+    rows: list[tuple[str, Figures]] = []
+    for segment in final.segments[feature]:
+        name = "all others" if segment.value is None else count(segment.value)
+        rows += [(f"{name}, {task}", figures) for task, figures in segment.tasks.items()] or [(name, segment)]
+    return tag("h3", text(f"By {feature}")) + _figures_table("row", rows)
+
+
+def _figures_table(name: str, lines: Sequence[tuple[str, Figures]]) -> str:
+    metrics = metrics_in(figures for _, figures in lines)
+    rows = [
+        [text(label), count(figures.num_samples), count(figures.num_positives)]
+        + [text(fixed(metric.of(figures), metric.decimals)) for metric in metrics]
+        for label, figures in lines
+    ]
+    header = [name, "samples", "positives", *(text(metric.name) for metric in metrics)]
+    return table(header, rows, set(range(1, len(header))), "compact")
 
 
 def _calibration_note(final: EvalLine) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meseta.train.report.figures import drawable
-from meseta.train.report.record import EvalLine
+from meseta.train.report.record import Figures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Metric:
     is_main: bool = False
     """Whether it has a column without being there, a chart, and a place in the terminal."""
 
-    def of(self, line: EvalLine | None) -> float | None:
+    def of(self, line: Figures | None) -> float | None:
         """Its value in a line; None where the line does not have it, or nothing that could be shown."""
         value: object = line
         for key in self.key.split("."):
@@ -47,7 +47,7 @@ METRICS = (
 )
 
 
-def metrics_in(lines: Iterable[EvalLine | None]) -> list[Metric]:
+def metrics_in(lines: Iterable[Figures | None]) -> list[Metric]:
     """The main metrics, and the others that at least one line has."""
     lines = list(lines)
     return [metric for metric in METRICS if metric.is_main or any(metric.of(line) is not None for line in lines)]

@@ -24,6 +24,14 @@ class Entry(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
+class Lifetime(Entry):
+    """Figures over the whole run so far."""
+
+    logloss: float | None = None
+    ne: float | None = None
+    auc_binned: float | None = None
+
+
 class TrainLine(Entry):
     """Figures since the line before."""
 
@@ -33,6 +41,7 @@ class TrainLine(Entry):
     loss: float | None = None
     ne: float | None = None
     auc: float | None = None
+    lifetime: Lifetime = Lifetime()
     samples_per_s: float | None = None
     lr_dense: float | None = None
     lr_sparse: float | None = None
@@ -53,11 +62,9 @@ class GroupedFigure(Entry):
     value: float | None = None
 
 
-class EvalLine(Entry):
-    """Figures over a whole split."""
+class Figures(Entry):
+    """Figures over a set of samples."""
 
-    step: Count = 0
-    split: str = "test"
     num_samples: Count | None = None
     num_positives: Count | None = None
     logloss: float | None = None
@@ -67,8 +74,27 @@ class EvalLine(Entry):
     gauc: GroupedFigure | None = None
     ndcg: GroupedFigure | None = None
     calibration: float | None = None
+
+
+class Segment(Figures):
+    """Figures over the samples that share a value of a feature."""
+
+    value: int | None = None
+    """Id of the value's row; None for all values that are not listed."""
+    tasks: dict[str, Figures] = {}
+
+
+class EvalLine(Figures):
+    """Figures over a whole split."""
+
+    step: Count = 0
+    split: str = "test"
     time_s: float | None = None
     reliability: list[ReliabilityPoint] = []
+    tasks: dict[str, Figures] = {}
+    """By label, where there are several."""
+    segments: dict[str, list[Segment]] = {}
+    """By feature."""
 
 
 class Reuse(Entry):
