@@ -196,7 +196,7 @@ def test_the_whole_run_has_a_curve(tmp_path: Path) -> None:
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = report(run_dir)
     drawn = [a["d"] or "" for tag, a in page.tags if tag == "path" and a.get("class") == "life-line"]
-    assert [d.count("L") for d in drawn] == [9, 9, 9] and page.texts.count("whole run") == 3
+    assert [d.count("L") for d in drawn] == [9, 9, 9] and "whole run" in page.texts
 
 
 def test_curves_have_a_point_per_line(tmp_path: Path) -> None:
