@@ -13,20 +13,22 @@ from meseta.data.dataset import ReuseHistogram, SparseStatistics
 
 WINDOW_SAMPLES = 65_536
 EDGES = (0, *(2**i for i in range(16)))
+LARGEST_BITMAP = 1 << 30
+"""Rows of the largest table whose rows have a bit each."""
 
 
 class FeatureStatistics:
     """Adds up windows of one sparse feature; windows may come in any order and from several threads.
 
-    Keeps one bit per row of the table, whatever the number of samples.
+    Keeps one bit per row of the table, whatever the number of samples; of tables beyond 2**30 rows, eight bytes per
+    distinct row.
     """
 
     def __init__(self, num_embeddings: int) -> None:
         self._num_embeddings = num_embeddings
-        self._seen = np.zeros(-(-num_embeddings // 8), np.uint8)
+        self._seen = _SortedRows() if num_embeddings > LARGEST_BITMAP else _Bitmap(num_embeddings)
         self._num_samples = 0
         self._num_lookups = 0
-        self._num_uniques = 0
         self._rows = np.zeros(len(EDGES), np.int64)
         self._lookups = np.zeros(len(EDGES), np.int64)
         self._lock = threading.Lock()
@@ -37,15 +39,8 @@ class FeatureStatistics:
         bins = np.searchsorted(EDGES[1:], counts, side="left")
         rows = np.bincount(bins, minlength=len(EDGES))
         lookups = np.bincount(bins, weights=counts, minlength=len(EDGES)).astype(np.int64)
-        byte = uniques >> 3
-        first = _run_starts(byte)
-        bits = np.left_shift(1, uniques & 7).astype(np.uint8)
         with self._lock:
-            if first.size:
-                before = self._seen[byte[first]]
-                after = before | np.bitwise_or.reduceat(bits, first)
-                self._seen[byte[first]] = after
-                self._num_uniques += int(np.unpackbits(before ^ after).sum())
+            self._seen.add(uniques)
             self._num_samples += num_samples
             self._num_lookups += ids.size
             self._rows += rows
@@ -56,7 +51,7 @@ class FeatureStatistics:
         return SparseStatistics(
             num_rows=self._num_samples,
             num_lookups=self._num_lookups,
-            num_uniques=self._num_uniques,
+            num_uniques=self._seen.count(),
             mean_pooling_factor=self._num_lookups / max(self._num_samples, 1),
             reuse=ReuseHistogram(
                 window_samples=WINDOW_SAMPLES,
@@ -65,6 +60,46 @@ class FeatureStatistics:
                 lookups=tuple((self._lookups / max(self._num_lookups, 1)).tolist()),
             ),
         )
+
+
+class _Bitmap:
+    """Rows seen so far, a bit each."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._bits = np.zeros(-(-num_rows // 8), np.uint8)
+        self._count = 0
+
+    def add(self, rows: NDArray[np.integer]) -> None:
+        """Distinct rows, ascending."""
+        byte = rows >> 3
+        first = _run_starts(byte)
+        if first.size:
+            bits = np.left_shift(1, rows & 7).astype(np.uint8)
+            before = self._bits[byte[first]]
+            after = before | np.bitwise_or.reduceat(bits, first)
+            self._bits[byte[first]] = after
+            self._count += int(np.unpackbits(before ^ after).sum())
+
+    def count(self) -> int:
+        return self._count
+
+
+class _SortedRows:
+    """Rows seen so far, in sorted runs of which each is more than twice as long as the next."""
+
+    def __init__(self) -> None:
+        self._runs: list[NDArray[np.int64]] = []
+
+    def add(self, rows: NDArray[np.integer]) -> None:
+        """Distinct rows, ascending."""
+        self._runs.append(rows.astype(np.int64))
+        while len(self._runs) > 1 and len(self._runs[-2]) <= 2 * len(self._runs[-1]):
+            self._runs.append(np.union1d(self._runs.pop(), self._runs.pop()))
+
+    def count(self) -> int:
+        while len(self._runs) > 1:
+            self._runs.append(np.union1d(self._runs.pop(), self._runs.pop()))
+        return len(self._runs[0]) if self._runs else 0
 
 
 class Moments:
