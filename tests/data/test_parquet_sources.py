@@ -109,10 +109,10 @@ def test_the_reader_takes_it_from_here(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("column", "values", "message"),
     [
-        ("click", [0.0, 1.5], r"row 2, column 'click': label 1.5 is outside 0..1"),
-        ("click", [0.0, None], r"row 2, column 'click': label nan is outside 0..1 or missing"),
+        ("click", [0.0, 1.5], r"row 2, column 'click': 1.5 is outside 0..1"),
+        ("click", [0.0, None], r"row 2, column 'click': a missing value is no label: it must be"),
         ("click", ["0", "1"], "column 'click' must be a number, but is string"),
-        ("price", [1.0, float("inf")], "row 2, column 'price': the value is infinite"),
+        ("price", [1.0, float("inf")], "row 2, column 'price': inf is infinite"),
         ("bag.weight", [[1.0], [1.0, 2.0]], r"row 2, column 'bag.weight': a list must be as long as that of 'bag'"),
         ("bag.weight", [[1.0], [None]], r"row 2, column 'bag.weight': a weight is missing or not finite"),
         ("bag.weight", [1.0, 2.0], "'bag.weight' must hold lists of numbers, but is double"),
@@ -193,7 +193,7 @@ def test_codes_are_categories_and_the_schema_tells_the_types(tmp_path: Path) -> 
     table = pa.table({"click": [0, 1], "age": [1, 2], "user_id": [1, 2], "__index_level_0__": [0, 1]})
     pq.write_table(table, tmp_path / "log.parquet")
     layout = read_layout(PrepareOptions(sources=[f"{tmp_path}/log.parquet"], out=tmp_path / "out"))
-    assert (layout.label, layout.dense, [s.name for s in layout.sparse]) == ("click", ("age",), ["user_id"])
+    assert (layout.labels, layout.dense, [s.name for s in layout.sparse]) == (("click",), ("age",), ["user_id"])
     assert schema_text(layout).splitlines()[2].split() == ["-", "age", "#", "int64"]
 
 

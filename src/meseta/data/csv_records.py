@@ -36,18 +36,18 @@ def read_header(read_line: Callable[[int], bytes], limit_bytes: int) -> bytes:
     return header
 
 
-def header_names(header: bytes) -> list[str]:
+def header_names(header: bytes, delimiter: str) -> list[str]:
     """Names in the first record, without spaces around them. Raises ValueError or csv.Error where it is no CSV."""
-    found = list(csv.reader(io.StringIO(header.decode("utf-8-sig"), newline="")))
+    found = list(csv.reader(io.StringIO(header.decode("utf-8-sig"), newline=""), delimiter=delimiter))
     if len(found) > 1:
         raise csv.Error("a quote is not closed, or stands in a field that is not quoted")
     return [name.strip() for name in found[0]] if found else []
 
 
-def records(data: bytes) -> Iterator[tuple[int, bytes, list[str]]]:
+def records(data: bytes, delimiter: str) -> Iterator[tuple[int, bytes, list[str]]]:
     """The line on which each record begins, from 0, its bytes and its fields. Raises csv.Error for a field too long."""
     lines = data.split(b"\n")[:-1]
-    reader = csv.reader(line.decode(errors="replace") + "\n" for line in lines)
+    reader = csv.reader((line.decode(errors="replace") + "\n" for line in lines), delimiter=delimiter)
     first = 0
     for fields in reader:
         yield first, b"\n".join(lines[first : reader.line_num]), fields

@@ -68,8 +68,9 @@ class SparseFeature(_Record):
     """Column of the Parquet files: int32 or int64, or a list of them."""
     num_embeddings: int = Field(ge=1)
     """Ids are in 0..num_embeddings-1."""
-    encoding: Literal["hash", "vocabulary"]
-    """'hash': row = high 64 bits of XXH64(value, hash_seed) * num_embeddings. 'vocabulary': see the file."""
+    encoding: Literal["hash", "vocabulary", "buckets"]
+    """'hash': row = high 64 bits of XXH64(value, hash_seed) * num_embeddings. 'vocabulary': see the file. 'buckets': 0
+    for a missing number, else 1 + the boundaries that are not above it."""
     multi_valued: bool = False
     """Whether a sample has a list of ids."""
     weighted: bool = False
@@ -77,7 +78,11 @@ class SparseFeature(_Record):
     hash_seed: str | None = None
     """Seed of the hash in hexadecimal; None for vocabularies."""
     vocabulary: str | None = None
-    """Parquet file with the columns value, id and count, relative to the dataset; None for hashes."""
+    """Parquet file with the columns value, id and count, relative to the dataset; None for others."""
+    boundaries: tuple[float, ...] | None = None
+    """Ascending, where the encoding is 'buckets'."""
+    made_of: tuple[str, ...] = ()
+    """Columns of the sources that a bucketised feature or a cross is made of; empty for a column of the same name."""
     statistics: SparseStatistics
     """For the planner."""
 

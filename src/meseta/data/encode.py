@@ -53,6 +53,8 @@ class Encoder:
         counted = {}
         if self.hash_rows is None and not test.all():
             for column, sparse in zip(self.layout.sparse, rows.sparse, strict=True):
+                if column.buckets is not None:
+                    continue
                 counted[column.name] = count_values(_training_values(sparse, test))
         return EncodedBlock(splits=splits, counted=counted, block=block)
 
@@ -64,12 +66,15 @@ class Encoder:
         return random_words(numbers, self._seed) < self._test_limit
 
     def _record_batch(self, rows: RawRows) -> pa.RecordBatch:
-        columns: dict[str, pa.Array] = {"label": pa.array(rows.label)}
+        samples = [*rows.labels, *(part for part in (rows.weight, rows.group, rows.time) if part is not None)]
+        columns = dict(zip(self.layout.sample_columns, map(pa.array, samples), strict=True))
         for name, values in zip(self.layout.dense, rows.dense, strict=True):
             columns[name] = pa.array(values)
         for column, sparse in zip(self.layout.sparse, rows.sparse, strict=True):
             seed = self.hash_seeds[column.name]
-            if self.hash_rows is None:
+            if column.buckets is not None:
+                ids = sparse.values
+            elif self.hash_rows is None:
                 ids = pa.array(hash_categories(sparse.values, seed))
             else:
                 ids = pa.array(hash_to_rows(sparse.values, self.hash_rows[column.name], seed))

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from meseta.data.guess import guess_label, guess_text_column
-from meseta.data.parquet_layout import parquet_layout, parquet_layout_of
-from meseta.data.schema import Layout, Schema, SparseColumn, check_names
+from meseta.data.guess import SAMPLE_ROWS, guess_label, guess_text_column, only_one_each
+from meseta.data.parquet_layout import guess_special, parquet_layout, parquet_layout_of
+from meseta.data.schema import Layout, Schema, SparseColumn, check_names, layout_of
 from meseta.data.sources import Source, csv_sample, first_line
 from meseta.data.svm_layout import OnRows, svm_layout
 from meseta.spec import MesetaError
 
 NUM_DENSE = 13
 NUM_SPARSE = 26
-SAMPLE_ROWS = 2000
-"""Rows of a CSV file that its layout is inferred from."""
 CRITEO = Layout(
-    label="label",
+    labels=("label",),
     dense=tuple(f"int_{i}" for i in range(NUM_DENSE)),
     sparse=tuple(SparseColumn(name=f"cat_{i}") for i in range(NUM_SPARSE)),
 )
@@ -55,8 +54,10 @@ def find_layout(
         for source in sources[1:]:
             check_names(f"source {str(source.path)!r}", layout.columns, csv_sample(source, 0)[0])
     else:
+        # Told by values, and so by those of one file for all.
+        special = {} if schema else guess_special(sources[0], {label, *dense, *sparse})
         layouts = [
-            parquet_layout_of(source, schema) if schema else parquet_layout(source, label, dense, sparse)
+            parquet_layout_of(source, schema) if schema else parquet_layout(source, label, dense, sparse, special)
             for source in sources
         ]
         layout = layouts[0]
@@ -74,10 +75,11 @@ def _wanted_fields(
     label: str | None, dense: Sequence[str], sparse: Sequence[str], schema: Schema | None
 ) -> Sequence[str]:
     """The features that the options or the schema choose of libsvm or libffm; empty for all."""
-    if label or dense or (schema and (schema.label != "label" or schema.dense or schema.weights)):
+    known = {"label", "categorical", "ignore", "group"}
+    if label or dense or (schema and (schema.label != "label" or schema.model_fields_set - known)):
         raise MesetaError(
             "prepare: of libsvm and libffm, --sparse or the categorical of a --schema file may choose features; the "
-            "label is called 'label', nothing is dense, and weights are as found"
+            "label is called 'label', nothing is dense, weights are as found, and qid is the group"
         )
     if schema and not schema.categorical:
         raise MesetaError("prepare: the --schema file names no categorical feature; there is nothing to learn from")
@@ -102,54 +104,92 @@ def _check_first_line(source: Source) -> None:
 def _csv_layout(
     source: Source, label: str | None, dense: Sequence[str], sparse: Sequence[str], schema: Schema | None
 ) -> Layout:
-    """As the schema or the options say; what they leave open is inferred from a sample."""
+    """As the schema says, else as the options say; what those leave open is inferred from a sample."""
     where = f"source {str(source.path)!r}"
     names, rows = csv_sample(source, 0 if schema else SAMPLE_ROWS)
     if len(names) < 2:
-        raise MesetaError(f"{where}, line 1: the header has {len(names)} column; CSV needs several, parted by commas")
+        raise MesetaError(
+            f"{where}, line 1: the header has {len(names)} column; CSV needs several, parted by commas, tabs, ';' or "
+            "'|', or by the delimiter of a --schema file"
+        )
     if schema:
-        if schema.weights:
-            raise MesetaError("prepare: the weights of a schema are for Parquet; a field of CSV holds one value")
-        check_names(where, [schema.label, *schema.dense, *schema.categorical, *schema.ignore], names)
-        label, dense, sparse, reasons = schema.label, schema.dense, schema.categorical, dict[str, str]()
+        check_names(where, schema.columns, names)
+        layout = _csv_layout_of(schema)
     else:
         if not rows:
             raise MesetaError(f"{where} holds no rows; leave it out, or fetch it again")
-        label = label or guess_label(names)
-        if label is None:
+        layout = _guessed_layout(where, names, rows, label, dense, sparse)
+    check_names(where, layout.columns, names)
+    used = layout.columns
+    return replace(layout, ignored=tuple(name for name in names if name not in used), delimiter=source.delimiter)
+
+
+def _csv_layout_of(schema: Schema) -> Layout:
+    for name in schema.weights:
+        if name not in schema.multi_valued:
             raise MesetaError(
-                f"{where}: none of {_listed(names)} has the name of a label; name it with --label, "
-                "or put a header in front if those are values"
+                f"prepare: the schema has weights for {name!r}, but a field of CSV holds one value, unless it is under "
+                "multi_valued; then weights name the sign between a value and its weight"
             )
-        check_names(where, [label, *dense, *sparse], names)
-        columns = {name: [row[i] for row in rows if i < len(row)] for i, name in enumerate(names)}
-        guesses = {name: guess_text_column(name, values) for name, values in columns.items() if name != label}
-        reasons = {name: reason for name, (_, reason) in guesses.items()}
-        named = {*dense, *sparse}
-        dense = dense or [name for name, (role, _) in guesses.items() if role == "dense" and name not in named]
-        sparse = sparse or [name for name, (role, _) in guesses.items() if role == "categorical" and name not in named]
+    plain = (
+        SparseColumn(
+            name=name,
+            multi_valued=name in schema.multi_valued,
+            weighted=name in schema.weights,
+            separator=schema.multi_valued.get(name),
+            weight_separator=schema.weights.get(name),
+        )
+        for name in schema.categorical
+    )
+    return layout_of(schema, plain)
+
+
+def _guessed_layout(
+    where: str,
+    names: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    label: str | None,
+    dense: Sequence[str],
+    sparse: Sequence[str],
+) -> Layout:
+    """From the names and the first rows of a CSV file; `dense` and `sparse` replace what would be inferred."""
+    label = label or guess_label(names)
+    if label is None:
+        raise MesetaError(
+            f"{where}: none of {_listed(names)} has the name of a label; name it with --label, "
+            "or put a header in front if those are values"
+        )
     check_names(where, [label, *dense, *sparse], names)
-    used = {label, *dense, *sparse}
+    columns = {name: [row[i] for row in rows if i < len(row)] for i, name in enumerate(names)}
+    guesses = {name: guess_text_column(name, values) for name, values in columns.items() if name != label}
+    guesses = only_one_each({name: guess for name, guess in guesses.items() if name not in (*dense, *sparse)})
+    roles = {name: role for name, (role, _) in guesses.items()}
+    sparse = sparse or [name for name, role in roles.items() if role == "categorical"]
     return Layout(
-        label=label,
-        dense=tuple(dense),
+        labels=(label,),
+        dense=tuple(dense or [name for name, role in roles.items() if role == "dense"]),
         sparse=tuple(SparseColumn(name=name) for name in sparse),
-        ignored=tuple(name for name in names if name not in used),
-        reasons=reasons,
+        weight=next((name for name, role in roles.items() if role == "weight"), None),
+        group=next((name for name, role in roles.items() if role == "group"), None),
+        time=next((name for name, role in roles.items() if role == "time"), None),
+        reasons={name: reason for name, (_, reason) in guesses.items()},
     )
 
 
 def _check_features(where: str, layout: Layout) -> None:
-    features = layout.columns[1:]
-    if not features:
+    if not layout.features:
+        labels = ", ".join(map(repr, layout.labels))
         raise MesetaError(
-            f"{where} has no feature beside the label {layout.label!r}; name some with --dense and --sparse, or in a "
+            f"{where} has no feature beside the label {labels}; name some with --dense and --sparse, or in a "
             "--schema file"
         )
-    for name in features:
-        if name in ("label", layout.label) or features.count(name) > 1:
+    weights = [f"{column.name}.weight" for column in layout.sparse if column.weighted]
+    written = [*layout.sample_columns, *layout.features, *weights]
+    for name in [*layout.features, *weights, *layout.sample_columns]:
+        if written.count(name) > 1 or (name in layout.labels and name in layout.features):
             raise MesetaError(
-                f"{where}: column {name!r} is used twice (label {layout.label!r} is written as 'label'); rename it"
+                f"{where}: column {name!r} is used twice (label {layout.labels[0]!r} is written as "
+                f"{layout.label_columns[0]!r}); rename it"
             )
 
 

@@ -3,30 +3,84 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import pyarrow as pa
 
-from meseta.data.guess import guess_label, is_code
-from meseta.data.schema import Layout, Schema, SparseColumn, check_names
-from meseta.data.sources import Source, parquet_schema
+from meseta.data.guess import (
+    GROUPS,
+    SAMPLE_ROWS,
+    TIMES,
+    WEIGHTS,
+    Guess,
+    guess_label,
+    guess_number_column,
+    guess_text_column,
+    is_code,
+    only_one_each,
+    other_outcome,
+)
+from meseta.data.schema import Layout, Schema, SparseColumn, check_names, layout_of
+from meseta.data.sources import Source, parquet_sample, parquet_schema
 from meseta.spec import MesetaError
 
 _PANDAS_INDEX = re.compile(r"__index_level_\d+__")
 """Columns in which pandas keeps the labels of rows."""
 
 
-def parquet_layout(source: Source, label: str | None, dense: Sequence[str], sparse: Sequence[str]) -> Layout:
+def guess_special(source: Source, named: Collection[str | None]) -> dict[str, Guess]:
+    """Columns that are likely to be the weight, the group or the time of samples, each with the reason.
+
+    By their name and type, and the first rows of the file; those in `named` are left out.
+    """
+    schema = parquet_schema(source)
+    candidates = [
+        f
+        for f in schema
+        if f.name.lower() in (*WEIGHTS, *GROUPS, *TIMES) and f.name not in named and schema.names.count(f.name) == 1
+    ]
+    if not candidates:
+        return {}
+    sample = parquet_sample(source, [f.name for f in candidates], SAMPLE_ROWS)
+    guesses = {f.name: _guess_by_values(f.name, sample.column(f.name)) for f in candidates}
+    return {name: guess for name, guess in only_one_each(guesses).items() if guess[0] != "dense"}
+
+
+def _guess_by_values(name: str, column: pa.ChunkedArray) -> Guess:
+    """Dense where it is nothing special."""
+    kind = column.type
+    nothing: Guess = ("dense", "")
+    if _is_moment(kind):
+        return ("time", f"{kind}; only for splits") if name.lower() in TIMES else nothing
+    present = column.drop_null()
+    if _is_text(kind):
+        texts = [text if isinstance(text, str) else text.decode(errors="replace") for text in present.to_pylist()]
+        by_text = guess_text_column(name, texts)
+        return by_text if by_text[0] in ("time", "group") else nothing
+    if not _is_number(kind) or pa.types.is_boolean(kind):
+        return nothing
+    guess = guess_number_column(name, present.cast(pa.float64(), safe=False).to_pylist())
+    return nothing if guess is None or (guess[0] == "weight" and column.null_count) else guess
+
+
+def parquet_layout(
+    source: Source,
+    label: str | None,
+    dense: Sequence[str],
+    sparse: Sequence[str],
+    special: Mapping[str, Guess],
+) -> Layout:
     """The columns that the options name, and the others by their type; weights by their name beside that of a list.
 
     `dense` defaults to the scalar numbers, `sparse` to strings, lists, and whole numbers with the name of a code, of
-    those that no other option names. Raises MesetaError for a missing column or one of a wrong type.
+    those that no other option names and that are not `special`. Raises MesetaError for a missing column or one of a
+    wrong type.
     """
     schema = parquet_schema(source)
     where = f"source {str(source.path)!r}"
     label = label or guess_label(schema.names) or "label"
-    check_names(where, [label, *dense, *sparse], schema.names)
+    check_names(where, [label, *special, *dense, *sparse], schema.names)
     named = {label, *dense, *sparse}
     weights = {
         weight: name
@@ -34,31 +88,50 @@ def parquet_layout(source: Source, label: str | None, dense: Sequence[str], spar
         for weight in [_find_weight(schema, name)]
         if weight and weight not in named
     }
-    free = [f for f in schema if f.name not in named and not _PANDAS_INDEX.fullmatch(f.name)]
+    outcomes = {name: guess for name in schema.names if name not in named for guess in [other_outcome(name)] if guess}
+    left_out = {*named, *special, *outcomes}
+    free = [f for f in schema if f.name not in left_out and not _PANDAS_INDEX.fullmatch(f.name)]
     sparse = sparse or [f.name for f in free if f.name not in weights and _is_category(f)]
     dense = dense or [f.name for f in free if _is_number(f.type) and f.name not in sparse]
     pairs = {name: weight for weight, name in weights.items() if name in sparse}
     check_names(where, [*dense, *sparse, *pairs.values()], schema.names)
-    return _checked(where, schema, Schema(label=label, dense=tuple(dense), categorical=tuple(sparse), weights=pairs))
+    by_role: dict[str, str] = {role: name for name, (role, _) in special.items() if role != "ignore"}
+    wanted = Schema(label=label, dense=list(dense), categorical=list(sparse), weights=pairs).model_copy(update=by_role)
+    layout = _checked(where, schema, wanted)
+    guessed = {name: reason for name, (_, reason) in {**special, **outcomes}.items()}
+    return replace(layout, reasons={**layout.reasons, **guessed})
 
 
 def parquet_layout_of(source: Source, wanted: Schema) -> Layout:
     """The layout that a schema file gives. Raises MesetaError for a missing column or one of a wrong type."""
     schema = parquet_schema(source)
     where = f"source {str(source.path)!r}"
-    names = [wanted.label, *wanted.dense, *wanted.categorical, *wanted.weights.values(), *wanted.ignore]
-    check_names(where, names, schema.names)
+    if wanted.multi_valued:
+        raise MesetaError(f"{where}: multi_valued is for CSV; in Parquet, lists hold several values")
+    check_names(where, [*wanted.columns, *wanted.weights.values()], schema.names)
     return _checked(where, schema, wanted)
 
 
 def _checked(where: str, schema: pa.Schema, wanted: Schema) -> Layout:
-    for name in (wanted.label, *wanted.dense):
-        if not _is_number(schema.field(name).type):
-            raise MesetaError(f"{where}: column {name!r} must be a number, but is {schema.field(name).type}")
-    sparse = tuple(_sparse_column(where, schema, name, wanted.weights.get(name)) for name in wanted.categorical)
-    layout = Layout(label=wanted.label, dense=wanted.dense, sparse=sparse)
-    ignored = tuple(name for name in schema.names if name not in layout.columns)
-    return replace(layout, ignored=ignored, reasons={f.name: str(f.type) for f in schema})
+    sparse = [_sparse_column(where, schema, name, wanted.weights.get(name)) for name in wanted.categorical]
+    layout = layout_of(wanted, sparse)
+    crossed = [name for c in layout.sparse for name in c.cross if layout.buckets_of(name) is None]
+    rules: list[tuple[Iterable[str | None], Callable[[pa.DataType], bool], str]] = [
+        (layout.numbers, _is_number, "be a number"),
+        ([layout.time], lambda kind: _is_moment(kind) or _is_text(kind) or _is_number(kind), "be a time"),
+        ([layout.group], lambda kind: _is_text(kind) or _is_number(kind), "hold strings or integers"),
+        (crossed, lambda kind: _is_text(kind) or pa.types.is_integer(kind), "hold strings or integers to be crossed"),
+    ]
+    for names, holds, rule in rules:
+        for name in names:
+            if name is not None and not holds(schema.field(name).type):
+                raise MesetaError(f"{where}: column {name!r} must {rule}, but is {schema.field(name).type}")
+    used = layout.columns
+    return replace(
+        layout,
+        ignored=tuple(name for name in schema.names if name not in used),
+        reasons={f.name: str(f.type) for f in schema},
+    )
 
 
 def _sparse_column(where: str, schema: pa.Schema, name: str, weight: str | None) -> SparseColumn:
@@ -110,6 +183,10 @@ def _is_category(column: pa.Field) -> bool:
     if _is_list(column.type) or _is_text(column.type):
         return True
     return pa.types.is_integer(column.type) and is_code(column.name)
+
+
+def _is_moment(kind: pa.DataType) -> bool:
+    return pa.types.is_timestamp(kind) or pa.types.is_date(kind)
 
 
 def _is_number(kind: pa.DataType) -> bool:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import itertools
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 from pyarrow import csv as arrow_csv
 
 from meseta.data.csv_records import records
 from meseta.data.guess import MISSING
-from meseta.data.raw_rows import RawRows, RawSparse, is_label, log1p
-from meseta.data.schema import Layout
+from meseta.data.raw_rows import RawRows, RawSparse
+from meseta.data.schema import Layout, SparseColumn
 from meseta.data.sources import Block
+from meseta.data.table_rows import read_rows
 from meseta.spec import MesetaError
 
 
@@ -21,11 +27,12 @@ def parse_csv(block: Block, raw: bytes, layout: Layout) -> RawRows:
     """Parse and check every row. Raises MesetaError naming the file, the line and the column."""
     # Columns go by place: names of columns that are not read may be empty, or come twice.
     places = {name: f"f{block.header.index(name)}" for name in layout.columns}
-    sparse = [column.name for column in layout.sparse]
-    types = {places[name]: pa.binary() if name in sparse else pa.float64() for name in layout.columns}
+    numbers = layout.numbers
+    types = {place: pa.float64() if name in numbers else pa.binary() for name, place in places.items()}
     # A row of missing values at the end shows that the last one ends where the block does: a quote in a field without
     # quotes misleads the cut, and the parser takes a field that is never closed for one that is.
-    guarded = raw + b"," * (len(block.header) - 1) + b"\n"
+    delimiter = block.source.delimiter
+    guarded = raw + delimiter.encode() * (len(block.header) - 1) + b"\n"
     try:
         table = arrow_csv.read_csv(
             pa.BufferReader(guarded),
@@ -33,30 +40,90 @@ def parse_csv(block: Block, raw: bytes, layout: Layout) -> RawRows:
             arrow_csv.ReadOptions(
                 use_threads=False, block_size=len(guarded) + 1, column_names=[f"f{i}" for i in range(len(block.header))]
             ),
-            arrow_csv.ParseOptions(newlines_in_values=True, ignore_empty_lines=False),
+            arrow_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, ignore_empty_lines=False),
             arrow_csv.ConvertOptions(
                 column_types=types, include_columns=list(types), null_values=MISSING, strings_can_be_null=False
             ),
         ).combine_chunks()
     except pa.ArrowInvalid as error:
         raise _explain(block, raw, layout, str(error).splitlines()[0]) from None
-    if table.num_rows != block.num_rows + 1 or table.column(places[layout.label])[-1].is_valid:
+    if table.num_rows != block.num_rows + 1 or table.column(0)[-1].as_py() not in (None, b""):
         raise _explain(block, raw, layout, f"{block.num_rows} records gave {table.num_rows - 1} rows")
-    table = table.slice(0, block.num_rows)
-    label = _numbers(table, places[layout.label])
-    dense = [_numbers(table, places[name]) for name in layout.dense]
-    if not is_label(label).all() or any(np.isinf(values).any() for values in dense):
-        raise _explain(block, raw, layout, "a label is outside 0..1, or a number infinite")
-    return RawRows(
-        label.astype(np.float32),
-        [log1p(values) for values in dense],
-        [RawSparse(table.column(places[name]).chunk(0)) for name in sparse],
-    )
+    return read_rows(_Columns(block, raw, table.slice(0, block.num_rows), places), layout)
 
 
-def _numbers(table: pa.Table, place: str) -> np.ndarray:
-    """float64 [n], missing as NaN."""
-    return table.column(place).to_numpy()
+@dataclass(frozen=True)
+class _Columns:
+    """The columns of one block, for `read_rows`."""
+
+    block: Block
+    raw: bytes
+    table: pa.Table
+    places: dict[str, str]
+    """Name of each column to that in the table."""
+
+    def numbers(self, name: str) -> NDArray[np.float64]:
+        return self.table.column(self.places[name]).to_numpy()
+
+    def times(self, name: str) -> pa.Array:
+        return self.texts(name)
+
+    def texts(self, name: str) -> pa.Array:
+        return self.table.column(self.places[name]).chunk(0)
+
+    def sparse(self, column: SparseColumn) -> RawSparse:
+        texts = self.texts(column.name)
+        if column.separator is None:
+            return RawSparse(texts)
+        lists = pc.split_pattern(texts, column.separator)
+        values = lists.flatten()
+        owner = np.repeat(np.arange(len(texts)), pc.list_value_length(lists).to_numpy())
+        # Nothing between two separators, or in the whole field, is no value.
+        present = pc.not_equal(values, pa.scalar(b"", values.type))
+        values, owner = values.filter(present), owner[present.to_numpy(zero_copy_only=False)]
+        lengths = np.bincount(owner, minlength=len(texts)).astype(np.int64)
+        if column.weight_separator is None:
+            return RawSparse(values, lengths)
+        parts = pc.split_pattern(values, column.weight_separator, max_splits=1, reverse=True)
+        alone = np.flatnonzero(pc.list_value_length(parts).to_numpy() != 2)
+        if alone.size:
+            raise self.error(
+                int(owner[alone[0]]), column.name, f"has a value without {column.weight_separator!r} and weight"
+            )
+        flat = parts.flatten()
+        return RawSparse(flat[0::2], lengths, self._weights(column, flat[1::2], owner))
+
+    def _weights(self, column: SparseColumn, texts: pa.Array, owner: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Finite, one per value [nnz], whose samples are `owner` [nnz]."""
+        numbers = np.array([_number(text) for text in texts.to_pylist()], np.float64)
+        with np.errstate(over="ignore"):  # what overflows is not finite
+            weights = numbers.astype(np.float32)
+        bad = np.flatnonzero(~np.isfinite(weights))
+        if bad.size:
+            raise self.error(int(owner[bad[0]]), column.name, "has a weight that is no finite number")
+        return weights
+
+    def error(self, row: int, name: str, problem: str) -> MesetaError:
+        """Goes through the records up to that of the row, for its line."""
+        source, place = f"source {str(self.block.source.path)!r}", int(self.places[name][1:])
+        with contextlib.suppress(csv.Error):  # a field that is too long for the csv module
+            for line, _, fields in itertools.islice(records(self.raw, self.block.source.delimiter), row, row + 1):
+                where = f"{source}, line {self.block.first_line + line + 1}"
+                if len(fields) != len(self.block.header):  # a blank line, which gives missing values
+                    return MesetaError(f"{where}: {_unequal(self.block, fields)}; fix or remove the line")
+                return MesetaError(
+                    f"{where}, column {name!r}: {fields[place][:40]!r} {problem}; fix or remove the line"
+                )
+        where = f"{source}, row {row + 1} after line {self.block.first_line}"
+        return MesetaError(f"{where}, column {name!r}: the value {problem}; fix or remove the row")
+
+
+def _number(text: bytes) -> float:
+    """What a text says, or NaN."""
+    try:
+        return math.nan if b"_" in text else float(text)
+    except ValueError:
+        return math.nan
 
 
 def _explain(block: Block, raw: bytes, layout: Layout, detail: str) -> MesetaError:
@@ -64,7 +131,7 @@ def _explain(block: Block, raw: bytes, layout: Layout, detail: str) -> MesetaErr
     source = f"source {str(block.source.path)!r}"
     first = block.first_line + 1
     try:
-        for line, record, fields in records(raw):
+        for line, record, fields in records(raw, block.source.delimiter):
             first = block.first_line + line + 1
             problem = _problem(block, layout, record, fields)
             if problem:
@@ -79,26 +146,26 @@ def _problem(block: Block, layout: Layout, record: bytes, fields: list[str]) -> 
     if record.count(b'"') % 2:
         return ": a quote is not closed, or stands in a field that is not quoted"
     if len(fields) != len(block.header):
-        return f": {len(fields)} fields, but the header has {len(block.header)}"
-    for name in (layout.label, *layout.dense):
+        return f": {_unequal(block, fields)}"
+    for name in layout.numbers:
         text = fields[block.header.index(name)]
-        rule = _rule_broken(text, is_label=name == layout.label)
+        rule = _rule_broken(text, is_label=name in layout.labels)
         if rule:
             return f", column {name!r}: {text[:40]!r} {rule}"
     return None
 
 
+def _unequal(block: Block, fields: list[str]) -> str:
+    return f"{len(fields)} fields, but the header has {len(block.header)}"
+
+
 def _rule_broken(text: str, *, is_label: bool) -> str | None:
+    """The rule that a number does not keep as a text; that of its size is checked where it is one."""
     if text in MISSING:
-        return "is no label: it must be a number from 0 to 1" if is_label else None
-    try:
-        number = float(text)
-    except ValueError:
-        number = None
-    if number is None or "_" in text:
+        return None
+    number = _number(text.encode())
+    if math.isnan(number):
         if is_label:
             return "is no label: it must be a number from 0 to 1"
         return "is not a number; if the column holds categories, say so in a --schema file"
-    if is_label and not 0 <= number <= 1:
-        return "is outside 0..1"
-    return "is infinite" if math.isinf(number) else None
+    return None

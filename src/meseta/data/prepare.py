@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from meseta.data.dataset import FILE_NAME, DataFile, Dataset, DenseFeature, SourceFile, SparseFeature, Split, Teacher
+from meseta.data.dataset import FILE_NAME, DataFile, Dataset, SourceFile, Split, Teacher
 from meseta.data.encode import EncodedBlock, Encoder
+from meseta.data.features import Tables, describe_dense, describe_sparse
 from meseta.data.layout import find_layout
 from meseta.data.record import difference, load_record, record_of
 from meseta.data.schema import Layout, Schema
@@ -24,7 +25,7 @@ from meseta.data.sources import Place, Source, find_sources, read_blocks
 from meseta.data.spool import Spool
 from meseta.data.staging import Staging, staged_folder
 from meseta.data.statistics import FeatureStatistics
-from meseta.data.vocabulary import Vocabulary, VocabularyCounter
+from meseta.data.vocabulary import VocabularyCounter
 from meseta.data.workers import in_order
 from meseta.data.write import SplitWriter
 from meseta.spec import MesetaError, nearest
@@ -191,12 +192,15 @@ class _Run:
         self.folder = staging.folder
         self.spool_dir = staging.scratch
         self.progress = progress or (lambda stage, rows, share: None)
-        self.spools = {name: Spool(self.spool_dir / f"{name}.arrow", self.layout.dense) for name in ("train", "test")}
+        self.spools = {
+            name: Spool(self.spool_dir / f"{name}.arrow", self.layout.dense, self.layout.label_columns)
+            for name in ("train", "test")
+        }
         self.rows_of_source = dict.fromkeys((source.path for source in sources), 0)
         self.counters: dict[str, VocabularyCounter] = {}
         if encoder.hash_rows is None:
             budget = _VOCABULARY_BUDGET_BYTES // max(len(self.layout.sparse), 1)
-            for column in self.layout.sparse:
+            for column in self.layout.values:
                 self.counters[column.name] = VocabularyCounter(column.name, self.spool_dir, budget)
 
     def run(self, pool: ThreadPoolExecutor, num_threads: int) -> Dataset:
@@ -205,10 +209,16 @@ class _Run:
             name: counter.finish(self.folder, self.options.min_count, self.encoder.hash_seeds[name])
             for name, counter in self.counters.items()
         }
-        num_embeddings = self.encoder.hash_rows or {n: v.num_embeddings for n, v in vocabularies.items()}
-        statistics = {c.name: FeatureStatistics(num_embeddings[c.name]) for c in self.layout.sparse}
-        splits = self._write(pool, num_embeddings, vocabularies, statistics)
-        return self._describe(num_embeddings, vocabularies, statistics, splits)
+        num_embeddings = {column.name: column.buckets.num_rows for column in self.layout.sparse if column.buckets}
+        num_embeddings |= self.encoder.hash_rows or {n: v.num_embeddings for n, v in vocabularies.items()}
+        tables = Tables(
+            num_embeddings=num_embeddings,
+            hash_seeds=self.encoder.hash_seeds,
+            vocabularies=vocabularies,
+            statistics={c.name: FeatureStatistics(num_embeddings[c.name]) for c in self.layout.sparse},
+        )
+        splits = self._write(pool, tables)
+        return self._describe(tables, splits)
 
     def _read(self, pool: ThreadPoolExecutor, num_threads: int) -> None:
         """Pass 1: workers encode blocks, this thread reads ahead of them and spools their results in order."""
@@ -265,13 +275,7 @@ class _Run:
         self.staging.commit({"read": state})
         self.committed_s = time.monotonic()
 
-    def _write(
-        self,
-        pool: ThreadPoolExecutor,
-        num_embeddings: Mapping[str, int],
-        vocabularies: Mapping[str, Vocabulary],
-        statistics: Mapping[str, FeatureStatistics],
-    ) -> dict[str, Split]:
+    def _write(self, pool: ThreadPoolExecutor, tables: Tables) -> dict[str, Split]:
         """Pass 2: one worker per part file."""
         total_rows = sum(spool.num_rows for spool in self.spools.values())
         done = self.staging.state.get("write", {})
@@ -292,9 +296,9 @@ class _Run:
                 layout=self.layout,
                 spool=spool,
                 moments=self.spools["train"].moments,
-                num_embeddings=num_embeddings,
-                vocabularies=vocabularies,
-                statistics=statistics if name == "train" else {},
+                num_embeddings=tables.num_embeddings,
+                vocabularies=tables.vocabularies,
+                statistics=tables.statistics if name == "train" else {},
                 out=self.folder,
                 name=name,
                 on_rows=on_rows,
@@ -309,34 +313,19 @@ class _Run:
             self.staging.commit({"read": self.staging.state["read"], "write": done})
             self.committed_s = time.monotonic()
 
-    def _describe(
-        self,
-        num_embeddings: Mapping[str, int],
-        vocabularies: Mapping[str, Vocabulary],
-        statistics: Mapping[str, FeatureStatistics],
-        splits: dict[str, Split],
-    ) -> Dataset:
-        moments = self.spools["train"].moments
-        dense = zip(self.layout.dense, moments.mean.tolist(), moments.std.tolist(), strict=True)
+    def _describe(self, tables: Tables, splits: dict[str, Split]) -> Dataset:
+        options, layout = self.options, self.layout
         return Dataset(
-            dense=tuple(DenseFeature(name=name, fill=0.0, mean=mean, std=std) for name, mean, std in dense),
-            sparse=tuple(
-                SparseFeature(
-                    name=column.name,
-                    num_embeddings=num_embeddings[column.name],
-                    encoding="vocabulary" if vocabularies else "hash",
-                    multi_valued=column.multi_valued,
-                    weighted=column.weighted,
-                    hash_seed=None if vocabularies else hex(self.encoder.hash_seeds[column.name]),
-                    vocabulary=vocabularies[column.name].path if vocabularies else None,
-                    statistics=statistics[column.name].result(),
-                )
-                for column in self.layout.sparse
-            ),
+            labels=layout.label_columns,
+            weight=layout.weight,
+            group=layout.group_column,
+            time=layout.time,
+            dense=describe_dense(layout, self.spools["train"].moments),
+            sparse=describe_sparse(layout, tables),
             splits=splits,
             teacher=find_teacher(self.sources),
-            seed=self.options.seed,
-            test_fraction=self.options.fraction,
+            seed=options.seed,
+            test_fraction=options.fraction,
             sources=tuple(
                 SourceFile(path=str(s.path), split=s.split, num_rows=self.rows_of_source[s.path]) for s in self.sources
             ),
@@ -368,7 +357,9 @@ def find_teacher(sources: Sequence[Source]) -> Teacher | None:
 
 
 def _find_sources(options: PrepareOptions) -> tuple[Source, ...]:
-    return find_sources(options.sources, options.test_files, by_fraction=options.fraction is not None)
+    delimiter = None if options.schema is None else Schema.load(options.schema).delimiter
+    by_fraction = options.fraction is not None
+    return find_sources(options.sources, options.test_files, by_fraction=by_fraction, delimiter=delimiter)
 
 
 def _layout_of(options: PrepareOptions, sources: Sequence[Source], progress: Progress | None = None) -> Layout:
@@ -380,7 +371,7 @@ def _layout_of(options: PrepareOptions, sources: Sequence[Source], progress: Pro
 def _hash_rows(options: PrepareOptions, layout: Layout) -> dict[str, int] | None:
     if options.vocabulary:
         return None
-    names = [column.name for column in layout.sparse]
+    names = [column.name for column in layout.values]
     for name in options.hash_rows_by_feature:
         if name not in names:
             raise MesetaError(f"prepare: --hash-rows names no sparse feature {name!r}; {nearest(name, names)}")

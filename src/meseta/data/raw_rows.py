@@ -8,13 +8,16 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-9, 1e9
+"""A weight of a sample is 0 or between these, so that no sum of weights overflows and no share is lost."""
+
 
 @dataclass(frozen=True)
 class RawSparse:
     """Values of one sparse feature in n samples."""
 
     values: pa.Array
-    """Strings or binary [nnz]; a missing value is the empty string."""
+    """Strings or binary [nnz], a missing value the empty string; of a feature cut into buckets, int32 rows."""
     lengths: NDArray[np.int64] | None = None
     """Values per sample [n]; None: one each."""
     weights: NDArray[np.float32] | None = None
@@ -25,11 +28,17 @@ class RawSparse:
 class RawRows:
     """A parsed block of n samples."""
 
-    label: NDArray[np.float32]
-    """[n], 0 to 1."""
+    labels: list[NDArray[np.float32]]
+    """[n] per label, 0 to 1."""
     dense: list[NDArray[np.float32]]
     """log1p(max(x, 0)), missing as 0; [n] per feature."""
     sparse: list[RawSparse]
+    weight: NDArray[np.float32] | None = None
+    """[n], 0 or 1e-9 to 1e9."""
+    group: NDArray[np.int64] | None = None
+    """Keys [n]."""
+    time: NDArray[np.float64] | None = None
+    """Seconds since 1970-01-01 UTC [n]; NaN where it is missing."""
 
 
 def log1p(values: NDArray[np.generic]) -> NDArray[np.float32]:
@@ -40,3 +49,8 @@ def log1p(values: NDArray[np.generic]) -> NDArray[np.float32]:
 def is_label(label: NDArray[np.floating]) -> NDArray[np.bool_]:
     """Whether each label [n] is in 0..1; NaN (missing) is not."""
     return (label >= 0) & (label <= 1)
+
+
+def is_weight(weight: NDArray[np.floating]) -> NDArray[np.bool_]:
+    """Whether each weight [n] is 0 or within the limits; NaN (missing) is not."""
+    return (weight == 0) | ((weight >= SMALLEST_WEIGHT) & (weight <= LARGEST_WEIGHT))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
@@ -14,10 +16,30 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from meseta.spec import MesetaError, nearest
 from meseta.spec.documents import read_mapping
 
+MAX_BUCKETS = 1000
+"""Most buckets that quantiles may cut a column into."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """How a column of numbers is cut: bucket 0 for missing values, then one more than the boundaries."""
+
+    column: str
+    """The column that is cut."""
+    boundaries: tuple[float, ...] = ()
+    """Ascending; a value is in bucket 1 + (boundaries that it reaches or exceeds)."""
+    num_quantiles: int | None = None
+    """Buckets of about equal size, whose boundaries the training rows decide; None: as given."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the feature takes in its table."""
+        return len(self.boundaries) + 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class SparseColumn:
-    """One sparse feature in the raw files."""
+    """One sparse feature, from a column of the raw files, from its buckets or from a cross of columns."""
 
     name: str
     multi_valued: bool = False
@@ -26,25 +48,93 @@ class SparseColumn:
     """Whether each value has a weight."""
     weight: str | None = None
     """Column that holds the weights; None where there are none, or where they stand beside the values."""
+    separator: str | None = None
+    """CSV: what parts the values of a field, where it holds several."""
+    weight_separator: str | None = None
+    """CSV: what parts a value from its weight."""
+    buckets: Buckets | None = None
+    """For numbers that are cut into buckets."""
+    cross: tuple[str, ...] = ()
+    """Columns whose values are joined to one."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The raw columns that it is made of, apart from that of the weights."""
+        return (self.buckets.column,) if self.buckets else self.cross or (self.name,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Columns of the raw files: names of the label, the dense and the sparse features."""
+    """Columns of the raw files: names of labels, dense and sparse features, and of what a sample has beside."""
 
-    label: str
+    labels: tuple[str, ...]
     dense: tuple[str, ...]
     sparse: tuple[SparseColumn, ...]
+    weight: str | None = None
+    """Weights of the samples."""
+    group: str | None = None
+    """Group of each sample, such as a user or a request; it may be a feature too."""
+    time: str | None = None
+    """When it happened."""
     ignored: tuple[str, ...] = field(default=(), compare=False)
     """Columns that are not read."""
     reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Why a column was taken for what it is, where that was inferred."""
+    delimiter: str = field(default=",", compare=False)
+    """Of the first CSV file, for the schema that is printed."""
 
     @property
     def columns(self) -> list[str]:
-        """Every raw column that is read."""
-        weights = [s.weight for s in self.sparse if s.weight is not None]
-        return [self.label, *self.dense, *(s.name for s in self.sparse), *weights]
+        """Every raw column that is read, once."""
+        samples = [name for name in (*self.labels, self.weight, self.group, self.time) if name is not None]
+        sparse = [name for column in self.sparse for name in column.columns]
+        weights = [column.weight for column in self.sparse if column.weight is not None]
+        return list(dict.fromkeys([*samples, *self.dense, *sparse, *weights]))
+
+    @property
+    def numbers(self) -> list[str]:
+        """The raw columns that are read as numbers."""
+        buckets = [column.buckets.column for column in self.sparse if column.buckets]
+        return list(dict.fromkeys([*self.labels, *([self.weight] if self.weight else []), *self.dense, *buckets]))
+
+    @property
+    def values(self) -> list[SparseColumn]:
+        """The sparse features whose values are hashed or looked up, so all but those of buckets."""
+        return [column for column in self.sparse if column.buckets is None]
+
+    @property
+    def features(self) -> list[str]:
+        """Names of the features, the dense ones first."""
+        return [*self.dense, *(column.name for column in self.sparse)]
+
+    @property
+    def label_columns(self) -> tuple[str, ...]:
+        """Columns of the labels in the dataset."""
+        return ("label",) if len(self.labels) == 1 else self.labels
+
+    @property
+    def group_column(self) -> str | None:
+        """Column of the group in the dataset, beside a feature of the same name."""
+        return f"{self.group}.group" if self.group in self.features else self.group
+
+    @property
+    def sample_columns(self) -> list[str]:
+        """Columns of the dataset that are no features."""
+        return [name for name in (*self.label_columns, self.weight, self.group_column, self.time) if name is not None]
+
+    def buckets_of(self, column: str) -> Buckets | None:
+        """How a raw column is cut, if it is."""
+        return next((s.buckets for s in self.sparse if s.buckets and s.buckets.column == column), None)
+
+    def with_boundaries(self, boundaries: Mapping[str, tuple[float, ...]]) -> Layout:
+        """The same with the boundaries of each column's quantiles."""
+        sparse = tuple(
+            replace(column, buckets=Buckets(column=column.buckets.column, boundaries=boundaries[column.buckets.column]))
+            if column.buckets and column.buckets.column in boundaries
+            else column
+            for column in self.sparse
+        )
+        return replace(self, sparse=sparse)
 
 
 class Schema(BaseModel):
@@ -52,16 +142,45 @@ class Schema(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    label: str
+    label: str | None = None
     """Column of the label, 0 to 1."""
-    dense: tuple[str, ...] = ()
+    labels: list[str] = []
+    """Columns of several labels, instead of `label`."""
+    weight: str | None = None
+    """Column of the weights of the samples: 0, or 1e-9 to 1e9."""
+    group: str | None = None
+    """Column that tells which samples belong together; it may be under `categorical` too."""
+    time: str | None = None
+    """Column of times: ISO 8601, or seconds since 1970, or milli-, micro- or nanoseconds, by their size."""
+    dense: list[str] = []
     """Columns of numbers."""
-    categorical: tuple[str, ...] = ()
+    categorical: list[str] = []
     """Columns of categories, or of lists of them."""
-    weights: dict[str, str] = Field(default_factory=dict)
-    """Parquet: categorical column of lists to the column of lists that holds its weights."""
-    ignore: tuple[str, ...] = ()
+    multi_valued: dict[str, str] = {}
+    """CSV: categorical column with several values in a field to what parts them, such as {genres: "|"}."""
+    weights: dict[str, str] = {}
+    """Categorical column to its weights. Parquet: the column of lists that holds them; CSV: the sign before them."""
+    buckets: dict[str, list[float] | int] = {}
+    """Column of numbers to the ascending boundaries at which it is cut, or to a number of buckets of equal size."""
+    crosses: dict[str, list[str]] = {}
+    """New categorical feature to the columns whose values are joined to its value."""
+    ignore: list[str] = []
     """Columns that are not read; a column that the file does not name is not read either."""
+    delimiter: str | None = Field(default=None, min_length=1, max_length=1)
+    """Text with a header: what parts the fields; None: told by the header, and only of files named as CSV."""
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The labels, however many."""
+        return tuple(self.labels) if self.label is None else (self.label,)
+
+    @property
+    def columns(self) -> list[str]:
+        """Every raw column that is named, but for those of weights."""
+        crossed = [name for names in self.crosses.values() for name in names]
+        samples = [name for name in (self.weight, self.group, self.time) if name is not None]
+        features = [*self.dense, *self.categorical, *self.buckets, *crossed]
+        return list(dict.fromkeys([*self.label_names, *samples, *features, *self.ignore]))
 
     @staticmethod
     def load(path: str | Path) -> Schema:
@@ -75,37 +194,147 @@ class Schema(BaseModel):
             # An empty key means none of them, as elsewhere in YAML.
             schema = Schema.model_validate({key: value for key, value in document.items() if value is not None})
         except ValidationError as error:
-            # An unknown key first: where 'labels' is given, the fault is not that 'label' is missing.
+            # An unknown key first: where 'lable' is given, the fault is not that 'label' is missing.
             problem = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
-            key = ".".join(map(str, problem["loc"]))
+            key = ".".join(map(str, problem["loc"][:2]))
             if problem["type"] == "extra_forbidden":
                 raise MesetaError(f"{where}: unknown key {key!r}; {nearest(key, list(Schema.model_fields))}") from None
             raise MesetaError(f"{where}: key {key!r}: {problem['msg'].lower()}") from None
-        roles = [schema.label, *schema.dense, *schema.categorical, *schema.weights.values(), *schema.ignore]
-        doubled = sorted({name for name in roles if roles.count(name) > 1})
-        if doubled:
-            raise MesetaError(f"{where}: column {doubled[0]!r} is named twice; give it one role")
-        for name in schema.weights:
-            if name not in schema.categorical:
-                raise MesetaError(f"{where}: weights are given for {name!r}, which is not under categorical")
+        broken = _problem(schema)
+        if broken:
+            raise MesetaError(f"{where}: {broken}")
         return schema
+
+    def derived_columns(self) -> tuple[SparseColumn, ...]:
+        """The features that buckets and crosses make."""
+        cut = [
+            Buckets(column=name, num_quantiles=how)
+            if isinstance(how, int)
+            else Buckets(column=name, boundaries=tuple(how))
+            for name, how in self.buckets.items()
+        ]
+        crosses = (SparseColumn(name=name, cross=tuple(columns)) for name, columns in self.crosses.items())
+        return (*(SparseColumn(name=f"{buckets.column}.bucket", buckets=buckets) for buckets in cut), *crosses)
+
+
+def _problem(schema: Schema) -> str | None:
+    """Which rule the keys break together, or None."""
+    if bool(schema.labels) == (schema.label is not None):
+        both = "both are given" if schema.labels else "field required, or 'labels' for several"
+        return f"key 'label': {both}; give one of 'label' and 'labels'"
+    features = [*schema.dense, *schema.categorical]
+    samples = [name for name in (*schema.label_names, schema.weight, schema.time) if name is not None]
+    roles = [*samples, *features, *(n for n in schema.buckets if n not in features), *schema.ignore]
+    roles += [schema.group] if schema.group and schema.group not in schema.categorical else []
+    doubled = sorted({name for name in roles if roles.count(name) > 1})
+    if doubled:
+        return f"column {doubled[0]!r} is named twice; give it one role"
+    for key in ("multi_valued", "weights"):
+        for name in getattr(schema, key):
+            if name not in schema.categorical:
+                return f"{key} are given for {name!r}, which is not under categorical"
+    for name, separator in schema.multi_valued.items():
+        weight = schema.weights.get(name)
+        if len(separator) != 1 or separator in '"\r\n' or weight == separator:
+            return (
+                f"key 'multi_valued.{name}': {separator!r} must be one character, no quote, line end or sign of weights"
+            )
+    if schema.delimiter is not None and (schema.delimiter in '"\r\n' or not schema.delimiter.isascii()):
+        return f"key 'delimiter': {schema.delimiter!r} must be an ASCII character, and no quote or line end"
+    return _problem_of_buckets(schema) or _problem_of_crosses(schema)
+
+
+def _problem_of_buckets(schema: Schema) -> str | None:
+    for name, how in schema.buckets.items():
+        if name in schema.categorical:
+            return f"key 'buckets.{name}': the column is under categorical; numbers are cut, categories are not"
+        if isinstance(how, int):
+            good = 2 <= how <= MAX_BUCKETS
+        else:
+            ascending = all(a < b for a, b in itertools.pairwise(how))
+            good = len(how) > 0 and ascending and all(map(math.isfinite, how))
+        if not good:
+            return (
+                f"key 'buckets.{name}': {how} must be boundaries in ascending order, such as [18, 25, 35], or a number "
+                f"of buckets, 2..{MAX_BUCKETS}"
+            )
+    return None
+
+
+def _problem_of_crosses(schema: Schema) -> str | None:
+    closed = {*schema.label_names, schema.weight, schema.time, *schema.ignore}
+    for name, columns in schema.crosses.items():
+        if len(columns) < 2 or len(set(columns)) < len(columns):
+            return f"key 'crosses.{name}': {columns} must be two or more different columns"
+        for column in columns:
+            if column in closed:
+                return f"key 'crosses.{name}': column {column!r} has another role"
+            if column in schema.multi_valued:
+                return f"key 'crosses.{name}': column {column!r} has several values in a row, which have no cross"
+            if column in schema.dense and column not in schema.buckets:
+                return f"key 'crosses.{name}': column {column!r} is dense; cut it under buckets, or make it categorical"
+    return None
+
+
+def layout_of(schema: Schema, plain: Iterable[SparseColumn]) -> Layout:
+    """What a schema says, with the `plain` features that its categorical columns make."""
+    return Layout(
+        labels=schema.label_names,
+        dense=tuple(schema.dense),
+        sparse=(*plain, *schema.derived_columns()),
+        weight=schema.weight,
+        group=schema.group,
+        time=schema.time,
+    )
 
 
 def schema_text(layout: Layout) -> str:
     """The schema file that says what `layout` says, with the reasons as comments."""
-    lines = [_line(f"label: {_scalar(layout.label)}", layout.reasons.get(layout.label))]
-    names = {
+    reasons = layout.reasons
+    if len(layout.labels) == 1:
+        lines = [_line(f"label: {_scalar(layout.labels[0])}", reasons.get(layout.labels[0]))]
+    else:
+        lines = ["labels:", *(_line(f"  - {_scalar(name)}", reasons.get(name)) for name in layout.labels)]
+    for key in ("weight", "group", "time"):
+        name = getattr(layout, key)
+        lines += [] if name is None else [_line(f"{key}: {_scalar(name)}", reasons.get(name))]
+    plain = [column for column in layout.sparse if not (column.buckets or column.cross)]
+    lists = {
         "dense": layout.dense,
-        "categorical": tuple(column.name for column in layout.sparse),
+        "categorical": tuple(column.name for column in plain),
         "ignore": tuple(name for name in layout.ignored if name),
     }
-    for key, columns in names.items():
-        lines += [f"{key}:"] if columns else []
-        lines += [_line(f"  - {_scalar(name)}", layout.reasons.get(name)) for name in columns]
-        pairs = {column.name: column.weight for column in layout.sparse if column.weight}
-        if key == "categorical" and pairs:
-            lines += ["weights:", *(f"  {_scalar(name)}: {_scalar(weight)}" for name, weight in pairs.items())]
+    weights = {c.name: c.weight or c.weight_separator for c in plain}
+    pairs: dict[str, dict[str, str | None]] = {
+        "multi_valued": {column.name: column.separator for column in plain},
+        "weights": weights,
+        "buckets": {c.buckets.column: _cut(c.buckets) for c in layout.sparse if c.buckets},
+        "crosses": {c.name: f"[{', '.join(map(_scalar, c.cross))}]" for c in layout.sparse if c.cross},
+    }
+    for key, names in lists.items():
+        lines += [f"{key}:"] if names else []
+        lines += [_line(f"  - {_scalar(name)}", reasons.get(name)) for name in names]
+        if key == "categorical":
+            lines += _mappings(pairs)
+    lines += [] if layout.delimiter == "," else [f"delimiter: {json.dumps(layout.delimiter)}"]
     return "\n".join(lines) + "\n"
+
+
+def _mappings(pairs: Mapping[str, Mapping[str, str | None]]) -> list[str]:
+    """Lines of the keys that hold mappings, without what is None."""
+    lines = []
+    for key, values in pairs.items():
+        given = {name: value for name, value in values.items() if value is not None}
+        lines += [f"{key}:"] if given else []
+        for name, value in given.items():
+            lines.append(f"  {_scalar(name)}: {value if key in ('buckets', 'crosses') else _scalar(value)}")
+    return lines
+
+
+def _cut(buckets: Buckets) -> str:
+    if buckets.num_quantiles is not None:
+        return str(buckets.num_quantiles)
+    return f"[{', '.join(f'{boundary:.17g}' for boundary in buckets.boundaries)}]"
 
 
 def _line(text: str, reason: str | None) -> str:

@@ -35,6 +35,9 @@ _PAIR: dict[Kind, re.Pattern[bytes]] = {
     "libffm": re.compile(rb"-?\d+:-?\d+:[^:]+"),
 }
 _HEAD_BYTES = 64 << 10
+_DELIMITERS = (",", "\t", ";", "|")
+_CSV_NAMES = (".csv", ".csv.gz")
+_TSV_NAMES = (".tsv", ".tsv.gz", ".tab", ".tab.gz")
 BLOCK_BYTES = 8 << 20
 """Bytes of text read at once; a block ends with the last whole line in it."""
 BLOCK_ROWS = 32_768
@@ -53,6 +56,8 @@ class Source:
     """As stored, compressed or not."""
     changed: str
     """When it was written last, as its file system tells."""
+    delimiter: str = ","
+    """What parts the fields of CSV."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +92,12 @@ class Block:
     """How far the stored file has been read, for progress."""
 
 
-def find_sources(patterns: Sequence[str], test_patterns: Sequence[str], *, by_fraction: bool) -> tuple[Source, ...]:
+def find_sources(
+    patterns: Sequence[str], test_patterns: Sequence[str], *, by_fraction: bool, delimiter: str | None = None
+) -> tuple[Source, ...]:
     """Files in the given order, what a pattern matches in order of name; files of `test_patterns` go to the test split.
 
+    Where a `delimiter` is given, all text is CSV with it.
     Raises MesetaError for a missing, unreadable, empty or doubled file, for a folder, and for two kinds of files.
     """
     test_paths = _expand(test_patterns)
@@ -97,7 +105,10 @@ def find_sources(patterns: Sequence[str], test_patterns: Sequence[str], *, by_fr
     if not paths:
         raise MesetaError("prepare: no source is left for training; every file is named by --test-files")
     train_split: Literal["train", "both"] = "both" if by_fraction else "train"
-    sources = tuple([_identify(path, train_split) for path in paths] + [_identify(path, "test") for path in test_paths])
+    sources = tuple(
+        [_identify(path, train_split, delimiter) for path in paths]
+        + [_identify(path, "test", delimiter) for path in test_paths]
+    )
     kinds = {source.kind: source.path for source in sources}
     if len(kinds) > 1:
         shown = " and ".join(f"{str(path)!r} is {KIND_NAMES[kind]}" for kind, path in kinds.items())
@@ -129,7 +140,7 @@ def csv_sample(source: Source, num_rows: int) -> tuple[tuple[str, ...], list[lis
         header = _csv_header(source, read_header(stream.readline, BLOCK_BYTES))
         text = io.TextIOWrapper(cast(IO[bytes], stream), encoding="utf-8", errors="replace", newline="")
         try:
-            rows = list(itertools.islice(csv.reader(text), num_rows))
+            rows = list(itertools.islice(csv.reader(text, delimiter=source.delimiter), num_rows))
         except csv.Error as error:
             raise MesetaError(
                 f"source {str(source.path)!r}: a field among the first rows is no CSV ({error}); is a quote not closed?"
@@ -143,6 +154,14 @@ def parquet_schema(source: Source) -> pa.Schema:
     """Columns of a Parquet file. Raises MesetaError for a damaged file."""
     with _named_errors(source.path), pq.ParquetFile(source.path) as file:
         return file.schema_arrow
+
+
+def parquet_sample(source: Source, columns: Sequence[str], num_rows: int) -> pa.Table:
+    """The first rows of some columns of a Parquet file. Raises MesetaError for a damaged file."""
+    with _named_errors(source.path), pq.ParquetFile(source.path) as file:
+        for batch in file.iter_batches(num_rows, columns=list(columns)):
+            return pa.Table.from_batches([batch]).select(list(columns))
+        return file.schema_arrow.empty_table().select(list(columns))
 
 
 def _expand(patterns: Sequence[str]) -> list[Path]:
@@ -159,7 +178,7 @@ def _expand(patterns: Sequence[str]) -> list[Path]:
     return paths
 
 
-def _identify(path: Path, split: Literal["train", "test", "both"]) -> Source:
+def _identify(path: Path, split: Literal["train", "test", "both"], delimiter: str | None) -> Source:
     if path.is_dir():
         raise MesetaError(f"source {str(path)!r} is a folder; give files or a pattern such as '{path}/*.tsv'")
     try:
@@ -171,21 +190,50 @@ def _identify(path: Path, split: Literal["train", "test", "both"]) -> Source:
     if not status.st_size:
         raise MesetaError(f"source {str(path)!r} is empty; leave it out, or fetch it again")
     is_parquet = magic == b"PAR1" or path.suffix == ".parquet"
+    kind: Kind = "parquet"
+    parted_by = ","
+    if not is_parquet:
+        kind, parted_by = _text_form(path, delimiter)
     return Source(
         path=path,
         split=split,
-        kind="parquet" if is_parquet else _text_kind(path),
+        kind=kind,
         size_bytes=status.st_size,
         changed=str(status.st_mtime_ns),
+        delimiter=parted_by,
     )
 
 
-def _text_kind(path: Path) -> Kind:
-    """CSV by its name; libsvm and libffm by the first pair, since their files have no usual names; else TSV."""
-    if path.name.lower().endswith((".csv", ".csv.gz")):
-        return "csv"
+def _text_form(path: Path, delimiter: str | None) -> tuple[Kind, str]:
+    """The kind, and the delimiter of CSV: as given, else by the header, where the name is that of CSV or TSV."""
+    if delimiter is not None:
+        return "csv", delimiter
     with _named_errors(path), _open(path) as (stream, _):
         head = stream.read(_HEAD_BYTES)
+    name = path.name.lower()
+    if name.endswith(_CSV_NAMES):
+        header = re.sub(rb'"[^"]*"', b"", head).partition(b"\n")[0]
+        return "csv", max(_DELIMITERS, key=lambda sign: header.count(sign.encode()))  # the first of equals
+    if name.endswith(_TSV_NAMES) and _is_header(head.partition(b"\n")[0].rstrip(b"\r").split(b"\t")):
+        return "csv", "\t"
+    return _kind_by_content(head), ","
+
+
+def _is_header(fields: Sequence[bytes]) -> bool:
+    """Whether the first fields of TSV are names: all there, all different, none a number."""
+
+    def is_name(field: bytes) -> bool:
+        try:
+            float(field)
+        except ValueError:
+            return bool(field.strip())
+        return False
+
+    return len(set(fields)) == len(fields) > 1 and all(map(is_name, fields))
+
+
+def _kind_by_content(head: bytes) -> Kind:
+    """libsvm and libffm by the first pair, since their files have no usual names; else TSV."""
     for line in head.splitlines():
         tokens = line.partition(b"#")[0].split()
         if len(tokens) > 1:  # a label alone is a row without pairs
@@ -196,7 +244,7 @@ def _text_kind(path: Path) -> Kind:
 def _csv_header(source: Source, header: bytes) -> tuple[str, ...]:
     """Names of the columns; one that is used must be there once, which the layout checks."""
     try:
-        names = header_names(header)
+        names = header_names(header, source.delimiter)
     except (ValueError, csv.Error) as error:
         raise MesetaError(f"source {str(source.path)!r}, line 1: the header is not UTF-8 CSV ({error})") from None
     return tuple(names)

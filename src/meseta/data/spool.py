@@ -19,8 +19,9 @@ class Spool:
     So everything computed per window depends on the rows alone, not on how the sources were cut into blocks.
     """
 
-    def __init__(self, path: Path, dense: tuple[str, ...]) -> None:
+    def __init__(self, path: Path, dense: tuple[str, ...], labels: tuple[str, ...]) -> None:
         self._path = path
+        self._labels = labels
         self._dense = dense
         self._pending: list[pa.RecordBatch] = []
         self._num_pending = 0
@@ -30,7 +31,8 @@ class Spool:
         """Where each window begins and ends in the file."""
         self._saved: list[Path] = []
         self.num_rows = 0
-        self.num_positives = 0.0
+        self.positives = dict.fromkeys(labels, 0.0)
+        """Sum of each label."""
         self.moments = Moments(len(dense))
 
     @property
@@ -75,14 +77,14 @@ class Spool:
             "spans": self._spans,
             "pending": pending,
             "num_rows": self.num_rows,
-            "num_positives": self.num_positives,
+            "positives": self.positives,
             "moments": self.moments.get_state(),
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `get_state` gave; what was written to the file since is dropped."""
         self._spans = [(start, end) for start, end in state["spans"]]
-        self.num_rows, self.num_positives = state["num_rows"], state["num_positives"]
+        self.num_rows, self.positives = state["num_rows"], dict(state["positives"])
         self.moments.set_state(state["moments"])
         if self._path.exists():
             os.truncate(self._path, self._spans[-1][1] if self._spans else 0)
@@ -108,5 +110,6 @@ class Spool:
         self._writer.write_batch(window)
         self._spans.append((start, self._sink.tell()))
         self.num_rows += num_rows
-        self.num_positives += float(window.column("label").to_numpy().sum(dtype=np.float64))
+        for label in self._labels:
+            self.positives[label] += float(window.column(label).to_numpy().sum(dtype=np.float64))
         self.moments.add([window.column(name).to_numpy() for name in self._dense])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meseta.data.parse_svm import LIBSVM_FEATURE, field_name, read_pairs
+from meseta.data.parse_svm import LIBSVM_FEATURE, QID, field_name, read_pairs
 from meseta.data.schema import Layout, SparseColumn, check_names
 from meseta.data.sources import Block, Source, read_blocks
 from meseta.data.workers import in_order
@@ -30,16 +30,17 @@ def svm_layout(sources: Sequence[Source], wanted: Sequence[str], on_rows: OnRows
     A feature has weights where any of its values is not 1. Raises MesetaError for a row that cannot be parsed, for a
     wanted feature that no row has, and for more than 1,000 fields.
     """
-    weighted = _scan(sources, on_rows)
+    weighted, has_groups = _scan(sources, on_rows)
     where = f"source {str(sources[0].path)!r}"
     if not weighted:
         raise MesetaError(f"{where}: no row has a feature beside its label; there is nothing to learn from")
     check_names(where, wanted, list(weighted))
     sparse = tuple(SparseColumn(name=name, multi_valued=True, weighted=weighted[name]) for name in wanted or weighted)
     return Layout(
-        label="label",
+        labels=("label",),
         dense=(),
         sparse=sparse,
+        group=QID if has_groups else None,
         ignored=tuple(name for name in weighted if wanted and name not in wanted),
         reasons={name: "ids with weights" if has else "ids; all values are 1" for name, has in weighted.items()},
     )
@@ -52,19 +53,28 @@ class _Scanned:
     block: Block
     weighted: dict[int, bool]
     """Field to whether any of its values is not 1; libsvm is one field 0."""
+    has_groups: bool
+    """Whether rows have a qid."""
 
 
-def _scan(sources: Sequence[Source], on_rows: OnRows) -> dict[str, bool]:
-    """Features in the order of their fields, and whether any value of theirs is not 1."""
+def _scan(sources: Sequence[Source], on_rows: OnRows) -> tuple[dict[str, bool], bool]:
+    """Features in the order of their fields, and whether any value of theirs is not 1; and whether rows have groups."""
     weighted: dict[int, bool] = {}
     total_bytes = sum(source.size_bytes for source in sources)
     done_bytes: dict[Path, int] = {}
     num_rows = 0
+    has_groups = False
     pool = ThreadPoolExecutor(num_cores(), thread_name_prefix="meseta-scan")
     jobs = (partial(_scan_block, block) for source in sources for block in read_blocks(source, []))
     try:
         for scanned in in_order(pool, jobs, num_cores() + 1):
             block = scanned.block
+            has_groups = scanned.has_groups if num_rows == 0 else has_groups
+            if scanned.has_groups != has_groups:
+                raise MesetaError(
+                    f"source {str(block.source.path)!r}, line {block.first_line + 1}: a qid must stand behind the "
+                    f"label of every row, or of none; here is {'none' if has_groups else 'one'}, unlike before"
+                )
             for field, other in scanned.weighted.items():
                 weighted[field] = weighted.get(field, False) or other
             if len(weighted) > MAX_FIELDS:
@@ -78,8 +88,8 @@ def _scan(sources: Sequence[Source], on_rows: OnRows) -> dict[str, bool]:
     finally:
         pool.shutdown(cancel_futures=True)
     if sources[0].kind == "libsvm":
-        return {LIBSVM_FEATURE: any(weighted.values())} if weighted else {}
-    return {field_name(field): weighted[field] for field in sorted(weighted)}
+        return ({LIBSVM_FEATURE: any(weighted.values())} if weighted else {}), has_groups
+    return {field_name(field): weighted[field] for field in sorted(weighted)}, has_groups
 
 
 def _scan_block(block: Block) -> _Scanned:
@@ -87,4 +97,5 @@ def _scan_block(block: Block) -> _Scanned:
     pairs = read_pairs(block, block.raw)
     fields = np.zeros(pairs.weights.size, np.int64) if pairs.fields is None else pairs.fields
     others = set(np.unique(fields[pairs.weights != 1]).tolist())
-    return _Scanned(block, {field: field in others for field in np.unique(fields).tolist()})
+    found = {field: field in others for field in np.unique(fields).tolist()}
+    return _Scanned(block, found, pairs.group is not None)

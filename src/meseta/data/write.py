@@ -57,7 +57,13 @@ class SplitWriter:
         for file in pool.map(self._write_part, starts[len(self.files) :]):
             self.files.append(file)
             on_part()
-        return Split(num_rows=self.spool.num_rows, num_positives=self.spool.num_positives, files=tuple(self.files))
+        positives = self.spool.positives
+        return Split(
+            num_rows=self.spool.num_rows,
+            num_positives=next(iter(positives.values())),
+            positives=positives if len(positives) > 1 else {},
+            files=tuple(self.files),
+        )
 
     def _count_part(self, file: DataFile) -> None:
         """The statistics of a part that an earlier process has written."""
@@ -90,14 +96,14 @@ class SplitWriter:
     def _finish(self, window: pa.RecordBatch) -> pa.RecordBatch:
         """Standardise the dense columns, look up vocabularies, count; one window of at most 65,536 rows."""
         assert window.num_rows <= WINDOW_SAMPLES
-        columns: dict[str, pa.Array] = {"label": window.column("label")}
+        columns: dict[str, pa.Array] = {name: window.column(name) for name in self.layout.sample_columns}
         for name, mean, std in zip(self.layout.dense, self.moments.mean, self.moments.std, strict=True):
             values = window.column(name).to_numpy().astype(np.float64)
             columns[name] = pa.array(((values - mean) / std).astype(np.float32))
         for column in self.layout.sparse:
             array = window.column(column.name)
             ids, lengths = _split_lists(array) if column.multi_valued else (array.to_numpy(), None)
-            if self.vocabularies:
+            if column.name in self.vocabularies:
                 ids = self.vocabularies[column.name].lookup(ids)
                 if self.num_embeddings[column.name] <= 2**31:
                     ids = ids.astype(np.int32)

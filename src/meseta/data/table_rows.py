@@ -1,0 +1,101 @@
+"""Rows of files with named columns, CSV or Parquet: each column to what the layout takes it for, and checked."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from meseta.data.raw_rows import LARGEST_WEIGHT, SMALLEST_WEIGHT, RawRows, RawSparse, is_label, is_weight, log1p
+from meseta.data.schema import Layout, SparseColumn
+from meseta.data.values import bucket_rows, cross, first_no_time, group_keys, seconds_of_column
+from meseta.spec import MesetaError
+
+
+@runtime_checkable  # beartype asks for it where the tests check every call
+class NamedColumns(Protocol):
+    """The columns of one block of n rows."""
+
+    def numbers(self, name: str) -> NDArray[np.float64]:
+        """[n], missing as NaN."""
+
+    def times(self, name: str) -> pa.Array:
+        """Text, numbers or times [n]."""
+
+    def texts(self, name: str) -> pa.Array:
+        """Strings or binary [n], missing as the empty string."""
+
+    def sparse(self, column: SparseColumn) -> RawSparse:
+        """The values of a feature that is a column of its own."""
+
+    def error(self, row: int, name: str, problem: str) -> MesetaError:
+        """What to raise for a value; `row` counts from 0 in the block, `problem` follows the value."""
+
+
+def read_rows(columns: NamedColumns, layout: Layout) -> RawRows:
+    """Check and convert every row. Raises MesetaError naming the file, the row or line, and the column."""
+    return RawRows(
+        labels=[_label(columns, name) for name in layout.labels],
+        dense=[_dense(columns, name) for name in layout.dense],
+        sparse=[_sparse(columns, layout, column) for column in layout.sparse],
+        weight=None if layout.weight is None else _weight(columns, layout.weight),
+        group=None if layout.group is None else group_keys(columns.texts(layout.group)),
+        time=None if layout.time is None else _time(columns, layout.time),
+    )
+
+
+def _label(columns: NamedColumns, name: str) -> NDArray[np.float32]:
+    label = columns.numbers(name)
+    bad = np.flatnonzero(~is_label(label))
+    if bad.size:
+        first = int(bad[0])
+        rule = "is no label: it must be a number from 0 to 1" if np.isnan(label[first]) else "is outside 0..1"
+        raise columns.error(first, name, rule)
+    return label.astype(np.float32)
+
+
+def _dense(columns: NamedColumns, name: str) -> NDArray[np.float32]:
+    return log1p(_finite(columns, name))
+
+
+def _finite(columns: NamedColumns, name: str) -> NDArray[np.float64]:
+    """Missing as NaN."""
+    values = columns.numbers(name)
+    infinite = np.isinf(values)
+    if infinite.any():
+        raise columns.error(int(np.flatnonzero(infinite)[0]), name, "is infinite")
+    return values
+
+
+def _weight(columns: NamedColumns, name: str) -> NDArray[np.float32]:
+    weight = columns.numbers(name)
+    bad = np.flatnonzero(~is_weight(weight))
+    if bad.size:
+        rule = f"is no weight of a sample: it must be 0, or {SMALLEST_WEIGHT:g} to {LARGEST_WEIGHT:g}"
+        raise columns.error(int(bad[0]), name, rule)
+    return weight.astype(np.float32)
+
+
+def _time(columns: NamedColumns, name: str) -> NDArray[np.float64]:
+    column = columns.times(name)
+    try:
+        return seconds_of_column(column)
+    except pa.ArrowInvalid:
+        rule = "is no time: it must be as 2026-01-31 23:59:59, or a number where the others are; or name the column "
+        rule += "under ignore in a --schema file"
+        raise columns.error(first_no_time(column), name, rule) from None
+
+
+def _sparse(columns: NamedColumns, layout: Layout, column: SparseColumn) -> RawSparse:
+    if column.buckets is not None:
+        return RawSparse(bucket_rows(_finite(columns, column.buckets.column), column.buckets.boundaries))
+    if column.cross:
+        return RawSparse(cross([_crossed(columns, layout, name) for name in column.cross]))
+    return columns.sparse(column)
+
+
+def _crossed(columns: NamedColumns, layout: Layout, name: str) -> pa.Array:
+    buckets = layout.buckets_of(name)
+    return columns.texts(name) if buckets is None else bucket_rows(_finite(columns, name), buckets.boundaries)
