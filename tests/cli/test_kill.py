@@ -8,20 +8,18 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
+from cli.processes import Command
 from meseta import checkpoint
+from meseta.data.synth import ClickLog, SynthOptions, write_click_log
 from small_run import (
     REAL_ROWS,
-    environment,
     final_checksum,
     metrics,
     settings,
@@ -30,69 +28,8 @@ from small_run import (
     write_config,
 )
 
-PATIENCE_S = 90
-"""For starting torch on a busy machine, not for anything that is measured."""
 COMMON = {"train__epochs": 6, "checkpoint__every_steps": 3, "train__eval_every_steps": 20}
 NUM_STEPS = 84
-
-
-class Command:
-    """`python -m meseta.cli.main ...` in a session of its own; its ranks are in it too."""
-
-    def __init__(self, folder: Path, *arguments: object, launcher: tuple[str, ...] = ()) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.out, self.err = folder / "out.txt", folder / "err.txt"
-        command = [sys.executable, *launcher, "-m", "meseta.cli.main", *map(str, arguments)]
-        with self.out.open("wb") as out, self.err.open("wb") as err:
-            self.process = subprocess.Popen(
-                command, stdout=out, stderr=err, env=environment(), start_new_session=True, cwd=folder
-            )
-
-    def wait(self, timeout_s: float = PATIENCE_S) -> int:
-        try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            raise
-
-    def succeed(self) -> Command:
-        assert self.wait() == 0, self.err.read_text()
-        return self
-
-    def members(self) -> list[int]:
-        """Processes of the session that are alive, without the launcher."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and int(entry.name) != self.process.pid:
-                try:
-                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                except OSError:
-                    continue
-                if int(fields[3]) == self.process.pid and fields[0] not in "ZX":
-                    found.append(int(entry.name))
-        return sorted(found)
-
-    def ranks(self) -> dict[int, int]:
-        """Process of each rank that `--nproc` has started."""
-        found = {}
-        for pid in self.members():
-            try:
-                text = Path(f"/proc/{pid}/environ").read_bytes().decode()
-            except OSError:
-                continue
-            if match := re.search(r"(?:^|\0)RANK=(\d+)", text):
-                found[int(match[1])] = pid
-        return found
-
-    def until(self, condition: Callable[[], Any], what: str) -> None:
-        """Poll; fails when the command ends first, so that a kill really lands where it was meant to."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert self.process.poll() is None, f"ended with {self.process.returncode} before {what}:\n" + (
-                self.err.read_text()
-            )
-            assert time.monotonic() < deadline, f"{what} did not come"
-            time.sleep(0.0005)
 
 
 @pytest.fixture(scope="session")
@@ -115,24 +52,61 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Callable[[int
     return get
 
 
+@pytest.fixture(scope="session")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`raw/*.tsv`, 30,000 rows, and `whole`, the dataset that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("raw")
+    write_click_log(SynthOptions(out=folder / "raw", num_rows=30_000, num_files=3, log=ClickLog(3, 0.001)))
+    Command(folder, "prepare", folder / "raw/*.tsv", "--out", folder / "whole", "--hash-rows", 500).succeed()
+    return folder
+
+
+def prepared_under_kills(folder: Path, raw: Path, num_kills: int, draw: random.Random) -> Path:
+    """A dataset whose preparation was killed so often, at random moments after its work had begun."""
+    out, unfinished = folder / "data", folder / "data.tmp"
+    arguments = ("prepare", raw / "raw/*.tsv", "--out", out, "--hash-rows", 500)
+    num_done, longest_s = 0, 1.0
+    while num_done < num_kills:
+        command = Command(folder / f"prepare-{num_done}", *arguments)
+        changed = unfinished.stat().st_mtime_ns if unfinished.exists() else 0
+        command.until(lambda c=changed: unfinished.exists() and unfinished.stat().st_mtime_ns > c, "work")
+        time.sleep(draw.uniform(0, longest_s))
+        os.killpg(command.process.pid, signal.SIGKILL)
+        if command.wait() == -signal.SIGKILL and not out.exists():
+            num_done += 1
+        else:  # over before it was killed: once more, and sooner
+            shutil.rmtree(out)
+            longest_s /= 2
+    Command(folder / "prepared", *arguments).succeed()
+    return out
+
+
+def check_equal_data(out: Path, whole: Path) -> None:
+    files = [{str(p.relative_to(d)): p.read_bytes() for p in d.rglob("*") if p.is_file()} for d in (out, whole)]
+    assert files[0] == files[1]
+    assert not list(out.parent.glob("*.tmp")) and not [name for name in files[0] if ".tmp" in name]
+
+
 def saving(run_dir: Path) -> bool:
     return any((run_dir / "checkpoints").glob(".tmp-step-*")) if run_dir.exists() else False
 
 
 def reach(command: Command, run_dir: Path, moment: str, draw: random.Random) -> None:
-    """Wait for the moment to kill: during start-up, some steps after it, or while a checkpoint is written."""
+    """Wait for the moment to kill: in start-up, some steps after it, while a checkpoint is written, or evaluating."""
     if moment == "start-up":
         time.sleep(draw.uniform(0.1, 2.5))
         return
     saved = checkpoint.latest(run_dir / "checkpoints")
     step = int(saved.name.removeprefix("step-")) if saved else 0
     aim = step + draw.randint(4, 14)
+    if moment == "evaluating":
+        aim = -(-aim // 20) * 20
     command.until(lambda: f"step {aim // 4 * 4}/" in command.err.read_text(), f"step {aim // 4 * 4}")
     if moment == "saving":
         command.until(lambda: saving(run_dir), "a checkpoint")
         time.sleep(draw.uniform(0, 0.01))
     else:
-        time.sleep(draw.uniform(0, 0.03))
+        time.sleep(draw.uniform(0, 0.03 if moment == "training" else 0.1))
 
 
 def check_equal(run_dir: Path, expected: Path) -> None:
@@ -141,7 +115,7 @@ def check_equal(run_dir: Path, expected: Path) -> None:
     assert [line["step"] for line in metrics(run_dir) if line["kind"] == "train"] == [*range(4, NUM_STEPS + 1, 4)]
     summaries = [json.loads((path / "summary.json").read_text()) for path in (run_dir, expected)]
     assert without_times([summaries[0]["test"]]) == without_times([summaries[1]["test"]])
-    assert not [p.name for p in (run_dir / "checkpoints").iterdir() if p.name.startswith(".")]
+    assert not [path for path in run_dir.rglob("*") if path.name.startswith(".") or ".tmp" in path.name]
 
 
 def killed_and_gone_on(folder: Path, tiny: Path, size: int, moments: list[str], seed: int) -> Path:
@@ -162,18 +136,27 @@ def killed_and_gone_on(folder: Path, tiny: Path, size: int, moments: list[str], 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_killed_twice(whole: Callable[[int], Path], tiny: Path, tmp_path: Path, size: int) -> None:
-    run_dir = killed_and_gone_on(tmp_path, tiny, size, ["training", "saving"], seed=size)
+    moments = ["evaluating" if size == 1 else "training", "saving"]
+    run_dir = killed_and_gone_on(tmp_path, tiny, size, moments, seed=size)
     assert "going on from step" in (tmp_path / "last/err.txt").read_text()
     check_equal(run_dir, whole(size) / "run")
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_killed_five_times(whole: Callable[[int], Path], tiny: Path, tmp_path: Path, size: int, seed: int) -> None:
+def test_a_hundred_kills(
+    whole: Callable[[int], Path], raw: Path, tiny: Path, tmp_path: Path, size: int, seed: int
+) -> None:
+    """Twice while preparing and five times while training: 15 x 7 kills."""
     draw = random.Random(f"{size}/{seed}")
-    moments = [draw.choice(["start-up", "training", "saving"]) for _ in range(5)]
+    check_equal_data(prepared_under_kills(tmp_path, raw, 2, draw), raw / "whole")
+    moments = [draw.choice(["start-up", "training", "saving", "evaluating"]) for _ in range(5)]
     check_equal(killed_and_gone_on(tmp_path, tiny, size, moments, seed=seed), whole(size) / "run")
+
+
+def test_killed_while_preparing(raw: Path, tmp_path: Path) -> None:
+    check_equal_data(prepared_under_kills(tmp_path, raw, 1, random.Random(0)), raw / "whole")
 
 
 def test_a_dead_rank_and_a_dead_launcher(whole: Callable[[int], Path], tiny: Path, tmp_path: Path) -> None:
