@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,14 @@ from torch import nn
 
 from meseta.comm import World
 from meseta.data.batch import Batch
-from meseta.embedding import EmbeddingBagCollection, shard
+from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection, shard
 from meseta.jagged import KeyedJaggedTensor
 from meseta.pipeline import TrainStep
+from meseta.pipeline.micro_batches import split_batch
 from meseta.spec import FeatureSpec, OptimizerSpec, Plan, TableSpec
 
 from .pool import RankPool
-from .scenario import local_slice
+from .scenario import Scenario, local_slice, per_sample
 
 Ranks = Callable[[int], RankPool]
 ROWS = {"a": 6, "b": 30, "c": 11, "d": 4}
@@ -87,12 +89,12 @@ def state_of(model: Any) -> dict[str, Any]:
     return {"dense": [p.detach().clone() for p in model.parameters()], "shards": shards}
 
 
-def run_steps(sizes: list[int], weighted: bool) -> dict[str, Any]:
+def run_steps(sizes: list[int], weighted: bool, accumulate_steps: int = 1) -> dict[str, Any]:
     """A step per size of a global batch; run on every rank."""
     world = World.current()
     model = make(OptimizerSpec(name="adam", lr=0.05), "float64")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    step = TrainStep(model, optimizer, world, task_weights=[0.5, 2.0])
+    step = TrainStep(model, optimizer, world, task_weights=[0.5, 2.0], accumulate_steps=accumulate_steps)
     results = [step(slice_of(global_batch(n, size, weighted), world)) for n, size in enumerate(sizes)]
     return {**state_of(model), "losses": [r.loss for r in results], "counts": [r.num_samples for r in results]}
 
@@ -119,3 +121,47 @@ def test_the_weighted_loss_on_several_ranks_is_that_of_one(ranks: Ranks, size: i
         assert got["counts"] == sizes
         np.testing.assert_allclose(got["losses"], alone["losses"], rtol=1e-12)
         assert_same(got, alone, 1e-12)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_micro_batches_equal_the_whole_batch(ranks: Ranks, weighted: bool) -> None:
+    sizes = [13, 8, 1, 24]
+    alone = run_steps(sizes, weighted)
+    for number in (2, 3, 5):
+        found = [run_steps(sizes, weighted, number), *ranks(2).run(run_steps, sizes, weighted, number)]
+        for got in found:
+            assert got["counts"] == sizes
+            np.testing.assert_allclose(got["losses"], alone["losses"], rtol=1e-12)
+            assert_same(got, alone, 1e-12)
+
+
+def embed(scenario: Scenario, num_parts: int) -> list[Any]:
+    """The shards of this rank after steps with given upstream gradients, in parts; run on every rank."""
+    world, generator = World.current(), torch.Generator().manual_seed(0)
+    collection: Any = EmbeddingBagCollection(scenario.tables(), scenario.features(), seed=scenario.seed)
+    if world.size > 1:
+        collection = ShardedEmbeddingBagCollection(collection, scenario.plan(world.size), world)
+    width = sum(table.embedding_dim for table in scenario.tables()) + scenario.tables()[0].embedding_dim
+    for step in range(scenario.num_steps):
+        given = torch.randn(scenario.batch_size, width, generator=generator)
+        ids, mine = local_slice(scenario.batch(step), world.rank, world.size)
+        data = Batch(dense=given[mine], sparse=ids, label=given[mine, 0])
+        for index, part in enumerate(split_batch(data, num_parts)):
+            with collection.accumulating() if index + 1 < num_parts else nullcontext():
+                x = per_sample(collection(part.sparse), scenario.features())
+                (x * part.dense * world.size).sum().backward()
+    return [(s.shard, s.weight.clone(), {k: v.clone() for k, v in s.state.items()}) for s in collection.shards]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise", "data_parallel"])
+@pytest.mark.parametrize("pooling", ["sum", "none"])
+def test_micro_batches_of_the_embedding_have_the_bits_of_the_whole_batch(
+    ranks: Ranks, sharding: str, optimizer: str, pooling: str
+) -> None:
+    scenario = Scenario(sharding, pooling, weighted=pooling == "sum", optimizer=optimizer, batch_size=600, num_steps=2)
+    whole, parts = ranks(2).run(embed, scenario, 1), ranks(2).run(embed, scenario, 3)
+    for expected, got in zip(whole, parts, strict=True):
+        for (_, weight, state), (_, other, other_state) in zip(expected, got, strict=True):
+            assert torch.equal(weight, other)
+            assert all(torch.equal(state[name], other_state[name]) for name in state)

@@ -261,6 +261,9 @@ class EarlyStoppingConfig(Section):
 class TrainConfig(Section):
     batch_size: int = Field(default=2048, ge=1)
     """Samples of a global batch, over all ranks."""
+    accumulate_steps: int = Field(default=1, ge=1)
+    """Parts in which each rank takes its slice of a global batch, one after the other, with one step of all optimizers
+    after the last: the memory of activations becomes that of a part, the result is that of the whole batch."""
     epochs: int = Field(default=1, ge=1)
     """Passes over the training split."""
     task_weights: dict[str, Annotated[float, Field(ge=0)]] = {}

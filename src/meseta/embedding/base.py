@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from meseta.embedding.accumulate import Segment
 from meseta.jagged import Embeddings, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meseta.ops.id_policy import CheckedIds, apply_id_policy
 from meseta.ops.row_optimizer import Hyper, compute_dtype
@@ -61,11 +63,14 @@ class Collection(nn.Module):
         self.num_outside: Tensor | None = None
         """Ids outside their table so far, per feature [F] (after policies drop, clamp and hash); None before any
         batch."""
+        self._is_accumulating = False
+        self._kept: list[Segment] = []
         self.pooled_features = tuple(f for f in self.features if f.pooling != "none")
         self.row_features = tuple(f for f in self.features if f.pooling == "none")
         self._table = {table.name: table for table in self.tables}
         # Asked for in every step.
         self._names = tuple(f.name for f in self.features)
+        self._unpooled = tuple(index for index, f in enumerate(self.features) if f.pooling == "none")
         self._weighted_names = tuple(f.name for f in self.features if f.weighted)
         self._num_rows = [self._table[f.table].num_embeddings for f in self.features]
         self._policies = [f.id_policy for f in self.features]
@@ -73,6 +78,29 @@ class Collection(nn.Module):
         self._pooled_dims = tuple(self._table[f.table].embedding_dim for f in self.pooled_features)
         # An input that requires grad makes autograd call `update`; it is not a parameter and holds nothing.
         self._anchor = torch.zeros(0, requires_grad=True)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Backward passes inside move no row: their gradients are kept, and the next pass outside adds them to its own
+        and steps each touched row once, as one pass over all the samples would.
+
+            for part in parts[:-1]:
+                with embeddings.accumulating():
+                    (loss_of(part) / len(parts)).backward()
+            (loss_of(parts[-1]) / len(parts)).backward()
+
+        Kept are ids and the upstream gradients of bags: of n samples, n * (sum of D of the pooled features) numbers,
+        and D for each id that is not pooled. On several ranks all must enter and leave alike.
+        """
+        before, self._is_accumulating = self._is_accumulating, True
+        try:
+            yield
+        finally:
+            self._is_accumulating = before
+
+    def forget_kept(self) -> None:
+        """Drop what `accumulating` has kept, where its step is not to be taken."""
+        self._kept.clear()
 
     def lr(self, table: TableSpec) -> float:
         """Learning rate of the step in hand."""

@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from meseta.embedding.accumulate import join, local_segment
 from meseta.embedding.base import Collection, UpdateInBackward
 from meseta.embedding.update import FusedShards, group_shards
 from meseta.jagged import Embeddings, KeyedJaggedTensor
@@ -157,9 +158,16 @@ class EmbeddingBagCollection(Collection):
         )
         if any(self._pooled_tables.mean if self.pooled_features else ()):
             pooled = self.divide_means(pooled.clone(), ids.lengths.view(len(self.features), -1))
-        bags = Bags(ids.values, ids.offsets, ids.batch_size, ids.weights)
+        bags, moved = Bags(ids.values, ids.offsets, ids.batch_size, ids.weights), (pooled, *rows)
+        if self._is_accumulating or self._kept:
+            self._kept.append(local_segment(ids, moved, self._unpooled))
+            if self._is_accumulating:
+                return of_weights
+            whole = join(self._kept)
+            self.forget_kept()
+            bags, moved = whole.ids.bags, whole.gradients
         for fused in self._fused:
-            row_update(fused.group, self.lr(fused.spec), self.step + 1, bags, [pooled, *rows])
+            row_update(fused.group, self.lr(fused.spec), self.step + 1, bags, moved)
         self.step += 1
         return of_weights
 

@@ -112,6 +112,11 @@ class Replicas:
         for fused in self._fused:
             row_update(fused.group, lr(fused.spec), step, bags, gradients)
 
+    @property
+    def learn(self) -> bool:
+        """Whether a table is replicated that is not frozen."""
+        return bool(self._learning)
+
     @cached_property
     def _learning(self) -> tuple[int, ...]:
         """Features whose replicas learn."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meseta.comm import Pending, World
+from meseta.embedding.accumulate import Segment, join, local_segment
 from meseta.embedding.base import Collection, UpdateInBackward
 from meseta.embedding.collection import EmbeddingBagCollection
 from meseta.embedding.exchange import (
@@ -99,6 +100,7 @@ class ShardedEmbeddingBagCollection(Collection):
         # Ids travel as rows of their range, so half the bits are enough for most.
         self._id_dtype = torch.int32 if longest <= MOST else torch.int64
         self.replicas = Replicas(self.features, self.routing, self.shards, world)
+        self._kept_local: list[Segment] = []
         self.local_share = 1.0 / world.size
         """B_local / B_global of the last batch."""
 
@@ -262,14 +264,42 @@ class ShardedEmbeddingBagCollection(Collection):
         pooled, *rows = gradients
         if any(f.pooling == "mean" for f in self.pooled_features):
             pooled = self.divide_means(pooled.clone(), x.ids.lengths.view(len(self.features), -1))
-        sent = send_gradients(self, x, [pooled, *rows], share)
-        replicated = self.replicas.start_update(x.ids, [pooled, *rows], share)
-        pooled, rows = receive_gradients(self, x, sent)
+        given: Sequence[Tensor] = [pooled, *rows]
+        sent = send_gradients(self, x, given, share)
+        if self._is_accumulating:
+            self._keep_local(x, given, share)
+            self._kept.append(self._received(x, owned, sent))
+            return
+        ids = x.ids
+        if self._kept_local:
+            self._keep_local(x, given, share)
+            local = join(self._kept_local)
+            ids, given, share = local.as_batch(ids.keys), local.gradients, 1.0
+        replicated = self.replicas.start_update(ids, given, share)
+        whole = join([*self._kept, self._received(x, owned, sent)])
+        self.forget_kept()
         for fused in self._fused:
-            row_update(fused.group, self.lr(fused.spec), self.step + 1, owned.bags, [pooled, *rows])
-        self._update_staged(owned, [pooled, *rows])
+            row_update(fused.group, self.lr(fused.spec), self.step + 1, whole.ids.bags, whole.gradients)
+        self._update_staged(whole.ids, whole.gradients)
         self.replicas.finish_update(replicated, self.lr, self.step + 1)
         self.step += 1
+
+    def _received(self, x: Exchanged, owned: OwnedIds, sent: Pending) -> Segment:
+        """What came to the rows of this rank."""
+        pooled, rows = receive_gradients(self, x, sent)
+        unpooled = tuple(range(self.routing.num_pooled[self.world.rank], len(self._routes)))
+        return Segment(owned, x.batch_sizes, x.received, (pooled, *rows), unpooled)
+
+    def _keep_local(self, x: Exchanged, gradients: Sequence[Tensor], share: float) -> None:
+        """Keep what the replicas get from this rank's samples; micro-batches may differ in `share`."""
+        if self.replicas.learn:
+            scaled = [gradient * share for gradient in gradients]
+            self._kept_local.append(local_segment(x.ids, scaled, self._unpooled))
+
+    def forget_kept(self) -> None:
+        """Drop what `accumulating` has kept, where its step is not to be taken."""
+        self._kept.clear()
+        self._kept_local.clear()
 
     @cached_property
     def _gradients(self) -> tuple[FeatureGradient, ...]:

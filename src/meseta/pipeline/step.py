@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -17,6 +18,7 @@ from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollecti
 from meseta.jagged.shapes import Float
 from meseta.ops.allocator import keep_freed_memory
 from meseta.optim.clip import DenseClip
+from meseta.pipeline.micro_batches import split_batch
 from meseta.pipeline.times import StageTimes
 from meseta.spec import MesetaError
 
@@ -53,7 +55,7 @@ class Step:
 class _Total:
     """Of a global batch, the same on all ranks."""
 
-    loss: float
+    loss_sum: float
     weight: float
     num_samples: int
     votes: tuple[float, ...]
@@ -74,9 +76,12 @@ class TrainStep:
         *,
         task_weights: Sequence[float] | None = None,
         clip: DenseClip | None = None,
+        accumulate_steps: int = 1,
     ) -> None:
         """`optimizer` holds the dense parameters; the tables step inside the backward pass. `task_weights` multiply
         the losses of the tasks, in the order of the labels; None: all 1. `clip` limits the dense gradients.
+        With `accumulate_steps` k each rank takes its slice in k parts, forward and back one after the other, and every
+        optimizer steps once after the last: the memory of activations is that of a part.
 
         On a CPU this process keeps the memory that its steps free, see meseta.ops.allocator.
         """
@@ -85,6 +90,7 @@ class TrainStep:
         self.world = world
         self.task_weights = None if task_weights is None else torch.tensor(task_weights, device=world.device)
         self.clip = clip
+        self.accumulate_steps = accumulate_steps
         self.times = StageTimes(world.device)
         self.votes: tuple[float, ...] = ()
         """Numbers that travel with the loss of the next step and are summed over ranks; as many on every rank."""
@@ -97,6 +103,35 @@ class TrainStep:
         Raises NonFiniteLoss on all ranks, before any update, when the loss is not finite, and MesetaError for ids
         outside their table.
         """
+        parts = split_batch(batch, self.accumulate_steps)
+        # Parts are divided by the weight of all of them, so it has to be known before the first goes back.
+        whole = None if len(parts) == 1 else self._agree(None, batch)
+        totals, logits = [], []
+        try:
+            for index, part in enumerate(parts):
+                is_last = index == len(parts) - 1
+                with nullcontext() if is_last else self.model.embeddings.accumulating():
+                    total, own = self._forward_backward(part, whole, is_first=index == 0)
+                totals.append(total)
+                logits.append(own)
+        except MesetaError as error:
+            if len(parts) == 1:
+                raise
+            raise type(error)(f"micro-batch {index + 1} of {len(parts)}: {error}") from None
+        finally:
+            self.model.embeddings.forget_kept()
+        whole = whole or totals[0]
+        if whole.weight > 0:
+            with self.times.stage("update"):
+                if self.clip is not None:
+                    self.clip(p for group in self.optimizer.param_groups for p in group["params"])
+                self.optimizer.step()
+        self.times.end_step()
+        loss = sum(total.loss_sum for total in totals) / (whole.weight or 1.0)
+        return Step(loss=loss, num_samples=whole.num_samples, logits=torch.cat(logits), votes=whole.votes)
+
+    def _forward_backward(self, batch: Batch, whole: _Total | None, is_first: bool) -> tuple[_Total, Tensor]:
+        """Gradients of one part of the global batch `whole` (None: of all of it), and this rank's logits."""
         embeddings, stage = self.model.embeddings, self.times.stage
         with stage("copy"):
             batch = batch.to(self.world.device, non_blocking=True)
@@ -109,19 +144,16 @@ class TrainStep:
             local_sum = self._loss_sum(logits, batch)
         with stage("agree"):
             total = self._agree(local_sum.detach(), batch)
-        if total.weight > 0:
+        weight = (whole or total).weight
+        if weight > 0:
             with stage("backward"):
-                self.optimizer.zero_grad(set_to_none=True)
+                if is_first:
+                    self.optimizer.zero_grad(set_to_none=True)
                 # The tables and the dense gradients weigh this by B_local / B_global, so that it is divided by
                 # the sum of weights in the end. Without weights the divisor is the local batch size, to the bit.
-                divisor = batch.batch_size * total.weight / total.num_samples
+                divisor = batch.batch_size * weight / max(total.num_samples, 1)
                 (local_sum / (divisor or 1.0)).backward()
-            with stage("update"):
-                if self.clip is not None:
-                    self.clip(p for group in self.optimizer.param_groups for p in group["params"])
-                self.optimizer.step()
-        self.times.end_step()
-        return Step(loss=total.loss, num_samples=total.num_samples, logits=logits.detach(), votes=total.votes)
+        return total, logits.detach()
 
     def _loss_sum(self, logits: Tensor, batch: Batch) -> Tensor:
         """The sum over this rank's samples, and over tasks."""
@@ -137,15 +169,15 @@ class TrainStep:
             factor = weight if factor is None else weight * factor
         return functional.binary_cross_entropy_with_logits(logits, label, factor, reduction="sum")
 
-    def _agree(self, local_sum: Tensor, batch: Batch) -> _Total:
-        """What all ranks know of the global batch, added in float64."""
+    def _agree(self, local_sum: Tensor | None, batch: Batch) -> _Total:
+        """What all ranks know of a global batch, added in float64; without a loss, before it is computed."""
         weight = batch.batch_size if batch.weight is None else float(batch.weight.double().sum())
-        sums = local_sum.double().new_tensor([float(local_sum), weight, batch.batch_size, *self.votes])
-        loss_sum, weight_sum, num_samples, *votes = self.world.all_reduce(sums).tolist()
-        loss = loss_sum / weight_sum if weight_sum > 0 else loss_sum
-        if not math.isfinite(loss):
+        own = [0.0 if local_sum is None else float(local_sum), weight, batch.batch_size, *self.votes]
+        sums = self.world.all_reduce(torch.tensor(own, dtype=torch.float64, device=self.world.device))
+        loss_sum, weight_sum, num_samples, *votes = sums.tolist()
+        if not (math.isfinite(loss_sum) and math.isfinite(weight_sum)):
             raise NonFiniteLoss(
-                f"the loss is {loss}, and nothing was updated; look for NaN or huge values in the dense inputs, or "
-                "lower the learning rates"
+                f"the loss is {loss_sum / (weight_sum or 1.0)}, and nothing was updated; look for NaN or huge values "
+                "in the dense inputs, or lower the learning rates"
             )
-        return _Total(loss=loss, weight=weight_sum, num_samples=int(num_samples), votes=tuple(votes))
+        return _Total(loss_sum=loss_sum, weight=weight_sum, num_samples=int(num_samples), votes=tuple(votes))

@@ -55,7 +55,14 @@ class Trainer:
         self.optimizer = make_dense_optimizer(config.dense.optimizer, self.model.parameters())
         weights = task_weights(config, self.dataset)
         clip = DenseClip(value=config.dense.clip_value, norm=config.dense.clip_norm)
-        self.train_step = TrainStep(self.model, self.optimizer, world, task_weights=weights, clip=clip)
+        self.train_step = TrainStep(
+            self.model,
+            self.optimizer,
+            world,
+            task_weights=weights,
+            clip=clip,
+            accumulate_steps=config.train.accumulate_steps,
+        )
         self.reader = self._reader("train")
         self.test_reader = self._reader("test")
         check_segments(self.dataset, config.metrics.segments)

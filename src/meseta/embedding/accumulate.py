@@ -1,0 +1,99 @@
+"""Gradients of several backward passes, put together as if one batch had come back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from meseta.embedding.exchange import OwnedIds
+from meseta.jagged import KeyedJaggedTensor
+from meseta.ops.jagged import lengths_to_offsets, permute_pieces
+from meseta.ops.row_update import Bags
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Ids of a micro-batch and the upstream gradients that their rows receive.
+
+    What is kept is the gradient of each bag beside its ids, not one of each row: the rows of a bag share it, and their
+    contributions can still be added in the order that a whole batch has.
+    """
+
+    ids: OwnedIds
+    """By route (in one process: by feature), each ordered by (rank, sample, position)."""
+    batch_sizes: tuple[int, ...]
+    """Samples from each rank."""
+    counts: tuple[tuple[int, ...], ...]
+    """counts[r][k]: ids from rank r for route k."""
+    gradients: tuple[Tensor, ...]
+    """[B, columns of pooled routes], and [ids, D] of each route of `unpooled`."""
+    unpooled: tuple[int, ...]
+    """Routes whose gradients are per id."""
+
+    def as_batch(self, keys: Sequence[str]) -> KeyedJaggedTensor:
+        """The ids of a segment whose routes are features."""
+        bags = self.ids.bags
+        sizes = (bags.num_samples,) * len(keys)
+        return KeyedJaggedTensor(tuple(keys), bags.ids, self.ids.lengths, bags.weights, sizes)
+
+
+def local_segment(ids: KeyedJaggedTensor, gradients: Sequence[Tensor], unpooled: Sequence[int]) -> Segment:
+    """Of the samples of one rank, by feature."""
+    sizes = tuple(b - a for a, b in pairwise(ids.key_offsets))
+    bags = Bags(ids.values, ids.offsets, ids.batch_size, ids.weights)
+    return Segment(
+        ids=OwnedIds(bags=bags, lengths=ids.lengths, sizes=sizes),
+        batch_sizes=(ids.batch_size,),
+        counts=(sizes,),
+        gradients=tuple(gradients),
+        unpooled=tuple(unpooled),
+    )
+
+
+def join(segments: Sequence[Segment]) -> Segment:
+    """One segment, its samples ordered by (rank, micro-batch, sample).
+
+    A rank's micro-batches are consecutive parts of its slice, so this is the order of the whole batch.
+    """
+    if len(segments) == 1:
+        return segments[0]
+    ranks, routes = range(len(segments[0].batch_sizes)), range(len(segments[0].ids.sizes))
+    # Pieces lie by (micro-batch, route, rank).
+    at = [
+        (i * len(routes) + route) * len(ranks) + rank
+        for route in routes
+        for rank in ranks
+        for i in range(len(segments))
+    ]
+    num_ids = [s.counts[rank][route] for s in segments for route in routes for rank in ranks]
+    num_bags = [s.batch_sizes[rank] for s in segments for _ in routes for rank in ranks]
+    ids = permute_pieces(torch.cat([s.ids.bags.ids for s in segments]), num_ids, at)
+    lengths = permute_pieces(torch.cat([s.ids.lengths for s in segments]), num_bags, at)
+    given = [s.ids.bags.weights for s in segments]
+    weights = (
+        permute_pieces(torch.cat([w for w in given if w is not None]), num_ids, at) if given[0] is not None else None
+    )
+    pooled = _by_rank([s.gradients[0] for s in segments], [s.batch_sizes for s in segments])
+    rows = [
+        _by_rank([s.gradients[1 + m] for s in segments], [[n[route] for n in s.counts] for s in segments])
+        for m, route in enumerate(segments[0].unpooled)
+    ]
+    bags = Bags(ids, lengths_to_offsets(lengths), sum(sum(s.batch_sizes) for s in segments), weights)
+    sizes = tuple(sum(s.ids.sizes[route] for s in segments) for route in routes)
+    return Segment(
+        ids=OwnedIds(bags=bags, lengths=lengths, sizes=sizes),
+        batch_sizes=tuple(sum(s.batch_sizes[rank] for s in segments) for rank in ranks),
+        counts=tuple(tuple(sum(s.counts[rank][route] for s in segments) for route in routes) for rank in ranks),
+        gradients=(pooled, *rows),
+        unpooled=segments[0].unpooled,
+    )
+
+
+def _by_rank(matrices: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> Tensor:
+    """Rows of several matrices that lie by rank, as one matrix by (rank, matrix)."""
+    parts = [matrix.split(list(of_ranks)) for matrix, of_ranks in zip(matrices, sizes, strict=True)]
+    return torch.cat([part for of_rank in zip(*parts, strict=True) for part in of_rank])

@@ -1,0 +1,53 @@
+"""A rank's slice of a global batch in consecutive parts."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from meseta.data.batch import Batch
+from meseta.jagged import KeyedJaggedTensor
+
+
+def split_batch(batch: Batch, num_parts: int) -> list[Batch]:
+    """`num_parts` batches of consecutive samples, as even as can be; the first ones are empty where samples lack.
+
+    So no part is empty on all ranks behind one that is not. Dense inputs, labels, weights and groups are views, ids are
+    copies.
+    """
+    if num_parts == 1:
+        return [batch]
+    share, more = divmod(batch.batch_size, num_parts)
+    sizes = [share + (part >= num_parts - more) for part in range(num_parts)]
+    bounds = torch.tensor([0, *sizes]).cumsum(0)
+    ids = batch.sparse
+    first_bags = torch.arange(len(ids.keys))[:, None] * batch.batch_size + bounds
+    places = ids.offsets[first_bags.to(ids.offsets.device)].tolist()
+    lengths = ids.lengths.view(len(ids.keys), batch.batch_size).split(sizes, dim=1)
+
+    def cut(tensor: Tensor | None) -> list[Tensor | None]:
+        return [None] * num_parts if tensor is None else list(tensor.split(sizes))
+
+    def cut_ids(tensor: Tensor, part: int) -> Tensor:
+        return torch.cat([tensor[of_key[part] : of_key[part + 1]] for of_key in places])
+
+    return [
+        Batch(
+            dense=batch.dense[start:stop],
+            sparse=KeyedJaggedTensor(
+                keys=ids.keys,
+                values=cut_ids(ids.values, part),
+                lengths=lengths[part].reshape(-1),
+                weights=None if ids.weights is None else cut_ids(ids.weights, part),
+                batch_sizes=(stop - start,) * len(ids.keys),
+            ),
+            label=batch.label[start:stop],
+            weight=weight,
+            group=group,
+        )
+        for part, ((start, stop), weight, group) in enumerate(
+            zip(pairwise(bounds.tolist()), cut(batch.weight), cut(batch.group), strict=True)
+        )
+    ]

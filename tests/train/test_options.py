@@ -1,0 +1,45 @@
+"""Settings of training in whole runs: micro-batches, clipping, task weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meseta.spec import MesetaError
+from small_run import final_checksum, metrics, settings, tiny_data, train
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_data(tmp_path_factory.getbasetemp())
+
+
+def figures(run_dir: Path) -> list[Any]:
+    return [(line["step"], line.get("loss", 0.0), line["ne"], line["auc"]) for line in metrics(run_dir)]
+
+
+def test_micro_batches_train_as_the_whole_batch_and_resume(tiny: Path, tmp_path: Path) -> None:
+    common = {"embedding__dtype": "float64", "dense__clip_norm": 0.5, "dense__optimizer__name": "lamb"}
+    train(settings(tiny, tmp_path / "whole", **common))
+    train(settings(tiny, tmp_path / "parts", **common, train__accumulate_steps=4))
+    for a, b in zip(figures(tmp_path / "whole"), figures(tmp_path / "parts"), strict=True):
+        assert a == pytest.approx(b, rel=1e-9)
+    train(settings(tiny, tmp_path / "cut", **common, train__accumulate_steps=4, train__max_steps=7))
+    train(settings(tiny, tmp_path / "cut", **common, train__accumulate_steps=4))
+    assert final_checksum(tmp_path / "cut") == final_checksum(tmp_path / "parts")
+    assert figures(tmp_path / "cut")[-1] == figures(tmp_path / "parts")[-1]
+
+
+def test_clipping_and_task_weights_change_a_run(tiny: Path, tmp_path: Path) -> None:
+    few = {"train__max_steps": 4}
+    train(settings(tiny, tmp_path / "plain", **few))
+    changes = ({"dense__clip_norm": 0.01}, {"dense__clip_value": 1e-4}, {"train__task_weights": {"label": 3.0}})
+    for number, change in enumerate(changes):
+        train(settings(tiny, tmp_path / str(number), **few, **change))
+        assert figures(tmp_path / str(number)) != figures(tmp_path / "plain")
+    with pytest.raises(MesetaError, match=r"task_weights names 'labels', .*; did you mean 'label'"):
+        train(settings(tiny, tmp_path / "none", train__task_weights={"labels": 1.0}))
+    with pytest.raises(MesetaError, match="are 0 for all labels"):
+        train(settings(tiny, tmp_path / "none", train__task_weights={"label": 0.0}))
