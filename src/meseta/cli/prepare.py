@@ -38,7 +38,7 @@ def prepare(
         list[str],
         typer.Argument(
             metavar="SOURCE...",
-            help="Files or patterns: CSV with a header, libsvm, libffm or Criteo TSV, plain or gzip, or Parquet.",
+            help="Files, URLs or patterns: CSV with a header, libsvm, libffm or Criteo TSV, plain or gzip, or Parquet.",
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder to make.")],

@@ -44,6 +44,13 @@ class DataConfig(Section):
     prefetch_batches: int = Field(default=4, ge=0)
     """Batches made ahead by a background thread; 0 reads in the training loop."""
 
+    @field_validator("dir", mode="before")
+    @classmethod
+    def _is_local(cls, value: Any) -> Any:
+        if isinstance(value, str) and "://" in value:
+            raise ValueError(f"it must be a folder on this machine, got {value!r}; copy the dataset there first")
+        return value
+
 
 class ScheduleConfig(Section):
     """Factor on the base learning rate: linear warm-up, then constant, then decay to end_factor."""

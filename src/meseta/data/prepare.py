@@ -18,6 +18,7 @@ from pathlib import Path
 from meseta.data.dataset import FILE_NAME, DataFile, Dataset, SourceFile, Split, Teacher
 from meseta.data.encode import EncodedBlock, Encoder
 from meseta.data.features import Tables, describe_dense, describe_sparse
+from meseta.data.files import refuse_url
 from meseta.data.layout import find_layout
 from meseta.data.record import difference, load_record, record_of
 from meseta.data.schema import Layout, Schema
@@ -46,7 +47,7 @@ class PrepareOptions:
     """What `prepare` reads and how."""
 
     sources: Sequence[str]
-    """Files or patterns: CSV with a header, Criteo TSV, libsvm or libffm (plain or gzip), or Parquet."""
+    """Files, URLs or patterns: CSV with a header, Criteo TSV, libsvm or libffm (plain or gzip), or Parquet."""
     out: Path
     """Folder to make."""
     test_files: Sequence[str] = ()
@@ -77,6 +78,7 @@ class PrepareOptions:
     """Worker threads; None: the cores this process may use. The result does not depend on it."""
 
     def __post_init__(self) -> None:
+        refuse_url("prepare: --out", self.out)
         if self.test_files and self.test_fraction is not None:
             raise MesetaError("prepare: --test-fraction and --test-files exclude each other; give one")
         if self.schema is not None and (self.label or self.dense or self.sparse):
@@ -327,7 +329,7 @@ class _Run:
             seed=options.seed,
             test_fraction=options.fraction,
             sources=tuple(
-                SourceFile(path=str(s.path), split=s.split, num_rows=self.rows_of_source[s.path]) for s in self.sources
+                SourceFile(path=s.path, split=s.split, num_rows=self.rows_of_source[s.path]) for s in self.sources
             ),
         )
 
@@ -337,17 +339,17 @@ def find_teacher(sources: Sequence[Source]) -> Teacher | None:
 
     A test split of one whole file takes that file's figures; one drawn from all rows takes those of all files.
     """
-    folders = {source.path.parent for source in sources}
-    path = next(iter(folders)) / "teacher.json"
+    folders = {Path(source.path).parent for source in sources}
+    path = next(iter(folders)) / "teacher.json"  # no URL has one
     if len(folders) != 1 or not path.exists():
         return None
     try:
         document = json.loads(path.read_text())
         test = [source for source in sources if source.split == "test"]
         if any(source.split == "both" for source in sources):
-            entry = document["all"] if {s.path.name for s in sources} == set(document["files"]) else None
+            entry = document["all"] if {Path(s.path).name for s in sources} == set(document["files"]) else None
         else:
-            entry = document["files"].get(test[0].path.name) if len(test) == 1 else None
+            entry = document["files"].get(Path(test[0].path).name) if len(test) == 1 else None
         # Without positives, or negatives, the teacher has no AUC either.
         return Teacher(auc=entry["auc"], ne=entry["ne"]) if entry and entry["auc"] is not None else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meseta.data.files import is_url
 from meseta.data.sources import Source
 from meseta.spec import MesetaError
 
@@ -31,7 +32,7 @@ def record_of(options: PrepareOptions, sources: Sequence[Source]) -> dict[str, A
         except OSError as error:
             raise MesetaError(f"schema {str(options.schema)!r}: {error.strerror}") from None
     files = {
-        os.path.abspath(source.path): {
+        (source.path if is_url(source.path) else os.path.abspath(source.path)): {
             "split": source.split,
             "size_bytes": source.size_bytes,
             "changed": source.changed,

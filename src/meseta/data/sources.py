@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import glob
 import gzip
 import io
 import itertools
@@ -19,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from meseta.data.csv_records import count_records, cut_records, header_names, read_header
+from meseta.data.files import find, is_url, open_file, remote_errors, status
 from meseta.spec import MesetaError
 
 Kind = Literal["tsv", "csv", "libsvm", "libffm", "parquet"]
@@ -48,7 +48,8 @@ BLOCK_ROWS = 32_768
 class Source:
     """One raw file."""
 
-    path: Path
+    path: str
+    """As found: a path on this machine, or a URL."""
     split: Literal["train", "test", "both"]
     """Where its rows go; 'both': by a seeded fraction."""
     kind: Kind
@@ -111,7 +112,7 @@ def find_sources(
     )
     kinds = {source.kind: source.path for source in sources}
     if len(kinds) > 1:
-        shown = " and ".join(f"{str(path)!r} is {KIND_NAMES[kind]}" for kind, path in kinds.items())
+        shown = " and ".join(f"{path!r} is {KIND_NAMES[kind]}" for kind, path in kinds.items())
         raise MesetaError(f"prepare: {shown}; give one kind at a time")
     return sources
 
@@ -143,7 +144,7 @@ def csv_sample(source: Source, num_rows: int) -> tuple[tuple[str, ...], list[lis
             rows = list(itertools.islice(csv.reader(text, delimiter=source.delimiter), num_rows))
         except csv.Error as error:
             raise MesetaError(
-                f"source {str(source.path)!r}: a field among the first rows is no CSV ({error}); is a quote not closed?"
+                f"source {source.path!r}: a field among the first rows is no CSV ({error}); is a quote not closed?"
             ) from None
         finally:
             text.detach()
@@ -152,65 +153,64 @@ def csv_sample(source: Source, num_rows: int) -> tuple[tuple[str, ...], list[lis
 
 def parquet_schema(source: Source) -> pa.Schema:
     """Columns of a Parquet file. Raises MesetaError for a damaged file."""
-    with _named_errors(source.path), pq.ParquetFile(source.path) as file:
+    with _named_errors(source.path), _open_parquet(source.path) as file:
         return file.schema_arrow
 
 
 def parquet_sample(source: Source, columns: Sequence[str], num_rows: int) -> pa.Table:
     """The first rows of some columns of a Parquet file. Raises MesetaError for a damaged file."""
-    with _named_errors(source.path), pq.ParquetFile(source.path) as file:
+    with _named_errors(source.path), _open_parquet(source.path) as file:
         for batch in file.iter_batches(num_rows, columns=list(columns)):
             return pa.Table.from_batches([batch]).select(list(columns))
         return file.schema_arrow.empty_table().select(list(columns))
 
 
-def _expand(patterns: Sequence[str]) -> list[Path]:
-    paths: list[Path] = []
+def _expand(patterns: Sequence[str]) -> list[str]:
+    paths: list[str] = []
     for pattern in patterns:
-        # A name that exists is itself, even where it holds the signs of a pattern.
-        found = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
+        found = find(pattern)
         if not found:
             raise MesetaError(f"source {pattern!r}: no such file, and no file matches it as a pattern")
         for name in found:
-            if Path(name) in paths:
+            path = name if is_url(name) else str(Path(name))
+            if path in paths:
                 raise MesetaError(f"source {name!r} is given twice; its rows would count double")
-            paths.append(Path(name))
+            paths.append(path)
     return paths
 
 
-def _identify(path: Path, split: Literal["train", "test", "both"], delimiter: str | None) -> Source:
-    if path.is_dir():
-        raise MesetaError(f"source {str(path)!r} is a folder; give files or a pattern such as '{path}/*.tsv'")
+def _identify(path: str, split: Literal["train", "test", "both"], delimiter: str | None) -> Source:
     try:
-        status = path.stat()
-        with path.open("rb") as file:
+        found = status(path)
+        if found.is_folder:
+            raise MesetaError(f"source {path!r} is a folder; give files or a pattern such as '{path}/*.tsv'")
+        if found.size_bytes == 0:
+            raise MesetaError(f"source {path!r} is empty; leave it out, or fetch it again")
+        with _named_errors(path), open_file(path) as file:
             magic = file.read(4)
     except OSError as error:
-        raise MesetaError(f"source {str(path)!r}: {error.strerror}") from None
-    if not status.st_size:
-        raise MesetaError(f"source {str(path)!r} is empty; leave it out, or fetch it again")
-    is_parquet = magic == b"PAR1" or path.suffix == ".parquet"
+        raise MesetaError(f"source {path!r}: {error.strerror}") from None
     kind: Kind = "parquet"
     parted_by = ","
-    if not is_parquet:
+    if magic != b"PAR1" and not path.endswith(".parquet"):
         kind, parted_by = _text_form(path, delimiter)
     return Source(
         path=path,
         split=split,
         kind=kind,
-        size_bytes=status.st_size,
-        changed=str(status.st_mtime_ns),
+        size_bytes=found.size_bytes or 1,
+        changed=found.changed,
         delimiter=parted_by,
     )
 
 
-def _text_form(path: Path, delimiter: str | None) -> tuple[Kind, str]:
+def _text_form(path: str, delimiter: str | None) -> tuple[Kind, str]:
     """The kind, and the delimiter of CSV: as given, else by the header, where the name is that of CSV or TSV."""
     if delimiter is not None:
         return "csv", delimiter
     with _named_errors(path), _open(path) as (stream, _):
         head = stream.read(_HEAD_BYTES)
-    name = path.name.lower()
+    name = path.lower()
     if name.endswith(_CSV_NAMES):
         header = re.sub(rb'"[^"]*"', b"", head).partition(b"\n")[0]
         return "csv", max(_DELIMITERS, key=lambda sign: header.count(sign.encode()))  # the first of equals
@@ -246,7 +246,7 @@ def _csv_header(source: Source, header: bytes) -> tuple[str, ...]:
     try:
         names = header_names(header, source.delimiter)
     except (ValueError, csv.Error) as error:
-        raise MesetaError(f"source {str(source.path)!r}, line 1: the header is not UTF-8 CSV ({error})") from None
+        raise MesetaError(f"source {source.path!r}, line 1: the header is not UTF-8 CSV ({error})") from None
     return tuple(names)
 
 
@@ -296,19 +296,19 @@ def _text_blocks(source: Source, start: Place) -> Iterator[Block]:
         if held:
             yield block(held + b"\n")
         elif not start.row:
-            raise MesetaError(f"source {str(source.path)!r} holds no rows; leave it out, or fetch it again")
+            raise MesetaError(f"source {source.path!r} holds no rows; leave it out, or fetch it again")
 
 
 def _endless(source: Source, line: int, num_bytes: int) -> MesetaError:
     cause = "is a quote not closed?" if source.kind == "csv" else f"this is not {KIND_NAMES[source.kind]}"
-    return MesetaError(f"source {str(source.path)!r}, line {line}: no row ends within {num_bytes:,} bytes; {cause}")
+    return MesetaError(f"source {source.path!r}, line {line}: no row ends within {num_bytes:,} bytes; {cause}")
 
 
 def _parquet_blocks(source: Source, columns: Sequence[str], start: int) -> Iterator[Block]:
-    with pq.ParquetFile(source.path) as file:
+    with _open_parquet(source.path) as file:
         num_rows = file.metadata.num_rows
         if not num_rows:
-            raise MesetaError(f"source {str(source.path)!r} holds no rows; leave it out, or fetch it again")
+            raise MesetaError(f"source {source.path!r} holds no rows; leave it out, or fetch it again")
         first_row = group = 0
         while group < file.num_row_groups and first_row + file.metadata.row_group(group).num_rows <= start:
             first_row += file.metadata.row_group(group).num_rows
@@ -330,23 +330,39 @@ def _parquet_blocks(source: Source, columns: Sequence[str], start: int) -> Itera
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[tuple[IO[bytes] | io.BufferedIOBase, IO[bytes]]]:
+def _open(path: str) -> Iterator[tuple[IO[bytes] | io.BufferedIOBase, IO[bytes]]]:
     """The text of a file, unzipped where it begins as gzip does, and the stored file under it."""
-    with path.open("rb") as stored:
+    with open_file(path) as stored:
         zipped = stored.read(2) == b"\x1f\x8b"
         stored.seek(0)
         yield (gzip.GzipFile(fileobj=stored) if zipped else stored), stored
 
 
 @contextmanager
-def _named_errors(path: Path) -> Iterator[None]:
-    """Turn what the readers of gzip and Parquet raise into an error that names the file."""
+def _open_parquet(path: str) -> Iterator[pq.ParquetFile]:
+    """A local file is opened by Arrow itself, whose threads then read it without Python."""
+    if not is_url(path):
+        with pq.ParquetFile(path) as file:
+            yield file
+        return
+    with open_file(path) as stored, pq.ParquetFile(stored) as file:
+        yield file
+
+
+@contextmanager
+def _named_errors(path: str) -> Iterator[None]:
+    """Turn what the readers of gzip and Parquet, and file systems, raise into an error that names the file."""
     try:
         yield
     except MesetaError:
         raise
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise MesetaError(f"source {str(path)!r} is truncated or damaged ({error}); fetch it again") from None
+        raise MesetaError(f"source {path!r} is truncated or damaged ({error}); fetch it again") from None
     except (pa.ArrowException, OSError) as error:
         detail = str(error).splitlines()[0]
-        raise MesetaError(f"source {str(path)!r} cannot be read ({detail}); fetch it again") from None
+        raise MesetaError(f"source {path!r} cannot be read ({detail}); fetch it again") from None
+    except Exception:
+        if not is_url(path):
+            raise
+        with remote_errors(path):
+            raise

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -61,7 +60,7 @@ def _scan(sources: Sequence[Source], on_rows: OnRows) -> tuple[dict[str, bool], 
     """Features in the order of their fields, and whether any value of theirs is not 1; and whether rows have groups."""
     weighted: dict[int, bool] = {}
     total_bytes = sum(source.size_bytes for source in sources)
-    done_bytes: dict[Path, int] = {}
+    done_bytes: dict[str, int] = {}
     num_rows = 0
     has_groups = False
     pool = ThreadPoolExecutor(num_cores(), thread_name_prefix="meseta-scan")

@@ -1,0 +1,125 @@
+"""Sources by URL are read as the same files on this machine are; what cannot be reached is told in one line."""
+
+from __future__ import annotations
+
+import gzip
+import sys
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pydantic import ValidationError
+
+from data.click_log import make_lines
+from meseta.config import DataConfig
+from meseta.data import Dataset, PrepareOptions
+from meseta.data.prepare import prepare
+from meseta.spec import MesetaError
+
+
+def write_files(folder: Path, kind: str) -> None:
+    """Two files of one kind."""
+    for number in range(2):
+        path = folder / f"log_{number}.{kind}"
+        if kind == "tsv.gz":
+            path.write_bytes(gzip.compress("\n".join(make_lines(60)).encode()))
+        elif kind == "csv":
+            path.write_text("click,price,city\n" + "".join(f'{row % 2},{row},"c{row % 7}\nx"\n' for row in range(90)))
+        elif kind == "svm":
+            path.write_text("".join(f"{row % 2} {row % 9}:1 {row % 5 + 20}:0.5\n" for row in range(90)))
+        else:
+            table = pa.table(
+                {"label": [row % 2 for row in range(90)], "bag": [[f"b{row % 4}", "c"] for row in range(90)]}
+            )
+            pq.write_table(table, path, row_group_size=40)
+
+
+def contents(dataset: Dataset) -> tuple[Any, ...]:
+    files = {
+        file.path: (dataset.dir / file.path).read_bytes() for split in dataset.splits.values() for file in split.files
+    }
+    return files, dataset.dense, dataset.sparse, dataset.splits
+
+
+@pytest.mark.parametrize("kind", ["tsv.gz", "csv", "svm", "parquet"])
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+def test_a_url_is_read_as_a_local_file_is(tmp_path: Path, scheme: str, kind: str) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    write_files(raw, kind)
+    root = f"file://{raw}"
+    if scheme == "memory":
+        root = f"memory://{tmp_path.name}-{kind}"
+        fsspec.filesystem("memory").put(f"{raw}/", root, recursive=True)
+    local = prepare(PrepareOptions(sources=[f"{raw}/*.{kind}"], out=tmp_path / "local"))
+    remote = prepare(PrepareOptions(sources=[f"{root}/log_*.{kind}"], out=tmp_path / "remote"))
+    assert contents(remote) == contents(local)
+    assert [s.path.rpartition("/")[2] for s in remote.sources] == [f"log_0.{kind}", f"log_1.{kind}"]
+    assert all(s.path.startswith(f"{scheme}://") for s in remote.sources)
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> str:
+    """A folder of memory:// with one good file."""
+    root = f"memory:///{tmp_path.name}"
+    fsspec.filesystem("memory").pipe(f"{root}/a.csv", b"click,city\n0,x\n1,y\n")
+    return root
+
+
+def refused(tmp_path: Path, *sources: str) -> str:
+    with pytest.raises(MesetaError) as caught:
+        prepare(PrepareOptions(sources=sources, out=tmp_path / "out"))
+    assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
+    return str(caught.value)
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    system = fsspec.filesystem("memory")
+    system.pipe(f"{memory}/empty.csv", b"")
+    system.pipe(f"{memory}/cut.csv.gz", gzip.compress(b"click,city\n" + b"0,x\n" * 1000)[:-20])
+    system.pipe(f"{memory}/cut.parquet", b"PAR1" + bytes(100))
+    assert f"source '{memory}/b.csv': no such file" in refused(tmp_path, f"{memory}/b.csv")
+    assert "no file matches" in refused(tmp_path, f"{memory}/*.tsv")
+    assert "is a folder" in refused(tmp_path, memory)
+    assert "empty.csv' is empty" in refused(tmp_path, f"{memory}/empty.csv")
+    assert "given twice" in refused(tmp_path, f"{memory}/a.csv", f"{memory}/a*.csv")
+    assert "truncated or damaged" in refused(tmp_path, f"{memory}/cut.csv.gz")
+    assert "cut.parquet' cannot be read" in refused(tmp_path, f"{memory}/cut.parquet")
+    assert "Protocol not known: nosuch" in refused(tmp_path, "nosuch://x/y.csv")
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise RuntimeError("the endpoint answers 503\nand more")
+
+    monkeypatch.setattr(type(system), "_open", fail)
+    told = refused(tmp_path, f"{memory}/a.csv")
+    assert "a.csv' cannot be read (the endpoint answers 503); check the URL, the network and the credentials" in told
+
+
+@pytest.mark.parametrize(
+    ("url", "module", "package"),
+    [
+        ("s3://bucket/*.csv", "s3fs", "meseta[s3]"),
+        ("gs://bucket/a.csv", "gcsfs", "meseta[gcs]"),
+        ("https://host/a.csv", "aiohttp", "fsspec[http]"),
+        ("sftp://host/a.csv", "paramiko", "fsspec[sftp]"),
+    ],
+)
+def test_a_missing_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, module: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    for name in [name for name in sys.modules if name.startswith("fsspec.implementations.") or name == module]:
+        if "memory" not in name and "local" not in name:
+            monkeypatch.delitem(sys.modules, name) if sys.modules[name] is not None else None
+    assert refused(tmp_path, url).endswith(f"pip install '{package}'")
+
+
+def test_datasets_are_local(tmp_path: Path) -> None:
+    with pytest.raises(MesetaError, match="--out must be a folder on this machine, got 's3:/bucket/data'"):
+        PrepareOptions(sources=["a.csv"], out=Path("s3://bucket/data"))
+    with pytest.raises(ValidationError, match="must be a folder on this machine"):
+        DataConfig.model_validate({"dir": "gs://bucket/data"})
+    assert DataConfig.model_validate({"dir": "data/a"}).dir == Path("data/a")
