@@ -123,22 +123,22 @@ def global_batches(dataset: Dataset, options: ReaderOptions, num_ranks: int, num
     batch_size=st.integers(1, 700),
     window_rows=st.integers(1, 700),
     shuffle=st.booleans(),
-    drop_last=st.booleans(),
+    last_batch=st.sampled_from(["keep", "drop"]),
     prefetch_batches=st.sampled_from([0, 1, 3]),
     seed=st.integers(0, 2**63 - 1),
 )
 def test_every_row_once_and_the_same_batches_for_any_ranks(
-    dataset: Dataset, num_ranks: int, batch_size: int, drop_last: bool, prefetch_batches: int, **order: Any
+    dataset: Dataset, num_ranks: int, batch_size: int, last_batch: Any, prefetch_batches: int, **order: Any
 ) -> None:
     batch_size = max(batch_size, 20)  # smaller ones have tests of their own; here they only cost time
-    options = ReaderOptions(batch_size=batch_size, drop_last=drop_last, prefetch_batches=prefetch_batches, **order)
+    options = ReaderOptions(batch_size=batch_size, last_batch=last_batch, prefetch_batches=prefetch_batches, **order)
     batches = global_batches(dataset, options, num_ranks)
     rows = [row for batch in batches for row in batch]
-    expected = NUM_ROWS // batch_size * batch_size if drop_last else NUM_ROWS
+    expected = NUM_ROWS // batch_size * batch_size if last_batch == "drop" else NUM_ROWS
     assert len(rows) == len(set(rows)) == expected
     assert all(len(batch) == batch_size for batch in batches[:-1])
     assert len(batches) == Reader(dataset, "train", options).num_batches
-    assert batches == global_batches(dataset, ReaderOptions(batch_size=batch_size, drop_last=drop_last, **order), 1)
+    assert batches == global_batches(dataset, ReaderOptions(batch_size=batch_size, last_batch=last_batch, **order), 1)
     if not order["shuffle"]:
         assert rows == list(range(expected))
 

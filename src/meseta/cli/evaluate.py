@@ -34,7 +34,7 @@ def evaluate(
     with open_trained(run_dir, split, data, best=best) as trained:
         config = trained.config.metrics
         config = config.model_copy(update={"segments": tuple(by)}) if by else config
-        found = run(trained.model, trained.reader, trained.world, config)
+        found = run(trained.model, trained.reader, trained.world, config, trained.shift)
     if trained.world.rank == 0:
         line = {"run": str(run_dir), "step": trained.step, "split": split, **found.to_dict(with_curve=False)}
         print(json.dumps(line, indent=1))

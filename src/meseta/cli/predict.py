@@ -33,7 +33,7 @@ def predict(
     from meseta.train.trained import open_trained
 
     names = [name.strip() for name in keys.split(",") if name.strip()]
-    with open_trained(run_dir, split, data, best=best) as trained:
-        num_rows = write_predictions(trained.model, trained.reader, trained.world, out, names)
+    with open_trained(run_dir, split, data, best=best, every_row=True) as trained:
+        num_rows = write_predictions(trained.model, trained.reader, trained.world, out, names, trained.shift)
     if trained.world.rank == 0:
         print(f"{num_rows:,} predictions of {split} in {out}")

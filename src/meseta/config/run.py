@@ -43,6 +43,13 @@ class DataConfig(Section):
     """Rows held in memory and permuted together."""
     prefetch_batches: int = Field(default=4, ge=0)
     """Batches made ahead by a background thread; 0 reads in the training loop."""
+    last_batch: Literal["keep", "drop", "pad"] = "keep"
+    """The last training batch of an epoch where it is short: as it is, left out, or filled with samples of weight 0,
+    which change nothing but the shape."""
+    filter: str | None = None
+    """Condition on the rows to train and to evaluate on, such as "age >= 18 and country != 'ES'"; None: all rows."""
+    negative_keep: float = Field(default=1.0, gt=0, le=1)
+    """Share of the negatives to train on; predictions are corrected for it. Needs one label, 0 or 1."""
 
     @field_validator("dir", mode="before")
     @classmethod

@@ -25,6 +25,8 @@ class Batch:
     """Weights of the samples, float32, finite and not negative; None: all 1."""
     group: Int[Tensor, " B"] | None = None
     """Keys of the groups that the samples belong to, int64, for metrics within groups; None: there are none."""
+    num_padding: int = 0
+    """Samples at its end that only fill it up, with weight 0 and no ids, and count for nothing."""
 
     @property
     def batch_size(self) -> int:
@@ -43,4 +45,5 @@ class Batch:
             label=self.label.to(device, non_blocking=non_blocking),
             weight=move(self.weight),
             group=move(self.group),
+            num_padding=self.num_padding,
         )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,9 +16,11 @@ from meseta.data.batch import Batch
 from meseta.data.dataset import Dataset
 from meseta.data.order import EpochOrder
 from meseta.data.prefetch import prefetch
-from meseta.data.rows import Rows, concatenate, decode, to_batch
+from meseta.data.rows import Rows, concatenate, decode, pad, to_batch
+from meseta.data.selection import LeftOut, Selection
 from meseta.data.sound import check_types, check_values
 from meseta.spec import MesetaError
+from meseta.spec.processors import num_cores
 
 FORMAT = "meseta.reader/1"
 
@@ -36,10 +39,16 @@ class ReaderOptions:
     """Rows decoded and permuted together; a larger row group makes a window of its own."""
     prefetch_batches: int = 4
     """Batches made ahead by a background thread; 0: none."""
-    drop_last: bool = False
-    """Leave out the last global batch of an epoch where it is short."""
+    last_batch: Literal["keep", "drop", "pad"] = "keep"
+    """The last global batch of an epoch where it is short: as it is, left out, or filled with samples of weight 0."""
+    filter: str | None = None
+    """Condition on the rows that are read, see meseta.data.row_filter; None: all."""
+    negative_keep: float = 1.0
+    """Share of the negatives that is read, drawn by (seed, number of the row in the split), the same in each epoch."""
 
     def __post_init__(self) -> None:
+        if self.last_batch not in ("keep", "drop", "pad"):
+            raise MesetaError(f"reader: last_batch must be 'keep', 'drop' or 'pad', got {self.last_batch!r}")
         for name, least in (("batch_size", 1), ("window_rows", 1), ("prefetch_batches", 0)):
             if getattr(self, name) < least:
                 raise MesetaError(f"reader: {name} must be at least {least}, got {getattr(self, name)}")
@@ -53,7 +62,10 @@ class _RowGroup:
     """Number of the group in the file."""
     first_row: int
     """Rows of the file before it."""
+    first_row_of_split: int
+    """Rows of the split before it."""
     num_rows: int
+    """Rows of it that are read."""
 
 
 class Reader:
@@ -64,22 +76,27 @@ class Reader:
             ...
             state = reader.get_state()      # JSON-able; on a new reader: reader.set_state(state)
 
-    Global batch k of an epoch is a function of (files, seed, epoch, window_rows, batch_size, k) alone. Rank r gets its
-    r-th contiguous slice, and the first batch_size % num_ranks ranks one sample more; a slice may be empty, so that all
-    ranks see the same number of batches. Each rank decodes every window but gathers only its own rows.
-    Every row comes exactly once per epoch, save those that drop_last leaves out.
+    Global batch k of an epoch is a function of the files, the options but for prefetch, epoch and k alone. Rank r gets
+    its r-th contiguous slice, and the first batch_size % num_ranks ranks one sample more; a slice may be empty, so that
+    all ranks see the same number of batches. Each rank decodes every window but gathers only its own rows.
+    Every row comes exactly once per epoch, save those that the filter, negative_keep and last_batch leave out.
     """
 
     def __init__(
         self, dataset: Dataset | str | Path, split: str, options: ReaderOptions, *, rank: int = 0, num_ranks: int = 1
     ) -> None:
-        """Opens every file's footer. Raises MesetaError for a bad rank, and for a file that is missing, damaged or not
-        what dataset.json says."""
+        """Opens every file's footer, and reads the columns that a filter or negative_keep look at, to count rows.
+
+        Raises MesetaError for a bad rank, for a filter that does not fit the data, and for a file that is missing,
+        damaged or not what dataset.json says.
+        """
         if not 0 <= rank < num_ranks:
             raise MesetaError(f"reader: rank must be in 0..{num_ranks - 1}, got {rank}")
         self.dataset = dataset if isinstance(dataset, Dataset) else Dataset.load(dataset)
         self.options = options
-        self.num_rows = self.dataset.split(split).num_rows
+        self._selection = Selection(
+            self.dataset, condition=options.filter, negative_keep=options.negative_keep, seed=options.seed
+        )
         self.split = split
         """Name of the split."""
         self._rank = rank
@@ -89,7 +106,13 @@ class Reader:
             self._open_footer(path, file.num_rows)
             for path, file in zip(self._paths, self.dataset.split(split).files, strict=True)
         ]
-        self._groups = [group for file, metadata in enumerate(self._metadata) for group in _row_groups(file, metadata)]
+        self.left_out = LeftOut()
+        """Rows of the split that the options leave out of every epoch."""
+        self._groups = list(_row_groups(self._metadata))
+        if self._selection.columns:
+            self._groups = self._select(self._groups)
+        self.num_rows = sum(group.num_rows for group in self._groups)
+        """Rows of an epoch."""
         self._epoch = 0
         self._row = 0
 
@@ -126,6 +149,7 @@ class Reader:
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last batch handed over, as plain data for JSON; the same on every rank."""
+        chosen = {"filter": self.options.filter, "negative_keep": self.options.negative_keep}
         return {
             "format": FORMAT,
             "split": self.split,
@@ -135,20 +159,22 @@ class Reader:
             "shuffle": self.options.shuffle,
             "seed": self.options.seed,
             "window_rows": self.options.window_rows,
+            **(chosen if self._selection.columns else {}),
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Go on where `get_state` was called, to the row; batch_size and num_ranks may differ, the order may not.
 
-        Raises MesetaError where the state is of another split, seed, shuffle or window_rows.
+        Raises MesetaError where the state is of another split, seed, shuffle, window_rows or choice of rows.
         """
-        mine = self.get_state()
-        for key, value in mine.items():
-            if key not in state:
+        mine, all_rows = self.get_state(), {"filter": None, "negative_keep": 1.0}
+        for key, value in {**all_rows, **mine}.items():
+            if key not in state and key not in all_rows:
                 raise MesetaError(f"reader state: key {key!r} is missing; pass what get_state returned")
-            if key not in ("epoch", "row") and state[key] != value:
+            saved = state.get(key, all_rows.get(key))
+            if key not in ("epoch", "row") and saved != value:
                 raise MesetaError(
-                    f"reader state: it was saved with {key} {state[key]!r}, but this reader has {value!r}, so its rows "
+                    f"reader state: it was saved with {key} {saved!r}, but this reader has {value!r}, so its rows "
                     "come in another order; use the same data and options, or begin anew"
                 )
         epoch, row = state["epoch"], state["row"]
@@ -158,7 +184,8 @@ class Reader:
 
     def _num_batches_from(self, row: int) -> int:
         left = self.num_rows - row
-        return left // self.options.batch_size if self.options.drop_last else -(-left // self.options.batch_size)
+        is_dropped = self.options.last_batch == "drop"
+        return left // self.options.batch_size if is_dropped else -(-left // self.options.batch_size)
 
     def _produce(self, epoch: int, row: int, num_epochs: int) -> Iterator[tuple[Batch, int, int]]:
         """Batches, each with the position after it."""
@@ -167,8 +194,12 @@ class Reader:
             pieces = _Pieces(self, epoch)
             for left in range(num_batches, 0, -1):
                 stop = min(row + self.options.batch_size, self.num_rows)
-                first, last = _slice_of(self._rank, self._num_ranks, row, stop)
-                batch = to_batch(self.dataset, pieces.take(first, last))
+                size = self.options.batch_size if self.options.last_batch == "pad" else stop - row
+                first, last = _slice_of(self._rank, self._num_ranks, row, row + size)
+                rows = pieces.take(min(first, stop), min(last, stop))
+                batch = to_batch(self.dataset, rows)
+                if row + size > stop:
+                    batch = pad(batch, last - first)
                 row = stop
                 yield (batch, epoch, row) if left > 1 else (batch, epoch + 1, 0)
             epoch, row = epoch + 1, 0
@@ -181,17 +212,39 @@ class Reader:
     def read_groups(self, groups: tuple[int, ...]) -> Rows:
         """Decode row groups, by their number in the split. Raises MesetaError for a damaged file."""
         tables = []
+        columns = list(dict.fromkeys([*self.dataset.columns, *self._selection.columns]))
         for group in groups:
             place = self._groups[group]
-            path = self._paths[place.file]
-            try:
-                with pq.ParquetFile(path, metadata=self._metadata[place.file]) as file:
-                    table = file.read_row_group(place.index, columns=self.dataset.columns)
-            except (pa.ArrowException, OSError) as error:
-                raise damaged(path, error) from None
-            check_values(path, place.first_row, table, self.dataset)
+            table = self._read_columns(place, columns)
+            check_values(self._paths[place.file], place.first_row, table, self.dataset)
+            if self._selection.columns:
+                mask, _ = self._selection.mask(table, place.first_row_of_split)
+                table = table.filter(pa.array(mask))
             tables.append(table)
         return decode(self.dataset, tables)
+
+    def _read_columns(self, group: _RowGroup, columns: list[str]) -> pa.Table:
+        path = self._paths[group.file]
+        try:
+            with pq.ParquetFile(path, metadata=self._metadata[group.file]) as file:
+                return file.read_row_group(group.index, columns=columns)
+        except (pa.ArrowException, OSError) as error:
+            raise damaged(path, error) from None
+
+    def _select(self, groups: list[_RowGroup]) -> list[_RowGroup]:
+        """Row groups with the numbers of their rows that are read, those without any left out; on all cores."""
+
+        def count(group: _RowGroup) -> tuple[int, LeftOut]:
+            table = self._read_columns(group, self._selection.columns)
+            mask, left_out = self._selection.mask(table, group.first_row_of_split)
+            return int(mask.sum()), left_out
+
+        with ThreadPoolExecutor(num_cores(), thread_name_prefix="meseta-select") as pool:
+            counted = list(pool.map(count, groups))
+        self.left_out = LeftOut(
+            sum(left_out.by_filter for _, left_out in counted), sum(left_out.negatives for _, left_out in counted)
+        )
+        return [replace(group, num_rows=num) for group, (num, _) in zip(groups, counted, strict=True) if num]
 
     def _open_footer(self, path: Path, num_rows: int) -> pq.FileMetaData:
         """The metadata of one file, checked against dataset.json."""
@@ -209,12 +262,15 @@ class Reader:
         return metadata
 
 
-def _row_groups(file: int, metadata: pq.FileMetaData) -> Iterator[_RowGroup]:
-    first_row = 0
-    for index in range(metadata.num_row_groups):
-        num_rows = metadata.row_group(index).num_rows
-        yield _RowGroup(file, index, first_row, num_rows)
-        first_row += num_rows
+def _row_groups(files: Sequence[pq.FileMetaData]) -> Iterator[_RowGroup]:
+    before = 0
+    for file, metadata in enumerate(files):
+        first_row = 0
+        for index in range(metadata.num_row_groups):
+            num_rows = metadata.row_group(index).num_rows
+            yield _RowGroup(file, index, first_row, before + first_row, num_rows)
+            first_row += num_rows
+        before += first_row
 
 
 class _Pieces:

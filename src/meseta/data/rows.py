@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
+from torch.nn import functional
 
 from meseta.data.batch import Batch
 from meseta.data.dataset import Dataset
@@ -137,6 +138,28 @@ def to_batch(dataset: Dataset, rows: Rows) -> Batch:
         label=torch.from_numpy(np.array(rows.label)),
         weight=None if rows.weight is None else torch.from_numpy(np.array(rows.weight)),
         group=None if rows.group is None else torch.from_numpy(np.array(rows.group)),
+    )
+
+
+def pad(batch: Batch, batch_size: int) -> Batch:
+    """The batch, filled up to `batch_size` samples that have weight 0, no ids, zeros for all else."""
+    more = batch_size - batch.batch_size
+    sparse, num_keys = batch.sparse, len(batch.sparse.keys)
+    lengths = functional.pad(sparse.lengths.view(num_keys, batch.batch_size), (0, more)).reshape(-1)
+    weight = torch.ones(batch.batch_size) if batch.weight is None else batch.weight
+    return Batch(
+        dense=functional.pad(batch.dense, (0, 0, 0, more)),
+        sparse=KeyedJaggedTensor(
+            keys=sparse.keys,
+            values=sparse.values,
+            lengths=lengths,
+            weights=sparse.weights,
+            batch_sizes=(batch_size,) * num_keys,
+        ),
+        label=functional.pad(batch.label, (*(0, 0) * (batch.label.dim() - 1), 0, more)),
+        weight=functional.pad(weight, (0, more)),
+        group=None if batch.group is None else functional.pad(batch.group, (0, more)),
+        num_padding=more,
     )
 
 

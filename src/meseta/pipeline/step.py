@@ -44,7 +44,7 @@ class Step:
     loss: float
     """Weighted mean over the global batch; 0 where all weights are 0."""
     num_samples: int
-    """Samples of the global batch."""
+    """Samples of the global batch, without those that only fill it up."""
     logits: Float[Tensor, " B_local *T"]
     """This rank's predictions, made before the update."""
     votes: tuple[float, ...] = ()
@@ -57,7 +57,9 @@ class _Total:
 
     loss_sum: float
     weight: float
+    batch_size: int
     num_samples: int
+    """Without those that only fill it up."""
     votes: tuple[float, ...]
 
 
@@ -151,7 +153,7 @@ class TrainStep:
                     self.optimizer.zero_grad(set_to_none=True)
                 # The tables and the dense gradients weigh this by B_local / B_global, so that it is divided by
                 # the sum of weights in the end. Without weights the divisor is the local batch size, to the bit.
-                divisor = batch.batch_size * weight / max(total.num_samples, 1)
+                divisor = batch.batch_size * weight / max(total.batch_size, 1)
                 (local_sum / (divisor or 1.0)).backward()
         return total, logits.detach()
 
@@ -172,12 +174,18 @@ class TrainStep:
     def _agree(self, local_sum: Tensor | None, batch: Batch) -> _Total:
         """What all ranks know of a global batch, added in float64; without a loss, before it is computed."""
         weight = batch.batch_size if batch.weight is None else float(batch.weight.double().sum())
-        own = [0.0 if local_sum is None else float(local_sum), weight, batch.batch_size, *self.votes]
+        own = [0.0 if local_sum is None else float(local_sum), weight, batch.batch_size, batch.num_padding, *self.votes]
         sums = self.world.all_reduce(torch.tensor(own, dtype=torch.float64, device=self.world.device))
-        loss_sum, weight_sum, num_samples, *votes = sums.tolist()
+        loss_sum, weight_sum, batch_size, num_padding, *votes = sums.tolist()
         if not (math.isfinite(loss_sum) and math.isfinite(weight_sum)):
             raise NonFiniteLoss(
                 f"the loss is {loss_sum / (weight_sum or 1.0)}, and nothing was updated; look for NaN or huge values "
                 "in the dense inputs, or lower the learning rates"
             )
-        return _Total(loss_sum=loss_sum, weight=weight_sum, num_samples=int(num_samples), votes=tuple(votes))
+        return _Total(
+            loss_sum=loss_sum,
+            weight=weight_sum,
+            batch_size=int(batch_size),
+            num_samples=int(batch_size - num_padding),
+            votes=tuple(votes),
+        )

@@ -44,18 +44,25 @@ class Evaluation:
         }
 
 
-def predict(model: Model, reader: Reader, world: World) -> Iterator[tuple[NDArray[Any], Batch]]:
-    """This rank's slice of each global batch, in CPU memory, with its logits [B] or [B, T]; without any update."""
+def predict(model: Model, reader: Reader, world: World, shift: float = 0.0) -> Iterator[tuple[NDArray[Any], Batch]]:
+    """This rank's slice of each global batch, in CPU memory, with its logits [B] or [B, T]; without any update.
+
+    `shift` is added to the logits, see meseta.data.selection.calibration_shift.
+    """
     with torch.no_grad():
         for batch in reader.epoch():
             on_device = batch.to(world.device, non_blocking=True)
             pooled = model.embeddings(on_device.sparse).pooled.values
             logits = model.score(on_device.dense, pooled)
-            yield logits.cpu().numpy(), batch
+            scores = logits.cpu().numpy()
+            yield (scores + scores.dtype.type(shift) if shift else scores), batch
 
 
-def evaluate(model: Model, reader: Reader, world: World, config: MetricsConfig | None = None) -> Evaluation:
-    """Figures over all rows of the reader's split, the same on every rank and for any number of ranks.
+def evaluate(
+    model: Model, reader: Reader, world: World, config: MetricsConfig | None = None, shift: float = 0.0
+) -> Evaluation:
+    """Figures over all rows of the reader's split, the same on every rank and for any number of ranks; `shift` is added
+    to the logits.
 
     Samples count by their weights where the data have them, and groups are measured where they have those. Training's
     own count of ids outside their table is left as it was. Raises MesetaError for a segment that is no feature with one
@@ -66,7 +73,7 @@ def evaluate(model: Model, reader: Reader, world: World, config: MetricsConfig |
     windows, embeddings = TaskWindows(reader.dataset.labels, MetricWindow), model.embeddings
     keys: dict[str, list[NDArray[np.int64]]] = {feature: [] for feature in config.segments}
     counted, embeddings.num_outside = embeddings.num_outside, None
-    for logits, batch in predict(model, reader, world):
+    for logits, batch in predict(model, reader, world, shift):
         windows.add(logits, batch.label.numpy(), _numpy(batch.weight), _numpy(batch.group))
         for feature, parts in keys.items():
             parts.append(batch.sparse[feature].values.numpy())

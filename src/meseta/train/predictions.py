@@ -24,8 +24,12 @@ from meseta.train.evaluate import predict
 ROW = "row"
 
 
-def write_predictions(model: Model, reader: Reader, world: World, out: Path, keys: Sequence[str] = ()) -> int:
+def write_predictions(
+    model: Model, reader: Reader, world: World, out: Path, keys: Sequence[str] = (), shift: float = 0.0
+) -> int:
     """Write a line for every row of the reader's split, in order; returns the number of rows.
+
+    `shift` is added to the logits.
 
     Its columns are "row" (int64), then the columns of the dataset named by `keys`, then its group and time where it has
     them, then "prediction" and "label" (float32), or "prediction.NAME" and "label.NAME" for each of several labels.
@@ -36,7 +40,7 @@ def write_predictions(model: Model, reader: Reader, world: World, out: Path, key
     file = _File(out, reader, keys) if world.rank == 0 else None
     world.raise_together(file.problem if file is not None else None)
     num_rows = 0
-    for own_logits, batch in predict(model, reader, world):
+    for own_logits, batch in predict(model, reader, world, shift):
         own = own_logits.astype(np.float64), batch.label.numpy(), file is not None and file.problem is not None
         parts = world.gather_objects(own)
         if parts[0][2]:  # nothing more can be written, so nothing more is computed

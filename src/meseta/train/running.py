@@ -30,8 +30,9 @@ class RunningFigures:
 
     def add(self, logits: Tensor, batch: Batch) -> None:
         """Add a step: this rank's logits [B] or [B, T], and its slice of the batch."""
-        weight = None if batch.weight is None else batch.weight.numpy()
-        self._window.add(logits.cpu().numpy(), batch.label.numpy(), weight)
+        num_real = batch.batch_size - batch.num_padding
+        weight = None if batch.weight is None else batch.weight[:num_real].numpy()
+        self._window.add(logits[:num_real].cpu().numpy(), batch.label[:num_real].numpy(), weight)
 
     def take(self) -> dict[str, Any]:
         """The figures of a line, plain data for JSON; the next line begins. Collective, the same on every rank.

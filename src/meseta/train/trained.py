@@ -14,6 +14,7 @@ from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset import Dataset
 from meseta.data.reader import Reader, ReaderOptions
+from meseta.data.selection import calibration_shift
 from meseta.optim.dense import make_dense_optimizer
 from meseta.spec import MesetaError
 from meseta.train.build import make_sharded_model
@@ -35,17 +36,32 @@ class Trained:
     config: RunConfig
     """Of the run."""
 
+    @property
+    def shift(self) -> float:
+        """What to add to its logits, since it may have seen only a share of the negatives."""
+        return calibration_shift(self.config.data.negative_keep)
+
 
 @contextmanager
-def open_trained(run_dir: Path, split: str, data: Path | None = None, *, best: bool = False) -> Iterator[Trained]:
+def open_trained(
+    run_dir: Path, split: str, data: Path | None = None, *, best: bool = False, every_row: bool = False
+) -> Iterator[Trained]:
     """`load_trained` on the ranks of this process; raises what it raises."""
     with session(RunDir(run_dir).load_config()) as world:
-        yield load_trained(run_dir, split, world, data, best=best)
+        yield load_trained(run_dir, split, world, data, best=best, every_row=every_row)
 
 
-def load_trained(run_dir: Path, split: str, world: World, data: Path | None = None, *, best: bool = False) -> Trained:
+def load_trained(
+    run_dir: Path,
+    split: str,
+    world: World,
+    data: Path | None = None,
+    *,
+    best: bool = False,
+    every_row: bool = False,
+) -> Trained:
     """Load the newest checkpoint of `run_dir`, or that of its best evaluation. A plan made for another number of ranks
-    gives way to a balanced one.
+    gives way to a balanced one. The rows are those that data.filter leaves, or all where `every_row` says so.
 
     Raises MesetaError where there is no run, no checkpoint, no such split, or data with other features.
     """
@@ -60,7 +76,11 @@ def load_trained(run_dir: Path, split: str, world: World, data: Path | None = No
     if trained_on.dense != dataset.dense and world.rank == 0:
         print(f"note: the dense features of {str(dataset.dir)!r} were standardised with other means than those of the "
               "training data", file=sys.stderr)  # fmt: skip
-    options = ReaderOptions(batch_size=config.train.eval_batch_size, prefetch_batches=config.data.prefetch_batches)
+    options = ReaderOptions(
+        batch_size=config.train.eval_batch_size,
+        prefetch_batches=config.data.prefetch_batches,
+        filter=None if every_row else config.data.filter,
+    )
     reader = Reader(dataset, split, options, rank=world.rank, num_ranks=world.size)
     model = make_sharded_model(config, dataset, world)
     optimizer = make_dense_optimizer(config.dense.optimizer, model.parameters())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
+from dataclasses import asdict, astuple
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from meseta.config import RunConfig
 from meseta.data.batch import Batch
 from meseta.data.dataset import FILE_NAME, Dataset
 from meseta.data.reader import Reader, ReaderOptions
+from meseta.data.selection import calibration_shift
 from meseta.optim.clip import DenseClip
 from meseta.optim.dense import make_dense_optimizer
 from meseta.optim.schedule import learning_rate_factor
@@ -224,7 +226,8 @@ class Trainer:
     def _evaluate(self, progress: TrainProgress) -> dict[str, Any]:
         """Metrics over the whole test split, one line of metrics.jsonl."""
         start_s = time.perf_counter()
-        found = evaluate(self.model, self.test_reader, self.world, self.config.metrics)
+        shift = calibration_shift(self.config.data.negative_keep)
+        found = evaluate(self.model, self.test_reader, self.world, self.config.metrics, shift)
         line = {
             "kind": "eval",
             "step": self.step,
@@ -298,8 +301,14 @@ class Trainer:
 
     def _count_steps(self) -> int:
         """Steps of the whole run, those before a resume included; the batch size may have changed in between."""
-        if self.reader.num_rows == 0:
-            raise MesetaError(f"dataset {str(self.config.data.dir)!r} has no rows to train on; prepare it again")
+        if self.reader.num_batches == 0:
+            left_out, num_rows = self.reader.left_out, self.reader.num_rows
+            why = (
+                f"data.last_batch 'drop' leaves out all of its {num_rows} rows" if num_rows
+                else "data.filter and data.negative_keep leave none; ask for more" if any(astuple(left_out))
+                else "prepare it again"
+            )  # fmt: skip
+            raise MesetaError(f"dataset {str(self.config.data.dir)!r} has no rows to train on: {why}")
         left = (self.config.train.epochs - self.reader.epoch_index - 1) * self.reader.num_batches
         whole = self.step + left + self.reader.num_batches_left
         num_steps = min(whole, self.config.train.max_steps or whole)
@@ -322,6 +331,7 @@ class Trainer:
             "samples_per_s": self.num_samples / self.train_s if self.train_s else None,
             "num_ranks": self.world.size,
             "ids_outside": outside,
+            **({"rows_left_out": asdict(self.reader.left_out)} if any(astuple(self.reader.left_out)) else {}),
             "checkpoint": str(checkpoint.latest(self.run_dir.checkpoints)),
         }
 
@@ -334,5 +344,8 @@ class Trainer:
             seed=self.config.seed,
             window_rows=data.shuffle_window_rows,
             prefetch_batches=data.prefetch_batches,
+            last_batch=data.last_batch if split == "train" else "keep",
+            filter=data.filter,
+            negative_keep=data.negative_keep if split == "train" else 1.0,
         )
         return Reader(self.dataset, split, options, rank=self.world.rank, num_ranks=self.world.size)

@@ -1,0 +1,108 @@
+"""Training on chosen rows, and with filled-up batches: what the model learns and what it then predicts."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from meseta.comm import World
+from meseta.data.selection import calibration_shift
+from meseta.spec import MesetaError
+from meseta.train.evaluate import evaluate
+from meseta.train.predictions import write_predictions
+from meseta.train.trained import load_trained
+from small_run import criteo_shaped_data, metrics, settings, tiny_data, train
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_data(tmp_path_factory.getbasetemp() / "data")
+
+
+@pytest.fixture(scope="module")
+def criteo_shaped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return criteo_shaped_data(tmp_path_factory.getbasetemp() / "data")
+
+
+def test_filled_up_batches_train_the_same_model(tiny: Path, tmp_path: Path) -> None:
+    """Two epochs whose last batches are short, with Adam on both sides: rows that no sample names must not move."""
+    common = {
+        "embedding__dtype": "float64",
+        "embedding__optimizer__name": "adam",
+        "train__epochs": 2,
+        "train__log_every_steps": 1,
+        "train__batch_size": 250,
+    }
+    summaries = {end: train(settings(tiny, tmp_path / end, data__last_batch=end, **common)) for end in ("keep", "pad")}
+    kept, padded = summaries["keep"], summaries["pad"]
+    assert kept["num_samples"] == padded["num_samples"]
+    lines = [[line for line in metrics(tmp_path / end) if line["kind"] == "train"] for end in ("keep", "pad")]
+    for one, other in zip(*lines, strict=True):
+        assert one["num_samples"] == other["num_samples"]
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-10)
+    trained = [load_trained(tmp_path / end, "test", World.single()) for end in ("keep", "pad")]
+    for shards in zip(*(one.model.embeddings.shards for one in trained), strict=True):
+        np.testing.assert_allclose(*(shard.weight.numpy() for shard in shards), atol=1e-10)
+
+
+def test_a_model_of_few_negatives_predicts_rates_of_all_rows(criteo_shaped: Path, tmp_path: Path) -> None:
+    """Mean prediction over mean label on the whole test split; without the correction it would be above 2."""
+    keep = 0.2
+    common: dict[str, Any] = {"train__epochs": 2, "model__name": "logistic_regression"}
+    summary = train(settings(criteo_shaped, tmp_path / "run", data__negative_keep=keep, **common))
+    assert summary["rows_left_out"]["negatives"] == pytest.approx(0.75 * (1 - keep) * 4000, rel=0.1)
+    assert summary["num_samples"] == 2 * (4000 - summary["rows_left_out"]["negatives"])
+    assert summary["test"]["num_samples"] == 2000
+    assert summary["test"]["calibration"] == pytest.approx(1.0, abs=0.12)
+    trained = load_trained(tmp_path / "run", "test", World.single())
+    figures = evaluate(trained.model, trained.reader, trained.world, shift=trained.shift).to_dict()
+    assert figures["calibration"] == summary["test"]["calibration"]
+    trained = load_trained(tmp_path / "run", "test", World.single())
+    assert evaluate(trained.model, trained.reader, trained.world).to_dict()["calibration"] > 2
+    predictions = []
+    for name, shift in (("plain", 0.0), ("shifted", trained.shift)):
+        trained = load_trained(tmp_path / "run", "test", World.single(), every_row=True)
+        write_predictions(trained.model, trained.reader, trained.world, tmp_path / name, shift=shift)
+        predictions.append(pq.read_table(tmp_path / name)["prediction"].to_numpy().astype(np.float64))
+    p, q = predictions
+    np.testing.assert_allclose(q, p / (p + (1 - p) / keep), rtol=1e-5)  # He et al. 2014, section 6.3
+
+
+@pytest.mark.parametrize("w", [1.0, 0.5, 0.01])
+def test_the_shift_is_that_of_the_published_formula(w: float) -> None:
+    for p in (0.001, 0.3, 0.9):
+        q = p / (p + (1 - p) / w)
+        assert math.log(q / (1 - q)) == pytest.approx(math.log(p / (1 - p)) + calibration_shift(w))
+
+
+def test_a_filter_holds_for_training_and_evaluation_but_not_for_predictions(tiny: Path, tmp_path: Path) -> None:
+    condition = "age >= 45 and city != 'city0'"
+    summary = train(settings(tiny, tmp_path / "run", data__filter=condition))
+    everything = train(settings(tiny, tmp_path / "all"))
+    left_out = summary["rows_left_out"]
+    assert left_out["negatives"] == 0
+    assert summary["num_samples"] + left_out["by_filter"] == everything["num_samples"]
+    assert 0 < summary["test"]["num_samples"] < everything["test"]["num_samples"]
+    trained = load_trained(tmp_path / "run", "test", World.single())
+    assert trained.reader.num_rows == summary["test"]["num_samples"]
+    trained = load_trained(tmp_path / "run", "test", World.single(), every_row=True)
+    assert trained.reader.num_rows == everything["test"]["num_samples"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data__filter": "age < 0"}, "no rows to train on: data.filter and data.negative_keep leave none"),
+        ({"data__last_batch": "drop", "train__batch_size": 5000}, "no rows .* 'drop' leaves out all of its"),
+        ({"data__filter": "agee < 3"}, "there is no column 'agee'; did you mean 'age'"),
+    ],
+)
+def test_nothing_to_train_on(tiny: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(MesetaError, match=message):
+        train(settings(tiny, tmp_path / "run", **changes))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
