@@ -102,6 +102,8 @@ def reach(command: Command, run_dir: Path, moment: str, draw: random.Random) -> 
     if moment == "evaluating":
         aim = -(-aim // 20) * 20
     command.until(lambda: f"step {aim // 4 * 4}/" in command.err.read_text(), f"step {aim // 4 * 4}")
+    # It was written while training went on.
+    command.until(lambda: checkpoint.latest(run_dir / "checkpoints") != saved, "a checkpoint")
     if moment == "saving":
         command.until(lambda: saving(run_dir), "a checkpoint")
         time.sleep(draw.uniform(0, 0.01))

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
 import time
 from pathlib import Path
 
+import pytest
+import torch
+
+from checkpoint.simulated import assert_holds, blank, pieces, plain_plan, random_tables, some_specs
+from meseta.checkpoint import latest, load, saving, verify
+from meseta.checkpoint.background import BackgroundSave, copy_bytes
+from meseta.checkpoint.directory import checkpoint_path
 from meseta.comm import World
 from meseta.config import CheckpointConfig
+from meseta.spec import MesetaError
+from meseta.train import saving as train_saving
 from meseta.train.interruption import Interruption
 from meseta.train.saving import Saver
 from small_run import settings, train
@@ -31,8 +41,12 @@ def test_steps_minutes_signals_and_the_best(tmp_path: Path) -> None:
     config = CheckpointConfig(every_steps=4, keep_best=True)
     saver = Saver(config, tmp_path, World.single())
     assert [step for step in range(1, 10) if saver.is_due(step, is_best=step == 7)] == [4, 7, 8]
-    assert saver.votes() == (0, 0)
-    for votes, due, stopping in (((0.0, 2.0), True, False), ((1.0, 0.0), True, True), ((0.0, 0.0), False, False)):
+    assert saver.votes() == (0, 0, 0)
+    for votes, due, stopping in (
+        ((0.0, 2.0, 0.0), True, False),
+        ((1.0, 0.0, 0.0), True, True),
+        ((0.0, 0.0, 0.0), False, False),
+    ):
         saver.hear(votes)
         assert (saver.is_due(3, is_best=False), saver.stopping) == (due, stopping)
 
@@ -40,7 +54,83 @@ def test_steps_minutes_signals_and_the_best(tmp_path: Path) -> None:
 def test_the_clock_of_rank_0_counts(tmp_path: Path) -> None:
     config = CheckpointConfig(every_minutes=1e-9)
     worlds = [World(rank=rank, size=2, device=World.single().device) for rank in (0, 1)]
-    assert [Saver(config, tmp_path, world).votes() for world in worlds] == [(0, 1), (0, 0)]
+    assert [Saver(config, tmp_path, world).votes() for world in worlds] == [(0, 1, 0), (0, 0, 0)]
+
+
+def test_in_the_background_or_not_the_same_checkpoints(tiny: Path, tmp_path: Path) -> None:
+    for background in ("always", "never"):
+        changes = {"train__max_steps": 6, "checkpoint__every_steps": 1, "checkpoint__keep_last": 9}
+        train(settings(tiny, tmp_path / background, checkpoint__background=background, **changes))
+    folders = [tmp_path / background / "checkpoints" for background in ("always", "never")]
+    assert saved_steps(tmp_path / "always") == saved_steps(tmp_path / "never") == [1, 2, 3, 4, 5, 6]
+    for step in (1, 4, 6):
+        sums = {verify(checkpoint_path(folder, step)) for folder in folders}
+        assert len(sums) == 1
+
+
+def test_what_a_save_in_the_background_met_ends_the_run(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The former checkpoint stays."""
+    really = saving.commit
+
+    def commit(temporary: Path) -> Path:
+        if temporary.name.endswith("4"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return really(temporary)
+
+    monkeypatch.setattr(saving, "commit", commit)
+    changes = {"train__max_steps": 60, "checkpoint__every_steps": 2, "checkpoint__background": "always"}
+    with pytest.raises(MesetaError, match="No space left on device"):
+        train(settings(tiny, tmp_path, **changes))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000000002"]
+
+
+def test_training_goes_on_while_the_copy_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows change while the disk stands still; the checkpoint has those of the call, and the next save waits for it."""
+    specs = some_specs()
+    plan, tables = plain_plan(specs, 1, "table_wise"), random_tables(specs, seed=4)
+    shards, gate, order = pieces(specs, plan, 0, tables), threading.Event(), list[str]()
+    really = saving.write_manifest
+
+    def slow(root: Path, manifest: dict) -> None:
+        assert gate.wait(30)
+        really(root, manifest)
+
+    monkeypatch.setattr(saving, "write_manifest", slow)
+    background, dense = BackgroundSave(World.single()), {"bias": torch.ones(3)}
+
+    def start(step: int) -> None:
+        background.start(
+            tmp_path, step=step, plan=plan, shards=shards, dense=dense, state={}, then=lambda _: order.append(f"{step}")
+        )
+
+    start(1)
+    for piece in shards:
+        piece.weight.zero_()
+    dense["bias"].zero_()
+    assert latest(tmp_path) is None and not order
+    gate.set()
+    start(2)
+    assert order[0] == "1"
+    background.wait()
+    assert order == ["1", "2"]
+    back = blank(specs, plan, 0)
+    assert load(tmp_path / "step-000000001", world=World.single(), shards=back).dense["bias"].tolist() == [1, 1, 1]
+    assert_holds(back, tables)
+    load(tmp_path / "step-000000002", world=World.single(), shards=back)
+    assert all(not piece.weight.any() for piece in back)
+
+
+def test_where_memory_is_short_training_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = some_specs()
+    plan = plain_plan(specs, 1, "table_wise")
+    shards = pieces(specs, plan, 0, random_tables(specs, seed=4))
+    needed = 2 * copy_bytes(shards)
+    for free, background, expected in ((needed, "auto", True), (needed - 1, "auto", False), (0, "always", True)):
+        monkeypatch.setattr(train_saving, "_free_bytes", lambda free=free: float(free))
+        saver = Saver(CheckpointConfig(background=background), tmp_path, World.single())
+        assert saver._is_in_background(shards) == expected
 
 
 def test_a_signal_is_noted_and_handlers_are_put_back() -> None:

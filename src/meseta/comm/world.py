@@ -38,6 +38,8 @@ class World:
     rank: int
     size: int
     device: torch.device
+    group: Any = None
+    """Process group of torch.distributed; None: the one that `current` began."""
 
     @staticmethod
     def single(device: torch.device | str = "cpu") -> World:
@@ -59,6 +61,14 @@ class World:
             return World.single(device)
         return World(rank=dist.get_rank(), size=dist.get_world_size(), device=torch.device(device))
 
+    def apart(self) -> World:
+        """The same ranks over gloo and on CPUs, for another thread: its collectives never meet those of this one.
+        Collective."""
+        cpu = torch.device("cpu")
+        if self.size == 1:
+            return World.single(cpu)
+        return World(rank=self.rank, size=self.size, device=cpu, group=dist.new_group(backend="gloo"))
+
     @staticmethod
     def leave() -> None:
         """End the process group, if there is one; the process may use all its processors again."""
@@ -74,12 +84,14 @@ class World:
             return Pending(received=send, send=send, work=None)
         received = empty((sum(receive_splits), *send.shape[1:]), send.dtype, send.device)
         send = send.contiguous()
-        work = dist.all_to_all_single(received, send, list(receive_splits), list(send_splits), async_op=True)
+        work = dist.all_to_all_single(
+            received, send, list(receive_splits), list(send_splits), self.group, async_op=True
+        )
         return Pending(received=received, send=send, work=work)
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         """Begin to sum over ranks, in place; the same bits on every rank."""
-        work = dist.all_reduce(tensor, async_op=True) if self.size > 1 else None
+        work = dist.all_reduce(tensor, group=self.group, async_op=True) if self.size > 1 else None
         return Pending(received=tensor, send=tensor, work=work)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -91,13 +103,13 @@ class World:
         if self.size == 1:
             return tensor.unsqueeze(0)
         gathered = tensor.new_empty((self.size * tensor.numel(),))
-        dist.all_gather_into_tensor(gathered, tensor.contiguous().view(-1))
+        dist.all_gather_into_tensor(gathered, tensor.contiguous().view(-1), self.group)
         return gathered.view(self.size, *tensor.shape)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Rank 0's values, in place on every other rank."""
         if self.size > 1:
-            dist.broadcast(tensor, 0)
+            dist.broadcast(tensor, 0, self.group)
         return tensor
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -105,13 +117,13 @@ class World:
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value)
+        dist.all_gather_object(gathered, value, self.group)
         return gathered
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(self.group)
 
     def raise_together(self, error: BaseException | None) -> None:
         """Raise on every rank when any rank met an error, so that none waits for ranks that have stopped.

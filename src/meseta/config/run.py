@@ -305,6 +305,9 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; None: not by steps. The end, and SIGTERM or Ctrl-C, always make one."""
     every_minutes: float | None = Field(default=None, gt=0)
     """Minutes between checkpoints, by the clock of rank 0; None: not by time."""
+    background: Literal["auto", "always", "never"] = "auto"
+    """Write while training goes on, from a copy that takes as much memory as the tables and states of a rank. 'auto'
+    does so where every rank has twice that free; else training waits until all is written."""
     keep_last: int = Field(default=2, ge=1)
     """Checkpoints kept; older ones are removed."""
     keep_best: bool = False

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from meseta import checkpoint
+from meseta.checkpoint.background import BackgroundSave, copy_bytes
 from meseta.comm import World
 from meseta.config import CheckpointConfig
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
+from meseta.measure.doctor.machine import check_memory
+from meseta.measure.doctor.system import System, read_limits
 from meseta.spec import MesetaError
+from meseta.storage import TableShard
 from meseta.train.interruption import Interruption, Stopped
 
 
 class Saver:
     """The checkpoints of one run; every rank has one and calls it alike.
 
-    A clock and a signal are known to one rank alone. Each rank therefore gives `votes()` to a step, which sums them
-    over all ranks, and `hear` takes the sums: all ranks then decide alike.
+    A clock, a signal and an error are known to one rank alone. Each rank therefore gives `votes()` to a step, which
+    sums them over all ranks, and `hear` takes the sums: all ranks then decide alike.
     """
 
     def __init__(self, config: CheckpointConfig, folder: Path, world: World) -> None:
@@ -35,16 +42,21 @@ class Saver:
         self._world = world
         self._saved_s = time.monotonic()
         self._minutes_passed = False
+        self._background = BackgroundSave(world)
+        self._copies: bool | None = None
 
-    def votes(self) -> tuple[float, float]:
-        """Whether a signal came, and, by the clock of rank 0, whether it is time for a checkpoint."""
+    def votes(self) -> tuple[float, float, float]:
+        """Whether a signal came, whether it is time for a checkpoint by the clock of rank 0, and whether the save in
+        the background met an error."""
         every = self._config.every_minutes
         passed = self._world.rank == 0 and every is not None and time.monotonic() - self._saved_s >= 60 * every
-        return float(self.interruption.number is not None), float(passed)
+        return float(self.interruption.number is not None), float(passed), float(self._background.failed)
 
     def hear(self, votes: Sequence[float]) -> None:
-        """Take the sums of all ranks' votes."""
-        self.stopping, self._minutes_passed = (vote > 0 for vote in votes)
+        """Take the sums of all ranks' votes; raises, on all of them, what a save in the background met."""
+        self.stopping, self._minutes_passed, failed = (vote > 0 for vote in votes)
+        if failed:
+            self._background.wait()
 
     def is_due(self, step: int, is_best: bool) -> bool:
         """Whether to save after `step` steps, of which the evaluation was the best so far."""
@@ -59,28 +71,53 @@ class Saver:
         dense: Mapping[str, Tensor],
         state: Mapping[str, Any],
         best_step: int | None,
+        *,
+        is_last: bool,
     ) -> None:
-        """Write a checkpoint, then remove older ones, but not that of `best_step`. Collective."""
-        checkpoint.save(
-            self._folder,
-            world=self._world,
-            step=step,
-            plan=embeddings.plan,
-            shards=embeddings.shards,
-            dense=dense,
-            state=state,
-        )
-        kept = best_step if self._config.keep_best else None
+        """Write a checkpoint, then remove older ones, but not that of `best_step`. Collective.
+
+        Training goes on while it is written, unless it is the last one or memory for a copy is short. Raises, on all
+        ranks, what this save or the one before it met.
+        """
+        known: dict[str, Any] = {"step": step, "plan": embeddings.plan, "state": state}
+        prune = partial(self._prune, best_step if self._config.keep_best else None)
+        if not (is_last or self.stopping) and self._is_in_background(embeddings.shards):
+            self._background.start(self._folder, shards=embeddings.shards, dense=dense, then=prune, **known)
+        else:
+            self._background.wait()
+            checkpoint.save(self._folder, world=self._world, shards=embeddings.shards, dense=dense, **known)
+            prune(self._world)
+        self.saved_step, self._saved_s = step, time.monotonic()
+
+    def _is_in_background(self, shards: Sequence[TableShard]) -> bool:
+        """What the config says; 'auto': where every rank has twice the memory of its copy free. Decided once."""
+        if self._copies is None:
+            wanted = 2 * copy_bytes(shards) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            fits = self._config.background == "always" or wanted <= _free_bytes()
+            self._copies = self._config.background != "never" and all(self._world.gather_objects(fits))
+        return self._copies
+
+    def _prune(self, kept: int | None, world: World) -> None:
         problem = None
-        if self._world.rank == 0:
+        if world.rank == 0:
             try:
                 checkpoint.prune(self._folder, self._config.keep_last, kept)
             except MesetaError as error:
                 problem = error
-        self._world.raise_together(problem)
-        self.saved_step, self._saved_s = step, time.monotonic()
+        world.raise_together(problem)
+
+    def close(self) -> None:
+        """Wait for what is still written here; raises nothing, for the end of a run that met an error."""
+        self._background.join()
 
     def stop(self) -> Stopped:
         """What ends a run that a signal has stopped. Collective."""
         numbers = self._world.gather_objects(self.interruption.number)
         return Stopped(next(number for number in numbers if number is not None))
+
+
+def _free_bytes() -> float:
+    """Memory that this machine, or its control group, has free; without end where the system does not tell."""
+    system = System()
+    free = check_memory(system, read_limits(system)).figures.get("free_bytes")
+    return math.inf if free is None else float(free)

@@ -94,6 +94,7 @@ class Trainer:
         try:
             return self._run()
         finally:
+            self.saver.close()
             self.run_dir.unlock()
 
     def _run(self) -> dict[str, Any]:
@@ -167,6 +168,7 @@ class Trainer:
             self.saver.hear(result.votes)
             return result
         except MesetaError as error:
+            self.saver.close()
             cause = self._find_bad_input(batch) if isinstance(error, NonFiniteLoss) else None
             saved = checkpoint.latest(self.run_dir.checkpoints)
             back = "there is no checkpoint yet" if saved is None else f"the last checkpoint is {str(saved)!r}"
@@ -267,7 +269,8 @@ class Trainer:
             "best": self.best.get_state(),
         }
         dense = {**dense_tensors(self.model, self.optimizer), **self.figures.tensors()}
-        self.saver.save(self.step, embeddings, dense, state, self.best.step)
+        is_last = self.step == self.num_steps or self.best.ends_training
+        self.saver.save(self.step, embeddings, dense, state, self.best.step, is_last=is_last)
 
     def _resume(self) -> None:
         """Take up the newest checkpoint, if there is one."""

@@ -1,0 +1,98 @@
+"""Saving while training goes on: it waits only until its tables and dense tensors are copied."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meseta.checkpoint.saving import save
+from meseta.comm import World
+from meseta.ops.memory import empty
+from meseta.storage import TableShard
+
+
+class BackgroundSave:
+    """Saves of one run, one at a time, each from a copy; every rank has one and calls it alike.
+
+    The copies take as much memory as this rank's tables and states, and are kept for the next save. Blocks travel
+    between ranks over connections of their own.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._apart: World | None = None
+        self._copies: list[TableShard] = []
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last save met an error here, which `wait` raises."""
+        return self._error is not None
+
+    def start(
+        self,
+        parent: Path | str,
+        *,
+        shards: Sequence[TableShard],
+        dense: Mapping[str, Tensor],
+        then: Callable[[World], object],
+        **known: Any,
+    ) -> None:
+        """Copy `shards` and `dense`, then call `save` with them and what else it takes (step, plan, state), and `then`
+        with the ranks that saved, in a thread. Collective; waits for the save before, and raises what that one met.
+        """
+        self.wait()
+        if self._apart is None:
+            self._apart = self._world.apart()
+        if not self._copies:
+            self._copies = [_room_for(piece) for piece in shards]
+        for copy, piece in zip(self._copies, shards, strict=True):
+            copy.weight.copy_(piece.weight.detach())
+            for name, tensor in piece.state.items():
+                copy.state[name].copy_(tensor.detach())
+        frozen = {name: tensor.detach().to("cpu", copy=True) for name, tensor in dense.items()}
+        apart = self._apart
+
+        def run() -> None:
+            try:
+                save(parent, world=apart, shards=self._copies, dense=frozen, **known)
+                then(apart)
+            except Exception as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="meseta-save", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until no save is on its way; raises, on all ranks, what the last one met. Collective."""
+        self.join()
+        error, self._error = self._error, None
+        self._world.raise_together(error)
+
+    def join(self) -> None:
+        """Until this rank's part of the save is over; raises nothing, and is not collective."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+
+def copy_bytes(shards: Sequence[TableShard]) -> int:
+    """Memory that a copy of `shards` takes."""
+    return sum(t.numel() * t.element_size() for piece in shards for t in (piece.weight, *piece.state.values()))
+
+
+def _room_for(piece: TableShard) -> TableShard:
+    """A shard of the same shape in the memory of the host."""
+
+    def like(tensor: Tensor) -> Tensor:
+        with torch.inference_mode(False):
+            return empty(tensor.shape, tensor.dtype, keep=False)
+
+    return replace(piece, weight=like(piece.weight), state={name: like(t) for name, t in piece.state.items()})
