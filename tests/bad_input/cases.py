@@ -1,0 +1,216 @@
+"""One bad input of each kind, in the order of docs/errors.md: how to make it, and the command that meets it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data.click_log import make_lines
+from small_run import settings, write_config
+
+PART = "train/part-00000.parquet"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder of a test's own, and what it may copy."""
+
+    folder: Path
+    tiny: Path
+    """A prepared dataset."""
+    finished: Path
+    """A run over it, with checkpoints of steps 12 and 14."""
+
+    def train(self, *overrides: str, **changes: Any) -> list[Any]:
+        """`meseta train` over the dataset, or over the copy of it that `data` has made."""
+        copy = self.folder / "data"
+        document = settings(copy if copy.exists() else self.tiny, self.folder / "run", **changes)
+        return ["train", write_config(self.folder / "c.yaml", document), *overrides]
+
+    def data(self) -> Path:
+        return Path(shutil.copytree(self.tiny, self.folder / "data"))
+
+    def run(self) -> Path:
+        return Path(shutil.copytree(self.finished, self.folder / "run"))
+
+    def prepare(self, name: str, content: bytes, *options: Any) -> list[Any]:
+        """`meseta prepare` of one file."""
+        (self.folder / name).write_bytes(content)
+        return ["prepare", self.folder / name, "--out", self.folder / "out", *options]
+
+
+def change_value(data: Path, column: str, row: int, value: Any, part: str = PART) -> None:
+    table = pq.read_table(data / part)
+    values = table[column].to_pylist()
+    values[row] = value
+    place = table.schema.get_field_index(column)
+    array = pa.array(values, table.schema.field(column).type)
+    pq.write_table(table.set_column(place, column, array), data / part)
+
+
+def change_description(data: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    document = json.loads((data / "dataset.json").read_text())
+    change(document)
+    (data / "dataset.json").write_text(json.dumps(document))
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+CSV = "label,price,city\n" + "".join(f"{i % 2},{i}.5,c{i % 3}\n" for i in range(60))
+TSV = "\n".join(make_lines(60)).encode()
+
+
+def with_line(number: int, text: str) -> bytes:
+    """The CSV file with another line there, counted from 1."""
+    lines = CSV.splitlines()
+    lines[number - 1] = text
+    return "\n".join(lines).encode()
+
+
+def unknown_key(place: Place) -> list[Any]:
+    return place.train("train.batchsize=4")
+
+
+def ill_typed_value(place: Place) -> list[Any]:
+    return place.train("train.batch_size=many")
+
+
+def no_yaml(place: Place) -> list[Any]:
+    command = place.train()
+    command[1].write_text("run_dir: [")
+    return command
+
+
+def key_given_twice(place: Place) -> list[Any]:
+    command = place.train()
+    command[1].write_text(command[1].read_text() + "num_threads: 2\n")
+    return command
+
+
+def plan_of_other_tables(place: Place) -> list[Any]:
+    return place.train("plan={tables: {usr: table_wise}}")
+
+
+def plan_for_other_ranks(place: Place) -> list[Any]:
+    return place.train("plan={num_ranks: 4, tables: {'*': row_wise}}")
+
+
+def missing_column(place: Place) -> list[Any]:
+    return place.prepare("log.csv", CSV.encode(), "--label", "clicked")
+
+
+def unparsable_row(place: Place) -> list[Any]:
+    return place.prepare("log.csv", with_line(41, "1,cheap,c1"), "--dense", "price")
+
+
+def fields_missing(place: Place) -> list[Any]:
+    return place.prepare("log.csv", with_line(41, "1,2.5"))
+
+
+def label_outside(place: Place) -> list[Any]:
+    return place.prepare("log.csv", with_line(41, "7,2.5,c1"))
+
+
+def empty_file(place: Place) -> list[Any]:
+    return place.prepare("log.csv", b"")
+
+
+def header_alone(place: Place) -> list[Any]:
+    return place.prepare("log.csv", b"label,price,city\n")
+
+
+def truncated_gzip(place: Place) -> list[Any]:
+    return place.prepare("log.tsv.gz", gzip.compress(TSV)[:-20])
+
+
+def truncated_parquet(place: Place) -> list[Any]:
+    path = place.folder / "log.parquet"
+    pq.write_table(pa.table({"label": [0.0] * 1000, "city": [str(i) for i in range(1000)]}), path)
+    return place.prepare("log.parquet", path.read_bytes()[:-50])
+
+
+def no_dataset(place: Place) -> list[Any]:
+    return place.train(f"data.dir={place.folder / 'nowhere'}")
+
+
+def prepared_column_missing(place: Place) -> list[Any]:
+    path = place.data() / PART
+    pq.write_table(pq.read_table(path).drop_columns(["price"]), path)
+    return place.train()
+
+
+def prepared_file_truncated(place: Place) -> list[Any]:
+    cut(place.data() / PART)
+    return place.train()
+
+
+def prepared_label_outside(place: Place) -> list[Any]:
+    change_value(place.data(), "label", 7, 2.0)
+    return place.train(data__shuffle_window_rows=5000)
+
+
+def id_outside(place: Place) -> list[Any]:
+    change_value(place.data(), "user", 7, 412)
+    return place.train(data__shuffle=False)
+
+
+def nan_in_dense(place: Place) -> list[Any]:
+    change_value(place.data(), "price", 700, float("nan"))
+    return place.train(data__shuffle=False, checkpoint__every_steps=2)
+
+
+def loss_without_bound(place: Place) -> list[Any]:
+    return place.train(dense__optimizer={"name": "sgd", "lr": 1e30}, checkpoint__every_steps=1)
+
+
+def damaged_checkpoint(place: Place) -> list[Any]:
+    cut(place.run() / "checkpoints/step-000000014/dense.safetensors")
+    return place.train()
+
+
+def partial_checkpoint(place: Place) -> list[Any]:
+    (place.run() / "checkpoints/step-000000014/manifest.json").unlink()
+    return place.train()
+
+
+def checkpoint_of_another_model(place: Place) -> list[Any]:
+    place.run()
+    return place.train("model.embedding_dim=8")
+
+
+def run_on_other_data(place: Place) -> list[Any]:
+    place.run()
+    change_description(place.data(), lambda d: d["dense"][0].update(mean=d["dense"][0]["mean"] + 1))
+    return place.train()
+
+
+def not_a_run(place: Place) -> list[Any]:
+    return ["eval", place.folder]
+
+
+def unwritable_run_dir(place: Place) -> list[Any]:
+    (place.folder / "taken").write_text("")
+    return place.train(f"run_dir={place.folder / 'taken/run'}")
+
+
+def unwritable_predictions(place: Place) -> list[Any]:
+    return ["predict", place.run(), "--out", place.folder / "nowhere/p.parquet"]
+
+
+PREPARING = (missing_column, unparsable_row, fields_missing, label_outside, empty_file, header_alone)
+PREPARING += (truncated_gzip, truncated_parquet)
+TRAINING = (unknown_key, ill_typed_value, no_yaml, key_given_twice, plan_of_other_tables, plan_for_other_ranks)
+TRAINING += (no_dataset, prepared_column_missing, prepared_file_truncated, prepared_label_outside, id_outside)
+TRAINING += (nan_in_dense, loss_without_bound, damaged_checkpoint, partial_checkpoint, checkpoint_of_another_model)
+TRAINING += (run_on_other_data, not_a_run, unwritable_run_dir, unwritable_predictions)

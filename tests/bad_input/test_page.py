@@ -1,0 +1,136 @@
+"""Every bad input of docs/errors.md, on the command line, on one rank and on two: refused in the words of the page."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from bad_input.cases import PREPARING, TRAINING, Place, change_description
+from bad_input.commands import Ended, run_here, run_on_rank, tree, within
+from distributed.pool import RankPool
+from meseta.train.lock import FolderLock
+from sampling import sample
+from small_run import environment, settings, train, write_config
+from source_tree import ROOT
+
+ROWS = dict(re.findall(r"^\| ([a-z ]+) \| `(.*)` \|$", (ROOT / "docs/errors.md").read_text(), re.MULTILINE))
+LEAVES_A_RUN = ("prepared_label_outside", "id_outside", "nan_in_dense", "loss_without_bound")
+"""What is found in a step: the run until then is left, whole."""
+
+
+def says(name: str, line: str) -> bool:
+    """Whether a line of standard error is the message that the page has for a case."""
+    pattern = ".*".join(re.escape(part) for part in ROWS[name.replace("_", " ")].split("..."))
+    return re.fullmatch(rf"error: (rank \d: )*{pattern}", line) is not None
+
+
+def test_the_page_has_every_case_and_no_other() -> None:
+    names = [case.__name__.replace("_", " ") for case in (*PREPARING, *TRAINING)]
+    assert sorted([*names, "run in use"]) == sorted(ROWS)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    train(settings(tiny, folder / "run", checkpoint__every_steps=4, checkpoint__keep_last=2))
+    return folder / "run"
+
+
+@pytest.fixture
+def place(tmp_path: Path, tiny: Path, finished: Path) -> Place:
+    return Place(tmp_path, tiny, finished)
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Callable[..., list[Ended]]]:
+    """`two_ranks("train", config)`: how the command ended on each; the ranks are started once."""
+    pool = RankPool(2)
+    yield lambda *arguments: pool.run(run_on_rank, [str(argument) for argument in arguments], timeout_s=60)
+    pool.close()
+
+
+def check(name: str, place: Place, ended: Ended, before: dict[str, Any]) -> None:
+    assert ended.code == 1 and (ended.out == "" or ended.out.startswith("columns, as inferred:\n"))
+    [line] = [line for line in ended.err.splitlines() if line.startswith("error: ")]
+    assert says(name, line), line
+    assert ended.err.splitlines()[-1] == line
+    after = tree(place.folder)
+    if name in LEAVES_A_RUN:
+        assert not [path for path in after if "/." in path]
+        after = {path: content for path, content in after.items() if not path.startswith("run")}
+    assert after == before
+
+
+@pytest.mark.parametrize("case", [*PREPARING, *TRAINING], ids=lambda case: case.__name__)
+def test_one_rank(place: Place, case: Callable[[Place], list[Any]]) -> None:
+    command = case(place)
+    before = tree(place.folder)
+    with within(60, str(command)):
+        ended = run_here(*command)
+    check(case.__name__, place, ended, before)
+
+
+@pytest.mark.parametrize("case", TRAINING, ids=lambda case: case.__name__)
+def test_two_ranks(place: Place, two_ranks: Callable[..., list[Ended]], case: Callable[[Place], list[Any]]) -> None:
+    """Both ranks end, with one message; the launcher prints that of rank 0."""
+    command = case(place)
+    before = tree(place.folder)
+    both = two_ranks(*command)
+    assert [ended.code for ended in both] == [1, 1]
+    check(case.__name__, place, both[0], before)
+    [line] = both[1].err.splitlines()
+    assert says(case.__name__, line), line
+
+
+@pytest.mark.parametrize("name", sample([case.__name__ for case in TRAINING], 1, seed=3))
+def test_as_a_command_on_two_ranks(place: Place, name: str) -> None:
+    """The launcher, its ranks and their end: one message, no traceback, within the time that starting takes."""
+    [case] = [case for case in TRAINING if case.__name__ == name]
+    command = [*map(str, case(place)), "--nproc", "2"]
+    before = tree(place.folder)
+    done = subprocess.run(
+        [sys.executable, "-m", "meseta.cli.main", *command],
+        capture_output=True, text=True, env=environment(), timeout=90, check=False,
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr
+    check(name, place, Ended(done.returncode, done.stdout, done.stderr), before)
+
+
+def test_a_run_in_use_on_two_ranks(place: Place, two_ranks: Callable[..., list[Ended]]) -> None:
+    config = write_config(place.folder / "c.yaml", settings(place.tiny, place.run(), train__epochs=2))
+    lock = FolderLock(place.folder / "run")
+    lock.acquire()
+    before = tree(place.folder)
+    both = two_ranks("train", config)
+    check("run_in_use", place, both[0], before)
+    assert says("run_in_use", both[1].err.splitlines()[-1])
+    lock.release()
+    assert [ended.code for ended in two_ranks("train", config)] == [0, 0]
+
+
+@pytest.mark.parametrize("policy", ["drop", "clamp", "hash"])
+def test_ids_outside_are_counted_alike(
+    place: Place, two_ranks: Callable[..., list[Ended]], tmp_path: Path, policy: str
+) -> None:
+    """What the command prints at its end, on one rank and two, is the number of such ids in the files."""
+    data = place.data()
+    change_description(data, lambda document: document["sparse"][0].update(num_embeddings=100))
+    expected = {}
+    for split in ("train", "test"):
+        ids = pq.read_table(data / split)["user"].to_numpy()
+        expected[split] = int((ids >= 100).sum())
+    assert expected["train"] > 50
+    command = place.train(embedding__id_policy=policy)
+    endings = [run_here(*command), two_ranks(*command, f"run_dir={tmp_path / 'two'}")[0]]
+    for ended in endings:
+        assert ended.code == 0, ended.err
+        for what, split in (("training", "train"), ("the test split", "test")):
+            said = f"ids outside their table in {what}, handled as embedding.id_policy says: user {expected[split]:,}"
+            assert said in ended.out.splitlines()
