@@ -50,8 +50,10 @@ lint: .venv/installed
 type: .venv/installed
 	$(BIN)/mypy
 
+# The pages' code runs, then the site is built; open site/index.html.
 docs: .venv/installed
 	$(BIN)/python -m pytest tests/docs tests/examples $(TEST_ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 # PEER_PYTHON=/path/to/python names the interpreter that has FBGEMM and TorchRec.
 bench: .venv/installed
@@ -61,7 +63,7 @@ bench: .venv/installed
 
 # Other data and runs are the user's own and stay.
 clean:
-	rm -rf .venv build data/main-raw data/main runs/main .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv build site data/main-raw data/main runs/main .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 # torch comes first and alone: nothing else may choose its version or its index.
 .venv/torch: constraints.txt
@@ -75,5 +77,5 @@ clean:
 .venv/installed: .venv/torch pyproject.toml CMakeLists.txt $(CORE)
 	@PYTHON="$(PYTHON)" tools/check_machine.sh
 	$(PIP) --quiet scikit-build-core nanobind cmake ninja
-	$(PIP) --quiet --no-build-isolation -e '.[test,bench,dev]'
+	$(PIP) --quiet --no-build-isolation -e '.[test,bench,dev,docs]'
 	@touch $@
