@@ -89,10 +89,15 @@ def state_of(model: Any) -> dict[str, Any]:
     return {"dense": [p.detach().clone() for p in model.parameters()], "shards": shards}
 
 
-def run_steps(sizes: list[int], weighted: bool, accumulate_steps: int = 1) -> dict[str, Any]:
+ADAM = OptimizerSpec(name="adam", lr=0.05)
+
+
+def run_steps(
+    sizes: list[int], weighted: bool, accumulate_steps: int = 1, spec: OptimizerSpec = ADAM
+) -> dict[str, Any]:
     """A step per size of a global batch; run on every rank."""
     world = World.current()
-    model = make(OptimizerSpec(name="adam", lr=0.05), "float64")
+    model = make(spec, "float64")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     step = TrainStep(model, optimizer, world, task_weights=[0.5, 2.0], accumulate_steps=accumulate_steps)
     results = [step(slice_of(global_batch(n, size, weighted), world)) for n, size in enumerate(sizes)]
@@ -165,3 +170,11 @@ def test_micro_batches_of_the_embedding_have_the_bits_of_the_whole_batch(
         for (_, weight, state), (_, other, other_state) in zip(expected, got, strict=True):
             assert torch.equal(weight, other)
             assert all(torch.equal(state[name], other_state[name]) for name in state)
+
+
+@pytest.mark.parametrize("name", ["adam", "rowwise_adagrad", "sgd"])
+def test_the_decay_of_whole_tables_on_two_ranks_is_that_of_one(ranks: Ranks, name: str) -> None:
+    spec = OptimizerSpec(name=name, lr=0.05, weight_decay=0.1, l1=0.01, stepped_rows="all")
+    alone = run_steps([7, 2, 5], True, 1, spec)
+    for got in ranks(2).run(run_steps, [7, 2, 5], True, 2, spec):
+        assert_same(got, alone, 1e-12)

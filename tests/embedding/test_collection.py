@@ -142,6 +142,29 @@ def test_adam_equals_torch_where_every_row_is_touched() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
+def test_every_row_is_stepped_where_it_is_asked_for(name: str) -> None:
+    # As torch steps a dense table, rows that no bag reads included: their decay and moments go on.
+    constants = {"momentum": 0.9} if name == "sgd" else {"eps": 1e-6}
+    ours = make(OptimizerSpec(name=name, lr=0.05, weight_decay=0.2, stepped_rows="all", **constants))  # type: ignore[arg-type]
+    plain = Plain(ours)
+    kind = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}[name]
+    theirs = kind(plain.parameters(), lr=0.05, weight_decay=0.2, **constants)  # type: ignore[operator]
+    check_against(plain, theirs, ours, every_row=False)
+
+
+def test_an_absolute_penalty_pulls_touched_rows_or_all() -> None:
+    for rows, penalised in (("touched", [0, 4]), ("all", [0, 1, 2, 3, 4])):
+        spec = OptimizerSpec(name="sgd", lr=0.5, l1=0.25, stepped_rows=rows)  # type: ignore[arg-type]
+        table = TableSpec(name="t", num_embeddings=5, embedding_dim=3, dtype="float64", optimizer=spec)
+        ours = EmbeddingBagCollection([table], [FeatureSpec(name="f", table="t")], seed=2)
+        before = ours.shards[0].weight.clone()
+        (0.0 * ours(KeyedJaggedTensor.from_lists({"f": [[0], [4, 0]]})).pooled.values).sum().backward()
+        expected = before.clone()
+        expected[penalised] -= 0.5 * 0.25 * before[penalised].sign()
+        torch.testing.assert_close(ours.shards[0].weight, expected, rtol=0, atol=1e-15)
+
+
 class RowwiseAdagrad(torch.optim.Optimizer):
     """The formula of arXiv 2104.05158 on a dense gradient."""
 

@@ -44,6 +44,8 @@ SPECS = {
     "adam-coupled": _spec("adam", weight_decay=0.1),
     "rmsprop-coupled": _spec("rmsprop", weight_decay=0.1, momentum=0.5, eps=1e-6),
     "rowwise_adagrad-decoupled": _spec("rowwise_adagrad", weight_decay=0.1, weight_decay_mode="decoupled"),
+    "sgd-l1": _spec("sgd", l1=0.2),
+    "rowwise_adagrad-l1": _spec("rowwise_adagrad", l1=0.2, weight_decay=0.1, initial_accumulator=0.2),
     "sgd-clip_value": _spec("sgd", clip_value=0.5),
     "sgd-clip_norm": _spec("sgd", clip_norm=2.0),
     "rowwise_lamb-all": _spec("rowwise_lamb", clip_norm=2.0, clip_value=0.9, weight_decay=0.1),

@@ -121,6 +121,7 @@ CHANGED: dict[str, Any] = {
     "weight_decay_mode": "decoupled",
     "clip_value": 1.0,
     "clip_norm": 1.0,
+    "stepped_rows": "all",
     "options": {"a": 1},
     "element_states": 1,
     "row_states": 1,
@@ -135,7 +136,7 @@ def test_a_constant_without_effect_is_refused_and_one_with_effect_has_it(name: s
         if field not in USED_FIELDS[name]:
             with pytest.raises(MesetaError, match=f"row optimizer '{name}' does not use {field}, which is"):
                 OptimizerSpec(name=name, **constants)
-        elif field != "weight_decay_mode":
+        elif field not in ("weight_decay_mode", "stepped_rows"):  # these act elsewhere, or beside another
             # Without decay, LARS does not see how long a gradient is.
             others = {"weight_decay": 0.5} if name == "lars" and field != "weight_decay" else {}
             changed, unchanged = OptimizerSpec(name=name, **constants, **others), OptimizerSpec(name=name, **others)

@@ -99,7 +99,7 @@ def test_a_touched_row_with_no_gradient_stays_finite(spec: OptimizerSpec) -> Non
     for rows in (draw(6, DIM, dtype=torch.float32), torch.zeros(6, DIM)):
         moved, state = reference_step(ours, rows, torch.zeros_like(rows), ours.init(rows), hyper())
         assert moved.isfinite().all() and all(value.isfinite().all() for value in state.values())
-        if not spec.weight_decay:
+        if not spec.weight_decay and not (spec.l1 and spec.name != "ftrl"):
             torch.testing.assert_close(moved, rows, rtol=0.0, atol=1e-6 if spec.name == "ftrl" else 0.0)
 
 

@@ -55,6 +55,7 @@ def test_equals_torch_where_every_row_is_touched(name: str) -> None:
                 nn.utils.clip_grad_value_(parameter, spec.clip_value)
             if spec.clip_norm is not None:
                 nn.utils.clip_grad_norm_(parameter, spec.clip_norm)
+            parameter.grad += spec.l1 * parameter.detach().sign()
         theirs.step()
         rows, state = reference_step(ours, rows, g, state, hyper(spec, k, lr=lr))
         torch.testing.assert_close(rows, torch.stack([p.detach() for p in parameters]), rtol=0.0, atol=1e-12)

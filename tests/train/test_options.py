@@ -1,4 +1,4 @@
-"""Settings of training in whole runs: micro-batches, clipping, task weights."""
+"""Settings of training in whole runs: micro-batches, clipping, task weights, penalties."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from meseta.spec import MesetaError
-from small_run import final_checksum, metrics, settings, tiny_data, train
+from small_run import final_checksum, metrics, settings, table_checksums, tiny_data, train
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +43,21 @@ def test_clipping_and_task_weights_change_a_run(tiny: Path, tmp_path: Path) -> N
         train(settings(tiny, tmp_path / "none", train__task_weights={"labels": 1.0}))
     with pytest.raises(MesetaError, match="are 0 for all labels"):
         train(settings(tiny, tmp_path / "none", train__task_weights={"label": 0.0}))
+
+
+def test_regularization_of_rows(tiny: Path, tmp_path: Path) -> None:
+    few = {"train__max_steps": 4, "embedding__optimizer": {"name": "adagrad", "lr": 0.1}}
+    ours = {f"embedding__regularization__{key}": value for key, value in (("l2", 0.1), ("l1", 0.01))}
+    train(settings(tiny, tmp_path / "penalty", **few, **ours))
+    same = {"name": "adagrad", "lr": 0.1, "weight_decay": 0.1, "l1": 0.01}
+    train(settings(tiny, tmp_path / "decay", **{**few, "embedding__optimizer": same}))
+    assert table_checksums(tmp_path / "penalty") == table_checksums(tmp_path / "decay")
+    whole = {**few, **ours, "embedding__regularization__rows": "all"}
+    train(settings(tiny, tmp_path / "all", **whole))
+    train(settings(tiny, tmp_path / "cut", **{**whole, "train__max_steps": 2}))
+    train(settings(tiny, tmp_path / "cut", **whole))
+    assert table_checksums(tmp_path / "all") == table_checksums(tmp_path / "cut") != table_checksums(tmp_path / "decay")
+    with pytest.raises(MesetaError, match="regularization on table 'user', whose row optimizer is 'ftrl'"):
+        train(settings(tiny, tmp_path / "none", **ours, embedding__optimizer={"name": "ftrl"}))
+    with pytest.raises(MesetaError, match="sets weight_decay, l1 or stepped_rows itself"):
+        train(settings(tiny, tmp_path / "none", **ours, embedding__optimizer=same))

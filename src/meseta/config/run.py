@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from meseta.spec import OptimizerSpec, nearest
-from meseta.spec.optimizer import WeightDecayMode
+from meseta.spec.optimizer import SteppedRows, WeightDecayMode
 from meseta.spec.tables import InitKind, TableDtype
 
 MODEL_NAMES = ("dlrm", "dlrm_dcnv2", "logistic_regression", "fm", "wide_deep", "deepfm", "autoint", "mmoe")
@@ -106,6 +106,7 @@ class RowOptimizerConfig(Section):
     weight_decay_mode: WeightDecayMode = "coupled"
     clip_value: float | None = None
     clip_norm: float | None = None
+    stepped_rows: SteppedRows = "touched"
     options: dict[str, Any] = {}
     element_states: int = 0
     row_states: int = 0
@@ -132,6 +133,17 @@ class TableConfig(Section):
     """Initial rows; None: those of `embedding`."""
 
 
+class RegularizationConfig(Section):
+    """Penalties that are added to the loss of every step, by their gradients."""
+
+    l2: float = Field(default=0.0, ge=0)
+    """l2 / 2 * (sum of squares of the rows)."""
+    l1: float = Field(default=0.0, ge=0)
+    """l1 * (sum of absolute values of the rows)."""
+    rows: SteppedRows = "touched"
+    """Rows that are penalised: those that a batch reads, or 'all' of the table, which steps every row in every step."""
+
+
 class EmbeddingConfig(Section):
     dtype: TableDtype = "float32"
     """Type of the rows: 'float16' and 'bfloat16' take half the memory, and are updated in float32 and rounded
@@ -140,6 +152,8 @@ class EmbeddingConfig(Section):
     """Row optimizer of all tables."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Learning-rate schedule of all tables."""
+    regularization: RegularizationConfig = RegularizationConfig()
+    """Penalties on the rows of all tables that learn."""
     init: InitConfig = InitConfig()
     """Initial rows of all tables."""
     pooling: Literal["sum", "mean"] = "sum"

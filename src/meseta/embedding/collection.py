@@ -11,12 +11,12 @@ from torch import Tensor
 
 from meseta.embedding.accumulate import join, local_segment
 from meseta.embedding.base import Collection, UpdateInBackward
-from meseta.embedding.update import FusedShards, group_shards
+from meseta.embedding.update import FusedShards, group_shards, step_shards
 from meseta.jagged import Embeddings, KeyedJaggedTensor
 from meseta.ops.id_policy import NO_ERROR, CheckedIds
 from meseta.ops.pooled_lookup import LookupGroup, lookup_group
 from meseta.ops.row_lookup import row_lookup
-from meseta.ops.row_update import Bags, FeatureGradient, row_update
+from meseta.ops.row_update import Bags, FeatureGradient
 from meseta.ops.weight_gradient import weight_gradient
 from meseta.optim import make_row_optimizer
 from meseta.spec import FeatureSpec, Plan, Shard, ShardingType, TablePlan, TableSpec
@@ -167,7 +167,7 @@ class EmbeddingBagCollection(Collection):
             self.forget_kept()
             bags, moved = whole.ids.bags, whole.gradients
         for fused in self._fused:
-            row_update(fused.group, self.lr(fused.spec), self.step + 1, bags, moved)
+            step_shards(fused, self.lr(fused.spec), self.step + 1, bags, moved)
         self.step += 1
         return of_weights
 

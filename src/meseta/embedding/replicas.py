@@ -102,6 +102,9 @@ class Replicas:
         if pending is None or sums is None:
             return
         pending.wait()
+        for name, own in zip(self._tables, sums.ranks, strict=True):
+            if self.shards[name].spec.optimizer.stepped_rows == "all":
+                own.fill_(1)
         touched = torch.cat(sums.ranks).nonzero().squeeze(1)
         first_rows = list(accumulate((own.numel() for own in sums.ranks), initial=0))
         bounds = torch.searchsorted(touched, torch.tensor(first_rows, device=touched.device))

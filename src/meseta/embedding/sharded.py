@@ -28,14 +28,23 @@ from meseta.embedding.exchange import (
 from meseta.embedding.gradients import gather_column_stats, receive_gradients, send_gradients
 from meseta.embedding.replicas import Replicas
 from meseta.embedding.routes import make_routing
-from meseta.embedding.update import Contribution, FusedShards, group_shards, samples_of, sum_contributions, update_rows
+from meseta.embedding.update import (
+    Contribution,
+    FusedShards,
+    every_row,
+    group_shards,
+    samples_of,
+    step_shards,
+    sum_contributions,
+    update_rows,
+)
 from meseta.jagged import Embeddings, KeyedJaggedTensor
 from meseta.ops.columns import place_columns
 from meseta.ops.id_policy import CheckedIds
 from meseta.ops.memory import empty
 from meseta.ops.pooled_lookup import LookupGroup, lookup_group
 from meseta.ops.row_lookup import row_lookup
-from meseta.ops.row_update import FeatureGradient, row_update
+from meseta.ops.row_update import FeatureGradient
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, Plan
 from meseta.storage import TableShard
@@ -279,7 +288,7 @@ class ShardedEmbeddingBagCollection(Collection):
         whole = join([*self._kept, self._received(x, owned, sent)])
         self.forget_kept()
         for fused in self._fused:
-            row_update(fused.group, self.lr(fused.spec), self.step + 1, whole.ids.bags, whole.gradients)
+            step_shards(fused, self.lr(fused.spec), self.step + 1, whole.ids.bags, whole.gradients)
         self._update_staged(whole.ids, whole.gradients)
         self.replicas.finish_update(replicated, self.lr, self.step + 1)
         self.step += 1
@@ -348,6 +357,9 @@ class ShardedEmbeddingBagCollection(Collection):
                 )
                 gradient = gradients[at.gradient][:, at.column : at.column + width]
                 parts.setdefault(at.table, []).append(Contribution(ids[k], samples[k], gradient, source, scale))
+        for index, own in parts.items():
+            if self.shards[index].spec.optimizer.stepped_rows == "all":
+                own.append(every_row(self.shards[index]))
         used = [self.shards[i] for i in sorted(parts)]
         sums = [sum_contributions(self.shards[i], parts[i], num_samples) for i in sorted(parts)]
         hypers = [self.hyper(shard.spec) for shard in used]

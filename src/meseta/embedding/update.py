@@ -10,8 +10,8 @@ from torch import Tensor
 
 from meseta.jagged.shapes import Float, Int
 from meseta.ops.coalesce import BLOCK_SAMPLES, coalesce
-from meseta.ops.row_optimizer import Hyper, sum_blocks
-from meseta.ops.row_update import FeatureGradient, UpdateGroup
+from meseta.ops.row_optimizer import Hyper, compute_dtype, sum_blocks
+from meseta.ops.row_update import Bags, FeatureGradient, UpdateGroup, row_update
 from meseta.ops.row_update.staged import TouchedRows, stage_sums, update_given
 from meseta.spec import OptimizerSpec, TableSpec
 from meseta.storage import TableShard
@@ -47,6 +47,45 @@ def group_shards(shards: Sequence[TableShard], features: Sequence[FeatureGradien
         )
         groups.append(FusedShards(spec=shards[indices[0]].spec, group=group))
     return tuple(groups)
+
+
+def step_shards(fused: FusedShards, lr: float, step: int, bags: Bags, gradients: Sequence[Tensor]) -> None:
+    """Step the rows that the bags touch, or every row where the optimizer asks for it."""
+    group, moved = fused.group, list(gradients)
+    if fused.spec.optimizer.stepped_rows == "all" and bags.num_samples:
+        group, bags, moved = _with_every_row(group, bags, moved)
+    row_update(group, lr, step, bags, moved)
+
+
+def _with_every_row(group: UpdateGroup, bags: Bags, gradients: list[Tensor]) -> tuple[UpdateGroup, Bags, list[Tensor]]:
+    """The same with one more feature per table: the first sample has all of its rows, and their gradient is zero.
+
+    They come last, so the sums of other contributions keep their bits. The zeros are one row that is read again and
+    again.
+    """
+    num_features = (bags.offsets.numel() - 1) // bags.num_samples
+    sizes = [table.weight.shape[0] for table in group.tables]
+    rows = [torch.arange(size, dtype=bags.ids.dtype, device=bags.ids.device) for size in sizes]
+    ends = bags.ids.numel() + torch.tensor(sizes, device=bags.offsets.device).cumsum(0)
+    zeros = [gradients[0].new_zeros(1, table.weight.shape[1]).expand(table.weight.shape) for table in group.tables]
+    places = [
+        FeatureGradient(num_features + table, table, len(gradients) + table, per_id=True)
+        for table in range(len(group.tables))
+    ]
+    weights = bags.weights
+    if weights is not None:
+        weights = torch.cat([weights, weights.new_ones(sum(sizes))])
+    offsets = torch.cat([bags.offsets, ends.to(bags.offsets.dtype).repeat_interleave(bags.num_samples)])
+    every = Bags(torch.cat([bags.ids, *rows]), offsets, bags.num_samples, weights)
+    return replace(group, features=(*group.features, *places)), every, [*gradients, *zeros]
+
+
+def every_row(shard: TableShard) -> Contribution:
+    """Zeros for all rows of a shard, so that every one of them is stepped; listed behind all other contributions."""
+    device, (num_rows, width) = shard.weight.device, shard.weight.shape
+    nothing = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    zeros = torch.zeros(1, width, dtype=compute_dtype(shard.weight.dtype), device=device)
+    return Contribution(torch.arange(num_rows, device=device), nothing, zeros, nothing)
 
 
 @dataclass(frozen=True)

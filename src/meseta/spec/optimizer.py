@@ -12,9 +12,10 @@ from meseta.spec.checks import check_choice, check_number
 from meseta.spec.errors import MesetaError
 
 WeightDecayMode = Literal["coupled", "decoupled"]
+SteppedRows = Literal["touched", "all"]
 
-_ALWAYS = ("lr", "clip_value", "clip_norm")
-_DECAY = ("weight_decay", "weight_decay_mode")
+_ALWAYS = ("lr", "clip_value", "clip_norm", "stepped_rows")
+_DECAY = ("weight_decay", "weight_decay_mode", "l1")
 _MOMENTS = ("eps", "beta1", "beta2")
 _ADAGRAD = ("eps", "initial_accumulator")
 USED_FIELDS: dict[str, tuple[str, ...]] = {
@@ -38,8 +39,8 @@ USED_FIELDS: dict[str, tuple[str, ...]] = {
 class OptimizerSpec:
     """A row optimizer and its constants; it is applied inside the backward pass, once per touched row and step.
 
-    All are lazy: rows without a contribution, and their state, stand still. A constant that the named optimizer does
-    not use must keep its default.
+    All are lazy: rows without a contribution, and their state, stand still, unless `stepped_rows` says otherwise. A
+    constant that the named optimizer does not use must keep its default.
     """
 
     name: str = "rowwise_adagrad"
@@ -65,7 +66,8 @@ class OptimizerSpec:
     beta: float = 1.0
     """Added to the root of the sum of squares (ftrl)."""
     l1: float = 0.0
-    """Strength of the absolute penalty (ftrl)."""
+    """Strength of the absolute penalty: ftrl solves for it; others, but the lamb family, lars and adamw, add
+    l1 * sign(row) to the gradient."""
     l2: float = 0.0
     """Strength of the squared penalty (ftrl)."""
     weight_decay: float = 0.0
@@ -77,6 +79,9 @@ class OptimizerSpec:
     """Every element of a row's gradient is limited to -clip_value..clip_value, before anything else."""
     clip_norm: float | None = None
     """A row's gradient that is longer is scaled to this norm, before weight decay is added."""
+    stepped_rows: SteppedRows = "touched"
+    """'all' steps every row of the table in every step, with a gradient of zero where no id reads it: decay acts on all
+    rows, as if the table were a dense parameter, at the cost of a pass over the whole table per step."""
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Constants of your own optimizer, of types that JSON has."""
     element_states: int = 0
@@ -111,6 +116,7 @@ class OptimizerSpec:
         owner = f"row optimizer {self.name!r}"
         self._check_numbers(owner)
         check_choice(owner, "weight_decay_mode", self.weight_decay_mode, get_args(WeightDecayMode))
+        check_choice(owner, "stepped_rows", self.stepped_rows, get_args(SteppedRows))
         self._check_options(owner)
         if not self.is_own:
             self._check_used(owner)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.config.run import RowOptimizerConfig
+from meseta.config.run import RegularizationConfig, RowOptimizerConfig
 from meseta.data.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.models import make_model, wanted_embedding_dim
 from meseta.planner import balanced_plan
 from meseta.spec import FeatureSpec, InitSpec, MesetaError, OptimizerSpec, Plan, TableSpec, Topology, nearest
+from meseta.spec.optimizer import USED_FIELDS
 from meseta.train.memory import check_memory
+
+COUPLED = tuple(name for name, used in USED_FIELDS.items() if "weight_decay_mode" in used)
+"""Row optimizers to whose gradient a penalty is added."""
 
 
 def choose_device(config: RunConfig) -> torch.device:
@@ -50,7 +55,7 @@ def make_specs(config: RunConfig, dataset: Dataset) -> tuple[list[TableSpec], li
                 embedding_dim=dim,
                 dtype=config.embedding.dtype,
                 init=InitSpec(kind=init.kind, scale=init.scale),
-                optimizer=_optimizer_spec(optimizer),
+                optimizer=_optimizer_spec(column.name, optimizer, config.embedding.regularization),
             )
         )
         features.append(
@@ -103,5 +108,20 @@ def task_weights(config: RunConfig, dataset: Dataset) -> list[float] | None:
     return None if all(weight == 1.0 for weight in weights) else weights
 
 
-def _optimizer_spec(config: RowOptimizerConfig) -> OptimizerSpec:
-    return OptimizerSpec(**config.model_dump())
+def _optimizer_spec(table: str, config: RowOptimizerConfig, penalty: RegularizationConfig) -> OptimizerSpec:
+    """The optimizer of a table with the penalties of `embedding.regularization`; raises MesetaError where it cannot
+    have them."""
+    spec = OptimizerSpec(**config.model_dump())
+    if spec.name == "frozen" or not (penalty.l2 or penalty.l1):
+        return spec
+    where = f"config: embedding.regularization on table {table!r}, whose row optimizer is {spec.name!r}"
+    if spec.is_own or spec.name not in COUPLED:
+        raise MesetaError(
+            f"{where}: the penalties are added to the gradient, and this optimizer has decay of its own; set its own "
+            f"constants (weight_decay; ftrl: l1, l2), or take one of {', '.join(COUPLED)}"
+        )
+    if spec.weight_decay or spec.l1 or spec.stepped_rows != "touched":
+        raise MesetaError(
+            f"{where}: the optimizer sets weight_decay, l1 or stepped_rows itself, which mean the same; set one"
+        )
+    return replace(spec, weight_decay=penalty.l2, l1=penalty.l1, stepped_rows=penalty.rows)

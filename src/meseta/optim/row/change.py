@@ -1,4 +1,4 @@
-"""What can be added to any row optimizer: clipping of the gradient, and weight decay."""
+"""What can be added to any row optimizer: clipping of the gradient, weight decay, an absolute penalty."""
 
 from __future__ import annotations
 
@@ -32,6 +32,11 @@ def clip_norm(optimizer: RowOptimizer, limit: float) -> RowOptimizer:
 def coupled_decay(optimizer: RowOptimizer, weight_decay: float) -> RowOptimizer:
     """weight_decay * row added to the gradient: the gradient of weight_decay / 2 * |row|^2."""
     return _with_gradient(optimizer, lambda w, g, stats: g + w * weight_decay)
+
+
+def absolute_penalty(optimizer: RowOptimizer, l1: float) -> RowOptimizer:
+    """l1 * sign(row) added to the gradient: a subgradient of l1 * sum of |row|, which is 0 where the row is."""
+    return _with_gradient(optimizer, lambda w, g, stats: g + w.sign() * l1)
 
 
 def decoupled_decay(optimizer: RowOptimizer, weight_decay: float) -> RowOptimizer:

@@ -10,7 +10,7 @@ from meseta.ops.row_optimizer import RowOptimizer
 from meseta.ops.row_program import state_kinds, trace
 from meseta.optim.row.adagrad import adagrad, ftrl, rmsprop, rowwise_adagrad
 from meseta.optim.row.adam import adam, lamb, rowwise_adam, rowwise_lamb
-from meseta.optim.row.change import clip_norm, clip_value, coupled_decay, decoupled_decay
+from meseta.optim.row.change import absolute_penalty, clip_norm, clip_value, coupled_decay, decoupled_decay
 from meseta.optim.row.sgd import frozen, lars, sgd
 from meseta.spec import MesetaError, OptimizerSpec, nearest
 
@@ -51,6 +51,8 @@ def _make(factory: Factory, spec: OptimizerSpec) -> RowOptimizer:
     if spec.weight_decay and spec.name not in DECAY_INSIDE:
         is_decoupled = spec.name == "adamw" or spec.weight_decay_mode == "decoupled"
         optimizer = (decoupled_decay if is_decoupled else coupled_decay)(optimizer, spec.weight_decay)
+    if spec.l1 and spec.name != "ftrl" and not spec.is_own:  # ftrl solves for it; a user's own may use it as it will
+        optimizer = absolute_penalty(optimizer, spec.l1)
     if spec.clip_norm is not None:
         optimizer = clip_norm(optimizer, spec.clip_norm)
     if spec.clip_value is not None:
