@@ -17,7 +17,22 @@ if TYPE_CHECKING:
     from meseta.data.prepare import Progress
     from meseta.data.schema import Layout
 
-_COLUMNS = "What the columns are"
+_COLUMNS, _SPLIT = "What the columns are", "What the test split is"
+_TestFraction = Annotated[
+    float | None, typer.Option(help="Share of rows in it.", show_default="0.1", rich_help_panel=_SPLIT)
+]
+_TestFiles = Annotated[
+    list[str] | None, typer.Option(help="File or pattern whose rows make it; repeatable.", rich_help_panel=_SPLIT)
+]
+_SplitBy = Annotated[
+    str | None,
+    typer.Option(
+        help="time: the last rows; group: whole groups.", show_default="rows drawn by seed", rich_help_panel=_SPLIT
+    ),
+]
+_TestAfter = Annotated[
+    str | None, typer.Option(help="Time from which on rows belong to it: 2026-01-31.", rich_help_panel=_SPLIT)
+]
 _Label = Annotated[
     str | None, typer.Option(help="Column of the label.", show_default="by its name", rich_help_panel=_COLUMNS)
 ]
@@ -42,12 +57,10 @@ def prepare(
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder to make.")],
-    test_fraction: Annotated[
-        float | None, typer.Option(help="Share of rows drawn for the test split.", show_default="0.1")
-    ] = None,
-    test_files: Annotated[
-        list[str] | None, typer.Option(help="File or pattern whose rows make the test split; repeatable.")
-    ] = None,
+    test_fraction: _TestFraction = None,
+    test_files: _TestFiles = None,
+    split_by: _SplitBy = None,
+    test_after: _TestAfter = None,
     seed: Annotated[int, typer.Option(help="Seed of the split and of the hashes.")] = 0,
     hash_rows: Annotated[
         list[str] | None,
@@ -75,6 +88,8 @@ def prepare(
         out=out,
         test_files=test_files or (),
         test_fraction=test_fraction,
+        split_by=split_by,
+        test_after=test_after,
         seed=seed,
         hash_rows=rows,
         hash_rows_by_feature=rows_by_feature,

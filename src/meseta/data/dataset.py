@@ -154,7 +154,11 @@ class Dataset(_Record):
     seed: int = 0
     """Seed of the hashes and of the split."""
     test_fraction: float | None = None
-    """Share of rows drawn for the test split; None: split by files."""
+    """Share of rows, or of groups, in the test split; None: split by files, or at a given time."""
+    split_by: Literal["time", "group"] | None = None
+    """What the test split was drawn or cut off by; None: by rows, or by files."""
+    test_from: float | None = None
+    """Split by time: the first second of the test split, since 1970-01-01 UTC."""
     sources: tuple[SourceFile, ...] = ()
     """The raw files, in the order in which they were read."""
     dir: Path = Field(default=Path(), exclude=True)

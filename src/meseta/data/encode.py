@@ -8,12 +8,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from meseta.data.counter import random_words
 from meseta.data.hash_categories import feature_seed, hash_categories, hash_to_rows
 from meseta.data.parse import parse_block
 from meseta.data.raw_rows import RawRows, RawSparse
 from meseta.data.schema import Layout
 from meseta.data.sources import Block
+from meseta.data.splitting import Splitter
 from meseta.data.vocabulary import count_values
 
 
@@ -31,18 +31,17 @@ class EncodedBlock:
 class Encoder:
     """Turns blocks into numbers; holds no state that changes, so any number of threads may call it."""
 
-    def __init__(self, layout: Layout, *, seed: int, test_fraction: float, hash_rows: dict[str, int] | None) -> None:
+    def __init__(self, layout: Layout, splitter: Splitter, *, seed: int, hash_rows: dict[str, int] | None) -> None:
         """`hash_rows`: table rows of each feature, or None for vocabularies."""
         self.layout = layout
         self.hash_rows = hash_rows
         self.hash_seeds = {column.name: feature_seed(column.name, seed) for column in layout.sparse}
-        self._seed = seed
-        self._test_limit = np.uint64(min(int(test_fraction * 2**64), 2**64 - 1))
+        self.splitter = splitter
 
     def encode(self, block: Block, first_global_row: int) -> EncodedBlock:
         """Parse, split and encode one block, whose first row is row `first_global_row` of all sources."""
         rows = parse_block(block, self.layout)
-        test = self._is_test(block, first_global_row)
+        test = self.splitter.is_test(block, first_global_row, rows)
         batch = self._record_batch(rows)
         splits = {}
         for name, mask in (("train", ~test), ("test", test)):
@@ -57,13 +56,6 @@ class Encoder:
                     continue
                 counted[column.name] = count_values(_training_values(sparse, test))
         return EncodedBlock(splits=splits, counted=counted, block=block)
-
-    def _is_test(self, block: Block, first_global_row: int) -> NDArray[np.bool_]:
-        """A row's split is a function of the seed and its number among all rows, however the files are cut."""
-        if block.source.split != "both":
-            return np.full(block.num_rows, block.source.split == "test")
-        numbers = np.arange(first_global_row, first_global_row + block.num_rows)
-        return random_words(numbers, self._seed) < self._test_limit
 
     def _record_batch(self, rows: RawRows) -> pa.RecordBatch:
         samples = [*rows.labels, *(part for part in (rows.weight, rows.group, rows.time) if part is not None)]

@@ -7,6 +7,7 @@ Parquet. The result is a function of the rows, their order and the options alone
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
+
+import pyarrow as pa
 
 from meseta.data.dataset import FILE_NAME, DataFile, Dataset, SourceFile, Split, Teacher
 from meseta.data.encode import EncodedBlock, Encoder
@@ -23,9 +27,12 @@ from meseta.data.layout import find_layout
 from meseta.data.record import difference, load_record, record_of
 from meseta.data.schema import Layout, Schema
 from meseta.data.sources import Place, Source, find_sources, read_blocks
+from meseta.data.splitting import SplitBy, Splitter
 from meseta.data.spool import Spool
 from meseta.data.staging import Staging, staged_folder
 from meseta.data.statistics import FeatureStatistics
+from meseta.data.survey import Survey, Surveyor
+from meseta.data.values import seconds_of_texts
 from meseta.data.vocabulary import VocabularyCounter
 from meseta.data.workers import in_order
 from meseta.data.write import SplitWriter
@@ -35,7 +42,7 @@ from meseta.spec.processors import num_cores
 Progress = Callable[[str, int, float], None]
 """Called with the stage ('scan', 'read' or 'write'), its rows so far, and how much of it is done, 0 to 1.
 
-Only libsvm and libffm are scanned, for their fields and weights."""
+Only libsvm and libffm are scanned, for their fields and weights, and files that are split by time or have quantiles."""
 
 _VOCABULARY_BUDGET_BYTES = 384 << 20
 COMMIT_S = 20.0
@@ -53,7 +60,11 @@ class PrepareOptions:
     test_files: Sequence[str] = ()
     """Files or patterns whose rows make the test split; they may be among the sources."""
     test_fraction: float | None = None
-    """Share of rows, drawn by seed, that make the test split; None: 0.1 where no test_files are given."""
+    """Share of rows that make the test split; None: 0.1 where neither test_files nor test_after are given."""
+    split_by: str | None = None
+    """What makes that share: None: rows drawn by seed; 'group': whole groups, drawn by seed; 'time': the last rows."""
+    test_after: str | None = None
+    """Rows from this time on make the test split, as a number or in ISO 8601; it implies split_by 'time'."""
     seed: int = 0
     """Seed of the split and of the hashes, 0..2**63-1."""
     hash_rows: int = 100_000
@@ -81,6 +92,15 @@ class PrepareOptions:
         refuse_url("prepare: --out", self.out)
         if self.test_files and self.test_fraction is not None:
             raise MesetaError("prepare: --test-fraction and --test-files exclude each other; give one")
+        if self.test_after is not None and (self.test_files or self.test_fraction is not None):
+            raise MesetaError(
+                "prepare: --test-after and --test-files or --test-fraction exclude each other; give one of them"
+            )
+        if self.split_by not in (None, "time", "group"):
+            raise MesetaError(f"prepare: --split-by must be 'time' or 'group', got {self.split_by!r}")
+        if self.split_by is not None and (self.test_files or (self.split_by == "group" and self.test_after)):
+            other = "--test-files" if self.test_files else "--test-after"
+            raise MesetaError(f"prepare: --split-by {self.split_by} and {other} exclude each other; give one")
         if self.schema is not None and (self.label or self.dense or self.sparse):
             raise MesetaError(
                 "prepare: --schema and --label, --dense, --sparse exclude each other; give one or the others"
@@ -97,8 +117,8 @@ class PrepareOptions:
 
     @property
     def fraction(self) -> float | None:
-        """Share of rows for the test split; None: split by files."""
-        if self.test_files:
+        """Share of rows, or of groups, for the test split; None: split by files, or at a given time."""
+        if self.test_files or self.test_after is not None:
             return None
         return 0.1 if self.test_fraction is None else self.test_fraction
 
@@ -123,15 +143,30 @@ def prepare(
     layout = _layout_of(options, sources, progress)
     if on_layout is not None:
         on_layout(layout)
-    encoder = Encoder(
-        layout, seed=options.seed, test_fraction=options.fraction or 0.0, hash_rows=_hash_rows(options, layout)
-    )
+    splitter = _splitter(options, layout)
+    hash_rows = _hash_rows(options, layout)
     num_threads = options.num_threads or num_cores()
     record = record_of(options, sources)
     with staged_folder(options.out, record, force=options.force) as staging:
         if not staging.is_complete:
             pool = ThreadPoolExecutor(num_threads, thread_name_prefix="meseta-prepare")
             try:
+                surveyor = Surveyor(
+                    sources=sources,
+                    layout=layout,
+                    splitter=splitter,
+                    scratch=staging.scratch,
+                    pool=pool,
+                    num_threads=num_threads,
+                    on_rows=partial(progress or _no_progress, "scan"),
+                )
+                survey = _survey(surveyor, staging)
+                encoder = Encoder(
+                    layout.with_boundaries(survey.boundaries),
+                    replace(splitter, test_from=survey.test_from),
+                    seed=options.seed,
+                    hash_rows=hash_rows,
+                )
                 dataset = _Run(options, sources, encoder, staging, progress).run(pool, num_threads)
             finally:
                 pool.shutdown(cancel_futures=True)
@@ -193,7 +228,7 @@ class _Run:
         self.committed_s = time.monotonic()
         self.folder = staging.folder
         self.spool_dir = staging.scratch
-        self.progress = progress or (lambda stage, rows, share: None)
+        self.progress = progress or _no_progress
         self.spools = {
             name: Spool(self.spool_dir / f"{name}.arrow", self.layout.dense, self.layout.label_columns)
             for name in ("train", "test")
@@ -274,7 +309,7 @@ class _Run:
             "counters": {name: counter.get_state() for name, counter in self.counters.items()},
             "rows_of_source": list(self.rows_of_source.values()),
         }
-        self.staging.commit({"read": state})
+        self.staging.commit({**self.staging.state, "read": state})
         self.committed_s = time.monotonic()
 
     def _write(self, pool: ThreadPoolExecutor, tables: Tables) -> dict[str, Split]:
@@ -312,7 +347,7 @@ class _Run:
         """The parts that are written, now and then; what was counted on the way is counted again."""
         if time.monotonic() - self.committed_s >= COMMIT_S:
             done = {name: [file.model_dump() for file in parts] for name, parts in files.items()}
-            self.staging.commit({"read": self.staging.state["read"], "write": done})
+            self.staging.commit({**self.staging.state, "write": done})
             self.committed_s = time.monotonic()
 
     def _describe(self, tables: Tables, splits: dict[str, Split]) -> Dataset:
@@ -328,6 +363,8 @@ class _Run:
             teacher=find_teacher(self.sources),
             seed=options.seed,
             test_fraction=options.fraction,
+            split_by=self.encoder.splitter.by,
+            test_from=self.encoder.splitter.test_from,
             sources=tuple(
                 SourceFile(path=s.path, split=s.split, num_rows=self.rows_of_source[s.path]) for s in self.sources
             ),
@@ -360,7 +397,7 @@ def find_teacher(sources: Sequence[Source]) -> Teacher | None:
 
 def _find_sources(options: PrepareOptions) -> tuple[Source, ...]:
     delimiter = None if options.schema is None else Schema.load(options.schema).delimiter
-    by_fraction = options.fraction is not None
+    by_fraction = not options.test_files
     return find_sources(options.sources, options.test_files, by_fraction=by_fraction, delimiter=delimiter)
 
 
@@ -368,6 +405,41 @@ def _layout_of(options: PrepareOptions, sources: Sequence[Source], progress: Pro
     schema = None if options.schema is None else Schema.load(options.schema)
     on_scan = None if progress is None else partial(progress, "scan")
     return find_layout(sources, options.label, options.dense, options.sparse, schema, on_scan)
+
+
+def _splitter(options: PrepareOptions, layout: Layout) -> Splitter:
+    """Raises MesetaError where the column that decides is missing, or --test-after is no time."""
+    by = cast(SplitBy | None, "time" if options.test_after is not None else options.split_by)
+    if by is not None and getattr(layout, by) is None:
+        raise MesetaError(
+            f"prepare: --split-by {by} needs a column for it, and there is none; name it as {by!r} in a --schema file "
+            "(of libsvm, qid is the group; Criteo's TSV has neither)"
+        )
+    test_from = None
+    if options.test_after is not None:
+        try:
+            [test_from] = seconds_of_texts(pa.array([options.test_after])).tolist()
+        except pa.ArrowInvalid:
+            test_from = math.nan
+        if math.isnan(test_from):
+            raise MesetaError(
+                f"prepare: --test-after {options.test_after!r} is no time; give one as 2026-01-31 23:59:59, or a number"
+            )
+    return Splitter(seed=options.seed, test_fraction=options.fraction or 0.0, by=by, test_from=test_from)
+
+
+def _survey(surveyor: Surveyor, staging: Staging) -> Survey:
+    """What an earlier process found, or what is found now."""
+    if "survey" in staging.state:
+        return Survey.from_dict(staging.state["survey"])
+    survey = surveyor.survey()
+    if not surveyor.leaves_all_as_it_is:
+        staging.commit({**staging.state, "survey": survey.to_dict()})
+    return survey
+
+
+def _no_progress(stage: str, rows: int, share: float) -> None:
+    """For callers that do not want to know."""
 
 
 def _hash_rows(options: PrepareOptions, layout: Layout) -> dict[str, int] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
@@ -39,6 +39,8 @@ class RawRows:
     """Keys [n]."""
     time: NDArray[np.float64] | None = None
     """Seconds since 1970-01-01 UTC [n]; NaN where it is missing."""
+    numbers: list[NDArray[np.float64]] = field(default_factory=list)
+    """[n] per column that is surveyed, missing as NaN."""
 
 
 def log1p(values: NDArray[np.generic]) -> NDArray[np.float32]:

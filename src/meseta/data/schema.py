@@ -76,6 +76,8 @@ class Layout:
     """Group of each sample, such as a user or a request; it may be a feature too."""
     time: str | None = None
     """When it happened."""
+    surveyed: tuple[str, ...] = ()
+    """Columns of which the numbers themselves are wanted, before anything is known of them."""
     ignored: tuple[str, ...] = field(default=(), compare=False)
     """Columns that are not read."""
     reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -89,13 +91,14 @@ class Layout:
         samples = [name for name in (*self.labels, self.weight, self.group, self.time) if name is not None]
         sparse = [name for column in self.sparse for name in column.columns]
         weights = [column.weight for column in self.sparse if column.weight is not None]
-        return list(dict.fromkeys([*samples, *self.dense, *sparse, *weights]))
+        return list(dict.fromkeys([*samples, *self.dense, *sparse, *weights, *self.surveyed]))
 
     @property
     def numbers(self) -> list[str]:
         """The raw columns that are read as numbers."""
         buckets = [column.buckets.column for column in self.sparse if column.buckets]
-        return list(dict.fromkeys([*self.labels, *([self.weight] if self.weight else []), *self.dense, *buckets]))
+        weight = [] if self.weight is None else [self.weight]
+        return list(dict.fromkeys([*self.labels, *weight, *self.dense, *buckets, *self.surveyed]))
 
     @property
     def values(self) -> list[SparseColumn]:

@@ -43,6 +43,7 @@ def read_rows(columns: NamedColumns, layout: Layout) -> RawRows:
         weight=None if layout.weight is None else _weight(columns, layout.weight),
         group=None if layout.group is None else group_keys(columns.texts(layout.group)),
         time=None if layout.time is None else _time(columns, layout.time),
+        numbers=[_finite(columns, name).copy() for name in layout.surveyed],
     )
 
 
