@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-SUM_OF_WIDTHS = 16
+from meseta.models import MLP, MLPOptions, fill_glorot
 
 
 class Plain(nn.Module):
@@ -22,6 +22,20 @@ class Plain(nn.Module):
 
     def score(self, dense: Tensor, pooled: Tensor) -> Tensor:
         return self.scale * self.linear(torch.cat([dense.to(pooled.dtype), pooled], dim=1)).squeeze(1)
+
+
+class Regularised(Plain):
+    """As on the page."""
+
+    def __init__(self, embeddings: Any, *, num_dense: int, labels: tuple[str, ...], seed: int):
+        super().__init__(embeddings, num_dense=num_dense, labels=labels, seed=seed)
+        options = MLPOptions(dropout=0.2, batch_norm=True, seed=seed)
+        self.layers = MLP([self.linear.in_features, 16, 8, len(labels)], relu_last=False, options=options)
+        fill_glorot(self.layers, seed)
+
+    def score(self, dense: Tensor, pooled: Tensor) -> Tensor:
+        x = torch.cat([dense.to(pooled.dtype), pooled], dim=1)
+        return super().score(dense, pooled) + self.layers(x, self.embeddings.batch_slice).squeeze(1)
 
 
 class FlatForTwo(Plain):

@@ -16,7 +16,7 @@ PUBLIC = {
         DamagedCheckpoint Difference Loaded Summary compare export find_checkpoint latest list_checkpoints load newest
         offer_older prune save summarize verify
     """,
-    "meseta.comm": "DenseGradients Pending World",
+    "meseta.comm": "BatchSlice DenseGradients Pending World",
     "meseta.config": """
         CheckpointConfig DataConfig DenseConfig DenseOptimizerConfig EarlyStoppingConfig EmbeddingConfig MetricsConfig
         ModelConfig RunConfig ScheduleConfig TableConfig TrainConfig
@@ -27,7 +27,8 @@ PUBLIC = {
     "meseta.embedding": "EmbeddingBagCollection ShardedEmbeddingBagCollection resolve_plan shard",
     "meseta.jagged": "Embeddings JaggedTensor KeyedJaggedTensor KeyedTensor",
     "meseta.models": """
-        AutoInt DLRM DLRMDCNv2 DeepFM FM LogisticRegression MLPOptions MMoE WideDeep make_model wanted_embedding_dim
+        AutoInt DLRM DLRMDCNv2 DeepFM FM LogisticRegression MLP MLPOptions MMoE WideDeep fill_glorot make_model
+        wanted_embedding_dim
     """,
     "meseta.ops.row_update": "Bags FeatureGradient TableRows UpdateGroup row_update",
     "meseta.optim": "Hyper RowOptimizer element_state make_row_optimizer row_state where",

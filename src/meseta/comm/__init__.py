@@ -1,6 +1,7 @@
 """Every collective of the package. Code elsewhere asks a `World`; it never calls torch.distributed."""
 
+from meseta.comm.batch_slice import BatchSlice
 from meseta.comm.dense import DenseGradients
 from meseta.comm.world import Pending, World
 
-__all__ = ["DenseGradients", "Pending", "World"]
+__all__ = ["BatchSlice", "DenseGradients", "Pending", "World"]

@@ -246,6 +246,10 @@ class ModelConfig(Section):
     """mmoe: widths of each expert's layers."""
     tower_mlp: tuple[Width, ...] = (128,)
     """mmoe: hidden widths of each task's tower; the single output is added."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the outputs of hidden layers that is dropped in training; masks do not depend on the number of ranks."""
+    batch_norm: bool = False
+    """Normalise the outputs of hidden layers before ReLU, with statistics of the global batch."""
 
     @field_validator("name")
     @classmethod

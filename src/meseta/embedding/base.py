@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from meseta.comm import BatchSlice
 from meseta.embedding.accumulate import Segment
 from meseta.jagged import Embeddings, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meseta.ops.id_policy import CheckedIds, apply_id_policy
@@ -58,6 +59,11 @@ class Collection(nn.Module):
         """Type of what a lookup returns: float32, or float64 for float64 tables."""
         self.step = 0
         """Backward passes so far, the global step of bias correction."""
+        self.batch_slice: BatchSlice | None = None
+        """Where the samples of the last lookup lie in the global batch; None before any."""
+        self.first_sample: int | None = None
+        """Place in the global batch of this rank's first sample in the next lookup, if that is a micro-batch of
+        `accumulating`; None: a whole batch is looked up."""
         self.lr_factor = 1.0
         """What a schedule multiplies every table's learning rate by."""
         self.num_outside: Tensor | None = None

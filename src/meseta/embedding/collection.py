@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from meseta.comm import BatchSlice, World
 from meseta.embedding.accumulate import join, local_segment
 from meseta.embedding.base import Collection, UpdateInBackward
 from meseta.embedding.update import FusedShards, group_shards, step_shards
@@ -99,6 +100,9 @@ class EmbeddingBagCollection(Collection):
     def finish(self, x: CheckedIds) -> Embeddings:
         """Look up and pool."""
         ids = x.kjt
+        self.batch_slice = BatchSlice(
+            world=World.single(self.device), step=self.step, sizes=(ids.batch_size,), first=self.first_sample
+        )
         pooled, *rows = UpdateInBackward.apply(
             self._anchor,
             ids.weights,

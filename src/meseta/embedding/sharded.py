@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from meseta.comm import Pending, World
+from meseta.comm import BatchSlice, Pending, World
 from meseta.embedding.accumulate import Segment, join, local_segment
 from meseta.embedding.base import Collection, UpdateInBackward
 from meseta.embedding.collection import EmbeddingBagCollection
@@ -200,6 +200,7 @@ class ShardedEmbeddingBagCollection(Collection):
     def finish(self, x: Exchanged) -> Embeddings:
         """Look up what this rank owns, return it to the ranks that asked, put the answers together."""
         share = self.local_share = x.batch_sizes[self.world.rank] / max(x.num_samples, 1)
+        self.batch_slice = BatchSlice(world=self.world, step=self.step, sizes=x.batch_sizes, first=self.first_sample)
         owned = unpack(x, len(self._routes))
         pooled, *rows = UpdateInBackward.apply(
             self._anchor,

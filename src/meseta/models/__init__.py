@@ -5,7 +5,7 @@ from meseta.models.dlrm import DLRM
 from meseta.models.dlrm_dcnv2 import DLRMDCNv2
 from meseta.models.factory import make_model, wanted_embedding_dim
 from meseta.models.fm import FM, DeepFM
-from meseta.models.layers import MLPOptions
+from meseta.models.layers import MLP, MLPOptions, fill_glorot
 from meseta.models.logistic_regression import LogisticRegression
 from meseta.models.mmoe import MMoE
 from meseta.models.wide_deep import WideDeep
@@ -13,6 +13,7 @@ from meseta.models.wide_deep import WideDeep
 __all__ = [
     "DLRM",
     "FM",
+    "MLP",
     "AutoInt",
     "DLRMDCNv2",
     "DeepFM",
@@ -20,6 +21,7 @@ __all__ = [
     "MLPOptions",
     "MMoE",
     "WideDeep",
+    "fill_glorot",
     "make_model",
     "wanted_embedding_dim",
 ]

@@ -85,7 +85,7 @@ class AutoInt(ScoringModel):
         self.interacting = nn.ModuleList(InteractingLayer(n, num_heads, head_width) for n in inputs[:-1])
         self.head = BlankLinear(self.fields.num_fields * inputs[-1], 1)
         widths = [self.fields.num_fields * width, *deep_mlp, 1]
-        self.deep_mlp = MLP(widths, relu_last=False, options=options) if deep_mlp else None
+        self.deep_mlp = MLP(widths, relu_last=False, options=options, name="deep_mlp") if deep_mlp else None
         self._set_initial_weights(seed)
 
     def logits(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
@@ -94,7 +94,9 @@ class AutoInt(ScoringModel):
         for layer in self.interacting:
             attended = layer(attended)
         logits = self.head(attended.flatten(1)).squeeze(1)
-        return logits if self.deep_mlp is None else logits + self.deep_mlp(fields.flatten(1)).squeeze(1)
+        return (
+            logits if self.deep_mlp is None else logits + self.deep_mlp(fields.flatten(1), self.batch_slice).squeeze(1)
+        )
 
     @torch.no_grad()
     def _set_initial_weights(self, seed: int) -> None:
@@ -102,4 +104,4 @@ class AutoInt(ScoringModel):
             fill_normal(parameter, math.sqrt(2.0 / sum(parameter.shape)), seed, name)
         self.head.bias.zero_()
         if self.deep_mlp is not None:
-            fill_glorot(self.deep_mlp, seed, "deep_mlp")
+            fill_glorot(self.deep_mlp, seed)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import cast
 
 from torch import Tensor, nn
 
+from meseta.comm import BatchSlice
 from meseta.jagged import KeyedJaggedTensor
 from meseta.jagged.shapes import Float
 from meseta.models.layers import check_inputs, pooled_dims
@@ -37,6 +39,11 @@ class ScoringModel(nn.Module, ABC):
         """
         check_inputs(type(self).__name__, dense, pooled, self.num_dense, self.pooled_width)
         return self.logits(dense, pooled)
+
+    @property
+    def batch_slice(self) -> BatchSlice | None:
+        """Where the samples that were looked up last lie in the global batch, for dropout and batch norm."""
+        return cast("BatchSlice | None", getattr(self.embeddings, "batch_slice", None))
 
     @abstractmethod
     def logits(

@@ -58,22 +58,22 @@ class DLRM(ScoringModel):
         if not bottom_mlp:
             raise MesetaError("DLRM: bottom_mlp is empty; it needs at least one layer, as wide as the embeddings")
         self.interaction = interaction
-        self.bottom_mlp = MLP([num_dense, *bottom_mlp], relu_last=True, options=options)
+        self.bottom_mlp = MLP([num_dense, *bottom_mlp], relu_last=True, options=options, name="bottom_mlp")
         width = bottom_mlp[-1]
         if interaction == "dot":
             _check_equal_widths(self.dims, width)
             num_interactions = width + math.comb(len(self.dims) + 1, 2)
         else:
             num_interactions = width + self.pooled_width
-        self.top_mlp = MLP([num_interactions, *top_mlp, 1], relu_last=False, options=options)
+        self.top_mlp = MLP([num_interactions, *top_mlp, 1], relu_last=False, options=options, name="top_mlp")
         self._set_initial_weights(seed)
 
     def logits(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
         """What the top MLP makes of x and its interactions."""
-        x = self.bottom_mlp(dense.to(pooled.dtype))
+        x = self.bottom_mlp(dense.to(pooled.dtype), self.batch_slice)
         if self.interaction == "dot":
-            return self.top_mlp(dot_interaction(x, pooled)).squeeze(1)
-        return self.top_mlp(torch.cat([x, pooled.to(x.dtype)], dim=1)).squeeze(1)
+            return self.top_mlp(dot_interaction(x, pooled), self.batch_slice).squeeze(1)
+        return self.top_mlp(torch.cat([x, pooled.to(x.dtype)], dim=1), self.batch_slice).squeeze(1)
 
     def _set_initial_weights(self, seed: int) -> None:
         for part in ("bottom_mlp", "top_mlp"):
@@ -82,7 +82,8 @@ class DLRM(ScoringModel):
                     num_outputs, num_inputs = layer.weight.shape
                     std = math.sqrt(2.0 / (num_outputs + num_inputs))
                     fill_normal(layer.weight, std, seed, f"{part}.{index}.weight")
-                    fill_normal(layer.bias, math.sqrt(1.0 / num_outputs), seed, f"{part}.{index}.bias")
+                    if layer.bias is not None:
+                        fill_normal(layer.bias, math.sqrt(1.0 / num_outputs), seed, f"{part}.{index}.bias")
 
 
 def _check_equal_widths(dims: dict[str, int], width: int) -> None:

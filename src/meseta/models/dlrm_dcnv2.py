@@ -73,15 +73,15 @@ class DLRMDCNv2(ScoringModel):
         if not bottom_mlp:
             raise MesetaError("DLRMDCNv2: bottom_mlp is empty; it needs at least one layer")
         num_crossed = bottom_mlp[-1] + self.pooled_width
-        self.bottom_mlp = MLP([num_dense, *bottom_mlp], relu_last=True, options=options)
+        self.bottom_mlp = MLP([num_dense, *bottom_mlp], relu_last=True, options=options, name="bottom_mlp")
         self.cross = LowRankCross(num_crossed, *cross)
-        self.top_mlp = MLP([num_crossed, *top_mlp, 1], relu_last=False, options=options)
+        self.top_mlp = MLP([num_crossed, *top_mlp, 1], relu_last=False, options=options, name="top_mlp")
         self._set_initial_weights(seed)
 
     def logits(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
         """What the top MLP makes of the crossed inputs."""
-        x = self.bottom_mlp(dense.to(pooled.dtype))
-        return self.top_mlp(self.cross(torch.cat([x, pooled.to(x.dtype)], dim=1))).squeeze(1)
+        x = self.bottom_mlp(dense.to(pooled.dtype), self.batch_slice)
+        return self.top_mlp(self.cross(torch.cat([x, pooled.to(x.dtype)], dim=1)), self.batch_slice).squeeze(1)
 
     @torch.no_grad()
     def _set_initial_weights(self, seed: int) -> None:
@@ -90,7 +90,8 @@ class DLRMDCNv2(ScoringModel):
                 if isinstance(layer, nn.Linear):
                     bound = 1.0 / math.sqrt(max(layer.in_features, 1))
                     fill_uniform(layer.weight, bound, seed, f"{part}.{index}.weight")
-                    fill_uniform(layer.bias, bound, seed, f"{part}.{index}.bias")
+                    if layer.bias is not None:
+                        fill_uniform(layer.bias, bound, seed, f"{part}.{index}.bias")
         for name, parameter in self.cross.named_parameters():
             if name.endswith("bias"):
                 parameter.zero_()

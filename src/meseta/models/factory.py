@@ -12,7 +12,7 @@ from meseta.models.autoint import AutoInt
 from meseta.models.dlrm import DLRM
 from meseta.models.dlrm_dcnv2 import DLRMDCNv2
 from meseta.models.fm import FM, DeepFM
-from meseta.models.layers import DenseDtype, MLPOptions
+from meseta.models.layers import MLP, DenseDtype, MLPOptions
 from meseta.models.logistic_regression import LogisticRegression
 from meseta.models.mmoe import MMoE
 from meseta.models.own import make_own_model
@@ -59,11 +59,7 @@ def make_model(
     as the constructors do, and as `make_own_model` does for a name that is an import path.
     """
     if ":" in config.name:
-        if dtype != "float32":
-            raise MesetaError(
-                f"model.name {config.name!r}: dense.dtype {dtype!r} is for the models of this package; an own model "
-                "decides by itself, for example by model.options"
-            )
+        _check_left_alone(config, dtype)
         return make_own_model(
             config.name, embeddings, num_dense=num_dense, labels=labels, seed=seed, options=config.options
         )
@@ -73,8 +69,29 @@ def make_model(
             f"model.name {config.name!r} predicts one label, but the data have {len(labels)} ({names}); choose one, as "
             f"in data.labels=[{labels[0]}], or a model for several: {', '.join(sorted(MULTI_TASK))}"
         )
-    options = MLPOptions(dtype=dtype)
-    return _BUILDERS[config.name](_Wanted(config, embeddings, num_dense, len(labels), seed, options))
+    options = MLPOptions(dtype=dtype, dropout=config.dropout, batch_norm=config.batch_norm, seed=seed)
+    model = _BUILDERS[config.name](_Wanted(config, embeddings, num_dense, len(labels), seed, options))
+    hidden = sum(part.num_hidden for part in model.modules() if isinstance(part, MLP))
+    if not hidden and (config.dropout or config.batch_norm):
+        raise MesetaError(
+            f"model.name {config.name!r} has no hidden layer here, so that model.dropout and model.batch_norm change "
+            "nothing; leave them out, or give its MLPs hidden layers"
+        )
+    return model
+
+
+def _check_left_alone(config: ModelConfig, dtype: DenseDtype) -> None:
+    """Raise MesetaError for settings of this package's MLPs, which a model of the user's own has not."""
+    for name, value, default in (
+        ("dense.dtype", dtype, "float32"),
+        ("model.dropout", config.dropout, 0.0),
+        ("model.batch_norm", config.batch_norm, False),
+    ):
+        if value != default:
+            raise MesetaError(
+                f"model.name {config.name!r}: {name} {value!r} is for the models of this package; a model of your own "
+                "decides by itself, for example by model.options"
+            )
 
 
 def _logistic_regression(w: _Wanted) -> nn.Module:

@@ -72,12 +72,12 @@ class DeepFM(FM):
         super().__init__(embeddings, num_dense=num_dense, seed=seed)
         check_widths("DeepFM", "deep_mlp", deep_mlp)
         widths = [self.fields.num_fields * self.fields.width, *deep_mlp, 1]
-        self.deep_mlp = MLP(widths, relu_last=False, options=options)
-        fill_glorot(self.deep_mlp, seed, "deep_mlp")
+        self.deep_mlp = MLP(widths, relu_last=False, options=options, name="deep_mlp")
+        fill_glorot(self.deep_mlp, seed)
 
     def logits(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
         """The sum above; the MLP in the type of `options`, the rest in that of the embeddings."""
         vectors, weights = split_weights(pooled, len(self.dims))
         fields = self.fields(dense, vectors)
         shallow = self.first_order(dense, weights) + sum_over_pairs(fields)
-        return shallow + self.deep_mlp(fields.flatten(1)).squeeze(1)
+        return shallow + self.deep_mlp(fields.flatten(1), self.batch_slice).squeeze(1)

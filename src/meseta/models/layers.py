@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from meseta.comm import BatchSlice
 from meseta.jagged.shapes import Float
+from meseta.models.global_layers import BatchNorm, dropout
 from meseta.models.initial import fill_normal
 from meseta.ops.mlp import mlp
 from meseta.spec import FeatureSpec, MesetaError, TableSpec
@@ -43,45 +45,98 @@ class MLPOptions:
     dtype: DenseDtype = "float32"
     """Type of the activations. 'bfloat16': layers compute in bfloat16 on parameters that stay as they are; logits are
     float32."""
+    dropout: float = 0.0
+    """Share of the outputs of hidden layers that is dropped in training, after ReLU; at least 0, below 1."""
+    batch_norm: bool = False
+    """Normalise the outputs of hidden layers, before ReLU."""
+    seed: int = 0
+    """Key of the dropout masks."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.dropout < 1.0:
+            raise MesetaError(f"MLPOptions: dropout must be at least 0 and below 1, got {self.dropout}")
 
 
 class MLP(nn.Sequential):
     """Linear layers `widths[0] -> widths[1] -> ...` with ReLU between them, and after the last one if asked for.
 
     Computes in the type of its input, or in bfloat16 if the options say so. The last layer of a bfloat16 stack without
-    ReLU, which gives the logits, is computed in float32.
+    ReLU, which gives the logits, is computed in float32. Every layer but the last is hidden: linear, batch norm, ReLU,
+    dropout, the second and the last of these only if the options say so; a linear layer before batch norm has no bias.
     """
 
-    def __init__(self, widths: Sequence[int], *, relu_last: bool, options: MLPOptions | None = None) -> None:
+    def __init__(
+        self, widths: Sequence[int], *, relu_last: bool, options: MLPOptions | None = None, name: str = "mlp"
+    ) -> None:
+        """`name` is the place of the stack in its model, and with the seed the key of its dropout masks."""
+        options = options or MLPOptions()
+        num_hidden = len(widths) - 2
         layers: list[nn.Module] = []
-        for num_inputs, num_outputs in pairwise(widths):
-            layers += [BlankLinear(num_inputs, num_outputs), nn.ReLU()]
+        for index, (num_inputs, num_outputs) in enumerate(pairwise(widths)):
+            # Batch norm takes a bias away again: its gradient would be rounding alone, which Adam makes into steps.
+            has_bias = index == num_hidden or not options.batch_norm
+            layers += [BlankLinear(num_inputs, num_outputs, bias=has_bias), nn.ReLU()]
         super().__init__(*(layers if relu_last else layers[:-1]))
         self.relu_last = relu_last
-        self.options = options or MLPOptions()
+        self.options = options
+        self.name = name
+        self.num_hidden = num_hidden
+        if self.options.batch_norm:
+            self.norms = nn.ModuleList(BatchNorm(width) for width in widths[1:-1])
 
-    def forward(self, x: Float[Tensor, "B N"]) -> Float[Tensor, "B outputs"]:
+    def forward(self, x: Float[Tensor, "B N"], batch: BatchSlice | None = None) -> Float[Tensor, "B outputs"]:
+        """The outputs. In training, dropout and batch norm read from `batch` where the samples lie; collective with it.
+
+        Raises MesetaError where they need it and there is none.
+        """
         if self.options.dtype == "bfloat16":
             x = x.to(torch.bfloat16)
         layers = [layer for layer in self if isinstance(layer, nn.Linear)]
+        if self.options.batch_norm or (self.options.dropout and self.training):
+            for index in range(self.num_hidden):
+                x = self._hidden(index, x, layers.pop(0), self._needed(batch, len(x)))
         head = layers.pop() if x.dtype == torch.bfloat16 and not self.relu_last else None
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
         if head is None:
             return mlp(x, weights, biases, relu_last=self.relu_last)
         return functional.linear(mlp(x, weights, biases, relu_last=True).to(head.weight.dtype), head.weight, head.bias)
 
+    def _hidden(self, index: int, x: Tensor, layer: nn.Linear, batch: BatchSlice | None) -> Tensor:
+        """One hidden layer."""
+        norm = cast(BatchNorm, self.norms[index]) if self.options.batch_norm else None
+        x = mlp(x, [layer.weight], [layer.bias], relu_last=norm is None)
+        if norm is not None:
+            x = functional.relu(norm(x, batch))
+        if self.options.dropout and batch is not None:
+            x = dropout(x, self.options.dropout, self.options.seed, f"{self.name}.{index}", batch)
+        return x
+
+    def _needed(self, batch: BatchSlice | None, num_samples: int) -> BatchSlice | None:
+        """`batch` in training, None in evaluation."""
+        if not self.training:
+            return None
+        if batch is None or batch.sizes[batch.world.rank] != num_samples:
+            known = "nothing" if batch is None else f"{batch.sizes[batch.world.rank]} samples"
+            raise MesetaError(
+                f"{self.name}: dropout and batch norm must know where the {num_samples} samples lie in the global "
+                f"batch, and are told of {known}; look up their embeddings and give embeddings.batch_slice, or call "
+                "eval()"
+            )
+        return batch
+
 
 @torch.no_grad()
-def fill_glorot(stack: MLP, seed: int, name: str) -> None:
+def fill_glorot(stack: MLP, seed: int) -> None:
     """Initial weights: N(0, 2 / (inputs + outputs)) (Glorot and Bengio, AISTATS 2010, equation 12), biases zero.
 
-    The stream of each layer is that of `name`, the stack's place in the model.
+    The stream of each layer is that of the stack's name.
     """
     for index, layer in stack.named_children():
         if isinstance(layer, nn.Linear):
             std = math.sqrt(2.0 / (layer.in_features + layer.out_features))
-            fill_normal(layer.weight, std, seed, f"{name}.{index}.weight")
-            layer.bias.zero_()
+            fill_normal(layer.weight, std, seed, f"{stack.name}.{index}.weight")
+            if layer.bias is not None:
+                layer.bias.zero_()
 
 
 def pooled_dims(model: str, embeddings: nn.Module) -> dict[str, int]:

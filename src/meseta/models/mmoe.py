@@ -63,10 +63,15 @@ class MMoE(ScoringModel):
                     "layer, and all must end with the same width"
                 )
         num_inputs = num_dense + self.pooled_width
-        self.experts = nn.ModuleList(MLP([num_inputs, *widths], relu_last=True, options=options) for widths in experts)
+        self.experts = nn.ModuleList(
+            MLP([num_inputs, *widths], relu_last=True, options=options, name=f"experts.{index}")
+            for index, widths in enumerate(experts)
+        )
         self.gates = nn.ModuleList(BlankLinear(num_inputs, len(experts), bias=False) for _ in range(num_tasks))
         widths = [experts[0][-1], *tower_mlp, 1]
-        self.towers = nn.ModuleList(MLP(widths, relu_last=False, options=options) for _ in range(num_tasks))
+        self.towers = nn.ModuleList(
+            MLP(widths, relu_last=False, options=options, name=f"towers.{task}") for task in range(num_tasks)
+        )
         self._set_initial_weights(seed)
 
     def logits(
@@ -74,17 +79,17 @@ class MMoE(ScoringModel):
     ) -> Float[Tensor, " B *T"]:
         """The logits above; gates in the type of the embeddings, MLPs in that of `options`."""
         x = torch.cat([dense.to(pooled.dtype), pooled], dim=1)
-        seen = torch.stack([expert(x) for expert in self.experts], dim=1)  # [B, experts, outputs]
+        seen = torch.stack([expert(x, self.batch_slice) for expert in self.experts], dim=1)  # [B, experts, outputs]
         logits = []
         for gate, tower in zip(self.gates, self.towers, strict=True):
             share = functional.softmax(gate(x), dim=1).to(seen.dtype)
-            logits.append(tower((share[..., None] * seen).sum(dim=1)))
+            logits.append(tower((share[..., None] * seen).sum(dim=1), self.batch_slice))
         return torch.cat(logits, dim=1) if len(logits) > 1 else logits[0].squeeze(1)
 
     def _set_initial_weights(self, seed: int) -> None:
-        for name, part in self.named_modules():
+        for part in self.modules():
             if isinstance(part, MLP):
-                fill_glorot(part, seed, name)
+                fill_glorot(part, seed)
         for index, gate in enumerate(self.gates):
             weight = gate.get_parameter("weight")
             fill_normal(weight, (2.0 / sum(weight.shape)) ** 0.5, seed, f"gates.{index}.weight")

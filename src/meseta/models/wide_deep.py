@@ -42,11 +42,13 @@ class WideDeep(ScoringModel):
         check_widths("WideDeep", "deep_mlp", deep_mlp)
         width = equal_width("WideDeep", self.dims, at_least=2) - 1
         self.first_order = FirstOrder(num_dense)
-        self.deep_mlp = MLP([num_dense + len(self.dims) * width, *deep_mlp, 1], relu_last=False, options=options)
-        fill_glorot(self.deep_mlp, seed, "deep_mlp")
+        self.deep_mlp = MLP(
+            [num_dense + len(self.dims) * width, *deep_mlp, 1], relu_last=False, options=options, name="deep_mlp"
+        )
+        fill_glorot(self.deep_mlp, seed)
 
     def logits(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
         """The sum above; the MLP in the type of `options`, the rest in that of the embeddings."""
         vectors, weights = split_weights(pooled, len(self.dims))
         deep = torch.cat([dense.to(pooled.dtype), vectors.flatten(1)], dim=1)
-        return self.first_order(dense, weights) + self.deep_mlp(deep).squeeze(1)
+        return self.first_order(dense, weights) + self.deep_mlp(deep, self.batch_slice).squeeze(1)

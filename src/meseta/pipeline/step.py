@@ -108,10 +108,13 @@ class TrainStep:
         parts = split_batch(batch, self.accumulate_steps)
         # Parts are divided by the weight of all of them, so it has to be known before the first goes back.
         whole = None if len(parts) == 1 else self._agree(None, batch)
+        first_sample = 0 if len(parts) == 1 else self._samples_before(batch)
         totals, logits = [], []
         try:
             for index, part in enumerate(parts):
                 is_last = index == len(parts) - 1
+                if len(parts) > 1:
+                    self.model.embeddings.first_sample = first_sample + sum(p.batch_size for p in parts[:index])
                 with nullcontext() if is_last else self.model.embeddings.accumulating():
                     total, own = self._forward_backward(part, whole, is_first=index == 0)
                 totals.append(total)
@@ -122,6 +125,7 @@ class TrainStep:
             raise type(error)(f"micro-batch {index + 1} of {len(parts)}: {error}") from None
         finally:
             self.model.embeddings.forget_kept()
+            self.model.embeddings.first_sample = None
         whole = whole or totals[0]
         if whole.weight > 0:
             with self.times.stage("update"):
@@ -156,6 +160,11 @@ class TrainStep:
                 divisor = batch.batch_size * weight / max(total.batch_size, 1)
                 (local_sum / (divisor or 1.0)).backward()
         return total, logits.detach()
+
+    def _samples_before(self, batch: Batch) -> int:
+        """Samples of the ranks before this one."""
+        sizes = self.world.all_gather(torch.tensor([batch.batch_size], device=self.world.device))
+        return int(sizes[: self.world.rank].sum())
 
     def _loss_sum(self, logits: Tensor, batch: Batch) -> Tensor:
         """The sum over this rank's samples, and over tasks."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from meseta.comm import World
 from meseta.config import MetricsConfig
@@ -45,17 +47,32 @@ class Evaluation:
 
 
 def predict(model: Model, reader: Reader, world: World, shift: float = 0.0) -> Iterator[tuple[NDArray[Any], Batch]]:
-    """This rank's slice of each global batch, in CPU memory, with its logits [B] or [B, T]; without any update.
+    """This rank's slice of each global batch, in CPU memory, with its logits [B] or [B, T]; without any update,
+    and with the model in evaluation mode: no dropout, running statistics.
 
     `shift` is added to the logits, see meseta.data.selection.calibration_shift.
     """
-    with torch.no_grad():
+    with torch.no_grad(), evaluation_mode(model):
         for batch in reader.epoch():
             on_device = batch.to(world.device, non_blocking=True)
             pooled = model.embeddings(on_device.sparse).pooled.values
             logits = model.score(on_device.dense, pooled)
             scores = logits.cpu().numpy()
             yield (scores + scores.dtype.type(shift) if shift else scores), batch
+
+
+@contextmanager
+def evaluation_mode(model: Model) -> Iterator[None]:
+    """All modules in evaluation mode; afterwards each as it was."""
+    modules = list(cast(nn.Module, model).modules())
+    was_training = [module.training for module in modules]
+    for module in modules:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in zip(modules, was_training, strict=True):
+            module.training = training
 
 
 def evaluate(

@@ -1,0 +1,127 @@
+"""Dropout and batch norm over the global batch: the number of ranks changes neither masks nor statistics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from meseta.comm import BatchSlice
+from meseta.jagged.shapes import Bool, Float
+from meseta.ops.random_rows import random_bits, table_key
+
+DROPOUT_STEPS = 1 << 16
+"""Rates are multiples of one over this: every 32 random bits decide about two values."""
+MOMENTUM = 0.1
+"""Share of the batch in running statistics, torch's own."""
+EPS = 1e-5
+"""Added to variances, torch's own."""
+
+
+def keep_mask(rate: float, seed: int, layer: str, batch: BatchSlice, width: int) -> Bool[Tensor, "B width"]:
+    """Which values of this rank's samples dropout keeps, each with probability 1 - rate, to within 1 / 2^17.
+
+    A function of (seed, layer, step, place of the sample in the global batch, column) alone: Philox4x32-10, see
+    meseta.ops.random_rows, under a key of the first three.
+    """
+    key = table_key(seed, f"dropout/{layer}/{batch.step}")
+    first, size = batch.first_sample, batch.sizes[batch.world.rank]
+    num_words = (width + 1) // 2
+    words = random_bits(key, (first, first + size), (0, num_words), batch.world.device)
+    halves = words.view(torch.int16).view(size, num_words, 4)[..., :2]  # The low 32 of 64 bits, as two numbers.
+    return halves.reshape(size, 2 * num_words)[:, :width] >= _dropped(rate) - DROPOUT_STEPS // 2
+
+
+def dropout(x: Float[Tensor, "B N"], rate: float, seed: int, layer: str, batch: BatchSlice) -> Float[Tensor, "B N"]:
+    """x where `keep_mask` keeps it, divided by the probability of that, and 0 elsewhere (Srivastava et al., JMLR 2014,
+    section 10). NaN stays NaN."""
+    kept = keep_mask(rate, seed, layer, batch, x.shape[1])
+    return x * (kept.to(x.dtype) * (DROPOUT_STEPS / (DROPOUT_STEPS - _dropped(rate))))
+
+
+def _dropped(rate: float) -> int:
+    """Of DROPOUT_STEPS numbers, how many mean that a value is dropped; never all."""
+    return min(round(rate * DROPOUT_STEPS), DROPOUT_STEPS - 1)
+
+
+class BatchNorm(nn.Module):
+    """Batch normalisation (Ioffe and Szegedy, arXiv 1502.03167, algorithms 1 and 2), statistics over the global batch.
+
+    Every rank sends mean and sum of squared deviations of its samples; they are joined in float64 in the order of ranks
+    (Chan, Golub and LeVeque, 1979), and so are the two sums of the way back. In evaluation the running statistics stand
+    for those of the batch. They are buffers, as torch.nn.BatchNorm1d has them (momentum 0.1, unbiased variance), and
+    move in the backward pass, so that a step which is given up for a loss that is not finite leaves them alone.
+    Statistics and normalisation are computed in the type of the parameters.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.register_buffer("running_mean", torch.zeros(width))
+        self.register_buffer("running_var", torch.ones(width))
+
+    def forward(self, x: Float[Tensor, "B N"], batch: BatchSlice | None) -> Float[Tensor, "B N"]:
+        """Normalised columns; `batch` says where x lies while training, and is None otherwise. Collective with it."""
+        if batch is None:
+            scale = self.weight * torch.rsqrt(self.running_var + EPS)
+            return ((x.to(scale.dtype) - self.running_mean) * scale + self.bias).to(x.dtype)
+        result: Tensor = _Normalise.apply(x, self.weight, self.bias, self, batch)
+        return result
+
+    def move(self, mean: Float[Tensor, " N"], unbiased: Float[Tensor, " N"]) -> None:
+        """Take a global batch into the running statistics."""
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), MOMENTUM)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), MOMENTUM)
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, layer: BatchNorm, batch: BatchSlice) -> Tensor:
+        wide = x.to(weight.dtype)
+        mean, squares = _global_moments(wide, batch)
+        scale = torch.rsqrt(squares / max(batch.num_samples, 1) + EPS).to(wide.dtype)
+        normal = (wide - mean.to(wide.dtype)) * scale
+        ctx.save_for_backward(normal, weight * scale, mean, squares)
+        ctx.layer, ctx.batch = layer, batch
+        return torch.addcmul(bias, normal, weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        normal, scale, mean, squares = ctx.saved_tensors
+        batch: BatchSlice = ctx.batch
+        wide = gradient.to(normal.dtype)
+        sums = torch.stack([wide.sum(dim=0), (wide * normal).sum(dim=0)])
+        # What comes in is of the local mean of the loss. In units of the global mean it is `local_share` of that,
+        # and what goes back is in local units again.
+        share = batch.local_share
+        every = batch.world.all_gather(sums.double() * share)
+        total = every[0].clone()
+        for of_rank in every[1:]:
+            total += of_rank
+        per_sample = (total / (max(batch.num_samples, 1) * (share or 1.0))).to(normal.dtype)
+        gradient_x = scale * (wide - per_sample[0] - normal * per_sample[1])
+        if batch.num_samples:
+            ctx.layer.move(mean, squares / max(batch.num_samples - 1, 1))
+        return gradient_x.to(gradient.dtype), sums[1], sums[0], None, None
+
+
+def _global_moments(x: Tensor, batch: BatchSlice) -> tuple[Tensor, Tensor]:
+    """Mean and sum of squared deviations of each column over all ranks, float64 [N]."""
+    mean = x.mean(dim=0) if len(x) else x.new_zeros(x.shape[1])
+    squares = (x - mean).square_().sum(dim=0)
+    every = batch.world.all_gather(torch.stack([mean, squares]).double())
+    mean, squares, count = every.new_zeros(x.shape[1]), every.new_zeros(x.shape[1]), 0
+    for size, (other_mean, other_squares) in zip(batch.sizes, every, strict=True):
+        if size:
+            count += size
+            away = other_mean - mean
+            mean = mean + away * (size / count)
+            squares = squares + other_squares + away.square() * ((count - size) * size / count)
+    return mean, squares
