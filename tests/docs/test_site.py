@@ -82,8 +82,8 @@ def test_every_config_key_is_listed() -> None:
 def test_a_key_as_it_is_shown() -> None:
     shown = {key.path: (key.kind, key.default) for key in config_keys.all_keys()}
     assert shown["run_dir"] == ("path", "must be given")
-    assert shown["seed"] == ("whole number ≥ 0, < 2^63", "`0`")
-    assert shown["model.bottom_mlp"] == ("list of whole number ≥ 1", "`[512, 256, 64]`")
+    assert shown["seed"] == ("integer ≥\xa00, <\xa02^63", "`0`")
+    assert shown["model.bottom_mlp"] == ("list: integer ≥\xa01", "`[512, 256, 64]`")
     assert shown["dense.dtype"] == ("`float32` or `bfloat16`", "`float32`")
     assert shown["train.max_steps"][1] == "none"
 

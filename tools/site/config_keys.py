@@ -37,8 +37,8 @@ def markdown() -> str:
     parts = []
     for title, keys in _sections():
         rows = "".join(f"| `{k.path}` | {_cell(k.kind)} | {_cell(k.default)} | {_cell(k.text)} |\n" for k in keys)
-        parts.append(f"## {title}\n\n| key | values | default | |\n| --- | --- | --- | --- |\n{rows}")
-    return "\n".join(parts)
+        parts.append(f"## {title}\n\n| key | values | default | |\n| --- | --- | --- | --- |\n{rows}\n")
+    return '<div class="keys" markdown>\n\n' + "\n".join(parts) + "\n</div>\n"
 
 
 def all_keys() -> list[Key]:
@@ -113,11 +113,16 @@ def _kind(annotation: Any, limits: list[Any]) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(_kind(part, limits) for part in inside if part is not type(None))
     if origin is tuple:
-        return f"list of {_kind(inside[0], [])}"
+        return f"list: {_kind(inside[0], [])}"
     if origin is dict:
         return "mapping" if inside[1] is Any else f"mapping to {_kind(inside[1], [])}"
-    names = {Path: "path", str: "text", bool: "`true` or `false`", int: "whole number", float: "number"}
-    bounds = [f"{sign} {_bound(getattr(m, name))}" for m in limits for name, sign in LIMITS if hasattr(m, name)]
+    names = {Path: "path", str: "text", bool: "`true` or `false`", int: "integer", float: "number"}
+    bounds = [
+        f"{sign}\N{NO-BREAK SPACE}{_bound(getattr(m, name))}"
+        for m in limits
+        for name, sign in LIMITS
+        if hasattr(m, name)
+    ]
     return " ".join([names[annotation], ", ".join(bounds)]).strip()
 
 
