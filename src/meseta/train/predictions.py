@@ -71,6 +71,8 @@ class _File:
             figures = [pa.field(name, pa.float32()) for name in self._figures]
             self._schema = pa.schema([pa.field(ROW, pa.int64()), *self._keys.schema, *figures])
             self._writer = pq.ParquetWriter(self._temporary, self._schema)
+        if self.problem is not None:
+            self._discard()
 
     def add(self, first_row: int, scores: NDArray[np.float64], labels: NDArray[Any]) -> None:
         """Write the rows of one global batch, whose logits are `scores` [B] or [B, T]."""
@@ -100,9 +102,12 @@ class _File:
             if self.problem is None:
                 os.replace(self._temporary, self._out)
         if self.problem is not None:
-            with contextlib.suppress(OSError):
-                self._temporary.unlink(missing_ok=True)
+            self._discard()
         return self.problem
+
+    def _discard(self) -> None:
+        with contextlib.suppress(OSError):
+            self._temporary.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _noting_problems(self) -> Iterator[None]:
