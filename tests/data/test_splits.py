@@ -132,6 +132,39 @@ def test_the_result_is_a_function_of_the_rows(tmp_path: Path, monkeypatch: pytes
     assert not list(tmp_path.glob("**/*.f64"))
 
 
+@pytest.mark.parametrize("stage", ["scan", "read"])
+def test_what_was_surveyed_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    write(tmp_path, make_rows(), num_files=2)
+    run(tmp_path, "whole", split_by="time", test_fraction=0.3)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr("meseta.data.prepare.COMMIT_S", 0.0)
+    stages: list[str] = []
+
+    def interrupt(at: str, rows: int, share: float) -> None:
+        stages.append(at)
+        if at == stage and rows > 200 and stages.count("interrupted") == 0:
+            stages.append("interrupted")
+            raise KeyboardInterrupt
+
+    options = PrepareOptions(
+        sources=[f"{tmp_path}/log-*.csv"],
+        out=tmp_path / "out",
+        schema=tmp_path / "schema.yaml",
+        hash_rows=100,
+        split_by="time",
+        test_fraction=0.3,
+        num_threads=1,
+    )
+    with pytest.raises(KeyboardInterrupt):
+        prepare(options, interrupt)
+    prepare(options, interrupt)
+    again = stages[stages.index("interrupted") + 1 :]
+    assert ("scan" in again) == (stage == "scan")
+    for split in ("train", "test"):
+        assert read_split(tmp_path / "out", split).equals(read_split(tmp_path / "whole", split))
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["out", "whole"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -88,7 +88,7 @@ class _Columns:
         alone = np.flatnonzero(pc.list_value_length(parts).to_numpy() != 2)
         if alone.size:
             raise self.error(
-                int(owner[alone[0]]), column.name, f"has a value without {column.weight_separator!r} and weight"
+                int(owner[alone[0]]), column.name, f"has a value without {column.weight_separator!r} and a weight"
             )
         flat = parts.flatten()
         return RawSparse(flat[0::2], lengths, self._weights(column, flat[1::2], owner))

@@ -110,7 +110,7 @@ def _find_best(run: RunDir, config: RunConfig) -> Path | None:
 
 def check_features(trained_on: Dataset, dataset: Dataset) -> None:
     """Raise MesetaError unless ids and dense columns mean the same in both."""
-    what = "name", "num_embeddings", "encoding", "hash_seed", "multi_valued", "weighted"
+    what = "name", "num_embeddings", "encoding", "hash_seed", "boundaries", "made_of", "multi_valued", "weighted"
     for kind, mine, theirs in (
         ("dense features", [d.name for d in trained_on.dense], [d.name for d in dataset.dense]),
         ("sparse features", [[getattr(s, key) for key in what] for s in trained_on.sparse],

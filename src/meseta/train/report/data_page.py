@@ -35,12 +35,18 @@ def data_page(name: str, dataset: Dataset, description: Description) -> str:
     return document(f"{name}: Meseta data", *body)
 
 
+_ENCODINGS = {"hash": "hashed ids", "vocabulary": "vocabularies", "buckets": "buckets of numbers"}
+
+
 def _header(name: str, dataset: Dataset) -> str:
     encodings = sorted({feature.encoding for feature in dataset.sparse})
     facts = [
         plural(len(dataset.dense), "dense feature"),
         plural(len(dataset.sparse), "sparse feature"),
-        *({"hash": "hashed ids", "vocabulary": "vocabularies"}[encoding] for encoding in encodings),
+        *(
+            {"hash": "hashed ids", "vocabulary": "vocabularies", "buckets": "buckets of numbers"}[encoding]
+            for encoding in encodings
+        ),
         "weighted samples" if dataset.weight else None,
         f"grouped by {dataset.group}" if dataset.group else None,
         plural(len(dataset.sources), "source file") if dataset.sources else None,
