@@ -104,26 +104,74 @@ def diff(first: AnyPath, second: AnyPath) -> None:
 def export_it(
     path: AnyPath,
     out: Annotated[Path, typer.Option(help="Folder to make.")],
-    form: Annotated[str, typer.Option("--format", help="'safetensors' or 'numpy'.")] = "safetensors",
+    form: Annotated[str, typer.Option("--format", help="safetensors, numpy; onnx, torch-export.")] = "safetensors",
     table: Annotated[
         list[str] | None, typer.Option(help="Only tables that match this pattern; may be repeated.")
     ] = None,
     states: Annotated[bool, typer.Option("--states", help="The states of the row optimizers too.")] = False,
 ) -> None:
-    """Write tables and dense tensors for other programs, block by block: a table never has to fit into memory."""
+    """Write tables and dense tensors for other programs, block by block: a table never has to fit into memory.
+
+    onnx and torch-export write the dense part of a run's model, from pooled embeddings to logits, as a program.
+    """
     from meseta.checkpoint import export, find_checkpoint, summarize
     from meseta.checkpoint.exporting import FORMATS
     from meseta.spec import MesetaError
+    from meseta.train.dense_export import DENSE_FORMATS, export_dense
     from meseta.train.report.figures import num_bytes
 
-    known = [f for f in FORMATS if f == form]
-    if not known:
-        raise MesetaError(f"checkpoint export: --format {form!r} is unknown; choose from {', '.join(FORMATS)}")
     found = find_checkpoint(path)
-    total = sum(t.num_embeddings for t in summarize(found).tables)
-    with _progress(None if table else total) as on_rows:
-        files = export(found, out, known[0], tables=table or ("*",), states=states, on_rows=on_rows)
+    known, programs = [f for f in FORMATS if f == form], [f for f in DENSE_FORMATS if f == form]
+    if known:
+        total = sum(t.num_embeddings for t in summarize(found).tables)
+        with _progress(None if table else total) as on_rows:
+            files = export(found, out, known[0], tables=table or ("*",), states=states, on_rows=on_rows)
+    elif not programs:
+        names = ", ".join((*FORMATS, *DENSE_FORMATS))
+        raise MesetaError(f"checkpoint export: --format {form!r} is unknown; choose from {names}")
+    elif table or states:
+        raise MesetaError(f"checkpoint export: --format {form} writes no tables; leave --table and --states out")
+    else:
+        files = export_dense(found, out, programs[0])
     typer.echo(f"{out}: {len(files)} files, {num_bytes(sum(file.stat().st_size for file in files))}")
+
+
+@app.command(name="import")
+def import_it(
+    path: Annotated[Path, typer.Argument(help="File of torch.save or safetensors, or a folder of them.")],
+    layout: Annotated[str, typer.Option("--from", help="Whose names it has: torch, torchrec or dlrm.")],
+    config: Annotated[Path, typer.Option(help="YAML config of the run that shall go on with it.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings.")] = None,
+    rename: Annotated[list[str] | None, typer.Option(help="SOURCE=TARGET: where one tensor goes.")] = None,
+    ignore: Annotated[list[str] | None, typer.Option(help="Leave out tensors that match this pattern.")] = None,
+) -> None:
+    """Begin a run with a model that another program trained; `meseta train CONFIG` goes on from there.
+
+    No pickle is ever loaded: files hold tensors alone.
+    """
+    from meseta.config import load_config
+    from meseta.spec import MesetaError, nearest
+    from meseta.train.foreign import LAYOUTS
+    from meseta.train.importing import import_model
+
+    known = [name for name in LAYOUTS if name == layout]
+    if not known:
+        raise MesetaError(f"checkpoint import: --from {layout!r} is unknown; {nearest(layout, LAYOUTS)}")
+    pairs = [text.partition("=") for text in rename or []]
+    for source, equals, target in pairs:
+        if not (source and equals and target):
+            raise MesetaError(f"checkpoint import: --rename {source + equals + target!r} is not SOURCE=TARGET")
+    saved, imported = import_model(
+        path,
+        known[0],
+        load_config(config, overrides or []),
+        renames={source: target for source, _, target in pairs},
+        ignore=ignore or (),
+    )
+    width = max(len(entry.source) for entry in imported)
+    for entry in imported:
+        typer.echo(f"{entry.source:{width}}  ->  {entry.target}  {list(entry.shape)}")
+    typer.echo(f"{saved}: step 0, {len(imported)} tensors; `meseta train {config}` goes on from there")
 
 
 @contextmanager

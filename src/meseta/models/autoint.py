@@ -90,7 +90,7 @@ class AutoInt(ScoringModel):
 
     def logits(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
         """The sum above."""
-        fields = attended = self.fields(dense, pooled.view(len(pooled), len(self.dims), self.fields.width))
+        fields = attended = self.fields(dense, pooled.view(pooled.shape[0], len(self.dims), self.fields.width))
         for layer in self.interacting:
             attended = layer(attended)
         logits = self.head(attended.flatten(1)).squeeze(1)

@@ -73,5 +73,5 @@ def split_weights(
 
     One row holds both, so that a plan places them together, one lookup reads them and one update writes them.
     """
-    rows = pooled.view(len(pooled), num_sparse, pooled.shape[1] // num_sparse)
+    rows = pooled.unflatten(1, (num_sparse, -1))
     return rows[..., :-1], rows[..., -1]

@@ -106,6 +106,10 @@ class Saver:
                 problem = error
         world.raise_together(problem)
 
+    def wait(self) -> None:
+        """Until the checkpoint is written; raises, on all ranks, what writing it met. Collective."""
+        self._background.wait()
+
     def close(self) -> None:
         """Wait for what is still written here; raises nothing, for the end of a run that met an error."""
         self._background.join()

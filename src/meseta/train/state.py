@@ -26,16 +26,7 @@ def dense_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 def set_dense_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """Undo `dense_tensors`. Raises MesetaError where a parameter is missing or has another shape."""
-    expected = {f"model.{name}": value for name, value in model.state_dict().items()}
-    saved = {name: value for name, value in tensors.items() if name.startswith("model.")}
-    for name in sorted(expected.keys() | saved.keys()):
-        shapes = [tuple(t[name].shape) if name in t else "nothing" for t in (saved, expected)]
-        if shapes[0] != shapes[1]:
-            raise MesetaError(
-                f"checkpoint: dense tensor {name!r} is {shapes[0]} there and {shapes[1]} in the model; "
-                "use the config that it was trained with"
-            )
-    model.load_state_dict({name.removeprefix("model."): value for name, value in saved.items()})
+    set_dense_part(model, tensors)
     fused = {p for group in optimizer.param_groups if group.get("fused") for p in group["params"]}
     for name, parameter in model.named_parameters():
         prefix = f"optimizer.{name}."
@@ -47,6 +38,20 @@ def set_dense_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensor
                 key: value.to("cpu" if key == "step" and parameter not in fused else parameter.device, copy=True)
                 for key, value in moments.items()
             }
+
+
+def set_dense_part(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Fill the dense parameters alone. Raises MesetaError where one is missing or has another shape."""
+    expected = {f"model.{name}": value for name, value in model.state_dict().items()}
+    saved = {name: value for name, value in tensors.items() if name.startswith("model.")}
+    for name in sorted(expected.keys() | saved.keys()):
+        shapes = [tuple(t[name].shape) if name in t else "nothing" for t in (saved, expected)]
+        if shapes[0] != shapes[1]:
+            raise MesetaError(
+                f"checkpoint: dense tensor {name!r} is {shapes[0]} there and {shapes[1]} in the model; "
+                "use the config that it was trained with"
+            )
+    model.load_state_dict({name.removeprefix("model."): value for name, value in saved.items()})
 
 
 def random_state() -> str:

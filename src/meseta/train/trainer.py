@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, astuple
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from meseta import checkpoint
+from meseta.checkpoint.directory import checkpoint_path
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.batch import Batch
@@ -96,6 +99,21 @@ class Trainer:
         finally:
             self.saver.close()
             self.run_dir.unlock()
+
+    def begin_with(self, fill: Callable[[Any], None]) -> Path:
+        """Write the first checkpoint of a run, of the model as `fill` leaves it; `run` goes on from there.
+
+        Nothing is written where `fill` raises.
+        """
+        try:
+            fill(self.model)
+            self._on_first(self._begin)
+            self._save()
+            self.saver.wait()
+        finally:
+            self.saver.close()
+            self.run_dir.unlock()
+        return checkpoint_path(self.run_dir.checkpoints, self.step)
 
     def _run(self) -> dict[str, Any]:
         self._on_first(self._begin)

@@ -20,12 +20,13 @@ def dot_interaction(x: Float[Tensor, "B D"], pooled: Float[Tensor, "B F_times_D"
 
     `pooled` holds e_1 to e_F side by side. Pairs come as the lower triangle without its diagonal, row by row:
     <e_1, x>, <e_2, x>, <e_2, e_1>, <e_3, x> and so on. The result has the type of x. bfloat16 x beside float32 `pooled`
-    is multiplied and added in float32, and only the result is rounded. Differentiable once in both arguments.
+    is multiplied and added in float32, and only the result is rounded. Differentiable once in both arguments. In
+    torch.export this is plain torch, which other programs know.
 
     Raises MesetaError where `pooled` is no whole number of vectors as wide as x for as many samples.
     """
     _check(x, pooled)
-    return _forward(x, pooled)
+    return reference.dot_interaction(x, pooled) if torch.compiler.is_exporting() else _forward(x, pooled)
 
 
 def _compiled(x: Tensor, pooled: Tensor) -> bool:

@@ -31,9 +31,10 @@ def mlp(
     A bias may be None. Computes in the type of x: parameters of another type are cast to it, and their gradients come
     back in their own. On a CPU, in float32 and bfloat16, each product goes to oneDNN with its bias, and on the way
     back ReLU, bias gradient and the transpose that the weights' gradient reads are one pass; differentiable once.
-    Elsewhere this is plain torch. NaN in x comes out as NaN.
+    Elsewhere, and in torch.export, this is plain torch. NaN in x comes out as NaN.
     """
-    if x.device.type != "cpu" or x.dtype not in {torch.float32, torch.bfloat16} or x.numel() == 0 or not weights:
+    compiled = x.device.type == "cpu" and x.dtype in {torch.float32, torch.bfloat16} and weights
+    if not compiled or torch.compiler.is_exporting() or x.numel() == 0:
         return reference.mlp(x, weights, biases, relu_last=relu_last)
     result: Tensor = _Mlp.apply(x, relu_last, *weights, *biases)
     return result
