@@ -18,6 +18,7 @@ from meseta.cli.launch import FOLLOWS, LOST, follow_launcher, is_loss_of_peer, w
 from meseta.cli.predict import predict
 from meseta.cli.prepare import prepare
 from meseta.cli.report import report
+from meseta.cli.sweep import sweep
 from meseta.cli.train import train
 from meseta.spec import MesetaError
 
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.add_typer(data_app, name="data")
 app.command()(prepare)
 app.command()(train)
+app.command()(sweep)
 app.add_typer(bench_app, name="bench")
 app.command(name="eval")(evaluate)
 app.command()(predict)

@@ -1,0 +1,159 @@
+"""`meseta sweep CONFIG key=[a,b] ... --out DIR`: several trainings over a grid or by chance, ranked."""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meseta.cli.launch import FOLLOWS, Calls
+from meseta.spec import MesetaError
+
+if TYPE_CHECKING:
+    from meseta.train.sweep import Result, Sweep, Trial
+
+
+class Metric(enum.StrEnum):
+    """Figures that trials can be ranked by."""
+
+    NE = "ne"
+    AUC = "auc"
+    LOGLOSS = "logloss"
+    PR_AUC = "pr_auc"
+
+
+def sweep(
+    config: Annotated[Path, typer.Argument(help="YAML config that all trials share.")],
+    settings: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="KEY=VALUES...",
+            help="What is searched: 'key=[a,b,c]', with --random also 'key=loguniform(1e-4,1e-1)', uniform(a,b) and "
+            "randint(a,b); any other key=value holds for all trials.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of the sweep; each trial is a run in it.")],
+    by_chance: Annotated[bool, typer.Option("--random", help="Draw trials by chance; else try every combination.")] = (
+        False
+    ),
+    trials: Annotated[int | None, typer.Option(min=1, help="Number of trials drawn by --random.")] = None,
+    seed: Annotated[int, typer.Option(help="Of --random.")] = 0,
+    metric: Annotated[Metric, typer.Option(help="Figure of the test split that ranks the trials.")] = Metric.NE,
+    nproc: Annotated[int, typer.Option(min=1, help="Ranks of each trial.")] = 1,
+) -> None:
+    """Train once per combination of settings and rank the runs; started again, keep what is finished and go on."""
+    from meseta.train.sweep import Result, draws, grid, open_sweep, parse_space, rank, write_page, write_tables
+
+    if by_chance != (trials is not None):
+        raise MesetaError("sweep: --random and --trials N go together; a grid tries every combination once")
+    space, fixed = parse_space(settings)
+    chosen = grid(space) if trials is None else draws(space, trials, seed)
+    plan = open_sweep(out, config, fixed, chosen, may_grow=by_chance)
+    calls = Calls()
+    calls.hear()
+    results = [Result(trial, trial.summary(), "not run yet") for trial in plan.trials]
+    for index, trial in enumerate(plan.trials):
+        results[index] = _finish(plan, trial, nproc, calls, metric.value)
+        write_tables(plan, rank(results, metric.value))
+        if calls.number is not None:
+            print(f"interrupted in trial {index + 1}; the same command goes on from there", file=sys.stderr)
+            raise typer.Exit(128 + calls.number)
+    ranked = rank(results, metric.value)
+    page = write_page(plan, ranked)
+    _print(ranked)
+    print(f"tables: {plan.out / 'sweep.csv'}, {plan.out / 'sweep.md'}")
+    if page is None:
+        raise MesetaError(f"sweep: no trial was finished; their logs are in {str(out)!r}")
+    print(f"report: {page}")
+
+
+def _finish(plan: Sweep, trial: Trial, nproc: int, calls: Calls, metric: str) -> Result:
+    """Run a trial that is not finished, and say in one line how it went."""
+    from meseta.train.sweep import Result, shown
+
+    head = f"trial {trial.number + 1}/{len(plan.trials)}  {trial.title}"
+    summary, problem, kept = trial.summary(), "", "  (kept)"
+    if summary is None:
+        kept = ""
+        log = plan.out / f"{trial.run_dir.name}.log"
+        code = _train(["train", str(plan.config), *trial.overrides, "--nproc", str(nproc)], log, calls)
+        summary = trial.summary()
+        if calls.number is not None:
+            problem = "stopped"
+        elif code != 0 or summary is None:
+            summary, problem = None, f"failed with exit code {code}: {_last_words(log)}"
+    result = Result(trial, summary, problem)
+    if calls.number is None:
+        figure = f"{metric} {shown('ne', result.figure(metric)) or 'undefined'}"
+        print(f"{head}  {problem or figure}{kept}", flush=True)
+    return result
+
+
+def _train(arguments: Sequence[str], log: Path, calls: Calls) -> int:
+    """A training in a process of its own, so that whatever befalls it does not befall the sweep; its exit code.
+
+    It ignores Ctrl-C, which the terminal sends to it too, and ends when this process dies. SIGTERM and Ctrl-C to this
+    one are passed on, and waited for while it saves; a second one kills it.
+    """
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with log.open("ab") as file:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "meseta.cli.main", *arguments],
+                env={**os.environ, FOLLOWS: "1"},
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=file,
+            )
+        finally:
+            signal.signal(signal.SIGINT, before)
+        try:
+            told = False
+            while True:
+                try:
+                    return process.wait(0.1)
+                except subprocess.TimeoutExpired:
+                    if calls.again:
+                        process.kill()
+                    elif calls.number is not None and not told:
+                        told = True
+                        process.terminate()
+        finally:
+            process.kill()
+            process.wait()
+            if process.stdin:
+                process.stdin.close()
+
+
+def _last_words(log: Path) -> str:
+    """The last line that a failed training printed."""
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1].removeprefix("error: ") if lines else "it printed nothing"
+
+
+def _print(ranked: Sequence[Result]) -> None:
+    """The ranked table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from meseta.train.sweep import shown
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 10_000  # a file or a pipe has no edge to break lines at
+    rows = [{"rank": place, **result.cells()} for place, result in enumerate(ranked, start=1)]
+    names = [name for name in rows[0] if name != "problem" or any(row["problem"] for row in rows)]
+    table = Table(box=None, pad_edge=False)
+    for name in names:
+        is_text = name in ("trial", "problem")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "problem")
+    for row in rows:
+        table.add_row(*(shown(name, row[name]) for name in names))
+    console.print(table)

@@ -1,0 +1,297 @@
+"""A search over settings: what is tried, which trials are done, and how they rank. Imports no torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import math
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meseta.config import check_document, read_document
+from meseta.spec import MesetaError
+from meseta.spec.documents import parse_yaml
+from meseta.train.report.document import write_whole
+
+FORMAT = "meseta.sweep/1"
+METRICS = {"ne": False, "auc": True, "logloss": False, "pr_auc": True}
+"""Figures that trials can be ranked by, and whether more is better."""
+DRAWS = ("uniform", "loguniform", "randint")
+_DRAW = re.compile(rf"({'|'.join(DRAWS)})\(([^,()]+),([^,()]+)\)")
+MOST_COMPARED = 8
+"""Trials that the page compares, the best ones."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A list of values."""
+
+    values: tuple[Any, ...]
+
+    def draw(self, source: random.Random) -> Any:
+        """One of them, all alike."""
+        return self.values[source.randrange(len(self.values))]
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers between two bounds, both included."""
+
+    kind: str
+    """'uniform', 'loguniform' (uniform in the logarithm) or 'randint' (whole numbers)."""
+    low: float
+    high: float
+
+    def draw(self, source: random.Random) -> Any:
+        """A number of six digits at most, so that a table can show all of it."""
+        if self.kind == "randint":
+            return source.randint(int(self.low), int(self.high))
+        if self.kind == "loguniform":
+            return float(f"{math.exp(source.uniform(math.log(self.low), math.log(self.high))):.6g}")
+        return float(f"{source.uniform(self.low, self.high):.6g}")
+
+
+Space = Mapping[str, Choices | Range]
+
+
+def parse_space(settings: Sequence[str]) -> tuple[dict[str, Choices | Range], list[str]]:
+    """(what is searched, by key; settings that are the same in all trials).
+
+    `key=[a, b]` is a list of choices and `key=loguniform(1e-4, 0.1)` a range; anything else is fixed. Raises
+    MesetaError for a list without values, for bounds that are none, and for a key that is given twice.
+    """
+    space: dict[str, Choices | Range] = {}
+    fixed = []
+    for setting in settings:
+        key, equals, text = (part.strip() for part in setting.partition("="))
+        drawn = _DRAW.fullmatch(text)
+        is_list = text.startswith("[")
+        if not equals or not (drawn or is_list):
+            fixed.append(setting)
+            continue
+        if key in space:
+            raise MesetaError(f"sweep: {key!r} is given twice; put all of its values into one list")
+        if drawn:
+            space[key] = _range(setting, *drawn.groups())
+            continue
+        try:
+            values = parse_yaml(text)
+            json.dumps(values)
+        except (MesetaError, TypeError):  # YAML has dates, which no setting is
+            raise MesetaError(f"sweep: {setting!r} is not a list; write it as '{key}=[a, b, c]'") from None
+        if not isinstance(values, list) or not values:
+            raise MesetaError(f"sweep: {setting!r} has no values; write it as '{key}=[a, b, c]'")
+        space[key] = Choices(tuple(values))
+    if not space:
+        raise MesetaError(
+            "sweep: nothing is searched; give choices such as 'dense.optimizer.lr=[0.001,0.01]', or with --random a "
+            "range such as 'dense.optimizer.lr=loguniform(1e-4,1e-1)'"
+        )
+    return space, fixed
+
+
+def _range(setting: str, kind: str, low: str, high: str) -> Range:
+    try:
+        bounds = Range(kind, float(low), float(high))
+    except ValueError:
+        raise MesetaError(f"sweep: {setting!r} must have two numbers as bounds") from None
+    finite = math.isfinite(bounds.low) and math.isfinite(bounds.high)
+    if not finite or bounds.low > bounds.high or (kind == "loguniform" and bounds.low <= 0):
+        least = ", the lower one more than 0" if kind == "loguniform" else ""
+        raise MesetaError(f"sweep: {setting!r} must have its lower bound first{least}")
+    if kind == "randint" and not (bounds.low.is_integer() and bounds.high.is_integer()):
+        raise MesetaError(f"sweep: {setting!r} must have whole numbers as bounds")
+    return bounds
+
+
+def grid(space: Space) -> list[dict[str, Any]]:
+    """Every combination, the last key changing fastest. Raises MesetaError for a range, which has no end of values."""
+    values = []
+    for key, entry in space.items():
+        if not isinstance(entry, Choices):
+            raise MesetaError(f"sweep: {key!r} has a range, which a grid cannot go through; add --random --trials N")
+        values.append(entry.values)
+    return [dict(zip(space, chosen, strict=True)) for chosen in itertools.product(*values)]
+
+
+def draws(space: Space, num_trials: int, seed: int) -> list[dict[str, Any]]:
+    """Trials by chance; trial n is a function of (seed, n, key) alone, so that more trials extend fewer."""
+    return [
+        {key: entry.draw(random.Random(f"{seed}/{number}/{key}")) for key, entry in space.items()}
+        for number in range(num_trials)
+    ]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of the sweep."""
+
+    number: int
+    settings: Mapping[str, Any]
+    """What it has of its own, by key."""
+    run_dir: Path
+
+    @property
+    def overrides(self) -> list[str]:
+        """As arguments of `meseta train`."""
+        own = [f"{key}={json.dumps(value)}" for key, value in self.settings.items()]
+        return [*own, f"run_dir={json.dumps(str(self.run_dir))}"]
+
+    @property
+    def title(self) -> str:
+        """Its settings in one line."""
+        return " ".join(f"{key}={value}" for key, value in self.settings.items())
+
+    def summary(self) -> dict[str, Any] | None:
+        """What summary.json says; None while the run is not finished."""
+        try:
+            document = json.loads((self.run_dir / "summary.json").read_text())
+        except (OSError, ValueError):
+            return None
+        return document if isinstance(document, dict) and isinstance(document.get("test"), dict) else None
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A folder of trials over one config."""
+
+    out: Path
+    config: Path
+    """What all trials have in common, in `out`."""
+    trials: tuple[Trial, ...]
+
+
+def open_sweep(
+    out: Path, config: Path, fixed: Sequence[str], settings: Sequence[Mapping[str, Any]], *, may_grow: bool
+) -> Sweep:
+    """Make the folder of a sweep, or take it up again; nothing is made where a trial's config is wrong.
+
+    `may_grow`: a folder of fewer or more trials is the same sweep as long as the first ones agree. Raises MesetaError
+    for a config that is not valid, naming the trial, and for a folder of another sweep.
+    """
+    document = read_document(config, fixed)
+    document.pop("run_dir", None)
+    common = out / "config.yaml"
+    trials = tuple(Trial(n, own, out / f"trial-{n:03d}") for n, own in enumerate(settings))
+    for trial in trials:
+        try:
+            check_document(read_document(config, [*fixed, *trial.overrides]), config)
+        except MesetaError as error:
+            raise MesetaError(f"sweep: trial {trial.number} ({trial.title}): {error}") from None
+    record = {"format": FORMAT, "config": json.loads(json.dumps(document, default=str))}
+    own = [dict(trial.settings) for trial in trials]
+    before = _read(out)
+    if before is not None:
+        known = min(len(own), len(before["trials"])) if may_grow else max(len(own), len(before["trials"]))
+        for name, same in (
+            ("config", before.get("config") == record["config"]),
+            ("trials", before["trials"][:known] == json.loads(json.dumps(own))[:known]),
+        ):
+            if not same:
+                raise MesetaError(
+                    f"sweep: {str(out)!r} holds another sweep, whose {name} differ; choose another --out, or delete it"
+                )
+        own += before["trials"][len(own) :]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MesetaError(f"sweep: {str(out)!r} cannot be made: {error.strerror}; choose another --out") from None
+    write_whole(common, yaml.safe_dump(document, sort_keys=False))
+    write_whole(out / "sweep.json", json.dumps({**record, "trials": own}, indent=1) + "\n")
+    return Sweep(out=out, config=common, trials=trials)
+
+
+def _read(out: Path) -> dict[str, Any] | None:
+    """What a sweep left in its folder."""
+    file = out / "sweep.json"
+    try:
+        document = json.loads(file.read_text())
+        if document["format"] == FORMAT and isinstance(document["trials"], list):
+            return dict(document)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError):
+        pass
+    raise MesetaError(f"sweep: {str(file)!r} cannot be read; choose another --out, or delete it")
+
+
+@dataclass(frozen=True)
+class Result:
+    """A trial and what became of it."""
+
+    trial: Trial
+    summary: Mapping[str, Any] | None
+    """None: not finished."""
+    problem: str = ""
+    """Why it is not finished."""
+
+    def figure(self, name: str) -> float | None:
+        """A metric of the test split at the end; None where the trial has none."""
+        value = None if self.summary is None else self.summary["test"].get(name)
+        return value if isinstance(value, int | float) else None
+
+    def cells(self) -> dict[str, Any]:
+        """What tables show, by column; None for what is not there."""
+        done: Mapping[str, Any] = self.summary or {}
+        return {
+            "trial": self.trial.run_dir.name,
+            **self.trial.settings,
+            **{name: self.figure(name) for name in ("ne", "auc", "logloss")},
+            "steps": done.get("num_steps"),
+            "samples_per_s": done.get("samples_per_s"),
+            "problem": self.problem,
+        }
+
+
+def rank(results: Sequence[Result], metric: str) -> list[Result]:
+    """The best first; trials without the figure come last, in their order."""
+    sign = -1.0 if METRICS[metric] else 1.0
+
+    def key(result: Result) -> tuple[bool, float, int]:
+        value = result.figure(metric)
+        missing = value is None or math.isnan(value)
+        return missing, 0.0 if value is None or missing else sign * value, result.trial.number
+
+    return sorted(results, key=key)
+
+
+def shown(name: str, value: Any) -> str:
+    """A cell as people read it."""
+    if value is None:
+        return ""
+    if name in ("ne", "auc", "logloss"):
+        return f"{value:.5f}"
+    return f"{value:,.0f}" if name == "samples_per_s" else str(value)
+
+
+def write_tables(sweep: Sweep, ranked: Sequence[Result]) -> None:
+    """sweep.csv with all digits and sweep.md for people, the best trial first, each whole or not at all."""
+    rows = [{"rank": place, **result.cells()} for place, result in enumerate(ranked, start=1)]
+    names = list(rows[0])
+    table = io.StringIO()
+    writer = csv.DictWriter(table, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_whole(sweep.out / "sweep.csv", table.getvalue())
+    lines = [names, ["---"] * len(names)]
+    lines += [[shown(name, value).replace("|", "\\|") for name, value in row.items()] for row in rows]
+    write_whole(sweep.out / "sweep.md", "".join(f"| {' | '.join(line)} |\n" for line in lines))
+
+
+def write_page(sweep: Sweep, ranked: Sequence[Result]) -> Path | None:
+    """comparison.html: the best finished trials side by side; None where none is finished."""
+    from meseta.train.report.comparison import compare_runs
+    from meseta.train.report.comparison_page import write_comparison
+
+    finished = [result.trial.run_dir for result in ranked if result.summary is not None]
+    if not finished:
+        return None
+    return write_comparison(compare_runs(finished[:MOST_COMPARED]), sweep.out / "comparison.html")

@@ -1,0 +1,117 @@
+"""`meseta sweep`: trainings in processes of their own, ranked; failed and finished ones."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from meseta.cli import sweep as command
+from meseta.cli.launch import Calls
+from meseta.config import load_config
+from meseta.spec import MesetaError
+from small_run import settings, train, write_config
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def config(tiny: Path, tmp_path: Path) -> Path:
+    return write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "unused", train__max_steps=3))
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Trainings in this process, which fail for seed 5; the run_dirs that were started."""
+    runs: list[Path] = []
+
+    def here(arguments: Sequence[str], log: Path, calls: Calls) -> int:
+        _, path, *overrides, nproc, _ = arguments
+        assert nproc == "--nproc"
+        config = load_config(path, overrides)
+        runs.append(config.run_dir)
+        try:
+            if config.seed == 5:
+                raise MesetaError("five is not liked")
+            if config.seed == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return 143
+            train(config.model_dump(mode="json"))
+        except MesetaError as error:
+            log.write_text(f"step 1\nerror: {error}\n")
+            return 1
+        return 0
+
+    monkeypatch.setattr(command, "_train", here)
+    return runs
+
+
+def rows(out: Path) -> list[dict[str, str]]:
+    with (out / "sweep.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_grid_in_processes_of_their_own(run: Run, config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    code, text, _ = run("sweep", config, "seed=[4,5]", "train.max_steps=1", "--out", out, "--metric", "auc")
+    assert code == 0
+    found = rows(out)
+    aucs = [json.loads((out / row["trial"] / "summary.json").read_text())["test"]["auc"] for row in found]
+    assert [float(row["auc"]) for row in found] == aucs == sorted(aucs, reverse=True)
+    assert {row["dense.optimizer.lr"] for row in found} == {"0.001", "0.05"}
+    assert (out / "comparison.html").exists() and f"report: {out / 'comparison.html'}" in text
+    assert os.environ.get("MESETA_FOLLOWS_LAUNCHER") is None
+
+
+def test_a_failed_trial_is_told_and_finished_ones_are_kept(
+    run: Run, config: Path, tmp_path: Path, started: list[Path]
+) -> None:
+    out = tmp_path / "sweep"
+    arguments = ("sweep", config, "seed=[4,5,7]", "--out", out)
+    code, text, _ = run(*arguments)
+    assert code == 0 and len(started) == 3
+    assert "trial 2/3  seed=5  failed with exit code 1: five is not liked" in text
+    assert [row["seed"] for row in rows(out)][2] == "5" and "five is not liked" in rows(out)[2]["problem"]
+    code, text, _ = run(*arguments)
+    assert code == 0 and [path.name for path in started[3:]] == ["trial-001"]
+    assert text.count("(kept)") == 2
+
+
+def test_a_stopped_sweep_goes_on(run: Run, config: Path, tmp_path: Path, started: list[Path]) -> None:
+    out = tmp_path / "sweep"
+    code, _, err = run("sweep", config, "seed=[4,6,7]", "--out", out)
+    assert code == 143 and "interrupted in trial 2;" in err and len(started) == 2
+    assert len(rows(out)) == 3
+
+
+def test_random_trials_can_be_extended(run: Run, config: Path, tmp_path: Path, started: list[Path]) -> None:
+    common = ("sweep", config, "dense.optimizer.lr=loguniform(1e-4,1e-1)", "--random", "--out", tmp_path / "s")
+    assert run(*common, "--trials", 1)[0] == 0
+    first = rows(tmp_path / "s")
+    assert run(*common, "--trials", 2)[0] == 0 and len(started) == 2
+    assert {row["dense.optimizer.lr"] for row in first} < {row["dense.optimizer.lr"] for row in rows(tmp_path / "s")}
+
+
+def test_what_is_wrong_is_one_line(run: Run, config: Path, tmp_path: Path, started: list[Path]) -> None:
+    for arguments, words in (
+        (("seed=[1,2]", "--random"), "go together"),
+        (("seed=[1,2]", "--trials", 3), "go together"),
+        (("sed=[1,2]",), "did you mean 'seed'"),
+        (("seed=uniform(0,1)",), "--random --trials N"),
+    ):
+        code, out, err = run("sweep", config, *arguments, "--out", tmp_path / "sweep")
+        assert code == 1 and out == "" and words in err and len(err.splitlines()) == 1
+    code, _, err = run("sweep", config, "seed=[5]", "--out", tmp_path / "sweep")
+    assert code == 1 and "no trial was finished" in err

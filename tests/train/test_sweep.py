@@ -1,0 +1,153 @@
+"""What a sweep tries, when a folder is the same sweep, and how trials rank."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meseta.config import load_config
+from meseta.spec import MesetaError
+from meseta.train.sweep import (
+    Choices,
+    Range,
+    Result,
+    Sweep,
+    Trial,
+    draws,
+    grid,
+    open_sweep,
+    parse_space,
+    rank,
+    write_tables,
+)
+
+
+def test_what_is_searched_and_what_is_fixed() -> None:
+    space, fixed = parse_space(
+        [
+            "dense.optimizer.lr=[0.001, 1e-2]",
+            "seed=3",
+            "model.top_mlp=[[64], [32, 8]]",
+            "train.batch_size=randint(8,64)",
+            "embedding.optimizer.lr=loguniform(1e-4, 1e-1)",
+            "data.dir=a(b,c)",
+        ]
+    )
+    assert space == {
+        "dense.optimizer.lr": Choices((0.001, "1e-2")),  # text to YAML 1.1, a number to the config
+        "model.top_mlp": Choices(([64], [32, 8])),
+        "train.batch_size": Range("randint", 8.0, 64.0),
+        "embedding.optimizer.lr": Range("loguniform", 1e-4, 1e-1),
+    }
+    assert fixed == ["seed=3", "data.dir=a(b,c)"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["seed=3"], "nothing is searched"),
+        (["seed=[]"], "has no values"),
+        (["seed=[1,2"], "is not a list"),
+        (["seed=[2020-01-01]"], "is not a list"),
+        (["seed=[1]", "seed=[2]"], "given twice"),
+        (["lr=uniform(a,b)"], "two numbers"),
+        (["lr=uniform(2,1)"], "lower bound first"),
+        (["lr=uniform(0,inf)"], "lower bound first"),
+        (["lr=loguniform(0,1)"], "more than 0"),
+        (["n=randint(0.5,2)"], "whole numbers"),
+    ],
+)
+def test_a_space_that_is_none_is_refused(settings: list[str], words: str) -> None:
+    with pytest.raises(MesetaError) as caught:
+        parse_space(settings)
+    assert words in str(caught.value)
+
+
+def test_a_grid_has_every_combination_once() -> None:
+    assert grid({"a": Choices((1, 2)), "b": Choices(("x", "y", "z"))}) == [
+        {"a": a, "b": b} for a in (1, 2) for b in "xyz"
+    ]
+    with pytest.raises(MesetaError, match="--random --trials"):
+        grid({"a": Range("uniform", 0.0, 1.0)})
+
+
+def test_draws_are_of_the_range_and_of_the_seed_alone() -> None:
+    space = {
+        "c": Choices((1, 2, 3)),
+        "u": Range("uniform", -1.0, 3.0),
+        "l": Range("loguniform", 1e-4, 1e-1),
+        "r": Range("randint", 2.0, 4.0),
+    }
+    trials = draws(space, 2000, 7)
+    assert draws(space, 50, 7) == trials[:50] != draws(space, 50, 8)
+    assert draws({"l": space["l"]}, 50, 7) == [{"l": trial["l"]} for trial in trials[:50]]
+    counts = Counter(trial["r"] for trial in trials), Counter(trial["c"] for trial in trials)
+    for count, values in zip(counts, ((2, 3, 4), (1, 2, 3)), strict=True):
+        assert set(count) == set(values) and all(abs(n - 2000 / 3) < 120 for n in count.values())
+    uniform = [(trial["u"] + 1) / 4 for trial in trials]
+    log = [math.log10(trial["l"] / 1e-4) / 3 for trial in trials]
+    for values in (uniform, log):  # the mean and the variance of a uniform variable on 0..1
+        assert min(values) >= 0 and max(values) <= 1 and abs(sum(values) / 2000 - 0.5) < 0.03
+        assert abs(sum((value - 0.5) ** 2 for value in values) / 2000 - 1 / 12) < 0.006
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "c.yaml"
+    path.write_text("run_dir: runs/a\ndata: {dir: data/a}\n")
+    return path
+
+
+def test_a_folder_is_taken_up_again_and_another_sweep_is_refused(config: Path, tmp_path: Path) -> None:
+    out, two = tmp_path / "sweep", [{"seed": 1}, {"seed": 2}]
+    plan = open_sweep(out, config, ["train.epochs=2"], two, may_grow=False)
+    settings = load_config(plan.config, plan.trials[1].overrides)
+    assert (settings.seed, settings.train.epochs, settings.run_dir) == (2, 2, out / "trial-001")
+    assert open_sweep(out, config, ["train.epochs=2"], two, may_grow=False) == plan
+    with pytest.raises(MesetaError, match="another sweep, whose config differ"):
+        open_sweep(out, config, ["train.epochs=3"], two, may_grow=False)
+    with pytest.raises(MesetaError, match="another sweep, whose trials differ"):
+        open_sweep(out, config, ["train.epochs=2"], two[:1], may_grow=False)
+    more = [*two, {"seed": 3}]
+    assert len(open_sweep(out, config, ["train.epochs=2"], more, may_grow=True).trials) == 3
+    open_sweep(out, config, ["train.epochs=2"], two, may_grow=True)
+    assert json.loads((out / "sweep.json").read_text())["trials"] == more  # fewer do not forget the others
+    (out / "sweep.json").write_text("{")
+    with pytest.raises(MesetaError, match="cannot be read"):
+        open_sweep(out, config, [], two, may_grow=False)
+
+
+def test_a_wrong_trial_is_named_before_anything_is_made(config: Path, tmp_path: Path) -> None:
+    for own, words in (({"seed": -1}, "trial 1 (seed=-1)"), ({"sed": 1}, "did you mean 'seed'")):
+        with pytest.raises(MesetaError) as caught:
+            open_sweep(tmp_path / "sweep", config, [], [{"seed": 1}, own], may_grow=False)
+        assert words in str(caught.value)
+    assert not (tmp_path / "sweep").exists()
+
+
+def result(number: int, **test: Any) -> Result:
+    return Result(
+        Trial(number, {"lr": number}, Path(f"trial-{number:03d}")), {"test": test, "num_steps": 4} if test else None
+    )
+
+
+def test_ranks_and_tables(tmp_path: Path) -> None:
+    results = [result(0, ne=0.9, auc=0.7), result(1), result(2, ne=0.8, auc=0.6), result(3, ne=None, auc=0.8)]
+    assert [r.trial.number for r in rank(results, "ne")] == [2, 0, 1, 3]
+    assert [r.trial.number for r in rank(results, "auc")] == [3, 0, 2, 1]
+    write_tables(Sweep(tmp_path, tmp_path / "config.yaml", ()), rank(results, "ne"))
+    with (tmp_path / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["rank"], row["trial"], row["lr"], row["ne"]) for row in rows] == [
+        ("1", "trial-002", "2", "0.8"),
+        ("2", "trial-000", "0", "0.9"),
+        ("3", "trial-001", "1", ""),
+        ("4", "trial-003", "3", ""),
+    ]
+    assert (tmp_path / "sweep.md").read_text().splitlines()[2].startswith("| 1 | trial-002 | 2 | 0.80000 | 0.60000 |")
