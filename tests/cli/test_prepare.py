@@ -1,5 +1,6 @@
 """The command `prepare`: options reach the work, and mistakes are named."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from data.click_log import make_lines, write_tsv
-from meseta.cli.prepare import prepare
+from meseta.cli.prepare import bad_row_options, prepare
 from meseta.data import Dataset
 from meseta.spec import MesetaError
 
@@ -41,3 +42,21 @@ def test_options_reach_the_work(tmp_path: Path) -> None:
 def test_bad_hash_rows_are_named(tmp_path: Path, rows: str) -> None:
     with pytest.raises(MesetaError, match=f"--hash-rows '{rows}' must be a number of rows, or NAME=ROWS"):
         run("x", "--out", str(tmp_path / "out"), "--hash-rows", rows)
+
+
+def test_bad_rows_are_left_out_and_told(
+    tmp_path: Path, output_of: Callable[..., str], error_of: Callable[..., str]
+) -> None:
+    log, out = tmp_path / "log.csv", tmp_path / "out"
+    log.write_text("label,city\n" + "1,a\n0,b\n" * 50 + "[7],c\n" * 6)
+    assert "or leave such rows out with --bad-rows skip" in error_of("prepare", log, "--out", out)
+    skip = ("prepare", log, "--out", out, "--bad-rows", "skip")
+    assert "6 of 106 rows cannot be parsed, more than --max-bad-rows 0.01 allows" in error_of(*skip)
+    printed = output_of(*skip, "--max-bad-rows", "6", "--test-fraction", 0)
+    assert "100 rows in" in printed and "6 rows could not be parsed and were left out:" in printed
+    assert f"source '{log}', line 102, column 'label': '[7]' is no label" in printed and "..." in printed
+    assert bad_row_options("skip", "50%")["max_bad_rows"] == 0.5
+    assert bad_row_options("skip", "1_000")["max_bad_rows"] == 1000
+    assert "goes with --bad-rows skip" in error_of("prepare", log, "--out", out, "--max-bad-rows", "3")
+    assert "must be a number of rows, or a share" in error_of(*skip, "--max-bad-rows", "few")
+    assert "must be error or skip, got 'drop'" in error_of("prepare", log, "--out", out, "--bad-rows", "drop")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -47,6 +47,19 @@ _PrintSchema = Annotated[
     bool, typer.Option("--print-schema", help="Print that file, as inferred, and stop.", rich_help_panel=_COLUMNS)
 ]
 
+_BAD = "Rows that cannot be parsed"
+BadRows = Annotated[
+    str, typer.Option(help="error: stop there. skip: leave them out, and count them.", rich_help_panel=_BAD)
+]
+MaxBadRows = Annotated[
+    str | None,
+    typer.Option(
+        help="With skip: stop when there are more; a number of rows, or a share such as 0.01 or 1%.",
+        show_default="1%",
+        rich_help_panel=_BAD,
+    ),
+]
+
 
 def prepare(
     sources: Annotated[
@@ -75,6 +88,8 @@ def prepare(
     sparse: _Sparse = "",
     schema: _Schema = None,
     print_schema: _PrintSchema = False,
+    bad_rows: BadRows = "error",
+    max_bad_rows: MaxBadRows = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier dataset.")] = False,
 ) -> None:
     """Turn raw click logs into a dataset that `meseta train` reads: Parquet files and dataset.json."""
@@ -100,6 +115,7 @@ def prepare(
         sparse=_names(sparse),
         schema=schema,
         force=force,
+        **bad_row_options(bad_rows, max_bad_rows),
     )
     if print_schema:
         typer.echo(schema_text(read_layout(options)), nl=False)
@@ -108,6 +124,24 @@ def prepare(
     with progress_bar() as progress:
         dataset = run(options, progress, lambda layout: print_layout(layout, given=schema is not None))
     print_summary(dataset, out, time.perf_counter() - start_s)
+
+
+def bad_row_options(policy: str, limit: str | None) -> dict[str, Any]:
+    """Options of PrepareOptions; of the limit, "100" are rows, and "0.01" or "1%" a share."""
+    if limit is None:
+        return {"bad_rows": policy}
+    if policy != "skip":
+        raise MesetaError(
+            "prepare: --max-bad-rows goes with --bad-rows skip; without it the first bad row stops the work"
+        )
+    try:
+        if limit.endswith("%"):
+            return {"bad_rows": policy, "max_bad_rows": float(limit[:-1]) / 100}
+        return {"bad_rows": policy, "max_bad_rows": float(limit) if "." in limit else int(limit.replace("_", ""))}
+    except ValueError:
+        raise MesetaError(
+            f"prepare: --max-bad-rows {limit!r} must be a number of rows, or a share such as 0.01 or 1%"
+        ) from None
 
 
 def _names(text: str) -> list[str]:
@@ -190,3 +224,9 @@ def print_summary(dataset: Dataset, out: Path, elapsed_s: float) -> None:
         share = split.num_positives / max(split.num_rows, 1)
         show(f"  {name:5} {split.num_rows:>13,} rows, {len(split.files)} files, {share:.4f} positive")
     show(f"  {len(dataset.dense)} dense and {len(dataset.sparse)} sparse features")
+    if dataset.bad_rows and dataset.bad_rows.num_rows:
+        typer.echo(f"  {dataset.bad_rows.num_rows:,} rows could not be parsed and were left out:")
+        for place in dataset.bad_rows.first:
+            typer.echo(f"    {place}")
+        if dataset.bad_rows.num_rows > len(dataset.bad_rows.first):
+            typer.echo("    ...")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meseta.cli.launch import is_launched, run_ranks
-from meseta.cli.prepare import print_layout, print_summary, progress_bar
+from meseta.cli.prepare import BadRows, MaxBadRows, bad_row_options, print_layout, print_summary, progress_bar
 from meseta.spec import MesetaError
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ def train(
     test_files: _TestFiles = None,
     label: _Label = None,
     schema: _Schema = None,
+    bad_rows: BadRows = "error",
+    max_bad_rows: MaxBadRows = None,
     nproc: Annotated[int, typer.Option(help="Ranks on this machine. torchrun works too.")] = 1,
 ) -> None:
     """Train a model, evaluate it, and write a report; started again, go on from the newest checkpoint."""
@@ -60,9 +62,13 @@ def train(
     config, overrides = _split(arguments or [])
     document = read_document(config, overrides)
     if data:
-        _prepare(document, config, {"sources": data, "test_files": test_files or (), "label": label, "schema": schema})
-    elif test_files or label or schema:
-        raise MesetaError("train: --test-files, --label and --schema say how raw files are prepared; give --data too")
+        given = {"sources": data, "test_files": test_files or (), "label": label, "schema": schema}
+        _prepare(document, config, {**given, **bad_row_options(bad_rows, max_bad_rows)})
+    elif test_files or label or schema or bad_rows != "error" or max_bad_rows:
+        raise MesetaError(
+            "train: --test-files, --label, --schema, --bad-rows and --max-bad-rows say how raw files are prepared; "
+            "give --data too"
+        )
     elif not document:
         raise MesetaError("train: nothing to train on; give a config file, or raw files as --data FILE")
     settings = check_document(document, config)

@@ -54,6 +54,17 @@ def records(data: bytes, delimiter: str) -> Iterator[tuple[int, bytes, list[str]
         first = reader.line_num
 
 
+def is_record(data: bytes, delimiter: str, num_fields: int) -> bool:
+    """Whether `data` is one whole record with so many fields."""
+    try:
+        found = list(
+            csv.reader(io.StringIO(data.decode(errors="replace"), newline=""), delimiter=delimiter, strict=True)
+        )
+    except csv.Error:
+        return False
+    return len(found) == 1 and len(found[0]) == num_fields
+
+
 def _record_ends(data: bytes) -> NDArray[np.int64]:
     """Places of the line ends that stand outside quotes."""
     array = np.frombuffer(data, np.uint8)

@@ -121,6 +121,15 @@ class SourceFile(_Record):
     """Samples in it."""
 
 
+class BadRows(_Record):
+    """Rows of the raw files that could not be parsed and were left out."""
+
+    num_rows: int = Field(ge=0)
+    """How many."""
+    first: tuple[str, ...]
+    """File, line and fault of the first few."""
+
+
 class Teacher(_Record):
     """The best reachable metrics on the test split, where the data are synthetic."""
 
@@ -161,6 +170,8 @@ class Dataset(_Record):
     """Split by time: the first second of the test split, since 1970-01-01 UTC."""
     sources: tuple[SourceFile, ...] = ()
     """The raw files, in the order in which they were read."""
+    bad_rows: BadRows | None = None
+    """Rows that were left out; None: a bad row would have been an error."""
     dir: Path = Field(default=Path(), exclude=True)
     """Where it was loaded from; not part of the file."""
 

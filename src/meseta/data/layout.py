@@ -29,12 +29,14 @@ def find_layout(
     sparse: Sequence[str] = (),
     schema: Schema | None = None,
     on_scan: OnRows | None = None,
+    *,
+    skip_bad: bool = False,
 ) -> Layout:
     """The common layout of all sources: as `schema` says, else as `label`, `dense` and `sparse` say, else inferred.
 
     TSV is Criteo's. CSV is judged by its header and the first rows of the first file, Parquet by the types of its
-    columns, libsvm and libffm by all rows, which `on_scan` follows. Raises MesetaError for a file with other columns,
-    a missing column or one of a wrong type.
+    columns, libsvm and libffm by all rows, which `on_scan` follows; with `skip_bad`, by those that can be parsed.
+    Raises MesetaError for a file with other columns, a missing column or one of a wrong type.
     """
     kind = sources[0].kind
     if kind == "tsv":
@@ -48,7 +50,7 @@ def find_layout(
         return CRITEO
     if kind in ("libsvm", "libffm"):
         wanted = _wanted_fields(label, dense, sparse, schema)
-        layout = svm_layout(sources, wanted, on_scan or (lambda rows, share: None))
+        layout = svm_layout(sources, wanted, on_scan or (lambda rows, share: None), skip_bad=skip_bad)
     elif kind == "csv":
         layout = _csv_layout(sources[0], label, dense, sparse, schema)
         for source in sources[1:]:

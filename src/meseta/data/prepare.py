@@ -19,6 +19,7 @@ from typing import cast
 
 import pyarrow as pa
 
+from meseta.data.bad_rows import BadRowCounter, GoodParts, good_parts
 from meseta.data.dataset import FILE_NAME, DataFile, Dataset, SourceFile, Split, Teacher
 from meseta.data.encode import EncodedBlock, Encoder
 from meseta.data.features import Tables, describe_dense, describe_sparse
@@ -26,7 +27,7 @@ from meseta.data.files import refuse_url
 from meseta.data.layout import find_layout
 from meseta.data.record import difference, load_record, record_of
 from meseta.data.schema import Layout, Schema
-from meseta.data.sources import Place, Source, find_sources, read_blocks
+from meseta.data.sources import Block, Place, Source, find_sources, read_blocks
 from meseta.data.splitting import SplitBy, Splitter
 from meseta.data.spool import Spool
 from meseta.data.staging import Staging, staged_folder
@@ -83,6 +84,10 @@ class PrepareOptions:
     """Sparse columns, or fields of libffm; none: inferred, of those not named otherwise."""
     schema: Path | None = None
     """A file that says what the columns are, instead of the three options above; not for TSV."""
+    bad_rows: str = "error"
+    """A row that cannot be parsed: 'error' stops the work there, 'skip' leaves it out and counts it."""
+    max_bad_rows: int | float = 0.01
+    """With 'skip', more of them stop the work: an int of rows, or a float, their share of all rows."""
     force: bool = False
     """Replace `out` where it is a prepared dataset."""
     num_threads: int | None = None
@@ -112,6 +117,13 @@ class PrepareOptions:
         for name, rows in {"all features": self.hash_rows, **self.hash_rows_by_feature}.items():
             if not 1 <= rows <= 2**40:
                 raise MesetaError(f"prepare: --hash-rows of {name} must be in 1..2**40, got {rows}")
+        if self.bad_rows not in ("error", "skip"):
+            raise MesetaError(f"prepare: --bad-rows must be error or skip, got {self.bad_rows!r}")
+        if self.max_bad_rows < 0 or (isinstance(self.max_bad_rows, float) and self.max_bad_rows > 1):
+            raise MesetaError(
+                "prepare: --max-bad-rows must be a number of rows, or a share of them from 0.0 to 1.0, "
+                f"got {self.max_bad_rows}"
+            )
         if self.min_count < 1:
             raise MesetaError(f"prepare: --min-count must be at least 1, got {self.min_count}")
 
@@ -159,6 +171,7 @@ def prepare(
                     pool=pool,
                     num_threads=num_threads,
                     on_rows=partial(progress or _no_progress, "scan"),
+                    skip_bad=options.bad_rows == "skip",
                 )
                 survey = _survey(surveyor, staging)
                 encoder = Encoder(
@@ -234,6 +247,7 @@ class _Run:
             for name in ("train", "test")
         }
         self.rows_of_source = dict.fromkeys((source.path for source in sources), 0)
+        self.bad_rows = BadRowCounter(options.max_bad_rows)
         self.counters: dict[str, VocabularyCounter] = {}
         if encoder.hash_rows is None:
             budget = _VOCABULARY_BUDGET_BYTES // max(len(self.layout.sparse), 1)
@@ -263,18 +277,20 @@ class _Run:
         total_bytes = sum(source.size_bytes for source in self.sources)
         done_bytes = sum(source.size_bytes for source in self.sources[: at.source])
         self.progress("read", at.num_rows, (done_bytes + at.position_bytes) / total_bytes)
-        for index, encoded in in_order(pool, self._jobs(at), num_threads + 1):
-            for name, batch in encoded.splits.items():
-                self.spools[name].add(batch)
-            for name, counted in encoded.counted.items():
-                self.counters[name].add(counted)
-            block = encoded.block
-            self.rows_of_source[block.source.path] += block.num_rows
+        for index, block, parts in in_order(pool, self._jobs(at), num_threads + 1):
+            for encoded in parts.results:
+                for name, batch in encoded.splits.items():
+                    self.spools[name].add(batch)
+                    self.rows_of_source[block.source.path] += batch.num_rows
+                for name, counted in encoded.counted.items():
+                    self.counters[name].add(counted)
             at = ReadSoFar(index, at.num_rows + block.num_rows, block.end, block.position_bytes)
+            self.bad_rows.add(parts)
             done_bytes = sum(source.size_bytes for source in self.sources[:index])
             self.progress("read", at.num_rows, (done_bytes + block.position_bytes) / total_bytes)
             if time.monotonic() - self.committed_s >= COMMIT_S:
                 self._commit_reading(at)
+        self.bad_rows.check()
         for spool in self.spools.values():
             spool.close()
         if not self.spools["train"].num_rows:
@@ -282,13 +298,22 @@ class _Run:
         if at.source < len(self.sources):
             self._commit_reading(replace(at, source=len(self.sources), place=Place(), position_bytes=0))
 
-    def _jobs(self, at: ReadSoFar) -> Iterator[Callable[[], tuple[int, EncodedBlock]]]:
-        """Each gives the number of its source beside the block."""
+    def _jobs(self, at: ReadSoFar) -> Iterator[Callable[[], tuple[int, Block, GoodParts[EncodedBlock]]]]:
+        """Each gives the number of its source and the block beside what was made of it."""
         first_row = at.num_rows
         for index, source in enumerate(self.sources[at.source :], at.source):
             for block in read_blocks(source, self.layout.columns, at.place if index == at.source else None):
-                yield lambda index=index, block=block, row=first_row: (index, self.encoder.encode(block, row))  # type: ignore[misc]
+                yield lambda index=index, block=block, row=first_row: (index, block, self._encode(block, row))  # type: ignore[misc]
                 first_row += block.num_rows
+
+    def _encode(self, block: Block, first_global_row: int) -> GoodParts[EncodedBlock]:
+        rows_before = first_global_row - block.first_row
+        if self.options.bad_rows == "skip":
+            return good_parts(block, lambda part: self.encoder.encode(part, rows_before + part.first_row))
+        try:
+            return GoodParts([self.encoder.encode(block, first_global_row)], block.num_rows)
+        except MesetaError as error:
+            raise MesetaError(f"{error}, or leave such rows out with --bad-rows skip") from None
 
     def _resume_reading(self) -> ReadSoFar:
         """Take up what was committed of pass 1."""
@@ -300,6 +325,7 @@ class _Run:
         for name, counter in self.counters.items():
             counter.set_state(state["counters"][name])
         self.rows_of_source.update(zip(self.rows_of_source, state["rows_of_source"], strict=True))
+        self.bad_rows.set_state(state["bad_rows"])
         return ReadSoFar(state["source"], state["num_rows"], Place(**state["place"]), state["position_bytes"])
 
     def _commit_reading(self, at: ReadSoFar) -> None:
@@ -308,6 +334,7 @@ class _Run:
             "spools": {name: spool.get_state() for name, spool in self.spools.items()},
             "counters": {name: counter.get_state() for name, counter in self.counters.items()},
             "rows_of_source": list(self.rows_of_source.values()),
+            "bad_rows": self.bad_rows.get_state(),
         }
         self.staging.commit({**self.staging.state, "read": state})
         self.committed_s = time.monotonic()
@@ -368,6 +395,7 @@ class _Run:
             sources=tuple(
                 SourceFile(path=s.path, split=s.split, num_rows=self.rows_of_source[s.path]) for s in self.sources
             ),
+            bad_rows=self.bad_rows.found if options.bad_rows == "skip" else None,
         )
 
 
@@ -404,7 +432,9 @@ def _find_sources(options: PrepareOptions) -> tuple[Source, ...]:
 def _layout_of(options: PrepareOptions, sources: Sequence[Source], progress: Progress | None = None) -> Layout:
     schema = None if options.schema is None else Schema.load(options.schema)
     on_scan = None if progress is None else partial(progress, "scan")
-    return find_layout(sources, options.label, options.dense, options.sparse, schema, on_scan)
+    return find_layout(
+        sources, options.label, options.dense, options.sparse, schema, on_scan, skip_bad=options.bad_rows == "skip"
+    )
 
 
 def _splitter(options: PrepareOptions, layout: Layout) -> Splitter:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meseta.data.bad_rows import good_parts
 from meseta.data.order_statistics import count_numbers, order_statistics
 from meseta.data.parse import parse_block
 from meseta.data.raw_rows import RawRows
@@ -29,6 +30,8 @@ from meseta.spec import MesetaError
 _CHUNK_ROWS = 1 << 20
 
 OnRows = Callable[[int, float], None]
+_Parsed = tuple[RawRows, NDArray[np.bool_]]
+"""Rows, and which of them are for testing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,8 @@ class Surveyor:
     pool: ThreadPoolExecutor
     num_threads: int
     on_rows: OnRows
+    skip_bad: bool
+    """Whether rows that cannot be parsed are passed over; a column that is not read here can make them bad, too."""
 
     @property
     def _seeks_time(self) -> bool:
@@ -118,25 +123,38 @@ class Surveyor:
         with ExitStack() as stack:
             files = [stack.enter_context(self._path(place).open("wb")) for place in range(len(layout.surveyed))]
             times = stack.enter_context(self._path("time").open("wb"))
-            for block, rows, test in in_order(self.pool, self._jobs(layout), self.num_threads + 1):
-                for file, numbers in zip(files, rows.numbers, strict=True):
-                    numbers[test] = np.nan
-                    numbers.tofile(file)
-                if rows.time is not None:
-                    rows.time.tofile(times)
+            for block, parts in in_order(self.pool, self._jobs(layout), self.num_threads + 1):
+                for rows, test in parts:
+                    for file, numbers in zip(files, rows.numbers, strict=True):
+                        numbers[test] = np.nan
+                        numbers.tofile(file)
+                    if rows.time is not None:
+                        rows.time.tofile(times)
                 num_rows += block.num_rows
                 done_bytes[block.source] = block.position_bytes
                 self.on_rows(num_rows, sum(done_bytes.values()) / total_bytes)
 
-    def _jobs(self, layout: Layout) -> Iterator[Callable[[], tuple[Block, RawRows, NDArray[np.bool_]]]]:
-        def parse(block: Block, first_row: int) -> tuple[Block, RawRows, NDArray[np.bool_]]:
+    def _jobs(self, layout: Layout) -> Iterator[Callable[[], tuple[Block, list[_Parsed]]]]:
+        whole = self.layout.with_boundaries(dict.fromkeys(self._quantiles_wanted, (0.0,)))
+
+        def parse(block: Block, first_row: int) -> _Parsed:
             rows = parse_block(block, layout)
-            return block, rows, self.splitter.is_test(block, first_row, rows)
+            return rows, self.splitter.is_test(block, first_row, rows)
+
+        def parse_good(block: Block, rows_before: int) -> tuple[Block, list[_Parsed]]:
+            def parse_part(part: Block) -> _Parsed:
+                parse_block(part, whole)
+                return parse(part, rows_before + part.first_row)
+
+            return block, good_parts(block, parse_part).results
 
         first_row = 0
         for source in self.sources:
-            for block in read_blocks(source, layout.columns):
-                yield partial(parse, block, first_row)
+            for block in read_blocks(source, self.layout.columns if self.skip_bad else layout.columns):
+                if self.skip_bad:
+                    yield partial(parse_good, block, first_row - block.first_row)
+                else:
+                    yield lambda block=block, row=first_row: (block, [parse(block, row)])  # type: ignore[misc]
                 first_row += block.num_rows
 
     def _chunks(self, name: str | int) -> Iterator[NDArray[np.float64]]:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import numpy as np
 
+from meseta.data.bad_rows import good_parts
 from meseta.data.parse_svm import LIBSVM_FEATURE, QID, field_name, read_pairs
 from meseta.data.schema import Layout, SparseColumn, check_names
 from meseta.data.sources import Block, Source, read_blocks
@@ -23,13 +25,14 @@ OnRows = Callable[[int, float], None]
 """Called with the rows scanned so far, and the share of the bytes that they take, 0 to 1."""
 
 
-def svm_layout(sources: Sequence[Source], wanted: Sequence[str], on_rows: OnRows) -> Layout:
+def svm_layout(sources: Sequence[Source], wanted: Sequence[str], on_rows: OnRows, *, skip_bad: bool = False) -> Layout:
     """One multi-valued feature for each field, in the order of their numbers, or those that `wanted` names.
 
-    A feature has weights where any of its values is not 1. Raises MesetaError for a row that cannot be parsed, for a
+    A feature has weights where any of its values is not 1. With `skip_bad` a row that cannot be parsed is passed over.
+    Raises MesetaError for a row that cannot be parsed, for a
     wanted feature that no row has, and for more than 1,000 fields.
     """
-    weighted, has_groups = _scan(sources, on_rows)
+    weighted, has_groups = _scan(sources, on_rows, skip_bad)
     where = f"source {str(sources[0].path)!r}"
     if not weighted:
         raise MesetaError(f"{where}: no row has a feature beside its label; there is nothing to learn from")
@@ -56,7 +59,7 @@ class _Scanned:
     """Whether rows have a qid."""
 
 
-def _scan(sources: Sequence[Source], on_rows: OnRows) -> tuple[dict[str, bool], bool]:
+def _scan(sources: Sequence[Source], on_rows: OnRows, skip_bad: bool) -> tuple[dict[str, bool], bool]:
     """Features in the order of their fields, and whether any value of theirs is not 1; and whether rows have groups."""
     weighted: dict[int, bool] = {}
     total_bytes = sum(source.size_bytes for source in sources)
@@ -64,9 +67,9 @@ def _scan(sources: Sequence[Source], on_rows: OnRows) -> tuple[dict[str, bool], 
     num_rows = 0
     has_groups = False
     pool = ThreadPoolExecutor(num_cores(), thread_name_prefix="meseta-scan")
-    jobs = (partial(_scan_block, block) for source in sources for block in read_blocks(source, []))
+    jobs = (partial(_scan_block, block, skip_bad) for source in sources for block in read_blocks(source, []))
     try:
-        for scanned in in_order(pool, jobs, num_cores() + 1):
+        for scanned in chain.from_iterable(in_order(pool, jobs, num_cores() + 1)):
             block = scanned.block
             has_groups = scanned.has_groups if num_rows == 0 else has_groups
             if scanned.has_groups != has_groups:
@@ -91,7 +94,12 @@ def _scan(sources: Sequence[Source], on_rows: OnRows) -> tuple[dict[str, bool], 
     return {field_name(field): weighted[field] for field in sorted(weighted)}, has_groups
 
 
-def _scan_block(block: Block) -> _Scanned:
+def _scan_block(block: Block, skip_bad: bool) -> list[_Scanned]:
+    """The whole block, or each stretch of rows between bad ones."""
+    return good_parts(block, _scan_rows).results if skip_bad else [_scan_rows(block)]
+
+
+def _scan_rows(block: Block) -> _Scanned:
     assert isinstance(block.raw, bytes)
     pairs = read_pairs(block, block.raw)
     fields = np.zeros(pairs.weights.size, np.int64) if pairs.fields is None else pairs.fields
