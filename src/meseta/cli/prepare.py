@@ -47,6 +47,13 @@ _PrintSchema = Annotated[
     bool, typer.Option("--print-schema", help="Print that file, as inferred, and stop.", rich_help_panel=_COLUMNS)
 ]
 
+_Sources = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SOURCE...",
+        help="Files, URLs or patterns: CSV with a header, libsvm, libffm or Criteo TSV, plain or gzip, or Parquet.",
+    ),
+]
 _BAD = "Rows that cannot be parsed"
 BadRows = Annotated[
     str, typer.Option(help="error: stop there. skip: leave them out, and count them.", rich_help_panel=_BAD)
@@ -62,13 +69,7 @@ MaxBadRows = Annotated[
 
 
 def prepare(
-    sources: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SOURCE...",
-            help="Files, URLs or patterns: CSV with a header, libsvm, libffm or Criteo TSV, plain or gzip, or Parquet.",
-        ),
-    ],
+    sources: _Sources,
     out: Annotated[Path, typer.Option(help="Folder to make.")],
     test_fraction: _TestFraction = None,
     test_files: _TestFiles = None,
