@@ -199,6 +199,20 @@ def test_the_whole_run_has_a_curve(tmp_path: Path) -> None:
     assert [d.count("L") for d in drawn] == [9, 9, 9] and "whole run" in page.texts
 
 
+def test_with_several_labels_all_curves_are_those_of_the_first(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    life = {"logloss": 0.5, "ne": 0.9, "auc_binned": 0.7}
+    lines = [train_line(step, lifetime=life, loss=7.7, logloss=0.5) for step in range(10, 101, 10)]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = report(run_dir)
+    curves = {
+        a["class"]: a["d"]
+        for tag, a in reversed(page.tags)
+        if tag == "path" and a.get("class") in {"train-line", "life-line"}
+    }
+    assert curves["train-line"] == curves["life-line"]
+
+
 def test_curves_have_a_point_per_line(tmp_path: Path) -> None:
     page = report(make_run(tmp_path))
     lines = [a["d"] or "" for tag, a in page.tags if tag == "path" and a.get("class") == "train-line"]

@@ -37,7 +37,7 @@ class RunningFigures:
     def take(self) -> dict[str, Any]:
         """The figures of a line, plain data for JSON; the next line begins. Collective, the same on every rank.
 
-        "ne" and "auc" are the first task's, "lifetime" holds what is known over the whole run, and "tasks" each task's
+        "ne", "auc" and, where it is not the loss, "logloss" are the first task's, "lifetime" holds what is known over the whole run, and "tasks" each task's
         own where there are several.
         """
         window = gather_windows(self._window, self._world)
@@ -52,8 +52,10 @@ class RunningFigures:
         by_task = {task: {**_figures(metrics[task]), "lifetime": so_far[task]} for task in self.tasks}
         losses = [metrics[task].to_dict()["logloss"] for task in self.tasks]
         total = None if None in losses else float(np.dot(self._task_weights, losses))
-        first = {name: value for name, value in by_task[self.tasks[0]].items() if name != "logloss"}
-        return {"loss": total, **first, **({"tasks": by_task} if len(self.tasks) > 1 else {})}
+        first = by_task[self.tasks[0]]
+        if len(self.tasks) > 1:
+            return {"loss": total, **first, "tasks": by_task}
+        return {"loss": total, **{name: value for name, value in first.items() if name != "logloss"}}
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint keeps, `window.<task>.<column>` and `lifetime.<task>.<column>`; on rank 0, of all ranks.

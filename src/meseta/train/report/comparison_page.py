@@ -159,7 +159,7 @@ def _charts(comparison: Comparison, axis: Progress) -> list[str]:
 
 
 def _train_series(index: int, run: ComparedRun, metric: Metric, axis: Progress) -> Series:
-    key = "loss" if metric.key == "logloss" else metric.key
+    key = "label_loss" if metric.key == "logloss" else metric.key
     return _line(index, run, train_points(run.record, key, axis))
 
 

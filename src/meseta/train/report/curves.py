@@ -60,7 +60,7 @@ def curves_section(record: RunRecord) -> str:
     teacher = record.summary.teacher if record.summary else None
     charts = []
     for title, train_key, life_key, eval_key, reference in (
-        ("Log loss", "loss", "logloss", "logloss", None),
+        ("Log loss", "label_loss", "logloss", "logloss", None),
         ("Normalised entropy", "ne", "ne", "ne", teacher.ne if teacher else None),
         ("AUC", "auc", "auc_binned", "auc", teacher.auc if teacher else None),
     ):

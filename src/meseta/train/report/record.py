@@ -39,6 +39,8 @@ class TrainLine(Entry):
     num_samples: Count
     time_s: float | None = None
     loss: float | None = None
+    logloss: float | None = None
+    """Of the first label; None where it is the only one, and this the loss."""
     ne: float | None = None
     auc: float | None = None
     lifetime: Lifetime = Lifetime()
@@ -46,6 +48,11 @@ class TrainLine(Entry):
     lr_dense: float | None = None
     lr_sparse: float | None = None
     stages_s: dict[str, float] = {}
+
+    @property
+    def label_loss(self) -> float | None:
+        """Log loss of the first label, as evaluations and the whole run's figures have it."""
+        return self.loss if self.logloss is None else self.logloss
 
 
 class ReliabilityPoint(Entry):
