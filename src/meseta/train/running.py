@@ -37,8 +37,8 @@ class RunningFigures:
     def take(self) -> dict[str, Any]:
         """The figures of a line, plain data for JSON; the next line begins. Collective, the same on every rank.
 
-        "ne", "auc" and, where it is not the loss, "logloss" are the first task's, "lifetime" holds what is known over the whole run, and "tasks" each task's
-        own where there are several.
+        "ne", "auc" and, where it is not the loss, "logloss" are the first task's, "lifetime" holds what is known over
+        the whole run, and "tasks" each task's own where there are several.
         """
         window = gather_windows(self._window, self._world)
         self._window.reset()
