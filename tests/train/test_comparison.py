@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,28 @@ def test_metrics_are_laid_against_the_first(tmp_path: Path) -> None:
     found = {key: comparison.difference(metric, comparison.runs[1]) for key, metric in named.items()}
     assert found == pytest.approx({"logloss": 0.0, "ne": 0.0001, "auc": 0.0125, "calibration": -0.15})
     best = {key: comparison.best(metric) for key, metric in named.items()}
-    assert best == {"logloss": 0.5, "ne": 0.9, "auc": 0.7625, "calibration": 0.95}  # nearer to 1 than 1.1
+    assert best == {"logloss": None, "ne": 0.9, "auc": 0.7625, "calibration": 0.95}  # nearer to 1 than 1.1
     assert speed_ratio(comparison.runs[1], comparison.runs[0]) == 1.5
     assert comparison.runs[0].ms_per_1000_samples == pytest.approx({"lookup": 200.0, "backward": 300.0})
     assert comparison.notes == () and comparison.config == comparison.data == comparison.plan == ()
+
+
+def test_labels_and_segments_are_compared_too(tmp_path: Path) -> None:
+    def parts(auc: float, city: int) -> dict[str, Any]:
+        one, two = {"auc": auc, "ne": 0.9}, {"auc": 0.6, "gauc": {"value": 0.55, "num_groups": 3}}
+        segments = [{"value": city, "auc": auc, "tasks": {"click": one, "buy": two}}, {"value": None, "auc": 0.5}]
+        return {"tasks": {"click": one, "buy": two}, "segments": {"city": segments}}
+
+    runs = [make_run(tmp_path / "first", test=parts(0.7, 3)), make_run(tmp_path / "second", test=parts(0.8, 4))]
+    comparison = compare_runs(runs)
+    segments = ["city 3, click", "city 3, buy", "city others", "city 4, click", "city 4, buy"]
+    assert comparison.parts == ["label click", "label buy", *segments]
+    auc = next(metric for metric in comparison.metrics if metric.key == "auc")
+    assert comparison.difference(auc, comparison.runs[1], "label click") == pytest.approx(0.1)
+    assert comparison.difference(auc, comparison.runs[1], "city 4, click") is None  # the first run does not have it
+    assert comparison.to_dict()["runs"][1]["parts"]["city 4, buy"]["auc"] == 0.6
+    page = write_comparison(comparison, tmp_path / "page.html").read_text()
+    assert "By label" in page and "By segment" in page and "city others" in page
 
 
 def test_only_what_differs_is_listed(tmp_path: Path) -> None:
@@ -115,7 +134,8 @@ def test_runs_of_other_data_are_told(tmp_path: Path) -> None:
         "more was trained on other data than first: see Data.",
     )
     auc = next(metric for metric in comparison.metrics if metric.key == "auc")
-    assert comparison.best(auc) == 0.75  # not the 0.99 of other rows
+    edit(runs[1] / "summary.json", lambda d: d["test"].update(auc=0.8))
+    assert compare_runs(runs).best(auc) == 0.8  # not the 0.99 of other rows
 
 
 def test_unfinished_and_unevaluated_runs_are_told(tmp_path: Path) -> None:
@@ -180,6 +200,17 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not Path("one/report.html").exists()
     for out in ("absent/z.html", "one"):
         assert isinstance(CliRunner().invoke(app, ["report", "one", "two", "--out", out]).exception, MesetaError)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_opens_in_a_browser_without_a_console_message(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name) for name in ("one", "two")]
+    page = write_comparison(compare_runs(runs), tmp_path / "page.html")
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    flags += " --disable-component-update --disable-sync --enable-logging=stderr --log-level=0 --dump-dom"
+    command = ["chromium", *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "<h2>Speed</h2>" in result.stdout and "CONSOLE" not in result.stderr
 
 
 def test_signed() -> None:

@@ -21,8 +21,11 @@ from meseta.train.report.differences import (
 from meseta.train.report.figures import drawable
 from meseta.train.report.headline import Headline, headline
 from meseta.train.report.metrics import Metric, metrics_in
-from meseta.train.report.record import RUN_FILES, RunRecord, read_run
+from meseta.train.report.record import RUN_FILES, Figures, RunRecord, read_run
 from meseta.train.report.stages import mean_stages_s
+
+WHOLE = ""
+"""The part of an evaluation that is all of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,21 @@ class ComparedRun:
     """Seconds per step of each stage on rank 0."""
 
     @property
+    def parts(self) -> dict[str, Figures]:
+        """The figures of the last evaluation: WHOLE, and "label NAME" and "FEATURE VALUE" where it has those."""
+        line = self.head.evaluation
+        if line is None:
+            return {}
+        parts: dict[str, Figures] = {WHOLE: line, **{f"label {name}": figures for name, figures in line.tasks.items()}}
+        for feature, segments in line.segments.items():
+            for segment in segments:
+                value = "others" if segment.value is None else str(segment.value)
+                parts |= {f"{feature} {value}, {task}": figures for task, figures in segment.tasks.items()} or {
+                    f"{feature} {value}": segment
+                }
+        return parts
+
+    @property
     def ms_per_1000_samples(self) -> dict[str, float]:
         """The stages in a unit that does not depend on the batch size; empty where the run's size is not known."""
         if not self.head.num_samples or not self.head.num_steps:
@@ -72,23 +90,30 @@ class Comparison:
     notes: tuple[str, ...]
     """What a reader must know before believing a difference."""
 
-    def value(self, metric: Metric, run: ComparedRun) -> float | None:
-        """A metric of a run's last evaluation."""
-        return metric.of(run.head.evaluation)
+    @property
+    def parts(self) -> list[str]:
+        """All parts that at least one run was evaluated on, WHOLE apart."""
+        return [part for part in dict.fromkeys(part for run in self.runs for part in run.parts) if part != WHOLE]
 
-    def difference(self, metric: Metric, run: ComparedRun) -> float | None:
+    def value(self, metric: Metric, run: ComparedRun, part: str = WHOLE) -> float | None:
+        """A metric of a run's last evaluation, or of a part of it."""
+        return metric.of(run.parts.get(part))
+
+    def difference(self, metric: Metric, run: ComparedRun, part: str = WHOLE) -> float | None:
         """`value` less that of the first run; None where one is missing."""
-        mine, first = self.value(metric, run), self.value(metric, self.runs[0])
+        mine, first = self.value(metric, run, part), self.value(metric, self.runs[0], part)
         return None if mine is None or first is None else mine - first
 
     def is_comparable(self, run: ComparedRun) -> bool:
         """Whether a run was evaluated on the same rows as the first one, as far as is known."""
         return not differences([self.runs[0].record, run.record], test_facts)
 
-    def best(self, metric: Metric) -> float | None:
-        """The best value among runs that were evaluated on the same rows as the first."""
-        values = [v for run in self.runs if self.is_comparable(run) and (v := self.value(metric, run)) is not None]
-        return min(values, key=metric.loss) if values else None
+    def best(self, metric: Metric, part: str = WHOLE) -> float | None:
+        """The best value among runs that were evaluated on the same rows as the first; None where all have the same."""
+        values = [
+            v for run in self.runs if self.is_comparable(run) and (v := self.value(metric, run, part)) is not None
+        ]
+        return min(values, key=metric.loss) if len(set(values)) > 1 else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON: one entry per run, and one list of values per difference, in the order of the runs."""
@@ -106,6 +131,9 @@ class Comparison:
                 "evaluated_at_step": run.head.evaluation.step if run.head.evaluation else None,
                 "metrics": {m.key: self.value(m, run) for m in self.metrics},
                 "differences": {m.key: self.difference(m, run) for m in self.metrics},
+                "parts": {
+                    part: {m.key: self.value(m, run, part) for m in self.metrics} for part in run.parts if part != WHOLE
+                },
                 "checkpoint": vars(run.saved) if run.saved else None,
             }
             for run in self.runs
@@ -125,7 +153,7 @@ def compare_runs(run_dirs: Sequence[Path]) -> Comparison:
     records = [run.record for run in runs]
     return Comparison(
         runs=runs,
-        metrics=tuple(metrics_in(run.head.evaluation for run in runs)),
+        metrics=tuple(metrics_in(figures for run in runs for figures in run.parts.values())),
         config=tuple(differences(records, config_facts)),
         data=tuple(differences(records, data_facts)),
         plan=tuple(differences(records, plan_facts)),

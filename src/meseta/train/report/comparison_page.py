@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meseta.train.report.chart import Series, line_chart, row_bars
-from meseta.train.report.comparison import ComparedRun, Comparison, speed_ratio
+from meseta.train.report.comparison import WHOLE, ComparedRun, Comparison, speed_ratio
 from meseta.train.report.curves import SAMPLES, SECONDS, STEPS, Progress, eval_points, last_x, train_points
 from meseta.train.report.differences import Difference, grouped
 from meseta.train.report.document import document, write_whole
@@ -89,28 +89,45 @@ def _metrics(comparison: Comparison) -> str:
     runs = comparison.runs
     if all(run.head.evaluation is None for run in runs):
         return ""
-    header = ["run", "step", *(text(m.name) + tag("span", class_="delta") for m in comparison.metrics)]
-    rows = []
-    for i, run in enumerate(runs):
-        step = count(run.head.evaluation.step if run.head.evaluation else None)
-        rows.append([_swatch(i, run.label), step, *(_metric(comparison, m, run) for m in comparison.metrics)])
     note = (
         f"Differences are to {runs[0].label}; the best value of a column is bold. "
         "Log loss and NE are better when lower, calibration when nearer to 1, the others when higher."
     )
-    return table(header, rows, set(range(1, len(header))), "compact") + tag("p", text(note), class_="note")
+    labels = [part for part in comparison.parts if part.startswith("label ")]
+    segments = [part for part in comparison.parts if part not in labels]
+    shown = _table(comparison, [WHOLE]) + tag("p", text(note), class_="note")
+    if labels:
+        shown += tag("h3", "By label") + _table(comparison, labels)
+    if segments:
+        shown += tag("details", tag("summary", "By segment"), _table(comparison, segments))
+    return shown
 
 
-def _metric(comparison: Comparison, metric: Metric, run: ComparedRun) -> str:
+def _table(comparison: Comparison, parts: Sequence[str]) -> str:
+    """One row per part and run."""
+    header = ["", "run", "step", *(text(m.name) + tag("span", class_="delta") for m in comparison.metrics)]
+    rows = []
+    for part in parts:
+        held = [(i, run) for i, run in enumerate(comparison.runs) if part == WHOLE or part in run.parts]
+        for i, run in held:
+            step = count(run.head.evaluation.step if run.head.evaluation else None)
+            values = [_metric(comparison, metric, run, part) for metric in comparison.metrics]
+            rows.append([text(part) if i == held[0][0] else "", _swatch(i, run.label), step, *values])
+    if parts == [WHOLE]:
+        header, rows = header[1:], [row[1:] for row in rows]
+    return table(header, rows, set(range(len(header) - len(comparison.metrics) - 1, len(header))), "compact")
+
+
+def _metric(comparison: Comparison, metric: Metric, run: ComparedRun, part: str) -> str:
     """The value, bold where it is the best, and its difference to the first run."""
-    value = comparison.value(metric, run)
+    value = comparison.value(metric, run, part)
     if value is None:
         return ABSENT + tag("span", class_="delta")
     shown = text(fixed(value, metric.decimals))
     compares = comparison.is_comparable(run)
-    if len(comparison.runs) > 1 and compares and value == comparison.best(metric):
+    if compares and value == comparison.best(metric, part):
         shown = tag("b", shown)
-    difference, first = comparison.difference(metric, run), comparison.value(metric, comparison.runs[0])
+    difference, first = comparison.difference(metric, run, part), comparison.value(metric, comparison.runs[0], part)
     if difference is None or first is None or run is comparison.runs[0]:
         return shown + tag("span", class_="delta")
     gain = metric.loss(first) - metric.loss(value)
