@@ -79,13 +79,17 @@ def tree(folder: Path) -> dict[str, bytes | None]:
     }
 
 
+class TooLong(BaseException):
+    """A command took longer than its test allows; no Exception, so that no command can turn it into a message."""
+
+
 @contextmanager
 def within(seconds: float, what: str) -> Iterator[None]:
-    """Raise TimeoutError, naming `what`, where the body takes longer, and keep it from taking all memory; anything that
+    """Raise TooLong, naming `what`, where the body takes longer, and keep it from taking all memory; anything that
     escapes from the body is raised with `what` as its note."""
 
     def ring(number: int, frame: object) -> None:
-        raise TimeoutError(what)
+        raise TooLong(what)
 
     handler = signal.signal(signal.SIGALRM, ring)
     limits = resource.getrlimit(resource.RLIMIT_AS)

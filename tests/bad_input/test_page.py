@@ -72,7 +72,7 @@ def check(name: str, place: Place, ended: Ended, before: dict[str, Any]) -> None
 def test_one_rank(place: Place, case: Callable[[Place], list[Any]]) -> None:
     command = case(place)
     before = tree(place.folder)
-    with within(60, str(command)):
+    with within(120, str(command)):
         ended = run_here(*command)
     check(case.__name__, place, ended, before)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from bad_input.cases import change_value
 from bad_input.commands import run_here, tree
 from meseta.spec import MesetaError
 from meseta.train.lock import FolderLock
@@ -135,6 +136,16 @@ def test_predictions_on_a_full_disk(run: Path, limit_bytes: int) -> None:
     [line] = ended.err.splitlines()
     assert re.match(r"error: predictions .*p.parquet' cannot be written: .*; choose another", line), line
     assert tree(run) == before
+
+
+def test_predictions_that_stop_on_the_way_leave_nothing(tiny: Path, run: Path) -> None:
+    """An id outside its table, in the last of three batches."""
+    data = Path(shutil.copytree(tiny, run.parent / "data"))
+    change_value(data, "user", 270, 412, "test/part-00000.parquet")
+    before = tree(run.parent)
+    ended = run_here("predict", run, "--out", run / "p.parquet", "--data", data)
+    assert ended.code == 1 and "id 412 from feature 'user', sample 10, is outside 0..299" in ended.err
+    assert tree(run.parent) == before
 
 
 def test_the_second_run_in_a_folder_is_refused(tiny: Path, run: Path) -> None:

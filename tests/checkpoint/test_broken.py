@@ -24,7 +24,7 @@ from checkpoint.simulated import (
     returned,
     some_specs,
 )
-from meseta.checkpoint import digest, layout, load, save, verify
+from meseta.checkpoint import digest, layout, load, save, saving, verify
 from meseta.comm import World
 from meseta.spec import MesetaError, OptimizerSpec, Plan, TableSpec
 
@@ -343,6 +343,22 @@ def test_full_disk_in_the_middle_of_a_file(tmp_path: Path, limit_bytes: int) -> 
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == [old]
     verify(old)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_too_little_memory_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    def short(*_: object) -> None:
+        raise MemoryError("no room for a block")
+
+    monkeypatch.setattr(saving, "write_block", short)
+    plan = plain_plan(SPECS, size, "row_wise")
+
+    def run(world: World) -> Path:
+        own = pieces(SPECS, plan, world.rank, TABLES)
+        return save(tmp_path, world=world, step=2, plan=plan, shards=own, dense={}, state={})
+
+    assert all("no room for a block" in str(result) for result in on_ranks(size, run))
+    assert not list(tmp_path.iterdir())
 
 
 def test_parent_that_is_a_file(tmp_path: Path) -> None:

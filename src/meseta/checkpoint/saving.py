@@ -62,8 +62,10 @@ def save(
         tables = {name: {**layouts[name].to_dict(), "blocks": entries} for name, entries in blocks.items()}
         document = {"step": step, "tables": tables, "plan": plan, "state": state}
         on_first(world, partial(_finish, temporary, document, dense))
-    except MesetaError:  # raised on every rank: wait until none writes any more
-        world.barrier()
+    except Exception as error:
+        if world.size > 1 and not isinstance(error, MesetaError):  # the loss of a rank, with which nobody can meet
+            raise
+        world.barrier()  # raised on every rank: wait until none writes any more
         if world.rank == 0:
             _try_discard(temporary)
         raise

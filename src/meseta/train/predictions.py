@@ -40,15 +40,20 @@ def write_predictions(
     file = _File(out, reader, keys) if world.rank == 0 else None
     world.raise_together(file.problem if file is not None else None)
     num_rows = 0
-    for own_logits, batch in predict(model, reader, world, shift):
-        own = own_logits.astype(np.float64), batch.label.numpy(), file is not None and file.problem is not None
-        parts = world.gather_objects(own)
-        if parts[0][2]:  # nothing more can be written, so nothing more is computed
-            break
-        scores, labels = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
+    try:
+        for own_logits, batch in predict(model, reader, world, shift):
+            own = own_logits.astype(np.float64), batch.label.numpy(), file is not None and file.problem is not None
+            parts = world.gather_objects(own)
+            if parts[0][2]:  # nothing more can be written, so nothing more is computed
+                break
+            scores, labels = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
+            if file is not None:
+                file.add(num_rows, scores, labels)
+            num_rows += len(scores)
+    except BaseException:  # Ctrl-C too
         if file is not None:
-            file.add(num_rows, scores, labels)
-        num_rows += len(scores)
+            file.discard()
+        raise
     world.raise_together(file.finish() if file is not None else None)
     return num_rows
 
@@ -72,7 +77,7 @@ class _File:
             self._schema = pa.schema([pa.field(ROW, pa.int64()), *self._keys.schema, *figures])
             self._writer = pq.ParquetWriter(self._temporary, self._schema)
         if self.problem is not None:
-            self._discard()
+            self.discard()
 
     def add(self, first_row: int, scores: NDArray[np.float64], labels: NDArray[Any]) -> None:
         """Write the rows of one global batch, whose logits are `scores` [B] or [B, T]."""
@@ -102,10 +107,11 @@ class _File:
             if self.problem is None:
                 os.replace(self._temporary, self._out)
         if self.problem is not None:
-            self._discard()
+            self.discard()
         return self.problem
 
-    def _discard(self) -> None:
+    def discard(self) -> None:
+        """Leave nothing of it."""
         with contextlib.suppress(OSError):
             self._temporary.unlink(missing_ok=True)
 
