@@ -178,3 +178,9 @@ def test_constants_that_a_dense_optimizer_does_not_use_are_refused(write: Any) -
     refused(path, ["dense.optimizer={name: sgd, beta1: 0.8}"], "'sgd' does not use beta1", "momentum")
     refused(path, ["dense.schedule.kind=step"], "needs step_every")
     load_config(path, ["dense.optimizer={name: lamb, beta1: 0.8, eps: 1e-3}", "dense.schedule.kind=cosine"])
+
+
+def test_padding_does_not_go_with_batch_norm(write: Any) -> None:
+    path = write(SMALL)
+    assert load_config(path, ["data.last_batch=pad"]).data.last_batch == "pad"
+    refused(path, ["data.last_batch=pad", "model.batch_norm=true"], "data.last_batch 'pad' and model.batch_norm")

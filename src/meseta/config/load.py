@@ -93,6 +93,8 @@ def _explain(error: Mapping[str, Any]) -> str:
         return f"unknown key {key!r}; {nearest(location[-1], _keys_beside(location[:-1]))}"
     if error["type"] == "missing":
         return f"key {key!r} is missing"
+    if not location:  # about several sections
+        return str(error["ctx"]["error"])
     if location[0] == "plan":
         return f"key 'plan': it must be 'balanced', a path, or a mapping with the key 'tables', got {error['input']!r}"
     if error["type"] == "model_type":

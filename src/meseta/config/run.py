@@ -362,3 +362,10 @@ class RunConfig(Section):
     """What survives."""
     plan: Literal["balanced"] | Path | dict[str, Any] = "balanced"
     """'balanced', a plan file, or a plan written here (the short form of meseta.Plan.from_dict)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> RunConfig:
+        if self.data.last_batch == "pad" and self.model.batch_norm:
+            raise ValueError("data.last_batch 'pad' and model.batch_norm: padding would count in the statistics of a "
+                             "batch; set data.last_batch to 'keep' or 'drop'")  # fmt: skip
+        return self

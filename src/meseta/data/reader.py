@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from meseta.data.batch import Batch
 from meseta.data.dataset import Dataset
-from meseta.data.order import EpochOrder
+from meseta.data.order import EpochOrder, Window
 from meseta.data.prefetch import prefetch
 from meseta.data.rows import Rows, concatenate, decode, pad, to_batch
 from meseta.data.selection import LeftOut, Selection
@@ -38,7 +38,7 @@ class ReaderOptions:
     window_rows: int = 262_144
     """Rows decoded and permuted together; a larger row group makes a window of its own."""
     prefetch_batches: int = 4
-    """Batches made ahead by a background thread; 0: none."""
+    """Batches made ahead by a background thread, while another one decodes the next window; 0: neither."""
     last_batch: Literal["keep", "drop", "pad"] = "keep"
     """The last global batch of an epoch where it is short: as it is, left out, or filled with samples of weight 0."""
     filter: str | None = None
@@ -191,23 +191,25 @@ class Reader:
         """Batches, each with the position after it."""
         while epoch < num_epochs:
             num_batches = self._num_batches_from(row)
-            pieces = _Pieces(self, epoch)
-            for left in range(num_batches, 0, -1):
-                stop = min(row + self.options.batch_size, self.num_rows)
-                size = self.options.batch_size if self.options.last_batch == "pad" else stop - row
-                first, last = _slice_of(self._rank, self._num_ranks, row, row + size)
-                rows = pieces.take(min(first, stop), min(last, stop))
-                batch = to_batch(self.dataset, rows)
-                if row + size > stop:
-                    batch = pad(batch, last - first)
-                row = stop
-                yield (batch, epoch, row) if left > 1 else (batch, epoch + 1, 0)
+            with closing(_Pieces(self, epoch)) as pieces:
+                for left in range(num_batches, 0, -1):
+                    stop = min(row + self.options.batch_size, self.num_rows)
+                    size = self.options.batch_size if self.options.last_batch == "pad" else stop - row
+                    first, last = _slice_of(self._rank, self._num_ranks, row, row + size)
+                    rows = pieces.take(min(first, stop), min(last, stop))
+                    batch = to_batch(self.dataset, rows)
+                    if row + size > stop:
+                        batch = pad(batch, last - first)
+                    row = stop
+                    yield (batch, epoch, row) if left > 1 else (batch, epoch + 1, 0)
             epoch, row = epoch + 1, 0
 
     def order(self, epoch: int) -> EpochOrder:
         """The order of rows in one epoch."""
-        key = (self.options.seed, epoch) if self.options.shuffle else None
-        return EpochOrder([group.num_rows for group in self._groups], self.options.window_rows, key)
+        rows = [group.num_rows for group in self._groups]
+        if self.options.shuffle:
+            return EpochOrder(rows, self.options.window_rows, (self.options.seed, epoch))
+        return EpochOrder(rows, 1, None)  # a window per row group, which stays in the caches
 
     def read_groups(self, groups: tuple[int, ...]) -> Rows:
         """Decode row groups, by their number in the split. Raises MesetaError for a damaged file."""
@@ -221,7 +223,7 @@ class Reader:
                 mask, _ = self._selection.mask(table, place.first_row_of_split)
                 table = table.filter(pa.array(mask))
             tables.append(table)
-        return decode(self.dataset, tables)
+        return decode(self.dataset, tables, by_row=self.options.shuffle)
 
     def _read_columns(self, group: _RowGroup, columns: list[str]) -> pa.Table:
         path = self._paths[group.file]
@@ -274,12 +276,16 @@ def _row_groups(files: Sequence[pq.FileMetaData]) -> Iterator[_RowGroup]:
 
 
 class _Pieces:
-    """Rows of one epoch by their place in its order; keeps the last decoded window."""
+    """Rows of one epoch by their place in its order; keeps the last decoded window, and decodes the next one ahead."""
 
     def __init__(self, reader: Reader, epoch: int) -> None:
         self._reader = reader
         self._order = reader.order(epoch)
         self._index = -1
+        self._ahead: dict[int, Future[tuple[Window, Rows]]] = {}
+        self._pool: ThreadPoolExecutor | None = None
+        if reader.options.prefetch_batches:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="meseta-decode")
 
     def take(self, first: int, last: int) -> Rows:
         """Rows first..last-1 of the epoch; calls come in ascending order."""
@@ -294,11 +300,23 @@ class _Pieces:
             at = self._window.start + stop
         return concatenate(parts)
 
+    def close(self) -> None:
+        """End the thread that decodes ahead; what it has begun is waited for."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
     def _open(self, index: int) -> None:
-        if index != self._index:
-            self._window = self._order.window(index)
-            self._rows = self._reader.read_groups(self._window.groups)
-            self._index = index
+        if index == self._index:
+            return
+        ahead = self._ahead.pop(index, None)
+        self._window, self._rows = self._decode(index) if ahead is None else ahead.result()
+        self._index = index
+        if self._pool is not None and index + 1 < len(self._order):
+            self._ahead = {index + 1: self._pool.submit(self._decode, index + 1)}
+
+    def _decode(self, index: int) -> tuple[Window, Rows]:
+        window = self._order.window(index)
+        return window, self._reader.read_groups(window.groups)
 
 
 def _slice_of(rank: int, num_ranks: int, start: int, stop: int) -> tuple[int, int]:

@@ -10,10 +10,11 @@ import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.nn import functional
 
 from meseta.data.batch import Batch
-from meseta.data.dataset import Dataset
+from meseta.data.dataset import Dataset, SparseFeature
 from meseta.jagged import KeyedJaggedTensor
 
 Index = NDArray[np.int64] | slice
@@ -52,7 +53,7 @@ class Rows:
     dense: NDArray[np.float32]
     """[n, num_dense]."""
     single: NDArray[Any]
-    """Ids of the single-valued features [num_single, n], int32 or int64."""
+    """Ids of the single-valued features [num_single, n], int32 or int64, in any order in memory."""
     bags: tuple[Bags, ...]
     """The multi-valued features, in order."""
     weight: NDArray[np.float32] | None = None
@@ -61,43 +62,49 @@ class Rows:
     """Keys of their groups [n], or None."""
 
     def take(self, index: Index) -> Rows:
-        """The rows at `index`."""
+        """The rows at `index`; views where it is a slice."""
+        if isinstance(index, slice):
+            dense, single = self.dense[index], self.single[:, index]
+        else:
+            dense, single = self.dense.take(index, axis=0), self.single.T.take(index, axis=0).T
         return Rows(
             self.label[index],
-            self.dense[index],
-            self.single[:, index] if isinstance(index, slice) else self.single.take(index, axis=1),
+            dense,
+            single,
             tuple(bags.take(index) for bags in self.bags),
             None if self.weight is None else self.weight[index],
             None if self.group is None else self.group[index],
         )
 
 
-def decode(dataset: Dataset, tables: Sequence[pa.Table]) -> Rows:
-    """Columns of one or more row groups, one after the other."""
-    table = pa.concat_tables(tables, promote_options="permissive")  # ids of one file may be wider than those of another
-    num_rows = table.num_rows
+def decode(dataset: Dataset, tables: Sequence[pa.Table], *, by_row: bool = False) -> Rows:
+    """Columns of one or more row groups, one after the other. With `by_row` the ids of a row lie side by side, which is
+    dearer to write and much cheaper to gather from.
+    """
+    num_rows = sum(table.num_rows for table in tables)
     dense = np.empty((num_rows, len(dataset.dense)), np.float32)
-    for place, column in enumerate(dataset.dense):
-        dense[:, place] = table.column(column.name).to_numpy()
     singles = [feature for feature in dataset.sparse if not feature.multi_valued]
-    wide = any(table.schema.field(feature.name).type == pa.int64() for feature in singles)
-    single = np.empty((len(singles), num_rows), np.int64 if wide else np.int32)
-    for place, feature in enumerate(singles):
-        single[place] = table.column(feature.name).to_numpy()
-    bags = []
-    for feature in dataset.sparse:
-        if feature.multi_valued:
-            lists = table.column(feature.name)
-            lengths = [np.diff(chunk.offsets.to_numpy()) for chunk in lists.chunks]
-            weights = _flat(table.column(f"{feature.name}.weight")) if feature.weighted else None
-            bags.append(Bags(np.concatenate(lengths).astype(np.int64), _flat(lists), weights))
+    # Ids of one file may be wider than those of another.
+    wide = any(table.schema.field(feature.name).type == pa.int64() for feature in singles for table in tables)
+    shape = (num_rows, len(singles)) if by_row else (len(singles), num_rows)
+    single = np.empty(shape, np.int64 if wide else np.int32)
+    single = single.T if by_row else single
+    start = 0
+    for table in tables:  # group by group, whose columns fit into the caches
+        stop = start + table.num_rows
+        for place, column in enumerate(dataset.dense):
+            dense[start:stop, place] = table.column(column.name).to_numpy()
+        for place, feature in enumerate(singles):
+            single[place, start:stop] = table.column(feature.name).to_numpy()
+        start = stop
+    labels = [_column(tables, name, np.float32) for name in dataset.labels]
     return Rows(
-        _labels(dataset, table),
+        labels[0] if len(labels) == 1 else np.stack(labels, axis=1),
         dense,
         single,
-        tuple(bags),
-        None if dataset.weight is None else table.column(dataset.weight).to_numpy().astype(np.float32, copy=False),
-        None if dataset.group is None else table.column(dataset.group).to_numpy().astype(np.int64, copy=False),
+        tuple(_bags(tables, feature) for feature in dataset.sparse if feature.multi_valued),
+        None if dataset.weight is None else _column(tables, dataset.weight, np.float32),
+        None if dataset.group is None else _column(tables, dataset.group, np.int64),
     )
 
 
@@ -116,11 +123,13 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
 
 
 def to_batch(dataset: Dataset, rows: Rows) -> Batch:
-    """Tensors of these rows, in memory of their own; ids and lengths are int64, feature-major."""
+    """Tensors of these rows; ids and lengths are int64, feature-major. Views of other arrays are copied, arrays that
+    own their memory are taken over.
+    """
     num_rows = len(rows.label)
     keys = tuple(feature.name for feature in dataset.sparse)
     if not rows.bags:
-        values = rows.single.reshape(-1).astype(np.int64)
+        values = rows.single.astype(np.int64, order="C").reshape(-1)
         lengths = np.ones(values.size, np.int64)
         weights = None
     else:
@@ -133,11 +142,11 @@ def to_batch(dataset: Dataset, rows: Rows) -> Batch:
         batch_sizes=(num_rows,) * len(keys),
     )
     return Batch(
-        dense=torch.from_numpy(np.array(rows.dense)),
+        dense=_own(rows.dense),
         sparse=sparse,
-        label=torch.from_numpy(np.array(rows.label)),
-        weight=None if rows.weight is None else torch.from_numpy(np.array(rows.weight)),
-        group=None if rows.group is None else torch.from_numpy(np.array(rows.group)),
+        label=_own(rows.label),
+        weight=None if rows.weight is None else _own(rows.weight),
+        group=None if rows.group is None else _own(rows.group),
     )
 
 
@@ -179,14 +188,22 @@ def _interleave(
     return values, np.concatenate([part.lengths for part in parts]), weights
 
 
-def _labels(dataset: Dataset, table: pa.Table) -> NDArray[np.float32]:
-    """[n], or [n, T] where there are several."""
-    columns = [table.column(name).to_numpy().astype(np.float32, copy=False) for name in dataset.labels]
-    return columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
+def _own(array: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(array if array.flags.owndata and array.flags.writeable else np.array(array))
 
 
-def _flat(column: pa.ChunkedArray) -> NDArray[Any]:
-    return np.concatenate([chunk.flatten().to_numpy() for chunk in column.chunks])
+def _column(tables: Sequence[pa.Table], name: str, dtype: type[Any]) -> NDArray[Any]:
+    parts = [table.column(name).to_numpy().astype(dtype, copy=False) for table in tables]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _bags(tables: Sequence[pa.Table], feature: SparseFeature) -> Bags:
+    def flat(name: str) -> NDArray[Any]:
+        return np.concatenate([chunk.flatten().to_numpy() for table in tables for chunk in table.column(name).chunks])
+
+    chunks = [chunk for table in tables for chunk in table.column(feature.name).chunks]
+    lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks]).astype(np.int64)
+    return Bags(lengths, flat(feature.name), flat(f"{feature.name}.weight") if feature.weighted else None)
 
 
 def _join_present(parts: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
