@@ -222,8 +222,9 @@ def print_summary(dataset: Dataset, out: Path, elapsed_s: float) -> None:
     num_rows = sum(split.num_rows for split in dataset.splits.values())
     show(f"{num_rows:,} rows in {elapsed_s:.1f} s ({num_rows / elapsed_s:,.0f} rows/s) to {out}")
     for name, split in dataset.splits.items():
-        share = split.num_positives / max(split.num_rows, 1)
-        show(f"  {name:5} {split.num_rows:>13,} rows, {len(split.files)} files, {share:.4f} positive")
+        sums = split.positives or {"": split.num_positives}
+        shares = ", ".join(f"{label} {total / max(split.num_rows, 1):.4f}".strip() for label, total in sums.items())
+        show(f"  {name:5} {split.num_rows:>13,} rows, {len(split.files)} files, {shares} positive")
     show(f"  {len(dataset.dense)} dense and {len(dataset.sparse)} sparse features")
     if dataset.bad_rows and dataset.bad_rows.num_rows:
         typer.echo(f"  {dataset.bad_rows.num_rows:,} rows could not be parsed and were left out:")

@@ -43,7 +43,7 @@ def find_layout(
         if dense or sparse or label or schema:
             raise MesetaError(
                 "prepare: --label, --dense, --sparse and --schema are for CSV and Parquet; the columns of TSV are "
-                "Criteo's"
+                "Criteo's; text with a header and another name than *.csv is read as CSV if the schema has a delimiter"
             )
         for source in sources:
             _check_first_line(source)
@@ -99,7 +99,8 @@ def _check_first_line(source: Source) -> None:
         raise MesetaError(
             f"source {str(source.path)!r} has {num_fields} tab-separated fields in its first line, expected 40: "
             "label, 13 integers, 26 categories; is it a Criteo click log? Other data can come as Parquet, libsvm or "
-            "libffm, or as CSV with a header in files named *.csv or *.csv.gz"
+            "libffm, as CSV or TSV with a header in files named *.csv or *.tsv (or with .gz), or with any name and "
+            "delimiter that a --schema file gives"
         )
 
 

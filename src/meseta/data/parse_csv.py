@@ -95,7 +95,10 @@ class _Columns:
 
     def _weights(self, column: SparseColumn, texts: pa.Array, owner: NDArray[np.int64]) -> NDArray[np.float32]:
         """Finite, one per value [nnz], whose samples are `owner` [nnz]."""
-        numbers = np.array([_number(text) for text in texts.to_pylist()], np.float64)
+        try:
+            numbers = texts.cast(pa.string()).cast(pa.float64()).to_numpy()
+        except pa.ArrowInvalid:
+            numbers = np.array([_number(text) for text in texts.to_pylist()], np.float64)
         with np.errstate(over="ignore"):  # what overflows is not finite
             weights = numbers.astype(np.float32)
         bad = np.flatnonzero(~np.isfinite(weights))
