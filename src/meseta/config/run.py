@@ -304,6 +304,8 @@ class TrainConfig(Section):
     """Stop after this many steps; None: after `epochs`."""
     log_every_steps: int = Field(default=50, ge=1)
     """Steps between lines of metrics.jsonl."""
+    tensorboard: bool = False
+    """Also write the figures of metrics.jsonl to run_dir/tensorboard; needs the extra 'tensorboard'."""
     eval_every_steps: int | None = Field(default=None, ge=1)
     """Steps between evaluations; None: only at the end."""
     eval_batch_size: int = Field(default=8192, ge=1)

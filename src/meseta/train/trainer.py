@@ -40,6 +40,7 @@ from meseta.train.state import (
     set_random_state,
 )
 from meseta.train.stopping import BestSoFar, check_stopping
+from meseta.train.tensorboard import TensorBoard
 
 
 class Trainer:
@@ -74,6 +75,7 @@ class Trainer:
         check_stopping(config.train.early_stopping, self.dataset)
         self.figures = RunningFigures(self.dataset.labels, weights, world)
         self.best = BestSoFar(config.train.early_stopping)
+        self.board = TensorBoard(self.run_dir.path / "tensorboard") if config.train.tensorboard else None
         self.saver = Saver(config.checkpoint, self.run_dir.checkpoints, world)
         self.step = 0
         self.num_samples = 0
@@ -97,6 +99,8 @@ class Trainer:
         try:
             return self._run()
         finally:
+            if self.board is not None:
+                self.board.close()
             self.saver.close()
             self.run_dir.unlock()
 
@@ -140,6 +144,8 @@ class Trainer:
         plan = self.model.embeddings.plan.to_dict()
         self.run_dir.begin(self.config, self.dataset.to_dict(), plan, str(self.world.device))
         self.run_dir.forget_after(self.step, self.num_steps)
+        if self.board is not None:
+            self.board.begin(self.run_dir.metrics())
 
     def _on_first(self, action: Any) -> None:
         """Do something on rank 0 alone; a MesetaError there is raised on all ranks."""
@@ -263,6 +269,8 @@ class Trainer:
     def _write(self, line: dict[str, Any], progress: TrainProgress) -> None:
         if self.world.rank == 0:
             self.run_dir.append_metrics(line)
+            if self.board is not None:
+                self.board.add(line)
         progress.log(line)
 
     def _off_the_clock(self, action: Any) -> None:

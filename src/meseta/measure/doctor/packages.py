@@ -28,7 +28,7 @@ REQUIRED = {
 """Package -> oldest version that works."""
 MODULES = {name: {"pyyaml": "yaml"}.get(name, name) for name in REQUIRED}
 """Package -> module that is imported."""
-OPTIONAL = {"polars": "a peer in `benchmarks/`"}
+OPTIONAL = {"polars": "a peer in `benchmarks/`", "tensorboard": "`train.tensorboard`"}
 """Package -> what it is for."""
 
 Installed = Callable[[str], str | None]

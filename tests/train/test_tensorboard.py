@@ -1,0 +1,71 @@
+"""What TensorBoard reads of a run, by its own reader, against metrics.jsonl."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meseta.spec import MesetaError
+from meseta.train.tensorboard import TensorBoard, scalars
+from small_run import metrics, settings, train
+
+
+def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """(step, value) by tag, each as often as it is there."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    read = accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+    read.Reload()
+    return {tag: [(event.step, event.value) for event in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+
+
+def expected(run_dir: Path) -> dict[str, list[tuple[int, Any]]]:
+    found: dict[str, list[tuple[int, Any]]] = {}
+    for line in metrics(run_dir):
+        for name in ("loss", "ne", "auc", "logloss", "lr_dense", "samples_per_s"):
+            if name in line:
+                found.setdefault(f"{line['kind']}/{name}", []).append(
+                    (line["step"], pytest.approx(line[name], rel=1e-6))
+                )
+    return found
+
+
+def test_all_lines_are_there_once_and_after_a_resume_too(tiny: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    common = {"train__tensorboard": True, "train__eval_every_steps": 6, "checkpoint__every_steps": 5}
+    train(settings(tiny, tmp_path / "run", **common, train__max_steps=9))
+    first = points(tmp_path / "run/tensorboard")
+    assert {tag: first[tag] for tag in expected(tmp_path / "run")} == expected(tmp_path / "run")
+    assert [step for step, _ in first["train/loss"]] == [4, 8, 9]
+    train(settings(tiny, tmp_path / "run", **common))
+    again = points(tmp_path / "run/tensorboard")
+    assert {tag: again[tag] for tag in expected(tmp_path / "run")} == expected(tmp_path / "run")
+    assert "train/stages_s/backward" in again and "eval/kind" not in again
+
+
+def test_numbers_of_a_line_and_their_tags() -> None:
+    line = {
+        "kind": "eval",
+        "step": 3,
+        "split": "test",
+        "auc": None,
+        "ne": 0.5,
+        "tasks": {"buy": {"auc": 1}},
+        "curve": [1],
+    }
+    assert list(scalars(line)) == [("eval/ne", 0.5), ("eval/tasks/buy/auc", 1.0)]
+
+
+def test_a_missing_package_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(MesetaError, match=r"pip install 'meseta\[tensorboard\]'"):
+        TensorBoard(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MesetaError, match="cannot be written"):
+        TensorBoard(tmp_path / "file" / "board").begin([])
