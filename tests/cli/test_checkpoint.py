@@ -37,6 +37,20 @@ def test_list_inspect_and_verify_name_the_same_model(run: Run, trained: Path) ->
     assert code == 0 and out.startswith(f"{newest}: whole, ") and out.endswith(f"model {checksum}\n")
 
 
+def test_urls(run: Run, trained: Path, tmp_path: Path) -> None:
+    [newest] = sorted((trained / "checkpoints").glob("step-*"))[-1:]
+    url, checksum = f"file://{trained}/checkpoints", verify(newest)
+    code, out, _ = run("checkpoint", "list", url, "--json")
+    assert code == 0 and json.loads(out)[-1]["checksum"] == checksum
+    assert f"model {checksum[:16]}" in run("checkpoint", "list", url)[1]
+    assert checksum in run("checkpoint", "verify", f"{url}/{newest.name}")[1]
+    assert run("checkpoint", "diff", url, trained)[0] == 0
+    assert run("checkpoint", "inspect", url)[0] == 0
+    assert run("checkpoint", "export", url, "--out", tmp_path / "out")[0] == 0
+    code, _, err = run("checkpoint", "verify", "memory://nothing")
+    assert code == 1 and err == "error: checkpoint 'memory://nothing' holds no checkpoint; check the URL\n"
+
+
 def test_damage_is_exit_code_1_and_names_the_file(run: Run, trained: Path, tmp_path: Path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(trained, copy)

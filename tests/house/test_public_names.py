@@ -13,8 +13,8 @@ PUBLIC = {
         ShardingType TableSpec Topology __version__ balanced_plan shard
     """,
     "meseta.checkpoint": """
-        DamagedCheckpoint Difference Loaded Summary compare export find_checkpoint latest list_checkpoints load newest
-        offer_older prune save summarize verify
+        DamagedCheckpoint Difference Loaded Mirror Summary compare export fetch find_checkpoint latest
+        list_checkpoints load newest offer_older prune save summarize verify
     """,
     "meseta.comm": "BatchSlice DenseGradients Pending World",
     "meseta.config": """

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from checkpoint.simulated import assert_holds, blank, pieces, plain_plan, random_tables, some_specs
-from meseta.checkpoint import latest, load, saving, verify
+from meseta.checkpoint import Mirror, latest, load, saving, verify
 from meseta.checkpoint.background import BackgroundSave, copy_bytes
 from meseta.checkpoint.directory import checkpoint_path
 from meseta.comm import World
@@ -22,7 +22,7 @@ from meseta.spec import MesetaError
 from meseta.train import saving as train_saving
 from meseta.train.interruption import Interruption
 from meseta.train.saving import Saver
-from small_run import settings, train
+from small_run import final_checksum, settings, train
 
 
 def saved_steps(run_dir: Path) -> list[int]:
@@ -131,6 +131,20 @@ def test_where_memory_is_short_training_waits(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(train_saving, "_free_bytes", lambda free=free: float(free))
         saver = Saver(CheckpointConfig(background=background), tmp_path, World.single())
         assert saver._is_in_background(shards) == expected
+
+
+def test_a_mirror_takes_a_run_to_another_machine(tiny: Path, tmp_path: Path) -> None:
+    """It holds what run_dir holds; a run_dir that has nothing goes on from it, to the bits of a run in one go."""
+    mirror = f"file://{tmp_path}/mirror"
+    changes = {"checkpoint__every_steps": 2, "checkpoint__mirror": mirror}
+    train(settings(tiny, tmp_path / "first", train__max_steps=5, **changes))
+    assert [path.name for path in sorted((tmp_path / "mirror").iterdir())] == ["step-000000004", "step-000000005"]
+    train(settings(tiny, tmp_path / "second", train__max_steps=8, **changes))
+    train(settings(tiny, tmp_path / "whole", train__max_steps=8))
+    assert final_checksum(tmp_path / "second") == final_checksum(tmp_path / "whole")
+    assert Mirror(mirror).manifests().keys() == {"step-000000006", "step-000000008"}
+    with pytest.raises(MesetaError, match=r"holds checkpoints and checkpoint\.resume is 'never'"):
+        train(settings(tiny, tmp_path / "third", checkpoint__resume="never", **changes))
 
 
 def test_a_signal_is_noted_and_handlers_are_put_back() -> None:

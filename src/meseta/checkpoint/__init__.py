@@ -6,15 +6,18 @@ from meseta.checkpoint.directory import latest, newest, prune
 from meseta.checkpoint.exporting import export
 from meseta.checkpoint.listing import Summary, find_checkpoint, list_checkpoints, summarize
 from meseta.checkpoint.loading import Loaded, load, offer_older, verify
+from meseta.checkpoint.mirror import Mirror, fetch
 from meseta.checkpoint.saving import save
 
 __all__ = [
     "DamagedCheckpoint",
     "Difference",
     "Loaded",
+    "Mirror",
     "Summary",
     "compare",
     "export",
+    "fetch",
     "find_checkpoint",
     "latest",
     "list_checkpoints",

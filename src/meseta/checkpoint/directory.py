@@ -20,7 +20,7 @@ from meseta.checkpoint.manifest import MANIFEST_PATH, read_manifest
 from meseta.spec import MesetaError
 
 _TEMPORARY, _OLD = ".tmp-", ".old-"
-_NAME = re.compile(r"(?P<old>\.old-)?step-(?P<step>\d{9,})")
+NAME = re.compile(r"(?P<old>\.old-)?step-(?P<step>\d{9,})")
 
 
 def begin(parent: Path, step: int, folders: list[str]) -> Path:
@@ -138,7 +138,7 @@ def named(parent: Path) -> list[Path]:
     """Directories named as checkpoints, by rising step; a former one only while nothing has taken its place."""
     found = []
     for path in parent.iterdir() if parent.is_dir() else ():
-        match = _NAME.fullmatch(path.name)
+        match = NAME.fullmatch(path.name)
         if match and not (match["old"] and path.with_name(path.name.removeprefix(_OLD)).exists()):
             found.append((int(match["step"]), path))
     return [path for _, path in sorted(found)]

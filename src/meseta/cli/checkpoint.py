@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,18 +19,22 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Look at checkpoints, check them, compare them, hand them on.", no_args_is_help=True)
 
-AnyPath = Annotated[Path, typer.Argument(help="A checkpoint, a folder of them, or a run (its newest one).")]
+AnyPath = Annotated[str, typer.Argument(help="A checkpoint, a folder of them, or a run (its newest one); or a URL.")]
 
 
 @app.command(name="list")
 def list_them(
-    path: Annotated[Path, typer.Argument(help="A run, or its folder of checkpoints.")],
+    path: Annotated[str, typer.Argument(help="A run, its folder of checkpoints, or the URL of a mirror.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """All checkpoints with step, size and checksum, damaged ones too; exit code 1 if there is one."""
     from meseta.checkpoint import list_checkpoints
+    from meseta.checkpoint.mirror import is_url
     from meseta.train.report.figures import num_bytes
 
+    if is_url(path):
+        _list_mirror(path, as_json)
+        return
     found = list_checkpoints(path)
     if as_json:
         lines = [{"path": str(c.path), "problem": c.problem, **(_facts(c.summary) if c.summary else {})} for c in found]
@@ -46,13 +51,44 @@ def list_them(
         raise typer.Exit(1)
 
 
+def _list_mirror(url: str, as_json: bool) -> None:
+    """What is whole there, by manifests alone."""
+    from meseta.checkpoint import Mirror
+    from meseta.checkpoint.mirror import mirrored_bytes
+    from meseta.train.report.figures import num_bytes
+
+    mirror = Mirror(url)
+    lines = [
+        {"path": f"{mirror.url}/{name}", "step": m["step"], "num_bytes": mirrored_bytes(m), "checksum": m["checksum"]}
+        for name, m in mirror.manifests().items()
+    ]
+    if as_json:
+        typer.echo(json.dumps(lines, indent=1))
+    for line in () if as_json else lines:
+        typer.echo(f"{line['path']}  {num_bytes(line['num_bytes'])}  model {line['checksum'][:16]}")
+
+
+@contextmanager
+def _found(path: str) -> Iterator[Path]:
+    """The checkpoint that a path or URL names; that of a URL lies in a temporary folder meanwhile."""
+    from meseta.checkpoint import fetch, find_checkpoint
+    from meseta.checkpoint.mirror import is_url
+
+    if not is_url(path):
+        yield find_checkpoint(path)
+        return
+    with TemporaryDirectory(prefix="meseta-") as folder:
+        yield fetch(path, Path(folder))
+
+
 @app.command()
 def inspect(path: AnyPath, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """What a checkpoint holds: its tables with rows, types, optimizers and sizes, and the position in the data."""
-    from meseta.checkpoint import find_checkpoint, summarize
+    from meseta.checkpoint import summarize
     from meseta.train.report.figures import num_bytes
 
-    summary = summarize(find_checkpoint(path))
+    with _found(path) as found:
+        summary = summarize(found)
     if as_json:
         typer.echo(json.dumps(_facts(summary), indent=1))
         return
@@ -75,13 +111,13 @@ def inspect(path: AnyPath, as_json: Annotated[bool, typer.Option("--json", help=
 @app.command()
 def verify(path: AnyPath) -> None:
     """Read every byte of a checkpoint and check its checksums; exit code 1, naming the file, if one differs."""
-    from meseta.checkpoint import find_checkpoint, summarize
+    from meseta.checkpoint import summarize
     from meseta.checkpoint import verify as check
     from meseta.train.report.figures import num_bytes
 
-    found = find_checkpoint(path)
-    summary, start_s = summarize(found), time.perf_counter()
-    checksum = check(found)
+    with _found(path) as found:
+        summary, start_s = summarize(found), time.perf_counter()
+        checksum = check(found)
     rate = summary.num_bytes / (time.perf_counter() - start_s) / 1e6
     typer.echo(f"{found}: whole, {num_bytes(summary.num_bytes)} read, {rate:,.0f} MB/s, model {checksum}")
 
@@ -89,15 +125,16 @@ def verify(path: AnyPath) -> None:
 @app.command()
 def diff(first: AnyPath, second: AnyPath) -> None:
     """In which tables, rows and dense tensors two checkpoints differ; exit code 1 if they do."""
-    from meseta.checkpoint import compare, find_checkpoint
+    from meseta.checkpoint import compare
 
-    paths, differs = (find_checkpoint(first), find_checkpoint(second)), False
-    for difference in compare(*paths):
-        differs = True
-        typer.echo(f"{difference.name}: {difference.text}")
-    if differs:
-        raise typer.Exit(1)
-    typer.echo(f"{paths[0]} and {paths[1]} hold the same model, bit for bit")
+    differs = False
+    with _found(first) as one, _found(second) as other:
+        for difference in compare(one, other):
+            differs = True
+            typer.echo(f"{difference.name}: {difference.text}")
+        if differs:
+            raise typer.Exit(1)
+        typer.echo(f"{one} and {other} hold the same model, bit for bit")
 
 
 @app.command(name="export")
@@ -114,25 +151,25 @@ def export_it(
 
     onnx and torch-export write the dense part of a run's model, from pooled embeddings to logits, as a program.
     """
-    from meseta.checkpoint import export, find_checkpoint, summarize
+    from meseta.checkpoint import export, summarize
     from meseta.checkpoint.exporting import FORMATS
     from meseta.spec import MesetaError
     from meseta.train.dense_export import DENSE_FORMATS, export_dense
     from meseta.train.report.figures import num_bytes
 
-    found = find_checkpoint(path)
     known, programs = [f for f in FORMATS if f == form], [f for f in DENSE_FORMATS if f == form]
-    if known:
-        total = sum(t.num_embeddings for t in summarize(found).tables)
-        with _progress(None if table else total) as on_rows:
-            files = export(found, out, known[0], tables=table or ("*",), states=states, on_rows=on_rows)
-    elif not programs:
+    if not (known or programs):
         names = ", ".join((*FORMATS, *DENSE_FORMATS))
         raise MesetaError(f"checkpoint export: --format {form!r} is unknown; choose from {names}")
-    elif table or states:
+    if programs and (table or states):
         raise MesetaError(f"checkpoint export: --format {form} writes no tables; leave --table and --states out")
-    else:
-        files = export_dense(found, out, programs[0])
+    with _found(path) as found:
+        if programs:
+            files = export_dense(found, out, programs[0])
+        else:
+            total = sum(t.num_embeddings for t in summarize(found).tables)
+            with _progress(None if table else total) as on_rows:
+                files = export(found, out, known[0], tables=table or ("*",), states=states, on_rows=on_rows)
     typer.echo(f"{out}: {len(files)} files, {num_bytes(sum(file.stat().st_size for file in files))}")
 
 

@@ -333,6 +333,9 @@ class CheckpointConfig(Section):
     keep_best: bool = False
     """Save a checkpoint after every evaluation that is the best so far, by train.early_stopping.metric, and keep the
     last of these beside `keep_last` others."""
+    mirror: str | None = None
+    """URL of fsspec, such as s3://bucket/run, that holds the same checkpoints as run_dir: each is copied there, and a
+    run_dir that has none begins with the newest there."""
     resume: Literal["auto", "never"] = "auto"
     """'auto' goes on from the newest checkpoint of run_dir; 'never' refuses a run_dir that has one."""
 

@@ -44,6 +44,7 @@ class Saver:
         self._minutes_passed = False
         self._background = BackgroundSave(world)
         self._copies: bool | None = None
+        self._mirror = checkpoint.Mirror(config.mirror) if config.mirror and world.rank == 0 else None
 
     def votes(self) -> tuple[float, float, float]:
         """Whether a signal came, whether it is time for a checkpoint by the clock of rank 0, and whether the save in
@@ -97,11 +98,29 @@ class Saver:
             self._copies = self._config.background != "never" and all(self._world.gather_objects(fits))
         return self._copies
 
+    def fetch(self) -> None:
+        """Where this run has no checkpoint yet, take the newest of its mirror; for rank 0 alone. Raises MesetaError
+        where there is one, and the config says that nothing is to be gone on with."""
+        if self._mirror is None or checkpoint.newest(self._folder) is not None or not self._mirror.manifests():
+            return
+        if self._config.resume == "never":
+            raise MesetaError(
+                f"checkpoint.mirror {self._mirror.url!r} holds checkpoints and checkpoint.resume is 'never'; choose "
+                "another mirror, or set checkpoint.resume=auto"
+            )
+        self._mirror.get(self._folder)
+
     def _prune(self, kept: int | None, world: World) -> None:
+        """Remove older checkpoints, and make the mirror hold what is left."""
         problem = None
         if world.rank == 0:
             try:
                 checkpoint.prune(self._folder, self._config.keep_last, kept)
+                if self._mirror is not None:
+                    here = checkpoint.list_checkpoints(self._folder)
+                    for whole in (listed.path for listed in here if listed.summary is not None):
+                        self._mirror.put(whole)
+                    self._mirror.keep([listed.path.name for listed in here])
             except MesetaError as error:
                 problem = error
         world.raise_together(problem)

@@ -300,6 +300,7 @@ class Trainer:
 
     def _resume(self) -> None:
         """Take up the newest checkpoint, if there is one."""
+        self._on_first(self.saver.fetch)
         path = checkpoint.newest(self.run_dir.checkpoints)
         path = self.world.gather_objects(path)[0]
         if path is None:
