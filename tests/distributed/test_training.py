@@ -103,6 +103,7 @@ def test_every_model_learns_and_is_the_same_on_two_ranks(ranks: Ranks, tiny: Pat
         "model__top_mlp": [32],
         "model__deep_mlp": [8],
         "model__attention_dim": 8,
+        "model__cin_layers": [6, 4],
         "model__expert_mlp": [8],
         "model__tower_mlp": [4],
         "embedding__init__scale": 0.03,

@@ -27,7 +27,7 @@ PUBLIC = {
     "meseta.embedding": "EmbeddingBagCollection ShardedEmbeddingBagCollection resolve_plan shard",
     "meseta.jagged": "Embeddings JaggedTensor KeyedJaggedTensor KeyedTensor",
     "meseta.models": """
-        AutoInt DLRM DLRMDCNv2 DeepFM FM LogisticRegression MLP MLPOptions MMoE WideDeep fill_glorot make_model
+        AutoInt DLRM DLRMDCNv2 DeepFM FM LogisticRegression MLP MLPOptions MMoE WideDeep XDeepFM fill_glorot make_model
         wanted_embedding_dim
     """,
     "meseta.ops.row_update": "Bags FeatureGradient TableRows UpdateGroup row_update",

@@ -1,4 +1,4 @@
-"""FM, DeepFM, Wide & Deep, AutoInt and MMoE against their papers' formulas, written as loops over samples and pairs."""
+"""FM and its kin, AutoInt and MMoE against their papers' formulas, written as loops over samples and pairs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meseta.models import FM, AutoInt, DeepFM, MMoE, WideDeep
+from meseta.models import FM, AutoInt, DeepFM, MMoE, WideDeep, XDeepFM
 from model_parts import OneRowEach, some_dense, some_ids
 
 Array = np.ndarray
@@ -46,11 +46,11 @@ def samples(model: nn.Module, num_features: int, batch_size: int) -> tuple[Array
     return number(dense), number(model.embeddings(sparse).pooled.values), number(model(dense, sparse))
 
 
-def fields_of(model: FM | AutoInt, x: Array, vectors: Array) -> list[Array]:
+def fields_of(model: FM | AutoInt | XDeepFM, x: Array, vectors: Array) -> list[Array]:
     return [*(x[j] * number(model.fields.dense_vectors)[j] for j in range(len(x))), *vectors]
 
 
-def first_order(model: FM | WideDeep, x: Array, rows: Array) -> float:
+def first_order(model: FM | WideDeep | XDeepFM, x: Array, rows: Array) -> float:
     linear = model.first_order.dense
     return float(number(linear.bias)[0] + number(linear.weight)[0] @ x + rows[:, -1].sum())
 
@@ -101,6 +101,27 @@ def test_wide_deep_adds_a_line_and_an_mlp(batch_size: int) -> None:
         deep = mlp(np.concatenate([x, *rows[:, :-1]]), model.deep_mlp)
         expected.append(first_order(model, x, rows) + deep[0])
     np.testing.assert_allclose(logits, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("batch_size", [0, 1, 4])
+def test_xdeepfm_compresses_products_of_rows(batch_size: int) -> None:
+    model = random_weights(XDeepFM(OneRowEach([4, 4, 4]), num_dense=2, cin_layers=(3, 2), deep_mlp=(6, 5)))
+    dense, pooled, logits = samples(model, 3, batch_size)
+    expected = []
+    for x, flat in zip(dense, pooled, strict=True):
+        rows = flat.reshape(3, 4)
+        first = before = fields_of(model, x, rows[:, :-1])
+        sums: list[float] = []
+        for weight in model.cin.weights:
+            matrices = number(weight).reshape(len(weight), len(before), len(first))
+            before = [
+                sum(w[i, j] * before[i] * first[j] for i in range(len(before)) for j in range(len(first)))
+                for w in matrices
+            ]
+            sums += [float(row.sum()) for row in before]
+        deep = mlp(np.concatenate(first), model.deep_mlp)
+        expected.append(first_order(model, x, rows) + number(model.cin_head.weight)[0] @ np.array(sums) + deep[0])
+    np.testing.assert_allclose(logits, expected, rtol=1e-11, atol=1e-11)
 
 
 def interact(layer: nn.Module, fields: list[Array], num_heads: int) -> list[Array]:

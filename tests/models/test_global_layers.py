@@ -191,7 +191,7 @@ def test_a_stack_that_is_not_told_where_its_samples_lie() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["dlrm", "dlrm_dcnv2", "deepfm", "wide_deep", "autoint", "mmoe"])
+@pytest.mark.parametrize("name", ["dlrm", "dlrm_dcnv2", "deepfm", "wide_deep", "xdeepfm", "autoint", "mmoe"])
 def test_every_model_with_an_mlp_has_them(name: str, dtype: Any) -> None:
     sizes = {"bottom_mlp": (8,), "top_mlp": (8,), "deep_mlp": (8,), "expert_mlp": (8, 8), "tower_mlp": (8,)}
     config = ModelConfig(name=name, embedding_dim=4, dropout=0.3, batch_norm=True, **sizes)

@@ -19,6 +19,7 @@ from meseta.models import (
     LogisticRegression,
     MMoE,
     WideDeep,
+    XDeepFM,
     make_model,
     wanted_embedding_dim,
 )
@@ -118,11 +119,12 @@ def small_models() -> list[nn.Module]:
         WideDeep(OneRowEach([3, 3]), num_dense=2, deep_mlp=(4,)),
         AutoInt(OneRowEach([2, 2]), num_dense=2, attention=(2, 2, 1), deep_mlp=(2,)),
         AutoInt(OneRowEach([2, 2]), num_dense=2, attention=(1, 1, 2)),
+        XDeepFM(OneRowEach([3, 3]), num_dense=2, cin_layers=(2, 2), deep_mlp=(3,)),
         MMoE(OneRowEach([2, 3]), num_dense=2, num_tasks=2, experts=[(3,), (2, 3)], tower_mlp=(2,)),
     ]
 
 
-@pytest.mark.parametrize("index", range(10))
+@pytest.mark.parametrize("index", range(11))
 def test_gradients_equal_finite_differences(index: int) -> None:
     model = small_models()[index].double()
     for parameter in model.parameters():
@@ -149,7 +151,7 @@ class Scorer(nn.Module):
         return self.model.score(dense, pooled)
 
 
-@pytest.mark.parametrize("index", range(10))
+@pytest.mark.parametrize("index", range(11))
 def test_float32_inputs_to_a_float64_model(index: int) -> None:
     model = small_models()[index].double()
     sparse = some_ids(2, 3)
@@ -176,6 +178,7 @@ CONFIGS = [
     ModelConfig(name="fm", embedding_dim=4),
     ModelConfig(name="deepfm", embedding_dim=4, deep_mlp=(5, 3)),
     ModelConfig(name="wide_deep", embedding_dim=4, deep_mlp=(5, 3)),
+    ModelConfig(name="xdeepfm", embedding_dim=4, deep_mlp=(5, 3), cin_layers=(3, 2)),
     ModelConfig(name="autoint", embedding_dim=4, deep_mlp=(5, 3), attention_layers=2, attention_dim=3),
     ModelConfig(name="mmoe", embedding_dim=4, num_experts=2, expert_mlp=(5, 4), tower_mlp=(3,)),
     ModelConfig(name="logistic_regression", embedding_dim=4),
@@ -192,8 +195,8 @@ def dense_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 def test_factory_builds_what_the_config_says() -> None:
     types = [type(built(config, 0)) for config in CONFIGS]
-    assert types == [DLRM, DLRM, DLRMDCNv2, FM, DeepFM, WideDeep, AutoInt, MMoE, LogisticRegression]
-    assert [wanted_embedding_dim(config) for config in CONFIGS] == [4, 4, 4, 5, 5, 5, 4, 4, 1]
+    assert types == [DLRM, DLRM, DLRMDCNv2, FM, DeepFM, WideDeep, XDeepFM, AutoInt, MMoE, LogisticRegression]
+    assert [wanted_embedding_dim(config) for config in CONFIGS] == [4, 4, 4, 5, 5, 5, 5, 4, 4, 1]
     shapes = {n: tuple(p.shape) for n, p in dense_parameters(built(CONFIGS[0], 0)).items()}
     assert shapes == {
         "bottom_mlp.0.weight": (50, 13),
@@ -324,7 +327,7 @@ def test_several_labels_want_a_model_for_several() -> None:
             refused(make, repr(config.name), "2 (click, buy)", "data.labels=[click]", "mmoe")
 
 
-@pytest.mark.parametrize("index", range(10))
+@pytest.mark.parametrize("index", range(11))
 def test_inputs_that_do_not_fit_are_named(index: int) -> None:
     model = small_models()[index]
     width = model.pooled_width

@@ -12,7 +12,7 @@ from meseta.spec import OptimizerSpec, nearest
 from meseta.spec.optimizer import SteppedRows, WeightDecayMode
 from meseta.spec.tables import InitKind, TableDtype
 
-MODEL_NAMES = ("dlrm", "dlrm_dcnv2", "logistic_regression", "fm", "wide_deep", "deepfm", "autoint", "mmoe")
+MODEL_NAMES = ("dlrm", "dlrm_dcnv2", "logistic_regression", "fm", "wide_deep", "deepfm", "xdeepfm", "autoint", "mmoe")
 """Models of this package."""
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 """'package.module:Class', a model of the user's own."""
@@ -214,13 +214,14 @@ class DenseConfig(Section):
 class ModelConfig(Section):
     name: str = "dlrm"
     """'dlrm' (arXiv 1906.00091), 'dlrm_dcnv2' (low-rank cross, arXiv 2008.13535), 'logistic_regression' (the linear
-    baseline), 'fm' (Rendle, ICDM 2010), 'wide_deep' (arXiv 1606.07792), 'deepfm' (arXiv 1703.04247), 'autoint' (arXiv
-    1810.11921), or 'mmoe' for several labels (Ma et al., KDD 2018); or 'package.module:Class', a model of your own."""
+    baseline), 'fm' (Rendle, ICDM 2010), 'wide_deep' (arXiv 1606.07792), 'deepfm' (arXiv 1703.04247), 'xdeepfm' (arXiv
+    1803.05170), 'autoint' (arXiv 1810.11921), or 'mmoe' for several labels (Ma et al., KDD 2018); or
+    'package.module:Class', a model of your own."""
     options: dict[str, Any] = {}
     """An own model: keyword arguments of its constructor."""
     embedding_dim: int = Field(default=16, ge=1)
-    """Columns of every table; logistic_regression always uses 1, and fm, deepfm and wide_deep have one more, the weight
-    of the id by itself."""
+    """Columns of every table; logistic_regression always uses 1, and fm, deepfm, xdeepfm and wide_deep have one more,
+    the weight of the id by itself."""
     bottom_mlp: tuple[Width, ...] = (512, 256, 64)
     """dlrm, dlrm_dcnv2: hidden widths of the bottom MLP; its last layer has embedding_dim outputs and is added."""
     top_mlp: tuple[Width, ...] = (512, 256)
@@ -232,8 +233,10 @@ class ModelConfig(Section):
     cross_low_rank: int = Field(default=512, ge=1)
     """dlrm_dcnv2: rank of each cross layer's matrix."""
     deep_mlp: tuple[Width, ...] = (512, 256)
-    """wide_deep, deepfm, autoint: hidden widths of the MLP beside the rest; the single output is added. autoint: empty
-    for none."""
+    """wide_deep, deepfm, xdeepfm, autoint: hidden widths of the MLP beside the rest; the single output is added.
+    autoint: empty for none."""
+    cin_layers: tuple[Width, ...] = Field(default=(64, 64), min_length=1)
+    """xdeepfm: rows of each layer of the compressed interaction network."""
     attention_layers: int = Field(default=3, ge=1)
     """autoint: number of interacting layers."""
     attention_heads: int = Field(default=2, ge=1)

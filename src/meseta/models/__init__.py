@@ -9,6 +9,7 @@ from meseta.models.layers import MLP, MLPOptions, fill_glorot
 from meseta.models.logistic_regression import LogisticRegression
 from meseta.models.mmoe import MMoE
 from meseta.models.wide_deep import WideDeep
+from meseta.models.xdeepfm import XDeepFM
 
 __all__ = [
     "DLRM",
@@ -21,6 +22,7 @@ __all__ = [
     "MLPOptions",
     "MMoE",
     "WideDeep",
+    "XDeepFM",
     "fill_glorot",
     "make_model",
     "wanted_embedding_dim",

@@ -17,11 +17,12 @@ from meseta.models.logistic_regression import LogisticRegression
 from meseta.models.mmoe import MMoE
 from meseta.models.own import make_own_model
 from meseta.models.wide_deep import WideDeep
+from meseta.models.xdeepfm import XDeepFM
 from meseta.spec import MesetaError
 
 MULTI_TASK = frozenset({"mmoe"})
 """Models that predict every label; all others predict one."""
-WITH_FIRST_ORDER = frozenset({"fm", "deepfm", "wide_deep"})
+WITH_FIRST_ORDER = frozenset({"fm", "deepfm", "wide_deep", "xdeepfm"})
 """Models whose tables have a column more than `embedding_dim`, the weight of the id in a sum."""
 
 
@@ -134,6 +135,17 @@ def _wide_deep(w: _Wanted) -> nn.Module:
     return WideDeep(w.embeddings, num_dense=w.num_dense, deep_mlp=w.config.deep_mlp, options=w.options, seed=w.seed)
 
 
+def _xdeepfm(w: _Wanted) -> nn.Module:
+    return XDeepFM(
+        w.embeddings,
+        num_dense=w.num_dense,
+        cin_layers=w.config.cin_layers,
+        deep_mlp=w.config.deep_mlp,
+        options=w.options,
+        seed=w.seed,
+    )
+
+
 def _autoint(w: _Wanted) -> nn.Module:
     return AutoInt(
         w.embeddings,
@@ -162,6 +174,7 @@ _BUILDERS: Mapping[str, Callable[[_Wanted], nn.Module]] = {
     "fm": _fm,
     "wide_deep": _wide_deep,
     "deepfm": _deepfm,
+    "xdeepfm": _xdeepfm,
     "autoint": _autoint,
     "dlrm": _dlrm,
     "dlrm_dcnv2": _dlrm_dcnv2,

@@ -60,7 +60,8 @@ class _Mlp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         depth = len(ctx.dtypes) // 2
-        outputs, weights = ctx.saved_tensors[: depth + 1], ctx.saved_tensors[depth + 1 :]
+        saved = ctx.saved_tensors  # Asked for once, as torch.utils.checkpoint demands.
+        outputs, weights = saved[: depth + 1], saved[depth + 1 :]
         weight_gradients: list[Tensor] = []
         bias_gradients: list[Tensor | None] = []
         for index in reversed(range(depth)):
