@@ -13,6 +13,7 @@ import pytest
 from meseta.comm import World
 from meseta.data.dataset import Dataset
 from meseta.data.key_columns import KeyColumns
+from meseta.data.reader import Reader, ReaderOptions
 from meseta.spec import MesetaError
 from meseta.train.predictions import write_predictions
 from meseta.train.trained import load_trained
@@ -118,6 +119,25 @@ def test_a_prediction_that_is_not_finite(tiny: Path, run_dir: Path, tmp_path: Pa
     with pytest.raises(MesetaError, match="that of row 141 is not finite"):
         predict(run_dir, data, tmp_path / "p.parquet")
     assert not list(tmp_path.glob("*p.parquet*"))
+
+
+def test_nothing_is_left_where_prediction_fails(tiny: Path, run_dir: Path, tmp_path: Path) -> None:
+    data = with_keys(tiny, tmp_path / "data")
+    path = data / "test" / "2.parquet"
+    table = pq.read_table(path)
+    users = table["user"].to_numpy().copy()
+    users[40] = 10**6
+    pq.write_table(table.set_column(table.column_names.index("user"), "user", pa.array(users)), path)
+    with pytest.raises(MesetaError, match="id 1000000 from feature 'user'"):
+        predict(run_dir, data, tmp_path / "p.parquet")
+    assert [p.name for p in tmp_path.iterdir()] == ["data"]
+
+
+def test_a_reader_that_does_not_give_every_row_in_order(tiny: Path, run_dir: Path, tmp_path: Path) -> None:
+    trained = load_trained(run_dir, "test", World.single(), tiny)
+    reader = Reader(trained.reader.dataset, "test", ReaderOptions(batch_size=100, shuffle=True))
+    with pytest.raises(MesetaError, match="must give every row once"):
+        write_predictions(trained.model, reader, trained.world, tmp_path / "p.parquet")
 
 
 @pytest.mark.parametrize("step", [1, 50, 279, 1000])

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from meseta.comm import World
 from meseta.data.dataset import Dataset
 from meseta.data.key_columns import KeyColumns
-from meseta.data.reader import Reader
+from meseta.data.reader import Reader, ReaderOptions
 from meseta.pipeline.step import Model
 from meseta.spec import MesetaError
 from meseta.train.evaluate import predict
@@ -71,6 +71,7 @@ class _File:
             (f"{kind}.{name}" if len(labels) > 1 else kind) for kind in ("prediction", "label") for name in labels
         ]
         with self._noting_problems():
+            _check_reader(reader.options)
             names = _key_names(reader.dataset, keys, (ROW, *self._figures))
             self._keys = KeyColumns(reader.dataset, reader.split, names)
             figures = [pa.field(name, pa.float32()) for name in self._figures]
@@ -111,7 +112,10 @@ class _File:
         return self.problem
 
     def discard(self) -> None:
-        """Leave nothing of it."""
+        """Leave nothing behind."""
+        with contextlib.suppress(OSError):
+            if self._writer is not None:
+                self._writer.close()
         with contextlib.suppress(OSError):
             self._temporary.unlink(missing_ok=True)
 
@@ -124,6 +128,14 @@ class _File:
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else str(error)
             self.problem = MesetaError(f"predictions {str(self._out)!r} cannot be written: {reason}; choose another")
+
+
+def _check_reader(options: ReaderOptions) -> None:
+    if options.shuffle or options.filter is not None or options.negative_keep < 1 or options.last_batch != "keep":
+        raise MesetaError(
+            "predictions: the reader must give every row once, in the order of the files, for keys to stay with their "
+            "rows; leave out shuffle, filter, negative_keep and last_batch"
+        )
 
 
 def _key_names(dataset: Dataset, keys: Sequence[str], taken: Sequence[str]) -> list[str]:
