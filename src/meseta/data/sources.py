@@ -258,8 +258,9 @@ def _text_blocks(source: Source, start: Place) -> Iterator[Block]:
     is_csv = source.kind == "csv"
 
     def block(raw: bytes) -> Block:
-        num_rows = count_records(raw) if is_csv else raw.count(b"\n")
-        line, offset = start.line + raw.count(b"\n"), start.offset + len(held)
+        num_lines = raw.count(b"\n")
+        num_rows = count_records(raw) if is_csv else num_lines
+        line, offset = start.line + num_lines, start.offset + len(held)
         return Block(
             source=source,
             first_row=start.row,
@@ -279,9 +280,8 @@ def _text_blocks(source: Source, start: Place) -> Iterator[Block]:
                 start = Place(line=raw_header.count(b"\n"), offset=len(raw_header))
         stream.seek(start.offset)
         while data := stream.read(BLOCK_BYTES):
-            rest += data
-            cut = cut_records(rest) if is_csv else rest.rfind(b"\n") + 1
-            if not cut:
+            whole, rest = _cut_csv(rest + data) if is_csv else _cut_lines(rest, data)
+            if not whole:
                 if len(rest) > 4 * BLOCK_BYTES:
                     raise _endless(source, start.line + held.count(b"\n") + 1, len(rest))
                 continue
@@ -290,13 +290,27 @@ def _text_blocks(source: Source, start: Place) -> Iterator[Block]:
                 start = ready.end
                 held = b""
             position_bytes = stored.tell()
-            held, rest = held + rest[:cut], rest[cut:]
+            held += whole
         position_bytes = stored.tell()
         held = (held + rest).rstrip(b"\r\n")
         if held:
             yield block(held + b"\n")
         elif not start.row:
             raise MesetaError(f"source {source.path!r} holds no rows; leave it out, or fetch it again")
+
+
+def _cut_csv(data: bytes) -> tuple[bytes, bytes]:
+    """The whole records at the front of `data`, and the rest."""
+    cut = cut_records(data)
+    return data[:cut], data[cut:]
+
+
+def _cut_lines(before: bytes, data: bytes) -> tuple[bytes, bytes]:
+    """The whole lines of `before`, which has no line end, and `data`; and the rest. Copies a large `data` once."""
+    cut = data.rfind(b"\n") + 1
+    if not cut:
+        return b"", before + data
+    return b"".join((before, memoryview(data)[:cut])), data[cut:]
 
 
 def _endless(source: Source, line: int, num_bytes: int) -> MesetaError:
