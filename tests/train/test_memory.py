@@ -30,6 +30,21 @@ def test_rows_and_states_are_predicted_to_the_byte(tmp_path: Path, tiny: Path, o
     assert (tables, states) == (rows, held) and tables > 0
 
 
+def test_parts_of_a_batch_need_less_for_activations(tmp_path: Path, tiny: Path) -> None:
+    needs = []
+    for parts in (1, 4):
+        document = settings(tiny, tmp_path / "run", train__accumulate_steps=parts, train__batch_size=4096)
+        config, dataset = RunConfig.model_validate(document), Dataset.load(tiny)
+        model = make_sharded_model(config, dataset, World.single())
+        tables = {table.name: table for table in model.embeddings.tables}
+        needs.append(memory.predict_memory(config, dataset, model, model.embeddings.plan, tables, 0))
+    whole, part = needs
+    ids = sum(column.statistics.mean_pooling_factor for column in dataset.sparse)
+    kept = 4096 * (4 * 4 * len(dataset.sparse) + 8 * ids)  # gradients of bags of 4 columns, and ids
+    assert part.activations == whole.activations // 4 + int(kept)
+    assert (part.tables, part.reading) == (whole.tables, whole.reading)
+
+
 def test_a_table_beyond_all_memory_is_refused_with_numbers(tmp_path: Path, tiny: Path) -> None:
     shutil.copytree(tiny, tmp_path / "data")
     described = json.loads((tiny / "dataset.json").read_text())

@@ -61,3 +61,12 @@ def test_regularization_of_rows(tiny: Path, tmp_path: Path) -> None:
         train(settings(tiny, tmp_path / "none", **ours, embedding__optimizer={"name": "ftrl"}))
     with pytest.raises(MesetaError, match="sets weight_decay, l1 or stepped_rows itself"):
         train(settings(tiny, tmp_path / "none", **ours, embedding__optimizer=same))
+
+
+def test_momentum_cannot_come_or_go_in_the_middle_of_a_run(tiny: Path, tmp_path: Path) -> None:
+    sgd = {"dense__optimizer": {"name": "sgd", "lr": 0.1}, "train__max_steps": 3}
+    heavy = {"dense__optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}, "train__max_steps": 3}
+    for name, before, after, words in (("a", sgd, heavy, "without momentum"), ("b", heavy, sgd, "with momentum")):
+        train(settings(tiny, tmp_path / name, **before))
+        with pytest.raises(MesetaError, match=f"was trained {words}.* set dense.optimizer.momentum back"):
+            train(settings(tiny, tmp_path / name, **after))

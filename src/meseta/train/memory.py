@@ -60,9 +60,12 @@ def predict_memory(
             per_element, per_row = table.optimizer.num_states
             state_bytes += (per_element * cells + per_row * shard.num_rows) * compute_bytes(table)
     batch_size = -(-config.train.batch_size // plan.num_ranks)
+    part_size = -(-batch_size // config.train.accumulate_steps)
     lookups = sum(column.statistics.mean_pooling_factor for column in dataset.sparse)
     widths = sum(table.embedding_dim for table in tables.values())
     layers = sum(layer.out_features for layer in model.modules() if isinstance(layer, nn.Linear))
+    # What parts of a batch keep until the step: upstream gradients of bags, and their ids.
+    kept = batch_size * (4 * widths + 8 * lookups) if part_size < batch_size else 0
     sample_bytes = 4 * (1 + len(dataset.dense)) + 8 * lookups
     # A window as decoded and as Arrow has it, while the next one is read.
     window_rows = min(config.data.shuffle_window_rows, dataset.split("train").num_rows)
@@ -71,7 +74,7 @@ def predict_memory(
         tables=rows_bytes,
         optimizer_state=state_bytes,
         dense_part=sum(p.numel() * p.element_size() for p in model.parameters()) * _DENSE_COPIES,
-        activations=8 * batch_size * (widths + layers),
+        activations=8 * part_size * (widths + layers) + int(kept),
         reading=int(ahead * sample_bytes),
     )
 

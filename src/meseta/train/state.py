@@ -91,6 +91,7 @@ def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer, world: Wor
             f"checkpoint {str(path)!r}: the dense part was trained with {saved}, but the config asks for {wanted}; "
             "set dense.optimizer.name back, or choose another run_dir"
         )
+    _check_momentum(path, optimizer, loaded.dense)
     set_dense_tensors(model, optimizer, loaded.dense)
     embeddings = model.embeddings
     embeddings.step = loaded.state["embedding_step"]
@@ -98,3 +99,16 @@ def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer, world: Wor
         counts = [loaded.state["ids_outside"].get(feature.name, 0) for feature in embeddings.features]
         embeddings.num_outside = torch.tensor(counts, device=world.device)
     return {**loaded.state, "step": loaded.step, "dense": loaded.dense}
+
+
+def _check_momentum(path: Path, optimizer: torch.optim.Optimizer, dense: Mapping[str, Tensor]) -> None:
+    """Raise MesetaError where SGD's velocities would be lost, or begin from nothing in the middle of a run."""
+    moments = [name for name in dense if name.startswith("optimizer.")]
+    saved = any(name.endswith(".momentum_buffer") for name in moments)
+    wanted = any(group.get("momentum") for group in optimizer.param_groups)
+    if isinstance(optimizer, torch.optim.SGD) and saved != wanted:
+        raise MesetaError(
+            f"checkpoint {str(path)!r}: the dense part was trained {'with' if saved else 'without'} momentum, and the "
+            f"config asks for {'some' if wanted else 'none'}; set dense.optimizer.momentum back, or choose another "
+            "run_dir"
+        )
