@@ -1,4 +1,5 @@
-"""`meseta prepare` on a synthetic click log beside polars' parse of the same file; Parquet to batches beside pyarrow.
+"""`meseta prepare` on a synthetic click log beside polars' parse of the same file; Parquet to batches beside pyarrow,
+polars and torch's DataLoader, all of which end in tensors, and beside decoding alone, which is the limit.
 
     python benchmarks/bench_ingest.py [num_rows]
 
@@ -19,7 +20,7 @@ from record import ROOT, record
 
 TESTS = ["tests/data/test_prepare.py", "tests/data/test_reader.py", "tests/data/test_hash_categories.py"]
 NUM_ROUNDS = 3
-BATCH_SIZE = 2048
+BATCH_SIZES = (2048, 8192)
 
 # This process stays small: the peak memory of a child begins with that of the process it was forked from.
 MEASURE = """
@@ -50,19 +51,66 @@ POLARS = (
 )
 READER = (
     "from meseta.data import Reader, ReaderOptions\n"
-    f"options = ReaderOptions(batch_size={BATCH_SIZE}, shuffle=SHUFFLE)\n"
+    "options = ReaderOptions(batch_size=BATCH, shuffle=SHUFFLE)\n"
     "reader = Reader(sys.argv[1], 'train', options)",
     "num_rows = sum(batch.batch_size for batch in reader.epoch())",
 )
-PYARROW = (
-    "import glob, numpy as np, torch, pyarrow.parquet as pq",
-    "num_rows = 0\n"
-    "for path in sorted(glob.glob(sys.argv[1] + '/train/*.parquet')):\n"
-    f"    for batch in pq.ParquetFile(path).iter_batches({BATCH_SIZE}):\n"
-    "        columns = [batch.column(i).to_numpy(zero_copy_only=False) for i in range(40)]\n"
-    "        torch.from_numpy(columns[0].copy()), torch.from_numpy(np.stack(columns[1:14], 1))\n"
-    "        torch.from_numpy(np.stack(columns[14:], 1))\n"
-    "        num_rows += batch.num_rows",
+# What every peer does with a batch of 40 columns: label [B], dense [B, 13] and ids [B, 26] as tensors.
+COLUMNS = """
+import glob, numpy as np, torch, pyarrow.parquet as pq
+paths = sorted(glob.glob(sys.argv[1] + '/train/*.parquet'))
+def tensors(columns):
+    ids = torch.from_numpy(np.stack(columns[14:], 1))
+    return torch.from_numpy(columns[0].copy()), torch.from_numpy(np.stack(columns[1:14], 1)), ids
+def record_batches(paths):
+    for path in paths:
+        for batch in pq.ParquetFile(path).iter_batches(BATCH):
+            yield tensors([batch.column(i).to_numpy(zero_copy_only=False) for i in range(40)])
+"""
+READ = "num_rows = sum(len(label) for label, _, _ in READS)"
+PEERS = {
+    "pyarrow iter_batches": (COLUMNS, READ.replace("READS", "record_batches(paths)")),
+    "pyarrow row groups": (
+        COLUMNS
+        + """
+def row_groups():
+    for path in paths:
+        file = pq.ParquetFile(path)
+        for group in range(file.num_row_groups):
+            table = file.read_row_group(group)
+            whole = tensors([table.column(i).to_numpy() for i in range(40)])
+            for start in range(0, table.num_rows, BATCH):
+                yield [column[start : start + BATCH] for column in whole]
+""",
+        READ.replace("READS", "row_groups()"),
+    ),
+    "polars iter_slices": (
+        COLUMNS
+        + """
+import polars as pl
+def slices():
+    for path in paths:
+        for part in pl.read_parquet(path).iter_slices(BATCH):
+            yield tensors([column.to_numpy() for column in part.get_columns()])
+""",
+        READ.replace("READS", "slices()"),
+    ),
+    "DataLoader, 2 workers": (
+        COLUMNS
+        + """
+class Files(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        return record_batches(paths[worker.id :: worker.num_workers])
+loader = torch.utils.data.DataLoader(Files(), batch_size=None, num_workers=2)
+""",
+        READ.replace("READS", "loader"),
+    ),
+}
+LIMIT = (
+    COLUMNS,
+    "files = [pq.ParquetFile(path) for path in paths]\n"
+    "num_rows = sum(file.read_row_group(g).num_rows for file in files for g in range(file.num_row_groups))",
 )
 
 
@@ -76,19 +124,27 @@ def main() -> None:
         prepared, with_vocabulary, parsed = take_turns(
             [(PREPARE, [tsv, data]), (VOCABULARY, [tsv, f"{folder}/vocabulary"]), (POLARS, [tsv])]
         )
-        plain, shuffled, scanned = take_turns(
-            [(reader(shuffle=False), [data]), (reader(shuffle=True), [data]), (PYARROW, [data])]
-        )
+        read = {batch_size: read_parquet(data, batch_size) for batch_size in BATCH_SIZES}
     for name, ours in (("prepare", prepared), ("prepare --vocabulary", with_vocabulary)):
         report(case, name, ours[0], "rows/s", ("polars read_csv", parsed[0]))
         report(case, f"{name}, peak memory", ours[1], "MB", ("polars read_csv", parsed[1]))
-    for name, ours in (("reader", plain), ("reader, shuffled", shuffled)):
-        report(case, f"{name}, batches of {BATCH_SIZE}", ours[0], "rows/s", ("pyarrow iter_batches", scanned[0]))
-        report(case, f"{name}, peak memory", ours[1], "MB", ("pyarrow iter_batches", scanned[1]))
+    for batch_size, found in read.items():
+        for name in ("reader", "reader, shuffled"):
+            for peer in (*PEERS, "decoding alone"):
+                report(case, f"{name}, batches of {batch_size}", found[name][0], "rows/s", (peer, found[peer][0]))
+            peer = "pyarrow iter_batches"
+            report(case, f"{name}, batches of {batch_size}, peak memory", found[name][1], "MB", (peer, found[peer][1]))
 
 
-def reader(*, shuffle: bool) -> tuple[str, str]:
-    return READER[0].replace("SHUFFLE", str(shuffle)), READER[1]
+def read_parquet(data: str, batch_size: int) -> dict[str, tuple[float, float]]:
+    """Rows per second and peak memory of our reader, of its peers, and of decoding alone."""
+    readers = {
+        name: (READER[0].replace("SHUFFLE", str(shuffle)), READER[1])
+        for name, shuffle in (("reader", False), ("reader, shuffled", True))
+    }
+    cases = {**readers, **PEERS, "decoding alone": LIMIT}
+    codes = [(setup.replace("BATCH", str(batch_size)), run) for setup, run in cases.values()]
+    return dict(zip(cases, take_turns([(code, [data]) for code in codes]), strict=True))
 
 
 def take_turns(cases: Sequence[tuple[tuple[str, str], list[str]]]) -> list[tuple[float, float]]:
