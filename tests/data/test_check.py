@@ -108,11 +108,14 @@ def test_frames_of_files(data: Path) -> None:
     pq.write_table(table.slice(1), path)
     assert f"{PART}: dataset.json says {table.num_rows} rows, got {table.num_rows - 1}; prepare" in only_fault(data)
     pq.write_table(table.drop_columns(["price"]), path)
-    assert "column 'price': its type must be float, got no such column;" in only_fault(data)
+    assert "column 'price': it must hold numbers, got no such column;" in only_fault(data)
     pq.write_table(table.append_column("extra", table["price"]), path)
     assert "column 'extra': columns must be named in dataset.json, got a stray;" in only_fault(data)
     pq.write_table(table.set_column(2, "shop", table["shop"].cast(pa.float32())), path)
-    assert "column 'shop': its type must be int32 or int64, got float;" in only_fault(data)
+    assert "column 'shop': it must hold whole numbers, got float;" in only_fault(data)
+    # Other programs may write the same values in other widths.
+    pq.write_table(table.set_column(0, "label", table["label"].cast(pa.int8())), path)
+    assert check(data).faults == ()
     path.unlink()
     assert only_fault(data) == f"{PART}: the file must be readable, got no such file; prepare the dataset again"
 

@@ -132,11 +132,10 @@ def _open(dataset: Dataset, file: DataFile) -> tuple[pq.FileMetaData | None, lis
     is_readable = True
     for column in columns:
         kinds = [schema.field(place).type for place in schema.get_all_field_indices(column.name)]
-        if len(kinds) != 1 or kinds[0] not in column.types:
-            wanted = " or ".join(map(str, column.types))
+        if len(kinds) != 1 or not column.fits(kinds[0]):
             found = ", ".join(map(str, kinds)) or "no such column"
             faults.append(
-                Fault(object=f"{file.path}, column {column.name!r}", rule=f"its type must be {wanted}", value=found)
+                Fault(object=f"{file.path}, column {column.name!r}", rule=f"it must hold {column.what}", value=found)
             )
             is_readable = False
     for name in sorted(set(schema.names) - {column.name for column in columns}):

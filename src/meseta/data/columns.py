@@ -11,16 +11,6 @@ from meseta.data.dataset import Dataset
 
 Role = Literal["label", "dense", "ids", "id weights", "weight", "group", "time"]
 
-_TYPES: dict[Role, tuple[pa.DataType, ...]] = {
-    "label": (pa.float32(),),
-    "dense": (pa.float32(),),
-    "ids": (pa.int32(), pa.int64()),
-    "id weights": (pa.float32(),),
-    "weight": (pa.float32(),),
-    "group": (pa.int64(),),
-    "time": (pa.float64(),),
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
@@ -34,9 +24,20 @@ class Column:
     """Of ids: the rows of their table."""
 
     @property
-    def types(self) -> tuple[pa.DataType, ...]:
-        """Arrow types that it may have."""
-        return tuple(pa.list_(kind) if self.is_list else kind for kind in _TYPES[self.role])
+    def what(self) -> str:
+        """What it must hold, in words. Other programs than prepare may write files, with numbers of other widths."""
+        numbers = "whole numbers" if self.role in ("ids", "group") else "numbers"
+        return f"lists of {numbers}" if self.is_list else numbers
+
+    def fits(self, kind: pa.DataType) -> bool:
+        """Whether an Arrow type holds that."""
+        if self.is_list:
+            if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+                return False
+            kind = kind.value_type
+        if self.role in ("ids", "group"):
+            return bool(pa.types.is_signed_integer(kind))
+        return bool(pa.types.is_floating(kind) or pa.types.is_integer(kind))
 
     @property
     def rule(self) -> str:

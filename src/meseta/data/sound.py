@@ -6,13 +6,14 @@ Files may be written by other programs than `meseta prepare`, and a value that m
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from meseta.data.columns import Column, columns_of
 from meseta.data.dataset import Dataset
 from meseta.spec import MesetaError
 
@@ -21,15 +22,16 @@ _WAY_OUT = "prepare the dataset again"
 
 def check_types(path: Path, schema: pa.Schema, dataset: Dataset) -> None:
     """Raise MesetaError, naming the file and the column, for one that is missing or of a type that cannot be read."""
-    for name, what, fits in _wanted(dataset):
+    for column in _wanted(dataset):
+        name = column.name
         if name not in schema.names:
             raise MesetaError(f"dataset file {str(path)!r} lacks column {name!r}; {_WAY_OUT}")
         if schema.names.count(name) > 1:
             raise MesetaError(f"dataset file {str(path)!r} has two columns {name!r}; {_WAY_OUT}")
         found = schema.field(name).type
-        if not fits(found):
+        if not column.fits(found):
             raise MesetaError(
-                f"dataset file {str(path)!r}: column {name!r} must hold {what}, but is {found}; {_WAY_OUT}"
+                f"dataset file {str(path)!r}: column {name!r} must hold {column.what}, but is {found}; {_WAY_OUT}"
             )
 
 
@@ -40,7 +42,7 @@ def check_values(path: Path, first_row: int, table: pa.Table, dataset: Dataset) 
     The message names file, column and row, counted from 0 in the file; `first_row` is that of the table's first.
     """
     where = f"dataset file {str(path)!r}, row"
-    for name, _, _ in _wanted(dataset):
+    for name in [wanted.name for wanted in _wanted(dataset)]:
         column = table.column(name)
         if column.null_count:
             row = first_row + pc.index(pc.is_null(column), True).as_py()
@@ -89,44 +91,10 @@ def _check_weights(where: str, first_row: int, table: pa.Table, name: str) -> No
         )
 
 
-def _wanted(dataset: Dataset) -> Iterator[tuple[str, str, Callable[[pa.DataType], bool]]]:
-    """Each column that is read, what it holds in words, and the test of its type."""
-    for name in dataset.labels:
-        yield name, "numbers", _is_number
-    if dataset.weight is not None:
-        yield dataset.weight, "numbers", _is_number
-    if dataset.group is not None:
-        yield dataset.group, "whole numbers", _is_id
-    for dense in dataset.dense:
-        yield dense.name, "numbers", _is_number
-    for sparse in dataset.sparse:
-        if sparse.multi_valued:
-            yield sparse.name, "lists of whole numbers", _is_id_list
-        else:
-            yield sparse.name, "whole numbers", _is_id
-        if sparse.weighted:
-            yield (
-                f"{sparse.name}.weight",
-                "lists of numbers",
-                lambda kind: _is_list(kind) and _is_number(kind.value_type),
-            )
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_floating(kind) or pa.types.is_integer(kind)
-
-
-def _is_id(kind: pa.DataType) -> bool:
-    return pa.types.is_signed_integer(kind)
+def _wanted(dataset: Dataset) -> Iterator[Column]:
+    """Each column that makes a batch."""
+    return (column for column in columns_of(dataset) if column.role != "time")
 
 
 def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
-
-
-def _is_id_list(kind: pa.DataType) -> bool:
-    return _is_list(kind) and _is_id(kind.value_type)
-
-
-def _is_number_list(kind: pa.DataType) -> bool:
-    return _is_list(kind) and _is_number(kind.value_type)
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
