@@ -182,6 +182,11 @@ def test_what_does_not_fit_is_listed_with_the_nearest(tiny: Path, tmp_path: Path
     assert "have another shape: 'top_mlp.0.bias' [3], and [8] in the model" in message
     assert "--rename SOURCE=TARGET" in message
     assert not (tmp_path / "run").exists()
+    torch.save(dlrm_names(ByHand(lower)), tmp_path / "dlrm.pt")
+    with pytest.raises(MesetaError, match=r"; say --from dlrm$"):
+        load(tmp_path / "dlrm.pt", "torchrec", document)
+    with pytest.raises(MesetaError, match=r"--rename 'x' is not in the file"):
+        load(tmp_path / "model.pt", "torch", document, renames={"x": "y"})
     tensors["top_mlp.0.bias"] = torch.zeros(8)
     torch.save(tensors, tmp_path / "model.pt")
     renames = {"tables.itme.weight": "embeddings.item.weight"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import warnings
@@ -119,9 +120,13 @@ def _trace(part: DensePart, num_dense: int, width: int) -> Any:
 
 
 def _write_onnx(program: Any, path: Path) -> None:
+    log = logging.getLogger("torch.onnx")
+    level = log.level
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of packages that its exporter would use if they were there
+            # Both tell of packages that the exporter would use if they were there.
+            warnings.simplefilter("ignore")
+            log.setLevel(logging.ERROR)
             torch.onnx.export(
                 program,
                 f=path,
@@ -135,3 +140,5 @@ def _write_onnx(program: Any, path: Path) -> None:
         raise MesetaError(
             f"export: ONNX needs a package that is not here ({error}); pip install 'meseta[onnx]'"
         ) from None
+    finally:
+        log.setLevel(level)

@@ -17,11 +17,17 @@ from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.models import DLRM
 from meseta.spec import MesetaError, nearest
-from meseta.train.foreign import Layout, lower_from_upper, read_tensors, table_target, translate
+from meseta.train.foreign import LAYOUTS, Layout, lower_from_upper, read_tensors, table_target, translate
 from meseta.train.trainer import Trainer
 
 _SHOWN = 6
 """Names that a message lists."""
+
+
+_WAY_OUT = (
+    "change the config to the model that was trained, say --rename SOURCE=TARGET, or leave tensors out with "
+    "--ignore PATTERN"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +71,18 @@ def import_model(
 def _fill(
     tensors: Mapping[str, Tensor], layout: Layout, renames: dict[str, str], imported: list[Imported], model: Any
 ) -> None:
+    for name in renames:
+        if name not in tensors:
+            raise MesetaError(f"import: --rename {name!r} is not in the file; {nearest(name, tensors)}")
     targets = _targets(model)
-    names = translate(layout, list(tensors), [shard.spec.name for shard in model.embeddings.shards]) | renames
-    _check_names(tensors, targets, names, renames)
+    tables = [shard.spec.name for shard in model.embeddings.shards]
+    names = translate(layout, list(tensors), tables) | renames
+    others = [
+        other
+        for other in LAYOUTS
+        if other != layout and set(translate(other, list(tensors), tables).values()) == set(targets)
+    ]
+    _check_names(tensors, targets, names, f"say --from {others[0]}" if others else _WAY_OUT)
     values = {names[name]: tensor for name, tensor in tensors.items()}
     first = "top_mlp.0.weight"
     if layout == "torchrec" and isinstance(model, DLRM) and model.interaction == "dot" and first in values:
@@ -89,12 +104,9 @@ def _targets(model: Any) -> dict[str, Tensor]:
 
 
 def _check_names(
-    tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor], names: Mapping[str, str], renames: Mapping[str, str]
+    tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor], names: Mapping[str, str], way_out: str
 ) -> None:
     """Raise MesetaError unless every tensor has one place, of its shape, and every place a tensor."""
-    for name in renames:
-        if name not in tensors:
-            raise MesetaError(f"import: --rename {name!r} is not in the file; {nearest(name, tensors)}")
     problems = []
     strange = [n for n in tensors if names[n] not in targets]
     if strange:
@@ -112,10 +124,7 @@ def _check_names(
         shapes = {n: f"{list(tensors[n].shape)}, and {list(targets[names[n]].shape)} in the model" for n in wrong}
         problems.append("have another shape: " + _list(wrong, shapes.__getitem__))
     if problems:
-        raise MesetaError(
-            f"import: tensors that {'; that '.join(problems)}; change the config to the model that was trained, "
-            "say --rename SOURCE=TARGET, or leave tensors out with --ignore PATTERN"
-        )
+        raise MesetaError(f"import: tensors that {'; that '.join(problems)}; {way_out}")
 
 
 def _list(names: Sequence[str], more: Callable[[str], str]) -> str:
