@@ -93,8 +93,9 @@ class MLP(nn.Sequential):
             x = x.to(torch.bfloat16)
         layers = [layer for layer in self if isinstance(layer, nn.Linear)]
         if self.options.batch_norm or (self.options.dropout and self.training):
+            needed = self._checked(batch, x) if self.training else None
             for index in range(self.num_hidden):
-                x = self._hidden(index, x, layers.pop(0), self._needed(batch, len(x)))
+                x = self._hidden(index, x, layers.pop(0), needed)
         head = layers.pop() if x.dtype == torch.bfloat16 and not self.relu_last else None
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
         if head is None:
@@ -111,16 +112,13 @@ class MLP(nn.Sequential):
             x = dropout(x, self.options.dropout, self.options.seed, f"{self.name}.{index}", batch)
         return x
 
-    def _needed(self, batch: BatchSlice | None, num_samples: int) -> BatchSlice | None:
-        """`batch` in training, None in evaluation."""
-        if not self.training:
-            return None
-        if batch is None or batch.sizes[batch.world.rank] != num_samples:
+    def _checked(self, batch: BatchSlice | None, x: Tensor) -> BatchSlice:
+        """`batch`, which must be where the samples of x lie."""
+        if batch is None or batch.sizes[batch.world.rank] != len(x):
             known = "nothing" if batch is None else f"{batch.sizes[batch.world.rank]} samples"
             raise MesetaError(
-                f"{self.name}: dropout and batch norm must know where the {num_samples} samples lie in the global "
-                f"batch, and are told of {known}; look up their embeddings and give embeddings.batch_slice, or call "
-                "eval()"
+                f"{self.name}: dropout and batch norm must know where the {len(x)} samples lie in the global batch, "
+                f"and are told of {known}; look up their embeddings and give embeddings.batch_slice, or call eval()"
             )
         return batch
 

@@ -82,7 +82,7 @@ def load_trained(
         filter=None if every_row else config.data.filter,
     )
     reader = Reader(dataset, split, options, rank=world.rank, num_ranks=world.size)
-    model = make_sharded_model(config, dataset, world)
+    model = make_sharded_model(config, dataset, world).eval()
     optimizer = make_dense_optimizer(config.dense.optimizer, model.parameters())
     state = restore(path, model, optimizer, world)
     return Trained(model=model, reader=reader, world=world, step=state["step"], config=config)
