@@ -194,8 +194,9 @@ def test_any_text_is_a_condition_or_one_clear_error(hashed: Dataset, text: str) 
 def test_samples_columns(tmp_path: Path, hashed: Dataset) -> None:
     """Times may be written as dates, in UTC; groups are whole numbers; bags cannot be compared."""
     bags = hashed.sparse[0].model_copy(update={"name": "bag", "multi_valued": True})
+    pairs = hashed.sparse[0].model_copy(update={"name": "pair", "made_of": ("city", "code")})
     dataset = hashed.model_copy(
-        update={"weight": "worth", "group": "user", "time": "at", "sparse": (*hashed.sparse, bags)}
+        update={"weight": "worth", "group": "user", "time": "at", "sparse": (*hashed.sparse, bags, pairs)}
     )
     table = pa.table(
         {
@@ -215,6 +216,7 @@ def test_samples_columns(tmp_path: Path, hashed: Dataset) -> None:
     for condition, message in (
         ("at > 'noon'", "is no time; write it as"),
         ("bag == 3", "holds several ids per row"),
+        ("pair == 3", "is made of 'city' and 'code'; compare those"),
         ("user == 'x'", "holds numbers"),
     ):
         with pytest.raises(MesetaError, match=message):

@@ -172,5 +172,8 @@ def _kind(dataset: Dataset) -> dict[str, Any]:
         "weight": dataset.weight,
         "group": dataset.group,
         "dense": [[feature.name, feature.mean, feature.std] for feature in dataset.dense],
-        "sparse": [[f.name, f.num_embeddings, f.hash_seed, f.multi_valued, f.weighted] for f in dataset.sparse],
+        "sparse": [
+            [f.name, f.num_embeddings, f.hash_seed, f.multi_valued, f.weighted, list(f.boundaries or ())]
+            for f in dataset.sparse
+        ],
     }

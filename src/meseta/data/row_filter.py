@@ -189,6 +189,9 @@ class RowFilter:
         if sign not in ("==", "!="):
             self._fail(f"categories have no order: compare {column.name!r} by ==, != or in", token.place)
         feature = next(feature for feature in self._dataset.sparse if feature.name == column.name)
+        if feature.made_of:
+            parts = " and ".join(map(repr, feature.made_of))
+            self._fail(f"column {column.name!r} is made of {parts}; compare those", token.place)
         if feature.hash_seed is not None:
             return int(hash_to_rows(pa.array([text]), feature.num_embeddings, int(feature.hash_seed, 16))[0])
         row = _vocabulary_row(self._dataset, feature, text)
