@@ -52,7 +52,7 @@ def place(tmp_path: Path, tiny: Path, finished: Path) -> Place:
 def two_ranks() -> Iterator[Callable[..., list[Ended]]]:
     """`two_ranks("train", config)`: how the command ended on each; the ranks are started once."""
     pool = RankPool(2)
-    yield lambda *arguments: pool.run(run_on_rank, [str(argument) for argument in arguments], timeout_s=60)
+    yield lambda *arguments: pool.run(run_on_rank, [str(argument) for argument in arguments], timeout_s=240)
     pool.close()
 
 
@@ -97,7 +97,7 @@ def test_as_a_command_on_two_ranks(place: Place, name: str) -> None:
     before = tree(place.folder)
     done = subprocess.run(
         [sys.executable, "-m", "meseta.cli.main", *command],
-        capture_output=True, text=True, env=environment(), timeout=90, check=False,
+        capture_output=True, text=True, env=environment(), timeout=240, check=False,
     )  # fmt: skip
     assert "Traceback" not in done.stderr
     check(name, place, Ended(done.returncode, done.stdout, done.stderr), before)
