@@ -7,13 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from sklearn.metrics import log_loss, roc_auc_score
 
 from meseta.comm import World
 from meseta.config import RunConfig
+from meseta.data import Batch
 from meseta.data.reader import Reader, ReaderOptions
+from meseta.jagged import KeyedJaggedTensor
 from meseta.spec import MesetaError
 from meseta.train.evaluate import predict
+from meseta.train.metrics import compute_metrics
+from meseta.train.running import RunningFigures
 from meseta.train.trained import load_trained
 from meseta.train.trainer import Trainer
 from small_run import metrics, settings, train
@@ -32,6 +37,32 @@ def test_the_life_of_a_run_is_the_sum_of_its_lines(tmp_path: Path, tiny: Path) -
     assert life["ne"] == pytest.approx(loss / entropy, abs=1e-6)  # whole epochs: their base rate is that of the split
     assert lines[0]["lifetime"]["logloss"] == pytest.approx(lines[0]["loss"], abs=1e-12)
     assert abs(lines[0]["lifetime"]["auc_binned"] - lines[0]["auc"]) <= lines[0]["lifetime"]["auc_error_bound"] + 1e-12
+
+
+def test_a_checkpoint_holds_the_same_bytes_in_any_order_of_samples() -> None:
+    draw = np.random.default_rng(0)
+    logits = torch.from_numpy(np.round(draw.normal(size=(200, 2)), 1))
+    labels = torch.from_numpy(draw.integers(0, 2, (200, 2)).astype(np.float32))
+    weights = torch.from_numpy((draw.integers(0, 3, 200) / 2).astype(np.float32))
+    order = torch.from_numpy(draw.permutation(200))
+    runs = [RunningFigures(("click", "buy"), [1.0, 0.5], World.current()) for _ in range(3)]
+    for run, places in zip(runs, (torch.arange(200), order), strict=False):
+        for part in places.split(70):
+            none = KeyedJaggedTensor.from_lists({"item": [[] for _ in part]})
+            batch = Batch(dense=torch.empty(len(part), 0), sparse=none, label=labels[part], weight=weights[part])
+            run.add(logits[part], batch)
+    kept = [run.tensors() for run in runs[:2]]
+    columns = ("logits", "labels", "weights")
+    assert {name for name in kept[0] if name.startswith("window")} == {
+        f"window.{task}.{column}" for task in ("click", "buy") for column in columns
+    }
+    assert kept[0].keys() == kept[1].keys() and all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
+    runs[2].set_tensors(kept[0])
+    lines = [run.take() for run in runs]
+    assert lines[0] == lines[1] == lines[2]
+    figures = [compute_metrics(logits[:, task], labels[:, task], weights) for task in range(2)]
+    assert lines[0]["loss"] == pytest.approx(figures[0].logloss + 0.5 * figures[1].logloss, abs=1e-12)
+    assert lines[0]["tasks"]["buy"]["auc"] == figures[1].auc and lines[0]["auc"] == figures[0].auc
 
 
 def test_segments_of_the_test_split_are_measured_apart(tmp_path: Path, tiny: Path) -> None:
