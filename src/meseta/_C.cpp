@@ -13,6 +13,7 @@ void bind_id_policy(nanobind::module_& m);
 void bind_jagged(nanobind::module_& m);
 void bind_memory(nanobind::module_& m);
 void bind_mlp(nanobind::module_& m);
+void bind_parse_tsv(nanobind::module_& m);
 void bind_pooled_lookup(nanobind::module_& m);
 void bind_quantize(nanobind::module_& m);
 void bind_random_rows(nanobind::module_& m);
@@ -34,6 +35,7 @@ NB_MODULE(MESETA_MODULE, m) {
   bind_jagged(m);
   bind_memory(m);
   bind_mlp(m);
+  bind_parse_tsv(m);
   bind_pooled_lookup(m);
   bind_quantize(m);
   bind_random_rows(m);

@@ -19,6 +19,17 @@ def hash_categories_to_rows(
 ) -> None:
     """As `hash_categories`, but write the high 64 bits of hash * num_rows, a row in 0..num_rows-1."""
 
+def parse_tsv(
+    raw: NDArray[np.uint8],
+    label: NDArray[np.float32],
+    dense: NDArray[np.float64],
+    offsets: NDArray[np.int32],
+    data: NDArray[np.uint8],
+    firsts: NDArray[np.int64],
+) -> bool:
+    """Cut lines of 1 + 13 + 26 fields into label [n], dense [13, n] with missing and negative numbers as 0, and strings in
+    data [len(raw)], those of feature k from firsts[k] on by offsets [26, n + 1]; False where a line is not as usual."""
+
 def random_bits(key: int, first_row: int, first_column: int, out: NDArray[np.int64], num_threads: int) -> None:
     """Fill out [rows, columns] with the Philox4x32-10 words of its cells."""
 

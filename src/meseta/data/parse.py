@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 
 import pyarrow as pa
-from pyarrow import csv
 
 from meseta.data.layout import CRITEO
 from meseta.data.parse_csv import parse_csv
 from meseta.data.parse_parquet import parse_parquet
 from meseta.data.parse_svm import parse_svm
-from meseta.data.raw_rows import RawRows, RawSparse, is_label, log1p
+from meseta.data.parse_tsv import parse_tsv
+from meseta.data.raw_rows import RawRows, is_label
 from meseta.data.schema import Layout
 from meseta.data.sources import Block
 from meseta.spec import MesetaError
@@ -35,26 +35,15 @@ def parse_block(block: Block, layout: Layout) -> RawRows:
 
 def _parse_tsv(block: Block, raw: bytes) -> RawRows:
     try:
-        table = csv.read_csv(
-            pa.BufferReader(raw),
-            # One block per call: the caller has cut the file, and parallel calls use the cores.
-            csv.ReadOptions(use_threads=False, block_size=len(raw) + 1, column_names=list(_COLUMN_TYPES)),
-            csv.ParseOptions(delimiter="\t", quote_char=False, ignore_empty_lines=False),
-            csv.ConvertOptions(column_types=_COLUMN_TYPES, null_values=[""], strings_can_be_null=False),
-        ).combine_chunks()
+        rows = parse_tsv(raw, block.num_rows, _COLUMN_TYPES)
     except pa.ArrowInvalid as error:
         raise _explain_tsv(block, raw, str(error).splitlines()[0]) from None
-    if table.num_rows != block.num_rows:
-        raise _explain_tsv(block, raw, f"{block.num_rows} lines gave {table.num_rows} rows")
-    label = table.column(0).to_numpy()
+    [label] = rows.labels
+    if len(label) != block.num_rows:
+        raise _explain_tsv(block, raw, f"{block.num_rows} lines gave {len(label)} rows")
     if not is_label(label).all():
         raise _explain_tsv(block, raw, "a label is outside 0..1")
-    dense = [log1p(column.to_numpy(zero_copy_only=False)) for column in _chunks(table, CRITEO.dense)]
-    return RawRows([label], dense, [RawSparse(column) for column in _chunks(table, [s.name for s in CRITEO.sparse])])
-
-
-def _chunks(table: pa.Table, names: list[str] | tuple[str, ...]) -> list[pa.Array]:
-    return [table.column(name).chunk(0) for name in names]
+    return rows
 
 
 def _explain_tsv(block: Block, raw: bytes, detail: str) -> MesetaError:
