@@ -27,8 +27,8 @@ def parse_tsv(
     data: NDArray[np.uint8],
     firsts: NDArray[np.int64],
 ) -> bool:
-    """Cut lines of 1 + 13 + 26 fields into label [n], dense [13, n] with missing and negative numbers as 0, and strings in
-    data [len(raw)], those of feature k from firsts[k] on by offsets [26, n + 1]; False where a line is not as usual."""
+    """Cut lines of 1 + 13 + 26 fields into label [n], dense [13, n] with missing and negative numbers as 0, and strings
+    in data [len(raw)], those of feature k from firsts[k] on by offsets [26, n + 1]; False for an unusual line."""
 
 def random_bits(key: int, first_row: int, first_column: int, out: NDArray[np.int64], num_threads: int) -> None:
     """Fill out [rows, columns] with the Philox4x32-10 words of its cells."""

@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <stdexcept>
@@ -53,23 +54,42 @@ inline const uint8_t* read_number(const uint8_t* p, double& number) {
   return p + 1;
 }
 
+constexpr int64_t kBlock = 256;
+
+// Rows on their way to the columns, which lie too far apart to be written one row at a time.
+struct Block {
+  float label[kBlock];
+  double dense[kNumDense][kBlock];
+  int32_t lengths[kNumSparse][kBlock];
+  uint32_t starts[kNumSparse][kBlock];
+};
+
 struct Columns {
   float* label;
   double* dense;     // [13, n]
   int32_t* offsets;  // [26, n + 1]; lengths at first
   uint32_t* starts;  // [26, n], into the text
   int64_t num_rows;
+
+  void take(const Block& block, int64_t first, int64_t count) const {
+    std::copy_n(block.label, count, label + first);
+    for (int k = 0; k < kNumDense; ++k) std::copy_n(block.dense[k], count, dense + k * num_rows + first);
+    for (int k = 0; k < kNumSparse; ++k) {
+      std::copy_n(block.lengths[k], count, offsets + k * (num_rows + 1) + first + 1);
+      std::copy_n(block.starts[k], count, starts + k * num_rows + first);
+    }
+  }
 };
 
-// Fills the columns of one line; null where it is none that can be taken.
-const uint8_t* read_line(const uint8_t* p, const uint8_t* text, const uint8_t* end, int64_t row, const Columns& c) {
-  p = read_label(p, end, c.label[row]);
-  for (int k = 0; p != nullptr && k < kNumDense; ++k) p = read_number(p, c.dense[k * c.num_rows + row]);
+// Fills one row of a block; null where the line is none that can be taken.
+const uint8_t* read_line(const uint8_t* p, const uint8_t* text, const uint8_t* end, int64_t row, Block& block) {
+  p = read_label(p, end, block.label[row]);
+  for (int k = 0; p != nullptr && k < kNumDense; ++k) p = read_number(p, block.dense[k][row]);
   if (p == nullptr) return nullptr;
   for (int k = 0; k < kNumSparse; ++k) {
     const uint8_t* const stop = field_end(p, end);
-    c.starts[k * c.num_rows + row] = uint32_t(p - text);
-    c.offsets[k * (c.num_rows + 1) + row + 1] = int32_t(stop - p);
+    block.starts[k][row] = uint32_t(p - text);
+    block.lengths[k][row] = int32_t(stop - p);
     const bool is_last = k + 1 == kNumSparse;
     if (is_last && *stop == '\r' && stop + 1 < end && stop[1] == '\n') return stop + 2;
     if (*stop != (is_last ? '\n' : '\t')) return nullptr;
@@ -113,8 +133,13 @@ bool parse_tsv(Array<const uint8_t, 1> raw, Array<float, 1> label, Array<double,
   std::vector<uint32_t> starts(size_t(kNumSparse) * size_t(num_rows));
   const Columns columns{label.data(), dense.data(), offsets.data(), starts.data(), num_rows};
   const uint8_t* p = text;
-  for (int64_t row = 0; row < num_rows; ++row) {
-    if (p == end || (p = read_line(p, text, end, row, columns)) == nullptr) return false;
+  Block block{};
+  for (int64_t first = 0; first < num_rows; first += kBlock) {
+    const int64_t count = std::min(kBlock, num_rows - first);
+    for (int64_t row = 0; row < count; ++row) {
+      if (p == end || (p = read_line(p, text, end, row, block)) == nullptr) return false;
+    }
+    columns.take(block, first, count);
   }
   if (p != end) return false;
   int64_t at = 0;
