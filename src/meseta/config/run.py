@@ -16,8 +16,10 @@ MODEL_NAMES = ("dlrm", "dlrm_dcnv2", "logistic_regression", "fm", "wide_deep", "
 """Models of this package."""
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 """'package.module:Class', a model of the user's own."""
-Width = Annotated[int, Field(ge=1)]
-"""Outputs of one layer."""
+Width = Annotated[int, Field(ge=1, le=2**20)]
+"""Outputs of one layer, up to a million."""
+Depth = Annotated[int, Field(ge=1, le=1024)]
+"""Layers, or parts beside each other."""
 
 
 class Section(BaseModel):
@@ -39,9 +41,9 @@ class DataConfig(Section):
     """Labels to learn, of those that the dataset has; None: all. Most models predict one."""
     shuffle: bool = True
     """Shuffle training rows, by row groups and inside windows; the order is a function of the seed alone."""
-    shuffle_window_rows: int = Field(default=262_144, ge=1)
+    shuffle_window_rows: int = Field(default=262_144, ge=1, lt=2**63)
     """Rows held in memory and permuted together."""
-    prefetch_batches: int = Field(default=4, ge=0)
+    prefetch_batches: int = Field(default=4, ge=0, lt=2**63)
     """Batches made ahead by a background thread; 0 reads in the training loop."""
     last_batch: Literal["keep", "drop", "pad"] = "keep"
     """The last training batch of an epoch where it is short: as it is, left out, or filled with samples of weight 0,
@@ -65,11 +67,11 @@ class ScheduleConfig(Section):
     kind: Literal["constant", "polynomial", "cosine", "step"] = "constant"
     """After the warm-up: 'constant', 'polynomial' or 'cosine' decay between two steps, or 'step': a fall by
     `step_factor` every `step_every` steps."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0, lt=2**63)
     """Steps over which the factor rises linearly to 1."""
-    decay_start_step: int = Field(default=0, ge=0)
+    decay_start_step: int = Field(default=0, ge=0, lt=2**63)
     """Step, counted from 0, at which the decay begins, but not before the end of the warm-up."""
-    decay_steps: int = Field(default=0, ge=0)
+    decay_steps: int = Field(default=0, ge=0, lt=2**63)
     """Length of the decay in steps; 0: until the end of training."""
     power: float = Field(default=2.0, gt=0)
     """polynomial: exponent of the decay."""
@@ -77,7 +79,7 @@ class ScheduleConfig(Section):
     """Factor at and after the end of the decay; under 'step', the least factor."""
     step_factor: float = Field(default=0.1, gt=0, lt=1)
     """step: what the factor is multiplied by at each fall."""
-    step_every: int | None = Field(default=None, ge=1)
+    step_every: int | None = Field(default=None, ge=1, lt=2**63)
     """step: steps between falls, counted from the start of the decay."""
 
     @model_validator(mode="after")
@@ -219,7 +221,7 @@ class ModelConfig(Section):
     'package.module:Class', a model of your own."""
     options: dict[str, Any] = {}
     """An own model: keyword arguments of its constructor."""
-    embedding_dim: int = Field(default=16, ge=1)
+    embedding_dim: Width = 16
     """Columns of every table; logistic_regression always uses 1, and fm, deepfm, xdeepfm and wide_deep have one more,
     the weight of the id by itself."""
     bottom_mlp: tuple[Width, ...] = (512, 256, 64)
@@ -228,22 +230,22 @@ class ModelConfig(Section):
     """dlrm, dlrm_dcnv2: hidden widths of the top MLP; the single output is added."""
     interaction: Literal["dot", "none"] = "dot"
     """dlrm: pairwise dot products of embeddings, or none (embeddings are only concatenated)."""
-    cross_layers: int = Field(default=3, ge=1)
+    cross_layers: Depth = 3
     """dlrm_dcnv2: number of low-rank cross layers."""
-    cross_low_rank: int = Field(default=512, ge=1)
+    cross_low_rank: Width = 512
     """dlrm_dcnv2: rank of each cross layer's matrix."""
     deep_mlp: tuple[Width, ...] = (512, 256)
     """wide_deep, deepfm, xdeepfm, autoint: hidden widths of the MLP beside the rest; the single output is added.
     autoint: empty for none."""
     cin_layers: tuple[Width, ...] = Field(default=(64, 64), min_length=1)
     """xdeepfm: rows of each layer of the compressed interaction network."""
-    attention_layers: int = Field(default=3, ge=1)
+    attention_layers: Depth = 3
     """autoint: number of interacting layers."""
-    attention_heads: int = Field(default=2, ge=1)
+    attention_heads: Depth = 2
     """autoint: heads of each layer."""
-    attention_dim: int = Field(default=32, ge=1)
+    attention_dim: Width = 32
     """autoint: columns of each head."""
-    num_experts: int = Field(default=8, ge=1)
+    num_experts: Depth = 8
     """mmoe: experts that all tasks share."""
     expert_mlp: tuple[Width, ...] = Field(default=(512, 256), min_length=1)
     """mmoe: widths of each expert's layers."""
@@ -274,11 +276,11 @@ class ModelConfig(Section):
 
 
 class MetricsConfig(Section):
-    ndcg_k: int | None = Field(default=None, ge=1)
+    ndcg_k: int | None = Field(default=None, ge=1, lt=2**63)
     """Ranks that NDCG looks at, where the data have groups; None: all."""
     segments: tuple[str, ...] = ()
     """Sparse features with one id per sample: evaluations measure the samples of each of their values apart."""
-    max_segments: int = Field(default=10, ge=1)
+    max_segments: int = Field(default=10, ge=1, lt=2**63)
     """Values of each of `segments` that are listed, those with most samples; the others are measured together."""
 
 
@@ -287,31 +289,31 @@ class EarlyStoppingConfig(Section):
     """Figure of the test split that says which evaluation is the best; 'gauc' and 'ndcg' need data with groups."""
     task: str | None = None
     """Label whose figure it is, where the data have several; None: the first."""
-    patience: int | None = Field(default=None, ge=1)
+    patience: int | None = Field(default=None, ge=1, lt=2**63)
     """Stop after this many evaluations in a row that are no better; None: train to the end."""
     min_delta: float = Field(default=0.0, ge=0)
     """An evaluation is better if it gains more than this."""
 
 
 class TrainConfig(Section):
-    batch_size: int = Field(default=2048, ge=1)
+    batch_size: int = Field(default=2048, ge=1, lt=2**63)
     """Samples of a global batch, over all ranks."""
-    accumulate_steps: int = Field(default=1, ge=1)
+    accumulate_steps: int = Field(default=1, ge=1, lt=2**63)
     """Parts in which each rank takes its slice of a global batch, one after the other, with one step of all optimizers
     after the last: the memory of activations becomes that of a part, the result is that of the whole batch."""
-    epochs: int = Field(default=1, ge=1)
+    epochs: int = Field(default=1, ge=1, lt=2**63)
     """Passes over the training split."""
     task_weights: dict[str, Annotated[float, Field(ge=0)]] = {}
     """What the loss of a label is multiplied by, by the name of the label; those that are not named keep 1."""
-    max_steps: int | None = Field(default=None, ge=1)
+    max_steps: int | None = Field(default=None, ge=1, lt=2**63)
     """Stop after this many steps; None: after `epochs`."""
-    log_every_steps: int = Field(default=50, ge=1)
+    log_every_steps: int = Field(default=50, ge=1, lt=2**63)
     """Steps between lines of metrics.jsonl."""
     tensorboard: bool = False
     """Also write the figures of metrics.jsonl to run_dir/tensorboard; needs the extra 'tensorboard'."""
-    eval_every_steps: int | None = Field(default=None, ge=1)
+    eval_every_steps: int | None = Field(default=None, ge=1, lt=2**63)
     """Steps between evaluations; None: only at the end."""
-    eval_batch_size: int = Field(default=8192, ge=1)
+    eval_batch_size: int = Field(default=8192, ge=1, lt=2**63)
     """Samples of a global batch in evaluation and prediction."""
     early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
     """What the best evaluation is, and when to stop; needs eval_every_steps."""
@@ -324,14 +326,14 @@ class TrainConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every_steps: int | None = Field(default=None, ge=1)
+    every_steps: int | None = Field(default=None, ge=1, lt=2**63)
     """Steps between checkpoints; None: not by steps. The end, and SIGTERM or Ctrl-C, always make one."""
     every_minutes: float | None = Field(default=None, gt=0)
     """Minutes between checkpoints, by the clock of rank 0; None: not by time."""
     background: Literal["auto", "always", "never"] = "auto"
     """Write while training goes on, from a copy that takes as much memory as the tables and states of a rank. 'auto'
     does so where every rank has twice that free; else training waits until all is written."""
-    keep_last: int = Field(default=2, ge=1)
+    keep_last: int = Field(default=2, ge=1, lt=2**63)
     """Checkpoints kept; older ones are removed."""
     keep_best: bool = False
     """Save a checkpoint after every evaluation that is the best so far, by train.early_stopping.metric, and keep the
