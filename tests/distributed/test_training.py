@@ -204,6 +204,7 @@ def test_cut_off_and_gone_on(ranks: Ranks, tiny: Path, tmp_path: Path, size: int
 def held(document: dict[str, Any]) -> list[tuple[str, tuple[int, int], tuple[int, int], torch.Tensor, dict[str, Any]]]:
     """Run on every rank: the shards of a run that was taken up, before its next step."""
     trainer = Trainer(RunConfig.model_validate(document), World.current())
+    trainer.run_dir.unlock()  # it will not run, and others take up the same folder
     shards = trainer.model.embeddings.shards
     return [(s.shard.table, s.shard.rows, s.shard.columns, s.weight, s.state) for s in shards]
 
