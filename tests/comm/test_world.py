@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -85,3 +87,23 @@ def test_dense_parameters_of_two_dtypes_are_refused() -> None:
     parameters = [torch.nn.Parameter(torch.ones(1, dtype=dtype)) for dtype in (torch.float32, torch.float64)]
     with pytest.raises(MesetaError, match=r"one dtype, got .'torch.float32', 'torch.float64'."):
         DenseGradients(parameters, World.single(), lambda: 1.0)
+
+
+LEAVES = """
+import os
+import torch
+from meseta.comm import World
+os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+torch.distributed.init_process_group("gloo")
+import torch.distributed.nn, torch._dynamo  # whatever torch imports later
+torch.distributed.all_reduce(torch.ones(2))
+World.leave()
+print(sorted(open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")))
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="the system does not tell the names of threads")
+def test_no_thread_of_a_group_outlives_it() -> None:
+    """One that does aborts a process that ends: it may want Python when there is none left."""
+    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, check=True, timeout=120)
+    assert "gloo" not in done.stdout and "python" in done.stdout

@@ -10,6 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# torch imports this on its way to other things. Once there is a group, its default arguments would hold it for ever,
+# and the threads of a group that is never freed abort a process that ends, now and then.
+import torch.distributed.nn
 from torch import Tensor
 
 from meseta.ops.memory import empty
