@@ -76,6 +76,20 @@ def test_raise_together_alone_raises_the_error_itself() -> None:
     assert raised.value is error
 
 
+def test_on_first_alone_runs_the_action() -> None:
+    done: list[int] = []
+    World.single().on_first(lambda: done.append(1))
+    assert done == [1]
+    World(rank=1, size=1, device=torch.device("cpu")).on_first(lambda: done.append(2))
+    assert done == [1]
+
+    def fail() -> None:
+        raise MesetaError("run_dir is taken")
+
+    with pytest.raises(MesetaError, match=r"^run_dir is taken$"):
+        World.single().on_first(fail)
+
+
 def test_one_rank_leaves_dense_gradients_alone() -> None:
     layer = torch.nn.Linear(2, 1)
     DenseGradients(list(layer.parameters()), World.single(), lambda: 1.0)

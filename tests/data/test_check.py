@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from meseta.data import Reader, ReaderOptions
 from meseta.data.check import CheckResult, check
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.spec import MesetaError
@@ -28,6 +29,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     history = [draw.integers(0, 40, size).tolist() for size in draw.integers(0, 4, NUM_ROWS)]
     table = {
         "label": draw.integers(0, 2, NUM_ROWS),
+        "sample_weight": draw.choice([0.0, 1.0, 2.5], NUM_ROWS),
         "price": draw.random(NUM_ROWS),
         "shop": [f"s{i}" for i in draw.integers(0, 30, NUM_ROWS)],
         "history": history,
@@ -79,6 +81,8 @@ def test_a_sound_dataset_has_no_faults(sound: Path) -> None:
         ("price", put(0, float("inf"), 1.0, float("nan")), r"row 0: dense values must be finite, got inf \(2 such val"),
         ("shop", put(333, -1), r"row 333: ids must be in 0\.\.\d+, got -1;"),
         ("shop", put(99, 10**6, 10**6), r"row 99: ids must be in 0\.\.\d+, got 1000000 \(2 such values\);"),
+        ("sample_weight", put(8, -1.0), "row 8: weights of samples must be 0, or 1e-09 to 1e\\+09, got -1;"),
+        ("sample_weight", put(8, 1e-12, float("nan")), r"got 1e-12 \(2 such values\);"),
         ("history.weight", put(5, [0.5] * 9), r"row 5: each id must have one weight, got 9 weights for \d ids;"),
     ],
 )
@@ -88,6 +92,17 @@ def test_values_that_break_a_rule(data: Path, column: str, values: Any, expected
     assert fault.startswith(f"{PART}, column '{column}', row ")
     assert re.search(expected, fault), fault
     assert fault.endswith("; prepare the dataset again")
+
+
+@pytest.mark.parametrize("weight", [1e-12, 1e12, -1.0, float("nan")])
+def test_the_reader_refuses_the_weights_that_the_check_finds(data: Path, weight: float) -> None:
+    change(data, "sample_weight", put(8, weight))
+    assert "row 8: weights of samples must be" in only_fault(data)
+    with pytest.raises(MesetaError, match=r"row 8: 'sample_weight' is .*, and must be 0, or 1e-09 to 1e\+09;"):
+        next(Reader(data, "train", ReaderOptions(batch_size=16)).epoch())
+    change(data, "sample_weight", put(8, 1e-9))  # in float32 a little less than the limit, which is rounded as well
+    assert check(data).faults == ()
+    assert sum(batch.batch_size for batch in Reader(data, "train", ReaderOptions(batch_size=16)).epoch())
 
 
 def test_a_bad_id_inside_a_list_names_its_row(data: Path) -> None:
@@ -111,7 +126,7 @@ def test_frames_of_files(data: Path) -> None:
     assert "column 'price': it must hold numbers, got no such column;" in only_fault(data)
     pq.write_table(table.append_column("extra", table["price"]), path)
     assert "column 'extra': columns must be named in dataset.json, got a stray;" in only_fault(data)
-    pq.write_table(table.set_column(2, "shop", table["shop"].cast(pa.float32())), path)
+    pq.write_table(table.set_column(table.column_names.index("shop"), "shop", table["shop"].cast(pa.float32())), path)
     assert "column 'shop': it must hold whole numbers, got float;" in only_fault(data)
     # Other programs may write the same values in other widths.
     pq.write_table(table.set_column(0, "label", table["label"].cast(pa.int8())), path)

@@ -7,8 +7,8 @@ one, or with half of one, is none.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,7 @@ from meseta.checkpoint.broken import check_size
 from meseta.checkpoint.directory import NAME, begin, checkpoint_path, commit, temporary_path
 from meseta.checkpoint.manifest import FORMAT, MANIFEST_PATH, read_manifest
 from meseta.spec import MesetaError
-
-_EXTRAS = {"s3": "meseta[s3]", "gs": "meseta[gcs]", "gcs": "meseta[gcs]"}
-
-
-def is_url(path: object) -> bool:
-    """Whether `path` is a URL, and no path of this machine."""
-    return "://" in str(path)
+from meseta.spec.urls import remote_errors
 
 
 class Mirror:
@@ -117,22 +111,8 @@ class Mirror:
         if self._system.exists(path):
             self._system.rm_file(path)
 
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Each file system has exceptions of its own; all become one line that names the URL."""
-        try:
-            yield
-        except MesetaError:
-            raise
-        except ImportError as error:
-            scheme = self.url.partition("://")[0]
-            package = _EXTRAS.get(scheme, f"fsspec[{scheme}]")
-            raise MesetaError(f"checkpoint {self.url!r} needs a package ({error}); pip install '{package}'") from None
-        except Exception as error:
-            detail = (str(error).splitlines() or [""])[0] or type(error).__name__
-            raise MesetaError(
-                f"checkpoint {self.url!r} cannot be used ({detail}); check the URL, the network and the credentials"
-            ) from None
+    def _told(self) -> AbstractContextManager[None]:
+        return remote_errors("checkpoint", self.url, "used")
 
 
 def fetch(url: str, folder: Path) -> Path:

@@ -29,7 +29,7 @@ def list_them(
 ) -> None:
     """All checkpoints with step, size and checksum, damaged ones too; exit code 1 if there is one."""
     from meseta.checkpoint import list_checkpoints
-    from meseta.checkpoint.mirror import is_url
+    from meseta.spec.urls import is_url
     from meseta.train.report.figures import num_bytes
 
     if is_url(path):
@@ -72,7 +72,7 @@ def _list_mirror(url: str, as_json: bool) -> None:
 def _found(path: str) -> Iterator[Path]:
     """The checkpoint that a path or URL names; that of a URL lies in a temporary folder meanwhile."""
     from meseta.checkpoint import fetch, find_checkpoint
-    from meseta.checkpoint.mirror import is_url
+    from meseta.spec.urls import is_url
 
     if not is_url(path):
         yield find_checkpoint(path)

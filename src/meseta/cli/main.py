@@ -21,6 +21,7 @@ from meseta.cli.report import report
 from meseta.cli.sweep import sweep
 from meseta.cli.train import train
 from meseta.spec import MesetaError
+from meseta.spec.errors import one_line
 
 app = typer.Typer(
     name="meseta",
@@ -63,7 +64,7 @@ def main() -> None:
     except (MemoryError, RuntimeError) as error:
         if _is_lack_of_memory(error):
             way_out = "use smaller tables, layers or batches, or more ranks"
-            _leave(1, f"{where}not enough memory ({_first_line(error)}); {way_out}")
+            _leave(1, f"{where}not enough memory ({one_line(error)}); {way_out}")
         if not (isinstance(error, RuntimeError) and is_loss_of_peer(error)):
             raise
         # The launcher names the rank that went away.
@@ -90,10 +91,6 @@ def _is_lack_of_memory(error: Exception) -> bool:
     """Whether an allocation failed, of numpy, Arrow or the core, or of torch, which has no class for it on a CPU."""
     texts = ("can't allocate memory", "out of memory")
     return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _interrupt(signal_number: int, frame: FrameType | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -128,6 +128,16 @@ class World:
         """Wait for all ranks."""
         if self.size > 1:
             dist.barrier(self.group)
+
+    def on_first(self, action: Callable[[], object]) -> None:
+        """Run `action` on rank 0 alone; a MesetaError there is raised on all ranks. Collective."""
+        problem = None
+        if self.rank == 0:
+            try:
+                action()
+            except MesetaError as error:
+                problem = error
+        self.raise_together(problem)
 
     def raise_together(self, error: BaseException | None) -> None:
         """Raise on every rank when any rank met an error, so that none waits for ranks that have stopped.

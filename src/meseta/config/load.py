@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeGuard, get_args, get_origin
 
@@ -38,14 +39,8 @@ def read_document(path: str | Path | None, overrides: Sequence[str] = ()) -> dic
 def set_default(document: dict[str, Any], key: str, value: Any) -> None:
     """Give `key`, such as train.batch_size, a value where the document has none; what is ill-typed is left alone."""
     *parents, last = key.split(".")
-    section: Any = document
-    for name in parents:
-        if section.get(name) is None:
-            section[name] = {}
-        section = section[name]
-        if not isinstance(section, dict):
-            return
-    section.setdefault(last, value)
+    with suppress(_NoSectionError):
+        _section_at(document, parents).setdefault(last, value)
 
 
 def check_document(document: Mapping[str, Any], path: str | Path | None = None) -> RunConfig:
@@ -62,17 +57,32 @@ def _apply(document: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise MesetaError(f"override {override!r} must look like train.batch_size=4096")
     *parents, last = key.split(".")
+    try:
+        _section_at(document, parents)[last] = parse_yaml(value)
+    except _NoSectionError as error:
+        raise MesetaError(f"override {override!r}: {error.name!r} holds a value, not a section") from None
+    except MesetaError:
+        raise MesetaError(f"override {override!r}: {value!r} is not a YAML value") from None
+
+
+class _NoSectionError(Exception):
+    """`name` holds a value where a section is wanted."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+def _section_at(document: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The section below `names`, made where there is none; raises _NoSectionError."""
     section: Any = document
-    for name in parents:
+    for name in names:
         if section.get(name) is None:
             section[name] = {}
         section = section[name]
         if not isinstance(section, dict):
-            raise MesetaError(f"override {override!r}: {name!r} holds a value, not a section")
-    try:
-        section[last] = parse_yaml(value)
-    except MesetaError:
-        raise MesetaError(f"override {override!r}: {value!r} is not a YAML value") from None
+            raise _NoSectionError(name)
+    return section
 
 
 def _explain_all(error: ValidationError) -> list[str]:

@@ -18,7 +18,9 @@ from meseta.data.columns import Column, columns_of
 from meseta.data.dataset import FILE_NAME, DataFile, Dataset, SparseFeature
 from meseta.data.record import RECORD_NAME
 from meseta.data.workers import in_order
+from meseta.spec.errors import one_line
 from meseta.spec.processors import num_cores
+from meseta.spec.weights import is_weight
 
 STATISTICS_PAGE = "statistics.html"
 """Where `meseta data stats` writes its page, beside the data."""
@@ -198,9 +200,11 @@ def _breaks_rule(column: Column, values: NDArray[Any]) -> NDArray[np.bool_] | No
     """Where values break the rule of their column; None where none does."""
     if not values.size or column.role in ("group", "time"):
         return None
-    low, high = {"label": (0, 1), "ids": (0, column.num_embeddings - 1), "weight": (0, np.finfo(np.float32).max)}.get(
-        column.role, (-np.finfo(np.float32).max, np.finfo(np.float32).max)
-    )
+    if column.role == "weight":
+        fits = is_weight(values)
+        return None if fits.all() else ~fits
+    finite = (-np.finfo(np.float32).max, np.finfo(np.float32).max)
+    low, high = {"label": (0, 1), "ids": (0, column.num_embeddings - 1)}.get(column.role, finite)
     # NaN fails both comparisons, and makes both extremes NaN.
     if values.min() >= low and values.max() <= high:
         return None
@@ -289,5 +293,4 @@ def _place(path: str, column: str, row: int) -> str:
 
 def _unreadable(path: str, error: Exception) -> Fault:
     missing = isinstance(error, FileNotFoundError)
-    lines = str(error).splitlines() or [type(error).__name__]
-    return Fault(object=path, rule="the file must be readable", value="no such file" if missing else lines[0])
+    return Fault(object=path, rule="the file must be readable", value="no such file" if missing else one_line(error))

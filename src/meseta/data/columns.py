@@ -8,6 +8,7 @@ from typing import Literal
 import pyarrow as pa
 
 from meseta.data.dataset import Dataset
+from meseta.spec import weights
 
 Role = Literal["label", "dense", "ids", "id weights", "weight", "group", "time"]
 
@@ -47,7 +48,7 @@ class Column:
             "dense": "dense values must be finite",
             "ids": f"ids must be in 0..{self.num_embeddings - 1}",
             "id weights": "weights of ids must be finite",
-            "weight": "weights of samples must be finite and at least 0",
+            "weight": f"weights of samples must be {weights.RULE}",
             "group": "keys of groups must be whole numbers",
             "time": "times must be numbers",
         }[self.role]

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from meseta.data.dataset import Dataset, DenseFeature, ReuseHistogram, SparseFeature
 from meseta.spec import MesetaError
+from meseta.spec.errors import one_line
 from meseta.spec.processors import num_cores
 
 NUM_BINS = 24
@@ -164,7 +165,7 @@ def _read(dataset: Dataset, split: str, column: str) -> Iterator[pa.Array]:
                     table = opened.read_row_group(index, columns=[column], use_threads=False)
                     yield from table.column(column).chunks
         except (pa.ArrowException, OSError, KeyError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = one_line(error)
             raise MesetaError(
                 f"dataset file {str(path)!r}: column {column!r} cannot be read ({reason}); "
                 f"`meseta data check {dataset.dir}` says all that is wrong"

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from meseta.spec import MesetaError
+from meseta.spec.urls import is_url, remote_errors
 
-_EXTRAS = {"s3": "meseta[s3]", "s3a": "meseta[s3]", "gs": "meseta[gcs]", "gcs": "meseta[gcs]", "https": "fsspec[http]"}
 _CHANGED = ("mtime", "LastModified", "last_modified", "updated", "modification_time", "ETag", "etag", "created")
 """What file systems call the time of the last change, or something else that changes with the content."""
 
@@ -28,11 +26,6 @@ class Status:
     is_folder: bool
 
 
-def is_url(name: str) -> bool:
-    """Whether fsspec reads it; anything else is a path on this machine."""
-    return "://" in name
-
-
 def find(pattern: str) -> list[str]:
     """The file of this name, else those that match it as a pattern, in order of name; URLs for a URL.
 
@@ -41,7 +34,7 @@ def find(pattern: str) -> list[str]:
     if not is_url(pattern):
         # A name that exists is itself, even where it holds the signs of a pattern.
         return [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
-    with remote_errors(pattern):
+    with remote_errors("source", pattern, "read"):
         system, path = _filesystem(pattern)
         if system.exists(path):
             return [pattern if "::" in pattern else system.unstrip_protocol(path)]
@@ -53,7 +46,7 @@ def status(name: str) -> Status:
     if not is_url(name):
         found = Path(name).stat()
         return Status(found.st_size, str(found.st_mtime_ns), Path(name).is_dir())
-    with remote_errors(name):
+    with remote_errors("source", name, "read"):
         system, path = _filesystem(name)
         info = system.info(path)
     changed = next((str(info[key]) for key in _CHANGED if info.get(key)), "")
@@ -63,33 +56,12 @@ def status(name: str) -> Status:
 def open_file(name: str) -> Any:
     """A file to read, in bytes and from any place of it.
 
-    Raises OSError, or of a URL what its file system raises: see `remote_errors`.
+    Raises OSError, or of a URL what its file system raises: see `meseta.spec.urls.remote_errors`.
     """
     if not is_url(name):
         return open(name, "rb")
     system, path = _filesystem(name)
     return system.open(path, "rb")
-
-
-@contextmanager
-def remote_errors(name: str) -> Iterator[None]:
-    """Turn what file systems raise for a URL into one line that names it; each has exceptions of its own."""
-    try:
-        yield
-    except MesetaError:
-        raise
-    except ImportError as error:
-        scheme = name.partition("://")[0].rpartition("::")[2]
-        package = _EXTRAS.get(scheme, f"fsspec[{scheme}]")
-        detail = " ".join(str(error).split())
-        raise MesetaError(
-            f"source {name!r}: {scheme}:// needs a package that is not installed ({detail}); pip install '{package}'"
-        ) from None
-    except Exception as error:
-        detail = (str(error).splitlines() or [""])[0] or type(error).__name__
-        raise MesetaError(
-            f"source {name!r} cannot be read ({detail}); check the URL, the network and the credentials"
-        ) from None
 
 
 def refuse_url(what: str, path: Path) -> None:

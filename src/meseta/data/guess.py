@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from meseta.data.raw_rows import LARGEST_WEIGHT, SMALLEST_WEIGHT
+from meseta.spec.weights import LARGEST_WEIGHT, SMALLEST_WEIGHT
 
 Role = Literal["dense", "categorical", "weight", "group", "time", "ignore"]
 Guess = tuple[Role, str]

@@ -15,6 +15,7 @@ from meseta.data.raw_rows import RawRows, is_label
 from meseta.data.schema import Layout
 from meseta.data.sources import Block
 from meseta.spec import MesetaError
+from meseta.spec.errors import one_line
 
 _COLUMN_TYPES = {
     **{name: pa.float32() for name in CRITEO.labels},
@@ -37,7 +38,7 @@ def _parse_tsv(block: Block, raw: bytes) -> RawRows:
     try:
         rows = parse_tsv(raw, block.num_rows, _COLUMN_TYPES)
     except pa.ArrowInvalid as error:
-        raise _explain_tsv(block, raw, str(error).splitlines()[0]) from None
+        raise _explain_tsv(block, raw, one_line(error)) from None
     [label] = rows.labels
     if len(label) != block.num_rows:
         raise _explain_tsv(block, raw, f"{block.num_rows} lines gave {len(label)} rows")

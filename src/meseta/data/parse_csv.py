@@ -21,6 +21,7 @@ from meseta.data.schema import Layout, SparseColumn
 from meseta.data.sources import Block
 from meseta.data.table_rows import read_rows
 from meseta.spec import MesetaError
+from meseta.spec.errors import one_line
 
 
 def parse_csv(block: Block, raw: bytes, layout: Layout) -> RawRows:
@@ -46,7 +47,7 @@ def parse_csv(block: Block, raw: bytes, layout: Layout) -> RawRows:
             ),
         ).combine_chunks()
     except pa.ArrowInvalid as error:
-        raise _explain(block, raw, layout, str(error).splitlines()[0]) from None
+        raise _explain(block, raw, layout, one_line(error)) from None
     if table.num_rows != block.num_rows + 1 or table.column(0)[-1].as_py() not in (None, b""):
         raise _explain(block, raw, layout, f"{block.num_rows} records gave {table.num_rows - 1} rows")
     return read_rows(_Columns(block, raw, table.slice(0, block.num_rows), places), layout)

@@ -19,6 +19,7 @@ from meseta.data.raw_rows import RawRows, RawSparse, is_label
 from meseta.data.schema import Layout
 from meseta.data.sources import Block
 from meseta.spec import MesetaError
+from meseta.spec.errors import one_line
 
 LIBSVM_FEATURE = "features"
 """Name of the one feature of libsvm."""
@@ -83,7 +84,7 @@ def read_pairs(block: Block, raw: bytes) -> Pairs:
         with np.errstate(over="ignore"):  # what overflows is not finite, and told below
             weights = _float64(columns[-1]).astype(np.float32)
     except pa.ArrowInvalid as error:
-        raise _explain(block, raw, str(error).splitlines()[0]) from None
+        raise _explain(block, raw, one_line(error)) from None
     label[label == -1] = 0  # libsvm calls the classes -1 and +1
     if not is_label(label).all() or not np.isfinite(weights).all():
         raise _explain(block, raw, "a label is outside 0..1, or a value is not finite")

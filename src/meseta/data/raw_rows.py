@@ -8,9 +8,6 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-9, 1e9
-"""A weight of a sample is 0 or between these, so that no sum of weights overflows and no share is lost."""
-
 
 @dataclass(frozen=True)
 class RawSparse:
@@ -51,8 +48,3 @@ def log1p(values: NDArray[np.generic]) -> NDArray[np.float32]:
 def is_label(label: NDArray[np.floating]) -> NDArray[np.bool_]:
     """Whether each label [n] is in 0..1; NaN (missing) is not."""
     return (label >= 0) & (label <= 1)
-
-
-def is_weight(weight: NDArray[np.floating]) -> NDArray[np.bool_]:
-    """Whether each weight [n] is 0 or within the limits; NaN (missing) is not."""
-    return (weight == 0) | ((weight >= SMALLEST_WEIGHT) & (weight <= LARGEST_WEIGHT))

@@ -20,6 +20,7 @@ from meseta.data.rows import Rows, concatenate, decode, pad, to_batch
 from meseta.data.selection import LeftOut, Selection
 from meseta.data.sound import check_types, check_values
 from meseta.spec import MesetaError
+from meseta.spec.errors import one_line
 from meseta.spec.processors import num_cores
 
 FORMAT = "meseta.reader/1"
@@ -328,6 +329,4 @@ def _slice_of(rank: int, num_ranks: int, start: int, stop: int) -> tuple[int, in
 
 def damaged(path: Path, error: Exception) -> MesetaError:
     """What is said of a file that pyarrow cannot read."""
-    return MesetaError(
-        f"dataset file {str(path)!r} cannot be read ({str(error).splitlines()[0]}); prepare the dataset again"
-    )
+    return MesetaError(f"dataset file {str(path)!r} cannot be read ({one_line(error)}); prepare the dataset again")

@@ -9,9 +9,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meseta.data.files import is_url
 from meseta.data.sources import Source
 from meseta.spec import MesetaError
+from meseta.spec.urls import is_url
 
 if TYPE_CHECKING:
     from meseta.data.prepare import PrepareOptions

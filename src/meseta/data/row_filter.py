@@ -25,6 +25,7 @@ from meseta.data.dataset import Dataset, SparseFeature
 from meseta.data.hash_categories import hash_to_rows
 from meseta.data.raw_rows import log1p
 from meseta.spec import MesetaError, nearest
+from meseta.spec.errors import one_line
 
 Mask = NDArray[np.bool_]
 Node = Callable[[pa.Table], Mask]
@@ -238,5 +239,5 @@ def _vocabulary_row(dataset: Dataset, feature: SparseFeature, text: str) -> int 
         return None if place < 0 else int(table["id"][place].as_py())
     except (pa.ArrowException, OSError, KeyError) as error:
         raise MesetaError(
-            f"vocabulary {str(path)!r} cannot be read ({str(error).splitlines()[0]}); prepare the dataset again"
+            f"vocabulary {str(path)!r} cannot be read ({one_line(error)}); prepare the dataset again"
         ) from None

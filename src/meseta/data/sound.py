@@ -5,17 +5,20 @@ Files may be written by other programs than `meseta prepare`, and a value that m
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from meseta.data.columns import Column, columns_of
 from meseta.data.dataset import Dataset
-from meseta.spec import MesetaError
+from meseta.data.raw_rows import is_label
+from meseta.spec import MesetaError, weights
+from meseta.spec.weights import is_weight
 
 _WAY_OUT = "prepare the dataset again"
 
@@ -37,35 +40,42 @@ def check_types(path: Path, schema: pa.Schema, dataset: Dataset) -> None:
 
 def check_values(path: Path, first_row: int, table: pa.Table, dataset: Dataset) -> None:
     """Raise MesetaError for values that no type excludes: none at all, labels outside 0..1, weights of samples that
-    are negative, and weights of ids that are not finite or not one per id.
+    are no such weights, and weights of ids that are not finite or not one per id.
 
     The message names file, column and row, counted from 0 in the file; `first_row` is that of the table's first.
     """
     where = f"dataset file {str(path)!r}, row"
-    for name in [wanted.name for wanted in _wanted(dataset)]:
-        column = table.column(name)
+    for wanted in _wanted(dataset):
+        name, column = wanted.name, table.column(wanted.name)
         if column.null_count:
             row = first_row + pc.index(pc.is_null(column), True).as_py()
             raise MesetaError(f"{where} {row}: column {name!r} holds no value; fill it, or {_WAY_OUT}")
-        if _is_list(column.type) and pc.list_flatten(column).null_count:
-            empty = pc.list_parent_indices(column).filter(pc.is_null(pc.list_flatten(column)))
-            row = first_row + empty[0].as_py()
+        values = pc.list_flatten(column) if wanted.is_list else column
+        if values.null_count:
+            row = first_row + pc.list_parent_indices(column).filter(pc.is_null(values))[0].as_py()
             raise MesetaError(f"{where} {row}: a list of column {name!r} holds no value; fill it, or {_WAY_OUT}")
     for name in dataset.labels:
-        _check_range(where, first_row, table, name, 1.0)
+        _check_numbers(where, first_row, table, name, is_label, "in 0..1")
     if dataset.weight is not None:
-        _check_range(where, first_row, table, dataset.weight, sys.float_info.max)
+        _check_numbers(where, first_row, table, dataset.weight, is_weight, weights.RULE)
     for feature in dataset.sparse:
         if feature.weighted:
             _check_weights(where, first_row, table, feature.name)
 
 
-def _check_range(where: str, first_row: int, table: pa.Table, name: str, most: float) -> None:
-    """Numbers in 0..most; NaN is none."""
+def _check_numbers(
+    where: str,
+    first_row: int,
+    table: pa.Table,
+    name: str,
+    fits: Callable[[NDArray[Any]], NDArray[np.bool_]],
+    rule: str,
+) -> None:
+    """Whether each number of a column fits."""
     values = table.column(name).to_numpy()
-    if values.size and not (values.min() >= 0 and float(values.max()) <= most):
-        place = int(np.flatnonzero(~((values >= 0) & (values.astype(np.float64) <= most)))[0])
-        rule = "in 0..1" if most == 1 else "finite and not negative"
+    good = fits(values)
+    if not good.all():
+        place = int(good.argmin())
         raise MesetaError(
             f"{where} {first_row + place}: {name!r} is {values[place]:g}, and must be {rule}; "
             f"fix the data, or {_WAY_OUT}"
@@ -94,7 +104,3 @@ def _check_weights(where: str, first_row: int, table: pa.Table, name: str) -> No
 def _wanted(dataset: Dataset) -> Iterator[Column]:
     """Each column that makes a batch."""
     return (column for column in columns_of(dataset) if column.role != "time")
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))

@@ -18,8 +18,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from meseta.data.csv_records import count_records, cut_records, header_names, read_header
-from meseta.data.files import find, is_url, open_file, remote_errors, status
+from meseta.data.files import find, open_file, status
 from meseta.spec import MesetaError
+from meseta.spec.errors import one_line
+from meseta.spec.urls import is_url, remote_errors
 
 Kind = Literal["tsv", "csv", "libsvm", "libffm", "parquet"]
 
@@ -373,10 +375,10 @@ def _named_errors(path: str) -> Iterator[None]:
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise MesetaError(f"source {path!r} is truncated or damaged ({error}); fetch it again") from None
     except (pa.ArrowException, OSError) as error:
-        detail = str(error).splitlines()[0]
+        detail = one_line(error)
         raise MesetaError(f"source {path!r} cannot be read ({detail}); fetch it again") from None
     except Exception:
         if not is_url(path):
             raise
-        with remote_errors(path):
+        with remote_errors("source", path, "read"):
             raise

@@ -8,10 +8,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from meseta.data.raw_rows import LARGEST_WEIGHT, SMALLEST_WEIGHT, RawRows, RawSparse, is_label, is_weight, log1p
+from meseta.data.raw_rows import RawRows, RawSparse, is_label, log1p
 from meseta.data.schema import Layout, SparseColumn
 from meseta.data.values import bucket_rows, cross, first_no_time, group_keys, seconds_of_column
 from meseta.spec import MesetaError
+from meseta.spec.weights import RULE, is_weight
 
 
 @runtime_checkable  # beartype asks for it where the tests check every call
@@ -74,7 +75,7 @@ def _weight(columns: NamedColumns, name: str) -> NDArray[np.float32]:
     weight = columns.numbers(name)
     bad = np.flatnonzero(~is_weight(weight))
     if bad.size:
-        rule = f"is no weight of a sample: it must be 0, or {SMALLEST_WEIGHT:g} to {LARGEST_WEIGHT:g}"
+        rule = f"is no weight of a sample: it must be {RULE}"
         raise columns.error(int(bad[0]), name, rule)
     return weight.astype(np.float32)
 

@@ -8,6 +8,11 @@ class MesetaError(ValueError):
     """Bad input, a broken file or a plan that does not fit. The command line prints the text alone, no traceback."""
 
 
+def one_line(error: BaseException) -> str:
+    """What an error of a library says, in one line; its class where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def nearest(name: object, known: Iterable[object]) -> str:
     """A closing clause for an unknown name: the nearest valid one, or the whole list when none is near.
 

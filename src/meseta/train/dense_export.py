@@ -21,6 +21,7 @@ from meseta.data.selection import calibration_shift
 from meseta.embedding import EmbeddingBagCollection
 from meseta.models import make_model
 from meseta.spec import MesetaError
+from meseta.spec.errors import one_line
 from meseta.train.build import make_specs
 from meseta.train.run_dir import RunDir
 from meseta.train.state import set_dense_part
@@ -112,9 +113,8 @@ def _trace(part: DensePart, num_dense: int, width: int) -> Any:
         with torch.no_grad():
             return torch.export.export(part, example, dynamic_shapes=({0: batch}, {0: batch}), strict=False)
     except Exception as error:  # whatever a model of the user's own may raise there
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise MesetaError(
-            f"export: torch.export cannot trace the dense part of {type(part.model).__name__} ({first_line}); "
+            f"export: torch.export cannot trace the dense part of {type(part.model).__name__} ({one_line(error)}); "
             "export its tensors with --format safetensors"
         ) from error
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from meseta.spec import MesetaError
+from meseta.spec.errors import one_line
 
 Layout = Literal["torch", "torchrec", "dlrm"]
 LAYOUTS: tuple[Layout, ...] = ("torch", "torchrec", "dlrm")
@@ -74,7 +75,7 @@ def _read_file(file: Path) -> dict[str, Tensor]:
             "torch.save({name: tensor for name, tensor in model.state_dict().items()}, 'tensors.pt')"
         ) from None
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, SafetensorError) as error:
-        what = getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[0]
+        what = getattr(error, "strerror", None) or one_line(error)
         raise MesetaError(f"import: {str(file)!r} cannot be read ({what}); give a whole file of torch.save") from None
     return _state_dict(file, document)
 

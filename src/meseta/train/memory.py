@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch import nn
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset import Dataset
-from meseta.measure.doctor.system import System, read_limits
+from meseta.measure.doctor.system import System, free_memory_bytes, read_limits
 from meseta.planner.cost import compute_bytes, value_bytes
 from meseta.spec import MesetaError, OptimizerSpec, Plan, ShardingType, TableSpec
 from meseta.train.report.figures import num_bytes
@@ -85,8 +86,7 @@ def free_bytes(device: torch.device, system: System | None = None) -> int | None
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     system = system or System()
-    found = [system.bytes_of("proc/meminfo", "MemAvailable"), read_limits(system).memory_free_bytes]
-    return min((value for value in found if value is not None), default=None)
+    return free_memory_bytes(system, read_limits(system))
 
 
 def check_memory(
@@ -96,7 +96,8 @@ def check_memory(
 
     Collective. On GPUs each rank is held against its own device, without what reading takes of the host.
     """
-    need = predict_memory(config, dataset, model, plan, tables, world.rank)
+    predict = partial(predict_memory, config, dataset, model, plan, rank=world.rank)
+    need = predict(tables)
     free, host = free_bytes(world.device), socket.gethostname()
     found = world.gather_objects((host, need, free))
     if world.device.type == "cuda":
@@ -110,7 +111,7 @@ def check_memory(
         largest = max(tables.values(), key=lambda table: table.num_embeddings * table.embedding_dim)
         ways = [
             f"{change} needs {num_bytes(total - saved * len(together))}"
-            for change, saved in _savings(config, dataset, model, plan, tables, need, world.rank)
+            for change, saved in _savings(predict, tables)
             if saved > 0
         ]
         problem = MesetaError(
@@ -128,19 +129,13 @@ _OTHER_WAYS = (
 
 
 def _savings(
-    config: RunConfig,
-    dataset: Dataset,
-    model: nn.Module,
-    plan: Plan,
-    tables: Mapping[str, TableSpec],
-    need: MemoryNeed,
-    rank: int,
+    predict: Callable[[Mapping[str, TableSpec]], MemoryNeed], tables: Mapping[str, TableSpec]
 ) -> list[tuple[str, int]]:
-    """Changes of the config, and the bytes that each saves on this rank."""
+    """Changes of the config, and the bytes that each saves on this rank, whose need `predict` tells."""
     halved = {name: replace(t, dtype="bfloat16") if t.dtype == "float32" else t for name, t in tables.items()}
     lighter = {name: replace(t, optimizer=OptimizerSpec(name="rowwise_adagrad")) for name, t in tables.items()}
     return [
-        (change, need.total - predict_memory(config, dataset, model, plan, changed, rank).total)
+        (change, predict(tables).total - predict(changed).total)
         for change, changed in (
             ("embedding.dtype=bfloat16", halved),
             ("embedding.optimizer.name=rowwise_adagrad", lighter),

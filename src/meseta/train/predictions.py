@@ -20,6 +20,7 @@ from meseta.data.reader import Reader, ReaderOptions
 from meseta.pipeline.step import Model
 from meseta.spec import MesetaError
 from meseta.train.evaluate import predict
+from meseta.train.metrics.samples import logistic
 
 ROW = "row"
 
@@ -95,7 +96,7 @@ class _File:
             return
         with self._noting_problems():
             keys = self._keys.take(num_rows)
-            figures = [*_sigmoid(scores).astype(np.float32).T, *labels.T]
+            figures = [*logistic(scores).astype(np.float32).T, *labels.T]
             rows = np.arange(first_row, first_row + num_rows)
             columns = [pa.array(rows), *keys.columns, *(pa.array(np.ascontiguousarray(one)) for one in figures)]
             self._writer.write_table(pa.table(columns, schema=self._schema))
@@ -146,9 +147,3 @@ def _key_names(dataset: Dataset, keys: Sequence[str], taken: Sequence[str]) -> l
         if name in taken:
             raise MesetaError(f"keys: {name!r} is a column of the predictions themselves; rename it in the data")
     return names
-
-
-def _sigmoid(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-    """1 / (1 + exp(-score)) without overflow for any finite score."""
-    small = np.exp(-np.abs(scores))
-    return np.where(scores >= 0, 1.0, small) / (1.0 + small)

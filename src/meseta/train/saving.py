@@ -17,8 +17,7 @@ from meseta.checkpoint.background import BackgroundSave, copy_bytes
 from meseta.comm import World
 from meseta.config import CheckpointConfig
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
-from meseta.measure.doctor.machine import check_memory
-from meseta.measure.doctor.system import System, read_limits
+from meseta.measure.doctor.system import System, free_memory_bytes, read_limits
 from meseta.spec import MesetaError
 from meseta.storage import TableShard
 from meseta.train.interruption import Interruption, Stopped
@@ -112,18 +111,15 @@ class Saver:
 
     def _prune(self, kept: int | None, world: World) -> None:
         """Remove older checkpoints, and make the mirror hold what is left."""
-        problem = None
-        if world.rank == 0:
-            try:
-                checkpoint.prune(self._folder, self._config.keep_last, kept)
-                if self._mirror is not None:
-                    here = checkpoint.list_checkpoints(self._folder)
-                    for whole in (listed.path for listed in here if listed.summary is not None):
-                        self._mirror.put(whole)
-                    self._mirror.keep([listed.path.name for listed in here])
-            except MesetaError as error:
-                problem = error
-        world.raise_together(problem)
+        world.on_first(lambda: self._keep(kept))
+
+    def _keep(self, kept: int | None) -> None:
+        checkpoint.prune(self._folder, self._config.keep_last, kept)
+        if self._mirror is not None:
+            here = checkpoint.list_checkpoints(self._folder)
+            for whole in (listed.path for listed in here if listed.summary is not None):
+                self._mirror.put(whole)
+            self._mirror.keep([listed.path.name for listed in here])
 
     def wait(self) -> None:
         """Until the checkpoint is written; raises, on all ranks, what writing it met. Collective."""
@@ -142,5 +138,5 @@ class Saver:
 def _free_bytes() -> float:
     """Memory that this machine, or its control group, has free; without end where the system does not tell."""
     system = System()
-    free = check_memory(system, read_limits(system)).figures.get("free_bytes")
+    free = free_memory_bytes(system, read_limits(system))
     return math.inf if free is None else float(free)

@@ -8,9 +8,8 @@ from typing import Any
 from meseta.config import EarlyStoppingConfig
 from meseta.data.dataset import Dataset
 from meseta.spec import MesetaError, nearest
+from meseta.train.report.metrics import RISING
 
-_RISING = {"auc", "pr_auc", "gauc", "ndcg"}
-"""Metrics of which more is better; of the others less is."""
 _GROUPED = {"gauc", "ndcg"}
 
 
@@ -58,7 +57,7 @@ class BestSoFar:
     def _is_better(self, value: float) -> bool:
         if self.value is None:
             return True
-        gain = value - self.value if self.config.metric in _RISING else self.value - value
+        gain = value - self.value if self.config.metric in RISING else self.value - value
         return gain > self.config.min_delta
 
     @property

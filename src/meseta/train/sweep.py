@@ -20,10 +20,11 @@ from meseta.config import check_document, read_document
 from meseta.spec import MesetaError
 from meseta.spec.documents import parse_yaml
 from meseta.train.report.document import write_whole
+from meseta.train.report.metrics import RISING
 
 FORMAT = "meseta.sweep/1"
-METRICS = {"ne": False, "auc": True, "logloss": False, "pr_auc": True}
-"""Figures that trials can be ranked by, and whether more is better."""
+METRICS = ("ne", "auc", "logloss", "pr_auc")
+"""Figures that trials can be ranked by."""
 DRAWS = ("uniform", "loguniform", "randint")
 _DRAW = re.compile(rf"({'|'.join(DRAWS)})\(([^,()]+),([^,()]+)\)")
 MOST_COMPARED = 8
@@ -253,7 +254,7 @@ class Result:
 
 def rank(results: Sequence[Result], metric: str) -> list[Result]:
     """The best first; trials without the figure come last, in their order."""
-    sign = -1.0 if METRICS[metric] else 1.0
+    sign = -1.0 if metric in RISING else 1.0
 
     def key(result: Result) -> tuple[bool, float, int]:
         value = result.figure(metric)

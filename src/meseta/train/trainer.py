@@ -81,7 +81,7 @@ class Trainer:
         self.num_samples = 0
         self.train_s = 0.0
         try:
-            self._on_first(self.run_dir.lock)
+            self.world.on_first(self.run_dir.lock)
             self._resume()
             self.num_steps = self._count_steps()
         except MesetaError:
@@ -111,7 +111,7 @@ class Trainer:
         """
         try:
             fill(self.model)
-            self._on_first(self._begin)
+            self.world.on_first(self._begin)
             self._save()
             self.saver.wait()
         finally:
@@ -120,7 +120,7 @@ class Trainer:
         return checkpoint_path(self.run_dir.checkpoints, self.step)
 
     def _run(self) -> dict[str, Any]:
-        self._on_first(self._begin)
+        self.world.on_first(self._begin)
         first = self.step
         with TrainProgress(self.num_steps, first_step=first, shown=self.world.rank == 0) as progress:
             if first:
@@ -135,8 +135,8 @@ class Trainer:
                 raise self.saver.stop()
             line = self._last_evaluation(progress)
         summary = self._summary(line, ids_outside(self.model.embeddings, self.world))
-        self._on_first(lambda: self.run_dir.write_json("summary.json", summary))
-        self._on_first(lambda: write_report(self.run_dir.path))
+        self.world.on_first(lambda: self.run_dir.write_json("summary.json", summary))
+        self.world.on_first(lambda: write_report(self.run_dir.path))
         return summary
 
     def _begin(self) -> None:
@@ -146,16 +146,6 @@ class Trainer:
         self.run_dir.forget_after(self.step, self.num_steps)
         if self.board is not None:
             self.board.begin(self.run_dir.metrics())
-
-    def _on_first(self, action: Any) -> None:
-        """Do something on rank 0 alone; a MesetaError there is raised on all ranks."""
-        problem = None
-        if self.world.rank == 0:
-            try:
-                action()
-            except MesetaError as error:
-                problem = error
-        self.world.raise_together(problem)
 
     def _last_evaluation(self, progress: TrainProgress) -> dict[str, Any]:
         """The evaluation that ended training early, or one of the trained model."""
@@ -300,7 +290,7 @@ class Trainer:
 
     def _resume(self) -> None:
         """Take up the newest checkpoint, if there is one."""
-        self._on_first(self.saver.fetch)
+        self.world.on_first(self.saver.fetch)
         path = checkpoint.newest(self.run_dir.checkpoints)
         path = self.world.gather_objects(path)[0]
         if path is None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meseta.measure.doctor.finding import Finding, note, ok, problem, size
-from meseta.measure.doctor.system import Limits, System
+from meseta.measure.doctor.system import Limits, System, free_memory_bytes
 
 LITTLE_MEMORY_BYTES = 2_000_000_000
 NO_MEMORY_BYTES = 300_000_000
@@ -56,12 +56,11 @@ def check_cores(num_usable: int, num_all: int, limits: Limits, torch: Mapping[st
 
 def check_memory(system: System, limits: Limits) -> Finding:
     """Memory that is free, and what limits it."""
-    total, free = (system.bytes_of("proc/meminfo", name) for name in ("MemTotal", "MemAvailable"))
+    total, free = system.bytes_of("proc/meminfo", "MemTotal"), free_memory_bytes(system, limits)
     if total is None or free is None:
         return note("memory", "the kernel does not tell how much there is")
     text = f"{size(free)} free of {size(total)}"
     if limits.memory_bytes is not None and limits.memory_free_bytes is not None:
-        free = min(free, limits.memory_free_bytes)
         text = f"{size(free)} free of the {size(limits.memory_bytes)} that a control group grants, of {size(total)}"
     else:
         text += ", no control group limits it"

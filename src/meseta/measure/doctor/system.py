@@ -62,6 +62,13 @@ def read_limits(system: System) -> Limits:
     )
 
 
+def free_memory_bytes(system: System, limits: Limits) -> int | None:
+    """Memory that this process may still take: what the machine has available, and no control group forbids. None
+    where the system does not tell."""
+    found = [system.bytes_of("proc/meminfo", "MemAvailable"), limits.memory_free_bytes]
+    return min((value for value in found if value is not None), default=None)
+
+
 def _groups(system: System, controller: str) -> Iterator[str]:
     """Folders that may hold a controller's files, the innermost first.
 

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meseta.spec import MesetaError
+from meseta.spec.weights import LARGEST_WEIGHT, SMALLEST_WEIGHT, is_weight
 
-SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-9, 1e9
-"""Weights other than 0 lie between these, so that no sum or product of them overflows or vanishes."""
 LARGEST_LOGIT = 1e100
 """Logits are no larger in size, so that no weighted loss overflows; that of a float32 never is."""
 _BAD_LABEL = 2
@@ -51,9 +50,9 @@ class Samples:
         A sample of weight 0 is padding and may hold anything. Raises MesetaError for a weight that is neither 0 nor
         between 1e-9 and 1e9, a logit that is not finite or beyond 1e100 and a label that is neither 0 nor 1.
         """
+        if self.weights is not None:
+            _check_weights(self.weights)
         weights = None if self.weights is None else self.weights.astype(np.float64)
-        if weights is not None:
-            _check_weights(weights)
         counts = np.ones(len(self), np.bool_) if weights is None else weights > 0.0
         self._check(counts)
         kept = self if counts.all() else self.take(counts)
@@ -138,9 +137,8 @@ def counted_weights(weights: NDArray[np.floating] | None, num_samples: int) -> N
     """Weights [n] in float64, ones where there are none; raises MesetaError as `Samples.counted` does."""
     if weights is None:
         return np.ones(num_samples)
-    checked = weights.astype(np.float64)
-    _check_weights(checked)
-    return checked
+    _check_weights(weights)
+    return weights.astype(np.float64)
 
 
 def losses_and_predictions(
@@ -149,9 +147,14 @@ def losses_and_predictions(
     """log(1 + exp(sign * z)), which is the loss of a positive for sign -1 and of a negative for 1, and the
     probability, both [n]; exact for any finite logit."""
     values = logits.astype(np.float64)
-    decay = np.exp(-np.abs(values))  # never overflows
-    losses = np.maximum(sign * values, 0.0) + np.log1p(decay)
-    return losses, np.where(values >= 0.0, 1.0, decay) / (1.0 + decay)
+    losses = np.maximum(sign * values, 0.0) + np.log1p(np.exp(-np.abs(values)))  # never overflows
+    return losses, logistic(values)
+
+
+def logistic(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    """1 / (1 + exp(-z)), without overflow for any finite logit."""
+    decay = np.exp(-np.abs(logits))
+    return np.where(logits >= 0.0, 1.0, decay) / (1.0 + decay)
 
 
 def concatenated(columns: Sequence[NDArray[np.generic]], empty: type[np.generic]) -> NDArray[np.generic]:
@@ -159,8 +162,8 @@ def concatenated(columns: Sequence[NDArray[np.generic]], empty: type[np.generic]
     return np.concatenate([np.empty(0, empty), *columns])
 
 
-def _check_weights(weights: NDArray[np.float64]) -> None:
-    fits = (weights == 0.0) | ((weights >= SMALLEST_WEIGHT) & (weights <= LARGEST_WEIGHT))  # false for nan
+def _check_weights(weights: NDArray[np.floating]) -> None:
+    fits = is_weight(weights)
     if not fits.all():
         bad = int(fits.argmin())
         raise MesetaError(

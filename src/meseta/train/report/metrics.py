@@ -46,6 +46,9 @@ METRICS = (
     Metric(key="calibration", name="calibration", better="one", decimals=3),
 )
 
+RISING = frozenset(metric.key.partition(".")[0] for metric in METRICS if metric.better == "higher")
+"""Figures of which more is better; of the others less is."""
+
 
 def metrics_in(lines: Iterable[Figures | None]) -> list[Metric]:
     """The main metrics, and the others that at least one line has."""
