@@ -1,9 +1,11 @@
-"""`meseta prepare` on a synthetic click log beside polars' parse of the same file; Parquet to batches beside pyarrow,
-polars and torch's DataLoader, all of which end in tensors, and beside decoding alone, which is the limit.
+"""Criteo's TSV to hashed ids in memory and to Parquet (`meseta prepare`), beside polars' parse of the same file;
+Parquet to batches beside pyarrow, polars and torch's DataLoader, all of which end in tensors, and beside decoding
+alone, which is the limit.
 
-    python benchmarks/bench_ingest.py [num_rows]
+    python benchmarks/bench_ingest.py [num_rows [FILE.tsv]]
 
-Default 5,000,000 rows, made in the directory for temporary files (TMPDIR; 1.2 GB of text and as much while preparing).
+Default 5,000,000 rows, synthetic, or those of a file again and again, in the directory for temporary files (TMPDIR;
+1.2 GB of text and as much while preparing).
 Every measurement runs in a process of its own, which also tells its peak memory; peers and ours take turns. Runs the
 correctness tests first and reports nothing when they fail. Appends to benchmarks/results.csv.
 """
@@ -38,6 +40,36 @@ from pathlib import Path
 from meseta.data.synth import SynthOptions, write_click_log
 write_click_log(SynthOptions(out=Path(sys.argv[1]), num_rows=int(sys.argv[2])))
 """
+REPEAT = """
+import itertools, sys
+with open(sys.argv[1], "rb") as file, open(sys.argv[2], "wb") as out:
+    lines = [line.rstrip(b"\\n") + b"\\n" for line in file]
+    out.writelines(itertools.islice(itertools.cycle(lines), int(sys.argv[3])))
+"""
+# What `prepare` does in its first pass, without keeping anything: label, dense and ids of each block.
+IN_MEMORY = (
+    """
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from meseta.data.encode import Encoder
+from meseta.data.layout import find_layout
+from meseta.data.prepare import PrepareOptions
+from meseta.data.sources import find_sources, read_blocks
+from meseta.data.splitting import Splitter
+from meseta.data.workers import in_order
+from meseta.spec.processors import num_cores
+""",
+    """
+[source] = find_sources([sys.argv[1]], [], by_fraction=True)
+layout = find_layout([source])
+hash_rows = dict.fromkeys((column.name for column in layout.sparse), PrepareOptions.hash_rows)
+splitter = Splitter(seed=0, test_fraction=0.0, by=None, test_from=None)
+encoder = Encoder(layout, splitter, seed=0, hash_rows=hash_rows)
+with ThreadPoolExecutor(num_cores()) as pool:
+    blocks = (partial(encoder.encode, block, block.first_row) for block in read_blocks(source, layout.columns))
+    num_rows = sum(encoded.splits["train"].num_rows for encoded in in_order(pool, blocks, num_cores() + 1))
+""",
+)
 PREPARE = (
     "from pathlib import Path; from meseta.data.prepare import PrepareOptions, prepare",
     "data = prepare(PrepareOptions(sources=[sys.argv[1]], out=Path(sys.argv[2]), force=True))\n"
@@ -116,16 +148,30 @@ LIMIT = (
 
 def main() -> None:
     num_rows = int(sys.argv[1].replace("_", "")) if len(sys.argv) > 1 else 5_000_000
+    real = Path(sys.argv[2]).resolve() if len(sys.argv) > 2 else None
     subprocess.run([sys.executable, "-m", "pytest", *TESTS], check=True, cwd=ROOT)
     with tempfile.TemporaryDirectory(prefix="meseta-bench-") as folder:
-        subprocess.run([sys.executable, "-c", SYNTH, f"{folder}/raw", str(num_rows)], check=True)
         tsv, data = f"{folder}/raw/day_0.tsv", f"{folder}/data"
-        case = f"{num_rows} rows, {Path(tsv).stat().st_size / 1e6:.0f} MB of text"
-        prepared, with_vocabulary, parsed = take_turns(
-            [(PREPARE, [tsv, data]), (VOCABULARY, [tsv, f"{folder}/vocabulary"]), (POLARS, [tsv])]
+        if real is None:
+            subprocess.run([sys.executable, "-c", SYNTH, f"{folder}/raw", str(num_rows)], check=True)
+        else:
+            Path(tsv).parent.mkdir()
+            subprocess.run([sys.executable, "-c", REPEAT, str(real), tsv, str(num_rows)], check=True)
+        case = f"{num_rows} rows, {Path(tsv).stat().st_size / 1e6:.0f} MB of text" + (f", {real.name}" if real else "")
+        in_memory, prepared, with_vocabulary, parsed = take_turns(
+            [
+                (IN_MEMORY, [tsv]),
+                (PREPARE, [tsv, data]),
+                (VOCABULARY, [tsv, f"{folder}/vocabulary"]),
+                (POLARS, [tsv]),
+            ]
         )
         read = {batch_size: read_parquet(data, batch_size) for batch_size in BATCH_SIZES}
-    for name, ours in (("prepare", prepared), ("prepare --vocabulary", with_vocabulary)):
+    for name, ours in (
+        ("TSV to ids in memory", in_memory),
+        ("prepare", prepared),
+        ("prepare --vocabulary", with_vocabulary),
+    ):
         report(case, name, ours[0], "rows/s", ("polars read_csv", parsed[0]))
         report(case, f"{name}, peak memory", ours[1], "MB", ("polars read_csv", parsed[1]))
     for batch_size, found in read.items():

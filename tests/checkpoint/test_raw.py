@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meseta.checkpoint import raw
-from meseta.checkpoint.raw import PAGE_BYTES, read_whole, scratch, write_synced
+from meseta.checkpoint.raw import PAGE_BYTES, read_whole, scratch, write_whole
 
 SIZES = (1, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 5 * PAGE_BYTES + 77)
 
@@ -23,7 +23,7 @@ def always_direct(monkeypatch: pytest.MonkeyPatch) -> None:
 def there_and_back(path: Path, size: int) -> None:
     content = os.urandom(size)
     scratch(size)[:size] = content
-    write_synced(path, scratch(size), size)
+    write_whole(path, scratch(size), size)
     assert path.read_bytes() == content
     scratch(size)[:size] = bytes(size)
     assert read_whole(path, size) == content
@@ -64,4 +64,4 @@ def test_what_is_wrong_with_a_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read_whole(tmp_path / "missing", 10)
     with pytest.raises(FileNotFoundError):
-        write_synced(tmp_path / "no" / "file", scratch(3), 3)
+        write_whole(tmp_path / "no" / "file", scratch(3), 3)

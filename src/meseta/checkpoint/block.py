@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pyarrow as pa
 from meseta.checkpoint import digest
 from meseta.checkpoint.broken import broken_file, check_checksum, check_size
 from meseta.checkpoint.layout import ID, BlockSchema
-from meseta.checkpoint.raw import read_whole, scratch, write_synced
+from meseta.checkpoint.raw import read_whole, scratch, sync, write_whole
 from meseta.spec import MesetaError
 
 Values = dict[str, np.ndarray]
@@ -20,20 +21,15 @@ Values = dict[str, np.ndarray]
 
 
 def write_block(root: Path, path: str, schema: BlockSchema, first_row: int, values: Values) -> dict[str, Any]:
-    """Write and fsync one block; returns its entry in the manifest. Raises MesetaError, for example on a full disk."""
+    """Write one block, for `sync_block`; returns its entry in the manifest. Raises MesetaError, as on a full disk."""
     num_rows = len(next(iter(values.values())))
     arrays = [pa.array(np.arange(first_row, first_row + num_rows, dtype=np.int64))]
     for column, field in zip(schema.columns, list(schema.to_arrow())[1:], strict=True):
         flat = pa.array(values[column.name].reshape(-1))  # shares memory, so every bit pattern survives
         arrays.append(pa.FixedSizeListArray.from_arrays(flat, type=field.type) if column.kind == "element" else flat)
     batch = pa.RecordBatch.from_arrays(arrays, schema=schema.to_arrow())
-    try:
+    with _named(root / path):
         num_bytes = _write_arrow(root / path, batch)
-    except OSError as error:
-        raise MesetaError(
-            f"checkpoint file {str(root / path)!r} cannot be written: {error.strerror or error}; "
-            "make room there, keep fewer checkpoints, or choose another directory"
-        ) from None
     return {
         "path": path,
         "first_row": first_row,
@@ -41,6 +37,23 @@ def write_block(root: Path, path: str, schema: BlockSchema, first_row: int, valu
         "num_bytes": num_bytes,
         "checksum": digest.of_arrays(values[column.name] for column in schema.columns),
     }
+
+
+def sync_block(root: Path, path: str) -> None:
+    """Wait until a block is on the disk; raises MesetaError."""
+    with _named(root / path):
+        sync(root / path)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise MesetaError(
+            f"checkpoint file {str(path)!r} cannot be written: {error.strerror or error}; "
+            "make room there, keep fewer checkpoints, or choose another directory"
+        ) from None
 
 
 def _write_arrow(path: Path, batch: pa.RecordBatch) -> int:
@@ -51,7 +64,7 @@ def _write_arrow(path: Path, batch: pa.RecordBatch) -> int:
     with pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
     num_bytes: int = sink.tell()
-    write_synced(path, content, num_bytes)
+    write_whole(path, content, num_bytes)
     return num_bytes
 
 

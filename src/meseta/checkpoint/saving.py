@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meseta.checkpoint.block import write_block
+from meseta.checkpoint.block import sync_block, write_block
 from meseta.checkpoint.dense import write_dense
 from meseta.checkpoint.directory import begin, checkpoint_path, commit, discard, temporary_path
 from meseta.checkpoint.exchange import Job, LocalShards, exchange, pack, unpack
@@ -131,7 +131,7 @@ def _write_blocks(
             received = exchange(world, round_jobs, together(world, partial(writer.pack_next, world, round_jobs)))
             if world.rank < len(round_jobs):
                 writer.submit(round_jobs[world.rank], received)
-        together(world, partial(writer.settle, 0))
+        together(world, writer.finish)
     entries: dict[str, list[dict[str, Any]]] = {name: [] for name in layouts}
     for own in world.gather_objects(writer.written):
         for name, entry in own:
@@ -163,6 +163,12 @@ class _Writer:
         while len(self._in_flight) > limit:
             name, future = self._in_flight.popleft()
             self.written.append((name, future.result()))
+
+    def finish(self) -> None:
+        """Wait until all blocks are on the disk; raises what writing raised."""
+        self.settle(0)
+        for synced in [self._pool.submit(sync_block, self._temporary, entry["path"]) for _, entry in self.written]:
+            synced.result()
 
     def _write(self, job: Job, received: Tensor) -> dict[str, Any]:
         path = job.layout.block_path(job.rows[0])
