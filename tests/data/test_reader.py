@@ -2,6 +2,7 @@
 
 import json
 import math
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -293,3 +294,10 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(MesetaError, match=r"part-00001.parquet' cannot be read"):
         read_all(tmp_path / "data")
+
+
+def test_a_batch_that_is_let_go_is_freed(jagged_dataset: Dataset) -> None:
+    batches = Reader(jagged_dataset, "train", ReaderOptions(batch_size=16, prefetch_batches=2)).epoch()
+    for _ in range(3):
+        held = weakref.ref(next(batches))
+        assert held() is None

@@ -84,7 +84,7 @@ class FollowingReader:
                 continue
             assert self._reader is not None and self._part is not None
             if self._reader.epoch_index == 0:
-                with closing(self._reader.epoch()) as batches:  # type: ignore[type-var]
+                with closing(self._reader.epoch()) as batches:
                     for batch in batches:
                         yield self._rescaled(batch, self._reader.dataset)
             self._done.append(self._part)

@@ -4,52 +4,71 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Generator, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 _POLL_S = 0.1
 
 
-def prefetch(items: Iterator[T], num_ahead: int) -> Generator[T, None, None]:
-    """The same items in the same order, at most `num_ahead` of them waiting; 0 makes each when it is asked for.
+class Prefetch(Generic[T]):
+    """The same items in the same order; the thread makes them from now on, at most `num_ahead` of them waiting.
 
-    An exception of `items` is raised here as it is, after the items before it. The thread ends when the last item was
-    taken, and when this iterator is closed or dropped.
+    With `num_ahead` 0 there is no thread, and each is made when it is asked for. An exception of `items` is raised
+    here as it is, after the items before it. The thread ends when the last item was taken, and when this iterator is
+    closed or dropped. Nothing here holds an item that was taken: to free a batch while the thread wakes to make the
+    next one is to wait for the interpreter's lock, several times.
     """
-    if num_ahead < 1:
-        yield from items
-        return
-    ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(num_ahead)
-    stopped = threading.Event()
-    # A daemon, so that an iterator still held at exit does not keep the process alive.
-    thread = threading.Thread(target=_produce, args=(items, ready, stopped), name="meseta-prefetch", daemon=True)
-    thread.start()
-    try:
-        while True:
-            item, error = ready.get()
-            if isinstance(error, _Exhausted):
-                return
-            if error is not None:
-                raise error
-            yield item  # type: ignore[misc]
-    finally:
-        stopped.set()
-        thread.join()
+
+    def __init__(self, items: Iterator[T], num_ahead: int) -> None:
+        self._items: Iterator[T] | None = items if num_ahead < 1 else None
+        self._ready: queue.Queue[list[T] | BaseException] = queue.Queue(num_ahead)
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        if self._items is None:
+            # A daemon, so that an iterator still held at exit does not keep the process alive.
+            thread = threading.Thread(
+                target=_produce, args=(items, self._ready, self._stopped), name="meseta-prefetch", daemon=True
+            )
+            thread.start()
+            self._thread = thread
+
+    def __iter__(self) -> Prefetch[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._items is not None:
+            return next(self._items)
+        if self._thread is None:
+            raise StopIteration
+        made = self._ready.get()
+        if isinstance(made, list):
+            return made.pop()
+        self.close()
+        raise StopIteration if isinstance(made, _Exhausted) else made
+
+    def close(self) -> None:
+        """End the thread; what it has made is lost, and no item comes any more."""
+        self._stopped.set()
+        self._items = iter(()) if self._items is not None else None
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class _Exhausted(Exception):
     """Marks the end of the items."""
 
 
-def _produce(
-    items: Iterator[T], ready: queue.Queue[tuple[T | None, BaseException | None]], stopped: threading.Event
-) -> None:
-    def put(entry: tuple[T | None, BaseException | None]) -> bool:
+def _produce(items: Iterator[T], ready: queue.Queue[list[T] | BaseException], stopped: threading.Event) -> None:
+    def put(made: list[T] | BaseException) -> bool:
         while not stopped.is_set():
             try:
-                ready.put(entry, timeout=_POLL_S)
+                ready.put(made, timeout=_POLL_S)
                 return True
             except queue.Full:
                 continue
@@ -57,8 +76,8 @@ def _produce(
 
     try:
         for item in items:
-            if not put((item, None)):
+            if not put([item]):
                 return
-        put((None, _Exhausted()))
+        put(_Exhausted())
     except BaseException as error:
-        put((None, error))
+        put(error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from meseta.data.batch import Batch
 from meseta.data.dataset import Dataset
 from meseta.data.order import EpochOrder, Window
-from meseta.data.prefetch import prefetch
+from meseta.data.prefetch import Prefetch
 from meseta.data.rows import Rows, concatenate, decode, pad, to_batch
 from meseta.data.selection import LeftOut, Selection
 from meseta.data.sound import check_types, check_values
@@ -67,6 +67,15 @@ class _RowGroup:
     """Rows of the split before it."""
     num_rows: int
     """Rows of it that are read."""
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A batch, taken out when it is handed over, and the position after it."""
+
+    batch: list[Batch]
+    epoch: int
+    row: int
 
 
 class Reader:
@@ -132,21 +141,24 @@ class Reader:
         """Number of the epoch that the next batch belongs to, from 0."""
         return self._epoch
 
-    def epoch(self) -> Iterator[Batch]:
+    def epoch(self) -> Generator[Batch, None, None]:
         """The batches from the present position to the end of its epoch."""
         return self.epochs(self._epoch + 1)
 
-    def epochs(self, num_epochs: int) -> Iterator[Batch]:
+    def epochs(self, num_epochs: int) -> Generator[Batch, None, None]:
         """The batches from the present position until `num_epochs` epochs, counted from the first, are complete.
 
-        The position moves on when a batch is handed over, so what prefetch holds does not count as consumed; leave the
-        loop early and the next call goes on with the following batch.
+        Reading begins at once. The position moves on when a batch is handed over, so what prefetch holds does not count
+        as consumed; leave the loop early and the next call goes on with the following batch.
         """
         batches = self._produce(self._epoch, self._row, num_epochs)
-        with closing(prefetch(batches, self.options.prefetch_batches)) as ahead:
-            for batch, epoch, row in ahead:
-                self._epoch, self._row = epoch, row
-                yield batch
+        return self._hand_over(Prefetch(batches, self.options.prefetch_batches))
+
+    def _hand_over(self, ahead: Prefetch[_Made]) -> Generator[Batch, None, None]:
+        with closing(ahead):
+            for made in ahead:
+                self._epoch, self._row = made.epoch, made.row
+                yield made.batch.pop()
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last batch handed over, as plain data for JSON; the same on every rank."""
@@ -188,8 +200,7 @@ class Reader:
         is_dropped = self.options.last_batch == "drop"
         return left // self.options.batch_size if is_dropped else -(-left // self.options.batch_size)
 
-    def _produce(self, epoch: int, row: int, num_epochs: int) -> Iterator[tuple[Batch, int, int]]:
-        """Batches, each with the position after it."""
+    def _produce(self, epoch: int, row: int, num_epochs: int) -> Iterator[_Made]:
         while epoch < num_epochs:
             num_batches = self._num_batches_from(row)
             with closing(_Pieces(self, epoch)) as pieces:
@@ -202,7 +213,7 @@ class Reader:
                     if row + size > stop:
                         batch = pad(batch, last - first)
                     row = stop
-                    yield (batch, epoch, row) if left > 1 else (batch, epoch + 1, 0)
+                    yield _Made([batch], epoch, row) if left > 1 else _Made([batch], epoch + 1, 0)
             epoch, row = epoch + 1, 0
 
     def order(self, epoch: int) -> EpochOrder:

@@ -57,6 +57,8 @@ class Trainer:
         self.world = world
         self.run_dir = RunDir(config.run_dir)
         self.dataset = Dataset.load(config.data.dir).with_labels(config.data.labels)
+        self.reader = self._reader("train")
+        self._batches = self.reader.epochs(config.train.epochs)  # it reads while the model is made
         self.model = make_sharded_model(config, self.dataset, world)
         self.optimizer = make_dense_optimizer(config.dense.optimizer, self.model.parameters())
         weights = task_weights(config, self.dataset)
@@ -69,7 +71,6 @@ class Trainer:
             clip=clip,
             accumulate_steps=config.train.accumulate_steps,
         )
-        self.reader = self._reader("train")
         self.test_reader = self._reader("test")
         check_segments(self.dataset, config.metrics.segments)
         check_stopping(config.train.early_stopping, self.dataset)
@@ -157,12 +158,13 @@ class Trainer:
         """The loop over steps."""
         eval_every = self.config.train.eval_every_steps
         self._log_from = (self.step, self.num_samples, time.perf_counter())
-        with closing(self.reader.epochs(self.config.train.epochs)) as batches:  # type: ignore[type-var]
+        with closing(self._batches) as batches:
             while self.step < self.num_steps and not (self.best.ends_training or self.saver.stopping):
                 self._set_learning_rates()
                 with self.train_step.times.stage("data"):
                     batch = next(batches)
                 self._record(self._run_step(batch), batch)
+                del batch  # while the reader's thread rests: see Prefetch
                 if self.step % self.config.train.log_every_steps == 0 or self.step == self.num_steps:
                     self._log(progress)
                 progress.step(self.step)
@@ -307,6 +309,7 @@ class Trainer:
         self.num_samples = state["num_samples"]
         self.train_s = state["train_s"]
         self.reader.set_state(state["reader"])
+        self._batches = self.reader.epochs(self.config.train.epochs)
         set_random_state(state["random"])
         self.best.set_state(state.get("best", {}))
         self.figures.set_tensors(state["dense"])
