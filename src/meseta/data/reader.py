@@ -205,16 +205,18 @@ class Reader:
             num_batches = self._num_batches_from(row)
             with closing(_Pieces(self, epoch)) as pieces:
                 for left in range(num_batches, 0, -1):
-                    stop = min(row + self.options.batch_size, self.num_rows)
-                    size = self.options.batch_size if self.options.last_batch == "pad" else stop - row
-                    first, last = _slice_of(self._rank, self._num_ranks, row, row + size)
-                    rows = pieces.take(min(first, stop), min(last, stop))
-                    batch = to_batch(self.dataset, rows)
-                    if row + size > stop:
-                        batch = pad(batch, last - first)
-                    row = stop
-                    yield _Made([batch], epoch, row) if left > 1 else _Made([batch], epoch + 1, 0)
+                    after = (epoch, row + self.options.batch_size) if left > 1 else (epoch + 1, 0)
+                    yield _Made([self._make(pieces, row)], *after)
+                    row += self.options.batch_size
             epoch, row = epoch + 1, 0
+
+    def _make(self, pieces: _Pieces, row: int) -> Batch:
+        """This rank's part of the global batch that begins at `row`."""
+        stop = min(row + self.options.batch_size, self.num_rows)
+        size = self.options.batch_size if self.options.last_batch == "pad" else stop - row
+        first, last = _slice_of(self._rank, self._num_ranks, row, row + size)
+        batch = to_batch(self.dataset, pieces.take(min(first, stop), min(last, stop)))
+        return batch if row + size == stop else pad(batch, last - first)
 
     def order(self, epoch: int) -> EpochOrder:
         """The order of rows in one epoch."""
