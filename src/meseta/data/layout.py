@@ -18,7 +18,9 @@ CRITEO = Layout(
     labels=("label",),
     dense=tuple(f"int_{i}" for i in range(NUM_DENSE)),
     sparse=tuple(SparseColumn(name=f"cat_{i}") for i in range(NUM_SPARSE)),
+    delimiter="\t",
 )
+CRITEO = replace(CRITEO, header=tuple(CRITEO.columns))
 """Both Criteo layouts, Kaggle and 1TB: label, 13 integers, 26 categories."""
 
 
@@ -39,11 +41,14 @@ def find_layout(
     Raises MesetaError for a file with other columns, a missing column or one of a wrong type.
     """
     kind = sources[0].kind
+    if kind == "parquet" and schema and (schema.header or schema.delimiter):
+        raise MesetaError("prepare: header and delimiter of the --schema file are for text; leave them out for Parquet")
     if kind == "tsv":
         if dense or sparse or label or schema:
             raise MesetaError(
-                "prepare: --label, --dense, --sparse and --schema are for CSV and Parquet; the columns of TSV are "
-                "Criteo's; text with a header and another name than *.csv is read as CSV if the schema has a delimiter"
+                "prepare: --label, --dense and --sparse are for CSV and Parquet, and this TSV has the columns of "
+                "Criteo's logs; a --schema gives them other roles if it has their names under header, as the one that "
+                "--print-schema prints, or a delimiter where the file has names of its own in its first line"
             )
         for source in sources:
             _check_first_line(source)
@@ -99,8 +104,8 @@ def _check_first_line(source: Source) -> None:
         raise MesetaError(
             f"source {str(source.path)!r} has {num_fields} tab-separated fields in its first line, expected 40: "
             "label, 13 integers, 26 categories; is it a Criteo click log? Other data can come as Parquet, libsvm or "
-            "libffm, as CSV or TSV with a header in files named *.csv or *.tsv (or with .gz), or with any name and "
-            "delimiter that a --schema file gives"
+            "libffm, as CSV or TSV with a header in files named *.csv or *.tsv (or with .gz), or with any name, "
+            "delimiter and header that a --schema file gives"
         )
 
 
@@ -124,7 +129,8 @@ def _csv_layout(
         layout = _guessed_layout(where, names, rows, label, dense, sparse)
     check_names(where, layout.columns, names)
     used = layout.columns
-    return replace(layout, ignored=tuple(name for name in names if name not in used), delimiter=source.delimiter)
+    ignored = tuple(name for name in names if name not in used)
+    return replace(layout, ignored=ignored, delimiter=source.delimiter, header=source.header)
 
 
 def _csv_layout_of(schema: Schema) -> Layout:

@@ -424,9 +424,12 @@ def find_teacher(sources: Sequence[Source]) -> Teacher | None:
 
 
 def _find_sources(options: PrepareOptions) -> tuple[Source, ...]:
-    delimiter = None if options.schema is None else Schema.load(options.schema).delimiter
     by_fraction = not options.test_files
-    return find_sources(options.sources, options.test_files, by_fraction=by_fraction, delimiter=delimiter)
+    schema = None if options.schema is None else Schema.load(options.schema)
+    delimiter, header = (schema.delimiter, schema.header) if schema else (None, ())
+    return find_sources(
+        options.sources, options.test_files, by_fraction=by_fraction, delimiter=delimiter, header=header
+    )
 
 
 def _layout_of(options: PrepareOptions, sources: Sequence[Source], progress: Progress | None = None) -> Layout:

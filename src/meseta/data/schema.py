@@ -84,6 +84,8 @@ class Layout:
     """Why a column was taken for what it is, where that was inferred."""
     delimiter: str = field(default=",", compare=False)
     """Of the first CSV file, for the schema that is printed."""
+    header: tuple[str, ...] = field(default=(), compare=False)
+    """Names of the columns of text that has no header, for that schema as well."""
 
     @property
     def columns(self) -> list[str]:
@@ -170,7 +172,9 @@ class Schema(BaseModel):
     ignore: list[str] = []
     """Columns that are not read; a column that the file does not name is not read either."""
     delimiter: str | None = Field(default=None, min_length=1, max_length=1)
-    """Text with a header: what parts the fields; None: told by the header, and only of files named as CSV."""
+    """Text: what parts the fields; None: told by the header, and only of files named as CSV."""
+    header: list[str] = []
+    """Names of all columns of text that does not begin with a line of them, in order."""
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -244,6 +248,8 @@ def _problem(schema: Schema) -> str | None:
             )
     if schema.delimiter is not None and (schema.delimiter in '"\r\n' or not schema.delimiter.isascii()):
         return f"key 'delimiter': {schema.delimiter!r} must be an ASCII character, and no quote or line end"
+    if len(schema.header) == 1 or not all(schema.header):
+        return f"key 'header': {schema.header} must name all columns, two or more, and none by nothing"
     return _problem_of_buckets(schema) or _problem_of_crosses(schema)
 
 
@@ -320,6 +326,7 @@ def schema_text(layout: Layout) -> str:
         if key == "categorical":
             lines += _mappings(pairs)
     lines += [] if layout.delimiter == "," else [f"delimiter: {json.dumps(layout.delimiter)}"]
+    lines += [f"header: [{', '.join(map(_scalar, layout.header))}]"] if layout.header else []
     return "\n".join(lines) + "\n"
 
 

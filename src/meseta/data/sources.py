@@ -61,6 +61,8 @@ class Source:
     """When it was written last, as its file system tells."""
     delimiter: str = ","
     """What parts the fields of CSV."""
+    header: tuple[str, ...] = ()
+    """Names of the columns of CSV, where it does not begin with them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +98,16 @@ class Block:
 
 
 def find_sources(
-    patterns: Sequence[str], test_patterns: Sequence[str], *, by_fraction: bool, delimiter: str | None = None
+    patterns: Sequence[str],
+    test_patterns: Sequence[str],
+    *,
+    by_fraction: bool,
+    delimiter: str | None = None,
+    header: Sequence[str] = (),
 ) -> tuple[Source, ...]:
     """Files in the given order, what a pattern matches in order of name; files of `test_patterns` go to the test split.
 
-    Where a `delimiter` is given, all text is CSV with it.
+    Where a `delimiter` is given, all text is CSV with it; where a `header` is, it is CSV without one.
     Raises MesetaError for a missing, unreadable, empty or doubled file, for a folder, and for two kinds of files.
     """
     test_paths = _expand(test_patterns)
@@ -109,8 +116,8 @@ def find_sources(
         raise MesetaError("prepare: no source is left for training; every file is named by --test-files")
     train_split: Literal["train", "both"] = "both" if by_fraction else "train"
     sources = tuple(
-        [_identify(path, train_split, delimiter) for path in paths]
-        + [_identify(path, "test", delimiter) for path in test_paths]
+        [_identify(path, train_split, delimiter, tuple(header)) for path in paths]
+        + [_identify(path, "test", delimiter, tuple(header)) for path in test_paths]
     )
     kinds = {source.kind: source.path for source in sources}
     if len(kinds) > 1:
@@ -140,7 +147,7 @@ def first_line(source: Source) -> bytes:
 def csv_sample(source: Source, num_rows: int) -> tuple[tuple[str, ...], list[list[str]]]:
     """The header of a CSV file and the fields of its first rows. Raises MesetaError for a damaged file."""
     with _named_errors(source.path), _open(source.path) as (stream, _):
-        header = _csv_header(source, read_header(stream.readline, BLOCK_BYTES))
+        header = source.header or _csv_header(source, read_header(stream.readline, BLOCK_BYTES))
         text = io.TextIOWrapper(cast(IO[bytes], stream), encoding="utf-8", errors="replace", newline="")
         try:
             rows = list(itertools.islice(csv.reader(text, delimiter=source.delimiter), num_rows))
@@ -181,7 +188,9 @@ def _expand(patterns: Sequence[str]) -> list[str]:
     return paths
 
 
-def _identify(path: str, split: Literal["train", "test", "both"], delimiter: str | None) -> Source:
+def _identify(
+    path: str, split: Literal["train", "test", "both"], delimiter: str | None, header: tuple[str, ...]
+) -> Source:
     try:
         found = status(path)
         if found.is_folder:
@@ -195,7 +204,7 @@ def _identify(path: str, split: Literal["train", "test", "both"], delimiter: str
     kind: Kind = "parquet"
     parted_by = ","
     if magic != b"PAR1" and not path.endswith(".parquet"):
-        kind, parted_by = _text_form(path, delimiter)
+        kind, parted_by = _text_form(path, delimiter, has_names=bool(header))
     return Source(
         path=path,
         split=split,
@@ -203,17 +212,19 @@ def _identify(path: str, split: Literal["train", "test", "both"], delimiter: str
         size_bytes=found.size_bytes or 1,
         changed=found.changed,
         delimiter=parted_by,
+        header=header if kind == "csv" else (),
     )
 
 
-def _text_form(path: str, delimiter: str | None) -> tuple[Kind, str]:
-    """The kind, and the delimiter of CSV: as given, else by the header, where the name is that of CSV or TSV."""
+def _text_form(path: str, delimiter: str | None, *, has_names: bool) -> tuple[Kind, str]:
+    """The kind, and the delimiter of CSV: as given, else by the first line, where the columns have names or the name of
+    the file is that of CSV or TSV."""
     if delimiter is not None:
         return "csv", delimiter
     with _named_errors(path), _open(path) as (stream, _):
         head = stream.read(_HEAD_BYTES)
     name = path.lower()
-    if name.endswith(_CSV_NAMES):
+    if has_names or name.endswith(_CSV_NAMES):
         header = re.sub(rb'"[^"]*"', b"", head).partition(b"\n")[0]
         return "csv", max(_DELIMITERS, key=lambda sign: header.count(sign.encode()))  # the first of equals
     if name.endswith(_TSV_NAMES) and _is_header(head.partition(b"\n")[0].rstrip(b"\r").split(b"\t")):
@@ -255,7 +266,7 @@ def _csv_header(source: Source, header: bytes) -> tuple[str, ...]:
 def _text_blocks(source: Source, start: Place) -> Iterator[Block]:
     """Holds back one block, so that blank lines at the very end of the file can be dropped."""
     held = rest = b""
-    header: tuple[str, ...] = ()
+    header = source.header
     position_bytes = 0
     is_csv = source.kind == "csv"
 
@@ -275,7 +286,7 @@ def _text_blocks(source: Source, start: Place) -> Iterator[Block]:
         )
 
     with _open(source.path) as (stream, stored):
-        if is_csv:
+        if is_csv and not header:
             raw_header = read_header(stream.readline, BLOCK_BYTES)
             header = _csv_header(source, raw_header)
             if not start.offset:
