@@ -147,6 +147,42 @@ def test_a_mirror_takes_a_run_to_another_machine(tiny: Path, tmp_path: Path) -> 
         train(settings(tiny, tmp_path / "third", checkpoint__resume="never", **changes))
 
 
+def test_a_mirror_that_is_away_for_a_while(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training goes on and says so; what was missed is copied with the next checkpoint."""
+    put, refused = Mirror.put, []
+
+    def refuse_once(mirror: Mirror, path: Path) -> None:
+        if not refused:
+            refused.append(path.name)
+            raise MesetaError("checkpoint 'file://there' cannot be used (timeout); check the network")
+        put(mirror, path)
+
+    monkeypatch.setattr(Mirror, "put", refuse_once)
+    mirror = f"file://{tmp_path}/mirror"
+    train(settings(tiny, tmp_path / "run", train__max_steps=6, checkpoint__every_steps=2, checkpoint__mirror=mirror))
+    assert refused == ["step-000000002"]
+    told = capsys.readouterr().err
+    assert told.count("(timeout)") == 1 and "training goes on, and the next checkpoint tries again" in told
+    assert Mirror(mirror).manifests().keys() == {"step-000000004", "step-000000006"}
+
+
+def test_a_mirror_that_stays_away_fails_at_the_end(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(mirror: Mirror, path: Path) -> None:
+        raise MesetaError("checkpoint 'file://there' cannot be used (timeout); check the network")
+
+    mirror = f"file://{tmp_path}/mirror"
+    document = settings(tiny, tmp_path / "run", train__max_steps=6, checkpoint__mirror=mirror)
+    with monkeypatch.context() as patch:
+        patch.setattr(Mirror, "put", refuse)
+        with pytest.raises(MesetaError, match="timeout"):
+            train(document)
+    assert (tmp_path / "run/report.html").exists()
+    train(document)
+    assert Mirror(mirror).manifests().keys() == {"step-000000006"}
+
+
 def test_a_signal_is_noted_and_handlers_are_put_back() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with Interruption() as interruption:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,7 @@ class Saver:
         self._background = BackgroundSave(world)
         self._copies: bool | None = None
         self._mirror = checkpoint.Mirror(config.mirror) if config.mirror and world.rank == 0 else None
+        self._notes: deque[str] = deque()
 
     def votes(self) -> tuple[float, float, float]:
         """Whether a signal came, whether it is time for a checkpoint by the clock of rank 0, and whether the save in
@@ -115,11 +117,25 @@ class Saver:
 
     def _keep(self, kept: int | None) -> None:
         checkpoint.prune(self._folder, self._config.keep_last, kept)
+        try:
+            self._copy_to_mirror()
+        except MesetaError as error:  # a network comes back; `copy_all` insists
+            self._notes.append(f"{error}; training goes on, and the next checkpoint tries again")
+
+    def _copy_to_mirror(self) -> None:
         if self._mirror is not None:
             here = checkpoint.list_checkpoints(self._folder)
             for whole in (listed.path for listed in here if listed.summary is not None):
                 self._mirror.put(whole)
             self._mirror.keep([listed.path.name for listed in here])
+
+    def notes(self) -> list[str]:
+        """What could not be copied to the mirror, since the last call; known to rank 0 alone."""
+        return [self._notes.popleft() for _ in range(len(self._notes))]
+
+    def copy_all(self) -> None:
+        """Until the mirror has what it lacks; raises, on all ranks, why it cannot. Collective."""
+        self._world.on_first(self._copy_to_mirror)
 
     def wait(self) -> None:
         """Until the checkpoint is written; raises, on all ranks, what writing it met. Collective."""

@@ -115,6 +115,7 @@ class Trainer:
             self.world.on_first(self._begin)
             self._save()
             self.saver.wait()
+            self.saver.copy_all()
         finally:
             self.saver.close()
             self.run_dir.unlock()
@@ -130,7 +131,9 @@ class Trainer:
                 self._train(progress)
                 if self.step > self.saver.saved_step:
                     self._save()
+                self.saver.wait()
             if self.saver.stopping:
+                self.saver.copy_all()
                 saved = checkpoint.latest(self.run_dir.checkpoints)
                 progress.say(f"stopped after step {self.step}, saved in {saved}; the same command goes on from there")
                 raise self.saver.stop()
@@ -138,6 +141,7 @@ class Trainer:
         summary = self._summary(line, ids_outside(self.model.embeddings, self.world))
         self.world.on_first(lambda: self.run_dir.write_json("summary.json", summary))
         self.world.on_first(lambda: write_report(self.run_dir.path))
+        self.saver.copy_all()
         return summary
 
     def _begin(self) -> None:
@@ -168,6 +172,8 @@ class Trainer:
                 if self.step % self.config.train.log_every_steps == 0 or self.step == self.num_steps:
                     self._log(progress)
                 progress.step(self.step)
+                for note in self.saver.notes():
+                    progress.say(f"warning: {note}")
                 is_due = self.step < self.num_steps
                 if eval_every and self.step % eval_every == 0 and is_due:
                     self._off_the_clock(lambda: self._evaluate(progress))
