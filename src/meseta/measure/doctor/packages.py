@@ -28,7 +28,14 @@ REQUIRED = {
 """Package -> oldest version that works."""
 MODULES = {name: {"pyyaml": "yaml"}.get(name, name) for name in REQUIRED}
 """Package -> module that is imported."""
-OPTIONAL = {"polars": "a peer in `benchmarks/`", "tensorboard": "`train.tensorboard`"}
+OPTIONAL = {
+    "s3fs": "files and mirrors at s3://",
+    "gcsfs": "files and mirrors at gs://",
+    "onnx": "`checkpoint export --format onnx`",
+    "onnxscript": "the same",
+    "tensorboard": "`train.tensorboard`",
+    "polars": "a peer in `benchmarks/`",
+}
 """Package -> what it is for."""
 
 Installed = Callable[[str], str | None]
