@@ -14,7 +14,7 @@ import time
 import traceback
 from pathlib import Path
 
-from meseta.data import PrepareOptions, prepare, sources, spool, write
+from meseta.data import PrepareOptions, passes, sources, spool, write
 from meseta.data.prepare import prepare as run
 
 EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.mkdir"}
@@ -24,8 +24,8 @@ def make_small() -> None:
     sources.BLOCK_BYTES, sources.BLOCK_ROWS = 3000, 40
     spool.WINDOW_SAMPLES = 64
     write.PART_WINDOWS = 1
-    prepare.COMMIT_S = 0.0
-    prepare._VOCABULARY_BUDGET_BYTES = 10_000
+    passes.COMMIT_S = 0.0
+    passes._VOCABULARY_BUDGET_BYTES = 10_000
 
 
 def forked(options: PrepareOptions, die_at: int | None, count_file: Path) -> int:

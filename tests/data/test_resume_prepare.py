@@ -18,7 +18,7 @@ import pytest
 
 from data import prepare_and_die
 from data.click_log import make_lines, write_tsv
-from meseta.data import PrepareOptions, prepare, sources, spool, write
+from meseta.data import PrepareOptions, passes, prepare, sources, spool, write
 from meseta.data.spool import Spool
 from meseta.data.staging import staged_folder
 from meseta.spec import MesetaError
@@ -97,7 +97,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "BLOCK_BYTES", 5000)
     monkeypatch.setattr(spool, "WINDOW_SAMPLES", 64)
     monkeypatch.setattr(write, "PART_WINDOWS", 1)
-    monkeypatch.setattr(prepare, "COMMIT_S", 0.0)
+    monkeypatch.setattr(passes, "COMMIT_S", 0.0)
 
 
 def options_of(folder: Path, out: str = "out", **options: Any) -> PrepareOptions:

@@ -137,7 +137,7 @@ def test_what_was_surveyed_is_taken_up(tmp_path: Path, monkeypatch: pytest.Monke
     write(tmp_path, make_rows(), num_files=2)
     run(tmp_path, "whole", split_by="time", test_fraction=0.3)
     monkeypatch.setattr(sources, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr("meseta.data.prepare.COMMIT_S", 0.0)
+    monkeypatch.setattr("meseta.data.passes.COMMIT_S", 0.0)
     stages: list[str] = []
 
     def interrupt(at: str, rows: int, share: float) -> None:
