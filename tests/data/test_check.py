@@ -94,6 +94,25 @@ def test_values_that_break_a_rule(data: Path, column: str, values: Any, expected
     assert fault.endswith("; prepare the dataset again")
 
 
+def test_whole_numbers_are_labels_and_weights_too(data: Path) -> None:
+    """Other programs write them as integers."""
+
+    def read() -> int:
+        return sum(batch.batch_size for batch in Reader(data, "train", ReaderOptions(batch_size=16)).epoch())
+
+    for column in ("label", "sample_weight"):
+        change(data, column, lambda values: [int(value > 0) for value in values], pa.int16())
+    num_rows = read()
+    assert num_rows > 300 and not any("must be" in str(fault) and "row" in str(fault) for fault in check(data).faults)
+    change(data, "label", put(8, 2))
+    with pytest.raises(MesetaError, match=r"row 8: 'label' is 2, and must be in 0\.\.1;"):
+        read()
+    change(data, "label", put(8, 1))
+    change(data, "sample_weight", put(9, -3))
+    with pytest.raises(MesetaError, match=r"row 9: 'sample_weight' is -3, and must be 0, or 1e-09 to 1e\+09;"):
+        read()
+
+
 @pytest.mark.parametrize("weight", [1e-12, 1e12, -1.0, float("nan")])
 def test_the_reader_refuses_the_weights_that_the_check_finds(data: Path, weight: float) -> None:
     change(data, "sample_weight", put(8, weight))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -45,6 +46,6 @@ def log1p(values: NDArray[np.generic]) -> NDArray[np.float32]:
     return np.log1p(np.fmax(values.astype(np.float64, copy=False), 0.0)).astype(np.float32)
 
 
-def is_label(label: NDArray[np.floating]) -> NDArray[np.bool_]:
+def is_label(label: NDArray[Any]) -> NDArray[np.bool_]:
     """Whether each label [n] is in 0..1; NaN (missing) is not."""
     return (label >= 0) & (label <= 1)

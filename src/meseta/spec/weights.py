@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -10,6 +12,6 @@ SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-9, 1e9
 RULE = f"0, or {SMALLEST_WEIGHT:g} to {LARGEST_WEIGHT:g}"
 
 
-def is_weight(weights: NDArray[np.floating]) -> NDArray[np.bool_]:
+def is_weight(weights: NDArray[Any]) -> NDArray[np.bool_]:
     """Whether each weight [n] is 0 or within the limits, as its own type rounds them; NaN (missing) is not."""
     return (weights == 0) | ((weights >= SMALLEST_WEIGHT) & (weights <= LARGEST_WEIGHT))
