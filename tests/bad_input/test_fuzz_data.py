@@ -259,4 +259,4 @@ def test_spoiled_files(trained: Path, tmp_path: Path, kind: str, seed: int) -> N
         assert ended.code in (0, 1) and (len(errors) == ended.code or is_list), (number, ended)
         check_whole(place, given, ended.code)
         shutil.rmtree(place)
-    assert sum(codes) > 0
+    assert sum(codes) > 0 or kind == "run_files"  # much of what a run keeps is never read again
