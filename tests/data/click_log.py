@@ -9,11 +9,15 @@ import statistics
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from xxhash import xxh64_intdigest as xxh64
+
+from meseta.data import Dataset, PrepareOptions
+from meseta.data.prepare import prepare
 
 DENSE = [f"int_{i}" for i in range(13)]
 SPARSE = [f"cat_{i}" for i in range(26)]
@@ -78,3 +82,17 @@ def reuse_shares(ids: list[list[int]], window: int = 65_536) -> tuple[list[float
 def read_split(folder: Path, split: str) -> pa.Table:
     """All parts of a split in order."""
     return pa.concat_tables([pq.read_table(path) for path in sorted((folder / split).glob("*.parquet"))])
+
+
+def prepare_with(tmp_path: Path, name: str, schema: str | None, **options: Any) -> Dataset:
+    """`tmp_path`/`name` prepared as a schema file of this text says, in `tmp_path`/out."""
+    given = {"test_fraction": 0.0, "hash_rows": 500, "out": tmp_path / "out", **options}
+    if schema is not None:
+        (tmp_path / "schema.yaml").write_text(schema)
+        given["schema"] = tmp_path / "schema.yaml"
+    return prepare(PrepareOptions(sources=[str(tmp_path / name)], **given))
+
+
+def hashed(feature: str, value: str) -> int:
+    """The row of a value in the table that `prepare_with` makes, of 500."""
+    return xxh64(value.encode(), xxh64(feature.encode(), 0)) * 500 >> 64

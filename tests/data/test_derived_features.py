@@ -12,11 +12,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from xxhash import xxh64_intdigest
 
-from data.click_log import read_split
+from data.click_log import hashed, prepare_with, read_split
 from meseta.data import Dataset, Reader, ReaderOptions, sources
-from meseta.data.prepare import PrepareOptions, prepare, read_layout
+from meseta.data.prepare import PrepareOptions, read_layout
 from meseta.data.schema import schema_text
 from meseta.spec import MesetaError
 
@@ -65,15 +64,7 @@ def write(path: Path, rows: list[list[str]], delimiter: str = ",", header: list[
 
 
 def run(tmp_path: Path, name: str, schema: str | None = SCHEMA, **options: Any) -> Dataset:
-    given = {"test_fraction": 0.0, "hash_rows": 500, "out": tmp_path / "out", **options}
-    if schema is not None:
-        (tmp_path / "schema.yaml").write_text(schema)
-        given["schema"] = tmp_path / "schema.yaml"
-    return prepare(PrepareOptions(sources=[str(tmp_path / name)], **given))
-
-
-def hashed(feature: str, value: str) -> int:
-    return xxh64_intdigest(value.encode(), xxh64_intdigest(feature.encode(), 0)) * 500 >> 64
+    return prepare_with(tmp_path, name, schema, **options)
 
 
 def bucket(age: str) -> int:

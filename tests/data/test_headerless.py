@@ -8,11 +8,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from xxhash import xxh64_intdigest
 
-from data.click_log import make_lines, read_split, write_tsv
+from data.click_log import hashed, make_lines, prepare_with, read_split, write_tsv
 from meseta.data import Dataset, sources
-from meseta.data.prepare import PrepareOptions, prepare, read_layout
+from meseta.data.prepare import PrepareOptions, read_layout
 from meseta.data.schema import schema_text
 from meseta.spec import MesetaError
 
@@ -20,15 +19,7 @@ SCHEMA = "header: [clicked, age, city]\nlabel: clicked\ndense: [age]\ncategorica
 
 
 def run(tmp_path: Path, name: str, schema: str | None, **options: Any) -> Dataset:
-    given = {"test_fraction": 0.0, "hash_rows": 500, "out": tmp_path / "out", "force": True, **options}
-    if schema is not None:
-        (tmp_path / "schema.yaml").write_text(schema)
-        given["schema"] = tmp_path / "schema.yaml"
-    return prepare(PrepareOptions(sources=[str(tmp_path / name)], **given))
-
-
-def hashed(feature: str, value: str) -> int:
-    return xxh64_intdigest(value.encode(), xxh64_intdigest(feature.encode(), 0)) * 500 >> 64
+    return prepare_with(tmp_path, name, schema, **{"force": True, **options})
 
 
 @pytest.mark.parametrize("name", ["day_0", "day_0.gz", "log.csv"])

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from meseta.checkpoint.manifest import MANIFEST_PATH, read_manifest
+from meseta.checkpoint.raw import sync
 from meseta.spec import MesetaError
 
 _TEMPORARY, _OLD = ".tmp-", ".old-"
@@ -27,7 +28,7 @@ def begin(parent: Path, step: int, folders: list[str]) -> Path:
     """Clean up after killed runs and make a fresh temporary directory with `folders` in it; raises OSError."""
     if not parent.is_dir():
         parent.mkdir(parents=True)
-        sync_directory(parent.parent)
+        sync(parent.parent)
     for path in list(parent.iterdir()):
         if path.name.startswith(_TEMPORARY):
             shutil.rmtree(path)
@@ -59,13 +60,13 @@ def commit(temporary: Path) -> Path:
     A former checkpoint of the same step steps aside first. Killed between the two renames, `latest` finds it there.
     """
     for directory, _, _ in os.walk(temporary, topdown=False):
-        sync_directory(Path(directory))
+        sync(Path(directory))
     final = temporary.with_name(temporary.name.removeprefix(_TEMPORARY))
     former = final.with_name(_OLD + final.name)
     if final.exists():
         final.rename(former)
     temporary.rename(final)
-    sync_directory(final.parent)
+    sync(final.parent)
     if former.exists():
         discard(former)
     return final
@@ -78,15 +79,6 @@ def discard(path: Path) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
         path.rename(doomed)
     shutil.rmtree(doomed)
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable; raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def latest(parent: Path | str) -> Path | None:

@@ -64,7 +64,7 @@ def write_whole(path: Path, content: memoryview, num_bytes: int) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file is on the disk; raises OSError."""
+    """Wait until a file, or the names in a folder, are on the disk; raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
