@@ -136,7 +136,7 @@ def killed_and_gone_on(folder: Path, tiny: Path, size: int, moments: list[str], 
     return run_dir
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_killed_twice(whole: Callable[[int], Path], tiny: Path, tmp_path: Path, size: int) -> None:
     moments = ["evaluating" if size == 1 else "training", "saving"]
     run_dir = killed_and_gone_on(tmp_path, tiny, size, moments, seed=size)
@@ -195,7 +195,7 @@ def test_a_dead_rank_and_a_dead_launcher(whole: Callable[[int], Path], tiny: Pat
     check_equal(run_dir, whole(2) / "run")
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_signals_save_and_the_run_goes_on(whole: Callable[[int], Path], tiny: Path, tmp_path: Path, size: int) -> None:
     """SIGTERM to the process that was started, then Ctrl-C to all processes, as a terminal sends it."""
     run_dir = tmp_path / "run"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Iterator
@@ -53,6 +54,9 @@ class Prefetch(Generic[T]):
         self._stopped.set()
         self._items = iter(()) if self._items is not None else None
         if self._thread is not None:
+            with contextlib.suppress(queue.Empty):  # room, for the thread may wait for it
+                while True:
+                    self._ready.get_nowait()
             self._thread.join()
             self._thread = None
 
@@ -69,7 +73,7 @@ def _produce(items: Iterator[T], ready: queue.Queue[list[T] | BaseException], st
         while not stopped.is_set():
             try:
                 ready.put(made, timeout=_POLL_S)
-                return True
+                return not stopped.is_set()
             except queue.Full:
                 continue
         return False
