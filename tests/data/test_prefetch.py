@@ -11,9 +11,18 @@ import pytest
 
 from meseta.data.prefetch import Prefetch
 
+OTHERS: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def others() -> None:
+    """Threads of what other tests still hold."""
+    OTHERS.clear()
+    OTHERS.update(threading.enumerate())
+
 
 def is_running() -> bool:
-    return any(thread.name == "meseta-prefetch" for thread in threading.enumerate())
+    return any(thread.name == "meseta-prefetch" for thread in set(threading.enumerate()) - OTHERS)
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1, 5])

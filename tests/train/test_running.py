@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +100,16 @@ def test_segments_of_the_test_split_are_measured_apart(tmp_path: Path, tiny: Pat
 def test_what_no_evaluation_has_is_refused_before_the_first_step(
     tmp_path: Path, tiny: Path, changes: dict, words: str
 ) -> None:
+    before = set(threading.enumerate())
     with pytest.raises(MesetaError) as caught:
         Trainer(RunConfig.model_validate(settings(tiny, tmp_path / "run", **changes)), World.current())
     assert words in str(caught.value)
+    assert set(threading.enumerate()) <= before  # while the error, and so the trainer, is held
+
+
+def test_a_run_that_fails_leaves_no_thread(tiny: Path, tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    document = settings(tiny, tmp_path / "run", train__epochs=50, dense__optimizer={"name": "sgd", "lr": 1e30})
+    with pytest.raises(MesetaError, match="the loss is") as caught:
+        train(document)
+    assert set(threading.enumerate()) <= before, caught

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -52,8 +52,8 @@ def predict(model: Model, reader: Reader, world: World, shift: float = 0.0) -> I
 
     `shift` is added to the logits, see meseta.data.selection.calibration_shift.
     """
-    with torch.no_grad(), evaluation_mode(model):
-        for batch in reader.epoch():
+    with torch.no_grad(), evaluation_mode(model), closing(reader.epoch()) as batches:
+        for batch in batches:
             on_device = batch.to(world.device, non_blocking=True)
             pooled = model.embeddings(on_device.sparse).pooled.values
             logits = model.score(on_device.dense, pooled)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, astuple
 from pathlib import Path
@@ -58,7 +58,6 @@ class Trainer:
         self.run_dir = RunDir(config.run_dir)
         self.dataset = Dataset.load(config.data.dir).with_labels(config.data.labels)
         self.reader = self._reader("train")
-        self._batches = self.reader.epochs(config.train.epochs)  # it reads while the model is made
         self.model = make_sharded_model(config, self.dataset, world)
         self.optimizer = make_dense_optimizer(config.dense.optimizer, self.model.parameters())
         weights = task_weights(config, self.dataset)
@@ -98,7 +97,8 @@ class Trainer:
         when SIGTERM or SIGINT came to any of them.
         """
         try:
-            return self._run()
+            with closing(self.reader.epochs(self.config.train.epochs)) as batches:
+                return self._run(batches)
         finally:
             if self.board is not None:
                 self.board.close()
@@ -121,14 +121,14 @@ class Trainer:
             self.run_dir.unlock()
         return checkpoint_path(self.run_dir.checkpoints, self.step)
 
-    def _run(self) -> dict[str, Any]:
+    def _run(self, batches: Iterator[Batch]) -> dict[str, Any]:
         self.world.on_first(self._begin)
         first = self.step
         with TrainProgress(self.num_steps, first_step=first, shown=self.world.rank == 0) as progress:
             if first:
                 progress.say(f"going on from step {first}, {self.run_dir.checkpoints}")
             with self.saver.interruption:
-                self._train(progress)
+                self._train(batches, progress)
                 if self.step > self.saver.saved_step:
                     self._save()
                 self.saver.wait()
@@ -158,27 +158,26 @@ class Trainer:
         [line, *_] = self.world.gather_objects(done[-1] if done and done[-1]["step"] == self.step else None)
         return self._evaluate(progress) if line is None else line
 
-    def _train(self, progress: TrainProgress) -> None:
+    def _train(self, batches: Iterator[Batch], progress: TrainProgress) -> None:
         """The loop over steps."""
         eval_every = self.config.train.eval_every_steps
         self._log_from = (self.step, self.num_samples, time.perf_counter())
-        with closing(self._batches) as batches:
-            while self.step < self.num_steps and not (self.best.ends_training or self.saver.stopping):
-                self._set_learning_rates()
-                with self.train_step.times.stage("data"):
-                    batch = next(batches)
-                self._record(self._run_step(batch), batch)
-                del batch  # while the reader's thread rests: see Prefetch
-                if self.step % self.config.train.log_every_steps == 0 or self.step == self.num_steps:
-                    self._log(progress)
-                progress.step(self.step)
-                for note in self.saver.notes():
-                    progress.say(f"warning: {note}")
-                is_due = self.step < self.num_steps
-                if eval_every and self.step % eval_every == 0 and is_due:
-                    self._off_the_clock(lambda: self._evaluate(progress))
-                if is_due and self.saver.is_due(self.step, is_best=self.best.step == self.step):
-                    self._off_the_clock(self._save)
+        while self.step < self.num_steps and not (self.best.ends_training or self.saver.stopping):
+            self._set_learning_rates()
+            with self.train_step.times.stage("data"):
+                batch = next(batches)
+            self._record(self._run_step(batch), batch)
+            del batch  # while the reader's thread rests: see Prefetch
+            if self.step % self.config.train.log_every_steps == 0 or self.step == self.num_steps:
+                self._log(progress)
+            progress.step(self.step)
+            for note in self.saver.notes():
+                progress.say(f"warning: {note}")
+            is_due = self.step < self.num_steps
+            if eval_every and self.step % eval_every == 0 and is_due:
+                self._off_the_clock(lambda: self._evaluate(progress))
+            if is_due and self.saver.is_due(self.step, is_best=self.best.step == self.step):
+                self._off_the_clock(self._save)
         if self.best.ends_training and self.step < self.num_steps:
             progress.say(f"stopped at step {self.step}: {self.best}")
 
@@ -315,7 +314,6 @@ class Trainer:
         self.num_samples = state["num_samples"]
         self.train_s = state["train_s"]
         self.reader.set_state(state["reader"])
-        self._batches = self.reader.epochs(self.config.train.epochs)
         set_random_state(state["random"])
         self.best.set_state(state.get("best", {}))
         self.figures.set_tensors(state["dense"])
