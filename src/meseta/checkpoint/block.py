@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from meseta.checkpoint import digest
-from meseta.checkpoint.broken import broken_file, check_checksum, check_size
+from meseta.checkpoint.broken import broken_file, check_checksum, check_size, writing
 from meseta.checkpoint.layout import ID, BlockSchema
 from meseta.checkpoint.raw import read_whole, scratch, sync, write_whole
 from meseta.spec import MesetaError
@@ -28,7 +27,7 @@ def write_block(root: Path, path: str, schema: BlockSchema, first_row: int, valu
         flat = pa.array(values[column.name].reshape(-1))  # shares memory, so every bit pattern survives
         arrays.append(pa.FixedSizeListArray.from_arrays(flat, type=field.type) if column.kind == "element" else flat)
     batch = pa.RecordBatch.from_arrays(arrays, schema=schema.to_arrow())
-    with _named(root / path):
+    with writing(root / path):
         num_bytes = _write_arrow(root / path, batch)
     return {
         "path": path,
@@ -41,19 +40,8 @@ def write_block(root: Path, path: str, schema: BlockSchema, first_row: int, valu
 
 def sync_block(root: Path, path: str) -> None:
     """Wait until a block is on the disk; raises MesetaError."""
-    with _named(root / path):
+    with writing(root / path):
         sync(root / path)
-
-
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise MesetaError(
-            f"checkpoint file {str(path)!r} cannot be written: {error.strerror or error}; "
-            "make room there, keep fewer checkpoints, or choose another directory"
-        ) from None
 
 
 def _write_arrow(path: Path, batch: pa.RecordBatch) -> int:

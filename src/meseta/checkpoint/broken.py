@@ -1,5 +1,7 @@
-"""How a file that cannot be trusted is reported."""
+"""How a file that cannot be trusted, or written, is reported."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from meseta.spec import MesetaError
@@ -28,3 +30,15 @@ def check_checksum(path: Path, expected: str, found: str) -> None:
     """Raise MesetaError when the content of a file has another digest than the manifest says."""
     if found != expected:
         raise broken_file(path, f"must have the checksum {expected}, but its content has {found}")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise MesetaError, naming the file, where the system refuses to write it, for example on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise MesetaError(
+            f"checkpoint file {str(path)!r} cannot be written: {error.strerror or error}; "
+            "make room there, keep fewer checkpoints, or choose another directory"
+        ) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from meseta.checkpoint import digest
 from meseta.checkpoint.broken import broken_file, check_checksum, check_size
+from meseta.checkpoint.raw import sync
 from meseta.spec import MesetaError
 
 DENSE_PATH = "dense.safetensors"
@@ -25,9 +25,8 @@ def write_dense(root: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     path = root / DENSE_PATH
     try:
         save_file(own, path)
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
-            num_bytes = os.fstat(file.fileno()).st_size
+        sync(path)
+        num_bytes = path.stat().st_size
     except (SafetensorError, OSError) as error:
         raise MesetaError(f"checkpoint file {str(path)!r} cannot be written ({error}); make room there") from None
     return {"path": DENSE_PATH, "num_bytes": num_bytes, "checksum": digest.of_tensors(own)}

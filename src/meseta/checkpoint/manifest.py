@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from meseta.checkpoint import digest
-from meseta.checkpoint.broken import DamagedCheckpoint
+from meseta.checkpoint.broken import DamagedCheckpoint, writing
 from meseta.checkpoint.layout import BlockSchema
+from meseta.checkpoint.raw import sync
 from meseta.spec import MesetaError, Plan
 
 FORMAT = "meseta.checkpoint/1"
@@ -55,17 +55,11 @@ def check_state(state: Mapping[str, Any]) -> None:
 def write_manifest(root: Path, manifest: Mapping[str, Any]) -> None:
     """Write and fsync. Raises MesetaError, for example on a full disk."""
     path = root / MANIFEST_PATH
-    try:
+    with writing(path):
         with path.open("w") as file:
             json.dump(manifest, file, indent=1, allow_nan=False)
             file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise MesetaError(
-            f"checkpoint file {str(path)!r} cannot be written: {error.strerror}; make room there, keep fewer "
-            "checkpoints, or choose another directory"
-        ) from None
+        sync(path)
 
 
 def read_manifest(root: Path) -> dict[str, Any]:

@@ -20,6 +20,10 @@ Width = Annotated[int, Field(ge=1, le=2**20)]
 """Outputs of one layer, up to a million."""
 Depth = Annotated[int, Field(ge=1, le=1024)]
 """Layers, or parts beside each other."""
+Count = Annotated[int, Field(ge=1, lt=2**63)]
+"""Samples, steps and the like."""
+Whole = Annotated[int, Field(ge=0, lt=2**63)]
+"""0, 1, 2 and so on."""
 
 
 class Section(BaseModel):
@@ -41,9 +45,9 @@ class DataConfig(Section):
     """Labels to learn, of those that the dataset has; None: all. Most models predict one."""
     shuffle: bool = True
     """Shuffle training rows, by row groups and inside windows; the order is a function of the seed alone."""
-    shuffle_window_rows: int = Field(default=262_144, ge=1, lt=2**63)
+    shuffle_window_rows: Count = 262_144
     """Rows held in memory and permuted together."""
-    prefetch_batches: int = Field(default=4, ge=0, lt=2**63)
+    prefetch_batches: Whole = 4
     """Batches made ahead by a background thread; 0 reads in the training loop."""
     last_batch: Literal["keep", "drop", "pad"] = "keep"
     """The last training batch of an epoch where it is short: as it is, left out, or filled with samples of weight 0,
@@ -67,11 +71,11 @@ class ScheduleConfig(Section):
     kind: Literal["constant", "polynomial", "cosine", "step"] = "constant"
     """After the warm-up: 'constant', 'polynomial' or 'cosine' decay between two steps, or 'step': a fall by
     `step_factor` every `step_every` steps."""
-    warmup_steps: int = Field(default=0, ge=0, lt=2**63)
+    warmup_steps: Whole = 0
     """Steps over which the factor rises linearly to 1."""
-    decay_start_step: int = Field(default=0, ge=0, lt=2**63)
+    decay_start_step: Whole = 0
     """Step, counted from 0, at which the decay begins, but not before the end of the warm-up."""
-    decay_steps: int = Field(default=0, ge=0, lt=2**63)
+    decay_steps: Whole = 0
     """Length of the decay in steps; 0: until the end of training."""
     power: float = Field(default=2.0, gt=0)
     """polynomial: exponent of the decay."""
@@ -79,7 +83,7 @@ class ScheduleConfig(Section):
     """Factor at and after the end of the decay; under 'step', the least factor."""
     step_factor: float = Field(default=0.1, gt=0, lt=1)
     """step: what the factor is multiplied by at each fall."""
-    step_every: int | None = Field(default=None, ge=1, lt=2**63)
+    step_every: Count | None = None
     """step: steps between falls, counted from the start of the decay."""
 
     @model_validator(mode="after")
@@ -276,11 +280,11 @@ class ModelConfig(Section):
 
 
 class MetricsConfig(Section):
-    ndcg_k: int | None = Field(default=None, ge=1, lt=2**63)
+    ndcg_k: Count | None = None
     """Ranks that NDCG looks at, where the data have groups; None: all."""
     segments: tuple[str, ...] = ()
     """Sparse features with one id per sample: evaluations measure the samples of each of their values apart."""
-    max_segments: int = Field(default=10, ge=1, lt=2**63)
+    max_segments: Count = 10
     """Values of each of `segments` that are listed, those with most samples; the others are measured together."""
 
 
@@ -289,31 +293,31 @@ class EarlyStoppingConfig(Section):
     """Figure of the test split that says which evaluation is the best; 'gauc' and 'ndcg' need data with groups."""
     task: str | None = None
     """Label whose figure it is, where the data have several; None: the first."""
-    patience: int | None = Field(default=None, ge=1, lt=2**63)
+    patience: Count | None = None
     """Stop after this many evaluations in a row that are no better; None: train to the end."""
     min_delta: float = Field(default=0.0, ge=0)
     """An evaluation is better if it gains more than this."""
 
 
 class TrainConfig(Section):
-    batch_size: int = Field(default=2048, ge=1, lt=2**63)
+    batch_size: Count = 2048
     """Samples of a global batch, over all ranks."""
-    accumulate_steps: int = Field(default=1, ge=1, lt=2**63)
+    accumulate_steps: Count = 1
     """Parts in which each rank takes its slice of a global batch, one after the other, with one step of all optimizers
     after the last: the memory of activations becomes that of a part, the result is that of the whole batch."""
-    epochs: int = Field(default=1, ge=1, lt=2**63)
+    epochs: Count = 1
     """Passes over the training split."""
     task_weights: dict[str, Annotated[float, Field(ge=0)]] = {}
     """What the loss of a label is multiplied by, by the name of the label; those that are not named keep 1."""
-    max_steps: int | None = Field(default=None, ge=1, lt=2**63)
+    max_steps: Count | None = None
     """Stop after this many steps; None: after `epochs`."""
-    log_every_steps: int = Field(default=50, ge=1, lt=2**63)
+    log_every_steps: Count = 50
     """Steps between lines of metrics.jsonl."""
     tensorboard: bool = False
     """Also write the figures of metrics.jsonl to run_dir/tensorboard; needs the extra 'tensorboard'."""
-    eval_every_steps: int | None = Field(default=None, ge=1, lt=2**63)
+    eval_every_steps: Count | None = None
     """Steps between evaluations; None: only at the end."""
-    eval_batch_size: int = Field(default=8192, ge=1, lt=2**63)
+    eval_batch_size: Count = 8192
     """Samples of a global batch in evaluation and prediction."""
     early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
     """What the best evaluation is, and when to stop; needs eval_every_steps."""
@@ -326,14 +330,14 @@ class TrainConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every_steps: int | None = Field(default=None, ge=1, lt=2**63)
+    every_steps: Count | None = None
     """Steps between checkpoints; None: not by steps. The end, and SIGTERM or Ctrl-C, always make one."""
     every_minutes: float | None = Field(default=None, gt=0)
     """Minutes between checkpoints, by the clock of rank 0; None: not by time."""
     background: Literal["auto", "always", "never"] = "auto"
     """Write while training goes on, from a copy that takes as much memory as the tables and states of a rank. 'auto'
     does so where every rank has twice that free; else training waits until all is written."""
-    keep_last: int = Field(default=2, ge=1, lt=2**63)
+    keep_last: Count = 2
     """Checkpoints kept; older ones are removed."""
     keep_best: bool = False
     """Save a checkpoint after every evaluation that is the best so far, by train.early_stopping.metric, and keep the
@@ -348,7 +352,7 @@ class CheckpointConfig(Section):
 class RunConfig(Section):
     run_dir: Path
     """Where everything of this run goes."""
-    seed: int = Field(default=0, ge=0, lt=2**63)
+    seed: Whole = 0
     """Order of data, initial rows and weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """'auto' takes a GPU where torch has one."""

@@ -14,13 +14,15 @@ from meseta.spec import MesetaError
 
 NUM_DENSE = 13
 NUM_SPARSE = 26
+_DENSE = tuple(f"int_{i}" for i in range(NUM_DENSE))
+_SPARSE = tuple(f"cat_{i}" for i in range(NUM_SPARSE))
 CRITEO = Layout(
     labels=("label",),
-    dense=tuple(f"int_{i}" for i in range(NUM_DENSE)),
-    sparse=tuple(SparseColumn(name=f"cat_{i}") for i in range(NUM_SPARSE)),
+    dense=_DENSE,
+    sparse=tuple(SparseColumn(name=name) for name in _SPARSE),
     delimiter="\t",
+    header=("label", *_DENSE, *_SPARSE),
 )
-CRITEO = replace(CRITEO, header=tuple(CRITEO.columns))
 """Both Criteo layouts, Kaggle and 1TB: label, 13 integers, 26 categories."""
 
 

@@ -37,10 +37,6 @@ COMMIT_S = 20.0
 """Seconds between two entries of the journal: what a kill costs, about."""
 
 
-def no_progress(stage: str, rows: int, share: float) -> None:
-    """For callers that do not want to know."""
-
-
 @dataclass(frozen=True)
 class ReadSoFar:
     """How far pass 1 has come."""
@@ -64,7 +60,7 @@ class TwoPasses:
         sources: tuple[Source, ...],
         encoder: Encoder,
         staging: Staging,
-        progress: Progress | None,
+        progress: Progress,
     ) -> None:
         self.options = options
         self.sources = sources
@@ -74,7 +70,7 @@ class TwoPasses:
         self.committed_s = time.monotonic()
         self.folder = staging.folder
         self.spool_dir = staging.scratch
-        self.progress = progress or no_progress
+        self.progress = progress
         self.spools = {
             name: Spool(self.spool_dir / f"{name}.arrow", self.layout.dense, self.layout.label_columns)
             for name in ("train", "test")

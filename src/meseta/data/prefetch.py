@@ -10,8 +10,6 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_POLL_S = 0.1
-
 
 class Prefetch(Generic[T]):
     """The same items in the same order; the thread makes them from now on, at most `num_ahead` of them waiting.
@@ -68,20 +66,18 @@ class _Exhausted(Exception):
     """Marks the end of the items."""
 
 
-def _produce(items: Iterator[T], ready: queue.Queue[list[T] | BaseException], stopped: threading.Event) -> None:
-    def put(made: list[T] | BaseException) -> bool:
-        while not stopped.is_set():
-            try:
-                ready.put(made, timeout=_POLL_S)
-                return not stopped.is_set()
-            except queue.Full:
-                continue
-        return False
+def _boxed(item: T) -> list[T]:
+    """A list to take the item out of, so that the thread that made it does not hold it."""
+    return [item]
 
+
+def _produce(items: Iterator[T], ready: queue.Queue[list[T] | BaseException], stopped: threading.Event) -> None:
+    """Whoever sets `stopped` makes room afterwards, so that no put waits for ever."""
     try:
-        for item in items:
-            if not put([item]):
+        for made in map(_boxed, items):
+            ready.put(made)
+            if stopped.is_set():
                 return
-        put(_Exhausted())
+        ready.put(_Exhausted())
     except BaseException as error:
-        put(error)
+        ready.put(error)

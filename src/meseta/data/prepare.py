@@ -20,7 +20,7 @@ from meseta.data.dataset import FILE_NAME, Dataset
 from meseta.data.encode import Encoder
 from meseta.data.files import refuse_url
 from meseta.data.layout import find_layout
-from meseta.data.passes import Progress, TwoPasses, find_teacher, no_progress
+from meseta.data.passes import Progress, TwoPasses, find_teacher
 from meseta.data.record import difference, load_record, record_of
 from meseta.data.schema import Layout, Schema
 from meseta.data.sources import Source, find_sources
@@ -119,7 +119,8 @@ class PrepareOptions:
 
 def read_layout(options: PrepareOptions) -> Layout:
     """The layout that `prepare` would use. Raises MesetaError where it cannot be told, or does not fit the files."""
-    return _layout_of(options, _find_sources(options))
+    schema = _schema_of(options)
+    return _layout_of(options, schema, _find_sources(options, schema))
 
 
 def prepare(
@@ -133,8 +134,10 @@ def prepare(
     Raises MesetaError for a missing, empty, truncated or mixed source, for a row that cannot be parsed (naming file,
     line and field), for an existing `out`, and where no row is left for training.
     """
-    sources = _find_sources(options)
-    layout = _layout_of(options, sources, progress)
+    progress = progress or _no_progress
+    schema = _schema_of(options)
+    sources = _find_sources(options, schema)
+    layout = _layout_of(options, schema, sources, progress)
     if on_layout is not None:
         on_layout(layout)
     splitter = _splitter(options, layout)
@@ -152,7 +155,7 @@ def prepare(
                     scratch=staging.scratch,
                     pool=pool,
                     num_threads=num_threads,
-                    on_rows=partial(progress or no_progress, "scan"),
+                    on_rows=partial(progress, "scan"),
                     skip_bad=options.bad_rows == "skip",
                 )
                 survey = _survey(surveyor, staging)
@@ -181,7 +184,7 @@ def load_prepared(options: PrepareOptions) -> Dataset | None:
     if record is None:
         other: str | None = "it does not say from which it was"
     else:
-        other = difference(record, record_of(options, _find_sources(options)))
+        other = difference(record, record_of(options, _find_sources(options, _schema_of(options))))
     if other:
         raise MesetaError(
             f"{str(out)!r} was not prepared from these files with these options: {other}; choose another run_dir (or "
@@ -190,17 +193,21 @@ def load_prepared(options: PrepareOptions) -> Dataset | None:
     return Dataset.load(out)
 
 
-def _find_sources(options: PrepareOptions) -> tuple[Source, ...]:
+def _schema_of(options: PrepareOptions) -> Schema | None:
+    return None if options.schema is None else Schema.load(options.schema)
+
+
+def _find_sources(options: PrepareOptions, schema: Schema | None) -> tuple[Source, ...]:
     by_fraction = not options.test_files
-    schema = None if options.schema is None else Schema.load(options.schema)
     delimiter, header = (schema.delimiter, schema.header) if schema else (None, ())
     return find_sources(
         options.sources, options.test_files, by_fraction=by_fraction, delimiter=delimiter, header=header
     )
 
 
-def _layout_of(options: PrepareOptions, sources: Sequence[Source], progress: Progress | None = None) -> Layout:
-    schema = None if options.schema is None else Schema.load(options.schema)
+def _layout_of(
+    options: PrepareOptions, schema: Schema | None, sources: Sequence[Source], progress: Progress | None = None
+) -> Layout:
     on_scan = None if progress is None else partial(progress, "scan")
     return find_layout(
         sources, options.label, options.dense, options.sparse, schema, on_scan, skip_bad=options.bad_rows == "skip"
@@ -236,6 +243,10 @@ def _survey(surveyor: Surveyor, staging: Staging) -> Survey:
     if not surveyor.leaves_all_as_it_is:
         staging.commit({**staging.state, "survey": survey.to_dict()})
     return survey
+
+
+def _no_progress(stage: str, rows: int, share: float) -> None:
+    """For callers that do not want to know."""
 
 
 def _hash_rows(options: PrepareOptions, layout: Layout) -> dict[str, int] | None:

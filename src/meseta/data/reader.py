@@ -69,15 +69,6 @@ class _RowGroup:
     """Rows of it that are read."""
 
 
-@dataclass(frozen=True)
-class _Made:
-    """A batch, taken out when it is handed over, and the position after it."""
-
-    batch: list[Batch]
-    epoch: int
-    row: int
-
-
 class Reader:
     """Batches of one split for one rank.
 
@@ -154,11 +145,13 @@ class Reader:
         batches = self._produce(self._epoch, self._row, num_epochs)
         return self._hand_over(Prefetch(batches, self.options.prefetch_batches))
 
-    def _hand_over(self, ahead: Prefetch[_Made]) -> Generator[Batch, None, None]:
+    def _hand_over(self, ahead: Prefetch[tuple[Batch, int, int]]) -> Generator[Batch, None, None]:
         with closing(ahead):
-            for made in ahead:
-                self._epoch, self._row = made.epoch, made.row
-                yield made.batch.pop()
+            yield from map(self._move_on, ahead)  # a loop here would hold each batch until the next one
+
+    def _move_on(self, made: tuple[Batch, int, int]) -> Batch:
+        batch, self._epoch, self._row = made
+        return batch
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last batch handed over, as plain data for JSON; the same on every rank."""
@@ -200,13 +193,14 @@ class Reader:
         is_dropped = self.options.last_batch == "drop"
         return left // self.options.batch_size if is_dropped else -(-left // self.options.batch_size)
 
-    def _produce(self, epoch: int, row: int, num_epochs: int) -> Iterator[_Made]:
+    def _produce(self, epoch: int, row: int, num_epochs: int) -> Iterator[tuple[Batch, int, int]]:
+        """Batches, each with the position after it."""
         while epoch < num_epochs:
             num_batches = self._num_batches_from(row)
             with closing(_Pieces(self, epoch)) as pieces:
                 for left in range(num_batches, 0, -1):
                     after = (epoch, row + self.options.batch_size) if left > 1 else (epoch + 1, 0)
-                    yield _Made([self._make(pieces, row)], *after)
+                    yield self._make(pieces, row), *after
                     row += self.options.batch_size
             epoch, row = epoch + 1, 0
 

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from meseta.measure.doctor.system import System, free_memory_bytes, read_limits
 from meseta.measure.team import Member, Team, Window
 from meseta.spec import MesetaError
 
@@ -166,9 +166,6 @@ def _window(team: Team, action: str, calls: int, num_threads: int, effort: Effor
 
 def _free_bytes() -> float:
     """Three quarters of what the system could give."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 8e9
-    fields = {line.partition(":")[0]: line.partition(":")[2].split()[0] for line in lines if ":" in line}
-    return 0.75 * 1024 * float(fields["MemAvailable"])
+    system = System()
+    free = free_memory_bytes(system, read_limits(system))
+    return 8e9 if free is None else 0.75 * free

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from meseta import checkpoint
@@ -18,10 +19,10 @@ from meseta.checkpoint.background import BackgroundSave, copy_bytes
 from meseta.comm import World
 from meseta.config import CheckpointConfig
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
-from meseta.measure.doctor.system import System, free_memory_bytes, read_limits
 from meseta.spec import MesetaError
 from meseta.storage import TableShard
 from meseta.train.interruption import Interruption, Stopped
+from meseta.train.memory import free_bytes
 
 
 class Saver:
@@ -153,6 +154,5 @@ class Saver:
 
 def _free_bytes() -> float:
     """Memory that this machine, or its control group, has free; without end where the system does not tell."""
-    system = System()
-    free = free_memory_bytes(system, read_limits(system))
+    free = free_bytes(torch.device("cpu"))
     return math.inf if free is None else float(free)
