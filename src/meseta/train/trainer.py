@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,26 @@ class Trainer:
         self.run_dir = RunDir(config.run_dir)
         self.dataset = Dataset.load(config.data.dir).with_labels(config.data.labels)
         self.reader = self._reader("train")
+        self.step = 0
+        self.num_samples = 0
+        self.train_s = 0.0
+        with ExitStack() as held:  # given back when the run ends, or here where it is refused
+            held.callback(self.run_dir.unlock)
+            held.callback(self._stop_reading)
+            self._batches = self.reader.epochs(config.train.epochs)  # it reads while the model is made
+            self._make_parts()
+            held.callback(self.saver.close)
+            if self.board is not None:
+                held.callback(self.board.close)
+            self.world.on_first(self.run_dir.lock)
+            self._resume()
+            self.num_steps = self._count_steps()
+            self._held = held.pop_all()
+        self._log_from = (self.step, self.num_samples, time.perf_counter())
+
+    def _make_parts(self) -> None:
+        """Model, step, metrics, saver."""
+        config, world = self.config, self.world
         self.model = make_sharded_model(config, self.dataset, world)
         self.optimizer = make_dense_optimizer(config.dense.optimizer, self.model.parameters())
         weights = task_weights(config, self.dataset)
@@ -77,17 +97,6 @@ class Trainer:
         self.best = BestSoFar(config.train.early_stopping)
         self.board = TensorBoard(self.run_dir.path / "tensorboard") if config.train.tensorboard else None
         self.saver = Saver(config.checkpoint, self.run_dir.checkpoints, world)
-        self.step = 0
-        self.num_samples = 0
-        self.train_s = 0.0
-        try:
-            self.world.on_first(self.run_dir.lock)
-            self._resume()
-            self.num_steps = self._count_steps()
-        except MesetaError:
-            self.run_dir.unlock()
-            raise
-        self._log_from = (self.step, self.num_samples, time.perf_counter())
 
     def run(self) -> dict[str, Any]:
         """Train to the end, save, evaluate, write the report; returns what summary.json holds.
@@ -96,39 +105,30 @@ class Trainer:
         that is not finite, files that cannot be read or written; and Stopped, on all ranks and with everything saved,
         when SIGTERM or SIGINT came to any of them.
         """
-        try:
-            with closing(self.reader.epochs(self.config.train.epochs)) as batches:
-                return self._run(batches)
-        finally:
-            if self.board is not None:
-                self.board.close()
-            self.saver.close()
-            self.run_dir.unlock()
+        with self._held:
+            return self._run()
 
     def begin_with(self, fill: Callable[[Any], None]) -> Path:
         """Write the first checkpoint of a run, of the model as `fill` leaves it; `run` goes on from there.
 
         Nothing is written where `fill` raises.
         """
-        try:
+        with self._held:
             fill(self.model)
             self.world.on_first(self._begin)
             self._save()
             self.saver.wait()
             self.saver.copy_all()
-        finally:
-            self.saver.close()
-            self.run_dir.unlock()
         return checkpoint_path(self.run_dir.checkpoints, self.step)
 
-    def _run(self, batches: Iterator[Batch]) -> dict[str, Any]:
+    def _run(self) -> dict[str, Any]:
         self.world.on_first(self._begin)
         first = self.step
         with TrainProgress(self.num_steps, first_step=first, shown=self.world.rank == 0) as progress:
             if first:
                 progress.say(f"going on from step {first}, {self.run_dir.checkpoints}")
             with self.saver.interruption:
-                self._train(batches, progress)
+                self._train(progress)
                 if self.step > self.saver.saved_step:
                     self._save()
                 self.saver.wait()
@@ -158,14 +158,14 @@ class Trainer:
         [line, *_] = self.world.gather_objects(done[-1] if done and done[-1]["step"] == self.step else None)
         return self._evaluate(progress) if line is None else line
 
-    def _train(self, batches: Iterator[Batch], progress: TrainProgress) -> None:
+    def _train(self, progress: TrainProgress) -> None:
         """The loop over steps."""
         eval_every = self.config.train.eval_every_steps
         self._log_from = (self.step, self.num_samples, time.perf_counter())
         while self.step < self.num_steps and not (self.best.ends_training or self.saver.stopping):
             self._set_learning_rates()
             with self.train_step.times.stage("data"):
-                batch = next(batches)
+                batch = next(self._batches)
             self._record(self._run_step(batch), batch)
             del batch  # while the reader's thread rests: see Prefetch
             if self.step % self.config.train.log_every_steps == 0 or self.step == self.num_steps:
@@ -313,10 +313,15 @@ class Trainer:
         self.step = self.saver.saved_step = state["step"]
         self.num_samples = state["num_samples"]
         self.train_s = state["train_s"]
+        self._stop_reading()
         self.reader.set_state(state["reader"])
+        self._batches = self.reader.epochs(self.config.train.epochs)
         set_random_state(state["random"])
         self.best.set_state(state.get("best", {}))
         self.figures.set_tensors(state["dense"])
+
+    def _stop_reading(self) -> None:
+        self._batches.close()
 
     def _check_same_data(self, before: Dataset) -> None:
         for name in ("dense", "sparse", "labels", "splits"):
