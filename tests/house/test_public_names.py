@@ -36,8 +36,8 @@ PUBLIC = {
     "meseta.pipeline": "StageTimes Step TrainStep",
     "meseta.planner": "balanced_plan",
     "meseta.spec": """
-        COLUMN_BLOCK FeatureSpec IdPolicy InitSpec MesetaError OptimizerSpec Plan Pooling Shard ShardingType
-        TablePlan TableSpec Topology check_features nearest
+        COLUMN_BLOCK DenseLoad DeviceKind FeatureLoad FeatureSpec IdPolicy InitSpec Link MesetaError OptimizerSpec Plan
+        Pooling Reuse Shard ShardingType TablePlan TableSpec Tier Topology Workload check_features nearest
     """,
     "meseta.storage": "TableShard",
     "meseta.train.metrics": """

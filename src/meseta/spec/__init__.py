@@ -11,22 +11,30 @@ from meseta.spec.tables import (
     TableSpec,
     check_features,
 )
-from meseta.spec.topology import Topology
+from meseta.spec.topology import DeviceKind, Link, Tier, Topology
+from meseta.spec.workload import DenseLoad, FeatureLoad, Reuse, Workload
 
 __all__ = [
     "COLUMN_BLOCK",
+    "DenseLoad",
+    "DeviceKind",
+    "FeatureLoad",
     "FeatureSpec",
     "IdPolicy",
     "InitSpec",
+    "Link",
     "MesetaError",
     "OptimizerSpec",
     "Plan",
     "Pooling",
+    "Reuse",
     "Shard",
     "ShardingType",
     "TablePlan",
     "TableSpec",
+    "Tier",
     "Topology",
+    "Workload",
     "check_features",
     "nearest",
 ]

@@ -54,3 +54,8 @@ def read_mapping(path: str | Path) -> dict[Any, Any]:
     if not isinstance(document, dict):
         raise MesetaError(f"it must hold a mapping of keys to values, but holds {type(document).__name__}")
     return document
+
+
+def write_yaml(path: str | Path, document: dict[str, Any]) -> None:
+    """Write plain data, keys in their order."""
+    Path(path).write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")

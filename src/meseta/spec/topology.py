@@ -1,28 +1,146 @@
 """The machines that a plan is made for."""
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-from meseta.spec.errors import MesetaError
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from meseta.spec.checks import check_choice, check_number
+from meseta.spec.errors import MesetaError, nearest
+
+DeviceKind = Literal["cpu", "a100", "h100", "h200", "b200"]
+Tier = Literal["hbm", "host", "cached", "disk"]
+
+_FORMAT = "meseta.topology/1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What joins a device to the others of one level."""
+
+    bytes_per_s: float
+    """What one device sends while it receives as much, in bytes per second."""
+    latency_s: float
+    """Of one collective, in seconds."""
+
+    def __post_init__(self) -> None:
+        if check_number("link", "bytes_per_s", self.bytes_per_s) <= 0:
+            raise MesetaError(f"link: bytes_per_s must be above 0, got {self.bytes_per_s}")
+        if check_number("link", "latency_s", self.latency_s) < 0:
+            raise MesetaError(f"link: latency_s must not be negative, got {self.latency_s}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Hosts with equal devices; one rank drives one device."""
+    """Hosts with equal devices; one rank drives one device. Rank r is device r % devices_per_host of host
+    r // devices_per_host."""
 
     num_hosts: int = 1
     """Machines, for example 2."""
     devices_per_host: int = 1
     """Ranks on each machine, for example 8."""
+    device: DeviceKind = "cpu"
+    """Kind of the devices; its documented constants stand for what was not measured."""
     hbm_bytes: int | None = None
-    """Memory of one device in bytes that tables may fill (on a CPU rank, its share of DRAM); None: not checked."""
+    """Memory of one device in bytes (on a CPU rank, its share of DRAM); None: not checked."""
+    host_bytes: int | None = None
+    """DRAM of one host beside its devices that tables may fill, in bytes; None or 0: none."""
+    disk_bytes: int | None = None
+    """Local disks of one host that tables may fill, in bytes; None or 0: none."""
+    inside: Link | None = None
+    """Between the devices of a host; None: as documented for the kind of device."""
+    across: Link | None = None
+    """Between hosts; None: as documented for the kind of device."""
 
     def __post_init__(self) -> None:
+        check_choice("topology", "device", self.device, get_args(DeviceKind))
         for field in ("num_hosts", "devices_per_host"):
-            if getattr(self, field) < 1:
-                raise MesetaError(f"topology: {field} must be at least 1, got {getattr(self, field)}")
-        if self.hbm_bytes is not None and self.hbm_bytes < 1:
-            raise MesetaError(f"topology: hbm_bytes must be at least 1, or None for no check, got {self.hbm_bytes}")
+            value = getattr(self, field)
+            if not _is_whole(value) or value < 1:
+                raise MesetaError(f"topology: {field} must be at least 1, got {value!r}")
+        for field in ("hbm_bytes", "host_bytes", "disk_bytes"):
+            value, least = getattr(self, field), int(field == "hbm_bytes")
+            if value is not None and (not _is_whole(value) or value < least):
+                raise MesetaError(f"topology: {field} must be at least {least}, or None for no check, got {value!r}")
 
     @property
     def num_ranks(self) -> int:
         return self.num_hosts * self.devices_per_host
+
+    def host_of(self, rank: int) -> int:
+        """Number of the host that the rank's device sits in."""
+        return rank // self.devices_per_host
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for YAML; `from_dict` reads it back."""
+        document: dict[str, Any] = {"format": _FORMAT}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                document[field.name] = _link_to_dict(value) if isinstance(value, Link) else value
+        return document
+
+    @staticmethod
+    def from_dict(document: Mapping[Any, Any]) -> Topology:
+        """Read a topology. Raises MesetaError for an unknown key, a value that breaks its rule, or another format."""
+        document = dict(document)
+        if document.pop("format", _FORMAT) != _FORMAT:
+            raise MesetaError(f"topology: its format is unknown; this version reads {_FORMAT!r}")
+        names = [field.name for field in fields(Topology)]
+        for key in document:
+            if key not in names:
+                raise MesetaError(f"topology: unknown key {key!r}; {nearest(key, names)}")
+        for level in ("inside", "across"):
+            if document.get(level) is not None:
+                document[level] = _read_link(level, document[level])
+        for field in ("hbm_bytes", "host_bytes", "disk_bytes"):
+            value = _as_float(document.get(field))
+            if isinstance(value, float) and value.is_integer():  # people write 40e9
+                document[field] = int(value)
+        return Topology(**document)
+
+    @staticmethod
+    def load(path: str | Path) -> Topology:
+        """Read a YAML or JSON file; raises MesetaError as `from_dict` does, naming the file."""
+        from meseta.spec.documents import read_mapping  # Needs PyYAML, which a machine with bare torch lacks.
+
+        try:
+            return Topology.from_dict(read_mapping(path))
+        except MesetaError as error:
+            raise MesetaError(f"topology file {str(path)!r}: {error}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write YAML."""
+        from meseta.spec.documents import write_yaml
+
+        write_yaml(path, self.to_dict())
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _link_to_dict(link: Link) -> dict[str, float]:
+    return {"bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s}
+
+
+def _read_link(level: str, value: Any) -> Link:
+    known = ("bytes_per_s", "latency_s")
+    if not isinstance(value, Mapping) or set(value) != set(known):
+        raise MesetaError(f"topology: {level} must hold bytes_per_s and latency_s and nothing else, got {value!r}")
+    try:
+        return Link(**{name: _as_float(value[name]) for name in known})
+    except MesetaError as error:
+        raise MesetaError(f"topology: {level}: {error}") from None
+
+
+def _as_float(value: Any) -> Any:
+    """YAML 1.1 reads 600e9, which has no point, as text."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
