@@ -13,7 +13,10 @@ def test_nearest_names_one_or_all() -> None:
 def test_nearest_takes_numbers_and_enums() -> None:
     assert nearest(7, ["users"]) == "known are users"
     assert nearest("row_wis", ShardingType) == "did you mean 'row_wise'?"
-    assert nearest("???", ShardingType) == "known are column_wise, data_parallel, row_wise, table_wise"
+    assert nearest("???", ShardingType) == (
+        "known are column_wise, data_parallel, grid, hot_replicated, row_wise, table_column_wise, table_row_wise, "
+        "table_wise"
+    )
 
 
 def test_one_line_of_an_error() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meseta.spec import MesetaError, Plan, Shard, ShardingType, TablePlan, TableSpec
-from meseta.spec.plan import cut
+from meseta.spec.cut import cut
 
 USER = TableSpec(name="user", num_embeddings=10, embedding_dim=40)
 ITEM = TableSpec(name="item", num_embeddings=7, embedding_dim=16)
@@ -78,14 +78,26 @@ table_draws = st.tuples(
 )
 
 
-@given(st.integers(1, 5), st.lists(table_draws, min_size=1, max_size=4))
-def test_cut_tiles_and_documents_round_trip(num_ranks: int, draws: list[Any]) -> None:
+@given(st.integers(1, 3), st.integers(1, 4), st.lists(table_draws, min_size=1, max_size=4))
+def test_cut_tiles_and_documents_round_trip(num_hosts: int, per_host: int, draws: list[Any]) -> None:
     tables, entries = [], []
+    num_ranks = num_hosts * per_host
     for index, (rows, dim, sharding, random, cost) in enumerate(draws):
-        tables.append(TableSpec(name=f"t{index}", num_embeddings=rows, embedding_dim=dim))
+        is_hot = sharding is ShardingType.HOT_REPLICATED
+        tables.append(TableSpec(name=f"t{index}", num_embeddings=rows + is_hot, embedding_dim=dim))
         ranks = random.sample(range(num_ranks), 1 if sharding is ShardingType.TABLE_WISE else num_ranks)
-        entries.append(dataclasses.replace(cut(tables[-1], sharding, ranks), cost=cost))
-    plan = Plan(num_ranks=num_ranks, tables=tuple(entries))
+        if sharding in (ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE):
+            ranks = [rank for rank in ranks if rank // per_host == ranks[0] // per_host]
+        placed = cut(
+            tables[-1],
+            sharding,
+            ranks,
+            num_ranks=num_ranks,
+            devices_per_host=per_host,
+            hot_rows=random.randint(1, rows) if is_hot else 0,
+        )
+        entries.append(dataclasses.replace(placed, cost=cost))
+    plan = Plan(num_ranks=num_ranks, tables=tuple(entries), devices_per_host=per_host)
     plan.check(tables)
     for table in tables:
         covered = {
@@ -100,6 +112,70 @@ def test_cut_tiles_and_documents_round_trip(num_ranks: int, draws: list[Any]) ->
     assert Plan.from_dict(document, tables, plan.num_ranks) == plan
     assert Plan.from_dict(json.loads(json.dumps(document)), tables, plan.num_ranks) == plan
     assert Plan.from_dict(yaml.safe_load(yaml.safe_dump(document)), tables, plan.num_ranks) == plan
+
+
+def test_schemes_of_hosts() -> None:
+    document = {"devices_per_host": 2, "tables": {"user": "table_row_wise", "item": "table_column_wise"}}
+    plan = Plan.from_dict(document, TABLES, 4)
+    assert spans(plan, "user") == [((0, 5), (0, 40), (0,)), ((5, 10), (0, 40), (1,))]
+    assert spans(plan, "item") == [((0, 7), (0, 16), (2,))]  # the host that holds less; one block of columns
+    assert Plan.from_dict(plan.to_dict(), TABLES, 4) == plan and plan.per_host == 2
+    plan = Plan.from_dict({"devices_per_host": 2, "tables": {"*": "grid"}}, TABLES, 4)
+    assert spans(plan, "user") == [
+        ((0, 5), (0, 32), (0,)), ((0, 5), (32, 40), (2,)), ((5, 10), (0, 32), (1,)), ((5, 10), (32, 40), (3,))
+    ]  # fmt: skip
+    assert spans(plan, "item") == [((0, 4), (0, 16), (0,)), ((4, 7), (0, 16), (1,))]
+    hot = {"sharding": "hot_replicated", "hot_rows": 2, "ranks": [1, 0]}
+    plan = Plan.from_dict({"tables": {"user": hot, "item": "table_wise"}}, TABLES, 3)
+    assert spans(plan, "user") == [((0, 2), (0, 40), (0, 1, 2)), ((2, 6), (0, 40), (1,)), ((6, 10), (0, 40), (0,))]
+    assert [plan["user"].is_replica(shard) for shard in plan["user"].shards] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        (
+            {"devices_per_host": 3, "tables": {"*": "grid"}},
+            "devices_per_host must be a whole number that divides the 4",
+        ),
+        ({"devices_per_host": "2", "tables": {"*": "grid"}}, "got '2'"),
+        (
+            {"devices_per_host": 2, "tables": {"*": {"sharding": "table_row_wise", "ranks": [1, 2]}}},
+            "columns 0..39 lie in hosts [0, 1] of 2 ranks",
+        ),
+        (
+            {"devices_per_host": 2, "tables": {"*": {"sharding": "table_column_wise", "ranks": [1, 2, 3]}}},
+            "the scheme keeps them in one",
+        ),
+        ({"tables": {"*": "hot_replicated"}}, "hot_rows must be in 1..9, got 0"),
+        ({"tables": {"*": {"sharding": "hot_replicated", "hot_rows": 10}}}, "use row_wise for none of its 10 rows"),
+        ({"tables": {"*": {"sharding": "hot_replicated", "hot_rows": 1.5}}}, "hot_rows must be a whole number"),
+        ({"tables": {"*": {"sharding": "row_wise", "hot_rows": 1}}}, "hot_rows are for hot_replicated alone"),
+    ],
+)
+def test_schemes_of_hosts_are_checked(document: Any, words: str) -> None:
+    refused(document, words, num_ranks=4)
+
+
+def test_written_out_pieces_of_hosts_are_checked() -> None:
+    whole, everywhere = [0, 16], [0, 1, 2, 3]
+
+    def shards(sharding: str, *pieces: Any) -> dict[str, Any]:
+        own = [{"rows": rows, "columns": columns, "ranks": ranks} for rows, columns, ranks in pieces]
+        tables = {"item": {"sharding": sharding, "shards": own}, "user": "table_wise"}
+        return {"devices_per_host": 2, "tables": tables}
+
+    hot = ([0, 2], whole, everywhere)
+    refused(shards("hot_replicated", ([0, 7], whole, everywhere)), "no rows beside the hot ones", num_ranks=4)
+    refused(shards("hot_replicated", ([0, 2], whole, [0, 1]), ([2, 7], whole, [0])), "needs one", num_ranks=4)
+    refused(shards("hot_replicated", hot, ([2, 7], whole, [0, 1])), "has 2 owners", num_ranks=4)
+    refused(shards("grid", ([0, 3], whole, [0]), ([3, 7], whole, [2])), "lie in hosts [0, 1]", num_ranks=4)
+    refused(shards("row_wise", hot, ([2, 7], whole, [0])), "has 4 owners", num_ranks=4)
+
+
+def test_hosts_are_full() -> None:
+    with pytest.raises(MesetaError, match="4 ranks do not fill hosts of 3"):
+        Plan(num_ranks=4, tables=(), devices_per_host=3)
 
 
 def test_save_and_load(tmp_path: Path) -> None:
@@ -240,7 +316,7 @@ def test_plans_built_in_python_are_checked() -> None:
         (lambda: plan["usr"], "no table 'usr'; did you mean 'user'?"),
         (lambda: plan.check(TABLES), "no table 'item'"),
         (lambda: plan.check([ITEM]), "the model has no table 'user'"),
-        (lambda: Plan(num_ranks=1, tables=(entry, entry)).check([USER]), "'user' is placed 2 times"),
+        (lambda: Plan(num_ranks=1, tables=(entry, entry)).check([USER]), "'user' is placed twice"),
         (
             lambda: Plan(num_ranks=1, tables=(dataclasses.replace(entry, table="item"),)),
             "table 'item' holds a shard of table 'user'",

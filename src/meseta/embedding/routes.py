@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meseta.ops.columns import Move, join_moves
-from meseta.spec import FeatureSpec, Plan, Shard, ShardingType, TableSpec
+from meseta.spec import FeatureSpec, MesetaError, Plan, Shard, ShardingType, TableSpec
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,8 @@ def make_routing(tables: Sequence[TableSpec], features: Sequence[FeatureSpec], p
         if entry.sharding is ShardingType.DATA_PARALLEL:
             replicated.append(index)
             continue
+        if entry.sharding is ShardingType.HOT_REPLICATED:
+            raise MesetaError(f"plan: table {entry.table!r}: hot_replicated cannot be trained; choose another scheme")
         starts = sorted({shard.rows[0] for shard in entry.shards})
         cuts[index] = (*starts, by_name[feature.table].num_embeddings)
         for shard in entry.shards:

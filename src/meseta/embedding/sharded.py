@@ -71,6 +71,12 @@ class ShardedEmbeddingBagCollection(Collection):
         plan.check(self.tables)
         if plan.num_ranks != world.size:
             raise MesetaError(f"plan: it is for {plan.num_ranks} ranks, but this run has {world.size}; make a new plan")
+        for shard in (shard for entry in plan.tables for shard in entry.shards):
+            if shard.tier != "hbm":
+                raise MesetaError(
+                    f"plan: table {shard.table!r} has rows in tier {shard.tier!r}, but rows can be held in 'hbm' alone; "
+                    "place them there"
+                )
         self.plan = plan
         self.world = world
         self.routing = make_routing(self.tables, self.features, plan)

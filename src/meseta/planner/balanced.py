@@ -18,7 +18,7 @@ from meseta.spec import (
     Topology,
     check_features,
 )
-from meseta.spec.plan import cut
+from meseta.spec.cut import cut
 
 COLUMN_WISE_MIN_DIM = 64
 """Narrower tables are spread by rows: pieces of columns would be shorter than a cache line or two."""

@@ -2,7 +2,8 @@
 
 from meseta.spec.errors import MesetaError, nearest
 from meseta.spec.optimizer import OptimizerSpec
-from meseta.spec.plan import COLUMN_BLOCK, Plan, Shard, ShardingType, TablePlan
+from meseta.spec.plan import Plan
+from meseta.spec.shards import COLUMN_BLOCK, Shard, ShardingType, TablePlan
 from meseta.spec.tables import (
     FeatureSpec,
     IdPolicy,

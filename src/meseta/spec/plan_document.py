@@ -1,0 +1,152 @@
+"""Plans as people write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from meseta.spec.cut import cut
+from meseta.spec.errors import MesetaError, nearest
+from meseta.spec.plan import FORMAT, Plan
+from meseta.spec.shards import IN_ONE_HOST, Shard, ShardingType, TablePlan
+from meseta.spec.tables import TableSpec
+
+_PLAN_KEYS = ("format", "num_ranks", "devices_per_host", "tables")
+_TABLE_KEYS = ("sharding", "ranks", "hot_rows", "shards", "cost")
+_SHARD_KEYS = ("rows", "columns", "ranks", "tier")
+_VALUE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def read_plan(document: Mapping[Any, Any], tables: Sequence[TableSpec], num_ranks: int) -> Plan:
+    """`Plan.from_dict`."""
+    for name in document:
+        if name not in _PLAN_KEYS:
+            raise MesetaError(f"plan: unknown key {name!r}; {nearest(name, _PLAN_KEYS)}")
+    if document.get("format", FORMAT) != FORMAT:
+        raise MesetaError(f"plan: format {document['format']!r} is unknown; this version reads {FORMAT!r}")
+    if document.get("num_ranks", num_ranks) != num_ranks:
+        raise MesetaError(
+            f"plan: it is for {document['num_ranks']} ranks, but this run has {num_ranks}; "
+            "make a plan for this number, or leave num_ranks and ranks out of the plan"
+        )
+    entries = document.get("tables") or {}
+    if not isinstance(entries, Mapping):
+        raise MesetaError(f"plan: 'tables' must map table names to their places, got {entries!r}")
+    entries = dict(entries)
+    default = entries.pop("*", None)
+    for name in entries:
+        if name not in {table.name for table in tables}:
+            raise MesetaError(f"plan: the model has no table {name!r}; {nearest(name, [t.name for t in tables])}")
+    per_host = document.get("devices_per_host")
+    if per_host is not None and not (_is_whole(per_host) and per_host > 0 and num_ranks % per_host == 0):
+        raise MesetaError(
+            f"plan: devices_per_host must be a whole number that divides the {num_ranks} ranks, got {per_host!r}"
+        )
+    held_bytes = [0] * num_ranks
+    placed = []
+    for table in tables:
+        entry = entries.get(table.name, default)
+        if entry is None:
+            raise MesetaError(f"plan: table {table.name!r} is not placed; name it, or add an entry for '*'")
+        entry = {"sharding": entry} if isinstance(entry, str) else entry
+        if not isinstance(entry, Mapping):
+            raise MesetaError(
+                f"plan: table {table.name!r} must have a scheme such as 'row_wise', or a mapping, got {entry!r}"
+            )
+        placed.append(_read_table(table, entry, per_host or num_ranks, held_bytes))
+    plan = Plan(num_ranks=num_ranks, tables=tuple(placed), devices_per_host=per_host)
+    plan.check(tables)
+    return plan
+
+
+def _read_table(table: TableSpec, entry: Mapping[Any, Any], per_host: int, held_bytes: list[int]) -> TablePlan:
+    """One entry of a plan document, on hosts of `per_host` ranks; adds the bytes it places to those of each rank."""
+    where = f"plan: table {table.name!r}"
+    for key in entry:
+        if key not in _TABLE_KEYS:
+            raise MesetaError(f"{where}: unknown key {key!r}; {nearest(key, _TABLE_KEYS)}")
+    if entry.get("sharding") not in list(ShardingType):
+        raise MesetaError(
+            f"{where}: sharding {entry.get('sharding')!r} is unknown; {nearest(entry.get('sharding'), ShardingType)}"
+        )
+    sharding = ShardingType(entry["sharding"])
+    if "shards" in entry:
+        for key in ("ranks", "hot_rows"):
+            if key in entry:
+                raise MesetaError(
+                    f"{where}: {key!r} and 'shards' exclude each other; shards name their own rows, ranks"
+                )
+        if not isinstance(entry["shards"], list | tuple):
+            raise MesetaError(f"{where}: 'shards' must be a list, got {entry['shards']!r}")
+        shards = [_read_shard(f"{where}: shard {i}", table.name, piece) for i, piece in enumerate(entry["shards"])]
+        shards.sort(key=lambda shard: (shard.rows, shard.columns))
+        placed = TablePlan(table=table.name, sharding=sharding, shards=tuple(shards))
+    else:
+        ranks = entry.get("ranks", _default_ranks(sharding, per_host, held_bytes))
+        hot_rows = entry.get("hot_rows", 0)
+        if not _is_whole(hot_rows):
+            raise MesetaError(f"{where}: hot_rows must be a whole number, got {hot_rows!r}")
+        placed = cut(
+            table,
+            sharding,
+            _read_integers(f"{where}: ranks", [ranks] if isinstance(ranks, int) else ranks),
+            num_ranks=len(held_bytes),
+            devices_per_host=per_host,
+            hot_rows=hot_rows,
+        )
+    for shard in placed.shards:
+        for rank in shard.ranks:
+            if 0 <= rank < len(held_bytes):
+                held_bytes[rank] += shard.num_rows * shard.num_columns * _VALUE_BYTES[table.dtype]
+    cost = entry.get("cost", 0.0)
+    if isinstance(cost, bool) or not isinstance(cost, int | float) or not 0.0 <= cost < float("inf"):
+        raise MesetaError(f"{where}: cost must be a finite number of bytes and not negative, got {cost!r}")
+    return replace(placed, cost=float(cost))
+
+
+def _default_ranks(sharding: ShardingType, per_host: int, held_bytes: Sequence[int]) -> list[int]:
+    """All; for schemes that keep to a rank or a host, the one that holds the fewest bytes so far."""
+    ranks = list(range(len(held_bytes)))
+    if sharding is ShardingType.TABLE_WISE:
+        return [min(ranks, key=lambda rank: (held_bytes[rank], rank))]
+    if sharding in IN_ONE_HOST:
+        hosts = [ranks[first : first + per_host] for first in range(0, len(ranks), per_host)]
+        return min(hosts, key=lambda own: (sum(held_bytes[rank] for rank in own), own))
+    return ranks
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _read_shard(where: str, table: str, piece: Any) -> Shard:
+    """One shard that is written out."""
+    if not isinstance(piece, Mapping):
+        raise MesetaError(f"{where} must be a mapping with rows, columns and ranks, got {piece!r}")
+    for key in piece:
+        if key not in _SHARD_KEYS:
+            raise MesetaError(f"{where}: unknown key {key!r}; {nearest(key, _SHARD_KEYS)}")
+    for key in ("rows", "columns", "ranks"):
+        if key not in piece:
+            raise MesetaError(f"{where}: key {key!r} is missing")
+    rows, columns = (_read_integers(f"{where}: {key}", piece[key]) for key in ("rows", "columns"))
+    for key, span in (("rows", rows), ("columns", columns)):
+        if len(span) != 2:
+            raise MesetaError(
+                f"{where}: {key} must be the first and the one after the last, [0, 500], got {list(span)}"
+            )
+    return Shard(
+        table=table,
+        rows=(rows[0], rows[1]),
+        columns=(columns[0], columns[1]),
+        ranks=_read_integers(f"{where}: ranks", piece["ranks"]),
+        tier=str(piece.get("tier", "hbm")),
+    )
+
+
+def _read_integers(where: str, value: Any) -> tuple[int, ...]:
+    is_list = isinstance(value, list | tuple)
+    if not is_list or not all(isinstance(number, int) and not isinstance(number, bool) for number in value):
+        raise MesetaError(f"{where} must be a list of whole numbers, got {value!r}")
+    return tuple(value)
