@@ -20,10 +20,15 @@ from distributed.pool import RankPool
 from distributed.scenario import Scenario, train, whole_tables
 from sampling import product
 
-SCHEMES = ["table_wise", "row_wise", "column_wise", "data_parallel", "mixed"]
+SIZES = (2, 4, 8)
+"""Ranks; half of them are a host."""
+SCHEMES = [
+    "table_wise", "row_wise", "column_wise", "data_parallel", "table_row_wise", "table_column_wise", "grid",
+    "hot_replicated", "mixed", "mixed of hosts",
+]  # fmt: skip
 POOLINGS = ["sum", "sum weighted", "mean", "mean weighted", "none"]
 OPTIMIZERS = ["sgd", "adagrad", "rowwise_adagrad", "adam"]
-MATRIX = product(ranks=[2, 4], sharding=SCHEMES, pooling=POOLINGS, optimizer=OPTIMIZERS)
+MATRIX = product(ranks=list(SIZES), sharding=SCHEMES, pooling=POOLINGS, optimizer=OPTIMIZERS)
 TOLERANCES = (("float64", 20, 1e-10), ("float32", 4, 1e-5))
 """(dtype, steps, largest difference): the contract of docs/design.md."""
 
@@ -42,9 +47,10 @@ def bitwise(scenario: Scenario) -> Scenario | None:
     No bag may be summed across row shards, so bags of row-wise tables get at most one id, and no table may be
     replicated.
     """
-    if scenario.sharding in ("data_parallel", "mixed"):
+    if scenario.sharding in ("data_parallel", "hot_replicated", "mixed", "mixed of hosts"):
         return None
-    return scenario.but(max_ids=1) if scenario.sharding == "row_wise" and scenario.pooling != "none" else scenario
+    by_rows = scenario.sharding in ("row_wise", "table_row_wise", "grid")
+    return scenario.but(max_ids=1) if by_rows and scenario.pooling != "none" else scenario
 
 
 def difference(ranks: Ranks, size: int, scenario: Scenario) -> float:
@@ -84,18 +90,18 @@ def _largest(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def table(ranks: Ranks) -> list[str]:
-    """A Markdown table: the worst of 2 and 4 ranks for each cell."""
+    """A Markdown table: the worst of 2, 4 and 8 ranks for each cell."""
     lines = ["| scheme, pooling | " + " | ".join(OPTIMIZERS) + " |", "| --- " * (len(OPTIMIZERS) + 1) + "|"]
     for row in product(sharding=SCHEMES, pooling=POOLINGS):
         cells = []
         for optimizer in OPTIMIZERS:
             scenario = scenario_of(**row, optimizer=optimizer)
             worst = [
-                worst_of([difference(ranks, size, scenario.but(dtype=d, num_steps=n)) for size in (2, 4)])
+                worst_of([difference(ranks, size, scenario.but(dtype=d, num_steps=n)) for size in SIZES])
                 for d, n, _ in TOLERANCES
             ]
             exact = bitwise(scenario)
-            bits = [] if exact is None else [bit_difference(ranks, size, exact) for size in (2, 4)]
+            bits = [] if exact is None else [bit_difference(ranks, size, exact) for size in SIZES]
             cells.append(", ".join([*(f"{largest:.0e}" for largest in worst), *_bits(bits)]))
         lines.append(f"| {row['sharding']}, {row['pooling']} | " + " | ".join(cells) + " |")
         print(lines[-1], file=sys.stderr, flush=True)
@@ -111,16 +117,18 @@ def _bits(differences: list[float]) -> list[str]:
 HEAD = """# Sharded equals unsharded, measured
 
 Written by `python tests/distributed/exactness.py docs/exactness.md`, which `make soak` runs. Each cell trains a model
-of four tables (1 to 101 rows, 48 columns) and five features on 2 and on 4 gloo ranks and in one process. It gives the
-largest absolute difference in losses, dense weights, rows and optimizer state, the worse of 2 and 4 ranks: first for
+of four tables (1 to 101 rows, 48 columns) and five features on 2, 4 and 8 gloo ranks, half of which are a host, and in
+one process. It gives the largest absolute difference in losses, dense weights, rows and optimizer state, the worst of
+2, 4 and 8 ranks: first for
 20 steps in float64 (the contract allows 1e-10), then for 4 steps in float32 (1e-5). Then, where the
 [contract](design.md) promises it, whether outputs, rows and state are equal bit for bit when the upstream gradients are
-the same (row-wise: bags of at most one id, or no pooling). `mixed` puts one table under each scheme.
+the same (cut by rows: bags of at most one id, or no pooling). `mixed` and `mixed of hosts` put one table each under
+four schemes; of a table under `hot_replicated` a third of the rows is hot.
 """
 
 
 def main(path: str) -> None:
-    pools = {size: RankPool(size) for size in (2, 4)}
+    pools = {size: RankPool(size) for size in SIZES}
     lines = table(pools.__getitem__)
     for pool in pools.values():
         pool.close()

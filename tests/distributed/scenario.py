@@ -46,12 +46,20 @@ class Scenario:
         return [FeatureSpec(name=n, table=t, pooling=self.pooling, weighted=self.weighted) for n, t in reads.items()]
 
     def plan(self, num_ranks: int) -> Plan:
-        if self.sharding == "mixed":
-            names = ["data_parallel", "table_wise", "column_wise", "row_wise"]
-            entries = dict(zip(["tiny", "small", "shared", "wide"], names, strict=True))
-        else:
-            entries = {"*": self.sharding}
-        return Plan.from_dict({"tables": entries}, self.tables(), num_ranks)
+        """On two hosts, where there are so many ranks."""
+        mixes = {
+            "mixed": ("data_parallel", "table_wise", "column_wise", "row_wise"),
+            "mixed of hosts": ("table_row_wise", "hot_replicated", "grid", "table_column_wise"),
+        }
+        names = mixes.get(self.sharding, (self.sharding,) * 4)
+        entries: dict[str, Any] = {}
+        for table, name in zip(self.tables(), names, strict=True):
+            entries[table.name] = name
+            if name == "hot_replicated":  # of a table of one row, nothing would be cold
+                hot = {"sharding": name, "hot_rows": -(-table.num_embeddings // 3)}
+                entries[table.name] = hot if table.num_embeddings > 1 else "data_parallel"
+        document = {"devices_per_host": max(num_ranks // 2, 1), "tables": entries}
+        return Plan.from_dict(document, self.tables(), num_ranks)
 
     def batch(self, step: int) -> KeyedJaggedTensor:
         """The global batch of a step; bags may be empty."""

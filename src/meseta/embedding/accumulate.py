@@ -30,7 +30,7 @@ class Segment:
     counts: tuple[tuple[int, ...], ...]
     """counts[r][k]: ids from rank r for route k."""
     gradients: tuple[Tensor, ...]
-    """[B, columns of pooled routes], and [ids, D] of each route of `unpooled`."""
+    """[B, columns] of one matrix or more of bags, and [ids, D] of each route of `unpooled`."""
     unpooled: tuple[int, ...]
     """Routes whose gradients are per id."""
 
@@ -77,18 +77,17 @@ def join(segments: Sequence[Segment]) -> Segment:
     weights = (
         permute_pieces(torch.cat([w for w in given if w is not None]), num_ids, at) if given[0] is not None else None
     )
-    pooled = _by_rank([s.gradients[0] for s in segments], [s.batch_sizes for s in segments])
-    rows = [
-        _by_rank([s.gradients[1 + m] for s in segments], [[n[route] for n in s.counts] for s in segments])
-        for m, route in enumerate(segments[0].unpooled)
-    ]
+    num_bag_matrices = len(segments[0].gradients) - len(segments[0].unpooled)
+    sizes_of: list[list[tuple[int, ...]]] = [[s.batch_sizes for s in segments]] * num_bag_matrices
+    sizes_of += [[tuple(n[route] for n in s.counts) for s in segments] for route in segments[0].unpooled]
+    gradients = [_by_rank([s.gradients[m] for s in segments], own) for m, own in enumerate(sizes_of)]
     bags = Bags(ids, lengths_to_offsets(lengths), sum(sum(s.batch_sizes) for s in segments), weights)
     sizes = tuple(sum(s.ids.sizes[route] for s in segments) for route in routes)
     return Segment(
         ids=OwnedIds(bags=bags, lengths=lengths, sizes=sizes),
         batch_sizes=tuple(sum(s.batch_sizes[rank] for s in segments) for rank in ranks),
         counts=tuple(tuple(sum(s.counts[rank][route] for s in segments) for route in routes) for rank in ranks),
-        gradients=(pooled, *rows),
+        gradients=tuple(gradients),
         unpooled=segments[0].unpooled,
     )
 

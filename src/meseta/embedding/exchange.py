@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meseta.comm import Pending
-from meseta.embedding.routes import Routing
+from meseta.embedding.routes import Routing, Side
 from meseta.jagged import KeyedJaggedTensor
 from meseta.jagged.shapes import Int
 from meseta.ops.bucketize import Buckets, bucketize_features
@@ -27,8 +27,10 @@ class Started:
     """Valid ids of all features."""
     cut: Buckets | None
     """Ids of the features whose tables are cut by rows, sorted by row range."""
-    counts_sent: Int[Tensor, " n"]
-    counts: Pending
+    counts: Int[Tensor, " n"]
+    """What this rank has to say: batch size, ids of each feature, first refused id, ids of each row range of the
+    features that are cut."""
+    received: Pending
     failed: MesetaError | None = None
     """Why this rank cannot take part; `exchange` raises it on all ranks."""
 
@@ -38,6 +40,8 @@ class Exchanged:
     """The counts are known, and the exchange of lengths and ids is in flight."""
 
     ids: KeyedJaggedTensor
+    home: KeyedJaggedTensor | None
+    """Ids of rows that every rank holds, by feature of the routes that stay at home; None where there are none."""
     order: dict[int, Int[Tensor, " nnz"]]
     """Of unpooled features that are cut by rows: where each sorted id stood among the ids of its feature."""
     batch_sizes: tuple[int, ...]
@@ -46,8 +50,8 @@ class Exchanged:
     """sent[r][k]: ids for route k of rank r."""
     received: tuple[tuple[int, ...], ...]
     """received[r][k]: ids from rank r for this rank's route k."""
-    range_counts: dict[int, list[int]]
-    """Ids of the local slice per row range, by index of the routed feature."""
+    range_counts: list[list[int]]
+    """Ids of the local slice per feature and row range."""
     payload: Pending
     weights: Pending | None
 
@@ -71,11 +75,11 @@ class OwnedIds:
         """By route."""
         return self.bags.ids.split(self.sizes)
 
-    def pooled(self, num_routes: int) -> Bags:
-        """Of the first routes."""
-        size, num_samples = sum(self.sizes[:num_routes]), self.bags.num_samples
-        weights = None if self.bags.weights is None else self.bags.weights[:size]
-        return Bags(self.bags.ids[:size], self.bags.offsets[: num_routes * num_samples + 1], num_samples, weights)
+    def bags_of(self, routes: Side) -> Bags:
+        """Of consecutive routes."""
+        n = self.bags.num_samples
+        offsets = self.bags.offsets[routes.first * n : routes.stop * n + 1]
+        return Bags(self.bags.ids, offsets, n, self.bags.weights)
 
 
 def sort_cut_features(ids: KeyedJaggedTensor, routing: Routing) -> Buckets | None:
@@ -86,30 +90,60 @@ def sort_cut_features(ids: KeyedJaggedTensor, routing: Routing) -> Buckets | Non
     return bucketize_features(own.values, own.lengths, [routing.cuts[f] for f in routing.cut_features])
 
 
-def pack_ids(x: Started, routing: Routing, range_counts: dict[int, list[int]], dtype: torch.dtype) -> Tensor:
-    """For each rank: the lengths of all its routes, then their ids, as numbers of `dtype`."""
-    by_feature = x.ids.values.to(dtype).split([b - a for a, b in pairwise(x.ids.key_offsets)])
-    ids = {(f, 0): by_feature[f] for f in routing.cuts}
-    lengths = {(f, 0): own for f, own in enumerate(x.ids.lengths.to(dtype).view(len(x.ids.keys), -1))}
-    if x.cut is not None:
-        slots = [(f, n) for f in routing.cut_features for n in range(len(range_counts[f]))]
-        ids |= zip(slots, _split(x.cut.ids.to(dtype), routing, range_counts), strict=True)
-        lengths |= zip(slots, x.cut.lengths.to(dtype), strict=True)
-    parts = [part[r.slot] for routes in routing.by_rank for part in (lengths, ids) for r in routes]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=x.ids.values.device)
+@dataclass(frozen=True)
+class Slots:
+    """What the local slice has for each (feature, row range)."""
 
+    ids: dict[tuple[int, int], Tensor]
+    """Rows, counted from the first of their range."""
+    lengths: dict[tuple[int, int], Tensor]
+    """Ids per sample."""
+    weights: dict[tuple[int, int], Tensor]
+    """One per id; empty where the batch has none."""
 
-def pack_weights(x: Started, routing: Routing, range_counts: dict[int, list[int]], dtype: torch.dtype) -> Tensor:
-    """One weight for each id that `pack_ids` packs."""
-    assert x.ids.weights is not None
-    own = x.ids.weights.to(dtype)
-    weights = {(f, 0): w for f, w in enumerate(own.split([b - a for a, b in pairwise(x.ids.key_offsets)]))}
-    if x.cut is not None:
-        cut = torch.cat([weights[f, 0] for f in routing.cut_features])[x.cut.order]
-        slots = [(f, n) for f in routing.cut_features for n in range(len(range_counts[f]))]
-        weights |= zip(slots, _split(cut, routing, range_counts), strict=True)
-    parts = [weights[r.slot] for routes in routing.by_rank for r in routes]
-    return torch.cat(parts) if parts else own.new_empty(0)
+    @staticmethod
+    def of(x: Started, routing: Routing, range_counts: Sequence[Sequence[int]], dtype: torch.dtype) -> Slots:
+        """Ids and lengths as numbers of `dtype`: what is whole, and what was sorted by row range."""
+        sizes = [b - a for a, b in pairwise(x.ids.key_offsets)]
+        whole = [(f, 0) for f in range(len(sizes))]
+        ids = dict(zip(whole, x.ids.values.to(dtype).split(sizes), strict=True))
+        lengths = dict(zip(whole, x.ids.lengths.to(dtype).view(len(sizes), -1), strict=True))
+        weights = {} if x.ids.weights is None else dict(zip(whole, x.ids.weights.split(sizes), strict=True))
+        if x.cut is not None:
+            slots = [(f, n) for f in routing.cut_features for n in range(len(range_counts[f]))]
+            counts = [n for f in routing.cut_features for n in range_counts[f]]
+            if weights:
+                sorted_weights = torch.cat([weights[f, 0] for f in routing.cut_features])[x.cut.order]
+                weights |= zip(slots, sorted_weights.split(counts), strict=True)
+            ids |= zip(slots, x.cut.ids.to(dtype).split(counts), strict=True)
+            lengths |= zip(slots, x.cut.lengths.to(dtype), strict=True)
+        return Slots(ids, lengths, weights)
+
+    def pack_ids(self, routing: Routing, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """For each rank: the lengths of all its routes, then their ids."""
+        parts = [own[r.slot] for routes in routing.by_rank for own in (self.lengths, self.ids) for r in routes]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
+
+    def pack_weights(self, routing: Routing, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """One weight for each id that `pack_ids` packs."""
+        parts = [self.weights[r.slot] for routes in routing.by_rank for r in routes]
+        return torch.cat(parts).to(dtype) if parts else torch.empty(0, dtype=dtype, device=device)
+
+    def at_home(self, routing: Routing, ids: KeyedJaggedTensor) -> KeyedJaggedTensor | None:
+        """The ids of `ids` that stay at home; None where no table is replicated."""
+        if not routing.home:
+            return None
+        keys = tuple(ids.keys[r.feature] for r in routing.home)
+        if all(len(routing.cuts[r.feature]) == 2 for r in routing.home):
+            return permute(ids, keys)
+        weights = torch.cat([self.weights[r.slot] for r in routing.home]) if self.weights else None
+        return KeyedJaggedTensor(
+            keys=keys,
+            values=torch.cat([self.ids[r.slot] for r in routing.home]),
+            lengths=torch.cat([self.lengths[r.slot] for r in routing.home]),
+            weights=weights,
+            batch_sizes=(ids.batch_size,) * len(keys),
+        )
 
 
 def order_of_unpooled(x: Started, routing: Routing) -> dict[int, Tensor]:
@@ -119,10 +153,6 @@ def order_of_unpooled(x: Started, routing: Routing) -> dict[int, Tensor]:
     sizes = [x.ids.key_offsets[f + 1] - x.ids.key_offsets[f] for f in routing.cut_features]
     found = zip(routing.cut_features, x.cut.order.split(sizes), accumulate(sizes, initial=0), strict=False)
     return {f: own - first for f, own, first in found if f not in routing.out_columns}
-
-
-def _split(sorted_ids: Tensor, routing: Routing, range_counts: dict[int, list[int]]) -> tuple[Tensor, ...]:
-    return sorted_ids.split([n for f in routing.cut_features for n in range_counts[f]])
 
 
 def unpack(x: Exchanged, num_routes: int) -> OwnedIds:

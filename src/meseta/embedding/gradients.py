@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meseta.comm import Pending
 from meseta.embedding.exchange import Exchanged, matrices, numbers_in
-from meseta.embedding.routes import column_groups
+from meseta.embedding.routes import Route, column_groups
 from meseta.ops.columns import place_columns
 from meseta.ops.memory import empty
 from meseta.spec import COLUMN_BLOCK, Shard
@@ -23,35 +23,70 @@ if TYPE_CHECKING:
 def send_gradients(
     collection: ShardedEmbeddingBagCollection, x: Exchanged, gradients: Sequence[Tensor], share: float
 ) -> Pending:
-    """The mirror of the answers, times `share`: to every owner [B_local, its pooled columns] and [ids, D] of its
-    unpooled routes."""
+    """The mirror of the answers, times `share`: to every owner the gradient of its straight bags [B_local, columns], to
+    a mate also that of its partial bags, and [ids, D] of its routes that are not pooled."""
     routing, world = collection.routing, collection.world
-    num_samples = x.batch_sizes[world.rank]
-    send = [routing.answer_shapes(r, num_samples, x.sent[r]) for r in range(world.size)]
-    receive = [routing.answer_shapes(world.rank, b, n) for b, n in zip(x.batch_sizes, x.received, strict=True)]
+    of_sums = _gradients_of_sums(collection, x, gradients, share) if routing.sums_in_hosts else None
+    send = [routing.answer_shapes(r, world.rank, x.batch_sizes, x.sent[r]) for r in range(world.size)]
+    receive = [routing.answer_shapes(world.rank, r, x.batch_sizes, n) for r, n in enumerate(x.received)]
     flat = empty((sum(numbers_in(send)),), gradients[0].dtype, world.device)
-    for r, (pooled, *rows) in enumerate(matrices(flat, send)):
-        place_columns(pooled, gradients[:1], routing.gradient_moves[r], share)
-        for route, out in zip(routing.by_rank[r][routing.num_pooled[r] :], rows, strict=True):
-            f = route.feature
-            gradient = gradients[1 + collection.row_features.index(collection.features[f])]
-            moved = gradient if f not in x.order else gradient[x.order[f]]
-            own = moved.split(x.range_counts[f])[route.range]
+    for r, (straight, summed, *rows) in enumerate(matrices(flat, send)):
+        place_columns(straight, gradients[:1], routing.gradient_moves[r], share)
+        if of_sums is not None and summed.numel():
+            place_columns(summed, [of_sums], routing.summed_gradient_moves[r])
+        for route, out in zip(routing.by_rank[r][routing.summed[r].stop :], rows, strict=True):
+            own = rows_of_range(collection, x, gradients, route)
             torch.mul(own[:, slice(*route.shard.columns)], share, out=out)
     return world.all_to_all(flat, numbers_in(send), numbers_in(receive))
 
 
+def _gradients_of_sums(
+    collection: ShardedEmbeddingBagCollection, x: Exchanged, gradients: Sequence[Tensor], share: float
+) -> Tensor:
+    """[samples of this rank and its twins, columns]: gradient of the whole bags of this host."""
+    routing, world = collection.routing, collection.world
+    twins, own = routing.twins(world.rank), x.batch_sizes[world.rank]
+    shapes = [[(own, width)] for width in routing.host_widths]
+    flat = empty((sum(numbers_in(shapes)),), gradients[0].dtype, world.device)
+    for host, [out] in enumerate(matrices(flat, shapes)):
+        place_columns(out, gradients[:1], routing.host_gradient_moves[host], share)
+    width = routing.host_widths[world.rank // routing.per_host]
+    send, receive = [0] * world.size, [0] * world.size
+    for twin, [(_, columns)] in zip(twins, shapes, strict=True):
+        send[twin], receive[twin] = own * columns, x.batch_sizes[twin] * width
+    return world.all_to_all(flat, send, receive).wait().view(sum(x.batch_sizes[twin] for twin in twins), width)
+
+
+def rows_of_range(
+    collection: ShardedEmbeddingBagCollection, x: Exchanged, gradients: Sequence[Tensor], route: Route
+) -> Tensor:
+    """[ids, D]: gradients of the rows of one row range, of a feature that is not pooled, in the order of the range."""
+    f = route.feature
+    gradient = gradients[1 + collection.row_features.index(collection.features[f])]
+    moved = gradient if f not in x.order else gradient[x.order[f]]
+    return moved.split(x.range_counts[f])[route.range]
+
+
 def receive_gradients(
     collection: ShardedEmbeddingBagCollection, x: Exchanged, sent: Pending
-) -> tuple[Tensor, list[Tensor]]:
-    """[B_global, pooled columns] of this owner, and [ids, D] of each of its unpooled routes."""
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Of this owner: [B_global, columns] of its straight and of its partial bags, and [ids, D] of each route that is
+    not pooled."""
     routing, rank = collection.routing, collection.world.rank
-    flat, columns = sent.wait(), routing.pooled_columns[rank]
-    shapes = [routing.answer_shapes(rank, b, n) for b, n in zip(x.batch_sizes, x.received, strict=True)]
-    if len(shapes[0]) == 1:
-        return flat.view(x.num_samples, columns), []
-    pooled, *rows = (torch.cat(parts) for parts in zip(*matrices(flat, shapes), strict=True))
-    return pooled, rows
+    flat = sent.wait()
+    shapes = [routing.answer_shapes(rank, r, x.batch_sizes, n) for r, n in enumerate(x.received)]
+    summed = flat.new_empty(x.num_samples, routing.summed[rank].width)
+    if len(shapes[0]) == 2 and not summed.numel():
+        return flat.view(x.num_samples, routing.straight[rank].width), summed, []
+    parts = matrices(flat, shapes)
+    if summed.numel():
+        blocks: dict[int, Tensor] = {}
+        for mate in routing.mates(rank):
+            twins = routing.twins(mate)
+            blocks |= zip(twins, parts[mate][1].split([x.batch_sizes[twin] for twin in twins]), strict=True)
+        torch.cat([blocks[r] for r in range(len(shapes))], out=summed)
+    straight, _, *rows = (list(of_ranks) for of_ranks in zip(*parts, strict=True))
+    return torch.cat(straight), summed, [torch.cat(own) for own in rows]
 
 
 def gather_column_stats(

@@ -14,7 +14,6 @@ from meseta.comm import Pending, World
 from meseta.embedding.routes import Routing
 from meseta.embedding.update import FusedShards, group_shards
 from meseta.jagged import KeyedJaggedTensor
-from meseta.ops.jagged import permute
 from meseta.ops.pooled_lookup import LookupGroup, lookup_group
 from meseta.ops.row_lookup import row_lookup
 from meseta.ops.row_optimizer import Hyper, RowOptimizer, RowState, Value, Values, compute_dtype, row_state
@@ -50,48 +49,47 @@ class Sums:
 
 
 class Replicas:
-    """The replicated part of a sharded collection."""
+    """The replicated part of a sharded collection: whole tables, and the hot rows of others."""
 
     def __init__(
         self, features: Sequence[FeatureSpec], routing: Routing, shards: Sequence[TableShard], world: World
     ) -> None:
         """`shards` holds, among others, the replicas."""
-        self.features = features
+        self.features = [features[route.feature] for route in routing.home]
         self.routing = routing
         self.world = world
-        replicated = {features[f].table for f in routing.replicated}
-        self.shards = {shard.spec.name: shard for shard in shards if shard.spec.name in replicated}
+        held = {shard.shard: shard for shard in shards}
+        self.shards = {route.shard.table: held[route.shard] for route in routing.home}
 
-    def lookup(self, ids: KeyedJaggedTensor) -> Tensor | None:
-        """[B, columns of the pooled features side by side]; None where there are none."""
-        own = self.routing.pooled_replicas
-        if not own:
+    def lookup(self, home: KeyedJaggedTensor | None) -> Tensor | None:
+        """[B, columns of the pooled features side by side] of ids that stay at home; None where there are none."""
+        num_pooled = len(self.routing.pooled_home)
+        if home is None or not num_pooled:
             return None
-        bags = permute(ids, [self.features[f].name for f in own])
+        bags = home.select(home.keys[:num_pooled])
         return lookup_group(self._pooled_tables, bags.values, bags.offsets, bags.weights)
 
     @cached_property
     def _pooled_tables(self) -> LookupGroup:
         """Of the pooled features."""
-        own = [self.features[f] for f in self.routing.pooled_replicas]
+        own = self.features[: len(self.routing.pooled_home)]
         return LookupGroup(tuple(self.shards[f.table].weight for f in own), tuple(f.weighted for f in own))
 
-    def rows(self, ids: KeyedJaggedTensor, feature: int) -> Tensor:
-        """[nnz_f, D] of a feature that is not pooled."""
-        spec = self.features[feature]
-        values = ids[spec.name].values
-        return row_lookup([self.shards[spec.table].weight], values, [0, values.numel()])[0]
+    def rows(self, home: KeyedJaggedTensor, feature: FeatureSpec) -> Tensor:
+        """[nnz_f, D] of the ids at home of a feature that is not pooled."""
+        values = home[feature.name].values
+        return row_lookup([self.shards[feature.table].weight], values, [0, values.numel()])[0]
 
-    def start_update(self, ids: KeyedJaggedTensor, gradients: Sequence[Tensor], share: float) -> Pending | None:
+    def start_update(self, home: KeyedJaggedTensor, gradients: Sequence[Tensor], share: float) -> Pending | None:
         """Add up what each row gets from this rank's samples, times `share`, and begin to add over ranks.
 
-        `gradients` are those of what a lookup returned; None where nothing learns."""
+        `gradients` are that of what a lookup returned, and one for the ids at home of each feature that is not pooled.
+        None where nothing learns."""
         sums = self._sums
         if sums is None:
             return None
         sums.buffer.zero_()
-        own = permute(ids, [self.features[f].name for f in self._learning])
-        bags = Bags(own.values, own.offsets, own.batch_size, own.weights)
+        bags = Bags(home.values, home.offsets, home.batch_size, home.weights)
         row_update(sums.group, 1.0, 1, bags, gradients)
         sums.buffer[: -sum(own.numel() for own in sums.ranks)] *= share
         return self.world.start_all_reduce(sums.buffer)
@@ -122,15 +120,13 @@ class Replicas:
 
     @cached_property
     def _learning(self) -> tuple[int, ...]:
-        """Features whose replicas learn."""
-        return tuple(
-            f for f in self.routing.replicated if self.shards[self.features[f].table].spec.optimizer.name != "frozen"
-        )
+        """Features, by their place at home, whose replicas learn."""
+        return tuple(n for n, f in enumerate(self.features) if self.shards[f.table].spec.optimizer.name != "frozen")
 
     @cached_property
     def _tables(self) -> list[str]:
-        """Names of the replicas that learn, in the order of the features."""
-        return list(dict.fromkeys(self.features[f].table for f in self._learning))
+        """Names of the replicas that learn, in the order of the features at home."""
+        return list(dict.fromkeys(self.features[n].table for n in self._learning))
 
     @cached_property
     def _fused(self) -> tuple[FusedShards, ...]:
@@ -153,14 +149,15 @@ class Replicas:
             optimizer=SUM,
             tables=tuple(TableRows(total, {"ranks": own}) for total, own in zip(gradients, ranks, strict=True)),
             embedding_dims=tuple(shape[1] for shape in shapes),
-            features=tuple(self._gradient_of(position, f) for position, f in enumerate(self._learning)),
+            features=tuple(self._gradient_of(n) for n in self._learning),
         )
         return Sums(buffer, gradients, ranks, group)
 
-    def _gradient_of(self, position: int, feature: int) -> FeatureGradient:
+    def _gradient_of(self, position: int) -> FeatureGradient:
         """Where the gradient of a feature lies in what `start_update` is given."""
-        spec, table = self.features[feature], self._tables.index(self.features[feature].table)
-        if spec.pooling == "none":
-            unpooled = [f for f, other in enumerate(self.features) if other.pooling == "none"]
-            return FeatureGradient(position, table, 1 + unpooled.index(feature), per_id=True)
-        return FeatureGradient(position, table, 0, self.routing.out_columns[feature], weighted=spec.weighted)
+        feature, num_pooled = self.features[position], len(self.routing.pooled_home)
+        table = self._tables.index(feature.table)
+        if position >= num_pooled:
+            return FeatureGradient(position, table, 1 + position - num_pooled, per_id=True)
+        column = self.routing.out_columns[self.routing.home[position].feature]
+        return FeatureGradient(position, table, 0, column, weighted=feature.weighted)

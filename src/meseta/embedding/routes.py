@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from meseta.ops.columns import Move, join_moves
-from meseta.spec import FeatureSpec, MesetaError, Plan, Shard, ShardingType, TableSpec
+from meseta.spec import FeatureSpec, Plan, Shard, TableSpec
+from meseta.spec.shards import SUMMED_IN_HOST
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Route:
     range: int
     """Which of the table's row ranges the piece holds."""
     column: int
-    """First column of the answer inside the owner's pooled output (pooled routes), else 0."""
+    """First column of the answer inside the matrix that it is part of, see `Routing`; 0 where it is not pooled."""
 
     @property
     def rank(self) -> int:
@@ -34,28 +36,48 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Routing:
-    """All routes of a plan, the same on every rank, computed once."""
+class Side:
+    """Routes of one owner whose answers lie side by side in one matrix."""
 
-    cuts: dict[int, tuple[int, ...]]
-    """Borders of the row ranges of each routed feature: (0, R) where the rows are whole."""
+    first: int
+    """The owner's first route among them."""
+    stop: int
+    """The route behind the last."""
+    width: int
+    """Columns of the matrix."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """All routes of a plan, the same on every rank, computed once.
+
+    An owner answers with a matrix of bags that go straight to the ranks that asked; one of partial bags that are added
+    up inside its host first (4D parallelism, arXiv 2104.05158, section 4.2.1); and the rows of each route that is not
+    pooled.
+    """
+
+    cuts: tuple[tuple[int, ...], ...]
+    """Borders of the row ranges of each feature: (0, R) where the rows are whole."""
     by_rank: tuple[tuple[Route, ...], ...]
-    """Routes by owner; the pooled ones first, then by feature, row range and column."""
-    num_pooled: tuple[int, ...]
-    """How many of an owner's routes are pooled."""
-    pooled_columns: tuple[int, ...]
-    """Width of each owner's pooled output."""
-    replicated: tuple[int, ...]
-    """Features whose table every rank holds; their ids stay at home."""
+    """Routes by owner; `straight`, then `summed`, then those that are not pooled; in each by feature, row range and
+    column."""
+    straight: tuple[Side, ...]
+    """Of each owner: bags that go straight to the ranks that asked."""
+    summed: tuple[Side, ...]
+    """Of each owner: partial bags that are added up inside its host."""
+    home: tuple[Route, ...]
+    """Rows that every rank holds, whose ids stay at home; the pooled ones first, then by feature."""
     out_columns: dict[int, int]
     """First column of each pooled feature in what a lookup returns."""
     dims: tuple[int, ...]
     """Columns of each feature's table."""
+    per_host: int
+    """Ranks of a host."""
 
     @cached_property
     def cut_features(self) -> tuple[int, ...]:
         """Features whose ids have to be sorted by row range."""
-        return tuple(f for f, cuts in self.cuts.items() if len(cuts) > 2)
+        return tuple(f for f, cuts in enumerate(self.cuts) if len(cuts) > 2)
 
     @property
     def out_width(self) -> int:
@@ -63,95 +85,183 @@ class Routing:
         return sum(self.dims[f] for f in self.out_columns)
 
     @cached_property
-    def pooled_replicas(self) -> tuple[int, ...]:
-        """Replicated features that are pooled."""
-        return tuple(f for f in self.replicated if f in self.out_columns)
+    def pooled_home(self) -> tuple[Route, ...]:
+        """Routes that stay at home and are pooled."""
+        return tuple(r for r in self.home if r.feature in self.out_columns)
+
+    def mates(self, rank: int) -> range:
+        """All ranks of a rank's host."""
+        first = rank - rank % self.per_host
+        return range(first, first + self.per_host)
+
+    def twins(self, rank: int) -> range:
+        """The ranks that have the same place as `rank`, in all hosts."""
+        return range(rank % self.per_host, len(self.by_rank), self.per_host)
 
     @cached_property
-    def pieces(self) -> dict[int, list[list[tuple[int, Route]]]]:
-        """Routes of each feature as [row range][column piece] -> (index among the owner's routes, route)."""
-        found: dict[int, list[list[tuple[int, Route]]]] = {f: [[] for _ in cuts[1:]] for f, cuts in self.cuts.items()}
+    def sums_in_hosts(self) -> bool:
+        """Whether any bag is."""
+        return any(side.width for side in self.summed)
+
+    @cached_property
+    def host_columns(self) -> tuple[dict[tuple[int, tuple[int, int]], int], ...]:
+        """Of each host: first column of each (feature, columns of its table) in the matrix of whole bags."""
+        hosts = []
+        for first in range(0, len(self.by_rank), self.per_host):
+            pieces = {
+                (r.feature, r.shard.columns)
+                for rank in self.mates(first)
+                for r in self.by_rank[rank][self.summed[rank].first : self.summed[rank].stop]
+            }
+            found, column = {}, 0
+            for feature, columns in sorted(pieces):
+                found[feature, columns] = column
+                column += columns[1] - columns[0]
+            hosts.append(found)
+        return tuple(hosts)
+
+    @cached_property
+    def host_widths(self) -> tuple[int, ...]:
+        """Columns of each host's matrix of whole bags."""
+        return tuple(sum(b - a for _, (a, b) in columns) for columns in self.host_columns)
+
+    @cached_property
+    def pieces(self) -> tuple[list[list[tuple[int, Route]]], ...]:
+        """Routes of each feature as [row range][column piece] -> (index among the owner's routes, route); nothing for
+        a range that stays at home."""
+        found: tuple[list[list[tuple[int, Route]]], ...] = tuple([[] for _ in cuts[1:]] for cuts in self.cuts)
         for routes in self.by_rank:
             for index, route in enumerate(routes):
                 found[route.feature][route.range].append((index, route))
-        for ranges in found.values():
+        for ranges in found:
             for pieces in ranges:
                 pieces.sort(key=lambda entry: entry[1].shard.columns)
         return found
 
     @cached_property
     def answer_moves(self) -> tuple[int, ...]:
-        """From [pooled outputs of the owners, pooled replicas side by side] to what a lookup returns: row ranges are
-        added from the first to the last."""
-        moves, column = [], 0
+        """From [straight bags of the owners, whole bags of the hosts, bags at home] to what a lookup returns: row
+        ranges are added from the first to the last."""
+        num_ranks, num_hosts = len(self.by_rank), len(self.host_widths)
+        home = {r.slot: r for r in self.pooled_home}
+        moves = []
         for f, to in self.out_columns.items():
-            for number, ranges in enumerate(self.pieces.get(f, [])):
-                for _, r in ranges:
-                    moves.append(
-                        Move(r.rank, r.column, to + r.shard.columns[0], r.shard.num_columns, add=int(number > 0))
-                    )
-        for f in self.pooled_replicas:
-            moves.append(Move(len(self.by_rank), column, self.out_columns[f], self.dims[f]))
-            column += self.dims[f]
+            for host, found in enumerate(self.host_columns):
+                own = ((columns, at) for (feature, columns), at in found.items() if feature == f)
+                moves += [Move(num_ranks + host, at, to + first, stop - first) for (first, stop), at in own]
+            for number, ranges in enumerate(self.pieces[f]):
+                if (f, number) in home:
+                    moves.append(Move(num_ranks + num_hosts, home[f, number].column, to, self.dims[f], int(number > 0)))
+                for index, r in ranges:
+                    if index < self.straight[r.rank].stop:
+                        start, width = r.shard.columns[0], r.shard.num_columns
+                        moves.append(Move(r.rank, r.column, to + start, width, int(number > 0)))
         return join_moves(moves)
 
     @cached_property
+    def host_moves(self) -> tuple[tuple[int, ...], ...]:
+        """Of each host: from the partial bags of its ranks to whole bags, row ranges from the first to the last."""
+        hosts: list[list[tuple[tuple[int, tuple[int, int], int], Move]]] = [[] for _ in self.host_columns]
+        for rank, (routes, side) in enumerate(zip(self.by_rank, self.summed, strict=True)):
+            host = rank // self.per_host
+            for r in routes[side.first : side.stop]:
+                to = self.host_columns[host][r.feature, r.shard.columns]
+                move = Move(rank % self.per_host, r.column, to, r.shard.num_columns)
+                hosts[host].append(((r.feature, r.shard.columns, r.range), move))
+        return tuple(join_moves(_added_after_the_first(own)) for own in hosts)
+
+    @cached_property
     def gradient_moves(self) -> tuple[tuple[int, ...], ...]:
-        """For each owner: from the gradient of what a lookup returned to that of its pooled output."""
+        """For each owner: from the gradient of what a lookup returned to that of its straight bags."""
         return tuple(
             join_moves(
                 Move(0, self.out_columns[r.feature] + r.shard.columns[0], r.column, r.shard.num_columns)
-                for r in routes[:first]
+                for r in routes[side.first : side.stop]
             )
-            for routes, first in zip(self.by_rank, self.num_pooled, strict=True)
+            for routes, side in zip(self.by_rank, self.straight, strict=True)
         )
 
-    def answer_shapes(self, owner: int, num_samples: int, counts: Sequence[int]) -> list[tuple[int, int]]:
-        """What an owner answers for so many samples of one rank, with counts[k] ids on its route k: its pooled
-        columns, then the rows of each unpooled route. Gradients come back in the same shapes."""
-        first = self.num_pooled[owner]
-        unpooled = zip(counts[first:], self.by_rank[owner][first:], strict=True)
-        return [(num_samples, self.pooled_columns[owner]), *((n, r.shard.num_columns) for n, r in unpooled)]
+    @cached_property
+    def host_gradient_moves(self) -> tuple[tuple[int, ...], ...]:
+        """For each host: from the gradient of what a lookup returned to that of its whole bags."""
+        return tuple(
+            join_moves(
+                Move(0, self.out_columns[feature] + first, at, stop - first)
+                for (feature, (first, stop)), at in found.items()
+            )
+            for found in self.host_columns
+        )
+
+    @cached_property
+    def summed_gradient_moves(self) -> tuple[tuple[int, ...], ...]:
+        """For each owner: from the gradient of its host's whole bags to that of its partial bags."""
+        owners = []
+        for rank, (routes, side) in enumerate(zip(self.by_rank, self.summed, strict=True)):
+            at = self.host_columns[rank // self.per_host]
+            own = routes[side.first : side.stop]
+            owners.append(
+                join_moves(Move(0, at[r.feature, r.shard.columns], r.column, r.shard.num_columns) for r in own)
+            )
+        return tuple(owners)
+
+    def answer_shapes(
+        self, owner: int, rank: int, batch_sizes: Sequence[int], counts: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """What an owner sends to one rank, with counts[k] ids on its route k: the rank's straight bags; to a mate,
+        partial bags for the samples of the rank and its twins; then the rows of each route that is not pooled.
+        Gradients come back in the same shapes."""
+        straight, summed = self.straight[owner], self.summed[owner]
+        num_partial = sum(batch_sizes[twin] for twin in self.twins(rank)) if rank in self.mates(owner) else 0
+        unpooled = zip(counts[summed.stop :], self.by_rank[owner][summed.stop :], strict=True)
+        return [
+            (batch_sizes[rank], straight.width),
+            (num_partial, summed.width),
+            *((n, r.shard.num_columns) for n, r in unpooled),
+        ]
 
 
 def make_routing(tables: Sequence[TableSpec], features: Sequence[FeatureSpec], plan: Plan) -> Routing:
     """Spell a checked plan out for these features."""
     by_name = {table.name: table for table in tables}
-    by_rank: list[list[Route]] = [[] for _ in range(plan.num_ranks)]
-    cuts: dict[int, tuple[int, ...]] = {}
-    replicated = []
+    dims = tuple(by_name[feature.table].embedding_dim for feature in features)
+    pooled = [f for f, feature in enumerate(features) if feature.pooling != "none"]
+    # Inside a single host, adding up on the way is what the ranks that asked do anyway.
+    sums = plan.per_host < plan.num_ranks
+    straight: list[list[Route]] = [[] for _ in range(plan.num_ranks)]
+    summed: list[list[Route]] = [[] for _ in range(plan.num_ranks)]
+    unpooled: list[list[Route]] = [[] for _ in range(plan.num_ranks)]
+    home: list[Route] = []
+    cuts = []
     for index, feature in enumerate(features):
         entry = plan[feature.table]
-        if entry.sharding is ShardingType.DATA_PARALLEL:
-            replicated.append(index)
-            continue
-        if entry.sharding is ShardingType.HOT_REPLICATED:
-            raise MesetaError(f"plan: table {entry.table!r}: hot_replicated cannot be trained; choose another scheme")
         starts = sorted({shard.rows[0] for shard in entry.shards})
-        cuts[index] = (*starts, by_name[feature.table].num_embeddings)
+        cuts.append((*starts, by_name[feature.table].num_embeddings))
+        is_summed = sums and entry.sharding in SUMMED_IN_HOST
         for shard in entry.shards:
-            by_rank[shard.ranks[0]].append(Route(index, shard, starts.index(shard.rows[0]), 0))
-    placed, num_pooled, widths = [], [], []
-    for routes in by_rank:
-        routes.sort(key=lambda r: (features[r.feature].pooling == "none", r.feature, r.range, r.shard.columns))
-        column, ordered = 0, []
-        for route in routes:
-            pooled = features[route.feature].pooling != "none"
-            ordered.append(Route(route.feature, route.shard, route.range, column if pooled else 0))
-            column += route.shard.num_columns if pooled else 0
-        placed.append(tuple(ordered))
-        num_pooled.append(sum(features[r.feature].pooling != "none" for r in ordered))
-        widths.append(column)
-    dims = tuple(by_name[feature.table].embedding_dim for feature in features)
-    pooled_features = [f for f, feature in enumerate(features) if feature.pooling != "none"]
+            route = Route(index, shard, starts.index(shard.rows[0]), 0)
+            if entry.is_replica(shard):
+                home.append(route)
+            elif feature.pooling == "none":
+                unpooled[route.rank].append(route)
+            else:
+                (summed if is_summed else straight)[route.rank].append(route)
+    by_rank, matrices = [], []
+    for own in zip(straight, summed, unpooled, strict=True):
+        first, second, rows = (sorted(routes, key=lambda r: (*r.slot, r.shard.columns)) for routes in own)
+        by_rank.append((*_side_by_side(first), *_side_by_side(second), *rows))
+        stops = (0, len(first), len(first) + len(second))
+        matrices.append([Side(a, b, sum(r.shard.num_columns for r in by_rank[-1][a:b])) for a, b in pairwise(stops)])
+    home.sort(key=lambda r: (r.feature not in pooled, r.feature))
+    num_pooled = sum(r.feature in pooled for r in home)
     return Routing(
-        cuts=cuts,
-        by_rank=tuple(placed),
-        num_pooled=tuple(num_pooled),
-        pooled_columns=tuple(widths),
-        replicated=tuple(replicated),
-        out_columns={f: sum(dims[g] for g in pooled_features[:n]) for n, f in enumerate(pooled_features)},
+        cuts=tuple(cuts),
+        by_rank=tuple(by_rank),
+        straight=tuple(own[0] for own in matrices),
+        summed=tuple(own[1] for own in matrices),
+        home=(*_side_by_side(home[:num_pooled]), *home[num_pooled:]),
+        out_columns={f: sum(dims[g] for g in pooled[:n]) for n, f in enumerate(pooled)},
         dims=dims,
+        per_host=plan.per_host,
     )
 
 
@@ -166,3 +276,21 @@ def column_groups(shards: Sequence[Shard], plan: Plan) -> list[tuple[Shard, ...]
         tuple(sorted((s for s in plan[table].shards if s.rows == rows), key=lambda s: s.columns))
         for _, table, rows in ranges
     ]
+
+
+def _side_by_side(routes: Sequence[Route]) -> list[Route]:
+    """The routes, their columns one behind the other."""
+    placed, column = [], 0
+    for route in routes:
+        placed.append(Route(route.feature, route.shard, route.range, column))
+        column += route.shard.num_columns
+    return placed
+
+
+def _added_after_the_first(moves: Sequence[tuple[tuple[int, tuple[int, int], int], Move]]) -> list[Move]:
+    """Moves with their (feature, columns, row range): ordered, and added where an earlier range was written."""
+    ordered, written = [], set()
+    for (*place, _), move in sorted(moves):
+        ordered.append(move._replace(add=int(tuple(place) in written)))
+        written.add(tuple(place))
+    return ordered

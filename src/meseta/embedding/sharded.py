@@ -16,18 +16,17 @@ from meseta.embedding.collection import EmbeddingBagCollection
 from meseta.embedding.exchange import (
     Exchanged,
     OwnedIds,
+    Slots,
     Started,
     matrices,
     numbers_in,
     order_of_unpooled,
-    pack_ids,
-    pack_weights,
     sort_cut_features,
     unpack,
 )
-from meseta.embedding.gradients import gather_column_stats, receive_gradients, send_gradients
+from meseta.embedding.gradients import gather_column_stats, receive_gradients, rows_of_range, send_gradients
 from meseta.embedding.replicas import Replicas
-from meseta.embedding.routes import make_routing
+from meseta.embedding.routes import Side, make_routing
 from meseta.embedding.update import (
     Contribution,
     FusedShards,
@@ -74,7 +73,7 @@ class ShardedEmbeddingBagCollection(Collection):
         for shard in (shard for entry in plan.tables for shard in entry.shards):
             if shard.tier != "hbm":
                 raise MesetaError(
-                    f"plan: table {shard.table!r} has rows in tier {shard.tier!r}, but rows can be held in 'hbm' alone; "
+                    f"plan: table {shard.table!r} has rows in tier {shard.tier!r}, but they can be in 'hbm' alone; "
                     "place them there"
                 )
         self.plan = plan
@@ -105,13 +104,15 @@ class ShardedEmbeddingBagCollection(Collection):
         # What goes to all ranks is one gather of [batch size, ids of each feature, first refused id, ids of each row
         # range of the features that are cut].
         num_features = len(self.features)
-        at = {(f, 0): 1 + f for f in self.routing.cuts}
+        at = {(f, 0): 1 + f for f in range(num_features)}
         ranges = [(f, n) for f in self.routing.cut_features for n in range(len(self.routing.cuts[f]) - 1)]
         at |= {slot: HEADER + num_features + index for index, slot in enumerate(ranges)}
+        self._range_counts_at = [[at[f, n] for n in range(len(cuts) - 1)] for f, cuts in enumerate(self.routing.cuts)]
         header = (0, *range(1 + num_features, HEADER + num_features))
         gathered = [n for routes in self.routing.by_rank for n in (*header, *(at[r.slot] for r in routes))]
+        self._sent_counts_at = gathered
         self._gather_counts = torch.tensor(gathered, device=world.device)
-        longest = max((b - a for cuts in self.routing.cuts.values() for a, b in pairwise(cuts)), default=0)
+        longest = max(b - a for cuts in self.routing.cuts for a, b in pairwise(cuts))
         # Ids travel as rows of their range, so half the bits are enough for most.
         self._id_dtype = torch.int32 if longest <= MOST else torch.int64
         self.replicas = Replicas(self.features, self.routing, self.shards, world)
@@ -135,12 +136,12 @@ class ShardedEmbeddingBagCollection(Collection):
             ids, batch_size = checked.kjt, 0
         cut = sort_cut_features(ids, self.routing)
         counts = [batch_size, *(b - a for a, b in pairwise(ids.key_offsets))]
-        known = [torch.tensor(counts, device=self.world.device), checked.first_error]
-        sent = torch.cat(known if cut is None else [*known, cut.totals])[self._gather_counts]
+        parts = [torch.tensor(counts, device=self.world.device), checked.first_error]
+        known = torch.cat(parts if cut is None else [*parts, cut.totals])
         mine = HEADER + len(self._routes)
         splits = [HEADER + len(routes) for routes in self.routing.by_rank]
-        pending = self.world.all_to_all(sent, splits, [mine] * self.world.size)
-        return Started(ids=ids, cut=cut, counts_sent=sent, counts=pending, failed=failed)
+        received = self.world.all_to_all(known[self._gather_counts], splits, [mine] * self.world.size)
+        return Started(ids=ids, cut=cut, counts=known, received=received, failed=failed)
 
     def _refuse(self, kjt: KeyedJaggedTensor) -> None:
         """Raise MesetaError for a batch that cannot be looked up here."""
@@ -161,14 +162,16 @@ class ShardedEmbeddingBagCollection(Collection):
 
     def exchange(self, x: Started) -> Exchanged:
         """Read the counts, agree on errors, begin the exchange of lengths and ids."""
-        received = x.counts.wait()
-        numbers = torch.cat([x.counts_sent, received]).tolist()  # The one host sync.
+        received = x.received.wait()
+        numbers = torch.cat([x.counts, received]).tolist()  # The one host sync.
+        own, numbers = numbers[: x.counts.numel()], numbers[x.counts.numel() :]
+        known = [own[i] for i in self._sent_counts_at]
         sent, at = [], 0
         for routes in self.routing.by_rank:
-            sent.append(tuple(numbers[at + HEADER : at + HEADER + len(routes)]))
+            sent.append(tuple(known[at + HEADER : at + HEADER + len(routes)]))
             at += HEADER + len(routes)
         size = HEADER + len(self._routes)
-        headers = [numbers[at + r * size : at + (r + 1) * size] for r in range(self.world.size)]
+        headers = [numbers[r * size : (r + 1) * size] for r in range(self.world.size)]
         batch_sizes = tuple(header[0] for header in headers)
         if any(header[1] == REFUSED for header in headers):
             self.world.raise_together(x.failed)
@@ -177,23 +180,20 @@ class ShardedEmbeddingBagCollection(Collection):
                 raise self.refuse(feature, sum(batch_sizes[:rank]) + sample, row)
         counts = tuple(tuple(header[HEADER:]) for header in headers)
         batch = batch_sizes[self.world.rank]
-        of_route = {
-            (route.feature, route.range): n
-            for routes, row in zip(self.routing.by_rank, sent, strict=True)
-            for route, n in zip(routes, row, strict=True)
-        }
-        range_counts = {f: [of_route[f, n] for n in range(len(cuts) - 1)] for f, cuts in self.routing.cuts.items()}
+        range_counts = [[own[i] for i in ranges] for ranges in self._range_counts_at]
+        slots = Slots.of(x, self.routing, range_counts, self._id_dtype)
         payload = self.world.all_to_all(
-            pack_ids(x, self.routing, range_counts, self._id_dtype),
+            slots.pack_ids(self.routing, self._id_dtype, self.world.device),
             [batch * len(routes) + sum(n) for routes, n in zip(self.routing.by_rank, sent, strict=True)],
             [b * len(self._routes) + sum(n) for b, n in zip(batch_sizes, counts, strict=True)],
         )
         weights = None
         if self._weighted:
-            packed = pack_weights(x, self.routing, range_counts, self.dtype)
+            packed = slots.pack_weights(self.routing, self.dtype, self.world.device)
             weights = self.world.all_to_all(packed, [sum(n) for n in sent], [sum(n) for n in counts])
         return Exchanged(
             ids=x.ids,
+            home=slots.at_home(self.routing, x.ids),
             order=order_of_unpooled(x, self.routing),
             batch_sizes=batch_sizes,
             sent=tuple(sent),
@@ -219,58 +219,85 @@ class ShardedEmbeddingBagCollection(Collection):
     def _lookup(self, x: Exchanged, owned: OwnedIds) -> list[Tensor]:
         """[pooled [B_local, sum of D], rows of each unpooled feature ...] for the local slice."""
         pending = self._answer(x, owned)
-        replicas = self.replicas.lookup(x.ids)  # while the answers travel
+        at_home = self.replicas.lookup(x.home)  # while the answers travel
         answers = matrices(pending.wait(), self._answer_shapes(x))
+        whole = self._add_in_host(x, answers) if self.routing.sums_in_hosts else self._nothing_of_hosts(x)
         pooled = empty((x.batch_sizes[self.world.rank], self.routing.out_width), self.dtype, self.world.device)
-        sources = [own[0] for own in answers] + ([] if replicas is None else [replicas])
+        sources = [*(own[0] for own in answers), *whole, *([] if at_home is None else [at_home])]
         place_columns(pooled, sources, self.routing.answer_moves)
         self.divide_means(pooled, x.ids.lengths.view(len(self.features), -1))
-        unpooled = [f for f, spec in enumerate(self.features) if spec.pooling == "none"]
-        replicated = set(self.routing.replicated)
-        rows = [
-            self.replicas.rows(x.ids, f) if f in replicated else self._assemble_rows(x, f, answers) for f in unpooled
-        ]
-        return [pooled, *rows]
+        return [pooled, *(self._assemble_rows(x, f, answers) for f in self._unpooled)]
 
     def _answer(self, x: Exchanged, owned: OwnedIds) -> Pending:
         """Look up what this rank owns, and begin to send each rank the answers for its samples."""
-        first = self.routing.num_pooled[self.world.rank]
-        tables = [self.shards[self._by_shard[r.shard]].weight for r in self._routes]
-        pooled = torch.empty(x.num_samples, 0, dtype=self.dtype, device=self.world.device)
-        if first:
-            bags = owned.pooled(first)
-            pooled = lookup_group(self._pooled_tables, bags.ids, bags.offsets, bags.weights)
-        shapes = [
-            self.routing.answer_shapes(self.world.rank, b, n) for b, n in zip(x.batch_sizes, x.received, strict=True)
-        ]
-        send = pooled.view(-1)
-        if len(tables) > first:
-            single, sizes = owned.bags.ids[sum(owned.sizes[:first]) :], owned.sizes[first:]
-            rows = row_lookup(tables[first:], single, list(accumulate(sizes, initial=0)))
-            by_rank = [own.split([n[first + k] for n in x.received]) for k, own in enumerate(rows)]
-            parts = zip(pooled.split(x.batch_sizes), *by_rank, strict=True)
-            send = torch.cat([part.reshape(-1) for of_rank in parts for part in of_rank])
+        rank = self.world.rank
+        straight, summed = self.routing.straight[rank], self.routing.summed[rank]
+        bags = self._look_up_bags(x, owned, straight)
+        shapes = [self.routing.answer_shapes(rank, r, x.batch_sizes, n) for r, n in enumerate(x.received)]
+        send = bags.view(-1)
+        if len(self._routes) > straight.stop:
+            partial = dict(enumerate(self._look_up_bags(x, owned, summed).split(x.batch_sizes)))
+            tables = [self.shards[self._by_shard[r.shard]].weight for r in self._routes[summed.stop :]]
+            single, sizes = owned.bags.ids[sum(owned.sizes[: summed.stop]) :], owned.sizes[summed.stop :]
+            rows = row_lookup(tables, single, list(accumulate(sizes, initial=0))) if tables else []
+            rows_by_rank = [own.split([n[summed.stop + k] for n in x.received]) for k, own in enumerate(rows)]
+            parts = []
+            for r, own in enumerate(bags.split(x.batch_sizes)):
+                twins = self.routing.twins(r) if r in self.routing.mates(rank) else ()
+                parts += [own, *(partial[twin] for twin in twins), *(of_route[r] for of_route in rows_by_rank)]
+            send = torch.cat([part.reshape(-1) for part in parts])
         return self.world.all_to_all(send, numbers_in(shapes), numbers_in(self._answer_shapes(x)))
 
+    def _look_up_bags(self, x: Exchanged, owned: OwnedIds, side: Side) -> Tensor:
+        """[B_global, columns] of the routes of one matrix."""
+        if side.first == side.stop:
+            return torch.empty(x.num_samples, 0, dtype=self.dtype, device=self.world.device)
+        bags = owned.bags_of(side)
+        return lookup_group(self._tables_of[side], bags.ids, bags.offsets, bags.weights)
+
     @cached_property
-    def _pooled_tables(self) -> LookupGroup:
-        """Of the pooled routes of this rank."""
-        pooled = self._routes[: self.routing.num_pooled[self.world.rank]]
-        return LookupGroup(
-            tuple(self.shards[self._by_shard[r.shard]].weight for r in pooled),
-            tuple(self.features[r.feature].weighted for r in pooled),
-        )
+    def _tables_of(self) -> dict[Side, LookupGroup]:
+        """Of both kinds of bags that this rank owns."""
+        groups = {}
+        for side in (self.routing.straight[self.world.rank], self.routing.summed[self.world.rank]):
+            routes = self._routes[side.first : side.stop]
+            groups[side] = LookupGroup(
+                tuple(self.shards[self._by_shard[r.shard]].weight for r in routes),
+                tuple(self.features[r.feature].weighted for r in routes),
+            )
+        return groups
 
     def _answer_shapes(self, x: Exchanged) -> list[list[tuple[int, int]]]:
-        """Of what each owner answers for the local slice."""
-        num_samples = x.batch_sizes[self.world.rank]
-        return [self.routing.answer_shapes(owner, num_samples, n) for owner, n in enumerate(x.sent)]
+        """Of what each owner answers to this rank."""
+        return [self.routing.answer_shapes(r, self.world.rank, x.batch_sizes, n) for r, n in enumerate(x.sent)]
+
+    def _add_in_host(self, x: Exchanged, answers: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Add up the partial bags of this host for the samples of this rank and its twins, give the twins theirs, and
+        return [B_local, columns] of every host's whole bags."""
+        rank, routing = self.world.rank, self.routing
+        twins, own = routing.twins(rank), x.batch_sizes[rank]
+        host = rank // routing.per_host
+        whole = empty((sum(x.batch_sizes[t] for t in twins), routing.host_widths[host]), self.dtype, self.world.device)
+        place_columns(whole, [answers[mate][1] for mate in routing.mates(rank)], routing.host_moves[host])
+        send, receive = [0] * self.world.size, [0] * self.world.size
+        for twin, width in zip(twins, routing.host_widths, strict=True):
+            send[twin], receive[twin] = x.batch_sizes[twin] * routing.host_widths[host], own * width
+        received = self.world.all_to_all(whole.view(-1), send, receive).wait()
+        return [matrix for [matrix] in matrices(received, [[(own, width)] for width in routing.host_widths])]
+
+    def _nothing_of_hosts(self, x: Exchanged) -> Sequence[Tensor]:
+        nothing = torch.empty(x.batch_sizes[self.world.rank], 0, dtype=self.dtype, device=self.world.device)
+        return [nothing] * len(self.routing.host_widths)
 
     def _assemble_rows(self, x: Exchanged, feature: int, answers: Sequence[Sequence[Tensor]]) -> Tensor:
         """[nnz_f, D]: rows back in the order of the batch."""
         ranges = []
         for pieces in self.routing.pieces[feature]:
-            columns = [answers[r.rank][1 + index - self.routing.num_pooled[r.rank]] for index, r in pieces]
+            if not pieces:
+                assert x.home is not None
+                ranges.append(self.replicas.rows(x.home, self.features[feature]))
+                continue
+            columns = [answers[r.rank][2 + index - self.routing.summed[r.rank].stop] for index, r in pieces]
             ranges.append(torch.cat(columns, dim=1) if len(columns) > 1 else columns[0])
         grouped, order = torch.cat(ranges), x.order.get(feature)
         return grouped if order is None else torch.empty_like(grouped).index_copy_(0, order, grouped)
@@ -286,12 +313,7 @@ class ShardedEmbeddingBagCollection(Collection):
             self._keep_local(x, given, share)
             self._kept.append(self._received(x, owned, sent))
             return
-        ids = x.ids
-        if self._kept_local:
-            self._keep_local(x, given, share)
-            local = join(self._kept_local)
-            ids, given, share = local.as_batch(ids.keys), local.gradients, 1.0
-        replicated = self.replicas.start_update(ids, given, share)
+        replicated = self._start_replicas(x, given, share)
         whole = join([*self._kept, self._received(x, owned, sent)])
         self.forget_kept()
         for fused in self._fused:
@@ -302,15 +324,32 @@ class ShardedEmbeddingBagCollection(Collection):
 
     def _received(self, x: Exchanged, owned: OwnedIds, sent: Pending) -> Segment:
         """What came to the rows of this rank."""
-        pooled, rows = receive_gradients(self, x, sent)
-        unpooled = tuple(range(self.routing.num_pooled[self.world.rank], len(self._routes)))
-        return Segment(owned, x.batch_sizes, x.received, (pooled, *rows), unpooled)
+        straight, summed, rows = receive_gradients(self, x, sent)
+        unpooled = tuple(range(self.routing.summed[self.world.rank].stop, len(self._routes)))
+        return Segment(owned, x.batch_sizes, x.received, (straight, summed, *rows), unpooled)
 
-    def _keep_local(self, x: Exchanged, gradients: Sequence[Tensor], share: float) -> None:
+    def _start_replicas(self, x: Exchanged, given: Sequence[Tensor], share: float) -> Pending | None:
+        """Begin to add up what the rows get that every rank holds."""
+        if x.home is None or not self.replicas.learn:
+            return None
+        home, gradients = x.home, self._gradients_at_home(x, given)
+        if self._kept_local:
+            self._keep_local(x, given, share)
+            local = join(self._kept_local)
+            home, gradients, share = local.as_batch(home.keys), list(local.gradients), 1.0
+        return self.replicas.start_update(home, gradients, share)
+
+    def _gradients_at_home(self, x: Exchanged, given: Sequence[Tensor]) -> list[Tensor]:
+        """That of what a lookup returned, and of the rows at home of each feature that is not pooled."""
+        unpooled = self.routing.home[len(self.routing.pooled_home) :]
+        return [given[0], *(rows_of_range(self, x, given, route) for route in unpooled)]
+
+    def _keep_local(self, x: Exchanged, given: Sequence[Tensor], share: float) -> None:
         """Keep what the replicas get from this rank's samples; micro-batches may differ in `share`."""
-        if self.replicas.learn:
-            scaled = [gradient * share for gradient in gradients]
-            self._kept_local.append(local_segment(x.ids, scaled, self._unpooled))
+        if x.home is not None and self.replicas.learn:
+            scaled = [gradient * share for gradient in self._gradients_at_home(x, given)]
+            unpooled = range(len(self.routing.pooled_home), len(self.routing.home))
+            self._kept_local.append(local_segment(x.home, scaled, unpooled))
 
     def forget_kept(self) -> None:
         """Drop what `accumulating` has kept, where its step is not to be taken."""
@@ -321,14 +360,15 @@ class ShardedEmbeddingBagCollection(Collection):
     def _gradients(self) -> tuple[FeatureGradient, ...]:
         """Where the gradient of each route comes, ordered by feature as in one process: routes have the pooled ones
         first."""
-        first = self.routing.num_pooled[self.world.rank]
+        straight, summed = self.routing.straight[self.world.rank], self.routing.summed[self.world.rank]
         places = []
         for k, route in sorted(enumerate(self._routes), key=lambda entry: entry[1].feature):
             weighted, shard = self.features[route.feature].weighted, self._by_shard[route.shard]
-            if k < first:
-                places.append(FeatureGradient(k, shard, 0, route.column, weighted=weighted))
+            if k < summed.stop:
+                matrix = 0 if k < straight.stop else 1
+                places.append(FeatureGradient(k, shard, matrix, route.column, weighted=weighted))
             else:
-                places.append(FeatureGradient(k, shard, 1 + k - first, per_id=True))
+                places.append(FeatureGradient(k, shard, 2 + k - summed.stop, per_id=True))
         return tuple(places)
 
     @cached_property
