@@ -118,25 +118,28 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def random_plan(specs: Sequence[TableSpec], num_ranks: int, seed: int) -> Plan:
-    """Any tiling that a plan may have: replicas, or a grid of random row and aligned column cuts with random owners."""
+    """Any tiling that a plan may have: replicas, or a grid of random row and aligned column cuts with random owners; of
+    some tables the first rows are replicas."""
     rng = random.Random(seed)
     entries = []
     for spec in specs:
-        if rng.random() < 0.2:
-            whole = Shard(
-                table=spec.name,
-                rows=(0, spec.num_embeddings),
-                columns=(0, spec.embedding_dim),
-                ranks=tuple(rng.sample(range(num_ranks), num_ranks)),
-            )
+        kind, everywhere = rng.random(), tuple(rng.sample(range(num_ranks), num_ranks))
+        columns = (0, spec.embedding_dim)
+        if kind < 0.2:
+            whole = Shard(table=spec.name, rows=(0, spec.num_embeddings), columns=columns, ranks=everywhere)
             entries.append(TablePlan(table=spec.name, sharding=ShardingType.DATA_PARALLEL, shards=(whole,)))
             continue
+        row_spans, hot = _cut(rng, spec.num_embeddings, 1), []
+        sharding = ShardingType.ROW_WISE
+        if kind < 0.4 and len(row_spans) > 1:
+            sharding = ShardingType.HOT_REPLICATED
+            hot = [Shard(table=spec.name, rows=row_spans.pop(0), columns=columns, ranks=everywhere)]
         shards = [
             Shard(table=spec.name, rows=rows, columns=columns, ranks=(rng.randrange(num_ranks),))
-            for rows in _cut(rng, spec.num_embeddings, 1)
+            for rows in row_spans
             for columns in _cut(rng, spec.embedding_dim, 16)
         ]
-        entries.append(TablePlan(table=spec.name, sharding=ShardingType.ROW_WISE, shards=tuple(shards)))
+        entries.append(TablePlan(table=spec.name, sharding=sharding, shards=(*hot, *shards)))
     plan = Plan(num_ranks=num_ranks, tables=tuple(entries))
     plan.check(specs)
     return plan

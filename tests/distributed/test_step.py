@@ -159,7 +159,7 @@ def embed(scenario: Scenario, num_parts: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
-@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise", "data_parallel"])
+@pytest.mark.parametrize("sharding", ["mixed", "mixed of hosts"])
 @pytest.mark.parametrize("pooling", ["sum", "none"])
 def test_micro_batches_of_the_embedding_have_the_bits_of_the_whole_batch(
     ranks: Ranks, sharding: str, optimizer: str, pooling: str

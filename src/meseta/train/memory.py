@@ -15,7 +15,7 @@ from meseta.config import RunConfig
 from meseta.data.dataset import Dataset
 from meseta.measure.doctor.system import System, free_memory_bytes, read_limits
 from meseta.planner.cost import compute_bytes, value_bytes
-from meseta.spec import MesetaError, OptimizerSpec, Plan, ShardingType, TableSpec
+from meseta.spec import MesetaError, OptimizerSpec, Plan, TableSpec
 from meseta.train.report.figures import num_bytes
 
 _DENSE_COPIES = 4
@@ -56,7 +56,7 @@ def predict_memory(
         for shard in (shard for shard in placed.shards if rank in shard.ranks):
             cells = shard.num_rows * shard.num_columns
             rows_bytes += cells * value_bytes(table)
-            if placed.sharding is ShardingType.DATA_PARALLEL and plan.num_ranks > 1:
+            if placed.is_replica(shard) and plan.num_ranks > 1:
                 rows_bytes += shard.num_rows * (shard.num_columns + 1) * compute_bytes(table)
             per_element, per_row = table.optimizer.num_states
             state_bytes += (per_element * cells + per_row * shard.num_rows) * compute_bytes(table)

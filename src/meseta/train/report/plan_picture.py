@@ -8,10 +8,19 @@ from dataclasses import dataclass
 
 from meseta.train.report.figures import count, num_bytes, plural
 from meseta.train.report.markup import label, picture, tag, text
-from meseta.train.report.record import PlanRecord, RunRecord
+from meseta.train.report.record import PlanRecord, PlanShard, RunRecord
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-COLOURED = ("table_wise", "row_wise", "column_wise", "data_parallel")
+COLOURED = (
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "data_parallel",
+    "table_row_wise",
+    "table_column_wise",
+    "grid",
+    "hot_replicated",
+)
 MAX_HEIGHT = 300.0
 MIN_BOX_AREA = 300.0  # smaller boxes could be neither labelled nor hovered over
 CHARACTER_WIDTH = 6.4
@@ -55,12 +64,12 @@ def pieces_by_rank(plan: PlanRecord, bytes_per_number: int) -> dict[int, list[Pi
     """What each rank holds, largest first; a replicated table is on every one of its ranks."""
     held: dict[int, list[Piece]] = {rank: [] for rank in range(plan.num_ranks)}
     for name, entry in plan.tables.items():
-        noun = "columns" if entry.sharding == "column_wise" else "rows"
+        noun = {"column_wise": "columns", "table_column_wise": "columns", "grid": "piece"}.get(entry.sharding, "rows")
         for index, shard in enumerate(entry.shards):
             piece = Piece(
                 table=name,
                 sharding=entry.sharding,
-                part="whole" if len(entry.shards) == 1 else f"{noun} {index + 1}/{len(entry.shards)}",
+                part=_part(noun, index, entry.shards),
                 size=f"{count(shard.num_rows)} × {count(shard.num_columns)}",
                 num_bytes=shard.num_rows * shard.num_columns * bytes_per_number,
             )
@@ -68,6 +77,14 @@ def pieces_by_rank(plan: PlanRecord, bytes_per_number: int) -> dict[int, list[Pi
                 if rank in held:
                     held[rank].append(piece)
     return {rank: sorted(pieces, key=lambda p: -p.num_bytes) for rank, pieces in held.items()}
+
+
+def _part(noun: str, index: int, shards: Sequence[PlanShard]) -> str:
+    if len(shards) == 1:
+        return "whole"
+    if len(shards[0].ranks) > 1:
+        return f"cold rows {index}/{len(shards) - 1}" if index else "hot rows"
+    return f"{noun} {index + 1}/{len(shards)}"
 
 
 def squarify(areas: Sequence[float], width: float, height: float) -> list[tuple[float, float, float, float]]:
