@@ -34,10 +34,11 @@ PUBLIC = {
     "meseta.ops.row_update": "Bags FeatureGradient TableRows UpdateGroup row_update",
     "meseta.optim": "Hyper RowOptimizer element_state make_row_optimizer row_state where",
     "meseta.pipeline": "StageTimes Step TrainStep",
-    "meseta.planner": "balanced_plan",
+    "meseta.planner": "Prediction balanced_plan documented_cost_model predict",
     "meseta.spec": """
-        COLUMN_BLOCK DenseLoad DeviceKind FeatureLoad FeatureSpec IdPolicy InitSpec Link MesetaError OptimizerSpec Plan
-        Pooling Reuse Shard ShardingType TablePlan TableSpec Tier Topology Workload check_features nearest
+        COLUMN_BLOCK CostModel DenseLoad DeviceKind FeatureLoad FeatureSpec IdPolicy InitSpec Link MesetaError
+        OptimizerSpec Plan Pooling Reuse Shard ShardingType TablePlan TableSpec Tier Topology Workload check_features
+        nearest
     """,
     "meseta.storage": "TableShard",
     "meseta.train.metrics": """

@@ -1,5 +1,7 @@
-"""From tables and machines to a plan. No torch here."""
+"""From tables and machines to a plan, and what a plan will cost. No torch here."""
 
 from meseta.planner.balanced import balanced_plan
+from meseta.planner.documented import documented_cost_model
+from meseta.planner.predict import Prediction, predict
 
-__all__ = ["balanced_plan"]
+__all__ = ["Prediction", "balanced_plan", "documented_cost_model", "predict"]

@@ -1,5 +1,6 @@
 """What the user says (tables, features, machines) and what the planner decided (shards, plans). No torch here."""
 
+from meseta.spec.cost_model import CostModel
 from meseta.spec.errors import MesetaError, nearest
 from meseta.spec.optimizer import OptimizerSpec
 from meseta.spec.plan import Plan
@@ -17,6 +18,7 @@ from meseta.spec.workload import DenseLoad, FeatureLoad, Reuse, Workload
 
 __all__ = [
     "COLUMN_BLOCK",
+    "CostModel",
     "DenseLoad",
     "DeviceKind",
     "FeatureLoad",

@@ -1,0 +1,146 @@
+"""Constants of devices that were not measured here: from data sheets and published measurements."""
+
+from __future__ import annotations
+
+from meseta.spec import CostModel, DeviceKind, Link
+from meseta.spec.cost_model import CacheCost, DenseCost, ExchangeCost, LookupCost, TierCost, UpdateCost
+
+_REACHED = 0.8
+"""Share of a data sheet's bandwidth that programs reach: an assumption, of memory and of links alike."""
+_MFU = 0.4
+"""Share of a data sheet's tensor throughput that the matrix products of a recommendation model reach: an assumption,
+since its layers are a few hundred to a few thousand wide and fill a GPU in part."""
+
+
+def documented_cost_model(device: DeviceKind) -> CostModel:
+    """What stands for a device until `meseta calibrate` has measured it."""
+    return _cpu() if device == "cpu" else _gpu(device)
+
+
+def _cpu() -> CostModel:
+    """One thread of a Zen 4 core, from docs/benchmarks.md.
+
+    Random rows from memory, two threads, 2 MB pages: 285, 200, 68 and 41 million a second of 64, 128, 256 and 512
+    bytes; so 0.095 ns a byte for one thread. A loop that sorts ids, adds gradients and steps rows did 20 million ids/s
+    of 512 bytes. gloo on loopback: 0.15 to 0.4 ms a collective, 3.4 GB/s all-to-all, 2.3 GB/s all-reduce. Matrix
+    products: 103 GFLOP/s in float32, 225 in bfloat16. A disk: 95,000 random reads of 4 KB and 1.2 GB a second.
+    """
+    source = "docs/benchmarks.md: one thread of an AMD EPYC (Zen 4)"
+    between = Link(bytes_per_s=25e9 / 8 * _REACHED, latency_s=4e-4)  # 25 Gb/s Ethernet, the common server network
+    return CostModel(
+        device="cpu",
+        num_threads=1,
+        lookup=LookupCost(
+            call_s=2e-5,
+            shard_s=1e-6,
+            bag_s=1e-8,
+            id_s=3e-9,
+            hit_byte_s=2e-11,
+            miss_s=2e-9,
+            miss_byte_s=9.5e-11,
+            out_byte_s=5e-11,
+            half_number_s=1e-11,
+            source=source,
+        ),
+        update=UpdateCost(
+            call_s=5e-5,
+            shard_s=2e-6,
+            bag_s=4e-9,
+            id_s=1.2e-8,
+            gradient_byte_s=4e-11,
+            row_s=1e-8,
+            hit_byte_s=4e-11,
+            miss_s=5e-9,
+            miss_byte_s=1.4e-10,
+            half_number_s=3e-10,
+            source=source,
+            number_s={"sgd": 5e-11, "rowwise_adagrad": 1e-10, "adagrad": 2e-10, "adam": 4e-10},
+        ),
+        cache=CacheCost(cache_bytes=16e6, source="half of the 32 MB that 8 cores of Zen 4 share"),
+        dense=DenseCost(float32_flops_per_s=103e9, bfloat16_flops_per_s=225e9, call_s=5e-4, source=source),
+        exchange=ExchangeCost(
+            copy_byte_s=2.5e-10,
+            bucket_id_s=8e-9,
+            inside_all_to_all=Link(bytes_per_s=3.4e9, latency_s=3e-4),
+            inside_all_reduce=Link(bytes_per_s=2.3e9, latency_s=3e-4),
+            across_all_to_all=between,
+            across_all_reduce=between,
+            source=f"{source}; 25 Gb/s between hosts",
+        ),
+        tiers=TierCost(
+            host_bytes_per_s=10e9, host_row_s=2e-9, disk_bytes_per_s=1.2e9, disk_row_s=1 / 95e3, source=source
+        ),
+    )
+
+
+# Bytes a second of memory; bytes of L2; FLOP/s of tensor cores, dense, in TF32 and bfloat16; bytes a second of NVLink,
+# one way; of the network, per GPU; of PCIe, one way.
+_SHEETS: dict[str, tuple[float, float, float, float, float, float, float]] = {
+    # NVIDIA A100 40GB data sheet: 1,555 GB/s; 40 MB of L2; 156 and 312 TFLOPS; NVLink 600 GB/s both ways; DGX A100:
+    # 200 Gb/s per GPU; PCIe 4.0 x16.
+    "a100": (1.555e12, 40e6, 156e12, 312e12, 300e9, 25e9, 32e9),
+    # NVIDIA H100 SXM data sheet: 3.35 TB/s; 50 MB; 494 and 989 TFLOPS without sparsity; NVLink 900 GB/s; DGX H100:
+    # 400 Gb/s per GPU; PCIe 5.0 x16.
+    "h100": (3.35e12, 50e6, 494e12, 989e12, 450e9, 50e9, 64e9),
+    # NVIDIA H200 SXM data sheet: 4.8 TB/s; else as the H100.
+    "h200": (4.8e12, 50e6, 494e12, 989e12, 450e9, 50e9, 64e9),
+    # NVIDIA DGX B200 data sheet: 64 TB/s over 8 GPUs; 1.1 and 2.25 PFLOPS without sparsity; NVLink 1.8 TB/s; 400 Gb/s
+    # per GPU; L2 of 126 MB as the driver reports.
+    "b200": (8.0e12, 126e6, 1.1e15, 2.25e15, 900e9, 50e9, 64e9),
+}
+
+
+def _gpu(device: DeviceKind) -> CostModel:
+    """Operators on a GPU are bound by memory: a row costs its bytes over the bandwidth.
+
+    Radix sort of ids: 29.4 billion 32-bit keys/s on an A100 ("Onesweep", arXiv 2206.01784), taken as a quarter of that,
+    since an id carries a position and the borders of rows are found; scaled by memory bandwidth. Assumed: a call of a
+    few launches takes 20 to 100 us; small collectives 20 us inside a host and 40 across; four NVMe drives a host give
+    25 GB/s and 4 million reads of 4 KB a second.
+    """
+    memory, cache, tf32, bf16, nvlink, network, pcie = _SHEETS[device]
+    byte_s, cached_byte_s = 1 / (memory * _REACHED), 1 / (memory * _REACHED * 3)
+    source = f"data sheet of {device.upper()}, {_REACHED:.0%} of its bandwidths, {_MFU:.0%} of its tensor throughput"
+    inside = Link(bytes_per_s=nvlink * _REACHED, latency_s=2e-5)
+    across = Link(bytes_per_s=network * _REACHED, latency_s=4e-5)
+    sort_id_s = 4 / 29.4e9 * 1.555e12 / memory
+    return CostModel(
+        device=device,
+        lookup=LookupCost(
+            call_s=2e-5,
+            id_s=8 * byte_s,
+            bag_s=8 * byte_s,
+            hit_byte_s=cached_byte_s,
+            miss_byte_s=byte_s,
+            out_byte_s=byte_s,
+            source=source,
+        ),
+        update=UpdateCost(
+            call_s=1e-4,
+            id_s=sort_id_s + 16 * byte_s,
+            bag_s=8 * byte_s,
+            gradient_byte_s=byte_s,
+            row_s=16 * byte_s,
+            hit_byte_s=2 * cached_byte_s,
+            miss_byte_s=2 * byte_s,
+            number_s=dict.fromkeys(("sgd", "adam"), 0.0),
+            source=source,
+        ),
+        cache=CacheCost(cache_bytes=cache, source=source),
+        dense=DenseCost(float32_flops_per_s=tf32 * _MFU, bfloat16_flops_per_s=bf16 * _MFU, call_s=1e-3, source=source),
+        exchange=ExchangeCost(
+            copy_byte_s=2 * byte_s,
+            bucket_id_s=sort_id_s,
+            inside_all_to_all=inside,
+            inside_all_reduce=inside,
+            across_all_to_all=across,
+            across_all_reduce=across,
+            source=source,
+        ),
+        tiers=TierCost(
+            host_bytes_per_s=pcie * _REACHED,
+            disk_bytes_per_s=25e9,
+            disk_row_s=1 / 4e6,
+            source=f"{source}; four NVMe drives a host",
+        ),
+    )

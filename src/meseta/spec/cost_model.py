@@ -1,0 +1,296 @@
+"""What operators and collectives cost on one kind of device: measured here, or as documented."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from meseta.spec.checks import check_choice, check_number
+from meseta.spec.errors import MesetaError, nearest
+from meseta.spec.topology import DeviceKind, Link
+
+_FORMAT = "meseta.cost_model/1"
+_LINK = Link(bytes_per_s=1e9, latency_s=1e-4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookupCost:
+    """Of one rank, seconds: a call looks up all of its shards."""
+
+    call_s: float = 0.0
+    """Of a call."""
+    shard_s: float = 0.0
+    """Of a shard in it."""
+    bag_s: float = 0.0
+    """Of a bag."""
+    id_s: float = 0.0
+    """Of an id."""
+    hit_byte_s: float = 0.0
+    """Of a byte of a row that lies in a cache."""
+    miss_s: float = 0.0
+    """Of a row that comes from the device's memory."""
+    miss_byte_s: float = 0.0
+    """Of a byte of such a row."""
+    out_byte_s: float = 0.0
+    """Of a byte of a pooled bag, written."""
+    half_number_s: float = 0.0
+    """Of a number that is stored in 16 bits, on top."""
+    measured: bool = False
+    """Whether measured on this machine; else as documented."""
+    source: str = ""
+    """Where the constants are from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateCost:
+    """Of one rank, seconds: a call sorts the ids of all of its shards, adds the gradients of every row, steps it."""
+
+    call_s: float = 0.0
+    """Of a call."""
+    shard_s: float = 0.0
+    """Of a shard in it."""
+    bag_s: float = 0.0
+    """Of a bag."""
+    id_s: float = 0.0
+    """Of an id that is sorted and whose gradient is added."""
+    gradient_byte_s: float = 0.0
+    """Of a byte of the gradient of an id."""
+    row_s: float = 0.0
+    """Of a distinct row."""
+    hit_byte_s: float = 0.0
+    """Of a byte of a distinct row and its state that lie in a cache."""
+    miss_s: float = 0.0
+    """Of a distinct row that comes from the device's memory."""
+    miss_byte_s: float = 0.0
+    """Of a byte of such a row and its state, read and written back."""
+    number_s: Mapping[str, float] = field(default_factory=dict)
+    """Of a number of a distinct row, by row optimizer; one that is not named costs as the dearest."""
+    half_number_s: float = 0.0
+    """Of a number that is rounded to 16 bits, on top."""
+    measured: bool = False
+    """Whether measured on this machine; else as documented."""
+    source: str = ""
+    """Where the constants are from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheCost:
+    """The cache that rows stay in between steps."""
+
+    cache_bytes: float = 0.0
+    """What a rank has of it."""
+    measured: bool = False
+    """Whether fitted to measurements on this machine; else as documented."""
+    source: str = ""
+    """Where it is from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseCost:
+    """The part of a model that is not tables."""
+
+    float32_flops_per_s: float = 1e11
+    """Of a rank's matrix products."""
+    bfloat16_flops_per_s: float = 1e11
+    """The same in bfloat16."""
+    call_s: float = 0.0
+    """Of a step, whatever its size."""
+    measured: bool = False
+    """Whether measured on this machine; else as documented."""
+    source: str = ""
+    """Where the constants are from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeCost:
+    """Collectives of all ranks, and packing before and after them. Links that a topology gives come before these."""
+
+    copy_byte_s: float = 0.0
+    """Of a byte that is packed before it is sent, or put in place after it came, in seconds."""
+    bucket_id_s: float = 0.0
+    """Of an id that is sorted by the row range that it falls into, in seconds."""
+    inside_all_to_all: Link = _LINK
+    """Between the devices of a host."""
+    inside_all_reduce: Link = _LINK
+    """The same; a sum of n bytes sends 2 (R - 1) / R n bytes from each of R ranks."""
+    across_all_to_all: Link = _LINK
+    """Between hosts."""
+    across_all_reduce: Link = _LINK
+    """The same."""
+    measured: bool = False
+    """Whether measured on this machine; else as documented."""
+    source: str = ""
+    """Where the constants are from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierCost:
+    """Rows that do not lie in the device's memory."""
+
+    host_bytes_per_s: float = 2e10
+    """Of one device, from and to the DRAM of its host."""
+    host_row_s: float = 0.0
+    """Of a row on that way, in seconds, many being under way."""
+    disk_bytes_per_s: float = 1e9
+    """Of a host's disks, read or written."""
+    disk_row_s: float = 1e-5
+    """Of a row read or written, in seconds, many being under way: one over the operations a second of a host."""
+    cached_share: float = 0.2
+    """Share of its rows that a 'cached' table keeps on the device, and a table on 'disk' in the host's DRAM."""
+    measured: bool = False
+    """Whether measured on this machine; else as documented."""
+    source: str = ""
+    """Where the constants are from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """What a rank's operators and collectives cost. Groups of constants say each where they are from."""
+
+    device: DeviceKind = "cpu"
+    """Kind of device."""
+    num_threads: int = 1
+    """Threads of a rank, where it computes on a CPU."""
+    lookup: LookupCost = LookupCost()
+    """Reading and pooling rows."""
+    update: UpdateCost = UpdateCost()
+    """Sorting, adding gradients, stepping rows."""
+    cache: CacheCost = CacheCost()
+    """Rows that need not come from memory."""
+    dense: DenseCost = DenseCost()
+    """Matrix products."""
+    exchange: ExchangeCost = ExchangeCost()
+    """Collectives."""
+    tiers: TierCost = TierCost()
+    """Rows outside the device's memory."""
+
+    def __post_init__(self) -> None:
+        check_choice("cost model", "device", self.device, get_args(DeviceKind))
+        if isinstance(self.num_threads, bool) or not isinstance(self.num_threads, int) or self.num_threads < 1:
+            raise MesetaError(f"cost model: num_threads must be at least 1, got {self.num_threads!r}")
+        for name in _GROUPS:
+            _check_group(name, getattr(self, name))
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether lookups, updates, matrix products and collectives were measured on this machine."""
+        return all(getattr(self, name).measured for name in ("lookup", "update", "dense", "exchange"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for YAML or JSON; `from_dict` reads it back."""
+        groups = {name: _group_to_dict(getattr(self, name)) for name in _GROUPS}
+        return {"format": _FORMAT, "device": self.device, "num_threads": self.num_threads, **groups}
+
+    @staticmethod
+    def from_dict(document: Mapping[Any, Any]) -> CostModel:
+        """Read a cost model. Raises MesetaError for an unknown or missing key, a value that breaks its rule, or another
+        format."""
+        document = dict(document)
+        if document.pop("format", None) != _FORMAT:
+            raise MesetaError(f"cost model: its format is unknown; this version reads {_FORMAT!r}")
+        known = ["device", "num_threads", *_GROUPS]
+        for key in document:
+            if key not in known:
+                raise MesetaError(f"cost model: unknown key {key!r}; {nearest(key, known)}")
+        for key in known:
+            if key not in document:
+                raise MesetaError(f"cost model: {key} is missing; run `meseta calibrate` again")
+        check_choice("cost model", "device", document["device"], get_args(DeviceKind))
+        for name, group in _GROUPS.items():
+            document[name] = _read_group(name, group, document[name])
+        return CostModel(**document)
+
+    @staticmethod
+    def load(path: str | Path) -> CostModel:
+        """Read a YAML or JSON file; raises MesetaError as `from_dict` does, naming the file."""
+        from meseta.spec.documents import read_mapping  # Needs PyYAML, which a machine with bare torch lacks.
+
+        try:
+            return CostModel.from_dict(read_mapping(path))
+        except MesetaError as error:
+            raise MesetaError(f"cost model file {str(path)!r}: {error}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write YAML."""
+        from meseta.spec.documents import write_yaml
+
+        write_yaml(path, self.to_dict())
+
+
+_GROUPS: dict[str, type] = {
+    "lookup": LookupCost,
+    "update": UpdateCost,
+    "cache": CacheCost,
+    "dense": DenseCost,
+    "exchange": ExchangeCost,
+    "tiers": TierCost,
+}
+
+
+def _check_group(name: str, group: Any) -> None:
+    for entry in fields(group):
+        where, value = f"{name}.{entry.name}", getattr(group, entry.name)
+        if isinstance(value, Mapping):
+            for key, number in value.items():
+                _check_cost(f"{where}.{key}", number)
+        elif entry.name not in ("measured", "source") and not isinstance(value, Link):
+            _check_cost(where, value)
+            if (entry.name.endswith("_per_s") or entry.name == "cached_share") and value == 0:
+                raise MesetaError(f"cost model: {where} must be above 0")
+
+
+def _check_cost(where: str, value: object) -> None:
+    if check_number("cost model", where, value) < 0:
+        raise MesetaError(f"cost model: {where} must not be negative, got {value}")
+
+
+def _group_to_dict(group: Any) -> dict[str, Any]:
+    document: dict[str, Any] = {}
+    for entry in fields(group):
+        value: Any = getattr(group, entry.name)
+        if isinstance(value, Link):
+            document[entry.name] = {"bytes_per_s": value.bytes_per_s, "latency_s": value.latency_s}
+        else:
+            document[entry.name] = dict(value) if isinstance(value, Mapping) else value
+    return document
+
+
+def _read_group(name: str, group: type, document: object) -> Any:
+    if not isinstance(document, Mapping):
+        raise MesetaError(f"cost model: {name} must be a mapping, got {document!r}")
+    known = [entry.name for entry in fields(group)]
+    for key in document:
+        if key not in known:
+            raise MesetaError(f"cost model: {name}: unknown key {key!r}; {nearest(key, known)}")
+    types = get_type_hints(group)
+    found: dict[str, Any] = {}
+    for key, value in document.items():
+        where = f"{name}.{key}"
+        if types[key] is Link:
+            if not isinstance(value, Mapping) or set(value) != {"bytes_per_s", "latency_s"}:
+                raise MesetaError(f"cost model: {where} must hold bytes_per_s and latency_s, got {value!r}")
+            try:
+                found[key] = Link(**{part: _number(f"{where}.{part}", number) for part, number in value.items()})
+            except MesetaError as error:
+                raise MesetaError(f"cost model: {where}: {error}") from None
+        elif key == "number_s":
+            if not isinstance(value, Mapping):
+                raise MesetaError(f"cost model: {where} must map row optimizers to seconds, got {value!r}")
+            found[key] = {str(part): _number(f"{where}.{part}", number) for part, number in value.items()}
+        elif types[key] is float:
+            found[key] = _number(where, value)
+        elif isinstance(value, types[key]):
+            found[key] = value
+        else:
+            raise MesetaError(f"cost model: {where} must be of type {types[key].__name__}, got {value!r}")
+    return group(**found)
+
+
+def _number(where: str, value: object) -> float:
+    """YAML 1.1 reads 2e-9, which has no point, as text; PyYAML writes it with one."""
+    with suppress(ValueError):
+        value = float(value) if isinstance(value, str) else value
+    return check_number("cost model", where, value)

@@ -1,0 +1,158 @@
+"""Predicted seconds and bytes: closed forms, and directions in which they must move."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from meseta.planner import documented_cost_model, predict
+from meseta.planner.loads import Pieces, WorkloadLoads
+from meseta.planner.memory import PHASES
+from meseta.planner.operators import operator_seconds
+from meseta.spec import (
+    DenseLoad,
+    FeatureLoad,
+    FeatureSpec,
+    MesetaError,
+    OptimizerSpec,
+    Plan,
+    Reuse,
+    TableSpec,
+    Topology,
+    Workload,
+)
+
+REUSE = Reuse(
+    window_samples=65_536,
+    edges=(0, 1, 2, 4, 8, 16),
+    rows=(0.4, 0.2, 0.2, 0.1, 0.06, 0.04),
+    lookups=(0.05, 0.05, 0.08, 0.09, 0.1, 0.63),
+)
+
+
+def workload(
+    rows: int = 100_000, dim: int = 64, pooling: float = 10.0, batch: int = 4096, **options: object
+) -> Workload:
+    is_sorted = bool(options.pop("is_sorted", False))
+    table = TableSpec(name="t", num_embeddings=rows, embedding_dim=dim, **options)  # type: ignore[arg-type]
+    load = FeatureLoad(pooling_factor=pooling, reuse=REUSE, is_sorted=is_sorted)
+    return Workload(
+        tables=(table,),
+        features=(FeatureSpec(name="f", table="t"),),
+        batch_size=batch,
+        loads={"f": load},
+        dense=DenseLoad(flops_per_sample=1e6, parameter_bytes=4_000_000, activation_bytes_per_sample=4000),
+    )
+
+
+def seconds(work: Workload) -> tuple[float, float]:
+    loads = WorkloadLoads(work)
+    lookup, update = operator_seconds(documented_cost_model("cpu"), loads.loads(loads.whole()))
+    return float(lookup[0]), float(update[0])
+
+
+def test_ids_and_bags_are_counted() -> None:
+    loads = WorkloadLoads(workload()).loads(WorkloadLoads(workload()).whole())
+    assert (loads.ids[0], loads.bags[0], loads.rows_out[0]) == (40_960, 4096, 4096)
+    assert (loads.row_bytes[0], loads.state_bytes[0]) == (256, 4)
+    assert loads.answer_bytes[0] == 4096 * 64 * 4
+    assert loads.id_wire_bytes(4)[0] == 4 * (4096 + 40_960)
+
+
+@pytest.mark.parametrize(
+    "larger", [{"dim": 128}, {"pooling": 20.0}, {"batch": 8192}, {"optimizer": OptimizerSpec(name="adam")}]
+)
+def test_more_work_takes_longer(larger: dict[str, object]) -> None:
+    small, large = seconds(workload()), seconds(workload(**larger))  # type: ignore[arg-type]
+    assert large[0] >= small[0]
+    assert large[1] > small[1]
+
+
+def test_frozen_rows_are_not_updated() -> None:
+    assert seconds(workload(optimizer=OptimizerSpec(name="frozen")))[1] == 0.0
+
+
+def test_row_ranges_share_the_lookups_of_their_table() -> None:
+    for is_sorted in (False, True):
+        loads = WorkloadLoads(workload(is_sorted=is_sorted))
+        pieces = Pieces.of(0, ([0, 1000, 30_000], [1000, 30_000, 100_000]), (0, 64))
+        share = loads.lookup_share(pieces)
+        assert share.sum() == pytest.approx(1.0)
+        distinct = loads.distinct(pieces, 4096.0)
+        assert distinct.sum() == pytest.approx(loads.distinct(loads.whole(), 4096.0)[0])
+        if is_sorted:
+            assert share[0] > 0.15 > share[2]
+        else:
+            assert share == pytest.approx([0.01, 0.29, 0.7])
+
+
+def test_a_larger_cache_fetches_fewer_rows() -> None:
+    loads = WorkloadLoads(workload())
+    pieces, nobody = loads.whole(), np.zeros(1, np.int64)
+    held = [loads.held_samples(pieces, nobody, 1, size)[0] for size in (1e4, 1e6, 1e8)]
+    assert held == sorted(held)
+    assert loads.distinct(pieces, held[1])[0] * 64 * 5 == pytest.approx(1e6, rel=0.1)
+    misses = [loads.loads(pieces, held_samples=samples).lookup_misses[0] for samples in held]
+    assert misses == sorted(misses, reverse=True)
+
+
+def test_tiers_cost_more_the_further_away_they_are() -> None:
+    loads = WorkloadLoads(workload(rows=10_000_000))
+    found = []
+    for tier in (0, 2, 1, 3):  # hbm, cached, host, disk
+        pieces = Pieces.of(0, (0, 10_000_000), (0, 64), tier)
+        lookup, update = operator_seconds(documented_cost_model("a100"), loads.loads(pieces))
+        found.append(float(lookup[0] + update[0]))
+    assert found[0] <= found[1] <= found[2] < found[3]
+
+
+def plan(scheme: str, work: Workload, ranks: int) -> Plan:
+    return Plan.from_dict({"tables": {"*": scheme}}, work.tables, ranks)
+
+
+def test_tables_are_counted_exactly_and_phases_grow() -> None:
+    work, topology = workload(), Topology(devices_per_host=2)
+    found = predict(plan("row_wise", work, 2), work, topology)
+    start = found.memory_bytes["start"]["hbm"]
+    assert start.tolist() == [50_000 * (256 + 4) + 4_000_000] * 2
+    assert tuple(found.memory_bytes) == PHASES
+    steady = found.memory_bytes["steady"]["hbm"]
+    assert (steady >= found.memory_bytes["evaluation"]["hbm"]).all() and (steady > start).all()
+    assert (found.peak_bytes() == steady).all()
+
+
+def test_replicas_hold_their_gradient_and_exchange_it_alone() -> None:
+    work, topology = workload(), Topology(devices_per_host=2)
+    found = predict(plan("data_parallel", work, 2), work, topology)
+    checkpoint, start = (found.memory_bytes[phase]["hbm"][0] for phase in ("checkpoint", "start"))
+    assert checkpoint - start == 100_000 * 65 * 4 + 3 * 4_000_000
+    sent = {own.name: own.sent_inside.sum() for own in found.collectives}
+    assert sent["replicas"] == 2 * 100_000 * 65 * 4
+    assert sent["ids"] == sent["answers"] == 0
+
+
+def test_the_step_is_made_of_its_parts() -> None:
+    work, topology = workload(), Topology(devices_per_host=4)
+    model = documented_cost_model("cpu")
+    found = predict(plan("table_wise", work, 4), work, topology, model)
+    assert found.bottleneck == 0
+    assert found.seconds["lookup"][1:].tolist() == [0, 0, 0]
+    waits = found.step_s - found.compute_s.max() - found.seconds["dense"].max()
+    assert waits > 0
+    slower = replace(topology, inside=replace(model.exchange.inside_all_to_all, bytes_per_s=1e8))
+    assert predict(plan("table_wise", work, 4), work, slower, model).step_s > found.step_s
+
+
+def test_sorted_rows_make_the_first_range_the_bottleneck() -> None:
+    work, topology = workload(is_sorted=True), Topology(devices_per_host=2)
+    found = predict(plan("row_wise", work, 2), work, topology)
+    assert found.bottleneck == 0 and found.compute_s[0] > 1.2 * found.compute_s[1]
+
+
+def test_a_plan_for_other_ranks_or_tables_is_refused() -> None:
+    work = workload()
+    with pytest.raises(MesetaError, match="2 ranks"):
+        predict(plan("row_wise", work, 2), work, Topology(devices_per_host=3))
+    other = replace(work, tables=(replace(work.tables[0], name="u"),), features=(FeatureSpec(name="f", table="u"),))
+    with pytest.raises(MesetaError, match="'t'"):
+        predict(plan("row_wise", work, 2), other, Topology(devices_per_host=2))
