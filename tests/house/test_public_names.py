@@ -47,6 +47,7 @@ PUBLIC = {
         logloss normalized_entropy pr_auc reliability_curve segments_of task_figures
     """,
     "meseta.train.report": "write_report",
+    "meseta.train.verify": "Mismatch Verification compare record",
 }
 
 

@@ -20,6 +20,7 @@ from meseta.cli.prepare import prepare
 from meseta.cli.report import report
 from meseta.cli.sweep import sweep
 from meseta.cli.train import train
+from meseta.cli.verify import verify
 from meseta.spec import MesetaError
 from meseta.spec.errors import one_line
 
@@ -34,6 +35,7 @@ app.add_typer(data_app, name="data")
 app.command()(prepare)
 app.command()(train)
 app.command()(sweep)
+app.command()(verify)
 app.add_typer(bench_app, name="bench")
 app.command(name="eval")(evaluate)
 app.command()(predict)

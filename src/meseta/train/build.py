@@ -12,8 +12,11 @@ from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.config.run import RegularizationConfig, RowOptimizerConfig
 from meseta.data.dataset import Dataset
+from meseta.data.reader import Reader, ReaderOptions
 from meseta.embedding import EmbeddingBagCollection, shard
+from meseta.embedding.base import Collection
 from meseta.models import make_model, wanted_embedding_dim
+from meseta.optim.schedule import learning_rate_factor
 from meseta.planner import balanced_plan
 from meseta.spec import FeatureSpec, InitSpec, MesetaError, OptimizerSpec, Plan, TableSpec, Topology, nearest
 from meseta.spec.optimizer import USED_FIELDS
@@ -91,6 +94,34 @@ def make_sharded_model(config: RunConfig, dataset: Dataset, world: World) -> Any
     if config.check_memory:
         check_memory(config, dataset, model, plan, {table.name: table for table in tables}, world)
     return shard(model, plan, world=world)
+
+
+def make_reader(config: RunConfig, dataset: Dataset, split: str, world: World) -> Reader:
+    """This rank's slices of the batches of a split: training rows are shuffled, others come in the order of the
+    files."""
+    train, data = config.train, config.data
+    is_train = split == "train"
+    options = ReaderOptions(
+        batch_size=train.batch_size if is_train else train.eval_batch_size,
+        shuffle=data.shuffle and is_train,
+        seed=config.seed,
+        window_rows=data.shuffle_window_rows,
+        prefetch_batches=data.prefetch_batches,
+        last_batch=data.last_batch if is_train else "keep",
+        filter=data.filter,
+        negative_keep=data.negative_keep if is_train else 1.0,
+    )
+    return Reader(dataset, split, options, rank=world.rank, num_ranks=world.size)
+
+
+def set_learning_rates(
+    config: RunConfig, embeddings: Collection, optimizer: torch.optim.Optimizer, step: int, num_steps: int
+) -> None:
+    """The rates of `step`, counted from 0, of a run of `num_steps`."""
+    embeddings.lr_factor = learning_rate_factor(config.embedding.schedule, step, num_steps)
+    factor = learning_rate_factor(config.dense.schedule, step, num_steps)
+    for group in optimizer.param_groups:
+        group["lr"] = config.dense.optimizer.lr * factor
 
 
 def task_weights(config: RunConfig, dataset: Dataset) -> list[float] | None:

@@ -17,15 +17,13 @@ from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.batch import Batch
 from meseta.data.dataset import FILE_NAME, Dataset
-from meseta.data.reader import Reader, ReaderOptions
 from meseta.data.selection import calibration_shift
 from meseta.optim.clip import DenseClip
 from meseta.optim.dense import make_dense_optimizer
-from meseta.optim.schedule import learning_rate_factor
 from meseta.pipeline import Step, TrainStep
 from meseta.pipeline.step import NonFiniteLoss
 from meseta.spec import MesetaError
-from meseta.train.build import make_sharded_model, task_weights
+from meseta.train.build import make_reader, make_sharded_model, set_learning_rates, task_weights
 from meseta.train.evaluate import check_segments, evaluate
 from meseta.train.progress import TrainProgress
 from meseta.train.report import write_report
@@ -57,7 +55,7 @@ class Trainer:
         self.world = world
         self.run_dir = RunDir(config.run_dir)
         self.dataset = Dataset.load(config.data.dir).with_labels(config.data.labels)
-        self.reader = self._reader("train")
+        self.reader = make_reader(self.config, self.dataset, "train", self.world)
         self.step = 0
         self.num_samples = 0
         self.train_s = 0.0
@@ -90,7 +88,7 @@ class Trainer:
             clip=clip,
             accumulate_steps=config.train.accumulate_steps,
         )
-        self.test_reader = self._reader("test")
+        self.test_reader = make_reader(config, self.dataset, "test", world)
         check_segments(self.dataset, config.metrics.segments)
         check_stopping(config.train.early_stopping, self.dataset)
         self.figures = RunningFigures(self.dataset.labels, weights, world)
@@ -163,7 +161,7 @@ class Trainer:
         eval_every = self.config.train.eval_every_steps
         self._log_from = (self.step, self.num_samples, time.perf_counter())
         while self.step < self.num_steps and not (self.best.ends_training or self.saver.stopping):
-            self._set_learning_rates()
+            set_learning_rates(self.config, self.model.embeddings, self.optimizer, self.step, self.num_steps)
             with self.train_step.times.stage("data"):
                 batch = next(self._batches)
             self._record(self._run_step(batch), batch)
@@ -209,13 +207,6 @@ class Trainer:
                 )
             start += batch_size
         return None
-
-    def _set_learning_rates(self) -> None:
-        embedding, dense = self.config.embedding, self.config.dense
-        self.model.embeddings.lr_factor = learning_rate_factor(embedding.schedule, self.step, self.num_steps)
-        factor = learning_rate_factor(dense.schedule, self.step, self.num_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = dense.optimizer.lr * factor
 
     def _record(self, result: Step, batch: Batch) -> None:
         self.step += 1
@@ -366,18 +357,3 @@ class Trainer:
             **({"rows_left_out": asdict(self.reader.left_out)} if any(astuple(self.reader.left_out)) else {}),
             "checkpoint": str(checkpoint.latest(self.run_dir.checkpoints)),
         }
-
-    def _reader(self, split: str) -> Reader:
-        """The training split is shuffled; test batches come in the order of the files."""
-        train, data = self.config.train, self.config.data
-        options = ReaderOptions(
-            batch_size=train.batch_size if split == "train" else train.eval_batch_size,
-            shuffle=data.shuffle and split == "train",
-            seed=self.config.seed,
-            window_rows=data.shuffle_window_rows,
-            prefetch_batches=data.prefetch_batches,
-            last_batch=data.last_batch if split == "train" else "keep",
-            filter=data.filter,
-            negative_keep=data.negative_keep if split == "train" else 1.0,
-        )
-        return Reader(self.dataset, split, options, rank=self.world.rank, num_ranks=self.world.size)

@@ -1,0 +1,117 @@
+"""`meseta verify CONFIG --nproc N`: the first steps of a run, sharded and in one process, compared row by row."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meseta.cli.launch import is_launched, run_ranks
+from meseta.spec import MesetaError, ShardingType
+
+if TYPE_CHECKING:
+    from meseta.config import RunConfig
+    from meseta.train.verify import Verification
+
+
+def verify(
+    config: Annotated[Path, typer.Argument(help="YAML config of the run.")],
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings such as train.batch_size=4096.")
+    ] = None,
+    nproc: Annotated[int, typer.Option(min=1, help="Ranks of the sharded run, on this machine.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are compared.")] = 20,
+    plan: Annotated[
+        str | None,
+        typer.Option(metavar="PLAN", help="Plan file, or a scheme for all tables such as row_wise; else the config's."),
+    ] = None,
+    float64: Annotated[
+        bool, typer.Option("--float64", help="In double precision, where only a fault differs by more than 1e-10.")
+    ] = False,
+    record_to: Annotated[
+        Path | None, typer.Option(hidden=True, help="Of a rank: the folder that it writes to.")
+    ] = None,
+) -> None:
+    """Train some steps on N ranks and in one process; name the first table, row and step that differ. Exit code 1 where
+    any does."""
+    chosen = _config(config, settings or [], plan, float64)
+    if record_to is not None:
+        from meseta.train.session import session
+        from meseta.train.verify import record
+
+        with session(chosen) as world:
+            record(chosen, world, record_to, steps)
+        return
+    if is_launched():
+        raise MesetaError(
+            "verify: it starts its ranks itself, on this machine; run it without torchrun, with --nproc N"
+        )
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with tempfile.TemporaryDirectory(prefix="meseta-verify-") as folder:
+        code = run_ranks([*sys.argv[1:], "--record-to", folder], nproc)
+        if code:
+            sys.exit(code)
+        for number, handler in handlers.items():  # those of `run_ranks` only note a signal
+            signal.signal(number, handler)
+
+        from meseta.train.verify import compare
+
+        found = compare(chosen, Path(folder), steps, nproc)
+    _print(found, chosen)
+    raise typer.Exit(0 if found.first is None else 1)
+
+
+def _config(path: Path, settings: list[str], plan: str | None, float64: bool) -> RunConfig:
+    """The config as both runs take it: on CPUs, unless it asks for a GPU, and never with a dense part in bfloat16."""
+    from meseta.config import check_document, read_document
+    from meseta.config.load import set_default
+
+    document = read_document(path, settings)
+    if plan is not None:
+        document["plan"] = {"tables": {"*": plan}} if plan in list(ShardingType) else plan
+    if float64:
+        set_default(document, "embedding.dtype", "float64")
+    set_default(document, "device", "cpu")
+    chosen = check_document(document, path)
+    embedding = chosen.embedding.model_copy(update={"dtype": "float64"}) if float64 else chosen.embedding
+    dense = chosen.dense.model_copy(update={"dtype": "float32"})
+    device = "cpu" if chosen.device == "auto" else chosen.device
+    return chosen.model_copy(update={"embedding": embedding, "dense": dense, "device": device})
+
+
+def _print(found: Verification, config: RunConfig) -> None:
+    """A table of what was seen, the losses, and the verdict."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 10_000  # a file or a pipe has no edge to break lines at
+    ranks = f"{found.plan.num_ranks} rank{'s' * (found.plan.num_ranks > 1)}"
+    print(f"{found.num_steps} steps of {config.train.batch_size:,} samples on {ranks} and in one process, "
+          f"{config.embedding.dtype}; largest differences, and what the contract allows")  # fmt: skip
+    table = Table(box=None, pad_edge=False)
+    heads = ("table", "plan", "embedding alone", "allowed", "training", "its states", "allowed")
+    for place, name in enumerate(heads):
+        table.add_column(name, justify="left" if place < 2 else "right", no_wrap=True)
+    for name, alone in found.tables["embedding"].items():
+        trained = found.tables["training"][name]
+        shown = (f"{value:.2g}" for value in (alone.rows, trained.rows, trained.states))
+        rows_alone, rows, states = shown
+        scheme = str(found.plan[name].sharding)
+        table.add_row(name, scheme, rows_alone, str(alone.rule), rows, states, str(trained.rule))
+    console.print(table)
+    apart = [abs(a - b) for a, b in found.losses]
+    for step in sorted({1, found.num_steps, 1 + apart.index(max(apart))}):
+        sharded, alone_loss = found.losses[step - 1]
+        print(f"loss of step {step}: {sharded:.12g} sharded, {alone_loss:.12g} unsharded, {apart[step - 1]:.2g} apart")
+    if found.first is None:
+        print("equal, as the contract promises")
+        return
+    print(f"differs first in {found.first}")
+    if config.embedding.dtype != "float64":
+        print("--float64 tells a fault, which stays, from rounding that was magnified, which shrinks to 1e-10")

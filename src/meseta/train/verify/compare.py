@@ -1,0 +1,268 @@
+"""One process repeats the steps that the ranks have recorded, and compares after each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meseta.comm import World
+from meseta.config import RunConfig
+from meseta.data.dataset import Dataset
+from meseta.embedding import EmbeddingBagCollection
+from meseta.spec import Plan, TableSpec
+from meseta.train.build import make_plan, make_specs
+from meseta.train.verify.rules import (
+    Mismatch,
+    Rule,
+    broken,
+    largest_difference,
+    longest_bags,
+    rule_of,
+    rule_of_loss,
+)
+from meseta.train.verify.steps import PHASES, StepResult, record_path, run_steps, slice_sizes
+
+
+@dataclass
+class TableResult:
+    """What was seen of one table in one phase."""
+
+    rule: Rule = field(default_factory=lambda: Rule("bits"))
+    """For its rows after the last step."""
+    rows: float = 0.0
+    """Largest absolute difference of its rows."""
+    states: float = 0.0
+    """Of its optimizer state."""
+
+
+@dataclass
+class Verification:
+    """What the comparison found."""
+
+    plan: Plan
+    """Of the sharded run."""
+    tables: dict[str, dict[str, TableResult]]
+    """By phase, then by table."""
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    """Sharded and unsharded, step by step."""
+    first: Mismatch | None = None
+    """The first value beyond the contract, in the order of phases, steps, tables and rows; None: all is as promised."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of each phase."""
+        return len(self.losses)
+
+
+def compare(config: RunConfig, folder: Path, num_steps: int, num_ranks: int) -> Verification:
+    """Repeat in one process what `record` wrote on `num_ranks` ranks to `folder`, and hold it against the contract.
+
+    After each step the touched rows are compared, which are all that may have moved; rows that the ranks found changed
+    though no batch read them are reported with the last step. Memory: the model once, and the touched rows of a step.
+    Raises MesetaError for what training meets.
+    """
+    dataset = Dataset.load(config.data.dir).with_labels(config.data.labels)
+    tables, features = make_specs(config, dataset)
+    plan = make_plan(config, dataset, EmbeddingBagCollection(tables, features, seed=config.seed), num_ranks)
+    result = Verification(plan=plan, tables={phase: {t.name: TableResult() for t in tables} for phase in PHASES})
+    alone = config.model_copy(update={"plan": "balanced"})
+    for phase in PHASES:
+        comparison = _Phase(phase, tables, {f.name: f.table for f in features}, folder, result)
+        for own in run_steps(alone, World.single(), phase, num_steps, num_ranks):
+            comparison.step(own)
+        comparison.strays(num_steps)
+        del own, comparison  # the model of this phase, before the next makes its own
+    return result
+
+
+class _Phase:
+    """Compares one phase, step by step."""
+
+    def __init__(
+        self, phase: str, tables: list[TableSpec], features: dict[str, str], folder: Path, result: Verification
+    ) -> None:
+        self.phase = phase
+        self.tables = {table.name: table for table in tables}
+        self.features = features
+        self.folder = folder
+        self.result = result
+        self.longest = dict.fromkeys(self.tables, 0)
+        self.first: tuple[int, ...] | None = None
+        self.is_exact_share = True
+
+    def step(self, own: StepResult) -> None:
+        """Hold what the ranks wrote of a step against what this process has after it."""
+        num_ranks = self.result.plan.num_ranks
+        lengths = {name: own.batch[name].lengths for name in self.features}
+        for name, longest in longest_bags(lengths, self.features).items():
+            self.longest[name] = max(self.longest[name], longest)
+        sizes = slice_sizes(own.batch.batch_size, num_ranks)
+        self.is_exact_share &= all(_is_power_of_two(size / own.batch.batch_size) for size in sizes if size)
+        records = [self._load(own.number, rank) for rank in range(num_ranks)]
+        if own.loss is not None:
+            self._compare_losses(own.number, records[0]["loss"], own.loss)
+        if own.pooled is not None:
+            self._compare_lookups(own, records)
+        shards = {shard.spec.name: shard for shard in own.shards}
+        for name, table in self.tables.items():
+            rows, shard = own.touched[name], shards[name]
+            values = {"row": shard.weight, **shard.state}
+            expected = {key: _matrix(value[rows]) for key, value in values.items()}
+            seen = torch.zeros(rows.numel(), table.embedding_dim, dtype=torch.bool)
+            for rank, piece in _pieces(records, name):
+                at = torch.searchsorted(rows, piece["rows"])
+                seen[at, slice(*piece["columns"])] = True
+                self._compare_piece(own.number, table, rank, piece, {k: v[at] for k, v in expected.items()})
+            self._missing(own.number, name, rows, seen, expected["row"])
+
+    def _load(self, step: int, rank: int) -> Any:
+        path = record_path(self.folder, self.phase, step, rank)
+        document = torch.load(path, weights_only=True)
+        path.unlink()
+        return document
+
+    def _rule(self, table: TableSpec, step: int, of: str) -> Rule:
+        return rule_of(
+            table,
+            self.result.plan,
+            phase=self.phase,
+            step=step,
+            longest_bag=self.longest[table.name],
+            is_exact_share=self.is_exact_share,
+            of=of,
+        )
+
+    def _compare_piece(
+        self, step: int, table: TableSpec, rank: int, piece: dict[str, Any], expected: dict[str, Tensor]
+    ) -> None:
+        """Rows and states of one shard."""
+        seen = self.result.tables[self.phase][table.name]
+        for name, value in piece["values"].items():
+            got, columns = _matrix(value), slice(*piece["columns"])
+            wanted = expected[name]
+            is_row = name == "row"
+            first_column = piece["columns"][0] if value.dim() == 2 else 0
+            wanted = (wanted[:, columns] if value.dim() == 2 else wanted).contiguous()
+            rule = self._rule(table, step, "row" if is_row else "state")
+            largest, difference = largest_difference(got, wanted)
+            if is_row:
+                seen.rows, seen.rule = max(seen.rows, largest), rule
+            else:
+                seen.states = max(seen.states, largest)
+            what = "row" if is_row else f"state {name!r} of row"
+            wrong = broken(rule, got, wanted, difference, is_state=not is_row)
+            if wrong.any():
+                row, column = wrong.nonzero()[0].tolist()
+                number = int(piece["rows"][row])
+                self._note(
+                    Mismatch(
+                        phase=self.phase,
+                        step=step,
+                        table=table.name,
+                        what=f"{what} {number:,}, column {first_column + column},",
+                        row=number,
+                        column=first_column + column,
+                        rank=rank,
+                        values=(float(got[row, column]), float(wanted[row, column])),
+                        rule=rule,
+                    )
+                )
+
+    def _compare_lookups(self, own: StepResult, records: list[Any]) -> None:
+        """What each rank got for its samples, feature by feature."""
+        assert own.pooled is not None
+        first = 0
+        for rank, record in enumerate(records):
+            got = record["pooled"]
+            wanted, column = own.pooled[first : first + got.shape[0]], 0
+            for feature, name in self.features.items():
+                table = self.tables[name]
+                columns = slice(column, column + table.embedding_dim)
+                a, b = got[:, columns].contiguous(), wanted[:, columns].contiguous()
+                rule = self._rule(table, own.number, "lookup")
+                wrong = broken(rule, a, b, largest_difference(a, b)[1], is_state=False)
+                column = columns.stop
+                if wrong.any():
+                    sample, at = wrong.nonzero()[0].tolist()
+                    self._note(
+                        Mismatch(
+                            phase=self.phase,
+                            step=own.number,
+                            table=name,
+                            what=f"what feature {feature!r} of sample {first + sample:,} reads, column {at},",
+                            row=first + sample,
+                            column=at,
+                            rank=rank,
+                            values=(float(a[sample, at]), float(b[sample, at])),
+                            rule=rule,
+                        ),
+                        order=0,
+                    )
+            first += got.shape[0]
+
+    def _compare_losses(self, step: int, got: float, wanted: float) -> None:
+        self.result.losses.append((got, wanted))
+        rule = rule_of_loss(list(self.tables.values()), self.result.plan, step)
+        a, b = (torch.tensor([value], dtype=torch.float64) for value in (got, wanted))
+        if broken(rule, a, b, largest_difference(a, b)[1], is_state=False).any():
+            self._note(
+                Mismatch(
+                    phase=self.phase, step=step, table=None, what="the loss", row=0, column=0, rank=0,
+                    values=(got, wanted), rule=rule,
+                )
+            )  # fmt: skip
+
+    def _missing(self, step: int, table: str, rows: Tensor, seen: Tensor, expected: Tensor) -> None:
+        """Rows that no rank holds."""
+        if not seen.all():
+            row, column = (~seen).nonzero()[0].tolist()
+            self._note(
+                Mismatch(
+                    phase=self.phase, step=step, table=table, row=int(rows[row]), column=column, rank=0,
+                    what=f"row {int(rows[row]):,}, column {column}, lies on no rank: it",
+                    values=(torch.nan, float(expected[row, column])), rule=Rule("bits"),
+                )
+            )  # fmt: skip
+
+    def strays(self, num_steps: int) -> None:
+        """Rows that moved on a rank though no batch read them."""
+        for rank in range(self.result.plan.num_ranks):
+            for table, name, row, column, now, before in self._load(0, rank):
+                what = "row" if name == "row" else f"state {name!r} of row"
+                self._note(
+                    Mismatch(
+                        phase=self.phase, step=num_steps, table=table, row=row, column=column, rank=rank,
+                        what=f"{what} {row:,}, column {column}, which no batch read,", values=(now, before),
+                        rule=Rule("bits"),
+                    )
+                )  # fmt: skip
+
+    def _note(self, found: Mismatch, order: int = 1) -> None:
+        """Keep the first: by step, then `order` in the step, then table, then row; the loss after the tables."""
+        names = [*self.tables, None]
+        place = found.step, order, names.index(found.table), found.row, found.column
+        known = self.result.first
+        if known is None or (known.phase == self.phase and self.first is not None and place < self.first):
+            self.result.first, self.first = found, place
+
+
+def _pieces(records: list[Any], table: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(rank, piece) of one table."""
+    for rank, record in enumerate(records):
+        for piece in record["pieces"]:
+            if piece["table"] == table:
+                yield rank, piece
+
+
+def _matrix(values: Tensor) -> Tensor:
+    """[rows, D], or [rows, 1] of what a row has one of."""
+    return values if values.dim() == 2 else values[:, None]
+
+
+def _is_power_of_two(share: float) -> bool:
+    return share.hex().startswith("0x1.0000000000000p")

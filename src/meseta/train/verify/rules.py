@@ -1,0 +1,128 @@
+"""How far a sharded run may be from one process: the contract on numbers of docs/design.md, value by value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meseta.spec import Plan, TableSpec
+from meseta.train.verify.steps import bits
+
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 1e-5, "bfloat16": 1e-5}
+"""Largest absolute difference of losses and rows over 20 steps; of 16-bit rows, of their states and losses in one."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What may differ."""
+
+    kind: str
+    """'bits': nothing; 'tolerance'; 'neighbours': values may be next to each other in their dtype; 'free': anything."""
+    tolerance: float = 0.0
+    """Largest absolute difference; of a state, in multiples of its magnitude where that is above 1."""
+
+    def __str__(self) -> str:
+        if self.kind == "tolerance":
+            return f"{self.tolerance:.0e}"
+        return {"bits": "equal bits", "neighbours": "neighbouring values", "free": "no bound"}[self.kind]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mismatch:
+    """A value that differs by more than its rule allows."""
+
+    phase: str
+    """'embedding' or 'training'."""
+    step: int
+    """From 1."""
+    table: str | None
+    """None for the loss."""
+    what: str
+    """What differs, in words."""
+    row: int
+    """Row of the table, or sample of the batch."""
+    column: int
+    """Of the table."""
+    rank: int
+    """That holds, or got, the sharded value."""
+    values: tuple[float, float]
+    """Sharded and unsharded."""
+    rule: Rule
+    """Which was broken."""
+
+    def __str__(self) -> str:
+        place = "" if self.table is None else f"table {self.table!r}, "
+        run = "embedding alone" if self.phase == "embedding" else "training"
+        a, b = self.values
+        return (
+            f"step {self.step} ({run}): {place}{self.what} is {a:.9g} on rank {self.rank} and {b:.9g} unsharded, "
+            f"{abs(a - b):.3g} apart; allowed: {self.rule}"
+        )
+
+
+def rule_of(
+    table: TableSpec, plan: Plan, *, phase: str, step: int, longest_bag: int, is_exact_share: bool, of: str
+) -> Rule:
+    """For `of` 'row', 'state' or 'lookup' of a table after `step`.
+
+    `longest_bag` is the largest number of ids in a bag of the table so far. Gradients of mean-pooled bags are divided
+    before or after they are weighed with a rank's share of the batch, which is the same where the share is a power of
+    two (`is_exact_share`).
+    """
+    placed = plan[table.name]
+    is_cut = any(shard.num_rows != table.num_embeddings for shard in placed.shards) and longest_bag > 1
+    is_replicated = any(len(shard.ranks) > 1 for shard in placed.shards)
+    is_rounded = is_cut or is_replicated or (longest_bag > 1 and not is_exact_share)
+    if plan.num_ranks == 1 or (phase == "embedding" and not is_rounded):
+        return Rule("bits")
+    if table.dtype not in ("float16", "bfloat16"):
+        return Rule("tolerance", TOLERANCE[table.dtype])
+    if step > 1:
+        return Rule("free")
+    return Rule("neighbours") if of == "row" else Rule("tolerance", TOLERANCE[table.dtype])
+
+
+def rule_of_loss(tables: Sequence[TableSpec], plan: Plan, step: int) -> Rule:
+    """For the loss of `step`."""
+    if plan.num_ranks == 1:
+        return Rule("bits")
+    dtype = tables[0].dtype
+    return Rule("free") if dtype in ("float16", "bfloat16") and step > 1 else Rule("tolerance", TOLERANCE[dtype])
+
+
+def largest_difference(got: Tensor, expected: Tensor) -> tuple[float, Tensor]:
+    """The largest, and all of them, in float64: 0 where both are no number, inf where one is."""
+    a, b = got.double(), expected.double()
+    difference = (a - b).abs()
+    difference = difference.masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0).nan_to_num(nan=torch.inf)
+    return float(difference.max()) if difference.numel() else 0.0, difference
+
+
+def broken(rule: Rule, got: Tensor, expected: Tensor, difference: Tensor, is_state: bool) -> Tensor:
+    """Where `got` breaks the rule."""
+    if rule.kind == "bits":
+        return bits(got) != bits(expected)
+    if rule.kind == "tolerance":
+        allowed = rule.tolerance * (expected.double().abs().clamp(min=1.0) if is_state else 1.0)
+        return difference > allowed
+    if rule.kind == "neighbours":
+        return (_order(got) - _order(expected)).abs() > 1
+    return torch.zeros_like(difference, dtype=torch.bool)
+
+
+def _order(values: Tensor) -> Tensor:
+    """Whole numbers that follow the order of 16-bit floats, one apart for neighbours."""
+    whole = bits(values.contiguous()).to(torch.int32)
+    return torch.where(whole < 0, -(whole & 0x7FFF), whole)
+
+
+def longest_bags(batch_lengths: Mapping[str, Tensor], features: Mapping[str, str]) -> dict[str, int]:
+    """{table: the largest number of ids in a bag of it} of lengths by feature, and the table of each feature."""
+    longest: dict[str, int] = {}
+    for feature, lengths in batch_lengths.items():
+        table = features[feature]
+        longest[table] = max(longest.get(table, 0), int(lengths.max()) if lengths.numel() else 0)
+    return longest

@@ -1,0 +1,210 @@
+"""The first steps of a run, told with the rows that each may have changed, and written to a folder by every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meseta.comm import World
+from meseta.config import RunConfig
+from meseta.data.batch import Batch
+from meseta.data.dataset import Dataset
+from meseta.embedding import EmbeddingBagCollection
+from meseta.jagged import KeyedJaggedTensor
+from meseta.ops.random_rows import initial_rows
+from meseta.optim.clip import DenseClip
+from meseta.optim.dense import make_dense_optimizer
+from meseta.pipeline import TrainStep
+from meseta.spec import MesetaError
+from meseta.storage import TableShard
+from meseta.train.build import make_reader, make_sharded_model, make_specs, set_learning_rates, task_weights
+
+PHASES = ("embedding", "training")
+"""The tables alone, given the gradients of what they return; then the whole model."""
+BLOCK_ROWS = 1 << 16
+"""Rows that are compared with their initial values at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one step has left on this rank."""
+
+    number: int
+    """From 1."""
+    shards: tuple[TableShard, ...]
+    """After the step."""
+    batch: KeyedJaggedTensor
+    """Ids of the global batch that are looked up: policies have been applied."""
+    touched: dict[str, Tensor]
+    """Rows of each table that the step may change, ascending."""
+    loss: float | None
+    """Of the global batch; None where none is computed."""
+    pooled: Tensor | None
+    """[B_local, sum of D] that the lookup returned; None in training."""
+
+
+def slice_sizes(batch_size: int, num_ranks: int) -> list[int]:
+    """Samples of each rank's slice of a global batch."""
+    share, more = divmod(batch_size, num_ranks)
+    return [share + (rank < more) for rank in range(num_ranks)]
+
+
+def run_steps(config: RunConfig, world: World, phase: str, num_steps: int, num_ranks: int) -> Iterator[StepResult]:
+    """Train from the beginning for `num_steps`, whatever number of epochs that takes; `num_ranks` is that of the
+    sharded run, also where one process repeats it.
+
+    Raises MesetaError, naming the step, for what training meets.
+    """
+    torch.manual_seed(config.seed)
+    dataset = Dataset.load(config.data.dir).with_labels(config.data.labels)
+    readers = [make_reader(config, dataset, "train", ranks) for ranks in (world, World.single(world.device))]
+    if readers[0].num_batches == 0:
+        raise MesetaError(f"dataset {str(config.data.dir)!r} has no rows to train on; prepare it again")
+    tables, features = make_specs(config, dataset)
+    ids = EmbeddingBagCollection(tables, features, seed=config.seed)  # holds no rows: it is never looked up
+    model = make_sharded_model(config, dataset, world)
+    step: Callable[[int, Batch, Batch], tuple[float | None, Tensor | None]]
+    if phase == "training":
+        weights = task_weights(config, dataset)
+        length = config.train.epochs * readers[0].num_batches
+        step = _training(config, model, world, weights, min(length, config.train.max_steps or length))
+    else:
+        step = _given_gradients(config, model, world, num_ranks)
+    with closing(readers[0].epochs(num_steps)) as own, closing(readers[1].epochs(num_steps)) as whole:
+        for number, (local, batch) in enumerate(zip(own, whole, strict=False), start=1):
+            try:
+                loss, pooled = step(number, local, batch)
+            except MesetaError as error:
+                raise MesetaError(f"step {number}: {error}") from None
+            checked = ids.check_ids(batch.sparse).kjt
+            touched = _touched(ids, checked)
+            yield StepResult(
+                number=number, shards=model.embeddings.shards, batch=checked, touched=touched, loss=loss, pooled=pooled
+            )
+            if number == num_steps:
+                return
+
+
+def _training(
+    config: RunConfig, model: Any, world: World, weights: list[float] | None, num_steps: int
+) -> Callable[[int, Batch, Batch], tuple[float | None, Tensor | None]]:
+    """A step as `meseta train` takes it."""
+    optimizer = make_dense_optimizer(config.dense.optimizer, model.parameters())
+    clip = DenseClip(value=config.dense.clip_value, norm=config.dense.clip_norm)
+    parts = config.train.accumulate_steps
+    train_step = TrainStep(model, optimizer, world, task_weights=weights, clip=clip, accumulate_steps=parts)
+
+    def step(number: int, local: Batch, whole: Batch) -> tuple[float, None]:
+        set_learning_rates(config, model.embeddings, optimizer, number - 1, num_steps)
+        return train_step(local).loss, None
+
+    return step
+
+
+def _given_gradients(
+    config: RunConfig, model: Any, world: World, num_ranks: int
+) -> Callable[[int, Batch, Batch], tuple[None, Tensor]]:
+    """A lookup and an update by gradients that depend on the seed, the step, the sample and the column alone."""
+    embeddings = model.embeddings
+
+    def step(number: int, local: Batch, whole: Batch) -> tuple[None, Tensor]:
+        pooled = embeddings(local.to(world.device).sparse).pooled.values
+        sizes = slice_sizes(whole.batch_size, num_ranks)
+        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + number)
+        gradient = torch.randn(whole.batch_size, pooled.shape[1], generator=generator).to(pooled.dtype)
+        if world.size > 1:
+            own = gradient.split(sizes)[world.rank]
+        else:  # Each slice is weighed as its rank weighs it, so that the products are rounded alike.
+            shares = [size / whole.batch_size for size in sizes] if num_ranks > 1 else [1.0]
+            own = torch.cat([part * share for part, share in zip(gradient.split(sizes), shares, strict=True)])
+        pooled.backward(own.to(world.device))
+        return None, pooled.detach()
+
+    return step
+
+
+def _touched(collection: EmbeddingBagCollection, ids: KeyedJaggedTensor) -> dict[str, Tensor]:
+    """Rows by table, those of all features that read it."""
+    found: dict[str, list[Tensor]] = {table.name: [] for table in collection.tables}
+    for feature in collection.features:
+        found[feature.table].append(ids[feature.name].values.cpu())
+    return {
+        table.name: torch.arange(table.num_embeddings)
+        if table.optimizer.stepped_rows == "all"
+        else torch.unique(torch.cat(found[table.name]))
+        for table in collection.tables
+    }
+
+
+def record(config: RunConfig, world: World, folder: Path, num_steps: int) -> None:
+    """Run every phase on the ranks of `world`, and write what each step leaves to `folder`. Collective.
+
+    Of each shard the touched rows with their optimizer state are written after every step; at the end, those rows are
+    named that no batch read and that changed all the same. Raises MesetaError for what training meets.
+    """
+    for phase in PHASES:
+        _record_phase(config, world, folder, phase, num_steps)
+
+
+def _record_phase(config: RunConfig, world: World, folder: Path, phase: str, num_steps: int) -> None:
+    """A function, so that the model of one phase is gone before the next makes its own."""
+    at_rest: dict[int, Tensor] = {}
+    for result in run_steps(config, world, phase, num_steps, world.size):
+        pieces = []
+        for index, shard in enumerate(result.shards):
+            first, stop = shard.shard.rows
+            rows = result.touched[shard.spec.name]
+            rows = rows[(rows >= first) & (rows < stop)]
+            local = (rows - first).to(shard.weight.device)
+            at_rest.setdefault(index, torch.ones(stop - first, dtype=torch.bool))[rows - first] = False
+            values = {"row": shard.weight, **shard.state}
+            pieces.append(
+                {
+                    "table": shard.spec.name,
+                    "columns": shard.shard.columns,
+                    "rows": rows,
+                    "values": {name: value[local].cpu() for name, value in values.items()},
+                }
+            )
+        pooled = None if result.pooled is None else result.pooled.cpu()
+        document = {"loss": result.loss, "pooled": pooled, "pieces": pieces}
+        torch.save(document, record_path(folder, phase, result.number, world.rank))
+    strays = [stray for index, shard in enumerate(result.shards) for stray in _strays(shard, at_rest[index])]
+    torch.save(strays, record_path(folder, phase, 0, world.rank))
+
+
+def record_path(folder: Path, phase: str, step: int, rank: int) -> Path:
+    """The file of one step and rank; step 0 is for what is found after the last."""
+    return folder / f"{phase}-{step:07d}-{rank:04d}.pt"
+
+
+def _strays(shard: TableShard, at_rest: Tensor) -> Iterator[tuple[str, str, int, int, float, float]]:
+    """(table, value, row, column, as it is, as it was) of the first row at rest that is not what it began as."""
+    first, num_rows = shard.shard.rows[0], shard.shard.num_rows
+    for start in range(0, num_rows, BLOCK_ROWS):
+        stop = min(start + BLOCK_ROWS, num_rows)
+        resting = at_rest[start:stop]
+        span = replace(shard.shard, rows=(first + start, first + stop))
+        new = initial_rows(
+            shard.spec, rows=span.rows, columns=span.columns, seed=shard.seed, device=shard.weight.device
+        )
+        began = {"row": new, **shard.optimizer.init(new)}
+        for name, now in {"row": shard.weight, **shard.state}.items():
+            a, b = (value.reshape(stop - start, -1).cpu() for value in (now[start:stop], began[name]))
+            changed = (bits(a) != bits(b)) & resting[:, None]
+            if changed.any():
+                row, column = changed.nonzero()[0].tolist()
+                cell = float(a[row, column]), float(b[row, column])
+                yield shard.spec.name, name, span.rows[0] + row, span.columns[0] + column, *cell
+                return
+
+
+def bits(values: Tensor) -> Tensor:
+    """The same memory as whole numbers."""
+    return values.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])

@@ -1,0 +1,212 @@
+"""`meseta verify`: right runs pass, and a fault on one rank is found with its table, row, column and step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meseta.cli import verify as command
+from meseta.cli.main import main
+from meseta.comm import World
+from meseta.config import RunConfig
+from meseta.embedding import ShardedEmbeddingBagCollection
+from meseta.spec import MesetaError
+from meseta.train.verify import Verification, compare, record, steps
+from meseta.train.verify.rules import Rule, broken, largest_difference
+from small_run import settings, write_config
+
+from .pool import RankPool
+
+Ranks = Callable[[int], RankPool]
+COLUMNS = {"tables": {"*": "column_wise"}}
+MIXED = {"tables": {"city": "data_parallel", "item": "column_wise", "tags": "row_wise", "user": "table_wise"}}
+WIDE = {"model__embedding_dim": 32, "model__bottom_mlp": [16], "checkpoint__resume": "never"}
+AT = {"phase": "training", "step": 2}
+"""Where faults are put."""
+
+
+def record_here(document: dict[str, Any], folder: Path, num_steps: int, fault: str | None = None) -> None:
+    """Run on every rank: what `meseta verify` starts there, with a fault on rank 1."""
+    world, run_steps, lr = World.current(), steps.run_steps, ShardedEmbeddingBagCollection.lr
+
+    def with_fault(config: RunConfig, world: World, phase: str, *args: Any) -> Iterator[steps.StepResult]:
+        for result in run_steps(config, world, phase, *args):
+            if world.rank == 1 and phase == AT["phase"] and result.number == AT["step"]:
+                shard = next(s for s in result.shards if s.spec.name == "item")
+                touched = set(result.touched["item"].tolist())
+                rows = [r for r in range(40) if (r in touched) == (fault != "stray")]
+                if fault in ("row", "stray"):
+                    shard.weight[rows[1], 3] += 0.001
+                if fault == "state":
+                    next(iter(shard.state.values()))[rows[2]] += 0.01
+            yield result
+
+    def double(self: ShardedEmbeddingBagCollection, table: Any) -> float:
+        return lr(self, table) * (2 if table.name == "city" and self.step == 2 else 1)
+
+    if world.rank == 1 and fault == "optimizer":
+        ShardedEmbeddingBagCollection.lr = double  # type: ignore[method-assign]
+    steps.run_steps = with_fault
+    try:
+        record(RunConfig.model_validate(document), world, folder, num_steps)
+    finally:
+        steps.run_steps, ShardedEmbeddingBagCollection.lr = run_steps, lr  # type: ignore[method-assign]
+
+
+def verify(
+    ranks: Ranks, document: dict[str, Any], folder: Path, num_steps: int = 3, fault: str | None = None, size: int = 2
+) -> Verification:
+    folder.mkdir()
+    ranks(size).run(record_here, document, folder, num_steps, fault)
+    found = compare(RunConfig.model_validate(document), folder, num_steps, size)
+    assert list(folder.iterdir()) == []
+    assert found.num_steps == num_steps
+    return found
+
+
+def touched_by(document: dict[str, Any], feature: str, step: int) -> list[int]:
+    """Rows of a feature in a global batch, read apart from what is tested."""
+    from meseta.data.dataset import Dataset
+    from meseta.train.build import make_reader
+
+    config = RunConfig.model_validate(document)
+    reader = make_reader(config, Dataset.load(config.data.dir), "train", World.single())
+    batches = reader.epoch()
+    for _ in range(step):
+        batch = next(batches)
+    batches.close()
+    return sorted(set(batch.sparse[feature].values.tolist()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "bound"),
+    [
+        ({"plan": MIXED, "embedding__dtype": "float64", "embedding__pooling": "mean"}, 2, 1e-10),
+        ({"plan": COLUMNS, "train__accumulate_steps": 2}, 2, 1e-5),
+        ({"plan": {"tables": {"*": "row_wise"}}, "train__batch_size": 2}, 2, 1e-5),
+        ({"plan": MIXED, "embedding__dtype": "bfloat16", "embedding__optimizer__stepped_rows": "all"}, 2, 1.0),
+        ({"plan": MIXED, "embedding__pooling": "mean", "train__batch_size": 61}, 4, 1e-5),
+    ],
+)
+def test_right_runs_are_equal(
+    ranks: Ranks, tiny: Path, tmp_path: Path, changes: dict[str, Any], size: int, bound: float
+) -> None:
+    found = verify(ranks, settings(tiny, tmp_path / "run", **{**WIDE, **changes}), tmp_path / "records", size=size)
+    assert found.first is None
+    for phase in ("embedding", "training"):
+        assert set(found.tables[phase]) == {"user", "item", "city", "tags"}
+        assert all(result.rows <= bound for result in found.tables[phase].values())
+    item = found.tables["embedding"]["item"]
+    assert item.rule == Rule("bits") and item.rows == item.states == 0.0
+
+
+def test_a_changed_row(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    document = settings(tiny, tmp_path / "run", **WIDE, plan=COLUMNS)
+    found = verify(ranks, document, tmp_path / "records", fault="row")
+    row = touched_by(document, "item", 2)[1]
+    first = found.first
+    assert first is not None and (first.phase, first.step) == ("training", 2)
+    assert (first.table, first.row, first.column, first.rank) == ("item", row, 16 + 3, 1)
+    assert first.values[0] - first.values[1] == pytest.approx(0.001, abs=1e-6)
+    assert found.tables["training"]["item"].rows == pytest.approx(0.001, abs=1e-5)
+    assert str(first).startswith(f"step 2 (training): table 'item', row {row:,}, column 19, is ")
+
+
+def test_a_wrong_optimizer_on_one_rank(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    """Twice the rate for table 'city' in the third step, which the embedding alone has first."""
+    document = settings(tiny, tmp_path / "run", **WIDE, plan=COLUMNS)
+    first = verify(ranks, document, tmp_path / "records", fault="optimizer").first
+    assert first is not None and (first.phase, first.step, first.rule) == ("embedding", 3, Rule("bits"))
+    assert (first.table, first.column // 16, first.rank) == ("city", 1, 1)
+    assert first.row == touched_by(document, "city", 3)[0]
+
+
+@pytest.mark.parametrize(("fault", "step", "what"), [("stray", 3, "which no batch read"), ("state", 2, "state")])
+def test_what_moves_beside_touched_rows(
+    ranks: Ranks, tiny: Path, tmp_path: Path, fault: str, step: int, what: str
+) -> None:
+    """A row that no batch read, which is found at the end, and an optimizer's state."""
+    plan = {"tables": {"*": "table_wise", "item": {"sharding": "table_wise", "ranks": [1]}}}
+    document = settings(tiny, tmp_path / "run", **WIDE, plan=plan)
+    document["train"]["batch_size"] = 9  # so that rows are left that nothing reads
+    document["train"]["epochs"] = 1
+    first = verify(ranks, document, tmp_path / "records", fault=fault).first
+    assert first is not None and (first.phase, first.step, first.table, first.rank) == ("training", step, "item", 1)
+    assert what in first.what
+
+
+def test_rules() -> None:
+    """Neighbours of 16 bits against torch.nextafter, and values that are no numbers."""
+    values = torch.tensor([-1.0, -0.0, 0.0, 0.5, 6e-8, 65504.0], dtype=torch.float16)
+    up = torch.tensor([torch.nextafter(v, torch.tensor(torch.inf, dtype=torch.float16)) for v in values])
+    up = up.to(torch.float16)
+    for other, wrong in ((values, False), (up, False), (values + values.abs() * 0.01 + 1e-3, True)):
+        assert broken(Rule("neighbours"), other, values, torch.zeros(6), False).any() == wrong
+    nan, one = torch.tensor([torch.nan, torch.nan, torch.inf]), torch.tensor([torch.nan, 1.0, torch.inf])
+    largest, difference = largest_difference(nan, one)
+    assert largest == torch.inf and difference.tolist() == [0.0, torch.inf, 0.0]
+    assert broken(Rule("tolerance", 1e-5), nan, one, difference, False).tolist() == [False, True, False]
+    assert broken(Rule("bits"), torch.tensor([0.0]), torch.tensor([-0.0]), torch.zeros(1), False).all()
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["meseta", "verify", *map(str, arguments)])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert isinstance(left.value.code, int)
+    return left.value.code
+
+
+@pytest.mark.parametrize(("fault", "code"), [(None, 0), ("row", 1)])
+def test_the_command(
+    ranks: Ranks, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    fault: str | None, code: int,
+) -> None:  # fmt: skip
+    """With the pool in place of ranks of its own; docs/verify.md starts real ones."""
+    document = settings(tiny, tmp_path / "run", **WIDE)
+    path, given = write_config(tmp_path / "run.yaml", document), []
+
+    def start(arguments: list[str], num_ranks: int) -> int:
+        given.extend(arguments)
+        folder = Path(arguments[arguments.index("--record-to") + 1])
+        ranks(num_ranks).run(record_here, {**document, "plan": COLUMNS}, folder, 3, fault)
+        return 0
+
+    monkeypatch.setattr(command, "run_ranks", start)
+    assert call(monkeypatch, path, "--plan", "column_wise", "--nproc", 2, "--steps", 3) == code
+    out = capsys.readouterr().out
+    assert given[:2] == ["verify", str(path)]
+    assert "item   column_wise" in out and "loss of step 3: " in out
+    assert ("equal, as the contract promises" in out) == (code == 0)
+    assert ("differs first in step 2 (training): table 'item', row " in out) == (code == 1)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train.batchsize=3"], "did you mean 'batch_size'"),
+        (["plan=[1]"], "key 'plan'"),
+        (["embedding.dtype=float65"], "embedding.dtype"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    arguments: list[str], words: str,
+) -> None:  # fmt: skip
+    path = write_config(tmp_path / "run.yaml", settings(tiny, tmp_path / "run"))
+    assert call(monkeypatch, path, *arguments) == 1
+    error = capsys.readouterr().err
+    assert words in error and len(error.splitlines()) == 1
+
+
+def test_under_torchrun(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(MesetaError, match="run it without torchrun"):
+        command.verify(write_config(tmp_path / "run.yaml", settings(tiny, tmp_path / "run")))
