@@ -112,7 +112,7 @@ def refused_batch(kind: str) -> tuple[str, float]:
     [
         ("weights", "rank 1: feature 'who' is weighted, but the batch has no weights"),
         ("key", "rank 1: KeyedJaggedTensor: no key 'what'"),
-        ("sizes", "rank 1: KeyedJaggedTensor: features have different batch sizes"),
+        ("sizes", "rank 1: feature 'who' has 1 samples and 'what' 2"),
     ],
 )
 def test_a_batch_refused_on_one_rank_is_refused_on_all(ranks: Ranks, kind: str, message: str) -> None:

@@ -394,7 +394,7 @@ def test_weights_of_ids_get_the_gradient_that_torch_gives(dtype: str) -> None:
     (out.pooled.values * upstream).sum().backward()
     expected = torch.zeros_like(weights)
     column = 0
-    for feature in ours.pooled_features:
+    for feature in ours.groups[0].pooled_features:
         width, own = DIMS[feature.table], given[feature.name]
         start = given.key_offsets[given.keys.index(feature.name)]
         for sample, bag in enumerate(own.lengths.split(1)):

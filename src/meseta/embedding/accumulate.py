@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from meseta.embedding.exchange import OwnedIds
 from meseta.jagged import KeyedJaggedTensor
@@ -90,6 +91,36 @@ def join(segments: Sequence[Segment]) -> Segment:
         gradients=tuple(gradients),
         unpooled=segments[0].unpooled,
     )
+
+
+def combine(segments: Sequence[Segment]) -> tuple[OwnedIds, tuple[Tensor, ...]]:
+    """Ids and gradients of groups of features with batch sizes of their own, as those of one batch: routes and matrices
+    one group after the other, where the smaller ones have empty bags at the end."""
+    if len(segments) == 1:
+        return segments[0].ids, segments[0].gradients
+    num_samples = max(s.ids.bags.num_samples for s in segments)
+    lengths, gradients, weights = [], [], []
+    is_weighted = any(s.ids.bags.weights is not None for s in segments)
+    for s in segments:
+        own = s.ids.bags
+        missing = num_samples - own.num_samples
+        lengths.append(pad(s.ids.lengths.view(len(s.ids.sizes), own.num_samples), (0, missing)).view(-1))
+        num_bag_matrices = len(s.gradients) - len(s.unpooled)
+        gradients += [pad(matrix, (0, 0, 0, missing)) for matrix in s.gradients[:num_bag_matrices]]
+        gradients += s.gradients[num_bag_matrices:]
+        if is_weighted:
+            weights.append(s.gradients[0].new_ones(own.ids.numel()) if own.weights is None else own.weights)
+    dtype = max((s.ids.bags.ids.dtype for s in segments), key=lambda dtype: dtype.itemsize)
+    ids = torch.cat([s.ids.bags.ids.to(dtype) for s in segments])
+    whole = torch.cat([own.to(dtype) for own in lengths])
+    bags = Bags(ids, lengths_to_offsets(whole), num_samples, torch.cat(weights) if is_weighted else None)
+    sizes = tuple(size for s in segments for size in s.ids.sizes)
+    return OwnedIds(bags=bags, lengths=whole, sizes=sizes), tuple(gradients)
+
+
+def join_passes(passes: Sequence[Sequence[Segment]]) -> tuple[OwnedIds, tuple[Tensor, ...]]:
+    """Ids and gradients of all backward passes, each of which has a segment for every group of features."""
+    return combine([join(of_group) for of_group in zip(*passes, strict=True)])
 
 
 def _by_rank(matrices: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -12,33 +13,34 @@ from torch.autograd.function import once_differentiable
 
 from meseta.comm import BatchSlice
 from meseta.embedding.accumulate import Segment
+from meseta.embedding.feature_group import group_features
 from meseta.jagged import Embeddings, JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from meseta.ops.id_policy import CheckedIds, apply_id_policy
+from meseta.ops.id_policy import CheckedIds
 from meseta.ops.row_optimizer import Hyper, compute_dtype
 from meseta.spec import FeatureSpec, MesetaError, TableSpec, check_features
 
 
 class UpdateInBackward(torch.autograd.Function):
-    """Runs `lookup` forward and `update` backward; tables have no gradient tensor and autograd does not see them.
+    """Runs `lookups` forward and `update` backward; tables have no gradient tensor and autograd does not see them.
 
-    `update` returns the gradient of the weights of ids, or None.
+    `update` returns the gradient of each tensor of `weights`, the weights of ids, or None for it.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         anchor: Tensor,
-        weights: Tensor | None,
-        lookup: Callable[[], list[Tensor]],
-        update: Callable[..., Tensor | None],
+        lookups: Sequence[Callable[[], list[Tensor]]],
+        update: Callable[..., Sequence[Tensor | None]],
+        *weights: Tensor | None,
     ) -> Any:
         ctx.update = update
-        return tuple(lookup())
+        return tuple(tensor for look_up in lookups for tensor in look_up())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor | None, None, None]:
-        return None, ctx.update(*gradients), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *ctx.update(*gradients)
 
 
 class Collection(nn.Module):
@@ -70,18 +72,11 @@ class Collection(nn.Module):
         """Ids outside their table so far, per feature [F] (after policies drop, clamp and hash); None before any
         batch."""
         self._is_accumulating = False
-        self._kept: list[Segment] = []
-        self.pooled_features = tuple(f for f in self.features if f.pooling != "none")
-        self.row_features = tuple(f for f in self.features if f.pooling == "none")
+        self._kept: list[list[Segment]] = []
+        """Of each backward pass of `accumulating`: a segment per group."""
         self._table = {table.name: table for table in self.tables}
-        # Asked for in every step.
-        self._names = tuple(f.name for f in self.features)
-        self._unpooled = tuple(index for index, f in enumerate(self.features) if f.pooling == "none")
-        self._weighted_names = tuple(f.name for f in self.features if f.weighted)
-        self._num_rows = [self._table[f.table].num_embeddings for f in self.features]
-        self._policies = [f.id_policy for f in self.features]
-        self._pooled_names = tuple(f.name for f in self.pooled_features)
-        self._pooled_dims = tuple(self._table[f.table].embedding_dim for f in self.pooled_features)
+        self.groups = group_features(self.features, self._table)
+        """Features by batch size; the first ones are those that the loss is the mean over."""
         # An input that requires grad makes autograd call `update`; it is not a parameter and holds nothing.
         self._anchor = torch.zeros(0, requires_grad=True)
 
@@ -116,47 +111,29 @@ class Collection(nn.Module):
         """Learning rate, number of the step in hand, and width."""
         return Hyper(lr=self.lr(table), step=self.step + 1, embedding_dim=table.embedding_dim)
 
-    def check_ids(self, kjt: KeyedJaggedTensor) -> CheckedIds:
-        """Select this collection's features, check weights, and apply the id policies."""
-        kjt = kjt.select(self._names)
-        if kjt.weights is None and self._weighted_names:
-            raise MesetaError(
-                f"feature {self._weighted_names[0]!r} is weighted, but the batch has no weights; "
-                "give KeyedJaggedTensor(weights=...), or set weighted=False"
-            )
-        checked = apply_id_policy(kjt, self._num_rows, self._policies)
-        self.num_outside = checked.num_outside if self.num_outside is None else self.num_outside + checked.num_outside
+    def check_ids(self, kjt: KeyedJaggedTensor) -> list[CheckedIds]:
+        """Select each group's features, check weights, and apply the id policies."""
+        checked = [group.check_ids(kjt) for group in self.groups]
+        counts = checked[0].num_outside
+        if len(checked) > 1:
+            order = torch.tensor([f for group in self.groups for f in group.at], device=counts.device)
+            found = torch.cat([own.num_outside for own in checked])
+            counts = torch.empty_like(found).index_copy_(0, order, found)
+        self.num_outside = counts if self.num_outside is None else self.num_outside + counts
         return checked
 
-    def refuse(self, feature: int, sample: int, row: int) -> MesetaError:
-        """The error for an id that policy 'error' refuses."""
-        spec = self.features[feature]
-        limit = self._table[spec.table].num_embeddings
-        return MesetaError(
-            f"table {spec.table!r}: id {row} from feature {spec.name!r}, sample {sample}, is outside 0..{limit - 1}; "
-            "set id_policy='hash' ('drop', 'clamp'), enlarge num_embeddings, or fix the data"
-        )
+    def embeddings(self, ids: Sequence[KeyedJaggedTensor], found: Sequence[Tensor]) -> Embeddings:
+        """Names for the outputs, group after group: pooled [B, sum of D] and the rows of each feature that is not
+        pooled [nnz_f, D]."""
+        keyed: list[KeyedTensor] = []
+        rows: dict[str, JaggedTensor] = {}
+        for group, own, (pooled, *single) in zip(self.groups, ids, self.by_group(found), strict=True):
+            keyed.append(group.keyed(pooled))
+            rows |= group.jagged(own, single)
+        others = {group.batch: matrix for group, matrix in zip(self.groups[1:], keyed[1:], strict=True)}
+        return Embeddings(pooled=keyed[0], rows=rows, others=others)
 
-    def embeddings(self, ids: KeyedJaggedTensor, pooled: Tensor, rows: Sequence[Tensor]) -> Embeddings:
-        """Names for the outputs: pooled [B, sum of D] and the rows of each unpooled feature [nnz_f, D]."""
-        keyed = KeyedTensor(keys=self._pooled_names, dims=self._pooled_dims, values=pooled)
-        jagged = {
-            f.name: JaggedTensor(values=values, lengths=ids[f.name].lengths)
-            for f, values in zip(self.row_features, rows, strict=True)
-        }
-        return Embeddings(pooled=keyed, rows=jagged)
-
-    def divide_means(self, pooled: Tensor, lengths: Tensor) -> Tensor:
-        """Divide the columns of mean-pooled features of `pooled` [B, sum of D] by the number of ids, in place.
-
-        `lengths` is [F, B] in the order of `features`; an empty bag stays zero.
-        """
-        column = 0
-        for index, feature in enumerate(self.features):
-            if feature.pooling == "none":
-                continue
-            width = self._table[feature.table].embedding_dim
-            if feature.pooling == "mean":
-                pooled[:, column : column + width].div_(lengths[index].clamp(min=1).to(pooled.dtype)[:, None])
-            column += width
-        return pooled
+    def by_group(self, tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        """Of each group: its part of what a lookup returned or its gradients, pooled, then one per unpooled feature."""
+        stops = list(accumulate((1 + len(group.row_features) for group in self.groups), initial=0))
+        return [tensors[a:b] for a, b in pairwise(stops)]

@@ -2,26 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from meseta.comm import BatchSlice, World
-from meseta.embedding.accumulate import join, local_segment
+from meseta.embedding.accumulate import Segment, join_passes, local_segment
 from meseta.embedding.base import Collection, UpdateInBackward
+from meseta.embedding.feature_group import FeatureGroup
 from meseta.embedding.update import FusedShards, group_shards, step_shards
 from meseta.jagged import Embeddings, KeyedJaggedTensor
 from meseta.ops.id_policy import NO_ERROR, CheckedIds
 from meseta.ops.pooled_lookup import LookupGroup, lookup_group
 from meseta.ops.row_lookup import row_lookup
-from meseta.ops.row_update import Bags, FeatureGradient
+from meseta.ops.row_update import FeatureGradient
 from meseta.ops.weight_gradient import weight_gradient
 from meseta.optim import make_row_optimizer
 from meseta.spec import FeatureSpec, Plan, Shard, ShardingType, TablePlan, TableSpec
 from meseta.storage import TableShard
+
+
+class LocalLookup:
+    """The features of one group, all of whose tables are whole and here."""
+
+    def __init__(self, group: FeatureGroup, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        """`weights` holds the rows of each table."""
+        self.group = group
+        self._dtype = dtype
+        pooled = group.pooled_features
+        self._pooled = LookupGroup(
+            tuple(weights[f.table] for f in pooled),
+            tuple(f.weighted for f in pooled),
+            tuple(f.pooling == "mean" for f in pooled),
+        )
+        self._single = [weights[f.table] for f in group.row_features]
+
+    def __call__(self, ids: KeyedJaggedTensor) -> list[Tensor]:
+        """[pooled [B, sum of D], rows of each unpooled feature ...]."""
+        if self.group.pooled_features:
+            bags = ids.select(self.group.pooled_names)
+            pooled = lookup_group(self._pooled, bags.values, bags.offsets, bags.weights)
+        else:
+            pooled = torch.empty(ids.batch_size, 0, dtype=self._dtype, device=ids.values.device)
+        if not self._single:
+            return [pooled]
+        single = ids.select([f.name for f in self.group.row_features])
+        return [pooled, *row_lookup(self._single, single.values, single.key_offsets)]
+
+    def segment(self, ids: KeyedJaggedTensor, gradients: Sequence[Tensor]) -> Segment:
+        """Ids and what their rows receive, for the gradients of what a lookup returned."""
+        pooled, *rows = gradients
+        if self.group.has_means:
+            pooled = self.group.divide_means(pooled.clone(), ids.lengths.view(len(self.group.features), -1))
+        return local_segment(ids, (pooled, *rows), self.group.unpooled)
+
+    def weight_gradient(self, ids: KeyedJaggedTensor, pooled: Tensor) -> Tensor | None:
+        """[nnz] in the order of `ids`, by the rows as they were looked up; None where nobody asks for it."""
+        if ids.weights is None or not ids.weights.requires_grad:
+            return None
+        bags = ids.select(self.group.pooled_names)
+        tables = self._pooled
+        own = weight_gradient(tables.tables, bags.values, bags.offsets, pooled, tables.weighted, tables.mean)
+        whole = torch.zeros_like(ids.weights)
+        sizes = [b - a for a, b in pairwise(bags.key_offsets)]
+        for f, part in zip(self.group.pooled_names, own.split(sizes), strict=True):
+            start = ids.key_offsets[ids.keys.index(f)]
+            whole[start : start + part.numel()] = part
+        return whole
 
 
 class EmbeddingBagCollection(Collection):
@@ -80,108 +130,74 @@ class EmbeddingBagCollection(Collection):
         """B_local / B_global."""
         return 1.0
 
-    def forward(self, sparse: KeyedJaggedTensor | CheckedIds) -> Embeddings:
+    def forward(self, sparse: KeyedJaggedTensor | Sequence[CheckedIds]) -> Embeddings:
         """Rows for the ids (of a batch that may hold other features too): pooled [B, sum of D] and unpooled [nnz_f,
         D]."""
-        return self.finish(sparse if isinstance(sparse, CheckedIds) else self.exchange(self.start(sparse)))
+        return self.finish(self.exchange(self.start(sparse)) if isinstance(sparse, KeyedJaggedTensor) else sparse)
 
-    def start(self, kjt: KeyedJaggedTensor) -> CheckedIds:
+    def start(self, kjt: KeyedJaggedTensor) -> Sequence[CheckedIds]:
         """Apply the id policies. The sharded collection has the same three stages."""
         return self.check_ids(kjt)
 
-    def exchange(self, x: CheckedIds) -> CheckedIds:
+    def exchange(self, x: Sequence[CheckedIds]) -> Sequence[CheckedIds]:
         """Nothing travels in one process; refused ids raise here."""
-        if x.first_error is not NO_ERROR:
-            feature, sample, row = x.first_error.tolist()
-            if feature >= 0:
-                raise self.refuse(feature, sample, row)
+        for group, own in zip(self.groups, x, strict=True):
+            if own.first_error is not NO_ERROR:
+                feature, sample, row = own.first_error.tolist()
+                if feature >= 0:
+                    raise group.refuse(feature, sample, row)
         return x
 
-    def finish(self, x: CheckedIds) -> Embeddings:
+    def finish(self, x: Sequence[CheckedIds]) -> Embeddings:
         """Look up and pool."""
-        ids = x.kjt
+        ids = [own.kjt for own in x]
         self.batch_slice = BatchSlice(
-            world=World.single(self.device), step=self.step, sizes=(ids.batch_size,), first=self.first_sample
+            world=World.single(self.device), step=self.step, sizes=(ids[0].batch_size,), first=self.first_sample
         )
-        pooled, *rows = UpdateInBackward.apply(
+        found = UpdateInBackward.apply(
             self._anchor,
-            ids.weights,
-            lambda: self._lookup(ids),
+            [partial(lookup, own) for lookup, own in zip(self._lookups, ids, strict=True)],
             lambda *gradients: self._update(ids, gradients),
+            *(own.weights for own in ids),
         )
-        return self.embeddings(ids, pooled, rows)
+        return self.embeddings(ids, found)
 
     @cached_property
-    def _pooled_tables(self) -> LookupGroup:
-        """Of the pooled features."""
-        return LookupGroup(
-            tuple(self._weight[f.table] for f in self.pooled_features),
-            tuple(f.weighted for f in self.pooled_features),
-            tuple(f.pooling == "mean" for f in self.pooled_features),
-        )
-
-    @cached_property
-    def _weight(self) -> dict[str, Tensor]:
-        """Rows of each table."""
-        return {shard.spec.name: shard.weight for shard in self.shards}
-
-    def _lookup(self, ids: KeyedJaggedTensor) -> list[Tensor]:
-        """[pooled [B, sum of D], rows of each unpooled feature ...]."""
-        batch_size = ids.batch_size  # raises where features differ in it
-        if self.pooled_features:
-            bags = ids.select(self._pooled_names)
-            pooled = lookup_group(self._pooled_tables, bags.values, bags.offsets, bags.weights)
-        else:
-            pooled = torch.empty(batch_size, 0, dtype=self.dtype, device=ids.values.device)
-        if not self.row_features:
-            return [pooled]
-        single = ids.select([f.name for f in self.row_features])
-        tables = [self._weight[f.table] for f in self.row_features]
-        return [pooled, *row_lookup(tables, single.values, single.key_offsets)]
+    def _lookups(self) -> tuple[LocalLookup, ...]:
+        """One per group."""
+        weights = {shard.spec.name: shard.weight for shard in self.shards}
+        return tuple(LocalLookup(group, weights, self.dtype) for group in self.groups)
 
     @cached_property
     def _fused(self) -> tuple[FusedShards, ...]:
-        """All shards. Gradients of pooled features come side by side in matrix 0, those of the others one by one."""
+        """All shards. Of each group, gradients of pooled features come side by side in a matrix, others one by one."""
         shard_of = {shard.spec.name: index for index, shard in enumerate(self.shards)}
-        places, column, matrix = [], 0, 0
-        for position, feature in enumerate(self.features):
-            shard = shard_of[feature.table]
-            if feature.pooling == "none":
-                matrix += 1
-                places.append(FeatureGradient(position, shard, matrix, per_id=True))
-            else:
-                places.append(FeatureGradient(position, shard, 0, column, weighted=feature.weighted))
-                column += self._table[feature.table].embedding_dim
-        return group_shards(self.shards, places)
+        places, position, matrix = {}, 0, 0
+        for group in self.groups:
+            pooled, column = matrix, 0
+            for at, feature, width in zip(group.at, group.features, group.dims, strict=True):
+                shard = shard_of[feature.table]
+                if feature.pooling == "none":
+                    matrix += 1
+                    places[at] = FeatureGradient(position, shard, matrix, per_id=True)
+                else:
+                    places[at] = FeatureGradient(position, shard, pooled, column, weighted=feature.weighted)
+                    column += width
+                position += 1
+            matrix += 1
+        return group_shards(self.shards, [places[at] for at in sorted(places)])
 
-    def _update(self, ids: KeyedJaggedTensor, gradients: Sequence[Tensor]) -> Tensor | None:
-        """Add up what each row gets, and step its optimizer. Returns the gradient of the weights where it is asked."""
-        pooled, *rows = gradients
-        of_weights = (
-            self._weight_gradient(ids, pooled) if ids.weights is not None and ids.weights.requires_grad else None
-        )
-        if any(self._pooled_tables.mean if self.pooled_features else ()):
-            pooled = self.divide_means(pooled.clone(), ids.lengths.view(len(self.features), -1))
-        bags, moved = Bags(ids.values, ids.offsets, ids.batch_size, ids.weights), (pooled, *rows)
-        if self._is_accumulating or self._kept:
-            self._kept.append(local_segment(ids, moved, self._unpooled))
-            if self._is_accumulating:
-                return of_weights
-            whole = join(self._kept)
-            self.forget_kept()
-            bags, moved = whole.ids.bags, whole.gradients
+    def _update(self, ids: Sequence[KeyedJaggedTensor], gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """Add up what each row gets, and step its optimizer. Returns the gradient of each group's weights where it is
+        asked."""
+        given = list(zip(self._lookups, ids, self.by_group(gradients), strict=True))
+        of_weights = [lookup.weight_gradient(own, pooled) for lookup, own, (pooled, *_) in given]
+        self._kept.append([lookup.segment(own, moved) for lookup, own, moved in given])
+        if self._is_accumulating:
+            return of_weights
+        whole, moved = join_passes(self._kept)
+        self.forget_kept()
         for fused in self._fused:
-            step_shards(fused, self.lr(fused.spec), self.step + 1, bags, moved)
+            step_shards(fused, self.lr(fused.spec), self.step + 1, whole.bags, moved)
         self.step += 1
         return of_weights
-
-    def _weight_gradient(self, ids: KeyedJaggedTensor, pooled: Tensor) -> Tensor:
-        """[nnz] in the order of `ids`, by the rows as they were looked up."""
-        assert ids.weights is not None
-        bags, tables = ids.select(self._pooled_names), self._pooled_tables
-        own = weight_gradient(tables.tables, bags.values, bags.offsets, pooled, tables.weighted, tables.mean)
-        whole = torch.zeros_like(ids.weights)
-        for f, part in zip(self._pooled_names, own.split([b - a for a, b in pairwise(bags.key_offsets)]), strict=True):
-            start = ids.key_offsets[ids.keys.index(f)]
-            whole[start : start + part.numel()] = part
-        return whole

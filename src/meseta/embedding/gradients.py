@@ -8,25 +8,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from meseta.comm import Pending
+from meseta.comm import Pending, World
 from meseta.embedding.exchange import Exchanged, matrices, numbers_in
 from meseta.embedding.routes import Route, column_groups
 from meseta.ops.columns import place_columns
 from meseta.ops.memory import empty
-from meseta.spec import COLUMN_BLOCK, Shard
+from meseta.spec import COLUMN_BLOCK, Plan, Shard
 from meseta.storage import TableShard
 
 if TYPE_CHECKING:
-    from meseta.embedding.sharded import ShardedEmbeddingBagCollection
+    from meseta.embedding.sharded_lookup import ShardedLookup
 
 
-def send_gradients(
-    collection: ShardedEmbeddingBagCollection, x: Exchanged, gradients: Sequence[Tensor], share: float
-) -> Pending:
+def send_gradients(lookup: ShardedLookup, x: Exchanged, gradients: Sequence[Tensor], share: float) -> Pending:
     """The mirror of the answers, times `share`: to every owner the gradient of its straight bags [B_local, columns], to
     a mate also that of its partial bags, and [ids, D] of its routes that are not pooled."""
-    routing, world = collection.routing, collection.world
-    of_sums = _gradients_of_sums(collection, x, gradients, share) if routing.sums_in_hosts else None
+    routing, world = lookup.routing, lookup.world
+    of_sums = _gradients_of_sums(lookup, x, gradients, share) if routing.sums_in_hosts else None
     send = [routing.answer_shapes(r, world.rank, x.batch_sizes, x.sent[r]) for r in range(world.size)]
     receive = [routing.answer_shapes(world.rank, r, x.batch_sizes, n) for r, n in enumerate(x.received)]
     flat = empty((sum(numbers_in(send)),), gradients[0].dtype, world.device)
@@ -35,16 +33,14 @@ def send_gradients(
         if of_sums is not None and summed.numel():
             place_columns(summed, [of_sums], routing.summed_gradient_moves[r])
         for route, out in zip(routing.by_rank[r][routing.summed[r].stop :], rows, strict=True):
-            own = rows_of_range(collection, x, gradients, route)
+            own = rows_of_range(lookup, x, gradients, route)
             torch.mul(own[:, slice(*route.shard.columns)], share, out=out)
     return world.all_to_all(flat, numbers_in(send), numbers_in(receive))
 
 
-def _gradients_of_sums(
-    collection: ShardedEmbeddingBagCollection, x: Exchanged, gradients: Sequence[Tensor], share: float
-) -> Tensor:
+def _gradients_of_sums(lookup: ShardedLookup, x: Exchanged, gradients: Sequence[Tensor], share: float) -> Tensor:
     """[samples of this rank and its twins, columns]: gradient of the whole bags of this host."""
-    routing, world = collection.routing, collection.world
+    routing, world = lookup.routing, lookup.world
     twins, own = routing.twins(world.rank), x.batch_sizes[world.rank]
     shapes = [[(own, width)] for width in routing.host_widths]
     flat = empty((sum(numbers_in(shapes)),), gradients[0].dtype, world.device)
@@ -57,22 +53,18 @@ def _gradients_of_sums(
     return world.all_to_all(flat, send, receive).wait().view(sum(x.batch_sizes[twin] for twin in twins), width)
 
 
-def rows_of_range(
-    collection: ShardedEmbeddingBagCollection, x: Exchanged, gradients: Sequence[Tensor], route: Route
-) -> Tensor:
+def rows_of_range(lookup: ShardedLookup, x: Exchanged, gradients: Sequence[Tensor], route: Route) -> Tensor:
     """[ids, D]: gradients of the rows of one row range, of a feature that is not pooled, in the order of the range."""
     f = route.feature
-    gradient = gradients[1 + collection.row_features.index(collection.features[f])]
+    gradient = gradients[1 + lookup.group.unpooled.index(f)]
     moved = gradient if f not in x.order else gradient[x.order[f]]
     return moved.split(x.range_counts[f])[route.range]
 
 
-def receive_gradients(
-    collection: ShardedEmbeddingBagCollection, x: Exchanged, sent: Pending
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def receive_gradients(lookup: ShardedLookup, x: Exchanged, sent: Pending) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Of this owner: [B_global, columns] of its straight and of its partial bags, and [ids, D] of each route that is
     not pooled."""
-    routing, rank = collection.routing, collection.world.rank
+    routing, rank = lookup.routing, lookup.world.rank
     flat = sent.wait()
     shapes = [routing.answer_shapes(rank, r, x.batch_sizes, n) for r, n in enumerate(x.received)]
     summed = flat.new_empty(x.num_samples, routing.summed[rank].width)
@@ -90,15 +82,15 @@ def receive_gradients(
 
 
 def gather_column_stats(
-    collection: ShardedEmbeddingBagCollection, shards: Sequence[TableShard], stats: Sequence[Tensor | None]
+    plan: Plan, world: World, dtype: torch.dtype, shards: Sequence[TableShard], stats: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """[n U, blocks of this shard] -> [n U, blocks of the whole row], blocks ordered by column, for n statistics.
+    """[n U, blocks of this shard] -> [n U, blocks of the whole row], blocks ordered by column, for n statistics of
+    `dtype`.
 
     All column shards of a row range see the same ids, so they know each other's U and no size is exchanged.
     """
-    world = collection.world
     known = {shard.shard: stat for shard, stat in zip(shards, stats, strict=True) if stat is not None}
-    groups = column_groups(list(known), collection.plan)
+    groups = column_groups(list(known), plan)
     send, splits, expected, sizes = [], [], [], []
     for rank in range(world.size):
         shared = [g for g in groups if rank != world.rank and any(s.ranks[0] == rank for s in g)]
@@ -108,7 +100,7 @@ def gather_column_stats(
         theirs = [(s, _num_rows(group, known)) for group in shared for s in group if s.ranks[0] == rank]
         expected += theirs
         sizes.append(sum(num_rows * _num_blocks(s) for s, num_rows in theirs))
-    flat = torch.cat(send) if send else torch.empty(0, dtype=collection.dtype, device=world.device)
+    flat = torch.cat(send) if send else torch.empty(0, dtype=dtype, device=world.device)
     received = world.all_to_all(flat, splits, sizes).wait()
     pieces = received.split([num_rows * _num_blocks(s) for s, num_rows in expected])
     for (shard, num_rows), piece in zip(expected, pieces, strict=True):

@@ -37,13 +37,17 @@ class Embeddings:
     """Output of an embedding collection: `out["feature"]` is [B, D] when pooled, a JaggedTensor of rows when not."""
 
     pooled: KeyedTensor
-    """Features with pooling 'sum' or 'mean', in the order of their FeatureSpecs."""
+    """Features of batch '' with pooling 'sum' or 'mean', in the order of their FeatureSpecs."""
     rows: Mapping[str, JaggedTensor] = field(default_factory=dict)
     """Features with pooling 'none': one row [D] per id."""
+    others: Mapping[str, KeyedTensor] = field(default_factory=dict)
+    """Pooled features of other batch sizes, by `FeatureSpec.batch`."""
 
     def __getitem__(self, key: str) -> Tensor | JaggedTensor:
         if key in self.rows:
             return self.rows[key]
-        if key not in self.pooled.keys:
-            raise MesetaError(f"Embeddings: no feature {key!r}; {nearest(key, [*self.pooled.keys, *self.rows])}")
-        return self.pooled[key]
+        for keyed in (self.pooled, *self.others.values()):
+            if key in keyed.keys:
+                return keyed[key]
+        known = [name for keyed in (self.pooled, *self.others.values()) for name in keyed.keys]
+        raise MesetaError(f"Embeddings: no feature {key!r}; {nearest(key, [*known, *self.rows])}")

@@ -82,6 +82,9 @@ class FeatureSpec:
     id_policy: IdPolicy = "error"
     """An id outside 0..num_embeddings-1 raises ('error'), is left out ('drop'), moves to the nearest valid row
     ('clamp') or is hashed into the table ('hash'); the last three are counted."""
+    batch: str = ""
+    """Features of one name have one batch size, such as that of a batch's distinct users; '' has that of the samples
+    that the loss is the mean over."""
 
     def __post_init__(self) -> None:
         _check_name("feature", self.name)

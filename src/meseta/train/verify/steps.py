@@ -82,7 +82,7 @@ def run_steps(config: RunConfig, world: World, phase: str, num_steps: int, num_r
                 loss, pooled = step(number, local, batch)
             except MesetaError as error:
                 raise MesetaError(f"step {number}: {error}") from None
-            checked = ids.check_ids(batch.sparse).kjt
+            [checked] = (own.kjt for own in ids.check_ids(batch.sparse))  # prepared data have one batch size
             touched = _touched(ids, checked)
             yield StepResult(
                 number=number, shards=model.embeddings.shards, batch=checked, touched=touched, loss=loss, pooled=pooled

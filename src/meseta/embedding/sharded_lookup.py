@@ -1,0 +1,306 @@
+"""One exchange of ids for rows: the features of one batch size, over the ranks of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from meseta.comm import Pending, World
+from meseta.embedding.accumulate import Segment, local_segment
+from meseta.embedding.exchange import (
+    Exchanged,
+    OwnedIds,
+    Slots,
+    Started,
+    matrices,
+    numbers_in,
+    order_of_unpooled,
+    sort_cut_features,
+    unpack,
+)
+from meseta.embedding.feature_group import FeatureGroup
+from meseta.embedding.gradients import receive_gradients, rows_of_range, send_gradients
+from meseta.embedding.routes import Side, make_routing
+from meseta.jagged import KeyedJaggedTensor
+from meseta.ops.columns import place_columns
+from meseta.ops.id_policy import CheckedIds
+from meseta.ops.memory import empty
+from meseta.ops.pooled_lookup import LookupGroup, lookup_group
+from meseta.ops.row_lookup import row_lookup
+from meseta.ops.row_update import FeatureGradient
+from meseta.spec import MesetaError, Plan, Shard, TableSpec
+
+HEADER = 4
+"""Numbers before the counts of a rank: its batch size, and (feature, sample, id) of the first refused id."""
+REFUSED = -2
+"""Stands for the feature where a batch was refused as a whole."""
+MOST = 2**31 - 1
+"""The largest number of 32 bits."""
+
+
+class ShardedLookup:
+    """The way of one feature group's ids to the ranks that hold their rows, of the rows back, and of gradients there.
+
+    Every rank calls the same methods in the same order.
+    """
+
+    def __init__(
+        self,
+        group: FeatureGroup,
+        tables: Sequence[TableSpec],
+        plan: Plan,
+        weights: Mapping[Shard, Tensor],
+        dtype: torch.dtype,
+        world: World,
+    ) -> None:
+        """`weights` holds the rows of each shard of this rank; what a lookup returns is of `dtype`."""
+        self.group = group
+        self.world = world
+        self.dtype = dtype
+        self.routing = make_routing(tables, group.features, plan)
+        self.routes = self.routing.by_rank[world.rank]
+        self._weights = weights
+        # What goes to all ranks is one gather of [batch size, ids of each feature, first refused id, ids of each row
+        # range of the features that are cut].
+        num_features = len(group.features)
+        at = {(f, 0): 1 + f for f in range(num_features)}
+        ranges = [(f, n) for f in self.routing.cut_features for n in range(len(self.routing.cuts[f]) - 1)]
+        at |= {slot: HEADER + num_features + index for index, slot in enumerate(ranges)}
+        self._range_counts_at = [[at[f, n] for n in range(len(cuts) - 1)] for f, cuts in enumerate(self.routing.cuts)]
+        header = (0, *range(1 + num_features, HEADER + num_features))
+        self._sent_counts_at = [n for routes in self.routing.by_rank for n in (*header, *(at[r.slot] for r in routes))]
+        self._gather_counts = torch.tensor(self._sent_counts_at, device=world.device)
+        longest = max(b - a for cuts in self.routing.cuts for a, b in pairwise(cuts))
+        # Ids travel as rows of their range, so half the bits are enough for most.
+        self._id_dtype = torch.int32 if longest <= MOST else torch.int64
+
+    def start(self, checked: CheckedIds | MesetaError) -> Started:
+        """Sort the ids by owner, begin the exchange of counts. No host sync.
+
+        An error is told to all ranks on the way; `exchange` raises it.
+        """
+        failed = checked if isinstance(checked, MesetaError) else None
+        own = self._refused() if isinstance(checked, MesetaError) else checked
+        ids = own.kjt
+        cut = sort_cut_features(ids, self.routing)
+        counts = [ids.batch_size, *(b - a for a, b in pairwise(ids.key_offsets))]
+        parts = [torch.tensor(counts, device=self.world.device), own.first_error]
+        known = torch.cat(parts if cut is None else [*parts, cut.totals])
+        mine = HEADER + len(self.routes)
+        splits = [HEADER + len(routes) for routes in self.routing.by_rank]
+        received = self.world.all_to_all(known[self._gather_counts], splits, [mine] * self.world.size)
+        return Started(ids=ids, cut=cut, counts=known, received=received, failed=failed)
+
+    def _refused(self) -> CheckedIds:
+        """No samples, and the mark that tells the other ranks."""
+        keys, nothing = tuple(f.name for f in self.group.features), self._gather_counts.new_empty(0)
+        ids = KeyedJaggedTensor(keys=keys, values=nothing, lengths=nothing)
+        mark = self._gather_counts.new_tensor([REFUSED, 0, 0])
+        return CheckedIds(kjt=ids, num_outside=mark.new_zeros(len(keys)), first_error=mark)
+
+    def exchange(self, x: Started) -> Exchanged:
+        """Read the counts, agree on errors, begin the exchange of lengths and ids."""
+        received = x.received.wait()
+        numbers = torch.cat([x.counts, received]).tolist()  # The one host sync.
+        own, numbers = numbers[: x.counts.numel()], numbers[x.counts.numel() :]
+        known = [own[i] for i in self._sent_counts_at]
+        sent, at = [], 0
+        for routes in self.routing.by_rank:
+            sent.append(tuple(known[at + HEADER : at + HEADER + len(routes)]))
+            at += HEADER + len(routes)
+        size = HEADER + len(self.routes)
+        headers = [numbers[r * size : (r + 1) * size] for r in range(self.world.size)]
+        batch_sizes = tuple(header[0] for header in headers)
+        if any(header[1] == REFUSED for header in headers):
+            self.world.raise_together(x.failed)
+        for rank, (_, feature, sample, row, *_rest) in enumerate(headers):
+            if feature >= 0:
+                raise self.group.refuse(feature, sum(batch_sizes[:rank]) + sample, row)
+        counts = tuple(tuple(header[HEADER:]) for header in headers)
+        batch = batch_sizes[self.world.rank]
+        range_counts = [[own[i] for i in ranges] for ranges in self._range_counts_at]
+        slots = Slots.of(x, self.routing, range_counts, self._id_dtype)
+        payload = self.world.all_to_all(
+            slots.pack_ids(self.routing, self._id_dtype, self.world.device),
+            [batch * len(routes) + sum(n) for routes, n in zip(self.routing.by_rank, sent, strict=True)],
+            [b * len(self.routes) + sum(n) for b, n in zip(batch_sizes, counts, strict=True)],
+        )
+        weights = None
+        if self.group.is_weighted:
+            packed = slots.pack_weights(self.routing, self.dtype, self.world.device)
+            weights = self.world.all_to_all(packed, [sum(n) for n in sent], [sum(n) for n in counts])
+        return Exchanged(
+            ids=x.ids,
+            home=slots.at_home(self.routing, x.ids),
+            order=order_of_unpooled(x, self.routing),
+            batch_sizes=batch_sizes,
+            sent=tuple(sent),
+            received=counts,
+            range_counts=range_counts,
+            payload=payload,
+            weights=weights,
+        )
+
+    def unpack(self, x: Exchanged) -> OwnedIds:
+        """Wait for the ids that this rank looks up."""
+        return unpack(x, len(self.routes))
+
+    def look_up(self, x: Exchanged, owned: OwnedIds) -> list[Tensor]:
+        """[pooled [B_local, sum of D], rows of each unpooled feature ...] for the local slice."""
+        pending = self._answer(x, owned)
+        at_home = self._look_up_at_home(x.home)  # while the answers travel
+        answers = matrices(pending.wait(), self._answer_shapes(x))
+        whole = self._add_in_host(x, answers) if self.routing.sums_in_hosts else self._nothing_of_hosts(x)
+        pooled = empty((x.batch_sizes[self.world.rank], self.routing.out_width), self.dtype, self.world.device)
+        sources = [*(own[0] for own in answers), *whole, *([] if at_home is None else [at_home])]
+        place_columns(pooled, sources, self.routing.answer_moves)
+        self.group.divide_means(pooled, x.ids.lengths.view(len(self.group.features), -1))
+        return [pooled, *(self._assemble_rows(x, f, answers) for f in self.group.unpooled)]
+
+    def _answer(self, x: Exchanged, owned: OwnedIds) -> Pending:
+        """Look up what this rank owns, and begin to send each rank the answers for its samples."""
+        rank = self.world.rank
+        straight, summed = self.routing.straight[rank], self.routing.summed[rank]
+        bags = self._look_up_bags(x, owned, straight)
+        shapes = [self.routing.answer_shapes(rank, r, x.batch_sizes, n) for r, n in enumerate(x.received)]
+        send = bags.view(-1)
+        if len(self.routes) > straight.stop:
+            partial = dict(enumerate(self._look_up_bags(x, owned, summed).split(x.batch_sizes)))
+            tables = [self._weights[r.shard] for r in self.routes[summed.stop :]]
+            single, sizes = owned.bags.ids[sum(owned.sizes[: summed.stop]) :], owned.sizes[summed.stop :]
+            rows = row_lookup(tables, single, list(accumulate(sizes, initial=0))) if tables else []
+            rows_by_rank = [own.split([n[summed.stop + k] for n in x.received]) for k, own in enumerate(rows)]
+            parts = []
+            for r, own in enumerate(bags.split(x.batch_sizes)):
+                twins = self.routing.twins(r) if r in self.routing.mates(rank) else ()
+                parts += [own, *(partial[twin] for twin in twins), *(of_route[r] for of_route in rows_by_rank)]
+            send = torch.cat([part.reshape(-1) for part in parts])
+        return self.world.all_to_all(send, numbers_in(shapes), numbers_in(self._answer_shapes(x)))
+
+    def _look_up_bags(self, x: Exchanged, owned: OwnedIds, side: Side) -> Tensor:
+        """[B_global, columns] of the routes of one matrix."""
+        if side.first == side.stop:
+            return torch.empty(x.num_samples, 0, dtype=self.dtype, device=self.world.device)
+        bags = owned.bags_of(side)
+        return lookup_group(self._tables_of[side], bags.ids, bags.offsets, bags.weights)
+
+    @cached_property
+    def _tables_of(self) -> dict[Side, LookupGroup]:
+        """Of both kinds of bags that this rank owns."""
+        groups = {}
+        for side in (self.routing.straight[self.world.rank], self.routing.summed[self.world.rank]):
+            routes = self.routes[side.first : side.stop]
+            groups[side] = LookupGroup(
+                tuple(self._weights[r.shard] for r in routes),
+                tuple(self.group.features[r.feature].weighted for r in routes),
+            )
+        return groups
+
+    def _look_up_at_home(self, home: KeyedJaggedTensor | None) -> Tensor | None:
+        """[B, columns of the pooled features side by side] of ids whose rows every rank holds; None where there are
+        none."""
+        num_pooled = len(self.routing.pooled_home)
+        if home is None or not num_pooled:
+            return None
+        bags = home.select(home.keys[:num_pooled])
+        return lookup_group(self._tables_at_home, bags.values, bags.offsets, bags.weights)
+
+    @cached_property
+    def _tables_at_home(self) -> LookupGroup:
+        """Of the pooled features."""
+        own = self.routing.pooled_home
+        return LookupGroup(
+            tuple(self._weights[r.shard] for r in own), tuple(self.group.features[r.feature].weighted for r in own)
+        )
+
+    def _rows_at_home(self, home: KeyedJaggedTensor, feature: int) -> Tensor:
+        """[nnz_f, D] of the ids at home of a feature that is not pooled."""
+        [shard] = (r.shard for r in self.routing.home if r.feature == feature)
+        values = home[self.group.features[feature].name].values
+        return row_lookup([self._weights[shard]], values, [0, values.numel()])[0]
+
+    def _answer_shapes(self, x: Exchanged) -> list[list[tuple[int, int]]]:
+        """Of what each owner answers to this rank."""
+        return [self.routing.answer_shapes(r, self.world.rank, x.batch_sizes, n) for r, n in enumerate(x.sent)]
+
+    def _add_in_host(self, x: Exchanged, answers: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Add up the partial bags of this host for the samples of this rank and its twins, give the twins theirs, and
+        return [B_local, columns] of every host's whole bags."""
+        rank, routing = self.world.rank, self.routing
+        twins, own = routing.twins(rank), x.batch_sizes[rank]
+        host = rank // routing.per_host
+        whole = empty((sum(x.batch_sizes[t] for t in twins), routing.host_widths[host]), self.dtype, self.world.device)
+        place_columns(whole, [answers[mate][1] for mate in routing.mates(rank)], routing.host_moves[host])
+        send, receive = [0] * self.world.size, [0] * self.world.size
+        for twin, width in zip(twins, routing.host_widths, strict=True):
+            send[twin], receive[twin] = x.batch_sizes[twin] * routing.host_widths[host], own * width
+        received = self.world.all_to_all(whole.view(-1), send, receive).wait()
+        return [matrix for [matrix] in matrices(received, [[(own, width)] for width in routing.host_widths])]
+
+    def _nothing_of_hosts(self, x: Exchanged) -> Sequence[Tensor]:
+        nothing = torch.empty(x.batch_sizes[self.world.rank], 0, dtype=self.dtype, device=self.world.device)
+        return [nothing] * len(self.routing.host_widths)
+
+    def _assemble_rows(self, x: Exchanged, feature: int, answers: Sequence[Sequence[Tensor]]) -> Tensor:
+        """[nnz_f, D]: rows back in the order of the batch."""
+        ranges = []
+        for pieces in self.routing.pieces[feature]:
+            if not pieces:
+                assert x.home is not None
+                ranges.append(self._rows_at_home(x.home, feature))
+                continue
+            columns = [answers[r.rank][2 + index - self.routing.summed[r.rank].stop] for index, r in pieces]
+            ranges.append(torch.cat(columns, dim=1) if len(columns) > 1 else columns[0])
+        grouped, order = torch.cat(ranges), x.order.get(feature)
+        return grouped if order is None else torch.empty_like(grouped).index_copy_(0, order, grouped)
+
+    def send(self, x: Exchanged, gradients: Sequence[Tensor], share: float) -> Pending:
+        """Begin to send gradients of what a lookup returned, times `share`, to the owners of the rows."""
+        return send_gradients(self, x, gradients, share)
+
+    def received(self, x: Exchanged, owned: OwnedIds, sent: Pending) -> Segment:
+        """What came to the rows of this rank."""
+        straight, summed, rows = receive_gradients(self, x, sent)
+        unpooled = tuple(range(self.routing.summed[self.world.rank].stop, len(self.routes)))
+        return Segment(owned, x.batch_sizes, x.received, (straight, summed, *rows), unpooled)
+
+    def places(self, by_shard: Mapping[Shard, int], position: int, matrix: int) -> dict[int, list[FeatureGradient]]:
+        """By index in the collection: where the gradients of a feature's routes come in a `received` segment, of the
+        shards that `by_shard` numbers, when its routes and its matrices are counted from `position` and `matrix`."""
+        straight, summed = self.routing.straight[self.world.rank], self.routing.summed[self.world.rank]
+        found: dict[int, list[FeatureGradient]] = {}
+        for k, route in enumerate(self.routes):
+            weighted, shard = self.group.features[route.feature].weighted, by_shard[route.shard]
+            if k < summed.stop:
+                own = matrix if k < straight.stop else matrix + 1
+                place = FeatureGradient(position + k, shard, own, route.column, weighted=weighted)
+            else:
+                place = FeatureGradient(position + k, shard, matrix + 2 + k - summed.stop, per_id=True)
+            found.setdefault(self.group.at[route.feature], []).append(place)
+        return found
+
+    def at_home(self, x: Exchanged, gradients: Sequence[Tensor]) -> Segment | None:
+        """What this rank's samples give to rows that every rank holds; None where there are none."""
+        if x.home is None:
+            return None
+        first = len(self.routing.pooled_home)
+        rows = [rows_of_range(self, x, gradients, route) for route in self.routing.home[first:]]
+        return local_segment(x.home, [gradients[0], *rows], range(first, len(self.routing.home)))
+
+    def places_at_home(self, tables: Mapping[str, int], position: int, matrix: int) -> dict[int, FeatureGradient]:
+        """The same as `places` for an `at_home` segment, of the tables that `tables` numbers."""
+        found, first = {}, len(self.routing.pooled_home)
+        for k, route in enumerate(self.routing.home):
+            if route.shard.table in tables:
+                table, weighted = tables[route.shard.table], self.group.features[route.feature].weighted
+                if k < first:
+                    column = self.routing.out_columns[route.feature]
+                    place = FeatureGradient(position + k, table, matrix, column, weighted=weighted)
+                else:
+                    place = FeatureGradient(position + k, table, matrix + 1 + k - first, per_id=True)
+                found[self.group.at[route.feature]] = place
+        return found
