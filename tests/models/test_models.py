@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from meseta.config import ModelConfig
 from meseta.config.run import MODEL_NAMES
+from meseta.embedding import EmbeddingBagCollection
 from meseta.models import (
     DLRM,
     FM,
@@ -23,7 +24,7 @@ from meseta.models import (
     make_model,
     wanted_embedding_dim,
 )
-from meseta.spec import MesetaError
+from meseta.spec import FeatureSpec, MesetaError, TableSpec
 from model_parts import OneRowEach, some_dense, some_ids
 
 
@@ -295,6 +296,11 @@ def test_widths_that_do_not_fit_are_named() -> None:
     refused(lambda: LogisticRegression(OneRowEach([1, 2]), num_dense=2), "feature 'f1'", "embedding_dim=1")
     refused(lambda: DLRM(OneRowEach([4], pooling="none"), **mlps), "feature 'f0' has pooling 'none'", "'mean'")
     refused(lambda: DLRMDCNv2(OneRowEach([4], pooling="none"), **mlps), "feature 'f0' has pooling 'none'")
+    apart = EmbeddingBagCollection(
+        [TableSpec(name="t", num_embeddings=2, embedding_dim=4)],
+        [FeatureSpec(name="a", table="t"), FeatureSpec(name="b", table="t", batch="users")],
+    )
+    refused(lambda: DLRM(apart, **mlps), "feature 'b' is of batch 'users'", "leave `batch` out")
     for model in (DLRM, DLRMDCNv2):
         refused(lambda m=model: m(OneRowEach([4]), **{**mlps, "bottom_mlp": ()}), "bottom_mlp is empty")
         refused(lambda m=model: m(OneRowEach([4]), **{**mlps, "top_mlp": (3, 0)}), "at least 1", "[3, 4, 3, 0]")

@@ -140,7 +140,8 @@ def fill_glorot(stack: MLP, seed: int) -> None:
 def pooled_dims(model: str, embeddings: nn.Module) -> dict[str, int]:
     """Width of each pooled feature, in the order of `embeddings.features`, read from `embeddings.tables`.
 
-    Raises MesetaError for a feature with pooling 'none': its rows per sample vary, and these models need a fixed width.
+    Raises MesetaError for a feature with pooling 'none', whose rows per sample vary, and for one with a batch size of
+    its own: these models need one vector of fixed width per sample.
     """
     tables = cast(Sequence[TableSpec], embeddings.tables)
     features = cast(Sequence[FeatureSpec], embeddings.features)
@@ -150,6 +151,11 @@ def pooled_dims(model: str, embeddings: nn.Module) -> dict[str, int]:
             raise MesetaError(
                 f"{model}: feature {feature.name!r} has pooling 'none', but the model needs one vector per sample; "
                 "use pooling 'sum' or 'mean'"
+            )
+        if feature.batch:
+            raise MesetaError(
+                f"{model}: feature {feature.name!r} is of batch {feature.batch!r}, but the model needs one vector per "
+                "sample; leave `batch` out, or take the vectors in a model of your own"
             )
     return {feature.name: width[feature.table] for feature in features}
 
