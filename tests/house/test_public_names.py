@@ -34,7 +34,9 @@ PUBLIC = {
     "meseta.ops.row_update": "Bags FeatureGradient TableRows UpdateGroup row_update",
     "meseta.optim": "Hyper RowOptimizer element_state make_row_optimizer row_state where",
     "meseta.pipeline": "StageTimes Step TrainStep",
-    "meseta.planner": "Prediction balanced_plan documented_cost_model predict",
+    "meseta.planner": """
+        DoesNotFitError Planned Prediction balanced_plan documented_cost_model find_plan make_plan predict
+    """,
     "meseta.spec": """
         COLUMN_BLOCK CostModel DenseLoad DeviceKind FeatureLoad FeatureSpec IdPolicy InitSpec Link MesetaError
         OptimizerSpec Plan Pooling Reuse Shard ShardingType TablePlan TableSpec Tier Topology Workload check_features

@@ -2,6 +2,16 @@
 
 from meseta.planner.balanced import balanced_plan
 from meseta.planner.documented import documented_cost_model
+from meseta.planner.planning import DoesNotFitError, Planned, find_plan, make_plan
 from meseta.planner.predict import Prediction, predict
 
-__all__ = ["Prediction", "balanced_plan", "documented_cost_model", "predict"]
+__all__ = [
+    "DoesNotFitError",
+    "Planned",
+    "Prediction",
+    "balanced_plan",
+    "documented_cost_model",
+    "find_plan",
+    "make_plan",
+    "predict",
+]

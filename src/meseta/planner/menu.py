@@ -1,0 +1,105 @@
+"""A way for every unit at once: what balances least is cut, and what room is short of is paid for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from meseta.planner.layout import NO_LIMIT, Floats, Ints, Mask
+from meseta.planner.problem import Problem
+
+SHARES = (0.05, 0.12, 0.25, 0.4, 0.6, 0.8, 1.0, 2.0, np.inf)
+"""Longest pieces that are tried, as parts of the seconds that a rank has on average."""
+ROOM_SHARES = (1.0, 0.5, 0.2)
+"""Largest pieces that are tried where room is short, as parts of a device."""
+FILLED = 0.93
+"""Pieces leave corners: so much of all room can be filled before prices are put on it."""
+
+
+class Menu:
+    """What every way of a problem takes, summed over its pieces."""
+
+    def __init__(self, problem: Problem) -> None:
+        ways, machine = problem.ways, problem.machine
+        self.unit, ranks = ways.unit, machine.num_ranks
+        self._starts = np.searchsorted(ways.unit, np.arange(ways.num_units))
+        seconds = ways.seconds.sum(axis=1)
+        sums = _sum_by_way(np.column_stack([seconds, ways.rank_need[:, 0], ways.host_need]), ways.first)
+        self.average_s = ways.common_seconds.sum(axis=1) + sums[:, 0] / ranks
+        """[W]: seconds that a way adds to the average rank."""
+        self.longest_s = _max_by_way(seconds, ways.first)
+        """[W]: seconds of its longest piece."""
+        self.num_bytes = sums[:, 1:] + np.outer(ways.common_need[:, 0] * ranks, [1, 0, 0])
+        """[W, 3]: bytes that it takes of all devices, of all DRAM and of all disks."""
+        self.largest_bytes = _max_by_way(ways.rank_need[:, 0].astype(np.float64), ways.first)
+        """[W]: bytes of its largest piece."""
+        room = np.concatenate([machine.rank_room[:, :1].sum(axis=0, dtype=np.float64), machine.host_room.sum(axis=0)])
+        self.room = np.where(room >= NO_LIMIT, np.inf, room)
+        """[3]: bytes of all devices, of all DRAM and of all disks."""
+        self.device_room = float(machine.rank_room[0, 0])
+        self.uses = ways.uses
+
+    def pick(self, values: Floats, allowed: Mask, strict: Floats) -> Ints:
+        """[U]: the way of least value among those allowed; of units without one, the way of the least `strict`."""
+        worst = 2.0 * np.abs(values).max(initial=1.0) + 1.0
+        scale = worst / max(float(strict.max(initial=0.0)), 1e-30)
+        values = np.where(allowed, values, worst + strict * scale)
+        least = np.minimum.reduceat(values, self._starts)
+        hits = np.flatnonzero(values == least[self.unit])
+        return hits[np.unique(self.unit[hits], return_index=True)[1]]
+
+    def choose(self, allowed: Mask, limit_s: float, room_share: float) -> Ints:
+        """[U]: the cheapest ways on average whose pieces keep to a length and to a part of a device's room.
+
+        Where these take more than the machines have, bytes get a price, which is raised until they fit: the relaxation
+        of J. Lagrange for limits on sums (M. L. Fisher, Management Science 27, 1981).
+        """
+        fits = self.largest_bytes <= room_share * self.device_room
+        allowed = allowed & fits & (self.longest_s <= limit_s)
+        strict = np.where(fits, self.longest_s, self.longest_s.max(initial=0.0) + self.largest_bytes)
+        price = np.zeros(3)
+        choice = self.pick(self.average_s, allowed, strict)
+        for tier in (0, 1, 2, 0, 1):
+            if self.num_bytes[choice, tier].sum() <= FILLED * self.room[tier]:
+                continue
+            low, high = 0.0, 1e3 * self.average_s.sum() / max(self.num_bytes[:, tier].sum(), 1.0)
+            for _ in range(30):
+                price[tier] = 0.5 * (low + high)
+                choice = self.pick(self.average_s + self.num_bytes @ price, allowed, strict)
+                fit = self.num_bytes[choice, tier].sum() <= FILLED * self.room[tier]
+                low, high = (low, price[tier]) if fit else (price[tier], high)
+            price[tier] = high
+            choice = self.pick(self.average_s + self.num_bytes @ price, allowed, strict)
+        return choice
+
+    def choices(self) -> Iterator[Ints]:
+        """Different choices [U]: by longest piece, with and without collectives that some ways need alone."""
+        everything = np.ones(len(self.unit), np.bool_)
+        plain = self.pick(self.average_s, everything, self.longest_s)
+        share_s = self.average_s[plain].sum()
+        is_short = self.num_bytes[plain, 0].sum() > 0.4 * self.room[0]
+        is_short |= self.largest_bytes[plain].max(initial=0.0) > 0.4 * self.device_room
+        palettes = [everything, ~self.uses.any(axis=1)] + [self.uses[:, k] == 0 for k in range(self.uses.shape[1])]
+        palettes = [allowed for i, allowed in enumerate(palettes) if not i or not allowed.all()]
+        seen = set()
+        for allowed in palettes:
+            for share in SHARES:
+                for room_share in ROOM_SHARES if is_short else ROOM_SHARES[:1]:
+                    choice = self.choose(allowed, share * max(share_s, 1e-12), room_share)
+                    if choice.tobytes() not in seen:
+                        seen.add(choice.tobytes())
+                        yield choice
+
+
+def _sum_by_way(values: Floats, first: Ints) -> Floats:
+    """[W, k] from [n, k]: the sum over a way's pieces."""
+    ends = np.vstack([np.zeros((1, values.shape[1])), np.cumsum(values, axis=0, dtype=np.float64)])
+    return ends[first[1:]] - ends[first[:-1]]
+
+
+def _max_by_way(values: Floats, first: Ints) -> Floats:
+    """[W] from [n]: the largest of a way's pieces; 0 without any."""
+    found = np.zeros(len(first) - 1)
+    np.maximum.at(found, np.repeat(np.arange(len(found)), np.diff(first)), values)
+    return found

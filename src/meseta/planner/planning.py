@@ -1,0 +1,157 @@
+"""From a workload to the plan with the shortest predicted step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+from meseta.planner.bound import Bound, lower_bound
+from meseta.planner.documented import documented_cost_model
+from meseta.planner.fixes import Fix, Task, fixes, too_much
+from meseta.planner.keeping import give_up, kept_tables
+from meseta.planner.layout import Layout
+from meseta.planner.loads import WorkloadLoads
+from meseta.planner.placement import Placement
+from meseta.planner.predict import Prediction, predict
+from meseta.planner.problem import Problem, make_problem
+from meseta.planner.search import search
+from meseta.spec import CostModel, MesetaError, Plan, Topology, Workload
+from meseta.spec.constraints import Constraints
+
+MAX_DOUBT = 0.02
+"""How far the search's own cost of a plan may be from its prediction before the search is repeated."""
+
+
+class DoesNotFitError(MesetaError):
+    """No plan keeps to the room of the machines and to the constraints.
+
+    The text says what is too much, and the cheapest changes after which a plan exists.
+    """
+
+    def __init__(self, certificate: str, fixes: Sequence[Fix]) -> None:
+        ways_out = "; or ".join(f"{fix.text} ({1e3 * fix.step_s:.3g} ms a step)" for fix in fixes)
+        super().__init__(f"{certificate}; {ways_out or 'use more or larger machines, or smaller tables'}")
+        self.certificate = certificate
+        """Which tables and bytes are too much."""
+        self.fixes = tuple(fixes)
+        """Changes of one kind each, the cheapest first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A plan with what it was chosen by."""
+
+    plan: Plan
+    prediction: Prediction
+    problem: Problem
+    layout: Layout
+    """The plan as the search saw it."""
+    origin: str
+    """Which part of the search found it."""
+
+    @cached_property
+    def bound(self) -> Bound:
+        """Seconds below which no plan of the same schemes goes."""
+        return lower_bound(self.problem)
+
+
+def make_plan(
+    workload: Workload,
+    topology: Topology,
+    cost_model: CostModel | None = None,
+    constraints: Constraints | None = None,
+) -> Plan:
+    """Choose a scheme, a tier and ranks for every table, so that the predicted step is as short as found.
+
+    Searched are all sharding types; tiers beside 'hbm' where that is too small, or constraints ask for them. The best
+    of several constructions, a beam search and local improvement is taken (`meseta.planner.search`). The same input
+    gives the same plan.
+
+    Args:
+        workload: tables, features, batch size, and what is known of the ids.
+        topology: the machines; where `hbm_bytes` is given, no rank holds more in any phase of a run.
+        cost_model: constants of the devices; None: as documented for their kind.
+        constraints: what the plan has to keep to; None: nothing.
+
+    Raises MesetaError for constraints that name what does not exist or contradict each other, and DoesNotFitError where
+    nothing fits, which says what is too much and what to change.
+    """
+    return find_plan(workload, topology, cost_model, constraints).plan
+
+
+def find_plan(
+    workload: Workload,
+    topology: Topology,
+    cost_model: CostModel | None = None,
+    constraints: Constraints | None = None,
+) -> Planned:
+    """`make_plan`, with the prediction, the runners-up and the bound beside the plan."""
+    task = Task(
+        workload=workload,
+        topology=topology,
+        cost_model=cost_model or documented_cost_model(topology.device),
+        constraints=constraints or Constraints(),
+    )
+    task.constraints.check(workload.tables, topology)
+    found = _find(task)
+    if isinstance(found, Planned):
+        return found
+    raise DoesNotFitError(too_much(found), fixes(task, _step_s))
+
+
+def _step_s(task: Task) -> float | None:
+    found = _find(task)
+    return found.prediction.step_s if isinstance(found, Planned) else None
+
+
+def _find(task: Task) -> Planned | Problem:
+    """The best plan; where nothing fits, the problem that was searched last."""
+    workload, topology, constraints = task.workload, task.topology, task.constraints
+    loads = WorkloadLoads(workload)
+    kept = {} if constraints.keep is None else kept_tables(constraints.keep, workload.tables, topology)
+    spills = (False, True) if topology.host_bytes or topology.disk_bytes else (False,)
+    while True:
+        for spill in spills:
+            make = partial(
+                make_problem, workload, topology, task.cost_model, constraints, spill=spill, kept=kept, loads=loads
+            )
+            problem = make()
+            found = _best(problem)
+            if found is not None:
+                return _again(found, make)
+        if not kept:
+            return problem
+        kept = give_up(kept, workload.tables, int(problem.machine.rank_room[0, 0]))
+
+
+def _again(found: Planned, make: Callable[..., Problem]) -> Planned:
+    """Search once more with the cache of the busiest rank, where that is another one than an average rank has."""
+    expected_s = found.layout.cost + found.problem.fixed_s
+    if abs(found.prediction.step_s - expected_s) <= MAX_DOUBT * expected_s:
+        return found
+    problem = found.problem
+    placement = Placement.of(found.plan, problem.loads)
+    cache_bytes = problem.cost_model.cache.cache_bytes
+    held = problem.loads.held_samples(placement.sharded, placement.owner, placement.num_ranks, cache_bytes)
+    other = _best(make(held_samples=float(held[found.prediction.bottleneck])))
+    return other if other is not None and other.prediction.step_s < found.prediction.step_s else found
+
+
+def _best(problem: Problem) -> Planned | None:
+    """The layout whose plan is predicted to take least, of those that the search found."""
+    best = None
+    for candidate in search(problem):
+        plan = problem.plan(candidate.layout)
+        prediction = predict(plan, problem.workload, problem.topology, problem.cost_model, loads=problem.loads)
+        if best is None or prediction.step_s < best.prediction.step_s:
+            best = Planned(
+                plan=plan,
+                prediction=prediction,
+                problem=problem,
+                layout=candidate.layout,
+                origin=candidate.origin,
+            )
+    if best is not None:
+        best.plan.check(problem.workload.tables)
+    return best

@@ -1,0 +1,199 @@
+"""Seconds and bytes of pieces and replicas that any layout adds up: what `predict` says of a whole plan, per piece.
+
+All but two parts of `predict` are sums over the pieces of a rank, so that the cost of a layout follows from its
+pieces. The two: the rows that a cache keeps, which all pieces of a rank share, are taken as of an average rank; and the
+pieces of a host are taken to lie evenly on its ranks where their bags are summed there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meseta.planner.exchange import LARGEST_SHORT, ROW_STATISTICS, links
+from meseta.planner.layout import Floats, Ints
+from meseta.planner.loads import TIERS, Loads, Pieces, WorkloadLoads
+from meseta.planner.memory import BLOCK_BYTES, CHECKPOINT_BLOCKS, DENSE_COPIES, SORT_BYTES
+from meseta.planner.operators import operator_seconds
+from meseta.planner.placement import Placement
+from meseta.planner.predict import replica_seconds
+from meseta.spec import COLUMN_BLOCK, CostModel, Topology
+
+COMPONENTS = ("compute", "ids", "answers", "partial bags", "summed bags", "row statistics")
+"""What every rank does in step with the others; the slowest ends it."""
+USES = ("partial bags", "row statistics", "replicas")
+"""Collectives that take place only where some table needs them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cuts:
+    """How the table of each piece is cut, [n] each."""
+
+    host_parts: Ints
+    """Row ranges in the piece's host, of schemes that sum bags there; else 0."""
+    column_parts: Ints
+    """Ranges of columns."""
+    row_parts: Ints
+    """Ranges of rows that lie on one rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Priced:
+    """Of n pieces."""
+
+    seconds: Floats
+    """[n, K]: of the rank that holds the piece."""
+    least_s: Floats
+    """[n]: of its first component, were the piece alone on its rank."""
+    common_seconds: Floats
+    """[n, K]: of every rank."""
+    rank_bytes: Ints
+    """[n]: of the device."""
+    host_bytes: Ints
+    """[n, 2]: of DRAM and disk of the host."""
+    common_bytes: Ints
+    """[n]: of every device."""
+
+
+class Prices:
+    """Prices of one workload on one set of machines."""
+
+    def __init__(
+        self, loads: WorkloadLoads, topology: Topology, cost_model: CostModel, held_samples: float | None = None
+    ) -> None:
+        """`held_samples`: for how many a cache keeps rows; None: as on a rank with an equal part of all tables."""
+        self.loads, self.topology, self.cost_model = loads, topology, cost_model
+        whole = loads.whole()
+        owners, cache_bytes = np.zeros(len(whole.table), np.int64), cost_model.cache.cache_bytes * topology.num_ranks
+        self._held = loads.held_samples(whole, owners, 1, cache_bytes)[0] if held_samples is None else held_samples
+        self.id_bytes = 4 if loads.num_rows.max(initial=0) <= LARGEST_SHORT else 8
+        ranks, per_host = topology.num_ranks, topology.devices_per_host
+        inside, across = links(cost_model, topology, False)
+        self._copy_s = cost_model.exchange.copy_byte_s
+        self._owner_s = max((per_host - 1) / inside.bytes_per_s, (ranks - per_host) / across.bytes_per_s) / ranks
+        self._inside_s, self._across_s = 1.0 / inside.bytes_per_s, 1.0 / across.bytes_per_s
+        self.base_latency_s = inside.latency_s if topology.num_hosts == 1 else across.latency_s
+        """Of a collective that all ranks take part in."""
+        self.inside_latency_s = inside.latency_s
+
+    def pieces(self, pieces: Pieces, cuts: Cuts) -> Priced:
+        """Price pieces that lie on one rank each."""
+        loads, model, ranks = self.loads, self.cost_model, self.topology.num_ranks
+        share, per_host = model.tiers.cached_share, self.topology.devices_per_host
+        cache_bytes, n = model.cache.cache_bytes, len(pieces.table)
+        held = self._held
+        alone = loads.held_samples(pieces, np.arange(n), n, cache_bytes) if n else np.zeros(0)
+        load = loads.loads(pieces, held_samples=held, cached_share=share)
+        compute = sum(operator_seconds(model, load, per_host))
+        least = loads.loads(pieces, held_samples=np.maximum(alone, held), cached_share=share)
+        least_s = sum(operator_seconds(model, least, per_host))
+        own, common = (np.zeros((n, len(COMPONENTS))) for _ in range(2))
+        if ranks > 1:
+            self._exchange(load, cuts, own, common)
+        own[:, 0] = compute
+        wire = load.id_wire_bytes(self.id_bytes)
+        device, host, disk = _tier_factors(share)[:, pieces.tier]
+        buffers = SORT_BYTES * load.ids
+        if ranks > 1:
+            buffers = buffers + 2 * wire + 8 * load.lengths + load.answer_bytes
+        common_bytes = (wire + load.answer_bytes) / ranks * (ranks > 1)
+        return Priced(
+            seconds=own,
+            least_s=np.minimum(least_s, compute),
+            common_seconds=common,
+            rank_bytes=_whole(device * load.stored_bytes + buffers),
+            host_bytes=np.stack([_whole(host * load.stored_bytes), _whole(disk * load.stored_bytes)], axis=1),
+            common_bytes=_whole(common_bytes),
+        )
+
+    def _exchange(self, load: Loads, cuts: Cuts, own: Floats, common: Floats) -> None:
+        """Seconds of the collectives, as `meseta.planner.exchange` counts bytes: ids, then bags and gradients."""
+        ranks, per_host = self.topology.num_ranks, self.topology.devices_per_host
+        hosts = self.topology.num_hosts
+        copy_s, summed = self._copy_s, cuts.host_parts > 0
+        to_owner_s, from_all_s = self._owner_s + copy_s * (ranks - 2) / ranks, copy_s / ranks
+        ids = 8.0 * ranks * load.shards + load.id_wire_bytes(self.id_bytes)
+        own[:, 1], common[:, 1] = ids * to_owner_s, ids * from_all_s
+        bucket_s = self.cost_model.exchange.bucket_id_s
+        common[:, 1] += bucket_s * load.ids * (cuts.row_parts > 1) / ranks
+        straight = 2.0 * np.where(summed, 0.0, load.answer_bytes)
+        own[:, 2], common[:, 2] = straight * to_owner_s, straight * from_all_s
+        partial = 2.0 * np.where(summed, load.answer_bytes, 0.0) * (per_host - 1) / per_host
+        own[:, 3] = partial * (self._inside_s + 2.0 * copy_s)
+        bags = np.where(summed, 2.0 * load.answer_bytes / np.maximum(cuts.host_parts, 1), 0.0) * (hosts - 1) / hosts
+        own[:, 4] = bags * (self._across_s + 2.0 * copy_s)
+        table = np.array([ROW_STATISTICS.get(name, (0, 0))[1] for name in load.optimizers], np.float64)
+        numbers = table[load.optimizer] * load.distinct * np.ceil(load.columns / COLUMN_BLOCK) * load.number_bytes
+        link_s = self._inside_s if hosts == 1 else self._across_s
+        own[:, 5] = numbers * (cuts.column_parts - 1) * (link_s + 2.0 * copy_s)
+
+    def replicas(self, pieces: Pieces) -> Priced:
+        """Price pieces that every rank holds; all of it is common."""
+        model, topology, ranks = self.cost_model, self.topology, self.topology.num_ranks
+        n, nothing = len(pieces.table), np.zeros(0, np.int64)
+        empty = Pieces(*[nothing] * 6)
+        placement = Placement(empty, nothing, nothing, nothing, nothing, pieces, ranks, topology.devices_per_host)
+        common = np.zeros((n, len(COMPONENTS)))
+        common[:, 0] = sum(replica_seconds(self.loads, placement, model, topology))
+        load = self.loads.loads(pieces)
+        gradients = np.where(load.is_frozen, 0.0, load.num_rows * (load.columns + 1) * load.number_bytes) * (ranks > 1)
+        common[:, 5] = gradients * self._all_reduce_byte_s()
+        return Priced(
+            seconds=np.zeros((n, len(COMPONENTS))),
+            least_s=np.zeros(n),
+            common_seconds=common,
+            rank_bytes=np.zeros(n, np.int64),
+            host_bytes=np.zeros((n, 2), np.int64),
+            common_bytes=_whole(load.stored_bytes + gradients + SORT_BYTES * load.ids / ranks),
+        )
+
+    def all_reduce_seconds(self, num_bytes: float) -> float:
+        """Of one sum over all ranks."""
+        inside, across = links(self.cost_model, self.topology, True)
+        latency_s = inside.latency_s if self.topology.num_hosts == 1 else across.latency_s
+        return latency_s + num_bytes * self._all_reduce_byte_s()
+
+    def _all_reduce_byte_s(self) -> float:
+        """Seconds of a byte that all ranks add up."""
+        inside, across = links(self.cost_model, self.topology, True)
+        per_host, hosts = self.topology.devices_per_host, self.topology.num_hosts
+        near, far = 2 * (per_host - 1) / per_host, 2 / per_host * (hosts - 1) / hosts
+        return max(near / inside.bytes_per_s, far / across.bytes_per_s) + 2 * (near + far) * self._copy_s
+
+    def uses(self, cuts: Cuts, pieces: Pieces) -> Ints:
+        """[n, len(USES)]: 1 where a piece needs the collective."""
+        known = np.array([ROW_STATISTICS.get(name, (0, 0))[0] for name in self.loads.optimizers], np.int64)
+        statistics = (cuts.column_parts > 1) & (known[self.loads.optimizer[pieces.table]] > 0)
+        return np.stack([cuts.host_parts > 0, statistics, np.zeros_like(statistics)], axis=1).astype(np.int64)
+
+    def use_seconds(self) -> Floats:
+        """[len(USES)]: latencies of these collectives, forwards and backwards."""
+        reduce_inside, reduce_across = links(self.cost_model, self.topology, True)
+        is_one, update = self.topology.num_hosts == 1, self.cost_model.update
+        summed = 2 * self.inside_latency_s + (0.0 if is_one else 2 * self.base_latency_s)
+        stages = max((ROW_STATISTICS.get(name, (0, 0))[0] for name in self.loads.optimizers), default=0)
+        replicas = (reduce_inside if is_one else reduce_across).latency_s + 2 * update.call_s
+        return np.array([summed, stages * self.base_latency_s, replicas + self.cost_model.lookup.call_s])
+
+    def fixed_bytes(self) -> int:
+        """Bytes that every device holds beside tables and what their exchange takes."""
+        loads, dense = self.loads, self.loads.workload.dense
+        samples = loads.workload.batch_size / self.topology.num_ranks
+        ids = 8 * samples * (loads.ids_per_sample.sum() + loads.num_features.sum())
+        bags = samples * (loads.dims * loads.num_pooled).sum() * loads.wide
+        return int(ids + 2 * bags + dense.activation_bytes_per_sample * samples) + DENSE_COPIES * dense.parameter_bytes
+
+    def host_bytes(self) -> int:
+        """Bytes of its host's DRAM that every rank holds beside tables."""
+        return CHECKPOINT_BLOCKS * BLOCK_BYTES
+
+
+def _tier_factors(share: float) -> Floats:
+    """[3, tiers]: parts of a piece in the memory of the device, in DRAM and on disk; a cache holds copies."""
+    factors = {"hbm": (1.0, 0.0, 0.0), "host": (0.0, 1.0, 0.0), "cached": (share, 1.0, 0.0), "disk": (0.0, share, 1.0)}
+    return np.array([factors[tier] for tier in TIERS]).T
+
+
+def _whole(values: Floats) -> Ints:
+    return np.ceil(values).astype(np.int64)

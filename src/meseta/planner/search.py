@@ -1,0 +1,143 @@
+"""The search for a plan: several constructions, a beam over finer cuts, local improvement; the best of all is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meseta.planner.improve import improve, shake
+from meseta.planner.layout import AddedCost, BusySeconds, Ints, Layout
+from meseta.planner.menu import Menu
+from meseta.planner.partition import place_by_differencing, place_greedily
+from meseta.planner.problem import Problem
+
+NUM_BEST = 6
+"""Layouts that go on from the constructions."""
+EXCHANGE_LIMITS = (1.0, 1.1, 1.3)
+"""Limits of the greedy grid, as multiples of what a rank exchanges on average."""
+BEAM_WIDTH = 3
+BEAM_UNITS = 4
+"""Units of the busiest ranks that are cut finer."""
+MAX_LEVELS = 6
+BEAM_WORK = 15_000
+"""Units times layouts that the beam may place."""
+IMPROVED = 2
+"""Layouts that are improved."""
+SHAKE_WORK = 3_000
+"""Units times rounds of taking some away and placing them anew."""
+MAX_SHAKES = 150
+MAX_ROUNDS = 3_000
+IMPROVE_WORK = 600_000
+"""Units times changes of one layout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A complete layout that keeps to all limits."""
+
+    layout: Layout
+    origin: str
+    """Which part of the search it comes from."""
+
+    @property
+    def key(self) -> tuple[float, float]:
+        return self.layout.cost, self.layout.spread
+
+
+def search(problem: Problem) -> list[Candidate]:
+    """The best layouts of a problem, cheapest first; none where no construction fits.
+
+    Ways are chosen by the length of their longest piece (`Menu.choices`) and placed greedily. The best choices are
+    placed by Karmarkar and Karp's differencing and in a greedy grid over exchange limits too; a beam cuts the tables of
+    the busiest ranks finer, by rows and by columns, in the way of NeuroShard (D. Zha et al., arXiv 2305.01868, section
+    3.4). What comes first then is improved locally. Deterministic: the work is bounded by counts, not by time.
+    """
+    ways, machine = problem.ways, problem.machine
+    found: list[Candidate] = []
+    for choice in Menu(problem).choices():
+        for name, score in (("greedy", AddedCost()), ("longest first", BusySeconds())):
+            layout = place_greedily(ways, machine, choice, score)
+            if layout is not None:
+                found.append(Candidate(layout=layout, origin=name))
+    found = _best(found, NUM_BEST)
+    for start in list(found):
+        layout = place_by_differencing(ways, machine, start.layout.way)
+        if layout is not None:
+            found.append(Candidate(layout=layout, origin="differencing"))
+        found += _grid(problem, start.layout.way)
+    found = _best(found, NUM_BEST)
+    if not found:
+        return []
+    found = _best(found + _beam(problem, found[:BEAM_WIDTH]), NUM_BEST)
+    changes = min(IMPROVE_WORK // max(ways.num_units, 1), MAX_ROUNDS)
+    better = [
+        Candidate(layout=improve(start.layout.copy(), changes), origin=f"{start.origin}, improved")
+        for start in found[:IMPROVED]
+    ]
+    rounds = min(SHAKE_WORK // max(ways.num_units, 1), MAX_SHAKES)
+    best = _best(better, 1)[0]
+    better.append(Candidate(layout=shake(best.layout.copy(), rounds), origin=best.origin))
+    return _best(found + better, NUM_BEST)
+
+
+def _best(found: Sequence[Candidate], count: int) -> list[Candidate]:
+    """The cheapest, first; no two that cost the same to the last bit."""
+    ordered = sorted(found, key=lambda one: one.key)
+    distinct = [one for i, one in enumerate(ordered) if not i or one.key != ordered[i - 1].key]
+    return distinct[:count]
+
+
+def _grid(problem: Problem, choice: Ints) -> list[Candidate]:
+    """Greedy placements that bound what a rank exchanges by each of a few limits."""
+    ways, num_ranks = problem.ways, problem.machine.num_ranks
+    exchanged = sum(float(ways.seconds[ways.pieces(int(way)), 1:].sum()) for way in choice) / num_ranks
+    found = []
+    for factor in EXCHANGE_LIMITS if num_ranks > 1 else ():
+        layout = place_greedily(ways, problem.machine, choice, BusySeconds(factor * exchanged))
+        if layout is not None:
+            found.append(Candidate(layout=layout, origin="greedy grid"))
+    return found
+
+
+def _beam(problem: Problem, states: Sequence[Candidate]) -> list[Candidate]:
+    """Level by level the tables that end last are cut finer; the best few of all children go on."""
+    found: list[Candidate] = []
+    seen = {state.layout.way.tobytes() for state in states}
+    budget = BEAM_WORK // max(problem.ways.num_units, 1)
+    for _ in range(MAX_LEVELS):
+        children: list[Candidate] = []
+        for choice in [choice for state in states for choice in _finer(problem, state.layout)]:
+            if budget and choice.tobytes() not in seen:
+                seen.add(choice.tobytes())
+                budget -= 1
+                layout = place_greedily(problem.ways, problem.machine, choice, AddedCost())
+                placed = [] if layout is None else [Candidate(layout=layout, origin="beam")]
+                children += _best(placed + _grid(problem, choice), 1)
+        least = min(state.layout.cost for state in states)
+        states = _best([*states, *children], BEAM_WIDTH)
+        found += children
+        if not children or states[0].layout.cost >= least:
+            break
+    return [Candidate(layout=one.layout, origin="beam") for one in _best(found, BEAM_WIDTH)]
+
+
+def _finer(problem: Problem, layout: Layout) -> list[Ints]:
+    """Choices in which one unit of the busiest ranks has the next larger number of row or of column ranges."""
+    ways, found = problem.ways, []
+    for unit in layout.busiest_units()[:BEAM_UNITS]:
+        way = int(layout.way[unit])
+        scheme = problem.schemes[way]
+        if scheme is None:
+            continue
+        parts = scheme.row_parts * scheme.column_parts
+        for by_rows in (True, False):
+            for other in ways.of_unit(unit):
+                finer = problem.schemes[other]
+                if finer is None or finer.tier != scheme.tier or finer.row_parts * finer.column_parts <= parts:
+                    continue
+                if (finer.row_parts > 1) is by_rows and not (ways.everywhere[other] or finer.is_blocked):
+                    choice = layout.way.copy()
+                    choice[unit] = other
+                    found.append(choice)
+                    break
+    return found

@@ -1,0 +1,250 @@
+"""What a plan must keep to, beside the room of the machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, get_args
+
+from meseta.spec.errors import MesetaError, nearest
+from meseta.spec.shards import ShardingType
+from meseta.spec.tables import TableDtype, TableSpec
+from meseta.spec.topology import Tier, Topology
+
+_FORMAT = "meseta.constraints/1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableRule:
+    """What one table, or all that a pattern names, may be; None: anything."""
+
+    sharding: tuple[ShardingType, ...] | None = None
+    """Schemes to choose from, for example [row_wise, table_row_wise]."""
+    tiers: tuple[Tier, ...] | None = None
+    """Memories to choose from, for example [hbm, cached]; None: hbm first, others where that is too small."""
+    dtypes: tuple[TableDtype, ...] | None = None
+    """Types that the rows may be stored in. A plan changes no type; it says what another allowed one would save."""
+    ranks: tuple[int, ...] | None = None
+    """Ranks that pieces may lie on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep:
+    """A part of an earlier plan that stays where it is."""
+
+    plan: str
+    """File of the plan."""
+    tables: tuple[str, ...] = ("*",)
+    """Names or patterns of tables that stay. Those that are new are placed around them; those that grew keep their
+    rows where they are, and their last rows take in the new ones; where room runs out, the fewest bytes move."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraints:
+    """Rules for tables and for ranks."""
+
+    tables: Mapping[str, TableRule] = field(default_factory=dict)
+    """By name or pattern such as 'user_*'. Where several name a table, each key comes from the last that has it; a
+    name comes after all patterns."""
+    together: tuple[tuple[str, ...], ...] = ()
+    """Groups of names or patterns: the tables of a group are cut alike and lie on the same ranks."""
+    apart: tuple[tuple[str, ...], ...] = ()
+    """Groups of names or patterns: no two tables of a group share a rank."""
+    keep_free_bytes: Mapping[Tier, int] = field(default_factory=dict)
+    """By memory: bytes that stay free, on each device (hbm) or host (host, disk)."""
+    max_tables_per_rank: int | None = None
+    """Tables that a rank may hold pieces of, replicas included; None: any number."""
+    keep: Keep | None = None
+    """What stays of an earlier plan; None: nothing."""
+
+    def rule(self, table: str) -> TableRule:
+        """What holds for one table."""
+        named = [rule for pattern, rule in self.tables.items() if pattern != table and fnmatchcase(table, pattern)]
+        named += [self.tables[table]] if table in self.tables else []
+        found: dict[str, Any] = {}
+        for rule in named:
+            found |= {entry.name: value for entry in fields(rule) if (value := getattr(rule, entry.name)) is not None}
+        return TableRule(**found)
+
+    def group(self, names: Sequence[str], tables: Sequence[TableSpec]) -> list[str]:
+        """Tables that the names and patterns of a group mean, in the order of `tables`."""
+        return [table.name for table in tables if any(fnmatchcase(table.name, name) for name in names)]
+
+    def check(self, tables: Sequence[TableSpec], topology: Topology) -> None:
+        """Raise MesetaError for a name or pattern that no table has, a rank or memory that the machines lack, and rules
+        that no plan can keep to together."""
+        known = [table.name for table in tables]
+        groups = [(kind, group) for kind in ("together", "apart") for group in getattr(self, kind)]
+        named = [("tables", name) for name in self.tables] + [(kind, name) for kind, group in groups for name in group]
+        if self.keep is not None:
+            named += [("keep.tables", name) for name in self.keep.tables]
+        for where, name in named:
+            if not any(fnmatchcase(table, name) for table in known):
+                raise MesetaError(f"constraints: {where} names {name!r}, which no table has; {nearest(name, known)}")
+        for table in tables:
+            self._check_rule(table, topology)
+        self._check_groups(tables, topology)
+        for tier, free in self.keep_free_bytes.items():
+            has = {"hbm": topology.hbm_bytes, "host": topology.host_bytes, "disk": topology.disk_bytes}.get(tier)
+            if has is not None and free >= has:
+                raise MesetaError(
+                    f"constraints: keep_free_bytes of {tier} are {free:,}, but the topology has {has:,}; keep less free"
+                )
+        limit = self.max_tables_per_rank
+        if limit is not None and limit * topology.num_ranks < len(tables):
+            raise MesetaError(
+                f"constraints: max_tables_per_rank {limit} on {topology.num_ranks} ranks makes room for "
+                f"{limit * topology.num_ranks} tables, but there are {len(tables)}; raise it"
+            )
+
+    def _check_rule(self, table: TableSpec, topology: Topology) -> None:
+        rule, where = self.rule(table.name), f"constraints: table {table.name!r}"
+        if rule.dtypes is not None and table.dtype not in rule.dtypes:
+            raise MesetaError(
+                f"{where} is stored in {table.dtype}, but its dtypes are {', '.join(rule.dtypes)}; "
+                "set the dtype of the table, or allow it"
+            )
+        for rank in rule.ranks or ():
+            if rank >= topology.num_ranks:
+                raise MesetaError(f"{where} is pinned to rank {rank}, but the ranks are 0..{topology.num_ranks - 1}")
+        has = {"host": topology.host_bytes, "cached": topology.host_bytes, "disk": topology.disk_bytes}
+        if rule.tiers is not None and not any(tier == "hbm" or has[tier] for tier in rule.tiers):
+            raise MesetaError(
+                f"{where} may lie in {', '.join(rule.tiers)} alone, which the topology does not have; give it "
+                "host_bytes or disk_bytes, or allow hbm"
+            )
+        everywhere = (ShardingType.DATA_PARALLEL, ShardingType.HOT_REPLICATED)
+        is_pinned = rule.ranks is not None and len(set(rule.ranks)) < topology.num_ranks
+        if is_pinned and rule.sharding is not None and all(sharding in everywhere for sharding in rule.sharding):
+            raise MesetaError(
+                f"{where} is pinned to {len(set(rule.ranks or ()))} of {topology.num_ranks} ranks, but "
+                f"{' and '.join(rule.sharding)} need all; allow another scheme, or leave ranks out"
+            )
+
+    def _check_groups(self, tables: Sequence[TableSpec], topology: Topology) -> None:
+        bound: dict[str, int] = {}
+        for number, names in enumerate(self.together):
+            group = self.group(names, tables)
+            for name in group:
+                if name in bound:
+                    raise MesetaError(f"constraints: table {name!r} is in two groups of together; make one of them")
+                bound[name] = number
+            allowed = [set(rule.ranks) for name in group if (rule := self.rule(name)).ranks is not None]
+            if allowed and not set.intersection(*allowed):
+                raise MesetaError(f"constraints: {', '.join(map(repr, group))} are together, but pinned to other ranks")
+        for names in self.apart:
+            group = self.group(names, tables)
+            for one in group:
+                for other in group:
+                    if one < other and one in bound and bound[one] == bound.get(other):
+                        raise MesetaError(
+                            f"constraints: {one!r} and {other!r} are together and apart; drop one of both"
+                        )
+            ranks = [self.rule(name).ranks for name in group]
+            places = set(range(topology.num_ranks)) if None in ranks else {r for own in ranks for r in own or ()}
+            if len(group) > len(places):
+                raise MesetaError(
+                    f"constraints: {len(group)} tables are apart ({', '.join(names)}), but may lie on {len(places)} "
+                    "ranks; make the group smaller, or use more ranks"
+                )
+
+    @staticmethod
+    def from_dict(document: Mapping[Any, Any]) -> Constraints:
+        """Read constraints. Raises MesetaError for an unknown key or a value that breaks its rule."""
+        document = dict(document)
+        if document.pop("format", _FORMAT) != _FORMAT:
+            raise MesetaError(f"constraints: its format is unknown; this version reads {_FORMAT!r}")
+        _check_keys("constraints", document, [entry.name for entry in fields(Constraints)])
+        rules = _mapping("tables", document.get("tables"))
+        free = _mapping("keep_free_bytes", document.get("keep_free_bytes"))
+        _check_keys("constraints: keep_free_bytes", free, ["hbm", "host", "disk"])
+        limit = document.get("max_tables_per_rank")
+        return Constraints(
+            tables={_name("tables", name): _read_rule(str(name), rule) for name, rule in rules.items()},
+            together=_read_groups("together", document.get("together")),
+            apart=_read_groups("apart", document.get("apart")),
+            keep_free_bytes={tier: _whole(f"keep_free_bytes.{tier}", number, 0) for tier, number in free.items()},
+            max_tables_per_rank=None if limit is None else _whole("max_tables_per_rank", limit, 1),
+            keep=_read_keep(document.get("keep")),
+        )
+
+    @staticmethod
+    def load(path: str | Path) -> Constraints:
+        """Read a YAML or JSON file; raises MesetaError as `from_dict` does, naming the file."""
+        from meseta.spec.documents import read_mapping  # Needs PyYAML, which a machine with bare torch lacks.
+
+        try:
+            return Constraints.from_dict(read_mapping(path))
+        except MesetaError as error:
+            raise MesetaError(f"constraints file {str(path)!r}: {error}") from None
+
+
+def _check_keys(where: str, document: Mapping[Any, Any], known: Sequence[str]) -> None:
+    for key in document:
+        if key not in known:
+            raise MesetaError(f"{where}: unknown key {key!r}; {nearest(key, known)}")
+
+
+def _mapping(where: str, value: Any) -> Mapping[Any, Any]:
+    if value is not None and not isinstance(value, Mapping):
+        raise MesetaError(f"constraints: {where} must be a mapping, got {value!r}")
+    return value or {}
+
+
+def _name(where: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise MesetaError(f"constraints: {where} must hold names or patterns of tables, got {value!r}")
+    return value
+
+
+def _whole(where: str, value: Any, least: int) -> int:
+    if isinstance(value, float) and value.is_integer():  # people write 1.0e9
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise MesetaError(f"constraints: {where} must be a whole number, at least {least}, got {value!r}")
+    return value
+
+
+def _list(where: str, value: Any) -> list[Any]:
+    if not isinstance(value, list | tuple) or not value:
+        raise MesetaError(f"constraints: {where} must be a list that is not empty, got {value!r}")
+    return list(value)
+
+
+def _read_rule(table: str, document: Any) -> TableRule:
+    where = f"tables: {table!r}"
+    rule = dict(_mapping(where, document))
+    known = [entry.name for entry in fields(TableRule)]
+    _check_keys(f"constraints: {where}", rule, known)
+    choices = {"sharding": list(ShardingType), "tiers": get_args(Tier), "dtypes": get_args(TableDtype)}
+    found: dict[str, tuple[Any, ...]] = {}
+    for key, value in rule.items():
+        entries = _list(f"{where}: {key}", [value] if isinstance(value, str | int) else value)
+        if key == "ranks":
+            found[key] = tuple(_whole(f"{where}: ranks", rank, 0) for rank in entries)
+            continue
+        for entry in entries:
+            if entry not in choices[key]:
+                raise MesetaError(f"constraints: {where}: {key} {entry!r} is unknown; {nearest(entry, choices[key])}")
+        found[key] = tuple(ShardingType(entry) if key == "sharding" else entry for entry in entries)
+    return TableRule(**found)
+
+
+def _read_groups(kind: str, value: Any) -> tuple[tuple[str, ...], ...]:
+    if value is None:
+        return ()
+    groups = [_list(f"{kind}, group {i}", group) for i, group in enumerate(_list(kind, value), start=1)]
+    return tuple(tuple(_name(kind, name) for name in group) for group in groups)
+
+
+def _read_keep(value: Any) -> Keep | None:
+    if value is None:
+        return None
+    document = {"plan": value} if isinstance(value, str) else dict(_mapping("keep", value))
+    _check_keys("constraints: keep", document, ["plan", "tables"])
+    if not isinstance(document.get("plan"), str):
+        raise MesetaError(f"constraints: keep must name the file of a plan, got {document.get('plan')!r}")
+    names = _list("keep: tables", document.get("tables", ["*"]))
+    return Keep(plan=document["plan"], tables=tuple(_name("keep: tables", name) for name in names))
