@@ -38,6 +38,15 @@ from .pool import RankPool
 
 Ranks = Callable[[int], RankPool]
 MIXED = {"tables": {"city": "data_parallel", "item": "column_wise", "tags": "row_wise", "user": "table_wise"}}
+HOSTS = {
+    "devices_per_host": 2,
+    "tables": {
+        "city": "table_row_wise",
+        "item": "grid",
+        "tags": {"sharding": "hot_replicated", "hot_rows": 3},
+        "user": "table_column_wise",
+    },
+}
 WIDE = {"model__embedding_dim": 32, "model__bottom_mlp": [16]}
 
 
@@ -68,7 +77,8 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 def test_one_process_and_many_train_the_same_model(
     ranks: Ranks, tiny: Path, tmp_path: Path, dtype: str, tolerance: float
 ) -> None:
-    """20 steps; 90 samples do not divide by 4, the last batch of an epoch is short, and all plans are mixed."""
+    """20 steps; 90 samples do not divide by 4, the last batch of an epoch is short, all plans are mixed, and 4 ranks are
+    two hosts."""
     common = {
         **WIDE,
         "embedding__dtype": dtype,
@@ -77,11 +87,10 @@ def test_one_process_and_many_train_the_same_model(
         "train__log_every_steps": 1,
     }
     common["embedding__optimizer__lr"] = 0.02
+    plans: dict[int, Any] = {1: "balanced", 2: MIXED, 4: HOSTS}
     summaries = {
-        size: train_on(
-            ranks, size, settings(tiny, tmp_path / str(size), **common, plan=MIXED if size > 1 else "balanced")
-        )
-        for size in (1, 2, 4)
+        size: train_on(ranks, size, settings(tiny, tmp_path / str(size), **common, plan=plan))
+        for size, plan in plans.items()
     }
     alone = weights(tmp_path / "1")
     for size in (2, 4):
@@ -316,6 +325,9 @@ def test_a_run_dir_that_cannot_be_made_is_told_on_all_ranks(ranks: Ranks, tiny: 
     [
         ({"tables": {"user": "table_wise"}}, "'item' is not placed"),
         ({"tables": {"*": "table_whise"}}, "table_wise"),
+        ({"tables": {"*": {"sharding": "hot_replicated"}}}, "hot_rows must be in 1.."),
+        ({"devices_per_host": 1, "tables": {"*": {"sharding": "grid", "ranks": [0, 5]}}}, "outside 0..1"),
+        ({"devices_per_host": 1, "tables": {"*": {"sharding": "table_row_wise", "ranks": [0, 1]}}}, "lie in hosts"),
     ],
 )
 def test_a_plan_that_does_not_fit(ranks: Ranks, tiny: Path, tmp_path: Path, plan: Any, message: str) -> None:
