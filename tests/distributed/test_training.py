@@ -77,7 +77,7 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 def test_one_process_and_many_train_the_same_model(
     ranks: Ranks, tiny: Path, tmp_path: Path, dtype: str, tolerance: float
 ) -> None:
-    """20 steps; 90 samples do not divide by 4, the last batch of an epoch is short, all plans are mixed, and 4 ranks are
+    """20 steps; 90 samples do not divide by 4, the last batch of an epoch is short, plans are mixed, and 4 ranks are
     two hosts."""
     common = {
         **WIDE,
@@ -326,7 +326,7 @@ def test_a_run_dir_that_cannot_be_made_is_told_on_all_ranks(ranks: Ranks, tiny: 
         ({"tables": {"user": "table_wise"}}, "'item' is not placed"),
         ({"tables": {"*": "table_whise"}}, "table_wise"),
         ({"tables": {"*": {"sharding": "hot_replicated"}}}, "hot_rows must be in 1.."),
-        ({"devices_per_host": 1, "tables": {"*": {"sharding": "grid", "ranks": [0, 5]}}}, "outside 0..1"),
+        ({"devices_per_host": 1, "tables": {"*": {"sharding": "grid", "ranks": [5, 0]}}}, "outside 0..1"),
         ({"devices_per_host": 1, "tables": {"*": {"sharding": "table_row_wise", "ranks": [0, 1]}}}, "lie in hosts"),
     ],
 )
