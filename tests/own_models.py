@@ -24,6 +24,14 @@ class Plain(nn.Module):
         return self.scale * self.linear(torch.cat([dense.to(pooled.dtype), pooled], dim=1)).squeeze(1)
 
 
+class Uncalled(Plain):
+    """Its layer is never called, only its parameters are used."""
+
+    def score(self, dense: Tensor, pooled: Tensor) -> Tensor:
+        x = torch.cat([dense.to(pooled.dtype), pooled], dim=1)
+        return nn.functional.linear(x, self.linear.weight, self.linear.bias).squeeze(1)
+
+
 class Regularised(Plain):
     """As on the page."""
 

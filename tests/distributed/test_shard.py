@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meseta.comm import DenseGradients, World
+from meseta.comm.dense_shards import whole as put_together
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.jagged import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, OptimizerSpec, TableSpec
@@ -54,11 +55,11 @@ class UserModel(nn.Module):
         return logits + self.every_second_step.square().mean() if step % 2 else logits
 
 
-def user_loop(plan: Any, batch_size: int, num_steps: int = 20) -> dict[str, Any]:
+def user_loop(plan: Any, batch_size: int, num_steps: int = 20, dense_sharding: Any = "replicated") -> dict[str, Any]:
     """Losses, tables and dense weights; dense Adam, and dense weights that differ between ranks before `shard`."""
     world = World.current()
     torch.manual_seed(world.rank)
-    model = shard(UserModel(), plan)
+    model = shard(UserModel(), plan, dense=dense_sharding)
     embeddings = model.tower.embeddings
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     scenario = Scenario(sharding="", pooling="sum", weighted=False, optimizer="sgd", batch_size=batch_size)
@@ -84,7 +85,7 @@ def user_loop(plan: Any, batch_size: int, num_steps: int = 20) -> dict[str, Any]
     return {
         "losses": losses,
         "shards": [(s.shard, s.weight, s.state) for s in embeddings.shards],
-        "dense": [t.detach().clone() for t in (*model.parameters(), *model.buffers())],
+        "dense": [put_together(t.detach()).clone() for t in (*model.parameters(), *model.buffers())],
     }
 
 

@@ -452,7 +452,7 @@ def test_step_counters_of_fused_optimizers_follow_their_parameter(fused: bool) -
     optimizer = torch.optim.Adam(layer.parameters(), fused=True)
     layer(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    saved = dense_tensors(layer, optimizer)
+    saved = dense_tensors(layer, optimizer, World.single())
     elsewhere = torch.nn.Linear(2, 1, bias=False, device="meta")
     other = torch.optim.Adam(elsewhere.parameters())
     other.param_groups[0]["fused"] = fused

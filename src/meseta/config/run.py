@@ -203,6 +203,9 @@ class DenseOptimizerConfig(Section):
 
 
 class DenseConfig(Section):
+    sharding: Literal["replicated", "fsdp"] = "replicated"
+    """'replicated' holds all of the dense part on every rank; 'fsdp' cuts its parameters, gradients and moments over
+    the ranks of each host and replicates them across hosts, for dense parts larger than a device."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """'bfloat16' computes MLPs and cross layers in bfloat16, on float32 parameters and with float32 logits: faster
     where the processor multiplies bfloat16. 'float32' follows the embeddings; float64 rows make all of it float64."""

@@ -10,13 +10,16 @@ import torch
 from torch import nn
 
 from meseta.comm import DenseGradients, World
+from meseta.comm.dense_shards import shard_dense
 from meseta.embedding.base import Collection
 from meseta.embedding.collection import EmbeddingBagCollection
 from meseta.embedding.sharded import ShardedEmbeddingBagCollection
 from meseta.planner import balanced_plan
-from meseta.spec import MesetaError, Plan, Topology
+from meseta.spec import MesetaError, Plan, Topology, nearest
 
 Model = TypeVar("Model", bound=nn.Module)
+DENSE_SHARDINGS = ("replicated", "fsdp")
+"""How dense parameters may lie on the ranks."""
 
 
 def shard(
@@ -24,6 +27,7 @@ def shard(
     plan: Plan | Mapping[str, Any] | str | Path | None = None,
     *,
     world: World | None = None,
+    dense: str = "replicated",
 ) -> Model:
     """Place the model's EmbeddingBagCollection on the ranks of this run; the same code runs on one process.
 
@@ -32,8 +36,15 @@ def shard(
     and from then on `loss.backward()` leaves every rank with the gradient of the global mean of the loss, when each
     rank's loss is the mean over its slice of the batch.
 
-    Raises MesetaError when the model has no EmbeddingBagCollection, or several, or the plan does not fit.
+    With `dense` 'fsdp' the dense parameters are cut over the ranks of each host (`devices_per_host` of the plan; all
+    ranks where it has none) and replicated across hosts, see docs/several_ranks.md: optimizers are then made of
+    `model.parameters()` after this call, and the model may be on the CPU until it is cut.
+
+    Raises MesetaError when the model has no EmbeddingBagCollection, or several, the plan does not fit, or the dense
+    parameters cannot be cut.
     """
+    if dense not in DENSE_SHARDINGS:
+        raise MesetaError(f"meseta.shard: dense {dense!r} is unknown; {nearest(dense, DENSE_SHARDINGS)}")
     found = [(name, m) for name, m in model.named_modules() if isinstance(m, EmbeddingBagCollection)]
     if len(found) != 1:
         raise MesetaError(
@@ -52,10 +63,13 @@ def shard(
     sharded = ShardedEmbeddingBagCollection(collection, resolve_plan(plan, collection, world.size), world)
     owner = model.get_submodule(name.rpartition(".")[0])
     setattr(owner, name.rpartition(".")[2], sharded)
-    parameters = list(model.parameters())
     with torch.no_grad():
-        for tensor in (*parameters, *model.buffers()):
+        for tensor in (*model.parameters(), *model.buffers()):
             world.broadcast(tensor)
+    if dense == "fsdp":
+        parameters = shard_dense(model, sharded, world, sharded.plan.per_host, lambda: sharded.local_share)
+    else:
+        parameters = list(model.parameters())
     if parameters:
         model.dense_gradients = DenseGradients(parameters, world, lambda: sharded.local_share)  # type: ignore[assignment]
     return model

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,12 +18,32 @@ CHUNK = 4096
 """Numbers whose norm is taken by one thread."""
 
 
-def global_norm(tensors: Iterable[Tensor]) -> float:
-    """The Euclidean norm of all numbers of the tensors together, in float64.
+OverParts = Callable[[float], float]
+"""Adds a number over the ranks that hold the parts of cut tensors; the same bits on all."""
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor that may be cut over ranks; the same memory."""
+    return cast(Any, tensor).to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def global_norm(tensors: Iterable[Tensor], over_parts: OverParts | None = None) -> float:
+    """The Euclidean norm of all numbers of the tensors together, in float64; of tensors that are cut over ranks,
+    `over_parts` adds what each rank has, and every rank calls this alike.
 
     torch cuts a sum to one number over its threads, and the last bits with it. Here only norms of chunks are torch's,
     and their squares are added exactly.
     """
+    tensors = list(tensors)
+    cut = [tensor for tensor in tensors if hasattr(tensor, "to_local")]
+    square = _sum_of_squares(tensor for tensor in tensors if not hasattr(tensor, "to_local"))
+    if over_parts is not None and cut:
+        square += over_parts(_sum_of_squares(map(local_part, cut)))
+    return math.sqrt(square)
+
+
+def _sum_of_squares(tensors: Iterable[Tensor]) -> float:
+    """NaN where a number is not finite."""
     squares: list[float] = []
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
@@ -30,7 +51,7 @@ def global_norm(tensors: Iterable[Tensor]) -> float:
         for part in (flat[:whole].view(-1, CHUNK), flat[whole:].view(1, -1)):
             norms = torch.linalg.vector_norm(part, dim=1, dtype=torch.float64)
             squares += norms.square().tolist()
-    return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
+    return math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +62,8 @@ class DenseClip:
     """Every element is limited to -value..value."""
     norm: float | None = None
     """All gradients together are scaled to this norm where theirs is larger (arXiv 1211.5063, algorithm 1)."""
+    over_parts: OverParts | None = None
+    """Of gradients that are cut over ranks."""
 
     def __call__(self, parameters: Iterable[Tensor]) -> None:
         """Limit the gradients in place; raises MesetaError where one is not finite and a norm is asked for.
@@ -48,16 +71,17 @@ class DenseClip:
         Gradients that are the same on all ranks stay so, and all ranks raise alike.
         """
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        local = [local_part(gradient) for gradient in gradients]
         if self.value is not None:
-            torch._foreach_clamp_min_(gradients, -self.value)
-            torch._foreach_clamp_max_(gradients, self.value)
+            torch._foreach_clamp_min_(local, -self.value)
+            torch._foreach_clamp_max_(local, self.value)
         if self.norm is None:
             return
-        norm = global_norm(gradients)
+        norm = global_norm(gradients, self.over_parts)
         if not math.isfinite(norm):
             raise MesetaError(
                 "the gradients of the dense part are not finite, so that dense.clip_norm cannot scale them; "
                 "lower the learning rates, or set dense.clip_value, which limits each element"
             )
         if norm > self.norm:
-            torch._foreach_mul_(gradients, self.norm / (norm + GUARD))
+            torch._foreach_mul_(local, self.norm / (norm + GUARD))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meseta.optim.clip import global_norm
+from meseta.optim.clip import OverParts, global_norm
 
 
 class Lamb(torch.optim.Optimizer):
@@ -22,13 +22,16 @@ class Lamb(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[nn.Parameter],
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
         lr: float = 0.001,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.0,
+        over_parts: OverParts | None = None,
     ) -> None:
+        """`over_parts` adds the squares of parameters that are cut over ranks."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._over_parts = over_parts
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -55,6 +58,6 @@ class Lamb(torch.optim.Optimizer):
         direction = (mean / (1 - beta1**step)).div_(root)
         if group["weight_decay"]:
             direction.add_(parameter, alpha=group["weight_decay"])
-        of_parameter, of_direction = global_norm([parameter]), global_norm([direction])
+        of_parameter, of_direction = (global_norm([t], self._over_parts) for t in (parameter, direction))
         quotient = of_parameter / of_direction if of_parameter > 0 and of_direction > 0 else 1.0
         parameter.add_(direction, alpha=-group["lr"] * quotient)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from meseta.comm import World
+from meseta.comm.dense_shards import explain_uncalled
 from meseta.data.batch import Batch
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
 from meseta.jagged.shapes import Float
@@ -146,7 +147,8 @@ class TrainStep:
         with stage("lookup"):
             pooled = embeddings.finish(x).pooled.values  # type: ignore[arg-type]
         with stage("dense_forward"):
-            logits = self.model.score(batch.dense, pooled)
+            with explain_uncalled():
+                logits = self.model.score(batch.dense, pooled)
             local_sum = self._loss_sum(logits, batch)
         with stage("agree"):
             total = self._agree(local_sum.detach(), batch)

@@ -90,10 +90,12 @@ def make_sharded_model(config: RunConfig, dataset: Dataset, world: World) -> Any
     collection = EmbeddingBagCollection(tables, features, seed=config.seed, device=world.device)
     plan = make_plan(config, dataset, collection, world.size)
     model = make_model(config.model, collection, len(dataset.dense), config.seed, config.dense.dtype, dataset.labels)
-    model.to(device=world.device, dtype=collection.dtype)
+    # What is cut goes to its device module by module, since all of it may not fit there.
+    is_whole = config.dense.sharding == "replicated" or world.size == 1
+    model.to(device=world.device if is_whole else "cpu", dtype=collection.dtype)
     if config.check_memory:
         check_memory(config, dataset, model, plan, {table.name: table for table in tables}, world)
-    return shard(model, plan, world=world)
+    return shard(model, plan, world=world, dense=config.dense.sharding)
 
 
 def make_reader(config: RunConfig, dataset: Dataset, split: str, world: World) -> Reader:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from meseta.comm import World
+from meseta.comm.dense_shards import cut_modules
 from meseta.config import RunConfig
 from meseta.data.dataset import Dataset
 from meseta.measure.doctor.system import System, free_memory_bytes, read_limits
@@ -74,10 +75,23 @@ def predict_memory(
     return MemoryNeed(
         tables=rows_bytes,
         optimizer_state=state_bytes,
-        dense_part=sum(p.numel() * p.element_size() for p in model.parameters()) * _DENSE_COPIES,
+        dense_part=_dense_bytes(config, model, plan),
         activations=8 * part_size * (widths + layers) + int(kept),
         reading=int(ahead * sample_bytes),
     )
+
+
+def _dense_bytes(config: RunConfig, model: nn.Module, plan: Plan) -> int:
+    """Of the dense part on one rank; where it is cut, its share and the largest module while that is gathered."""
+
+    def of(module: nn.Module) -> int:
+        return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+    if config.dense.sharding == "replicated" or plan.num_ranks == 1:
+        return of(model) * _DENSE_COPIES
+    cut = [of(module) for _, module in cut_modules(model, model.get_submodule("embeddings"))]
+    left = of(model) - sum(cut)
+    return (left + sum(cut) // plan.per_host) * _DENSE_COPIES + 2 * max(cut, default=0)
 
 
 def free_bytes(device: torch.device, system: System | None = None) -> int | None:

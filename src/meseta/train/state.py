@@ -11,16 +11,24 @@ from torch import Tensor, nn
 
 from meseta import checkpoint
 from meseta.comm import World
+from meseta.comm.dense_shards import cut_like, is_cut, whole
 from meseta.embedding.base import Collection
 from meseta.spec import MesetaError
 
 
-def dense_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """`model.<parameter>` and `optimizer.<parameter>.<moment>`, flat."""
+def dense_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Tensor]:
+    """`model.<parameter>` and `optimizer.<parameter>.<moment>`, flat, whole whatever they are cut into. Collective.
+
+    Those that are cut are put together one by one, and kept by rank 0 alone, on the CPU.
+    """
     tensors = {f"model.{name}": value.detach() for name, value in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         for moment, value in optimizer.state.get(parameter, {}).items():
             tensors[f"optimizer.{name}.{moment}"] = torch.as_tensor(value)
+    for name in [name for name, tensor in tensors.items() if is_cut(tensor)]:
+        together = whole(tensors.pop(name))
+        if world.rank == 0:
+            tensors[name] = together.cpu()
     return tensors
 
 
@@ -35,7 +43,10 @@ def set_dense_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensor
             # Moments lie beside their parameter, and torch keeps step counters on the CPU unless a fused kernel reads
             # them.
             optimizer.state[parameter] = {
-                key: value.to("cpu" if key == "step" and parameter not in fused else parameter.device, copy=True)
+                key: cut_like(
+                    value.to("cpu" if key == "step" and parameter not in fused else parameter.device, copy=True),
+                    parameter,
+                )
                 for key, value in moments.items()
             }
 
@@ -51,7 +62,7 @@ def set_dense_part(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 f"checkpoint: dense tensor {name!r} is {shapes[0]} there and {shapes[1]} in the model; "
                 "use the config that it was trained with"
             )
-    model.load_state_dict({name.removeprefix("model."): value for name, value in saved.items()})
+    model.load_state_dict({name.removeprefix("model."): cut_like(t, expected[name]) for name, t in saved.items()})
 
 
 def random_state() -> str:

@@ -14,6 +14,7 @@ import torch
 from meseta import checkpoint
 from meseta.checkpoint.directory import checkpoint_path
 from meseta.comm import World
+from meseta.comm.dense_shards import sum_over_parts
 from meseta.config import RunConfig
 from meseta.data.batch import Batch
 from meseta.data.dataset import FILE_NAME, Dataset
@@ -77,9 +78,10 @@ class Trainer:
         """Model, step, metrics, saver."""
         config, world = self.config, self.world
         self.model = make_sharded_model(config, self.dataset, world)
-        self.optimizer = make_dense_optimizer(config.dense.optimizer, self.model.parameters())
+        over_parts = sum_over_parts(self.model.parameters())
+        self.optimizer = make_dense_optimizer(config.dense.optimizer, self.model.parameters(), over_parts)
         weights = task_weights(config, self.dataset)
-        clip = DenseClip(value=config.dense.clip_value, norm=config.dense.clip_norm)
+        clip = DenseClip(value=config.dense.clip_value, norm=config.dense.clip_norm, over_parts=over_parts)
         self.train_step = TrainStep(
             self.model,
             self.optimizer,
@@ -282,7 +284,7 @@ class Trainer:
             "random": random_state(),
             "best": self.best.get_state(),
         }
-        dense = {**dense_tensors(self.model, self.optimizer), **self.figures.tensors()}
+        dense = {**dense_tensors(self.model, self.optimizer, self.world), **self.figures.tensors()}
         is_last = self.step == self.num_steps or self.best.ends_training
         self.saver.save(self.step, embeddings, dense, state, self.best.step, is_last=is_last)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meseta.comm import World
+from meseta.comm.dense_shards import sum_over_parts
 from meseta.config import RunConfig
 from meseta.data.batch import Batch
 from meseta.data.dataset import Dataset
@@ -95,8 +96,9 @@ def _training(
     config: RunConfig, model: Any, world: World, weights: list[float] | None, num_steps: int
 ) -> Callable[[int, Batch, Batch], tuple[float | None, Tensor | None]]:
     """A step as `meseta train` takes it."""
-    optimizer = make_dense_optimizer(config.dense.optimizer, model.parameters())
-    clip = DenseClip(value=config.dense.clip_value, norm=config.dense.clip_norm)
+    over_parts = sum_over_parts(model.parameters())
+    optimizer = make_dense_optimizer(config.dense.optimizer, model.parameters(), over_parts)
+    clip = DenseClip(value=config.dense.clip_value, norm=config.dense.clip_norm, over_parts=over_parts)
     parts = config.train.accumulate_steps
     train_step = TrainStep(model, optimizer, world, task_weights=weights, clip=clip, accumulate_steps=parts)
 

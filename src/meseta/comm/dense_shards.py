@@ -1,0 +1,164 @@
+"""Dense parameters cut over the ranks of a host and replicated across hosts, by torch's `fully_shard`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meseta.comm.world import World
+from meseta.spec import MesetaError
+
+CALLED_BY_PARTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+"""Modules that are not called themselves, or do nothing but call their children."""
+
+
+def shard_dense(
+    model: nn.Module, tables: nn.Module, world: World, devices_per_host: int, local_share: Callable[[], float]
+) -> list[nn.Parameter]:
+    """Cut the dense parameters of `model`, which holds `tables`, in place; returns those that stay whole on every rank.
+
+    What is cut is each largest module without tables that is called as one: it is gathered while its `forward` or its
+    way back runs, and a rank keeps 1 / devices_per_host of its parameters, gradients and moments (FSDP2; Zhao et al.,
+    arXiv 2304.11277; across hosts the hybrid of section 3.2.2). Its gradients are added over ranks, each times its
+    rank's `local_share()`. Parameters of modules that hold tables, and those without a dimension, stay whole.
+
+    Collective. Raises MesetaError, alike on all ranks, for hosts of one device, for a model without such a module, or
+    one in which a parameter belongs to several of them, or that mixes dtypes.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    hosts, over = divmod(world.size, devices_per_host)
+    if devices_per_host < 2 or over:
+        raise MesetaError(
+            f"dense 'fsdp': {world.size} ranks on hosts of {devices_per_host} leave nothing to cut a parameter over; "
+            "it needs hosts of two devices or more, which the plan tells (devices_per_host), or use dense 'replicated'"
+        )
+    units = dict(cut_modules(model, tables))
+    _check(model, units)
+    names, shape = (("shard",), (world.size,)) if hosts == 1 else (("replicate", "shard"), (hosts, devices_per_host))
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    cut: set[nn.Parameter] = set()
+    for unit in units.values():
+        scalars = {parameter for parameter in unit.parameters() if parameter.dim() == 0}
+        cut |= set(unit.parameters()) - scalars
+        sharded = fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=scalars)
+        # By default gradients are averaged, as if the ranks had equal slices of the batch.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+        sharded.set_custom_reduce_scatter(WeightedReduceScatter(local_share))
+    whole = [parameter for parameter in model.parameters() if not is_cut(parameter)]
+    for tensor in (*whole, *model.buffers()):
+        tensor.data = tensor.data.to(world.device)
+    return whole
+
+
+class WeightedReduceScatter:
+    """How `fully_shard` adds gradients over the ranks of a host: each times what its rank's samples weigh."""
+
+    def __init__(self, local_share: Callable[[], float]) -> None:
+        self._local_share = local_share
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what is sent or received."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        """Begin; `input_tensor` holds the gradients of all parts and is the caller's to overwrite."""
+        share = self._local_share()
+        if share:
+            input_tensor.mul_(share)
+        else:  # The mean over a rank without samples is NaN; it weighs nothing.
+            input_tensor.zero_()
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+def cut_modules(module: nn.Module, tables: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Largest modules below `module` that hold parameters and no tables, and are called as one; with their names."""
+    for own, child in module.named_children():
+        path = f"{name}.{own}" if name else own
+        if child is tables or isinstance(child, (nn.ParameterList, nn.ParameterDict)):
+            continue
+        holds_tables = any(inner is tables for inner in child.modules())
+        if holds_tables or type(child) in CALLED_BY_PARTS:
+            yield from cut_modules(child, tables, path)
+        elif any(parameter.dim() for parameter in child.parameters()):
+            yield path, child
+
+
+def _check(model: nn.Module, units: dict[str, nn.Module]) -> None:
+    if not units:
+        raise MesetaError(
+            f"dense 'fsdp': {type(model).__name__} has no module with parameters beside its tables that could be cut; "
+            "put its parameters into modules that it calls, or use dense 'replicated'"
+        )
+    owner: dict[nn.Parameter, str] = {}
+    for name, unit in units.items():
+        dtypes = {parameter.dtype for parameter in unit.parameters()}
+        if len(dtypes) > 1:
+            raise MesetaError(
+                f"dense 'fsdp': module {name!r} has parameters of several dtypes ({sorted(map(str, dtypes))}), which "
+                "cannot be gathered together; give them one, or use dense 'replicated'"
+            )
+        for parameter in unit.parameters():
+            if owner.setdefault(parameter, name) != name:
+                raise MesetaError(
+                    f"dense 'fsdp': modules {owner[parameter]!r} and {name!r} share a parameter, so that neither can "
+                    "be cut by itself; put both into one module that calls them, or use dense 'replicated'"
+                )
+
+
+def is_cut(tensor: Tensor) -> bool:
+    """Whether this rank holds a part of the tensor alone."""
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, on every rank; collective where it is cut."""
+    return cast(Any, tensor).full_tensor() if is_cut(tensor) else tensor
+
+
+def cut_like(value: Tensor, model_tensor: Tensor) -> Tensor:
+    """`value`, which is the same on all ranks, placed as `model_tensor` is, if it has its shape. Nothing is sent."""
+    if not is_cut(model_tensor) or value.shape != model_tensor.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    like = cast(Any, model_tensor)
+    placed = distribute_tensor(value.to(model_tensor.device), like.device_mesh, like.placements, src_data_rank=None)
+    return cast(Tensor, placed)
+
+
+def sum_over_parts(parameters: Iterable[Tensor]) -> Callable[[float], float] | None:
+    """A sum over the ranks that hold the parts of a cut parameter, in one order on all; None where none is cut."""
+    first = next((cast(Any, parameter) for parameter in parameters if is_cut(parameter)), None)
+    if first is None:
+        return None
+    group, device = first.device_mesh.get_group(first.device_mesh.ndim - 1), first.to_local().device
+
+    def add(number: float) -> float:
+        ranks = World(rank=group.rank(), size=group.size(), device=device, group=group)
+        parts: Sequence[float] = ranks.all_gather(torch.tensor([number], dtype=torch.float64, device=device)).tolist()
+        return math.fsum(cast(Any, part)[0] for part in parts)
+
+    return add
+
+
+@contextmanager
+def explain_uncalled() -> Iterator[None]:
+    """Say in one line what a model did to a cut parameter, where torch says it of its own types."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DTensor" not in str(error) and "sharding strategy" not in str(error):
+            raise
+        raise MesetaError(
+            "dense 'fsdp': the model uses parameters of a module without calling it, so that they were not gathered; "
+            f"call the module, or use dense 'replicated' ({str(error).splitlines()[0]})"
+        ) from None

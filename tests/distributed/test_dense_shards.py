@@ -1,0 +1,243 @@
+"""Dense parts that are cut over ranks (dense 'fsdp') train the model that one process trains, and go on elsewhere."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from meseta import checkpoint
+from meseta.checkpoint.dense import read_dense
+from meseta.checkpoint.manifest import read_manifest
+from meseta.comm import World
+from meseta.config import RunConfig
+from meseta.config.run import MODEL_NAMES
+from meseta.data.dataset import Dataset
+from meseta.embedding import EmbeddingBagCollection, shard
+from meseta.jagged import KeyedJaggedTensor
+from meseta.models import make_model
+from meseta.optim.clip import global_norm
+from meseta.spec import FeatureSpec, MesetaError, TableSpec
+from meseta.train.build import make_plan, make_specs
+from meseta.train.memory import predict_memory
+from small_run import settings, train
+
+from .pool import RankPool
+from .test_shard import user_loop
+from .test_training import WIDE, evaluate_here, losses, message_of, train_until
+
+Ranks = Callable[[int], RankPool]
+HOSTS = {"devices_per_host": 2, "tables": {"*": "table_wise"}}
+"""Two hosts of two devices on four ranks, one host on two."""
+COMMON = {
+    **WIDE,
+    "embedding__dtype": "float64",
+    "train__epochs": 2,
+    "train__max_steps": 20,
+    "train__log_every_steps": 1,
+}
+SHARDED = {"dense__sharding": "fsdp", "plan": HOSTS}
+
+
+def dense_of(run_dir: Path) -> dict[str, torch.Tensor]:
+    """What the newest checkpoint says of the dense part, without metrics."""
+    path = checkpoint.latest(run_dir / "checkpoints")
+    assert path is not None
+    tensors = read_dense(path, read_manifest(path)["dense"])
+    return {name: t for name, t in tensors.items() if name.startswith(("model.", "optimizer."))}
+
+
+def check_equal(one: Path, other: Path, tolerance: float) -> None:
+    np.testing.assert_allclose(losses(other), losses(one), rtol=0, atol=tolerance)
+    expected, found = dense_of(one), dense_of(other)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize(("size", "batch_size"), [(2, 7), (4, 24), (4, 3)])
+def test_a_loop_of_ones_own(ranks: Ranks, size: int, batch_size: int) -> None:
+    """Uneven slices and ranks without samples; modules that are never used, frozen, or used in every second step."""
+    alone = user_loop(None, batch_size)
+    plan = {**HOSTS, "tables": {"user": "row_wise", "item": "column_wise"}}
+    results = ranks(size).run(user_loop, plan, batch_size, 20, "fsdp")
+    parts = np.nansum([result["losses"] for result in results], axis=0)  # NaN is the mean over no samples
+    np.testing.assert_allclose(parts, alone["losses"], rtol=0, atol=1e-10)
+    for result in results:
+        for got, expected in zip(result["dense"], alone["dense"], strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"lr": 0.05, "momentum": 0.9},
+    "adagrad": {"lr": 0.01},
+    "adam": {"lr": 0.01},
+    "adamw": {"lr": 0.01, "weight_decay": 0.1},
+    "lamb": {"lr": 0.01, "weight_decay": 0.1},
+}
+
+
+@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in OPTIMIZERS), ("lamb", 4)])
+def test_every_optimizer_with_clipping_and_accumulation(
+    ranks: Ranks, tiny: Path, tmp_path: Path, name: str, size: int
+) -> None:
+    changes = {
+        **COMMON,
+        "dense__optimizer": {"name": name, **OPTIMIZERS[name]},
+        "dense__clip_value": 0.02,
+        "dense__clip_norm": 0.05,
+        "train__accumulate_steps": 3 if name in ("adam", "lamb") else 1,
+    }
+    one = train(settings(tiny, tmp_path / "one", **changes))
+    many = ranks(size).run(train, settings(tiny, tmp_path / "many", **changes, **SHARDED))
+    check_equal(tmp_path / "one", tmp_path / "many", 1e-10)
+    assert many[0]["test"]["auc"] == pytest.approx(one["test"]["auc"], abs=1e-6)
+    assert (tmp_path / "many" / "report.html").stat().st_size > 1000
+
+
+def test_float32(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    changes = {**COMMON, "embedding__dtype": "float32", "model__batch_norm": True, "model__dropout": 0.2}
+    train(settings(tiny, tmp_path / "one", **changes))
+    ranks(4).run(train, settings(tiny, tmp_path / "many", **changes, **SHARDED))
+    np.testing.assert_allclose(losses(tmp_path / "many"), losses(tmp_path / "one"), rtol=0, atol=1e-5)
+
+
+MODELS = [
+    pytest.param(name, marks=[] if name in ("autoint", "mmoe", "xdeepfm") else pytest.mark.soak) for name in MODEL_NAMES
+]
+
+
+@pytest.mark.parametrize("model", [*MODELS, "own_models:Plain"])
+def test_every_model(ranks: Ranks, tiny: Path, tmp_path: Path, model: str) -> None:
+    changes = {
+        **({} if model == "logistic_regression" else WIDE),
+        "embedding__dtype": "float64",
+        "model__name": model,
+        "model__deep_mlp": [8],
+        "model__attention_dim": 8,
+        "model__cin_layers": [6, 4],
+        "model__expert_mlp": [8],
+        "model__tower_mlp": [4],
+        "train__max_steps": 5,
+        "train__log_every_steps": 1,
+    }
+    train(settings(tiny, tmp_path / "one", **changes))
+    ranks(2).run(train, settings(tiny, tmp_path / "two", **changes, **SHARDED))
+    check_equal(tmp_path / "one", tmp_path / "two", 1e-10)
+
+
+def test_taken_up_under_any_number_of_ranks_and_either_mode(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    train(settings(tiny, tmp_path / "whole", **COMMON))
+    cut = {**COMMON, "checkpoint__every_steps": 4}
+    ranks(4).run(train_until, settings(tiny, tmp_path / "cut", **cut, **SHARDED), 9)
+    for size, sharding in ((1, "replicated"), (2, "replicated"), (2, "fsdp"), (4, "fsdp")):
+        run_dir = tmp_path / f"{sharding}{size}"
+        shutil.copytree(tmp_path / "cut", run_dir)
+        document = settings(tiny, run_dir, **cut, dense__sharding=sharding)
+        if size == 1:
+            train(document)
+        else:
+            ranks(size).run(train, {**document, "plan": HOSTS})
+        check_equal(tmp_path / "whole", run_dir, 1e-10)
+    for found in ranks(2).run(evaluate_here, tmp_path / "fsdp4"):
+        assert found["logloss"] == pytest.approx(evaluate_here(tmp_path / "whole")["logloss"], abs=1e-10)
+
+
+class Head(nn.Module):
+    """What `spoil` makes of it cannot be cut."""
+
+    def __init__(self, spoil: str) -> None:
+        super().__init__()
+        tables = [TableSpec(name="t", num_embeddings=9, embedding_dim=16)]
+        self.tables = EmbeddingBagCollection(tables, [FeatureSpec(name="f", table="t")])
+        self.spoil = spoil
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        if spoil == "shared":
+            self.second.weight = self.first.weight
+        if spoil == "dtypes":
+            self.second.bias = nn.Parameter(torch.zeros(16, dtype=torch.float64))
+        if spoil == "nothing":
+            del self.first, self.second
+            self.weight = nn.Parameter(torch.zeros(16))
+
+
+def refused_here(spoil: str, plan: dict[str, Any]) -> str:
+    """Run on every rank."""
+    return message_of(lambda: shard(Head(spoil), plan, dense="fsdp"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        ("shared", "modules 'first' and 'second' share a parameter"),
+        ("dtypes", "module 'second' has parameters of several dtypes"),
+        ("nothing", "has no module with parameters beside its tables"),
+        ("hosts", "hosts of 1 leave nothing to cut"),
+    ],
+)
+def test_models_that_cannot_be_cut(ranks: Ranks, spoil: str, words: str) -> None:
+    plan = {"devices_per_host": 1 if spoil == "hosts" else 2, "tables": {"t": "table_wise"}}
+    texts = ranks(2).run(refused_here, spoil, plan)
+    assert texts[0] == texts[1] and words in texts[0] and "replicated" in texts[0]
+
+
+def test_a_module_that_is_not_called(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    document = settings(tiny, tmp_path / "run", **SHARDED, model__name="own_models:Uncalled")
+    texts = ranks(2).run(message_of, train, document)
+    assert texts[0] == texts[1] and texts[0].startswith("step 1: ")
+    assert "without calling it" in texts[0] and "\n" not in texts[0]
+
+
+def predicted_here(document: dict[str, Any]) -> tuple[int, int, list[int]]:
+    """Run on every rank: bytes of the dense part, replicated and cut, and bytes of parameters of each MLP."""
+    dataset = Dataset.load(document["data"]["dir"])
+    needs = []
+    for sharding in ("replicated", "fsdp"):
+        config = RunConfig.model_validate({**document, "dense": {"sharding": sharding}})
+        tables, features = make_specs(config, dataset)
+        collection = EmbeddingBagCollection(tables, features)
+        plan = make_plan(config, dataset, collection, 2)
+        model = make_model(config.model, collection, len(dataset.dense), 0, "float32", dataset.labels)
+        need = predict_memory(config, dataset, model, plan, {table.name: table for table in tables}, 0)
+        needs.append(need.dense_part)
+    mlps = [sum(p.nbytes for p in model.get_submodule(name).parameters()) for name in ("bottom_mlp", "top_mlp")]
+    return needs[0], needs[1], mlps
+
+
+def test_the_memory_that_is_predicted(tiny: Path, tmp_path: Path) -> None:
+    """Parameters, gradients and two moments; cut, half of them, and the largest module with its gradient."""
+    replicated, cut, mlps = predicted_here(settings(tiny, tmp_path / "run", **WIDE, plan=HOSTS))
+    assert replicated == 4 * sum(mlps)
+    assert cut == 4 * (sum(mlps) // 2) + 2 * max(mlps)
+
+
+def test_an_unknown_word() -> None:
+    with pytest.raises(MesetaError, match="did you mean 'fsdp'"):
+        shard(Head(""), dense="fsdb")
+
+
+def parts_here() -> tuple[int, int, float, float]:
+    """Run on every rank: numbers held, numbers in all, and the norm of all by parts and by torch."""
+    from meseta.comm.dense_shards import sum_over_parts, whole
+
+    model = shard(Head(""), {"devices_per_host": 2, "tables": {"t": "table_wise"}}, dense="fsdp")
+    parameters = list(model.parameters())
+    held = sum(p.to_local().numel() for p in parameters)  # type: ignore[attr-defined]
+    norm = global_norm(parameters, sum_over_parts(parameters))
+    flat = torch.cat([whole(p.detach()).reshape(-1).double() for p in parameters])
+    ids = KeyedJaggedTensor.from_lists({"f": [[World.current().rank], [3, 4]]})
+    model.second(model.first(model.tables(ids).pooled.values)).mean().backward()
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in parameters)
+    return held, flat.numel(), norm, float(flat.norm())
+
+
+def test_a_rank_holds_its_part_alone(ranks: Ranks) -> None:
+    for held, total, norm, expected in ranks(4).run(parts_here):
+        assert held == total // 2
+        assert norm == pytest.approx(expected, rel=1e-12)
