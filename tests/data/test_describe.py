@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.click_log import DENSE, SPARSE, Oracle, make_lines, write_tsv
-from meseta.data.dataset import DataFile, Dataset, ReuseHistogram, SparseFeature, SparseStatistics, Split
+from meseta.data.dataset import DataFile, Dataset, SparseFeature, SparseStatistics, Split
 from meseta.data.describe import Description, describe
 from meseta.data.prepare import PrepareOptions, prepare
-from meseta.spec import MesetaError
+from meseta.spec import MesetaError, Reuse
 from meseta.train.report.data_page import data_page
 
 TRAIN, TEST = make_lines(700, seed=1, num_values=400), make_lines(300, seed=2, num_values=400)
@@ -108,7 +108,7 @@ def samples(tmp_path: Path) -> Dataset:
     pq.write_table(table, tmp_path / "train" / "a.parquet", row_group_size=2)
     names = pa.array([None, "home", "<script>", "help"], pa.large_string())
     pq.write_table(pa.table({"value": names, "id": range(4), "count": [0] * 4}), tmp_path / "pages.parquet")
-    reuse = ReuseHistogram(window_samples=5, edges=(0, 1, 2), rows=(0.75, 0.0, 0.25), lookups=(0.4, 0.0, 0.6))
+    reuse = Reuse(window_samples=5, edges=(0, 1, 2), rows=(0.75, 0.0, 0.25), lookups=(0.4, 0.0, 0.6))
     counted = SparseStatistics(num_rows=5, num_lookups=7, num_uniques=4, mean_pooling_factor=1.4, reuse=reuse)
     page = SparseFeature(
         name="page", num_embeddings=4, encoding="vocabulary", vocabulary="pages.parquet", multi_valued=True,

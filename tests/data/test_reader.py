@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meseta.data import Batch, Dataset, Reader, ReaderOptions
-from meseta.data.dataset import DataFile, DenseFeature, ReuseHistogram, SparseFeature, SparseStatistics, Split
-from meseta.spec import MesetaError
+from meseta.data.dataset import DataFile, DenseFeature, SparseFeature, SparseStatistics, Split
+from meseta.spec import MesetaError, Reuse
 
 GROUP_ROWS = 37
 FILE_ROWS = (400, 150, 1)
@@ -28,7 +28,7 @@ STATISTICS = SparseStatistics(
     num_lookups=0,
     num_uniques=0,
     mean_pooling_factor=1.0,
-    reuse=ReuseHistogram(window_samples=65_536, edges=(0,), rows=(0.0,), lookups=(0.0,)),
+    reuse=Reuse(window_samples=65_536, edges=(0,), rows=(0.0,), lookups=(0.0,)),
 )
 
 

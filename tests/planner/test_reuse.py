@@ -55,9 +55,7 @@ def test_batches_of_other_sizes_agree_with_simulation(exponent: float, num_rows:
     ids = zipf(random, 2 * window, num_rows, exponent)
     counted = FeatureStatistics(num_rows)
     counted.add_window(ids[:window], window)
-    histogram = counted.result().reuse
-    reuse = Reuse(window_samples=window, edges=EDGES, rows=histogram.rows, lookups=histogram.lookups)
-    classes = row_classes([num_rows], [1.0], [reuse])
+    classes = row_classes([num_rows], [1.0], [counted.result().reuse])
     for size in (256, 2048, 16_384, 65_536, 131_072):
         batches = [np.unique(ids[start : start + size]).size for start in range(0, 2 * window - size + 1, size)][:8]
         assert classes.distinct(np.array([float(size)]))[0] == pytest.approx(np.mean(batches), rel=0.06)

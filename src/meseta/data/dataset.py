@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from meseta.spec import MesetaError, nearest
+from meseta.spec import MesetaError, Reuse, nearest
 
 FORMAT: Literal["meseta.dataset/1"] = "meseta.dataset/1"
 FILE_NAME = "dataset.json"
-
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class _Record(BaseModel):
@@ -32,22 +30,6 @@ class DenseFeature(_Record):
     """Its standard deviation over the training split, divided by; 1 where the feature is constant."""
 
 
-class ReuseHistogram(_Record):
-    """How often a row is looked up within a window of consecutive training samples.
-
-    Bin i holds the rows looked up more than edges[i] and at most edges[i + 1] times; the last bin has no upper edge.
-    """
-
-    window_samples: int
-    """Samples of a window; the last window may be shorter."""
-    edges: tuple[int, ...]
-    """Lower edges of the bins: 0, 1, 2, 4, ..., 32768."""
-    rows: tuple[Share, ...]
-    """Share of the distinct rows of a window, summed over windows, per bin."""
-    lookups: tuple[Share, ...]
-    """Share of the lookups, per bin."""
-
-
 class SparseStatistics(_Record):
     """Counted on the training split."""
 
@@ -59,8 +41,8 @@ class SparseStatistics(_Record):
     """Distinct ids, after hashing or the vocabulary."""
     mean_pooling_factor: float
     """Ids per sample."""
-    reuse: ReuseHistogram
-    """How often rows come again."""
+    reuse: Reuse
+    """How often rows come again within a window of samples, summed over windows, of which the last may be shorter."""
 
 
 class SparseFeature(_Record):

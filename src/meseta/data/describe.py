@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from meseta.data.dataset import Dataset, DenseFeature, ReuseHistogram, SparseFeature
-from meseta.spec import MesetaError
+from meseta.data.dataset import Dataset, DenseFeature, SparseFeature
+from meseta.spec import MesetaError, Reuse
 from meseta.spec.errors import one_line
 from meseta.spec.processors import num_cores
 
@@ -107,7 +107,7 @@ class SparseFigures:
     """Share of the lookups of the test split whose id training has not seen; None: it has no lookups."""
     unseen_uniques: float | None
     """Share of the distinct ids of the test split that training has not seen."""
-    reuse: ReuseHistogram
+    reuse: Reuse
     """As counted by `meseta prepare`."""
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meseta.data.dataset import ReuseHistogram, SparseStatistics
+from meseta.data.dataset import SparseStatistics
+from meseta.spec import Reuse
 
 WINDOW_SAMPLES = 65_536
 EDGES = (0, *(2**i for i in range(16)))
@@ -53,7 +54,7 @@ class FeatureStatistics:
             num_lookups=self._num_lookups,
             num_uniques=self._seen.count(),
             mean_pooling_factor=self._num_lookups / max(self._num_samples, 1),
-            reuse=ReuseHistogram(
+            reuse=Reuse(
                 window_samples=WINDOW_SAMPLES,
                 edges=EDGES,
                 rows=tuple((self._rows / max(self._rows.sum(), 1)).tolist()),

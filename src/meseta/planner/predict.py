@@ -159,8 +159,9 @@ def _dense_seconds(workload: Workload, topology: Topology, cost_model: CostModel
     dense = workload.dense
     if not dense.flops_per_sample:
         return 0.0
-    samples = workload.batch_size / topology.num_ranks
-    return dense.flops_per_sample * samples / cost_model.dense.float32_flops_per_s + cost_model.dense.call_s
+    cost, samples = cost_model.dense, workload.batch_size / topology.num_ranks
+    flops_per_s = cost.bfloat16_flops_per_s if dense.dtype == "bfloat16" else cost.float32_flops_per_s
+    return dense.flops_per_sample * samples / flops_per_s + cost.call_s
 
 
 def _packing(own: Collective, cost_model: CostModel) -> Floats:

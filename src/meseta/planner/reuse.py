@@ -93,7 +93,7 @@ def _classes(num_rows: int, num_ids: float, reuse: Reuse) -> tuple[Floats, Float
     empty.
 
     The histogram has shares only. Rows of the first two bins came exactly once and twice, which tells how many distinct
-    rows a window has; without them, the geometric mean of the edges of the coldest bin does.
+    rows a window has; without them, the edges of the other bins bound it, and the bounds' geometric mean is taken.
     """
     edges = np.asarray(reuse.edges, np.float64)
     rows, lookups = np.asarray(reuse.rows, np.float64), np.asarray(reuse.lookups, np.float64)
@@ -105,8 +105,8 @@ def _classes(num_rows: int, num_ids: float, reuse: Reuse) -> tuple[Floats, Float
     if exact.size:
         distinct = num_ids * lookups[exact].sum() / (rows[exact] * upper[exact]).sum()
     else:
-        first = used[0]
-        distinct = num_ids * lookups[first] / (rows[first] * np.sqrt((edges[first] + 1.0) * upper[first]))
+        ratio = num_ids * lookups[used] / rows[used]
+        distinct = np.sqrt((ratio / upper[used]).max() * (ratio / (edges[used] + 1.0)).min())
     size = np.minimum(distinct / rows[used].sum(), float(num_rows)) * rows[used]
     share = lookups[used] / lookups[used].sum()
     count = np.maximum(share * num_ids / size, 1.0)

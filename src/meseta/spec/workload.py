@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import ClassVar, Literal
 
 from meseta.spec.checks import check_number
 from meseta.spec.errors import MesetaError, nearest
@@ -25,6 +27,18 @@ class Reuse:
     """Share of the distinct rows of a window, per bin."""
     lookups: tuple[float, ...]
     """Share of the lookups, per bin."""
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    def __post_init__(self) -> None:
+        if self.window_samples < 1:
+            raise MesetaError(f"reuse: window_samples must be at least 1, got {self.window_samples}")
+        if not self.edges or any(a >= b for a, b in pairwise(self.edges)) or self.edges[0] < 0:
+            raise MesetaError(f"reuse: edges must ascend from 0 or more, got {self.edges}")
+        for name, shares in (("rows", self.rows), ("lookups", self.lookups)):
+            if len(shares) != len(self.edges):
+                raise MesetaError(f"reuse: {name} must hold a share for each of {len(self.edges)} edges, got {shares}")
+            if not all(0.0 <= share <= 1.0 for share in shares):
+                raise MesetaError(f"reuse: shares of {name} must be in 0..1, got {shares}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +67,8 @@ class DenseLoad:
     """Parameters; their gradients, which are added over ranks, take as much."""
     activation_bytes_per_sample: int = 0
     """What the forward pass keeps for the backward pass."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type that matrix products compute in."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,12 +15,9 @@ from meseta.comm.dense_shards import cut_modules
 from meseta.config import RunConfig
 from meseta.data.dataset import Dataset
 from meseta.measure.doctor.system import System, free_memory_bytes, read_limits
-from meseta.planner.cost import compute_bytes, value_bytes
+from meseta.planner.memory import DENSE_COPIES, replica_bytes, rows_and_state
 from meseta.spec import MesetaError, OptimizerSpec, Plan, TableSpec
 from meseta.train.report.figures import num_bytes
-
-_DENSE_COPIES = 4
-"""A parameter, its gradient, and the two moments of Adam; other optimizers keep fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +52,10 @@ def predict_memory(
     for placed in plan.tables:
         table = tables[placed.table]
         for shard in (shard for shard in placed.shards if rank in shard.ranks):
-            cells = shard.num_rows * shard.num_columns
-            rows_bytes += cells * value_bytes(table)
+            held = rows_and_state(table, shard)
+            rows_bytes, state_bytes = rows_bytes + held[0], state_bytes + held[1]
             if placed.is_replica(shard) and plan.num_ranks > 1:
-                rows_bytes += shard.num_rows * (shard.num_columns + 1) * compute_bytes(table)
-            per_element, per_row = table.optimizer.num_states
-            state_bytes += (per_element * cells + per_row * shard.num_rows) * compute_bytes(table)
+                rows_bytes += replica_bytes(table, shard)
     batch_size = -(-config.train.batch_size // plan.num_ranks)
     part_size = -(-batch_size // config.train.accumulate_steps)
     lookups = sum(column.statistics.mean_pooling_factor for column in dataset.sparse)
@@ -88,10 +83,10 @@ def _dense_bytes(config: RunConfig, model: nn.Module, plan: Plan) -> int:
         return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
     if config.dense.sharding == "replicated" or plan.num_ranks == 1:
-        return of(model) * _DENSE_COPIES
+        return of(model) * DENSE_COPIES
     cut = [of(module) for _, module in cut_modules(model, model.get_submodule("embeddings"))]
     left = of(model) - sum(cut)
-    return (left + sum(cut) // plan.per_host) * _DENSE_COPIES + 2 * max(cut, default=0)
+    return (left + sum(cut) // plan.per_host) * DENSE_COPIES + 2 * max(cut, default=0)
 
 
 def free_bytes(device: torch.device, system: System | None = None) -> int | None:

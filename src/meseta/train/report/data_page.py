@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 
 from meseta.data.dataset import Dataset
@@ -178,7 +179,7 @@ def _sparse(dataset: Dataset, description: Description) -> str:
 
 
 def _sparse_row(figures: SparseFigures, kind: str) -> list[str]:
-    reuse = Reuse.model_validate(figures.reuse.model_dump())
+    reuse = Reuse.model_validate(asdict(figures.reuse))
     new = figures.unseen_lookups
     pooling = f"{figures.mean_pooling_factor:.3g}"
     if figures.share_empty:

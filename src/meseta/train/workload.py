@@ -1,0 +1,69 @@
+"""What a training step of a config asks of the machines: from the dataset's statistics and the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from meseta.config import RunConfig
+from meseta.data.dataset import Dataset, SparseFeature
+from meseta.models import DLRM
+from meseta.spec import DenseLoad, FeatureLoad, FeatureSpec, TableSpec, Workload
+
+_PASSES = 3
+"""A product forwards, and two as large backwards: for the gradients of inputs and of weights."""
+
+
+def make_workload(
+    config: RunConfig,
+    dataset: Dataset,
+    tables: Sequence[TableSpec],
+    features: Sequence[FeatureSpec],
+    model: nn.Module | None = None,
+) -> Workload:
+    """The workload of a run; without a model its dense part is empty. Features are named as the dataset's columns."""
+    columns = {column.name: column for column in dataset.sparse}
+    num_samples = dataset.split("train").num_rows
+    return Workload(
+        tables=tuple(tables),
+        features=tuple(features),
+        batch_size=config.train.batch_size,
+        loads={feature.name: feature_load(columns[feature.name], num_samples) for feature in features},
+        dense=DenseLoad() if model is None else dense_load(config, model),
+    )
+
+
+def feature_load(column: SparseFeature, num_samples: int) -> FeatureLoad:
+    """What `meseta prepare` counted of a feature on `num_samples` samples.
+
+    A split that is shorter than a window of the histogram was one window of its own length. Rows of a vocabulary are
+    numbered by frequency."""
+    counted = column.statistics
+    window = max(min(counted.reuse.window_samples, num_samples), 1)
+    return FeatureLoad(
+        pooling_factor=counted.mean_pooling_factor,
+        reuse=replace(counted.reuse, window_samples=window),
+        is_sorted=column.encoding == "vocabulary",
+    )
+
+
+def dense_load(config: RunConfig, model: nn.Module) -> DenseLoad:
+    """Operations and bytes of everything that is not a table, from the sizes of its linear layers; and the products of
+    pairs of a DLRM."""
+    parameters = [own for own in model.parameters() if own.requires_grad]
+    layers = [own for own in model.modules() if isinstance(own, nn.Linear)]
+    flops = sum(2 * own.in_features * own.out_features for own in layers)
+    widths = sum(own.out_features for own in layers)
+    if isinstance(model, DLRM):
+        widths += model.pooled_width
+        if model.interaction == "dot":
+            flops += 2 * math.comb(len(model.dims) + 1, 2) * max(model.dims.values(), default=0)
+    return DenseLoad(
+        flops_per_sample=float(_PASSES * flops),
+        parameter_bytes=sum(own.numel() * own.element_size() for own in parameters),
+        activation_bytes_per_sample=8 * widths,  # an output and its gradient
+        dtype=config.dense.dtype,
+    )
