@@ -69,8 +69,32 @@ PLANS = {
     "row_wise": {"tables": {"*": "row_wise"}},
     "column_wise": {"tables": {"*": "column_wise"}},
     "data_parallel": {"tables": {"a": "data_parallel", "b": "table_wise"}},
+    "hot_replicated": {"tables": {"a": {"sharding": "hot_replicated", "hot_rows": 16}, "b": "table_wise"}},
     "mixed": {"tables": {"a": "row_wise", "b": "column_wise"}},
 }
+
+
+HOSTS = {
+    name: {"devices_per_host": 2, "tables": {"a": name, "b": name}}
+    for name in ("table_wise", "row_wise", "table_row_wise", "table_column_wise", "grid")
+}
+HOSTS["mixed of hosts"] = {"devices_per_host": 2, "tables": {"a": "table_row_wise", "b": "row_wise"}}
+
+
+def check(ranks: RankPool, plan: Any, num_hosts: int, optimizer: str, weighted: bool, pooling: str) -> None:
+    """Compare every collective of a step, on every rank."""
+    tables, features = specs(optimizer, weighted, pooling)
+    counted = ranks.run(count, plan, optimizer, weighted, pooling)
+    loads = {feature.name: FeatureLoad(pooling_factor=float(IDS)) for feature in features}
+    work = Workload(tables=tuple(tables), features=tuple(features), batch_size=BATCH, loads=loads)
+    topology = Topology(num_hosts=num_hosts, devices_per_host=2)
+    found = predict(Plan.from_dict(plan, tables, topology.num_ranks), work, topology)
+    part = (topology.num_ranks - 1) / topology.num_ranks
+    for rank in range(topology.num_ranks):
+        sent = [own.sent_inside[rank] + own.sent_across[rank] for own in found.collectives if not own.reduces]
+        assert counted[rank][0] == pytest.approx(sent, rel=1e-6)
+        summed = [own.sent_inside[rank] + own.sent_across[rank] for own in found.collectives if own.reduces]
+        assert [2 * part * size for size in counted[rank][1]] == pytest.approx(summed)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -80,13 +104,12 @@ PLANS = {
 def test_predicted_bytes_are_counted_bytes(
     ranks: Callable[[int], RankPool], name: str, optimizer: str, weighted: bool, pooling: str
 ) -> None:
-    tables, features = specs(optimizer, weighted, pooling)
-    counted = ranks(2).run(count, PLANS[name], optimizer, weighted, pooling)
-    loads = {feature.name: FeatureLoad(pooling_factor=float(IDS)) for feature in features}
-    work = Workload(tables=tuple(tables), features=tuple(features), batch_size=BATCH, loads=loads)
-    found = predict(Plan.from_dict(PLANS[name], tables, 2), work, Topology(devices_per_host=2))
-    for rank in range(2):
-        sent = [own.sent_inside[rank] for own in found.collectives if not own.reduces]
-        summed = [own.sent_inside[rank] for own in found.collectives if own.reduces]
-        assert counted[rank][0] == pytest.approx(sent, rel=1e-6)
-        assert counted[rank][1] == pytest.approx(summed)  # 2 (R - 1) / R of the bytes, which is all of them for R = 2
+    check(ranks(2), PLANS[name], 1, optimizer, weighted, pooling)
+
+
+@pytest.mark.parametrize("name", HOSTS)
+@pytest.mark.parametrize("pooling", ["sum", "none"])
+def test_predicted_bytes_are_counted_bytes_of_two_hosts(
+    ranks: Callable[[int], RankPool], name: str, pooling: str
+) -> None:
+    check(ranks(4), HOSTS[name], 2, "rowwise_adagrad", False, pooling)

@@ -117,38 +117,34 @@ def _to_owners(name: str, placement: Placement, owned: Floats) -> Collective:
 
 
 def _answers(placement: Placement, sharded: Loads) -> list[Collective]:
-    """Bags and rows on their way back. Partial bags that a host sums take two hops: to the device of their host that
-    has the place of the rank that asked, and from there to the other hosts."""
-    num_bytes = sharded.answer_bytes
-    summed = placement.host_parts > 0
-    straight = _mirrored(_to_owners("answers", placement, placement.by_rank(np.where(summed, 0.0, num_bytes))))
-    straight = _renamed(straight, "answers", "output_dist")
-    if not summed.any():
-        return [straight]
-    ranks, per_host = placement.num_ranks, placement.per_host
-    hosts, nothing = ranks // per_host, np.zeros(ranks)
-    partial = placement.by_rank(np.where(summed, num_bytes, 0.0))
-    in_host = np.bincount(placement.host, partial)[placement.host]
-    inside = Collective(
-        name="partial bags",
+    """Bags and rows on their way back. Partial bags that a host sums go to the device of their host that has the place
+    of the rank that asked, and whole ones from there to its twins in the other hosts."""
+    ranks, per_host, host = placement.num_ranks, placement.per_host, placement.host
+    partial = np.where(placement.host_parts > 0, sharded.bags * sharded.columns * sharded.number_bytes, 0.0)
+    asked = _mirrored(_to_owners("", placement, placement.by_rank(sharded.answer_bytes - partial)))
+    by_rank = placement.by_rank(partial)
+    in_host = np.bincount(host, by_rank)[host]
+    answers = Collective(
+        name="answers",
         stage="output_dist",
-        sent_inside=partial * (per_host - 1) / per_host,
-        sent_across=nothing,
-        received_inside=(in_host - partial) / per_host,
-        received_across=nothing,
+        sent_inside=asked.sent_inside + by_rank * (per_host - 1) / per_host,
+        sent_across=asked.sent_across,
+        received_inside=asked.received_inside + (in_host - by_rank) / per_host,
+        received_across=asked.received_across,
     )
-    bags = placement.by_rank(np.where(summed, num_bytes / np.maximum(placement.host_parts, 1), 0.0))
-    of_host = np.bincount(placement.host, bags)[placement.host]
-    total = of_host[::per_host].sum()
-    across = Collective(
-        name="summed bags",
+    if not partial.any():
+        return [answers]
+    hosts, nothing = ranks // per_host, np.zeros(ranks)
+    of_host = np.bincount(host, placement.by_rank(partial / np.maximum(placement.host_parts, 1)))
+    whole = Collective(
+        name="whole bags",
         stage="output_dist",
         sent_inside=nothing,
-        sent_across=of_host / per_host * (hosts - 1) / hosts,
+        sent_across=of_host[host] / per_host * (hosts - 1) / hosts,
         received_inside=nothing,
-        received_across=(total - of_host) / ranks,
+        received_across=(of_host.sum() - of_host[host]) / ranks,
     )
-    return [straight, inside, *([across] if hosts > 1 else [])]
+    return [answers, whole]
 
 
 def _statistics(placement: Placement, sharded: Loads) -> list[Collective]:
@@ -188,7 +184,3 @@ def _mirrored(own: Collective) -> Collective:
         received_inside=own.sent_inside,
         received_across=own.sent_across,
     )
-
-
-def _renamed(own: Collective, name: str, stage: Stage) -> Collective:
-    return Collective(name, stage, own.sent_inside, own.sent_across, own.received_inside, own.received_across)

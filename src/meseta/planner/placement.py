@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meseta.planner.loads import TIERS, Indices, Pieces, WorkloadLoads
-from meseta.spec import Plan, ShardingType
-
-_SUMMED = (ShardingType.TABLE_ROW_WISE, ShardingType.GRID)
+from meseta.spec import Plan
+from meseta.spec.shards import SUMMED_IN_HOST
 
 
 @dataclass(frozen=True)
@@ -22,12 +21,12 @@ class Placement:
     owner: Indices
     """Their ranks [n]."""
     host_parts: Indices
-    """Into how many row ranges the shard's host cuts the same columns: its partial bags are summed inside the host [n];
-    0 where bags go straight to the rank that asked."""
+    """Into how many row ranges the shard's host cuts the same columns, where its partial bags are summed inside the
+    host; 0 where bags go straight to the rank that asked [n]."""
     column_parts: Indices
     """How many shards hold columns of the same rows [n]."""
     row_parts: Indices
-    """How many row ranges the table's sharded rows are cut into [n]."""
+    """How many row ranges the table is cut into, hot rows among them [n]."""
     replicated: Pieces
     """Shards that every rank holds [m]."""
     num_ranks: int
@@ -35,26 +34,28 @@ class Placement:
     """Ranks of a host."""
 
     @staticmethod
-    def of(plan: Plan, loads: WorkloadLoads) -> Placement:
-        """Spell a plan out; it fits the tables of `loads`."""
+    def of(plan: Plan, loads: WorkloadLoads, per_host: int) -> Placement:
+        """Spell a plan out; it fits the tables of `loads`, on hosts of `per_host` devices."""
         own: list[tuple[int, ...]] = []
         replicas: list[tuple[int, ...]] = []
         for entry in plan.tables:
             table = loads.index[entry.table]
-            single = [shard for shard in entry.shards if len(shard.ranks) == 1]
+            single = [shard for shard in entry.shards if not entry.is_replica(shard)]
+            is_summed = entry.sharding in SUMMED_IN_HOST and plan.per_host < plan.num_ranks
+            row_parts = len({shard.rows for shard in entry.shards})
             hosts: dict[tuple[int, tuple[int, int]], int] = {}
             columns: dict[tuple[int, int], int] = {}
             for shard in single:
-                place = (shard.ranks[0] // plan.per_host, shard.columns)
+                place = (shard.ranks[0] // per_host, shard.columns)
                 hosts[place] = hosts.get(place, 0) + 1
                 columns[shard.rows] = columns.get(shard.rows, 0) + 1
             for shard in entry.shards:
                 where = (table, *shard.rows, *shard.columns, TIERS.index(shard.tier))
-                if len(shard.ranks) > 1:
+                if entry.is_replica(shard):
                     replicas.append(where)
                     continue
-                parts = hosts[shard.ranks[0] // plan.per_host, shard.columns] if entry.sharding in _SUMMED else 0
-                own.append((*where, shard.ranks[0], parts, columns[shard.rows], len(columns)))
+                parts = hosts[shard.ranks[0] // per_host, shard.columns] if is_summed else 0
+                own.append((*where, shard.ranks[0], parts, columns[shard.rows], row_parts))
         sharded = np.array(own, np.int64).reshape(-1, 10).T
         return Placement(
             sharded=Pieces(*sharded[:6]),
@@ -64,7 +65,7 @@ class Placement:
             row_parts=sharded[9],
             replicated=Pieces(*np.array(replicas, np.int64).reshape(-1, 6).T),
             num_ranks=plan.num_ranks,
-            per_host=plan.per_host,
+            per_host=per_host,
         )
 
     def by_rank(self, values: NDArray[np.float64]) -> NDArray[np.float64]:

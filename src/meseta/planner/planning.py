@@ -131,7 +131,7 @@ def _again(found: Planned, make: Callable[..., Problem]) -> Planned:
     if abs(found.prediction.step_s - expected_s) <= MAX_DOUBT * expected_s:
         return found
     problem = found.problem
-    placement = Placement.of(found.plan, problem.loads)
+    placement = Placement.of(found.plan, problem.loads, problem.topology.devices_per_host)
     cache_bytes = problem.cost_model.cache.cache_bytes
     held = problem.loads.held_samples(placement.sharded, placement.owner, placement.num_ranks, cache_bytes)
     other = _best(make(held_samples=float(held[found.prediction.bottleneck])))

@@ -69,18 +69,23 @@ def predict(
         cost_model: measured or documented constants; None: as documented for the kind of device.
         loads: of the workload, where they were made before: a search makes them once.
 
-    Raises MesetaError where the plan is for another number of ranks than the topology, or for other tables.
+    Raises MesetaError where the plan is for other ranks or hosts than the topology has, or for other tables.
     """
     if plan.num_ranks != topology.num_ranks:
         raise MesetaError(
             f"predict: the plan is for {plan.num_ranks} ranks, but the topology has {topology.num_ranks}; plan anew"
+        )
+    if plan.devices_per_host not in (None, topology.devices_per_host):
+        raise MesetaError(
+            f"predict: the plan is for hosts of {plan.devices_per_host} devices, but the topology has "
+            f"{topology.devices_per_host}; plan anew"
         )
     cost_model = cost_model or documented_cost_model(topology.device)
     loads = loads or WorkloadLoads(workload)
     unknown = [entry.table for entry in plan.tables if entry.table not in loads.index]
     if unknown:
         raise MesetaError(f"predict: the plan places table {unknown[0]!r}, which the workload does not have")
-    placement = Placement.of(plan, loads)
+    placement = Placement.of(plan, loads, topology.devices_per_host)
     share = cost_model.tiers.cached_share
     held = loads.held_samples(placement.sharded, placement.owner, plan.num_ranks, cost_model.cache.cache_bytes)
     sharded = loads.loads(placement.sharded, held_samples=held[placement.owner], cached_share=share)
