@@ -51,7 +51,7 @@ def local_batch(step: int, batch_size: int = 256) -> tuple[meseta.KeyedJaggedTen
 
 
 torch.manual_seed(0)
-plan = {"tables": {"user": "data_parallel", "item": "row_wise"}}  # or leave it out for the balanced one
+plan = {"tables": {"user": "data_parallel", "item": "row_wise"}}  # or leave it out and have one searched
 model = meseta.shard(Model(), plan)  # the one line that several processes need
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 for step in range(50):

@@ -18,7 +18,7 @@ VALUES: list[Any] = [
         "",
         " ",
         "auto",
-        "balanced",
+        "table_wise",
         "dlrm",
         "sgd",
         "x" * 3000,

@@ -35,7 +35,7 @@ def test_defaults(write: Any) -> None:
     assert (config.run_dir, config.data.dir, config.seed, config.device) == (Path("runs/a"), Path("data/a"), 0, "auto")
     assert (config.model.name, config.model.bottom_mlp, config.model.top_mlp) == ("dlrm", (512, 256, 64), (512, 256))
     assert (config.embedding.optimizer.name, config.dense.optimizer.name) == ("rowwise_adagrad", "adam")
-    assert (config.train.batch_size, config.train.max_steps, config.plan) == (2048, None, "balanced")
+    assert (config.train.batch_size, config.train.max_steps, config.plan) == (2048, None, "auto")
     with pytest.raises(ValidationError, match="frozen"):
         config.seed = 3  # type: ignore[misc]
 
@@ -73,21 +73,21 @@ def test_sections_with_all_keys_commented_out_are_empty(write: Any) -> None:
     assert load_config(path).train.epochs == 1
 
 
-def test_plan_is_balanced_a_path_or_written_inline(write: Any) -> None:
+def test_plan_is_auto_a_path_or_written_inline(write: Any) -> None:
     assert load_config(write(SMALL), ["plan=plans/two.yaml"]).plan == Path("plans/two.yaml")
-    assert load_config(write(SMALL), ["plan=balanced"]).plan == "balanced"
+    assert load_config(write(SMALL), ["plan=auto"]).plan == "auto"
     inline = {"tables": {"cat_0": {"sharding": "row_wise"}, "*": "table_wise"}}
     assert load_config(write(SMALL + yaml.safe_dump({"plan": inline}))).plan == inline
     assert load_config(write(SMALL), ["plan.tables.cat_0=row_wise"]).plan == {"tables": {"cat_0": "row_wise"}}
     for value in ("5", "[row_wise]"):
-        refused(write(SMALL), [f"plan={value}"], "key 'plan': it must be 'balanced', a path, or a mapping", "got ")
+        refused(write(SMALL), [f"plan={value}"], "key 'plan': it must be 'auto', a path, or a mapping", "got ")
     with pytest.raises(MesetaError) as caught:
         load_config(write(SMALL), ["plan=5"])
     assert str(caught.value).count("key 'plan'") == 1
 
 
 def test_a_resolved_config_reads_back(write: Any) -> None:
-    for override in ("plan=balanced", "plan=plans/two.yaml", "plan.tables.x=row_wise"):
+    for override in ("plan=auto", "plan=plans/two.yaml", "plan.tables.x=row_wise"):
         config = load_config(write(SMALL), [override, "model.bottom_mlp=[7]", "embedding.tables.x.init.scale=0.5"])
         assert load_config(write(yaml.safe_dump(config.model_dump(mode="json")))) == config
 

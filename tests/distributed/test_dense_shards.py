@@ -23,8 +23,8 @@ from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.jagged import KeyedJaggedTensor
 from meseta.models import make_model
 from meseta.optim.clip import global_norm
-from meseta.spec import FeatureSpec, MesetaError, TableSpec
-from meseta.train.build import make_plan, make_specs
+from meseta.spec import FeatureSpec, MesetaError, Plan, TableSpec
+from meseta.train.build import make_specs
 from meseta.train.memory import predict_memory
 from small_run import settings, train
 
@@ -202,7 +202,7 @@ def predicted_here(document: dict[str, Any]) -> tuple[int, int, list[int]]:
         config = RunConfig.model_validate({**document, "dense": {"sharding": sharding}})
         tables, features = make_specs(config, dataset)
         collection = EmbeddingBagCollection(tables, features)
-        plan = make_plan(config, dataset, collection, 2)
+        plan = Plan.from_dict(HOSTS, tables, 2)
         model = make_model(config.model, collection, len(dataset.dense), 0, "float32", dataset.labels)
         need = predict_memory(config, dataset, model, plan, {table.name: table for table in tables}, 0)
         needs.append(need.dense_part)

@@ -87,7 +87,7 @@ def test_one_process_and_many_train_the_same_model(
         "train__log_every_steps": 1,
     }
     common["embedding__optimizer__lr"] = 0.02
-    plans: dict[int, Any] = {1: "balanced", 2: MIXED, 4: HOSTS}
+    plans: dict[int, Any] = {1: "auto", 2: MIXED, 4: HOSTS}
     summaries = {
         size: train_on(ranks, size, settings(tiny, tmp_path / str(size), **common, plan=plan))
         for size, plan in plans.items()
@@ -122,7 +122,7 @@ def test_every_model_learns_and_is_the_same_on_two_ranks(ranks: Ranks, tiny: Pat
     one = train(settings(tiny, tmp_path / "one", **common))
     assert one["test"]["auc"] > 0.7  # that of a constant is 0.5
     assert (tmp_path / "one" / "report.html").stat().st_size > 1000
-    plan = "balanced" if model == "logistic_regression" else MIXED
+    plan = "auto" if model == "logistic_regression" else MIXED
     two = train_on(ranks, 2, settings(tiny, tmp_path / "two", **common, plan=plan))
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=0, atol=1e-10)
     assert two["test"]["auc"] == pytest.approx(one["test"]["auc"], abs=1e-6)
@@ -240,7 +240,7 @@ def test_saved_on_four_ranks_and_taken_up_elsewhere(ranks: Ranks, tiny: Path, tm
         for name in ("auc", "ne", "logloss", "calibration"):
             assert found[name] == pytest.approx(summary["test"][name], abs=1e-6)
     ends = {}
-    for size, plan in ((1, "balanced"), (2, {"tables": {"*": "row_wise"}}), (4, MIXED)):
+    for size, plan in ((1, "auto"), (2, {"tables": {"*": "row_wise"}}), (4, MIXED)):
         shutil.copytree(saved, tmp_path / str(size))
         ends[size] = train_on(ranks, size, settings(tiny, tmp_path / str(size), **common, plan=plan))
         assert ends[size]["num_steps"] == 28

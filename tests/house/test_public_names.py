@@ -9,8 +9,8 @@ from source_tree import SOURCE
 
 PUBLIC = {
     "meseta": """
-        EmbeddingBagCollection FeatureSpec InitSpec JaggedTensor KeyedJaggedTensor OptimizerSpec Plan Shard
-        ShardingType TableSpec Topology __version__ balanced_plan shard
+        EmbeddingBagCollection FeatureLoad FeatureSpec InitSpec JaggedTensor KeyedJaggedTensor OptimizerSpec Plan Shard
+        ShardingType TableSpec Topology Workload __version__ make_plan shard
     """,
     "meseta.checkpoint": """
         DamagedCheckpoint Difference Loaded Mirror Summary compare export fetch find_checkpoint latest
@@ -19,7 +19,7 @@ PUBLIC = {
     "meseta.comm": "BatchSlice DenseGradients Pending World",
     "meseta.config": """
         CheckpointConfig DataConfig DenseConfig DenseOptimizerConfig EarlyStoppingConfig EmbeddingConfig MetricsConfig
-        ModelConfig RunConfig ScheduleConfig TableConfig TrainConfig
+        ModelConfig PlannerConfig RunConfig ScheduleConfig TableConfig TrainConfig
         check_document load_config read_document set_default
     """,
     "meseta.data": "Batch Dataset PrepareOptions Reader ReaderOptions",
@@ -35,7 +35,7 @@ PUBLIC = {
     "meseta.optim": "Hyper RowOptimizer element_state make_row_optimizer row_state where",
     "meseta.pipeline": "StageTimes Step TrainStep",
     "meseta.planner": """
-        DoesNotFitError Planned Prediction balanced_plan documented_cost_model find_plan make_plan predict
+        DoesNotFitError Planned Prediction documented_cost_model find_plan make_plan predict
     """,
     "meseta.spec": """
         COLUMN_BLOCK CostModel DenseLoad DeviceKind FeatureLoad FeatureSpec IdPolicy InitSpec Link MesetaError

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
-from meseta.planner import balanced_plan, documented_cost_model, find_plan, make_plan, predict
+from meseta.planner import documented_cost_model, find_plan, make_plan, predict
 from meseta.planner.layout import NO_LIMIT, Machine, Ways
 from meseta.planner.partition import place_by_differencing
 from meseta.planner.problem import Problem, make_problem
@@ -144,7 +144,7 @@ def test_plans_tile_tables_and_keep_to_the_room(
 ) -> None:
     workload = random_workload(num_tables, seed, batch_size=512, max_rows=5.0)
     free = Topology(num_hosts=hosts[0], devices_per_host=hosts[1])
-    whole = balanced_plan(workload.tables, workload.features, free)
+    whole = Plan.from_dict({"tables": {"*": "table_wise"}}, workload.tables, free.num_ranks)
     needed = predict(whole, workload, free).peak_bytes().sum()
     topology = replace(free, hbm_bytes=int(room * needed / free.num_ranks) + 2_000_000, host_bytes=4 << 30)
     found = find_plan(workload, topology)

@@ -65,6 +65,12 @@ class World:
             return World.single(device)
         return World(rank=dist.get_rank(), size=dist.get_world_size(), device=torch.device(device))
 
+    @property
+    def ranks_per_host(self) -> int:
+        """As torchrun tells every rank; all of them, where nobody did."""
+        count = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        return count if count > 0 and self.size % count == 0 else self.size
+
     def apart(self) -> World:
         """The same ranks over gloo and on CPUs, for another thread: its collectives never meet those of this one.
         Collective."""

@@ -106,7 +106,7 @@ def _explain(error: Mapping[str, Any]) -> str:
     if not location:  # about several sections
         return str(error["ctx"]["error"])
     if location[0] == "plan":
-        return f"key 'plan': it must be 'balanced', a path, or a mapping with the key 'tables', got {error['input']!r}"
+        return f"key 'plan': it must be 'auto', a path, or a mapping with the key 'tables', got {error['input']!r}"
     if error["type"] == "model_type":
         return f"key {key!r}: it is a section and must hold keys, got {error['input']!r}"
     if error["type"] == "value_error":

@@ -352,6 +352,17 @@ class CheckpointConfig(Section):
     """'auto' goes on from the newest checkpoint of run_dir; 'never' refuses a run_dir that has one."""
 
 
+class PlannerConfig(Section):
+    """What plan 'auto' is made for."""
+
+    topology: Path | None = None
+    """File with the machines, see `meseta topology detect`; None: those at hand."""
+    cost_model: Path | None = None
+    """File that `meseta calibrate` has written; None: documented constants of the kind of device."""
+    constraints: Path | None = None
+    """File with what the plan has to keep to; None: nothing."""
+
+
 class RunConfig(Section):
     run_dir: Path
     """Where everything of this run goes."""
@@ -377,8 +388,11 @@ class RunConfig(Section):
     """What evaluations measure."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """What survives."""
-    plan: Literal["balanced"] | Path | dict[str, Any] = "balanced"
-    """'balanced', a plan file, or a plan written here (the short form of meseta.Plan.from_dict)."""
+    plan: Literal["auto"] | Path | dict[str, Any] = "auto"
+    """'auto' searches the plan with the shortest predicted step; else a plan file, or a plan written here (the short
+    form of meseta.Plan.from_dict)."""
+    planner: PlannerConfig = PlannerConfig()
+    """What plan 'auto' is made for."""
 
     @model_validator(mode="after")
     def _check(self) -> RunConfig:

@@ -14,8 +14,8 @@ from meseta.comm.dense_shards import shard_dense
 from meseta.embedding.base import Collection
 from meseta.embedding.collection import EmbeddingBagCollection
 from meseta.embedding.sharded import ShardedEmbeddingBagCollection
-from meseta.planner import balanced_plan
-from meseta.spec import MesetaError, Plan, Topology, nearest
+from meseta.planner import make_plan
+from meseta.spec import MesetaError, Plan, Topology, Workload, nearest
 
 Model = TypeVar("Model", bound=nn.Module)
 DENSE_SHARDINGS = ("replicated", "fsdp")
@@ -32,7 +32,7 @@ def shard(
     """Place the model's EmbeddingBagCollection on the ranks of this run; the same code runs on one process.
 
     Started plainly, the model is returned as it is. Under torchrun the collection is replaced by a sharded one (by
-    `plan`: a Plan, a plan document, a plan file, or None for the balanced one), dense parameters are taken from rank 0,
+    `plan`: a Plan, a plan document, a plan file, or None for the planner's), dense parameters are taken from rank 0,
     and from then on `loss.backward()` leaves every rank with the gradient of the global mean of the loss, when each
     rank's loss is the mean over its slice of the batch.
 
@@ -60,7 +60,7 @@ def shard(
     world = world or World.current(collection.device)
     if world.size == 1:
         return model
-    sharded = ShardedEmbeddingBagCollection(collection, resolve_plan(plan, collection, world.size), world)
+    sharded = ShardedEmbeddingBagCollection(collection, resolve_plan(plan, collection, world), world)
     owner = model.get_submodule(name.rpartition(".")[0])
     setattr(owner, name.rpartition(".")[2], sharded)
     with torch.no_grad():
@@ -75,11 +75,17 @@ def shard(
     return model
 
 
-def resolve_plan(plan: Plan | Mapping[str, Any] | str | Path | None, collection: Collection, num_ranks: int) -> Plan:
-    """A checked Plan from whatever the user gave."""
+def resolve_plan(plan: Plan | Mapping[str, Any] | str | Path | None, collection: Collection, world: World) -> Plan:
+    """A checked Plan from whatever the user gave.
+
+    For None it is searched for batches of 2,048 samples with one id per feature; who knows more of the ids gives a
+    Workload to `make_plan`.
+    """
+    num_ranks = world.size
     if plan is None:
-        topology = Topology(devices_per_host=num_ranks)
-        plan = balanced_plan(collection.tables, collection.features, topology)
+        workload = Workload(tables=collection.tables, features=collection.features, batch_size=2048)
+        per_host = world.ranks_per_host
+        plan = make_plan(workload, Topology(num_hosts=num_ranks // per_host, devices_per_host=per_host))
     elif isinstance(plan, (str, Path)):
         plan = Plan.load(plan, collection.tables, num_ranks)
     elif isinstance(plan, Mapping):

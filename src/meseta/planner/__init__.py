@@ -1,6 +1,5 @@
 """From tables and machines to a plan, and what a plan will cost. No torch here."""
 
-from meseta.planner.balanced import balanced_plan
 from meseta.planner.documented import documented_cost_model
 from meseta.planner.planning import DoesNotFitError, Planned, find_plan, make_plan
 from meseta.planner.predict import Prediction, predict
@@ -9,7 +8,6 @@ __all__ = [
     "DoesNotFitError",
     "Planned",
     "Prediction",
-    "balanced_plan",
     "documented_cost_model",
     "find_plan",
     "make_plan",

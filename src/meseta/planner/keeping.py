@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from meseta.planner.cost import cell_bytes
+from meseta.planner.sizes import cell_bytes
 from meseta.spec import MesetaError, Plan, Shard, TablePlan, TableSpec, Topology
 from meseta.spec.constraints import Keep
 from meseta.spec.plan_rules import check_scheme, check_tiling

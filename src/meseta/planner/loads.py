@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from meseta.planner.cost import WEIGHT_BYTES, compute_bytes, value_bytes
 from meseta.planner.reuse import Floats, row_classes
+from meseta.planner.sizes import WEIGHT_BYTES, compute_bytes, value_bytes
 from meseta.spec import MesetaError, Reuse, Tier, Workload
 
 Indices = NDArray[np.int64]

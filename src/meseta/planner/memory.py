@@ -7,11 +7,11 @@ from typing import Literal
 
 import numpy as np
 
-from meseta.planner.cost import compute_bytes, value_bytes
 from meseta.planner.exchange import id_bytes
 from meseta.planner.loads import TIERS, Loads, WorkloadLoads
 from meseta.planner.placement import Placement
 from meseta.planner.reuse import Floats
+from meseta.planner.sizes import compute_bytes, value_bytes
 from meseta.spec import Shard, TableSpec
 
 Phase = Literal["start", "first step", "steady", "evaluation", "checkpoint"]

@@ -101,7 +101,7 @@ def _read_table(table: TableSpec, entry: Mapping[Any, Any], per_host: int, held_
                 held_bytes[rank] += shard.num_rows * shard.num_columns * _VALUE_BYTES[table.dtype]
     cost = entry.get("cost", 0.0)
     if isinstance(cost, bool) or not isinstance(cost, int | float) or not 0.0 <= cost < float("inf"):
-        raise MesetaError(f"{where}: cost must be a finite number of bytes and not negative, got {cost!r}")
+        raise MesetaError(f"{where}: cost must be a finite number of seconds and not negative, got {cost!r}")
     return replace(placed, cost=float(cost))
 
 

@@ -72,7 +72,7 @@ class TablePlan:
     shards: tuple[Shard, ...]
     """Pieces, ordered by (row, column)."""
     cost: float = 0.0
-    """Predicted bytes that one sample moves through this table (rows read and written, exchanged both ways)."""
+    """Predicted seconds that the table adds to a step, over all ranks; 0 where nobody predicted."""
 
     def is_replica(self, shard: Shard) -> bool:
         """Whether every rank holds this piece, so that its rows are looked up at home."""

@@ -17,10 +17,10 @@ from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.embedding.base import Collection
 from meseta.models import make_model, wanted_embedding_dim
 from meseta.optim.schedule import learning_rate_factor
-from meseta.planner import balanced_plan
-from meseta.spec import FeatureSpec, InitSpec, MesetaError, OptimizerSpec, Plan, TableSpec, Topology, nearest
+from meseta.spec import FeatureSpec, InitSpec, MesetaError, OptimizerSpec, TableSpec, nearest
 from meseta.spec.optimizer import USED_FIELDS
 from meseta.train.memory import check_memory
+from meseta.train.planning import plan_run
 
 COUPLED = tuple(name for name, used in USED_FIELDS.items() if "weight_decay_mode" in used)
 """Row optimizers to whose gradient a penalty is added."""
@@ -73,23 +73,12 @@ def make_specs(config: RunConfig, dataset: Dataset) -> tuple[list[TableSpec], li
     return tables, features
 
 
-def make_plan(config: RunConfig, dataset: Dataset, collection: EmbeddingBagCollection, num_ranks: int) -> Plan:
-    """The plan of the config, checked against the tables and the number of ranks."""
-    if config.plan == "balanced":
-        factors = {column.name: column.statistics.mean_pooling_factor for column in dataset.sparse}
-        topology = Topology(devices_per_host=num_ranks)
-        return balanced_plan(collection.tables, collection.features, topology, factors)
-    if isinstance(config.plan, dict):
-        return Plan.from_dict(config.plan, collection.tables, num_ranks)
-    return Plan.load(config.plan, collection.tables, num_ranks)
-
-
 def make_sharded_model(config: RunConfig, dataset: Dataset, world: World) -> Any:
     """The model on this rank's device, its tables placed; `model.embeddings.plan` says where."""
     tables, features = make_specs(config, dataset)
     collection = EmbeddingBagCollection(tables, features, seed=config.seed, device=world.device)
-    plan = make_plan(config, dataset, collection, world.size)
     model = make_model(config.model, collection, len(dataset.dense), config.seed, config.dense.dtype, dataset.labels)
+    plan = plan_run(config, dataset, collection, model, world)
     # What is cut goes to its device module by module, since all of it may not fit there.
     is_whole = config.dense.sharding == "replicated" or world.size == 1
     model.to(device=world.device if is_whole else "cpu", dtype=collection.dtype)

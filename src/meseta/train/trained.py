@@ -61,12 +61,12 @@ def load_trained(
     every_row: bool = False,
 ) -> Trained:
     """Load the newest checkpoint of `run_dir`, or that of its best evaluation. A plan made for another number of ranks
-    gives way to a balanced one. The rows are those that data.filter leaves, or all where `every_row` says so.
+    gives way to one for this rank. The rows are those that data.filter leaves, or all where `every_row` says so.
 
     Raises MesetaError where there is no run, no checkpoint, no such split, or data with other features.
     """
     run = RunDir(run_dir)
-    config = run.load_config().model_copy(update={"plan": "balanced"})
+    config = run.load_config().model_copy(update={"plan": "auto"})
     path = _find_best(run, config) if best else checkpoint.newest(run.checkpoints)
     if path is None:
         raise MesetaError(f"run {str(run_dir)!r} has no checkpoint yet; train it first with `meseta train`")

@@ -137,7 +137,7 @@ def _legend(plan: PlanRecord, held: dict[int, list[Piece]]) -> str:
     for name in sorted(num_tables, key=lambda name: -held_bytes[name]):
         facts = f"{plural(num_tables[name], 'table')}, {num_bytes(held_bytes[name])}"
         if cost[name]:
-            facts += f", {num_bytes(cost[name])} moved per sample"
+            facts += f", {1e3 * cost[name]:.3g} ms of a step predicted, over all ranks"
         swatch = tag("span", class_=f"swatch {_colour(name)}")
         items.append(tag("li", swatch, tag("b", text(name)), " ", text(facts)))
     return tag("ul", *items, class_="legend")

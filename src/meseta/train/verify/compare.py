@@ -13,9 +13,8 @@ from torch import Tensor
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset import Dataset
-from meseta.embedding import EmbeddingBagCollection
 from meseta.spec import Plan, TableSpec
-from meseta.train.build import make_plan, make_specs
+from meseta.train.build import make_specs
 from meseta.train.verify.rules import (
     Mismatch,
     Rule,
@@ -25,7 +24,7 @@ from meseta.train.verify.rules import (
     rule_of,
     rule_of_loss,
 )
-from meseta.train.verify.steps import PHASES, StepResult, record_path, run_steps, slice_sizes
+from meseta.train.verify.steps import PHASES, PLAN_FILE, StepResult, record_path, run_steps, slice_sizes
 
 
 @dataclass
@@ -68,9 +67,10 @@ def compare(config: RunConfig, folder: Path, num_steps: int, num_ranks: int) -> 
     """
     dataset = Dataset.load(config.data.dir).with_labels(config.data.labels)
     tables, features = make_specs(config, dataset)
-    plan = make_plan(config, dataset, EmbeddingBagCollection(tables, features, seed=config.seed), num_ranks)
+    plan = Plan.load(folder / PLAN_FILE, tables, num_ranks)
+    (folder / PLAN_FILE).unlink()
     result = Verification(plan=plan, tables={phase: {t.name: TableResult() for t in tables} for phase in PHASES})
-    alone = config.model_copy(update={"plan": "balanced"})
+    alone = config.model_copy(update={"plan": "auto"})
     for phase in PHASES:
         comparison = _Phase(phase, tables, {f.name: f.table for f in features}, folder, result)
         for own in run_steps(alone, World.single(), phase, num_steps, num_ranks):

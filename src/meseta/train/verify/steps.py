@@ -22,7 +22,7 @@ from meseta.ops.random_rows import initial_rows
 from meseta.optim.clip import DenseClip
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import TrainStep
-from meseta.spec import MesetaError
+from meseta.spec import MesetaError, Plan
 from meseta.storage import TableShard
 from meseta.train.build import make_reader, make_sharded_model, make_specs, set_learning_rates, task_weights
 
@@ -38,6 +38,8 @@ class StepResult:
 
     number: int
     """From 1."""
+    plan: Plan
+    """Where the tables are."""
     shards: tuple[TableShard, ...]
     """After the step."""
     batch: KeyedJaggedTensor
@@ -86,7 +88,13 @@ def run_steps(config: RunConfig, world: World, phase: str, num_steps: int, num_r
             [checked] = (own.kjt for own in ids.check_ids(batch.sparse))  # prepared data have one batch size
             touched = _touched(ids, checked)
             yield StepResult(
-                number=number, shards=model.embeddings.shards, batch=checked, touched=touched, loss=loss, pooled=pooled
+                number=number,
+                plan=model.embeddings.plan,
+                shards=model.embeddings.shards,
+                batch=checked,
+                touched=touched,
+                loss=loss,
+                pooled=pooled,
             )
             if number == num_steps:
                 return
@@ -144,6 +152,10 @@ def _touched(collection: EmbeddingBagCollection, ids: KeyedJaggedTensor) -> dict
     }
 
 
+PLAN_FILE = "plan.json"
+"""In the folder of `record`: the plan of the ranks."""
+
+
 def record(config: RunConfig, world: World, folder: Path, num_steps: int) -> None:
     """Run every phase on the ranks of `world`, and write what each step leaves to `folder`. Collective.
 
@@ -158,6 +170,8 @@ def _record_phase(config: RunConfig, world: World, folder: Path, phase: str, num
     """A function, so that the model of one phase is gone before the next makes its own."""
     at_rest: dict[int, Tensor] = {}
     for result in run_steps(config, world, phase, num_steps, world.size):
+        if world.rank == 0:
+            result.plan.save(folder / PLAN_FILE)
         pieces = []
         for index, shard in enumerate(result.shards):
             first, stop = shard.shard.rows

@@ -1,0 +1,32 @@
+"""Bytes of rows and of their optimizer state."""
+
+from __future__ import annotations
+
+import math
+
+from meseta.spec import TableSpec
+
+WEIGHT_BYTES = 4
+"""The weight of one id on the wire."""
+
+
+def value_bytes(table: TableSpec) -> int:
+    """Bytes of one number of a row, as it is stored."""
+    return {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}[table.dtype]
+
+
+def compute_bytes(table: TableSpec) -> int:
+    """Bytes of one number of what is computed from rows: bags, gradients, optimizer state."""
+    return 8 if table.dtype == "float64" else 4
+
+
+def state_bytes_per_row(table: TableSpec) -> int:
+    """Bytes of optimizer state beside one row."""
+    per_element, per_row = table.optimizer.num_states
+    return (per_element * table.embedding_dim + per_row) * compute_bytes(table)
+
+
+def cell_bytes(table: TableSpec, num_rows: int, num_columns: int) -> int:
+    """Bytes of a shard of `num_rows` x `num_columns` with its optimizer state, rounded up."""
+    row_bytes = table.embedding_dim * value_bytes(table) + state_bytes_per_row(table)
+    return math.ceil(num_rows * row_bytes * num_columns / table.embedding_dim)

@@ -1,0 +1,85 @@
+"""The plan of a run: given in its config, or made for the machines that it runs on."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from meseta.comm import World
+from meseta.config import RunConfig
+from meseta.data.dataset import Dataset
+from meseta.embedding import EmbeddingBagCollection
+from meseta.measure.doctor.system import System, read_limits
+from meseta.planner import find_plan
+from meseta.spec import CostModel, DeviceKind, MesetaError, Plan, Topology
+from meseta.spec.constraints import Constraints
+from meseta.train.workload import make_workload
+
+_KINDS: tuple[DeviceKind, ...] = ("b200", "h200", "h100", "a100")
+
+
+def plan_run(
+    config: RunConfig, dataset: Dataset, collection: EmbeddingBagCollection, model: nn.Module, world: World
+) -> Plan:
+    """The plan of the config, checked against the tables and the ranks; the same on every rank. Collective.
+
+    'auto' searches one for this run's ranks and hosts, the statistics of the dataset, and the operations of `model`.
+    A checkpoint loads under any plan, so a run that goes on on other machines plans anew.
+    Raises MesetaError for a plan, topology, cost model or constraints that do not fit, and where nothing fits, with
+    what would.
+    """
+    if isinstance(config.plan, dict):
+        return Plan.from_dict(config.plan, collection.tables, world.size)
+    if config.plan != "auto":
+        return Plan.load(config.plan, collection.tables, world.size)
+    if world.size == 1:
+        return collection.plan
+    given = config.planner
+    return find_plan(
+        make_workload(config, dataset, collection.tables, collection.features, model),
+        run_topology(config, world),
+        None if given.cost_model is None else CostModel.load(given.cost_model),
+        None if given.constraints is None else Constraints.load(given.constraints),
+    ).plan
+
+
+def run_topology(config: RunConfig, world: World) -> Topology:
+    """The machines of this run: those of `planner.topology`, else these hosts, with the memory that they have in all.
+    Collective.
+
+    What is free at the moment is left out of account, so that the same machines always get the same plan. Raises
+    MesetaError where the file is of other machines.
+    """
+    if config.planner.topology is None:
+        least = min(world.gather_objects(_memory_bytes(world) or 0))
+        kind: DeviceKind = "cpu" if world.device.type == "cpu" else _gpu_kind(world.device)
+        return Topology(
+            num_hosts=world.size // world.ranks_per_host,
+            devices_per_host=world.ranks_per_host,
+            device=kind,
+            hbm_bytes=least or None,
+        )
+    topology = Topology.load(config.planner.topology)
+    if (topology.num_ranks, topology.devices_per_host) != (world.size, world.ranks_per_host):
+        raise MesetaError(
+            f"topology file {str(config.planner.topology)!r}: it has {topology.num_hosts} hosts with "
+            f"{topology.devices_per_host} devices each, but this run has {world.size} ranks, {world.ranks_per_host} on "
+            "a host; correct the file, or leave planner.topology out to plan for the machines at hand"
+        )
+    return topology
+
+
+def _memory_bytes(world: World) -> int | None:
+    """Of this rank's device, or its share of the host's; None where the system does not tell."""
+    if world.device.type == "cuda":
+        return int(torch.cuda.get_device_properties(world.device).total_memory)
+    system = System()
+    found = [system.bytes_of("proc/meminfo", "MemTotal"), read_limits(system).memory_bytes]
+    known = [value for value in found if value is not None]
+    return min(known) // world.ranks_per_host if known else None
+
+
+def _gpu_kind(device: torch.device) -> DeviceKind:
+    """By the device's name; A100 for one that is not known."""
+    name = torch.cuda.get_device_name(device).lower()
+    return next((kind for kind in _KINDS if kind in name), "a100")
