@@ -10,6 +10,7 @@ from types import FrameType
 import typer
 
 from meseta.cli.bench import app as bench_app
+from meseta.cli.calibrate import calibrate
 from meseta.cli.checkpoint import app as checkpoint_app
 from meseta.cli.data import app as data_app
 from meseta.cli.doctor import doctor
@@ -19,6 +20,7 @@ from meseta.cli.predict import predict
 from meseta.cli.prepare import prepare
 from meseta.cli.report import report
 from meseta.cli.sweep import sweep
+from meseta.cli.topology import app as topology_app
 from meseta.cli.train import train
 from meseta.cli.verify import verify
 from meseta.spec import MesetaError
@@ -41,6 +43,8 @@ app.command(name="eval")(evaluate)
 app.command()(predict)
 app.command()(report)
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(topology_app, name="topology")
+app.command()(calibrate)
 app.command()(doctor)
 
 

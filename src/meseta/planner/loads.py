@@ -10,11 +10,13 @@ from numpy.typing import NDArray
 
 from meseta.planner.reuse import Floats, row_classes
 from meseta.planner.sizes import WEIGHT_BYTES, compute_bytes, value_bytes
-from meseta.spec import MesetaError, Reuse, Tier, Workload
+from meseta.spec import COLUMN_BLOCK, MesetaError, Reuse, Tier, Workload
 
 Indices = NDArray[np.int64]
 TIERS: tuple[Tier, ...] = ("hbm", "host", "cached", "disk")
 """Numbers in `Pieces.tier` index this."""
+LINE_BYTES = 64
+"""What memory gives at a time."""
 _POWERS = np.linspace(-1.0, 10.0, 45)
 """Powers of ten of samples, at which what a cache holds is tried."""
 
@@ -71,9 +73,14 @@ class Loads:
     distinct: Floats
     """Rows looked up at least once."""
     lookup_misses: Floats
-    """Rows that the lookup fetches from the device's memory; other lookups find theirs in a cache."""
+    """Rows that the lookup fetches from the device's memory, narrow rows in one line counting as one; other lookups
+    find theirs in a cache."""
     update_misses: Floats
-    """Rows that the update fetches from there."""
+    """Rows that the update fetches from there, counted alike."""
+    update_bytes: Floats
+    """Lines of rows and state that the update reads and writes."""
+    update_miss_share: Floats
+    """Share of them that come from the device's memory."""
     tier_misses: Floats
     """Rows that a step fetches from the tier below the device's memory, and writes back to it."""
     columns: Floats
@@ -88,6 +95,8 @@ class Loads:
     """Rows of the piece."""
     is_half: NDArray[np.bool_]
     """Whether rows are stored in 16 bits."""
+    is_unaligned: NDArray[np.bool_]
+    """Whether bags lie off the borders of vectors, since a table of the model has no multiple of 16 columns."""
     is_frozen: NDArray[np.bool_]
     """Whether rows never change."""
     weight_bytes: Floats
@@ -206,9 +215,12 @@ class WorkloadLoads:
         share = self.lookup_share(pieces)
         ids = samples * self.ids_per_sample[t] * share
         distinct = np.minimum(self.distinct(pieces, samples), ids)
-        fresh = self.distinct(pieces, held + samples) - self.distinct(pieces, held)
-        columns, number_bytes = pieces.num_columns.astype(np.float64), np.full(len(t), float(self.wide))
+        columns = pieces.num_columns.astype(np.float64)
         touched = np.where(self.steps_all[t], pieces.num_rows, distinct)
+        row_bytes, state_bytes = self._row_bytes(pieces)
+        miss_share = 1.0 - np.clip(held / max(samples, 1.0), 0.0, 1.0)
+        before, after = self.distinct(pieces, held), self.distinct(pieces, held + samples)
+        fresh = _units(after, pieces.num_rows, row_bytes) - _units(before, pieces.num_rows, row_bytes)
         bags = samples * self.num_pooled[t]
         return Loads(
             shards=self.num_features[t],
@@ -218,14 +230,18 @@ class WorkloadLoads:
             rows_out=bags + ids * (1.0 - self.pooled_ids[t] / np.maximum(self.ids_per_sample[t], 1e-12)),
             distinct=touched,
             lookup_misses=np.clip(fresh, 0.0, distinct),
-            update_misses=touched * (1.0 - np.clip(held / max(samples, 1.0), 0.0, 1.0)),
+            update_misses=_units(touched, pieces.num_rows, row_bytes) * miss_share,
+            update_bytes=_line_bytes(touched, pieces.num_rows, row_bytes)
+            + _line_bytes(touched, pieces.num_rows, state_bytes),
+            update_miss_share=miss_share,
             tier_misses=self._tier_misses(pieces, samples, distinct, cached_share),
             columns=columns,
-            row_bytes=columns * self.value_bytes[t],
-            state_bytes=(columns * self.element_states[t] + self.row_states[t]) * self.compute_bytes[t],
-            number_bytes=number_bytes,
+            row_bytes=row_bytes,
+            state_bytes=state_bytes,
+            number_bytes=np.full(len(t), float(self.wide)),
             num_rows=pieces.num_rows.astype(np.float64),
             is_half=self.value_bytes[t] == 2,
+            is_unaligned=np.full(len(t), bool((self.dims % COLUMN_BLOCK).any())),
             is_frozen=np.array([name == "frozen" for name in self.optimizers], bool)[self.optimizer[t]],
             weight_bytes=np.full(len(t), float(WEIGHT_BYTES * self.any_weighted)),
             optimizer=self.optimizer[t],
@@ -237,19 +253,24 @@ class WorkloadLoads:
         """Samples whose rows fit together into the cache of each owner [num_owners]: how long a row that is not looked
         up stays there, if the one unused for longest leaves first (P. J. Denning, "The working set model for program
         behavior", Communications of the ACM 11, 1968). `owners` is the rank of each piece [n]."""
-        t = pieces.table
-        columns = pieces.num_columns.astype(np.float64)
-        state = (columns * self.element_states[t] + self.row_states[t]) * self.compute_bytes[t]
-        # Memory comes in lines of 64 bytes; the state of a row lies apart from it.
-        row_bytes = 64.0 * (np.ceil(columns * self.value_bytes[t] / 64.0) + np.ceil(state / 64.0))
-        filled = np.stack(
-            [np.bincount(owners, self.distinct(pieces, 10.0**power) * row_bytes, num_owners) for power in _POWERS]
-        )
+        sizes = self._row_bytes(pieces)
+
+        def held_bytes(num_samples: float) -> Floats:
+            rows = self.distinct(pieces, num_samples)
+            return sum((_line_bytes(rows, pieces.num_rows, size) for size in sizes), np.zeros(len(rows)))
+
+        filled = np.stack([np.bincount(owners, held_bytes(10.0**power), num_owners) for power in _POWERS])
         above = np.minimum((filled <= cache_bytes).sum(axis=0), len(_POWERS) - 1)
         below, each = np.maximum(above - 1, 0), np.arange(num_owners)
         first, last = filled[below, each], filled[above, each]
         part = np.clip((cache_bytes - first) / np.maximum(last - first, 1e-12), 0.0, 1.0)
         return 10.0 ** (_POWERS[below] + part * (_POWERS[above] - _POWERS[below]))
+
+    def _row_bytes(self, pieces: Pieces) -> tuple[Floats, Floats]:
+        """Of a row of each piece, and of its optimizer state [n]."""
+        t, columns = pieces.table, pieces.num_columns.astype(np.float64)
+        state = (columns * self.element_states[t] + self.row_states[t]) * self.compute_bytes[t]
+        return columns * self.value_bytes[t], state
 
     def _overlap(self, pieces: Pieces, extents: Floats) -> Floats:
         """Rows of each class that lie in each piece [n, K]."""
@@ -277,3 +298,16 @@ class WorkloadLoads:
                 self.distinct(own, held + samples) - self.distinct(own, held), 0.0, distinct[cached]
             )
         return misses
+
+
+def _units(rows: Floats, num_rows: Indices, row_bytes: Floats) -> Floats:
+    """Rows that are touched, or lines where several rows share one: of L lines of k rows, L (1 - (1 - rows / all)^k) if
+    the rows lie anywhere."""
+    per_line = np.clip(np.floor(LINE_BYTES / np.maximum(row_bytes, 1.0)), 1.0, None)
+    share = np.clip(rows / num_rows, 0.0, 1.0)
+    return num_rows / per_line * (1.0 - (1.0 - share) ** per_line)
+
+
+def _line_bytes(rows: Floats, num_rows: Indices, row_bytes: Floats) -> Floats:
+    """Bytes of the lines that these rows touch."""
+    return _units(rows, num_rows, row_bytes) * LINE_BYTES * np.ceil(row_bytes / LINE_BYTES)

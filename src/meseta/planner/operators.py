@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from meseta.planner.loads import TIERS, Loads
+from meseta.planner.loads import LINE_BYTES, TIERS, Loads
 from meseta.planner.reuse import Floats
 from meseta.spec import CostModel
 
-LINE_BYTES = 64
-"""What memory gives at a time."""
+LANES = 16
+"""Numbers of a vector."""
+LONG_BYTES = 128
+"""Longer rows are more than a pair of lines, which memory gives together."""
 PAGE_BYTES = 4096
 """What a disk gives at a time."""
 
@@ -17,6 +19,11 @@ PAGE_BYTES = 4096
 def lines(num_bytes: Floats) -> Floats:
     """Bytes of the lines that so many bytes touch."""
     return LINE_BYTES * np.ceil(num_bytes / LINE_BYTES)
+
+
+def lanes(columns: Floats) -> Floats:
+    """Numbers that a row is computed in: vectors have 16."""
+    return LANES * np.ceil(columns / LANES)
 
 
 def lookup_terms(loads: Loads) -> dict[str, Floats]:
@@ -29,25 +36,29 @@ def lookup_terms(loads: Loads) -> dict[str, Floats]:
         "hit_byte_s": (loads.ids - loads.lookup_misses) * row_bytes,
         "miss_s": loads.lookup_misses,
         "miss_byte_s": loads.lookup_misses * row_bytes,
-        "out_byte_s": loads.answer_bytes,
-        "half_number_s": loads.is_half * loads.ids * loads.columns,
+        "narrow_miss_s": loads.lookup_misses * (loads.columns % LANES > 0),
+        "long_miss_s": loads.lookup_misses * (row_bytes > LONG_BYTES),
+        "out_byte_s": loads.rows_out * lines(loads.columns * loads.number_bytes),
+        "unaligned_byte_s": loads.rows_out * lines(loads.columns * loads.number_bytes) * loads.is_unaligned,
+        "half_number_s": loads.is_half * loads.ids * lanes(loads.columns),
     }
 
 
 def update_terms(loads: Loads) -> dict[str, Floats]:
     """What multiplies each constant of an UpdateCost, per piece [n], zero for frozen tables; those of `number_s` are
     named after their optimizers. `call_s` is paid once a call and left out."""
-    row_bytes = lines(loads.row_bytes) + lines(loads.state_bytes)
-    numbers = loads.distinct * loads.columns
+    numbers = loads.distinct * lanes(loads.columns)
     terms = {
         "shard_s": loads.shards,
         "bag_s": loads.bags,
         "id_s": loads.ids,
-        "gradient_byte_s": loads.ids * loads.columns * loads.number_bytes,
+        "gradient_byte_s": loads.ids * lines(loads.columns * loads.number_bytes),
         "row_s": loads.distinct,
-        "hit_byte_s": (loads.distinct - loads.update_misses) * row_bytes,
+        "hit_byte_s": loads.update_bytes * (1.0 - loads.update_miss_share),
         "miss_s": loads.update_misses,
-        "miss_byte_s": loads.update_misses * row_bytes,
+        "miss_byte_s": loads.update_bytes * loads.update_miss_share,
+        "narrow_miss_s": loads.update_misses * (loads.columns % LANES > 0),
+        "long_miss_s": loads.update_misses * (loads.row_bytes > LONG_BYTES),
         "half_number_s": loads.is_half * numbers,
     }
     terms |= {name: numbers * (loads.optimizer == number) for number, name in enumerate(loads.optimizers)}

@@ -76,7 +76,7 @@ def row_classes(num_rows: Sequence[int], pooling: Sequence[float], reuse: Sequen
     window_ids = np.full(n, np.inf)
     for table, (rows, factor, own) in enumerate(zip(num_rows, pooling, reuse, strict=True)):
         ids = 0.0 if own is None else own.window_samples * factor
-        classes = _classes(rows, ids, own) if own is not None and ids > 0.0 else None
+        classes = bins_of(rows, ids, own) if own is not None and ids > 0.0 else None
         if classes is None:
             extents[table, 0], shares[table, 0], seen[table] = rows, 1.0, rows
             continue
@@ -88,7 +88,7 @@ def row_classes(num_rows: Sequence[int], pooling: Sequence[float], reuse: Sequen
     return RowClasses(extents, counts, shares, seen, coldest, window_ids)
 
 
-def _classes(num_rows: int, num_ids: float, reuse: Reuse) -> tuple[Floats, Floats, Floats] | None:
+def bins_of(num_rows: int, num_ids: float, reuse: Reuse) -> tuple[Floats, Floats, Floats] | None:
     """(rows, lookups of a row, share of the lookups) of each bin that has any, the hottest first; None where all are
     empty.
 

@@ -33,11 +33,17 @@ class LookupCost:
     miss_s: float = 0.0
     """Of a row that comes from the device's memory."""
     miss_byte_s: float = 0.0
-    """Of a byte of such a row."""
+    """Of a byte of such a row, in lines of 64."""
+    narrow_miss_s: float = 0.0
+    """Of such a row, if it does not fill vectors of 16 numbers, on top."""
+    long_miss_s: float = 0.0
+    """Of such a row, if it is longer than 128 bytes, on top."""
     out_byte_s: float = 0.0
-    """Of a byte of a pooled bag, written."""
+    """Of a byte of a pooled bag, written, in lines of 64."""
+    unaligned_byte_s: float = 0.0
+    """Of such a byte, where a table of the model has no multiple of 16 columns, on top."""
     half_number_s: float = 0.0
-    """Of a number that is stored in 16 bits, on top."""
+    """Of a number that is stored in 16 bits, in vectors of 16, on top."""
     measured: bool = False
     """Whether measured on this machine; else as documented."""
     source: str = ""
@@ -57,7 +63,7 @@ class UpdateCost:
     id_s: float = 0.0
     """Of an id that is sorted and whose gradient is added."""
     gradient_byte_s: float = 0.0
-    """Of a byte of the gradient of an id."""
+    """Of a byte of the gradient of an id, in lines of 64."""
     row_s: float = 0.0
     """Of a distinct row."""
     hit_byte_s: float = 0.0
@@ -65,11 +71,15 @@ class UpdateCost:
     miss_s: float = 0.0
     """Of a distinct row that comes from the device's memory."""
     miss_byte_s: float = 0.0
-    """Of a byte of such a row and its state, read and written back."""
+    """Of a byte of such a row and its state, read and written back, in lines of 64."""
+    narrow_miss_s: float = 0.0
+    """Of such a row, if it does not fill vectors of 16 numbers, on top."""
+    long_miss_s: float = 0.0
+    """Of such a row, if it is longer than 128 bytes, on top."""
     number_s: Mapping[str, float] = field(default_factory=dict)
-    """Of a number of a distinct row, by row optimizer; one that is not named costs as the dearest."""
+    """Of a number of a distinct row, in vectors of 16, by row optimizer; one that is not named costs as the dearest."""
     half_number_s: float = 0.0
-    """Of a number that is rounded to 16 bits, on top."""
+    """Of a number that is rounded to 16 bits, in vectors of 16, on top."""
     measured: bool = False
     """Whether measured on this machine; else as documented."""
     source: str = ""

@@ -1,0 +1,66 @@
+"""`meseta calibrate`: what operators and collectives cost on this machine, for `meseta plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meseta.cli.files import check_place, write_whole
+
+if TYPE_CHECKING:
+    from meseta.measure.calibrate.run import Calibration
+
+BUSY = 0.5
+"""Processors of others, above which figures are doubtful."""
+
+
+def calibrate(
+    out: Annotated[Path, typer.Option(help="YAML file of the cost model.")] = Path("cost.yaml"),
+    threads: Annotated[int, typer.Option(min=1, help="Threads of a rank.")] = 1,
+    ranks: Annotated[int, typer.Option(min=2, help="Processes that collectives are measured between.")] = 2,
+    seconds: Annotated[float, typer.Option(min=1.0, help="Time to spend; more combinations, better figures.")] = 40.0,
+) -> None:
+    """Measure lookups, updates, matrix products and collectives of CPU ranks here, and fit the planner's cost model."""
+    import yaml
+
+    from meseta.measure.calibrate.run import calibrate as measure
+
+    check_place(out)
+    with _Bar() as show:
+        found = measure(threads, ranks, seconds, show)
+    write_whole(out, yaml.safe_dump(found.cost_model.to_dict(), sort_keys=False))
+    _report(found)
+    typer.echo(f"wrote {out}")
+
+
+def _report(found: Calibration) -> None:
+    typer.echo(f"measured in {found.seconds:.0f} s; error on what the fit has not seen:")
+    for name, error in found.errors.items():
+        typer.echo(f"  {name:<12} median {error.median:.1%}, 95th percentile {error.largest:.1%}, of {error.count}")
+    if found.others > BUSY:
+        typer.echo(
+            f"note: other programs kept {found.others:.1f} processors busy; calibrate again when the machine is quiet",
+            err=True,
+        )
+
+
+class _Bar:
+    """A bar on standard error; called with what happens and the share that is done."""
+
+    def __enter__(self) -> _Bar:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        self.progress = Progress(*columns, console=Console(stderr=True), refresh_per_second=4)
+        self.progress.start()
+        self.task = self.progress.add_task("starting", total=1.0)
+        return self
+
+    def __call__(self, text: str, share: float) -> None:
+        self.progress.update(self.task, description=text, completed=min(share, 1.0))
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()

@@ -1,0 +1,76 @@
+"""Collectives between processes of this machine, packing before and after them, and matrix products, timed."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from meseta.comm import World
+from meseta.measure.contender import Contender
+from meseta.ops.bucketize import bucketize_features
+
+
+class CollectiveTimer(Contender):
+    """One of several ranks over gloo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World.current()
+
+    def facts(self) -> dict[str, Any]:
+        return {"actions": [], "versions": {"torch": torch.__version__}}
+
+    def time_collective(self, kind: str, num_bytes: int, num_rounds: int) -> float:
+        """Median seconds of an 'all_to_all' in which every rank sends `num_bytes` to all others together, or of an
+        'all_reduce' of `num_bytes`."""
+        world = self.world
+        if kind == "all_reduce":
+            buffer = torch.zeros(max(num_bytes // 4, 1))
+            return _median(lambda: world.all_reduce(buffer), num_rounds, world.barrier)
+        each = max(num_bytes // 4 // max(world.size - 1, 1), 1)
+        splits = [0 if rank == world.rank else each for rank in range(world.size)]
+        buffer = torch.zeros(sum(splits))
+        return _median(lambda: world.all_to_all(buffer, splits, splits).wait(), num_rounds, world.barrier)
+
+
+class ComputeTimer(Contender):
+    """What else a rank computes in a step."""
+
+    def facts(self) -> dict[str, Any]:
+        return {"actions": [], "versions": {"torch": torch.__version__}}
+
+    def time_product(self, dtype: str, shape: list[int], num_rounds: int, threads: int) -> float:
+        """Median seconds of [m, k] @ [k, n]."""
+        torch.set_num_threads(threads)
+        m, k, n = shape
+        left, right = (torch.randn(size, dtype=getattr(torch, dtype)) for size in ((m, k), (k, n)))
+        return _median(lambda: torch.mm(left, right), num_rounds)
+
+    def time_copy(self, num_bytes: int, num_rounds: int, threads: int) -> float:
+        """Median seconds of joining 64 pieces of `num_bytes` together."""
+        torch.set_num_threads(threads)
+        pieces = torch.zeros(num_bytes // 4).chunk(64)
+        return _median(lambda: torch.cat(pieces[::-1]), num_rounds)
+
+    def time_buckets(self, num_ids: int, num_rounds: int, threads: int) -> float:
+        """Median seconds of sorting `num_ids` ids of eight features by four row ranges."""
+        torch.set_num_threads(threads)
+        ids = torch.randint(0, 1 << 20, (num_ids // 80 * 80,))
+        lengths = torch.full((len(ids) // 10,), 10)
+        cuts = [tuple(range(0, (1 << 20) + 1, 1 << 18))] * 8
+        return _median(lambda: bucketize_features(ids, lengths, cuts), num_rounds)
+
+
+def _median(call: Callable[[], object], num_rounds: int, barrier: Callable[[], object] = lambda: None) -> float:
+    """Seconds of a call, after two that warm up."""
+    spent = []
+    for _ in range(num_rounds + 2):
+        barrier()
+        start = time.perf_counter()
+        call()
+        spent.append(time.perf_counter() - start)
+    return statistics.median(spent[2:])

@@ -1,0 +1,45 @@
+"""Random combinations of tables on one rank, from which a cost model is fitted."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meseta.measure.tasks import DIMS, LAWS, MIN_ROWS, Task, TaskTable, random_table
+from meseta.planner.sizes import cell_bytes
+from meseta.spec import OptimizerSpec, TableSpec
+
+OPTIMIZERS = ("rowwise_adagrad", "sgd", "adagrad", "adam")
+DTYPES = ("float32", "float16", "bfloat16")
+BATCH_SIZES = (512, 1024, 2048, 4096)
+MAX_TABLES = 24
+MAX_IDS = 600_000
+"""Of a batch, so that a measurement takes a tenth of a second."""
+
+
+def random_combination(seed: int, memory_bytes: float) -> Task:
+    """Combination number `seed`: 1 to 24 tables (log-uniform) that fit into `memory_bytes` with their state.
+
+    Half of them have tables of one width, so that the constants of rows and of bytes can be told apart; two thirds are
+    in float32 with row-wise Adagrad, as most models are."""
+    random = np.random.default_rng([7, seed])
+    plain = random.random() < 0.67
+    dtype = "float32" if plain else str(random.choice(DTYPES))
+    optimizer = OPTIMIZERS[0] if plain else str(random.choice(OPTIMIZERS))
+    dims = [int(random.choice(DIMS))] if random.random() < 0.5 else list(DIMS)
+    batch_size, law = int(random.choice(BATCH_SIZES)), int(random.integers(len(LAWS)))
+    number = round(float(np.exp(random.uniform(0.0, np.log(MAX_TABLES)))))
+    tables: list[TaskTable] = []
+    left, ids = memory_bytes, 0.0
+    for _ in range(number):
+        table = random_table(random, dims, law)
+        spec = TableSpec(
+            name="t", num_embeddings=table.num_rows, embedding_dim=table.dim, optimizer=OptimizerSpec(name=optimizer)
+        )
+        size = cell_bytes(spec, spec.num_embeddings, spec.embedding_dim)
+        if size > left or (tables and ids + table.pooling * batch_size > MAX_IDS):
+            continue
+        left, ids = left - size, ids + table.pooling * batch_size
+        tables.append(table)
+    if not tables:
+        tables = [TaskTable(num_rows=int(MIN_ROWS), dim=dims[0], pooling=1.0, law=law)]
+    return Task(seed=seed, tables=tuple(tables), batch_size=batch_size, dtype=dtype, optimizer=optimizer)

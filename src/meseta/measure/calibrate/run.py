@@ -1,0 +1,240 @@
+"""One calibration: what is measured in which order, what is fitted to it, and how well the fit predicts the rest."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from meseta.measure.calibrate.combinations import OPTIMIZERS, random_combination
+from meseta.measure.calibrate.fit import Floats, errors_of, fit_relative
+from meseta.measure.quiet import processor_s
+from meseta.measure.tasks import Task
+from meseta.measure.team import Member, Team
+from meseta.planner import documented_cost_model
+from meseta.planner.loads import Loads, Pieces, WorkloadLoads
+from meseta.planner.operators import lookup_terms, update_terms
+from meseta.spec import CostModel, Link
+from meseta.spec.cost_model import CacheCost, DenseCost, ExchangeCost, LookupCost, UpdateCost
+
+MEMORY_BYTES = 2_000_000_000
+"""Rows and state of the largest combination."""
+CACHE_BYTES = (1e6, 2e6, 4e6, 8e6, 16e6, 32e6)
+"""Sizes of the cache that are tried."""
+EXCHANGED_BYTES = (4_096, 32_768, 262_144, 1_048_576, 4_194_304, 16_777_216)
+PRODUCTS = ((256, 512, 256), (512, 512, 512), (2048, 512, 256), (2048, 1024, 1024))
+_ENTRY = "meseta.measure.calibrate."
+MAX_OTHERS = 0.2
+"""A measurement during which others kept more processors busy is repeated."""
+NUM_TRIES = 3
+"""Of such a measurement; the fastest counts."""
+_HELD_OUT = 5
+"""Each so many-th measurement is kept from the fit, to judge it by."""
+
+
+@dataclass(frozen=True)
+class Error:
+    """Relative errors of predictions of what the fit has not seen."""
+
+    median: float
+    largest: float
+    """The 95th percentile."""
+    count: int
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A fitted model and how good it is."""
+
+    cost_model: CostModel
+    errors: Mapping[str, Error]
+    """Of 'lookup', 'update', 'all_to_all', 'all_reduce'."""
+    others: float
+    """Processors that other programs kept busy meanwhile, on average."""
+    seconds: float
+    """That it took."""
+
+
+RankPieces = tuple[tuple[int, tuple[int, int], tuple[int, int]], ...]
+"""(index of the table, rows, columns) of each."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank's pieces took."""
+
+    task: Task
+    pieces: RankPieces
+    lookup_s: float
+    update_s: float
+
+    @cached_property
+    def workload(self) -> WorkloadLoads:
+        """Of the task."""
+        return WorkloadLoads(self.task.workload())
+
+
+def calibrate(num_threads: int, num_ranks: int, budget_s: float, log: Callable[[str, float], None]) -> Calibration:
+    """Measure collectives between `num_ranks` processes, matrix products and operators with `num_threads` threads,
+    until `budget_s` seconds are over, and fit. `log` is told what happens, and the share that is done.
+
+    Raises MesetaError where a process fails."""
+    start_s, before = time.perf_counter(), processor_s([os.getpid()])
+    model = replace(documented_cost_model("cpu"), num_threads=num_threads)
+    source = f"meseta calibrate, {date.today().isoformat()}, {num_threads} threads a rank"
+    log("collectives", 0.0)
+    exchange, errors = _measure_exchange(num_ranks, num_threads, source, model.exchange)
+    log("matrix products", (time.perf_counter() - start_s) / budget_s)
+    dense, exchange = _measure_compute(num_threads, source, exchange)
+    measured = _measure_operators(num_threads, start_s + budget_s, start_s, log)
+    lookup, update, cache, more = fit_operators(measured, source)
+    elapsed_s = time.perf_counter() - start_s
+    others = processor_s([os.getpid()]).others_since(before, elapsed_s) - num_threads
+    return Calibration(
+        cost_model=replace(model, lookup=lookup, update=update, cache=cache, dense=dense, exchange=exchange),
+        errors={**more, **errors},
+        others=max(others, 0.0),
+        seconds=elapsed_s,
+    )
+
+
+def loads_of(measured: Measured, cache_bytes: float) -> Loads:
+    """What a rank with these pieces has to do."""
+    table, rows, columns = (np.array(part) for part in zip(*measured.pieces, strict=True))
+    pieces = Pieces.of(table, (rows[:, 0], rows[:, 1]), (columns[:, 0], columns[:, 1]))
+    held = measured.workload.held_samples(pieces, np.zeros(len(table), np.int64), 1, cache_bytes)
+    return measured.workload.loads(pieces, held_samples=float(held[0]))
+
+
+def fit_operators(
+    measured: Sequence[Measured], source: str
+) -> tuple[LookupCost, UpdateCost, CacheCost, dict[str, Error]]:
+    """Constants of lookup and update, and their errors on each fifth measurement, which the fit has not seen."""
+    seconds = np.array([(own.lookup_s, own.update_s) for own in measured]).T
+    unseen = np.arange(len(measured)) % _HELD_OUT == _HELD_OUT - 1
+    best: tuple[float, float, list[dict[str, float]], list[Floats]] | None = None
+    for cache_bytes in CACHE_BYTES:
+        loads = [loads_of(own, cache_bytes) for own in measured]
+        found, predicted = [], []
+        for took, terms in zip(seconds, (lookup_terms, update_terms), strict=True):
+            totals = [{name: float(term.sum()) for name, term in terms(own).items()} for own in loads]
+            names = list(dict.fromkeys(name for total in totals for name in total))
+            matrix = np.array([[1.0, *(total.get(name, 0.0) for name in names)] for total in totals])
+            constants = fit_relative(matrix[~unseen], took[~unseen])
+            found.append(dict(zip(["call_s", *names], constants.tolist(), strict=True)))
+            predicted.append(matrix @ constants)
+        seen = [errors_of(own[~unseen], took[~unseen]) for own, took in zip(predicted, seconds, strict=True)]
+        total = float(sum(error.mean() for error in seen))
+        if best is None or total < best[0]:
+            best = (total, cache_bytes, found, predicted)
+    assert best is not None
+    _, cache_bytes, (lookup, update), predicted = best
+    numbers = {name: update.pop(name) for name in OPTIMIZERS if name in update}
+    errors = {
+        name: error_of(own[unseen], took[unseen])
+        for name, own, took in zip(("lookup", "update"), predicted, seconds, strict=True)
+    }
+    return (
+        LookupCost(**lookup, measured=True, source=source),
+        UpdateCost(**update, number_s=numbers, measured=True, source=source),
+        CacheCost(cache_bytes=cache_bytes, measured=True, source=source),
+        errors,
+    )
+
+
+def error_of(predicted: Floats, measured: Floats) -> Error:
+    """Median and 95th percentile of relative errors."""
+    errors = errors_of(predicted, measured)
+    if not errors.size:
+        return Error(0.0, 0.0, 0)
+    return Error(float(np.median(errors)), float(np.percentile(errors, 95)), errors.size)
+
+
+def measure_pieces(team: Team, task: Task, pieces: RankPieces, num_threads: int) -> Measured:
+    """Time the pieces of one rank, again where others disturb it."""
+    fastest = (float("inf"), float("inf"))
+    for _ in range(NUM_TRIES):
+        lookup_s, update_s, others = team.ask(
+            "time_pieces", task=task.to_dict(), pieces=pieces, num_rounds=2, threads=num_threads
+        )
+        fastest = (min(fastest[0], lookup_s), min(fastest[1], update_s))
+        if others <= MAX_OTHERS:
+            break
+    return Measured(task, pieces, *fastest)
+
+
+def _measure_operators(
+    num_threads: int, end_s: float, start_s: float, log: Callable[[str, float], None]
+) -> list[Measured]:
+    measured: list[Measured] = []
+    member = Member(
+        name="operators", entry=f"{_ENTRY}pieces:PieceTimer", arguments={"memory_bytes": MEMORY_BYTES},
+        num_threads=(num_threads,),
+    )  # fmt: skip
+    with Team(member) as team:
+        while time.perf_counter() < end_s or len(measured) < 2 * _HELD_OUT:
+            log(f"operators, {len(measured)} combinations", (time.perf_counter() - start_s) / (end_s - start_s))
+            task = random_combination(len(measured), 0.95 * MEMORY_BYTES)
+            pieces = tuple((n, (0, own.num_rows), (0, own.dim)) for n, own in enumerate(task.tables))
+            measured.append(measure_pieces(team, task, pieces, num_threads))
+    return measured
+
+
+def _measure_exchange(
+    num_ranks: int, num_threads: int, source: str, known: ExchangeCost
+) -> tuple[ExchangeCost, dict[str, Error]]:
+    member = Member(
+        name="collectives", entry=f"{_ENTRY}collectives:CollectiveTimer", arguments={}, num_ranks=num_ranks,
+        num_threads=(num_threads,),
+    )  # fmt: skip
+    links: dict[str, Link] = {}
+    errors: dict[str, Error] = {}
+    with Team(member) as team:
+        for kind, share in (("all_to_all", 1.0), ("all_reduce", 2 * (num_ranks - 1) / num_ranks)):
+            found = [
+                (size * share, team.ask("time_collective", kind=kind, num_bytes=size, num_rounds=9))
+                for _ in range(2)
+                for size in EXCHANGED_BYTES
+            ]
+            sizes, seconds = np.array(found).T
+            links[kind] = fit_link(sizes[: len(EXCHANGED_BYTES)], seconds[: len(EXCHANGED_BYTES)])
+            again = slice(len(EXCHANGED_BYTES), None)
+            errors[kind] = error_of(links[kind].latency_s + sizes[again] / links[kind].bytes_per_s, seconds[again])
+    exchange = replace(
+        known, inside_all_to_all=links["all_to_all"], inside_all_reduce=links["all_reduce"], measured=True,
+        source=f"{source}; gloo between {num_ranks} processes; between hosts: {known.source}",
+    )  # fmt: skip
+    return exchange, errors
+
+
+def fit_link(sizes: Floats, seconds: Floats) -> Link:
+    """Latency and bandwidth from the bytes that each rank sends [n]."""
+    latency_s, byte_s = fit_relative(np.stack([np.ones_like(sizes), sizes], axis=1), seconds)
+    return Link(latency_s=float(latency_s), bytes_per_s=1.0 / max(float(byte_s), 1e-15))
+
+
+def _measure_compute(num_threads: int, source: str, exchange: ExchangeCost) -> tuple[DenseCost, ExchangeCost]:
+    member = Member(name="compute", entry=f"{_ENTRY}collectives:ComputeTimer", arguments={}, num_threads=(num_threads,))
+    rates: dict[str, float] = {}
+    with Team(member) as team:
+
+        def ask(method: str, **arguments: Any) -> float:
+            return float(team.ask(method, **arguments, num_rounds=9, threads=num_threads))
+
+        for dtype in ("float32", "bfloat16"):
+            flops = np.array([2.0 * m * k * n for m, k, n in PRODUCTS])
+            seconds = np.array([ask("time_product", dtype=dtype, shape=list(shape)) for shape in PRODUCTS])
+            rates[dtype] = float(np.median(flops / seconds))
+        copy_byte_s = ask("time_copy", num_bytes=1 << 22) / (1 << 22)
+        bucket_id_s = ask("time_buckets", num_ids=160_000) / 160_000
+    dense = DenseCost(
+        float32_flops_per_s=rates["float32"], bfloat16_flops_per_s=rates["bfloat16"],
+        call_s=documented_cost_model("cpu").dense.call_s, measured=True, source=source,
+    )  # fmt: skip
+    return dense, replace(exchange, copy_byte_s=copy_byte_s, bucket_id_s=bucket_id_s)

@@ -1,0 +1,60 @@
+"""Fitting: constants that made the seconds are found again; the conditions of the best solution hold."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meseta.measure.calibrate.combinations import random_combination
+from meseta.measure.calibrate.fit import errors_of, fit_relative, non_negative
+from meseta.measure.calibrate.run import Measured, error_of, fit_link, fit_operators, loads_of
+from meseta.planner import documented_cost_model
+from meseta.planner.operators import operator_seconds
+
+
+@given(st.integers(0, 10_000))
+def test_no_change_of_a_non_negative_solution_helps(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    matrix = random.random((20, 6)) ** 3
+    target = matrix @ np.maximum(random.normal(size=6), 0.0) + 0.3 * random.normal(size=20)
+    found = non_negative(matrix, target)
+    slope = matrix.T @ (target - matrix @ found)  # Karush, Kuhn and Tucker: 0 where used, not above 0 elsewhere
+    assert (found >= 0).all()
+    assert np.abs(slope[found > 0]).max(initial=0.0) < 1e-8 and slope.max() < 1e-8
+
+
+def test_a_disturbed_measurement_pulls_at_little() -> None:
+    random = np.random.default_rng(0)
+    terms, constants = random.random((60, 3)) * [1.0, 1e6, 1e9], np.array([1e-4, 3e-9, 2e-12])
+    seconds = terms @ constants
+    seconds[::10] *= 4.0
+    assert fit_relative(terms, seconds) == pytest.approx(constants, rel=0.05)
+
+
+def test_a_link_is_found() -> None:
+    sizes = np.geomspace(1e3, 1e8, 8)
+    link = fit_link(sizes, 2e-4 + sizes / 3e9)
+    assert (link.latency_s, link.bytes_per_s) == pytest.approx((2e-4, 3e9), rel=1e-6)
+
+
+def test_operators_of_a_known_model_are_predicted() -> None:
+    model = documented_cost_model("cpu")
+    measured = []
+    for seed in range(60):
+        task = random_combination(seed, 1e9)
+        pieces = tuple((n, (0, table.num_rows), (0, table.dim)) for n, table in enumerate(task.tables))
+        own = Measured(task, pieces, 1.0, 1.0)
+        lookup, update = operator_seconds(model, loads_of(own, model.cache.cache_bytes))
+        took = float(lookup.sum()) + model.lookup.call_s, float(update.sum()) + model.update.call_s
+        measured.append(Measured(task, pieces, *took))
+    lookup_cost, update_cost, cache, errors = fit_operators(measured, "a test")
+    assert cache.cache_bytes == model.cache.cache_bytes
+    assert errors["lookup"].largest < 0.02 and errors["update"].largest < 0.02
+    assert errors["lookup"].count == 12
+    assert lookup_cost.measured and update_cost.source == "a test"
+    assert set(update_cost.number_s) == set(model.update.number_s)
+
+
+def test_errors_are_relative() -> None:
+    assert errors_of([1.1, 0.5], [1.0, 1.0]) == pytest.approx([0.1, 0.5])
+    assert error_of(np.array([]), np.array([])).count == 0
