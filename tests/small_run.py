@@ -146,8 +146,9 @@ def environment() -> dict[str, str]:
 def need_and_held(document: dict[str, Any]) -> tuple[int, int, int, int]:
     """Bytes of (tables, states) as predicted on this rank, then as held; importable by every rank of a pool."""
     from meseta.data import Dataset
-    from meseta.train.build import make_sharded_model, make_specs
+    from meseta.train.build import make_sharded_model
     from meseta.train.memory import predict_memory
+    from meseta.train.specs import make_specs
 
     config, world = RunConfig.model_validate(document), World.current()
     dataset = Dataset.load(config.data.dir)

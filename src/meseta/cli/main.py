@@ -16,6 +16,7 @@ from meseta.cli.data import app as data_app
 from meseta.cli.doctor import doctor
 from meseta.cli.evaluate import evaluate
 from meseta.cli.launch import FOLLOWS, LOST, follow_launcher, is_loss_of_peer, way_on
+from meseta.cli.plan import plan
 from meseta.cli.predict import predict
 from meseta.cli.prepare import prepare
 from meseta.cli.report import report
@@ -37,6 +38,7 @@ app.add_typer(data_app, name="data")
 app.command()(prepare)
 app.command()(train)
 app.command()(sweep)
+app.command()(plan)
 app.command()(verify)
 app.add_typer(bench_app, name="bench")
 app.command(name="eval")(evaluate)

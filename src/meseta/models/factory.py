@@ -22,8 +22,6 @@ from meseta.spec import MesetaError
 
 MULTI_TASK = frozenset({"mmoe"})
 """Models that predict every label; all others predict one."""
-WITH_FIRST_ORDER = frozenset({"fm", "deepfm", "wide_deep", "xdeepfm"})
-"""Models whose tables have a column more than `embedding_dim`, the weight of the id in a sum."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +34,6 @@ class _Wanted:
     num_tasks: int
     seed: int
     options: MLPOptions
-
-
-def wanted_embedding_dim(config: ModelConfig) -> int:
-    """Columns that every table must have for this model."""
-    if config.name == "logistic_regression":
-        return 1
-    return config.embedding_dim + (config.name in WITH_FIRST_ORDER)
 
 
 def make_model(

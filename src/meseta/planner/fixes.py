@@ -253,7 +253,7 @@ def _names(tables: Sequence[TableSpec]) -> str:
     return shown + f" and {len(tables) - 3} more" * (len(tables) > 3)
 
 
-def _bytes(value: float) -> str:
+def _bytes(value: int | float) -> str:
     """With a unit that leaves three digits."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if value >= factor:

@@ -55,7 +55,7 @@ def shake(layout: Layout, max_rounds: int, seed: int = 0) -> Layout:
 
 def _add_best(layout: Layout, unit: int) -> bool:
     """Place a unit in the way that costs least now; False where none has room."""
-    found = _best_try(layout, unit, np.inf)
+    found = best_place(layout, unit, np.inf)
     if found is None:
         return False
     layout.add(found[2], found[3])
@@ -69,9 +69,11 @@ def _is_better(cost: float, spread: float, than: Layout) -> bool:
     return cost <= now * (1 + TOLERANCE / 10) and spread < than.spread * (1 - TOLERANCE)
 
 
-def _best_try(layout: Layout, unit: int, ceiling: float) -> tuple[float, float, int, Ints] | None:
+def best_place(
+    layout: Layout, unit: int, ceiling: float, *, without: int = -1
+) -> tuple[float, float, int, Ints] | None:
     """(cost, spread, way, ranks) of the best place for a unit that is not placed, of those that may cost no more than
-    `ceiling`; None where there is none."""
+    `ceiling`, in any way but `without`; None where there is none."""
     ways, score, best = layout.ways, AddedCost(), None
     span = ways.of_unit(unit)
     least = _least_costs(layout, unit, slice(span.start, span.stop))
@@ -79,7 +81,7 @@ def _best_try(layout: Layout, unit: int, ceiling: float) -> tuple[float, float, 
         if least[index] > (ceiling if best is None else best[0]):
             break
         way = span[int(index)]
-        ranks = layout.find(way, score)
+        ranks = layout.find(way, score) if way != without else None
         if ranks is not None:
             layout.add(way, ranks)
             result = (layout.cost, layout.spread, way, ranks)
@@ -104,7 +106,7 @@ def _move_one(layout: Layout) -> bool:
     ceiling = layout.cost * (1 + TOLERANCE)
     for unit in layout.busiest_units()[:MAX_CANDIDATES]:
         way, ranks = layout.remove(unit)
-        found = _best_try(layout, unit, ceiling)
+        found = best_place(layout, unit, ceiling)
         layout.add(way, ranks)
         if found and _is_better(*found[:2], layout):
             layout.remove(unit)

@@ -184,7 +184,7 @@ def _mend(layout: Layout, choice: Ints, units: Sequence[int]) -> Layout | None:
     """Take back what has no room, or lies where it must not, and place it greedily."""
     ways, machine = layout.ways, layout.machine
     host_of = np.arange(machine.num_ranks) // machine.devices_per_host
-    taken = []
+    taken: dict[int, None] = {}
     for unit in sorted(units, key=lambda unit: (ways.rank_need[ways.pieces(int(choice[unit])), 0].max(), unit)):
         ranks = layout.ranks[unit]
         mask = layout.mask(unit)
@@ -193,8 +193,8 @@ def _mend(layout: Layout, choice: Ints, units: Sequence[int]) -> Layout | None:
         ).any()
         if full or (mask is not None and not mask[ranks].all()):
             layout.remove(unit)
-            taken.append(unit)
-    order = [unit for unit in by_seconds(ways, choice) if unit in set(taken)]
+            taken[unit] = None
+    order = [unit for unit in by_seconds(ways, choice).tolist() if unit in taken]
     layout, left = fill(layout, choice, order, BusySeconds())
     if left:
         layout, left = fill(layout, choice, left, UsedBytes())

@@ -148,7 +148,7 @@ class Prices:
             common_bytes=_whole(load.stored_bytes + gradients + SORT_BYTES * load.ids / ranks),
         )
 
-    def all_reduce_seconds(self, num_bytes: float) -> float:
+    def all_reduce_seconds(self, num_bytes: int | float) -> float:
         """Of one sum over all ranks."""
         inside, across = links(self.cost_model, self.topology, True)
         latency_s = inside.latency_s if self.topology.num_hosts == 1 else across.latency_s

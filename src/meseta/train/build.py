@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.config.run import RegularizationConfig, RowOptimizerConfig
 from meseta.data.dataset import Dataset
 from meseta.data.reader import Reader, ReaderOptions
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.embedding.base import Collection
-from meseta.models import make_model, wanted_embedding_dim
+from meseta.models import make_model
 from meseta.optim.schedule import learning_rate_factor
-from meseta.spec import FeatureSpec, InitSpec, MesetaError, OptimizerSpec, TableSpec, nearest
-from meseta.spec.optimizer import USED_FIELDS
+from meseta.spec import MesetaError, nearest
 from meseta.train.memory import check_memory
 from meseta.train.planning import plan_run
-
-COUPLED = tuple(name for name, used in USED_FIELDS.items() if "weight_decay_mode" in used)
-"""Row optimizers to whose gradient a penalty is added."""
+from meseta.train.specs import make_specs
 
 
 def choose_device(config: RunConfig) -> torch.device:
@@ -37,40 +32,6 @@ def choose_device(config: RunConfig) -> torch.device:
         raise MesetaError(f"rank {local_rank} of this host finds only {torch.cuda.device_count()} GPUs; lower --nproc")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
-
-
-def make_specs(config: RunConfig, dataset: Dataset) -> tuple[list[TableSpec], list[FeatureSpec]]:
-    """One table and one feature per sparse column, with the settings of `embedding` and `embedding.tables`."""
-    known = [column.name for column in dataset.sparse]
-    for name in config.embedding.tables:
-        if name not in known:
-            raise MesetaError(f"config: embedding.tables names {name!r}, which the data lack; {nearest(name, known)}")
-    dim = wanted_embedding_dim(config.model)
-    tables, features = [], []
-    for column in dataset.sparse:
-        own = config.embedding.tables.get(column.name)
-        init = own.init if own and own.init else config.embedding.init
-        optimizer = own.optimizer if own and own.optimizer else config.embedding.optimizer
-        tables.append(
-            TableSpec(
-                name=column.name,
-                num_embeddings=column.num_embeddings,
-                embedding_dim=dim,
-                dtype=config.embedding.dtype,
-                init=InitSpec(kind=init.kind, scale=init.scale),
-                optimizer=_optimizer_spec(column.name, optimizer, config.embedding.regularization),
-            )
-        )
-        features.append(
-            FeatureSpec(
-                name=column.name,
-                table=column.name,
-                pooling=config.embedding.pooling,
-                weighted=column.weighted,
-                id_policy=config.embedding.id_policy,
-            )
-        )
-    return tables, features
 
 
 def make_sharded_model(config: RunConfig, dataset: Dataset, world: World) -> Any:
@@ -128,22 +89,3 @@ def task_weights(config: RunConfig, dataset: Dataset) -> list[float] | None:
     if not any(weights):
         raise MesetaError("config: train.task_weights are 0 for all labels, so that nothing is learned; raise one")
     return None if all(weight == 1.0 for weight in weights) else weights
-
-
-def _optimizer_spec(table: str, config: RowOptimizerConfig, penalty: RegularizationConfig) -> OptimizerSpec:
-    """The optimizer of a table with the penalties of `embedding.regularization`; raises MesetaError where it cannot
-    have them."""
-    spec = OptimizerSpec(**config.model_dump())
-    if spec.name == "frozen" or not (penalty.l2 or penalty.l1):
-        return spec
-    where = f"config: embedding.regularization on table {table!r}, whose row optimizer is {spec.name!r}"
-    if spec.is_own or spec.name not in COUPLED:
-        raise MesetaError(
-            f"{where}: the penalties are added to the gradient, and this optimizer has decay of its own; set its own "
-            f"constants (weight_decay; ftrl: l1, l2), or take one of {', '.join(COUPLED)}"
-        )
-    if spec.weight_decay or spec.l1 or spec.stepped_rows != "touched":
-        raise MesetaError(
-            f"{where}: the optimizer sets weight_decay, l1 or stepped_rows itself, which mean the same; set one"
-        )
-    return replace(spec, weight_decay=penalty.l2, l1=penalty.l1, stepped_rows=penalty.rows)

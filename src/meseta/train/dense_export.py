@@ -22,8 +22,8 @@ from meseta.embedding import EmbeddingBagCollection
 from meseta.models import make_model
 from meseta.spec import MesetaError
 from meseta.spec.errors import one_line
-from meseta.train.build import make_specs
 from meseta.train.run_dir import RunDir
+from meseta.train.specs import make_specs
 from meseta.train.state import set_dense_part
 
 DenseFormat = Literal["onnx", "torch-export"]

@@ -60,6 +60,13 @@ def plan_section(record: RunRecord) -> str:
     return tag("p", text(intro)) + _legend(plan, held) + _columns(held, totals)
 
 
+def plan_boxes(plan: PlanRecord) -> str:
+    """Legend and picture alone, of a plan that no run has yet; an empty string for one without rows."""
+    held = pieces_by_rank(plan, DTYPE_BYTES["float32"])
+    totals = [sum(piece.num_bytes for piece in held[rank]) for rank in range(plan.num_ranks)]
+    return _legend(plan, held) + _columns(held, totals) if any(totals) else ""
+
+
 def pieces_by_rank(plan: PlanRecord, bytes_per_number: int) -> dict[int, list[Piece]]:
     """What each rank holds, largest first; a replicated table is on every one of its ranks."""
     held: dict[int, list[Piece]] = {rank: [] for rank in range(plan.num_ranks)}

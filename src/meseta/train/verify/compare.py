@@ -14,7 +14,7 @@ from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset import Dataset
 from meseta.spec import Plan, TableSpec
-from meseta.train.build import make_specs
+from meseta.train.specs import make_specs
 from meseta.train.verify.rules import (
     Mismatch,
     Rule,

@@ -24,7 +24,8 @@ from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import TrainStep
 from meseta.spec import MesetaError, Plan
 from meseta.storage import TableShard
-from meseta.train.build import make_reader, make_sharded_model, make_specs, set_learning_rates, task_weights
+from meseta.train.build import make_reader, make_sharded_model, set_learning_rates, task_weights
+from meseta.train.specs import make_specs
 
 PHASES = ("embedding", "training")
 """The tables alone, given the gradients of what they return; then the whole model."""

@@ -1,0 +1,213 @@
+"""`meseta plan CONFIG` and `meseta plan diff A B`: where tables will lie, why, and what that costs. No torch here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meseta.spec import MesetaError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from meseta.planner import DoesNotFitError, Planned
+    from meseta.planner.reasons import Reason
+    from meseta.spec import CostModel, Topology, Workload
+    from meseta.spec.constraints import Constraints
+
+MAX_RANKS = 16
+"""Ranks that are printed; of more, the busiest."""
+MAX_TABLES = 40
+"""Tables that are printed without --all."""
+
+
+def plan(
+    what: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CONFIG [KEY=VALUE]... | diff A B [CONFIG]",
+            help="Config of a run whose data are prepared, or a workload file; or two plan files to compare.",
+        ),
+    ],
+    topology: Annotated[Path | None, typer.Option(help="YAML file of the machines.")] = None,
+    cost: Annotated[
+        Path | None, typer.Option(help="YAML file that `meseta calibrate` wrote; else documented constants.")
+    ] = None,
+    constraints: Annotated[Path | None, typer.Option(help="YAML file of what the plan has to keep to.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan, for `plan:` of a config.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page that draws the plan.")] = None,
+    all_tables: Annotated[
+        bool, typer.Option("--all", help="Print every table, not only the 40 that cost most.")
+    ] = False,
+) -> None:
+    """Choose a scheme, a tier and ranks for every table, and say why; or compare two plans: `meseta plan diff A B`."""
+    if what[0] == "diff":
+        _print_difference(what[1:])
+        return
+    if topology is None:
+        raise MesetaError("plan: name the machines with --topology FILE; `meseta topology detect` describes this one")
+    machines, model, rules = _read_inputs(topology, cost, constraints)
+    workload = _read_workload(what[0], what[1:])
+    from meseta.planner import DoesNotFitError, find_plan
+    from meseta.planner.reasons import reasons
+
+    console = _console()
+    try:
+        planned = find_plan(workload, machines, model, rules)
+    except DoesNotFitError as error:
+        raise MesetaError(_way_out(error)) from None
+    if out is not None:
+        planned.plan.save(out)
+    found = reasons(planned)
+    if html is not None:
+        from meseta.train.report.planned_page import write_planned
+
+        write_planned(planned, found, html)
+    _print_plan(console, planned, found, MAX_TABLES if not all_tables else len(found))
+    for path in (out, html):
+        if path is not None:
+            console.print(f"written: {path}", soft_wrap=True)
+
+
+def _read_inputs(
+    topology: Path, cost: Path | None, constraints: Path | None
+) -> tuple[Topology, CostModel | None, Constraints | None]:
+    from meseta.spec import CostModel, Topology
+    from meseta.spec.constraints import Constraints
+
+    return (
+        Topology.load(topology),
+        None if cost is None else CostModel.load(cost),
+        None if constraints is None else Constraints.load(constraints),
+    )
+
+
+def _read_workload(path: str, overrides: list[str]) -> Workload:
+    """From a workload file, or from a run's config and the statistics of its data."""
+    from meseta.spec.documents import read_mapping
+    from meseta.spec.workload_document import is_workload, load_workload
+
+    try:
+        document = read_mapping(path)
+    except MesetaError as error:
+        raise MesetaError(f"config {path!r}: {error}") from None
+    if is_workload(document):
+        if overrides:
+            raise MesetaError(f"plan: {overrides[0]!r} overrides a key of a config, but {path!r} is a workload file")
+        return load_workload(path)
+    from meseta.config import load_config
+    from meseta.data.dataset import Dataset
+    from meseta.train.specs import make_workload
+
+    config = load_config(path, overrides)
+    return make_workload(config, Dataset.load(config.data.dir).with_labels(config.data.labels))
+
+
+def _way_out(error: DoesNotFitError) -> str:
+    """The certificate, and one line per change."""
+    lines = [f"{error.certificate}."]
+    if error.fixes:
+        lines.append("What would make it fit, each by itself:")
+        lines += [f"  {1e3 * fix.step_s:>9.4g} ms a step: {fix.text}" for fix in error.fixes]
+    else:
+        lines.append("No single change makes it fit; use more or larger machines, or smaller tables.")
+    return "\n".join(lines)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 10_000  # a file or a pipe has no edge to break lines at
+    return console
+
+
+def _table(title: str, columns: list[str]) -> Any:
+    """Text columns fold on a narrow terminal, numbers stay whole."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for number, name in enumerate(columns):
+        is_text = not number or name in ("scheme", "runner-up", "ranks", "before", "after")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
+    return table
+
+
+def _print_plan(console: Console, planned: Planned, found: list[Reason], num_tables: int) -> None:
+    """Headline, ranks, tables."""
+    from meseta.planner.difference import spans
+
+    prediction, problem, bound = planned.prediction, planned.problem, planned.bound
+    topology, step_s = problem.topology, planned.prediction.step_s
+    samples = problem.workload.batch_size / step_s
+    origin = "measured here" if problem.cost_model.is_measured else f"documented for {problem.cost_model.device}"
+    lines = [
+        f"{len(planned.plan.tables):,} tables on {topology.num_hosts} x {topology.devices_per_host} {topology.device} "
+        f"ranks; constants {origin}",
+        f"step {1e3 * step_s:.4g} ms, {samples:,.0f} samples/s; rank {prediction.bottleneck} has the most lookup and "
+        f"update; found by: {planned.origin}",
+        f"bound {1e3 * bound.step_s:.4g} ms: no plan of these schemes takes less ({bound.reason}); gap "
+        f"{100 * bound.gap(step_s):.1f} %",
+    ]
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    _print_ranks(console, planned)
+    table = _table("tables", ["table", "scheme", "ranks", "ms of a rank", "MB", "runner-up", "ms a step with it"])
+    for one in found[:num_tables]:
+        other = ("none", "") if one.runner_up is None else (one.runner_up, f"{1e3 * one.runner_up_s:.4g}")
+        size = f"{one.num_bytes / 1e6:,.1f}"
+        table.add_row(" + ".join(one.tables), one.scheme, spans(one.ranks), f"{1e3 * one.rank_s:.3g}", size, *other)
+    console.print(table)
+    if len(found) > num_tables:
+        console.print(f"{len(found) - num_tables:,} tables more that cost less: --all prints them", soft_wrap=True)
+
+
+def _print_ranks(console: Console, planned: Planned) -> None:
+    """Milliseconds by component and the most megabytes by tier, of all ranks or of the busiest."""
+    from meseta.planner import COMPONENTS
+
+    prediction = planned.prediction
+    ranks = sorted(range(prediction.num_ranks), key=lambda rank: -prediction.compute_s[rank])
+    title = "ranks: ms of a step, and the most MB held" + (
+        f"; the {MAX_RANKS} busiest of {len(ranks):,}" if len(ranks) > MAX_RANKS else ""
+    )
+    tiers = [tier for tier in ("hbm", "host", "disk") if prediction.peak_bytes(tier).any()]
+    table = _table(title, ["rank", *COMPONENTS, *(f"{tier} MB" for tier in tiers)])
+    for rank in sorted(ranks[:MAX_RANKS]):
+        times = [f"{1e3 * prediction.seconds[name][rank]:.3g}" for name in COMPONENTS]
+        table.add_row(str(rank), *times, *(f"{prediction.peak_bytes(tier)[rank] / 1e6:,.1f}" for tier in tiers))
+    console.print(table)
+
+
+def _print_difference(files: list[str]) -> None:
+    """Rows and bytes that move between two plan files."""
+    from meseta.planner.difference import moved
+    from meseta.planner.keeping import read_plan_file
+
+    if len(files) not in (2, 3):
+        raise MesetaError(
+            f"plan diff: name two plan files, and perhaps the config of their tables, got {len(files)} names"
+        )
+    (before, old_tables), (after, new_tables) = read_plan_file(files[0]), read_plan_file(files[1])
+    specs = {table.name: table for table in (*old_tables, *new_tables)}
+    if len(files) == 3:
+        specs = {table.name: table for table in _read_workload(files[2], []).tables}
+    found = moved(before, after, specs)
+    console = _console()
+    table = _table("", ["table", "before", "after", "rows moved", "MB moved"])
+    for one in found:
+        table.add_row(
+            one.table, one.before or "-", one.after or "-", f"{one.num_rows:,}", f"{one.num_bytes / 1e6:,.1f}"
+        )
+    if found:
+        console.print(table)
+    total = sum(one.num_bytes for one in found)
+    taken = "" if len(files) == 3 else ", as float32 rows with row-wise Adagrad; name the config for their own types"
+    console.print(
+        f"{len(found):,} of {len(after.tables):,} tables differ; {sum(one.num_rows for one in found):,} rows and "
+        f"{total / 1e6:,.1f} MB move{taken}",
+        soft_wrap=True,
+    )

@@ -1,0 +1,98 @@
+"""A plan before its run, as a page: what every rank will do and hold, and why every table lies where it does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from meseta.planner import COMPONENTS, Planned
+from meseta.planner.difference import spans
+from meseta.planner.reasons import Reason
+from meseta.train.report.chart import row_bars
+from meseta.train.report.document import document, write_whole
+from meseta.train.report.figures import count, num_bytes, plural, share, short
+from meseta.train.report.markup import table, tag, text
+from meseta.train.report.plan_picture import plan_boxes
+from meseta.train.report.record import PlanRecord
+from meseta.train.report.stages import stage_colour
+
+MAX_DRAWN = 64
+"""Ranks that are drawn; of more, those that are busiest."""
+_COLOURS = {"dense": "stage-dense_forward"}
+
+
+def write_planned(planned: Planned, found: Sequence[Reason], path: Path) -> Path:
+    """Write the page and return its path. Raises MesetaError where it cannot be written."""
+    title = f"Plan of {plural(len(planned.plan.tables), 'table')} on {plural(planned.plan.num_ranks, 'rank')}"
+    ranks = _drawn(planned)
+    parts = [tag("h1", text(title)), _headline(planned), tag("h2", "Time of a step"), _legend(), _times(planned, ranks)]
+    parts += [tag("h2", "Memory"), _memory(planned, ranks)]
+    if planned.plan.num_ranks <= MAX_DRAWN:
+        boxes = plan_boxes(PlanRecord.model_validate(planned.plan.to_dict()))
+        parts += [tag("h2", "Where the rows lie"), boxes] if boxes else []
+    parts += [tag("h2", "Tables"), _tables(found)]
+    return write_whole(path, document(title, *parts))
+
+
+def _drawn(planned: Planned) -> list[int]:
+    """Ranks in their order, the busiest of many."""
+    busy = sorted(range(planned.plan.num_ranks), key=lambda rank: -planned.prediction.compute_s[rank])
+    return sorted(busy[:MAX_DRAWN])
+
+
+def _headline(planned: Planned) -> str:
+    step_s, bound = planned.prediction.step_s, planned.bound
+    samples = planned.problem.workload.batch_size / step_s
+    lines = [
+        f"A step is predicted to take {1e3 * step_s:.4g} ms, {short(samples)} samples/s; rank "
+        f"{planned.prediction.bottleneck} has the most lookup and update.",
+        f"No plan of these schemes takes less than {1e3 * bound.step_s:.4g} ms ({bound.reason}); this one is "
+        f"{share(bound.gap(step_s))} above that.",
+    ]
+    return "".join(tag("p", text(line)) for line in lines)
+
+
+def _colour(name: str) -> str:
+    return _COLOURS.get(name) or stage_colour(COMPONENTS, name)
+
+
+def _legend() -> str:
+    return tag("p", *(tag("span", class_=f"swatch {_colour(name)}") + text(f"{name} ") for name in COMPONENTS))
+
+
+def _times(planned: Planned, ranks: Sequence[int]) -> str:
+    seconds = planned.prediction.seconds
+    rows = [
+        (f"rank {rank}", [(name, _colour(name), 1e3 * float(seconds[name][rank])) for name in COMPONENTS])
+        for rank in ranks
+    ]
+    return row_bars("Milliseconds of a step by rank and component", rows, "ms")
+
+
+def _memory(planned: Planned, ranks: Sequence[int]) -> str:
+    tiers = [(tier, planned.prediction.peak_bytes(tier)) for tier in ("hbm", "host", "disk")]
+    colours = {"hbm": "stage-lookup", "host": "stage-backward", "disk": "stage-update"}
+    used = [(tier, held) for tier, held in tiers if held.any()]
+    rows = [
+        (f"rank {rank}", [(tier, colours[tier], float(held[rank]) / 2**20) for tier, held in used]) for rank in ranks
+    ]
+    names = ", ".join(f"{tier} {num_bytes(float(held.max()))} at most" for tier, held in used)
+    intro = tag("p", text(f"The most that a rank holds in any phase of a run: {names}."))
+    return intro + row_bars("Mebibytes by rank and tier", rows, "MiB")
+
+
+def _tables(found: Sequence[Reason]) -> str:
+    header = ["table", "scheme", "ranks", "ms of a rank", "bytes", "runner-up", "ms of a step with it"]
+    rows = [
+        [
+            text(" + ".join(one.tables)),
+            text(one.scheme),
+            text(spans(one.ranks)),
+            text(f"{1e3 * one.rank_s:.3g}"),
+            text(num_bytes(one.num_bytes)),
+            text(one.runner_up or "none"),
+            text(f"{1e3 * one.runner_up_s:.4g}" if one.runner_up else ""),
+        ]
+        for one in found
+    ]
+    return tag("p", text(f"{count(len(found))} in all.")) + table(header, rows, {3, 4, 6})

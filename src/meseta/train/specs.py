@@ -1,0 +1,106 @@
+"""From a config and a dataset to tables, features and a workload. No torch here: `meseta plan` starts at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meseta.config import RunConfig
+from meseta.config.run import RegularizationConfig, RowOptimizerConfig
+from meseta.config.widths import mlp_weights, wanted_embedding_dim
+from meseta.data.dataset import Dataset, SparseFeature
+from meseta.spec import (
+    DenseLoad,
+    FeatureLoad,
+    FeatureSpec,
+    InitSpec,
+    MesetaError,
+    OptimizerSpec,
+    Reuse,
+    TableSpec,
+    Workload,
+    nearest,
+)
+from meseta.spec.optimizer import USED_FIELDS
+
+COUPLED = tuple(name for name, used in USED_FIELDS.items() if "weight_decay_mode" in used)
+"""Row optimizers to whose gradient a penalty is added."""
+
+
+def make_specs(config: RunConfig, dataset: Dataset) -> tuple[list[TableSpec], list[FeatureSpec]]:
+    """One table and one feature per sparse column, with the settings of `embedding` and `embedding.tables`."""
+    known = [column.name for column in dataset.sparse]
+    for name in config.embedding.tables:
+        if name not in known:
+            raise MesetaError(f"config: embedding.tables names {name!r}, which the data lack; {nearest(name, known)}")
+    dim = wanted_embedding_dim(config.model)
+    tables, features = [], []
+    for column in dataset.sparse:
+        own = config.embedding.tables.get(column.name)
+        init = own.init if own and own.init else config.embedding.init
+        optimizer = own.optimizer if own and own.optimizer else config.embedding.optimizer
+        tables.append(
+            TableSpec(
+                name=column.name,
+                num_embeddings=column.num_embeddings,
+                embedding_dim=dim,
+                dtype=config.embedding.dtype,
+                init=InitSpec(kind=init.kind, scale=init.scale),
+                optimizer=_optimizer_spec(column.name, optimizer, config.embedding.regularization),
+            )
+        )
+        features.append(
+            FeatureSpec(
+                name=column.name,
+                table=column.name,
+                pooling=config.embedding.pooling,
+                weighted=column.weighted,
+                id_policy=config.embedding.id_policy,
+            )
+        )
+    return tables, features
+
+
+def make_workload(config: RunConfig, dataset: Dataset) -> Workload:
+    """What a step of a run asks of the machines, with the statistics of the dataset.
+
+    The dense part counts the MLPs of this package's models: a weight takes two operations a sample forwards and four
+    backwards. A model of one's own counts nothing.
+    """
+    tables, features = make_specs(config, dataset)
+    weights = mlp_weights(config.model, len(dataset.dense), len(tables), len(dataset.labels))
+    return Workload(
+        tables=tuple(tables),
+        features=tuple(features),
+        batch_size=config.train.batch_size,
+        loads={column.name: _load(column) for column in dataset.sparse},
+        dense=DenseLoad(flops_per_sample=6.0 * weights, parameter_bytes=4 * weights),
+    )
+
+
+def _load(column: SparseFeature) -> FeatureLoad:
+    """A vocabulary gives the most frequent values the first rows."""
+    statistics = column.statistics
+    return FeatureLoad(
+        pooling_factor=statistics.mean_pooling_factor,
+        reuse=Reuse(**statistics.reuse.model_dump()) if statistics.num_lookups else None,
+        is_sorted=column.encoding == "vocabulary",
+    )
+
+
+def _optimizer_spec(table: str, config: RowOptimizerConfig, penalty: RegularizationConfig) -> OptimizerSpec:
+    """The optimizer of a table with the penalties of `embedding.regularization`; raises MesetaError where it cannot
+    have them."""
+    spec = OptimizerSpec(**config.model_dump())
+    if spec.name == "frozen" or not (penalty.l2 or penalty.l1):
+        return spec
+    where = f"config: embedding.regularization on table {table!r}, whose row optimizer is {spec.name!r}"
+    if spec.is_own or spec.name not in COUPLED:
+        raise MesetaError(
+            f"{where}: the penalties are added to the gradient, and this optimizer has decay of its own; set its own "
+            f"constants (weight_decay; ftrl: l1, l2), or take one of {', '.join(COUPLED)}"
+        )
+    if spec.weight_decay or spec.l1 or spec.stepped_rows != "touched":
+        raise MesetaError(
+            f"{where}: the optimizer sets weight_decay, l1 or stepped_rows itself, which mean the same; set one"
+        )
+    return replace(spec, weight_decay=penalty.l2, l1=penalty.l1, stepped_rows=penalty.rows)

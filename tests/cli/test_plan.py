@@ -1,0 +1,165 @@
+"""`meseta plan` and `meseta plan diff`: what they print is what the plan says, and nothing loads torch."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+from meseta.planner import find_plan, predict
+from meseta.spec import Plan, Topology
+from meseta.spec.workload_document import load_workload
+from small_run import settings, write_config
+from source_tree import SOURCE
+
+WORKLOAD = {
+    "format": "meseta.workload/1",
+    "batch_size": 4096,
+    "tables": {
+        "user": {"num_embeddings": 2_000_000, "embedding_dim": 32},
+        "item": {"num_embeddings": 300_000, "embedding_dim": 64, "pooling_factor": 20, "optimizer": "adam"},
+        "page": {"num_embeddings": 10_000, "embedding_dim": 16, "copies": 3},
+    },
+    "dense": {"flops_per_sample": 1e6, "parameter_bytes": 100_000},
+}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Callable[..., Path]:
+    """`files("t.yaml", document)` writes YAML and returns its path."""
+
+    def write(name: str, document: object) -> Path:
+        (tmp_path / name).write_text(yaml.safe_dump(document))
+        return tmp_path / name
+
+    return write
+
+
+def topology(files: Callable[..., Path], **changes: object) -> Path:
+    document = {"devices_per_host": 2, "device": "h100", "hbm_bytes": 2_000_000_000, **changes}
+    return files("topology.yaml", document)
+
+
+def test_prints_the_plan_that_it_writes(output_of, files, tmp_path: Path) -> None:
+    workload, machines = files("model.yaml", WORKLOAD), topology(files)
+    plan_file, page = tmp_path / "plan.yaml", tmp_path / "plan.html"
+    out = output_of("plan", workload, "--topology", machines, "--out", plan_file, "--html", page)
+
+    model, where = load_workload(workload), Topology.load(machines)
+    plan = Plan.load(plan_file, model.tables, 2)
+    found = find_plan(model, where)
+    assert plan == found.plan
+    prediction = predict(plan, model, where)
+    assert f"step {1e3 * prediction.step_s:.4g} ms, {model.batch_size / prediction.step_s:,.0f} samples/s" in out
+    assert f"bound {1e3 * found.bound.step_s:.4g} ms" in out
+    lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    for table in model.tables:
+        assert str(plan[table.name].sharding) in lines[table.name]
+    for rank in range(2):
+        figures = lines[str(rank)].split()
+        assert figures[2] == f"{1e3 * prediction.seconds['lookup'][rank]:.3g}"
+        assert figures[7] == f"{prediction.peak_bytes()[rank] / 1e6:,.1f}"
+    check_page(page.read_text(), [table.name for table in model.tables])
+
+
+def check_page(page: str, names: list[str]) -> None:
+    """It needs nothing from outside and names every table."""
+
+    class Links(HTMLParser):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: list[str] = []
+
+        def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+            self.found += [value or "" for key, value in attributes if key in ("src", "href")]
+
+    parser = Links()
+    parser.feed(page)
+    assert parser.found == []
+    assert page.count("<svg") >= 3
+    assert all(name in page for name in names)
+
+
+def test_a_narrow_terminal_cuts_no_number(output_of, files, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    out = output_of("plan", files("model.yaml", WORKLOAD), "--topology", topology(files))
+    assert "…" not in out
+
+
+def test_plans_a_run_from_its_config(output_of, files, tiny: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "config.yaml", settings(tiny, tmp_path / "run"))
+    out = output_of("plan", config, "train.batch_size=64", "--topology", topology(files), "--out", tmp_path / "p.json")
+    names = [column["name"] for column in json.loads((tiny / "dataset.json").read_text())["sparse"]]
+    assert set(json.loads((tmp_path / "p.json").read_text())["tables"]) == set(names)
+    assert f"{len(names)} tables on 1 x 2 h100 ranks" in out
+
+
+def test_diff_counts_rows_and_bytes(output_of, files, tmp_path: Path) -> None:
+    def shards(*parts: tuple[list[int], int]) -> list[dict]:
+        return [{"rows": rows, "columns": [0, 8], "ranks": [rank]} for rows, rank in parts]
+
+    def plan(name: str, a: list[dict], b: list[dict]) -> Path:
+        tables = {"a": {"sharding": "row_wise", "shards": a}, "b": {"sharding": "row_wise", "shards": b}}
+        return files(name, {"num_ranks": 2, "tables": tables})
+
+    before = plan("a.yaml", shards(([0, 60], 0), ([60, 100], 1)), shards(([0, 10], 1)))
+    after = plan("b.yaml", shards(([0, 50], 0), ([50, 100], 1)), shards(([0, 10], 1)))
+    out = output_of("plan", "diff", before, after)
+    assert "1 of 2 tables differ; 10 rows and 0.0 MB move" in out
+    model = {"batch_size": 8, "tables": {n: {"num_embeddings": 100, "embedding_dim": 8} for n in "ab"}}
+    assert "10 rows" in output_of("plan", "diff", before, after, files("m.yaml", model))
+    assert "0 of 2 tables differ; 0 rows" in output_of("plan", "diff", before, before)
+
+
+def test_what_does_not_fit_gets_changes_with_their_cost(run, files) -> None:
+    code, out, err = run("plan", files("model.yaml", WORKLOAD), "--topology", topology(files, hbm_bytes=250_000_000))
+    assert code == 1 and out == ""
+    assert "too much" in err and "'user'" in err
+    assert " ms a step: store the rows of 'user'" in err
+    assert " ms a step: use 1 more host, 2 in all" in err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tables": {"user": {"embedding_dim": 8}}}, "key 'num_embeddings' is missing"),
+        ({"tables": {"user": {"num_embeddings": 5, "embedding_dim": 8, "dims": 3}}}, "unknown key 'dims'"),
+        ({"features": {"f": {"table": "users"}}}, "reads table 'users'; did you mean 'user'?"),
+        ({"batch_size": "many"}, "batch_size must be a whole number, got 'many'"),
+        ({"dense": {"flops": 3}}, "unknown key 'flops'"),
+        ({"features": {"f": {"table": "user", "pooling_factor": "x"}}}, "must be a number, got 'x'"),
+        ({"features": {"f": {"table": "user", "reuse": {"edges": [0]}}}}, "reuse must have window_samples"),
+    ],
+)
+def test_bad_workloads_are_told(error_of, files, change: dict, message: str) -> None:
+    assert message in error_of("plan", files("model.yaml", {**WORKLOAD, **change}), "--topology", topology(files))
+
+
+def test_bad_calls_are_told(error_of, files, tmp_path: Path) -> None:
+    workload, machines = files("model.yaml", WORKLOAD), topology(files)
+    assert "name the machines with --topology" in error_of("plan", workload)
+    assert "overrides a key of a config" in error_of("plan", workload, "seed=1", "--topology", machines)
+    assert "no such file" in error_of("plan", tmp_path / "none.yaml", "--topology", machines).lower()
+    assert "name two plan files" in error_of("plan", "diff", machines)
+    assert "must have num_ranks and tables" in error_of("plan", "diff", machines, machines)
+
+
+def test_starts_without_torch(files) -> None:
+    workload, machines = files("model.yaml", WORKLOAD), topology(files)
+    program = (
+        "import sys\n"
+        f"sys.argv = ['meseta', 'plan', {str(workload)!r}, '--topology', {str(machines)!r}, '--html', "
+        f"{str(workload.with_name('p.html'))!r}]\n"
+        "from meseta.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code, stop.code\n"
+        "print(sorted({'torch', 'pyarrow', 'scipy'} & set(sys.modules)))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE.parent)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
