@@ -99,10 +99,10 @@ def _read_workload(path: str, overrides: list[str]) -> Workload:
         return load_workload(path)
     from meseta.config import load_config
     from meseta.data.dataset import Dataset
-    from meseta.train.specs import make_workload
+    from meseta.train.specs import plan_workload
 
     config = load_config(path, overrides)
-    return make_workload(config, Dataset.load(config.data.dir).with_labels(config.data.labels))
+    return plan_workload(config, Dataset.load(config.data.dir).with_labels(config.data.labels))
 
 
 def _way_out(error: DoesNotFitError) -> str:

@@ -7,12 +7,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from meseta.planner.layout import NO_LIMIT, Floats, Ints, Mask
+from meseta.planner.loads import TIERS
 from meseta.planner.problem import Problem
 
 SHARES = (0.05, 0.12, 0.25, 0.4, 0.6, 0.8, 1.0, 2.0, np.inf)
 """Longest pieces that are tried, as parts of the seconds that a rank has on average."""
 ROOM_SHARES = (1.0, 0.5, 0.2)
 """Largest pieces that are tried where room is short, as parts of a device."""
+FEW_UNITS = 300
+"""Of more units, large pieces are left out where collectives or memories are."""
 FILLED = 0.93
 """Pieces leave corners: so much of all room can be filled before prices are put on it."""
 
@@ -33,12 +36,20 @@ class Menu:
         self.num_bytes = sums[:, 1:] + np.outer(ways.common_need[:, 0] * ranks, [1, 0, 0])
         """[W, 3]: bytes that it takes of all devices, of all DRAM and of all disks."""
         self.largest_bytes = _max_by_way(ways.rank_need[:, 0].astype(np.float64), ways.first)
-        """[W]: bytes of its largest piece."""
+        """[W]: bytes of its largest piece on a device."""
         room = np.concatenate([machine.rank_room[:, :1].sum(axis=0, dtype=np.float64), machine.host_room.sum(axis=0)])
         self.room = np.where(room >= NO_LIMIT, np.inf, room)
         """[3]: bytes of all devices, of all DRAM and of all disks."""
         self.device_room = float(machine.rank_room[0, 0])
+        need = np.column_stack([ways.rank_need[:, 0], ways.host_need]).astype(np.float64)
+        own_room = np.concatenate([machine.rank_room[0, :1], machine.host_room[0]]).astype(np.float64)
+        shares = np.where(need > 0, need / np.maximum(own_room, 1e-9), 0.0).max(axis=1)
+        self.largest_share = _max_by_way(shares, ways.first)
+        """[W]: the part of its device, or of its host's DRAM or disk, that the largest piece takes."""
         self.uses = ways.uses
+        tiers = [0 if scheme is None else TIERS.index(scheme.tier) for scheme in problem.schemes]
+        self.tier = np.array(tiers, np.int64)
+        """[W]: index in TIERS."""
 
     def pick(self, values: Floats, allowed: Mask, strict: Floats) -> Ints:
         """[U]: the way of least value among those allowed; of units without one, the way of the least `strict`."""
@@ -55,10 +66,10 @@ class Menu:
         Where these take more than the machines have, bytes get a price, which is raised until they fit: the relaxation
         of J. Lagrange for limits on sums (M. L. Fisher, Management Science 27, 1981).
         """
-        fits = self.largest_bytes <= room_share * self.device_room
+        fits = self.largest_share <= room_share
         allowed = allowed & fits & (self.longest_s <= limit_s)
-        strict = np.where(fits, self.longest_s, self.longest_s.max(initial=0.0) + self.largest_bytes)
-        price = np.zeros(3)
+        strict = np.where(fits, self.longest_s, self.longest_s.max(initial=0.0) + self.largest_share)
+        price, cheaper = np.zeros(3), np.zeros(3)
         choice = self.pick(self.average_s, allowed, strict)
         for tier in (0, 1, 2, 0, 1):
             if self.num_bytes[choice, tier].sum() <= FILLED * self.room[tier]:
@@ -69,27 +80,48 @@ class Menu:
                 choice = self.pick(self.average_s + self.num_bytes @ price, allowed, strict)
                 fit = self.num_bytes[choice, tier].sum() <= FILLED * self.room[tier]
                 low, high = (low, price[tier]) if fit else (price[tier], high)
-            price[tier] = high
+            price[tier], cheaper[tier] = high, low
             choice = self.pick(self.average_s + self.num_bytes @ price, allowed, strict)
+        for scarce in np.flatnonzero(price):
+            lower = np.where(np.arange(3) == scarce, cheaper, price)
+            self._fill_up(choice, self.pick(self.average_s + self.num_bytes @ lower, allowed, strict))
         return choice
+
+    def _fill_up(self, choice: Ints, other: Ints) -> None:
+        """Change to the ways of `other`, which are cheaper and take too much, for as many units as there is room for:
+        tables that are alike all change their way at the same price."""
+        units = np.flatnonzero(choice != other)
+        gain = self.average_s[choice[units]] - self.average_s[other[units]]
+        more = self.num_bytes[other[units]] - self.num_bytes[choice[units]]
+        left = FILLED * self.room - self.num_bytes[choice].sum(axis=0)
+        for i in np.argsort(-gain / np.maximum(np.abs(more).max(axis=1), 1.0), kind="stable"):
+            if gain[i] > 0.0 and (more[i] <= left).all():
+                choice[units[i]] = other[units[i]]
+                left -= more[i]
 
     def choices(self) -> Iterator[Ints]:
         """Different choices [U]: by longest piece, with and without collectives that some ways need alone."""
         everything = np.ones(len(self.unit), np.bool_)
-        plain = self.pick(self.average_s, everything, self.longest_s)
-        share_s = self.average_s[plain].sum()
-        is_short = self.num_bytes[plain, 0].sum() > 0.4 * self.room[0]
-        is_short |= self.largest_bytes[plain].max(initial=0.0) > 0.4 * self.device_room
-        palettes = [everything, ~self.uses.any(axis=1)] + [self.uses[:, k] == 0 for k in range(self.uses.shape[1])]
-        palettes = [allowed for i, allowed in enumerate(palettes) if not i or not allowed.all()]
         seen = set()
-        for allowed in palettes:
+        for number, allowed in enumerate(self._palettes(everything)):
+            plain = self.choose(allowed, np.inf, 1.0)
+            share_s = max(self.average_s[plain].sum(), 1e-12)
+            is_short = self.num_bytes[plain, 0].sum() > 0.4 * self.room[0]
+            is_short |= self.largest_share[plain].max(initial=0.0) > 0.4
+            room_shares = ROOM_SHARES if not number or len(plain) <= FEW_UNITS else ROOM_SHARES[1:2]
             for share in SHARES:
-                for room_share in ROOM_SHARES if is_short else ROOM_SHARES[:1]:
-                    choice = self.choose(allowed, share * max(share_s, 1e-12), room_share)
+                for room_share in room_shares if is_short else ROOM_SHARES[:1]:
+                    choice = self.choose(allowed, share * share_s, room_share)
                     if choice.tobytes() not in seen:
                         seen.add(choice.tobytes())
                         yield choice
+
+    def _palettes(self, everything: Mask) -> list[Mask]:
+        """Ways to choose from: all; without collectives that only some ways need; with one more memory than devices."""
+        palettes = [~self.uses.any(axis=1)] + [self.uses[:, k] == 0 for k in range(self.uses.shape[1])]
+        on_device = self.tier == 0
+        palettes += [on_device | (self.tier == tier) for tier in np.unique(self.tier[~on_device])]
+        return [everything, *(allowed for allowed in palettes if not allowed.all())]
 
 
 def _sum_by_way(values: Floats, first: Ints) -> Floats:

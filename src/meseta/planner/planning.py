@@ -23,6 +23,10 @@ MAX_DOUBT = 0.02
 """How far the search's own cost of a plan may be from its prediction before the search is repeated."""
 
 
+MAX_REPEATED = 300
+"""Units of which a search is repeated."""
+
+
 class DoesNotFitError(MesetaError):
     """No plan keeps to the room of the machines and to the constraints.
 
@@ -128,6 +132,8 @@ def _find(task: Task) -> Planned | Problem:
 def _again(found: Planned, make: Callable[..., Problem]) -> Planned:
     """Search once more with the cache of the busiest rank, where that is another one than an average rank has."""
     expected_s = found.layout.cost + found.problem.fixed_s
+    if len(found.problem.units) > MAX_REPEATED:
+        return found
     if abs(found.prediction.step_s - expected_s) <= MAX_DOUBT * expected_s:
         return found
     problem = found.problem

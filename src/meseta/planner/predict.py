@@ -94,7 +94,7 @@ def predict(
     exchanged = collectives(placement, sharded, replicated, loads) if plan.num_ranks > 1 else ()
     seconds = {name: np.zeros(plan.num_ranks) for name in COMPONENTS}
     seconds["lookup"], seconds["update"] = lookup, update
-    seconds["dense"] = seconds["dense"] + _dense_seconds(workload, topology, cost_model)
+    seconds["dense"] = seconds["dense"] + dense_seconds(workload, topology, cost_model)
     step_s = float((lookup + update).max() + seconds["dense"].max())
     for own in exchanged:
         spent = own.seconds(cost_model, topology) + _packing(own, cost_model)
@@ -160,7 +160,8 @@ def _operators(
     return totals[0], totals[1]
 
 
-def _dense_seconds(workload: Workload, topology: Topology, cost_model: CostModel) -> float:
+def dense_seconds(workload: Workload, topology: Topology, cost_model: CostModel) -> float:
+    """Seconds of every rank's matrix products."""
     dense = workload.dense
     if not dense.flops_per_sample:
         return 0.0

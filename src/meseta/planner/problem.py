@@ -9,6 +9,7 @@ import numpy as np
 
 from meseta.planner.layout import NO_LIMIT, Floats, Ints, Layout, Machine, Mask, Ways
 from meseta.planner.loads import TIERS, Pieces, WorkloadLoads
+from meseta.planner.predict import dense_seconds
 from meseta.planner.pricing import COMPONENTS, USES, Cuts, Prices
 from meseta.planner.schemes import Scheme, Shape, schemes, table_plan
 from meseta.spec import CostModel, MesetaError, Plan, ShardingType, TablePlan, Tier, Topology, Workload
@@ -151,9 +152,7 @@ def _fixed_seconds(prices: Prices) -> float:
     model, topology, workload = prices.cost_model, prices.topology, prices.loads.workload
     dense = workload.dense
     seconds = model.lookup.call_s + model.update.call_s if workload.tables else 0.0
-    if dense.flops_per_sample:
-        samples = workload.batch_size / topology.num_ranks
-        seconds += dense.flops_per_sample * samples / model.dense.float32_flops_per_s + model.dense.call_s
+    seconds += dense_seconds(workload, topology, model)
     if topology.num_ranks > 1:
         seconds += (4 + prices.loads.any_weighted) * prices.base_latency_s
         if dense.parameter_bytes:

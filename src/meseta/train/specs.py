@@ -7,20 +7,10 @@ from dataclasses import replace
 from meseta.config import RunConfig
 from meseta.config.run import RegularizationConfig, RowOptimizerConfig
 from meseta.config.widths import mlp_weights, wanted_embedding_dim
-from meseta.data.dataset import Dataset, SparseFeature
-from meseta.spec import (
-    DenseLoad,
-    FeatureLoad,
-    FeatureSpec,
-    InitSpec,
-    MesetaError,
-    OptimizerSpec,
-    Reuse,
-    TableSpec,
-    Workload,
-    nearest,
-)
+from meseta.data.dataset import Dataset
+from meseta.spec import DenseLoad, FeatureSpec, InitSpec, MesetaError, OptimizerSpec, TableSpec, Workload, nearest
 from meseta.spec.optimizer import USED_FIELDS
+from meseta.train.workload import make_workload
 
 COUPLED = tuple(name for name, used in USED_FIELDS.items() if "weight_decay_mode" in used)
 """Row optimizers to whose gradient a penalty is added."""
@@ -60,31 +50,16 @@ def make_specs(config: RunConfig, dataset: Dataset) -> tuple[list[TableSpec], li
     return tables, features
 
 
-def make_workload(config: RunConfig, dataset: Dataset) -> Workload:
-    """What a step of a run asks of the machines, with the statistics of the dataset.
+def plan_workload(config: RunConfig, dataset: Dataset) -> Workload:
+    """The workload of a run whose model is not built.
 
-    The dense part counts the MLPs of this package's models: a weight takes two operations a sample forwards and four
+    Of the dense part, the MLPs of this package's models count: a weight takes two operations a sample forwards and four
     backwards. A model of one's own counts nothing.
     """
     tables, features = make_specs(config, dataset)
     weights = mlp_weights(config.model, len(dataset.dense), len(tables), len(dataset.labels))
-    return Workload(
-        tables=tuple(tables),
-        features=tuple(features),
-        batch_size=config.train.batch_size,
-        loads={column.name: _load(column) for column in dataset.sparse},
-        dense=DenseLoad(flops_per_sample=6.0 * weights, parameter_bytes=4 * weights),
-    )
-
-
-def _load(column: SparseFeature) -> FeatureLoad:
-    """A vocabulary gives the most frequent values the first rows."""
-    statistics = column.statistics
-    return FeatureLoad(
-        pooling_factor=statistics.mean_pooling_factor,
-        reuse=Reuse(**statistics.reuse.model_dump()) if statistics.num_lookups else None,
-        is_sorted=column.encoding == "vocabulary",
-    )
+    dense = DenseLoad(flops_per_sample=6.0 * weights, parameter_bytes=4 * weights, dtype=config.dense.dtype)
+    return replace(make_workload(config, dataset, tables, features), dense=dense)
 
 
 def _optimizer_spec(table: str, config: RowOptimizerConfig, penalty: RegularizationConfig) -> OptimizerSpec:

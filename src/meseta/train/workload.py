@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from meseta.config import RunConfig
 from meseta.data.dataset import Dataset, SparseFeature
-from meseta.models import DLRM
 from meseta.spec import DenseLoad, FeatureLoad, FeatureSpec, TableSpec, Workload
+
+if TYPE_CHECKING:  # `meseta plan` makes workloads without torch
+    from torch import nn
 
 _PASSES = 3
 """A product forwards, and two as large backwards: for the gradients of inputs and of weights."""
@@ -53,6 +54,10 @@ def feature_load(column: SparseFeature, num_samples: int) -> FeatureLoad:
 def dense_load(config: RunConfig, model: nn.Module) -> DenseLoad:
     """Operations and bytes of everything that is not a table, from the sizes of its linear layers; and the products of
     pairs of a DLRM."""
+    from torch import nn
+
+    from meseta.models import DLRM
+
     parameters = [own for own in model.parameters() if own.requires_grad]
     layers = [own for own in model.modules() if isinstance(own, nn.Linear)]
     flops = sum(2 * own.in_features * own.out_features for own in layers)
