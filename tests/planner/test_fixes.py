@@ -76,7 +76,7 @@ def test_kept_tables_move_only_where_room_runs_out(tmp_path) -> None:
     second = find_plan(grown, topology, None, keep).plan
     second.check(grown.tables)
     for table in workload.tables[2:]:
-        assert second[table.name] == first[table.name]
+        assert second[table.name].shards == first[table.name].shards
     for table in workload.tables[:2]:
         before, after = first[table.name], second[table.name]
         assert [s.ranks for s in after.shards] == [s.ranks for s in before.shards]

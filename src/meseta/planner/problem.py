@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class Problem:
     """Seconds of every plan's step that no layout changes."""
 
     def plan(self, layout: Layout) -> Plan:
-        """The plan that a complete layout stands for; each table's cost is the seconds that it adds to all ranks."""
+        """The plan that a complete layout stands for; a table costs what it takes of the rank that it takes most of."""
         num_ranks, found = self.topology.num_ranks, {}
         for unit, tables in enumerate(self.units):
             way = int(layout.way[unit])
@@ -57,8 +57,17 @@ class Problem:
                 found[table] = (
                     self.kept[spec.name] if scheme is None else table_plan(spec, scheme, layout.ranks[unit], num_ranks)
                 )
-        entries = tuple(found[table] for table in range(len(self.workload.tables)))
+        seconds = self.unit_seconds(layout.way)
+        cost = {table: float(seconds[unit]) / len(tables) for unit, tables in enumerate(self.units) for table in tables}
+        entries = tuple(replace(found[table], cost=cost[table]) for table in range(len(self.workload.tables)))
         return Plan(num_ranks=num_ranks, tables=entries, devices_per_host=self.topology.devices_per_host)
+
+    def unit_seconds(self, choice: Ints) -> Floats:
+        """[U]: what each unit, in the way of `choice` [U], takes of the rank that it takes most of."""
+        ways = self.ways
+        longest = np.zeros(len(ways.unit))
+        np.maximum.at(longest, np.repeat(np.arange(len(longest)), np.diff(ways.first)), ways.seconds.sum(axis=1))
+        return longest[choice] + ways.common_seconds[choice].sum(axis=1)
 
     def describe(self, way: int) -> str:
         """The scheme of a way, in a few words."""

@@ -32,7 +32,7 @@ class Reason:
 
 def reasons(planned: Planned, units: Sequence[int] | None = None) -> list[Reason]:
     """Of `units`, or of all, those first that take most of a rank."""
-    weights = _rank_seconds(planned)
+    weights = planned.problem.unit_seconds(planned.layout.way)
     order = np.argsort(-weights, kind="stable")
     if units is not None:
         order = order[np.isin(order, units)]
@@ -62,12 +62,3 @@ def reasons(planned: Planned, units: Sequence[int] | None = None) -> list[Reason
             )
         )
     return found
-
-
-def _rank_seconds(planned: Planned) -> np.ndarray:
-    """[U]: what each unit takes of the rank it takes most of."""
-    ways, way = planned.problem.ways, planned.layout.way
-    longest = np.zeros(len(ways.unit))
-    owner = np.repeat(np.arange(len(ways.unit)), np.diff(ways.first))
-    np.maximum.at(longest, owner, ways.seconds.sum(axis=1))
-    return longest[way] + ways.common_seconds[way].sum(axis=1)
