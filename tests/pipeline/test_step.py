@@ -173,7 +173,16 @@ def test_times_are_means_per_step_and_start_anew() -> None:
     step(batch())
     step(batch())
     times = step.times.take()
-    assert set(times) == {"copy", "input_dist", "lookup", "dense_forward", "agree", "backward", "update"}
+    assert set(times) == {
+        "copy",
+        "input_dist",
+        "lookup",
+        "dense_forward",
+        "agree",
+        "backward",
+        "table_update",
+        "update",
+    }
     assert all(seconds > 0 for seconds in times.values())
     assert step.times.take() == {}
 
@@ -189,3 +198,18 @@ def test_a_stage_that_comes_twice_is_added_up(monkeypatch: pytest.MonkeyPatch) -
     times.end_step()
     times.end_step()
     assert times.take() == {"data": 1.5}
+
+
+def test_a_stage_inside_another_is_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 4.0, 10.0, 20.0, 21.0])
+    monkeypatch.setattr("meseta.pipeline.times.time.perf_counter", lambda: next(clock))
+    times = StageTimes(torch.device("cpu"))
+    with times.stage("backward"), times.stage("table_update"):
+        pass
+    times.end_step()
+    assert times.take() == {"backward": 7.0, "table_update": 3.0}
+    with times.stage("backward"):
+        pass
+    times.end_step()
+    assert times.take() == {"backward": 1.0}
+    assert times.over_life() == {"backward": 4.0, "table_update": 1.5}

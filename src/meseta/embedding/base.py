@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -18,6 +18,11 @@ from meseta.jagged import Embeddings, JaggedTensor, KeyedJaggedTensor, KeyedTens
 from meseta.ops.id_policy import CheckedIds
 from meseta.ops.row_optimizer import Hyper, compute_dtype
 from meseta.spec import FeatureSpec, MesetaError, TableSpec, check_features
+
+
+def untimed(stage: str) -> AbstractContextManager[None]:
+    """Nobody times it."""
+    return nullcontext()
 
 
 class UpdateInBackward(torch.autograd.Function):
@@ -71,6 +76,8 @@ class Collection(nn.Module):
         self.num_outside: Tensor | None = None
         """Ids outside their table so far, per feature [F] (after policies drop, clamp and hash); None before any
         batch."""
+        self.stage: Callable[[str], AbstractContextManager[None]] = untimed
+        """Who times a step sets it: called with 'output_dist', 'gradient_dist' and 'table_update' around each."""
         self._is_accumulating = False
         self._kept: list[list[Segment]] = []
         """Of each backward pass of `accumulating`: a segment per group."""

@@ -195,9 +195,10 @@ class EmbeddingBagCollection(Collection):
         self._kept.append([lookup.segment(own, moved) for lookup, own, moved in given])
         if self._is_accumulating:
             return of_weights
-        whole, moved = join_passes(self._kept)
-        self.forget_kept()
-        for fused in self._fused:
-            step_shards(fused, self.lr(fused.spec), self.step + 1, whole.bags, moved)
+        with self.stage("table_update"):
+            whole, moved = join_passes(self._kept)
+            self.forget_kept()
+            for fused in self._fused:
+                step_shards(fused, self.lr(fused.spec), self.step + 1, whole.bags, moved)
         self.step += 1
         return of_weights

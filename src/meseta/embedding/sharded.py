@@ -117,7 +117,8 @@ class ShardedEmbeddingBagCollection(Collection):
         share = self.local_share = sizes[self.world.rank] / max(sum(sizes), 1)
         self.batch_slice = BatchSlice(world=self.world, step=self.step, sizes=sizes, first=self.first_sample)
         owned = [lookup.unpack(own) for lookup, own in zip(self.lookups, x, strict=True)]
-        lookups = [partial(look.look_up, own, ids) for look, own, ids in zip(self.lookups, x, owned, strict=True)]
+        each = zip(self.lookups, x, owned, strict=True)
+        lookups = [partial(look.look_up, own, ids, self.stage) for look, own, ids in each]
         found = UpdateInBackward.apply(self._anchor, lookups, partial(self._update, x, owned, share))
         return self.embeddings([own.ids for own in x], found)
 
@@ -129,25 +130,29 @@ class ShardedEmbeddingBagCollection(Collection):
         for group, own, (pooled, *rows) in zip(self.groups, x, self.by_group(gradients), strict=True):
             lengths = own.ids.lengths.view(len(group.features), -1)
             given.append([group.divide_means(pooled.clone(), lengths) if group.has_means else pooled, *rows])
-        sent = [look.send(own, moved, share) for look, own, moved in zip(self.lookups, x, given, strict=True)]
+        with self.stage("gradient_dist"):
+            sent = [look.send(own, moved, share) for look, own, moved in zip(self.lookups, x, given, strict=True)]
         if self._is_accumulating:
             self._keep_local(x, given, share)
             self._kept.append(self._received(x, owned, sent))
             return ()
         replicated = self._start_replicas(x, given, share)
-        whole, moved = join_passes([*self._kept, self._received(x, owned, sent)])
-        self.forget_kept()
-        for fused in self._fused:
-            step_shards(fused, self.lr(fused.spec), self.step + 1, whole.bags, moved)
-        self._update_staged(whole, moved)
-        self.replicas.finish_update(replicated, self.lr, self.step + 1)
+        received = self._received(x, owned, sent)
+        with self.stage("table_update"):
+            whole, moved = join_passes([*self._kept, received])
+            self.forget_kept()
+            for fused in self._fused:
+                step_shards(fused, self.lr(fused.spec), self.step + 1, whole.bags, moved)
+            self._update_staged(whole, moved)
+            self.replicas.finish_update(replicated, self.lr, self.step + 1)
         self.step += 1
         return ()
 
     def _received(self, x: Sequence[Exchanged], owned: Sequence[OwnedIds], sent: Sequence[Pending]) -> list[Segment]:
         """What came to the rows of this rank."""
         each = zip(self.lookups, x, owned, sent, strict=True)
-        return [look.received(own, ids, pending) for look, own, ids, pending in each]
+        with self.stage("gradient_dist"):
+            return [look.received(own, ids, pending) for look, own, ids, pending in each]
 
     def _at_home(self, x: Sequence[Exchanged], given: Sequence[Sequence[Tensor]]) -> list[Segment]:
         """What this rank's samples give to rows that every rank holds, of the groups that read such."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -149,17 +150,20 @@ class ShardedLookup:
         """Wait for the ids that this rank looks up."""
         return unpack(x, len(self.routes))
 
-    def look_up(self, x: Exchanged, owned: OwnedIds) -> list[Tensor]:
+    def look_up(
+        self, x: Exchanged, owned: OwnedIds, stage: Callable[[str], AbstractContextManager[None]]
+    ) -> list[Tensor]:
         """[pooled [B_local, sum of D], rows of each unpooled feature ...] for the local slice."""
         pending = self._answer(x, owned)
         at_home = self._look_up_at_home(x.home)  # while the answers travel
-        answers = matrices(pending.wait(), self._answer_shapes(x))
-        whole = self._add_in_host(x, answers) if self.routing.sums_in_hosts else self._nothing_of_hosts(x)
-        pooled = empty((x.batch_sizes[self.world.rank], self.routing.out_width), self.dtype, self.world.device)
-        sources = [*(own[0] for own in answers), *whole, *([] if at_home is None else [at_home])]
-        place_columns(pooled, sources, self.routing.answer_moves)
-        self.group.divide_means(pooled, x.ids.lengths.view(len(self.group.features), -1))
-        return [pooled, *(self._assemble_rows(x, f, answers) for f in self.group.unpooled)]
+        with stage("output_dist"):
+            answers = matrices(pending.wait(), self._answer_shapes(x))
+            whole = self._add_in_host(x, answers) if self.routing.sums_in_hosts else self._nothing_of_hosts(x)
+            pooled = empty((x.batch_sizes[self.world.rank], self.routing.out_width), self.dtype, self.world.device)
+            sources = [*(own[0] for own in answers), *whole, *([] if at_home is None else [at_home])]
+            place_columns(pooled, sources, self.routing.answer_moves)
+            self.group.divide_means(pooled, x.ids.lengths.view(len(self.group.features), -1))
+            return [pooled, *(self._assemble_rows(x, f, answers) for f in self.group.unpooled)]
 
     def _answer(self, x: Exchanged, owned: OwnedIds) -> Pending:
         """Look up what this rank owns, and begin to send each rank the answers for its samples."""

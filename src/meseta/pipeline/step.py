@@ -16,6 +16,7 @@ from meseta.comm import World
 from meseta.comm.dense_shards import explain_uncalled
 from meseta.data.batch import Batch
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
+from meseta.embedding.base import untimed
 from meseta.jagged.shapes import Float
 from meseta.ops.allocator import keep_freed_memory
 from meseta.optim.clip import DenseClip
@@ -111,6 +112,7 @@ class TrainStep:
         whole = None if len(parts) == 1 else self._agree(None, batch)
         first_sample = 0 if len(parts) == 1 else self._samples_before(batch)
         totals, logits = [], []
+        self.model.embeddings.stage = self.times.stage
         try:
             for index, part in enumerate(parts):
                 is_last = index == len(parts) - 1
@@ -127,6 +129,7 @@ class TrainStep:
         finally:
             self.model.embeddings.forget_kept()
             self.model.embeddings.first_sample = None
+            self.model.embeddings.stage = untimed
         whole = whole or totals[0]
         if whole.weight > 0:
             with self.times.stage("update"):

@@ -138,7 +138,10 @@ class Trainer:
                 progress.say(f"stopped after step {self.step}, saved in {saved}; the same command goes on from there")
                 raise self.saver.stop()
             line = self._last_evaluation(progress)
+        stages = self.world.gather_objects(self.train_step.times.over_life())
         summary = self._summary(line, ids_outside(self.model.embeddings, self.world))
+        if any(stages):
+            summary["stages_s_by_rank"] = stages
         self.world.on_first(lambda: self.run_dir.write_json("summary.json", summary))
         self.world.on_first(lambda: write_report(self.run_dir.path))
         self.saver.copy_all()

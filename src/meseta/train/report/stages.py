@@ -9,7 +9,18 @@ from meseta.train.report.figures import count, drawable, share
 from meseta.train.report.markup import table, tag, text
 from meseta.train.report.record import RunRecord, TrainLine
 
-KNOWN_STAGES = ("data", "copy", "input_dist", "lookup", "output_dist", "dense_forward", "backward", "update")
+KNOWN_STAGES = (
+    "data",
+    "copy",
+    "input_dist",
+    "lookup",
+    "output_dist",
+    "dense_forward",
+    "backward",
+    "gradient_dist",
+    "table_update",
+    "update",
+)
 NUM_SPARE_COLOURS = 3
 MAX_BARS = 48
 
