@@ -130,7 +130,7 @@ def _swap_one(layout: Layout) -> bool:
     pieces = ways.first[layout.way[units]]
     best = None
     now = float(layout.load.max(axis=1).sum())
-    for rank in np.unique(layout.load.argmax(axis=1)):
+    for rank in layout.busiest_ranks():
         mine = np.flatnonzero(ranks == rank)
         for one in mine[np.argsort(-ways.seconds[pieces[mine]].sum(axis=1), kind="stable")][:MAX_SWAPPED]:
             costs = _swapped_costs(layout, int(rank), ranks, pieces, int(one))

@@ -175,11 +175,15 @@ class Layout:
             (self.rank_used <= self.machine.rank_room).all() and (self.host_used <= self.machine.host_room).all()
         )
 
+    def busiest_ranks(self) -> Ints:
+        """Ranks that end some component last, ascending."""
+        return np.unique(self.load.argmax(axis=1)[self.load.any(axis=1)])
+
     def busiest_units(self) -> list[int]:
         """Units with a piece on a rank that ends some component last, those with most seconds there first."""
         ways = self.ways
         busy = np.zeros(self.machine.num_ranks, np.bool_)
-        busy[self.load.argmax(axis=1)] = True
+        busy[self.busiest_ranks()] = True
         sizes = np.array([len(ranks) for ranks in self.ranks])
         owner = np.repeat(np.arange(ways.num_units), sizes)
         place = np.arange(len(owner)) - np.repeat(np.cumsum(sizes) - sizes, sizes)

@@ -13,16 +13,17 @@ from meseta.planner.problem import Problem
 
 NUM_BEST = 6
 """Layouts that go on from the constructions."""
-EXCHANGE_LIMITS = (1.0, 1.1, 1.3)
+EXCHANGE_LIMITS = (1.0, 1.1, 1.3, float("inf"))
 """Limits of the greedy grid, as multiples of what a rank exchanges on average."""
 BEAM_WIDTH = 3
 BEAM_UNITS = 4
 """Units of the busiest ranks that are cut finer."""
 MAX_LEVELS = 6
-BEAM_WORK = 15_000
+BEAM_WORK = 10_000
 """Units times layouts that the beam may place."""
 IMPROVED = 2
-"""Layouts that are improved."""
+"""Layouts that are improved; one of more than MANY_UNITS units."""
+MANY_UNITS = 300
 SHAKE_WORK = 3_000
 """Units times rounds of taking some away and placing them anew."""
 MAX_SHAKES = 150
@@ -55,10 +56,9 @@ def search(problem: Problem) -> list[Candidate]:
     ways, machine = problem.ways, problem.machine
     found: list[Candidate] = []
     for choice in Menu(problem).choices():
-        for name, score in (("greedy", AddedCost()), ("longest first", BusySeconds())):
-            layout = place_greedily(ways, machine, choice, score)
-            if layout is not None:
-                found.append(Candidate(layout=layout, origin=name))
+        layout = place_greedily(ways, machine, choice, AddedCost())
+        if layout is not None:
+            found.append(Candidate(layout=layout, origin="greedy"))
     found = _best(found, NUM_BEST)
     for start in list(found):
         layout = place_by_differencing(ways, machine, start.layout.way)
@@ -72,7 +72,7 @@ def search(problem: Problem) -> list[Candidate]:
     changes = min(IMPROVE_WORK // max(ways.num_units, 1), MAX_ROUNDS)
     better = [
         Candidate(layout=improve(start.layout.copy(), changes), origin=f"{start.origin}, improved")
-        for start in found[:IMPROVED]
+        for start in found[: IMPROVED if ways.num_units <= MANY_UNITS else 1]
     ]
     rounds = min(SHAKE_WORK // max(ways.num_units, 1), MAX_SHAKES)
     best = _best(better, 1)[0]
