@@ -7,6 +7,8 @@ import os
 
 # Ranks and tests share few cores; tests about thread counts set their own.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A thread that waits for another one sleeps, where it else would take the processor from what it waits for.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it in deterministic mode
 
 import signal

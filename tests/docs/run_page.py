@@ -100,6 +100,7 @@ def main(page: Path) -> None:
     checker = doctest.OutputChecker()
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    os.environ.setdefault("PET_STANDALONE", "1")  # torchrun takes a free port: other pages may run meanwhile
     for block in blocks(page.read_text()):
         if not block.runs:
             continue

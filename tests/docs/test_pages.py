@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from meseta.spec.processors import num_cores
 from source_tree import ROOT
 
 RUNNER = Path(__file__).with_name("run_page.py")
@@ -19,9 +22,27 @@ def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=240)
 
 
+Finished = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def run_of(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Finished]]:
+    """`run_of(page)`: how a page ran. All that were asked for run from the first on, one per processor at a time: each
+    spends most of its time on one."""
+    asked = [item.callspec.params.get("page") for item in request.session.items if hasattr(item, "callspec")]
+    with ThreadPoolExecutor(num_cores()) as pool:
+        runs: dict[Path, Future[Finished]] = {
+            page: pool.submit(run_page, page, tmp_path_factory.mktemp(page.stem)) for page in PAGES if page in asked
+        }
+        yield lambda page: runs[page].result()
+        pool.shutdown(cancel_futures=True)  # of a session that was stopped
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_page(page: Path, tmp_path: Path) -> None:
-    run = run_page(page, tmp_path)
+def test_page(page: Path, run_of: Callable[..., Finished]) -> None:
+    run = run_of(page)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
