@@ -85,17 +85,33 @@ def ids_outside(embeddings: Collection, world: World) -> dict[str, int]:
     return {feature.name: count for feature, count in zip(embeddings.features, total, strict=True) if count}
 
 
-def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
+def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer | None, world: World) -> dict[str, Any]:
     """Fill model and optimizer from a checkpoint, under any plan; returns its state with `step` and `dense`.
 
-    Raises MesetaError, on all ranks, where the checkpoint is damaged, with the newest older one that is not, and where
-    it is of another model or dense optimizer.
+    Without an optimizer, for a model that does not train on, its moments are left in the file. Raises MesetaError, on
+    all ranks, where the checkpoint is damaged, with the newest older one that is not, and where it is of another model
+    or dense optimizer.
     """
     try:
         loaded = checkpoint.load(path, world=world, shards=model.embeddings.shards)
     except checkpoint.DamagedCheckpoint as problem:
         offers = world.gather_objects(checkpoint.offer_older(problem, path) if world.rank == 0 else None)
         raise offers[0] from None
+    if optimizer is None:
+        set_dense_part(model, loaded.dense)
+    else:
+        _check_optimizer(path, optimizer, loaded)
+        set_dense_tensors(model, optimizer, loaded.dense)
+    embeddings = model.embeddings
+    embeddings.step = loaded.state["embedding_step"]
+    if world.rank == 0:
+        counts = [loaded.state["ids_outside"].get(feature.name, 0) for feature in embeddings.features]
+        embeddings.num_outside = torch.tensor(counts, device=world.device)
+    return {**loaded.state, "step": loaded.step, "dense": loaded.dense}
+
+
+def _check_optimizer(path: Path, optimizer: torch.optim.Optimizer, loaded: checkpoint.Loaded) -> None:
+    """Raise MesetaError where the dense part was trained with another one."""
     saved, wanted = loaded.state["dense_optimizer"], type(optimizer).__name__
     if saved != wanted:
         raise MesetaError(
@@ -103,13 +119,6 @@ def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer, world: Wor
             "set dense.optimizer.name back, or choose another run_dir"
         )
     _check_momentum(path, optimizer, loaded.dense)
-    set_dense_tensors(model, optimizer, loaded.dense)
-    embeddings = model.embeddings
-    embeddings.step = loaded.state["embedding_step"]
-    if world.rank == 0:
-        counts = [loaded.state["ids_outside"].get(feature.name, 0) for feature in embeddings.features]
-        embeddings.num_outside = torch.tensor(counts, device=world.device)
-    return {**loaded.state, "step": loaded.step, "dense": loaded.dense}
 
 
 def _check_momentum(path: Path, optimizer: torch.optim.Optimizer, dense: Mapping[str, Tensor]) -> None:

@@ -15,7 +15,6 @@ from meseta.config import RunConfig
 from meseta.data.dataset import Dataset
 from meseta.data.reader import Reader, ReaderOptions
 from meseta.data.selection import calibration_shift
-from meseta.optim.dense import make_dense_optimizer
 from meseta.spec import MesetaError
 from meseta.train.build import make_sharded_model
 from meseta.train.run_dir import RunDir
@@ -83,8 +82,8 @@ def load_trained(
     )
     reader = Reader(dataset, split, options, rank=world.rank, num_ranks=world.size)
     model = make_sharded_model(config, dataset, world).eval()
-    optimizer = make_dense_optimizer(config.dense.optimizer, model.parameters())
-    state = restore(path, model, optimizer, world)
+    # No optimizer is made: torch imports its compiler for the first one, which takes longer than a small evaluation.
+    state = restore(path, model, None, world)
     return Trained(model=model, reader=reader, world=world, step=state["step"], config=config)
 
 
