@@ -48,7 +48,7 @@ class Problem:
     """Seconds of every plan's step that no layout changes."""
 
     def plan(self, layout: Layout) -> Plan:
-        """The plan that a complete layout stands for; a table costs what it takes of the rank that it takes most of."""
+        """The plan that a complete layout stands for; a table costs what all ranks together spend on it."""
         num_ranks, found = self.topology.num_ranks, {}
         for unit, tables in enumerate(self.units):
             way = int(layout.way[unit])
@@ -57,7 +57,7 @@ class Problem:
                 found[table] = (
                     self.kept[spec.name] if scheme is None else table_plan(spec, scheme, layout.ranks[unit], num_ranks)
                 )
-        seconds = self.unit_seconds(layout.way)
+        seconds = self.all_seconds(layout.way)
         cost = {table: float(seconds[unit]) / len(tables) for unit, tables in enumerate(self.units) for table in tables}
         entries = tuple(replace(found[table], cost=cost[table]) for table in range(len(self.workload.tables)))
         return Plan(num_ranks=num_ranks, tables=entries, devices_per_host=self.topology.devices_per_host)
@@ -68,6 +68,13 @@ class Problem:
         longest = np.zeros(len(ways.unit))
         np.maximum.at(longest, np.repeat(np.arange(len(longest)), np.diff(ways.first)), ways.seconds.sum(axis=1))
         return longest[choice] + ways.common_seconds[choice].sum(axis=1)
+
+    def all_seconds(self, choice: Ints) -> Floats:
+        """[U]: what all ranks together spend on each unit in the way of `choice` [U]."""
+        ways = self.ways
+        owner = np.repeat(np.arange(len(ways.unit)), np.diff(ways.first))
+        pieces = np.bincount(owner, ways.seconds.sum(axis=1), len(ways.unit))
+        return pieces[choice] + self.machine.num_ranks * ways.common_seconds[choice].sum(axis=1)
 
     def describe(self, way: int) -> str:
         """The scheme of a way, in a few words."""

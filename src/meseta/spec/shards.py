@@ -72,7 +72,7 @@ class TablePlan:
     shards: tuple[Shard, ...]
     """Pieces, ordered by (row, column)."""
     cost: float = 0.0
-    """Predicted seconds of a step that the table takes of the rank it takes most of; 0 where nobody predicted."""
+    """Predicted seconds that all ranks together spend on the table in a step; 0 where nobody predicted."""
 
     def is_replica(self, shard: Shard) -> bool:
         """Whether every rank holds this piece, so that its rows are looked up at home."""

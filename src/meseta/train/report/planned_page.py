@@ -78,7 +78,8 @@ def _memory(planned: Planned, ranks: Sequence[int]) -> str:
     ]
     names = ", ".join(f"{tier} {num_bytes(float(held.max()))} at most" for tier, held in used)
     intro = tag("p", text(f"The most that a rank holds in any phase of a run: {names}."))
-    return intro + row_bars("Mebibytes by rank and tier", rows, "MiB")
+    swatches = (tag("span", class_=f"swatch {colours[tier]}") + text(f"{tier} ") for tier, _ in used)
+    return intro + tag("p", *swatches) + row_bars("Mebibytes by rank and tier", rows, "MiB")
 
 
 def _tables(found: Sequence[Reason]) -> str:
