@@ -91,6 +91,11 @@ class Task:
         """The inverse of `to_dict`."""
         return Task(**{**document, "tables": tuple(TaskTable(**table) for table in document["tables"])})
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all tables with their optimizer state."""
+        return sum(cell_bytes(own, own.num_embeddings, own.embedding_dim) for own in self.workload().tables)
+
     def workload(self) -> Workload:
         """The task as the planner takes it: tables t0, t1, ... and features f0, f1, ..."""
         tables = tuple(
@@ -122,10 +127,7 @@ def random_task(seed: int, *, max_bytes: float = 12e9) -> Task:
     while True:
         tables = tuple(random_table(random) for _ in range(int(random.integers(MIN_TABLES, MAX_TABLES + 1))))
         task = Task(seed=seed, tables=tables)
-        if (
-            sum(cell_bytes(table, table.num_embeddings, table.embedding_dim) for table in task.workload().tables)
-            <= max_bytes
-        ):
+        if task.num_bytes <= max_bytes:
             return task
 
 

@@ -1,0 +1,142 @@
+"""Predicted against measured seconds of lookup, update and collectives, on tasks that no fit has seen.
+
+    python benchmarks/bench_cost_model.py [cost.yaml [num_tasks]]
+
+Without a cost model, one is calibrated first. Tasks are those of meseta.measure.tasks: 10 to 60 tables of random widths
+and rows, with reuse like production's. Their tables are dealt out to four devices at random; the pieces of every device
+are timed alone, in five rounds in turns, and so are collectives of random sizes between two processes. Figures are
+errors of the prediction against the median of the rounds, in percent; beside them how far single rounds lie from that
+median. Runs the correctness test first and reports nothing when it fails. Appends to benchmarks/results.csv.
+"""
+
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from record import record
+
+from meseta.measure.calibrate.run import Measured, RankPieces, loads_of, measure_pieces
+from meseta.measure.tasks import Task, random_task
+from meseta.measure.team import Member, Team
+from meseta.planner.exchange import Collective
+from meseta.planner.operators import operator_seconds
+from meseta.spec import CostModel, Topology
+
+ROOT = Path(__file__).resolve().parent.parent
+FIRST_SEED = 1000
+NUM_DEVICES = 4
+DEVICE_BYTES = 4_000_000_000
+NUM_ROUNDS = 5
+NUM_EXCHANGES = 12
+
+
+@dataclass
+class Case:
+    """Something that is predicted, and measured round by round."""
+
+    kind: str
+    predicted_s: float
+    measured_s: list[float] = field(default_factory=list)
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.measured_s)
+
+    @property
+    def error(self) -> float:
+        return abs(self.predicted_s / self.median_s - 1.0)
+
+    @property
+    def spread(self) -> float:
+        """Median distance of a round from the median."""
+        return statistics.median(abs(own / self.median_s - 1.0) for own in self.measured_s)
+
+
+def main() -> None:
+    test = str(ROOT / "tests/distributed/test_traffic.py")
+    subprocess.run([sys.executable, "-m", "pytest", "-q", test], check=True, cwd=ROOT)
+    model = CostModel.load(sys.argv[1]) if len(sys.argv) > 1 else calibrated()
+    num_tasks = int(sys.argv[2]) if len(sys.argv) > 2 else 10
+    cases = [*operator_cases(model, num_tasks), *exchange_cases(model)]
+    for kind in dict.fromkeys(case.kind for case in cases):
+        own = [case for case in cases if case.kind == kind]
+        errors, spread = [case.error for case in own], 100 * statistics.median(case.spread for case in own)
+        for metric, share in (("median error", 50), ("95th percentile", 95)):
+            value = 100 * float(np.percentile(errors, share))
+            record("cost_model", f"{kind}, {len(own)} cases", metric, value, "%", peer="repeats", peer_value=spread)
+        ranks = np.argsort(np.argsort([[case.predicted_s, case.median_s] for case in own], axis=0), axis=0)
+        print(f"{kind}: rank correlation {np.corrcoef(ranks.T)[0, 1]:.3f}")
+
+
+def calibrated() -> CostModel:
+    """By `meseta calibrate`, as users run it."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "cost.yaml"
+        subprocess.run([sys.executable, "-m", "meseta.cli.main", "calibrate", "--out", str(out)], check=True)
+        return CostModel.load(out)
+
+
+def dealt(task: Task) -> list[RankPieces]:
+    """Whole tables, each to a random device that has room for it; tables that no device has room for are left out."""
+    random, left = np.random.default_rng(task.seed), [0.95 * DEVICE_BYTES] * NUM_DEVICES
+    hands: list[list[tuple[int, tuple[int, int], tuple[int, int]]]] = [[] for _ in left]
+    for number, table in enumerate(task.tables):
+        size = table.num_rows * (4.0 * table.dim + 4.0) + 2 * 16_384
+        for device in random.permutation(NUM_DEVICES):
+            if size <= left[device]:
+                left[device] -= size
+                hands[device].append((number, (0, table.num_rows), (0, table.dim)))
+                break
+    return [tuple(hand) for hand in hands if hand]
+
+
+def operator_cases(model: CostModel, num_tasks: int) -> list[Case]:
+    """Two cases for each device of each task: lookup and update."""
+    tasks = [random_task(seed) for seed in range(FIRST_SEED, FIRST_SEED + num_tasks)]
+    ranks = [(task, hand) for task in tasks for hand in dealt(task)]
+    cases: list[tuple[Case, Case]] = []
+    for task, hand in ranks:
+        loads = loads_of(Measured(task, hand, 1.0, 1.0), model.cache.cache_bytes)
+        lookup_s, update_s = (float(own.sum()) for own in operator_seconds(model, loads))
+        cases.append((Case("lookup", lookup_s + model.lookup.call_s), Case("update", update_s + model.update.call_s)))
+    arguments = {"memory_bytes": DEVICE_BYTES}
+    member = Member(name="operators", entry="meseta.measure.calibrate.pieces:PieceTimer", arguments=arguments)
+    with Team(member) as team:
+        for _ in range(NUM_ROUNDS):
+            for (task, hand), (lookup, update) in zip(ranks, cases, strict=True):
+                found = measure_pieces(team, task, hand, model.num_threads)
+                lookup.measured_s.append(found.lookup_s)
+                update.measured_s.append(found.update_s)
+    return [case for pair in cases for case in pair]
+
+
+def exchange_cases(model: CostModel) -> list[Case]:
+    """Collectives between two processes; random bytes, log-uniform."""
+    random, nothing = np.random.default_rng(FIRST_SEED), np.zeros(2)
+    sizes = np.exp(random.uniform(np.log(8e3), np.log(3e7), NUM_EXCHANGES)).astype(int)
+    cases = []
+    for kind in ("all_to_all", "all_reduce"):
+        for size in sizes.tolist():
+            sent = np.full(2, float(size))
+            reduces = kind == "all_reduce"
+            exchange = Collective(kind, "backward", sent, nothing, sent, nothing, reduces=reduces)
+            cases.append((kind, size, Case(kind, float(exchange.seconds(model, Topology(devices_per_host=2))[0]))))
+    member = Member(
+        name="collectives",
+        entry="meseta.measure.calibrate.collectives:CollectiveTimer",
+        arguments={},
+        num_ranks=2,
+    )
+    with Team(member) as team:
+        for _ in range(NUM_ROUNDS):
+            for kind, size, case in cases:
+                case.measured_s.append(team.ask("time_collective", kind=kind, num_bytes=size, num_rounds=5))
+    return [case for _, _, case in cases]
+
+
+if __name__ == "__main__":
+    main()
