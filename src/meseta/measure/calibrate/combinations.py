@@ -12,7 +12,7 @@ OPTIMIZERS = ("rowwise_adagrad", "sgd", "adagrad", "adam")
 DTYPES = ("float32", "float16", "bfloat16")
 BATCH_SIZES = (512, 1024, 2048, 4096)
 MAX_TABLES = 24
-MAX_IDS = 600_000
+MAX_IDS = 300_000
 """Of a batch, so that a measurement takes a tenth of a second."""
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meseta.measure.contender import Contender
+from meseta.measure.calibrate.collectives import ComputeTimer
 from meseta.measure.quiet import processor_s
 from meseta.measure.tasks import Task, cut_bags, draw_bags
 from meseta.ops.memory import empty
@@ -26,26 +26,27 @@ from meseta.spec import MesetaError, OptimizerSpec
 
 FOOTPRINT_BYTES = 96e6
 """Rows and gradients that the batches of one measurement touch together, at least: three times a large cache."""
-MIN_BATCHES, MAX_BATCHES = 3, 12
+MIN_BATCHES, MAX_BATCHES = 3, 10
+MIN_CALLS = 6
 Piece = tuple[int, tuple[int, int], tuple[int, int]]
 """(index of the table, rows, columns)."""
 
 
-class PieceTimer(Contender):
+class PieceTimer(ComputeTimer):
     """Times the operators that a rank runs on its pieces, as the sharded embedding calls them."""
 
     def __init__(self, memory_bytes: int) -> None:
-        """Take `memory_bytes` for rows and state, and touch them; half as much on top for rows of 16 bits."""
+        """Reserve `memory_bytes` for rows and state, and half as much on top for rows of 16 bits.
+
+        The system gives memory that is zero, page by page when a measurement first touches it, which takes seconds for
+        a gigabyte; measurements share it, so most find it there."""
         super().__init__()
         # Numbers of one type are never read as another: bits of 16-bit rows are denormal numbers of 32 bits, and slow.
         self.memory = {
-            4: empty((memory_bytes // 4,), torch.float32, keep=False).zero_(),
-            2: empty((memory_bytes // 4,), torch.float16, keep=False).zero_(),
+            4: empty((memory_bytes // 4,), torch.float32, keep=False),
+            2: empty((memory_bytes // 4,), torch.float16, keep=False),
         }
         self.used = dict.fromkeys(self.memory, 0)
-
-    def facts(self) -> dict[str, Any]:
-        return {"actions": [], "versions": {"torch": torch.__version__}}
 
     def time_pieces(self, task: dict[str, Any], pieces: list[Any], num_rounds: int, threads: int) -> list[float]:
         """Median seconds of (a lookup, an update) of pieces that one rank holds, and the processors that others kept
@@ -115,16 +116,18 @@ class _Rank:
         return [b - a for a, b in pairwise(ends)]
 
     def time(self, num_rounds: int, clock: Callable[[], float]) -> tuple[float, float]:
-        """Median seconds of a lookup and of an update, in turns, after one round that warms up."""
+        """Median seconds of a lookup and of an update, in turns, after one round over all batches that warms up; at
+        least MIN_CALLS of each."""
         spent: tuple[list[float], list[float]] = ([], [])
-        for step in range(len(self.batches) * num_rounds + 1):
+        num_rounds = max(num_rounds, math.ceil(MIN_CALLS / len(self.batches)))
+        for step in range(len(self.batches) * (num_rounds + 1)):
             bags = self.batches[step % len(self.batches)]
             start = clock()
             lookup_group(self.lookup, bags.ids, bags.offsets, None)
             middle = clock()
             row_update(self.update, 0.01, step + 1, bags, [self.gradient])
             end = clock()
-            if step:
+            if step >= len(self.batches):
                 spent[0].append(middle - start)
                 spent[1].append(end - middle)
         return statistics.median(spent[0]), statistics.median(spent[1])

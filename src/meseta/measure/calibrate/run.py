@@ -23,7 +23,7 @@ from meseta.planner.operators import lookup_terms, update_terms
 from meseta.spec import CostModel, Link
 from meseta.spec.cost_model import CacheCost, DenseCost, ExchangeCost, LookupCost, UpdateCost
 
-MEMORY_BYTES = 2_000_000_000
+MEMORY_BYTES = 1_200_000_000
 """Rows and state of the largest combination."""
 CACHE_BYTES = (1e6, 2e6, 4e6, 8e6, 16e6, 32e6)
 """Sizes of the cache that are tried."""
@@ -32,7 +32,7 @@ PRODUCTS = ((256, 512, 256), (512, 512, 512), (2048, 512, 256), (2048, 1024, 102
 _ENTRY = "meseta.measure.calibrate."
 MAX_OTHERS = 0.2
 """A measurement during which others kept more processors busy is repeated."""
-NUM_TRIES = 3
+NUM_TRIES = 2
 """Of such a measurement; the fastest counts."""
 _HELD_OUT = 5
 """Each so many-th measurement is kept from the fit, to judge it by."""
@@ -90,9 +90,22 @@ def calibrate(num_threads: int, num_ranks: int, budget_s: float, log: Callable[[
     source = f"meseta calibrate, {date.today().isoformat()}, {num_threads} threads a rank"
     log("collectives", 0.0)
     exchange, errors = _measure_exchange(num_ranks, num_threads, source, model.exchange)
+    member = Member(
+        name="operators",
+        entry=f"{_ENTRY}pieces:PieceTimer",
+        arguments={"memory_bytes": MEMORY_BYTES},
+        num_threads=(num_threads,),
+    )
     log("matrix products", (time.perf_counter() - start_s) / budget_s)
-    dense, exchange = _measure_compute(num_threads, source, exchange)
-    measured = _measure_operators(num_threads, start_s + budget_s, start_s, log)
+    with Team(member) as team:
+        dense, exchange = _measure_compute(team, num_threads, source, exchange)
+        measured: list[Measured] = []
+        while time.perf_counter() < start_s + budget_s or len(measured) < 2 * _HELD_OUT:
+            log(f"operators, {len(measured)} combinations", (time.perf_counter() - start_s) / budget_s)
+            task = random_combination(len(measured), 0.95 * MEMORY_BYTES)
+            pieces = tuple((n, (0, own.num_rows), (0, own.dim)) for n, own in enumerate(task.tables))
+            measured.append(measure_pieces(team, task, pieces, num_threads))
+    log("fit", 1.0)
     lookup, update, cache, more = fit_operators(measured, source)
     elapsed_s = time.perf_counter() - start_s
     others = processor_s([os.getpid()]).others_since(before, elapsed_s) - num_threads
@@ -161,29 +174,12 @@ def measure_pieces(team: Team, task: Task, pieces: RankPieces, num_threads: int)
     fastest = (float("inf"), float("inf"))
     for _ in range(NUM_TRIES):
         lookup_s, update_s, others = team.ask(
-            "time_pieces", task=task.to_dict(), pieces=pieces, num_rounds=2, threads=num_threads
+            "time_pieces", task=task.to_dict(), pieces=pieces, num_rounds=1, threads=num_threads
         )
         fastest = (min(fastest[0], lookup_s), min(fastest[1], update_s))
         if others <= MAX_OTHERS:
             break
     return Measured(task, pieces, *fastest)
-
-
-def _measure_operators(
-    num_threads: int, end_s: float, start_s: float, log: Callable[[str, float], None]
-) -> list[Measured]:
-    measured: list[Measured] = []
-    member = Member(
-        name="operators", entry=f"{_ENTRY}pieces:PieceTimer", arguments={"memory_bytes": MEMORY_BYTES},
-        num_threads=(num_threads,),
-    )  # fmt: skip
-    with Team(member) as team:
-        while time.perf_counter() < end_s or len(measured) < 2 * _HELD_OUT:
-            log(f"operators, {len(measured)} combinations", (time.perf_counter() - start_s) / (end_s - start_s))
-            task = random_combination(len(measured), 0.95 * MEMORY_BYTES)
-            pieces = tuple((n, (0, own.num_rows), (0, own.dim)) for n, own in enumerate(task.tables))
-            measured.append(measure_pieces(team, task, pieces, num_threads))
-    return measured
 
 
 def _measure_exchange(
@@ -219,20 +215,19 @@ def fit_link(sizes: Floats, seconds: Floats) -> Link:
     return Link(latency_s=float(latency_s), bytes_per_s=1.0 / max(float(byte_s), 1e-15))
 
 
-def _measure_compute(num_threads: int, source: str, exchange: ExchangeCost) -> tuple[DenseCost, ExchangeCost]:
-    member = Member(name="compute", entry=f"{_ENTRY}collectives:ComputeTimer", arguments={}, num_threads=(num_threads,))
+def _measure_compute(
+    team: Team, num_threads: int, source: str, exchange: ExchangeCost
+) -> tuple[DenseCost, ExchangeCost]:
+    def ask(method: str, **arguments: Any) -> float:
+        return float(team.ask(method, **arguments, num_rounds=9, threads=num_threads))
+
     rates: dict[str, float] = {}
-    with Team(member) as team:
-
-        def ask(method: str, **arguments: Any) -> float:
-            return float(team.ask(method, **arguments, num_rounds=9, threads=num_threads))
-
-        for dtype in ("float32", "bfloat16"):
-            flops = np.array([2.0 * m * k * n for m, k, n in PRODUCTS])
-            seconds = np.array([ask("time_product", dtype=dtype, shape=list(shape)) for shape in PRODUCTS])
-            rates[dtype] = float(np.median(flops / seconds))
-        copy_byte_s = ask("time_copy", num_bytes=1 << 22) / (1 << 22)
-        bucket_id_s = ask("time_buckets", num_ids=160_000) / 160_000
+    for dtype in ("float32", "bfloat16"):
+        flops = np.array([2.0 * m * k * n for m, k, n in PRODUCTS])
+        seconds = np.array([ask("time_product", dtype=dtype, shape=list(shape)) for shape in PRODUCTS])
+        rates[dtype] = float(np.median(flops / seconds))
+    copy_byte_s = ask("time_copy", num_bytes=1 << 22) / (1 << 22)
+    bucket_id_s = ask("time_buckets", num_ids=160_000) / 160_000
     dense = DenseCost(
         float32_flops_per_s=rates["float32"], bfloat16_flops_per_s=rates["bfloat16"],
         call_s=documented_cost_model("cpu").dense.call_s, measured=True, source=source,
