@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -222,11 +223,18 @@ def test_an_unknown_word() -> None:
         shard(Head(""), dense="fsdb")
 
 
-def parts_here() -> tuple[int, int, float, float]:
-    """Run on every rank: numbers held, numbers in all, and the norm of all by parts and by torch."""
+def parts_here(plan: dict[str, Any]) -> tuple[int, int, float, float]:
+    """Run on every rank: numbers held, numbers in all, and the norm of all by parts and by torch.
+
+    Where the plan is silent, the ranks are told that they were launched on two hosts."""
     from meseta.comm.dense_shards import sum_over_parts, whole
 
-    model = shard(Head(""), {"devices_per_host": 2, "tables": {"t": "table_wise"}}, dense="fsdp")
+    before = os.environ["LOCAL_WORLD_SIZE"]
+    os.environ["LOCAL_WORLD_SIZE"] = before if "devices_per_host" in plan else "2"
+    try:
+        model = shard(Head(""), {**plan, "tables": {"t": "table_wise"}}, dense="fsdp")
+    finally:
+        os.environ["LOCAL_WORLD_SIZE"] = before
     parameters = list(model.parameters())
     held = sum(p.to_local().numel() for p in parameters)  # type: ignore[attr-defined]
     norm = global_norm(parameters, sum_over_parts(parameters))
@@ -237,7 +245,8 @@ def parts_here() -> tuple[int, int, float, float]:
     return held, flat.numel(), norm, float(flat.norm())
 
 
-def test_a_rank_holds_its_part_alone(ranks: Ranks) -> None:
-    for held, total, norm, expected in ranks(4).run(parts_here):
+@pytest.mark.parametrize("plan", [{"devices_per_host": 2}, {}], ids=["by the plan", "by the launcher"])
+def test_a_rank_holds_its_part_alone(ranks: Ranks, plan: dict[str, Any]) -> None:
+    for held, total, norm, expected in ranks(4).run(parts_here, plan):
         assert held == total // 2
         assert norm == pytest.approx(expected, rel=1e-12)

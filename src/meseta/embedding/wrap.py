@@ -36,9 +36,9 @@ def shard(
     and from then on `loss.backward()` leaves every rank with the gradient of the global mean of the loss, when each
     rank's loss is the mean over its slice of the batch.
 
-    With `dense` 'fsdp' the dense parameters are cut over the ranks of each host (`devices_per_host` of the plan; all
-    ranks where it has none) and replicated across hosts, see docs/several_ranks.md: optimizers are then made of
-    `model.parameters()` after this call, and the model may be on the CPU until it is cut.
+    With `dense` 'fsdp' the dense parameters are cut over the ranks of each host (`devices_per_host` of the plan; as
+    the ranks were launched where it has none) and replicated across hosts, see docs/several_ranks.md: optimizers are
+    then made of `model.parameters()` after this call, and the model may be on the CPU until it is cut.
 
     Raises MesetaError when the model has no EmbeddingBagCollection, or several, the plan does not fit, or the dense
     parameters cannot be cut.
@@ -67,7 +67,8 @@ def shard(
         for tensor in (*model.parameters(), *model.buffers()):
             world.broadcast(tensor)
     if dense == "fsdp":
-        parameters = shard_dense(model, sharded, world, sharded.plan.per_host, lambda: sharded.local_share)
+        per_host = sharded.plan.devices_per_host or world.ranks_per_host
+        parameters = shard_dense(model, sharded, world, per_host, lambda: sharded.local_share)
     else:
         parameters = list(model.parameters())
     if parameters:

@@ -105,6 +105,7 @@ def check_memory(
 
     Collective. On GPUs each rank is held against its own device, without what reading takes of the host.
     """
+    plan = replace(plan, devices_per_host=plan.devices_per_host or world.ranks_per_host)
     predict = partial(predict_memory, config, dataset, model, plan, rank=world.rank)
     need = predict(tables)
     free, host = free_bytes(world.device), socket.gethostname()
