@@ -38,8 +38,8 @@ def shard_dense(
     if devices_per_host < 2 or over:
         raise MesetaError(
             f"dense 'fsdp': {world.size} ranks on hosts of {devices_per_host} leave nothing to cut a parameter over; "
-            "it needs hosts of two devices or more, as the plan (devices_per_host) or the launcher tells them; use dense "
-            "'replicated'"
+            "it needs hosts of two devices or more, as the plan (devices_per_host) or the launcher tells them; or use "
+            "dense 'replicated'"
         )
     units = dict(cut_modules(model, tables))
     _check(model, units)
