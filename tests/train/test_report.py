@@ -119,6 +119,14 @@ def make_run(run_dir: Path, num_ranks: int = 2, names: dict[str, int] = ROWS) ->
     }
     summary["test"] |= {"auc": 0.8123, "ne": 0.8456}
     summary |= {"train_s": 151.2, "samples_per_s": 41_300.0, "num_ranks": num_ranks}
+    stages = {"input_dist": 0.001, "lookup": 0.002, "backward": 0.01, "dense_forward": 0.005, "table_update": 0.0035}
+    summary["stages_s_by_rank"] = [stages] * num_ranks
+    seconds = {name: [0.001] * num_ranks for name in ("input_dist", "lookup", "output_dist", "backward", "update")}
+    summary["predicted"] = {
+        "step_s": 0.02,
+        "seconds": seconds | {"dense": [0.012] * num_ranks},
+        "constants": "of c.yaml",
+    }
     (run_dir / "summary.json").write_text(json.dumps(summary))
     return run_dir
 
@@ -171,6 +179,8 @@ def test_a_finished_run_shows_everything(tmp_path: Path) -> None:
     assert "dlrm · width 32 · batch 1024 · seed 11" in page.texts
     assert "25.00%" in page.texts and "2.1" in page.text and "50,000" in page.texts
     assert "my_own_stage" in page.texts and "12.00" in page.texts
+    assert "1.00 / 2.00" in page.texts and "12.00 / 15.00" in page.texts and "1.00 / 3.50" in page.texts
+    assert "constants of c.yaml" in page.text
     assert "versions.torch" in page.texts and "abc1234" in page.texts
     assert "Not shown" not in page.text and "not in the run directory" not in page.text
 
@@ -279,7 +289,7 @@ def test_an_interrupted_run(tmp_path: Path) -> None:
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("run_dir: x\n")
     page = report(tmp_path)
-    assert page.text.count("Not shown") == 6
+    assert page.text.count("Not shown") == 7
     assert "no evaluation yet" in page.texts
 
 

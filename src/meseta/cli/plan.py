@@ -27,8 +27,9 @@ def plan(
     what: Annotated[
         list[str],
         typer.Argument(
-            metavar="CONFIG [KEY=VALUE]... | diff A B [CONFIG]",
-            help="Config of a run whose data are prepared, or a workload file; or two plan files to compare.",
+            metavar="CONFIG [KEY=VALUE]... | diff A B [CONFIG] | check RUN",
+            help="Config of a run whose data are prepared, or a workload file; or two plan files to compare; or the "
+            "folder of a run whose plan is held against what it measured.",
         ),
     ],
     topology: Annotated[Path | None, typer.Option(help="YAML file of the machines.")] = None,
@@ -45,6 +46,9 @@ def plan(
     """Choose a scheme, a tier and ranks for every table, and say why; or compare two plans: `meseta plan diff A B`."""
     if what[0] == "diff":
         _print_difference(what[1:])
+        return
+    if what[0] == "check":
+        _print_check(what[1:])
         return
     if topology is None:
         raise MesetaError("plan: name the machines with --topology FILE; `meseta topology detect` describes this one")
@@ -180,6 +184,37 @@ def _print_ranks(console: Console, planned: Planned) -> None:
         times = [f"{1e3 * prediction.seconds[name][rank]:.3g}" for name in COMPONENTS]
         table.add_row(str(rank), *times, *(f"{prediction.peak_bytes(tier)[rank] / 1e6:,.1f}" for tier in tiers))
     console.print(table)
+
+
+def _print_check(names: list[str]) -> None:
+    """Predicted and measured milliseconds of a run, by component and rank."""
+    from meseta.train.report.predicted import compare_predicted
+    from meseta.train.report.record import read_run
+
+    if len(names) != 1:
+        raise MesetaError(f"plan check: name the folder of one run, got {len(names)} names")
+    summary = read_run(Path(names[0])).summary
+    found = compare_predicted(summary)
+    if not found or summary is None or summary.predicted is None:
+        raise MesetaError(
+            f"plan check: run {names[0]!r} has no predicted and measured times in its summary.json; they are written "
+            "when a run of this version ends"
+        )
+    console = _console()
+    table = _table("ms of a step", ["component", "rank", "predicted", "measured", "times as long"])
+    for one in found:
+        ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
+        times = f"{1e3 * one.predicted_s:.3g}", f"{1e3 * one.measured_s:.3g}", ratio
+        table.add_row(one.component, str(one.rank), *times)
+    console.print(table)
+    measured: dict[int, float] = {}
+    for one in found:
+        measured[one.rank] = measured.get(one.rank, 0.0) + one.measured_s
+    console.print(
+        f"step predicted {1e3 * summary.predicted.step_s:.4g} ms, timed {1e3 * max(measured.values()):.4g} ms on the "
+        f"slowest rank; constants {summary.predicted.constants}",
+        soft_wrap=True,
+    )
 
 
 def _print_difference(files: list[str]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -10,7 +13,7 @@ from meseta.config import RunConfig
 from meseta.data.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
 from meseta.measure.doctor.system import System, read_limits
-from meseta.planner import find_plan
+from meseta.planner import find_plan, predict
 from meseta.spec import CostModel, DeviceKind, MesetaError, Plan, Topology
 from meseta.spec.constraints import Constraints
 from meseta.train.workload import make_workload
@@ -34,13 +37,40 @@ def plan_run(
         return Plan.load(config.plan, collection.tables, world.size)
     if world.size == 1:
         return collection.plan
-    given = config.planner
+    # Rows can be trained in the memory of devices alone, so nothing is placed anywhere else.
+    topology = replace(run_topology(config, world), host_bytes=None, disk_bytes=None)
+    given = config.planner.constraints
     return find_plan(
         make_workload(config, dataset, collection.tables, collection.features, model),
-        run_topology(config, world),
-        None if given.cost_model is None else CostModel.load(given.cost_model),
-        None if given.constraints is None else Constraints.load(given.constraints),
+        topology,
+        _cost_model(config),
+        None if given is None else Constraints.load(given),
     ).plan
+
+
+def predict_run(config: RunConfig, dataset: Dataset, model: Any, world: World) -> dict[str, Any]:
+    """Seconds that the plan of a sharded model is predicted to take: `step_s`, `seconds` by component and rank, and
+    where the `constants` are from. Collective; raises MesetaError as `plan_run` does."""
+    embeddings = model.embeddings
+    topology, cost_model = run_topology(config, world), _cost_model(config)
+    workload = make_workload(config, dataset, embeddings.tables, embeddings.features, model)
+    plan = embeddings.plan
+    if plan.devices_per_host is None:
+        plan = replace(plan, devices_per_host=topology.devices_per_host)
+    elif plan.devices_per_host != topology.devices_per_host:  # written by hand, as if these were other hosts
+        topology = replace(topology, num_hosts=world.size // plan.per_host, devices_per_host=plan.per_host)
+    found = predict(plan, workload, topology, cost_model)
+    path = config.planner.cost_model
+    return {
+        "step_s": found.step_s,
+        "seconds": {name: values.tolist() for name, values in found.seconds.items()},
+        "constants": f"documented for {topology.device}" if path is None else f"of {path}",
+    }
+
+
+def _cost_model(config: RunConfig) -> CostModel | None:
+    path = config.planner.cost_model
+    return None if path is None else CostModel.load(path)
 
 
 def run_topology(config: RunConfig, world: World) -> Topology:

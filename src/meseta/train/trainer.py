@@ -26,6 +26,7 @@ from meseta.pipeline.step import NonFiniteLoss
 from meseta.spec import MesetaError
 from meseta.train.build import make_reader, make_sharded_model, set_learning_rates, task_weights
 from meseta.train.evaluate import check_segments, evaluate
+from meseta.train.planning import predict_run
 from meseta.train.progress import TrainProgress
 from meseta.train.report import write_report
 from meseta.train.run_dir import RunDir
@@ -78,6 +79,7 @@ class Trainer:
         """Model, step, metrics, saver."""
         config, world = self.config, self.world
         self.model = make_sharded_model(config, self.dataset, world)
+        self._predicted = predict_run(config, self.dataset, self.model, world)
         over_parts = sum_over_parts(self.model.parameters())
         self.optimizer = make_dense_optimizer(config.dense.optimizer, self.model.parameters(), over_parts)
         weights = task_weights(config, self.dataset)
@@ -141,7 +143,7 @@ class Trainer:
         stages = self.world.gather_objects(self.train_step.times.over_life())
         summary = self._summary(line, ids_outside(self.model.embeddings, self.world))
         if any(stages):
-            summary["stages_s_by_rank"] = stages
+            summary |= {"stages_s_by_rank": stages, "predicted": self._predicted}
         self.world.on_first(lambda: self.run_dir.write_json("summary.json", summary))
         self.world.on_first(lambda: write_report(self.run_dir.path))
         self.saver.copy_all()

@@ -14,6 +14,7 @@ from meseta.train.report.figures import count, drawable, duration, fixed, short
 from meseta.train.report.headline import headline
 from meseta.train.report.markup import table, tag, text
 from meseta.train.report.plan_picture import plan_section
+from meseta.train.report.predicted import predicted_section
 from meseta.train.report.record import RUN_FILES, RunRecord, flatten, read_run
 from meseta.train.report.stages import stages_section
 
@@ -36,6 +37,7 @@ def render(record: RunRecord) -> str:
         ("Evaluation", evaluation_section, "metrics.jsonl", "no evaluation has been recorded"),
         ("Plan", plan_section, "plan.json", "there is no plan with tables"),
         ("Step time", stages_section, "metrics.jsonl", "no stage has been timed"),
+        ("Predicted", predicted_section, "summary.json", "the run has not ended, or nothing was predicted"),
         ("Data", data_section, "dataset.json", "there are no statistics of the data"),
         ("Config", _config, "config.yaml", "there is no config"),
         ("Environment", _environment, "environment.json", "nothing was noted about the machine"),

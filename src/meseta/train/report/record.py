@@ -200,6 +200,16 @@ class Teacher(Entry):
     ne: float | None = None
 
 
+class Predicted(Entry):
+    """What the cost model said of a step."""
+
+    step_s: float
+    seconds: dict[str, list[float]]
+    """Of each component on every rank."""
+    constants: str
+    """Where they are from."""
+
+
 class Summary(Entry):
     """What a run leaves when it has ended."""
 
@@ -210,6 +220,8 @@ class Summary(Entry):
     train_s: float | None = None
     samples_per_s: float | None = None
     num_ranks: Count | None = None
+    stages_s_by_rank: list[dict[str, float]] = []
+    predicted: Predicted | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,77 @@
+"""What the cost model predicted of a step, beside what the run measured. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meseta.train.report.markup import table, tag, text
+from meseta.train.report.record import RunRecord, Summary
+
+STAGES_OF = {
+    "input_dist": ("input_dist",),
+    "lookup": ("lookup",),
+    "output_dist": ("output_dist",),
+    "dense": ("dense_forward", "agree", "backward", "update"),
+    "backward": ("gradient_dist",),
+    "update": ("table_update",),
+}
+"""Timed stages that make up a predicted component."""
+MAX_RANKS = 8
+"""Ranks that the page shows; of more, the mean."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One component on one rank, in seconds per step."""
+
+    component: str
+    rank: int
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted; None where nothing was predicted."""
+        return self.measured_s / self.predicted_s if self.predicted_s > 0 else None
+
+
+def compare_predicted(summary: Summary | None) -> list[Compared]:
+    """By component, then by rank; empty for a run that has not ended, or whose summary lacks either."""
+    if summary is None or summary.predicted is None or not summary.stages_s_by_rank:
+        return []
+    return [
+        Compared(
+            component=component,
+            rank=rank,
+            predicted_s=summary.predicted.seconds.get(component, [0.0] * (rank + 1))[rank],
+            measured_s=sum(stages.get(name, 0.0) for name in names),
+        )
+        for component, names in STAGES_OF.items()
+        for rank, stages in enumerate(summary.stages_s_by_rank)
+        if rank < len(summary.predicted.seconds.get(component, summary.stages_s_by_rank))
+    ]
+
+
+def predicted_section(record: RunRecord) -> str:
+    """A table of both; an empty string where there is nothing to compare."""
+    found = compare_predicted(record.summary)
+    if not found or record.summary is None or record.summary.predicted is None:
+        return ""
+    num_ranks = 1 + max(own.rank for own in found)
+    shown = list(range(num_ranks)) if num_ranks <= MAX_RANKS else []
+    heads = ["component", *(f"on rank {rank}" for rank in shown), *([] if shown else [f"mean of {num_ranks} ranks"])]
+    rows = []
+    for component in STAGES_OF:
+        own = [one for one in found if one.component == component]
+        mean = sum(one.predicted_s for one in own) / num_ranks, sum(one.measured_s for one in own) / num_ranks
+        cells = [_cell(one.predicted_s, one.measured_s) for one in own] if shown else [_cell(*mean)]
+        rows.append([text(component), *cells])
+    intro = (
+        f"Milliseconds per step, predicted and measured; constants {record.summary.predicted.constants}. Exchanges are "
+        "measured with the waiting for the slowest rank; dense holds the sum of gradients over ranks."
+    )
+    return tag("p", text(intro)) + table(heads, rows, set(range(1, len(heads))), "compact")
+
+
+def _cell(predicted_s: float, measured_s: float) -> str:
+    return text(f"{1e3 * predicted_s:.2f} / {1e3 * measured_s:.2f}")

@@ -1,0 +1,48 @@
+"""Predicted and measured times of a run, from its summary to the page and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from meseta.cli.main import app
+from meseta.train.report.predicted import STAGES_OF, compare_predicted
+from meseta.train.report.record import read_run
+from small_run import settings, train
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
+    run_dir = tmp_path_factory.mktemp("predicted") / "run"
+    train(settings(tiny, run_dir))
+    return run_dir
+
+
+def test_every_stage_of_a_step_is_in_one_component(finished: Path) -> None:
+    document = json.loads((finished / "summary.json").read_text())
+    [stages] = document["stages_s_by_rank"]
+    inside = [name for names in STAGES_OF.values() for name in names]
+    assert set(stages) <= {*inside, "data", "copy"} and len(inside) == len(set(inside))
+    assert set(document["predicted"]["seconds"]) == set(STAGES_OF)
+    found = {own.component: own for own in compare_predicted(read_run(finished).summary)}
+    assert found["update"].measured_s == stages["table_update"] and found["update"].predicted_s > 0
+    dense = sum(stages[name] for name in ("dense_forward", "agree", "backward", "update"))
+    assert found["dense"].measured_s == pytest.approx(dense)
+    assert found["lookup"].ratio == pytest.approx(stages["lookup"] / document["predicted"]["seconds"]["lookup"][0])
+
+
+def test_the_command_prints_both(finished: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["plan", "check", str(finished)])
+    assert result.exit_code == 0, result.output
+    [row] = [line.split() for line in result.output.splitlines() if line.startswith("update")]
+    document = json.loads((finished / "summary.json").read_text())
+    assert float(row[3]) == pytest.approx(1e3 * document["stages_s_by_rank"][0]["table_update"], rel=0.01)
+    assert "documented for cpu" in result.output
+    del document["predicted"]
+    (tmp_path / "summary.json").write_text(json.dumps(document))
+    for names, words in (([str(tmp_path)], "no predicted and measured times"), ([], "one run, got 0 names")):
+        refused = CliRunner().invoke(app, ["plan", "check", *names])
+        assert refused.exit_code != 0 and words in str(refused.exception or refused.output)
