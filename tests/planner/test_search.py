@@ -209,3 +209,13 @@ def test_large_tasks_take_seconds() -> None:
 def test_one_rank_needs_no_search() -> None:
     found = find_plan(random_workload(3, 1), Topology(), CostModel())
     assert [entry.sharding for entry in found.plan.tables] == [ShardingType.TABLE_WISE] * 3
+
+
+def test_tables_that_nothing_reads_and_no_tables_at_all() -> None:
+    topology = Topology(num_hosts=2, devices_per_host=2)
+    empty = find_plan(Workload(tables=(), features=(), batch_size=8), topology)
+    assert empty.plan.tables == () and empty.bound.step_s <= empty.prediction.step_s
+    unread = Workload(tables=(TableSpec(name="a", num_embeddings=1, embedding_dim=1),), features=(), batch_size=8)
+    found = find_plan(unread, topology)
+    assert len(found.plan.tables) == 1
+    assert found.bound.step_s <= found.prediction.step_s

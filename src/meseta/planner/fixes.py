@@ -12,12 +12,13 @@ from meseta.planner.layout import NO_LIMIT, BusySeconds
 from meseta.planner.menu import Menu
 from meseta.planner.partition import place_greedily
 from meseta.planner.problem import Problem, make_problem
+from meseta.planner.sizes import cell_bytes
 from meseta.spec import CostModel, MesetaError, ShardingType, TableSpec, Topology, Workload
 from meseta.spec.constraints import Constraints, TableRule
 from meseta.spec.tables import TableDtype
 
-MAX_FACTOR = 64
-"""So many times as many hosts, or as much memory, are tried at most."""
+MAX_FACTOR = 16
+"""So many times as many hosts, or as much memory, as the bytes of the tables ask for are tried at most."""
 _HALVES: dict[TableDtype, TableDtype] = {"float32": "float16", "float64": "float32"}
 
 
@@ -220,29 +221,33 @@ def _more_machines(task: Task) -> Iterator[tuple[bool, str, Task]]:
     def hosts(extra: int) -> Task:
         return replace(task, topology=replace(topology, num_hosts=topology.num_hosts + extra))
 
-    extra = _least_doubling(hosts, MAX_FACTOR * topology.num_hosts)
+    num_bytes = sum(cell_bytes(t, t.num_embeddings, t.embedding_dim) for t in task.workload.tables)
+    on_devices = (topology.hbm_bytes or 0) * topology.devices_per_host
+    of_host = on_devices + (topology.host_bytes or 0) + (topology.disk_bytes or 0)
+    extra = _least_doubling(hosts, max(num_bytes // max(of_host, 1) + 1 - topology.num_hosts, 1))
     if extra is not None:
         yield True, f"use {extra} more host{'s' * (extra > 1)}, {topology.num_hosts + extra} in all", hosts(extra)
     if topology.hbm_bytes is None or topology.hbm_bytes >= NO_LIMIT:
         return
-    unit = max(topology.hbm_bytes * topology.devices_per_host // 4, 1)
+    unit = max(on_devices // 4, 1)
 
     def dram(count: int) -> Task:
         return replace(task, topology=replace(topology, host_bytes=(topology.host_bytes or 0) + count * unit))
 
-    count = _least_doubling(dram, 4 * MAX_FACTOR)
+    missing = num_bytes // topology.num_hosts - of_host
+    count = _least_doubling(dram, max(missing // unit, 1))
     if count is not None:
         changed = dram(count)
         yield True, f"give tables {_bytes(changed.topology.host_bytes or 0)} of DRAM on each host (host_bytes)", changed
 
 
-def _least_doubling(change: Callable[[int], Task], most: int) -> int | None:
-    """As `_least`, where small counts are likelier and large ones costly."""
-    count = 1
-    while count <= most and not fits(change(count)):
+def _least_doubling(change: Callable[[int], Task], start: int) -> int | None:
+    """As `_least`, of counts from `start` up: fewer cannot be enough, and large ones take long to try."""
+    count = start
+    while count <= MAX_FACTOR * start and not fits(change(count)):
         count *= 2
-    if count == 1 or count > most:
-        return count if count == 1 else None
+    if count == start or count > MAX_FACTOR * start:
+        return count if count == start else None
     half = count // 2
     rest = _least(count - half, lambda extra: change(half + extra))
     return None if rest is None else half + rest

@@ -8,6 +8,7 @@ import numpy as np
 
 from meseta.planner.layout import NO_LIMIT, Floats, Ints, Mask
 from meseta.planner.loads import TIERS
+from meseta.planner.pricing import NUM_AVOIDABLE
 from meseta.planner.problem import Problem
 
 SHARES = (0.05, 0.12, 0.25, 0.4, 0.6, 0.8, 1.0, 2.0, np.inf)
@@ -46,7 +47,7 @@ class Menu:
         shares = np.where(need > 0, need / np.maximum(own_room, 1e-9), 0.0).max(axis=1)
         self.largest_share = _max_by_way(shares, ways.first)
         """[W]: the part of its device, or of its host's DRAM or disk, that the largest piece takes."""
-        self.uses = ways.uses
+        self.uses = ways.uses[:, :NUM_AVOIDABLE]
         tiers = [0 if scheme is None else TIERS.index(scheme.tier) for scheme in problem.schemes]
         self.tier = np.array(tiers, np.int64)
         """[W]: index in TIERS."""

@@ -22,8 +22,11 @@ from meseta.spec import COLUMN_BLOCK, CostModel, Topology
 
 COMPONENTS = ("compute", "ids", "answers", "partial bags", "summed bags", "row statistics")
 """What every rank does in step with the others; the slowest ends it."""
-USES = ("partial bags", "row statistics", "replicas")
-"""Collectives that take place only where some table needs them."""
+USES = ("partial bags", "row statistics", "replicas", "owners", "answers")
+"""What takes place only where some table needs it: collectives, calls, and bytes between hosts in those that all steps
+have."""
+NUM_AVOIDABLE = 3
+"""The first of USES, without which a search tries to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,16 +168,27 @@ class Prices:
         """[n, len(USES)]: 1 where a piece needs the collective."""
         known = np.array([ROW_STATISTICS.get(name, (0, 0))[0] for name in self.loads.optimizers], np.int64)
         statistics = (cuts.column_parts > 1) & (known[self.loads.optimizer[pieces.table]] > 0)
-        return np.stack([cuts.host_parts > 0, statistics, np.zeros_like(statistics)], axis=1).astype(np.int64)
+        read = self.loads.num_features[pieces.table] > 0
+        none = np.zeros_like(statistics)
+        return np.stack([cuts.host_parts > 0, statistics, none, read, read & (cuts.host_parts == 0)], axis=1).astype(
+            np.int64
+        )
 
     def use_seconds(self) -> Floats:
-        """[len(USES)]: latencies of these collectives, forwards and backwards."""
+        """[len(USES)]: of these collectives forwards and backwards, and of calls."""
+        calls = self.cost_model.lookup.call_s + self.cost_model.update.call_s
+        if self.topology.num_ranks == 1:
+            return np.array([0.0, 0.0, 0.0, calls, 0.0])
         reduce_inside, reduce_across = links(self.cost_model, self.topology, True)
         is_one, update = self.topology.num_hosts == 1, self.cost_model.update
         summed = 2 * self.inside_latency_s + (0.0 if is_one else 2 * self.base_latency_s)
         stages = max((ROW_STATISTICS.get(name, (0, 0))[0] for name in self.loads.optimizers), default=0)
         replicas = (reduce_inside if is_one else reduce_across).latency_s + 2 * update.call_s
-        return np.array([summed, stages * self.base_latency_s, replicas + self.cost_model.lookup.call_s])
+        farther = self.base_latency_s - self.inside_latency_s
+        owners = calls + (2 + self.loads.any_weighted) * farther
+        return np.array(
+            [summed, stages * self.base_latency_s, replicas + self.cost_model.lookup.call_s, owners, 2 * farther]
+        )
 
     def fixed_bytes(self) -> int:
         """Bytes that every device holds beside tables and what their exchange takes."""

@@ -164,13 +164,12 @@ def _machine(prices: Prices, topology: Topology, constraints: Constraints) -> Ma
 
 
 def _fixed_seconds(prices: Prices) -> float:
-    """The dense part, calls, and the latencies of the collectives that every step has."""
+    """The dense part, and the least latencies of the collectives that every step has."""
     model, topology, workload = prices.cost_model, prices.topology, prices.loads.workload
     dense = workload.dense
-    seconds = model.lookup.call_s + model.update.call_s if workload.tables else 0.0
-    seconds += dense_seconds(workload, topology, model)
+    seconds = dense_seconds(workload, topology, model)
     if topology.num_ranks > 1:
-        seconds += (4 + prices.loads.any_weighted) * prices.base_latency_s
+        seconds += (4 + prices.loads.any_weighted) * prices.inside_latency_s
         if dense.parameter_bytes:
             seconds += prices.all_reduce_seconds(dense.parameter_bytes)
     return float(seconds)
@@ -366,7 +365,7 @@ class _Builder:
             common_need=common_need,
             everywhere=everywhere,
             uses=uses,
-            use_s=self._prices.use_seconds() if self._topology.num_ranks > 1 else np.zeros(len(USES)),
+            use_s=self._prices.use_seconds(),
             seconds=seconds,
             rank_need=rank_need,
             host_need=host_need,

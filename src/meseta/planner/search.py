@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from meseta.planner.improve import improve, shake
 from meseta.planner.layout import AddedCost, BusySeconds, Ints, Layout
 from meseta.planner.menu import Menu
@@ -28,6 +30,7 @@ SHAKE_WORK = 3_000
 """Units times rounds of taking some away and placing them anew."""
 MAX_SHAKES = 150
 MAX_ROUNDS = 3_000
+MIN_ROUNDS = 500
 IMPROVE_WORK = 600_000
 """Units times changes of one layout."""
 
@@ -54,6 +57,8 @@ def search(problem: Problem) -> list[Candidate]:
     3.4). What comes first then is improved locally. Deterministic: the work is bounded by counts, not by time.
     """
     ways, machine = problem.ways, problem.machine
+    if not ways.num_units:
+        return [Candidate(layout=Layout(ways, machine, np.zeros(0, np.int64)), origin="nothing to place")]
     found: list[Candidate] = []
     for choice in Menu(problem).choices():
         layout = place_greedily(ways, machine, choice, AddedCost())
@@ -69,7 +74,7 @@ def search(problem: Problem) -> list[Candidate]:
     if not found:
         return []
     found = _best(found + _beam(problem, found[:BEAM_WIDTH]), NUM_BEST)
-    changes = min(IMPROVE_WORK // max(ways.num_units, 1), MAX_ROUNDS)
+    changes = min(max(IMPROVE_WORK // max(ways.num_units, 1), MIN_ROUNDS), MAX_ROUNDS)
     better = [
         Candidate(layout=improve(start.layout.copy(), changes), origin=f"{start.origin}, improved")
         for start in found[: IMPROVED if ways.num_units <= MANY_UNITS else 1]
