@@ -18,45 +18,50 @@ def documented_cost_model(device: DeviceKind) -> CostModel:
 
 
 def _cpu() -> CostModel:
-    """One thread of a Zen 4 core, from docs/benchmarks.md.
+    """One thread of a Zen 4 core.
 
-    Random rows from memory, two threads, 2 MB pages: 285, 200, 68 and 41 million a second of 64, 128, 256 and 512
-    bytes; so 0.095 ns a byte for one thread. A loop that sorts ids, adds gradients and steps rows did 20 million ids/s
-    of 512 bytes. gloo on loopback: 0.15 to 0.4 ms a collective, 3.4 GB/s all-to-all, 2.3 GB/s all-reduce. Matrix
-    products: 103 GFLOP/s in float32, 225 in bfloat16. A disk: 95,000 random reads of 4 KB and 1.2 GB a second.
+    Lookup, update and cache: `meseta calibrate` in undisturbed windows, 2026-11-22. The rest was measured on the same
+    machine: gloo on loopback takes 0.15 to 0.4 ms a collective, and moves 3.4 GB/s all-to-all, 2.3 GB/s all-reduce;
+    matrix products run at 103 GFLOP/s in float32, 225 in bfloat16; a disk gives 95,000 random reads of 4 KB and 1.2 GB
+    a second.
     """
-    source = "docs/benchmarks.md: one thread of an AMD EPYC (Zen 4)"
+    source = "measured on one thread of an AMD EPYC (Zen 4)"
+    fitted = "meseta calibrate on one thread of an AMD EPYC (Zen 4), 2026-11-22"
     between = Link(bytes_per_s=25e9 / 8 * _REACHED, latency_s=4e-4)  # 25 Gb/s Ethernet, the common server network
     return CostModel(
         device="cpu",
         num_threads=1,
         lookup=LookupCost(
-            call_s=2e-5,
-            shard_s=1e-6,
-            bag_s=1e-8,
-            id_s=3e-9,
-            hit_byte_s=2e-11,
-            miss_s=2e-9,
-            miss_byte_s=9.5e-11,
-            out_byte_s=5e-11,
-            half_number_s=1e-11,
-            source=source,
+            call_s=1e-6,
+            shard_s=1.5e-6,
+            bag_s=8e-9,
+            id_s=1.2e-9,
+            hit_byte_s=1.7e-11,
+            miss_s=3.6e-9,
+            miss_byte_s=3.9e-11,
+            narrow_miss_s=1.8e-8,
+            long_miss_s=1.1e-8,
+            unaligned_byte_s=8e-11,
+            half_number_s=8e-12,
+            source=fitted,
         ),
         update=UpdateCost(
-            call_s=5e-5,
-            shard_s=2e-6,
-            bag_s=4e-9,
-            id_s=1.2e-8,
-            gradient_byte_s=4e-11,
-            row_s=1e-8,
-            hit_byte_s=4e-11,
-            miss_s=5e-9,
-            miss_byte_s=1.4e-10,
-            half_number_s=3e-10,
-            source=source,
-            number_s={"sgd": 5e-11, "rowwise_adagrad": 1e-10, "adagrad": 2e-10, "adam": 4e-10},
+            call_s=7e-6,
+            shard_s=1.4e-5,
+            bag_s=3.4e-9,
+            id_s=8.6e-9,
+            gradient_byte_s=2.8e-11,
+            row_s=1.5e-8,
+            hit_byte_s=1.7e-11,
+            miss_s=8.6e-9,
+            miss_byte_s=3.8e-11,
+            narrow_miss_s=7.9e-9,
+            long_miss_s=2.1e-8,
+            number_s={"rowwise_adagrad": 7e-11, "sgd": 2.8e-10, "adagrad": 1e-10, "adam": 5.1e-10},
+            half_number_s=3.9e-10,
+            source=fitted,
         ),
-        cache=CacheCost(cache_bytes=16e6, source="half of the 32 MB that 8 cores of Zen 4 share"),
+        cache=CacheCost(cache_bytes=4e6, source=fitted),
         dense=DenseCost(float32_flops_per_s=103e9, bfloat16_flops_per_s=225e9, call_s=5e-4, source=source),
         exchange=ExchangeCost(
             copy_byte_s=2.5e-10,

@@ -30,6 +30,8 @@ CACHE_BYTES = (1e6, 2e6, 4e6, 8e6, 16e6, 32e6)
 EXCHANGED_BYTES = (4_096, 32_768, 262_144, 1_048_576, 4_194_304, 16_777_216)
 PRODUCTS = ((256, 512, 256), (512, 512, 512), (2048, 512, 256), (2048, 1024, 1024))
 _ENTRY = "meseta.measure.calibrate."
+FEWEST = 50
+"""Combinations that a fit should have; where the machine is slow or busy, up to 30 % more time is spent on them."""
 MAX_OTHERS = 0.2
 """A measurement during which others kept more processors busy is repeated."""
 NUM_TRIES = 2
@@ -100,7 +102,7 @@ def calibrate(num_threads: int, num_ranks: int, budget_s: float, log: Callable[[
     with Team(member) as team:
         dense, exchange = _measure_compute(team, num_threads, source, exchange)
         measured: list[Measured] = []
-        while time.perf_counter() < start_s + budget_s or len(measured) < 2 * _HELD_OUT:
+        while _goes_on(time.perf_counter() - start_s, budget_s, len(measured)):
             log(f"operators, {len(measured)} combinations", (time.perf_counter() - start_s) / budget_s)
             task = random_combination(len(measured), 0.95 * MEMORY_BYTES)
             pieces = tuple((n, (0, own.num_rows), (0, own.dim)) for n, own in enumerate(task.tables))
@@ -115,6 +117,13 @@ def calibrate(num_threads: int, num_ranks: int, budget_s: float, log: Callable[[
         others=max(others, 0.0),
         seconds=elapsed_s,
     )
+
+
+def _goes_on(elapsed_s: float, budget_s: float, num_measured: int) -> bool:
+    """Whether to measure one more combination: time is left, or a little more is taken since few are known."""
+    if elapsed_s < budget_s or num_measured < 2 * _HELD_OUT:
+        return True
+    return num_measured < FEWEST and elapsed_s < 1.3 * budget_s
 
 
 def loads_of(measured: Measured, cache_bytes: float) -> Loads:
