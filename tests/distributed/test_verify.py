@@ -25,6 +25,15 @@ from .pool import RankPool
 Ranks = Callable[[int], RankPool]
 COLUMNS = {"tables": {"*": "column_wise"}}
 MIXED = {"tables": {"city": "data_parallel", "item": "column_wise", "tags": "row_wise", "user": "table_wise"}}
+HOSTS = {
+    "devices_per_host": 2,
+    "tables": {
+        "city": {"sharding": "hot_replicated", "hot_rows": 3},
+        "item": "table_column_wise",
+        "tags": "grid",
+        "user": "table_row_wise",
+    },
+}
 WIDE = {"model__embedding_dim": 32, "model__bottom_mlp": [16], "checkpoint__resume": "never"}
 AT = {"phase": "training", "step": 2}
 """Where faults are put."""
@@ -36,7 +45,7 @@ def record_here(document: dict[str, Any], folder: Path, num_steps: int, fault: s
 
     def with_fault(config: RunConfig, world: World, phase: str, *args: Any) -> Iterator[steps.StepResult]:
         for result in run_steps(config, world, phase, *args):
-            if world.rank == 1 and phase == AT["phase"] and result.number == AT["step"]:
+            if world.rank == 1 and fault is not None and {"phase": phase, "step": result.number} == AT:
                 shard = next(s for s in result.shards if s.spec.name == "item")
                 touched = set(result.touched["item"].tolist())
                 rows = [r for r in range(40) if (r in touched) == (fault != "stray")]
@@ -91,6 +100,7 @@ def touched_by(document: dict[str, Any], feature: str, step: int) -> list[int]:
         ({"plan": {"tables": {"*": "row_wise"}}, "train__batch_size": 2}, 2, 1e-5),
         ({"plan": MIXED, "embedding__dtype": "bfloat16", "embedding__optimizer__stepped_rows": "all"}, 2, 1.0),
         ({"plan": MIXED, "embedding__pooling": "mean", "train__batch_size": 61}, 4, 1e-5),
+        ({"plan": HOSTS, "dense__sharding": "fsdp"}, 4, 1e-5),
     ],
 )
 def test_right_runs_are_equal(

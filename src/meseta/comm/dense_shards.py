@@ -77,7 +77,9 @@ class WeightedReduceScatter:
             input_tensor.mul_(share)
         else:  # The mean over a rank without samples is NaN; it weighs nothing.
             input_tensor.zero_()
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        # The old name warns where there is a new one.
+        reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def cut_modules(module: nn.Module, tables: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
