@@ -227,4 +227,7 @@ def _box(box: tuple[float, float, float, float], colour: str, lines: Sequence[st
 
 
 def _colour(sharding: str) -> str:
+    """A class of style.css, in which 'grid' is the word for charts beside each other."""
+    if sharding == "grid":
+        return "scheme-grid"
     return sharding if sharding in COLOURED else "others"
