@@ -336,6 +336,28 @@ def test_a_plan_that_does_not_fit(ranks: Ranks, tiny: Path, tmp_path: Path, plan
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("key", "document", "message"),
+    [
+        ("topology", {"num_hosts": 2, "devices_per_host": 1}, "but this run has 2 ranks, 2 on a host"),
+        ("topology", {"devices_per_host": 2, "hbm_byte": 5}, "unknown key 'hbm_byte'; did you mean 'hbm_bytes'?"),
+        ("topology", {"devices_per_host": 2, "hbm_bytes": 1000}, "hbm"),
+        ("cost_model", {"device": "cpu"}, "its format is unknown"),
+        ("constraints", {"tables": {"usr": {"ranks": [0]}}}, "'usr'"),
+        ("constraints", {"tables": {"user": {"ranks": [7]}}}, "7"),
+    ],
+)
+def test_what_a_plan_cannot_be_made_for(
+    ranks: Ranks, tiny: Path, tmp_path: Path, key: str, document: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "given.yaml"
+    path.write_text(json.dumps(document))
+    given = settings(tiny, tmp_path / "run", **{f"planner__{key}": str(path)})
+    texts = ranks(2).run(message_of, train, given)
+    assert texts[0] == texts[1] and message in texts[0], texts[0]
+    assert not (tmp_path / "run").exists()
+
+
 def test_two_ranks_hold_what_is_predicted_of_their_shards(tmp_path: Path, tiny: Path, ranks: Ranks) -> None:
     adagrad = {"embedding__optimizer": {"name": "adagrad"}}
     whole = need_and_held(settings(tiny, tmp_path / "one", **adagrad))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from numbers import Real
+from typing import Any
 
 from meseta.spec.errors import MesetaError, nearest
 
@@ -20,3 +21,10 @@ def check_number(owner: str, name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         raise MesetaError(f"{owner}: {name} must be a finite number, got {value!r}")
     return float(value)
+
+
+def check_keys(where: str, document: Mapping[Any, Any], known: Collection[str]) -> None:
+    """Raise MesetaError for a key of a document that is not one of `known`."""
+    for key in document:
+        if key not in known:
+            raise MesetaError(f"{where}: unknown key {key!r}; {nearest(key, known)}")

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_args
 
+from meseta.spec.checks import check_keys
 from meseta.spec.errors import MesetaError, nearest
 from meseta.spec.shards import ShardingType
 from meseta.spec.tables import TableDtype, TableSpec
@@ -156,10 +157,10 @@ class Constraints:
         document = dict(document)
         if document.pop("format", _FORMAT) != _FORMAT:
             raise MesetaError(f"constraints: its format is unknown; this version reads {_FORMAT!r}")
-        _check_keys("constraints", document, [entry.name for entry in fields(Constraints)])
+        check_keys("constraints", document, [entry.name for entry in fields(Constraints)])
         rules = _mapping("tables", document.get("tables"))
         free = _mapping("keep_free_bytes", document.get("keep_free_bytes"))
-        _check_keys("constraints: keep_free_bytes", free, ["hbm", "host", "disk"])
+        check_keys("constraints: keep_free_bytes", free, ["hbm", "host", "disk"])
         limit = document.get("max_tables_per_rank")
         return Constraints(
             tables={_name("tables", name): _read_rule(str(name), rule) for name, rule in rules.items()},
@@ -173,18 +174,9 @@ class Constraints:
     @staticmethod
     def load(path: str | Path) -> Constraints:
         """Read a YAML or JSON file; raises MesetaError as `from_dict` does, naming the file."""
-        from meseta.spec.documents import read_mapping  # Needs PyYAML, which a machine with bare torch lacks.
+        from meseta.spec.documents import load_document  # Needs PyYAML, which a machine with bare torch lacks.
 
-        try:
-            return Constraints.from_dict(read_mapping(path))
-        except MesetaError as error:
-            raise MesetaError(f"constraints file {str(path)!r}: {error}") from None
-
-
-def _check_keys(where: str, document: Mapping[Any, Any], known: Sequence[str]) -> None:
-    for key in document:
-        if key not in known:
-            raise MesetaError(f"{where}: unknown key {key!r}; {nearest(key, known)}")
+        return load_document("constraints", path, Constraints.from_dict)
 
 
 def _mapping(where: str, value: Any) -> Mapping[Any, Any]:
@@ -217,7 +209,7 @@ def _read_rule(table: str, document: Any) -> TableRule:
     where = f"tables: {table!r}"
     rule = dict(_mapping(where, document))
     known = [entry.name for entry in fields(TableRule)]
-    _check_keys(f"constraints: {where}", rule, known)
+    check_keys(f"constraints: {where}", rule, known)
     choices = {"sharding": list(ShardingType), "tiers": get_args(Tier), "dtypes": get_args(TableDtype)}
     found: dict[str, tuple[Any, ...]] = {}
     for key, value in rule.items():
@@ -243,7 +235,7 @@ def _read_keep(value: Any) -> Keep | None:
     if value is None:
         return None
     document = {"plan": value} if isinstance(value, str) else dict(_mapping("keep", value))
-    _check_keys("constraints: keep", document, ["plan", "tables"])
+    check_keys("constraints: keep", document, ["plan", "tables"])
     if not isinstance(document.get("plan"), str):
         raise MesetaError(f"constraints: keep must name the file of a plan, got {document.get('plan')!r}")
     names = _list("keep: tables", document.get("tables", ["*"]))

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from meseta.spec.checks import check_choice, check_number
-from meseta.spec.errors import MesetaError, nearest
+from meseta.spec.checks import check_choice, check_keys, check_number
+from meseta.spec.errors import MesetaError
 from meseta.spec.topology import DeviceKind, Link
 
 _FORMAT = "meseta.cost_model/1"
@@ -202,9 +202,7 @@ class CostModel:
         if document.pop("format", None) != _FORMAT:
             raise MesetaError(f"cost model: its format is unknown; this version reads {_FORMAT!r}")
         known = ["device", "num_threads", *_GROUPS]
-        for key in document:
-            if key not in known:
-                raise MesetaError(f"cost model: unknown key {key!r}; {nearest(key, known)}")
+        check_keys("cost model", document, known)
         for key in known:
             if key not in document:
                 raise MesetaError(f"cost model: {key} is missing; run `meseta calibrate` again")
@@ -216,12 +214,9 @@ class CostModel:
     @staticmethod
     def load(path: str | Path) -> CostModel:
         """Read a YAML or JSON file; raises MesetaError as `from_dict` does, naming the file."""
-        from meseta.spec.documents import read_mapping  # Needs PyYAML, which a machine with bare torch lacks.
+        from meseta.spec.documents import load_document  # Needs PyYAML, which a machine with bare torch lacks.
 
-        try:
-            return CostModel.from_dict(read_mapping(path))
-        except MesetaError as error:
-            raise MesetaError(f"cost model file {str(path)!r}: {error}") from None
+        return load_document("cost model", path, CostModel.from_dict)
 
     def save(self, path: str | Path) -> None:
         """Write YAML."""
@@ -272,9 +267,7 @@ def _read_group(name: str, group: type, document: object) -> Any:
     if not isinstance(document, Mapping):
         raise MesetaError(f"cost model: {name} must be a mapping, got {document!r}")
     known = [entry.name for entry in fields(group)]
-    for key in document:
-        if key not in known:
-            raise MesetaError(f"cost model: {name}: unknown key {key!r}; {nearest(key, known)}")
+    check_keys(f"cost model: {name}", document, known)
     types = get_type_hints(group)
     found: dict[str, Any] = {}
     for key, value in document.items():

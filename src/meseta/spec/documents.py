@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from meseta.spec.errors import MesetaError
+
+T = TypeVar("T")
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -54,6 +57,15 @@ def read_mapping(path: str | Path) -> dict[Any, Any]:
     if not isinstance(document, dict):
         raise MesetaError(f"it must hold a mapping of keys to values, but holds {type(document).__name__}")
     return document
+
+
+def load_document(kind: str, path: str | Path, parse: Callable[[dict[Any, Any]], T]) -> T:
+    """What `parse` makes of the mapping in a YAML or JSON file; its MesetaError, and those of `read_mapping`, name the
+    file as '`kind` file'."""
+    try:
+        return parse(read_mapping(path))
+    except MesetaError as error:
+        raise MesetaError(f"{kind} file {str(path)!r}: {error}") from None
 
 
 def write_yaml(path: str | Path, document: dict[str, Any]) -> None:

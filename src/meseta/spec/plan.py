@@ -112,12 +112,9 @@ class Plan:
     @staticmethod
     def load(path: str | Path, tables: Sequence[TableSpec], num_ranks: int) -> Plan:
         """Read a JSON or YAML plan; raises MesetaError as `from_dict` does, naming the file."""
-        from meseta.spec.documents import read_mapping  # Needs PyYAML, which a machine with bare torch lacks.
+        from meseta.spec.documents import load_document  # Needs PyYAML, which a machine with bare torch lacks.
 
-        try:
-            return Plan.from_dict(read_mapping(path), tables, num_ranks)
-        except MesetaError as error:
-            raise MesetaError(f"plan file {str(path)!r}: {error}") from None
+        return load_document("plan", path, lambda document: Plan.from_dict(document, tables, num_ranks))
 
     def save(self, path: str | Path) -> None:
         """Write JSON with every shard spelled out."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from meseta.spec.checks import check_keys
 from meseta.spec.cut import cut
 from meseta.spec.errors import MesetaError, nearest
 from meseta.spec.plan import FORMAT, Plan
@@ -20,9 +21,7 @@ _VALUE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 def read_plan(document: Mapping[Any, Any], tables: Sequence[TableSpec], num_ranks: int) -> Plan:
     """`Plan.from_dict`."""
-    for name in document:
-        if name not in _PLAN_KEYS:
-            raise MesetaError(f"plan: unknown key {name!r}; {nearest(name, _PLAN_KEYS)}")
+    check_keys("plan", document, _PLAN_KEYS)
     if document.get("format", FORMAT) != FORMAT:
         raise MesetaError(f"plan: format {document['format']!r} is unknown; this version reads {FORMAT!r}")
     if document.get("num_ranks", num_ranks) != num_ranks:
@@ -63,9 +62,7 @@ def read_plan(document: Mapping[Any, Any], tables: Sequence[TableSpec], num_rank
 def _read_table(table: TableSpec, entry: Mapping[Any, Any], per_host: int, held_bytes: list[int]) -> TablePlan:
     """One entry of a plan document, on hosts of `per_host` ranks; adds the bytes it places to those of each rank."""
     where = f"plan: table {table.name!r}"
-    for key in entry:
-        if key not in _TABLE_KEYS:
-            raise MesetaError(f"{where}: unknown key {key!r}; {nearest(key, _TABLE_KEYS)}")
+    check_keys(where, entry, _TABLE_KEYS)
     if entry.get("sharding") not in list(ShardingType):
         raise MesetaError(
             f"{where}: sharding {entry.get('sharding')!r} is unknown; {nearest(entry.get('sharding'), ShardingType)}"
@@ -124,9 +121,7 @@ def _read_shard(where: str, table: str, piece: Any) -> Shard:
     """One shard that is written out."""
     if not isinstance(piece, Mapping):
         raise MesetaError(f"{where} must be a mapping with rows, columns and ranks, got {piece!r}")
-    for key in piece:
-        if key not in _SHARD_KEYS:
-            raise MesetaError(f"{where}: unknown key {key!r}; {nearest(key, _SHARD_KEYS)}")
+    check_keys(where, piece, _SHARD_KEYS)
     for key in ("rows", "columns", "ranks"):
         if key not in piece:
             raise MesetaError(f"{where}: key {key!r} is missing")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from meseta.spec.checks import check_choice, check_number
-from meseta.spec.errors import MesetaError, nearest
+from meseta.spec.checks import check_choice, check_keys, check_number
+from meseta.spec.errors import MesetaError
 
 DeviceKind = Literal["cpu", "a100", "h100", "h200", "b200"]
 Tier = Literal["hbm", "host", "cached", "disk"]
@@ -89,9 +89,7 @@ class Topology:
         if document.pop("format", _FORMAT) != _FORMAT:
             raise MesetaError(f"topology: its format is unknown; this version reads {_FORMAT!r}")
         names = [field.name for field in fields(Topology)]
-        for key in document:
-            if key not in names:
-                raise MesetaError(f"topology: unknown key {key!r}; {nearest(key, names)}")
+        check_keys("topology", document, names)
         for level in ("inside", "across"):
             if document.get(level) is not None:
                 document[level] = _read_link(level, document[level])
@@ -104,12 +102,9 @@ class Topology:
     @staticmethod
     def load(path: str | Path) -> Topology:
         """Read a YAML or JSON file; raises MesetaError as `from_dict` does, naming the file."""
-        from meseta.spec.documents import read_mapping  # Needs PyYAML, which a machine with bare torch lacks.
+        from meseta.spec.documents import load_document  # Needs PyYAML, which a machine with bare torch lacks.
 
-        try:
-            return Topology.from_dict(read_mapping(path))
-        except MesetaError as error:
-            raise MesetaError(f"topology file {str(path)!r}: {error}") from None
+        return load_document("topology", path, Topology.from_dict)
 
     def save(self, path: str | Path) -> None:
         """Write YAML."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from meseta.spec.errors import MesetaError, nearest
+from meseta.spec.checks import check_keys
+from meseta.spec.errors import MesetaError
 from meseta.spec.optimizer import OptimizerSpec
 from meseta.spec.tables import FeatureSpec, TableSpec
 from meseta.spec.workload import DenseLoad, FeatureLoad, Reuse, Workload
@@ -34,7 +35,7 @@ def read_workload(document: Mapping[Any, Any]) -> Workload:
     its own name with the `pooling_factor` of the table, 1 where it has none. `dense` has the fields of DenseLoad.
     Raises MesetaError for an unknown or missing key, and a value that breaks its rule.
     """
-    _check_keys("workload", document, _KEYS)
+    check_keys("workload", document, _KEYS)
     if document.get("format", FORMAT) != FORMAT:
         raise MesetaError(f"workload: its format is unknown; this version reads {FORMAT!r}")
     for key in ("batch_size", "tables"):
@@ -61,7 +62,7 @@ def read_workload(document: Mapping[Any, Any]) -> Workload:
             features.append(FeatureSpec(name=table.name, table=table.name))
             loads[table.name] = FeatureLoad(pooling_factor=_number("pooling_factor", factors[table.name]))
     dense = _mapping("dense", document.get("dense") or {})
-    _check_keys("workload: dense", dense, [entry.name for entry in fields(DenseLoad)])
+    check_keys("workload: dense", dense, [entry.name for entry in fields(DenseLoad)])
     return Workload(
         tables=tuple(tables),
         features=tuple(features),
@@ -73,18 +74,9 @@ def read_workload(document: Mapping[Any, Any]) -> Workload:
 
 def load_workload(path: str | Path) -> Workload:
     """Read a YAML or JSON file; raises MesetaError as `read_workload` does, naming the file."""
-    from meseta.spec.documents import read_mapping  # Needs PyYAML, which a machine with bare torch lacks.
+    from meseta.spec.documents import load_document  # Needs PyYAML, which a machine with bare torch lacks.
 
-    try:
-        return read_workload(read_mapping(path))
-    except MesetaError as error:
-        raise MesetaError(f"workload file {str(path)!r}: {error}") from None
-
-
-def _check_keys(where: str, document: Mapping[Any, Any], known: Sequence[str]) -> None:
-    for key in document:
-        if key not in known:
-            raise MesetaError(f"{where}: unknown key {key!r}; {nearest(key, known)}")
+    return load_document("workload", path, read_workload)
 
 
 def _mapping(where: str, value: Any) -> Mapping[Any, Any]:
@@ -106,13 +98,13 @@ def _number(where: str, value: Any) -> Any:
 
 def _read_tables(name: str, entry: Mapping[Any, Any]) -> list[TableSpec]:
     where = f"workload: table {name!r}"
-    _check_keys(where, entry, _TABLE_KEYS)
+    check_keys(where, entry, _TABLE_KEYS)
     for key in ("num_embeddings", "embedding_dim"):
         if key not in entry:
             raise MesetaError(f"{where}: key {key!r} is missing")
     optimizer = entry.get("optimizer", {})
     optimizer = {"name": optimizer} if isinstance(optimizer, str) else _mapping(f"{where}: optimizer", optimizer)
-    _check_keys(f"{where}: optimizer", optimizer, [one.name for one in fields(OptimizerSpec)])
+    check_keys(f"{where}: optimizer", optimizer, [one.name for one in fields(OptimizerSpec)])
     copies = entry.get("copies")
     if copies is not None and (isinstance(copies, bool) or not isinstance(copies, int) or not 0 < copies <= MAX_COPIES):
         raise MesetaError(f"{where}: copies must be a whole number from 1 to {MAX_COPIES:,}, got {copies!r}")
@@ -139,13 +131,13 @@ def _read_reuse(where: str, entry: Mapping[Any, Any]) -> Reuse:
 
 def _read_feature(name: str, entry: Mapping[Any, Any]) -> tuple[FeatureSpec, FeatureLoad]:
     where = f"workload: feature {name!r}"
-    _check_keys(where, entry, _FEATURE_KEYS)
+    check_keys(where, entry, _FEATURE_KEYS)
     spec = {key: entry[key] for key in ("pooling", "weighted") if key in entry}
     reuse = entry.get("reuse")
     if reuse is not None:
         reuse = _mapping(f"{where}: reuse", reuse)
         known = [one.name for one in fields(Reuse)]
-        _check_keys(f"{where}: reuse", reuse, known)
+        check_keys(f"{where}: reuse", reuse, known)
         if set(reuse) != set(known):
             raise MesetaError(f"{where}: reuse must have {', '.join(known)}")
         reuse = _read_reuse(where, reuse)
