@@ -1,0 +1,188 @@
+"""Seconds and memory of planning, beside TorchRec's planner.
+
+    PEER_PYTHON=/path/to/peers/bin/python python benchmarks/bench_planner.py [NUM_TABLES NUM_RANKS]...
+
+Without sizes: 1,000 tables on 128 ranks and 4,000 tables on 1,024, in hosts of eight H100. Tables are those of random
+tasks (meseta.measure.tasks). Each planner works on one core; TorchRec's may take ten minutes. Both plans are judged by
+our prediction, as no cluster of that size is at hand: it says which is better only as far as the prediction is right.
+Runs the correctness test first and reports nothing when it fails. Appends to benchmarks/results.csv.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from record import record
+
+from meseta.measure.tasks import random_task
+from meseta.planner import find_plan
+from meseta.planner.predict import predict
+from meseta.spec import Plan, Shard, ShardingType, TablePlan, Topology, Workload
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = ((1000, 128), (4000, 1024))
+LIMIT_S = 600
+PER_HOST = 8
+HBM_BYTES = 80_000_000_000
+BATCH_SIZE = 65_536
+
+PEER = """
+import json, resource, sys, time
+import torch
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+task = json.load(sys.stdin)
+tables = [
+    EmbeddingBagConfig(
+        name=t["name"], embedding_dim=t["dim"], num_embeddings=t["rows"], feature_names=["f_" + t["name"]]
+    )
+    for t in task["tables"]
+]
+module = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+constraints = {t["name"]: ParameterConstraints(pooling_factors=[t["pooling"]]) for t in task["tables"]}
+topology = Topology(
+    world_size=task["ranks"], local_world_size=task["per_host"], compute_device="cuda", hbm_cap=task["hbm_bytes"]
+)
+start = time.perf_counter()
+planner = EmbeddingShardingPlanner(
+    topology=topology, batch_size=task["batch_size"] // task["ranks"], constraints=constraints
+)
+plan = planner.plan(module, [EmbeddingBagCollectionSharder()])
+seconds = time.perf_counter() - start
+found = {}
+for parameters in plan.plan.values():
+    for name, one in parameters.items():
+        shards = [] if one.sharding_spec is None else one.sharding_spec.shards
+        found[name] = {
+            "sharding": one.sharding_type,
+            "shards": [[list(s.shard_offsets), list(s.shard_sizes), s.placement.rank()] for s in shards],
+        }
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print("PLAN " + json.dumps({"seconds": seconds, "peak_bytes": peak, "tables": found}))
+"""
+
+
+def make_workload(num_tables: int) -> Workload:
+    """Tables of as many random tasks as give so many."""
+    tables, features, loads = [], [], {}
+    seed = 0
+    while len(tables) < num_tables:
+        own = random_task(seed).workload()
+        for table, feature in zip(own.tables, own.features, strict=True):
+            if len(tables) < num_tables:
+                name = f"t{len(tables)}"
+                tables.append(type(table)(**{**vars(table), "name": name}))
+                features.append(type(feature)(**{**vars(feature), "name": f"f_{name}", "table": name}))
+                loads[f"f_{name}"] = own.loads[feature.name]
+        seed += 1
+    return Workload(tables=tuple(tables), features=tuple(features), batch_size=BATCH_SIZE, loads=loads)
+
+
+def ours(workload: Workload, topology: Topology) -> tuple[float, float, float]:
+    """Seconds of planning, the most bytes that this process has held, and the predicted step."""
+    start = time.perf_counter()
+    planned = find_plan(workload, topology)
+    seconds = time.perf_counter() - start
+    return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, planned.prediction.step_s
+
+
+def peers(workload: Workload, topology: Topology, python: str) -> tuple[float, float, float] | str:
+    """The same of TorchRec, or why there is nothing."""
+    tables = [
+        {
+            "name": table.name,
+            "dim": table.embedding_dim,
+            "rows": table.num_embeddings,
+            "pooling": workload.loads[f"f_{table.name}"].pooling_factor,
+        }
+        for table in workload.tables
+    ]
+    task = {
+        "tables": tables,
+        "ranks": topology.num_ranks,
+        "per_host": topology.devices_per_host,
+        "hbm_bytes": topology.hbm_bytes,
+        "batch_size": workload.batch_size,
+    }
+    try:
+        done = subprocess.run(
+            [python, "-I", "-c", PEER],
+            input=json.dumps(task),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    except subprocess.TimeoutExpired:
+        return f"no plan in {LIMIT_S} s"
+    lines = [line for line in done.stdout.splitlines() if line.startswith("PLAN ")]
+    if not lines:
+        words = done.stderr.strip().splitlines()
+        return words[-1] if words else f"exit code {done.returncode}"
+    found = json.loads(lines[0][len("PLAN ") :])
+    plan = translate(found["tables"], workload, topology)
+    return found["seconds"], found["peak_bytes"], predict(plan, workload, topology).step_s
+
+
+def translate(tables: dict[str, dict[str, object]], workload: Workload, topology: Topology) -> Plan:
+    """TorchRec's plan in our words. Columns are moved to the nearest multiple of 16, as shards of ours begin there."""
+    entries = []
+    for table in workload.tables:
+        own = tables[table.name]
+        rows, columns = (0, table.num_embeddings), (0, table.embedding_dim)
+        sharding = ShardingType("grid" if own["sharding"] == "grid_shard" else str(own["sharding"]))
+        if sharding is ShardingType.DATA_PARALLEL:
+            everywhere = tuple(range(topology.num_ranks))
+            shards = [Shard(table=table.name, rows=rows, columns=columns, ranks=everywhere)]
+        else:
+            shards = []
+            for (row, column), (num_rows, num_columns), rank in own["shards"]:  # type: ignore[attr-defined]
+                span = tuple(
+                    min(round(at / 16) * 16, columns[1]) if at < columns[1] else at
+                    for at in (column, column + num_columns)
+                )
+                if num_rows and span[0] < span[1]:
+                    shards.append(Shard(table=table.name, rows=(row, row + num_rows), columns=span, ranks=(rank,)))  # type: ignore[arg-type]
+        entries.append(TablePlan(table=table.name, sharding=sharding, shards=tuple(shards)))
+    return Plan(num_ranks=topology.num_ranks, tables=tuple(entries), devices_per_host=topology.devices_per_host)
+
+
+def main(sizes: list[tuple[int, int]]) -> None:
+    """Plan every size with both."""
+    test = str(ROOT / "tests/planner/test_search.py")
+    subprocess.run([sys.executable, "-m", "pytest", "-q", test], check=True, cwd=ROOT)
+    python = os.environ.get("PEER_PYTHON", sys.executable)
+    for num_tables, num_ranks in sizes:
+        workload = make_workload(num_tables)
+        per_host = min(PER_HOST, num_ranks)
+        topology = Topology(
+            num_hosts=num_ranks // per_host, devices_per_host=per_host, device="h100", hbm_bytes=HBM_BYTES
+        )
+        case = f"{num_tables} tables, {num_ranks} ranks"
+        seconds, peak, step_s = ours(workload, topology)
+        other = peers(workload, topology, python)
+        if isinstance(other, str):
+            print(
+                f"planner {case}: {seconds:.1f} s, {peak / 1e6:.0f} MB, step {1e3 * step_s:.3g} ms; TorchRec: {other}"
+            )
+            continue
+        for metric, value, unit, theirs in (
+            ("planning", seconds, "s", other[0]),
+            ("peak memory", peak / 1e6, "MB", other[1] / 1e6),
+            ("predicted step", 1e3 * step_s, "ms", 1e3 * other[2]),
+        ):
+            record("planner", case, metric, value, unit, peer="TorchRec", peer_value=theirs, packages=("numpy",))
+
+
+if __name__ == "__main__":
+    numbers = [int(word) for word in sys.argv[1:]]
+    main(list(zip(numbers[::2], numbers[1::2], strict=True)) or list(SIZES))
