@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from meseta.measure.doctor.system import System, read_limits
+from meseta.measure.doctor.system import System, read_limits, total_memory_bytes
 from meseta.planner import documented_cost_model
 from meseta.spec import CostModel, DeviceKind, Link, MesetaError, Topology
 from meseta.spec.processors import num_cores
@@ -66,11 +66,10 @@ def detect(
     per_host = num_devices or local or (gpus.count if gpus and kind != "cpu" else num_cores())
     hosts = max(world // local, 1) if world and local else 1
     limits = read_limits(system)
-    sizes = (system.bytes_of("proc/meminfo", "MemTotal"), limits.memory_bytes)
-    known = [size for size in sizes if size is not None]
-    if not known:
+    total = total_memory_bytes(system, limits)
+    if total is None:
         raise MesetaError("topology detect: the system does not tell its memory; write the topology by hand")
-    usable = int(min(known) * (1.0 - LEFT_TO_OTHERS))
+    usable = int(total * (1.0 - LEFT_TO_OTHERS))
     on_gpu = gpus is not None and kind != "cpu"
     links, about_links = _links(cost_model, kind, hosts)
     topology = Topology(
@@ -103,13 +102,18 @@ def find_gpus() -> Gpus | None:
     return Gpus(name=own.name, count=torch.cuda.device_count(), memory_bytes=own.total_memory)
 
 
+def gpu_kind(name: str) -> DeviceKind | None:
+    """The kind that a GPU's own name tells; None for one without documented constants."""
+    kinds: tuple[DeviceKind, ...] = get_args(DeviceKind)
+    return next((kind for kind in kinds if kind in name.lower()), None)
+
+
 def _kind(gpus: Gpus | None) -> DeviceKind:
     if gpus is None:
         return "cpu"
-    for kind in get_args(DeviceKind):
-        if kind in gpus.name.lower():
-            found: DeviceKind = kind
-            return found
+    kind = gpu_kind(gpus.name)
+    if kind is not None:
+        return kind
     known = ", ".join(kind for kind in get_args(DeviceKind) if kind != "cpu")
     raise MesetaError(
         f"topology detect: there are no documented constants for GPU {gpus.name!r}; name the kind that comes nearest "

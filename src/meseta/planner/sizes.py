@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from meseta.spec import TableSpec
+from meseta.spec.tables import VALUE_BYTES
 
 WEIGHT_BYTES = 4
 """The weight of one id on the wire."""
@@ -12,7 +13,7 @@ WEIGHT_BYTES = 4
 
 def value_bytes(table: TableSpec) -> int:
     """Bytes of one number of a row, as it is stored."""
-    return {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}[table.dtype]
+    return VALUE_BYTES[table.dtype]
 
 
 def compute_bytes(table: TableSpec) -> int:

@@ -23,6 +23,11 @@ def check_number(owner: str, name: str, value: object) -> float:
     return float(value)
 
 
+def is_whole(value: object) -> bool:
+    """Whether it is an int; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def check_keys(where: str, document: Mapping[Any, Any], known: Collection[str]) -> None:
     """Raise MesetaError for a key of a document that is not one of `known`."""
     for key in document:

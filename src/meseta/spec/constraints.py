@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_args
 
-from meseta.spec.checks import check_keys
+from meseta.spec.checks import check_keys, is_whole
 from meseta.spec.errors import MesetaError, nearest
 from meseta.spec.shards import ShardingType
 from meseta.spec.tables import TableDtype, TableSpec
@@ -194,7 +194,7 @@ def _name(where: str, value: Any) -> str:
 def _whole(where: str, value: Any, least: int) -> int:
     if isinstance(value, float) and value.is_integer():  # people write 1.0e9
         value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if not is_whole(value) or value < least:
         raise MesetaError(f"constraints: {where} must be a whole number, at least {least}, got {value!r}")
     return value
 

@@ -6,17 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from meseta.spec.checks import check_keys
+from meseta.spec.checks import check_keys, is_whole
 from meseta.spec.cut import cut
 from meseta.spec.errors import MesetaError, nearest
 from meseta.spec.plan import FORMAT, Plan
 from meseta.spec.shards import IN_ONE_HOST, Shard, ShardingType, TablePlan
-from meseta.spec.tables import TableSpec
+from meseta.spec.tables import VALUE_BYTES, TableSpec
 
 _PLAN_KEYS = ("format", "num_ranks", "devices_per_host", "tables")
 _TABLE_KEYS = ("sharding", "ranks", "hot_rows", "shards", "cost")
 _SHARD_KEYS = ("rows", "columns", "ranks", "tier")
-_VALUE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def read_plan(document: Mapping[Any, Any], tables: Sequence[TableSpec], num_ranks: int) -> Plan:
@@ -38,7 +37,7 @@ def read_plan(document: Mapping[Any, Any], tables: Sequence[TableSpec], num_rank
         if name not in {table.name for table in tables}:
             raise MesetaError(f"plan: the model has no table {name!r}; {nearest(name, [t.name for t in tables])}")
     per_host = document.get("devices_per_host")
-    if per_host is not None and not (_is_whole(per_host) and per_host > 0 and num_ranks % per_host == 0):
+    if per_host is not None and not (is_whole(per_host) and per_host > 0 and num_ranks % per_host == 0):
         raise MesetaError(
             f"plan: devices_per_host must be a whole number that divides the {num_ranks} ranks, got {per_host!r}"
         )
@@ -82,7 +81,7 @@ def _read_table(table: TableSpec, entry: Mapping[Any, Any], per_host: int, held_
     else:
         ranks = entry.get("ranks", _default_ranks(sharding, per_host, held_bytes))
         hot_rows = entry.get("hot_rows", 0)
-        if not _is_whole(hot_rows):
+        if not is_whole(hot_rows):
             raise MesetaError(f"{where}: hot_rows must be a whole number, got {hot_rows!r}")
         placed = cut(
             table,
@@ -95,7 +94,7 @@ def _read_table(table: TableSpec, entry: Mapping[Any, Any], per_host: int, held_
     for shard in placed.shards:
         for rank in shard.ranks:
             if 0 <= rank < len(held_bytes):
-                held_bytes[rank] += shard.num_rows * shard.num_columns * _VALUE_BYTES[table.dtype]
+                held_bytes[rank] += shard.num_rows * shard.num_columns * VALUE_BYTES[table.dtype]
     cost = entry.get("cost", 0.0)
     if isinstance(cost, bool) or not isinstance(cost, int | float) or not 0.0 <= cost < float("inf"):
         raise MesetaError(f"{where}: cost must be a finite number of seconds and not negative, got {cost!r}")
@@ -111,10 +110,6 @@ def _default_ranks(sharding: ShardingType, per_host: int, held_bytes: Sequence[i
         hosts = [ranks[first : first + per_host] for first in range(0, len(ranks), per_host)]
         return min(hosts, key=lambda own: (sum(held_bytes[rank] for rank in own), own))
     return ranks
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _read_shard(where: str, table: str, piece: Any) -> Shard:
@@ -142,6 +137,6 @@ def _read_shard(where: str, table: str, piece: Any) -> Shard:
 
 def _read_integers(where: str, value: Any) -> tuple[int, ...]:
     is_list = isinstance(value, list | tuple)
-    if not is_list or not all(isinstance(number, int) and not isinstance(number, bool) for number in value):
+    if not is_list or not all(map(is_whole, value)):
         raise MesetaError(f"{where} must be a list of whole numbers, got {value!r}")
     return tuple(value)

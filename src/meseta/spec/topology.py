@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from meseta.spec.checks import check_choice, check_keys, check_number
+from meseta.spec.checks import check_choice, check_keys, check_number, is_whole
 from meseta.spec.errors import MesetaError
 
 DeviceKind = Literal["cpu", "a100", "h100", "h200", "b200"]
@@ -58,11 +58,11 @@ class Topology:
         check_choice("topology", "device", self.device, get_args(DeviceKind))
         for field in ("num_hosts", "devices_per_host"):
             value = getattr(self, field)
-            if not _is_whole(value) or value < 1:
+            if not is_whole(value) or value < 1:
                 raise MesetaError(f"topology: {field} must be at least 1, got {value!r}")
         for field in ("hbm_bytes", "host_bytes", "disk_bytes"):
             value, least = getattr(self, field), int(field == "hbm_bytes")
-            if value is not None and (not _is_whole(value) or value < least):
+            if value is not None and (not is_whole(value) or value < least):
                 raise MesetaError(f"topology: {field} must be at least {least}, or None for no check, got {value!r}")
 
     @property
@@ -111,10 +111,6 @@ class Topology:
         from meseta.spec.documents import write_yaml
 
         write_yaml(path, self.to_dict())
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _link_to_dict(link: Link) -> dict[str, float]:

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from meseta.spec.checks import check_keys
+from meseta.spec.checks import check_keys, is_whole
 from meseta.spec.errors import MesetaError
 from meseta.spec.optimizer import OptimizerSpec
 from meseta.spec.tables import FeatureSpec, TableSpec
@@ -42,7 +42,7 @@ def read_workload(document: Mapping[Any, Any]) -> Workload:
         if key not in document:
             raise MesetaError(f"workload: key {key!r} is missing")
     batch_size = document["batch_size"]
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int):
+    if not is_whole(batch_size):
         raise MesetaError(f"workload: batch_size must be a whole number, got {batch_size!r}")
     tables: list[TableSpec] = []
     factors: dict[str, Any] = {}
@@ -106,7 +106,7 @@ def _read_tables(name: str, entry: Mapping[Any, Any]) -> list[TableSpec]:
     optimizer = {"name": optimizer} if isinstance(optimizer, str) else _mapping(f"{where}: optimizer", optimizer)
     check_keys(f"{where}: optimizer", optimizer, [one.name for one in fields(OptimizerSpec)])
     copies = entry.get("copies")
-    if copies is not None and (isinstance(copies, bool) or not isinstance(copies, int) or not 0 < copies <= MAX_COPIES):
+    if copies is not None and (not is_whole(copies) or not 0 < copies <= MAX_COPIES):
         raise MesetaError(f"{where}: copies must be a whole number from 1 to {MAX_COPIES:,}, got {copies!r}")
     names = [name] if copies is None else [f"{name}_{i}" for i in range(copies)]
     rest = {key: entry[key] for key in ("num_embeddings", "embedding_dim", "dtype") if key in entry}

@@ -12,13 +12,12 @@ from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
-from meseta.measure.doctor.system import System, read_limits
+from meseta.measure.doctor.system import System, read_limits, total_memory_bytes
+from meseta.measure.topology import gpu_kind
 from meseta.planner import find_plan, predict
 from meseta.spec import CostModel, DeviceKind, MesetaError, Plan, Topology
 from meseta.spec.constraints import Constraints
 from meseta.train.workload import make_workload
-
-_KINDS: tuple[DeviceKind, ...] = ("b200", "h200", "h100", "a100")
 
 
 def plan_run(
@@ -74,15 +73,17 @@ def _cost_model(config: RunConfig) -> CostModel | None:
 
 
 def run_topology(config: RunConfig, world: World) -> Topology:
-    """The machines of this run: those of `planner.topology`, else these hosts, with the memory that they have in all.
-    Collective.
+    """The machines of this run: those of `planner.topology`, else these hosts, with the memory that they have in all;
+    of a GPU without documented constants, those of an A100 stand. Collective.
 
     What is free at the moment is left out of account, so that the same machines always get the same plan. Raises
     MesetaError where the file is of other machines.
     """
     if config.planner.topology is None:
         least = min(world.gather_objects(_memory_bytes(world) or 0))
-        kind: DeviceKind = "cpu" if world.device.type == "cpu" else _gpu_kind(world.device)
+        kind: DeviceKind = "cpu"
+        if world.device.type == "cuda":
+            kind = gpu_kind(torch.cuda.get_device_name(world.device)) or "a100"
         return Topology(
             num_hosts=world.size // world.ranks_per_host,
             devices_per_host=world.ranks_per_host,
@@ -104,12 +105,5 @@ def _memory_bytes(world: World) -> int | None:
     if world.device.type == "cuda":
         return int(torch.cuda.get_device_properties(world.device).total_memory)
     system = System()
-    found = [system.bytes_of("proc/meminfo", "MemTotal"), read_limits(system).memory_bytes]
-    known = [value for value in found if value is not None]
-    return min(known) // world.ranks_per_host if known else None
-
-
-def _gpu_kind(device: torch.device) -> DeviceKind:
-    """By the device's name; A100 for one that is not known."""
-    name = torch.cuda.get_device_name(device).lower()
-    return next((kind for kind in _KINDS if kind in name), "a100")
+    total = total_memory_bytes(system, read_limits(system))
+    return None if total is None else total // world.ranks_per_host

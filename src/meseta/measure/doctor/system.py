@@ -62,6 +62,12 @@ def read_limits(system: System) -> Limits:
     )
 
 
+def total_memory_bytes(system: System, limits: Limits) -> int | None:
+    """Memory of this machine, or what a control group grants of it. None where the system does not tell."""
+    found = [system.bytes_of("proc/meminfo", "MemTotal"), limits.memory_bytes]
+    return min((value for value in found if value is not None), default=None)
+
+
 def free_memory_bytes(system: System, limits: Limits) -> int | None:
     """Memory that this process may still take: what the machine has available, and no control group forbids. None
     where the system does not tell."""

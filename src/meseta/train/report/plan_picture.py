@@ -6,21 +6,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meseta.spec import ShardingType
+from meseta.spec.tables import VALUE_BYTES
 from meseta.train.report.figures import count, num_bytes, plural
 from meseta.train.report.markup import label, picture, tag, text
 from meseta.train.report.record import PlanRecord, PlanShard, RunRecord
 
-DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-COLOURED = (
-    "table_wise",
-    "row_wise",
-    "column_wise",
-    "data_parallel",
-    "table_row_wise",
-    "table_column_wise",
-    "grid",
-    "hot_replicated",
-)
 MAX_HEIGHT = 300.0
 MIN_BOX_AREA = 300.0  # smaller boxes could be neither labelled nor hovered over
 CHARACTER_WIDTH = 6.4
@@ -47,7 +38,7 @@ def plan_section(record: RunRecord) -> str:
     if plan is None:
         return ""
     dtype = record.setting("embedding.dtype") or "float32"
-    held = pieces_by_rank(plan, DTYPE_BYTES.get(str(dtype), 4))
+    held = pieces_by_rank(plan, VALUE_BYTES.get(str(dtype), 4))
     totals = [sum(piece.num_bytes for piece in held[rank]) for rank in range(plan.num_ranks)]
     if not any(totals):
         return ""
@@ -62,7 +53,7 @@ def plan_section(record: RunRecord) -> str:
 
 def plan_boxes(plan: PlanRecord) -> str:
     """Legend and picture alone, of a plan that no run has yet; an empty string for one without rows."""
-    held = pieces_by_rank(plan, DTYPE_BYTES["float32"])
+    held = pieces_by_rank(plan, VALUE_BYTES["float32"])
     totals = [sum(piece.num_bytes for piece in held[rank]) for rank in range(plan.num_ranks)]
     return _legend(plan, held) + _columns(held, totals) if any(totals) else ""
 
@@ -230,4 +221,4 @@ def _colour(sharding: str) -> str:
     """A class of style.css, in which 'grid' is the word for charts beside each other."""
     if sharding == "grid":
         return "scheme-grid"
-    return sharding if sharding in COLOURED else "others"
+    return sharding if sharding in list(ShardingType) else "others"
