@@ -57,6 +57,7 @@ void sum_bags(const Feature& f, const Batch& batch, const int64_t* offsets, int6
   const T* table = static_cast<const T*>(f.table);
   const int64_t end = offsets[last], row_bytes = f.dim * int64_t(sizeof(T));
   const int64_t lines = (row_bytes + 63) / 64, burst = lines == 2 ? 8 : 32;
+  const bool straddles = row_bytes % 64 != 0 && 64 % row_bytes != 0;  // it may end in one line more than it fills
   const auto base = reinterpret_cast<uintptr_t>(table);
   constexpr int kLines = (N * kLanes * int(sizeof(T)) + 63) / 64;
   const auto fetch = [&](int64_t i) {
@@ -65,6 +66,7 @@ void sum_bags(const Feature& f, const Batch& batch, const int64_t* offsets, int6
     for (int line = 0; line < kLines; ++line) prefetch(reinterpret_cast<const void*>(row + uintptr_t(line) * 64));
     for (int64_t line = kLines; line < lines; ++line)
       prefetch(reinterpret_cast<const void*>(row + uintptr_t(line) * 64));
+    if (straddles) prefetch(reinterpret_cast<const void*>(row + uintptr_t(row_bytes) - 1));
   };
   const auto read = [&](const T* row, int j) {
     return kTail && j == N - 1 ? load(row + 16 * j, tail) : load(row + 16 * j);

@@ -186,9 +186,11 @@ class Executor {
   template <typename S>
   static void fetch_lines(const S* from, int64_t width, const int64_t* rows, int64_t n) {
     constexpr int64_t kLine = int64_t(64 / sizeof(S));
+    const bool straddles = width % kLine != 0 && kLine % width != 0;  // may end in one line more than it fills
     for (int64_t k = 0; k < n; ++k) {
       const S* p = from + rows[k] * width;
       for (int64_t c = 0; c < width; c += kLine) prefetch(p + c);
+      if (straddles) prefetch(p + width - 1);
     }
   }
 

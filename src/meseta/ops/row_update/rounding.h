@@ -113,12 +113,12 @@ inline void round_vector(Vec v, const uint16_t* random, T* out) {
 
 #endif
 
-// The first `lanes` of them.
+// The first `lanes` of them; `random` has all.
 template <typename T>
 inline void round_part(Vec v, const uint16_t* random, T* out, int lanes) {
-  float values[kLanes];
-  store(values, v);
-  for (int i = 0; i < lanes; ++i) out[i] = round_to(T{}, values[i], random[i]);
+  T rounded[kLanes];
+  round_vector(v, random, rounded);
+  std::copy_n(rounded, lanes, out);
 }
 
 // `values` and `random` are whole vectors; of `out`, a row of a table, nothing is written behind `dim`.
