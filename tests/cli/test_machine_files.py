@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from meseta.cli.files import write_whole
 from meseta.measure.calibrate import run as calibration
-from meseta.spec import CostModel, MesetaError, Topology
+from meseta.spec import CostModel, Topology
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -42,16 +41,3 @@ def test_a_place_that_cannot_be_written_is_refused_first(run: Run, tmp_path: Pat
 def test_an_unknown_device_is_refused(run: Run) -> None:
     code, _, err = run("topology", "detect", "--device", "a10")
     assert code == 1 and "'a10' is unknown; did you mean 'a100'?" in err
-
-
-def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = tmp_path / "cost.yaml"
-    write_whole(place, "old")
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.replace", full)
-    with pytest.raises(MesetaError, match="No space left"):
-        write_whole(place, "new")
-    assert place.read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["cost.yaml"]

@@ -313,7 +313,7 @@ def test_a_failed_write_keeps_the_old_page(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(MesetaError, match="No space left on device"):
         write_report(tmp_path)
     assert (tmp_path / "report.html").read_text() == "old"
-    assert not list(tmp_path.glob(".report-*"))
+    assert not list(tmp_path.glob(".meseta-*"))
 
 
 def test_hostile_names_are_text(tmp_path: Path) -> None:

@@ -216,8 +216,9 @@ def test_a_finished_run_is_shown_again(tiny: Path, tmp_path: Path) -> None:
     before = metrics(tmp_path / "run")
     again = train(document)
     assert without_times(metrics(tmp_path / "run")) == without_times(before)
-    for key in ("num_steps", "num_samples", "teacher", "checkpoint"):
+    for key in ("num_steps", "num_samples", "teacher", "checkpoint", "stages_s_by_rank", "predicted"):
         assert again[key] == first[key]
+    assert json.loads((tmp_path / "run/summary.json").read_text())["stages_s_by_rank"] == first["stages_s_by_rank"]
     assert again["train_s"] == pytest.approx(first["train_s"], abs=0.2)
 
 

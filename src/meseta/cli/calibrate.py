@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meseta.cli.files import check_place, write_whole
-
 if TYPE_CHECKING:
     from meseta.measure.calibrate.run import Calibration
 
@@ -23,14 +21,13 @@ def calibrate(
     seconds: Annotated[float, typer.Option(min=1.0, help="Time to spend; more combinations, better figures.")] = 40.0,
 ) -> None:
     """Measure lookups, updates, matrix products and collectives of CPU ranks here, and fit the planner's cost model."""
-    import yaml
-
     from meseta.measure.calibrate.run import calibrate as measure
+    from meseta.spec.files import check_place
 
     check_place(out)
     with _Bar() as show:
         found = measure(threads, ranks, seconds, show)
-    write_whole(out, yaml.safe_dump(found.cost_model.to_dict(), sort_keys=False))
+    found.cost_model.save(out)
     _report(found)
     typer.echo(f"wrote {out}")
 

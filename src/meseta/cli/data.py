@@ -86,8 +86,8 @@ def stats(
     from meseta.data.check import STATISTICS_PAGE
     from meseta.data.dataset import Dataset
     from meseta.data.describe import describe
+    from meseta.spec.files import write_whole
     from meseta.train.report.data_page import data_page
-    from meseta.train.report.document import write_whole
 
     dataset = Dataset.load(path)
     with _progress_bar("count", sum(split.num_rows for split in dataset.splits.values())) as on_rows:
@@ -97,7 +97,9 @@ def stats(
         return
     _print_description(description)
     page = data_page(path.resolve().name, dataset, description)
-    typer.echo(write_whole(html or path / STATISTICS_PAGE, page))
+    place = html or path / STATISTICS_PAGE
+    write_whole(place, page)
+    typer.echo(place)
 
 
 def _print_description(description: Description) -> None:

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from meseta.cli.files import write_whole
-
 if TYPE_CHECKING:
     from meseta.measure.topology import Detected
 
@@ -38,6 +36,7 @@ def detect(
     from meseta.measure.topology import find_gpus
     from meseta.spec import CostModel, DeviceKind
     from meseta.spec.checks import check_choice
+    from meseta.spec.files import write_whole
 
     if device is not None:
         check_choice("topology detect", "--device", device, get_args(DeviceKind))

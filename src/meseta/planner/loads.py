@@ -259,10 +259,24 @@ class WorkloadLoads:
             rows = self.distinct(pieces, num_samples)
             return sum((_line_bytes(rows, pieces.num_rows, size) for size in sizes), np.zeros(len(rows)))
 
-        filled = np.stack([np.bincount(owners, held_bytes(10.0**power), num_owners) for power in _POWERS])
-        above = np.minimum((filled <= cache_bytes).sum(axis=0), len(_POWERS) - 1)
-        below, each = np.maximum(above - 1, 0), np.arange(num_owners)
-        first, last = filled[below, each], filled[above, each]
+        known: dict[int, Floats] = {}
+
+        def filled(indices: Indices) -> Floats:
+            found = np.zeros(num_owners)
+            for index in np.unique(indices).tolist():
+                if index not in known:
+                    by_owner = np.bincount(owners, held_bytes(10.0 ** _POWERS[index]), num_owners)
+                    known[index] = by_owner.astype(np.float64)
+                found = np.where(indices == index, known[index], found)
+            return found
+
+        # The bytes grow with the samples: halving finds the powers on both sides of the cache without trying all.
+        below, above = np.zeros(num_owners, np.int64), np.full(num_owners, len(_POWERS) - 1)
+        while (above - below > 1).any():
+            middle = (below + above) // 2
+            fits = filled(middle) <= cache_bytes
+            below, above = np.where(fits, middle, below), np.where(fits, above, middle)
+        first, last = filled(below), filled(above)
         part = np.clip((cache_bytes - first) / np.maximum(last - first, 1e-12), 0.0, 1.0)
         return 10.0 ** (_POWERS[below] + part * (_POWERS[above] - _POWERS[below]))
 

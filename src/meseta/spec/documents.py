@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import yaml
 
 from meseta.spec.errors import MesetaError
+from meseta.spec.files import write_whole
 
 T = TypeVar("T")
 
@@ -69,5 +70,5 @@ def load_document(kind: str, path: str | Path, parse: Callable[[dict[Any, Any]],
 
 
 def write_yaml(path: str | Path, document: dict[str, Any]) -> None:
-    """Write plain data, keys in their order."""
-    Path(path).write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
+    """Write plain data, keys in their order, whole or not at all. Raises MesetaError where it cannot be written."""
+    write_whole(path, yaml.safe_dump(document, sort_keys=False))

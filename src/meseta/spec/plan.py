@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from meseta.spec.checks import check_choice
 from meseta.spec.errors import MesetaError, nearest
+from meseta.spec.files import write_whole
 from meseta.spec.plan_rules import check_scheme, check_tiling
 from meseta.spec.shards import TablePlan
 from meseta.spec.tables import TableSpec
@@ -117,5 +118,5 @@ class Plan:
         return load_document("plan", path, lambda document: Plan.from_dict(document, tables, num_ranks))
 
     def save(self, path: str | Path) -> None:
-        """Write JSON with every shard spelled out."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        """Write JSON with every shard spelled out, whole or not at all; raises MesetaError where it cannot be."""
+        write_whole(path, json.dumps(self.to_dict(), indent=1) + "\n")

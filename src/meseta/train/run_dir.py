@@ -39,9 +39,8 @@ class RunDir:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
             self.checkpoints.mkdir(exist_ok=True)
-            for pattern in (".*.tmp", ".report-*.html"):  # what killed runs left half-written
-                for path in self.path.glob(pattern):
-                    path.unlink()
+            for path in self.path.glob(".*.tmp"):  # what killed runs left half-written
+                path.unlink()
         document = config.model_dump(mode="json")
         self.write("config.yaml", yaml.safe_dump(document, sort_keys=False))
         self.write_json("dataset.json", dataset)
@@ -100,6 +99,16 @@ class RunDir:
         lines = [line for line in self.metrics() if line["step"] <= step]
         lines = [line for line in lines if line["kind"] == "train" or line["step"] < num_steps]
         self.write("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+
+    def measured(self, step: int) -> dict[str, Any]:
+        """What the summary of a run that ended after `step` says of its steps' time, measured and predicted; a run that
+        is shown again takes no step that could be timed. Empty where there is no such summary."""
+        try:
+            summary = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+            names = ("stages_s_by_rank", "predicted") if summary["num_steps"] == step else ()
+            return {name: summary[name] for name in names}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return {}
 
     def metrics(self) -> list[dict[str, Any]]:
         """All whole lines of metrics.jsonl; a kill may have cut off the last one."""

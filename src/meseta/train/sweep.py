@@ -19,7 +19,7 @@ import yaml
 from meseta.config import check_document, read_document
 from meseta.spec import MesetaError
 from meseta.spec.documents import parse_yaml
-from meseta.train.report.document import write_whole
+from meseta.spec.files import write_whole
 from meseta.train.report.metrics import RISING
 
 FORMAT = "meseta.sweep/1"

@@ -124,6 +124,7 @@ class Trainer:
         return checkpoint_path(self.run_dir.checkpoints, self.step)
 
     def _run(self) -> dict[str, Any]:
+        former = self.run_dir.measured(self.step) if self.world.rank == 0 else {}
         self.world.on_first(self._begin)
         first = self.step
         with TrainProgress(self.num_steps, first_step=first, shown=self.world.rank == 0) as progress:
@@ -144,6 +145,8 @@ class Trainer:
         summary = self._summary(line, ids_outside(self.model.embeddings, self.world))
         if any(stages):
             summary |= {"stages_s_by_rank": stages, "predicted": self._predicted}
+        else:  # all steps were done before
+            summary |= self.world.gather_objects(former)[0]
         self.world.on_first(lambda: self.run_dir.write_json("summary.json", summary))
         self.world.on_first(lambda: write_report(self.run_dir.path))
         self.saver.copy_all()

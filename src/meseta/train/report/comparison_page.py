@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from meseta.spec.files import write_whole
 from meseta.train.report.chart import Series, line_chart, row_bars
 from meseta.train.report.comparison import WHOLE, ComparedRun, Comparison, speed_ratio
 from meseta.train.report.curves import SAMPLES, SECONDS, STEPS, Progress, eval_points, last_x, train_points
 from meseta.train.report.differences import Difference, grouped
-from meseta.train.report.document import document, write_whole
+from meseta.train.report.document import document
 from meseta.train.report.figures import ABSENT, count, duration, fixed, num_bytes, short, signed
 from meseta.train.report.markup import table, tag, text
 from meseta.train.report.metrics import METRICS, Metric
@@ -23,7 +24,8 @@ MAX_ROWS = 14
 
 def write_comparison(comparison: Comparison, out: Path) -> Path:
     """Write the page, whole or not at all, and return its path. Raises MesetaError where it cannot be written."""
-    return write_whole(Path(out), render(comparison))
+    write_whole(out, render(comparison))
+    return Path(out)
 
 
 def render(comparison: Comparison) -> str:

@@ -1,12 +1,9 @@
-"""The frame of a page that needs nothing but itself, and how it comes to disk."""
+"""The frame of a page that needs nothing but itself."""
 
 from __future__ import annotations
 
-import os
 from importlib import resources
-from pathlib import Path
 
-from meseta.spec import MesetaError
 from meseta.train.report.markup import tag, text
 
 
@@ -23,20 +20,3 @@ def document(title: str, *body: str, style: str = "") -> str:
         tag("style", sheet + style),
     )
     return "<!doctype html>\n" + tag("html", head, tag("body", tag("main", *body)), lang="en") + "\n"
-
-
-def write_whole(path: Path, page: str) -> Path:
-    """Write a page, whole or not at all, and return its path. Raises MesetaError where it cannot be written."""
-    if path.is_dir():
-        raise MesetaError(f"report: {str(path)!r} is a directory; name a file, such as {str(path / 'report.html')!r}")
-    unfinished = path.with_name(f".report-{os.getpid()}.html")
-    try:
-        with unfinished.open("wb") as file:
-            file.write(page.encode("utf-8", errors="replace"))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise MesetaError(f"report: {str(path)!r} cannot be written: {error.strerror}; choose another") from None
-    return path

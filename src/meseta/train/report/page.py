@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from meseta.spec.files import write_whole
 from meseta.train.report.curves import curves_section
 from meseta.train.report.data_statistics import data_section
-from meseta.train.report.document import document, write_whole
+from meseta.train.report.document import document
 from meseta.train.report.evaluation import evaluation_section
 from meseta.train.report.figures import count, drawable, duration, fixed, short
 from meseta.train.report.headline import headline
@@ -27,7 +28,9 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     cannot be written.
     """
     run_dir = Path(run_dir)
-    return write_whole(run_dir / "report.html" if out is None else Path(out), render(read_run(run_dir)))
+    path = run_dir / "report.html" if out is None else Path(out)
+    write_whole(path, render(read_run(run_dir)))
+    return path
 
 
 def render(record: RunRecord) -> str:

@@ -8,8 +8,9 @@ from pathlib import Path
 from meseta.planner import COMPONENTS, Planned
 from meseta.planner.difference import spans
 from meseta.planner.reasons import Reason
+from meseta.spec.files import write_whole
 from meseta.train.report.chart import row_bars
-from meseta.train.report.document import document, write_whole
+from meseta.train.report.document import document
 from meseta.train.report.figures import count, num_bytes, plural, share, short
 from meseta.train.report.markup import table, tag, text
 from meseta.train.report.plan_picture import plan_boxes
@@ -31,7 +32,8 @@ def write_planned(planned: Planned, found: Sequence[Reason], path: Path) -> Path
         boxes = plan_boxes(PlanRecord.model_validate(planned.plan.to_dict()))
         parts += [tag("h2", "Where the rows lie"), boxes] if boxes else []
     parts += [tag("h2", "Tables"), _tables(found)]
-    return write_whole(path, document(title, *parts))
+    write_whole(path, document(title, *parts))
+    return path
 
 
 def _drawn(planned: Planned) -> list[int]:

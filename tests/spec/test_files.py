@@ -1,0 +1,71 @@
+"""Files are written whole or not at all, by whatever writes them."""
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meseta.spec import CostModel, MesetaError, Plan, TableSpec, Topology
+from meseta.spec.files import write_whole
+
+PLAN = Plan.from_dict({"tables": {"a": "table_wise"}}, [TableSpec(name="a", num_embeddings=3, embedding_dim=4)], 1)
+WRITERS = {
+    "write_whole": lambda path: write_whole(path, "new"),
+    "plan": PLAN.save,
+    "topology": Topology().save,
+    "cost model": CostModel().save,
+}
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_a_failed_write_leaves_the_old_file(
+    write: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "file"
+    place.write_text("old")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for step in ("replace", "fsync"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, step, full)
+            with pytest.raises(MesetaError, match="file' cannot be written: No space left on device; choose another"):
+                write(place)
+        assert place.read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["file"]
+    write(place)
+    assert place.read_text() != "old" and [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_places_that_cannot_become_a_file(tmp_path: Path) -> None:
+    for place, reason in ((tmp_path, "is a folder; name a file"), (tmp_path / "no" / "f", "folder does not exist")):
+        with pytest.raises(MesetaError, match=reason):
+            PLAN.save(place)
+
+
+def test_links_stay_and_name_the_new_file(tmp_path: Path) -> None:
+    link, target = tmp_path / "link", tmp_path / "target"
+    link.symlink_to(target)
+    write_whole(link, "new")
+    assert link.is_symlink() and target.read_text() == "new"
+
+
+def test_what_is_no_plain_file_is_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_whole(pipe, "new")
+        assert os.read(reader, 10) == b"new"
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_files_are_as_open_as_the_user_has_it(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("")
+    write_whole(tmp_path / "own", "caf\u00e9 \ud800")
+    assert (tmp_path / "own").stat().st_mode == (tmp_path / "other").stat().st_mode
+    assert (tmp_path / "own").read_bytes() == b"caf\xc3\xa9 ?"
