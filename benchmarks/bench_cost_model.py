@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from record import record
 
-from meseta.measure.calibrate.run import Measured, RankPieces, loads_of, measure_pieces
+from meseta.measure.calibrate.run import NUM_CALLS, Measured, RankPieces, loads_of, measure_pieces
 from meseta.measure.tasks import Task, random_task
 from meseta.measure.team import Member, Team
 from meseta.planner.exchange import Collective
@@ -130,11 +130,12 @@ def exchange_cases(model: CostModel) -> list[Case]:
         entry="meseta.measure.calibrate.collectives:CollectiveTimer",
         arguments={},
         num_ranks=2,
+        num_threads=(model.num_threads,),
     )
     with Team(member) as team:
         for _ in range(NUM_ROUNDS):
             for kind, size, case in cases:
-                case.measured_s.append(team.ask("time_collective", kind=kind, num_bytes=size, num_rounds=5))
+                case.measured_s.append(team.ask("time_collective", kind=kind, num_bytes=size, num_rounds=NUM_CALLS))
     return [case for _, _, case in cases]
 
 

@@ -35,7 +35,10 @@ def calibrate(
 def _report(found: Calibration) -> None:
     typer.echo(f"measured in {found.seconds:.0f} s; error on what the fit has not seen:")
     for name, error in found.errors.items():
-        typer.echo(f"  {name:<12} median {error.median:.1%}, 95th percentile {error.largest:.1%}, of {error.count}")
+        typer.echo(
+            f"  {name:<12} median {error.median:.1%}, 95th percentile {error.largest:.1%}, of {error.count}; "
+            f"repeats lie {error.spread:.1%} apart"
+        )
     if found.others > BUSY:
         typer.echo(
             f"note: other programs kept {found.others:.1f} processors busy; calibrate again when the machine is quiet",

@@ -17,6 +17,8 @@ TIERS: tuple[Tier, ...] = ("hbm", "host", "cached", "disk")
 """Numbers in `Pieces.tier` index this."""
 LINE_BYTES = 64
 """What memory gives at a time."""
+FLAT_BYTES = 64e6
+"""Pages of so many bytes have their addresses at hand; each doubling beyond makes the walk to an address longer."""
 _POWERS = np.linspace(-1.0, 10.0, 45)
 """Powers of ten of samples, at which what a cache holds is tried."""
 
@@ -81,6 +83,8 @@ class Loads:
     """Lines of rows and state that the update reads and writes."""
     update_miss_share: Floats
     """Share of them that come from the device's memory."""
+    walks: Floats
+    """Lookups, times the doublings of what their rank holds above 64 MB."""
     tier_misses: Floats
     """Rows that a step fetches from the tier below the device's memory, and writes back to it."""
     columns: Floats
@@ -198,6 +202,7 @@ class WorkloadLoads:
         *,
         num_samples: float | None = None,
         held_samples: Floats | float = 0.0,
+        rank_bytes: Floats | float = 0.0,
         cached_share: float = 0.2,
     ) -> Loads:
         """What one step asks of each piece.
@@ -206,6 +211,7 @@ class WorkloadLoads:
             pieces: of tables [n].
             num_samples: samples whose ids reach the pieces; None: the global batch. Replicas see one rank's.
             held_samples: rows of so many samples before the step are still in a cache, as `held_samples` finds; [n].
+            rank_bytes: rows and state that the rank of each piece holds together; [n].
             cached_share: share of the rows that tiers 'cached' and 'disk' keep nearby.
         """
         samples = float(self.workload.batch_size if num_samples is None else num_samples)
@@ -234,6 +240,7 @@ class WorkloadLoads:
             update_bytes=_line_bytes(touched, pieces.num_rows, row_bytes)
             + _line_bytes(touched, pieces.num_rows, state_bytes),
             update_miss_share=miss_share,
+            walks=ids * np.log2(1.0 + np.asarray(rank_bytes, np.float64) / FLAT_BYTES),
             tier_misses=self._tier_misses(pieces, samples, distinct, cached_share),
             columns=columns,
             row_bytes=row_bytes,
@@ -280,6 +287,11 @@ class WorkloadLoads:
         part = np.clip((cache_bytes - first) / np.maximum(last - first, 1e-12), 0.0, 1.0)
         return 10.0 ** (_POWERS[below] + part * (_POWERS[above] - _POWERS[below]))
 
+    def stored_bytes(self, pieces: Pieces) -> Floats:
+        """Rows and optimizer state of each piece [n]."""
+        row_bytes, state_bytes = self._row_bytes(pieces)
+        return pieces.num_rows * (row_bytes + state_bytes)
+
     def _row_bytes(self, pieces: Pieces) -> tuple[Floats, Floats]:
         """Of a row of each piece, and of its optimizer state [n]."""
         t, columns = pieces.table, pieces.num_columns.astype(np.float64)
@@ -324,4 +336,9 @@ def _units(rows: Floats, num_rows: Indices, row_bytes: Floats) -> Floats:
 
 def _line_bytes(rows: Floats, num_rows: Indices, row_bytes: Floats) -> Floats:
     """Bytes of the lines that these rows touch."""
-    return _units(rows, num_rows, row_bytes) * LINE_BYTES * np.ceil(row_bytes / LINE_BYTES)
+    return _units(rows, num_rows, row_bytes) * spanned(row_bytes)
+
+
+def spanned(row_bytes: Floats) -> Floats:
+    """Bytes of the lines that a row of so many bytes lies in, on average over its places in a table."""
+    return row_bytes + LINE_BYTES - np.gcd(row_bytes.astype(np.int64), LINE_BYTES)

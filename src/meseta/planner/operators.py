@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meseta.planner.loads import LINE_BYTES, TIERS, Loads
+from meseta.planner.loads import LINE_BYTES, TIERS, Loads, spanned
 from meseta.planner.reuse import Floats
 from meseta.spec import CostModel
 
@@ -28,7 +28,7 @@ def lanes(columns: Floats) -> Floats:
 
 def lookup_terms(loads: Loads) -> dict[str, Floats]:
     """What multiplies each constant of a LookupCost, per piece [n]; `call_s` is paid once a call and left out."""
-    row_bytes = lines(loads.row_bytes)
+    row_bytes = spanned(loads.row_bytes)
     return {
         "shard_s": loads.shards,
         "bag_s": loads.bags,
@@ -36,8 +36,8 @@ def lookup_terms(loads: Loads) -> dict[str, Floats]:
         "hit_byte_s": (loads.ids - loads.lookup_misses) * row_bytes,
         "miss_s": loads.lookup_misses,
         "miss_byte_s": loads.lookup_misses * row_bytes,
-        "narrow_miss_s": loads.lookup_misses * (loads.columns % LANES > 0),
         "long_miss_s": loads.lookup_misses * (row_bytes > LONG_BYTES),
+        "walk_s": loads.walks,
         "out_byte_s": loads.rows_out * lines(loads.columns * loads.number_bytes),
         "unaligned_byte_s": loads.rows_out * lines(loads.columns * loads.number_bytes) * loads.is_unaligned,
         "half_number_s": loads.is_half * loads.ids * lanes(loads.columns),
@@ -57,8 +57,8 @@ def update_terms(loads: Loads) -> dict[str, Floats]:
         "hit_byte_s": loads.update_bytes * (1.0 - loads.update_miss_share),
         "miss_s": loads.update_misses,
         "miss_byte_s": loads.update_bytes * loads.update_miss_share,
-        "narrow_miss_s": loads.update_misses * (loads.columns % LANES > 0),
         "long_miss_s": loads.update_misses * (loads.row_bytes > LONG_BYTES),
+        "walk_s": loads.walks,
         "half_number_s": loads.is_half * numbers,
     }
     terms |= {name: numbers * (loads.optimizer == number) for number, name in enumerate(loads.optimizers)}

@@ -71,15 +71,7 @@ def predict(
 
     Raises MesetaError where the plan is for other ranks or hosts than the topology has, or for other tables.
     """
-    if plan.num_ranks != topology.num_ranks:
-        raise MesetaError(
-            f"predict: the plan is for {plan.num_ranks} ranks, but the topology has {topology.num_ranks}; plan anew"
-        )
-    if plan.devices_per_host not in (None, topology.devices_per_host):
-        raise MesetaError(
-            f"predict: the plan is for hosts of {plan.devices_per_host} devices, but the topology has "
-            f"{topology.devices_per_host}; plan anew"
-        )
+    _check(plan, topology)
     cost_model = cost_model or documented_cost_model(topology.device)
     loads = loads or WorkloadLoads(workload)
     unknown = [entry.table for entry in plan.tables if entry.table not in loads.index]
@@ -88,7 +80,14 @@ def predict(
     placement = Placement.of(plan, loads, topology.devices_per_host)
     share = cost_model.tiers.cached_share
     held = loads.held_samples(placement.sharded, placement.owner, plan.num_ranks, cost_model.cache.cache_bytes)
-    sharded = loads.loads(placement.sharded, held_samples=held[placement.owner], cached_share=share)
+    everywhere = loads.stored_bytes(placement.replicated).sum()
+    rank_bytes = placement.by_rank(loads.stored_bytes(placement.sharded)) + everywhere
+    sharded = loads.loads(
+        placement.sharded,
+        held_samples=held[placement.owner],
+        rank_bytes=rank_bytes[placement.owner],
+        cached_share=share,
+    )
     replicated = loads.loads(placement.replicated, cached_share=share)
     lookup, update = _operators(placement, sharded, replicated, loads, cost_model, topology)
     exchanged = collectives(placement, sharded, replicated, loads) if plan.num_ranks > 1 else ()
@@ -111,6 +110,18 @@ def predict(
         memory_bytes=memory(placement, sharded, replicated, loads, share),
         collectives=exchanged,
     )
+
+
+def _check(plan: Plan, topology: Topology) -> None:
+    if plan.num_ranks != topology.num_ranks:
+        raise MesetaError(
+            f"predict: the plan is for {plan.num_ranks} ranks, but the topology has {topology.num_ranks}; plan anew"
+        )
+    if plan.devices_per_host not in (None, topology.devices_per_host):
+        raise MesetaError(
+            f"predict: the plan is for hosts of {plan.devices_per_host} devices, but the topology has "
+            f"{topology.devices_per_host}; plan anew"
+        )
 
 
 def replica_seconds(

@@ -1,8 +1,9 @@
 """Seconds and bytes of pieces and replicas that any layout adds up: what `predict` says of a whole plan, per piece.
 
-All but two parts of `predict` are sums over the pieces of a rank, so that the cost of a layout follows from its
-pieces. The two: the rows that a cache keeps, which all pieces of a rank share, are taken as of an average rank; and the
-pieces of a host are taken to lie evenly on its ranks where their bags are summed there.
+All but three parts of `predict` are sums over the pieces of a rank, so that the cost of a layout follows from its
+pieces. The three: the rows that a cache keeps, which all pieces of a rank share, and the bytes that a rank holds are
+taken as of an average rank; and the pieces of a host are taken to lie evenly on its ranks where their bags are summed
+there.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class Prices:
         whole = loads.whole()
         owners, cache_bytes = np.zeros(len(whole.table), np.int64), cost_model.cache.cache_bytes * topology.num_ranks
         self._held = loads.held_samples(whole, owners, 1, cache_bytes)[0] if held_samples is None else held_samples
+        self._rank_bytes = loads.stored_bytes(whole).sum() / topology.num_ranks
         self.id_bytes = 4 if loads.num_rows.max(initial=0) <= LARGEST_SHORT else 8
         ranks, per_host = topology.num_ranks, topology.devices_per_host
         inside, across = links(cost_model, topology, False)
@@ -87,9 +89,11 @@ class Prices:
         cache_bytes, n = model.cache.cache_bytes, len(pieces.table)
         held = self._held
         alone = loads.held_samples(pieces, np.arange(n), n, cache_bytes) if n else np.zeros(0)
-        load = loads.loads(pieces, held_samples=held, cached_share=share)
+        load = loads.loads(pieces, held_samples=held, rank_bytes=self._rank_bytes, cached_share=share)
         compute = sum(operator_seconds(model, load, per_host))
-        least = loads.loads(pieces, held_samples=np.maximum(alone, held), cached_share=share)
+        least = loads.loads(
+            pieces, held_samples=np.maximum(alone, held), rank_bytes=loads.stored_bytes(pieces), cached_share=share
+        )
         least_s = sum(operator_seconds(model, least, per_host))
         own, common = (np.zeros((n, len(COMPONENTS))) for _ in range(2))
         if ranks > 1:

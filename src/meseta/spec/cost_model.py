@@ -34,10 +34,10 @@ class LookupCost:
     """Of a row that comes from the device's memory."""
     miss_byte_s: float = 0.0
     """Of a byte of such a row, in lines of 64."""
-    narrow_miss_s: float = 0.0
-    """Of such a row, if it does not fill vectors of 16 numbers, on top."""
     long_miss_s: float = 0.0
     """Of such a row, if it is longer than 128 bytes, on top."""
+    walk_s: float = 0.0
+    """Of an id, for each doubling of its rank's rows and state above 64 MB: the walk to the address of its page."""
     out_byte_s: float = 0.0
     """Of a byte of a pooled bag, written, in lines of 64."""
     unaligned_byte_s: float = 0.0
@@ -72,10 +72,10 @@ class UpdateCost:
     """Of a distinct row that comes from the device's memory."""
     miss_byte_s: float = 0.0
     """Of a byte of such a row and its state, read and written back, in lines of 64."""
-    narrow_miss_s: float = 0.0
-    """Of such a row, if it does not fill vectors of 16 numbers, on top."""
     long_miss_s: float = 0.0
     """Of such a row, if it is longer than 128 bytes, on top."""
+    walk_s: float = 0.0
+    """Of an id, for each doubling of its rank's rows and state above 64 MB: the walk to the address of its page."""
     number_s: Mapping[str, float] = field(default_factory=dict)
     """Of a number of a distinct row, in vectors of 16, by row optimizer; one that is not named costs as the dearest."""
     half_number_s: float = 0.0

@@ -47,14 +47,18 @@ def test_operators_of_a_known_model_are_predicted() -> None:
         lookup, update = operator_seconds(model, loads_of(own, model.cache.cache_bytes))
         took = float(lookup.sum()) + model.lookup.call_s, float(update.sum()) + model.update.call_s
         measured.append(Measured(task, pieces, *took))
-    lookup_cost, update_cost, cache, errors = fit_operators(measured, "a test")
+    lookup_cost, update_cost, cache, errors = fit_operators(measured, [measured[7::8]] * 2, "a test")
     assert cache.cache_bytes == model.cache.cache_bytes
     assert errors["lookup"].largest < 0.02 and errors["update"].largest < 0.02
-    assert errors["lookup"].count == 12
+    assert errors["lookup"].count == 7
+    assert errors["lookup"].spread == 0
     assert lookup_cost.measured and update_cost.source == "a test"
     assert set(update_cost.number_s) == set(model.update.number_s)
 
 
 def test_errors_are_relative() -> None:
     assert errors_of([1.1, 0.5], [1.0, 1.0]) == pytest.approx([0.1, 0.5])
-    assert error_of(np.array([]), np.array([])).count == 0
+    assert error_of(np.array([]), np.zeros((3, 0))).count == 0
+    found = error_of(np.array([1.1, 2.0]), np.array([[1.0, 2.0], [1.0, 2.0], [9.0, 2.2]]))
+    assert (found.median, found.largest) == pytest.approx((0.05, 0.095))
+    assert found.spread == 0

@@ -8,25 +8,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-_NUM_ROUNDS = 8
-_SMALL_ERROR = 0.03
+_NUM_ROUNDS = 20
+_SMALL_ERROR = 0.01
 """Relative errors below this weigh alike."""
+_SMALLEST_RATIO = 0.2
+"""Predictions further below what was measured weigh alike."""
 
 
 def fit_relative(terms: Floats, seconds: Floats) -> Floats:
     """Non-negative constants [k] under which terms [n, k] @ constants come near to seconds [n], in proportion to them.
 
     Rows are weighed by one over the root of their relative error, again and again, which approaches the smallest sum of
-    absolute relative errors: a measurement that something disturbed then pulls at little (iteratively reweighted least
-    squares, E. J. Schlossmacher, Journal of the American Statistical Association 68, 1973).
+    absolute errors: a measurement that something disturbed then pulls at little (iteratively reweighted least squares,
+    E. J. Schlossmacher, Journal of the American Statistical Association 68, 1973). Errors count as logarithms of the
+    proportion: of relative errors, predictions that are too low have none above 1, and noise would draw constants down.
     """
     relative = terms / seconds[:, None]
     scale = np.maximum(np.abs(relative).max(axis=0, initial=0.0), 1e-300)
     weights = np.ones(len(seconds))
     for _ in range(_NUM_ROUNDS):
         found = non_negative(relative / scale * weights[:, None], weights)
-        errors = np.abs(relative / scale @ found - 1.0)
-        weights = 1.0 / np.sqrt(np.maximum(errors, _SMALL_ERROR))
+        ratio = np.maximum(relative / scale @ found, _SMALLEST_RATIO)
+        weights = 1.0 / np.sqrt(np.maximum(np.abs(np.log(ratio)), _SMALL_ERROR) * ratio)
     return found / scale
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from meseta.measure.calibrate.combinations import OPTIMIZERS, random_combination
 from meseta.measure.calibrate.fit import Floats, errors_of, fit_relative
+from meseta.measure.doctor.system import System, free_memory_bytes, read_limits
 from meseta.measure.quiet import processor_s
 from meseta.measure.tasks import Task
 from meseta.measure.team import Member, Team
@@ -23,11 +24,17 @@ from meseta.planner.operators import lookup_terms, update_terms
 from meseta.spec import CostModel, Link
 from meseta.spec.cost_model import CacheCost, DenseCost, ExchangeCost, LookupCost, UpdateCost
 
-MEMORY_BYTES = 1_200_000_000
-"""Rows and state of the largest combination."""
+MEMORY_BYTES = 3_000_000_000
+"""Rows and state of the largest combination; less where the machine has less than four times as much free."""
 CACHE_BYTES = (1e6, 2e6, 4e6, 8e6, 16e6, 32e6)
 """Sizes of the cache that are tried."""
 EXCHANGED_BYTES = (4_096, 32_768, 262_144, 1_048_576, 4_194_304, 16_777_216)
+UNSEEN_BYTES = (11_000, 90_000, 520_000, 2_000_000, 8_000_000, 12_000_000)
+"""Sizes that links are judged by."""
+NUM_ROUNDS = 3
+"""Measurements of a collective, in turns, whose median counts."""
+NUM_CALLS = 25
+"""Calls of one measurement. The system now and then lets a process wait for milliseconds until it goes on."""
 PRODUCTS = ((256, 512, 256), (512, 512, 512), (2048, 512, 256), (2048, 1024, 1024))
 _ENTRY = "meseta.measure.calibrate."
 FEWEST = 50
@@ -36,8 +43,11 @@ MAX_OTHERS = 0.2
 """A measurement during which others kept more processors busy is repeated."""
 NUM_TRIES = 2
 """Of such a measurement; the fastest counts."""
-_HELD_OUT = 5
-"""Each so many-th measurement is kept from the fit, to judge it by."""
+_HELD_OUT = 8
+"""Each so many-th measurement is kept from the fit, to judge it by; these are repeated, and their medians count."""
+_REPEATED = 0.25
+"""Share of the time that repeating takes."""
+MIN_REPEATS = 2
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,8 @@ class Error:
     largest: float
     """The 95th percentile."""
     count: int
+    spread: float
+    """Median distance of repeated measurements from their median."""
 
 
 @dataclass(frozen=True)
@@ -92,23 +104,19 @@ def calibrate(num_threads: int, num_ranks: int, budget_s: float, log: Callable[[
     source = f"meseta calibrate, {date.today().isoformat()}, {num_threads} threads a rank"
     log("collectives", 0.0)
     exchange, errors = _measure_exchange(num_ranks, num_threads, source, model.exchange)
+    memory_bytes = _memory_bytes()
     member = Member(
         name="operators",
         entry=f"{_ENTRY}pieces:PieceTimer",
-        arguments={"memory_bytes": MEMORY_BYTES},
+        arguments={"memory_bytes": memory_bytes},
         num_threads=(num_threads,),
     )
     log("matrix products", (time.perf_counter() - start_s) / budget_s)
     with Team(member) as team:
         dense, exchange = _measure_compute(team, num_threads, source, exchange)
-        measured: list[Measured] = []
-        while _goes_on(time.perf_counter() - start_s, budget_s, len(measured)):
-            log(f"operators, {len(measured)} combinations", (time.perf_counter() - start_s) / budget_s)
-            task = random_combination(len(measured), 0.95 * MEMORY_BYTES)
-            pieces = tuple((n, (0, own.num_rows), (0, own.dim)) for n, own in enumerate(task.tables))
-            measured.append(measure_pieces(team, task, pieces, num_threads))
+        measured, rounds = _measure_operators(team, num_threads, memory_bytes, _Clock(start_s, budget_s, log))
     log("fit", 1.0)
-    lookup, update, cache, more = fit_operators(measured, source)
+    lookup, update, cache, more = fit_operators(measured, rounds, source)
     elapsed_s = time.perf_counter() - start_s
     others = processor_s([os.getpid()]).others_since(before, elapsed_s) - num_threads
     return Calibration(
@@ -117,6 +125,46 @@ def calibrate(num_threads: int, num_ranks: int, budget_s: float, log: Callable[[
         others=max(others, 0.0),
         seconds=elapsed_s,
     )
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """Time that a calibration may take."""
+
+    start_s: float
+    budget_s: float
+    log: Callable[[str, float], None]
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self.start_s
+
+    def tell(self, text: str) -> None:
+        self.log(text, self.elapsed_s / self.budget_s)
+
+
+def _measure_operators(
+    team: Team, num_threads: int, memory_bytes: int, clock: _Clock
+) -> tuple[list[Measured], list[list[Measured]]]:
+    """Random combinations, and all measurements of those that are kept from the fit."""
+    measured: list[Measured] = []
+    while _goes_on(clock.elapsed_s, (1.0 - _REPEATED) * clock.budget_s, len(measured)):
+        clock.tell(f"operators, {len(measured)} combinations")
+        # Half of them in little memory, where many have room for their rows in a cache.
+        task = random_combination(len(measured), 0.95 * memory_bytes * (1.0 if len(measured) % 2 else 0.4))
+        pieces = tuple((n, (0, own.num_rows), (0, own.dim)) for n, own in enumerate(task.tables))
+        measured.append(measure_pieces(team, task, pieces, num_threads))
+    rounds = [measured[_HELD_OUT - 1 :: _HELD_OUT]]
+    while len(rounds) <= MIN_REPEATS or clock.elapsed_s < clock.budget_s:
+        clock.tell(f"operators, repeat {len(rounds)}")
+        rounds.append([measure_pieces(team, own.task, own.pieces, num_threads) for own in rounds[0]])
+    return measured, rounds
+
+
+def _memory_bytes() -> int:
+    system = System()
+    free = free_memory_bytes(system, read_limits(system))
+    return MEMORY_BYTES if free is None else min(MEMORY_BYTES, free // 4)
 
 
 def _goes_on(elapsed_s: float, budget_s: float, num_measured: int) -> bool:
@@ -131,13 +179,15 @@ def loads_of(measured: Measured, cache_bytes: float) -> Loads:
     table, rows, columns = (np.array(part) for part in zip(*measured.pieces, strict=True))
     pieces = Pieces.of(table, (rows[:, 0], rows[:, 1]), (columns[:, 0], columns[:, 1]))
     held = measured.workload.held_samples(pieces, np.zeros(len(table), np.int64), 1, cache_bytes)
-    return measured.workload.loads(pieces, held_samples=float(held[0]))
+    rank_bytes = float(measured.workload.stored_bytes(pieces).sum())
+    return measured.workload.loads(pieces, held_samples=float(held[0]), rank_bytes=rank_bytes)
 
 
 def fit_operators(
-    measured: Sequence[Measured], source: str
+    measured: Sequence[Measured], rounds: Sequence[Sequence[Measured]], source: str
 ) -> tuple[LookupCost, UpdateCost, CacheCost, dict[str, Error]]:
-    """Constants of lookup and update, and their errors on each fifth measurement, which the fit has not seen."""
+    """Constants of lookup and update, and their errors on each eighth measurement, which the fit has not seen and which
+    `rounds` repeat."""
     seconds = np.array([(own.lookup_s, own.update_s) for own in measured]).T
     unseen = np.arange(len(measured)) % _HELD_OUT == _HELD_OUT - 1
     best: tuple[float, float, list[dict[str, float]], list[Floats]] | None = None
@@ -158,9 +208,10 @@ def fit_operators(
     assert best is not None
     _, cache_bytes, (lookup, update), predicted = best
     numbers = {name: update.pop(name) for name in OPTIMIZERS if name in update}
+    again = np.array([[(own.lookup_s, own.update_s) for own in part] for part in rounds])
     errors = {
-        name: error_of(own[unseen], took[unseen])
-        for name, own, took in zip(("lookup", "update"), predicted, seconds, strict=True)
+        name: error_of(own[unseen], again[:, :, index])
+        for index, (name, own) in enumerate(zip(("lookup", "update"), predicted, strict=True))
     }
     return (
         LookupCost(**lookup, measured=True, source=source),
@@ -171,11 +222,12 @@ def fit_operators(
 
 
 def error_of(predicted: Floats, measured: Floats) -> Error:
-    """Median and 95th percentile of relative errors."""
-    errors = errors_of(predicted, measured)
-    if not errors.size:
-        return Error(0.0, 0.0, 0)
-    return Error(float(np.median(errors)), float(np.percentile(errors, 95)), errors.size)
+    """Median and 95th percentile of the relative errors of predictions [n] of the medians of rounds [r, n]."""
+    if not predicted.size:
+        return Error(0.0, 0.0, 0, 0.0)
+    medians = np.median(measured, axis=0)
+    errors, spread = errors_of(predicted, medians), errors_of(measured, medians)
+    return Error(float(np.median(errors)), float(np.percentile(errors, 95)), errors.size, float(np.median(spread)))
 
 
 def measure_pieces(team: Team, task: Task, pieces: RankPieces, num_threads: int) -> Measured:
@@ -202,15 +254,15 @@ def _measure_exchange(
     errors: dict[str, Error] = {}
     with Team(member) as team:
         for kind, share in (("all_to_all", 1.0), ("all_reduce", 2 * (num_ranks - 1) / num_ranks)):
-            found = [
-                (size * share, team.ask("time_collective", kind=kind, num_bytes=size, num_rounds=9))
-                for _ in range(2)
-                for size in EXCHANGED_BYTES
-            ]
-            sizes, seconds = np.array(found).T
-            links[kind] = fit_link(sizes[: len(EXCHANGED_BYTES)], seconds[: len(EXCHANGED_BYTES)])
-            again = slice(len(EXCHANGED_BYTES), None)
-            errors[kind] = error_of(links[kind].latency_s + sizes[again] / links[kind].bytes_per_s, seconds[again])
+            sizes = np.array(EXCHANGED_BYTES + UNSEEN_BYTES)
+            rounds = np.array([
+                [team.ask("time_collective", kind=kind, num_bytes=int(size), num_rounds=NUM_CALLS) for size in sizes]
+                for _ in range(NUM_ROUNDS)
+            ])  # fmt: skip
+            num_bytes, seen = sizes * share, np.arange(len(sizes)) < len(EXCHANGED_BYTES)
+            link = fit_link(num_bytes[seen], np.median(rounds, axis=0)[seen])
+            links[kind] = link
+            errors[kind] = error_of(link.latency_s + num_bytes[~seen] / link.bytes_per_s, rounds[:, ~seen])
     exchange = replace(
         known, inside_all_to_all=links["all_to_all"], inside_all_reduce=links["all_reduce"], measured=True,
         source=f"{source}; gloo between {num_ranks} processes; between hosts: {known.source}",
