@@ -10,7 +10,6 @@ Runs the correctness test first and reports nothing when it fails. Appends to be
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import subprocess
@@ -19,11 +18,12 @@ import time
 from pathlib import Path
 
 from record import record
+from torchrec_plan import Asked, ask
 
 from meseta.measure.tasks import random_task
 from meseta.planner import find_plan
 from meseta.planner.predict import predict
-from meseta.spec import Plan, Shard, ShardingType, TablePlan, Topology, Workload
+from meseta.spec import Topology, Workload
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = ((1000, 128), (4000, 1024))
@@ -31,43 +31,6 @@ LIMIT_S = 600
 PER_HOST = 8
 HBM_BYTES = 80_000_000_000
 BATCH_SIZE = 65_536
-
-PEER = """
-import json, resource, sys, time
-import torch
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-task = json.load(sys.stdin)
-tables = [
-    EmbeddingBagConfig(
-        name=t["name"], embedding_dim=t["dim"], num_embeddings=t["rows"], feature_names=["f_" + t["name"]]
-    )
-    for t in task["tables"]
-]
-module = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
-constraints = {t["name"]: ParameterConstraints(pooling_factors=[t["pooling"]]) for t in task["tables"]}
-topology = Topology(
-    world_size=task["ranks"], local_world_size=task["per_host"], compute_device="cuda", hbm_cap=task["hbm_bytes"]
-)
-start = time.perf_counter()
-planner = EmbeddingShardingPlanner(
-    topology=topology, batch_size=task["batch_size"] // task["ranks"], constraints=constraints
-)
-plan = planner.plan(module, [EmbeddingBagCollectionSharder()])
-seconds = time.perf_counter() - start
-found = {}
-for parameters in plan.plan.values():
-    for name, one in parameters.items():
-        shards = [] if one.sharding_spec is None else one.sharding_spec.shards
-        found[name] = {
-            "sharding": one.sharding_type,
-            "shards": [[list(s.shard_offsets), list(s.shard_sizes), s.placement.rank()] for s in shards],
-        }
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print("PLAN " + json.dumps({"seconds": seconds, "peak_bytes": peak, "tables": found}))
-"""
 
 
 def make_workload(num_tables: int) -> Workload:
@@ -96,64 +59,10 @@ def ours(workload: Workload, topology: Topology) -> tuple[float, float, float]:
 
 def peers(workload: Workload, topology: Topology, python: str) -> tuple[float, float, float] | str:
     """The same of TorchRec, or why there is nothing."""
-    tables = [
-        {
-            "name": table.name,
-            "dim": table.embedding_dim,
-            "rows": table.num_embeddings,
-            "pooling": workload.loads[f"f_{table.name}"].pooling_factor,
-        }
-        for table in workload.tables
-    ]
-    task = {
-        "tables": tables,
-        "ranks": topology.num_ranks,
-        "per_host": topology.devices_per_host,
-        "hbm_bytes": topology.hbm_bytes,
-        "batch_size": workload.batch_size,
-    }
-    try:
-        done = subprocess.run(
-            [python, "-I", "-c", PEER],
-            input=json.dumps(task),
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-    except subprocess.TimeoutExpired:
-        return f"no plan in {LIMIT_S} s"
-    lines = [line for line in done.stdout.splitlines() if line.startswith("PLAN ")]
-    if not lines:
-        words = done.stderr.strip().splitlines()
-        return words[-1] if words else f"exit code {done.returncode}"
-    found = json.loads(lines[0][len("PLAN ") :])
-    plan = translate(found["tables"], workload, topology)
-    return found["seconds"], found["peak_bytes"], predict(plan, workload, topology).step_s
-
-
-def translate(tables: dict[str, dict[str, object]], workload: Workload, topology: Topology) -> Plan:
-    """TorchRec's plan in our words. Columns are moved to the nearest multiple of 16, as shards of ours begin there."""
-    entries = []
-    for table in workload.tables:
-        own = tables[table.name]
-        rows, columns = (0, table.num_embeddings), (0, table.embedding_dim)
-        sharding = ShardingType("grid" if own["sharding"] == "grid_shard" else str(own["sharding"]))
-        if sharding is ShardingType.DATA_PARALLEL:
-            everywhere = tuple(range(topology.num_ranks))
-            shards = [Shard(table=table.name, rows=rows, columns=columns, ranks=everywhere)]
-        else:
-            shards = []
-            for (row, column), (num_rows, num_columns), rank in own["shards"]:  # type: ignore[attr-defined]
-                span = tuple(
-                    min(round(at / 16) * 16, columns[1]) if at < columns[1] else at
-                    for at in (column, column + num_columns)
-                )
-                if num_rows and span[0] < span[1]:
-                    shards.append(Shard(table=table.name, rows=(row, row + num_rows), columns=span, ranks=(rank,)))  # type: ignore[arg-type]
-        entries.append(TablePlan(table=table.name, sharding=sharding, shards=tuple(shards)))
-    return Plan(num_ranks=topology.num_ranks, tables=tuple(entries), devices_per_host=topology.devices_per_host)
+    [found] = ask([Asked(workload=workload, topology=topology)], python, LIMIT_S)
+    if isinstance(found, str):
+        return found
+    return found.seconds, found.peak_bytes, predict(found.plan, workload, topology).step_s
 
 
 def main(sizes: list[tuple[int, int]]) -> None:

@@ -32,8 +32,8 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """Above 1 where ours is better: times and sizes are better when smaller, rates when larger."""
-        better_when_small = self.unit in ("s", "ms", "MB")
+        """Above 1 where ours is better: times, sizes and costs are better when smaller, rates when larger."""
+        better_when_small = self.unit in ("s", "ms", "MB", "of theirs")
         return self.peer_value / self.value if better_when_small else self.value / self.peer_value
 
 

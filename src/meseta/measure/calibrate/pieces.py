@@ -6,7 +6,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -47,17 +47,57 @@ class PieceTimer(ComputeTimer):
             2: empty((memory_bytes // 4,), torch.float16, keep=False),
         }
         self.used = dict.fromkeys(self.memory, 0)
+        self._drawn: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self._drawn_of: Task | None = None
 
     def time_pieces(self, task: dict[str, Any], pieces: list[Any], num_rounds: int, threads: int) -> list[float]:
         """Median seconds of (a lookup, an update) of pieces that one rank holds, and the processors that others kept
         busy meanwhile. Raises MesetaError where they take more than the memory taken at the start."""
+        self.free()
+        rank = OwnPieces(self, Task.from_dict(task), as_pieces(pieces))
+        num_rounds = max(num_rounds, math.ceil(MIN_CALLS / len(rank.batches)))
+        return self.time_steps(rank.look_up, rank.step, len(rank.batches), num_rounds, threads)
+
+    def time_steps(
+        self,
+        look_up: Callable[[int], None],
+        step: Callable[[int, int], None],
+        num_batches: int,
+        num_rounds: int,
+        threads: int,
+    ) -> list[float]:
+        """Median seconds of look_up(batch) and of step(batch, running number), in turns, after one round over all
+        batches that warms up; and the processors that others kept busy."""
         torch.set_num_threads(threads)
-        rank = _Rank(self, Task.from_dict(task), [(t, (r[0], r[1]), (c[0], c[1])) for t, r, c in pieces])
         before, start_s = processor_s([os.getpid()]), time.perf_counter()
         # The turns of other programs on its processor need not lengthen what one thread computes.
-        seconds = rank.time(num_rounds, time.process_time if threads == 1 else time.perf_counter)
+        clock = time.process_time if threads == 1 else time.perf_counter
+        spent: tuple[list[float], list[float]] = ([], [])
+        for number in range(num_batches * (num_rounds + 1)):
+            batch = number % num_batches
+            start = clock()
+            look_up(batch)
+            middle = clock()
+            step(batch, number + 1)
+            end = clock()
+            if number >= num_batches:
+                spent[0].append(middle - start)
+                spent[1].append(end - middle)
         others = processor_s([os.getpid()]).others_since(before, time.perf_counter() - start_s)
-        return [*seconds, others]
+        return [statistics.median(spent[0]), statistics.median(spent[1]), others]
+
+    def draw(self, task: Task, table: int, number: int) -> tuple[Any, Any]:
+        """Batch `number` of a table, as `draw_bags` gives it; those of the last task are kept, since its pieces are
+        timed in many hands."""
+        if task != self._drawn_of:
+            self._drawn, self._drawn_of = {}, task
+        if (table, number) not in self._drawn:
+            self._drawn[table, number] = draw_bags(task.tables[table], task.batch_size, [task.seed, table, number])
+        return self._drawn[table, number]
+
+    def free(self) -> None:
+        """Take back all memory that was taken."""
+        self.used = dict.fromkeys(self.memory, 0)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The next bytes, aligned to a page."""
@@ -68,73 +108,80 @@ class PieceTimer(ComputeTimer):
         return memory[first : first + count].view(dtype).view(shape)
 
 
-class _Rank:
-    """The pieces of one rank and the batches that visit them."""
+def as_pieces(found: Sequence[Any]) -> list[Piece]:
+    """Pieces that came as JSON."""
+    return [(t, (r[0], r[1]), (c[0], c[1])) for t, r, c in found]
+
+
+class OwnPieces:
+    """The pieces of one rank, and the batches that visit them."""
 
     def __init__(self, timer: PieceTimer, task: Task, pieces: list[Piece]) -> None:
-        timer.used = dict.fromkeys(timer.memory, 0)
-        self.batch_size, self.pieces = task.batch_size, pieces
-        optimizer = make_row_optimizer(OptimizerSpec(name=task.optimizer))
-        dtype = getattr(torch, task.dtype)
-        tables = []
-        for _, rows, (left, right) in pieces:
-            weight = timer.take((rows[1] - rows[0], right - left), dtype)
-            tables.append(TableRows(weight, _state(timer, optimizer, weight)))
-        widths = [right - left for _, _, (left, right) in pieces]
-        ends = np.cumsum([0, *widths]).tolist()
-        self.lookup = LookupGroup(tuple(table.weight for table in tables), (False,) * len(pieces))
+        self.timer, self.task, self.pieces = timer, task, pieces
+        self.optimizer = make_row_optimizer(OptimizerSpec(name=task.optimizer))
+        self.tables = take_tables(timer, task, self.optimizer, pieces)
+        self.widths = [right - left for _, _, (left, right) in pieces]
+        self.ends = np.cumsum([0, *self.widths]).tolist()
+        self.lookup = LookupGroup(tuple(table.weight for table in self.tables), (False,) * len(pieces))
         self.update = UpdateGroup(
-            optimizer=optimizer,
-            tables=tuple(tables),
+            optimizer=self.optimizer,
+            tables=tuple(self.tables),
             embedding_dims=tuple(task.tables[t].dim for t, _, _ in pieces),
-            features=tuple(FeatureGradient(n, n, 0, ends[n]) for n in range(len(pieces))),
+            features=tuple(FeatureGradient(n, n, 0, self.ends[n]) for n in range(len(pieces))),
         )
-        self.gradient = 0.01 * torch.randn(self.batch_size, ends[-1])
-        first = self._bags(task, 0)
-        touched = sum(int(n) * w * 4 for n, w in zip(self._ids(first), widths, strict=True)) + self.gradient.nbytes
-        number = min(max(math.ceil(FOOTPRINT_BYTES / max(touched, 1)), MIN_BATCHES), MAX_BATCHES)
-        self.batches = [first, *(self._bags(task, k) for k in range(1, number))]
+        self.gradient = 0.01 * torch.randn(task.batch_size, self.ends[-1])
+        first = self._bags(0)
+        self.touched_bytes = self.gradient.nbytes + sum(
+            num_ids * width * 4 for num_ids, width in zip(ids_of(first), self.widths, strict=True)
+        )
+        self.batches = [first]
+        self.draw(num_batches(self.touched_bytes))
 
-    def _bags(self, task: Task, number: int) -> Bags:
-        drawn: dict[int, tuple[Any, Any]] = {}
-        ids, lengths = [], []
+    def draw(self, number: int) -> None:
+        """Draw batches until there are so many."""
+        self.batches += [self._bags(k) for k in range(len(self.batches), number)]
+
+    def look_up(self, batch: int) -> None:
+        """One lookup of all pieces."""
+        bags = self.batches[batch]
+        lookup_group(self.lookup, bags.ids, bags.offsets, None)
+
+    def step(self, batch: int, number: int) -> None:
+        """One update of all pieces, as step `number`."""
+        row_update(self.update, 0.01, number, self.batches[batch], [self.gradient])
+
+    def _bags(self, number: int) -> Bags:
+        bags = []
         for t, rows, _ in self.pieces:
-            if t not in drawn:
-                drawn[t] = draw_bags(task.tables[t], task.batch_size, [task.seed, t, number])
-            whole = rows == (0, task.tables[t].num_rows)
-            own = drawn[t] if whole else cut_bags(*drawn[t], rows)
-            ids.append(own[0])
-            lengths.append(own[1])
-        offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
-        # A sharded embedding receives its ids as 32 bits.
-        values = torch.from_numpy(np.concatenate(ids).astype(np.int32))
-        return Bags(values, torch.from_numpy(offsets), task.batch_size)
-
-    def _ids(self, bags: Bags) -> list[int]:
-        """Of each piece."""
-        ends: list[int] = bags.offsets[:: self.batch_size].tolist()
-        return [b - a for a, b in pairwise(ends)]
-
-    def time(self, num_rounds: int, clock: Callable[[], float]) -> tuple[float, float]:
-        """Median seconds of a lookup and of an update, in turns, after one round over all batches that warms up; at
-        least MIN_CALLS of each."""
-        spent: tuple[list[float], list[float]] = ([], [])
-        num_rounds = max(num_rounds, math.ceil(MIN_CALLS / len(self.batches)))
-        for step in range(len(self.batches) * (num_rounds + 1)):
-            bags = self.batches[step % len(self.batches)]
-            start = clock()
-            lookup_group(self.lookup, bags.ids, bags.offsets, None)
-            middle = clock()
-            row_update(self.update, 0.01, step + 1, bags, [self.gradient])
-            end = clock()
-            if step >= len(self.batches):
-                spent[0].append(middle - start)
-                spent[1].append(end - middle)
-        return statistics.median(spent[0]), statistics.median(spent[1])
+            drawn = self.timer.draw(self.task, t, number)
+            bags.append(drawn if rows == (0, self.task.tables[t].num_rows) else cut_bags(*drawn, rows))
+        return join_bags(bags, self.task.batch_size)
 
 
-def _state(timer: PieceTimer, optimizer: RowOptimizer, weight: Tensor) -> dict[str, Tensor]:
-    """State as the optimizer starts it, on memory that was taken before; its values do not matter here."""
-    small = optimizer.init(weight[:1])
-    shapes = {name: (weight.shape[0], *own.shape[1:]) for name, own in small.items()}
-    return {name: timer.take(shape, small[name].dtype) for name, shape in shapes.items()}
+def join_bags(bags: Sequence[tuple[Any, Any]], num_samples: int) -> Bags:
+    """(ids, lengths) of several pieces as one batch; a sharded embedding receives its ids as 32 bits."""
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate([lengths for _, lengths in bags]))])
+    values = torch.from_numpy(np.concatenate([ids for ids, _ in bags]).astype(np.int32))
+    return Bags(values, torch.from_numpy(offsets), num_samples)
+
+
+def ids_of(bags: Bags) -> list[int]:
+    """Of each piece."""
+    ends: list[int] = bags.offsets[:: bags.num_samples].tolist()
+    return [b - a for a, b in pairwise(ends)]
+
+
+def num_batches(touched_bytes: int) -> int:
+    """So many batches of `touched_bytes` that no cache keeps what one of them read until it comes again."""
+    return min(max(math.ceil(FOOTPRINT_BYTES / max(touched_bytes, 1)), MIN_BATCHES), MAX_BATCHES)
+
+
+def take_tables(timer: PieceTimer, task: Task, optimizer: RowOptimizer, pieces: Sequence[Piece]) -> list[TableRows]:
+    """Rows and state of pieces, on memory that was taken before; their values do not matter here."""
+    tables = []
+    for _, rows, (left, right) in pieces:
+        weight = timer.take((rows[1] - rows[0], right - left), getattr(torch, task.dtype))
+        small = optimizer.init(weight[:1])
+        shapes = {name: (weight.shape[0], *own.shape[1:]) for name, own in small.items()}
+        tables.append(TableRows(weight, {name: timer.take(shape, small[name].dtype) for name, shape in shapes.items()}))
+    return tables

@@ -1,0 +1,207 @@
+"""Cost of our plans beside those of other planners, judged by what devices take with the real operators.
+
+    PEER_PYTHON=/path/to/peers/bin/python python benchmarks/bench_balance.py [--cost cost.yaml] [--tasks N] [--out FILE]
+
+Tasks are those of meseta.measure.tasks, of 10 to 60 tables, to be placed on four devices of 4 GB. Planners:
+
+- ours, given the cost model;
+- random: every table whole, on a random device of those with room;
+- greedy: tables by size, by columns, or by columns times ids per sample (lookups as NeuroShard counts them), largest
+  first, each to the device with the least sum of it that has room;
+- LDM: Karmarkar and Karp's largest differencing of what we predict for whole tables;
+- TorchRec's planner. Its Topology is that of GPUs, since it cuts no table by rows on CPUs, with 4 GB of device memory,
+  and the bandwidths that the cost model has for this machine: with those of its own defaults, which are of a V100 with
+  NVLink, its plans cost more. Rows stay on the device (kernels 'fused' and 'dense'); it is told pooling factors and the
+  batch of a rank. Where PEER_PYTHON has no TorchRec, it is left out; tasks that it has not planned are judged anew
+  once it is there.
+
+A plan costs what its slowest device takes for lookup and update, measured alone, one device after the other, and what
+the cost model predicts for its collectives, by the same formula for all. Replicas are timed in every device: the lookup
+of its own samples, the sum of their gradients, and the step of the rows that the whole batch has touched. Rows that are
+cut by columns are stepped in stages, as ranks do. A planner that finds no placement that fits has failed in that task:
+success rates stand beside the ratios, which are over tasks in which both have a plan.
+
+Every task is a line of --out as soon as it is judged, and a later run goes on behind the last. Without --cost, one is
+calibrated, and kept beside it. Runs the correctness tests first and reports nothing when they fail. Appends to
+benchmarks/results.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from bench_cost_model import calibrated
+from record import record
+from torchrec_plan import Answer, Asked, ask
+
+from meseta.measure.balance.baselines import BASELINES, baseline_plans
+from meseta.measure.balance.hands import judge, why_too_large
+from meseta.measure.balance.outcome import Outcome, ratios_to, read_outcomes, success, versus
+from meseta.measure.balance.timer import measure_hand
+from meseta.measure.tasks import Task, random_task
+from meseta.measure.team import Member, Team
+from meseta.planner import DoesNotFitError, find_plan
+from meseta.planner.loads import WorkloadLoads
+from meseta.planner.operators import operator_seconds
+from meseta.spec import CostModel, MesetaError, Plan, Topology
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ("tests/measure/test_balance.py", "tests/planner/test_search.py")
+FIRST_SEED = 5000
+DEVICE_BYTES = 4_000_000_000
+TOPOLOGY = Topology(devices_per_host=4, hbm_bytes=DEVICE_BYTES)
+NUM_ROUNDS = 3
+OURS, TORCHREC = "ours", "TorchRec"
+OTHERS = (*BASELINES, TORCHREC)
+ASKED_AT_ONCE = 10
+"""Tasks that one process of TorchRec plans."""
+PEER_LIMIT_S = 600.0
+
+
+def main() -> None:
+    """Judge what --out does not hold yet, then print and record figures of all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cost", type=Path, help="what meseta calibrate measured")
+    parser.add_argument("--tasks", type=int, default=100)
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "balance.jsonl")
+    options = parser.parse_args()
+    subprocess.run([sys.executable, "-m", "pytest", "-q", *TESTS], check=True, cwd=ROOT)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    model = cost_model(options.cost, options.out)
+    judged_by = hashlib.sha256(repr(model).encode()).hexdigest()[:12]
+    python = peer_python()
+    outcomes = {own.seed: own for own in read_outcomes(options.out, judged_by)}
+    seeds = range(FIRST_SEED, FIRST_SEED + options.tasks)
+    wanted = OTHERS if python else tuple(BASELINES)
+    missing = [seed for seed in seeds if seed not in outcomes or not outcomes[seed].has(wanted)]
+    arguments = {"memory_bytes": DEVICE_BYTES}
+    member = Member(
+        name="hands",
+        entry="meseta.measure.balance.timer:HandTimer",
+        arguments=arguments,
+        num_threads=(model.num_threads,),
+    )
+    with Team(member) as team, options.out.open("a") as file:
+        for start in range(0, len(missing), ASKED_AT_ONCE):
+            tasks = [random_task(seed) for seed in missing[start : start + ASKED_AT_ONCE]]
+            theirs: list[Answer | str | None] = [None] * len(tasks)
+            if python:
+                theirs = [*ask([asked(task, model) for task in tasks], python, PEER_LIMIT_S)]
+            for task, answer in zip(tasks, theirs, strict=True):
+                begin_s = time.perf_counter()
+                outcome = judged(team, task, answer, model, judged_by)
+                outcomes[task.seed] = outcome
+                file.write(outcome.to_json() + "\n")
+                file.flush()
+                done = options.tasks - len(missing) + missing.index(task.seed) + 1
+                tell(outcome, task, f"{done}/{options.tasks}", time.perf_counter() - begin_s)
+    report([outcomes[seed] for seed in seeds])
+
+
+def peer_python() -> str | None:
+    """The interpreter that has TorchRec; None where there is none."""
+    python = os.environ.get("PEER_PYTHON", sys.executable)
+    if subprocess.run([python, "-I", "-c", "import torchrec"], capture_output=True, check=False).returncode == 0:
+        return python
+    print(f"{python} has no TorchRec, which is left out: docs/benchmarks.md says how to install the peers")
+    return None
+
+
+def cost_model(given: Path | None, out: Path) -> CostModel:
+    """The one that was given; else that of an earlier run with the same --out; else a new one, kept beside it."""
+    kept = out.with_suffix(".cost.yaml")
+    if given is None and not kept.exists():
+        calibrated().save(kept)
+    return CostModel.load(given or kept)
+
+
+def asked(task: Task, model: CostModel) -> Asked:
+    """What TorchRec is told: the link of the cost model, and the bytes of rows a second of our lookup on all tables."""
+    workload = task.workload()
+    loads = WorkloadLoads(workload)
+    whole = loads.loads(loads.whole())
+    lookup_s, _ = operator_seconds(model, whole)
+    per_ms = {
+        "intra_host_bw": model.exchange.inside_all_to_all.bytes_per_s / 1e3,
+        "hbm_mem_bw": float((whole.ids * whole.row_bytes).sum() / lookup_s.sum()) / 1e3,
+    }
+    return Asked(workload=workload, topology=TOPOLOGY, bandwidths=per_ms, kernels=("fused", "dense"))
+
+
+def judged(team: Team, task: Task, answer: Answer | str | None, model: CostModel, judged_by: str) -> Outcome:
+    """Plan a task with all planners, and time the plans that fit."""
+    workload = task.workload()
+    found: dict[str, Plan | str] = {}
+    try:
+        found[OURS] = find_plan(workload, TOPOLOGY, model).plan
+    except DoesNotFitError as error:
+        found[OURS] = error.certificate
+    for name, plan in baseline_plans(workload, TOPOLOGY, model, task.seed).items():
+        found[name] = plan or "no placement of whole tables fits"
+    if answer is not None:
+        found[TORCHREC] = answer if isinstance(answer, str) else answer.plan
+    plans: dict[str, Plan] = {}
+    failures: dict[str, str] = {}
+    for name, plan in found.items():
+        why = plan if isinstance(plan, str) else why_unfit(plan, task, model)
+        if why is None and isinstance(plan, Plan):
+            plans[name] = plan
+        else:
+            failures[name] = str(why)
+    time_hand = partial(measure_hand, team, task, num_ranks=TOPOLOGY.num_ranks, num_threads=model.num_threads)
+    costs = judge(plans, workload, TOPOLOGY, model, time_hand, NUM_ROUNDS)
+    return Outcome(seed=task.seed, judged_by=judged_by, costs=costs, failures=failures)
+
+
+def why_unfit(plan: Plan, task: Task, model: CostModel) -> str | None:
+    """Why a plan cannot run on the devices; None where it can."""
+    workload = task.workload()
+    try:
+        plan.check(workload.tables)
+    except MesetaError as error:
+        return str(error)
+    return why_too_large(plan, workload, TOPOLOGY, model)
+
+
+def tell(outcome: Outcome, task: Task, where: str, seconds: float) -> None:
+    """One line of progress: milliseconds of each planner's step."""
+    steps = [
+        f"{name} {1e3 * outcome.costs[name].step_s:.2f}" if name in outcome.costs else f"{name} -"
+        for name in (OURS, *OTHERS)
+    ]
+    print(f"{where}  {len(task.tables)} tables, {seconds:.0f} s; ms: {', '.join(steps)}", flush=True)
+    for name in (OURS, TORCHREC):
+        if name in outcome.failures:
+            print(f"    {name}: {outcome.failures[name]}", flush=True)
+
+
+def report(outcomes: Sequence[Outcome]) -> None:
+    """Print and record our cost over that of every planner, and of the best of them in each task; how often ours is the
+    lower one, beside even odds; and in how many tasks either has a plan that fits."""
+    packages = ("torch", "numpy")
+    for name, others in (*((other, (other,)) for other in OTHERS), ("the best baseline", OTHERS)):
+        ratios = ratios_to(outcomes, OURS, others)
+        if not ratios:
+            print(f"balance: no task in which {OURS} and {name} have plans")
+            continue
+        found, mine, theirs = versus(ratios), success(outcomes, (OURS,)), success(outcomes, others)
+        case = f"{found.num_tasks} tasks of {len(outcomes)}, {name}"
+        for metric, value, unit, peer, beside in (
+            ("mean cost", found.mean, "of theirs", name, 1.0),
+            ("worst cost", found.worst, "of theirs", name, 1.0),
+            ("won", 100 * found.wins, "%", "even odds", 50.0),
+            ("success", 100 * mine, "%", name, 100 * theirs),
+        ):
+            record("balance", case, metric, value, unit, peer=peer, peer_value=beside, packages=packages)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Judging plans by what their devices take with the real operators: whose plan is balanced best."""
