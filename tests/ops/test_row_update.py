@@ -127,7 +127,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 def test_the_core_has_the_bits_of_the_reference(
     optimizer: str, dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem = make_problem(seed, optimizer, dtype, dims=(16, 1, 40, 128, 150))
+    problem = make_problem(seed, optimizer, dtype, dims=(16, 1, 40, 128, 150, 5, 10, 12))
     assert same(problem.run(), by_reference(problem, monkeypatch))
 
 
@@ -154,7 +154,7 @@ def test_the_compiled_programs_are_those_of_the_optimizers() -> None:
 
 @given(
     seed=st.integers(0, 2**32),
-    dims=st.lists(st.sampled_from([1, 3, 16, 20, 33, 130]), min_size=1, max_size=3).map(tuple),
+    dims=st.lists(st.sampled_from([1, 3, 6, 10, 12, 16, 20, 33, 130]), min_size=1, max_size=3).map(tuple),
     num_samples=st.integers(0, 9),
     dtype=st.sampled_from(TYPES),
     kinds=st.sampled_from(["p", "w", "n", "pwn"]),
