@@ -1,8 +1,10 @@
 """Workloads that planner tests share."""
 
+from dataclasses import replace
+
 import numpy as np
 
-from meseta.spec import FeatureLoad, FeatureSpec, OptimizerSpec, TableSpec, Workload
+from meseta.spec import FeatureLoad, FeatureSpec, OptimizerSpec, Reuse, TableSpec, Workload
 
 OPTIMIZERS = ("rowwise_adagrad", "sgd", "adam")
 
@@ -25,3 +27,17 @@ def random_workload(num_tables: int, seed: int, *, batch_size: int = 16384, max_
     }
     features = tuple(FeatureSpec(name=f"f{i}", table=f"t{i}") for i in range(num_tables))
     return Workload(tables=tables, features=features, batch_size=batch_size, loads=loads)
+
+
+def skewed_workload(num_tables: int, seed: int) -> Workload:
+    """Large batches, tables of 10 to 10^7 rows, and few rows with most lookups: what replicas are made for."""
+    random = np.random.default_rng(seed + 1000)
+    workload = random_workload(num_tables, seed, batch_size=65536, max_rows=7.0)
+    tables, loads = [], {}
+    for table, feature in zip(workload.tables, workload.features, strict=True):
+        is_small = bool(random.integers(2))
+        tables.append(replace(table, num_embeddings=int(10 ** random.uniform(1, 3.5))) if is_small else table)
+        hot = float(random.uniform(0.01, 0.2))
+        reuse = Reuse(window_samples=4096, edges=(0, 1, 16), rows=(1.0 - hot, 0.0, hot), lookups=(0.2, 0.0, 0.8))
+        loads[feature.name] = replace(workload.loads[feature.name], reuse=reuse, is_sorted=True)
+    return replace(workload, tables=tuple(tables), loads=loads)

@@ -34,7 +34,8 @@ NUM_STEPS = 84
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Callable[[int], Path]:
-    """`whole(2)`: the folder of a run on so many ranks that nothing disturbed."""
+    """`whole(2)`: the folder of a run on so many ranks that nothing disturbed. torchrun starts it, and `--nproc` what
+    is compared with it: both give the same run."""
     runs: dict[int, Path] = {}
 
     def get(size: int) -> Path:
@@ -45,7 +46,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Callable[[int
                 train(document)
             else:
                 config = write_config(folder / "c.yaml", document)
-                Command(folder, "train", config, "--nproc", size).succeed()
+                torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size))
+                Command(folder, "train", config, launcher=torchrun).succeed()
             runs[size] = folder
         return runs[size]
 
@@ -120,6 +122,15 @@ def check_equal(run_dir: Path, expected: Path) -> None:
     assert not [path for path in run_dir.rglob("*") if path.name.startswith(".") or ".tmp" in path.name]
 
 
+def kill_all(command: Command, run_dir: Path, moment: str, draw: random.Random) -> None:
+    """All processes of a run at once."""
+    reach(command, run_dir, moment, draw)
+    assert command.process.poll() is None, "the run was over before it was killed"
+    os.killpg(command.process.pid, signal.SIGKILL)
+    assert command.wait() == -signal.SIGKILL
+    assert not (run_dir / "summary.json").exists()
+
+
 def killed_and_gone_on(folder: Path, tiny: Path, size: int, moments: list[str], seed: int) -> Path:
     """The run directory of a run that was killed, all its processes at once, at each of `moments`."""
     draw = random.Random(seed)
@@ -127,16 +138,13 @@ def killed_and_gone_on(folder: Path, tiny: Path, size: int, moments: list[str], 
     config = write_config(folder / "c.yaml", settings(tiny, run_dir, **COMMON))
     for number, moment in enumerate(moments):
         command = Command(folder / str(number), "train", config, "--nproc", size)
-        reach(command, run_dir, moment, draw)
-        assert command.process.poll() is None, "the run was over before it was killed"
-        os.killpg(command.process.pid, signal.SIGKILL)
-        assert command.wait() == -signal.SIGKILL
-        assert not (run_dir / "summary.json").exists()
+        kill_all(command, run_dir, moment, draw)
     Command(folder / "last", "train", config, "--nproc", size).succeed()
     return run_dir
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 2])
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [1, 2])
 def test_killed_twice(whole: Callable[[int], Path], tiny: Path, tmp_path: Path, size: int) -> None:
     moments = ["evaluating" if size == 1 else "training", "saving"]
     run_dir = killed_and_gone_on(tmp_path, tiny, size, moments, seed=size)
@@ -161,8 +169,9 @@ def test_killed_while_preparing(raw: Path, tmp_path: Path) -> None:
     check_equal_data(prepared_under_kills(tmp_path, raw, 1, random.Random(0)), raw / "whole")
 
 
-def test_a_dead_rank_and_a_dead_launcher(whole: Callable[[int], Path], tiny: Path, tmp_path: Path) -> None:
-    """One run on 2 ranks, stopped in two ways; each time all processes end within seconds and one line says why."""
+def test_a_dead_rank_a_dead_launcher_and_all_killed(whole: Callable[[int], Path], tiny: Path, tmp_path: Path) -> None:
+    """One run on 2 ranks, stopped in three ways, the last while it saves. Whatever is left ends within seconds, and one
+    line says why."""
     run_dir = tmp_path / "run"
     config = write_config(tmp_path / "c.yaml", settings(tiny, run_dir, **COMMON))
 
@@ -191,8 +200,13 @@ def test_a_dead_rank_and_a_dead_launcher(whole: Callable[[int], Path], tiny: Pat
         time.sleep(0.05)
     assert orphans.members() == []
 
-    Command(tmp_path / "last", "train", config, "--nproc", 2).succeed()
+    command = Command(tmp_path / "all", "train", config, "--nproc", 2)
+    kill_all(command, run_dir, "saving", random.Random(2))
+    last = Command(tmp_path / "last", "train", config, "--nproc", 2).succeed()
+    assert "going on from step" in last.err.read_text()
     check_equal(run_dir, whole(2) / "run")
+    first_lines = [out.read_text().splitlines()[0] for out in (last.out, whole(2) / "out.txt")]
+    assert first_lines[0] == first_lines[1]
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.soak), 2])
@@ -231,15 +245,6 @@ def test_a_second_signal_leaves_at_once(tiny: Path, tmp_path: Path) -> None:
     os.kill(command.process.pid, signal.SIGTERM)
     assert command.wait(15) == 143
     assert command.members() == []
-
-
-def test_torchrun_gives_the_same_run(whole: Callable[[int], Path], tiny: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run", **COMMON))
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    command = Command(tmp_path, "train", config, launcher=torchrun).succeed()
-    check_equal(tmp_path / "run", whole(2) / "run")
-    first = (whole(2) / "out.txt").read_text().splitlines()[0]
-    assert command.out.read_text().splitlines()[0] == first
 
 
 def test_a_refused_id_on_two_ranks_is_told_once(tiny: Path, tmp_path: Path) -> None:

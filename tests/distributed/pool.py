@@ -42,11 +42,11 @@ class RankPool:
         return [value for _, value in replies]
 
     def close(self) -> None:
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
-            if process.is_alive():
-                pipe.send(None)
-            process.join(10)
+        """Nothing is left to be sent or written, and ranks that leave their group wait for each other."""
+        for process in self._processes:
             process.kill()
+        for process in self._processes:
+            process.join()
 
 
 def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
@@ -61,10 +61,9 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     World.current()
-    while (job := pipe.recv()) is not None:
-        function, args = job
+    while True:
+        function, args = pipe.recv()
         try:
             pipe.send((True, function(*args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-    World.leave()

@@ -2,47 +2,32 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from meseta.spec.processors import num_cores
+from beside import Beside, Program
 from source_tree import ROOT
 
 RUNNER = Path(__file__).with_name("run_page.py")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+def program(page: Path) -> Program:
+    """The page in a fresh interpreter."""
+    return Program((sys.executable, str(RUNNER), str(page)))
+
+
 def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """The page in a fresh interpreter and an empty folder that sees examples/, as a reader in the checkout does."""
-    (folder / "examples").symlink_to(ROOT / "examples")
-    command = [sys.executable, str(RUNNER), str(page)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=240)
+    return subprocess.run(program(page).command, cwd=folder, capture_output=True, text=True, check=False, timeout=240)
 
 
-Finished = subprocess.CompletedProcess[str]
-
-
-@pytest.fixture(scope="module")
-def run_of(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., Finished]]:
-    """`run_of(page)`: how a page ran. All that were asked for run from the first on, one per processor at a time: each
-    spends most of its time on one."""
-    asked = [item.callspec.params.get("page") for item in request.session.items if hasattr(item, "callspec")]
-    with ThreadPoolExecutor(num_cores()) as pool:
-        runs: dict[Path, Future[Finished]] = {
-            page: pool.submit(run_page, page, tmp_path_factory.mktemp(page.stem)) for page in PAGES if page in asked
-        }
-        yield lambda page: runs[page].result()
-        pool.shutdown(cancel_futures=True)  # of a session that was stopped
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_page(page: Path, run_of: Callable[..., Finished]) -> None:
-    run = run_of(page)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=str(page.relative_to(ROOT)), marks=pytest.mark.beside(program(page))) for page in PAGES],
+)
+def test_page(page: Path, beside: Beside) -> None:
+    run = beside(program(page))
     assert run.returncode == 0, run.stdout + run.stderr
 
 
