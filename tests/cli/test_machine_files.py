@@ -14,9 +14,11 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.mark.soak
 def test_calibrate_writes_a_model_and_its_errors(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "MEMORY_BYTES", 20_000_000)
-    code, out, err = run("calibrate", "--out", tmp_path / "cost.yaml", "--seconds", "1")
+    code, out, err = run("calibrate", "--out", tmp_path / "cost.yaml", "--seconds", "1", "--neural")
     assert code == 0, err
     model = CostModel.load(tmp_path / "cost.yaml")
+    assert model.neural is not None and set(model.neural.collectives) == {2, 4}
+    assert "constants alone | with networks" in out and "collectives, 4 devices" in out
     assert model.is_measured and not model.tiers.measured
     assert model.exchange.inside_all_to_all.bytes_per_s > 1e6
     for name in ("lookup", "update", "all_to_all", "all_reduce"):

@@ -2,15 +2,17 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import yaml
 
-from meseta.planner import find_plan, predict
+from meseta.planner import documented_cost_model, find_plan, predict
 from meseta.spec import Plan, Topology
 from meseta.spec.workload_document import load_workload
+from network_cases import constant_networks
 from small_run import settings, write_config
 
 WORKLOAD = {
@@ -143,3 +145,18 @@ def test_bad_calls_are_told(error_of, files, tmp_path: Path) -> None:
     assert "no such file" in error_of("plan", tmp_path / "none.yaml", "--topology", machines).lower()
     assert "name two plan files" in error_of("plan", "diff", machines)
     assert "must have num_ranks and tables" in error_of("plan", "diff", machines, machines)
+
+
+def test_networks_and_the_bound_of_the_constants(output_of, files, tmp_path: Path) -> None:
+    work, machines = files("model.yaml", WORKLOAD), topology(files, device="cpu")
+    constants = documented_cost_model("cpu")
+    model = replace(constants, neural=constant_networks(0.5, 0.5, 0.5))
+    model.save(tmp_path / "cost.yaml")
+    page = tmp_path / "plan.html"
+    out = output_of("plan", work, "--topology", machines, "--cost", tmp_path / "cost.yaml", "--html", page)
+    found = find_plan(load_workload(work), Topology.load(machines), model)
+    alone = predict(found.plan, load_workload(work), Topology.load(machines), constants).step_s
+    assert f"step {1e3 * found.prediction.step_s:.4g} ms" in out and "corrected by networks" in out
+    assert f"by the constants alone, which give this one {1e3 * alone:.4g} ms" in out
+    assert f"gap {100 * found.bound.gap(alone):.1f} %" in out
+    assert "by the constants alone" in page.read_text()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from meseta.measure.calibrate.neural import Comparison
     from meseta.measure.calibrate.run import Calibration
 
 BUSY = 0.5
@@ -19,6 +21,9 @@ def calibrate(
     threads: Annotated[int, typer.Option(min=1, help="Threads of a rank.")] = 1,
     ranks: Annotated[int, typer.Option(min=2, help="Processes that collectives are measured between.")] = 2,
     seconds: Annotated[float, typer.Option(min=1.0, help="Time to spend; more combinations, better figures.")] = 40.0,
+    neural: Annotated[
+        bool, typer.Option("--neural", help="Train networks too, which correct what the constants predict.")
+    ] = False,
 ) -> None:
     """Measure lookups, updates, matrix products and collectives of CPU ranks here, and fit the planner's cost model."""
     from meseta.measure.calibrate.run import calibrate as measure
@@ -27,8 +32,14 @@ def calibrate(
     check_place(out)
     with _Bar() as show:
         found = measure(threads, ranks, seconds, show)
-    found.cost_model.save(out)
+        model, compared = found.cost_model, dict[str, "Comparison"]()
+        if neural:
+            from meseta.measure.calibrate.neural import calibrate_networks
+
+            model, compared = calibrate_networks(found, ranks, show)
+    model.save(out)
     _report(found)
+    _report_networks(compared)
     typer.echo(f"wrote {out}")
 
 
@@ -44,6 +55,19 @@ def _report(found: Calibration) -> None:
             f"note: other programs kept {found.others:.1f} processors busy; calibrate again when the machine is quiet",
             err=True,
         )
+
+
+def _report_networks(compared: Mapping[str, Comparison]) -> None:
+    """Constants and networks side by side."""
+    if not compared:
+        return
+    typer.echo("constants alone | with networks, on what neither has seen: median, 95th percentile, rank correlation")
+    for name, both in compared.items():
+        texts = [
+            f"{own.error.median:>6.1%} {own.error.largest:>6.1%} {own.rank_correlation:.3f}"
+            for own in (both.constants, both.networks)
+        ]
+        typer.echo(f"  {name:<24}{texts[0]} | {texts[1]}, of {both.networks.error.count}")
 
 
 class _Bar:

@@ -148,13 +148,17 @@ def _print_plan(console: Console, planned: Planned, found: list[Reason], num_tab
     topology, step_s = problem.topology, planned.prediction.step_s
     samples = problem.workload.batch_size / step_s
     origin = "measured here" if problem.cost_model.is_measured else f"documented for {problem.cost_model.device}"
+    alone = ""
+    if problem.cost_model.neural is not None:
+        origin += ", corrected by networks"
+        alone = f" by the constants alone, which give this one {1e3 * planned.priced_s:.4g} ms"
     lines = [
         f"{len(planned.plan.tables):,} tables on {topology.num_hosts} x {topology.devices_per_host} {topology.device} "
         f"ranks; constants {origin}",
         f"step {1e3 * step_s:.4g} ms, {samples:,.0f} samples/s; rank {prediction.bottleneck} has the most lookup and "
         f"update; found by: {planned.origin}",
-        f"bound {1e3 * bound.step_s:.4g} ms: no plan of these schemes takes less ({bound.reason}); gap "
-        f"{100 * bound.gap(step_s):.1f} %",
+        f"bound {1e3 * bound.step_s:.4g} ms: no plan of these schemes takes less ({bound.reason}){alone}; gap "
+        f"{100 * bound.gap(planned.priced_s):.1f} %",
     ]
     for line in lines:
         console.print(line, soft_wrap=True)

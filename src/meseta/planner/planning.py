@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from meseta.planner.bound import Bound, lower_bound
 from meseta.planner.documented import documented_cost_model
 from meseta.planner.fixes import Fix, Task, fixes, too_much
+from meseta.planner.judged import improve_judged
 from meseta.planner.keeping import give_up, kept_tables
 from meseta.planner.layout import Layout
 from meseta.planner.loads import WorkloadLoads
@@ -59,6 +60,14 @@ class Planned:
         """Seconds below which no plan of the same schemes goes."""
         return lower_bound(self.problem)
 
+    @cached_property
+    def priced_s(self) -> float:
+        """Seconds of a step by the constants alone, which the bound holds for: the prediction's, unless networks of the
+        cost model correct them."""
+        if self.problem.cost_model.neural is None:
+            return self.prediction.step_s
+        return _priced(self.plan, self.problem).step_s
+
 
 def make_plan(
     workload: Workload,
@@ -69,8 +78,9 @@ def make_plan(
     """Choose a scheme, a tier and ranks for every table, so that the predicted step is as short as found.
 
     Searched are all sharding types; tiers beside 'hbm' where that is too small, or constraints ask for them. The best
-    of several constructions, a beam search and local improvement is taken (`meseta.planner.search`). The same input
-    gives the same plan.
+    of several constructions, a beam search and local improvement is taken (`meseta.planner.search`). Where the cost
+    model has networks, they judge the last few layouts and changes of them, which the constants alone have led to. The
+    same input gives the same plan.
 
     Args:
         workload: tables, features, batch size, and what is known of the ids.
@@ -134,7 +144,7 @@ def _again(found: Planned, make: Callable[..., Problem]) -> Planned:
     expected_s = found.layout.cost + found.problem.fixed_s
     if len(found.problem.units) > MAX_REPEATED:
         return found
-    if abs(found.prediction.step_s - expected_s) <= MAX_DOUBT * expected_s:
+    if abs(found.priced_s - expected_s) <= MAX_DOUBT * expected_s:
         return found
     problem = found.problem
     placement = Placement.of(found.plan, problem.loads, problem.topology.devices_per_host)
@@ -145,19 +155,31 @@ def _again(found: Planned, make: Callable[..., Problem]) -> Planned:
 
 
 def _best(problem: Problem) -> Planned | None:
-    """The layout whose plan is predicted to take least, of those that the search found."""
+    """The layout whose plan is predicted to take least, of those that the search found; where networks correct the
+    constants, of those that it becomes by changes that shorten the prediction, too."""
     best = None
     for candidate in search(problem):
-        plan = problem.plan(candidate.layout)
-        prediction = predict(plan, problem.workload, problem.topology, problem.cost_model, loads=problem.loads)
+        layout, origin = candidate.layout, candidate.origin
+        if problem.cost_model.neural is None:
+            prediction = _judge(problem, layout)
+        else:
+            layout, prediction = improve_judged(layout, partial(_judge, problem))
+            origin = origin if layout is candidate.layout else f"{origin}, changed as the networks say"
         if best is None or prediction.step_s < best.prediction.step_s:
             best = Planned(
-                plan=plan,
-                prediction=prediction,
-                problem=problem,
-                layout=candidate.layout,
-                origin=candidate.origin,
+                plan=problem.plan(layout), prediction=prediction, problem=problem, layout=layout, origin=origin
             )
     if best is not None:
         best.plan.check(problem.workload.tables)
     return best
+
+
+def _judge(problem: Problem, layout: Layout) -> Prediction:
+    plan = problem.plan(layout)
+    return predict(plan, problem.workload, problem.topology, problem.cost_model, loads=problem.loads)
+
+
+def _priced(plan: Plan, problem: Problem) -> Prediction:
+    """By the constants alone."""
+    constants = replace(problem.cost_model, neural=None)
+    return predict(plan, problem.workload, problem.topology, constants, loads=problem.loads)

@@ -11,6 +11,7 @@ from meseta.planner.documented import documented_cost_model
 from meseta.planner.exchange import Collective, collectives
 from meseta.planner.loads import Loads, WorkloadLoads
 from meseta.planner.memory import Bytes, memory
+from meseta.planner.neural import collective_ratio, rank_seconds
 from meseta.planner.operators import operator_seconds
 from meseta.planner.placement import Placement
 from meseta.planner.reuse import Floats
@@ -66,7 +67,8 @@ def predict(
         plan: of the workload's tables.
         workload: tables, features and the batch.
         topology: the machines.
-        cost_model: measured or documented constants; None: as documented for the kind of device.
+        cost_model: measured or documented constants, and networks that correct them, if it has any; None: as
+            documented for the kind of device.
         loads: of the workload, where they were made before: a search makes them once.
 
     Raises MesetaError where the plan is for other ranks or hosts than the topology has, or for other tables.
@@ -96,7 +98,8 @@ def predict(
     seconds["dense"] = seconds["dense"] + dense_seconds(workload, topology, cost_model)
     step_s = float((lookup + update).max() + seconds["dense"].max())
     for own in exchanged:
-        spent = own.seconds(cost_model, topology) + _packing(own, cost_model)
+        spent = own.seconds(cost_model, topology) * collective_ratio(cost_model, topology, own)
+        spent = spent + _packing(own, cost_model)
         if own.name == "ids":
             cut = placement.row_parts > 1
             sorted_ids = (sharded.ids * cut).sum() / plan.num_ranks
@@ -159,16 +162,13 @@ def _operators(
     topology: Topology,
 ) -> tuple[Floats, Floats]:
     """Seconds of lookup and update of every rank."""
-    by_piece = operator_seconds(cost_model, sharded, topology.devices_per_host)
-    totals = []
-    for seconds, call_s in zip(by_piece, (cost_model.lookup.call_s, cost_model.update.call_s), strict=True):
-        total = placement.by_rank(seconds)
-        totals.append(total + call_s * (placement.by_rank(sharded.shards) > 0))
+    totals = rank_seconds(cost_model, sharded, placement.owner, placement.num_ranks, topology.devices_per_host)
     if len(replicated.ids):
         extra = replica_seconds(loads, placement, cost_model, topology)
         calls = (cost_model.lookup.call_s, 2 * cost_model.update.call_s)
-        totals = [total + own.sum() + call for total, own, call in zip(totals, extra, calls, strict=True)]
-    return totals[0], totals[1]
+        lookup, update = (total + own.sum() + call for total, own, call in zip(totals, extra, calls, strict=True))
+        return lookup, update
+    return totals
 
 
 def dense_seconds(workload: Workload, topology: Topology, cost_model: CostModel) -> float:

@@ -10,6 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 from meseta.spec.checks import check_choice, check_keys, check_number
 from meseta.spec.errors import MesetaError
+from meseta.spec.neural_cost import NeuralCost
 from meseta.spec.topology import DeviceKind, Link
 
 _FORMAT = "meseta.cost_model/1"
@@ -176,6 +177,8 @@ class CostModel:
     """Collectives."""
     tiers: TierCost = TierCost()
     """Rows outside the device's memory."""
+    neural: NeuralCost | None = None
+    """Networks that correct what the constants predict; None: there are none."""
 
     def __post_init__(self) -> None:
         check_choice("cost model", "device", self.device, get_args(DeviceKind))
@@ -192,7 +195,8 @@ class CostModel:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for YAML or JSON; `from_dict` reads it back."""
         groups = {name: _group_to_dict(getattr(self, name)) for name in _GROUPS}
-        return {"format": _FORMAT, "device": self.device, "num_threads": self.num_threads, **groups}
+        neural = {} if self.neural is None else {"neural": self.neural.to_dict()}
+        return {"format": _FORMAT, "device": self.device, "num_threads": self.num_threads, **groups, **neural}
 
     @staticmethod
     def from_dict(document: Mapping[Any, Any]) -> CostModel:
@@ -202,13 +206,15 @@ class CostModel:
         if document.pop("format", None) != _FORMAT:
             raise MesetaError(f"cost model: its format is unknown; this version reads {_FORMAT!r}")
         known = ["device", "num_threads", *_GROUPS]
-        check_keys("cost model", document, known)
+        check_keys("cost model", document, [*known, "neural"])
         for key in known:
             if key not in document:
                 raise MesetaError(f"cost model: {key} is missing; run `meseta calibrate` again")
         check_choice("cost model", "device", document["device"], get_args(DeviceKind))
         for name, group in _GROUPS.items():
             document[name] = _read_group(name, group, document[name])
+        if "neural" in document:
+            document["neural"] = NeuralCost.from_dict(document["neural"])
         return CostModel(**document)
 
     @staticmethod

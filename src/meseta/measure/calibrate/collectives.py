@@ -36,6 +36,15 @@ class CollectiveTimer(Contender):
         buffer = torch.zeros(sum(splits))
         return _median(lambda: world.all_to_all(buffer, splits, splits).wait(), num_rounds, world.barrier)
 
+    def time_exchange(self, num_bytes: list[list[int]], num_rounds: int) -> float:
+        """Median seconds of an all-to-all in which rank p sends `num_bytes[p][r]` to rank r, of the slowest rank."""
+        world = self.world
+        send = [own // 4 for own in num_bytes[world.rank]]
+        receive = [own[world.rank] // 4 for own in num_bytes]
+        buffer = torch.zeros(sum(send))
+        own = _median(lambda: world.all_to_all(buffer, send, receive).wait(), num_rounds, world.barrier)
+        return float(world.all_gather(torch.tensor([own], dtype=torch.float64)).max())
+
 
 class ComputeTimer(Contender):
     """What else a rank computes in a step."""

@@ -43,7 +43,7 @@ MAX_OTHERS = 0.2
 """A measurement during which others kept more processors busy is repeated."""
 NUM_TRIES = 2
 """Of such a measurement; the fastest counts."""
-_HELD_OUT = 8
+HELD_OUT = 8
 """Each so many-th measurement is kept from the fit, to judge it by; these are repeated, and their medians count."""
 _REPEATED = 0.25
 """Share of the time that repeating takes."""
@@ -73,6 +73,10 @@ class Calibration:
     """Processors that other programs kept busy meanwhile, on average."""
     seconds: float
     """That it took."""
+    measured: Sequence[Measured] = ()
+    """Combinations of tables, each eighth kept from the fit."""
+    rounds: Sequence[Sequence[Measured]] = ()
+    """All measurements of those that were kept."""
 
 
 RankPieces = tuple[tuple[int, tuple[int, int], tuple[int, int]], ...]
@@ -124,6 +128,8 @@ def calibrate(num_threads: int, num_ranks: int, budget_s: float, log: Callable[[
         errors={**more, **errors},
         others=max(others, 0.0),
         seconds=elapsed_s,
+        measured=measured,
+        rounds=rounds,
     )
 
 
@@ -154,7 +160,7 @@ def _measure_operators(
         task = random_combination(len(measured), 0.95 * memory_bytes * (1.0 if len(measured) % 2 else 0.4))
         pieces = tuple((n, (0, own.num_rows), (0, own.dim)) for n, own in enumerate(task.tables))
         measured.append(measure_pieces(team, task, pieces, num_threads))
-    rounds = [measured[_HELD_OUT - 1 :: _HELD_OUT]]
+    rounds = [measured[HELD_OUT - 1 :: HELD_OUT]]
     while len(rounds) <= MIN_REPEATS or clock.elapsed_s < clock.budget_s:
         clock.tell(f"operators, repeat {len(rounds)}")
         rounds.append([measure_pieces(team, own.task, own.pieces, num_threads) for own in rounds[0]])
@@ -169,7 +175,7 @@ def _memory_bytes() -> int:
 
 def _goes_on(elapsed_s: float, budget_s: float, num_measured: int) -> bool:
     """Whether to measure one more combination: time is left, or a little more is taken since few are known."""
-    if elapsed_s < budget_s or num_measured < 2 * _HELD_OUT:
+    if elapsed_s < budget_s or num_measured < 2 * HELD_OUT:
         return True
     return num_measured < FEWEST and elapsed_s < 1.3 * budget_s
 
@@ -189,7 +195,7 @@ def fit_operators(
     """Constants of lookup and update, and their errors on each eighth measurement, which the fit has not seen and which
     `rounds` repeat."""
     seconds = np.array([(own.lookup_s, own.update_s) for own in measured]).T
-    unseen = np.arange(len(measured)) % _HELD_OUT == _HELD_OUT - 1
+    unseen = np.arange(len(measured)) % HELD_OUT == HELD_OUT - 1
     best: tuple[float, float, list[dict[str, float]], list[Floats]] | None = None
     for cache_bytes in CACHE_BYTES:
         loads = [loads_of(own, cache_bytes) for own in measured]

@@ -45,11 +45,13 @@ def _drawn(planned: Planned) -> list[int]:
 def _headline(planned: Planned) -> str:
     step_s, bound = planned.prediction.step_s, planned.bound
     samples = planned.problem.workload.batch_size / step_s
+    has_networks = planned.problem.cost_model.neural is not None
+    alone = ", by the constants alone, without the networks that correct them" if has_networks else ""
     lines = [
         f"A step is predicted to take {1e3 * step_s:.4g} ms, {short(samples)} samples/s; rank "
         f"{planned.prediction.bottleneck} has the most lookup and update.",
-        f"No plan of these schemes takes less than {1e3 * bound.step_s:.4g} ms ({bound.reason}); this one is "
-        f"{share(bound.gap(step_s))} above that.",
+        f"No plan of these schemes takes less than {1e3 * bound.step_s:.4g} ms ({bound.reason}){alone}; this one is "
+        f"{share(bound.gap(planned.priced_s))} above that.",
     ]
     return "".join(tag("p", text(line)) for line in lines)
 
