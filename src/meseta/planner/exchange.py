@@ -10,20 +10,13 @@ import numpy as np
 from meseta.planner.loads import Loads, WorkloadLoads
 from meseta.planner.placement import Placement
 from meseta.planner.reuse import Floats
+from meseta.planner.sizes import ROW_STATISTICS
 from meseta.spec import COLUMN_BLOCK, CostModel, Link, Topology
 
 HEADER = 4
 """Numbers of 8 bytes that travel to each rank before the counts of its routes."""
 LARGEST_SHORT = 2**31 - 1
 """Ids that are rows of a longer range take 8 bytes on the way, others 4."""
-ROW_STATISTICS = {
-    "rowwise_adagrad": (1, 1),
-    "rowwise_adam": (1, 1),
-    "lars": (1, 2),
-    "lamb": (1, 2),
-    "rowwise_lamb": (2, 3),
-}
-"""By row optimizer: exchanges a step, and numbers per row and 16 columns in them all, where columns are cut."""
 
 Stage = Literal["input_dist", "output_dist", "backward", "dense"]
 

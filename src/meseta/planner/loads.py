@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meseta.planner.reuse import Floats, row_classes
-from meseta.planner.sizes import WEIGHT_BYTES, compute_bytes, value_bytes
+from meseta.planner.sizes import ROW_STATISTICS, WEIGHT_BYTES, compute_bytes, value_bytes
 from meseta.spec import COLUMN_BLOCK, MesetaError, Reuse, Tier, Workload
 
 Indices = NDArray[np.int64]
@@ -101,6 +101,8 @@ class Loads:
     """Whether rows are stored in 16 bits."""
     is_unaligned: NDArray[np.bool_]
     """Whether bags lie off the borders of vectors, since a table of the model has no multiple of 16 columns."""
+    is_staged: NDArray[np.bool_]
+    """Whether the update goes in stages, since the piece holds some columns of rows whose optimizer sums over rows."""
     is_frozen: NDArray[np.bool_]
     """Whether rows never change."""
     weight_bytes: Floats
@@ -150,6 +152,8 @@ class WorkloadLoads:
         states = np.array([t.optimizer.num_states for t in tables], np.float64).reshape(-1, 2)
         self.element_states, self.row_states = states[:, 0], states[:, 1]
         self.optimizer = np.array([self.optimizers.index(t.optimizer.name) for t in tables], np.int64)
+        self.sums_rows = np.array([t.optimizer.name in ROW_STATISTICS for t in tables], bool)
+        """Whether the optimizer of each table sums over whole rows."""
         self.steps_all = np.array([t.optimizer.stepped_rows == "all" for t in tables], bool)
         self.wide = max((compute_bytes(t) for t in tables), default=4)
         """Bytes of a number of a bag: the collection has one type for all."""
@@ -249,6 +253,7 @@ class WorkloadLoads:
             num_rows=pieces.num_rows.astype(np.float64),
             is_half=self.value_bytes[t] == 2,
             is_unaligned=np.full(len(t), bool((self.dims % COLUMN_BLOCK).any())),
+            is_staged=(columns < self.dims[t]) & self.sums_rows[t],
             is_frozen=np.array([name == "frozen" for name in self.optimizers], bool)[self.optimizer[t]],
             weight_bytes=np.full(len(t), float(WEIGHT_BYTES * self.any_weighted)),
             optimizer=self.optimizer[t],

@@ -60,6 +60,9 @@ def update_terms(loads: Loads) -> dict[str, Floats]:
         "long_miss_s": loads.update_misses * (loads.row_bytes > LONG_BYTES),
         "walk_s": loads.walks,
         "half_number_s": loads.is_half * numbers,
+        "staged_shard_s": loads.is_staged * loads.shards,
+        "staged_id_s": loads.is_staged * loads.ids,
+        "staged_row_s": loads.is_staged * loads.distinct,
     }
     terms |= {name: numbers * (loads.optimizer == number) for number, name in enumerate(loads.optimizers)}
     return {name: np.where(loads.is_frozen, 0.0, term) for name, term in terms.items()}

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meseta.planner.exchange import LARGEST_SHORT, ROW_STATISTICS, links
+from meseta.planner.exchange import LARGEST_SHORT, links
 from meseta.planner.layout import Floats, Ints
 from meseta.planner.loads import TIERS, Loads, Pieces, WorkloadLoads
 from meseta.planner.memory import BLOCK_BYTES, CHECKPOINT_BLOCKS, DENSE_COPIES, SORT_BYTES
 from meseta.planner.operators import operator_seconds
 from meseta.planner.placement import Placement
 from meseta.planner.predict import replica_seconds
+from meseta.planner.sizes import ROW_STATISTICS
 from meseta.spec import COLUMN_BLOCK, CostModel, Topology
 
 COMPONENTS = ("compute", "ids", "answers", "partial bags", "summed bags", "row statistics")

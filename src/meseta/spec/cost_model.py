@@ -81,6 +81,13 @@ class UpdateCost:
     """Of a number of a distinct row, in vectors of 16, by row optimizer; one that is not named costs as the dearest."""
     half_number_s: float = 0.0
     """Of a number that is rounded to 16 bits, in vectors of 16, on top."""
+    staged_shard_s: float = 0.0
+    """Of a shard that holds some columns of rows whose optimizer sums over whole rows, on top: gradients are added up
+    first, and rows stepped in stages."""
+    staged_id_s: float = 0.0
+    """Of an id of such a shard, on top."""
+    staged_row_s: float = 0.0
+    """Of a distinct row of such a shard, on top."""
     measured: bool = False
     """Whether measured on this machine; else as documented."""
     source: str = ""

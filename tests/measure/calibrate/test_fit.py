@@ -8,8 +8,13 @@ from hypothesis import strategies as st
 from meseta.measure.calibrate.combinations import random_combination
 from meseta.measure.calibrate.fit import errors_of, fit_relative, non_negative
 from meseta.measure.calibrate.run import Measured, error_of, fit_link, fit_operators, loads_of
+from meseta.measure.calibrate.staged import fit_staged, with_staged
+from meseta.measure.tasks import Task, TaskTable
 from meseta.planner import documented_cost_model
+from meseta.planner.loads import Pieces, WorkloadLoads
 from meseta.planner.operators import operator_seconds
+from meseta.spec import CostModel
+from meseta.spec.cost_model import UpdateCost
 
 
 @given(st.integers(0, 10_000))
@@ -35,6 +40,21 @@ def test_a_link_is_found() -> None:
     sizes = np.geomspace(1e3, 1e8, 8)
     link = fit_link(sizes, 2e-4 + sizes / 3e9)
     assert (link.latency_s, link.bytes_per_s) == pytest.approx((2e-4, 3e9), rel=1e-6)
+
+
+def test_stages_of_rows_that_are_cut_by_columns_are_fitted_and_predicted() -> None:
+    random = np.random.default_rng(5)
+    terms = np.stack([np.ones(8), random.uniform(1e3, 1e5, 8), random.uniform(1e2, 1e4, 8)], axis=1)
+    known = np.array([3e-4, 2e-8, 5e-8])
+    assert fit_staged(terms, terms @ known) == pytest.approx(known)
+    cost = with_staged(UpdateCost(), known)
+    tables = (TaskTable(num_rows=1000, dim=32, pooling=2.0, law=3),)
+    for optimizer, is_staged in (("rowwise_adagrad", True), ("sgd", False), ("adagrad", False)):
+        loads = WorkloadLoads(Task(seed=1, tables=tables, optimizer=optimizer).workload())
+        load = loads.loads(Pieces.of(0, (0, 1000), (np.array([0, 0]), np.array([16, 32]))))
+        _, update_s = operator_seconds(CostModel(update=cost), load)
+        half = 3e-4 + 2e-8 * 4096 + 5e-8 * load.distinct[0]
+        assert update_s == pytest.approx([half * is_staged, 0.0])
 
 
 def test_operators_of_a_known_model_are_predicted() -> None:

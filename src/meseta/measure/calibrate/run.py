@@ -14,6 +14,8 @@ import numpy as np
 
 from meseta.measure.calibrate.combinations import OPTIMIZERS, random_combination
 from meseta.measure.calibrate.fit import Floats, errors_of, fit_relative
+from meseta.measure.calibrate.staged import TERMS as STAGED
+from meseta.measure.calibrate.staged import measure_staged, with_staged
 from meseta.measure.doctor.system import System, free_memory_bytes, read_limits
 from meseta.measure.quiet import processor_s
 from meseta.measure.tasks import Task
@@ -111,16 +113,18 @@ def calibrate(num_threads: int, num_ranks: int, budget_s: float, log: Callable[[
     memory_bytes = _memory_bytes()
     member = Member(
         name="operators",
-        entry=f"{_ENTRY}pieces:PieceTimer",
+        entry="meseta.measure.balance.timer:HandTimer",
         arguments={"memory_bytes": memory_bytes},
         num_threads=(num_threads,),
     )
     log("matrix products", (time.perf_counter() - start_s) / budget_s)
     with Team(member) as team:
         dense, exchange = _measure_compute(team, num_threads, source, exchange)
+        staged = measure_staged(team, num_threads)
         measured, rounds = _measure_operators(team, num_threads, memory_bytes, _Clock(start_s, budget_s, log))
     log("fit", 1.0)
     lookup, update, cache, more = fit_operators(measured, rounds, source)
+    update = with_staged(update, staged)
     elapsed_s = time.perf_counter() - start_s
     others = processor_s([os.getpid()]).others_since(before, elapsed_s) - num_threads
     return Calibration(
@@ -202,7 +206,7 @@ def fit_operators(
         found, predicted = [], []
         for took, terms in zip(seconds, (lookup_terms, update_terms), strict=True):
             totals = [{name: float(term.sum()) for name, term in terms(own).items()} for own in loads]
-            names = list(dict.fromkeys(name for total in totals for name in total))
+            names = [name for name in dict.fromkeys(name for total in totals for name in total) if name not in STAGED]
             matrix = np.array([[1.0, *(total.get(name, 0.0) for name in names)] for total in totals])
             constants = fit_relative(matrix[~unseen], took[~unseen])
             found.append(dict(zip(["call_s", *names], constants.tolist(), strict=True)))
