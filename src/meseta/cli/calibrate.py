@@ -20,7 +20,7 @@ def calibrate(
     out: Annotated[Path, typer.Option(help="YAML file of the cost model.")] = Path("cost.yaml"),
     threads: Annotated[int, typer.Option(min=1, help="Threads of a rank.")] = 1,
     ranks: Annotated[int, typer.Option(min=2, help="Processes that collectives are measured between.")] = 2,
-    seconds: Annotated[float, typer.Option(min=1.0, help="Time to spend; more combinations, better figures.")] = 40.0,
+    seconds: Annotated[float, typer.Option(min=1.0, help="Time to spend; more combinations, better figures.")] = 50.0,
     neural: Annotated[
         bool, typer.Option("--neural", help="Train networks too, which correct what the constants predict.")
     ] = False,
