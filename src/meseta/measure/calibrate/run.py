@@ -35,7 +35,7 @@ UNSEEN_BYTES = (11_000, 90_000, 520_000, 2_000_000, 8_000_000, 12_000_000)
 """Sizes that links are judged by."""
 NUM_ROUNDS = 3
 """Measurements of a collective, in turns, whose median counts."""
-NUM_CALLS = 15
+NUM_CALLS = 20
 """Calls of one measurement. The system now and then lets a process wait for milliseconds until it goes on."""
 PRODUCTS = ((256, 512, 256), (512, 512, 512), (2048, 512, 256), (2048, 1024, 1024))
 _ENTRY = "meseta.measure.calibrate."
