@@ -105,11 +105,14 @@ def test_within_3_percent_of_an_integer_program(case: dict[str, Any]) -> None:
     if not case["caches"]:
         model = replace(model, cache=replace(model.cache, cache_bytes=0.0))
     problem = make_problem(workload, topology, model, Constraints(), spill=False)
-    _, below = Program(problem).solve(limit_s=120.0, gap=0.02)
     found = find_plan(workload, topology, model)
     # What a cache keeps of a rank's rows is no sum over its pieces: no linear program can say what such a rank takes.
     # The search's own sum has the caches of an average rank.
     step_s = search(problem)[0].layout.cost + problem.fixed_s if case["caches"] else found.prediction.step_s
+    for gap in (0.02, 0.005):  # a closer bound, where the first leaves it open
+        _, below = Program(problem).solve(limit_s=120.0, gap=gap)
+        if step_s <= 1.03 * (below + problem.fixed_s):
+            break
     assert step_s <= 1.03 * (below + problem.fixed_s)
     assert found.bound.step_s <= found.prediction.step_s
 
