@@ -6,25 +6,26 @@ Without a cost model, one is calibrated first. Tasks are those of meseta.measure
 and rows, with reuse like production's. Their tables are dealt out to four devices at random; the pieces of every device
 are timed alone, in five rounds in turns, and so are collectives of random sizes between two processes. Figures are
 errors of the prediction against the median of the rounds, in percent; beside them how far single rounds lie from that
-median. Runs the correctness test first and reports nothing when it fails. Appends to benchmarks/results.csv.
+median. Where the cost model has networks, they are judged beside its constants. Runs the correctness test first and
+reports nothing when it fails. Appends to benchmarks/results.csv.
 """
 
 import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from record import record
 
-from meseta.measure.calibrate.run import NUM_CALLS, Measured, RankPieces, loads_of, measure_pieces
+from meseta.measure.calibrate.neural import exchange_seconds, rank_of
+from meseta.measure.calibrate.run import NUM_CALLS, Measured, RankPieces, measure_pieces
 from meseta.measure.tasks import Task, random_task
 from meseta.measure.team import Member, Team
 from meseta.planner.exchange import Collective
-from meseta.planner.operators import operator_seconds
-from meseta.spec import CostModel, Topology
+from meseta.spec import CostModel
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST_SEED = 1000
@@ -98,20 +99,27 @@ def operator_cases(model: CostModel, num_tasks: int) -> list[Case]:
     """Two cases for each device of each task: lookup and update."""
     tasks = [random_task(seed) for seed in range(FIRST_SEED, FIRST_SEED + num_tasks)]
     ranks = [(task, hand) for task in tasks for hand in dealt(task)]
-    cases: list[tuple[Case, Case]] = []
+    cases: list[list[tuple[Case, Case]]] = []
     for task, hand in ranks:
-        loads = loads_of(Measured(task, hand, 1.0, 1.0), model.cache.cache_bytes)
-        lookup_s, update_s = (float(own.sum()) for own in operator_seconds(model, loads))
-        cases.append((Case("lookup", lookup_s + model.lookup.call_s), Case("update", update_s + model.update.call_s)))
+        own = Measured(task, hand, 1.0, 1.0)
+        predicted = [(name, rank_of(own, one)) for name, one in judged(model)]
+        cases.append([(Case(f"lookup{name}", pair[0]), Case(f"update{name}", pair[1])) for name, pair in predicted])
     arguments = {"memory_bytes": DEVICE_BYTES}
     member = Member(name="operators", entry="meseta.measure.calibrate.pieces:PieceTimer", arguments=arguments)
     with Team(member) as team:
         for _ in range(NUM_ROUNDS):
-            for (task, hand), (lookup, update) in zip(ranks, cases, strict=True):
+            for (task, hand), pairs in zip(ranks, cases, strict=True):
                 found = measure_pieces(team, task, hand, model.num_threads)
-                lookup.measured_s.append(found.lookup_s)
-                update.measured_s.append(found.update_s)
-    return [case for pair in cases for case in pair]
+                for lookup, update in pairs:
+                    lookup.measured_s.append(found.lookup_s)
+                    update.measured_s.append(found.update_s)
+    return [case for pairs in cases for pair in pairs for case in pair]
+
+
+def judged(model: CostModel) -> list[tuple[str, CostModel]]:
+    """The constants alone, and with the networks where the cost model has any."""
+    networks = [] if model.neural is None else [(" with networks", model)]
+    return [("", replace(model, neural=None)), *networks]
 
 
 def exchange_cases(model: CostModel) -> list[Case]:
@@ -124,7 +132,8 @@ def exchange_cases(model: CostModel) -> list[Case]:
             sent = np.full(2, float(size))
             reduces = kind == "all_reduce"
             exchange = Collective(kind, "backward", sent, nothing, sent, nothing, reduces=reduces)
-            cases.append((kind, size, Case(kind, float(exchange.seconds(model, Topology(devices_per_host=2))[0]))))
+            own = [Case(f"{kind}{name}", exchange_seconds(exchange, one)) for name, one in judged(model)]
+            cases.append((kind, size, own))
     member = Member(
         name="collectives",
         entry="meseta.measure.calibrate.collectives:CollectiveTimer",
@@ -134,9 +143,11 @@ def exchange_cases(model: CostModel) -> list[Case]:
     )
     with Team(member) as team:
         for _ in range(NUM_ROUNDS):
-            for kind, size, case in cases:
-                case.measured_s.append(team.ask("time_collective", kind=kind, num_bytes=size, num_rounds=NUM_CALLS))
-    return [case for _, _, case in cases]
+            for kind, size, own in cases:
+                seconds = team.ask("time_collective", kind=kind, num_bytes=size, num_rounds=NUM_CALLS)
+                for case in own:
+                    case.measured_s.append(seconds)
+    return [case for _, _, own in cases for case in own]
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from meseta.measure.calibrate.neural import Comparison
     from meseta.measure.calibrate.run import Calibration
 
+PLAIN_S, NEURAL_S = 50.0, 120.0
+"""Time to spend; networks learn from hundreds of combinations."""
 BUSY = 0.5
 """Processors of others, above which figures are doubtful."""
 
@@ -20,7 +22,10 @@ def calibrate(
     out: Annotated[Path, typer.Option(help="YAML file of the cost model.")] = Path("cost.yaml"),
     threads: Annotated[int, typer.Option(min=1, help="Threads of a rank.")] = 1,
     ranks: Annotated[int, typer.Option(min=2, help="Processes that collectives are measured between.")] = 2,
-    seconds: Annotated[float, typer.Option(min=1.0, help="Time to spend; more combinations, better figures.")] = 50.0,
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=1.0, help="Time to spend; more combinations, better figures. 50; with --neural 120."),
+    ] = None,
     neural: Annotated[
         bool, typer.Option("--neural", help="Train networks too, which correct what the constants predict.")
     ] = False,
@@ -31,7 +36,7 @@ def calibrate(
 
     check_place(out)
     with _Bar() as show:
-        found = measure(threads, ranks, seconds, show)
+        found = measure(threads, ranks, seconds or (NEURAL_S if neural else PLAIN_S), show)
         model, compared = found.cost_model, dict[str, "Comparison"]()
         if neural:
             from meseta.measure.calibrate.neural import calibrate_networks

@@ -25,7 +25,8 @@ NUM_EXCHANGES = 100
 """Collectives that are measured between so many devices."""
 LEAST_BYTES, MOST_BYTES = 4e3, 6e7
 """Of a collective, all ranks together."""
-NUM_ROUNDS = 5
+NUM_CALLS = 11
+"""Calls of one measurement."""
 _TO_OWNERS = "ids"
 """Name of exchanges in which owners receive; in the others they send."""
 
@@ -195,9 +196,9 @@ def measure_exchanges(num_ranks: int, num_threads: int, log: Callable[[str, floa
             log(f"collectives between {num_ranks} processes", number / NUM_EXCHANGES)
             if own.reduces:
                 num_bytes = round(own.sent_inside[0] * num_ranks / (2 * (num_ranks - 1)))
-                seconds = team.ask("time_collective", kind="all_reduce", num_bytes=num_bytes, num_rounds=NUM_ROUNDS)
+                seconds = team.ask("time_collective", kind="all_reduce", num_bytes=num_bytes, num_rounds=NUM_CALLS)
             else:
-                seconds = team.ask("time_exchange", num_bytes=bytes_between(own), num_rounds=NUM_ROUNDS)
+                seconds = team.ask("time_exchange", num_bytes=bytes_between(own), num_rounds=NUM_CALLS)
             found.append(Exchanged(own, seconds))
     return found
 
