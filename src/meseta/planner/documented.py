@@ -20,43 +20,42 @@ def documented_cost_model(device: DeviceKind) -> CostModel:
 def _cpu() -> CostModel:
     """One thread of a Zen 4 core.
 
-    Lookup, update and cache: `meseta calibrate` in undisturbed windows, 2026-11-22. The rest was measured on the same
-    machine: gloo on loopback takes 0.15 to 0.4 ms a collective, and moves 3.4 GB/s all-to-all, 2.3 GB/s all-reduce;
-    matrix products run at 103 GFLOP/s in float32, 225 in bfloat16; a disk gives 95,000 random reads of 4 KB and 1.2 GB
-    a second.
+    Lookup, update and cache: fitted as `meseta calibrate` does to 600 combinations, the median of three rounds each,
+    2026-11-22. The rest was measured on the same machine: gloo on loopback takes 0.15 to 0.4 ms a collective, and moves
+    3.4 GB/s all-to-all, 2.3 GB/s all-reduce; matrix products run at 103 GFLOP/s in float32, 225 in bfloat16; a disk
+    gives 95,000 random reads of 4 KB and 1.2 GB a second.
     """
     source = "measured on one thread of an AMD EPYC (Zen 4)"
-    fitted = "meseta calibrate on one thread of an AMD EPYC (Zen 4), 2026-11-22"
+    fitted = "600 combinations on one thread of an AMD EPYC (Zen 4), fitted as meseta calibrate does, 2026-11-22"
     between = Link(bytes_per_s=25e9 / 8 * _REACHED, latency_s=4e-4)  # 25 Gb/s Ethernet, the common server network
     return CostModel(
         device="cpu",
         num_threads=1,
         lookup=LookupCost(
-            call_s=1e-6,
-            shard_s=1.5e-6,
-            bag_s=8e-9,
-            id_s=1.2e-9,
-            hit_byte_s=1.7e-11,
-            miss_s=3.6e-9,
-            miss_byte_s=3.9e-11,
-            long_miss_s=1.1e-8,
-            unaligned_byte_s=8e-11,
-            half_number_s=8e-12,
+            call_s=6.4e-6,
+            shard_s=2.5e-7,
+            bag_s=3.6e-9,
+            id_s=1.1e-9,
+            hit_byte_s=2.2e-11,
+            miss_byte_s=5.9e-11,
+            long_miss_s=8.6e-9,
+            walk_s=6.5e-10,
+            out_byte_s=2.9e-11,
+            unaligned_byte_s=6.7e-11,
+            half_number_s=6.8e-12,
             source=fitted,
         ),
         update=UpdateCost(
-            call_s=7e-6,
-            shard_s=1.4e-5,
-            bag_s=3.4e-9,
-            id_s=8.6e-9,
-            gradient_byte_s=2.8e-11,
-            row_s=1.5e-8,
-            hit_byte_s=1.7e-11,
-            miss_s=8.6e-9,
-            miss_byte_s=3.8e-11,
-            long_miss_s=2.1e-8,
-            number_s={"rowwise_adagrad": 7e-11, "sgd": 2.8e-10, "adagrad": 1e-10, "adam": 5.1e-10},
-            half_number_s=3.9e-10,
+            call_s=1.5e-5,
+            shard_s=2.2e-6,
+            bag_s=9.2e-9,
+            id_s=1.2e-8,
+            gradient_byte_s=3.7e-11,
+            row_s=2.6e-9,
+            miss_byte_s=5.6e-11,
+            walk_s=6.8e-10,
+            number_s={"rowwise_adagrad": 2.8e-10, "sgd": 0.0, "adagrad": 2.9e-10, "adam": 8.5e-10},
+            half_number_s=3.5e-10,
             staged_shard_s=3.3e-4,
             staged_id_s=1.5e-8,
             staged_row_s=3.5e-8,
