@@ -65,7 +65,7 @@ def every_plan(work: Workload, model: CostModel, topology: Topology) -> float:
     return least
 
 
-@pytest.mark.parametrize(("seed", "gains"), [(0, True), (1, False)])
+@pytest.mark.parametrize(("seed", "gains"), [(0, True), (4, False)])
 def test_networks_judge_plans(seed: int, gains: bool) -> None:
     work, topology = random_workload(6, seed), Topology(devices_per_host=2)
     rules = Constraints(tables={"*": TableRule(sharding=(ShardingType.TABLE_WISE,))})

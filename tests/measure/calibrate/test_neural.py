@@ -71,7 +71,7 @@ def test_networks_learn_what_no_sum_of_constants_gives(learned: tuple) -> None:
     _, compared, _ = learned
     lookup, both = compared["lookup"], compared["collectives, 2 devices"]
     assert lookup.networks.error.median < 0.8 * lookup.constants.error.median
-    assert lookup.networks.error.largest < 0.5 * lookup.constants.error.largest
+    assert lookup.networks.error.largest < 0.6 * lookup.constants.error.largest
     assert lookup.networks.rank_correlation > 0.95 and lookup.networks.error.count == 18
     assert both.networks.error.median < 0.5 * both.constants.error.median
     # Nothing is to be learned of what the constants know already, and little is spoiled.
