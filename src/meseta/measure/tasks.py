@@ -14,6 +14,8 @@ from meseta.planner.reuse import bins_of
 from meseta.planner.sizes import cell_bytes
 from meseta.spec import FeatureLoad, FeatureSpec, OptimizerSpec, Reuse, TableSpec, Workload
 
+Piece = tuple[int, tuple[int, int], tuple[int, int]]
+"""(index of the table in its task, rows, columns)."""
 DIMS = (4, 8, 16, 32, 64, 128)
 MIN_TABLES, MAX_TABLES = 10, 60
 MIN_ROWS, MAX_ROWS = 1e3, 1e7

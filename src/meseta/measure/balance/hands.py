@@ -6,12 +6,10 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from meseta.measure.tasks import Piece
 from meseta.planner import predict
 from meseta.planner.loads import WorkloadLoads
 from meseta.spec import CostModel, MesetaError, Plan, Topology, Workload
-
-Piece = tuple[int, tuple[int, int], tuple[int, int]]
-"""(index of the table, rows, columns)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ from meseta.embedding.update import Contribution, group_shards, samples_of, step
 from meseta.measure.balance.hands import Hand
 from meseta.measure.calibrate.pieces import (
     OwnPieces,
-    Piece,
     PieceTimer,
     as_pieces,
     ids_of,
@@ -21,8 +20,8 @@ from meseta.measure.calibrate.pieces import (
     num_batches,
     take_tables,
 )
-from meseta.measure.calibrate.run import MAX_OTHERS, NUM_TRIES
-from meseta.measure.tasks import Task, cut_bags
+from meseta.measure.calibrate.run import undisturbed
+from meseta.measure.tasks import Piece, Task, cut_bags
 from meseta.measure.team import Team
 from meseta.ops.pooled_lookup import LookupGroup, lookup_group
 from meseta.ops.row_optimizer import Hyper
@@ -191,17 +190,5 @@ def _shards(task: Task, pieces: list[Piece], tables: list[TableRows]) -> list[Ta
 
 def measure_hand(team: Team, task: Task, hand: Hand, num_ranks: int, num_threads: int) -> tuple[float, float]:
     """Seconds of (a lookup, an update) of a hand by a team of one HandTimer; again where others disturb it."""
-    fastest = (float("inf"), float("inf"))
-    for _ in range(NUM_TRIES):
-        lookup_s, update_s, others = team.ask(
-            "time_hand",
-            task=task.to_dict(),
-            pieces=hand.pieces,
-            replicas=hand.replicas,
-            num_ranks=num_ranks,
-            threads=num_threads,
-        )
-        fastest = (min(fastest[0], lookup_s), min(fastest[1], update_s))
-        if others <= MAX_OTHERS:
-            break
-    return fastest
+    arguments = {"pieces": hand.pieces, "replicas": hand.replicas, "num_ranks": num_ranks, "threads": num_threads}
+    return undisturbed(lambda: team.ask("time_hand", task=task.to_dict(), **arguments))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meseta.measure.calibrate.collectives import ComputeTimer
 from meseta.measure.quiet import processor_s
-from meseta.measure.tasks import Task, cut_bags, draw_bags
+from meseta.measure.tasks import Piece, Task, cut_bags, draw_bags
 from meseta.ops.memory import empty
 from meseta.ops.pooled_lookup import LookupGroup, lookup_group
 from meseta.ops.row_optimizer import RowOptimizer
@@ -28,8 +28,6 @@ FOOTPRINT_BYTES = 96e6
 """Rows and gradients that the batches of one measurement touch together, at least: three times a large cache."""
 MIN_BATCHES, MAX_BATCHES = 3, 10
 MIN_CALLS = 6
-Piece = tuple[int, tuple[int, int], tuple[int, int]]
-"""(index of the table, rows, columns)."""
 
 
 class PieceTimer(ComputeTimer):

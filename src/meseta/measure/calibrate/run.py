@@ -18,7 +18,7 @@ from meseta.measure.calibrate.staged import TERMS as STAGED
 from meseta.measure.calibrate.staged import measure_staged, with_staged
 from meseta.measure.doctor.system import System, free_memory_bytes, read_limits
 from meseta.measure.quiet import processor_s
-from meseta.measure.tasks import Task
+from meseta.measure.tasks import Piece, Task
 from meseta.measure.team import Member, Team
 from meseta.planner import documented_cost_model
 from meseta.planner.loads import Loads, Pieces, WorkloadLoads
@@ -81,8 +81,8 @@ class Calibration:
     """All measurements of those that were kept."""
 
 
-RankPieces = tuple[tuple[int, tuple[int, int], tuple[int, int]], ...]
-"""(index of the table, rows, columns) of each."""
+RankPieces = tuple[Piece, ...]
+"""What one rank holds."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,10 @@ def calibrate(num_threads: int, num_ranks: int, budget_s: float, log: Callable[[
     until `budget_s` seconds are over, and fit. `log` is told what happens, and the share that is done.
 
     Raises MesetaError where a process fails."""
-    start_s, before = time.perf_counter(), processor_s([os.getpid()])
+    clock, before = _Clock(time.perf_counter(), budget_s, log), processor_s([os.getpid()])
     model = replace(documented_cost_model("cpu"), num_threads=num_threads)
     source = f"meseta calibrate, {date.today().isoformat()}, {num_threads} threads a rank"
-    log("collectives", 0.0)
+    clock.tell("collectives")
     exchange, errors = _measure_exchange(num_ranks, num_threads, source, model.exchange)
     memory_bytes = _memory_bytes()
     member = Member(
@@ -117,15 +117,15 @@ def calibrate(num_threads: int, num_ranks: int, budget_s: float, log: Callable[[
         arguments={"memory_bytes": memory_bytes},
         num_threads=(num_threads,),
     )
-    log("matrix products", (time.perf_counter() - start_s) / budget_s)
+    clock.tell("matrix products")
     with Team(member) as team:
         dense, exchange = _measure_compute(team, num_threads, source, exchange)
         staged = measure_staged(team, num_threads)
-        measured, rounds = _measure_operators(team, num_threads, memory_bytes, _Clock(start_s, budget_s, log))
+        measured, rounds = _measure_operators(team, num_threads, memory_bytes, clock)
     log("fit", 1.0)
     lookup, update, cache, more = fit_operators(measured, rounds, source)
     update = with_staged(update, staged)
-    elapsed_s = time.perf_counter() - start_s
+    elapsed_s = clock.elapsed_s
     others = processor_s([os.getpid()]).others_since(before, elapsed_s) - num_threads
     return Calibration(
         cost_model=replace(model, lookup=lookup, update=update, cache=cache, dense=dense, exchange=exchange),
@@ -242,15 +242,20 @@ def error_of(predicted: Floats, measured: Floats) -> Error:
 
 def measure_pieces(team: Team, task: Task, pieces: RankPieces, num_threads: int) -> Measured:
     """Time the pieces of one rank, again where others disturb it."""
+    arguments = {"task": task.to_dict(), "pieces": pieces, "num_rounds": 1, "threads": num_threads}
+    return Measured(task, pieces, *undisturbed(lambda: team.ask("time_pieces", **arguments)))
+
+
+def undisturbed(measure: Callable[[], list[float]]) -> tuple[float, float]:
+    """Seconds of (a lookup, an update) by what gives both, and the processors that others kept busy meanwhile; measured
+    again where these were many."""
     fastest = (float("inf"), float("inf"))
     for _ in range(NUM_TRIES):
-        lookup_s, update_s, others = team.ask(
-            "time_pieces", task=task.to_dict(), pieces=pieces, num_rounds=1, threads=num_threads
-        )
+        lookup_s, update_s, others = measure()
         fastest = (min(fastest[0], lookup_s), min(fastest[1], update_s))
         if others <= MAX_OTHERS:
             break
-    return Measured(task, pieces, *fastest)
+    return fastest
 
 
 def _measure_exchange(
