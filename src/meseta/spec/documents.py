@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
 from meseta.spec.errors import MesetaError
-from meseta.spec.files import write_whole
+from meseta.spec.files import DOCUMENT_VALUES, parse_json, read_bounded, write_whole
 
 T = TypeVar("T")
+YAML_VALUES = 400_000
+"""The most values in a YAML text, by its separators: each takes more time and memory to parse than one of JSON."""
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -28,9 +31,20 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def parse_yaml(text: str) -> Any:
-    """The plain data in a YAML or JSON text. Raises MesetaError where it is none, or gives a key twice."""
+    """The plain data in a YAML or JSON text. Raises MesetaError where it is none, gives a key twice, or is more than a
+    document may hold, as its aliases count up to."""
+    if sum(map(text.count, (",", "[", "{", ":", "\n"))) > YAML_VALUES:
+        raise MesetaError(f"it has more than {YAML_VALUES:,} values")
     try:
-        return yaml.load(text, Loader=_UniqueKeys)  # a SafeLoader: it builds plain data only
+        loader = _UniqueKeys(text)  # a SafeLoader: it builds plain data only
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            _count_values(node, {})
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()
     except MesetaError:
         raise
     except RecursionError:
@@ -40,6 +54,19 @@ def parse_yaml(text: str) -> Any:
         raise MesetaError(f"it is not YAML: {' '.join(str(error).split())}") from None
 
 
+def _count_values(node: yaml.Node, known: dict[int, int]) -> int:
+    """Values of a node where every alias stands for all of what it names. Raises MesetaError for too many."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = DOCUMENT_VALUES  # what is met on the way down again holds itself
+        inner = [i for pair in node.value for i in pair] if isinstance(node, yaml.MappingNode) else node.value
+        known[id(node)] = 1 + sum(_count_values(i, known) for i in inner)
+    if known[id(node)] > DOCUMENT_VALUES:
+        raise MesetaError(f"it is not YAML: its aliases stand for more than {DOCUMENT_VALUES:,} values")
+    return known[id(node)]
+
+
 def read_mapping(path: str | Path) -> dict[Any, Any]:
     """The mapping in a YAML or JSON file.
 
@@ -47,17 +74,26 @@ def read_mapping(path: str | Path) -> dict[Any, Any]:
     twice, or holds something else than a mapping.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        document = _parse(read_bounded(path))
+    except MesetaError:
+        raise
     except OSError as error:
         raise MesetaError(error.strerror or str(error)) from None
     except UnicodeDecodeError as error:
         raise MesetaError(f"it is not text in UTF-8 ({error.reason} at byte {error.start})") from None
     except ValueError as error:
         raise MesetaError(f"it has no such name ({error})") from None
-    document = parse_yaml(text)
     if not isinstance(document, dict):
         raise MesetaError(f"it must hold a mapping of keys to values, but holds {type(document).__name__}")
     return document
+
+
+def _parse(content: bytes) -> Any:
+    """JSON as such, which is read faster than as YAML; all else as YAML, which tells what is wrong with it."""
+    if content.lstrip().startswith(b"{"):
+        with suppress(ValueError):
+            return parse_json(content)
+    return parse_yaml(content.decode())
 
 
 def load_document(kind: str, path: str | Path, parse: Callable[[dict[Any, Any]], T]) -> T:

@@ -1,12 +1,142 @@
-"""Files that commands and objects write: whole, or not at all."""
+"""Files that commands and objects write: whole, or not at all; and files of strangers: regular, inside, bounded."""
 
 from __future__ import annotations
 
+import errno
+import json
+import math
 import os
+import stat
+import unicodedata
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from meseta.spec.errors import MesetaError
+
+DOCUMENT_BYTES = 32 << 20
+"""The longest document that is read: the manifest of a model of several terabytes, or of 10,000 tables."""
+DOCUMENT_VALUES = 1_000_000
+"""The most values in it, by its commas and opening brackets: each takes memory many times its text."""
+DOCUMENT_DEPTH = 64
+"""How deeply a document may be nested."""
+_NAME_BYTES, _PATH_BYTES = 255, 4096
+_KINDS = (
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def open_regular(path: str | Path, flags: int = 0) -> int:
+    """A descriptor to read a regular file by. Raises OSError, and has not opened it, for a FIFO, whose opening waits
+    for a writer, a device, a socket and a folder."""
+    _check_regular(path, os.stat(path))
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
+    try:
+        _check_regular(path, os.fstat(descriptor))  # what has taken its place meanwhile, and was not waited for
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_regular(path: str | Path, status: os.stat_result) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(status.st_mode):
+        kind = next((name for is_kind, name in _KINDS if is_kind(status.st_mode)), "something else")
+        raise OSError(errno.EINVAL, f"it is {kind}, no regular file", str(path))
+
+
+def read_bounded(path: str | Path, most_bytes: int = DOCUMENT_BYTES) -> bytes:
+    """A regular file, whole. Raises OSError as `open_regular` does, and for one of more than `most_bytes`."""
+    with open(open_regular(path), "rb") as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise too_long(str(path), most_bytes)
+    return content
+
+
+def too_long(path: str, most_bytes: int) -> OSError:
+    """The error of a file that goes on after the most that is read of it."""
+    return OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes, the most that is read", path)
+
+
+def inside(root: str | Path, inner: str) -> Path:
+    """`root/inner`: a regular file in the folder, to which no link leads on a way outside. Raises OSError."""
+    path, base = Path(root, inner), os.path.realpath(root)
+    real = os.path.realpath(path, strict=True)
+    if os.path.commonpath([real, base]) != base:
+        raise OSError(errno.EPERM, f"a link leads out of {str(root)!r}", str(path))
+    _check_regular(path, os.stat(real))
+    return path
+
+
+def inner_fault(path: str) -> str | None:
+    """Why a text is no name of a file inside a folder, the only one of this file; None where it is one.
+
+    Parts are separated by '/', and none is empty, '.', '..', ends in a dot or a space, or has a backslash, a colon or a
+    character that does not print.
+    """
+    parts = path.split("/")
+    if not path or path.startswith("/"):
+        return "it is not relative"
+    if ".." in parts:
+        return "it leads outside"
+    if any(part != part.rstrip(". ") or not part for part in parts):
+        return "it has a part that is empty, or ends in a dot or a space"
+    if any(character in "\\:" or not character.isprintable() for character in path):
+        return "it has a backslash, a colon or a character that does not print"
+    if len(path.encode()) > _PATH_BYTES or any(len(part.encode()) > _NAME_BYTES for part in parts):
+        return "it is too long"
+    return None
+
+
+def doubled(names: Iterable[str]) -> tuple[str, str] | None:
+    """The first two names that some file system takes for one: equal, or but for case and Unicode's spellings."""
+    seen: dict[str, str] = {}
+    for name in names:
+        key = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
+        if key in seen:
+            return seen[key], name
+        seen[key] = name
+    return None
+
+
+def parse_json(content: bytes, *, finite: bool = True) -> Any:
+    """The plain data in a JSON text. Raises ValueError where it is none, gives a key twice, has a number that is not
+    finite (with `finite`), half a surrogate pair, more than DOCUMENT_VALUES values or a depth over DOCUMENT_DEPTH."""
+    if sum(map(content.count, (b",", b"[", b"{"))) > DOCUMENT_VALUES:
+        raise ValueError(f"it has more than {DOCUMENT_VALUES:,} values")
+    try:
+        document = json.loads(content.decode(), object_pairs_hook=_unique_keys)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    level, depth = [document], 0
+    while level:
+        if depth > DOCUMENT_DEPTH:
+            raise ValueError("it is nested too deeply")
+        for value in level:
+            if isinstance(value, str) and not value.isascii():
+                value.encode()
+            elif finite and isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{value} is no number")
+        containers = [value for value in level if isinstance(value, dict | list)]
+        level = [inner for c in containers for inner in ((*c, *c.values()) if isinstance(c, dict) else c)]
+        depth += 1
+    return document
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"key {key!r} is given twice")
+        found[key] = value
+    return found
 
 
 def check_place(path: str | Path) -> None:
