@@ -2,14 +2,18 @@
 #   PYTHON=python3.12      the interpreter that .venv is made from
 #   TORCH_INDEX=URL        the package index torch alone is taken from, for a CPU-only or another CUDA build
 #   TEST_ARGS="-k reader"  passed on to pytest
+#   PART=kill              one part of `make soak`
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 TEST_ARGS ?=
+PART ?=
 SYNTH_ARGS := --rows 1800000 --files 9 --scale 0.01
 
 BIN := .venv/bin
 CORE := $(wildcard src/meseta/*.cpp src/meseta/*/*.h src/meseta/*/*/*.cpp src/meseta/*/*/*.h)
+# Most tests are one process, so there is one process of tests per processor; each may have 14 ranks beside it.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .PHONY: train test soak sanitize lint type docs bench clean
@@ -31,12 +35,11 @@ data/main/done: data/main-raw/done
 	@touch $@
 
 test: .venv/installed
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(PYTEST) $(TEST_ARGS)
 
+# The whole matrices, kills and fuzz: PART=kill is one part, `make soak PART=--list` tells them; see docs/soak.md.
 soak: .venv/installed
-	MESETA_SOAK=1 $(BIN)/python -m pytest -m "soak or not soak" --timeout 3600 $(TEST_ARGS)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/distributed/exactness.py docs/exactness.md
-	MESETA_SOAK=1 PYTHON=$(BIN)/python tools/sanitize.sh -m "soak or not soak" --timeout 3600
+	$(BIN)/python tools/soak/soak_parts.py $(PART)
 
 # The core under AddressSanitizer and UndefinedBehaviorSanitizer; MESETA_ISA=baseline takes one instruction set of three.
 sanitize: .venv/installed
@@ -52,7 +55,7 @@ type: .venv/installed
 
 # The pages' code runs, then the site is built; open site/index.html.
 docs: .venv/installed
-	$(BIN)/python -m pytest tests/docs tests/examples $(TEST_ARGS)
+	$(PYTEST) tests/docs tests/examples $(TEST_ARGS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 # PEER_PYTHON=/path/to/python names the interpreter that has FBGEMM and TorchRec.

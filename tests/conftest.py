@@ -69,15 +69,3 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from small_run import tiny_data
 
     return tiny_data(tmp_path_factory.getbasetemp() / "data")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def beside(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    """`beside(program)`: how a program of a mark `beside` ended; they all run from the first test on."""
-    from beside import Beside
-
-    marks = [mark for item in request.session.items for mark in item.iter_markers("beside")]
-    num_workers = max(len(os.sched_getaffinity(0)) - 1, 1) if hasattr(os, "sched_getaffinity") else 1
-    programs = Beside([mark.args[0] for mark in marks], lambda: tmp_path_factory.mktemp("beside"), num_workers)
-    yield programs
-    programs.close()

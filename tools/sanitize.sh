@@ -26,7 +26,7 @@ for isa in $sets; do cmake --build "$build" --target "${module[$isa]}"; done
 # function that throws. Memory that Python and torch never free is not the core's.
 preload="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)"
 export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
-export MESETA_CORE_DIR=$build PYTHONPATH=$PWD/tools OMP_NUM_THREADS=2
+export MESETA_CORE_DIR=$build PYTHONPATH=$PWD/tools${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=2
 for isa in $sets; do
     echo "sanitize: $isa"
     # GPU kernels never reach the core.

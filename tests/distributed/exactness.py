@@ -1,12 +1,14 @@
 """The matrix of sharded training against one process: schemes x poolings x row optimizers x ranks.
 
-`python tests/distributed/exactness.py docs/exactness.md` runs all of it (some minutes) and writes the table.
+`make soak PART=exactness` runs all of it, cell by cell (test_sharded.py), and then
+`python tests/distributed/exactness.py RECORD docs/exactness.md`, which writes the table.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,9 @@ def bitwise(scenario: Scenario) -> Scenario | None:
     return scenario.but(max_ids=1) if by_rows and scenario.pooling != "none" else scenario
 
 
+BITWISE = [cell for cell in MATRIX if bitwise(scenario_of(cell["sharding"], cell["pooling"], cell["optimizer"]))]
+
+
 def difference(ranks: Ranks, size: int, scenario: Scenario) -> float:
     """The largest absolute difference in losses, dense weights, rows and optimizer state between `size` ranks and
     one."""
@@ -89,34 +94,39 @@ def _largest(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got.double() - expected.double()).abs().max()) if got.numel() else 0.0
 
 
-def table(ranks: Ranks) -> list[str]:
-    """A Markdown table: the worst of 2, 4 and 8 ranks for each cell."""
+def table(measured: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A Markdown table: the worst of 2, 4 and 8 ranks for each cell. `measured`: what the tests of the matrix record.
+
+    Raises ValueError for cells that are missing.
+    """
+    worst: dict[tuple[str, ...], dict[str, float]] = {}
+    counted = 0
+    for found in measured:
+        _, *names = found["cell"].values()
+        cell = worst.setdefault(tuple(names), {})
+        for name, value in found["differences"].items():
+            counted += 1
+            cell[name] = worst_of([cell.get(name, 0.0), value])
+    expected = len(TOLERANCES) * len(MATRIX) + len(BITWISE)
+    if counted != expected:
+        raise ValueError(f"the record has {counted} of {expected} figures; run the rest of the matrix first")
     lines = ["| scheme, pooling | " + " | ".join(OPTIMIZERS) + " |", "| --- " * (len(OPTIMIZERS) + 1) + "|"]
     for row in product(sharding=SCHEMES, pooling=POOLINGS):
-        cells = []
-        for optimizer in OPTIMIZERS:
-            scenario = scenario_of(**row, optimizer=optimizer)
-            worst = [
-                worst_of([difference(ranks, size, scenario.but(dtype=d, num_steps=n)) for size in SIZES])
-                for d, n, _ in TOLERANCES
-            ]
-            exact = bitwise(scenario)
-            bits = [] if exact is None else [bit_difference(ranks, size, exact) for size in SIZES]
-            cells.append(", ".join([*(f"{largest:.0e}" for largest in worst), *_bits(bits)]))
+        cells = [_figures(worst[row["sharding"], row["pooling"], optimizer]) for optimizer in OPTIMIZERS]
         lines.append(f"| {row['sharding']}, {row['pooling']} | " + " | ".join(cells) + " |")
-        print(lines[-1], file=sys.stderr, flush=True)
     return lines
 
 
-def _bits(differences: list[float]) -> list[str]:
-    if not differences:
-        return []
-    return ["equal bits" if worst_of(differences) == 0 else f"bits differ by {worst_of(differences):.0e}"]
+def _figures(worst: Mapping[str, float]) -> str:
+    rounding = [f"{worst[dtype]:.0e}" for dtype, *_ in TOLERANCES]
+    bits = worst.get("bits")
+    equal = [] if bits is None else ["equal bits" if bits == 0 else f"bits differ by {bits:.0e}"]
+    return ", ".join(rounding + equal)
 
 
 HEAD = """# Sharded equals unsharded, measured
 
-Written by `python tests/distributed/exactness.py docs/exactness.md`, which `make soak` runs. Each cell trains a model
+Written by `make soak PART=exactness`. Each cell trains a model
 of four tables (1 to 101 rows, 48 columns) and five features on 2, 4 and 8 gloo ranks, half of which are a host, and in
 one process. It gives the largest absolute difference in losses, dense weights, rows and optimizer state, the worst of
 2, 4 and 8 ranks: first for
@@ -127,14 +137,10 @@ four schemes; of a table under `hot_replicated` a third of the rows is hot.
 """
 
 
-def main(path: str) -> None:
-    pools = {size: RankPool(size) for size in SIZES}
-    lines = table(pools.__getitem__)
-    for pool in pools.values():
-        pool.close()
-    Path(path).write_text(HEAD + "\n" + "\n".join(lines) + "\n")
+def main(record: str, page: str) -> None:
+    lines = [json.loads(line) for line in Path(record).read_text().splitlines()]
+    Path(page).write_text(HEAD + "\n" + "\n".join(table(line for line in lines if "cell" in line)) + "\n")
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -17,7 +17,7 @@ from sampling import product, sample
 
 from .exactness import Ranks, bit_difference
 from .scenario import Scenario, local_slice, whole_tables
-from .test_sharded import check
+from .test_sharded import differences
 
 TABLES = [
     TableSpec(name="user", num_embeddings=30, embedding_dim=48, dtype="float64"),
@@ -157,7 +157,7 @@ class MixedPooling(Scenario):
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
 def test_features_of_one_table_pooled_in_several_ways(ranks: Ranks, sharding: str, optimizer: str) -> None:
     scenario = MixedPooling(sharding=sharding, pooling="", weighted=True, optimizer=optimizer)
-    check(ranks, 2, scenario)
+    differences(ranks, 2, scenario)
     if sharding != "mixed":
         exact = scenario.but(max_ids=1) if sharding == "row_wise" else scenario
         assert bit_difference(ranks, 2, exact) == 0
@@ -196,7 +196,7 @@ CELLS = product(
 def test_plans_by_hand_equal_one_process(ranks: Ranks, cell: dict[str, Any]) -> None:
     size, (pooling, weighted) = cell["size"], cell["pooling"]
     scenario = ByHand(sharding="by hand", pooling=pooling, weighted=weighted, optimizer=cell["optimizer"])
-    check(ranks, size, scenario)
+    differences(ranks, size, scenario)
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "rowwise_adagrad", "adam"])

@@ -6,28 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from beside import Beside, Program
 from source_tree import ROOT
 
 RUNNER = Path(__file__).with_name("run_page.py")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def program(page: Path) -> Program:
-    """The page in a fresh interpreter."""
-    return Program((sys.executable, str(RUNNER), str(page)))
-
-
 def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(program(page).command, cwd=folder, capture_output=True, text=True, check=False, timeout=240)
+    """The page in a fresh interpreter, in a folder that sees examples/, as a reader in the checkout does."""
+    (folder / "examples").symlink_to(ROOT / "examples")
+    command = [sys.executable, str(RUNNER), str(page)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=280)
 
 
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, id=str(page.relative_to(ROOT)), marks=pytest.mark.beside(program(page))) for page in PAGES],
-)
-def test_page(page: Path, beside: Beside) -> None:
-    run = beside(program(page))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_page(page: Path, tmp_path: Path) -> None:
+    run = run_page(page, tmp_path)
     assert run.returncode == 0, run.stdout + run.stderr
 
 

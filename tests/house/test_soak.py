@@ -1,0 +1,72 @@
+"""The parts of `make soak`: every test is in one of them, and what has passed is not run again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from source_tree import ROOT
+
+sys.path.insert(0, str(ROOT / "tools" / "soak"))
+import soak_parts
+
+
+def test_every_test_is_in_one_part() -> None:
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
+    parts = {name: soak_parts.paths_of(name) for name in soak_parts.PARTS}
+
+    def below(path: str, folders: list[str]) -> bool:
+        return any(path == folder or path.startswith(f"{folder}/") for folder in folders)
+
+    for file in files:
+        assert len([n for n, (its, other) in parts.items() if below(file, its) and not below(file, other)]) == 1, file
+
+
+def test_every_part_has_a_row_on_the_page() -> None:
+    rows = [line.split("`")[1] for line in soak_parts.PAGE.read_text().splitlines() if line.startswith("| `")]
+    assert rows == list(soak_parts.PARTS)
+
+
+TESTS = """
+import os
+
+import pytest
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_it(number, record_property):
+    record_property("number", number)
+    assert number != int(os.environ["FAILS"])
+"""
+
+
+@pytest.mark.parametrize("processes", [[], ["-n", "2"]], ids=["one", "two"])
+def test_what_has_passed_is_left_out(tmp_path: Path, processes: list[str]) -> None:
+    record = tmp_path / "record.jsonl"
+    (tmp_path / "test_numbers.py").write_text(TESTS)
+
+    def session(fails: int) -> str:
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT / "tools" / "soak"),
+            "MESETA_SOAK_RECORD": str(record),
+            "FAILS": str(fails),
+        }
+        environment.pop("MESETA_ISA", None)
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "soak_record", "-p", "no:cacheprovider", *processes]
+        ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        return ended.stdout.splitlines()[-1]
+
+    def noted() -> list[int]:
+        return sorted(json.loads(line)["number"] for line in record.read_text().splitlines())
+
+    assert session(fails=1).startswith("1 failed, 2 passed")
+    assert noted() == [0, 2]
+    record.write_bytes(record.read_bytes() + b'{"test": "cut o')
+    assert session(fails=7).startswith("1 passed")
+    assert noted() == [0, 1, 2]
+    assert "no tests ran" in session(fails=7) or not processes
