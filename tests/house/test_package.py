@@ -1,0 +1,53 @@
+"""What is built to be installed holds what a run needs: every module and type, and no source of the core."""
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from source_tree import ROOT, SOURCE
+
+CORE_SOURCES = {".cpp", ".h", ".hpp"}
+# Without CMake the core is left out, and the rest takes a second.
+PROGRAM = """
+import sys
+from scikit_build_core import build
+build.build_wheel(sys.argv[1], {"wheel.cmake": "false"})
+build.build_sdist(sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel, but for the core, and with the sdist."""
+    folder = tmp_path_factory.mktemp("package")
+    command = [sys.executable, "-c", PROGRAM, str(folder)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return folder
+
+
+def package_files() -> set[str]:
+    """Files of the package as 'meseta/...', the core's sources among them; what is compiled is not."""
+    paths = (path for path in SOURCE.rglob("*") if path.is_file() and path.suffix not in {".pyc", ".so"})
+    return {path.relative_to(SOURCE.parent).as_posix() for path in paths}
+
+
+def test_the_wheel_has_every_module_and_no_source_of_the_core(built: Path) -> None:
+    [wheel] = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert "meseta/data/reader.py" in packed and "meseta/py.typed" in packed
+    assert packed == {name for name in package_files() if Path(name).suffix not in CORE_SOURCES}
+
+
+def test_the_sdist_has_all_that_the_wheel_is_built_from(built: Path) -> None:
+    [sdist] = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    needed = {"CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", *(f"src/{name}" for name in package_files())}
+    assert needed <= packed, needed - packed
+    assert not {name for name in packed if name.startswith(("data/", "runs/", "build/"))}
