@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -29,7 +29,8 @@ from meseta.spec import MesetaError
 class Model(Protocol):
     """What a step needs of a model: tables that are looked up first, and a dense part that scores."""
 
-    embeddings: EmbeddingBagCollection | ShardedEmbeddingBagCollection
+    if TYPE_CHECKING:  # a module answers for its parts by __getattr__, which checks at runtime pass by from 3.12 on
+        embeddings: EmbeddingBagCollection | ShardedEmbeddingBagCollection
 
     def score(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B *T"]:
         """Logits from dense inputs and pooled embeddings: [B], or [B, T] for T > 1 tasks."""
