@@ -22,9 +22,9 @@ from meseta.checkpoint import (
     summarize,
     verify,
 )
-from meseta.checkpoint.layout import folder
 from meseta.comm import World
 from meseta.spec import MesetaError
+from meseta.spec.files import file_name
 
 SPECS = some_specs()
 TABLES = random_tables(SPECS, seed=3)
@@ -137,7 +137,7 @@ def test_every_bit_through_safetensors(tmp_path: Path) -> None:
     export(write(tmp_path, 1), tmp_path / "out", "safetensors", states=True, on_rows=rows.append)
     assert sum(rows) == sum(spec.num_embeddings for spec in SPECS)
     for name, columns in TABLES.items():
-        got = load_file(tmp_path / "out" / "tables" / f"{folder(name)}.safetensors")
+        got = load_file(tmp_path / "out" / "tables" / f"{file_name(name)}.safetensors")
         assert set(got) == set(columns)
         for key, value in columns.items():
             assert got[key].dtype == value.dtype and torch.equal(bits(got[key]), bits(value))
@@ -149,7 +149,7 @@ def test_numpy_reads_what_was_exported(tmp_path: Path) -> None:
     export(write(tmp_path, 1), tmp_path / "out", "numpy", states=True)
     for name, columns in TABLES.items():
         for key, value in columns.items():
-            got = np.load(tmp_path / "out" / "tables" / folder(name) / f"{key}.npy")
+            got = np.load(tmp_path / "out" / "tables" / file_name(name) / f"{key}.npy")
             want = value.float() if value.dtype == torch.bfloat16 else value
             np.testing.assert_array_equal(got.view(np.uint8), want.numpy().view(np.uint8))
     with np.load(tmp_path / "out" / "dense.npz") as dense:
@@ -161,7 +161,7 @@ def test_only_the_tables_asked_for_and_no_states(tmp_path: Path) -> None:
     files = export(write(tmp_path, 1), tmp_path / "out", "numpy", tables=[name])
     assert [str(file.relative_to(tmp_path / "out")) for file in files] == [
         "dense.npz",
-        f"tables/{folder(name)}/row.npy",
+        f"tables/{file_name(name)}/row.npy",
     ]
 
 

@@ -177,3 +177,21 @@ def test_a_run_is_called_after_its_files(pattern: str, run_dir: str) -> None:
 def test_batches_of_small_data_are_small() -> None:
     sizes = [default_batch_size(rows) for rows in (1, 6_400, 12_799, 12_800, 100_000, 409_600, 10**9)]
     assert sizes == [32, 32, 32, 64, 256, 2048, 2048]
+
+
+def test_columns_with_names_longer_than_those_of_files(
+    tmp_path: Path, output_of: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = ["x" * 300, "x" * 301, "列" * 100]
+    rows = [[str(row % 2), *(f"{name[0]}{row % 3}" for name in names)] for row in range(200)]
+    Path("long.csv").write_text("\n".join(map(",".join, [["label", *names], *rows])))
+    output_of("prepare", "long.csv", "--out", "data", "--vocabulary", "--min-count", "1")
+    assert [column.name for column in Dataset.load("data").sparse] == names
+    document = {"run_dir": "run", "data": {"dir": "data"}, "num_threads": 1}
+    document |= {"model": {"name": "logistic_regression", "embedding_dim": 1}, "train": {"batch_size": 100}}
+    Path("c.yaml").write_text(yaml.safe_dump(document))
+    output_of("train", "c.yaml")
+    output_of("eval", "run")
+    output_of("checkpoint", "export", "run", "--out", "tables")
+    assert len(list(Path("tables/tables").iterdir())) == 3

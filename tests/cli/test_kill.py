@@ -247,6 +247,16 @@ def test_a_second_signal_leaves_at_once(tiny: Path, tmp_path: Path) -> None:
     assert command.members() == []
 
 
+def test_sigterm_to_one_rank_before_it_trains(tiny: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run"))
+    command = Command(tmp_path, "train", config, "--nproc", 2)
+    command.until(lambda: 1 in command.ranks(), "rank 1")
+    os.kill(command.ranks()[1], signal.SIGTERM)
+    assert command.wait(30) == 143
+    assert command.err.read_text() == "interrupted; the same command goes on from the last checkpoint\n"
+    assert command.members() == []
+
+
 def test_a_refused_id_on_two_ranks_is_told_once(tiny: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
     shutil.copytree(tiny, data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -157,6 +158,21 @@ def raised_together(bad_ranks: list[int]) -> tuple[str, str]:
 def test_raise_together_names_the_lowest_rank(ranks: Ranks) -> None:
     for bad, expected in (([1], "rank 1: disk 1 is full"), ([0, 1], "rank 0: disk 0 is full"), ([], "")):
         assert ranks(2).run(raised_together, bad) == [(expected, "[0, 1]")] * 2
+
+
+def told_twice() -> list[str]:
+    world = World.current()
+    texts = []
+    for bad in (0, 1):
+        try:
+            world.raise_together(OSError(f"disk {bad} is full") if world.rank == bad else None)
+        except MesetaError as told:
+            texts.append(message_of(partial(world.raise_together, told)))
+    return texts
+
+
+def test_an_error_that_all_were_told_names_its_rank_once(ranks: Ranks) -> None:
+    assert ranks(2).run(told_twice) == [["rank 0: disk 0 is full", "rank 1: disk 1 is full"]] * 2
 
 
 class Broken(torch.autograd.Function):

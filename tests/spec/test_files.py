@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meseta.spec import CostModel, MesetaError, Plan, TableSpec, Topology
-from meseta.spec.files import write_whole
+from meseta.spec.files import file_name, inner_fault, write_whole
 
 PLAN = Plan.from_dict({"tables": {"a": "table_wise"}}, [TableSpec(name="a", num_embeddings=3, embedding_dim=4)], 1)
 WRITERS = {
@@ -69,3 +69,12 @@ def test_files_are_as_open_as_the_user_has_it(tmp_path: Path) -> None:
     write_whole(tmp_path / "own", "caf\u00e9 \ud800")
     assert (tmp_path / "own").stat().st_mode == (tmp_path / "other").stat().st_mode
     assert (tmp_path / "own").read_bytes() == b"caf\xc3\xa9 ?"
+
+
+def test_every_name_gives_a_file_of_its_own() -> None:
+    assert [file_name(name) for name in ("user", "a/b", "..", "año")] == ["user", "a%2Fb", ".%2E", "a%C3%B1o"]
+    names = ["x" * 300, "x" * 301, "x" * 150, "x" * 151, "列" * 40, "列" * 41, "a.", "/" * 300]
+    files = [file_name(name) for name in names]
+    assert len(set(files)) == len(names) and files[2] == names[2]
+    for name in files:
+        assert inner_fault(f"{name}.safetensors") is None and inner_fault(name) is None and len(name) <= 150

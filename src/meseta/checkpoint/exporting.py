@@ -13,9 +13,10 @@ import numpy as np
 
 from meseta.checkpoint.block import read_block
 from meseta.checkpoint.dense import DENSE_PATH, read_dense
-from meseta.checkpoint.layout import ROW, BlockSchema, Column, folder, widened
+from meseta.checkpoint.layout import ROW, BlockSchema, Column, widened
 from meseta.checkpoint.manifest import read_manifest
 from meseta.spec import MesetaError, nearest
+from meseta.spec.files import file_name
 
 Format = Literal["safetensors", "numpy"]
 FORMATS: tuple[Format, ...] = ("safetensors", "numpy")
@@ -49,7 +50,7 @@ def export(
         shutil.rmtree(temporary, ignore_errors=True)
         (temporary / "tables").mkdir(parents=True)
         for name in names:
-            _export_table(path, manifest["tables"][name], temporary / "tables" / folder(name), form, states, on_rows)
+            _export_table(path, manifest["tables"][name], temporary / "tables" / file_name(name), form, states, on_rows)
         _export_dense(path, manifest["dense"], temporary, form)
         temporary.rename(out)
     except OSError as error:
@@ -98,7 +99,7 @@ def _numpy_arrays(stem: Path, schema: BlockSchema, columns: Sequence[Column], nu
     for column in columns:
         dtype = "float32" if column.dtype == "bfloat16" else column.stored
         arrays[column.name] = np.lib.format.open_memmap(
-            stem / f"{folder(column.name)}.npy", mode="w+", dtype=dtype, shape=schema.shape(column, num_rows)
+            stem / f"{file_name(column.name)}.npy", mode="w+", dtype=dtype, shape=schema.shape(column, num_rows)
         )
     return arrays
 

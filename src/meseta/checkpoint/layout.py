@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
-from urllib.parse import quote
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meseta.spec import MesetaError, TableSpec
+from meseta.spec.files import file_name
 
 BLOCK_BYTES = 32 << 20
 """A block holds the largest power of two of rows that fits here, so 16 to 32 MiB."""
@@ -111,7 +111,7 @@ class TableLayout:
 
     def block_path(self, first_row: int) -> str:
         """Path inside the checkpoint, for example 'tables/user_id/block-00003.arrow'."""
-        return f"tables/{folder(self.spec.name)}/block-{first_row // self.block_rows:05d}.arrow"
+        return f"tables/{file_name(self.spec.name)}/block-{first_row // self.block_rows:05d}.arrow"
 
     def to_dict(self) -> dict[str, Any]:
         """The table's entry in a manifest, without its blocks."""
@@ -133,12 +133,6 @@ def as_stored(tensor: Tensor) -> Tensor:
 def widened(stored: np.ndarray) -> np.ndarray:
     """float32 of a bfloat16's stored bits, which are its upper half."""
     return (stored.astype(np.uint32) << 16).view(np.float32)
-
-
-def folder(table: str) -> str:
-    """A table's name as one safe path component: 'a/b' gives 'a%2Fb'."""
-    quoted = quote(table, safe="")
-    return quoted if quoted.strip(".") else quoted.replace(".", "%2E")
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -16,11 +16,12 @@ from meseta.checkpoint.block import sync_block, write_block
 from meseta.checkpoint.dense import write_dense
 from meseta.checkpoint.directory import begin, checkpoint_path, commit, discard, temporary_path
 from meseta.checkpoint.exchange import Job, LocalShards, exchange, pack, unpack
-from meseta.checkpoint.layout import TableLayout, folder
+from meseta.checkpoint.layout import TableLayout
 from meseta.checkpoint.manifest import build_manifest, check_state, write_manifest
 from meseta.checkpoint.together import on_first, together
 from meseta.comm import World
 from meseta.spec import MesetaError, Plan
+from meseta.spec.files import file_name
 from meseta.storage import TableShard
 
 _WRITES_IN_FLIGHT = 6
@@ -52,7 +53,7 @@ def save(
     local = {piece.shard: piece for piece in shards}
     own = together(world, lambda: _describe(world, plan, local, state))
     layouts = _merge(plan, world.gather_objects(own))
-    folders = [f"tables/{folder(name)}" for name in layouts]
+    folders = [f"tables/{file_name(name)}" for name in layouts]
     on_first(world, lambda: begin(parent, step, folders))
     temporary = temporary_path(parent, step)
 

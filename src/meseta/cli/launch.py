@@ -110,10 +110,12 @@ def run_ranks(arguments: Sequence[str], num_ranks: int) -> int:
     if blamed is None:
         return 0
     code = ranks[blamed].returncode
-    if calls.number is not None and (code in (LOST, 128 + signal.SIGTERM) or code < 0):
+    # Outside of training a rank leaves by the signal itself, whoever has sent it.
+    number = signal.SIGTERM if calls.number is None and code == -signal.SIGTERM else calls.number
+    if number is not None and (code in (LOST, 128 + signal.SIGTERM) or code < 0):
         if code != 128 + signal.SIGTERM:  # such a rank has told where it saved
             print(f"interrupted{way_on()}", file=sys.stderr)
-        return 128 + calls.number
+        return 128 + number
     if code < 0:
         name = signal.Signals(-code).name
         print(f"error: rank {blamed} was killed by {name}; all ranks are stopped{way_on()}", file=sys.stderr)

@@ -65,7 +65,7 @@ def main() -> None:
     try:
         _run()
     except MesetaError as error:
-        _leave(1, f"{where}{error}")
+        _leave(1, f"{where if error.rank is None else 'error: '}{error}")
     except OSError as error:
         named = f"{error.filename!r}: " if error.filename else ""
         _leave(1, f"{where}{named}{error.strerror or error}; see to that, and run the command again")

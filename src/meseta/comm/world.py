@@ -148,17 +148,22 @@ class World:
     def raise_together(self, error: BaseException | None) -> None:
         """Raise on every rank when any rank met an error, so that none waits for ranks that have stopped.
 
-        The message is the error of the lowest such rank, and names it; its class is kept where it is a MesetaError.
+        The message is the error of the lowest such rank, and names it, if an error that all ranks were told before
+        does not name its own; its class is kept where it is a MesetaError.
         """
         if self.size == 1:
             if error is not None:
                 raise error
             return
         kind = type(error) if isinstance(error, MesetaError) else MesetaError
-        found = self.gather_objects(None if error is None else (kind, str(error)))
+        named = error.rank if isinstance(error, MesetaError) else None
+        found = self.gather_objects(None if error is None else (kind, str(error), named))
         for rank, problem in enumerate(found):
             if problem is not None:
-                raise problem[0](f"rank {rank}: {problem[1]}") from error
+                kind, text, named = problem
+                told = kind(text if named is not None else f"rank {rank}: {text}")
+                told.rank = rank if named is None else named
+                raise told from error
 
 
 _processors: list[set[int]] = []

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from meseta.data.hash_categories import hash_categories
 from meseta.spec import MesetaError
+from meseta.spec.files import file_name
 
 FOLDER = "vocabulary"
 _COUNTED = pa.schema([("value", pa.large_binary()), ("count", pa.int64())])
@@ -89,7 +89,7 @@ class VocabularyCounter:
             num_lookups += pc.sum(merged["count"]).as_py() or 0
             kept.append(merged.filter(pc.greater_equal(merged["count"], min_count)))
         table = pa.concat_tables(kept).sort_by([("count", "descending"), ("value", "ascending")]).combine_chunks()
-        path = f"{FOLDER}/{quote(self._feature, safe='')}.parquet"
+        path = f"{FOLDER}/{file_name(self._feature)}.parquet"
         _write(dataset_dir / path, table, num_lookups)
         hashes = hash_categories(_one_chunk(table["value"]), hash_seed)
         order = np.argsort(hashes)
@@ -118,7 +118,7 @@ class VocabularyCounter:
 
     def _spill(self, merged: pa.Table) -> None:
         partition = hash_categories(_one_chunk(merged["value"])) % np.uint64(_PARTITIONS)
-        name = f"{quote(self._feature, safe='')}-{len(self._spills)}.arrow"
+        name = f"{file_name(self._feature)}-{len(self._spills)}.arrow"
         with pa.OSFile(str(self._spill_dir / name), "wb") as sink, pa.ipc.new_file(sink, _COUNTED) as writer:
             for index in range(_PARTITIONS):
                 part = merged.filter(pa.array(partition == index))

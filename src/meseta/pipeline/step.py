@@ -126,7 +126,9 @@ class TrainStep:
         except MesetaError as error:
             if len(parts) == 1:
                 raise
-            raise type(error)(f"micro-batch {index + 1} of {len(parts)}: {error}") from None
+            told = type(error)(f"micro-batch {index + 1} of {len(parts)}: {error}")
+            told.rank = error.rank
+            raise told from None
         finally:
             self.model.embeddings.forget_kept()
             self.model.embeddings.first_sample = None

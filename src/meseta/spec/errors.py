@@ -7,6 +7,9 @@ from collections.abc import Iterable
 class MesetaError(ValueError):
     """Bad input, a broken file or a plan that does not fit. The command line prints the text alone, no traceback."""
 
+    rank: int | None = None
+    """The rank that met it, where all ranks were told; the text begins with it."""
+
 
 def one_line(error: BaseException) -> str:
     """What an error of a library says, in one line; its class where it says nothing."""

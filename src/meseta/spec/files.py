@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from meseta.spec.errors import MesetaError
 
@@ -22,6 +24,8 @@ DOCUMENT_VALUES = 1_000_000
 DOCUMENT_DEPTH = 64
 """How deeply a document may be nested."""
 _NAME_BYTES, _PATH_BYTES = 255, 4096
+_STEM_BYTES = 150
+"""The longest name that `file_name` gives: room for a prefix and a suffix, also where file systems encrypt names."""
 _KINDS = (
     (stat.S_ISFIFO, "a FIFO"),
     (stat.S_ISSOCK, "a socket"),
@@ -93,6 +97,17 @@ def inner_fault(path: str) -> str | None:
     if len(path.encode()) > _PATH_BYTES or any(len(part.encode()) > _NAME_BYTES for part in parts):
         return "it is too long"
     return None
+
+
+def file_name(name: str) -> str:
+    """The name of a table or feature as one safe part of a path: 'a/b' gives 'a%2Fb'; a long one ends in a digest."""
+    quoted = quote(name, safe="")
+    if quoted.endswith("."):
+        quoted = f"{quoted[:-1]}%2E"
+    if len(quoted) <= _STEM_BYTES:
+        return quoted
+    digest = hashlib.sha256(name.encode()).hexdigest()[:32]
+    return f"{quoted[: _STEM_BYTES - len(digest) - 1]}-{digest}"
 
 
 def doubled(names: Iterable[str]) -> tuple[str, str] | None:

@@ -54,7 +54,8 @@ class TrainProgress:
             if not self._live:
                 self.say(f"step {line['step']}/{self._num_steps}  {figures}  {left_s:.0f} s left")
         else:
-            self.say(f"{line['split']} at step {line['step']}: {_figures(line)}, {line['num_samples']:,} samples")
+            figures = _figures(line) or "no figures"  # of an empty split
+            self.say(f"{line['split']} at step {line['step']}: {figures}, {line['num_samples']:,} samples")
 
     def say(self, text: str) -> None:
         """One line above the bar, as it is: rich would break it at 80 columns and read [brackets] as markup."""
