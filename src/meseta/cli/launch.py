@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from types import FrameType
 from typing import IO
 
 from meseta.spec import MesetaError
+from meseta.spec.rendezvous import Rendezvous
 
 STOP_S = 10
 """Seconds that ranks have to leave by themselves before they are killed."""
@@ -134,37 +134,27 @@ def _start(ranks: list[subprocess.Popen[bytes]], arguments: Sequence[str], error
 
     They ignore Ctrl-C, which the terminal sends to them too: the launcher passes it on as SIGTERM.
     """
-    environment = _environment(len(errors))
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        for rank, file in enumerate(errors):
-            ranks.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "meseta.cli.main", *arguments],
-                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdin=subprocess.PIPE,
-                    stdout=None if rank == 0 else subprocess.DEVNULL,
-                    stderr=None if rank == 0 else file,
+        with Rendezvous(len(errors)) as meeting:
+            for rank, file in enumerate(errors):
+                ranks.append(
+                    subprocess.Popen(
+                        command(arguments),
+                        env={**os.environ, **meeting.variables(rank), FOLLOWS: "1"},
+                        pass_fds=[meeting.descriptor],
+                        stdin=subprocess.PIPE,
+                        stdout=None if rank == 0 else subprocess.DEVNULL,
+                        stderr=None if rank == 0 else file,
+                    )
                 )
-            )
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def _environment(num_ranks: int) -> dict[str, str]:
-    """What torch.distributed reads to find the other ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    size = str(num_ranks)
-    return {
-        **os.environ,
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        FOLLOWS: "1",
-    }
+def command(arguments: Sequence[str]) -> list[str]:
+    """`meseta ARGUMENTS` in another process. -P: the folder that the user stands in may hold a torch.py."""
+    return [sys.executable, "-P", "-m", "meseta.cli.main", *arguments]
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], calls: Calls) -> int | None:

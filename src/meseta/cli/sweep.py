@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meseta.cli.launch import FOLLOWS, Calls
+from meseta.cli.launch import FOLLOWS, Calls, command
 from meseta.spec import MesetaError
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _train(arguments: Sequence[str], log: Path, calls: Calls) -> int:
     with log.open("ab") as file:
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "meseta.cli.main", *arguments],
+                command(arguments),
                 env={**os.environ, FOLLOWS: "1"},
                 stdin=subprocess.PIPE,
                 stdout=file,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from meseta.ops.memory import empty
 from meseta.spec import MesetaError
+from meseta.spec.rendezvous import VARIABLE
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class World:
 
     @staticmethod
     def current(device: torch.device | str = "cpu") -> World:
-        """The initialised process group, else the one that torchrun's variables describe, else one rank alone.
+        """The initialised process group, else that of a `Rendezvous`, else the one that torchrun's variables describe,
+        else one rank alone.
 
         Where torchrun's ranks compute on CPUs, and there are enough for all their threads, each keeps to its share.
         """
@@ -60,7 +63,8 @@ class World:
             backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
             if backend == "gloo":
                 _keep_to_share()
-            dist.init_process_group(backend, timeout=timedelta(minutes=10))
+            size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ.get("RANK", "-1"))  # -1: torch says what is missing
+            dist.init_process_group(backend, store=_store(size), rank=rank, world_size=size, timeout=TIMEOUT)
         if not dist.is_initialized():
             return World.single(device)
         return World(rank=dist.get_rank(), size=dist.get_world_size(), device=torch.device(device))
@@ -164,6 +168,21 @@ class World:
                 told = kind(text if named is not None else f"rank {rank}: {text}")
                 told.rank = rank if named is None else named
                 raise told from error
+
+
+TIMEOUT = timedelta(minutes=10)
+_num_groups = itertools.count()
+
+
+def _store(size: int) -> dist.Store | None:
+    """Where the ranks of this machine meet; None where torchrun's variables say it."""
+    path = os.environ.get(VARIABLE)
+    if path is None:
+        return None
+    # The file keeps what former groups of these processes wrote.
+    store = dist.PrefixStore(str(next(_num_groups)), dist.FileStore(path, size))
+    store.set_timeout(TIMEOUT)
+    return store
 
 
 _processors: list[set[int]] = []

@@ -43,6 +43,11 @@ class Trained(Contender):
         """Make the model."""
         raise NotImplementedError
 
+    def join(self) -> None:
+        """Become a rank of the group that `Team` has started."""
+        meeting = f"file://{os.environ['MESETA_RENDEZVOUS']}"
+        dist.init_process_group("gloo", init_method=meeting, rank=self.rank, world_size=self.num_ranks)
+
     def step(self, samples: Samples) -> Any:
         """Train on one batch and return the loss."""
         raise NotImplementedError
@@ -99,7 +104,7 @@ class Plain(Trained):
     def build(self, optimizer: str, dense_dtype: str) -> None:
         self.model: nn.Module = PlainDLRM(self.training)
         if self.num_ranks > 1:
-            dist.init_process_group("gloo")
+            self.join()
             self.model = nn.parallel.DistributedDataParallel(self.model)
         make: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
         self.optimizer: torch.optim.Optimizer = make[optimizer](self.model.parameters(), lr=LR)
@@ -130,7 +135,7 @@ class Torchrec(Trained):
 
         if dense_dtype != "float32":
             raise ValueError(f"dense dtype {dense_dtype}: only float32 is measured")
-        dist.init_process_group("gloo")
+        self.join()
         traffic, dim = self.training.traffic, self.training.dim
         self.keys = [f"f{f}" for f in range(len(traffic.rows))]
         tables = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from typing import IO, Any
 
 from meseta.measure.quiet import processor_s
 from meseta.spec import MesetaError
+from meseta.spec.rendezvous import Rendezvous
 
 TIMEOUT_S = 600.0
 """An answer that takes longer is not waited for."""
@@ -82,9 +82,9 @@ class Team:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pending: list[bytes] = []
         try:
-            program, environment = _program(member), _environment(member)
-            for rank in range(member.num_ranks):
-                self._start(rank, program, environment)
+            with Rendezvous(member.num_ranks) as meeting:
+                for rank in range(member.num_ranks):
+                    self._start(rank, meeting)
             self.facts = self.request({"make": member.entry, "arguments": dict(member.arguments)})
         except BaseException:
             self.close()
@@ -135,12 +135,18 @@ class Team:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _start(self, rank: int, program: str, environment: dict[str, str]) -> None:
+    def _start(self, rank: int, meeting: Rendezvous) -> None:
         self._errors.append(tempfile.TemporaryFile())  # noqa: SIM115 (close() closes it)
         try:
             process = subprocess.Popen(
-                [self.member.python, "-c", program],
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                _command(self.member),
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": str(max(self.member.num_threads)),
+                    **meeting.variables(rank),
+                    **self.member.environment,
+                },
+                pass_fds=[meeting.descriptor],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors[-1],
@@ -175,23 +181,8 @@ class Team:
         return f"exit code {code}; {lines[-1] if lines else 'it said nothing'}"
 
 
-def _program(member: Member) -> str:
+def _command(member: Member) -> list[str]:
+    """Its program. The folder that the user stands in is no place to import from."""
     if member.python == sys.executable:
-        return _START_OWN
-    return _START.format(root=str(Path(__file__).resolve().parents[1]))
-
-
-def _environment(member: Member) -> dict[str, str]:
-    """What a rank finds in its environment, but for its number."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": str(max(member.num_threads)),
-        "WORLD_SIZE": str(member.num_ranks),
-        "LOCAL_WORLD_SIZE": str(member.num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        **member.environment,
-    }
+        return [member.python, "-P", "-c", _START_OWN]
+    return [member.python, "-I", "-c", _START.format(root=str(Path(__file__).resolve().parents[1]))]

@@ -8,11 +8,12 @@ import json
 import math
 import os
 import stat
+import tempfile
 import unicodedata
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import quote
 
 from meseta.spec.errors import MesetaError
@@ -152,6 +153,14 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"key {key!r} is given twice")
         found[key] = value
     return found
+
+
+def nameless_file(name: str) -> IO[bytes]:
+    """A scratch file that lies in no folder: in memory where the system has that, since /tmp may be full. `name` is for
+    those who list a process's open files."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create(name), "w+b")
+    return tempfile.TemporaryFile()
 
 
 def check_place(path: str | Path) -> None:

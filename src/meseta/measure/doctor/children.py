@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import IO
+
+from meseta.spec.files import nameless_file
 
 SETTLE_S = 3.0
 """Seconds that the others have after one has failed."""
@@ -40,21 +41,27 @@ class Ended:
 
 
 def run_children(
-    module: str, environments: Sequence[Mapping[str, str]], limit_s: float, arguments: Sequence[str] = ()
+    module: str,
+    environments: Sequence[Mapping[str, str]],
+    limit_s: float,
+    arguments: Sequence[str] = (),
+    inherited: Sequence[int] = (),
 ) -> list[Ended]:
-    """Run `python -m module` once for each set of variables (beside the present ones), at the same time.
+    """Run `python -P -m module` once for each set of variables (beside the present ones), at the same time.
 
-    Those that still run after `limit_s` seconds are killed. Raises OSError where the system starts no process.
+    `inherited` are open files that they keep. Those that still run after `limit_s` seconds are killed. Raises OSError where the system starts no process.
     """
     with ExitStack() as stack:
-        files = [tuple(stack.enter_context(_scratch()) for _ in ("out", "err")) for _ in environments]
+        files = [tuple(stack.enter_context(nameless_file("meseta-doctor")) for _ in ("out", "err")) for _ in environments]
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for variables, (out, err) in zip(environments, files, strict=True):
-                command = [sys.executable, "-m", module, *arguments]
+                command = [sys.executable, "-P", "-m", module, *arguments]
                 environment = {**os.environ, **variables}
                 processes.append(
-                    subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+                    subprocess.Popen(
+                        command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, pass_fds=inherited
+                    )
                 )
             _wait(processes, limit_s)
             codes = [process.poll() for process in processes]
@@ -65,13 +72,6 @@ def run_children(
                     process.wait(SETTLE_S)
         texts = [[_text(file) for file in pair] for pair in files]
     return [Ended(code, out, err) for code, (out, err) in zip(codes, texts, strict=True)]
-
-
-def _scratch() -> IO[bytes]:
-    """A file in memory where the system has them: /tmp may be full."""
-    if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("meseta-doctor"), "w+b")
-    return tempfile.TemporaryFile()
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> None:

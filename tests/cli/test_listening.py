@@ -1,0 +1,87 @@
+"""What commands open on one machine: sockets of loopback alone."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from cli.processes import Command
+from small_run import settings, write_config
+
+LISTENS = "0A"
+"""State of a socket in /proc/net/tcp."""
+
+pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="the system does not list its sockets")
+
+
+def listening_inodes() -> dict[str, str]:
+    """Local address of each listening socket of this machine, by inode."""
+    found = {}
+    for table in ("tcp", "tcp6"):
+        path = Path("/proc/net") / table
+        for line in path.read_text().splitlines()[1:] if path.exists() else ():
+            fields = line.split()
+            if fields[3] == LISTENS:
+                # Words of 32 bits, each in the byte order of the processor.
+                words, port = fields[1].split(":")
+                number = b"".join(
+                    int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8)
+                )
+                address = ipaddress.ip_address(number)
+                mapped = getattr(address, "ipv4_mapped", None)
+                found[fields[9]] = f"{mapped or address} port {int(port, 16)}"
+    return found
+
+
+def open_inodes(pid: int) -> set[str]:
+    """Sockets of a process; none where it has just ended."""
+    found = set()
+    try:
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            target = os.readlink(f"/proc/{pid}/fd/{name}")
+            if target.startswith("socket:["):
+                found.add(target[8:-1])
+    except OSError:
+        pass
+    return found
+
+
+def listened(commands: Sequence[Command]) -> set[str]:
+    """Every address that a process of the commands listened on, until all have ended well."""
+    found: set[str] = set()
+    while any(command.process.poll() is None for command in commands):
+        processes = {pid for command in commands for pid in (command.process.pid, *command.members())}
+        mine = {inode for pid in processes for inode in open_inodes(pid)}
+        found |= {address for inode, address in listening_inodes().items() if inode in mine}
+        time.sleep(0.05)
+    for command in commands:
+        command.succeed()
+    return found
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.split()[0]).is_loopback
+
+
+def test_ranks_of_one_machine_listen_on_loopback_alone(tiny: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run"))
+    commands = [
+        Command(tmp_path / "1", "sweep", config, "seed=[1]", "--out", tmp_path / "s", "--nproc", 2),  # trains
+        Command(tmp_path / "2", "verify", config, "--nproc", 2, "--steps", 4),
+        Command(tmp_path / "3", "bench", "e2e", "rm1_uni", "--layouts", "2x1", "--no-peers", "--quick"),
+    ]
+    found = listened(commands)
+    # The ranks of each command keep a socket for each other.
+    assert len(found) >= 6
+    assert not [address for address in sorted(found) if not is_loopback(address)]
+
+
+def test_one_rank_listens_nowhere(tiny: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "one"))
+    assert listened([Command(tmp_path / "1", "train", config)]) == set()
