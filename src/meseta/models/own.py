@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -15,6 +12,7 @@ from torch import nn
 
 from meseta.models.layers import pooled_dims
 from meseta.spec import MesetaError, nearest
+from meseta.spec.own_code import import_own
 
 CONTRACT = "see docs/own_model.md for what a model must have"
 
@@ -24,10 +22,10 @@ def make_own_model(
 ) -> nn.Module:
     """`Class(embeddings, num_dense=..., labels=..., seed=..., **options)` for `path` "module:Class", tried on zeros.
 
-    The module is found as Python finds it, and in the current folder. Whatever the constructor draws from torch's
-    global generator is a function of `seed`. Raises MesetaError where the module or the class cannot be had, where the
-    class is no nn.Module, takes other arguments or keeps no `embeddings`, and where `score(dense, pooled)` fails or
-    gives anything but logits [B], or [B, T] for T > 1 labels.
+    The module is found as Python finds it, and in the current folder; its files are told before they run. Whatever the
+    constructor draws from torch's global generator is a function of `seed`. Raises MesetaError where the module or the
+    class cannot be had, where the class is no nn.Module, takes other arguments or keeps no `embeddings`, and where
+    `score(dense, pooled)` fails or gives anything but logits [B], or [B, T] for T > 1 labels.
     """
     cls = _find(path)
     with torch.random.fork_rng(devices=[]):
@@ -64,10 +62,8 @@ def _find(path: str) -> type[nn.Module]:
 
 
 def _import(path: str, module_name: str) -> ModuleType:
-    if os.getcwd() not in sys.path:  # The command `meseta` is no script of this folder, so Python does not look here.
-        sys.path.append(os.getcwd())
     try:
-        return importlib.import_module(module_name)
+        return import_own(f"model.name {path!r}", module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from functools import cache
 
@@ -13,6 +12,7 @@ from meseta.optim.row.adam import adam, lamb, rowwise_adam, rowwise_lamb
 from meseta.optim.row.change import absolute_penalty, clip_norm, clip_value, coupled_decay, decoupled_decay
 from meseta.optim.row.sgd import frozen, lars, sgd
 from meseta.spec import MesetaError, OptimizerSpec, nearest
+from meseta.spec.own_code import import_own
 
 Factory = Callable[[OptimizerSpec], RowOptimizer]
 
@@ -64,7 +64,7 @@ def _own_factory(name: str) -> Factory:
     """What 'package.module:factory' names."""
     module_name, _, attribute = name.partition(":")
     try:
-        module = importlib.import_module(module_name)
+        module = import_own(f"row optimizer {name!r}", module_name)
     except (ImportError, ValueError) as error:  # ValueError: the name is empty
         raise MesetaError(
             f"row optimizer {name!r}: module {module_name!r} cannot be imported ({error}); "
