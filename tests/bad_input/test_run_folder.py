@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import resource
 import shutil
@@ -16,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from bad_input.cases import change_value
-from bad_input.commands import run_here, tree
+from bad_input.commands import run_here, tree, within
 from meseta.spec import MesetaError
 from meseta.train.lock import FolderLock
+from sampling import product, sample
 from small_run import environment, final_checksum, metrics, settings, train, write_config
 
 EVERY_4 = {"checkpoint__every_steps": 4, "checkpoint__keep_last": 3}
@@ -200,3 +202,164 @@ def test_a_refused_run_gives_the_lock_back(tiny: Path, run: Path) -> None:
         train(settings(tiny, run, **EVERY_4, train__max_steps=3))
     assert not (run / ".lock").exists()
     train(settings(tiny, run, **EVERY_4))
+
+
+LIMIT_S = 60
+"""For a command that ends within a second where it does not hang, on a busy machine."""
+OUTSIDE = "outside.txt"
+"""A file of the user's beside the run, which a link in a stranger's run may name."""
+
+
+def replaced_by(content: bytes) -> Callable[[Path], None]:
+    def replace(path: Path) -> None:
+        clear(path)
+        path.write_bytes(content)
+
+    return replace
+
+
+def clear(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+
+
+def half(path: Path) -> None:
+    content = path.read_bytes() if path.is_file() else b""
+    replaced_by(content[: len(content) // 2])(path)
+
+
+def fifo(path: Path) -> None:
+    clear(path)
+    os.mkfifo(path)
+
+
+def folder(path: Path) -> None:
+    clear(path)
+    (path / "inner").mkdir(parents=True)
+
+
+def link(path: Path) -> None:
+    clear(path)
+    path.symlink_to(path.parents[1] / OUTSIDE)
+
+
+def link_to_itself(path: Path) -> None:
+    clear(path)
+    path.symlink_to(path.name)
+
+
+def huge(path: Path) -> None:
+    """Longer than any document, and no disk is needed for it."""
+    clear(path)
+    path.touch()
+    os.truncate(path, 40 << 20)
+
+
+HARMS: dict[str, Callable[[Path], None]] = {
+    "missing": clear,
+    "empty": replaced_by(b""),
+    "half": half,
+    "binary": replaced_by(random.Random(0).randbytes(4000)),
+    "fifo": fifo,
+    "folder": folder,
+    "link": link,
+    "link_to_itself": link_to_itself,
+    "huge": huge,
+    "list": replaced_by(b"[1, 2, 3]\n"),
+    "wrong_types": replaced_by(b'{"kind": "eval", "step": "x", "test": {"auc": []}, "tables": 3, "num_ranks": {}}\n'),
+    "nan": replaced_by(b'{"kind": "train", "step": NaN, "num_samples": Infinity, "num_ranks": NaN, "tables": {}}\n'),
+    "deep": replaced_by(b"[" * 100_000),
+    "a_date_that_is_none": replaced_by(b"seed: 2020-13-01\n"),
+}
+NAMES = (
+    "config.yaml", "dataset.json", "plan.json", "environment.json", "metrics.jsonl", "summary.json", "report.html",
+    ".lock", "checkpoints", "tensorboard", "checkpoints/step-000000099", "checkpoints/.tmp-mine", ".config.yaml.tmp",
+)  # fmt: skip
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "train": ("train", "c.yaml"),
+    "report": ("report", "run"),
+    "compare": ("report", "run", "other", "--out", "page.html"),
+    "check": ("plan", "check", "run"),
+    "eval": ("eval", "run", "--best"),
+    "predict": ("predict", "run", "--out", "p.parquet"),
+    "list": ("checkpoint", "list", "run"),
+    "verify": ("checkpoint", "verify", "run"),
+}
+WRITTEN = {"page.html", "p.parquet", "run/report.html"}
+
+
+@pytest.mark.parametrize("case", sample(product(name=NAMES, harm=list(HARMS), command=list(COMMANDS)), k=40, seed=1))
+def test_a_strangers_file_in_a_run_ends_a_command_in_one_line_or_is_left_alone(
+    case: dict[str, str], tiny: Path, trained: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = run.parent
+    monkeypatch.chdir(home)
+    (home / OUTSIDE).write_text("mine\n")
+    (home / "other").symlink_to(trained)
+    write_config(home / "c.yaml", settings(tiny, run, **EVERY_4, train__tensorboard=case["name"] == "tensorboard"))
+    HARMS[case["harm"]](run / case["name"])
+    before = tree(home)
+    with within(LIMIT_S, str(case)):
+        ended = run_here(*COMMANDS[case["command"]])
+    assert ended.code in (0, 1)
+    assert len(ended.errors) == ended.code, ended.err
+    assert (home / OUTSIDE).read_text() == "mine\n"
+    if case["command"] != "train":
+        left = {name: content for name, content in tree(home).items() if name not in WRITTEN}
+        assert left == {name: content for name, content in before.items() if name not in WRITTEN}
+    elif case["name"].startswith("checkpoints/") and case["harm"] != "missing":
+        assert os.path.lexists(run / case["name"])
+
+
+@pytest.mark.parametrize(
+    "spoiled", [b"\xff\x00rubbish", b'{"kind": "eval", "step": "x"}', b"[" * 9999, b'{"kind": [], "step": 3}']
+)
+def test_a_spoiled_line_of_metrics_is_named_and_stays(spoiled: bytes, tiny: Path, trained: Path, run: Path) -> None:
+    """The run goes on to the same figures; what a kill cut off goes."""
+    path = run / "metrics.jsonl"
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([lines[0], spoiled, *lines[1:], b'{"kind": "train", "st']))
+    shutil.rmtree(run / "checkpoints/step-000000014")
+    ended = run_here("train", write_config(run.parent / "c.yaml", settings(tiny, run, **EVERY_4)))
+    assert ended.code == 0
+    [note] = [line for line in ended.err.splitlines() if line.startswith("note: ")]
+    assert note == f"note: {str(path)!r}: 1 of its lines cannot be read (line 2) and are left alone"
+    after = path.read_bytes().splitlines()
+    assert after.pop(1) == spoiled and len(after) == len(lines)
+    assert final_checksum(run) == final_checksum(trained)
+
+
+def test_strange_names_among_checkpoints_are_named_and_left_alone(tiny: Path, trained: Path, run: Path) -> None:
+    parent = run / "checkpoints"
+    for name in ("notes.txt", "step-000000099", ".tmp-mine", ".old-step-x"):
+        (parent / name).write_text("mine")
+    os.mkfifo(parent / "step-000000100")
+    (parent / ".tmp-notes").mkdir()
+    names = ["notes.txt", "step-000000099", ".tmp-mine", ".old-step-x", "step-000000100", ".tmp-notes"]
+    shutil.rmtree(parent / "step-000000014")
+    ended = run_here("train", write_config(run.parent / "c.yaml", settings(tiny, run, **EVERY_4)))
+    assert ended.code == 0
+    told = [line for line in ended.err.splitlines() if line.startswith("note: ")]
+    assert sorted(told) == sorted(f"note: {str(parent / n)!r} is no checkpoint and is left alone" for n in names)
+    assert all((parent / name).exists() for name in names)
+    assert final_checksum(run) == final_checksum(trained)
+    listed = run_here("checkpoint", "list", run)
+    assert listed.code == 0 and listed.out.count("  no checkpoint\n") == len(names)
+
+
+def test_a_file_in_the_place_of_a_checkpoint_is_not_replaced(tiny: Path, run: Path) -> None:
+    path = run / "checkpoints/step-000000014"
+    shutil.rmtree(path)
+    path.write_text("mine")
+    ended = run_here("train", write_config(run.parent / "c.yaml", settings(tiny, run, **EVERY_4)))
+    assert ended.code == 1 and path.read_text() == "mine"
+    assert "step-000000014" in ended.errors[0] and "no folder" in ended.errors[0]
+
+
+def test_a_lock_that_is_a_link_is_not_written_through(tiny: Path, run: Path) -> None:
+    (run.parent / OUTSIDE).write_text("mine")
+    (run / ".lock").symlink_to(run.parent / OUTSIDE)
+    ended = run_here("train", write_config(run.parent / "c.yaml", settings(tiny, run, **EVERY_4)))
+    assert ended.code == 1 and len(ended.errors) == 1
+    assert (run.parent / OUTSIDE).read_text() == "mine"

@@ -30,9 +30,7 @@ def listening_inodes() -> dict[str, str]:
             if fields[3] == LISTENS:
                 # Words of 32 bits, each in the byte order of the processor.
                 words, port = fields[1].split(":")
-                number = b"".join(
-                    int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8)
-                )
+                number = b"".join(int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8))
                 address = ipaddress.ip_address(number)
                 mapped = getattr(address, "ipv4_mapped", None)
                 found[fields[9]] = f"{mapped or address} port {int(port, 16)}"
@@ -66,7 +64,7 @@ def listened(commands: Sequence[Command]) -> set[str]:
 
 
 def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.split()[0]).is_loopback
+    return ipaddress.ip_address(address.split(maxsplit=1)[0]).is_loopback
 
 
 def test_ranks_of_one_machine_listen_on_loopback_alone(tiny: Path, tmp_path: Path) -> None:

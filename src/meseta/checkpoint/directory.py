@@ -5,10 +5,13 @@ Three kinds of names lie in the parent directory:
     step-000000500          a checkpoint; only a rename makes one, so it is always whole
     .tmp-...                work in progress, or being deleted; never read, removed by the next save
     .old-step-000000500     the former checkpoint of a step, while a new one of the same step takes its place
+
+Whatever else lies there is somebody else's and stays as it is.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -22,6 +25,7 @@ from meseta.spec import MesetaError
 
 _TEMPORARY, _OLD = ".tmp-", ".old-"
 NAME = re.compile(r"(?P<old>\.old-)?step-(?P<step>\d{9,})")
+_UNFINISHED = re.compile(r"\.tmp-(deleted-(\.old-)?)?step-\d{9,}")
 
 
 def begin(parent: Path, step: int, folders: list[str]) -> Path:
@@ -29,16 +33,18 @@ def begin(parent: Path, step: int, folders: list[str]) -> Path:
     if not parent.is_dir():
         parent.mkdir(parents=True)
         sync(parent.parent)
-    for path in list(parent.iterdir()):
-        if path.name.startswith(_TEMPORARY):
-            shutil.rmtree(path)
-    for path in list(parent.glob(f"{_OLD}step-*")):
+    final, temporary = checkpoint_path(parent, step), temporary_path(parent, step)
+    for path in (final, temporary):
+        if path.is_symlink() or (path.exists() and not path.is_dir()):
+            raise FileExistsError(errno.EEXIST, "there is something of that name that is no folder", str(path))
+    for path in [path for path in parent.iterdir() if _UNFINISHED.fullmatch(path.name) and _is_folder(path)]:
+        shutil.rmtree(path)
+    for path in [path for path in _checkpoints(parent) if path.name.startswith(_OLD)]:
         current = parent / path.name.removeprefix(_OLD)
         if current.exists():
             discard(path)
         else:
             path.rename(current)
-    temporary = temporary_path(parent, step)
     for folder in folders:
         (temporary / folder).mkdir(parents=True)
     return temporary
@@ -129,11 +135,27 @@ def prune(parent: Path | str, keep_last: int, keep_step: int | None = None) -> l
 def named(parent: Path) -> list[Path]:
     """Directories named as checkpoints, by rising step; a former one only while nothing has taken its place."""
     found = []
-    for path in parent.iterdir() if parent.is_dir() else ():
-        match = NAME.fullmatch(path.name)
-        if match and not (match["old"] and path.with_name(path.name.removeprefix(_OLD)).exists()):
-            found.append((int(match["step"]), path))
+    for path in _checkpoints(parent):
+        if not (path.name.startswith(_OLD) and path.with_name(path.name.removeprefix(_OLD)).exists()):
+            found.append((int(path.name.removeprefix(_OLD).removeprefix("step-")), path))
     return [path for _, path in sorted(found)]
+
+
+def strangers(parent: Path) -> list[Path]:
+    """What lies in `parent` beside checkpoints and what becomes of them: it is never read, moved or deleted."""
+    if not parent.is_dir():
+        return []
+    known = set(_checkpoints(parent))
+    known |= {path for path in parent.iterdir() if _UNFINISHED.fullmatch(path.name) and _is_folder(path)}
+    return sorted(path for path in parent.iterdir() if path not in known)
+
+
+def _checkpoints(parent: Path) -> list[Path]:
+    return [path for path in parent.iterdir() if NAME.fullmatch(path.name) and path.is_dir()] if parent.is_dir() else []
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def _has_files(path: Path, manifest: Mapping[str, Any]) -> bool:

@@ -29,6 +29,8 @@ def list_them(
 ) -> None:
     """All checkpoints with step, size and checksum, damaged ones too; exit code 1 if there is one."""
     from meseta.checkpoint import list_checkpoints
+    from meseta.checkpoint.directory import strangers
+    from meseta.checkpoint.listing import checkpoints_of
     from meseta.spec.urls import is_url
     from meseta.train.report.figures import num_bytes
 
@@ -47,6 +49,8 @@ def list_them(
             typer.echo(
                 f"{s.path}  {_when(s)}  {num_bytes(s.num_bytes)}  {len(s.tables)} tables  model {s.checksum[:16]}"
             )
+    for path_of_another in () if as_json else strangers(checkpoints_of(path)):
+        typer.echo(f"{path_of_another}  no checkpoint")
     if any(listed.summary is None for listed in found):
         raise typer.Exit(1)
 

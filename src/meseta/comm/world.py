@@ -63,7 +63,8 @@ class World:
             backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
             if backend == "gloo":
                 _keep_to_share()
-            size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ.get("RANK", "-1"))  # -1: torch says what is missing
+            # Of a rank of -1 torch says which variables are missing.
+            size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ.get("RANK", "-1"))
             dist.init_process_group(backend, store=_store(size), rank=rank, world_size=size, timeout=TIMEOUT)
         if not dist.is_initialized():
             return World.single(device)

@@ -16,8 +16,8 @@ LOOPBACK_INDEX = 1
 class Rendezvous:
     """A place where processes of this machine become the ranks of one group; a context manager around their start.
 
-    It is a file that lies in no folder. Each rank inherits it as an open descriptor and makes torch's FileStore of it, so
-    that nothing listens for ranks, nobody else can come in, no port has to be free, and nothing is left behind.
+    It is a file that lies in no folder. Each rank inherits it as an open descriptor and makes torch's FileStore of it:
+    nothing listens for ranks, nobody else can come in, no port has to be free, and nothing is left behind.
     """
 
     def __init__(self, num_ranks: int) -> None:

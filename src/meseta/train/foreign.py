@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meseta.spec import MesetaError
 from meseta.spec.errors import one_line
+from meseta.spec.files import open_regular
 
 Layout = Literal["torch", "torchrec", "dlrm"]
 LAYOUTS: tuple[Layout, ...] = ("torch", "torchrec", "dlrm")
@@ -61,7 +62,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def _read_file(file: Path) -> dict[str, Tensor]:
     try:
-        with file.open("rb") as opened:
+        with open(open_regular(file), "rb") as opened:
             head = opened.read(4)
         if file.suffix == ".safetensors":
             return dict(load_file(file))

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import socket
+import stat
 from pathlib import Path
 
 from meseta.spec import MesetaError
@@ -31,8 +32,11 @@ class FolderLock:
         written.
         """
         while self._descriptor is None:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+            # Through a link it would be another file that is written.
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
             try:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise OSError(errno.EINVAL, f"{NAME} is no regular file", str(self._path))
                 if not self._try(descriptor):
                     continue
                 with contextlib.suppress(OSError):  # on a full disk the lock holds without a name

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,10 +16,13 @@ from typing import Any
 
 import yaml
 
+from meseta.checkpoint.directory import strangers
 from meseta.config import RunConfig, load_config
 from meseta.spec import MesetaError
+from meseta.spec.files import parse_json, read_bounded
 from meseta.spec.processors import num_cores
 from meseta.train.lock import FolderLock
+from meseta.train.report.lines import METRICS_NAME, EvalLine, MetricsLine, TrainLine, read_lines, told_spoiled
 
 
 class RunDir:
@@ -27,8 +31,9 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
-        self._metrics = path / "metrics.jsonl"
+        self._metrics = path / METRICS_NAME
         self._lock = FolderLock(path)
+        self._told: set[str] = set()
 
     def begin(self, config: RunConfig, dataset: Mapping[str, Any], plan: Mapping[str, Any], device: str) -> None:
         """Lock the directory and write what is known before the first step.
@@ -40,7 +45,10 @@ class RunDir:
             self._lock.acquire()
             self.checkpoints.mkdir(exist_ok=True)
             for path in self.path.glob(".*.tmp"):  # what killed runs left half-written
-                path.unlink()
+                if not path.is_dir():
+                    path.unlink()
+        for path in strangers(self.checkpoints):
+            self._say(f"{str(path)!r} is no checkpoint and is left alone")
         document = config.model_dump(mode="json")
         self.write("config.yaml", yaml.safe_dump(document, sort_keys=False))
         self.write_json("dataset.json", dataset)
@@ -57,6 +65,12 @@ class RunDir:
         """Let other runs in."""
         self._lock.release()
 
+    def _say(self, note: str) -> None:
+        """A line on the terminal of rank 0, once."""
+        if note not in self._told and os.environ.get("RANK", "0") == "0":
+            print(f"note: {note}", file=sys.stderr, flush=True)
+        self._told.add(note)
+
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
         try:
@@ -66,13 +80,13 @@ class RunDir:
                 f"run_dir {str(self.path)!r} cannot be written: {error.strerror}; make room there, or choose another"
             ) from None
 
-    def write(self, name: str, text: str) -> None:
+    def write(self, name: str, text: str | bytes) -> None:
         """Replace a file by one rename, so that a reader never sees half of it. Raises MesetaError where it cannot be
         written, and leaves the former one."""
         temporary = self.path / f".{name}.tmp"
         with self._writing():
             try:
-                temporary.write_text(text, encoding="utf-8")
+                temporary.write_bytes(text if isinstance(text, bytes) else text.encode())
                 os.replace(temporary, self.path / name)
             except OSError:
                 temporary.unlink(missing_ok=True)
@@ -94,32 +108,43 @@ class RunDir:
                 raise
 
     def forget_after(self, step: int, num_steps: int) -> None:
-        """Drop the lines that a run resumed at `step` writes again, and what a finished run wrote at its end."""
-        (self.path / "summary.json").unlink(missing_ok=True)
-        lines = [line for line in self.metrics() if line["step"] <= step]
-        lines = [line for line in lines if line["kind"] == "train" or line["step"] < num_steps]
-        self.write("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+        """Drop the lines that a run resumed at `step` writes again, what a finished run wrote at its end, and what a
+        kill has cut off. Other lines that nobody can read are named, and stay."""
+
+        def stays(line: MetricsLine) -> bool:
+            if isinstance(line.record, TrainLine):
+                return line.record.step <= step
+            if isinstance(line.record, EvalLine):
+                return line.record.step <= min(step, num_steps - 1)
+            return line.is_whole
+
+        with self._writing():
+            (self.path / "summary.json").unlink(missing_ok=True)
+        self.write(METRICS_NAME, b"".join(line.content + b"\n" for line in self._lines() if stays(line)))
 
     def measured(self, step: int) -> dict[str, Any]:
         """What the summary of a run that ended after `step` says of its steps' time, measured and predicted; a run that
         is shown again takes no step that could be timed. Empty where there is no such summary."""
         try:
-            summary = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+            summary = parse_json(read_bounded(self.path / "summary.json"))
             names = ("stages_s_by_rank", "predicted") if summary["num_steps"] == step else ()
             return {name: summary[name] for name in names}
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError):
             return {}
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All whole lines of metrics.jsonl; a kill may have cut off the last one."""
-        if not self._metrics.exists():
+        """The lines of metrics.jsonl that logs and evaluations wrote. Raises MesetaError where it cannot be read."""
+        return [line.document for line in self._lines() if line.record is not None]
+
+    def _lines(self) -> list[MetricsLine]:
+        try:
+            lines = list(read_lines(self._metrics))
+        except FileNotFoundError:
             return []
-        lines = []
-        for text in self._metrics.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError, RecursionError):
-                line = json.loads(text)
-                if isinstance(line, dict) and {"kind", "step"} <= line.keys():
-                    lines.append(line)
+        except OSError as error:
+            raise MesetaError(f"run {str(self.path)!r}: {METRICS_NAME}: {error.strerror}; move it away") from None
+        if spoiled := [line.number for line in lines if line.is_spoiled and line.is_whole]:
+            self._say(f"{str(self._metrics)!r}: {told_spoiled(spoiled)} left alone")
         return lines
 
     def load_config(self) -> RunConfig:

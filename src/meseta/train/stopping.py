@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,11 +45,11 @@ class BestSoFar:
         best counts as stale, and leaves the best where it is.
         """
         # The figures of a single label stand in the line itself.
-        figures = line["tasks"][self.config.task] if self.config.task and "tasks" in line else line
-        value = figures[self.config.metric]
+        figures = line["tasks"].get(self.config.task, {}) if self.config.task and "tasks" in line else line
+        value = figures.get(self.config.metric)
         if isinstance(value, dict):  # a mean over groups, with their number
-            value = value["value"]
-        if value is not None and self._is_better(value):
+            value = value.get("value")
+        if value is not None and math.isfinite(value) and self._is_better(value):
             self.step, self.value, self.num_stale = line["step"], value, 0
             return True
         self.num_stale += 1

@@ -16,10 +16,11 @@ from typing import Any
 
 import yaml
 
-from meseta.config import check_document, read_document
+from meseta.config import RunConfig, check_document, read_document
 from meseta.spec import MesetaError
 from meseta.spec.documents import parse_yaml
-from meseta.spec.files import write_whole
+from meseta.spec.files import parse_json, read_bounded, write_whole
+from meseta.spec.own_code import say_own
 from meseta.train.report.metrics import RISING
 
 FORMAT = "meseta.sweep/1"
@@ -154,7 +155,7 @@ class Trial:
     def summary(self) -> dict[str, Any] | None:
         """What summary.json says; None while the run is not finished."""
         try:
-            document = json.loads((self.run_dir / "summary.json").read_text())
+            document = parse_json(read_bounded(self.run_dir / "summary.json"), finite=False)
         except (OSError, ValueError):
             return None
         return document if isinstance(document, dict) and isinstance(document.get("test"), dict) else None
@@ -182,9 +183,10 @@ def open_sweep(
     document.pop("run_dir", None)
     common = out / "config.yaml"
     trials = tuple(Trial(n, own, out / f"trial-{n:03d}") for n, own in enumerate(settings))
+    own_code: dict[str, str] = {}
     for trial in trials:
         try:
-            check_document(read_document(config, [*fixed, *trial.overrides]), config)
+            own_code |= _own_code(check_document(read_document(config, [*fixed, *trial.overrides]), config))
         except MesetaError as error:
             raise MesetaError(f"sweep: trial {trial.number} ({trial.title}): {error}") from None
     record = {"format": FORMAT, "config": json.loads(json.dumps(document, default=str))}
@@ -207,14 +209,26 @@ def open_sweep(
         raise MesetaError(f"sweep: {str(out)!r} cannot be made: {error.strerror}; choose another --out") from None
     write_whole(common, yaml.safe_dump(document, sort_keys=False))
     write_whole(out / "sweep.json", json.dumps({**record, "trials": own}, indent=1) + "\n")
+    for path, what in own_code.items():
+        say_own(what, path.partition(":")[0])
     return Sweep(out=out, config=common, trials=trials)
+
+
+def _own_code(config: RunConfig) -> dict[str, str]:
+    """Import paths of a config -> the words in which they are told."""
+    embedding = config.embedding
+    optimizers = [embedding.optimizer, *(table.optimizer for table in embedding.tables.values())]
+    names = {optimizer.name for optimizer in optimizers if optimizer is not None}
+    found = {config.model.name: f"model.name {config.model.name!r}"}
+    found |= {name: f"row optimizer {name!r}" for name in sorted(names)}
+    return {path: what for path, what in found.items() if ":" in path}
 
 
 def _read(out: Path) -> dict[str, Any] | None:
     """What a sweep left in its folder."""
     file = out / "sweep.json"
     try:
-        document = json.loads(file.read_text())
+        document = parse_json(read_bounded(file))
         if document["format"] == FORMAT and isinstance(document["trials"], list):
             return dict(document)
     except FileNotFoundError:
@@ -222,6 +236,14 @@ def _read(out: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, TypeError, KeyError):
         pass
     raise MesetaError(f"sweep: {str(file)!r} cannot be read; choose another --out, or delete it")
+
+
+_COUNTS = {"steps": "num_steps", "samples_per_s": "samples_per_s"}
+"""Column of a table -> key of summary.json."""
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) else None
 
 
 @dataclass(frozen=True)
@@ -236,8 +258,7 @@ class Result:
 
     def figure(self, name: str) -> float | None:
         """A metric of the test split at the end; None where the trial has none."""
-        value = None if self.summary is None else self.summary["test"].get(name)
-        return value if isinstance(value, int | float) else None
+        return None if self.summary is None else _number(self.summary["test"].get(name))
 
     def cells(self) -> dict[str, Any]:
         """What tables show, by column; None for what is not there."""
@@ -246,8 +267,7 @@ class Result:
             "trial": self.trial.run_dir.name,
             **self.trial.settings,
             **{name: self.figure(name) for name in ("ne", "auc", "logloss")},
-            "steps": done.get("num_steps"),
-            "samples_per_s": done.get("samples_per_s"),
+            **{shown: _number(done.get(name)) for shown, name in _COUNTS.items()},
             "problem": self.problem,
         }
 

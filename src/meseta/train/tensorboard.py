@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,8 @@ class TensorBoard:
         """
         self.close()
         try:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            for former in self._folder.glob("events.out.tfevents.*"):
+                former.unlink()
             self._writer = self._make(str(self._folder), purge_step=0)
             for line in lines:
                 self._add(line)

@@ -42,6 +42,9 @@ from meseta.train.state import (
 from meseta.train.stopping import BestSoFar, check_stopping
 from meseta.train.tensorboard import TensorBoard
 
+SHOWN_FIGURES = {"auc", "ne", "logloss", "calibration", "num_samples"}
+"""Of an evaluation, at the end of a run."""
+
 
 class Trainer:
     """One run of one config. Every rank builds one and calls `run`."""
@@ -163,7 +166,8 @@ class Trainer:
     def _last_evaluation(self, progress: TrainProgress) -> dict[str, Any]:
         """The evaluation that ended training early, or one of the trained model."""
         done = [line for line in self.run_dir.metrics() if line["kind"] == "eval"] if self.world.rank == 0 else []
-        [line, *_] = self.world.gather_objects(done[-1] if done and done[-1]["step"] == self.step else None)
+        is_last = bool(done) and done[-1].get("step") == self.step and done[-1].keys() >= SHOWN_FIGURES
+        [line, *_] = self.world.gather_objects(done[-1] if is_last else None)
         return self._evaluate(progress) if line is None else line
 
     def _train(self, progress: TrainProgress) -> None:

@@ -49,10 +49,13 @@ def run_children(
 ) -> list[Ended]:
     """Run `python -P -m module` once for each set of variables (beside the present ones), at the same time.
 
-    `inherited` are open files that they keep. Those that still run after `limit_s` seconds are killed. Raises OSError where the system starts no process.
+    `inherited` are open files that they keep. Those that still run after `limit_s` seconds are killed. Raises OSError
+    where the system starts no process.
     """
     with ExitStack() as stack:
-        files = [tuple(stack.enter_context(nameless_file("meseta-doctor")) for _ in ("out", "err")) for _ in environments]
+        files = [
+            tuple(stack.enter_context(nameless_file("meseta-doctor")) for _ in ("out", "err")) for _ in environments
+        ]
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for variables, (out, err) in zip(environments, files, strict=True):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from meseta.train.report.axis import Axis, make_axis
 from meseta.train.report.figures import drawable, fixed, short
+from meseta.train.report.lines import ReliabilityPoint
 from meseta.train.report.markup import label, number, picture, tag, text
-from meseta.train.report.record import ReliabilityPoint
 
 WIDTH, HEIGHT = 340, 210
 LEFT, RIGHT, TOP, BOTTOM = 44, 64, 12, 30

@@ -20,8 +20,9 @@ from meseta.train.report.differences import (
 )
 from meseta.train.report.figures import drawable
 from meseta.train.report.headline import Headline, headline
+from meseta.train.report.lines import Figures
 from meseta.train.report.metrics import Metric, metrics_in
-from meseta.train.report.record import RUN_FILES, Figures, RunRecord, read_run
+from meseta.train.report.record import RUN_FILES, RunRecord, read_run
 from meseta.train.report.stages import mean_stages_s
 
 WHOLE = ""

@@ -9,9 +9,10 @@ import numpy as np
 
 from meseta.train.report.chart import Series, line_chart
 from meseta.train.report.figures import drawable
+from meseta.train.report.lines import EvalLine, TrainLine
 from meseta.train.report.markup import tag, text
 from meseta.train.report.metrics import Metric
-from meseta.train.report.record import EvalLine, RunRecord, TrainLine
+from meseta.train.report.record import RunRecord
 
 
 @dataclass(frozen=True, kw_only=True)

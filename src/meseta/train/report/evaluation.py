@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from meseta.train.report.chart import reliability_plot
 from meseta.train.report.figures import count, drawable, fixed, plural
 from meseta.train.report.headline import final_evaluation
+from meseta.train.report.lines import EvalLine, Figures
 from meseta.train.report.markup import table, tag, text
 from meseta.train.report.metrics import metrics_in
-from meseta.train.report.record import EvalLine, Figures, RunRecord
+from meseta.train.report.record import RunRecord
 
 MAX_EVALS = 12
 

@@ -6,7 +6,8 @@ import statistics
 from dataclasses import dataclass
 
 from meseta.train.report.figures import drawable
-from meseta.train.report.record import EvalLine, RunRecord
+from meseta.train.report.lines import EvalLine
+from meseta.train.report.record import RunRecord
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meseta.train.report.figures import drawable
-from meseta.train.report.record import Figures
+from meseta.train.report.lines import Figures
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from meseta.spec import MesetaError
 from meseta.spec.files import write_whole
 from meseta.train.report.curves import curves_section
 from meseta.train.report.data_statistics import data_section
@@ -29,6 +30,8 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """
     run_dir = Path(run_dir)
     path = run_dir / "report.html" if out is None else Path(out)
+    if out is None and path.exists() and not path.is_file():
+        raise MesetaError(f"report: {str(path)!r} is no regular file; move it away, or name another with --out")
     write_whole(path, render(read_run(run_dir)))
     return path
 

@@ -2,106 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from meseta.spec import MesetaError
+from meseta.spec.documents import parse_yaml
+from meseta.spec.files import parse_json, read_bounded
+from meseta.train.report.lines import METRICS_NAME, Count, Entry, EvalLine, TrainLine, read_lines, told_spoiled
 
-RUN_FILES = ("config.yaml", "dataset.json", "plan.json", "environment.json", "metrics.jsonl", "summary.json")
-_OWN_FILES = ("config.yaml", "plan.json", "metrics.jsonl", "summary.json")  # no prepared dataset has these
-
-Count = Annotated[int, Field(ge=0, le=10**18)]
-
-
-class Entry(BaseModel):
-    """Part of a file; keys that the page does not show are left aside, so newer runs can be read."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-
-class Lifetime(Entry):
-    """Figures over the whole run so far."""
-
-    logloss: float | None = None
-    ne: float | None = None
-    auc_binned: float | None = None
-
-
-class TrainLine(Entry):
-    """Figures since the line before."""
-
-    step: Count
-    num_samples: Count
-    time_s: float | None = None
-    loss: float | None = None
-    logloss: float | None = None
-    """Of the first label; None where it is the only one, and this the loss."""
-    ne: float | None = None
-    auc: float | None = None
-    lifetime: Lifetime = Lifetime()
-    samples_per_s: float | None = None
-    lr_dense: float | None = None
-    lr_sparse: float | None = None
-    stages_s: dict[str, float] = {}
-
-    @property
-    def label_loss(self) -> float | None:
-        """Log loss of the first label, as evaluations and the whole run's figures have it."""
-        return self.loss if self.logloss is None else self.logloss
-
-
-class ReliabilityPoint(Entry):
-    """One bin of a reliability curve."""
-
-    mean_prediction: float
-    mean_label: float
-    num_samples: Count
-
-
-class GroupedFigure(Entry):
-    """Mean of a figure over groups of samples."""
-
-    value: float | None = None
-
-
-class Figures(Entry):
-    """Figures over a set of samples."""
-
-    num_samples: Count | None = None
-    num_positives: Count | None = None
-    logloss: float | None = None
-    ne: float | None = None
-    auc: float | None = None
-    pr_auc: float | None = None
-    gauc: GroupedFigure | None = None
-    ndcg: GroupedFigure | None = None
-    calibration: float | None = None
-
-
-class Segment(Figures):
-    """Figures over the samples that share a value of a feature."""
-
-    value: int | None = None
-    """Id of the value's row; None for all values that are not listed."""
-    tasks: dict[str, Figures] = {}
-
-
-class EvalLine(Figures):
-    """Figures over a whole split."""
-
-    step: Count = 0
-    split: str = "test"
-    time_s: float | None = None
-    reliability: list[ReliabilityPoint] = []
-    tasks: dict[str, Figures] = {}
-    """By label, where there are several."""
-    segments: dict[str, list[Segment]] = {}
-    """By feature."""
+RUN_FILES = ("config.yaml", "dataset.json", "plan.json", "environment.json", METRICS_NAME, "summary.json")
+_OWN_FILES = ("config.yaml", "plan.json", METRICS_NAME, "summary.json")  # no prepared dataset has these
 
 
 class Reuse(Entry):
@@ -153,13 +66,13 @@ class Split(Entry):
 class Dataset(Entry):
     """The part of dataset.json that the page shows."""
 
-    labels: list[str] = ["label"]
+    labels: list[str] = Field(default=["label"])
     weight: str | None = None
     group: str | None = None
     time: str | None = None
-    dense: list[DenseFeature] = []
-    sparse: list[SparseFeature] = []
-    splits: dict[str, Split] = {}
+    dense: list[DenseFeature] = Field(default=[])
+    sparse: list[SparseFeature] = Field(default=[])
+    splits: dict[str, Split] = Field(default={})
 
 
 class PlanShard(Entry):
@@ -183,7 +96,7 @@ class PlanTable(Entry):
 
     sharding: str
     cost: float = 0.0
-    shards: list[PlanShard] = []
+    shards: list[PlanShard] = Field(default=[])
 
 
 class PlanRecord(Entry):
@@ -220,7 +133,7 @@ class Summary(Entry):
     train_s: float | None = None
     samples_per_s: float | None = None
     num_ranks: Count | None = None
-    stages_s_by_rank: list[dict[str, float]] = []
+    stages_s_by_rank: list[dict[str, float]] = Field(default=[])
     predicted: Predicted | None = None
 
 
@@ -263,7 +176,8 @@ def read_run(run_dir: Path) -> RunRecord:
             "give the run_dir of a training run"
         )
     problems: dict[str, str] = {}
-    config_text = _read(run_dir, "config.yaml", problems)
+    config = _read(run_dir, "config.yaml", problems)
+    config_text = None if config is None else config.decode(errors="replace")
     environment = _document(run_dir, "environment.json", problems)
     if not isinstance(environment, dict):
         problems.setdefault("environment.json", "it does not hold a mapping")
@@ -282,14 +196,18 @@ def read_run(run_dir: Path) -> RunRecord:
     )
 
 
-def _read(run_dir: Path, name: str, problems: dict[str, str]) -> str | None:
+def _read(run_dir: Path, name: str, problems: dict[str, str]) -> bytes | None:
     try:
-        return (run_dir / name).read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        problems[name] = "it is not in the run directory"
+        return read_bounded(run_dir / name)
     except OSError as error:
-        problems[name] = f"it cannot be read: {error.strerror}"
+        problems[name] = _unreadable(error)
     return None
+
+
+def _unreadable(error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "it is not in the run directory"
+    return f"it cannot be read: {error.strerror}"
 
 
 def _document(run_dir: Path, name: str, problems: dict[str, str]) -> Any:
@@ -297,8 +215,8 @@ def _document(run_dir: Path, name: str, problems: dict[str, str]) -> Any:
     if content is None:
         return None
     try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
+        return parse_json(content, finite=False)
+    except ValueError as error:
         problems[name] = f"it is not valid JSON: {error}"
         return None
 
@@ -328,35 +246,30 @@ def _parse_config(content: str | None, problems: dict[str, str]) -> dict[str, An
     if content is None:
         return {}
     try:
-        document = yaml.safe_load(content)
-    except (yaml.YAMLError, RecursionError) as error:
-        problems["config.yaml"] = f"it is not valid YAML: {error}"
+        document = parse_yaml(content)
+    except MesetaError as error:
+        problems["config.yaml"] = str(error)
         return {}
     return document if isinstance(document, dict) else {}
 
 
 def _read_metrics(run_dir: Path, problems: dict[str, str]) -> tuple[tuple[TrainLine, ...], tuple[EvalLine, ...]]:
     """Lines by step. A killed run may leave half a line, and a resumed one repeats steps: the later line wins."""
-    content = _read(run_dir, "metrics.jsonl", problems)
     train: dict[int, TrainLine] = {}
     evals: dict[tuple[int, str], EvalLine] = {}
-    broken = []
-    for index, line in enumerate((content or "").split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            document = json.loads(line)
-            if document["kind"] == "train":
-                train_line = TrainLine.model_validate(document)
-                train[train_line.step] = train_line
-            elif document["kind"] == "eval":
-                eval_line = EvalLine.model_validate(document)
-                evals[eval_line.step, eval_line.split] = eval_line
-        except (ValueError, KeyError, TypeError, RecursionError):  # ValidationError is a ValueError
-            broken.append(index)
-    if broken:
-        shown = ", ".join(map(str, broken[:5])) + (" ..." if len(broken) > 5 else "")
-        problems["metrics.jsonl"] = f"{len(broken)} of its lines cannot be read (line {shown}) and are left out"
+    spoiled = []
+    try:
+        for line in read_lines(run_dir / METRICS_NAME):
+            if isinstance(line.record, TrainLine):
+                train[line.record.step] = line.record
+            elif isinstance(line.record, EvalLine):
+                evals[line.record.step, line.record.split] = line.record
+            elif line.is_spoiled:
+                spoiled.append(line.number)
+    except OSError as error:
+        problems[METRICS_NAME] = _unreadable(error)
+    if spoiled:
+        problems[METRICS_NAME] = f"{told_spoiled(spoiled)} left out"
     return tuple(train[step] for step in sorted(train)), tuple(evals[key] for key in sorted(evals))
 
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from meseta.train.report.chart import stacked_bars
 from meseta.train.report.figures import count, drawable, share
+from meseta.train.report.lines import TrainLine
 from meseta.train.report.markup import table, tag, text
-from meseta.train.report.record import RunRecord, TrainLine
+from meseta.train.report.record import RunRecord
 
 KNOWN_STAGES = (
     "data",
