@@ -16,7 +16,7 @@ CORE := $(wildcard src/meseta/*.cpp src/meseta/*/*.h src/meseta/*/*/*.cpp src/me
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test soak sanitize lint type docs bench clean
+.PHONY: train test soak sanitize lint type docs wheel bench clean
 .DELETE_ON_ERROR:
 
 # The main job: raw log -> Parquet -> trained model. A finished run is shown again, an interrupted one goes on.
@@ -58,6 +58,11 @@ docs: .venv/installed
 	$(PYTEST) tests/docs tests/examples $(TEST_ARGS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
+# dist/ gets the sdist and, made from it, a wheel that installs without a compiler. No torch is needed to make them.
+wheel:
+	@PYTHON="$(PYTHON)" tools/check_machine.sh
+	tools/make_wheel.sh "$(PYTHON)"
+
 # PEER_PYTHON=/path/to/python names the interpreter that has FBGEMM and TorchRec.
 bench: .venv/installed
 	@for file in benchmarks/bench_*.py; do $(BIN)/python "$$file" || exit 1; done
@@ -66,13 +71,14 @@ bench: .venv/installed
 
 # Other data and runs are the user's own and stay.
 clean:
-	rm -rf .venv build site data/main-raw data/main runs/main .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv build dist site data/main-raw data/main runs/main .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 # torch comes first and alone: nothing else may choose its version or its index.
 .venv/torch: constraints.txt
 	@PYTHON="$(PYTHON)" tools/check_machine.sh
 	rm -rf .venv
 	$(PYTHON) -m venv .venv
+	$(PIP) --quiet pip
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@touch $@
 

@@ -15,7 +15,7 @@ CORE_SOURCES = {".cpp", ".h", ".hpp"}
 PROGRAM = """
 import sys
 from scikit_build_core import build
-build.build_wheel(sys.argv[1], {"wheel.cmake": "false"})
+build.build_wheel(sys.argv[1], {"wheel.cmake": "false", "wheel.py-api": "py3"})
 build.build_sdist(sys.argv[1])
 """
 

@@ -117,7 +117,7 @@ def test_a_compiler_that_is_too_old(machine: Path) -> None:
     code, lines = check(machine)
     assert code == 1
     assert len(lines) == 1
-    assert "'g++' cannot build a C++20 program with OpenMP" in lines[0]
+    assert "'g++' cannot build a C++20 program" in lines[0]
 
 
 def test_everything_missing_is_said_at_once(machine: Path) -> None:

@@ -1,8 +1,8 @@
 // Threads of the compiled core: OpenMP's, which torch shares, and no other use of OpenMP anywhere.
 //
-// MESETA_GOMP: with clang on Linux the threads are asked of GNU's runtime by the call that gcc makes of the pragma. What
-// clang makes of it needs LLVM's runtime, and two of them in a process, whose idle threads spin while the other ones
-// work, make a step take twice as long.
+// MESETA_GOMP: on Linux the threads are asked of GNU's runtime by the call that gcc makes of the pragma, and no library
+// is linked for it, since torch brings one (meseta.ops.core). What clang makes of the pragma needs LLVM's runtime, and
+// two of them in a process, whose idle threads spin while the other ones work, make a step take twice as long.
 #pragma once
 
 #include <atomic>

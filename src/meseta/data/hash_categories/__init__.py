@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from meseta.ops.core import baseline_core
 from meseta.spec import MesetaError
 
 __all__ = ["feature_seed", "hash_categories", "hash_to_rows"]
@@ -21,7 +22,7 @@ def hash_categories(strings: pa.Array, seed: int = 0) -> NDArray[np.uint64]:
     """
     data, offsets = _buffers(strings)
     out = np.empty(len(strings), np.uint64)
-    _core().hash_categories(data, offsets, seed, out)
+    baseline_core().hash_categories(data, offsets, seed, out)
     return out
 
 
@@ -35,25 +36,13 @@ def hash_to_rows(strings: pa.Array, num_rows: int, seed: int = 0) -> NDArray[np.
         raise MesetaError(f"hash_to_rows: num_rows must be in 1..2**63, got {num_rows}")
     data, offsets = _buffers(strings)
     out: Any = np.empty(len(strings), np.int32 if num_rows <= 2**31 else np.int64)
-    _core().hash_categories_to_rows(data, offsets, seed, num_rows, out)
+    baseline_core().hash_categories_to_rows(data, offsets, seed, num_rows, out)
     return out
 
 
 def feature_seed(feature: str, seed: int) -> int:
     """The hash seed of one feature: XXH64 of its name with the run's seed, so that features collide independently."""
     return int(hash_categories(pa.array([feature]), seed)[0])
-
-
-def _core() -> Any:
-    """The compiled core, imported at first use: a plain source tree has none."""
-    try:
-        from meseta import _C
-    except ImportError as error:
-        raise MesetaError(
-            f"the compiled core meseta._C cannot be loaded ({error}); hashing categories needs it: "
-            "install the package with `pip install .`, which builds it"
-        ) from None
-    return _C
 
 
 def _buffers(strings: pa.Array) -> tuple[NDArray[np.uint8], NDArray[np.int32] | NDArray[np.int64]]:

@@ -9,6 +9,8 @@ import pyarrow as pa
 
 from meseta.data.parse_tsv.reference import parse_tsv as reference
 from meseta.data.raw_rows import RawRows, RawSparse, log1p
+from meseta.ops.core import baseline_core
+from meseta.spec import MesetaError
 
 __all__ = ["parse_tsv"]
 
@@ -26,14 +28,14 @@ def parse_tsv(raw: bytes, num_rows: int, types: Mapping[str, pa.DataType]) -> Ra
 def _by_core(raw: bytes, num_rows: int) -> RawRows | None:
     """None where a line is not as usual, or there is no compiled core."""
     try:
-        from meseta import _C
-    except ImportError:
+        core = baseline_core()
+    except MesetaError:
         return None
     label = np.empty(num_rows, np.float32)
     dense = np.empty((13, num_rows), np.float64)
     offsets = np.empty((26, num_rows + 1), np.int32)
     data, firsts = np.empty(len(raw), np.uint8), np.empty(26, np.int64)
-    if not _C.parse_tsv(np.frombuffer(raw, np.uint8), label, dense, offsets, data, firsts):
+    if not core.parse_tsv(np.frombuffer(raw, np.uint8), label, dense, offsets, data, firsts):
         return None
     strings = pa.py_buffer(data)
     sparse = [

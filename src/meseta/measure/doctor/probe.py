@@ -101,6 +101,7 @@ def _core() -> Fact:
     from meseta.ops import core
 
     chosen = core.instruction_set()
+    core.load_openmp()
     importlib.import_module(core.MODULES[chosen])  # its ImportError says why, which MesetaError's text keeps short
     return {"instruction_set": chosen}
 

@@ -1,0 +1,107 @@
+"""One OpenMP runtime serves torch and the core: the one that torch brings, whatever its file is called."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from small_run import settings, write_config
+from source_tree import SOURCE
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
+
+# The last line: the files of OpenMP runtimes, GNU's, LLVM's or Intel's, that the process has mapped.
+RUNTIMES = r"""
+import json, re, sys
+files = {line.split()[-1] for line in open("/proc/self/maps")}
+print(json.dumps(sorted(name for name in files if re.search(r"/lib(gomp|omp|iomp)[^/]*\.so", name))))
+"""
+TRAIN = """
+import sys
+from meseta.cli.main import main
+try:
+    main()
+except SystemExit as stop:
+    assert not stop.code, stop.code
+"""
+HASH = """
+import sys
+import pyarrow
+from meseta.data.hash_categories import hash_categories
+hash_categories(pyarrow.array(["a", "b"]))
+assert "torch" not in sys.modules
+"""
+# The system has no libgomp in the eyes of this process.
+BARE = """
+import ctypes
+load = ctypes.CDLL
+def refuse(name, *args, **kwargs):
+    if name == "libgomp.so.1":
+        raise OSError("libgomp.so.1: cannot open shared object file")
+    return load(name, *args, **kwargs)
+ctypes.CDLL = refuse
+"""
+
+
+def run(program: str, *arguments: str, path: Path | None = None, libraries: str = "") -> tuple[int, str, str]:
+    """(exit code, what it printed, last line of its errors); modules in `path` go before the installed ones, and the
+    system's libraries may lie in the folder `libraries` too.
+    """
+    folders = [str(folder) for folder in (path, SOURCE.parent) if folder is not None]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "LD_LIBRARY_PATH": libraries}
+    command = [sys.executable, "-c", program, *arguments]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    return ended.returncode, ended.stdout, "".join(ended.stderr.splitlines()[-1:])
+
+
+def runtimes(program: str, *arguments: str, path: Path | None = None, libraries: str = "") -> list[str]:
+    """Files of OpenMP runtimes that are mapped when `program` has run."""
+    code, printed, error = run(program + RUNTIMES, *arguments, path=path, libraries=libraries)
+    assert code == 0, error
+    return json.loads(printed.splitlines()[-1])
+
+
+def other_torch(folder: Path) -> Path:
+    """A folder with a package that is called torch, and nothing in it."""
+    (folder / "torch" / "lib").mkdir(parents=True)
+    (folder / "torch" / "__init__.py").touch()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runtime() -> str:
+    """The one that torch alone maps."""
+    [file] = runtimes("import torch\n")
+    return file
+
+
+def test_train_maps_one_runtime(runtime: str, tiny: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "run.yaml", settings(tiny, tmp_path / "run"))
+    assert runtimes(TRAIN, "train", str(config)) == [runtime]
+
+
+def test_a_process_without_torch_maps_the_same(runtime: str) -> None:
+    assert runtimes(HASH) == [runtime]
+
+
+@pytest.mark.parametrize("name", ["torch.libs/libgomp-98b21ff3.so.1.0.0", "torch/lib/libgomp-a34b3233.so.1"])
+def test_it_is_found_under_the_names_that_wheels_give_it(name: str, runtime: str, tmp_path: Path) -> None:
+    file = other_torch(tmp_path) / name
+    file.parent.mkdir(exist_ok=True)
+    shutil.copy(runtime, file)
+    assert runtimes(BARE + HASH, path=tmp_path) == [str(file)]
+
+
+def test_where_torch_brings_none_it_is_the_systems(runtime: str, tmp_path: Path) -> None:
+    shutil.copy(runtime, tmp_path / "libgomp.so.1")
+    assert runtimes(HASH, path=other_torch(tmp_path), libraries=str(tmp_path)) == [str(tmp_path / "libgomp.so.1")]
+
+
+def test_none_is_told_in_one_line(tmp_path: Path) -> None:
+    code, _, error = run(BARE + HASH, path=other_torch(tmp_path))
+    assert code == 1
+    assert "MesetaError: the compiled core needs GNU's OpenMP runtime" in error and "install torch again" in error

@@ -1,0 +1,190 @@
+"""Ask pip's resolver whether constraints.txt holds, for every build of torch, Python and platform, by metadata alone.
+
+    python tools/check_constraints.py                      a line for each, and exit code 1 if one has no solution
+    python tools/check_constraints.py --constraints FILE   of other constraints
+
+The packages come from wherever pip is configured to take them. The index's torch for Linux is built for CUDA. A build
+for CPUs alone may lie elsewhere, so its metadata stand in for it: those of the index's, without what it requires on
+Linux only (CUDA's libraries and triton).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import re
+import sys
+import tempfile
+import tomllib
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pip._internal.cli.main import main as pip
+from pip._internal.index import collector
+from pip._internal.network import lazy_wheel
+from pip._internal.network.session import PipSession
+from pip._internal.operations import prepare as operations
+from pip._vendor.packaging import markers
+
+ROOT = Path(__file__).parents[1]
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+MINOR_GLIBC = range(5, 29)
+"""Wheels for glibc 2.5 to 2.28, the one that torch itself needs."""
+
+
+@dataclass(frozen=True)
+class Platform:
+    """A system and processor, as pip and as markers call them."""
+
+    system: str
+    machine: str
+
+    @property
+    def tags(self) -> list[str]:
+        if self.system == "Darwin":
+            return [f"macosx_14_0_{self.machine}"]
+        manylinux = [f"manylinux_2_{minor}_{self.machine}" for minor in MINOR_GLIBC]
+        return [*manylinux, f"manylinux2014_{self.machine}", f"linux_{self.machine}"]
+
+
+LINUX = (Platform("Linux", "x86_64"), Platform("Linux", "aarch64"))
+MACOS = Platform("Darwin", "arm64")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One line of the table. `build` of torch is 'cuda' or 'cpu'."""
+
+    build: str
+    python: str
+    platform: Platform
+
+    @property
+    def markers(self) -> dict[str, str]:
+        return {
+            "platform_system": self.platform.system,
+            "platform_machine": self.platform.machine,
+            "sys_platform": self.platform.system.lower(),
+            "python_version": self.python,
+            "python_full_version": f"{self.python}.0",
+        }
+
+    def __str__(self) -> str:
+        return f"{self.build:4}  {self.python:4}  {self.platform.system:6} {self.platform.machine:8}"
+
+
+CELLS = [
+    *(Cell("cuda", python, platform) for python in PYTHONS for platform in LINUX),
+    *(Cell("cpu", python, platform) for python in PYTHONS for platform in (*LINUX, MACOS)),
+]
+
+
+def pins(constraints: Path) -> dict[str, str]:
+    """Version by name, of lines NAME==VERSION."""
+    return dict(re.findall(r"^([\w.-]+)==(\S+)", constraints.read_text(), re.MULTILINE))
+
+
+def requirements(constraints: Path) -> list[str]:
+    """All that the project may ask for, and every pinned tool besides."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = [requirement for extra in project["optional-dependencies"].values() for requirement in extra]
+    asked = [*project["dependencies"], *optional]
+    names = {re.split(r"[^\w.-]", requirement)[0].lower() for requirement in asked}
+    return [*asked, *(name for name in pins(constraints) if name.lower() not in names)]
+
+
+def prepare_pip(markers_of: Callable[[], dict[str, str]]) -> None:
+    """Have pip, which is asked many times in this process, answer for other machines, and read each page once.
+
+    pip chooses wheels by --python-version and --platform, but reads markers as those of the interpreter that runs it.
+    Of a wheel whose index does not serve metadata it reads the end, by 10 kB a request: hundreds of them for torch's.
+    """
+    here = markers.default_environment
+    markers.default_environment = lambda: {**here(), **markers_of()}
+    lazy_wheel.LazyZipOverHTTP.__init__.__defaults__ = (2**18,)
+    collector._get_index_content = once(collector._get_index_content)
+    operations.dist_from_wheel_url = once(operations.dist_from_wheel_url)
+
+
+def once(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """`ask`, called once for each of its positional arguments; pip's session, new in each run, is none of them."""
+    answers: dict[str, Any] = {}
+
+    def answer(*arguments: Any, **others: Any) -> Any:
+        key = repr([str(argument) for argument in arguments if not isinstance(argument, PipSession)])
+        if key not in answers:
+            answers[key] = ask(*arguments, **others)
+        return answers[key]
+
+    return answer
+
+
+def resolve(cell: Cell, arguments: list[str], folder: Path) -> list[dict[str, Any]] | str:
+    """The metadata of each package that pip would install, or pip's own words on why it cannot."""
+    report = folder / "report.json"
+    command = ["install", "--dry-run", "--ignore-installed", "--only-binary", ":all:"]
+    command += ["--use-feature", "fast-deps", "--implementation", "cp", "--python-version", cell.python]
+    command += ["--target", str(folder / "target"), "--report", str(report)]
+    command += [word for tag in cell.platform.tags for word in ("--platform", tag)]
+    words = io.StringIO()
+    with contextlib.redirect_stdout(words), contextlib.redirect_stderr(words):
+        status = pip([*command, *arguments])
+    if status:
+        return words.getvalue()[words.getvalue().find("ERROR:") :].strip()
+    return [package["metadata"] for package in json.loads(report.read_text())["install"]]
+
+
+def write_cpu_build(torch: dict[str, Any], folder: Path) -> None:
+    """A wheel of nothing but the metadata of torch's build for CPUs, made from those of its build for CUDA."""
+    version = f"{torch['version']}+cpu"
+    needed = [line for line in torch["requires_dist"] if 'platform_system == "Linux"' not in line]
+    lines = ["Metadata-Version: 2.1", "Name: torch", f"Version: {version}", *(f"Requires-Dist: {n}" for n in needed)]
+    info = f"torch-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{info}/METADATA", "\n".join(lines) + "\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+def check(cell: Cell, constraints: Path, folder: Path) -> tuple[bool, str]:
+    """(whether pip finds a solution, what it is)."""
+    version = pins(constraints)["torch"]
+    if cell.build == "cpu" and cell.platform.system == "Linux":
+        torch = resolve(cell, ["--no-deps", f"torch==={version}"], folder)
+        if isinstance(torch, str):
+            return False, torch
+        write_cpu_build(torch[0], folder)
+        version += "+cpu"
+    asked = [f"torch==={version}", *requirements(constraints)]
+    found = resolve(cell, ["-c", str(constraints), "--find-links", str(folder), *asked], folder)
+    if isinstance(found, str):
+        return False, found
+    versions = {package["name"].lower(): package["version"] for package in found}
+    assert versions["torch"] == version
+    return True, f"{len(found)} packages, torch {version}, triton {versions.get('triton', 'none')}"
+
+
+def main() -> int:
+    """Print the table; 1 where a cell has no solution."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--constraints", type=Path, default=ROOT / "constraints.txt")
+    constraints = parser.parse_args().constraints
+    asked = CELLS[0]
+    prepare_pip(lambda: asked.markers)
+    failures = 0
+    for asked in CELLS:
+        with tempfile.TemporaryDirectory() as folder:
+            resolved, text = check(asked, constraints, Path(folder))
+        failures += not resolved
+        print(f"{asked}  {'resolved' if resolved else 'FAILED'}: {text}", flush=True)
+    print(f"{len(CELLS) - failures} of {len(CELLS)} resolved")
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
