@@ -242,7 +242,7 @@ _COUNTS = {"steps": "num_steps", "samples_per_s": "samples_per_s"}
 """Column of a table -> key of summary.json."""
 
 
-def _number(value: Any) -> float | None:
+def _number(value: Any) -> int | float | None:
     return value if isinstance(value, int | float) else None
 
 
@@ -258,7 +258,8 @@ class Result:
 
     def figure(self, name: str) -> float | None:
         """A metric of the test split at the end; None where the trial has none."""
-        return None if self.summary is None else _number(self.summary["test"].get(name))
+        value = None if self.summary is None else _number(self.summary["test"].get(name))
+        return None if value is None else float(value)
 
     def cells(self) -> dict[str, Any]:
         """What tables show, by column; None for what is not there."""
@@ -267,7 +268,7 @@ class Result:
             "trial": self.trial.run_dir.name,
             **self.trial.settings,
             **{name: self.figure(name) for name in ("ne", "auc", "logloss")},
-            **{shown: _number(done.get(name)) for shown, name in _COUNTS.items()},
+            **{column: _number(done.get(name)) for column, name in _COUNTS.items()},
             "problem": self.problem,
         }
 
