@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 import random
 import re
-import resource
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from bad_input.cases import change_value
-from bad_input.commands import run_here, tree, within
+from bad_input.commands import run_here, small_files, tree, within
 from meseta.spec import MesetaError
 from meseta.train.lock import FolderLock
 from sampling import product, sample
@@ -98,25 +95,12 @@ def test_inspecting_a_run_does_not_pass_over_damage(run: Path) -> None:
     assert ended.code == 1 and "step-000000014/dense.safetensors' must have" in ended.err
 
 
-@contextmanager
-def file_limit(num_bytes: int) -> Iterator[None]:
-    """No file may grow beyond this: the system refuses the write, as it does on a full disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-
-
 @pytest.mark.parametrize("limit_bytes", [0, 3000, 6000, 12_000, 20_000])
 def test_a_full_disk_leaves_whole_files(tiny: Path, trained: Path, tmp_path: Path, limit_bytes: int) -> None:
     """At any moment of a run: one line, whole files only, and with room again the run ends with the same bits."""
     run = tmp_path / "run"
     config = write_config(tmp_path / "c.yaml", settings(tiny, run, **EVERY_4))
-    with file_limit(limit_bytes):
+    with small_files(limit_bytes):
         ended = run_here("train", config)
     assert ended.code == 1 and ended.out == ""
     [line] = [line for line in ended.err.splitlines() if not line.startswith(("step ", "test at "))]
@@ -132,7 +116,7 @@ def test_a_full_disk_leaves_whole_files(tiny: Path, trained: Path, tmp_path: Pat
 @pytest.mark.parametrize("limit_bytes", [0, 2000])
 def test_predictions_on_a_full_disk(run: Path, limit_bytes: int) -> None:
     before = tree(run)
-    with file_limit(limit_bytes):
+    with small_files(limit_bytes):
         ended = run_here("predict", run, "--out", run / "p.parquet")
     assert ended.code == 1 and ended.out == ""
     [line] = ended.err.splitlines()

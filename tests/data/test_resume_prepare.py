@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -171,21 +172,28 @@ def test_a_replacement_goes_on_too(tmp_path: Path, small: None) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log.tsv", "out"]
 
 
-def test_a_full_disk_says_how_to_go_on(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "reason", "is_kept"),
+    [(errno.EIO, "Input/output error; once that is mended, the same command goes on where it was", True),
+     (errno.ENOSPC, "No space left on device; make room there, or choose another --out", False)],
+)  # fmt: skip
+def test_a_disk_that_fails_keeps_what_is_done_and_a_full_one_does_not(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, number: int, reason: str, is_kept: bool
+) -> None:
     options = options_of(tmp_path)
     whole = Spool._write
 
     def fail(self: Spool, num_rows: int) -> None:
         if self.num_rows > 100:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(number, os.strerror(number))
         whole(self, num_rows)
 
     with monkeypatch.context() as patch:
         patch.setattr(Spool, "_write", fail)
-        with pytest.raises(MesetaError, match="No space left on device; once that is mended, the same command goes on"):
+        with pytest.raises(MesetaError, match=f"{reason}$"):
             prepare.prepare(options)
-    assert not options.out.exists()
-    assert first_rows(options)["read"] > 0
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out.tmp"] * is_kept
+    assert (first_rows(options)["read"] > 0) == is_kept
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log.tsv", "out"]
 
 

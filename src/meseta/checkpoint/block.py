@@ -12,8 +12,9 @@ import pyarrow as pa
 from meseta.checkpoint import digest
 from meseta.checkpoint.broken import broken_file, check_checksum, check_size, writing
 from meseta.checkpoint.layout import ID, BlockSchema
-from meseta.checkpoint.raw import read_whole, scratch, sync, write_whole
+from meseta.checkpoint.raw import read_whole, scratch, write_whole
 from meseta.spec import MesetaError
+from meseta.spec.files import sync
 
 Values = dict[str, np.ndarray]
 """Columns of a block by name: [rows, D], or [rows] for what a row has one of."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from meseta.checkpoint import digest
 from meseta.checkpoint.broken import broken_file, check_checksum, check_size
-from meseta.checkpoint.raw import sync
 from meseta.spec import MesetaError
+from meseta.spec.files import sync
 
 DENSE_PATH = "dense.safetensors"
 

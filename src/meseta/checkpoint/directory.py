@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from meseta.checkpoint.manifest import MANIFEST_PATH, read_manifest
-from meseta.checkpoint.raw import sync
 from meseta.spec import MesetaError
+from meseta.spec.files import sync
 
 _TEMPORARY, _OLD = ".tmp-", ".old-"
 NAME = re.compile(r"(?P<old>\.old-)?step-(?P<step>\d{9,})")

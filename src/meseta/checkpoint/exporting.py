@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
@@ -16,7 +19,7 @@ from meseta.checkpoint.dense import DENSE_PATH, read_dense
 from meseta.checkpoint.layout import ROW, BlockSchema, Column, widened
 from meseta.checkpoint.manifest import read_manifest
 from meseta.spec import MesetaError, nearest
-from meseta.spec.files import file_name
+from meseta.spec.files import file_name, whole_folder
 
 Format = Literal["safetensors", "numpy"]
 FORMATS: tuple[Format, ...] = ("safetensors", "numpy")
@@ -45,20 +48,11 @@ def export(
     names = _select(path, manifest["tables"], tables)
     if out.exists():
         raise MesetaError(f"export: {str(out)!r} exists; give a folder that does not")
-    temporary = out.with_name(f".tmp-{out.name}")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        (temporary / "tables").mkdir(parents=True)
+    with whole_folder(out) as folder:
+        (folder / "tables").mkdir()
         for name in names:
-            _export_table(path, manifest["tables"][name], temporary / "tables" / file_name(name), form, states, on_rows)
-        _export_dense(path, manifest["dense"], temporary, form)
-        temporary.rename(out)
-    except OSError as error:
-        raise MesetaError(
-            f"export: {str(out)!r} cannot be written: {error.strerror or error}; make room there"
-        ) from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            _export_table(path, manifest["tables"][name], folder / "tables" / file_name(name), form, states, on_rows)
+        _export_dense(path, manifest["dense"], folder, form)
     return sorted(file for file in out.rglob("*") if file.is_file())
 
 
@@ -77,38 +71,56 @@ def _export_table(
     schema = BlockSchema.from_dict(entry)
     columns = [column for column in schema.columns if states or column.name == ROW]
     make = _safetensors_arrays if form == "safetensors" else _numpy_arrays
-    arrays = make(stem, schema, columns, entry["num_embeddings"])
-    for block in entry["blocks"]:
-        values = read_block(root, schema, block)
-        rows = slice(block["first_row"], block["first_row"] + block["num_rows"])
-        for column in columns:
-            stored = values[column.name]
-            if form == "numpy" and column.dtype == "bfloat16":
-                stored = widened(stored)
-            arrays[column.name][rows] = stored
-        on_rows(block["num_rows"])
-    for array in arrays.values():
-        if isinstance(array, np.memmap):  # a table without elements has no file to flush
-            array.flush()
+    with make(stem, schema, columns, entry["num_embeddings"]) as arrays:
+        for block in entry["blocks"]:
+            values = read_block(root, schema, block)
+            for column in columns:
+                stored = values[column.name]
+                if form == "numpy" and column.dtype == "bfloat16":
+                    stored = widened(stored)
+                arrays[column.name].put(block["first_row"], stored)
+            on_rows(block["num_rows"])
 
 
-def _numpy_arrays(stem: Path, schema: BlockSchema, columns: Sequence[Column], num_rows: int) -> dict[str, np.ndarray]:
-    """Files of numpy's own format, mapped."""
+@dataclass(frozen=True)
+class _Array:
+    """The numbers of a column in a file, row after row. They are written, not mapped: where a disk is full, a write
+    raises OSError, and a mapping ends the process."""
+
+    file: BinaryIO
+    offset: int
+    """Bytes of the file before the first row."""
+
+    def put(self, first_row: int, values: np.ndarray) -> None:
+        """Write the rows from `first_row` on."""
+        if values.size:
+            self.file.seek(self.offset + first_row * (values.nbytes // len(values)))
+            self.file.write(np.ascontiguousarray(values).data.cast("B"))
+
+
+@contextmanager
+def _numpy_arrays(
+    stem: Path, schema: BlockSchema, columns: Sequence[Column], num_rows: int
+) -> Iterator[dict[str, _Array]]:
+    """Files of numpy's own format."""
     stem.mkdir()
-    arrays: dict[str, np.ndarray] = {}
-    for column in columns:
-        dtype = "float32" if column.dtype == "bfloat16" else column.stored
-        arrays[column.name] = np.lib.format.open_memmap(
-            stem / f"{file_name(column.name)}.npy", mode="w+", dtype=dtype, shape=schema.shape(column, num_rows)
-        )
-    return arrays
+    arrays: dict[str, _Array] = {}
+    with ExitStack() as files:
+        for column in columns:
+            file = files.enter_context((stem / f"{file_name(column.name)}.npy").open("wb"))
+            dtype = np.dtype("float32" if column.dtype == "bfloat16" else column.stored)
+            header = {"descr": dtype.str, "fortran_order": False, "shape": schema.shape(column, num_rows)}
+            np.lib.format.write_array_header_1_0(file, header)
+            arrays[column.name] = _Array(file, file.tell())
+        yield arrays
 
 
+@contextmanager
 def _safetensors_arrays(
     stem: Path, schema: BlockSchema, columns: Sequence[Column], num_rows: int
-) -> dict[str, np.ndarray]:
-    """One file, mapped: the library writes tensors from memory alone. Its format is eight bytes with the length of a
-    JSON header, the header, and the numbers."""
+) -> Iterator[dict[str, _Array]]:
+    """One file, written here: the library writes tensors from memory alone. Its format is eight bytes with the length
+    of a JSON header, the header, and the numbers."""
     header: dict[str, Any] = {}
     at = 0
     for column in columns:
@@ -124,20 +136,10 @@ def _safetensors_arrays(
         at += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    path = stem.with_name(f"{stem.name}.safetensors")
-    with path.open("wb") as file:
+    with stem.with_name(f"{stem.name}.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + at)
-    arrays = {}
-    for column in columns:
-        first, last = header[column.name]["data_offsets"]
-        shape = schema.shape(column, num_rows)
-        arrays[column.name] = (
-            np.memmap(path, dtype=column.stored, mode="r+", offset=8 + len(text) + first, shape=shape)
-            if last > first
-            else np.empty(shape, column.stored)
-        )
-    return arrays
+        start = file.tell()
+        yield {column.name: _Array(file, start + header[column.name]["data_offsets"][0]) for column in columns}
 
 
 def _export_dense(root: Path, entry: Mapping[str, Any], out: Path, form: Format) -> None:
@@ -149,4 +151,6 @@ def _export_dense(root: Path, entry: Mapping[str, Any], out: Path, form: Format)
         name: (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
         for name, tensor in tensors.items()
     }
-    np.savez(out / "dense.npz", **arrays)
+    packed = io.BytesIO()  # into memory, since zipfile that meets a full disk tells of it once more when it is freed
+    np.savez(packed, **arrays)
+    (out / "dense.npz").write_bytes(packed.getbuffer())

@@ -10,8 +10,8 @@ from typing import Any
 from meseta.checkpoint import digest
 from meseta.checkpoint.broken import DamagedCheckpoint, writing
 from meseta.checkpoint.layout import BlockSchema
-from meseta.checkpoint.raw import sync
 from meseta.spec import MesetaError, Plan
+from meseta.spec.files import sync
 
 FORMAT = "meseta.checkpoint/1"
 MANIFEST_PATH = "manifest.json"

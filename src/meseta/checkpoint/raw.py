@@ -63,15 +63,6 @@ def write_whole(path: Path, content: memoryview, num_bytes: int) -> None:
     _directly(num_bytes, write)
 
 
-def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk; raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def read_whole(path: Path, num_bytes: int) -> memoryview:
     """The first `num_bytes` of a file, fewer when it ends before, in this thread's `scratch`; raises OSError."""
     content = scratch(num_bytes)

@@ -54,10 +54,10 @@ def save(
     own = together(world, lambda: _describe(world, plan, local, state))
     layouts = _merge(plan, world.gather_objects(own))
     folders = [f"tables/{file_name(name)}" for name in layouts]
-    on_first(world, lambda: begin(parent, step, folders))
     temporary = temporary_path(parent, step)
 
     try:
+        on_first(world, lambda: begin(parent, step, folders))
         together(world, lambda: _check_shared(temporary))
         blocks = _write_blocks(world, temporary, plan, layouts, local)
         tables = {name: {**layouts[name].to_dict(), "blocks": entries} for name, entries in blocks.items()}

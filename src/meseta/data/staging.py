@@ -14,6 +14,7 @@ from typing import Any
 from meseta.data.dataset import FILE_NAME
 from meseta.data.record import load_record, save_record
 from meseta.spec import MesetaError
+from meseta.spec.files import is_full, sync_all
 
 JOURNAL = "meseta-prepare-unfinished.json"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -70,9 +71,9 @@ class Staging:
 def staged_folder(out: Path, record: Mapping[str, Any], *, force: bool) -> Iterator[Staging]:
     """Gives `out`.tmp to write into and renames it to `out` at the end; `record` ends up in it as prepare.json.
 
-    A MesetaError removes it. After anything else (an interrupt, a full disk, a kill) it stays if something was
-    committed, and the next call with an equal `record` and `force`, on a machine that was not restarted since, is given
-    it with that state. It may be complete already; then there is nothing to write.
+    A MesetaError and a full disk remove it. After anything else (an interrupt, a kill, a disk that fails) it stays if
+    something was committed, and the next call with an equal `record` and `force`, on a machine that was not restarted
+    since, is given it with that state. It may be complete already; then there is nothing to write.
 
     Raises MesetaError where `out` exists, unless `force` and it is a prepared dataset or empty, where `out`.tmp is not
     a leftover of an earlier run, and where another process is at work on it.
@@ -92,21 +93,21 @@ def staged_folder(out: Path, record: Mapping[str, Any], *, force: bool) -> Itera
                     staging.begin()
                 yield staging
                 staging.finish()
+                sync_all(tmp)
                 _replace(out, tmp)
     except OSError as error:
-        way_on = "; once that is mended, the same command goes on where it was" if tmp.exists() else ""
-        raise MesetaError(f"prepare: cannot write {str(tmp)!r}: {error.strerror or error}{way_on}") from None
+        kept = "once that is mended, the same command goes on where it was"
+        way_on = kept if tmp.exists() else "make room there, or choose another --out"
+        raise MesetaError(f"prepare: cannot write {str(tmp)!r}: {error.strerror or error}; {way_on}") from None
 
 
 @contextmanager
 def _kept_if_useful(staging: Staging) -> Iterator[None]:
     try:
         yield
-    except MesetaError:
-        shutil.rmtree(staging.folder, ignore_errors=True)
-        raise
-    except BaseException:
-        if not (staging.state or staging.is_complete):
+    except BaseException as error:
+        useless = isinstance(error, MesetaError) or (isinstance(error, OSError) and is_full(error))
+        if useless or not (staging.state or staging.is_complete):
             shutil.rmtree(staging.folder, ignore_errors=True)
         raise
 

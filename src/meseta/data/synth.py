@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from meseta.data.teacher import CLICK_RATE, PAIRS, PROBABILITIES, Tally, Teacher
 from meseta.spec import MesetaError
+from meseta.spec.files import sync
 
 CARDINALITIES = (
     *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
@@ -226,39 +227,56 @@ def write_click_log(options: SynthOptions, on_rows: Callable[[int], None] | None
         options: what to write.
         on_rows: called with the number of rows of each piece written.
 
-    Raises MesetaError for a directory in use without `force`, and where writing fails. Each file appears under its name
-    when it is whole; an interrupted run leaves no piece of one behind.
+    Raises MesetaError for a directory in use without `force`, and where writing fails, which leaves nothing of the log.
+    Each file appears under its name when it is whole; an interrupted run leaves no piece of one behind.
     """
     out = options.out
     try:
-        _clear(out, force=options.force)
-        total = Tally.empty()
-        files = {}
-        for k, pieces in itertools.groupby(_pieces(options), key=lambda piece: piece[0]):
-            name = options.file_names[k]
-            tally = _write_file(options, name, (rows for _, rows in pieces), on_rows)
-            files[name] = tally.summary()
-            total.merge(tally)
-        log = options.log
-        document = {
-            "format": "meseta.teacher/1",
-            "all": total.summary(),
-            "files": files,
-            "seed": log.seed,
-            "scale": log.scale,
-            "cardinalities": list(log.cardinalities),
-            "pairs": [{"features": [f"cat_{f}", f"cat_{g}"], "sign": sign} for f, g, sign in PAIRS],
-            "target_click_rate": CLICK_RATE,
-        }
-        with _whole_file(out / _TEACHER) as file:
-            file.write(json.dumps(document, indent=1).encode() + b"\n")
+        with _whole_log(out, force=options.force):
+            total = Tally.empty()
+            files = {}
+            for k, pieces in itertools.groupby(_pieces(options), key=lambda piece: piece[0]):
+                name = options.file_names[k]
+                tally = _write_file(options, name, (rows for _, rows in pieces), on_rows)
+                files[name] = tally.summary()
+                total.merge(tally)
+            log = options.log
+            document = {
+                "format": "meseta.teacher/1",
+                "all": total.summary(),
+                "files": files,
+                "seed": log.seed,
+                "scale": log.scale,
+                "cardinalities": list(log.cardinalities),
+                "pairs": [{"features": [f"cat_{f}", f"cat_{g}"], "sign": sign} for f, g, sign in PAIRS],
+                "target_click_rate": CLICK_RATE,
+            }
+            with _whole_file(out / _TEACHER) as file:
+                file.write(json.dumps(document, indent=1).encode() + b"\n")
     except OSError as error:
-        raise MesetaError(f"data synth: cannot write {str(out)!r}: {error.strerror or error}") from None
+        raise MesetaError(
+            f"data synth: cannot write {str(out)!r}: {error.strerror or error}; make room there, or choose another"
+        ) from None
     return document
 
 
 _TEACHER = "teacher.json"
 _OWN_NAME = re.compile(r"\.?(teacher\.json|day_\d+\.(tsv(\.gz)?|probability\.parquet))(\.tmp)?")
+
+
+@contextmanager
+def _whole_log(out: Path, *, force: bool) -> Iterator[None]:
+    """Where the system refuses to write, nothing stays of what was written."""
+    is_new = not out.exists()
+    _clear(out, force=force)
+    try:
+        yield
+    except OSError:
+        with suppress(OSError):
+            _remove_log(out)
+            if is_new:
+                out.rmdir()
+        raise
 
 
 def _clear(out: Path, *, force: bool) -> None:
@@ -270,11 +288,15 @@ def _clear(out: Path, *, force: bool) -> None:
             raise MesetaError(
                 f"data synth: {str(out)!r} is not empty; choose another --out, or --force to replace the log in it"
             )
-        (out / _TEACHER).unlink(missing_ok=True)
-        for path in out.iterdir():
-            if _OWN_NAME.fullmatch(path.name):
-                path.unlink()
+        _remove_log(out)
     out.mkdir(parents=True, exist_ok=True)
+
+
+def _remove_log(out: Path) -> None:
+    (out / _TEACHER).unlink(missing_ok=True)
+    for path in list(out.iterdir()):
+        if _OWN_NAME.fullmatch(path.name):
+            path.unlink()
 
 
 def _pieces(options: SynthOptions) -> Iterator[tuple[int, Rows]]:
@@ -325,6 +347,7 @@ def _whole_file(path: Path) -> Iterator[BinaryIO]:
     try:
         with tmp.open("wb") as file:
             yield file
+        sync(tmp)
         tmp.replace(path)
     finally:
         tmp.unlink(missing_ok=True)

@@ -7,11 +7,12 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import stat
 import tempfile
 import unicodedata
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote
@@ -161,6 +162,49 @@ def nameless_file(name: str) -> IO[bytes]:
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create(name), "w+b")
     return tempfile.TemporaryFile()
+
+
+def is_full(error: OSError) -> bool:
+    """Whether the system had no room for a write: on the disk, in the user's share of it, or in one file."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk; raises OSError, as where some file systems find out
+    late that the disk is full."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_all(folder: Path) -> None:
+    """`sync` every file under a folder, and the names in every folder of it."""
+    for inner, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            sync(Path(inner, name))
+        sync(Path(inner))
+
+
+@contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `out` by one rename at the end, when its files are on the disk.
+
+    Nothing of it is left after an error. Raises MesetaError where the system refuses to write.
+    """
+    temporary = out.with_name(f".tmp-{out.name}")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        sync_all(temporary)
+        temporary.rename(out)
+        sync(out.parent)
+    except OSError as error:
+        raise MesetaError(f"{str(out)!r} cannot be written: {error.strerror or error}; make room there") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def check_place(path: str | Path) -> None:

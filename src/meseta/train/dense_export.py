@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
-import os
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +21,7 @@ from meseta.embedding import EmbeddingBagCollection
 from meseta.models import make_model
 from meseta.spec import MesetaError
 from meseta.spec.errors import one_line
+from meseta.spec.files import whole_folder
 from meseta.train.run_dir import RunDir
 from meseta.train.specs import make_specs
 from meseta.train.state import set_dense_part
@@ -88,20 +88,14 @@ def export_dense(path: Path, out: Path, form: DenseFormat) -> list[Path]:
         raise MesetaError(f"export: {str(out)!r} exists; give a folder that does not")
     part, inputs = load_dense_part(path)
     program = _trace(part, len(inputs["inputs"]["dense"]), sum(e["width"] for e in inputs["inputs"]["pooled"]))
-    temporary = out.with_name(f".tmp-{out.name}")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        (temporary / INPUTS_PATH).write_text(json.dumps(inputs, indent=1) + "\n")
+    with whole_folder(out) as folder:
+        (folder / INPUTS_PATH).write_text(json.dumps(inputs, indent=1) + "\n")
         if form == "onnx":
-            _write_onnx(program, temporary / "dense.onnx")
+            _write_onnx(program, folder / "dense.onnx")
         else:
-            torch.export.save(program, temporary / "dense.pt2")
-        os.rename(temporary, out)
-    except OSError as error:
-        raise MesetaError(f"export: {str(out)!r} cannot be written: {error.strerror or error}; make room") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            packed = io.BytesIO()  # into memory, since torch's writer of files does not tell why one fails
+            torch.export.save(program, packed)
+            (folder / "dense.pt2").write_bytes(packed.getbuffer())
     return sorted(out.iterdir())
 
 

@@ -19,6 +19,7 @@ from meseta.data.key_columns import KeyColumns
 from meseta.data.reader import Reader, ReaderOptions
 from meseta.pipeline.step import Model
 from meseta.spec import MesetaError
+from meseta.spec.files import sync
 from meseta.train.evaluate import predict
 from meseta.train.metrics.samples import logistic
 
@@ -107,6 +108,7 @@ class _File:
             if self._writer is not None:
                 self._writer.close()
             if self.problem is None:
+                sync(self._temporary)
                 os.replace(self._temporary, self._out)
         if self.problem is not None:
             self.discard()

@@ -1,0 +1,125 @@
+"""Every command that writes, on disks of twenty sizes that are too small: one line, and nothing of it is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bad_input.commands import run_here, small_files, tree
+from meseta import checkpoint
+from sampling import product, sample
+from small_run import metrics, settings, train, write_config
+
+Disk = AbstractContextManager[None]
+NUM_SIZES = 20
+COMMANDS = {
+    "safetensors": "checkpoint export {run} --out {disk}/new --states",
+    "numpy": "checkpoint export {run} --out {disk}/new --format numpy",
+    "torch-export": "checkpoint export {run} --out {disk}/new --format torch-export",
+    "onnx": "checkpoint export {run} --out {disk}/new --format onnx",
+    "predict": "predict {run} --out {disk}/new.parquet --split train",
+    "report": "report {run} --out {disk}/new.html",
+    "stats": "data stats {data} --html {disk}/new.html",
+    "prepare": "prepare {log} --out {disk}/new",
+    "vocabulary": "prepare {log} --out {disk}/new --vocabulary --min-count 1 --force",
+    "synth": "data synth --out {disk}/new --rows 3000 --files 3",
+    "gzip": "data synth --out {disk}/new --rows 3000 --files 2 --gzip --probabilities",
+}
+
+
+@contextmanager
+def small_disk(folder: Path, num_bytes: int) -> Iterator[None]:
+    """A file system of this size in `folder`; files that were there are in it."""
+    pages = -(-num_bytes // resource.getpagesize())
+    mount = ["mount", "-t", "tmpfs", "-o", f"nr_blocks={max(pages, 1)}", "tmpfs", str(folder)]
+    if os.name != "posix" or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("only root may mount file systems, and not everywhere")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture(scope="session")
+def places(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run, its data and the log that they were prepared from."""
+    run = tmp_path_factory.mktemp("run") / "run"
+    train(settings(tiny, run, train__max_steps=8, data__labels=["label"]))
+    return {"run": run, "data": tiny, "log": tiny.parent / "tiny.parquet"}
+
+
+def sizes(folder: Path) -> list[int]:
+    return [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+
+
+@pytest.fixture(scope="session")
+def needs(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[int]]:
+    """`needs(command)`: sizes of the files that it leaves where there is room."""
+    known: dict[str, list[int]] = {}
+
+    def get(command: str) -> list[int]:
+        if command not in known:
+            disk = tmp_path_factory.mktemp("large")
+            ended = run_here(*COMMANDS[command].format(disk=disk, **places).split())
+            assert ended.code == 0, ended.err
+            known[command] = sizes(disk)
+        return known[command]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    "case", sample(product(command=list(COMMANDS), size=range(NUM_SIZES), kind=["disk", "files"]), k=16, seed=5)
+)
+def test_a_full_disk(
+    places: dict[str, Path], needs: Callable[[str], list[int]], tmp_path: Path, case: dict[str, Any]
+) -> None:
+    files, share = needs(case["command"]), case["size"] / NUM_SIZES
+    words = COMMANDS[case["command"]].format(disk=tmp_path, **places).split()
+    before = {name: tree(path) for name, path in places.items() if path.is_dir()}
+    limit = max(max(files) * share, 1) if case["kind"] == "files" else sum(files) * share
+    disk: Disk = small_files(int(limit)) if case["kind"] == "files" else small_disk(tmp_path, int(limit))
+    with disk:
+        ended = run_here(*words)
+        assert ended.code == 1, (limit, files)
+        check_one_line(ended.err)
+        assert tree(tmp_path) == {}
+    assert {name: tree(path) for name, path in places.items() if path.is_dir()} == before
+
+
+def check_one_line(err: str) -> None:
+    lines = [line for line in err.splitlines() if not re.match(r"step |test at |.*(━|rows/s| rows -)", line)]
+    assert len(lines) == 1 and re.match(r"error: .*(No space left on device|File too large|os error)", lines[0]), err
+
+
+@pytest.mark.parametrize("case", sample(product(size=range(NUM_SIZES), board=[False, True]), k=3, seed=1))
+def test_training_on_a_full_disk(tiny: Path, tmp_path: Path, case: dict[str, Any]) -> None:
+    """What was written before is whole."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    run = folder / "run"
+    changes = {"train__max_steps": 8, "checkpoint__every_steps": 2, "checkpoint__keep_last": 3}
+    if case["board"]:
+        pytest.importorskip("tensorboard")
+    document = settings(tiny, run, **changes, train__tensorboard=case["board"], train__log_every_steps=1)
+    config = write_config(tmp_path / "c.yaml", document)
+    with small_disk(folder, 5_000 + 20_000 * case["size"]):
+        ended = run_here("train", config)
+        assert ended.code == 1, sum(sizes(folder))
+        check_one_line(ended.err)
+        assert not [path for path in folder.rglob("*") if path.name.startswith(".") or ".tmp" in path.name]
+        for path in folder.rglob("*.json"):
+            json.loads(path.read_text())
+        for whole in (run / "checkpoints").iterdir() if run.exists() else ():
+            checkpoint.verify(whole)
+        if (run / "metrics.jsonl").exists():
+            assert (run / "metrics.jsonl").read_text().count("\n") == len(metrics(run))
