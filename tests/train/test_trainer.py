@@ -258,7 +258,7 @@ def test_other_data_are_refused(tiny: Path, tmp_path: Path) -> None:
     document["dense"][0]["mean"] += 1.0
     (other / "dataset.json").write_text(json.dumps(document))
     train(settings(tiny, tmp_path / "run", train__max_steps=6))
-    assert "was trained on other data: 'dense'" in refusal(settings(other, tmp_path / "run"))
+    assert "dense column 'price': mean, which was" in refusal(settings(other, tmp_path / "run"))
 
 
 def test_another_batch_size_goes_on_from_the_same_row(tiny: Path, tmp_path: Path) -> None:
@@ -413,9 +413,9 @@ def test_other_features_are_refused_in_evaluation(tiny: Path, tmp_path: Path) ->
     train(settings(tiny, tmp_path / "run", train__max_steps=2))
     other = copy_of(tiny, tmp_path / "other")
     document = json.loads((other / "dataset.json").read_text())
-    document["sparse"][0]["hash_seed"] = "0" * 16
+    document["sparse"][0]["hash_seed"], name = "0" * 16, document["sparse"][0]["name"]
     (other / "dataset.json").write_text(json.dumps(document))
-    with pytest.raises(MesetaError, match="other sparse features"):
+    with pytest.raises(MesetaError, match=f"sparse feature '{name}': seed of the hash, which was"):
         load_trained(tmp_path / "run", "test", World.single(), other)
 
 

@@ -62,7 +62,7 @@ def _walk(section: type[BaseModel], prefix: str, above: tuple[type[BaseModel], .
         inner = _section_of(field.annotation)
         if inner is None:
             yield _key(section, name, field, path)
-        elif inner in above:
+        elif any(issubclass(inner, one) for one in above):
             yield Key(path=path, kind="section", default=_default(field), text=f"{field.description} Keys as above.")
         else:
             named = get_origin(field.annotation) is dict

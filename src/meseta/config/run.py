@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
-from meseta.spec import OptimizerSpec, nearest
+from meseta.spec import MesetaError, OptimizerSpec, nearest
 from meseta.spec.optimizer import SteppedRows, WeightDecayMode
 from meseta.spec.tables import InitKind, TableDtype
 
@@ -130,13 +138,35 @@ class InitConfig(Section):
     scale: float | None = None
 
 
+class Exceptions(Section):
+    """Holds what is given; the rest comes from elsewhere, so that it is not written down either."""
+
+    @model_serializer(mode="wrap")
+    def _given(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        return {key: value for key, value in write(self).items() if key in self.model_fields_set}
+
+
+class TableOptimizerConfig(Exceptions, RowOptimizerConfig):
+    """Constants that are not given are those of `embedding.optimizer`, or, where `name` says another one, its
+    defaults. See meseta.OptimizerSpec for their meaning."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TableOptimizerConfig:
+        return self  # what is given here is checked with the rest
+
+
+class TableInitConfig(Exceptions, InitConfig):
+    """What is not given is that of `embedding.init`, or, where `kind` says another one, its default. See
+    meseta.InitSpec."""
+
+
 class TableConfig(Section):
     """What one table has of its own; the rest comes from `embedding`."""
 
-    optimizer: RowOptimizerConfig | None = None
-    """Row optimizer; None: that of `embedding`."""
-    init: InitConfig | None = None
-    """Initial rows; None: those of `embedding`."""
+    optimizer: TableOptimizerConfig | None = None
+    """Row optimizer: what differs from `embedding.optimizer`; another `name` begins from its own defaults."""
+    init: TableInitConfig | None = None
+    """Initial rows: what differs from `embedding.init`; another `kind` begins from its own default."""
 
 
 class RegularizationConfig(Section):
@@ -168,6 +198,32 @@ class EmbeddingConfig(Section):
     """What happens to an id outside its table."""
     tables: dict[str, TableConfig] = {}
     """Per-table settings, by the name of the feature."""
+
+    @model_validator(mode="after")
+    def _check(self) -> EmbeddingConfig:
+        for table in self.tables:
+            try:
+                OptimizerSpec(**self.optimizer_of(table))
+            except MesetaError as error:
+                raise ValueError(f"tables.{table}.optimizer: {error}") from None
+        return self
+
+    def optimizer_of(self, table: str) -> dict[str, Any]:
+        """The constants of a table's row optimizer, without `regularization`."""
+        own = self.tables.get(table)
+        return _with_exceptions(self.optimizer, own.optimizer if own else None, "name")
+
+    def init_of(self, table: str) -> dict[str, Any]:
+        """How a table's rows start."""
+        own = self.tables.get(table)
+        return _with_exceptions(self.init, own.init if own else None, "kind")
+
+
+def _with_exceptions(common: Section, own: Exceptions | None, kind: str) -> dict[str, Any]:
+    """The keys of `common` under those that `own` gives; where `own` says another `kind`, those it gives alone."""
+    given = {} if own is None else own.model_dump()
+    is_other = given.get(kind, getattr(common, kind)) != getattr(common, kind)
+    return given if is_other else {**common.model_dump(), **given}
 
 
 DenseOptimizerName = Literal["sgd", "adagrad", "adam", "adamw", "lamb"]

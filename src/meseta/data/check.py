@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from meseta.data.columns import Column, columns_of
 from meseta.data.dataset import FILE_NAME, DataFile, Dataset, SparseFeature
 from meseta.data.record import RECORD_NAME
+from meseta.data.vocabulary import digest_of_values, one_chunk
 from meseta.data.workers import in_order
 from meseta.spec.errors import one_line
 from meseta.spec.processors import num_cores
@@ -285,6 +286,11 @@ def _vocabulary_faults(dataset: Dataset) -> Iterator[Fault]:
             yield Fault(object=where, rule="its ids must be 0, 1, 2, ...", value="others")
         elif table["value"].slice(1).null_count:
             yield Fault(object=where, rule="only row 0 may be without a value", value="others")
+        elif feature.vocabulary_digest is not None:
+            digest = digest_of_values(one_chunk(table["value"].slice(1)))
+            if digest != feature.vocabulary_digest:
+                rule = f"{FILE_NAME} says that its values have the SHA-256 {feature.vocabulary_digest[:16]}..."
+                yield Fault(object=where, rule=rule, value=f"{digest[:16]}...")
 
 
 def _place(path: str, column: str, row: int) -> str:

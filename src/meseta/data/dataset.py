@@ -15,11 +15,13 @@ FORMAT: Literal["meseta.dataset/1"] = "meseta.dataset/1"
 FILE_NAME = "dataset.json"
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
+    """A part of a description: frozen, and an unknown key is an error."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-class DenseFeature(_Record):
+class DenseFeature(Record):
     name: str
     """Column of the Parquet files, float32."""
     fill: float
@@ -30,7 +32,7 @@ class DenseFeature(_Record):
     """Its standard deviation over the training split, divided by; 1 where the feature is constant."""
 
 
-class SparseStatistics(_Record):
+class SparseStatistics(Record):
     """Counted on the training split."""
 
     num_rows: int
@@ -45,7 +47,9 @@ class SparseStatistics(_Record):
     """How often rows come again within a window of samples, summed over windows, of which the last may be shorter."""
 
 
-class SparseFeature(_Record):
+class SparseEncoding(Record):
+    """How values of a sparse feature became ids."""
+
     name: str
     """Column of the Parquet files: int32 or int64, or a list of them."""
     num_embeddings: int = Field(ge=1)
@@ -59,24 +63,29 @@ class SparseFeature(_Record):
     """Whether the column '<name>.weight' holds one weight per id."""
     hash_seed: str | None = None
     """Seed of the hash in hexadecimal; None for vocabularies."""
-    vocabulary: str | None = None
-    """Parquet file with the columns value, id and count, relative to the dataset; None for others."""
+    vocabulary_digest: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
+    """SHA-256 of the vocabulary's values in the order of their ids; None for others, and where it was not kept."""
     boundaries: tuple[float, ...] | None = None
     """Ascending, where the encoding is 'buckets'."""
     made_of: tuple[str, ...] = ()
     """Columns of the sources that a bucketised feature or a cross is made of; empty for a column of the same name."""
+
+
+class SparseFeature(SparseEncoding):
+    vocabulary: str | None = None
+    """Parquet file with the columns value, id and count, relative to the dataset; None for others."""
     statistics: SparseStatistics
     """For the planner."""
 
 
-class DataFile(_Record):
+class DataFile(Record):
     path: str
     """Relative to the dataset."""
     num_rows: int = Field(ge=0)
     """Samples in it."""
 
 
-class Split(_Record):
+class Split(Record):
     num_rows: int = Field(ge=0)
     """Samples."""
     num_positives: float = Field(ge=0)
@@ -94,7 +103,7 @@ class Split(_Record):
         return self
 
 
-class SourceFile(_Record):
+class SourceFile(Record):
     path: str
     """As found."""
     split: Literal["train", "test", "both"]
@@ -103,7 +112,7 @@ class SourceFile(_Record):
     """Samples in it."""
 
 
-class BadRows(_Record):
+class BadRows(Record):
     """Rows of the raw files that could not be parsed and were left out."""
 
     num_rows: int = Field(ge=0)
@@ -112,7 +121,7 @@ class BadRows(_Record):
     """File, line and fault of the first few."""
 
 
-class Teacher(_Record):
+class Teacher(Record):
     """The best reachable metrics on the test split, where the data are synthetic."""
 
     auc: float
@@ -121,13 +130,15 @@ class Teacher(_Record):
     """Normalised entropy of the true probabilities."""
 
 
-class Dataset(_Record):
+class Dataset(Record):
     """A directory written by `meseta prepare`, described by its dataset.json."""
 
     format: Literal["meseta.dataset/1"] = FORMAT
     """Version of this description."""
     labels: tuple[str, ...] = Field(default=("label",), min_length=1)
     """Columns of the labels, float32, 0 to 1. A single one is called 'label', whatever its name in the sources."""
+    label_source: str | None = None
+    """Name of a single label in the sources; None: of several, which keep theirs, and where it was not kept."""
     weight: str | None = None
     """Column of the weights of the samples, float32, 0 or more; None: all weigh 1."""
     group: str | None = None

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from meseta.data.dataset import Dataset, DenseFeature, SparseFeature
+from meseta.data.vocabulary import read_values
 from meseta.spec import MesetaError, Reuse
 from meseta.spec.errors import one_line
 from meseta.spec.processors import num_cores
@@ -354,11 +355,11 @@ def _names(dataset: Dataset, feature: SparseFeature, ids: NDArray[np.int64]) -> 
     """What the vocabulary calls these ids."""
     if feature.vocabulary is None:
         return [None] * ids.size
-    path = dataset.dir / feature.vocabulary
     try:
-        values = pq.read_table(path, columns=["value"])["value"].take(pa.array(ids)).to_pylist()
-    except (pa.ArrowException, OSError, KeyError, IndexError) as error:
+        values = read_values(dataset.dir, feature).take(pa.array(ids)).to_pylist()
+    except IndexError:
         raise MesetaError(
-            f"vocabulary {str(path)!r} cannot be read ({error}); `meseta data check {dataset.dir}` says what is wrong"
+            f"vocabulary {feature.vocabulary!r} lacks ids of feature {feature.name!r}; "
+            f"`meseta data check {dataset.dir}` says what is wrong"
         ) from None
-    return [value.decode(errors="replace") if isinstance(value, bytes) else value for value in values]
+    return [None if value is None else value.decode(errors="replace") for value in values]

@@ -45,6 +45,7 @@ def _describe(column: SparseColumn, tables: Tables) -> SparseFeature:
         weighted=column.weighted,
         hash_seed=hex(tables.hash_seeds[column.name]) if is_hashed else None,
         vocabulary=vocabulary.path if vocabulary else None,
+        vocabulary_digest=vocabulary.digest if vocabulary else None,
         boundaries=column.buckets.boundaries if column.buckets else None,
         made_of=column.columns if column.buckets or column.cross else (),
         statistics=tables.statistics[column.name].result(),

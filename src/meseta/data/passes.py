@@ -210,6 +210,7 @@ class TwoPasses:
         options, layout = self.options, self.layout
         return Dataset(
             labels=layout.label_columns,
+            label_source=layout.labels[0] if len(layout.labels) == 1 else None,
             weight=layout.weight,
             group=layout.group_column,
             time=layout.time,

@@ -17,15 +17,14 @@ from typing import Any, NoReturn
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from meseta.data.columns import Column, columns_of
-from meseta.data.dataset import Dataset, SparseFeature
+from meseta.data.dataset import Dataset
 from meseta.data.hash_categories import hash_to_rows
 from meseta.data.raw_rows import log1p
+from meseta.data.vocabulary import read_values
 from meseta.spec import MesetaError, nearest
-from meseta.spec.errors import one_line
 
 Mask = NDArray[np.bool_]
 Node = Callable[[pa.Table], Mask]
@@ -195,8 +194,8 @@ class RowFilter:
             self._fail(f"column {column.name!r} is made of {parts}; compare those", token.place)
         if feature.hash_seed is not None:
             return int(hash_to_rows(pa.array([text]), feature.num_embeddings, int(feature.hash_seed, 16))[0])
-        row = _vocabulary_row(self._dataset, feature, text)
-        if row is None:
+        row = int(pc.index(read_values(self._dataset.dir, feature), text.encode()).as_py())
+        if row < 0:
             self._fail(
                 f"the vocabulary of {column.name!r} does not hold {text!r}, so its rows cannot be told", token.place
             )
@@ -228,16 +227,3 @@ class RowFilter:
 
 def _values(table: pa.Table, column: Column) -> NDArray[Any]:
     return table.column(column.name).to_numpy()
-
-
-def _vocabulary_row(dataset: Dataset, feature: SparseFeature, text: str) -> int | None:
-    """The row of a value; None where the vocabulary does not hold it."""
-    path = dataset.dir / (feature.vocabulary or "")
-    try:
-        table = pq.read_table(path, columns=["value", "id"])
-        place = pc.index(table["value"].cast(pa.large_binary()), text.encode()).as_py()
-        return None if place < 0 else int(table["id"][place].as_py())
-    except (pa.ArrowException, OSError, KeyError) as error:
-        raise MesetaError(
-            f"vocabulary {str(path)!r} cannot be read ({one_line(error)}); prepare the dataset again"
-        ) from None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +16,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from meseta.data.dataset import SparseFeature
 from meseta.data.hash_categories import hash_categories
 from meseta.spec import MesetaError
+from meseta.spec.errors import one_line
 from meseta.spec.files import file_name
 
 FOLDER = "vocabulary"
@@ -34,6 +39,8 @@ class Vocabulary:
     """Hashes of the kept values, ascending [num_embeddings - 1]."""
     ids: NDArray[np.int64]
     """Their rows [num_embeddings - 1]."""
+    digest: str
+    """`digest_of_values` of the kept values, in the order of their rows."""
 
     def lookup(self, hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Rows of hashed values, int64 [nnz]. An unknown value is taken for a known one with odds of V / 2**64."""
@@ -47,6 +54,41 @@ def count_values(values: pa.Array) -> pa.Table:
     """Distinct values of a block and how often each occurs: value large_binary, count int64."""
     counted = pc.value_counts(values.cast(pa.large_binary()))
     return pa.table([counted.field("values"), counted.field("counts")], schema=_COUNTED)
+
+
+def read_values(folder: Path, feature: SparseFeature) -> pa.Array:
+    """The values of a vocabulary by row, large_binary [num_embeddings]; row 0 is null. `folder` is the dataset's.
+
+    Raises MesetaError for a file that cannot be read, and for one that the ids were not made with.
+    """
+    path = folder / (feature.vocabulary or "")
+    try:
+        if not path.is_file():  # a pipe would be waited for
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        values = one_chunk(pq.read_table(path, columns=["value"])["value"].cast(pa.large_binary()))
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise MesetaError(
+            f"vocabulary {str(path)!r} cannot be read ({one_line(error)}); prepare the dataset again"
+        ) from None
+    if feature.vocabulary_digest not in (None, digest_of_values(values[1:])):
+        raise MesetaError(
+            f"vocabulary {str(path)!r} is not the one that the ids of {feature.name!r} were made with: its values have "
+            "changed since; prepare the dataset again"
+        )
+    return values
+
+
+def digest_of_values(values: pa.Array) -> str:
+    """SHA-256 in hexadecimal of n values in their order: their lengths in bytes, int64 little-endian, then all their
+    bytes. Text counts by its UTF-8."""
+    whole = values.cast(pa.large_binary()).fill_null(b"")
+    lengths = pc.binary_length(whole).to_numpy(zero_copy_only=False).astype("<i8")
+    digest = hashlib.sha256(lengths)
+    if len(whole):
+        first, last = whole.offset, whole.offset + len(whole)
+        offsets = np.frombuffer(whole.buffers()[1], np.int64)
+        digest.update(memoryview(whole.buffers()[2] or b"")[offsets[first] : offsets[last]])
+    return digest.hexdigest()
 
 
 class VocabularyCounter:
@@ -91,11 +133,12 @@ class VocabularyCounter:
         table = pa.concat_tables(kept).sort_by([("count", "descending"), ("value", "ascending")]).combine_chunks()
         path = f"{FOLDER}/{file_name(self._feature)}.parquet"
         _write(dataset_dir / path, table, num_lookups)
-        hashes = hash_categories(_one_chunk(table["value"]), hash_seed)
+        values = one_chunk(table["value"])
+        hashes = hash_categories(values, hash_seed)
         order = np.argsort(hashes)
         if (np.diff(hashes[order]) == 0).any():
             raise MesetaError(f"vocabulary of {self._feature!r}: two values share their hash; choose another --seed")
-        return Vocabulary(table.num_rows + 1, path, hashes[order], order + 1)
+        return Vocabulary(table.num_rows + 1, path, hashes[order], order + 1, digest_of_values(values))
 
     def get_state(self) -> list[str]:
         """Put all that was counted on disk, and name the files; `set_state` of another counter takes them up."""
@@ -117,14 +160,12 @@ class VocabularyCounter:
             yield [_read(self._spill_dir / name, index) for name in self._spills]
 
     def _spill(self, merged: pa.Table) -> None:
-        partition = hash_categories(_one_chunk(merged["value"])) % np.uint64(_PARTITIONS)
+        partition = hash_categories(one_chunk(merged["value"])) % np.uint64(_PARTITIONS)
         name = f"{file_name(self._feature)}-{len(self._spills)}.arrow"
         with pa.OSFile(str(self._spill_dir / name), "wb") as sink, pa.ipc.new_file(sink, _COUNTED) as writer:
             for index in range(_PARTITIONS):
                 part = merged.filter(pa.array(partition == index))
-                writer.write_batch(
-                    pa.record_batch([_one_chunk(part[column]) for column in part.column_names], _COUNTED)
-                )
+                writer.write_batch(pa.record_batch([one_chunk(part[column]) for column in part.column_names], _COUNTED))
         self._spills.append(name)
         self._pending, self._pending_bytes, self._merged_bytes = [], 0, 0
 
@@ -142,7 +183,8 @@ def _read(path: Path, partition: int) -> pa.Table:
         return pa.Table.from_batches([pa.ipc.open_file(file).get_batch(partition)])
 
 
-def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
+def one_chunk(column: pa.ChunkedArray) -> pa.Array:
+    """The column as one array."""
     combined = column.combine_chunks()
     return pa.concat_arrays(combined.chunks) if isinstance(combined, pa.ChunkedArray) else combined
 
@@ -150,9 +192,9 @@ def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
 def _write(path: Path, kept: pa.Table, num_lookups: int) -> None:
     """Values are written as strings where they are valid UTF-8, which click logs' are, else as bytes."""
     path.parent.mkdir(exist_ok=True)
-    value = pa.concat_arrays([pa.nulls(1, pa.large_binary()), _one_chunk(kept["value"])])
+    value = pa.concat_arrays([pa.nulls(1, pa.large_binary()), one_chunk(kept["value"])])
     with contextlib.suppress(pa.ArrowInvalid):
         value = value.cast(pa.large_string())
     unknown = num_lookups - (pc.sum(kept["count"]).as_py() or 0)
-    count = pa.concat_arrays([pa.array([unknown], pa.int64()), _one_chunk(kept["count"])])
+    count = pa.concat_arrays([pa.array([unknown], pa.int64()), one_chunk(kept["count"])])
     pq.write_table(pa.table({"value": value, "id": pa.array(np.arange(len(count))), "count": count}), path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meseta.config import RunConfig
-from meseta.config.run import RegularizationConfig, RowOptimizerConfig
+from meseta.config.run import RegularizationConfig
 from meseta.config.widths import mlp_weights, wanted_embedding_dim
 from meseta.data.dataset import Dataset
 from meseta.spec import DenseLoad, FeatureSpec, InitSpec, MesetaError, OptimizerSpec, TableSpec, Workload, nearest
@@ -25,17 +25,15 @@ def make_specs(config: RunConfig, dataset: Dataset) -> tuple[list[TableSpec], li
     dim = wanted_embedding_dim(config.model)
     tables, features = [], []
     for column in dataset.sparse:
-        own = config.embedding.tables.get(column.name)
-        init = own.init if own and own.init else config.embedding.init
-        optimizer = own.optimizer if own and own.optimizer else config.embedding.optimizer
+        optimizer = OptimizerSpec(**config.embedding.optimizer_of(column.name))
         tables.append(
             TableSpec(
                 name=column.name,
                 num_embeddings=column.num_embeddings,
                 embedding_dim=dim,
                 dtype=config.embedding.dtype,
-                init=InitSpec(kind=init.kind, scale=init.scale),
-                optimizer=_optimizer_spec(column.name, optimizer, config.embedding.regularization),
+                init=InitSpec(**config.embedding.init_of(column.name)),
+                optimizer=_penalised(column.name, optimizer, config.embedding.regularization),
             )
         )
         features.append(
@@ -62,10 +60,9 @@ def plan_workload(config: RunConfig, dataset: Dataset) -> Workload:
     return replace(make_workload(config, dataset, tables, features), dense=dense)
 
 
-def _optimizer_spec(table: str, config: RowOptimizerConfig, penalty: RegularizationConfig) -> OptimizerSpec:
+def _penalised(table: str, spec: OptimizerSpec, penalty: RegularizationConfig) -> OptimizerSpec:
     """The optimizer of a table with the penalties of `embedding.regularization`; raises MesetaError where it cannot
     have them."""
-    spec = OptimizerSpec(**config.model_dump())
     if spec.name == "frozen" or not (penalty.l2 or penalty.l1):
         return spec
     where = f"config: embedding.regularization on table {table!r}, whose row optimizer is {spec.name!r}"

@@ -86,7 +86,8 @@ def ids_outside(embeddings: Collection, world: World) -> dict[str, int]:
 
 
 def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer | None, world: World) -> dict[str, Any]:
-    """Fill model and optimizer from a checkpoint, under any plan; returns its state with `step` and `dense`.
+    """Fill model and optimizer from a checkpoint, under any plan; returns its state with `step`, `dense` and, by
+    table, the constants of the row `optimizers`.
 
     Without an optimizer, for a model that does not train on, its moments are left in the file. Raises MesetaError, on
     all ranks, where the checkpoint is damaged, with the newest older one that is not, and where it is of another model
@@ -107,7 +108,8 @@ def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer | None, wor
     if world.rank == 0:
         counts = [loaded.state["ids_outside"].get(feature.name, 0) for feature in embeddings.features]
         embeddings.num_outside = torch.tensor(counts, device=world.device)
-    return {**loaded.state, "step": loaded.step, "dense": loaded.dense}
+    optimizers = {name: entry["optimizer"] for name, entry in loaded.manifest["tables"].items()}
+    return {**loaded.state, "step": loaded.step, "dense": loaded.dense, "optimizers": optimizers}
 
 
 def _check_optimizer(path: Path, optimizer: torch.optim.Optimizer, loaded: checkpoint.Loaded) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from typing import Any
 from meseta import checkpoint
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.data.dataset import Dataset
 from meseta.data.reader import Reader, ReaderOptions
 from meseta.data.selection import calibration_shift
 from meseta.spec import MesetaError
@@ -21,6 +19,7 @@ from meseta.train.run_dir import RunDir
 from meseta.train.session import session
 from meseta.train.state import restore
 from meseta.train.stopping import BestSoFar
+from meseta.train.trained_on import check_encoding, open_dataset
 
 
 @dataclass(frozen=True)
@@ -62,19 +61,16 @@ def load_trained(
     """Load the newest checkpoint of `run_dir`, or that of its best evaluation. A plan made for another number of ranks
     gives way to one for this rank. The rows are those that data.filter leaves, or all where `every_row` says so.
 
-    Raises MesetaError where there is no run, no checkpoint, no such split, or data with other features.
+    Raises MesetaError where there is no run, no checkpoint, no such split, or data that were encoded otherwise than
+    those of the run.
     """
     run = RunDir(run_dir)
     config = run.load_config().model_copy(update={"plan": "auto"})
     path = _find_best(run, config) if best else checkpoint.newest(run.checkpoints)
     if path is None:
         raise MesetaError(f"run {str(run_dir)!r} has no checkpoint yet; train it first with `meseta train`")
-    dataset = Dataset.load(data or config.data.dir).with_labels(config.data.labels)
-    trained_on = Dataset.load(run_dir)
-    check_features(trained_on, dataset)
-    if trained_on.dense != dataset.dense and world.rank == 0:
-        print(f"note: the dense features of {str(dataset.dir)!r} were standardised with other means than those of the "
-              "training data", file=sys.stderr)  # fmt: skip
+    dataset = open_dataset(config, world, data)
+    check_encoding(run, path, dataset, world)
     options = ReaderOptions(
         batch_size=config.train.eval_batch_size,
         prefetch_batches=config.data.prefetch_batches,
@@ -105,18 +101,3 @@ def _find_best(run: RunDir, config: RunConfig) -> Path | None:
         f"run {str(run.path)!r}: {what}; train with checkpoint.keep_best=true and train.eval_every_steps, or leave "
         "--best out"
     )
-
-
-def check_features(trained_on: Dataset, dataset: Dataset) -> None:
-    """Raise MesetaError unless ids and dense columns mean the same in both."""
-    what = "name", "num_embeddings", "encoding", "hash_seed", "boundaries", "made_of", "multi_valued", "weighted"
-    for kind, mine, theirs in (
-        ("dense features", [d.name for d in trained_on.dense], [d.name for d in dataset.dense]),
-        ("sparse features", [[getattr(s, key) for key in what] for s in trained_on.sparse],
-         [[getattr(s, key) for key in what] for s in dataset.sparse]),
-    ):  # fmt: skip
-        if mine != theirs:
-            raise MesetaError(
-                f"dataset {str(dataset.dir)!r} has other {kind} than the run was trained on; "
-                "prepare it with the same options"
-            )

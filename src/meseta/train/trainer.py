@@ -17,7 +17,7 @@ from meseta.comm import World
 from meseta.comm.dense_shards import sum_over_parts
 from meseta.config import RunConfig
 from meseta.data.batch import Batch
-from meseta.data.dataset import FILE_NAME, Dataset
+from meseta.data.encoding import Encoding
 from meseta.data.selection import calibration_shift
 from meseta.optim.clip import DenseClip
 from meseta.optim.dense import make_dense_optimizer
@@ -29,6 +29,7 @@ from meseta.train.evaluate import check_segments, evaluate
 from meseta.train.planning import predict_run
 from meseta.train.progress import TrainProgress
 from meseta.train.report import write_report
+from meseta.train.resuming import check_model, tell_changes
 from meseta.train.run_dir import RunDir
 from meseta.train.running import RunningFigures
 from meseta.train.saving import Saver
@@ -41,6 +42,7 @@ from meseta.train.state import (
 )
 from meseta.train.stopping import BestSoFar, check_stopping
 from meseta.train.tensorboard import TensorBoard
+from meseta.train.trained_on import STATE_KEY, check_encoding, check_rows, open_dataset
 
 SHOWN_FIGURES = {"auc", "ne", "logloss", "calibration", "num_samples"}
 """Of an evaluation, at the end of a run."""
@@ -59,7 +61,7 @@ class Trainer:
         self.config = config
         self.world = world
         self.run_dir = RunDir(config.run_dir)
-        self.dataset = Dataset.load(config.data.dir).with_labels(config.data.labels)
+        self.dataset = open_dataset(config, world)
         self.reader = make_reader(self.config, self.dataset, "train", self.world)
         self.step = 0
         self.num_samples = 0
@@ -294,6 +296,7 @@ class Trainer:
             "dense_optimizer": type(self.optimizer).__name__,
             "learning_rates": {"embedding": embeddings.lr_factor, "dense": self.optimizer.param_groups[0]["lr"]},
             "random": random_state(),
+            STATE_KEY: Encoding.of(self.dataset).to_dict(),
             "best": self.best.get_state(),
         }
         dense = {**dense_tensors(self.model, self.optimizer, self.world), **self.figures.tensors()}
@@ -312,9 +315,11 @@ class Trainer:
                 f"run_dir {str(self.config.run_dir)!r} holds a checkpoint ({path.name}) and checkpoint.resume is "
                 "'never'; choose another run_dir, delete this one, or set checkpoint.resume=auto"
             )
-        if (self.run_dir.path / FILE_NAME).exists():
-            self._check_same_data(Dataset.load(self.run_dir.path))
+        check_encoding(self.run_dir, path, self.dataset, self.world)
+        check_rows(self.run_dir, self.dataset, self.world)
         state = restore(path, self.model, self.optimizer, self.world)
+        check_model(self.run_dir, self.config, self.world)
+        tell_changes(self.run_dir, self.config, state["optimizers"], self.model.embeddings.tables, self.world)
         self.step = self.saver.saved_step = state["step"]
         self.num_samples = state["num_samples"]
         self.train_s = state["train_s"]
@@ -327,14 +332,6 @@ class Trainer:
 
     def _stop_reading(self) -> None:
         self._batches.close()
-
-    def _check_same_data(self, before: Dataset) -> None:
-        for name in ("dense", "sparse", "labels", "splits"):
-            if getattr(before, name) != getattr(self.dataset, name):
-                raise MesetaError(
-                    f"run_dir {str(self.config.run_dir)!r} was trained on other data: {name!r} in its dataset.json "
-                    f"differs from that of {str(self.config.data.dir)!r}; choose another run_dir, or delete this one"
-                )
 
     def _count_steps(self) -> int:
         """Steps of the whole run, those before a resume included; the batch size may have changed in between."""

@@ -13,8 +13,9 @@ from torch import Tensor
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset import Dataset
-from meseta.spec import Plan, TableSpec
+from meseta.spec import MesetaError, Plan, TableSpec
 from meseta.train.specs import make_specs
+from meseta.train.trained_on import open_dataset
 from meseta.train.verify.rules import (
     Mismatch,
     Rule,
@@ -63,9 +64,14 @@ def compare(config: RunConfig, folder: Path, num_steps: int, num_ranks: int) -> 
 
     After each step the touched rows are compared, which are all that may have moved; rows that the ranks found changed
     though no batch read them are reported with the last step. Memory: the model once, and the touched rows of a step.
-    Raises MesetaError for what training meets.
+    Raises MesetaError for what training meets, and where the data are others than those that the ranks read.
     """
-    dataset = Dataset.load(config.data.dir).with_labels(config.data.labels)
+    dataset = open_dataset(config, World.single())
+    if Dataset.load(folder).to_dict() != dataset.to_dict():
+        raise MesetaError(
+            f"verify: dataset {str(dataset.dir)!r} is another one than the ranks have just read; run it again, and let "
+            "nobody prepare it meanwhile"
+        )
     tables, features = make_specs(config, dataset)
     plan = Plan.load(folder / PLAN_FILE, tables, num_ranks)
     (folder / PLAN_FILE).unlink()

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meseta.checkpoint import newest
 from meseta.comm import World
 from meseta.comm.dense_shards import sum_over_parts
 from meseta.config import RunConfig
 from meseta.data.batch import Batch
-from meseta.data.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
 from meseta.jagged import KeyedJaggedTensor
 from meseta.ops.random_rows import initial_rows
@@ -25,7 +25,9 @@ from meseta.pipeline import TrainStep
 from meseta.spec import MesetaError, Plan
 from meseta.storage import TableShard
 from meseta.train.build import make_reader, make_sharded_model, set_learning_rates, task_weights
+from meseta.train.run_dir import RunDir
 from meseta.train.specs import make_specs
+from meseta.train.trained_on import check_encoding, open_dataset
 
 PHASES = ("embedding", "training")
 """The tables alone, given the gradients of what they return; then the whole model."""
@@ -66,7 +68,7 @@ def run_steps(config: RunConfig, world: World, phase: str, num_steps: int, num_r
     Raises MesetaError, naming the step, for what training meets.
     """
     torch.manual_seed(config.seed)
-    dataset = Dataset.load(config.data.dir).with_labels(config.data.labels)
+    dataset = open_dataset(config, world)
     readers = [make_reader(config, dataset, "train", ranks) for ranks in (world, World.single(world.device))]
     if readers[0].num_batches == 0:
         raise MesetaError(f"dataset {str(config.data.dir)!r} has no rows to train on; prepare it again")
@@ -161,8 +163,14 @@ def record(config: RunConfig, world: World, folder: Path, num_steps: int) -> Non
     """Run every phase on the ranks of `world`, and write what each step leaves to `folder`. Collective.
 
     Of each shard the touched rows with their optimizer state are written after every step; at the end, those rows are
-    named that no batch read and that changed all the same. Raises MesetaError for what training meets.
+    named that no batch read and that changed all the same. The description of the data lies beside them. Raises
+    MesetaError for what training meets, and where run_dir holds a run that was trained on other data.
     """
+    dataset = open_dataset(config, world)
+    run = RunDir(config.run_dir)
+    check_encoding(run, newest(run.checkpoints), dataset, world)
+    if world.rank == 0:
+        dataset.save(folder)
     for phase in PHASES:
         _record_phase(config, world, folder, phase, num_steps)
 

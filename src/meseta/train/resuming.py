@@ -1,0 +1,96 @@
+"""What may be another config in the middle of a run, and what may not."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from meseta.comm import World
+from meseta.config import RunConfig
+from meseta.spec import MesetaError, TableSpec
+from meseta.train.run_dir import RunDir
+
+_MODEL = ("model", "embedding.pooling")
+"""Keys, or sections of them, that say what is trained."""
+_LEARNING = ("dense.optimizer", "dense.schedule", "dense.clip_value", "dense.clip_norm", "embedding.schedule")
+"""Keys that say how; those of row optimizers stand, table by table, in the checkpoint."""
+_SHOWN = 4
+"""Changes, and tables of one, that a message lists."""
+
+
+def check_model(run: RunDir, config: RunConfig, world: World) -> None:
+    """Raise MesetaError, on all ranks, where the config that `run` was trained with says another model. Shapes of
+    tensors do not tell all: a dropout, a pooling, how columns are parted into heads. Collective."""
+    before = _config_before(run)
+    changes = [] if before is None else list(_changes(before, config, _MODEL))
+    problem = None
+    if changes:
+        key, was, now = changes[0]
+        problem = MesetaError(
+            f"run_dir {str(run.path)!r} trains another model: {key} was {was!r} and is {now!r} now; set it back, or "
+            "choose another run_dir"
+        )
+    world.raise_together(problem)
+
+
+def tell_changes(
+    run: RunDir, config: RunConfig, optimizers: Mapping[str, Any], tables: Sequence[TableSpec], world: World
+) -> None:
+    """Say on rank 0, in one line, what learns otherwise from here on; `optimizers` are those of the tables in the
+    checkpoint, as plain data."""
+    if world.rank != 0:
+        return
+    before = _config_before(run)
+    found = [*_row_changes(optimizers, tables)]
+    found += (
+        []
+        if before is None
+        else [f"{k} was {was!r}, is {now!r}" for k, was, now in _changes(before, config, _LEARNING)]
+    )
+    if found:
+        more = f"; and {len(found) - _SHOWN:,} more" if len(found) > _SHOWN else ""
+        print(f"note: from here on the run learns as the config says now: {'; '.join(found[:_SHOWN])}{more}",
+              file=sys.stderr)  # fmt: skip
+
+
+def _config_before(run: RunDir) -> RunConfig | None:
+    """The config that the run went by until now; None where there is none that this version understands."""
+    with suppress(MesetaError):
+        return run.load_config()
+    return None
+
+
+def _changes(before: RunConfig, now: RunConfig, keys: Sequence[str]) -> Iterator[tuple[str, Any, Any]]:
+    """(key, value before, value now) of those that differ."""
+    documents = [config.model_dump(mode="json") for config in (before, now)]
+    for key in keys:
+        one, other = documents
+        for name in key.split("."):
+            one, other = one[name], other[name]
+        if isinstance(one, dict):
+            yield from ((f"{key}.{name}", one[name], other[name]) for name in one if one[name] != other[name])
+        elif one != other:
+            yield key, one, other
+
+
+def _row_changes(optimizers: Mapping[str, Any], tables: Sequence[TableSpec]) -> Iterator[str]:
+    """Constants of row optimizers, tables that changed alike together."""
+    changed: dict[tuple[str, str, str], list[str]] = {}
+    for table in tables:
+        before, now = optimizers[table.name], asdict(table.optimizer)
+        for key in now:
+            if key in before and before[key] != now[key]:
+                values = json.dumps(before[key]), json.dumps(now[key])
+                changed.setdefault((key, *values), []).append(table.name)
+    for (key, was, is_now), names in changed.items():
+        if len(names) == len(tables):
+            which, where = "all tables", "embedding.optimizer"
+        else:
+            more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+            which = f"table{'s' * (len(names) > 1)} {', '.join(map(repr, names[:_SHOWN]))}{more}"
+            where = f"embedding.tables.{names[0] if len(names) == 1 else 'NAME'}.optimizer"
+        yield f"{key} of {which} was {was}, is {is_now} ({where}.{key}={was} keeps it)"

@@ -1,0 +1,125 @@
+"""What a run was trained on, held against the data that it meets."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from meseta.checkpoint.manifest import read_manifest
+from meseta.comm import World
+from meseta.config import RunConfig
+from meseta.data.dataset import FILE_NAME, Dataset
+from meseta.data.encoding import Encoding, difference, unknown, with_vocabulary_digests
+from meseta.spec import MesetaError
+from meseta.train.run_dir import RunDir
+
+STATE_KEY = "encoding"
+"""Of a checkpoint's state: the encoding that the model was trained on."""
+
+
+def open_dataset(config: RunConfig, world: World, data: Path | None = None) -> Dataset:
+    """The data of a config, or `data`, with the labels of the config; the same on every rank. Collective.
+
+    Raises MesetaError where it cannot be read, and, on all ranks, where ranks find different ones under its path.
+    """
+    dataset = with_vocabulary_digests(Dataset.load(data or config.data.dir).with_labels(config.data.labels))
+    if world.size > 1:
+        digests = world.gather_objects(sha256(dataset.model_dump_json().encode()).hexdigest())
+        for rank, digest in enumerate(digests):
+            if digest != digests[0]:
+                raise MesetaError(
+                    f"dataset {str(dataset.dir)!r}: rank {rank} reads another {FILE_NAME} there than rank 0; copy the "
+                    "same folder to all hosts"
+                )
+    return dataset
+
+
+def check_encoding(run: RunDir, checkpoint: Path | None, dataset: Dataset, world: World) -> None:
+    """Raise MesetaError, on all ranks, unless ids and dense columns of `dataset` mean what they meant to the model of
+    `checkpoint`, or, where that is of an older version or None, of the run. What was not kept is told. Collective.
+    """
+    problem, notes = None, []
+    try:
+        before = _recorded(run, checkpoint)
+        now = Encoding.of(dataset)
+        if before is None:
+            notes = ["the data that it was trained on"] if checkpoint is not None else []
+        elif (differs := difference(before, now)) is not None:
+            problem = _other_data(run, dataset, differs)
+        else:
+            notes = unknown(before, now)
+    except MesetaError as error:
+        problem = error
+    world.raise_together(problem)
+    if notes and world.rank == 0:
+        more = f" and {len(notes) - 1:,} more" if len(notes) > 1 else ""
+        print(f"note: {notes[0]}{more} cannot be compared, since an older version did not keep it; taken to be that of "
+              f"{str(dataset.dir)!r}", file=sys.stderr)  # fmt: skip
+
+
+def check_rows(run: RunDir, dataset: Dataset, world: World) -> None:
+    """Raise MesetaError, on all ranks, where the run's folder tells of other rows than those of `dataset`, as far as
+    their numbers, their files and what was counted of them say. Collective."""
+    problem = None
+    try:
+        if (run.path / FILE_NAME).exists():
+            facts = zip(_facts(Dataset.load(run.path)).items(), _facts(dataset).values(), strict=True)
+            differs = [f"other rows, as {name} in {FILE_NAME} tells" for (name, one), other in facts if one != other]
+            problem = _other_data(run, dataset, differs[0]) if differs else None
+    except MesetaError as error:
+        problem = error
+    world.raise_together(problem)
+
+
+def _facts(dataset: Dataset) -> dict[str, Any]:
+    statistics = {feature.name: feature.statistics for feature in dataset.sparse}
+    return {"splits": dataset.splits, "weight": dataset.weight, "group": dataset.group, "statistics": statistics}
+
+
+def _other_data(run: RunDir, dataset: Dataset, differs: str) -> MesetaError:
+    """With the way out: the same command does not help where the folder itself was prepared anew."""
+    way_out = "choose another run_dir, or delete this one"
+    with suppress(MesetaError):
+        source = run.load_config().data.dir
+        if source.resolve() != dataset.dir.resolve():
+            way_out = f"prepare them with `meseta prepare SOURCE... --like {source}`, or choose another run_dir"
+    return MesetaError(
+        f"run_dir {str(run.path)!r} was trained on other data than those of {str(dataset.dir)!r}: {differs}; {way_out}"
+    )
+
+
+def _recorded(run: RunDir, checkpoint: Path | None) -> Encoding | None:
+    """What was kept of the data: in the checkpoint, else in the run's folder; None where neither has it."""
+    if checkpoint is not None:
+        try:
+            state = read_manifest(checkpoint)["state"]
+        except MesetaError:
+            state = {}  # whoever loads it is told, with what to do
+        if STATE_KEY in state:
+            return Encoding.from_dict(state[STATE_KEY], f"checkpoint {str(checkpoint)!r}")
+    if not (run.path / FILE_NAME).exists():
+        return None
+    return Encoding.of(_with_digests_of_source(run, Dataset.load(run.path)))
+
+
+def _with_digests_of_source(run: RunDir, kept: Dataset) -> Dataset:
+    """A run's description of its data. Vocabularies that it did not keep are read where they lay, if the features there
+    are those that it tells of, statistics and all."""
+    if all(feature.vocabulary_digest or feature.encoding != "vocabulary" for feature in kept.sparse):
+        return kept
+    try:
+        source = Dataset.load(run.load_config().data.dir)
+    except MesetaError:
+        return kept
+    there = {feature.name: feature.model_copy(update={"vocabulary_digest": None}) for feature in source.sparse}
+    digests = {feature.name: feature.vocabulary_digest for feature in with_vocabulary_digests(source).sparse}
+    sparse = [
+        feature.model_copy(update={"vocabulary_digest": digests[feature.name]})
+        if feature.vocabulary_digest is None and there.get(feature.name) == feature
+        else feature
+        for feature in kept.sparse
+    ]
+    return kept.model_copy(update={"sparse": tuple(sparse)})

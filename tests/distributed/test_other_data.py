@@ -1,0 +1,261 @@
+"""A run meets other data than it was trained on: refused by eval, predict, train and verify, on one rank and on two."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from meseta.checkpoint.digest import of_manifest
+from meseta.cli.main import main
+from meseta.comm import World
+from meseta.config import RunConfig
+from meseta.data.prepare import PrepareOptions, prepare
+from meseta.spec import MesetaError
+from meseta.train.predictions import write_predictions
+from meseta.train.trained import load_trained
+from meseta.train.trainer import Trainer
+from meseta.train.verify import record
+from small_run import manifest, settings, train, write_config
+
+from .pool import RankPool
+
+Ranks = Callable[[int], RankPool]
+Change = Callable[[dict[str, Any]], Any]
+
+
+def feature(document: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(one for one in [*document["dense"], *document["sparse"]] if one["name"] == name)
+
+
+def rename(document: dict[str, Any], old: str, new: str) -> None:
+    feature(document, old)["name"] = new
+
+
+SPOILS: dict[str, tuple[Change, str]] = {
+    "permuted": (lambda d: feature(d, "city").update(vocabulary_digest="0" * 64), "sparse feature 'city': vocabulary"),
+    "mean": (lambda d: feature(d, "price").update(mean=0.5), "dense column 'price': mean, which was"),
+    "deviation": (lambda d: feature(d, "price").update(std=0.5), "dense column 'price': deviation, which was"),
+    "fill": (lambda d: feature(d, "price").update(fill=1.0), "dense column 'price': fill value, which was 0.0"),
+    "buckets": (lambda d: feature(d, "age.bucket").update(boundaries=[30, 51]), "'age.bucket': buckets, whose"),
+    "seed": (lambda d: feature(d, "shop").update(hash_seed="0x7"), "sparse feature 'shop': seed of the hash"),
+    "cross": (lambda d: feature(d, "both").update(made_of=["shop", "age"]), "'both': columns that it is made of"),
+    "dense order": (lambda d: d["dense"].reverse(), "order of the dense columns: number 1 was 'price'"),
+    "sparse order": (lambda d: d["sparse"].reverse(), "order of the sparse features: number 1 was"),
+    "renamed": (lambda d: rename(d, "both", "pair"), "sparse feature 'both' is missing now (and 1 other difference"),
+    "label": (lambda d: d.update(label_source="buy"), "label, which was column 'click' and is 'buy' now"),
+}  # fmt: skip
+OTHER_ROWS: dict[str, tuple[Change, str]] = {
+    "rows": (lambda d: d["splits"]["train"].update(num_positives=1), "other rows, as splits in dataset.json tells"),
+    "statistics": (lambda d: feature(d, "city")["statistics"].update(num_uniques=1), "other rows, as statistics in"),
+}
+"""What other data may have to be evaluated, but not to go on with."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared dataset with every kind of encoding: 'shop' is hashed, though `prepare` gives all a vocabulary."""
+    folder = tmp_path_factory.mktemp("other_data")
+    lines = [f"{n % 3 == 0:d},{n % 7},{n % 11},{n % 60},c{n * n % 13},s{n % 9}" for n in range(300)]
+    (folder / "raw.csv").write_text("\n".join(["click,price,stock,age,city,shop", *lines]) + "\n")
+    schema = {"label": "click", "dense": ["price", "stock"], "categorical": ["city", "shop"]}
+    schema |= {"buckets": {"age": [30, 50]}, "crosses": {"both": ["city", "age"]}}
+    (folder / "schema.yaml").write_text(json.dumps(schema))
+    options = {"vocabulary": True, "min_count": 2, "test_fraction": 0.2, "schema": folder / "schema.yaml"}
+    prepare(PrepareOptions(sources=[str(folder / "raw.csv")], out=folder / "data", **options))  # type: ignore[arg-type]
+    change(folder / "data", lambda d: feature(d, "shop").update(
+        encoding="hash", hash_seed="0x5", vocabulary=None, vocabulary_digest=None))  # fmt: skip
+    return folder / "data"
+
+
+def change(folder: Path, spoil: Change) -> None:
+    document = json.loads((folder / "dataset.json").read_text())
+    spoil(document)
+    (folder / "dataset.json").write_text(json.dumps(document))
+
+
+@pytest.fixture
+def run(data: Path, tmp_path: Path) -> Path:
+    """A run of two steps."""
+    train(config(data, tmp_path / "run", 2))
+    return tmp_path / "run"
+
+
+def config(data: Path, run_dir: Path, max_steps: int) -> dict[str, Any]:
+    return settings(data, run_dir, train__max_steps=max_steps, train__batch_size=60, num_threads=1)
+
+
+def spoilt(data: Path, folder: Path, spoils: dict[str, tuple[Change, str]]) -> list[Path]:
+    """A copy of the data for each."""
+    copies = []
+    for name, (spoil, _) in spoils.items():
+        copies.append(Path(shutil.copytree(data, folder / name.replace(" ", "-"))))
+        change(copies[-1], spoil)
+        if name == "renamed":
+            for path in copies[-1].glob("t*/*.parquet"):
+                table = pq.read_table(path)
+                names = ["pair" if column == "both" else column for column in table.column_names]
+                pq.write_table(table.rename_columns(names), path)
+    return copies
+
+
+def meet(run_dir: Path, folder: Path, copies: Sequence[Path]) -> list[list[str]]:
+    """On every rank: what eval and predict, train, and verify say to each of the copies."""
+    world, told = World.current(), []
+    for copy in copies:
+        document = RunConfig.model_validate(config(copy, run_dir, 4))
+        actions: list[Callable[[], Any]] = [
+            lambda copy=copy: load_trained(run_dir, "test", world, copy),  # type: ignore[misc]
+            lambda document=document: Trainer(document, world).run(),  # type: ignore[misc]
+            lambda document=document: record(document, world, folder, 1),  # type: ignore[misc]
+        ]
+        told.append([refusal(action) for action in actions])
+    return told
+
+
+def refusal(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except MesetaError as error:
+        return str(error)
+    return "not refused"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def check_told(told: list[list[list[str]]], spoils: dict[str, tuple[Change, str]], only: slice = slice(None)) -> None:
+    """`told`: by rank, by copy, by command."""
+    for of_rank in told:
+        for (name, (_, message)), of_copy in zip(spoils.items(), of_rank, strict=True):
+            for text in of_copy[only]:
+                assert message in text and "run_dir" in text and "\n" not in text, (name, text)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_other_data_are_refused_by_all_who_meet_them(
+    ranks: Ranks, data: Path, run: Path, tmp_path: Path, size: int
+) -> None:
+    before = contents(run)
+    pool = [meet] if size == 1 else []
+    for spoils, only in ((SPOILS, slice(None)), (OTHER_ROWS, slice(1, 2))):
+        copies = spoilt(data, tmp_path / "copies" / str(len(spoils)), spoils)
+        told = [f(run, tmp_path, copies) for f in pool] or ranks(2).run(meet, run, tmp_path, copies)
+        assert len(told) == size
+        check_told(told, spoils, only)
+    assert contents(run) == before
+
+
+@pytest.mark.parametrize("command", ["eval", "predict", "train", "verify"])
+def test_the_commands_say_what_differs_and_the_way_out(
+    command: str,
+    data: Path,
+    run: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    [copy] = spoilt(data, tmp_path, {"permuted": SPOILS["permuted"]})
+    path = write_config(tmp_path / "run.yaml", config(copy, run, 4))
+    arguments = {
+        "eval": ["eval", str(run), "--data", str(copy)],
+        "predict": ["predict", str(run), "--data", str(copy), "--out", str(tmp_path / "out.parquet")],
+        "train": ["train", str(path)],
+        "verify": ["verify", str(path), "--nproc", "1", "--steps", "1", "--record-to", str(tmp_path)],
+    }[command]
+    monkeypatch.setattr(sys, "argv", ["meseta", *arguments])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 1
+    error = capfd.readouterr().err
+    digest = json.loads((data / "dataset.json").read_text())["sparse"][0]["vocabulary_digest"]
+    assert (
+        f"error: run_dir '{run}' was trained on other data than those of '{copy}': sparse feature 'city': vocabulary, "
+        f"whose SHA-256 was {digest[:8]}... and is 00000000... now; "
+        f"prepare them with `meseta prepare SOURCE... --like {data}`, or choose another run_dir\n"
+    ) in error
+    assert not (tmp_path / "out.parquet").exists()
+
+
+def accept(run_dir: Path, folder: Path, data: Path) -> tuple[int, int, int]:
+    """Steps that eval, train and verify took, and rows that predict wrote, on the ranks of this process."""
+    world = World.current()
+    trained = load_trained(run_dir, "test", world, data)
+    num_rows = write_predictions(trained.model, trained.reader, world, folder / "out.parquet")
+    record(RunConfig.model_validate(config(data, run_dir, 3)), world, folder, 1)
+    steps = Trainer(RunConfig.model_validate(config(data, run_dir, 3)), world).run()["num_steps"]
+    return trained.step, num_rows, steps
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_equal_content_under_another_path_is_taken(
+    ranks: Ranks, data: Path, run: Path, tmp_path: Path, size: int
+) -> None:
+    copy = Path(shutil.copytree(data, tmp_path / "elsewhere"))
+    found = [accept(run, tmp_path, copy)] if size == 1 else ranks(2).run(accept, run, tmp_path, copy)
+    num_test = json.loads((data / "dataset.json").read_text())["splits"]["test"]["num_rows"]
+    assert found == [(2, num_test, 3)] * size
+
+
+def test_a_checkpoint_knows_without_its_run(data: Path, run: Path, tmp_path: Path) -> None:
+    """As it is where a mirror has the checkpoints alone."""
+    (run / "dataset.json").unlink()
+    copies = spoilt(data, tmp_path, {"mean": SPOILS["mean"]})
+    check_told([meet(run, tmp_path, copies)], {"mean": SPOILS["mean"]})
+
+
+def make_older(run: Path) -> None:
+    """A run of a version that kept neither digests nor what its checkpoints were trained on."""
+    forget(run)
+    document = manifest(run)
+    del document["state"]["encoding"]
+    document["manifest_checksum"] = of_manifest(document)
+    (run / "checkpoints/step-000000002/manifest.json").write_text(json.dumps(document))
+
+
+def forget(folder: Path) -> None:
+    def without(document: dict[str, Any]) -> None:
+        del document["label_source"]
+        for one in document["sparse"]:
+            one.pop("vocabulary_digest", None)
+
+    change(folder, without)
+
+
+def test_an_older_run_is_compared_as_far_as_its_data_tell(
+    data: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_older(run)
+    source = Path(shutil.copytree(data, tmp_path / "source"))
+    path = run / "config.yaml"
+    path.write_text(path.read_text().replace(str(data), str(source)))
+    cases = {name: SPOILS[name] for name in ("permuted", "mean")}
+    check_told([meet(run, tmp_path, spoilt(data, tmp_path / "copies", cases))], {
+        name: (spoil, message) for name, (spoil, message) in cases.items()
+    })  # fmt: skip
+    capsys.readouterr()
+    assert load_trained(run, "test", World.single(), source).step == 2
+    told = capsys.readouterr().err
+    assert "note: the name of the label cannot be compared, since an older version did not keep it" in told
+    shutil.rmtree(source)  # and with it the vocabularies
+    assert load_trained(run, "test", World.single(), data).step == 2
+    assert "note: the name of the label and 2 more cannot be compared" in capsys.readouterr().err
+
+
+def open_apart(run_dir: Path, data: Path, other: Path) -> str:
+    """Ranks whose hosts have other data under one path."""
+    world = World.current()
+    return refusal(lambda: load_trained(run_dir, "test", world, other if world.rank else data))
+
+
+def test_ranks_with_other_data_are_refused_on_all(ranks: Ranks, data: Path, run: Path, tmp_path: Path) -> None:
+    [other] = spoilt(data, tmp_path, {"rows": OTHER_ROWS["statistics"]})
+    for text in ranks(2).run(open_apart, run, data, other):
+        assert "rank 1 reads another dataset.json there than rank 0" in text
