@@ -1,5 +1,6 @@
 """Configs from YAML and overrides: what they become, and what an error says."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from meseta.config import RunConfig, load_config
-from meseta.spec import MesetaError
+from meseta.spec import InitSpec, MesetaError, OptimizerSpec
 
 SMALL = "run_dir: runs/a\ndata: {dir: data/a}\n"
 
@@ -184,3 +185,59 @@ def test_padding_does_not_go_with_batch_norm(write: Any) -> None:
     path = write(SMALL)
     assert load_config(path, ["data.last_batch=pad"]).data.last_batch == "pad"
     refused(path, ["data.last_batch=pad", "model.batch_norm=true"], "data.last_batch 'pad' and model.batch_norm")
+
+
+COMMON = """
+embedding:
+  optimizer: {name: sgd, lr: 0.5, momentum: 0.9, clip_norm: 2.0}
+  init: {kind: normal, scale: 0.1}
+"""
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({}, {"name": "sgd", "lr": 0.5, "momentum": 0.9, "clip_norm": 2.0}),
+        ({"lr": 0.05}, {"name": "sgd", "lr": 0.05, "momentum": 0.9, "clip_norm": 2.0}),
+        ({"name": "sgd", "momentum": 0.0}, {"name": "sgd", "lr": 0.5, "clip_norm": 2.0}),
+        ({"clip_norm": None}, {"name": "sgd", "lr": 0.5, "momentum": 0.9}),
+        ({"name": "adam"}, {"name": "adam"}),
+        ({"name": "adam", "lr": 0.3}, {"name": "adam", "lr": 0.3}),
+    ],
+)
+def test_a_table_inherits_the_optimizer_unless_it_names_another(
+    write: Any, own: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    config = load_config(write(SMALL + COMMON), [f"embedding.tables.user.optimizer={json.dumps(own)}"])
+    assert OptimizerSpec(**config.embedding.optimizer_of("user")) == OptimizerSpec(**expected)
+    assert config.embedding.optimizer_of("item") == config.embedding.optimizer.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({"scale": 0.7}, InitSpec(kind="normal", scale=0.7)),
+        ({"kind": "normal"}, InitSpec(kind="normal", scale=0.1)),
+        ({"kind": "uniform"}, InitSpec(kind="uniform")),
+        ({"kind": "constant", "scale": 2.0}, InitSpec(kind="constant", scale=2.0)),
+    ],
+)
+def test_initial_rows_go_the_same_way(write: Any, own: dict[str, Any], expected: InitSpec) -> None:
+    config = load_config(write(SMALL + COMMON), [f"embedding.tables.user.init={json.dumps(own)}"])
+    assert InitSpec(**config.embedding.init_of("user")) == expected
+
+
+def test_what_a_table_leaves_open_is_not_written_down(write: Any) -> None:
+    own = {"user": {"optimizer": {"lr": 0.05, "clip_norm": None}}, "item": {"init": {"scale": 3.0}}, "city": {}}
+    config = load_config(write(SMALL + COMMON), [f"embedding.tables={json.dumps(own)}"])
+    written = config.model_dump(mode="json")["embedding"]["tables"]
+    assert {name: {k: v for k, v in entry.items() if v is not None} for name, entry in written.items()} == own
+    assert load_config(write(yaml.safe_dump(config.model_dump(mode="json")))) == config
+
+
+def test_a_table_is_checked_with_what_it_inherits(write: Any) -> None:
+    load_config(write(SMALL + COMMON), ["embedding.tables.user.optimizer.momentum=0.5"])
+    refused(
+        write(SMALL + COMMON), ["embedding.tables.user.optimizer.beta1=0.5"],
+        "tables.user.optimizer: row optimizer 'sgd' does not use beta1, which is 0.5",
+    )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from meseta.spec import MesetaError
-from small_run import final_checksum, metrics, settings, table_checksums, tiny_data, train
+from small_run import final_checksum, manifest, metrics, settings, table_checksums, tiny_data, train
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +70,35 @@ def test_momentum_cannot_come_or_go_in_the_middle_of_a_run(tiny: Path, tmp_path:
         train(settings(tiny, tmp_path / name, **before))
         with pytest.raises(MesetaError, match=f"was trained {words}.* set dense.optimizer.momentum back"):
             train(settings(tiny, tmp_path / name, **after))
+
+
+def test_what_learns_otherwise_is_told_and_gone_on_with(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {"embedding__tables": {"user": {"optimizer": {"eps": 1e-8}}}, "train__max_steps": 2}
+    train(settings(tiny, tmp_path / "run", **before))
+    after = {"embedding__optimizer__eps": 0.5, "dense__optimizer__lr": 0.02, "train__max_steps": 3}
+    capsys.readouterr()
+    train(settings(tiny, tmp_path / "run", **after))
+    assert (
+        "note: from here on the run learns as the config says now: eps of all tables was 1e-08, is 0.5 "
+        "(embedding.optimizer.eps=1e-08 keeps it); dense.optimizer.lr was 0.01, is 0.02\n"
+    ) in capsys.readouterr().err
+    assert {table["optimizer"]["eps"] for table in manifest(tmp_path / "run")["tables"].values()} == {0.5}
+    own = {"embedding__tables": {"user": {"optimizer": {"lr": 0.3}}}}
+    train(settings(tiny, tmp_path / "run", **{**after, **own, "train__max_steps": 4}))
+    assert (
+        "now: lr of table 'user' was 0.1, is 0.3 (embedding.tables.user.optimizer.lr=0.1 keeps it)\n"
+    ) in capsys.readouterr().err
+    train(settings(tiny, tmp_path / "run", **{**after, **own, "train__max_steps": 5}))
+    assert "note:" not in capsys.readouterr().err
+
+
+def test_another_model_of_equal_shapes_is_refused(tiny: Path, tmp_path: Path) -> None:
+    train(settings(tiny, tmp_path / "run", train__max_steps=2))
+    for key, value, words in (
+        ("model__dropout", 0.5, "model.dropout was 0.0 and is 0.5 now"),
+        ("embedding__pooling", "mean", "embedding.pooling was 'sum' and is 'mean' now"),
+    ):
+        with pytest.raises(MesetaError, match=f"run_dir .* trains another model: {words}; set it back"):
+            train(settings(tiny, tmp_path / "run", **{key: value}))

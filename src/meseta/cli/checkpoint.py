@@ -128,14 +128,22 @@ def verify(path: AnyPath) -> None:
 
 @app.command()
 def diff(first: AnyPath, second: AnyPath) -> None:
-    """In which tables, rows and dense tensors two checkpoints differ; exit code 1 if they do."""
+    """In which tables, rows and dense tensors two checkpoints differ, and whether in what their ids and dense columns
+    mean; exit code 1 if they do."""
     from meseta.checkpoint import compare
+    from meseta.data.encoding import difference as encoding_difference
+    from meseta.train.trained_on import encoding_of
 
     differs = False
     with _found(first) as one, _found(second) as other:
         for difference in compare(one, other):
             differs = True
             typer.echo(f"{difference.name}: {difference.text}")
+        encodings = encoding_of(one), encoding_of(other)
+        other_data = None if None in encodings else encoding_difference(*encodings)
+        if other_data is not None:
+            differs = True
+            typer.echo(f"data that they were trained on: {other_data}")
         if differs:
             raise typer.Exit(1)
         typer.echo(f"{one} and {other} hold the same model, bit for bit")

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from meseta.data.dataset import Dataset, DenseFeature, Record, SparseEncoding
+from meseta.data.dataset import FILE_NAME, Dataset, DenseFeature, Record, SparseEncoding
 from meseta.data.vocabulary import digest_of_values, read_values
 from meseta.spec import MesetaError
 
@@ -100,6 +100,16 @@ def unknown(before: Encoding, now: Encoding) -> list[str]:
         and (one.vocabulary_digest is None) != (other.vocabulary_digest is None)
     ]
     return found
+
+
+def other_rows(before: Dataset, now: Dataset) -> str | None:
+    """What tells that two datasets of one encoding hold other rows, in words: their files and numbers, and what was
+    counted of them; None where nothing does."""
+    for name in ("splits", "weight", "group"):
+        if getattr(before, name) != getattr(now, name):
+            return f"other rows, as {name} in {FILE_NAME} tells"
+    counted = ({feature.name: feature.statistics for feature in dataset.sparse} for dataset in (before, now))
+    return f"other rows, as statistics in {FILE_NAME} tells" if next(counted) != next(counted) else None
 
 
 def _of_labels(before: Encoding, now: Encoding) -> Iterator[str]:

@@ -17,6 +17,8 @@ from typing import Any
 import yaml
 
 from meseta.config import RunConfig, check_document, read_document
+from meseta.data.dataset import Dataset
+from meseta.data.encoding import Encoding, difference, other_rows
 from meseta.spec import MesetaError
 from meseta.spec.documents import parse_yaml
 from meseta.spec.files import parse_json, read_bounded, write_whole
@@ -186,7 +188,9 @@ def open_sweep(
     own_code: dict[str, str] = {}
     for trial in trials:
         try:
-            own_code |= _own_code(check_document(read_document(config, [*fixed, *trial.overrides]), config))
+            chosen = check_document(read_document(config, [*fixed, *trial.overrides]), config)
+            _check_data(trial, chosen)
+            own_code |= _own_code(chosen)
         except MesetaError as error:
             raise MesetaError(f"sweep: trial {trial.number} ({trial.title}): {error}") from None
     record = {"format": FORMAT, "config": json.loads(json.dumps(document, default=str))}
@@ -222,6 +226,23 @@ def _own_code(config: RunConfig) -> dict[str, str]:
     found = {config.model.name: f"model.name {config.model.name!r}"}
     found |= {name: f"row optimizer {name!r}" for name in sorted(names)}
     return {path: what for path, what in found.items() if ":" in path}
+
+
+def _check_data(trial: Trial, config: RunConfig) -> None:
+    """Raise MesetaError where a finished trial was trained on other data than those that lie there now."""
+    if trial.summary() is None:
+        return
+    try:
+        before = Dataset.load(trial.run_dir)
+        now = Dataset.load(config.data.dir).with_labels(config.data.labels)
+    except MesetaError:
+        return  # a finished sweep is shown without its data too
+    differs = difference(Encoding.of(before), Encoding.of(now)) or other_rows(before, now)
+    if differs is not None:
+        raise MesetaError(
+            f"it was trained on other data than those of {str(config.data.dir)!r}: {differs}; choose another --out, or "
+            "delete it"
+        )
 
 
 def _read(out: Path) -> dict[str, Any] | None:

@@ -6,13 +6,13 @@ import sys
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
+from meseta.checkpoint import DamagedCheckpoint
 from meseta.checkpoint.manifest import read_manifest
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset import FILE_NAME, Dataset
-from meseta.data.encoding import Encoding, difference, unknown, with_vocabulary_digests
+from meseta.data.encoding import Encoding, difference, other_rows, unknown, with_vocabulary_digests
 from meseta.spec import MesetaError
 from meseta.train.run_dir import RunDir
 
@@ -66,17 +66,11 @@ def check_rows(run: RunDir, dataset: Dataset, world: World) -> None:
     problem = None
     try:
         if (run.path / FILE_NAME).exists():
-            facts = zip(_facts(Dataset.load(run.path)).items(), _facts(dataset).values(), strict=True)
-            differs = [f"other rows, as {name} in {FILE_NAME} tells" for (name, one), other in facts if one != other]
-            problem = _other_data(run, dataset, differs[0]) if differs else None
+            differs = other_rows(Dataset.load(run.path), dataset)
+            problem = None if differs is None else _other_data(run, dataset, differs)
     except MesetaError as error:
         problem = error
     world.raise_together(problem)
-
-
-def _facts(dataset: Dataset) -> dict[str, Any]:
-    statistics = {feature.name: feature.statistics for feature in dataset.sparse}
-    return {"splits": dataset.splits, "weight": dataset.weight, "group": dataset.group, "statistics": statistics}
 
 
 def _other_data(run: RunDir, dataset: Dataset, differs: str) -> MesetaError:
@@ -85,21 +79,26 @@ def _other_data(run: RunDir, dataset: Dataset, differs: str) -> MesetaError:
     with suppress(MesetaError):
         source = run.load_config().data.dir
         if source.resolve() != dataset.dir.resolve():
-            way_out = f"prepare them with `meseta prepare SOURCE... --like {source}`, or choose another run_dir"
+            way_out = f"prepare them in one call with the sources of {str(source)!r}, as --test-files"
     return MesetaError(
         f"run_dir {str(run.path)!r} was trained on other data than those of {str(dataset.dir)!r}: {differs}; {way_out}"
     )
 
 
+def encoding_of(checkpoint: Path) -> Encoding | None:
+    """What the model of a checkpoint was trained on; None where it does not say. Raises MesetaError for a damaged
+    one."""
+    state = read_manifest(checkpoint)["state"]
+    return Encoding.from_dict(state[STATE_KEY], f"checkpoint {str(checkpoint)!r}") if STATE_KEY in state else None
+
+
 def _recorded(run: RunDir, checkpoint: Path | None) -> Encoding | None:
     """What was kept of the data: in the checkpoint, else in the run's folder; None where neither has it."""
     if checkpoint is not None:
-        try:
-            state = read_manifest(checkpoint)["state"]
-        except MesetaError:
-            state = {}  # whoever loads it is told, with what to do
-        if STATE_KEY in state:
-            return Encoding.from_dict(state[STATE_KEY], f"checkpoint {str(checkpoint)!r}")
+        with suppress(DamagedCheckpoint):  # whoever loads it is told, with what to do
+            found = encoding_of(checkpoint)
+            if found is not None:
+                return found
     if not (run.path / FILE_NAME).exists():
         return None
     return Encoding.of(_with_digests_of_source(run, Dataset.load(run.path)))

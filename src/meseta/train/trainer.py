@@ -62,6 +62,7 @@ class Trainer:
         self.world = world
         self.run_dir = RunDir(config.run_dir)
         self.dataset = open_dataset(config, world)
+        self._meet(checkpoint.newest(self.run_dir.checkpoints))
         self.reader = make_reader(self.config, self.dataset, "train", self.world)
         self.step = 0
         self.num_samples = 0
@@ -303,6 +304,13 @@ class Trainer:
         is_last = self.step == self.num_steps or self.best.ends_training
         self.saver.save(self.step, embeddings, dense, state, self.best.step, is_last=is_last)
 
+    def _meet(self, path: Path | None) -> None:
+        """Raise MesetaError, on all ranks, where the checkpoint that is to be gone on with is of other data."""
+        [self._met, *_] = self.world.gather_objects(path)
+        if self._met is not None:
+            check_encoding(self.run_dir, self._met, self.dataset, self.world)
+            check_rows(self.run_dir, self.dataset, self.world)
+
     def _resume(self) -> None:
         """Take up the newest checkpoint, if there is one."""
         self.world.on_first(self.saver.fetch)
@@ -315,8 +323,8 @@ class Trainer:
                 f"run_dir {str(self.config.run_dir)!r} holds a checkpoint ({path.name}) and checkpoint.resume is "
                 "'never'; choose another run_dir, delete this one, or set checkpoint.resume=auto"
             )
-        check_encoding(self.run_dir, path, self.dataset, self.world)
-        check_rows(self.run_dir, self.dataset, self.world)
+        if path != self._met:  # a mirror had it
+            self._meet(path)
         state = restore(path, self.model, self.optimizer, self.world)
         check_model(self.run_dir, self.config, self.world)
         tell_changes(self.run_dir, self.config, state["optimizers"], self.model.embeddings.tables, self.world)

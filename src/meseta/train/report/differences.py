@@ -60,6 +60,8 @@ def data_facts(record: RunRecord) -> dict[str, str]:
     scales = repr([(dense.name, dense.fill, dense.mean, dense.std) for dense in data.dense])
     facts["standardisation of dense features"] = f"digest {sha256(scales.encode()).hexdigest()[:8]}"
     facts["sparse features"] = str(len(data.sparse))
+    values = repr([(s.name, s.hash_seed, s.vocabulary_digest, s.boundaries, s.made_of) for s in data.sparse])
+    facts["encoding of sparse features"] = f"digest {sha256(values.encode()).hexdigest()[:8]}"
     for sparse in data.sparse:
         kind = " weighted" * sparse.weighted + " lists" * sparse.multi_valued
         facts[f"sparse {sparse.name}"] = f"{sparse.num_embeddings:,} rows, {sparse.encoding}{kind}"

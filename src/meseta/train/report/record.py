@@ -44,6 +44,10 @@ class SparseFeature(Entry):
     encoding: str = ""
     multi_valued: bool = False
     weighted: bool = False
+    hash_seed: str | None = None
+    vocabulary_digest: str | None = None
+    boundaries: list[float] | None = None
+    made_of: list[str] = []
     statistics: Statistics | None = None
 
 
