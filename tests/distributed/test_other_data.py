@@ -169,11 +169,14 @@ def test_the_commands_say_what_differs_and_the_way_out(
         main()
     assert left.value.code == 1
     error = capfd.readouterr().err
+    way_out = "choose another run_dir, or delete this one"
+    if command in ("eval", "predict"):
+        way_out = f"prepare them in one call with the sources of '{data}', as --test-files"
     digest = json.loads((data / "dataset.json").read_text())["sparse"][0]["vocabulary_digest"]
     assert (
         f"error: run_dir '{run}' was trained on other data than those of '{copy}': sparse feature 'city': vocabulary, "
         f"whose SHA-256 was {digest[:8]}... and is 00000000... now; "
-        f"prepare them in one call with the sources of '{data}', as --test-files\n"
+        f"{way_out}\n"
     ) in error
     assert not (tmp_path / "out.parquet").exists()
 

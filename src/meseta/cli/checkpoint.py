@@ -139,8 +139,8 @@ def diff(first: AnyPath, second: AnyPath) -> None:
         for difference in compare(one, other):
             differs = True
             typer.echo(f"{difference.name}: {difference.text}")
-        encodings = encoding_of(one), encoding_of(other)
-        other_data = None if None in encodings else encoding_difference(*encodings)
+        before, now = encoding_of(one), encoding_of(other)
+        other_data = encoding_difference(before, now) if before is not None and now is not None else None
         if other_data is not None:
             differs = True
             typer.echo(f"data that they were trained on: {other_data}")

@@ -70,7 +70,8 @@ def load_trained(
     if path is None:
         raise MesetaError(f"run {str(run_dir)!r} has no checkpoint yet; train it first with `meseta train`")
     dataset = open_dataset(config, world, data)
-    check_encoding(run, path, dataset, world)
+    way_out = f"prepare them in one call with the sources of {str(config.data.dir)!r}, as --test-files"
+    check_encoding(run, path, dataset, world, way_out)
     options = ReaderOptions(
         batch_size=config.train.eval_batch_size,
         prefetch_batches=config.data.prefetch_batches,

@@ -16,6 +16,7 @@ from meseta.data.encoding import Encoding, difference, other_rows, unknown, with
 from meseta.spec import MesetaError
 from meseta.train.run_dir import RunDir
 
+_ANOTHER_RUN = "choose another run_dir, or delete this one"
 STATE_KEY = "encoding"
 """Of a checkpoint's state: the encoding that the model was trained on."""
 
@@ -37,7 +38,9 @@ def open_dataset(config: RunConfig, world: World, data: Path | None = None) -> D
     return dataset
 
 
-def check_encoding(run: RunDir, checkpoint: Path | None, dataset: Dataset, world: World) -> None:
+def check_encoding(
+    run: RunDir, checkpoint: Path | None, dataset: Dataset, world: World, way_out: str = _ANOTHER_RUN
+) -> None:
     """Raise MesetaError, on all ranks, unless ids and dense columns of `dataset` mean what they meant to the model of
     `checkpoint`, or, where that is of an older version or None, of the run. What was not kept is told. Collective.
     """
@@ -48,7 +51,7 @@ def check_encoding(run: RunDir, checkpoint: Path | None, dataset: Dataset, world
         if before is None:
             notes = ["the data that it was trained on"] if checkpoint is not None else []
         elif (differs := difference(before, now)) is not None:
-            problem = _other_data(run, dataset, differs)
+            problem = _other_data(run, dataset, differs, way_out)
         else:
             notes = unknown(before, now)
     except MesetaError as error:
@@ -67,19 +70,13 @@ def check_rows(run: RunDir, dataset: Dataset, world: World) -> None:
     try:
         if (run.path / FILE_NAME).exists():
             differs = other_rows(Dataset.load(run.path), dataset)
-            problem = None if differs is None else _other_data(run, dataset, differs)
+            problem = None if differs is None else _other_data(run, dataset, differs, _ANOTHER_RUN)
     except MesetaError as error:
         problem = error
     world.raise_together(problem)
 
 
-def _other_data(run: RunDir, dataset: Dataset, differs: str) -> MesetaError:
-    """With the way out: the same command does not help where the folder itself was prepared anew."""
-    way_out = "choose another run_dir, or delete this one"
-    with suppress(MesetaError):
-        source = run.load_config().data.dir
-        if source.resolve() != dataset.dir.resolve():
-            way_out = f"prepare them in one call with the sources of {str(source)!r}, as --test-files"
+def _other_data(run: RunDir, dataset: Dataset, differs: str, way_out: str) -> MesetaError:
     return MesetaError(
         f"run_dir {str(run.path)!r} was trained on other data than those of {str(dataset.dir)!r}: {differs}; {way_out}"
     )

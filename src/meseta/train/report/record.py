@@ -47,7 +47,7 @@ class SparseFeature(Entry):
     hash_seed: str | None = None
     vocabulary_digest: str | None = None
     boundaries: list[float] | None = None
-    made_of: list[str] = []
+    made_of: tuple[str, ...] = ()
     statistics: Statistics | None = None
 
 
