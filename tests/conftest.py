@@ -55,6 +55,15 @@ def pytest_configure() -> None:
         settings.load_profile("soak" if os.environ.get("MESETA_SOAK") else "test")
 
 
+def pytest_report_header() -> str:
+    """Which processor: what is equal on one instruction set may differ on another."""
+    from meseta.ops.core import instruction_set
+    from meseta.spec.processors import this_processor
+
+    processor = this_processor()
+    return f"processor: {processor.name}, products by {processor.level()}, the core's {instruction_set()}"
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed() -> Iterator[None]:
     """Each test starts from the same torch seed and leaves the deterministic mode as it found it."""

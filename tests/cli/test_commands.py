@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from meseta.spec.waiting import CHOICES, WAITING
 from small_run import metrics, settings, write_config
+from source_tree import ROOT
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -184,3 +189,15 @@ def test_interrupted(run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.M
     assert err.splitlines()[-1] == f"stopped after step 11, saved in {saved}; the same command goes on from there"
     code, _, err = run("train", config)
     assert code == 0 and "going on from step 11" in err
+
+
+def test_threads_are_told_how_to_wait_before_torch_is_loaded() -> None:
+    program = (
+        "import os, sys; import meseta.cli.main as cli; "
+        "cli.app = lambda: print(os.environ['OMP_WAIT_POLICY'], os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules); "
+        "cli.main()"
+    )
+    variables = {name: value for name, value in os.environ.items() if name not in CHOICES}
+    variables["PYTHONPATH"] = str(ROOT / "src")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables, check=True)
+    assert done.stdout.split() == [*WAITING.values(), "False"]

@@ -19,8 +19,8 @@ from meseta.measure.doctor.finding import Finding, note, ok, problem
 from source_tree import ROOT
 
 TOPICS = [
-    "meseta", "torch", "packages", "core", "processor", "cores", "memory", "pages", "shared memory", "open files",
-    "GPU", "triton", "nccl", "gloo", "disk", "extras",
+    "meseta", "torch", "packages", "core", "processor", "bfloat16", "cores", "waiting", "memory", "pages",
+    "shared memory", "open files", "GPU", "triton", "nccl", "gloo", "disk", "extras",
 ]  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def test_a_key_as_it_is_shown() -> None:
     assert shown["run_dir"] == ("path", "must be given")
     assert shown["seed"] == ("integer ≥\xa00, <\xa02^63", "`0`")
     assert shown["model.bottom_mlp"] == ("list: integer ≥\xa01, ≤\xa01,048,576", "`[512, 256, 64]`")
-    assert shown["dense.dtype"] == ("`float32` or `bfloat16`", "`float32`")
+    assert shown["dense.dtype"] == ("`float32` or `bfloat16` or `auto`", "`float32`")
     assert shown["train.max_steps"][1] == "none"
 
 

@@ -79,6 +79,7 @@ def e2e(
     from meseta.measure import e2e as bench
     from meseta.measure.tables import e2e_table
     from meseta.measure.workloads import E2E, small
+    from meseta.spec.processors import this_processor
 
     trainings = _choose("configuration", configs, {training.name: training for training in E2E})
     if quick:
@@ -86,6 +87,8 @@ def e2e(
     pairs = [(_number(a), _number(b)) for a, _, b in (word.partition("x") for word in layouts.split(","))]
     entries = bench.Entries(contender="meseta.train.bench:Ours", gate="meseta.train.bench:Gate")
     found, show = _find_peers(peer_python, peers), _Screen(out, quick)
+    if why := this_processor().why_no_bfloat16():
+        show.log(f"bfloat16 is left out: {why}")
     effort = _effort(rounds, starts, 0.6, quick)
     bench.check(trainings, entries)
     for training in trainings:

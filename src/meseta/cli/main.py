@@ -26,6 +26,7 @@ from meseta.cli.train import train
 from meseta.cli.verify import verify
 from meseta.spec import MesetaError
 from meseta.spec.errors import one_line
+from meseta.spec.waiting import choose_waiting
 
 app = typer.Typer(
     name="meseta",
@@ -58,6 +59,7 @@ def main() -> None:
     """Run a command; exit code 1 for a MesetaError, for what the system refuses and for too little memory, 130 for
     Ctrl-C."""
     follow_launcher()
+    choose_waiting(os.environ)  # read when torch is imported, here and in every process that a command starts
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupt)
     rank = os.environ.get("RANK", "0")

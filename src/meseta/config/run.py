@@ -262,9 +262,14 @@ class DenseConfig(Section):
     sharding: Literal["replicated", "fsdp"] = "replicated"
     """'replicated' holds all of the dense part on every rank; 'fsdp' cuts its parameters, gradients and moments over
     the ranks of each host and replicates them across hosts, for dense parts larger than a device."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     """'bfloat16' computes MLPs and cross layers in bfloat16, on float32 parameters and with float32 logits: faster
-    where the processor multiplies bfloat16. 'float32' follows the embeddings; float64 rows make all of it float64."""
+    where the processor multiplies bfloat16. 'float32' follows the embeddings; float64 rows make all of it float64.
+    'auto' is bfloat16 where every rank's processor (AVX512_BF16, AMX, BF16 of ARM) or GPU (compute capability 8.0)
+    multiplies it, and float32 else: chosen when the run begins, written to its config.yaml, and kept."""
+    check_speed: bool = True
+    """Refuse to begin a run in bfloat16 where a rank's processor or GPU has no instructions for it, which makes it
+    many times slower than float32."""
     optimizer: DenseOptimizerConfig = DenseOptimizerConfig()
     """Optimizer of everything that is not a table."""
     schedule: ScheduleConfig = ScheduleConfig()

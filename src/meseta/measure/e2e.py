@@ -13,6 +13,7 @@ from meseta.measure.team import Member, Team
 from meseta.measure.traffic import Training
 from meseta.measure.workloads import small
 from meseta.spec import MesetaError
+from meseta.spec.processors import this_processor
 
 INFORMATIVE = "autocast"
 """A peer's variant that computes in bfloat16: shown, but ours in float32 is not measured against it."""
@@ -65,7 +66,7 @@ def check(trainings: Sequence[Training], entries: Entries) -> None:
 
 
 def members(training: Training, layout: tuple[int, int], entries: Entries, peers: Peers) -> list[Member]:
-    """Everybody who trains on (processes, threads of each)."""
+    """Everybody who trains on (processes, threads of each); in bfloat16 only where the processor multiplies it."""
     num_ranks, num_threads = layout
     table_bytes = 4.0 * training.traffic.num_elements
     size = f"{num_ranks} x {num_threads}"
@@ -86,15 +87,15 @@ def members(training: Training, layout: tuple[int, int], entries: Entries, peers
         )
 
     own_python = Member(name="", entry="", arguments={}).python
-    found = [
-        member("ours", entries.contender, (*variant,), own_python)
-        for variant in (("sgd", "float32"), ("sgd", "bfloat16"), ("rowwise_adagrad", "float32"))
-    ]
+    pays = this_processor().why_no_bfloat16() is None
+    variants = [("sgd", "float32"), *([("sgd", "bfloat16")] if pays else []), ("rowwise_adagrad", "float32")]
+    found = [member("ours", entries.contender, variant, own_python) for variant in variants]
     for malloc in ((), ("malloc",)):
         if "PyTorch" in peers.found:
             plain = "meseta.measure.e2e_peers:Plain"
             found.append(member("PyTorch", plain, ("sgd", "float32", *malloc), own_python, num_ranks))
-            found.append(member("PyTorch", plain, ("sgd", INFORMATIVE, *malloc), own_python, num_ranks))
+            if pays:
+                found.append(member("PyTorch", plain, ("sgd", INFORMATIVE, *malloc), own_python, num_ranks))
         if "TorchRec" in peers.found:
             entry = "meseta.measure.e2e_peers:Torchrec"
             for optimizer in ("sgd", "rowwise_adagrad"):

@@ -23,12 +23,14 @@ class ProcessorTime:
         return max(busy, 0.0) / max(elapsed_s, 1e-9)
 
 
-def processor_s(pids: Sequence[int]) -> ProcessorTime:
-    """The present reading, for processes `pids`; zeros where the system does not tell."""
+def processor_s(pids: Sequence[int], processors: Sequence[int] | None = None) -> ProcessorTime:
+    """The present reading, for processes `pids`, of `processors`, None: all; zeros where the system does not tell."""
+    names = {"cpu"} if processors is None else {f"cpu{number}" for number in processors}
     try:
+        lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
         # user nice system idle iowait irq softirq steal, in clock ticks
-        ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        busy = sum(ticks) - ticks[3] - ticks[4]
+        ticks = [[int(word) for word in words[1:9]] for words in lines if words and words[0] in names]
+        busy = sum(sum(own) - own[3] - own[4] for own in ticks)
         own = sum(_ticks_of(pid) for pid in pids)
     except (OSError, IndexError, ValueError):
         return ProcessorTime(0.0, 0.0)

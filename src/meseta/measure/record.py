@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import csv
 import datetime
+import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from meseta.spec.processors import this_processor
 
 COLUMNS = ("date", "commit", "benchmark", "case", "metric", "value", "unit", "peer", "ratio", "hardware", "versions")
 
@@ -80,10 +83,6 @@ def commit() -> str:
 
 
 def hardware() -> str:
-    """The processor's own name where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]}, {len(names)} threads" if names else platform.machine()
+    """The processor's own name where the system tells it, its threads, and the instructions that products may use."""
+    processor = this_processor()
+    return f"{processor.name}, {os.cpu_count() or 1} threads, {processor.level()}"

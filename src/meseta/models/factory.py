@@ -12,13 +12,14 @@ from meseta.models.autoint import AutoInt
 from meseta.models.dlrm import DLRM
 from meseta.models.dlrm_dcnv2 import DLRMDCNv2
 from meseta.models.fm import FM, DeepFM
-from meseta.models.layers import MLP, DenseDtype, MLPOptions
+from meseta.models.layers import MLP, MLPOptions
 from meseta.models.logistic_regression import LogisticRegression
 from meseta.models.mmoe import MMoE
 from meseta.models.own import make_own_model
 from meseta.models.wide_deep import WideDeep
 from meseta.models.xdeepfm import XDeepFM
 from meseta.spec import MesetaError
+from meseta.spec.tables import DenseDtype
 
 MULTI_TASK = frozenset({"mmoe"})
 """Models that predict every label; all others predict one."""

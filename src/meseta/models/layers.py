@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from meseta.models.global_layers import BatchNorm, dropout
 from meseta.models.initial import fill_normal
 from meseta.ops.mlp import mlp
 from meseta.spec import FeatureSpec, MesetaError, TableSpec
+from meseta.spec.tables import DenseDtype
 
 
 class BlankLinear(nn.Linear):
@@ -32,10 +33,6 @@ class PlainLinear(BlankLinear):
 
     def forward(self, x: Float[Tensor, "B N"]) -> Float[Tensor, "B outputs"]:
         return mlp(x, [self.weight], [self.bias], relu_last=False)
-
-
-DenseDtype = Literal["float32", "bfloat16"]
-"""Type of the dense part's activations: 'float32' stands for that of the embeddings, 'bfloat16' for mixed precision."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,95 @@
-"""The processors of this process."""
+"""The processors of this process: how many, which, and what they can do."""
 
 from __future__ import annotations
 
 import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_LEVELS = (
+    ("AVX2", ("avx2", "fma")),
+    ("AVX-512", ("avx512f", "avx512bw", "avx512dq", "avx512vl")),
+    ("AVX-512 BF16", ("avx512_bf16",)),
+    ("AMX", ("amx_tile", "amx_bf16")),
+)
+"""Instruction sets of x86, each with the ones before it, and the kernel's words for them."""
+_ARM_LEVELS = (("NEON", ("asimd",)), ("NEON BF16", ("bf16",)))
+_BFLOAT16 = frozenset({"AVX-512 BF16", "AMX", "NEON BF16"})
+"""Levels that multiply bfloat16."""
+_ATEN = {"default": 0, "avx2": 1}
+"""What ATEN_CPU_CAPABILITY leaves of `_LEVELS`; other values take nothing away."""
+_ONEDNN = {
+    **dict.fromkeys(("SSE41", "AVX"), 0),
+    **dict.fromkeys(("AVX2", "AVX2_VNNI", "AVX2_VNNI_2"), 1),
+    **dict.fromkeys(("AVX512_CORE", "AVX512_CORE_VNNI"), 2),
+    **dict.fromkeys(("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512"), 3),
+}
+"""What oneDNN's variables leave of `_LEVELS`."""
+
+
+@dataclass(frozen=True)
+class Processor:
+    """What the kernel says of the first processor; all are taken to be like it."""
+
+    name: str
+    """'AMD EPYC 7763', or the architecture where the kernel does not name it."""
+    flags: frozenset[str] = frozenset()
+    """The kernel's words for its instructions; empty where it does not tell."""
+
+    def level(self, environment: Mapping[str, str] | None = None) -> str:
+        """The widest instruction set that products may use: 'AVX2', 'AVX-512', 'AVX-512 BF16', 'AMX', 'NEON',
+        'NEON BF16' or 'baseline'.
+
+        What the variables of torch and oneDNN forbid (ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA) counts as missing;
+        None: those of this process.
+        """
+        is_arm = "asimd" in self.flags
+        levels = _ARM_LEVELS if is_arm else _LEVELS[: _allowed(os.environ if environment is None else environment)]
+        found = "baseline"
+        for name, flags in levels:
+            if not self.flags.issuperset(flags):
+                break
+            found = name
+        return found
+
+    def why_no_bfloat16(self, environment: Mapping[str, str] | None = None) -> str | None:
+        """Why products in bfloat16 are slower here than in float32, None where they are faster.
+
+        It follows from instructions alone. A clock would choose by the load of the moment, and the choice is one of
+        bits.
+        """
+        level, best = self.level(environment), self.level({})
+        if level in _BFLOAT16:
+            return None
+        if best in _BFLOAT16:
+            return f"{self.name} multiplies bfloat16, but ATEN_CPU_CAPABILITY or ONEDNN_MAX_CPU_ISA leaves it {level}"
+        return f"{self.name} ({level}) has no instructions that multiply bfloat16 (AVX512_BF16, AMX; BF16 of ARM)"
+
+
+def this_processor(cpuinfo: str | None = None) -> Processor:
+    """The processor of this machine; `cpuinfo` is the text of /proc/cpuinfo, None: read it."""
+    if cpuinfo is None:
+        try:
+            cpuinfo = Path("/proc/cpuinfo").read_text(errors="replace")
+        except OSError:
+            cpuinfo = ""
+    fields: dict[str, str] = {}
+    for line in cpuinfo.splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    name = fields.get("model name") or platform.processor() or platform.machine() or "this processor"
+    return Processor(name, frozenset((fields.get("flags") or fields.get("Features") or "").split()))
 
 
 def num_cores() -> int:
     """Cores that this process may use, where the system tells; else those of the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _allowed(environment: Mapping[str, str]) -> int:
+    """How many of `_LEVELS` the variables leave. oneDNN reads its own name for them first, in either case."""
+    onednn = environment.get("ONEDNN_MAX_CPU_ISA") or environment.get("DNNL_MAX_CPU_ISA") or ""
+    aten = environment.get("ATEN_CPU_CAPABILITY", "")
+    return min(_ATEN.get(aten, len(_LEVELS)), _ONEDNN.get(onednn.upper(), len(_LEVELS)))

@@ -14,6 +14,8 @@ from meseta.spec.optimizer import OptimizerSpec
 Pooling = Literal["sum", "mean", "none"]
 IdPolicy = Literal["error", "drop", "clamp", "hash"]
 TableDtype = Literal["float32", "float16", "bfloat16", "float64"]
+DenseDtype = Literal["float32", "bfloat16"]
+"""Type of the dense part's activations: 'float32' stands for that of the embeddings, 'bfloat16' for mixed precision."""
 VALUE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Of one number of a row, by TableDtype."""
 InitKind = Literal["uniform", "normal", "constant"]

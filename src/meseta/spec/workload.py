@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from meseta.spec.checks import check_number
 from meseta.spec.errors import MesetaError, nearest
-from meseta.spec.tables import FeatureSpec, TableSpec, check_features
+from meseta.spec.tables import DenseDtype, FeatureSpec, TableSpec, check_features
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class DenseLoad:
     """Parameters; their gradients, which are added over ranks, take as much."""
     activation_bytes_per_sample: int = 0
     """What the forward pass keeps for the backward pass."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: DenseDtype = "float32"
     """Type that matrix products compute in."""
 
 

@@ -9,6 +9,7 @@ import torch
 
 from meseta.comm import World
 from meseta.config import RunConfig
+from meseta.config.precision import dense_dtype
 from meseta.data.dataset import Dataset
 from meseta.data.reader import Reader, ReaderOptions
 from meseta.embedding import EmbeddingBagCollection, shard
@@ -38,7 +39,7 @@ def make_sharded_model(config: RunConfig, dataset: Dataset, world: World) -> Any
     """The model on this rank's device, its tables placed; `model.embeddings.plan` says where."""
     tables, features = make_specs(config, dataset)
     collection = EmbeddingBagCollection(tables, features, seed=config.seed, device=world.device)
-    model = make_model(config.model, collection, len(dataset.dense), config.seed, config.dense.dtype, dataset.labels)
+    model = make_model(config.model, collection, len(dataset.dense), config.seed, dense_dtype(config), dataset.labels)
     plan = plan_run(config, dataset, collection, model, world)
     # What is cut goes to its device module by module, since all of it may not fit there.
     is_whole = config.dense.sharding == "replicated" or world.size == 1

@@ -20,7 +20,7 @@ from meseta.checkpoint.directory import strangers
 from meseta.config import RunConfig, load_config
 from meseta.spec import MesetaError
 from meseta.spec.files import parse_json, read_bounded
-from meseta.spec.processors import num_cores
+from meseta.spec.processors import num_cores, this_processor
 from meseta.train.lock import FolderLock
 from meseta.train.report.lines import METRICS_NAME, EvalLine, MetricsLine, TrainLine, read_lines, told_spoiled
 
@@ -163,22 +163,16 @@ def environment(device: str, num_ranks: int) -> dict[str, Any]:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "not installed"
+    processor = this_processor()
     return {
         "versions": versions,
         "num_cores": num_cores(),
-        "processor": _processor(),
+        "processor": processor.name,
+        "instructions": processor.level(),
         "device": device,
         "num_ranks": num_ranks,
         "commit": _commit(),
     }
-
-
-def _processor() -> str:
-    try:
-        names = [n for n in Path("/proc/cpuinfo").read_text().splitlines() if n.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:

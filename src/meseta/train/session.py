@@ -10,6 +10,7 @@ import torch
 
 from meseta.comm import World
 from meseta.config import RunConfig
+from meseta.measure.waiting import sleep_when_crowded
 from meseta.spec.processors import num_cores
 from meseta.train.build import choose_device
 
@@ -21,8 +22,10 @@ def session(config: RunConfig) -> Iterator[World]:
     After an error the group is left as it is: the other ranks may be anywhere, and the process is about to end.
     """
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(config.num_threads or max(1, num_cores() // local_size))
+    num_threads = config.num_threads or max(1, num_cores() // local_size)
+    torch.set_num_threads(num_threads)
     world = World.current(choose_device(config))
-    yield world
+    with sleep_when_crowded(num_threads):
+        yield world
     world.barrier()
     World.leave()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meseta.config import RunConfig
+from meseta.config.precision import dense_dtype
 from meseta.config.run import RegularizationConfig
 from meseta.config.widths import mlp_weights, wanted_embedding_dim
 from meseta.data.dataset import Dataset
@@ -56,7 +57,7 @@ def plan_workload(config: RunConfig, dataset: Dataset) -> Workload:
     """
     tables, features = make_specs(config, dataset)
     weights = mlp_weights(config.model, len(dataset.dense), len(tables), len(dataset.labels))
-    dense = DenseLoad(flops_per_sample=6.0 * weights, parameter_bytes=4 * weights, dtype=config.dense.dtype)
+    dense = DenseLoad(flops_per_sample=6.0 * weights, parameter_bytes=4 * weights, dtype=dense_dtype(config))
     return replace(make_workload(config, dataset, tables, features), dense=dense)
 
 

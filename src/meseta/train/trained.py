@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from meseta.data.reader import Reader, ReaderOptions
 from meseta.data.selection import calibration_shift
 from meseta.spec import MesetaError
 from meseta.train.build import make_sharded_model
+from meseta.train.precision import note_slow
 from meseta.train.run_dir import RunDir
 from meseta.train.session import session
 from meseta.train.state import restore
@@ -72,6 +74,8 @@ def load_trained(
     dataset = open_dataset(config, world, data)
     way_out = f"prepare them in one call with the sources of {str(config.data.dir)!r}, as --test-files"
     check_encoding(run, path, dataset, world, way_out)
+    if (note := note_slow(config, world)) and world.rank == 0:
+        print(note, file=sys.stderr)
     options = ReaderOptions(
         batch_size=config.train.eval_batch_size,
         prefetch_batches=config.data.prefetch_batches,

@@ -27,6 +27,7 @@ from meseta.spec import MesetaError
 from meseta.train.build import make_reader, make_sharded_model, set_learning_rates, task_weights
 from meseta.train.evaluate import check_segments, evaluate
 from meseta.train.planning import predict_run
+from meseta.train.precision import STATE, note_slow, settle_dense_dtype
 from meseta.train.progress import TrainProgress
 from meseta.train.report import write_report
 from meseta.train.resuming import check_model, tell_changes
@@ -54,11 +55,11 @@ class Trainer:
     def __init__(self, config: RunConfig, world: World) -> None:
         """Open the data, place the tables, take up the newest checkpoint of run_dir if there is one.
 
-        Raises MesetaError, on all ranks, for data, plans or checkpoints that do not fit the config, and for a run_dir
-        in which another run is at work.
+        Raises MesetaError, on all ranks, for data, plans or checkpoints that do not fit the config, for a new run in
+        bfloat16 where that does not pay, and for a run_dir in which another run is at work.
         """
         torch.manual_seed(config.seed)
-        self.config = config
+        self.config = config = settle_dense_dtype(config, world)
         self.world = world
         self.run_dir = RunDir(config.run_dir)
         self.dataset = open_dataset(config, world)
@@ -136,6 +137,8 @@ class Trainer:
         with TrainProgress(self.num_steps, first_step=first, shown=self.world.rank == 0) as progress:
             if first:
                 progress.say(f"going on from step {first}, {self.run_dir.checkpoints}")
+                if note := note_slow(self.config, self.world):
+                    progress.say(note)
             with self.saver.interruption:
                 self._train(progress)
                 if self.step > self.saver.saved_step:
@@ -295,6 +298,7 @@ class Trainer:
             "ids_outside": ids_outside(embeddings, self.world),
             "train_s": self.train_s + time.perf_counter() - self._log_from[-1],
             "dense_optimizer": type(self.optimizer).__name__,
+            STATE: self.config.dense.dtype,
             "learning_rates": {"embedding": embeddings.lr_factor, "dense": self.optimizer.param_groups[0]["lr"]},
             "random": random_state(),
             STATE_KEY: Encoding.of(self.dataset).to_dict(),

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from meseta.config import RunConfig
+from meseta.config.precision import dense_dtype
 from meseta.data.dataset import Dataset, SparseFeature
 from meseta.spec import DenseLoad, FeatureLoad, FeatureSpec, TableSpec, Workload
 
@@ -70,5 +71,5 @@ def dense_load(config: RunConfig, model: nn.Module) -> DenseLoad:
         flops_per_sample=float(_PASSES * flops),
         parameter_bytes=sum(own.numel() * own.element_size() for own in parameters),
         activation_bytes_per_sample=8 * widths,  # an output and its gradient
-        dtype=config.dense.dtype,
+        dtype=dense_dtype(config),
     )

@@ -11,11 +11,13 @@ import pytest
 from meseta.measure.doctor import machine
 from meseta.measure.doctor.finding import Finding, note, problem, size
 from meseta.measure.doctor.system import Limits, System, read_limits
+from meseta.spec.waiting import WAITING
 
 Make = Callable[[dict[str, str]], System]
 NO_LIMITS = Limits(None, None, None)
 MEMINFO = "MemTotal:       16000000 kB\nMemFree:  1 kB\nMemAvailable:   8000000 kB\n"
 THP = machine.PAGES
+FAST = "avx2 fma avx512f avx512bw avx512dq avx512vl avx512_bf16"
 
 
 @pytest.fixture
@@ -104,6 +106,28 @@ def test_processor(make: Make, chosen: str | None, best: str | None, state: str,
 
 def test_a_processor_without_a_name(make: Make) -> None:
     assert machine.check_processor(make({}), {"instruction_set": "avx2", "best": "avx2"}).state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "state", "words"),
+    [
+        (FAST, {}, "ok", "AVX-512 BF16: dense.dtype=bfloat16 pays"),
+        ("avx2 fma", {}, "ok", "auto takes float32, and a new run in bfloat16 is refused"),
+        (FAST, {"ONEDNN_MAX_CPU_ISA": "AVX2"}, "note", "leaves it AVX2"),
+    ],
+)  # fmt: skip
+def test_bfloat16(make: Make, flags: str, variables: dict[str, str], state: str, words: str) -> None:
+    found = machine.check_bfloat16(make({"proc/cpuinfo": f"model name : Fast 9\nflags : {flags}\n"}), variables)
+    assert found.state == state and words in found.text and bool(found.way_out) == (state == "note")
+    assert found.figures["pays"] == ("pays" in words)
+
+
+def test_waiting() -> None:
+    ours = machine.check_waiting({"PATH": "/bin", **WAITING})
+    assert ours.state == "ok" and "export OMP_WAIT_POLICY=passive" in ours.text
+    assert machine.check_waiting({"OMP_WAIT_POLICY": "passive"}).text.endswith("as you chose: OMP_WAIT_POLICY=passive")
+    spinning = machine.check_waiting({"OMP_WAIT_POLICY": "active"})
+    assert (spinning.state, spinning.way_out) == ("note", "unset OMP_WAIT_POLICY")
 
 
 def test_cores() -> None:

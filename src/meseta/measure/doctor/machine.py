@@ -7,6 +7,8 @@ from typing import Any
 
 from meseta.measure.doctor.finding import Finding, note, ok, problem, size
 from meseta.measure.doctor.system import Limits, System, free_memory_bytes
+from meseta.spec.processors import this_processor
+from meseta.spec.waiting import CHOICES, is_ours, spins
 
 LITTLE_MEMORY_BYTES = 2_000_000_000
 NO_MEMORY_BYTES = 300_000_000
@@ -18,9 +20,7 @@ PAGES = "sys/kernel/mm/transparent_hugepage/enabled"
 
 def check_processor(system: System, fact: Mapping[str, Any]) -> Finding:
     """The processor's name, and the instruction set that the core chose for it; `fact` is the probe's."""
-    lines = (system.read("proc/cpuinfo") or "").splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    name = names[0] if names else "of a kind that the kernel does not name"
+    name = this_processor(system.read("proc/cpuinfo") or "").name
     chosen, best = fact.get("instruction_set"), fact.get("best")
     figures: dict[str, Any] = {"name": name, "instruction_set": chosen, "best_instruction_set": best}
     if chosen is None:
@@ -31,6 +31,19 @@ def check_processor(system: System, fact: Mapping[str, Any]) -> Finding:
     if chosen == "baseline":
         return note("processor", f"{name}; it has neither AVX2 nor AVX-512, so the core is slow", **figures)
     return ok("processor", f"{name}, with {chosen}", **figures)
+
+
+def check_bfloat16(system: System, environment: Mapping[str, str]) -> Finding:
+    """Whether dense.dtype=bfloat16 pays on the processor, and what lowers it."""
+    processor = this_processor(system.read("proc/cpuinfo") or "")
+    level, why = processor.level(environment), processor.why_no_bfloat16(environment)
+    figures: dict[str, Any] = {"instructions": level, "pays": why is None}
+    if why is None:
+        return ok("bfloat16", f"multiplied by {level}: dense.dtype=bfloat16 pays, and auto takes it", **figures)
+    text = f"{why}: dense.dtype=auto takes float32, and a new run in bfloat16 is refused"
+    if processor.why_no_bfloat16({}) is None:
+        return note("bfloat16", text, "unset ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA and DNNL_MAX_CPU_ISA", **figures)
+    return ok("bfloat16", text, **figures)
 
 
 def check_cores(num_usable: int, num_all: int, limits: Limits, torch: Mapping[str, Any]) -> Finding:
@@ -52,6 +65,24 @@ def check_cores(num_usable: int, num_all: int, limits: Limits, torch: Mapping[st
         way = f"set num_threads={fits} in the config (divided by the number of ranks)"
         return note("cores", text, way, **figures)
     return ok("cores", text, **figures)
+
+
+def check_waiting(environment: Mapping[str, str]) -> Finding:
+    """How OpenMP's threads wait for each other, by the variables that are in force."""
+    chosen = {name: environment[name] for name in CHOICES if environment.get(name)}
+    listed = ", ".join(f"{name}={value}" for name, value in chosen.items())
+    figures = {"variables": chosen}
+    if spins(environment):
+        text = (
+            f"threads that wait for each other spin ({listed or 'no variable says otherwise'}); where other programs "
+        )
+        text += "use the processors too, a run may fall to a twentieth of its speed"
+        return note("waiting", text, f"unset {' '.join(chosen)}" if chosen else "", **figures)
+    if not is_ours(environment):
+        return ok("waiting", f"threads wait for each other as you chose: {listed}", **figures)
+    text = "threads that wait for each other spin, and sleep while other programs want the processors; before a script "
+    text += "of your own imports torch on a machine that others use too: export OMP_WAIT_POLICY=passive"
+    return ok("waiting", text, **figures)
 
 
 def check_memory(system: System, limits: Limits) -> Finding:

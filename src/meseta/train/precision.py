@@ -1,0 +1,109 @@
+"""dense.dtype of a run: what 'auto' comes to, and whether bfloat16 pays on the processors of all ranks."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from meseta import checkpoint
+from meseta.checkpoint.manifest import read_manifest
+from meseta.comm import World
+from meseta.config import RunConfig
+from meseta.config.precision import dense_dtype
+from meseta.spec import MesetaError
+from meseta.spec.processors import this_processor
+from meseta.spec.tables import DenseDtype
+
+STATE = "dense_dtype"
+"""Where the state of a checkpoint keeps the type that its run has."""
+_FIRST_CAPABILITY = (8, 0)
+"""Of GPUs whose tensor cores multiply bfloat16."""
+_TRIED = (256, 512, 512)
+"""Rows, inputs and outputs of the layer that is timed."""
+_NUM_TRIED = 3
+
+
+def settle_dense_dtype(config: RunConfig, world: World) -> RunConfig:
+    """The config with a type in place of 'auto': that of the checkpoint which the run goes on from; of a new run
+    bfloat16 where every rank multiplies it. Collective.
+
+    Raises MesetaError, on all ranks and with what a product takes in both types, for a new run in bfloat16 that some
+    rank's processor or GPU has no instructions for. dense.check_speed=false lets it begin; one that has begun goes on.
+    """
+    [(has_begun, former), *_] = world.gather_objects(_former(config) if world.rank == 0 else (False, None))
+    dense = config.dense
+    if dense.dtype == "bfloat16" and dense.check_speed and not has_begun:
+        world.raise_together(_refusal(world.device))
+    slow = world.gather_objects(why_slow(world.device))
+    wanted = former if former and dense.dtype == "auto" else dense_dtype(config, pays=not any(slow))
+    return config.model_copy(update={"dense": dense.model_copy(update={"dtype": wanted})})
+
+
+def why_slow(device: torch.device) -> str | None:
+    """Why bfloat16 is slower than float32 on this rank's device, None where it is faster."""
+    if device.type != "cuda":
+        return this_processor().why_no_bfloat16()
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= _FIRST_CAPABILITY:
+        return None
+    name, version = torch.cuda.get_device_name(device), ".".join(map(str, capability))
+    return f"{name} has compute capability {version}, and bfloat16 needs 8.0"
+
+
+def note_slow(config: RunConfig, world: World) -> str | None:
+    """A line for a run that computes in bfloat16 all the same where it does not pay; None: nothing to say. The same
+    on every rank. Collective."""
+    if config.dense.dtype != "bfloat16" or not config.dense.check_speed:
+        return None
+    slow = world.gather_objects(why_slow(world.device))
+    rank, why = next(((rank, why) for rank, why in enumerate(slow) if why), (0, None))
+    where = f"rank {rank}: " if world.size > 1 else ""
+    return why and f"note: {where}the dense part computes in bfloat16, as it was trained, and slowly: {why}"
+
+
+def _former(config: RunConfig) -> tuple[bool, DenseDtype | None]:
+    """Whether the run goes on from a checkpoint, of run_dir or of its mirror, and the type that this one has."""
+    path = checkpoint.newest(config.run_dir / "checkpoints")
+    try:
+        if path is not None:
+            state = read_manifest(path)["state"]
+        elif config.checkpoint.mirror:
+            state = [*checkpoint.Mirror(config.checkpoint.mirror).manifests().values()][-1]["state"]
+        else:
+            return False, None
+    except IndexError:
+        return False, None
+    except MesetaError:  # told, with the way out, where the checkpoint is loaded
+        return True, None
+    former = state.get(STATE)
+    return True, former if former in ("float32", "bfloat16") else None
+
+
+def _refusal(device: torch.device) -> MesetaError | None:
+    why = why_slow(device)
+    if why is None:
+        return None
+    rows, inputs, outputs = _TRIED
+    half_ms, float_ms = (1e3 * _product_s(device, dtype) for dtype in (torch.bfloat16, torch.float32))
+    return MesetaError(
+        f"dense.dtype 'bfloat16' is slow: {why}; a product of {rows} x {inputs} x {outputs} took {half_ms:.3g} ms, in "
+        f"float32 {float_ms:.3g} ms; set dense.dtype to float32, or to auto, or dense.check_speed=false to train so "
+        "all the same"
+    )
+
+
+def _product_s(device: torch.device, dtype: torch.dtype) -> float:
+    """Median seconds of a layer. They are told, and decide nothing."""
+    rows, inputs, outputs = _TRIED
+    x = torch.ones(rows, inputs, device=device, dtype=dtype)
+    weight = torch.ones(outputs, inputs, device=device, dtype=dtype)
+    seconds = []
+    for _ in range(_NUM_TRIED):
+        start_s = time.perf_counter()
+        torch.nn.functional.linear(x, weight)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start_s)
+    return statistics.median(seconds)

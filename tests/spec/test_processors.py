@@ -1,0 +1,57 @@
+"""What processors are taken to be able to do, by the kernel's words and the variables that lower it."""
+
+from __future__ import annotations
+
+import pytest
+
+from meseta.spec.processors import Processor, this_processor
+
+AVX2 = "fpu sse4_2 avx avx2 fma"
+AVX512 = f"{AVX2} avx512f avx512bw avx512dq avx512vl avx512_vnni"
+ZEN4 = f"{AVX512} avx512_bf16"
+SAPPHIRE = f"{ZEN4} amx_tile amx_bf16 amx_int8"
+GRAVITON3 = "fp asimd sve i8mm bf16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "level", "pays"),
+    [
+        ("", {}, "baseline", False),
+        ("fpu sse4_2 avx", {}, "baseline", False),
+        (AVX2, {}, "AVX2", False),
+        (AVX512, {}, "AVX-512", False),
+        (ZEN4, {}, "AVX-512 BF16", True),
+        (SAPPHIRE, {}, "AMX", True),
+        ("fp asimd", {}, "NEON", False),
+        (GRAVITON3, {}, "NEON BF16", True),
+        (SAPPHIRE, {"ATEN_CPU_CAPABILITY": "avx2"}, "AVX2", False),
+        (SAPPHIRE, {"ATEN_CPU_CAPABILITY": "default"}, "baseline", False),
+        (SAPPHIRE, {"ATEN_CPU_CAPABILITY": "avx512"}, "AMX", True),
+        (SAPPHIRE, {"ONEDNN_MAX_CPU_ISA": "AVX2"}, "AVX2", False),
+        (SAPPHIRE, {"ONEDNN_MAX_CPU_ISA": "avx512_core_vnni"}, "AVX-512", False),
+        (SAPPHIRE, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, "AVX-512 BF16", True),
+        (SAPPHIRE, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"}, "AMX", True),
+        (SAPPHIRE, {"DNNL_MAX_CPU_ISA": "SSE41"}, "baseline", False),
+        (SAPPHIRE, {"ONEDNN_MAX_CPU_ISA": "ALL", "DNNL_MAX_CPU_ISA": "AVX2"}, "AMX", True),
+        (AVX2, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX", "ATEN_CPU_CAPABILITY": "avx512"}, "AVX2", False),
+    ],
+)
+def test_levels(flags: str, variables: dict[str, str], level: str, pays: bool) -> None:
+    processor = Processor("Fast 9", frozenset(flags.split()))
+    assert processor.level(variables) == level
+    why = processor.why_no_bfloat16(variables)
+    assert (why is None) == pays and (why is None or "Fast 9" in why)
+
+
+def test_who_is_to_blame() -> None:
+    fast, plain = Processor("Fast 9", frozenset(SAPPHIRE.split())), Processor("Old 1", frozenset(AVX2.split()))
+    assert "ONEDNN_MAX_CPU_ISA leaves it AVX2" in str(fast.why_no_bfloat16({"ONEDNN_MAX_CPU_ISA": "AVX2"}))
+    assert "has no instructions" in str(plain.why_no_bfloat16({"ONEDNN_MAX_CPU_ISA": "AVX2"}))
+
+
+def test_what_the_kernel_says() -> None:
+    two = "processor : 0\nmodel\t: 17\nmodel name\t: Fast 9\nflags\t\t: avx2 fma\n\nmodel name\t: Other\nflags : sse\n"
+    assert this_processor(two) == Processor("Fast 9", frozenset({"avx2", "fma"}))
+    assert this_processor("processor : 0\nFeatures : fp asimd bf16\n").flags == {"fp", "asimd", "bf16"}
+    unknown = this_processor("")
+    assert unknown.name and unknown.level({}) == "baseline" and unknown.why_no_bfloat16({})
