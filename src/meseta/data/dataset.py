@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from meseta.spec import MesetaError, Reuse, nearest
+from meseta.spec.checks import doubled
 
 FORMAT: Literal["meseta.dataset/1"] = "meseta.dataset/1"
 FILE_NAME = "dataset.json"
@@ -199,9 +200,9 @@ class Dataset(Record):
     @model_validator(mode="after")
     def _check(self) -> Dataset:
         columns = self.columns if self.time is None else [*self.columns, self.time]
-        doubled = {name for name in columns if columns.count(name) > 1}
-        if doubled:
-            raise ValueError(f"column {sorted(doubled)[0]!r} is named twice")
+        twice = doubled(columns)
+        if twice:
+            raise ValueError(f"column {sorted(twice)[0]!r} is named twice")
         return self
 
     @staticmethod

@@ -11,6 +11,7 @@ from meseta.data.schema import Layout, Schema, SparseColumn, check_names, layout
 from meseta.data.sources import Source, csv_sample, first_line
 from meseta.data.svm_layout import OnRows, svm_layout
 from meseta.spec import MesetaError
+from meseta.spec.checks import doubled
 
 NUM_DENSE = 13
 NUM_SPARSE = 26
@@ -196,8 +197,9 @@ def _check_features(where: str, layout: Layout) -> None:
         )
     weights = [f"{column.name}.weight" for column in layout.sparse if column.weighted]
     written = [*layout.sample_columns, *layout.features, *weights]
+    twice = {*doubled(written), *set(layout.labels).intersection(layout.features)}
     for name in [*layout.features, *weights, *layout.sample_columns]:
-        if written.count(name) > 1 or (name in layout.labels and name in layout.features):
+        if name in twice:
             raise MesetaError(
                 f"{where}: column {name!r} is used twice (label {layout.labels[0]!r} is written as "
                 f"{layout.label_columns[0]!r}); rename it"

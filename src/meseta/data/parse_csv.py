@@ -27,7 +27,8 @@ from meseta.spec.errors import one_line
 def parse_csv(block: Block, raw: bytes, layout: Layout) -> RawRows:
     """Parse and check every row. Raises MesetaError naming the file, the line and the column."""
     # Columns go by place: names of columns that are not read may be empty, or come twice.
-    places = {name: f"f{block.header.index(name)}" for name in layout.columns}
+    first = {name: place for place, name in reversed(list(enumerate(block.header)))}
+    places = {name: f"f{first[name]}" for name in layout.columns}
     numbers = layout.numbers
     types = {place: pa.float64() if name in numbers else pa.binary() for name, place in places.items()}
     # A row of missing values at the end shows that the last one ends where the block does: a quote in a field without

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from meseta.spec import MesetaError, nearest
+from meseta.spec.checks import doubled
 from meseta.spec.documents import read_mapping
 
 MAX_BUCKETS = 1000
@@ -233,9 +235,9 @@ def _problem(schema: Schema) -> str | None:
     samples = [name for name in (*schema.label_names, schema.weight, schema.time) if name is not None]
     roles = [*samples, *features, *(n for n in schema.buckets if n not in features), *schema.ignore]
     roles += [schema.group] if schema.group and schema.group not in schema.categorical else []
-    doubled = sorted({name for name in roles if roles.count(name) > 1})
-    if doubled:
-        return f"column {doubled[0]!r} is named twice; give it one role"
+    twice = sorted(doubled(roles))
+    if twice:
+        return f"column {twice[0]!r} is named twice; give it one role"
     for key in ("multi_valued", "weights"):
         for name in getattr(schema, key):
             if name not in schema.categorical:
@@ -359,8 +361,9 @@ def _scalar(name: str) -> str:
 
 def check_names(where: str, wanted: Sequence[str], known: Sequence[str]) -> None:
     """Raises MesetaError, naming `where`, for a column that is wanted and not there, or there twice."""
+    times = Counter(known)
     for name in wanted:
-        if name not in known:
+        if name not in times:
             raise MesetaError(f"{where} has no column {name!r}; {nearest(name, [n for n in known if n])}")
-        if known.count(name) > 1:
+        if times[name] > 1:
             raise MesetaError(f"{where}: {name!r} is the name of two columns; rename one")

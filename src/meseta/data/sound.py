@@ -25,13 +25,16 @@ _WAY_OUT = "prepare the dataset again"
 
 def check_types(path: Path, schema: pa.Schema, dataset: Dataset) -> None:
     """Raise MesetaError, naming the file and the column, for one that is missing or of a type that cannot be read."""
+    types: dict[str, list[pa.DataType]] = {}
+    for field in schema:
+        types.setdefault(field.name, []).append(field.type)
     for column in _wanted(dataset):
         name = column.name
-        if name not in schema.names:
+        if name not in types:
             raise MesetaError(f"dataset file {str(path)!r} lacks column {name!r}; {_WAY_OUT}")
-        if schema.names.count(name) > 1:
+        if len(types[name]) > 1:
             raise MesetaError(f"dataset file {str(path)!r} has two columns {name!r}; {_WAY_OUT}")
-        found = schema.field(name).type
+        [found] = types[name]
         if not column.fits(found):
             raise MesetaError(
                 f"dataset file {str(path)!r}: column {name!r} must hold {column.what}, but is {found}; {_WAY_OUT}"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 from meseta.spec.errors import MesetaError, nearest
+
+T = TypeVar("T")
 
 
 def check_choice(owner: str, name: str, value: object, known: Collection[str]) -> None:
@@ -21,6 +24,11 @@ def check_number(owner: str, name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         raise MesetaError(f"{owner}: {name} must be a finite number, got {value!r}")
     return float(value)
+
+
+def doubled(names: Iterable[T]) -> list[T]:
+    """Names that come more than once, each once; in time that grows with the names, of which there may be thousands."""
+    return [name for name, count in Counter(names).items() if count > 1]
 
 
 def is_whole(value: object) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Literal, get_args
 
-from meseta.spec.checks import check_choice, check_number
+from meseta.spec.checks import check_choice, check_number, doubled
 from meseta.spec.errors import MesetaError, nearest
 from meseta.spec.optimizer import OptimizerSpec
 
@@ -104,9 +104,8 @@ class FeatureSpec:
 def check_features(tables: Sequence[TableSpec], features: Sequence[FeatureSpec]) -> None:
     """Raise MesetaError unless names are unique and every feature reads a table that exists."""
     for kind, names in (("table", [t.name for t in tables]), ("feature", [f.name for f in features])):
-        for name in names:
-            if names.count(name) > 1:
-                raise MesetaError(f"{kind} {name!r} is given {names.count(name)} times; names must be unique")
+        for name in doubled(names):
+            raise MesetaError(f"{kind} {name!r} is given {names.count(name)} times; names must be unique")
     known = {table.name for table in tables}
     for feature in features:
         if feature.table not in known:

@@ -90,7 +90,7 @@ class Workload:
         check_features(self.tables, self.features)
         if self.batch_size < 1:
             raise MesetaError(f"workload: batch_size must be at least 1, got {self.batch_size}")
-        known = [feature.name for feature in self.features]
+        known = {feature.name for feature in self.features}
         for name in self.loads:
             if name not in known:
                 raise MesetaError(f"workload: a load is given for the unknown feature {name!r}; {nearest(name, known)}")
