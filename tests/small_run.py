@@ -146,15 +146,21 @@ def environment() -> dict[str, str]:
 def need_and_held(document: dict[str, Any]) -> tuple[int, int, int, int]:
     """Bytes of (tables, states) as predicted on this rank, then as held; importable by every rank of a pool."""
     from meseta.data import Dataset
+    from meseta.embedding import EmbeddingBagCollection
     from meseta.train.build import make_sharded_model
     from meseta.train.memory import predict_memory
+    from meseta.train.outline import make_outline
     from meseta.train.specs import make_specs
 
     config, world = RunConfig.model_validate(document), World.current()
     dataset = Dataset.load(config.data.dir)
     model = make_sharded_model(config, dataset, world)
-    tables = {table.name: table for table in make_specs(config, dataset)[0]}
-    need = predict_memory(config, dataset, model, model.embeddings.plan, tables, world.rank)
+    specs, features = make_specs(config, dataset)
+    tables, outline = (
+        {table.name: table for table in specs},
+        make_outline(config, dataset, EmbeddingBagCollection(specs, features)),
+    )
+    need = predict_memory(config, dataset, outline, model.embeddings.plan, tables, world.rank)
     shards = model.embeddings.shards
     rows = sum(shard.weight.nbytes for shard in shards)
     states = sum(state.nbytes for shard in shards for state in shard.state.values())

@@ -22,11 +22,11 @@ from meseta.config.run import MODEL_NAMES
 from meseta.data.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.jagged import KeyedJaggedTensor
-from meseta.models import make_model
 from meseta.optim.clip import global_norm
 from meseta.spec import FeatureSpec, MesetaError, Plan, TableSpec
 from meseta.train.build import make_specs
 from meseta.train.memory import predict_memory
+from meseta.train.outline import make_outline
 from small_run import settings, train
 
 from .pool import RankPool
@@ -204,7 +204,7 @@ def predicted_here(document: dict[str, Any]) -> tuple[int, int, list[int]]:
         tables, features = make_specs(config, dataset)
         collection = EmbeddingBagCollection(tables, features)
         plan = Plan.from_dict(HOSTS, tables, 2)
-        model = make_model(config.model, collection, len(dataset.dense), 0, "float32", dataset.labels)
+        model = make_outline(config, dataset, collection)
         need = predict_memory(config, dataset, model, plan, {table.name: table for table in tables}, 0)
         needs.append(need.dense_part)
     mlps = [sum(p.nbytes for p in model.get_submodule(name).parameters()) for name in ("bottom_mlp", "top_mlp")]

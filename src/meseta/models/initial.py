@@ -18,13 +18,18 @@ def _stream(seed: int, name: str) -> torch.Generator:
 
 @torch.no_grad()
 def fill_normal(parameter: Float[Tensor, " *shape"], std: float, seed: int, name: str) -> None:
-    """Overwrite with draws from N(0, std squared), made in float64 and then rounded to the parameter's type."""
-    draws = torch.randn(parameter.shape, dtype=torch.float64, generator=_stream(seed, name))
-    parameter.copy_(draws * std)
+    """Overwrite with draws from N(0, std squared), made in float64 and then rounded to the parameter's type.
+
+    Here as in `fill_uniform`, a parameter on torch's meta device, which has no numbers, stays as it is.
+    """
+    if not parameter.is_meta:
+        draws = torch.randn(parameter.shape, dtype=torch.float64, generator=_stream(seed, name))
+        parameter.copy_(draws.mul_(std))
 
 
 @torch.no_grad()
 def fill_uniform(parameter: Float[Tensor, " *shape"], bound: float, seed: int, name: str) -> None:
     """Overwrite with draws from [-bound, bound), made in float64 and then rounded to the parameter's type."""
-    draws = torch.rand(parameter.shape, dtype=torch.float64, generator=_stream(seed, name))
-    parameter.copy_((2.0 * draws - 1.0) * bound)
+    if not parameter.is_meta:
+        draws = torch.rand(parameter.shape, dtype=torch.float64, generator=_stream(seed, name))
+        parameter.copy_(draws.mul_(2.0).sub_(1.0).mul_(bound))

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import torch
 
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.config.precision import dense_dtype
 from meseta.data.dataset import Dataset
 from meseta.data.reader import Reader, ReaderOptions
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.embedding.base import Collection
-from meseta.models import make_model
 from meseta.optim.schedule import learning_rate_factor
-from meseta.spec import MesetaError, nearest
+from meseta.spec import MesetaError, Plan, nearest
 from meseta.train.memory import check_memory
+from meseta.train.outline import make_dense_part, make_outline
 from meseta.train.planning import plan_run
 from meseta.train.specs import make_specs
 
@@ -39,13 +39,17 @@ def make_sharded_model(config: RunConfig, dataset: Dataset, world: World) -> Any
     """The model on this rank's device, its tables placed; `model.embeddings.plan` says where."""
     tables, features = make_specs(config, dataset)
     collection = EmbeddingBagCollection(tables, features, seed=config.seed, device=world.device)
-    model = make_model(config.model, collection, len(dataset.dense), config.seed, dense_dtype(config), dataset.labels)
-    plan = plan_run(config, dataset, collection, model, world)
+    outline = make_outline(config, dataset, collection)
+    fits = partial(check_memory, config, dataset, outline, {table.name: table for table in tables}, world)
+    if config.check_memory and world.size > 1:  # no plan is searched for what cannot fit without any table
+        fits(Plan(num_ranks=world.size, tables=()))
+    plan = plan_run(config, dataset, collection, outline, world)
+    if config.check_memory:
+        fits(plan)
+    model = make_dense_part(config, dataset, collection)
     # What is cut goes to its device module by module, since all of it may not fit there.
     is_whole = config.dense.sharding == "replicated" or world.size == 1
     model.to(device=world.device if is_whole else "cpu", dtype=collection.dtype)
-    if config.check_memory:
-        check_memory(config, dataset, model, plan, {table.name: table for table in tables}, world)
     return shard(model, plan, world=world, dense=config.dense.sharding)
 
 

@@ -1,4 +1,4 @@
-"""Whether a run fits into memory: bytes that it will hold, predicted before any table is made."""
+"""Whether a run fits into memory: bytes that it will hold, predicted before its model and its tables are made."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from meseta.comm.dense_shards import cut_modules
 from meseta.config import RunConfig
 from meseta.data.dataset import Dataset
 from meseta.measure.doctor.system import System, free_memory_bytes, read_limits
-from meseta.planner.memory import DENSE_COPIES, replica_bytes, rows_and_state
+from meseta.planner.memory import DENSE_COPIES, SORT_BYTES, replica_bytes, rows_and_state
 from meseta.spec import MesetaError, OptimizerSpec, Plan, TableSpec
+from meseta.train.outline import score_bytes, step_bytes
 from meseta.train.report.figures import num_bytes
 
 
@@ -31,7 +32,7 @@ class MemoryNeed:
     dense_part: int
     """Parameters, gradients and moments, at most."""
     activations: int
-    """Of one batch, forwards and backwards."""
+    """Of one batch, forwards and backwards, with what sorts its ids; or of one in evaluation, where that takes more."""
     reading: int
     """Decoded windows and batches made ahead, in the host's memory."""
 
@@ -45,9 +46,10 @@ class MemoryNeed:
 
 
 def predict_memory(
-    config: RunConfig, dataset: Dataset, model: nn.Module, plan: Plan, tables: Mapping[str, TableSpec], rank: int
+    config: RunConfig, dataset: Dataset, outline: nn.Module, plan: Plan, tables: Mapping[str, TableSpec], rank: int
 ) -> MemoryNeed:
-    """What `rank` will hold under `plan`, of `tables` by name; `model` is built, its tables are not."""
+    """What `rank` will hold under `plan`, of `tables` by name; of the model, `outline` has the shapes, as
+    meseta.train.outline makes it."""
     rows_bytes, state_bytes = 0, 0
     for placed in plan.tables:
         table = tables[placed.table]
@@ -60,7 +62,6 @@ def predict_memory(
     part_size = -(-batch_size // config.train.accumulate_steps)
     lookups = sum(column.statistics.mean_pooling_factor for column in dataset.sparse)
     widths = sum(table.embedding_dim for table in tables.values())
-    layers = sum(layer.out_features for layer in model.modules() if isinstance(layer, nn.Linear))
     # What parts of a batch keep until the step: upstream gradients of bags, and their ids.
     kept = batch_size * (4 * widths + 8 * lookups) if part_size < batch_size else 0
     sample_bytes = 4 * (1 + len(dataset.dense)) + 8 * lookups
@@ -70,8 +71,11 @@ def predict_memory(
     return MemoryNeed(
         tables=rows_bytes,
         optimizer_state=state_bytes,
-        dense_part=_dense_bytes(config, model, plan),
-        activations=8 * part_size * (widths + layers) + int(kept),
+        dense_part=_dense_bytes(config, outline, plan),
+        activations=max(
+            step_bytes(outline, part_size, len(dataset.dense)) + int(kept + SORT_BYTES * lookups * part_size),
+            score_bytes(outline, -(-config.train.eval_batch_size // plan.num_ranks), len(dataset.dense)),
+        ),
         reading=int(ahead * sample_bytes),
     )
 
@@ -99,14 +103,14 @@ def free_bytes(device: torch.device, system: System | None = None) -> int | None
 
 
 def check_memory(
-    config: RunConfig, dataset: Dataset, model: nn.Module, plan: Plan, tables: Mapping[str, TableSpec], world: World
+    config: RunConfig, dataset: Dataset, outline: nn.Module, tables: Mapping[str, TableSpec], world: World, plan: Plan
 ) -> None:
     """Raise MesetaError, on all ranks and with the numbers, where the ranks of a host need more than it has left.
 
     Collective. On GPUs each rank is held against its own device, without what reading takes of the host.
     """
     plan = replace(plan, devices_per_host=plan.devices_per_host or world.ranks_per_host)
-    predict = partial(predict_memory, config, dataset, model, plan, rank=world.rank)
+    predict = partial(predict_memory, config, dataset, outline, plan, rank=world.rank)
     need = predict(tables)
     free, host = free_bytes(world.device), socket.gethostname()
     found = world.gather_objects((host, need, free))
@@ -122,20 +126,30 @@ def check_memory(
         ways = [
             f"{change} needs {num_bytes(total - saved * len(together))}"
             for change, saved in _savings(predict, tables)
-            if saved > 0
+            if num_bytes(total - saved * len(together)) != num_bytes(total)
         ]
         problem = MesetaError(
             f"this run needs {num_bytes(total)} of memory on {host!r}, and {num_bytes(known)} are free "
             f"({len(together)} ranks there; rank {world.rank} holds: {need}; the largest table is {largest.name!r}, "
-            f"{largest.num_embeddings:,} x {largest.embedding_dim}). {'; '.join([*ways, _OTHER_WAYS])}"
+            f"{largest.num_embeddings:,} x {largest.embedding_dim}{_largest_parameter(outline)}). "
+            f"{'; '.join([*ways, _OTHER_WAYS])}"
         )
     world.raise_together(problem)
 
 
 _OTHER_WAYS = (
-    "or prepare the data with fewer --hash-rows, lower model.embedding_dim, take more hosts, or set check_memory=false "
-    "to start all the same"
+    "or prepare the data with fewer --hash-rows, lower model.embedding_dim, the widths of the model's layers, "
+    "train.batch_size or train.eval_batch_size, take more hosts, or set check_memory=false to start all the same"
 )
+
+
+def _largest_parameter(outline: nn.Module) -> str:
+    """Of the dense part, for the message; nothing where it has none."""
+    found = max(outline.named_parameters(), key=lambda named: named[1].numel(), default=None)
+    if found is None:
+        return ""
+    name, parameter = found
+    return f", the largest dense parameter {name!r}, {' x '.join(f'{size:,}' for size in parameter.shape)}"
 
 
 def _savings(

@@ -33,7 +33,8 @@ def mlp(
     back ReLU, bias gradient and the transpose that the weights' gradient reads are one pass; differentiable once.
     Elsewhere, and in torch.export, this is plain torch. NaN in x comes out as NaN.
     """
-    compiled = x.device.type == "cpu" and x.dtype in {torch.float32, torch.bfloat16} and weights
+    # The meta device stands for a CPU, so that the shapes of a step are those that it will have there.
+    compiled = x.device.type in {"cpu", "meta"} and x.dtype in {torch.float32, torch.bfloat16} and weights
     if not compiled or torch.compiler.is_exporting() or x.numel() == 0:
         return reference.mlp(x, weights, biases, relu_last=relu_last)
     result: Tensor = _Mlp.apply(x, relu_last, *weights, *biases)

@@ -1,0 +1,152 @@
+"""A model before it takes any memory: its shapes alone, and the bytes that a batch will take on its way through it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meseta.comm import BatchSlice, World
+from meseta.config import RunConfig
+from meseta.config.precision import dense_dtype
+from meseta.data.dataset import Dataset
+from meseta.embedding import EmbeddingBagCollection
+from meseta.embedding.base import Collection as Embeddings
+from meseta.models import make_model
+from meseta.models.base import ScoringModel
+from meseta.spec import MesetaError
+
+
+def make_dense_part(config: RunConfig, dataset: Dataset, collection: EmbeddingBagCollection) -> nn.Module:
+    """The model of a config on tables that take no memory yet. Raises MesetaError as `make_model` does."""
+    return make_model(config.model, collection, len(dataset.dense), config.seed, dense_dtype(config), dataset.labels)
+
+
+def make_outline(config: RunConfig, dataset: Dataset, collection: EmbeddingBagCollection) -> nn.Module:
+    """The same on torch's meta device, with shapes and without numbers, so that even one that cannot fit is there at
+    once. A model of the user's own that asks for numbers has no outline, and is made as it is."""
+    try:
+        with torch.device("meta"):
+            return make_dense_part(config, dataset, collection)
+    except MesetaError:
+        return make_dense_part(config, dataset, collection)
+
+
+class _Ledger(TorchDispatchMode):
+    """Every block of memory that torch takes and gives back while this is entered, in order."""
+
+    def __init__(self, held: Iterable[Tensor]) -> None:
+        """`held` is there already, so that a view of it takes nothing."""
+        super().__init__()
+        self.entries: list[tuple[int, int]] = []
+        """(number of the block, bytes taken; given back where they are negative)."""
+        self._numbers = {tensor.untyped_storage()._cdata: -1 for tensor in held}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._enter(tensor.untyped_storage())
+        return result
+
+    def _enter(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._numbers:
+            number = self._numbers[key] = len(self.entries)
+            self.entries.append((number, storage.nbytes()))
+            weakref.finalize(storage, self._leave, key, storage.nbytes())
+
+    def _leave(self, key: int, num_bytes: int) -> None:
+        self.entries.append((self._numbers.pop(key), -num_bytes))
+
+    def numbers_of(self, tensors: Iterable[Tensor | None]) -> set[int]:
+        """Of the blocks that these lie in."""
+        return {self._numbers[t.untyped_storage()._cdata] for t in tensors if t is not None}
+
+    def peak(self, but: Collection[int] = ()) -> int:
+        """The most bytes that were taken at once, apart from some blocks."""
+        most = now = 0
+        for number, num_bytes in self.entries:
+            now += 0 if number in but else num_bytes
+            most = max(most, now)
+        return most
+
+
+def step_bytes(outline: nn.Module, batch_size: int, num_dense: int) -> int:
+    """The most bytes that scoring `batch_size` samples and the way back take at once: bags, activations, gradients of
+    both, and what products need beside. Parameters and their gradients are counted elsewhere.
+
+    A layer that asks where its samples lie is told of one rank. A model of the user's own that cannot be followed
+    without numbers counts by its linear layers: their outputs and the gradients of these.
+    """
+    try:
+        return _followed_step(outline, batch_size, num_dense)
+    except Exception:  # whatever the code of a model of the user's own raises where there are no numbers
+        if isinstance(outline, ScoringModel):
+            raise
+        return _by_linear_layers(outline, batch_size)
+
+
+def _followed_step(outline: nn.Module, batch_size: int, num_dense: int) -> int:
+    parameters = [parameter for parameter in outline.parameters() if parameter.requires_grad]
+    with _Ledger(_tensors(outline)) as ledger:
+        dense, pooled = _inputs(outline, batch_size, num_dense)
+        logits = _score(outline, dense, pooled, batch_size)
+        found = torch.autograd.grad(logits, [pooled, *parameters], torch.ones_like(logits), allow_unused=True)
+        del logits
+    return ledger.peak(but=ledger.numbers_of(found[1:]))
+
+
+def score_bytes(outline: nn.Module, batch_size: int, num_dense: int) -> int:
+    """As `step_bytes`, of an evaluation: there is no way back."""
+    try:
+        with torch.no_grad(), _Ledger(_tensors(outline)) as ledger:
+            _score(outline, *_inputs(outline, batch_size, num_dense), batch_size)
+    except Exception:
+        if isinstance(outline, ScoringModel):
+            raise
+        return _by_linear_layers(outline, batch_size) // 2
+    return ledger.peak()
+
+
+def _by_linear_layers(outline: nn.Module, batch_size: int) -> int:
+    """Bags and outputs of layers in four bytes, and their gradients."""
+    outputs = sum(layer.out_features for layer in outline.modules() if isinstance(layer, nn.Linear))
+    return 8 * batch_size * (_columns(outline) + outputs)
+
+
+def _tensors(outline: nn.Module) -> list[Tensor]:
+    return [*outline.parameters(), *outline.buffers()]
+
+
+def _inputs(outline: nn.Module, batch_size: int, num_dense: int) -> tuple[Tensor, Tensor]:
+    """Dense inputs [B, num_dense] and bags [B, sum of D], which learn."""
+    dense = torch.empty(batch_size, num_dense, device="meta")
+    dtype = _embeddings(outline).dtype
+    return dense, torch.empty(batch_size, _columns(outline), dtype=dtype, device="meta").requires_grad_()
+
+
+def _embeddings(outline: nn.Module) -> Embeddings:
+    return cast(Embeddings, outline.get_submodule("embeddings"))
+
+
+def _columns(outline: nn.Module) -> int:
+    """Of the bags of a sample, side by side."""
+    embeddings = _embeddings(outline)
+    width = {table.name: table.embedding_dim for table in embeddings.tables}
+    return sum(width[feature.table] for feature in embeddings.features if feature.pooling != "none")
+
+
+def _score(outline: nn.Module, dense: Tensor, pooled: Tensor, batch_size: int) -> Tensor:
+    embeddings = _embeddings(outline)
+    embeddings.batch_slice = BatchSlice(world=World.single("meta"), step=0, sizes=(batch_size,))
+    try:
+        logits: Tensor = cast(Any, outline).score(dense, pooled)
+    finally:
+        embeddings.batch_slice = None
+    return logits
