@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -30,7 +32,8 @@ class Piece:
         """The owner; of replicas the first, so that a checkpoint is what one rank really held."""
         return self.shard.ranks[0]
 
-    def segments(self) -> list[tuple[Column, tuple[int, ...], int]]:
+    @cached_property
+    def segments(self) -> tuple[tuple[Column, tuple[int, ...], int], ...]:
         """(column, shape, bytes rounded up to 8, so that every segment is aligned) in the order they are sent.
 
         What a row has one of is sent by the shard that holds its first column.
@@ -40,12 +43,13 @@ class Piece:
         for column in self.schema.columns:
             if column.kind == "element" or self.shard.columns[0] == 0:
                 shape: tuple[int, ...] = (num_rows, self.shard.num_columns) if column.kind == "element" else (num_rows,)
-                found.append((column, shape, -(-np.dtype(column.stored).itemsize * int(np.prod(shape)) // 8) * 8))
-        return found
+                found.append((column, shape, -(-np.dtype(column.stored).itemsize * math.prod(shape) // 8) * 8))
+        return tuple(found)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
-        return sum(num_bytes for _, _, num_bytes in self.segments())
+        """Of all segments."""
+        return sum(num_bytes for _, _, num_bytes in self.segments)
 
 
 @dataclass(frozen=True)
@@ -74,42 +78,67 @@ class Job:
         return [piece for piece in self.pieces if piece.sender == rank != self.writer]
 
 
+def rounds(jobs: Sequence[Job], limit_bytes: int) -> list[list[Job]]:
+    """Consecutive jobs that are exchanged at once, ordered by writer: as many as have no more than `limit_bytes` for
+    each writer, at least one each. A model of thousands of small tables would else wait for the ranks at every table.
+    """
+    found: list[list[Job]] = []
+    filled: dict[int, int] = {}
+    for job in jobs:
+        size = sum(piece.num_bytes for piece in job.pieces)
+        if not found or (job.writer in filled and filled[job.writer] + size > limit_bytes):
+            found.append([])
+            filled = {}
+        found[-1].append(job)
+        filled[job.writer] = filled.get(job.writer, 0) + size
+    return [sorted(together, key=lambda job: job.writer) for together in found]
+
+
 def pack(world: World, jobs: Sequence[Job], local: LocalShards) -> Tensor:
     """[bytes] uint8 on the world's device: what this rank sends of all jobs, which are ordered by writer."""
     pieces = [piece for job in jobs for piece in job.sent_by(world.rank)]
     buffer = torch.empty(sum(piece.num_bytes for piece in pieces), dtype=torch.uint8, device=world.device)
     offset = 0
     for piece in pieces:
-        for column, shape, num_bytes in piece.segments():
+        for column, shape, num_bytes in piece.segments:
             _typed(buffer[offset : offset + num_bytes], column, shape).copy_(_held(local, piece, column))
             offset += num_bytes
     return buffer
 
 
-def exchange(world: World, jobs: Sequence[Job], packed: Tensor) -> Tensor:
-    """[bytes] uint8 on the CPU: the pieces that other ranks send for the block that this rank writes, if any."""
+def exchange(world: World, jobs: Sequence[Job], packed: Tensor) -> list[tuple[Job, list[Tensor]]]:
+    """The jobs of this rank, each with [bytes] uint8 on the CPU of every piece that other ranks send for it."""
     send_splits, receive_splits = [0] * world.size, [0] * world.size
+    mine = [job for job in jobs if job.writer == world.rank]
     for job in jobs:
-        send_splits[job.writer] = sum(piece.num_bytes for piece in job.sent_by(world.rank))
-        if job.writer == world.rank:
-            receive_splits = [sum(p.num_bytes for p in job.sent_by(rank)) for rank in range(world.size)]
-    return world.all_to_all(packed, send_splits, receive_splits).wait().cpu()
+        send_splits[job.writer] += sum(piece.num_bytes for piece in job.sent_by(world.rank))
+    sent = [
+        (index, piece) for rank in range(world.size) for index, job in enumerate(mine) for piece in job.sent_by(rank)
+    ]
+    for _, piece in sent:
+        receive_splits[piece.sender] += piece.num_bytes
+    received = world.all_to_all(packed, send_splits, receive_splits).wait().cpu()
+    parts: list[list[Tensor]] = [[] for _ in mine]
+    for (index, _), part in zip(sent, received.split([piece.num_bytes for _, piece in sent]), strict=True):
+        parts[index].append(part)
+    return list(zip(mine, parts, strict=True))
 
 
-def unpack(job: Job, received: Tensor, local: LocalShards) -> dict[str, np.ndarray]:
+def unpack(job: Job, received: Sequence[Tensor], local: LocalShards) -> dict[str, np.ndarray]:
     """Columns of the block by name, [rows, D] or [rows]; no copy where they come in one piece."""
     num_rows = job.rows[1] - job.rows[0]
     schema = job.layout.schema
     whole = len(job.pieces) == 1
     values = {} if whole else {c.name: np.empty(schema.shape(c, num_rows), dtype=c.stored) for c in schema.columns}
-    offset = 0
+    arrived = iter(received)
     for piece in job.pieces:
         rows = slice(piece.rows[0] - job.rows[0], piece.rows[1] - job.rows[0])
-        for column, shape, num_bytes in piece.segments():
-            if piece.sender == job.writer:
+        sent, offset = None if piece.sender == job.writer else next(arrived), 0
+        for column, shape, num_bytes in piece.segments:
+            if sent is None:
                 part = _held(local, piece, column).cpu().numpy()
             else:
-                part = _typed(received[offset : offset + num_bytes], column, shape).numpy()
+                part = _typed(sent[offset : offset + num_bytes], column, shape).numpy()
                 offset += num_bytes
             if whole:
                 values[column.name] = part
@@ -130,4 +159,4 @@ def _held(local: LocalShards, piece: Piece, column: Column) -> Tensor:
 def _typed(segment: Tensor, column: Column, shape: tuple[int, ...]) -> Tensor:
     """A view of bytes [n] as values [shape], leaving out the padding."""
     dtype: torch.dtype = getattr(torch, column.stored)
-    return segment[: dtype.itemsize * int(np.prod(shape))].view(dtype).view(shape)
+    return segment[: dtype.itemsize * math.prod(shape)].view(dtype).view(shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -64,20 +65,26 @@ class BlockSchema:
 
         A field whose stored type is not the column's has that in its metadata: {'dtype': 'bfloat16'}.
         """
-        fields = [pa.field(ID, pa.int64(), nullable=False)]
-        for column in self.columns:
-            kind = pa.from_numpy_dtype(np.dtype(column.stored))
-            if column.kind == "element":
-                kind = pa.list_(pa.field("item", kind, nullable=False), self.embedding_dim)
-            metadata = {"dtype": column.dtype} if column.stored != column.dtype else None
-            fields.append(pa.field(column.name, kind, nullable=False, metadata=metadata))
-        return pa.schema(fields)
+        return _to_arrow(self)
 
     @staticmethod
     def from_dict(entry: Mapping[str, Any]) -> BlockSchema:
         """Read a table's entry in a manifest; raises KeyError or TypeError when it is malformed."""
         columns = tuple(Column(name=c["name"], kind=c["kind"], dtype=c["dtype"]) for c in entry["columns"])
         return BlockSchema(embedding_dim=entry["embedding_dim"], columns=columns)
+
+
+@lru_cache(64)
+def _to_arrow(schema: BlockSchema) -> pa.Schema:
+    """Made once for all tables that are alike."""
+    fields = [pa.field(ID, pa.int64(), nullable=False)]
+    for column in schema.columns:
+        kind = pa.from_numpy_dtype(np.dtype(column.stored))
+        if column.kind == "element":
+            kind = pa.list_(pa.field("item", kind, nullable=False), schema.embedding_dim)
+        metadata = {"dtype": column.dtype} if column.stored != column.dtype else None
+        fields.append(pa.field(column.name, kind, nullable=False, metadata=metadata))
+    return pa.schema(fields)
 
 
 @dataclass(frozen=True)

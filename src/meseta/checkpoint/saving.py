@@ -15,8 +15,8 @@ from torch import Tensor
 from meseta.checkpoint.block import sync_block, write_block
 from meseta.checkpoint.dense import write_dense
 from meseta.checkpoint.directory import begin, checkpoint_path, commit, discard, temporary_path
-from meseta.checkpoint.exchange import Job, LocalShards, exchange, pack, unpack
-from meseta.checkpoint.layout import TableLayout
+from meseta.checkpoint.exchange import Job, LocalShards, exchange, pack, rounds, unpack
+from meseta.checkpoint.layout import BLOCK_BYTES, TableLayout
 from meseta.checkpoint.manifest import build_manifest, check_state, write_manifest
 from meseta.checkpoint.together import on_first, together
 from meseta.comm import World
@@ -25,7 +25,7 @@ from meseta.spec.files import file_name
 from meseta.storage import TableShard
 
 _WRITES_IN_FLIGHT = 6
-"""Blocks that a rank writes while it exchanges the next one: some are summed while the disk takes others.
+"""Rounds that a rank writes while it exchanges the next one: some are summed while the disk takes others.
 Each costs its size in memory twice, as it came and as it goes to the file."""
 
 
@@ -122,16 +122,15 @@ def _check_shared(temporary: Path) -> None:
 def _write_blocks(
     world: World, temporary: Path, plan: Plan, layouts: Mapping[str, TableLayout], local: LocalShards
 ) -> dict[str, list[dict[str, Any]]]:
-    """Write all blocks, in rounds of one per rank; returns their entries in the manifest by table, on all ranks."""
+    """Write all blocks, in rounds of a block, or of as many small ones, per rank; returns their entries in the manifest
+    by table, on all ranks."""
     blocks = [(layout, span) for layout in layouts.values() for span in layout.spans()]
     jobs = [Job.of(layout, s, i % world.size, plan[layout.spec.name]) for i, (layout, s) in enumerate(blocks)]
     with ThreadPoolExecutor(_WRITES_IN_FLIGHT) as pool:
         writer = _Writer(temporary, pool, local)
-        for start in range(0, len(jobs), world.size):
-            round_jobs = jobs[start : start + world.size]
-            received = exchange(world, round_jobs, together(world, partial(writer.pack_next, world, round_jobs)))
-            if world.rank < len(round_jobs):
-                writer.submit(round_jobs[world.rank], received)
+        for round_jobs in rounds(jobs, BLOCK_BYTES):
+            packed = together(world, partial(writer.pack_next, world, round_jobs))
+            writer.submit(exchange(world, round_jobs, packed))
         together(world, writer.finish)
     entries: dict[str, list[dict[str, Any]]] = {name: [] for name in layouts}
     for own in world.gather_objects(writer.written):
@@ -148,22 +147,21 @@ class _Writer:
         self._temporary = temporary
         self._pool = pool
         self._local = local
-        self._in_flight: deque[tuple[str, Future[dict[str, Any]]]] = deque()
+        self._in_flight: deque[Future[list[tuple[str, dict[str, Any]]]]] = deque()
 
     def pack_next(self, world: World, jobs: Sequence[Job]) -> Tensor:
-        """Make room for one more block, then pack this rank's pieces of the next round."""
+        """Make room for one more round, then pack this rank's pieces of it."""
         self.settle(_WRITES_IN_FLIGHT - 1)
         return pack(world, jobs, self._local)
 
-    def submit(self, job: Job, received: Tensor) -> None:
-        """Begin to write the block that the received bytes make up."""
-        self._in_flight.append((job.layout.spec.name, self._pool.submit(self._write, job, received)))
+    def submit(self, received: Sequence[tuple[Job, Sequence[Tensor]]]) -> None:
+        """Begin to write the blocks of a round, each with the bytes that came for it."""
+        self._in_flight.append(self._pool.submit(lambda: [self._write(job, parts) for job, parts in received]))
 
     def settle(self, limit: int) -> None:
-        """Wait until at most `limit` blocks are being written; raises what writing raised."""
+        """Wait until the blocks of at most `limit` rounds are being written; raises what writing raised."""
         while len(self._in_flight) > limit:
-            name, future = self._in_flight.popleft()
-            self.written.append((name, future.result()))
+            self.written += self._in_flight.popleft().result()
 
     def finish(self) -> None:
         """Wait until all blocks are on the disk; raises what writing raised."""
@@ -171,9 +169,10 @@ class _Writer:
         for synced in [self._pool.submit(sync_block, self._temporary, entry["path"]) for _, entry in self.written]:
             synced.result()
 
-    def _write(self, job: Job, received: Tensor) -> dict[str, Any]:
-        path = job.layout.block_path(job.rows[0])
-        return write_block(self._temporary, path, job.layout.schema, job.rows[0], unpack(job, received, self._local))
+    def _write(self, job: Job, received: Sequence[Tensor]) -> tuple[str, dict[str, Any]]:
+        """One block; its table, and its entry in the manifest."""
+        path, values = job.layout.block_path(job.rows[0]), unpack(job, received, self._local)
+        return job.layout.spec.name, write_block(self._temporary, path, job.layout.schema, job.rows[0], values)
 
 
 def _finish(temporary: Path, document: Mapping[str, Any], dense: Mapping[str, Tensor]) -> None:
