@@ -7,6 +7,9 @@ from meseta.train.report.figures import ABSENT, count, fixed
 from meseta.train.report.markup import table, tag, text
 from meseta.train.report.record import Dataset, RunRecord, SparseFeature
 
+NUM_DRAWN = 100
+"""Features with bars: those of one take 7 kB of the page and a millisecond, and there may be thousands."""
+
 
 def data_section(record: RunRecord) -> str:
     """Rows per split, then one line per sparse feature, then the dense features folded away."""
@@ -42,6 +45,9 @@ def _sparse(dataset: Dataset) -> str:
         f"used within {window}: once, twice, 3–4 times, 5–8 and so on, from left to right. The tallest bar has its "
         "share and its uses beside it. Lookups far to the right of the rows mean that few rows take most lookups."
     )
+    drawn = sorted(dataset.sparse, key=lambda feature: -feature.num_embeddings)[:NUM_DRAWN]
+    if len(drawn) < len(dataset.sparse):
+        intro += f" Of these features, the {NUM_DRAWN} with the most rows have bars."
     header = [
         "feature",
         "ids",
@@ -51,17 +57,18 @@ def _sparse(dataset: Dataset) -> str:
         "share of lookups by uses",
         "share of rows by uses",
     ]
-    rows = [_sparse_row(feature) for feature in dataset.sparse]
+    with_bars = {feature.name for feature in drawn}
+    rows = [_sparse_row(feature, has_bars=feature.name in with_bars) for feature in dataset.sparse]
     return tag("h3", "Sparse features") + tag("p", text(intro)) + table(header, rows, {2, 3, 4}, "features")
 
 
-def _sparse_row(feature: SparseFeature) -> list[str]:
+def _sparse_row(feature: SparseFeature, *, has_bars: bool) -> list[str]:
     statistics = feature.statistics
     kinds = [feature.encoding, "multi-valued" * feature.multi_valued, "weighted" * feature.weighted]
     row = [text(feature.name), text(", ".join(kind for kind in kinds if kind)), count(feature.num_embeddings)]
     if statistics is None:
         return [*row, count(None), count(None), "", ""]
-    reuse = statistics.reuse
+    reuse = statistics.reuse if has_bars else None
     return [
         *row,
         count(statistics.num_uniques),
