@@ -53,6 +53,16 @@ class AsksForNumbers(Plain):
         return super().score(dense, pooled) * max(self.linear.weight.detach().abs().max().item(), 1.0)
 
 
+ONES = torch.ones(1)
+
+
+class KeepsNumbers(Plain):
+    """Its module has numbers of its own from the moment that it is imported."""
+
+    def score(self, dense: Tensor, pooled: Tensor) -> Tensor:
+        return super().score(dense, pooled) * ONES.item()
+
+
 class FlatForTwo(Plain):
     def score(self, dense: Tensor, pooled: Tensor) -> Tensor:
         return super().score(dense, pooled).squeeze()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,12 @@ def test_no_parameter_is_made_before_memory_is_checked(
     assert "the largest dense parameter 'top_mlp.2.weight', 1,048,576 x 1,048,576" in str(caught.value)
 
 
-def test_a_model_that_asks_for_numbers_is_made_first(tmp_path: Path, tiny: Path) -> None:
-    document = settings(tiny, tmp_path / "run", model__name="own_models:AsksForNumbers")
+@pytest.mark.parametrize("name", ["AsksForNumbers", "KeepsNumbers"])
+def test_a_model_that_asks_for_numbers_is_made_first(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.delitem(sys.modules, "own_models", raising=False)  # imported anew, for what the module keeps
+    document = settings(tiny, tmp_path / "run", model__name=f"own_models:{name}")
     need = predicted(tiny, document)
     assert need.dense_part > 0 and need.activations > 0
     make_sharded_model(RunConfig.model_validate(document), Dataset.load(tiny), World.single())

@@ -27,7 +27,7 @@ def make_own_model(
     class cannot be had, where the class is no nn.Module, takes other arguments or keeps no `embeddings`, and where
     `score(dense, pooled)` fails or gives anything but logits [B], or [B, T] for T > 1 labels.
     """
-    cls = _find(path)
+    cls = own_model_class(path)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _calling(
@@ -44,8 +44,8 @@ def make_own_model(
     return model
 
 
-def _find(path: str) -> type[nn.Module]:
-    """The class."""
+def own_model_class(path: str) -> type[nn.Module]:
+    """The class, whose module is imported. Raises MesetaError where it cannot be had, or cannot be a model."""
     module_name, _, class_name = path.partition(":")
     module = _calling(f"model.name {path!r}: importing {module_name!r}", lambda: _import(path, module_name))
     cls = getattr(module, class_name, None)

@@ -19,6 +19,7 @@ from meseta.embedding import EmbeddingBagCollection
 from meseta.embedding.base import Collection as Embeddings
 from meseta.models import make_model
 from meseta.models.base import ScoringModel
+from meseta.models.own import own_model_class
 from meseta.spec import MesetaError
 
 
@@ -30,6 +31,8 @@ def make_dense_part(config: RunConfig, dataset: Dataset, collection: EmbeddingBa
 def make_outline(config: RunConfig, dataset: Dataset, collection: EmbeddingBagCollection) -> nn.Module:
     """The same on torch's meta device, with shapes and without numbers, so that even one that cannot fit is there at
     once. A model of the user's own that asks for numbers has no outline, and is made as it is."""
+    if ":" in config.model.name:
+        own_model_class(config.model.name)  # imported here: what its module keeps has numbers
     try:
         with torch.device("meta"):
             return make_dense_part(config, dataset, collection)
