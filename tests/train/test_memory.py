@@ -42,17 +42,22 @@ def predicted(data: Path, document: dict[str, Any]) -> memory.MemoryNeed:
     config, dataset = RunConfig.model_validate(document), Dataset.load(data)
     specs, features = make_specs(config, dataset)
     collection = EmbeddingBagCollection(specs, features)
-    outline = make_outline(config, dataset, collection).to(dtype=collection.dtype)
+    outline = make_outline(config, dataset, collection)
     tables = {table.name: table for table in specs}
     return memory.predict_memory(config, dataset, outline, collection.plan, tables, 0)
 
 
 MODELS = {
     **{name: {} for name in MODEL_NAMES},
-    "dlrm in bfloat16": {"dense__dtype": "bfloat16"},
+    "dlrm in bfloat16": {"dense__dtype": "bfloat16", "dense__check_speed": False},
     "dlrm with dropout": {"model__dropout": 0.2},
     "dlrm with batch norm": {"model__batch_norm": True},
 }
+
+
+def test_a_dense_part_in_float64_takes_twice_the_bytes(tmp_path: Path, tiny: Path) -> None:
+    needs = [predicted(tiny, settings(tiny, tmp_path / "run", embedding__dtype=d)) for d in ("float32", "float64")]
+    assert needs[1].dense_part == 2 * needs[0].dense_part
 
 
 @pytest.mark.parametrize("case", MODELS)

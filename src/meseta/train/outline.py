@@ -29,15 +29,16 @@ def make_dense_part(config: RunConfig, dataset: Dataset, collection: EmbeddingBa
 
 
 def make_outline(config: RunConfig, dataset: Dataset, collection: EmbeddingBagCollection) -> nn.Module:
-    """The same on torch's meta device, with shapes and without numbers, so that even one that cannot fit is there at
-    once. A model of the user's own that asks for numbers has no outline, and is made as it is."""
+    """The same in the type that it trains in, on torch's meta device: with shapes and without numbers, so that even one
+    that cannot fit is there at once. A model of the user's own that asks for numbers is made as it is."""
     if ":" in config.model.name:
         own_model_class(config.model.name)  # imported here: what its module keeps has numbers
     try:
         with torch.device("meta"):
-            return make_dense_part(config, dataset, collection)
+            outline = make_dense_part(config, dataset, collection)
     except MesetaError:
-        return make_dense_part(config, dataset, collection)
+        outline = make_dense_part(config, dataset, collection)
+    return outline.to(dtype=collection.dtype)
 
 
 class _Ledger(TorchDispatchMode):
