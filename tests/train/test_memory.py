@@ -103,6 +103,7 @@ def test_no_parameter_is_made_before_memory_is_checked(
     with Watch(), pytest.raises(MesetaError) as caught:
         make_sharded_model(RunConfig.model_validate(document), Dataset.load(tiny), World.single())
     assert max(made, default=0) < 1000
+    assert "). prepare the data with fewer --hash-rows" in str(caught.value)  # no other type of rows would help
     assert "dense part 16.0 TiB" in str(caught.value)  # 2**40 weights of 4 bytes, gradients and two moments
     assert "the largest dense parameter 'top_mlp.2.weight', 1,048,576 x 1,048,576" in str(caught.value)
 

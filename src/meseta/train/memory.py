@@ -132,13 +132,13 @@ def check_memory(
             f"this run needs {num_bytes(total)} of memory on {host!r}, and {num_bytes(known)} are free "
             f"({len(together)} ranks there; rank {world.rank} holds: {need}; the largest table is {largest.name!r}, "
             f"{largest.num_embeddings:,} x {largest.embedding_dim}{_largest_parameter(outline)}). "
-            f"{'; '.join([*ways, _OTHER_WAYS])}"
+            f"{'; '.join([*ways, 'or ' * bool(ways) + _OTHER_WAYS])}"
         )
     world.raise_together(problem)
 
 
 _OTHER_WAYS = (
-    "or prepare the data with fewer --hash-rows, lower model.embedding_dim, the widths of the model's layers, "
+    "prepare the data with fewer --hash-rows, lower model.embedding_dim, the widths of the model's layers, "
     "train.batch_size or train.eval_batch_size, take more hosts, or set check_memory=false to start all the same"
 )
 
