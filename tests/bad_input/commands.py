@@ -72,11 +72,18 @@ def run_on_rank(arguments: list[str]) -> Ended:
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
-    """Every file under a folder with its content, every folder with None."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
-        for path in sorted(folder.rglob("*"))
-    }
+    """Every file under a folder with its content, of a huge one its size, every link with its target, all else with
+    None."""
+    return {str(path.relative_to(folder)): _content(path) for path in sorted(folder.rglob("*"))}
+
+
+def _content(path: Path) -> bytes | None:
+    if path.is_symlink():
+        return b"-> " + bytes(path.readlink())
+    if not path.is_file():
+        return None
+    size = path.stat().st_size
+    return path.read_bytes() if size < SPARE_BYTES // 8 else str(size).encode()
 
 
 class TooLong(BaseException):

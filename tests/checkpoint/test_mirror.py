@@ -28,7 +28,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 def steps(mirror: Mirror) -> list[str]:
-    return [name.removeprefix("step-00000000") for name in mirror.manifests()]
+    return [name.removeprefix("step-00000000") for name in (found.name for found in mirror.checkpoints())]
 
 
 def test_there_and_back(url: str, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from meseta.spec import MesetaError
 from meseta.spec.documents import load_document, parse_yaml, read_mapping
-from meseta.spec.files import DOCUMENT_VALUES, doubled, inner_fault, inside, open_regular, parse_json, read_bounded
+from meseta.spec.files import DOCUMENT_VALUES, first_alike, inner_fault, inside, open_regular, parse_json, read_bounded
 
 
 def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_names_inside(path: str) -> None:
     "path",
     [
         *("", "/a", "..", "../a", "a/..", "a/../b", "a//b", "./a", "a/.", "a/", "a.", "a. /b", "a\0", "a\n", "\x1b[2J"),
-        *("a\\b", "C:a", "a\u202eb", "x" * 256, "é" * 128, "a/" * 3000 + "a"),
+        *("a\\b", "C:a", "x" * 256, "é" * 128, "a/" * 3000 + "a"),
     ],
 )
 def test_names_that_are_none(path: str) -> None:
@@ -76,7 +76,7 @@ def test_names_that_are_none(path: str) -> None:
 
 
 def test_names_that_a_file_system_takes_for_one() -> None:
-    assert doubled(["a", "b", "a/b"]) is None
+    assert first_alike(["a", "b", "a/b"]) is None
     for one, other in (
         ("a", "a"),
         ("User", "uSER"),
@@ -84,7 +84,7 @@ def test_names_that_a_file_system_takes_for_one() -> None:
         ("\ufb01", "FI"),
         ("stra\u00dfe", "STRASSE"),
     ):
-        assert doubled(["x", one, other]) == (one, other)
+        assert first_alike(["x", one, other]) == (one, other)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,15 @@ import numpy as np
 import pyarrow as pa
 
 from meseta.checkpoint import digest
-from meseta.checkpoint.broken import broken_file, check_checksum, check_size, writing
+from meseta.checkpoint.broken import broken_file, check_checksum, file_of, writing
 from meseta.checkpoint.layout import ID, BlockSchema
 from meseta.checkpoint.raw import read_whole, scratch, write_whole
 from meseta.spec import MesetaError
+from meseta.spec.errors import one_line, shown
 from meseta.spec.files import sync
 
+_MESSAGE_HEADER, _BATCH_COMPRESSION = 2, 3
+"""Numbers of these fields in Arrow's tables Message and RecordBatch."""
 Values = dict[str, np.ndarray]
 """Columns of a block by name: [rows, D], or [rows] for what a row has one of."""
 
@@ -64,30 +68,62 @@ def read_block(root: Path, schema: BlockSchema, entry: Mapping[str, Any]) -> Val
     Raises MesetaError, naming the file, when it is missing, truncated, no Arrow file, has other columns or rows than
     expected, or other content than its checksum says.
     """
-    path = root / entry["path"]
-    check_size(path, entry["num_bytes"])
+    path = file_of(root, entry)
     try:
-        with pa.ipc.open_file(pa.BufferReader(pa.py_buffer(read_whole(path, entry["num_bytes"])))) as reader:
+        content = pa.py_buffer(read_whole(path, entry["num_bytes"]))
+        with pa.ipc.open_file(pa.BufferReader(content)) as reader:
             num_batches = reader.num_record_batches
-            batch = reader.get_batch(0)
+            _check_schema(path, schema, reader.schema)
+            batch = pa.ipc.read_record_batch(_batch_message(path, content), reader.schema)
         batch.validate()
-        _check_columns(path, schema, batch, entry, num_batches)
+        _check_rows(path, batch, entry, num_batches)
+        values = {c.name: _to_numpy(batch.column(c.name), schema.shape(c, batch.num_rows)) for c in schema.columns}
     except MesetaError:
         raise
-    except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
-        raise broken_file(path, f"is not a whole Arrow file ({error})") from None
-    values = {c.name: _to_numpy(batch.column(c.name), schema.shape(c, batch.num_rows)) for c in schema.columns}
+    except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError, struct.error) as error:
+        raise broken_file(path, f"is not a whole Arrow file ({one_line(error)})") from None
     check_checksum(path, entry["checksum"], digest.of_arrays(values[column.name] for column in schema.columns))
     return values
 
 
-def _check_columns(
-    path: Path, schema: BlockSchema, batch: pa.RecordBatch, entry: Mapping[str, Any], num_batches: int
-) -> None:
-    """Raise MesetaError unless columns, types, ids and the number of rows are those expected."""
-    if not batch.schema.equals(schema.to_arrow()):
-        expected, found = (", ".join(f"{f.name} {f.type}" for f in s) for s in (schema.to_arrow(), batch.schema))
-        raise broken_file(path, f"must have the columns [{expected}], but has [{found}]")
+def _batch_message(path: Path, content: pa.Buffer) -> pa.Message:
+    """The record batch of an Arrow file, not decoded: it lies behind the magic number and the schema.
+
+    Raises MesetaError for a compressed one, which takes as much memory as it says; nothing here writes such.
+    """
+    messages = pa.ipc.MessageReader.open_stream(content[8:])
+    try:
+        messages.read_next_message()
+        message = messages.read_next_message()
+    except StopIteration:
+        raise broken_file(path, "is not a whole Arrow file (it has no record batch)") from None
+    metadata = memoryview(message.metadata)
+
+    def number(kind: str, at: int) -> int:
+        return int(struct.unpack_from(f"<{kind}", metadata, at)[0])
+
+    def field(table: int, number_of_field: int) -> int:
+        """Where a field of a flatbuffer's table is; 0 where it is absent."""
+        places = table - number("i", table)
+        at = 4 + 2 * number_of_field
+        offset = number("H", places + at) if at < number("H", places) else 0
+        return table + offset if offset else 0
+
+    header = field(number("I", 0), _MESSAGE_HEADER)
+    if field(header + number("I", header), _BATCH_COMPRESSION):
+        raise broken_file(path, "must not be compressed, but is")
+    return message
+
+
+def _check_schema(path: Path, schema: BlockSchema, stored: pa.Schema) -> None:
+    """Raise MesetaError unless names and types of the columns are those expected."""
+    if not stored.equals(schema.to_arrow()):
+        expected, found = (", ".join(f"{f.name} {f.type}" for f in s) for s in (schema.to_arrow(), stored))
+        raise broken_file(path, f"must have the columns [{expected}], but has {shown(f'[{found}]')}")
+
+
+def _check_rows(path: Path, batch: pa.RecordBatch, entry: Mapping[str, Any], num_batches: int) -> None:
+    """Raise MesetaError unless ids and the number of rows are those expected."""
     first, num_rows = entry["first_row"], entry["num_rows"]
     if num_batches != 1 or batch.num_rows != num_rows:
         found = f"{num_batches} record batches, the first of {batch.num_rows} rows"

@@ -1,10 +1,12 @@
 """How a file that cannot be trusted, or written, is reported."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from meseta.spec import MesetaError
+from meseta.spec.files import inside
 
 
 class DamagedCheckpoint(MesetaError):
@@ -16,14 +18,22 @@ def broken_file(path: Path, what: str) -> DamagedCheckpoint:
     return DamagedCheckpoint(f"checkpoint file {str(path)!r} {what}; copy the checkpoint again, or use an older one")
 
 
-def check_size(path: Path, expected_bytes: int) -> None:
-    """Raise MesetaError when a file is missing or has another size than the manifest says."""
+def malformed(where: str, what: str) -> DamagedCheckpoint:
+    """The error that names a manifest, or a part of it, and what it must not say."""
+    return DamagedCheckpoint(f"{where} is malformed ({what}); use an older checkpoint")
+
+
+def file_of(root: Path, entry: Mapping[str, Any]) -> Path:
+    """Where the file of an entry in a checked manifest is. Raises MesetaError where it is missing, no regular file, led
+    out of the checkpoint by a link, or of another size than the manifest says."""
+    path, expected_bytes = root / entry["path"], entry["num_bytes"]
     try:
-        found_bytes = path.stat().st_size
+        found_bytes = inside(root, entry["path"]).stat().st_size
     except OSError as error:
         raise broken_file(path, f"cannot be read ({error.strerror})") from None
     if found_bytes != expected_bytes:
         raise broken_file(path, f"must have {expected_bytes} bytes, but has {found_bytes}")
+    return path
 
 
 def check_checksum(path: Path, expected: str, found: str) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from meseta.checkpoint import digest
-from meseta.checkpoint.broken import broken_file, check_checksum, check_size
+from meseta.checkpoint.broken import broken_file, check_checksum, file_of
 from meseta.spec import MesetaError
-from meseta.spec.files import sync
+from meseta.spec.errors import one_line
+from meseta.spec.files import has_controls, sync
 
-DENSE_PATH = "dense.safetensors"
+DensePath = Literal["dense.safetensors"]
+DENSE_PATH: DensePath = "dense.safetensors"
+_HEADER_BYTES = 16 << 20
+"""The most for names, types and shapes: the library takes memory many times their text."""
 
 
 def write_dense(root: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -34,11 +38,16 @@ def write_dense(root: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def read_dense(root: Path, entry: Mapping[str, Any]) -> dict[str, Tensor]:
     """Tensors by name, on the CPU; raises MesetaError when the file is missing, truncated or has other content."""
-    path = root / entry["path"]
-    check_size(path, entry["num_bytes"])
+    path = file_of(root, entry)
     try:
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+        if header_bytes > _HEADER_BYTES:
+            raise ValueError(f"its header has {header_bytes:,} bytes, over {_HEADER_BYTES:,}")
         tensors: dict[str, Tensor] = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise broken_file(path, f"is not a whole safetensors file ({error})") from None
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError, MemoryError) as error:
+        raise broken_file(path, f"is not a whole safetensors file ({one_line(error)})") from None
+    if any(has_controls(name) for name in tensors):
+        raise broken_file(path, "has a tensor whose name has control characters")
     check_checksum(path, entry["checksum"], digest.of_tensors(tensors))
     return tensors

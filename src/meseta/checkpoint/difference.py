@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from meseta.checkpoint.block import Values, read_block
+from meseta.checkpoint.broken import file_of
 from meseta.checkpoint.dense import read_dense
 from meseta.checkpoint.layout import BlockSchema, widened
-from meseta.checkpoint.manifest import read_manifest
+from meseta.checkpoint.manifest import entries_of, read_manifest
 
 _SHAPE = ("num_embeddings", "embedding_dim", "dtype", "columns")
 
@@ -32,12 +33,15 @@ class Difference:
 def compare(first: Path | str, second: Path | str) -> Iterator[Difference]:
     """The differences of two checkpoints in what was learned; none: the same model, whatever step and plan.
 
-    Blocks of equal checksum are not read; of the others, and of dense tensors, it is told how many rows (elements)
-    differ, which is the first, and by how much at most. Every file that is read is checked. Bits are compared, so 0 and
-    -0 differ by 0. Raises MesetaError, naming the file, for a checkpoint that is damaged.
+    Blocks of equal checksum are looked for, but not read; of the others, and of dense tensors, it is told how many rows
+    (elements) differ, which is the first, and by how much at most. Every file that is read is checked. Bits are
+    compared, so 0 and -0 differ by 0. Raises MesetaError, naming the file, for a checkpoint that is damaged.
     """
     roots = Path(first), Path(second)
     manifests = read_manifest(roots[0]), read_manifest(roots[1])
+    for root, manifest in zip(roots, manifests, strict=True):
+        for entry in entries_of(manifest):
+            file_of(root, entry)
     tables = manifests[0]["tables"], manifests[1]["tables"]
     for name in sorted(set(tables[0]) | set(tables[1])):
         entries = tables[0].get(name), tables[1].get(name)

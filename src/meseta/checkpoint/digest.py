@@ -14,6 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_PART = 1 << 20
+"""Characters that are encoded at a time."""
+
 
 def of_arrays(arrays: Iterable[np.ndarray]) -> str:
     """Digest of the little-endian bytes of C-ordered arrays, one after the other."""
@@ -26,7 +29,10 @@ def of_arrays(arrays: Iterable[np.ndarray]) -> str:
 def of_json(document: object) -> str:
     """Digest of a document as JSON in UTF-8 with sorted keys and without spaces."""
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    digest = hashlib.sha256()
+    for start in range(0, len(text), _PART):  # a copy of all of a long manifest costs as much memory as it has
+        digest.update(text[start : start + _PART].encode())
+    return digest.hexdigest()
 
 
 def of_tensors(tensors: Mapping[str, Tensor]) -> str:

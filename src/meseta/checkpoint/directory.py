@@ -19,13 +19,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meseta.checkpoint.manifest import MANIFEST_PATH, read_manifest
+from meseta.checkpoint.broken import file_of
+from meseta.checkpoint.manifest import MANIFEST_PATH, entries_of, read_manifest
 from meseta.spec import MesetaError
 from meseta.spec.files import sync
 
 _TEMPORARY, _OLD = ".tmp-", ".old-"
-NAME = re.compile(r"(?P<old>\.old-)?step-(?P<step>\d{9,})")
-_UNFINISHED = re.compile(r"\.tmp-(deleted-(\.old-)?)?step-\d{9,}")
+NAME = re.compile(r"(?P<old>\.old-)?step-(?P<step>[0-9]{9}|[1-9][0-9]{9,15})")
+"""One name for each step, of digits that are ASCII."""
+_UNFINISHED = re.compile(rf"\.tmp-(deleted-)?{NAME.pattern}")
 
 
 def begin(parent: Path, step: int, folders: list[str]) -> Path:
@@ -160,11 +162,12 @@ def _is_folder(path: Path) -> bool:
 
 def _has_files(path: Path, manifest: Mapping[str, Any]) -> bool:
     """Whether every file that the manifest names is there with its size."""
-    entries = [manifest["dense"], *(block for table in manifest["tables"].values() for block in table["blocks"])]
     try:
-        return all((path / entry["path"]).stat().st_size == entry["num_bytes"] for entry in entries)
-    except OSError:
+        for entry in entries_of(manifest):
+            file_of(path, entry)
+    except MesetaError:
         return False
+    return True
 
 
 def _is_whole(path: Path) -> bool:

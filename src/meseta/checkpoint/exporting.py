@@ -11,15 +11,17 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
+from zipfile import ZipFile
 
 import numpy as np
 
 from meseta.checkpoint.block import read_block
 from meseta.checkpoint.dense import DENSE_PATH, read_dense
-from meseta.checkpoint.layout import ROW, BlockSchema, Column, widened
+from meseta.checkpoint.layout import ROW, BlockSchema, Column, table_folder, widened
 from meseta.checkpoint.manifest import read_manifest
 from meseta.spec import MesetaError, nearest
-from meseta.spec.files import file_name, whole_folder
+from meseta.spec.errors import shown
+from meseta.spec.files import file_name, inner_fault, whole_folder
 
 Format = Literal["safetensors", "numpy"]
 FORMATS: tuple[Format, ...] = ("safetensors", "numpy")
@@ -51,7 +53,7 @@ def export(
     with whole_folder(out) as folder:
         (folder / "tables").mkdir()
         for name in names:
-            _export_table(path, manifest["tables"][name], folder / "tables" / file_name(name), form, states, on_rows)
+            _export_table(path, manifest["tables"][name], folder / table_folder(name), form, states, on_rows)
         _export_dense(path, manifest["dense"], folder, form)
     return sorted(file for file in out.rglob("*") if file.is_file())
 
@@ -152,5 +154,11 @@ def _export_dense(root: Path, entry: Mapping[str, Any], out: Path, form: Format)
         for name, tensor in tensors.items()
     }
     packed = io.BytesIO()  # into memory, since zipfile that meets a full disk tells of it once more when it is freed
-    np.savez(packed, **arrays)
+    with ZipFile(packed, "w") as archive:  # np.savez takes no array of the name 'file'
+        for name, array in arrays.items():
+            if fault := inner_fault(f"{name}.npy"):
+                way_out = "export with --format safetensors"
+                raise MesetaError(f"export: dense tensor {shown(name)} names no file of an archive: {fault}; {way_out}")
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, np.asanyarray(array), allow_pickle=False)
     (out / "dense.npz").write_bytes(packed.getbuffer())

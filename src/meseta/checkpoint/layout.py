@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -13,10 +13,18 @@ import torch
 from torch import Tensor
 
 from meseta.spec import MesetaError, TableSpec
-from meseta.spec.files import file_name
+from meseta.spec.files import file_name, former_file_name, has_controls
 
+StoredType = Literal[
+    "float64", "float32", "float16", "bfloat16",
+    "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8",
+]  # fmt: skip
+"""What a column's values may be."""
 BLOCK_BYTES = 32 << 20
 """A block holds the largest power of two of rows that fits here, so 16 to 32 MiB."""
+MOST_ROW_BYTES = 32 << 20
+"""A row with its id and states may have no more: a block is read whole."""
+STORED_TYPES = get_args(StoredType)
 ID, ROW = "id", "row"
 """Arrow columns that every block has: logical row numbers, and the rows of the table."""
 
@@ -52,9 +60,36 @@ class BlockSchema:
         """Bytes of one logical row with its id and state."""
         return 8 + sum(np.dtype(c.stored).itemsize * self.width(c) for c in self.columns)
 
+    @property
+    def block_rows(self) -> int:
+        """Rows of every block but the last."""
+        return 1 << (max(BLOCK_BYTES // self.row_bytes, 1).bit_length() - 1)
+
+    @property
+    def frame_bytes(self) -> int:
+        """The most bytes that the file of a block has beside its rows."""
+        schema_bytes: int = self.to_arrow().serialize().size  # It stands at the beginning, and in the footer again.
+        return 2 * schema_bytes + 4096 + 512 * (1 + len(self.columns))
+
     def width(self, column: Column) -> int:
         """Values per row."""
         return self.embedding_dim if column.kind == "element" else 1
+
+    def fault(self) -> str | None:
+        """Why no table has such columns; None where one may."""
+        first, *states = self.columns
+        if (first.name, first.kind) != (ROW, "element"):
+            return f"its first column must be {ROW!r}, one value per element"
+        names = [state.name for state in states]
+        if names != sorted({*names} - {ID, ROW}):
+            return "the names of its states must rise, and none may be given twice or reserved"
+        if any(not name or has_controls(name) for name in names):
+            return "a state's name is empty or has control characters"
+        if unknown := [column.dtype for column in self.columns if column.dtype not in STORED_TYPES]:
+            return f"values of type {unknown[0]}, and files have {', '.join(STORED_TYPES)}"
+        if self.row_bytes > MOST_ROW_BYTES:
+            return f"a row with its states has {self.row_bytes:,} bytes, and may have {MOST_ROW_BYTES:,}"
+        return None
 
     def shape(self, column: Column, num_rows: int) -> tuple[int, ...]:
         """[rows, D] or [rows]."""
@@ -87,6 +122,22 @@ def _to_arrow(schema: BlockSchema) -> pa.Schema:
     return pa.schema(fields)
 
 
+def table_folder(table: str) -> str:
+    """Of a table's blocks, inside the checkpoint, for example 'tables/user_id'."""
+    return f"tables/{file_name(table)}"
+
+
+def block_paths(table: str, number: int) -> tuple[str, str]:
+    """Where a table's block may be: as blocks are named now, and as they were."""
+    now = block_path(table, number)
+    return now, f"tables/{former_file_name(table)}/{now.rpartition('/')[2]}"
+
+
+def block_path(table: str, number: int) -> str:
+    """Of a table's block, inside the checkpoint, for example 'tables/user_id/block-00003.arrow'."""
+    return f"{table_folder(table)}/block-{number:05d}.arrow"
+
+
 @dataclass(frozen=True)
 class TableLayout:
     """One table of a checkpoint."""
@@ -104,21 +155,15 @@ class TableLayout:
             if name in (ID, ROW):
                 raise MesetaError(f"checkpoint: table {spec.name!r}: the state name {name!r} is reserved; rename it")
             columns.append(Column(name=name, kind="row" if tensor.dim() == 1 else "element", dtype=_dtype(tensor)))
-        return TableLayout(spec=spec, schema=BlockSchema(embedding_dim=spec.embedding_dim, columns=tuple(columns)))
-
-    @property
-    def block_rows(self) -> int:
-        """Rows of every block but the last."""
-        return 1 << (max(BLOCK_BYTES // self.schema.row_bytes, 1).bit_length() - 1)
+        schema = BlockSchema(embedding_dim=spec.embedding_dim, columns=tuple(columns))
+        if fault := schema.fault():
+            raise MesetaError(f"checkpoint: table {spec.name!r} cannot be saved: {fault}")
+        return TableLayout(spec=spec, schema=schema)
 
     def spans(self) -> list[tuple[int, int]]:
         """First row and the row after the last of every block."""
-        step, total = self.block_rows, self.spec.num_embeddings
+        step, total = self.schema.block_rows, self.spec.num_embeddings
         return [(first, min(first + step, total)) for first in range(0, total, step)]
-
-    def block_path(self, first_row: int) -> str:
-        """Path inside the checkpoint, for example 'tables/user_id/block-00003.arrow'."""
-        return f"tables/{file_name(self.spec.name)}/block-{first_row // self.block_rows:05d}.arrow"
 
     def to_dict(self) -> dict[str, Any]:
         """The table's entry in a manifest, without its blocks."""
@@ -128,7 +173,7 @@ class TableLayout:
             "dtype": self.spec.dtype,
             "optimizer": asdict(self.spec.optimizer),
             "columns": [asdict(column) for column in self.schema.columns],
-            "block_rows": self.block_rows,
+            "block_rows": self.schema.block_rows,
         }
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meseta.checkpoint.broken import check_size
+from meseta.checkpoint.broken import file_of
 from meseta.checkpoint.directory import named, newest
 from meseta.checkpoint.layout import ROW
-from meseta.checkpoint.manifest import MANIFEST_PATH, read_manifest
+from meseta.checkpoint.manifest import MANIFEST_PATH, entries_of, read_manifest
 from meseta.spec import MesetaError
 
 
@@ -96,8 +96,8 @@ def summarize(path: Path | str) -> Summary:
     """What a checkpoint holds. Raises MesetaError for a damaged manifest, and a file that lacks or has another size."""
     path = Path(path)
     manifest = read_manifest(path)
-    for entry in (manifest["dense"], *(b for table in manifest["tables"].values() for b in table["blocks"])):
-        check_size(path / entry["path"], entry["num_bytes"])
+    for entry in entries_of(manifest):
+        file_of(path, entry)
     tables = [
         TableSummary(
             name=name,

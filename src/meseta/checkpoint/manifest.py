@@ -3,18 +3,87 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
-from typing import Any
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from meseta.checkpoint import digest
-from meseta.checkpoint.broken import DamagedCheckpoint, writing
-from meseta.checkpoint.layout import BlockSchema
+from meseta.checkpoint.broken import DamagedCheckpoint, malformed, writing
+from meseta.checkpoint.dense import DensePath
+from meseta.checkpoint.layout import BlockSchema, StoredType, block_path, block_paths, table_folder
 from meseta.spec import MesetaError, Plan
-from meseta.spec.files import sync
+from meseta.spec.errors import shown
+from meseta.spec.files import DOCUMENT_BYTES, first_alike, inside, parse_json, read_bounded, sync
+from meseta.spec.tables import TableDtype, table_name_fault
 
 FORMAT = "meseta.checkpoint/1"
 MANIFEST_PATH = "manifest.json"
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+Size = Annotated[int, Field(ge=1, lt=1 << 53)]
+Sum = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class _Part(BaseModel):
+    """Of a manifest, with all keys that every version has written, and no others.
+
+    What there may be a million of is validated one by one: pydantic gathers every fault before it tells the first.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class _Entry(_Part):
+    path: str
+    num_bytes: Size
+    checksum: Sum
+
+
+class _Block(_Entry):
+    first_row: Count
+    num_rows: Size
+
+
+class _Dense(_Entry):
+    path: DensePath
+
+
+class _Column(_Part):
+    name: str
+    kind: Literal["row", "element"]
+    dtype: StoredType
+
+
+class _Optimizer(_Part, extra="allow"):
+    name: str
+
+
+class _Table(_Part):
+    num_embeddings: Size
+    embedding_dim: Annotated[int, Field(ge=1, lt=1 << 31)]
+    dtype: TableDtype
+    optimizer: _Optimizer
+    columns: Annotated[list[_Column], Field(min_length=1, max_length=1000)]
+    block_rows: Size
+    blocks: list[Any]
+    checksum: Sum
+
+
+class _Plan(_Part, extra="allow"):
+    num_ranks: Size
+
+
+class _Manifest(_Part):
+    format: str
+    step: Count
+    tables: dict[str, Any]
+    dense: _Dense
+    plan: _Plan
+    reader: Any
+    state: dict[str, Any]
+    checksum: Sum
+    manifest_checksum: Sum
 
 
 def build_manifest(
@@ -53,81 +122,123 @@ def check_state(state: Mapping[str, Any]) -> None:
 
 
 def write_manifest(root: Path, manifest: Mapping[str, Any]) -> None:
-    """Write and fsync. Raises MesetaError, for example on a full disk."""
+    """Write and fsync. Raises MesetaError, for example on a full disk, and for more than what is read of one."""
     path = root / MANIFEST_PATH
+    content = json.dumps(manifest, indent=1, allow_nan=False).encode() + b"\n"
+    try:
+        parse_json(content)
+    except ValueError as error:
+        raise MesetaError(f"checkpoint file {str(path)!r} would not be read again: {error}") from None
+    if len(content) > DOCUMENT_BYTES:
+        raise MesetaError(f"checkpoint file {str(path)!r} would have {len(content):,} bytes, over {DOCUMENT_BYTES:,}")
     with writing(path):
-        with path.open("w") as file:
-            json.dump(manifest, file, indent=1, allow_nan=False)
-            file.write("\n")
+        path.write_bytes(content)
         sync(path)
 
 
 def read_manifest(root: Path) -> dict[str, Any]:
     """Read and check; raises MesetaError when it is missing, of another format, malformed or changed."""
-    path = root / MANIFEST_PATH
+    where = f"checkpoint file {str(root / MANIFEST_PATH)!r}"
     try:
-        manifest = json.loads(path.read_bytes())
+        return check_manifest(where, parse_manifest(where, read_bounded(inside(root, MANIFEST_PATH))))
     except OSError as error:
         raise DamagedCheckpoint(
-            f"checkpoint {str(root)!r}: {path.name}: {error.strerror}; give a directory step-..."
+            f"checkpoint {str(root)!r}: {MANIFEST_PATH}: {error.strerror}; give a directory step-..."
         ) from None
-    except (ValueError, RecursionError) as error:
-        raise DamagedCheckpoint(
-            f"checkpoint file {str(path)!r} is not JSON ({error}); use an older checkpoint"
-        ) from None
+
+
+def parse_manifest(where: str, content: bytes) -> dict[str, Any]:
+    """What was written as a manifest, and not changed since; all else in it is for `check_manifest` to say.
+
+    Raises MesetaError for another format, DamagedCheckpoint for what is cut off or changed.
+    """
+    try:
+        manifest = parse_json(content)
+        del content  # which may be long, as what the digest is over
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{where} is not JSON ({error}); use an older checkpoint") from None
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if found != FORMAT:
         raise MesetaError(
-            f"checkpoint file {str(path)!r} has the format {found!r}, and this version reads {FORMAT!r}; "
+            f"{where} has the format {shown(found)}, and this version reads {FORMAT!r}; "
             "read it with the version that wrote it"
         )
-    try:
-        _check_sums(path, manifest)
-        _check_entries(path, manifest)
-    except MesetaError:
-        raise
-    except (KeyError, TypeError, AttributeError, ValueError, NotImplementedError) as error:
-        raise DamagedCheckpoint(
-            f"checkpoint file {str(path)!r} is malformed ({error!r}); use an older checkpoint"
-        ) from None
+    _check_sum(where, "manifest_checksum", manifest.get("manifest_checksum"), digest.of_manifest(manifest))
+    return dict(manifest)
+
+
+def check_manifest(where: str, manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest itself. Raises DamagedCheckpoint unless its fields have the types and ranges of _Manifest, blocks
+    and files are those that such tables have, and the digests of tables and model those of their blocks.
+
+    To be called before anything that a manifest says is used: its checksum is right whoever wrote it.
+    """
+    _validate(where, "", manifest, _Manifest)
+    alike = first_alike(table_folder(name) for name in manifest["tables"])
+    if alike:
+        raise malformed(where, f"file systems that ignore case take {alike[0]!r} and {alike[1]!r} for one")
+    for name, entry in manifest["tables"].items():
+        _validate(where, f"tables.{name}.", entry, _Table)
+        fault = table_name_fault(name) or _table_fault(where, name, entry)
+        if fault:
+            raise malformed(where, f"table {shown(name)}: {fault}")
+        _check_sum(where, f"table {name!r}", entry["checksum"], digest.of_table(entry))
+    _check_sum(where, "checksum", manifest["checksum"], digest.of_model(manifest))
     return manifest
 
 
-def _check_sums(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise MesetaError when any digest in the manifest differs from what the manifest says it is over."""
-    sums = [("manifest_checksum", manifest["manifest_checksum"], digest.of_manifest(manifest))]
-    sums += [(f"table {n!r}", entry["checksum"], digest.of_table(entry)) for n, entry in manifest["tables"].items()]
-    sums += [("checksum", manifest["checksum"], digest.of_model(manifest))]
-    for name, expected, found in sums:
-        if expected != found:
-            raise DamagedCheckpoint(
-                f"checkpoint file {str(path)!r} was changed: {name} must be {expected}, but its content has {found}; "
-                "copy the checkpoint again, or use an older one"
+def entries_of(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Of every file of a checkpoint but the manifest, with its path, num_bytes and checksum."""
+    yield manifest["dense"]
+    for table in manifest["tables"].values():
+        yield from table["blocks"]
+
+
+def _validate(where: str, place: str, value: Any, kind: type[_Part]) -> None:
+    """Raise DamagedCheckpoint, naming the key below `place`, unless a value has the types and ranges of `kind`."""
+    unknown = value.keys() - kind.model_fields.keys() if isinstance(value, dict) else ()
+    if unknown:
+        raise malformed(where, f"{shown(place + min(unknown))} is no key of it")
+    try:
+        kind.model_validate(value)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = place + ".".join(map(str, problem["loc"]))
+        raise malformed(where, f"{shown(key)}: {problem['msg'].lower()}") from None
+
+
+def _check_sum(where: str, name: str, expected: object, found: str) -> None:
+    if expected != found:
+        raise DamagedCheckpoint(
+            f"{where} was changed: {name} must be {shown(expected)}, but its content has {found!r}; "
+            "copy the checkpoint again, or use an older one"
+        )
+
+
+def _table_fault(where: str, name: str, entry: Mapping[str, Any]) -> str | None:
+    """In what a table's entry is not that of a table of its shape; None where it is."""
+    schema = BlockSchema.from_dict(entry)
+    if fault := schema.fault():
+        return fault
+    if schema.columns[0].dtype != entry["dtype"]:
+        return f"its dtype is {entry['dtype']}, and its rows are {schema.columns[0].dtype}"
+    rows, total = schema.block_rows, entry["num_embeddings"]
+    if entry["block_rows"] != rows:
+        return f"block_rows must be {rows}, got {entry['block_rows']}"
+    if len(entry["blocks"]) != -(-total // rows):
+        return f"its {total} rows must lie in {-(-total // rows)} blocks, got {len(entry['blocks'])}"
+    frame_bytes = schema.frame_bytes
+    for number, block in enumerate(entry["blocks"]):
+        _validate(where, f"tables.{name}.blocks.{number}.", block, _Block)
+        span = number * rows, min(rows, total - number * rows)
+        least = span[1] * schema.row_bytes
+        if (block["first_row"], block["num_rows"]) != span:
+            return (
+                f"block {number} must begin at row {span[0]} and hold {span[1]}, "
+                f"got {block['first_row']} and {block['num_rows']}"
             )
-
-
-def _check_entries(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise MesetaError unless blocks follow each other without a gap and paths stay inside the checkpoint.
-
-    Columns that are none raise KeyError, TypeError, ValueError or NotImplementedError.
-    """
-    paths = [manifest["dense"]["path"]]
-    for name, entry in manifest["tables"].items():
-        BlockSchema.from_dict(entry).to_arrow()
-        next_row = 0
-        for block in entry["blocks"]:
-            if block["first_row"] != next_row:
-                raise MesetaError(
-                    f"checkpoint file {str(path)!r}: table {name!r}: a block begins at row {block['first_row']}, "
-                    f"and {next_row} was expected"
-                )
-            next_row += block["num_rows"]
-            paths.append(block["path"])
-        if next_row != entry["num_embeddings"]:
-            raise MesetaError(
-                f"checkpoint file {str(path)!r}: table {name!r}: its blocks hold {next_row} of "
-                f"{entry['num_embeddings']} rows"
-            )
-    for inner in map(PurePosixPath, paths):
-        if inner.is_absolute() or ".." in inner.parts:
-            raise MesetaError(f"checkpoint file {str(path)!r}: the path {str(inner)!r} leaves the checkpoint")
+        if block["path"] not in block_paths(name, number):
+            return f"block {number} must have the path {block_path(name, number)!r}, got {shown(block['path'])}"
+        if not least <= block["num_bytes"] <= least + frame_bytes:
+            return f"block {number} must have {least} to {least + frame_bytes} bytes, got {block['num_bytes']}"
+    return None

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from meseta.spec.files import open_regular
+
 PAGE_BYTES = 4096
 """Memory, positions and lengths of a direct transfer are multiples of this."""
 DIRECT_BYTES = 1 << 20
@@ -68,7 +70,7 @@ def read_whole(path: Path, num_bytes: int) -> memoryview:
     content = scratch(num_bytes)
 
     def read(direct: int) -> int:
-        descriptor = os.open(path, os.O_RDONLY | direct)
+        descriptor = open_regular(path, direct)
         try:
             done = 0
             while done < num_bytes:

@@ -16,12 +16,11 @@ from meseta.checkpoint.block import sync_block, write_block
 from meseta.checkpoint.dense import write_dense
 from meseta.checkpoint.directory import begin, checkpoint_path, commit, discard, temporary_path
 from meseta.checkpoint.exchange import Job, LocalShards, exchange, pack, rounds, unpack
-from meseta.checkpoint.layout import BLOCK_BYTES, TableLayout
+from meseta.checkpoint.layout import BLOCK_BYTES, TableLayout, block_path, table_folder
 from meseta.checkpoint.manifest import build_manifest, check_state, write_manifest
 from meseta.checkpoint.together import on_first, together
 from meseta.comm import World
 from meseta.spec import MesetaError, Plan
-from meseta.spec.files import file_name
 from meseta.storage import TableShard
 
 _WRITES_IN_FLIGHT = 6
@@ -53,7 +52,7 @@ def save(
     local = {piece.shard: piece for piece in shards}
     own = together(world, lambda: _describe(world, plan, local, state))
     layouts = _merge(plan, world.gather_objects(own))
-    folders = [f"tables/{file_name(name)}" for name in layouts]
+    folders = [table_folder(name) for name in layouts]
     temporary = temporary_path(parent, step)
 
     try:
@@ -171,8 +170,10 @@ class _Writer:
 
     def _write(self, job: Job, received: Sequence[Tensor]) -> tuple[str, dict[str, Any]]:
         """One block; its table, and its entry in the manifest."""
-        path, values = job.layout.block_path(job.rows[0]), unpack(job, received, self._local)
-        return job.layout.spec.name, write_block(self._temporary, path, job.layout.schema, job.rows[0], values)
+        name, schema = job.layout.spec.name, job.layout.schema
+        path = block_path(name, job.rows[0] // schema.block_rows)
+        values = unpack(job, received, self._local)
+        return name, write_block(self._temporary, path, schema, job.rows[0], values)
 
 
 def _finish(temporary: Path, document: Mapping[str, Any], dense: Mapping[str, Tensor]) -> None:

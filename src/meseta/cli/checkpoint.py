@@ -63,13 +63,23 @@ def _list_mirror(url: str, as_json: bool) -> None:
 
     mirror = Mirror(url)
     lines = [
-        {"path": f"{mirror.url}/{name}", "step": m["step"], "num_bytes": mirrored_bytes(m), "checksum": m["checksum"]}
-        for name, m in mirror.manifests().items()
+        {
+            "path": f"{mirror.url}/{found.name}",
+            "problem": found.problem,
+            **({key: m[key] for key in ("step", "checksum")} if (m := found.manifest) else {}),
+            **({"num_bytes": mirrored_bytes(m)} if m else {}),
+        }
+        for found in mirror.checkpoints()
     ]
     if as_json:
         typer.echo(json.dumps(lines, indent=1))
     for line in () if as_json else lines:
-        typer.echo(f"{line['path']}  {num_bytes(line['num_bytes'])}  model {line['checksum'][:16]}")
+        if line["problem"]:
+            typer.echo(f"{line['path']}  damaged: {line['problem']}")
+        else:
+            typer.echo(f"{line['path']}  {num_bytes(line['num_bytes'])}  model {line['checksum'][:16]}")
+    if any(line["problem"] for line in lines):
+        raise typer.Exit(1)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from meseta.data.record import RECORD_NAME
 from meseta.data.vocabulary import digest_of_values, one_chunk
 from meseta.data.workers import in_order
 from meseta.spec.errors import one_line
+from meseta.spec.files import inside
 from meseta.spec.processors import num_cores
 from meseta.spec.weights import is_weight
 
@@ -103,13 +104,8 @@ def check(path: str | Path, on_rows: Callable[[int, int], None] | None = None) -
 
 
 def _stray_files(dataset: Dataset) -> Iterator[Fault]:
-    """Files that nothing in dataset.json names; names that lead out of the folder, or stand there twice."""
+    """Files that nothing in dataset.json names."""
     named = [file.path for split in dataset.splits.values() for file in split.files]
-    for path, count in Counter(named).items():
-        if count > 1:
-            yield Fault(object=FILE_NAME, rule="a file must be named once", value=f"{path!r} {count} times")
-        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
-            yield Fault(object=FILE_NAME, rule="files must lie in the folder of the dataset", value=repr(path))
     known = {FILE_NAME, RECORD_NAME, STATISTICS_PAGE, *named, *(f.vocabulary for f in dataset.sparse if f.vocabulary)}
     present = sorted(path for path in dataset.dir.rglob("*") if path.is_symlink() or not path.is_dir())
     for name in (path.relative_to(dataset.dir).as_posix() for path in present):
@@ -122,7 +118,7 @@ def _stray_files(dataset: Dataset) -> Iterator[Fault]:
 def _open(dataset: Dataset, file: DataFile) -> tuple[pq.FileMetaData | None, list[Fault]]:
     """The metadata of one file, None where its rows cannot be read as they are; and what is wrong with its frame."""
     try:
-        with pq.ParquetFile(dataset.dir / file.path) as opened:
+        with pq.ParquetFile(inside(dataset.dir, file.path)) as opened:
             metadata, schema = opened.metadata, opened.schema_arrow
     except (pa.ArrowException, OSError) as error:
         return None, [_unreadable(file.path, error)]
@@ -160,7 +156,7 @@ def _check_group(dataset: Dataset, path: str, metadata: pq.FileMetaData, index: 
     group = _Group()
     columns = columns_of(dataset)
     try:
-        with pq.ParquetFile(dataset.dir / path, metadata=metadata, page_checksum_verification=True) as file:
+        with pq.ParquetFile(inside(dataset.dir, path), metadata=metadata, page_checksum_verification=True) as file:
             table = file.read_row_group(index, columns=[column.name for column in columns], use_threads=False)
     except (pa.ArrowException, OSError) as error:
         group.found["", "read"] = _unreadable(path, error)
@@ -272,7 +268,7 @@ def _vocabulary_faults(dataset: Dataset) -> Iterator[Fault]:
             yield Fault(object=where, rule=f"feature {feature.name!r} needs a vocabulary", value="none")
             continue
         try:
-            table = pq.read_table(dataset.dir / feature.vocabulary, columns=["value", "id", "count"])
+            table = pq.read_table(inside(dataset.dir, feature.vocabulary), columns=["value", "id", "count"])
         except (pa.ArrowException, OSError, KeyError) as error:
             yield _unreadable(where, error)
             continue

@@ -5,21 +5,33 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from meseta.spec import MesetaError, Reuse, nearest
 from meseta.spec.checks import doubled
+from meseta.spec.errors import shown
+from meseta.spec.files import first_alike, inner_fault, inside, parse_json, read_bounded
 
 FORMAT: Literal["meseta.dataset/1"] = "meseta.dataset/1"
 FILE_NAME = "dataset.json"
 
 
+def _check_inner(path: str) -> str:
+    if fault := inner_fault(path):
+        raise ValueError(f"{shown(path)} is no name of a file in the folder of the dataset: {fault}")
+    return path
+
+
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+InnerPath = Annotated[str, AfterValidator(_check_inner)]
+
+
 class Record(BaseModel):
     """A part of a description: frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class DenseFeature(Record):
@@ -36,13 +48,13 @@ class DenseFeature(Record):
 class SparseStatistics(Record):
     """Counted on the training split."""
 
-    num_rows: int
+    num_rows: Count
     """Samples."""
-    num_lookups: int
+    num_lookups: Count
     """Ids, over all samples."""
-    num_uniques: int
+    num_uniques: Count
     """Distinct ids, after hashing or the vocabulary."""
-    mean_pooling_factor: float
+    mean_pooling_factor: float = Field(ge=0)
     """Ids per sample."""
     reuse: Reuse
     """How often rows come again within a window of samples, summed over windows, of which the last may be shorter."""
@@ -53,7 +65,7 @@ class SparseEncoding(Record):
 
     name: str
     """Column of the Parquet files: int32 or int64, or a list of them."""
-    num_embeddings: int = Field(ge=1)
+    num_embeddings: int = Field(ge=1, lt=1 << 53)
     """Ids are in 0..num_embeddings-1."""
     encoding: Literal["hash", "vocabulary", "buckets"]
     """'hash': row = high 64 bits of XXH64(value, hash_seed) * num_embeddings. 'vocabulary': see the file. 'buckets': 0
@@ -62,7 +74,7 @@ class SparseEncoding(Record):
     """Whether a sample has a list of ids."""
     weighted: bool = False
     """Whether the column '<name>.weight' holds one weight per id."""
-    hash_seed: str | None = None
+    hash_seed: str | None = Field(default=None, pattern="^0x[0-9a-f]{1,16}$")
     """Seed of the hash in hexadecimal; None for vocabularies."""
     vocabulary_digest: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
     """SHA-256 of the vocabulary's values in the order of their ids; None for others, and where it was not kept."""
@@ -73,21 +85,21 @@ class SparseEncoding(Record):
 
 
 class SparseFeature(SparseEncoding):
-    vocabulary: str | None = None
+    vocabulary: InnerPath | None = None
     """Parquet file with the columns value, id and count, relative to the dataset; None for others."""
     statistics: SparseStatistics
     """For the planner."""
 
 
 class DataFile(Record):
-    path: str
+    path: InnerPath
     """Relative to the dataset."""
-    num_rows: int = Field(ge=0)
+    num_rows: Count
     """Samples in it."""
 
 
 class Split(Record):
-    num_rows: int = Field(ge=0)
+    num_rows: Count
     """Samples."""
     num_positives: float = Field(ge=0)
     """Sum of the labels; of the first label where there are several."""
@@ -109,7 +121,7 @@ class SourceFile(Record):
     """As found."""
     split: Literal["train", "test", "both"]
     """Where its rows went; 'both': by a seeded fraction."""
-    num_rows: int
+    num_rows: Count
     """Samples in it."""
 
 
@@ -150,7 +162,7 @@ class Dataset(Record):
     """Dense features, in the order of Batch.dense's columns."""
     sparse: tuple[SparseFeature, ...]
     """Sparse features, in the order of the KeyedJaggedTensor's keys."""
-    splits: dict[str, Split]
+    splits: dict[str, Split] = Field(min_length=1)
     """'train' and 'test'."""
     teacher: Teacher | None = None
     """Taken from the teacher.json that `meseta data synth` writes."""
@@ -203,7 +215,21 @@ class Dataset(Record):
         twice = doubled(columns)
         if twice:
             raise ValueError(f"column {sorted(twice)[0]!r} is named twice")
+        files = [file.path for split in self.splits.values() for file in split.files]
+        vocabularies = [feature.vocabulary for feature in self.sparse if feature.vocabulary is not None]
+        if alike := first_alike([FILE_NAME, *files, *dict.fromkeys(vocabularies)]):
+            raise ValueError(f"files {alike[0]!r} and {alike[1]!r} are one, or to file systems that ignore case")
         return self
+
+    def place(self, path: str) -> Path:
+        """Where a file of this description is. Raises MesetaError where it is missing, no regular file, or led out of
+        the folder by a link."""
+        try:
+            return inside(self.dir, path)
+        except OSError as error:
+            raise MesetaError(
+                f"dataset file {str(self.dir / path)!r} cannot be read ({error.strerror}); prepare the dataset again"
+            ) from None
 
     @staticmethod
     def load(path: str | Path) -> Dataset:
@@ -211,13 +237,13 @@ class Dataset(Record):
         path = Path(path)
         file = path / FILE_NAME
         try:
-            document = json.loads(file.read_text())
+            document = parse_json(read_bounded(inside(path, FILE_NAME)))
         except OSError as error:
             raise MesetaError(
                 f"dataset {str(path)!r}: cannot read {FILE_NAME} ({error.strerror}); "
                 f"make it with `meseta prepare SOURCE... --out {path}`"
             ) from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise MesetaError(f"{str(file)!r} is not JSON: {error}; prepare the dataset again") from None
         return Dataset.from_dict(document, path)
 
@@ -227,15 +253,18 @@ class Dataset(Record):
         where = f"dataset {str(dir)!r}: {FILE_NAME}"
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             found = document.get("format") if isinstance(document, dict) else type(document).__name__
-            raise MesetaError(f"{where}: format must be {FORMAT!r}, got {found!r}; prepare the dataset again")
+            raise MesetaError(f"{where}: format must be {FORMAT!r}, got {shown(found)}; prepare the dataset again")
         # Before there could be several labels, their column stood there as "label": "label".
         document = {key: value for key, value in document.items() if (key, value) != ("label", "label")}
         try:
-            return Dataset.model_validate({**document, "dir": Path(dir)})
+            # As JSON, where whole numbers are those alone, lists stand for tuples, and true is no number.
+            dataset = Dataset.model_validate_json(json.dumps({**document, "dir": str(dir)}), strict=True)
         except ValidationError as error:
             problem = error.errors()[0]
             key = ".".join(map(str, problem["loc"]))
-            raise MesetaError(f"{where}: {key or 'document'}: {problem['msg']}; prepare the dataset again") from None
+            name = key if key.isprintable() and len(key) < 100 else shown(key)
+            raise MesetaError(f"{where}: {name or 'document'}: {problem['msg']}; prepare the dataset again") from None
+        return dataset
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; `from_dict` reads it back."""

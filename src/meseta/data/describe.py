@@ -18,6 +18,7 @@ from meseta.data.dataset import Dataset, DenseFeature, SparseFeature
 from meseta.data.vocabulary import read_values
 from meseta.spec import MesetaError, Reuse
 from meseta.spec.errors import one_line
+from meseta.spec.files import inside
 from meseta.spec.processors import num_cores
 
 NUM_BINS = 24
@@ -161,7 +162,7 @@ def _read(dataset: Dataset, split: str, column: str) -> Iterator[pa.Array]:
     for file in dataset.splits[split].files if split in dataset.splits else ():
         path = dataset.dir / file.path
         try:
-            with pq.ParquetFile(path) as opened:
+            with pq.ParquetFile(inside(dataset.dir, file.path)) as opened:
                 for index in range(opened.metadata.num_row_groups):
                     table = opened.read_row_group(index, columns=[column], use_threads=False)
                     yield from table.column(column).chunks

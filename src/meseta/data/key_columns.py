@@ -27,7 +27,7 @@ class KeyColumns:
     def __init__(self, dataset: Dataset, split: str, names: Sequence[str]) -> None:
         """Opens the footer of every file. Raises MesetaError for a column that a file lacks, or that has types without
         a common one, and for a damaged file."""
-        self._paths = [dataset.dir / file.path for file in dataset.split(split).files]
+        self._paths = [dataset.place(file.path) for file in dataset.split(split).files]
         self._names = list(names)
         schemas = []
         for path in self._paths if names else []:

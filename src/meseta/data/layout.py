@@ -12,6 +12,7 @@ from meseta.data.sources import Source, csv_sample, first_line
 from meseta.data.svm_layout import OnRows, svm_layout
 from meseta.spec import MesetaError
 from meseta.spec.checks import doubled
+from meseta.spec.files import first_alike
 
 NUM_DENSE = 13
 NUM_SPARSE = 26
@@ -194,6 +195,11 @@ def _check_features(where: str, layout: Layout) -> None:
         raise MesetaError(
             f"{where} has no feature beside the label {labels}; name some with --dense and --sparse, or in a "
             "--schema file"
+        )
+    if alike := first_alike(column.name for column in layout.sparse):
+        raise MesetaError(
+            f"{where}: columns {alike[0]!r} and {alike[1]!r} are one name to file systems that ignore case or spell "
+            "accents otherwise, and files are named after them; rename one"
         )
     weights = [f"{column.name}.weight" for column in layout.sparse if column.weighted]
     written = [*layout.sample_columns, *layout.features, *weights]

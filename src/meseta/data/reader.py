@@ -102,7 +102,7 @@ class Reader:
         """Name of the split."""
         self._rank = rank
         self._num_ranks = num_ranks
-        self._paths = [self.dataset.dir / file.path for file in self.dataset.split(split).files]
+        self._paths = [self.dataset.place(file.path) for file in self.dataset.split(split).files]
         self._metadata = [
             self._open_footer(path, file.num_rows)
             for path, file in zip(self._paths, self.dataset.split(split).files, strict=True)

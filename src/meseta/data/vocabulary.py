@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,7 @@ from meseta.data.dataset import SparseFeature
 from meseta.data.hash_categories import hash_categories
 from meseta.spec import MesetaError
 from meseta.spec.errors import one_line
-from meseta.spec.files import file_name
+from meseta.spec.files import file_name, inside
 
 FOLDER = "vocabulary"
 _COUNTED = pa.schema([("value", pa.large_binary()), ("count", pa.int64())])
@@ -63,9 +61,8 @@ def read_values(folder: Path, feature: SparseFeature) -> pa.Array:
     """
     path = folder / (feature.vocabulary or "")
     try:
-        if not path.is_file():  # a pipe would be waited for
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        values = one_chunk(pq.read_table(path, columns=["value"])["value"].cast(pa.large_binary()))
+        place = inside(folder, feature.vocabulary or "")
+        values = one_chunk(pq.read_table(place, columns=["value"])["value"].cast(pa.large_binary()))
     except (pa.ArrowException, OSError, KeyError) as error:
         raise MesetaError(
             f"vocabulary {str(path)!r} cannot be read ({one_line(error)}); prepare the dataset again"

@@ -11,6 +11,12 @@ class MesetaError(ValueError):
     """The rank that met it, where all ranks were told; the text begins with it."""
 
 
+def shown(value: object) -> str:
+    """A value of a stranger's in a message: escaped, and no longer than a line."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def one_line(error: BaseException) -> str:
     """What an error of a library says, in one line; its class where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

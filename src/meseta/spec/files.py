@@ -85,7 +85,7 @@ def inner_fault(path: str) -> str | None:
     """Why a text is no name of a file inside a folder, the only one of this file; None where it is one.
 
     Parts are separated by '/', and none is empty, '.', '..', ends in a dot or a space, or has a backslash, a colon or a
-    character that does not print.
+    control character.
     """
     parts = path.split("/")
     if not path or path.startswith("/"):
@@ -94,11 +94,16 @@ def inner_fault(path: str) -> str | None:
         return "it leads outside"
     if any(part != part.rstrip(". ") or not part for part in parts):
         return "it has a part that is empty, or ends in a dot or a space"
-    if any(character in "\\:" or not character.isprintable() for character in path):
-        return "it has a backslash, a colon or a character that does not print"
+    if any(character in "\\:" for character in path) or has_controls(path):
+        return "it has a backslash, a colon or a control character"
     if len(path.encode()) > _PATH_BYTES or any(len(part.encode()) > _NAME_BYTES for part in parts):
         return "it is too long"
     return None
+
+
+def has_controls(text: str) -> bool:
+    """Whether it has characters that act on a terminal or on lines of text, or halves of surrogate pairs."""
+    return any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in text)
 
 
 def file_name(name: str) -> str:
@@ -112,7 +117,13 @@ def file_name(name: str) -> str:
     return f"{quoted[: _STEM_BYTES - len(digest) - 1]}-{digest}"
 
 
-def doubled(names: Iterable[str]) -> tuple[str, str] | None:
+def former_file_name(name: str) -> str:
+    """What `file_name` gave before names could be longer than those of files."""
+    quoted = quote(name, safe="")
+    return quoted if quoted.strip(".") else quoted.replace(".", "%2E")
+
+
+def first_alike(names: Iterable[str]) -> tuple[str, str] | None:
     """The first two names that some file system takes for one: equal, or but for case and Unicode's spellings."""
     seen: dict[str, str] = {}
     for name in names:
@@ -128,6 +139,8 @@ def parse_json(content: bytes, *, finite: bool = True) -> Any:
     finite (with `finite`), half a surrogate pair, more than DOCUMENT_VALUES values or a depth over DOCUMENT_DEPTH."""
     if sum(map(content.count, (b",", b"[", b"{"))) > DOCUMENT_VALUES:
         raise ValueError(f"it has more than {DOCUMENT_VALUES:,} values")
+    if len(content) > DOCUMENT_BYTES // 8 and not content.isascii():  # whose characters may take four bytes each
+        raise ValueError(f"it has more than {DOCUMENT_BYTES // 8:,} bytes, and some characters that are not ASCII")
     try:
         document = json.loads(content.decode(), object_pairs_hook=_unique_keys)
     except RecursionError:

@@ -8,7 +8,8 @@ from numbers import Integral
 from typing import Literal, get_args
 
 from meseta.spec.checks import check_choice, check_number, doubled
-from meseta.spec.errors import MesetaError, nearest
+from meseta.spec.errors import MesetaError, nearest, shown
+from meseta.spec.files import first_alike, has_controls
 from meseta.spec.optimizer import OptimizerSpec
 
 Pooling = Literal["sum", "mean", "none"]
@@ -26,6 +27,14 @@ def _check_name(kind: str, name: object) -> None:
         raise MesetaError(
             f"{kind} {name!r}: a name must be text, not empty, and not '*', which means all others in a plan"
         )
+    fault = table_name_fault(name) if kind == "table" else None
+    if fault:
+        raise MesetaError(f"table {shown(name)}: checkpoints have files of this name, so {fault}; name it otherwise")
+
+
+def table_name_fault(name: str) -> str | None:
+    """Why no files can be named after a table; None where they can."""
+    return "it must have characters, and no control characters" if not name or has_controls(name) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +115,12 @@ def check_features(tables: Sequence[TableSpec], features: Sequence[FeatureSpec])
     for kind, names in (("table", [t.name for t in tables]), ("feature", [f.name for f in features])):
         for name in doubled(names):
             raise MesetaError(f"{kind} {name!r} is given {names.count(name)} times; names must be unique")
+    alike = first_alike(table.name for table in tables)
+    if alike:
+        raise MesetaError(
+            f"tables {alike[0]!r} and {alike[1]!r} are one name to file systems that ignore case or spell accents "
+            "otherwise, and checkpoints have files of these names; rename one"
+        )
     known = {table.name for table in tables}
     for feature in features:
         if feature.table not in known:

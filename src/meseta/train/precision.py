@@ -70,11 +70,14 @@ def _former(config: RunConfig) -> tuple[bool, DenseDtype | None]:
         if path is not None:
             state = read_manifest(path)["state"]
         elif config.checkpoint.mirror:
-            state = [*checkpoint.Mirror(config.checkpoint.mirror).manifests().values()][-1]["state"]
+            newest = next(checkpoint.Mirror(config.checkpoint.mirror).checkpoints(newest_first=True), None)
+            if newest is None:
+                return False, None
+            if newest.manifest is None:
+                return True, None
+            state = newest.manifest["state"]
         else:
             return False, None
-    except IndexError:
-        return False, None
     except MesetaError:  # told, with the way out, where the checkpoint is loaded
         return True, None
     former = state.get(STATE)

@@ -103,7 +103,7 @@ class Saver:
     def fetch(self) -> None:
         """Where this run has no checkpoint yet, take the newest of its mirror; for rank 0 alone. Raises MesetaError
         where there is one, and the config says that nothing is to be gone on with."""
-        if self._mirror is None or checkpoint.newest(self._folder) is not None or not self._mirror.manifests():
+        if self._mirror is None or checkpoint.newest(self._folder) is not None or not any(self._mirror.checkpoints()):
             return
         if self._config.resume == "never":
             raise MesetaError(

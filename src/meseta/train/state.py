@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
 from meseta import checkpoint
@@ -14,6 +15,32 @@ from meseta.comm import World
 from meseta.comm.dense_shards import cut_like, is_cut, whole
 from meseta.embedding.base import Collection
 from meseta.spec import MesetaError
+from meseta.spec.errors import shown
+
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+
+
+class _Kept(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class _Best(_Kept):
+    step: Count | None
+    value: float | None
+    num_stale: Count
+
+
+class _State(_Kept):
+    """What a run goes on from, beside its tensors."""
+
+    num_samples: Count
+    embedding_step: Count
+    ids_outside: dict[str, Count]
+    train_s: Annotated[float, Field(ge=0)]
+    dense_optimizer: str
+    random: Annotated[str, Field(pattern="^([0-9a-f]{2})*$")]
+    reader: dict[str, Any]
+    best: _Best | None = None
 
 
 def dense_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Tensor]:
@@ -98,6 +125,7 @@ def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer | None, wor
     except checkpoint.DamagedCheckpoint as problem:
         offers = world.gather_objects(checkpoint.offer_older(problem, path) if world.rank == 0 else None)
         raise offers[0] from None
+    _check_state(path, loaded.state)
     if optimizer is None:
         set_dense_part(model, loaded.dense)
     else:
@@ -110,6 +138,20 @@ def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer | None, wor
         embeddings.num_outside = torch.tensor(counts, device=world.device)
     optimizers = {name: entry["optimizer"] for name, entry in loaded.manifest["tables"].items()}
     return {**loaded.state, "step": loaded.step, "dense": loaded.dense, "optimizers": optimizers}
+
+
+def _check_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Raise MesetaError for a state that no run has written; a checkpoint's own checks do not know what is in it."""
+    try:
+        saved = _State.model_validate({**state, "best": state.get("best") or None})
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"]))
+        raise MesetaError(
+            f"checkpoint {str(path)!r}: state {shown(key)}: {problem['msg'].lower()}; use one of `meseta train`"
+        ) from None
+    if len(saved.random) != len(random_state()):
+        raise MesetaError(f"checkpoint {str(path)!r}: state 'random' is that of another generator; use an older one")
 
 
 def _check_optimizer(path: Path, optimizer: torch.optim.Optimizer, loaded: checkpoint.Loaded) -> None:
