@@ -15,6 +15,7 @@ void bind_memory(nanobind::module_& m);
 void bind_mlp(nanobind::module_& m);
 void bind_parse_tsv(nanobind::module_& m);
 void bind_pooled_lookup(nanobind::module_& m);
+void bind_product(nanobind::module_& m);
 void bind_quantize(nanobind::module_& m);
 void bind_random_rows(nanobind::module_& m);
 void bind_row_lookup(nanobind::module_& m);
@@ -37,6 +38,7 @@ NB_MODULE(MESETA_MODULE, m) {
   bind_mlp(m);
   bind_parse_tsv(m);
   bind_pooled_lookup(m);
+  bind_product(m);
   bind_quantize(m);
   bind_random_rows(m);
   bind_row_lookup(m);

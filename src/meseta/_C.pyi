@@ -1,5 +1,6 @@
 """Types of the compiled core."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -235,6 +236,16 @@ def relu_backward(
     num_threads: int,
 ) -> None:
     """Write the gradient before the ReLU, its transpose and its sum over samples; 0 for what is not wanted."""
+
+def product(
+    kind: int,
+    shape: Sequence[int],
+    addresses: Sequence[int],
+    a_strides: Sequence[int],
+    b_strides: Sequence[int],
+    num_threads: int,
+) -> None:
+    """Write a b + bias; shape is (batch, rows, columns, terms), addresses are those of a, b, bias (0: none), result."""
 
 def allocate(bytes: int, keep: bool) -> Any:
     """A block on 2 MB pages, for torch.from_dlpack; `keep`: a freed one serves the next request."""

@@ -91,7 +91,7 @@ def test_bias_gradients_are_sums_of_blocks_of_256(
             changed = gradient.clone()
             transposed, bias_gradient = operator.relu_backward(changed, output, True)
             assert torch.equal(changed, masked)
-            assert torch.equal(transposed, masked.float().t())
+            assert torch.equal(transposed, masked.t())
             assert bias_gradient.numpy().tobytes() == expected.tobytes()
             untransposed, again = operator.relu_backward(gradient.clone(), output, False)
             assert untransposed.numel() == 0 and torch.equal(again, bias_gradient)

@@ -13,7 +13,8 @@ from meseta.jagged.shapes import Float
 from meseta.models.base import ScoringModel
 from meseta.models.fields import Fields, equal_width
 from meseta.models.initial import fill_normal
-from meseta.models.layers import MLP, BlankLinear, MLPOptions, PlainLinear, check_widths, fill_glorot
+from meseta.models.layers import MLP, BlankLinear, MLPOptions, check_widths, fill_glorot
+from meseta.ops.product import batched_product
 
 
 class InteractingLayer(nn.Module):
@@ -27,7 +28,7 @@ class InteractingLayer(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         width = num_heads * head_width
-        self.query, self.key, self.value, self.residual = (PlainLinear(num_inputs, width, bias=False) for _ in range(4))
+        self.query, self.key, self.value, self.residual = (BlankLinear(num_inputs, width, bias=False) for _ in range(4))
 
     def forward(self, fields: Float[Tensor, "B M N"]) -> Float[Tensor, "B M width"]:
         """Each field after it has looked at all."""
@@ -37,9 +38,14 @@ class InteractingLayer(nn.Module):
         query, key, value = (
             layer(flat).view(shape).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )  # [B, heads, M, head_width]
-        attention = functional.softmax(query @ key.transpose(2, 3), dim=3)
-        mixed = (attention @ value).transpose(1, 2).flatten(2)
+        attention = functional.softmax(_products(query, key.transpose(2, 3)), dim=3)
+        mixed = _products(attention, value).transpose(1, 2).flatten(2)
         return functional.relu(mixed + self.residual(flat).view_as(mixed))
+
+
+def _products(a: Float[Tensor, "B heads M K"], b: Float[Tensor, "B heads K N"]) -> Float[Tensor, "B heads M N"]:
+    """a b of each sample and head."""
+    return batched_product(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])
 
 
 class AutoInt(ScoringModel):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meseta.jagged.shapes import Float
 from meseta.models.base import ScoringModel
 from meseta.models.initial import fill_normal, fill_uniform
-from meseta.models.layers import MLP, MLPOptions, PlainLinear, check_widths
+from meseta.models.layers import MLP, BlankLinear, MLPOptions, check_widths
 from meseta.spec import MesetaError
 
 
@@ -20,8 +20,8 @@ class LowRankCross(nn.Module):
 
     def __init__(self, num_inputs: int, num_layers: int, low_rank: int) -> None:
         super().__init__()
-        self.down = nn.ModuleList(PlainLinear(num_inputs, low_rank, bias=False) for _ in range(num_layers))
-        self.up = nn.ModuleList(PlainLinear(low_rank, num_inputs) for _ in range(num_layers))
+        self.down = nn.ModuleList(BlankLinear(num_inputs, low_rank, bias=False) for _ in range(num_layers))
+        self.up = nn.ModuleList(BlankLinear(low_rank, num_inputs) for _ in range(num_layers))
 
     def forward(self, x0: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
         x = x0

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from meseta.jagged.shapes import Float
 from meseta.models.initial import fill_normal
 from meseta.models.layers import BlankLinear
+from meseta.ops.sums import repeat
 from meseta.spec import MesetaError
 
 INITIAL_STD = 0.1
@@ -31,7 +32,8 @@ class Fields(nn.Module):
         self, dense: Float[Tensor, "B num_dense"], vectors: Float[Tensor, "B num_sparse D"]
     ) -> Float[Tensor, "B num_fields D"]:
         """Dense inputs first, then the sparse features."""
-        return torch.cat([dense.to(vectors.dtype)[..., None] * self.dense_vectors, vectors], dim=1)
+        of_dense = dense.to(vectors.dtype)[..., None] * repeat(self.dense_vectors, dense.shape[0])
+        return torch.cat([of_dense, vectors], dim=1)
 
 
 class FirstOrder(nn.Module):

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from meseta.comm import BatchSlice
 from meseta.jagged.shapes import Bool, Float
 from meseta.ops.random_rows import random_bits, table_key
+from meseta.ops.sums import column_sums
 
 DROPOUT_STEPS = 1 << 16
 """Rates are multiples of one over this: every 32 random bits decide about two values."""
@@ -97,7 +98,7 @@ class _Normalise(torch.autograd.Function):
         normal, scale, mean, squares = ctx.saved_tensors
         batch: BatchSlice = ctx.batch
         wide = gradient.to(normal.dtype)
-        sums = torch.stack([wide.sum(dim=0), (wide * normal).sum(dim=0)])
+        sums = torch.stack([column_sums(wide), column_sums(wide * normal)])
         # What comes in is of the local mean of the loss. In units of the global mean it is `local_share` of that,
         # and what goes back is in local units again.
         share = batch.local_share
@@ -114,8 +115,8 @@ class _Normalise(torch.autograd.Function):
 
 def _global_moments(x: Tensor, batch: BatchSlice) -> tuple[Tensor, Tensor]:
     """Mean and sum of squared deviations of each column over all ranks, float64 [N]."""
-    mean = x.mean(dim=0) if len(x) else x.new_zeros(x.shape[1])
-    squares = (x - mean).square_().sum(dim=0)
+    mean = column_sums(x) / max(len(x), 1)
+    squares = column_sums((x - mean).square_())
     every = batch.world.all_gather(torch.stack([mean, squares]).double())
     mean, squares, count = every.new_zeros(x.shape[1]), every.new_zeros(x.shape[1]), 0
     for size, (other_mean, other_squares) in zip(batch.sizes, every, strict=True):

@@ -22,14 +22,13 @@ from meseta.spec.tables import DenseDtype
 
 
 class BlankLinear(nn.Linear):
-    """A linear layer whose weights the model sets: torch's own start would draw from the global random state."""
+    """A linear layer whose weights the model sets: torch's own start would draw from the global random state.
+
+    It computes in the type of its input, by meseta.ops.mlp, where the number of threads changes no bit.
+    """
 
     def reset_parameters(self) -> None:
         """Leave the memory as it is."""
-
-
-class PlainLinear(BlankLinear):
-    """A linear layer that computes in the type of its input, by the fast road of meseta.ops.mlp."""
 
     def forward(self, x: Float[Tensor, "B N"]) -> Float[Tensor, "B outputs"]:
         return mlp(x, [self.weight], [self.bias], relu_last=False)
@@ -97,7 +96,7 @@ class MLP(nn.Sequential):
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
         if head is None:
             return mlp(x, weights, biases, relu_last=self.relu_last)
-        return functional.linear(mlp(x, weights, biases, relu_last=True).to(head.weight.dtype), head.weight, head.bias)
+        return cast(Tensor, head(mlp(x, weights, biases, relu_last=True).to(head.weight.dtype)))
 
     def _hidden(self, index: int, x: Tensor, layer: nn.Linear, batch: BatchSlice | None) -> Tensor:
         """One hidden layer."""

@@ -19,6 +19,7 @@ from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollecti
 from meseta.embedding.base import untimed
 from meseta.jagged.shapes import Float
 from meseta.ops.allocator import keep_freed_memory
+from meseta.ops.sums import total
 from meseta.optim.clip import DenseClip
 from meseta.pipeline.micro_batches import split_batch
 from meseta.pipeline.times import StageTimes
@@ -186,11 +187,11 @@ class TrainStep:
         if batch.weight is not None:
             weight = batch.weight.to(logits.dtype).view(-1, *[1] * (label.dim() - 1))
             factor = weight if factor is None else weight * factor
-        return functional.binary_cross_entropy_with_logits(logits, label, factor, reduction="sum")
+        return total(functional.binary_cross_entropy_with_logits(logits, label, factor, reduction="none"))
 
     def _agree(self, local_sum: Tensor | None, batch: Batch) -> _Total:
         """What all ranks know of a global batch, added in float64; without a loss, before it is computed."""
-        weight = batch.batch_size if batch.weight is None else float(batch.weight.double().sum())
+        weight = batch.batch_size if batch.weight is None else float(total(batch.weight.double()))
         own = [0.0 if local_sum is None else float(local_sum), weight, batch.batch_size, batch.num_padding, *self.votes]
         sums = self.world.all_reduce(torch.tensor(own, dtype=torch.float64, device=self.world.device))
         loss_sum, weight_sum, batch_size, num_padding, *votes = sums.tolist()

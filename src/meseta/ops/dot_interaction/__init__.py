@@ -12,6 +12,7 @@ from meseta.ops.core import core
 from meseta.ops.dot_interaction import reference
 from meseta.ops.library import LIBRARY, register
 from meseta.ops.memory import empty
+from meseta.ops.product import batched_product
 from meseta.spec import MesetaError
 
 
@@ -53,7 +54,7 @@ def _width(x: Tensor, pooled: Tensor) -> Any:
 def _forward_cpu(x: Tensor, pooled: Tensor) -> Tensor:
     _check(x, pooled)
     if not _compiled(x, pooled):
-        return reference.dot_interaction(x, pooled)
+        return reference.dot_interaction(x, pooled, batched_product)
     x, pooled = x.contiguous(), pooled.contiguous()
     out = empty((x.shape[0], _width(x, pooled)), x.dtype)
     core().dot_interaction(
@@ -77,7 +78,7 @@ def _backward_cpu(gradient: Tensor, x: Tensor, pooled: Tensor) -> tuple[Tensor, 
             f"{x.dtype} {(x.shape[0], _width(x, pooled))}; give it the same type and shape"
         )
     if not _compiled(x, pooled):
-        return reference.dot_interaction_backward(gradient, x, pooled)
+        return reference.dot_interaction_backward(gradient, x, pooled, batched_product)
     gradient, x, pooled = gradient.contiguous(), x.contiguous(), pooled.contiguous()
     x_gradient, pooled_gradient = torch.empty_like(x), empty(pooled.shape, pooled.dtype)
     core().dot_interaction_backward(

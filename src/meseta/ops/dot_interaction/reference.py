@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from meseta.jagged.shapes import Float
 
+Product = Callable[[Tensor, Tensor], Tensor]
 
-def dot_interaction(x: Float[Tensor, "B D"], pooled: Float[Tensor, "B F_times_D"]) -> Float[Tensor, "B D_plus_P"]:
-    """As meseta.ops.dot_interaction."""
+
+def dot_interaction(
+    x: Float[Tensor, "B D"], pooled: Float[Tensor, "B F_times_D"], bmm: Product = torch.bmm
+) -> Float[Tensor, "B D_plus_P"]:
+    """As meseta.ops.dot_interaction, with `bmm` for its products."""
     vectors, index = _vectors(x, pooled)
-    products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
+    products = bmm(vectors, vectors.transpose(1, 2)).flatten(1)
     # One flat index_select costs a quarter of indexing with two index tensors.
     return torch.cat([x, products.index_select(1, index).to(x.dtype)], dim=1)
 
 
 def dot_interaction_backward(
-    gradient: Float[Tensor, "B D_plus_P"], x: Float[Tensor, "B D"], pooled: Float[Tensor, "B F_times_D"]
+    gradient: Float[Tensor, "B D_plus_P"],
+    x: Float[Tensor, "B D"],
+    pooled: Float[Tensor, "B F_times_D"],
+    bmm: Product = torch.bmm,
 ) -> tuple[Float[Tensor, "B D"], Float[Tensor, "B F_times_D"]]:
     """Gradients of x and pooled: of a pair's product, each vector takes the other one."""
     vectors, index = _vectors(x, pooled)
@@ -25,7 +34,7 @@ def dot_interaction_backward(
     products = gradient.new_zeros(len(x), size * size, dtype=vectors.dtype)
     products.index_copy_(1, index, gradient[:, width:].to(vectors.dtype))
     products = products.unflatten(1, (size, size))
-    result = torch.bmm(products + products.transpose(1, 2), vectors).flatten(1)
+    result = bmm(products + products.transpose(1, 2), vectors).flatten(1)
     direct = gradient[:, :width].to(vectors.dtype)
     return (result[:, :width] + direct).to(x.dtype), result[:, width:].to(pooled.dtype)
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from meseta.jagged.shapes import Float
 from meseta.ops.core import core
 from meseta.ops.library import register
 from meseta.ops.memory import empty
 from meseta.ops.mlp import reference
+from meseta.ops.product import KINDS, product
 from meseta.spec import MesetaError
 
 
@@ -29,12 +28,12 @@ def mlp(
     """x W_1^T + b_1, ReLU, and so on through all layers; after the last one ReLU only with `relu_last`.
 
     A bias may be None. Computes in the type of x: parameters of another type are cast to it, and their gradients come
-    back in their own. On a CPU, in float32 and bfloat16, each product goes to oneDNN with its bias, and on the way
-    back ReLU, bias gradient and the transpose that the weights' gradient reads are one pass; differentiable once.
-    Elsewhere, and in torch.export, this is plain torch. NaN in x comes out as NaN.
+    back in their own. On a CPU the number of threads changes no bit (meseta.ops.product), and on the way back ReLU,
+    bias gradient and the transpose that the weights' gradient reads are one pass; differentiable once. Elsewhere, and
+    in torch.export, this is plain torch. NaN in x comes out as NaN.
     """
     # The meta device stands for a CPU, so that the shapes of a step are those that it will have there.
-    compiled = x.device.type in {"cpu", "meta"} and x.dtype in {torch.float32, torch.bfloat16} and weights
+    compiled = x.device.type in {"cpu", "meta"} and x.dtype in KINDS and weights
     if not compiled or torch.compiler.is_exporting() or x.numel() == 0:
         return reference.mlp(x, weights, biases, relu_last=relu_last)
     result: Tensor = _Mlp.apply(x, relu_last, *weights, *biases)
@@ -49,7 +48,7 @@ class _Mlp(torch.autograd.Function):
         outputs = [x.contiguous()]
         for index, (weight, bias) in enumerate(zip(weights, parameters[depth:], strict=True)):
             relu = relu_last or index < depth - 1
-            output = _linear(outputs[-1], weight, None if bias is None else bias.to(x.dtype))
+            output = product(outputs[-1], weight.t(), None if bias is None else bias.to(x.dtype))
             # oneDNN could do it in the same pass, but its ReLU makes 0 of NaN, which would train on unnoticed.
             outputs.append(output.relu_() if relu else output)
         ctx.save_for_backward(*outputs, *weights)
@@ -77,34 +76,15 @@ class _Mlp(torch.autograd.Function):
             bias_dtype = ctx.dtypes[depth + index]
             bias_gradients.append(None if bias_dtype is None else bias_gradient.to(bias_dtype))
             if index or ctx.needs_input_grad[0]:
-                gradient = _linear(gradient, weights[index].t())
+                gradient = product(gradient, weights[index])
         x_gradient = gradient if ctx.needs_input_grad[0] else None
         return x_gradient, None, *reversed(weight_gradients), *reversed(bias_gradients)
 
 
 def _parameter_gradients(gradient: Tensor, x: Tensor, output: Tensor | None) -> tuple[Tensor, Tensor]:
     """Of weight and bias; `gradient` itself becomes that before the ReLU."""
-    transpose = gradient.dtype == torch.float32
-    transposed, bias_gradient = relu_backward(gradient, output, transpose)
-    return _linear(transposed, x.t()) if transpose else torch.mm(gradient.t(), x), bias_gradient
-
-
-@cache
-def _has_onednn() -> bool:
-    """Whether torch has oneDNN's linear layer, for float32; for bfloat16 torch takes oneDNN by itself.
-
-    MKL's products, which torch takes by itself for float32, came to 32.7 ms a step of DLRM 512-256-64-16 and 512-256-1
-    with 2048 samples on two cores of an AMD EPYC, and oneDNN's to 28.2.
-    """
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x weight^T + bias; the weight may lie in any order, x is best contiguous."""
-    if x.dtype == torch.float32 and _has_onednn():
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return result
-    return functional.linear(x, weight, bias)
+    transposed, bias_gradient = relu_backward(gradient, output, True)
+    return product(transposed, x), bias_gradient
 
 
 def _relu_backward_cpu(gradient: Tensor, output: Tensor | None, transpose: bool) -> tuple[Tensor, Tensor]:
@@ -118,7 +98,7 @@ def _relu_backward_cpu(gradient: Tensor, output: Tensor | None, transpose: bool)
         return reference.relu_backward(gradient, output, transpose)
     output = None if output is None else output.contiguous()
     num_samples, width = gradient.shape
-    transposed = empty((width, num_samples) if transpose else (0, 0), torch.float32)
+    transposed = empty((width, num_samples) if transpose else (0, 0), gradient.dtype)
     bias_gradient = torch.empty(width)
     core().relu_backward(
         num_samples,
@@ -139,7 +119,7 @@ relu_backward = register(
     cpu=_relu_backward_cpu,
     cuda=reference.relu_backward,
     fake=lambda gradient, output, transpose: (
-        gradient.new_empty((gradient.shape[1], gradient.shape[0]) if transpose else (0, 0), dtype=torch.float32),
+        gradient.new_empty((gradient.shape[1], gradient.shape[0]) if transpose else (0, 0)),
         gradient.new_empty(gradient.shape[1], dtype=torch.float32),
     ),
 )

@@ -23,12 +23,13 @@ struct Pass {
   const T* gradient;
   const T* output;     // of the layer; null: no ReLU
   T* masked;           // may be null, or the gradient itself
-  float* transposed;   // [width, num_samples]; may be null
+  T* transposed;       // [width, num_samples]; may be null
   float* block_sums;   // [blocks, width], zeros at first
 
   // Samples [first, first + rows) and columns [column, column + columns), both at most sixteen.
   void square(int64_t first, int rows, int64_t column, int columns, float* sums) const {
     alignas(64) float tile[kLanes * kLanes];
+    if (rows < kLanes) std::fill(tile + rows * kLanes, tile + kLanes * kLanes, 0.0f);
     Vec sum = load(sums + column, columns);
     const bool whole = columns == kLanes;
     for (int r = 0; r < rows; ++r) {
@@ -46,12 +47,15 @@ struct Pass {
     }
     whole ? store(sums + column, sum) : store(sums + column, sum, columns);
     if (transposed == nullptr) return;
-    float* to = transposed + column * num_samples + first;
+    T* to = transposed + column * num_samples + first;
     if (column + 2 * kLanes <= width)  // the next square writes to sixteen other pages
       for (int c = kLanes; c < 2 * kLanes; ++c) prefetch_write(to + c * num_samples);
-    if (whole && rows == kLanes) return transpose(tile, kLanes, to, num_samples);
-    for (int c = 0; c < columns; ++c)
-      for (int r = 0; r < rows; ++r) to[c * num_samples + r] = tile[r * kLanes + c];
+    if constexpr (sizeof(T) == sizeof(float)) {
+      if (whole && rows == kLanes) return transpose(tile, kLanes, to, num_samples);
+    }
+    alignas(64) float turned[kLanes * kLanes];
+    transpose(tile, kLanes, turned, kLanes);
+    for (int c = 0; c < columns; ++c) write(to + c * num_samples, turned + c * kLanes, rows);
   }
 
   void block(int64_t index) const {
@@ -73,7 +77,7 @@ void run(int64_t num_samples, int64_t width, uintptr_t gradient, uintptr_t outpu
                      reinterpret_cast<const T*>(gradient),
                      reinterpret_cast<const T*>(output),
                      reinterpret_cast<T*>(masked),
-                     reinterpret_cast<float*>(transposed),
+                     reinterpret_cast<T*>(transposed),
                      sums.data()};
   parallel(num_threads, [&](int thread) {
     for (int64_t b = blocks * thread / num_threads; b < blocks * (thread + 1) / num_threads; ++b) pass.block(b);
@@ -83,8 +87,8 @@ void run(int64_t num_samples, int64_t width, uintptr_t gradient, uintptr_t outpu
     for (int64_t c = 0; c < width; ++c) bias_gradient[c] += sums[size_t(b * width + c)];
 }
 
-// gradient, output and masked [num_samples, width] are bfloat or float; transposed [width, num_samples] and
-// bias_gradient [width] are float. output, masked and transposed may be 0. Addresses of contiguous tensors.
+// gradient, output and masked [num_samples, width] and transposed [width, num_samples] are bfloat or float,
+// bias_gradient [width] is float. output, masked and transposed may be 0. Addresses of contiguous tensors.
 void relu_backward(int64_t num_samples, int64_t width, bool bfloat, uintptr_t gradient, uintptr_t output,
                    uintptr_t masked, uintptr_t transposed, uintptr_t bias_gradient, int num_threads) {
   nb::gil_scoped_release unlocked;

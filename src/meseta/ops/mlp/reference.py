@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from meseta.jagged.shapes import Float
+from meseta.ops.sums import column_sums
 
 
 def mlp(
@@ -32,4 +33,4 @@ def relu_backward(
     if output is not None:
         gradient.masked_fill_(~(output > 0), 0)
     transposed = gradient.t().contiguous() if transpose else gradient.new_empty(0, 0)
-    return transposed, gradient.sum(dim=0)
+    return transposed, column_sums(gradient)

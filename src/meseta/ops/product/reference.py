@@ -1,0 +1,20 @@
+"""What the products compute, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meseta.jagged.shapes import Float
+
+
+def product(a: Float[Tensor, "M K"], b: Float[Tensor, "K N"], bias: Float[Tensor, " N"] | None) -> Float[Tensor, "M N"]:
+    """As meseta.ops.product.product."""
+    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+
+
+def batched_product(
+    a: Float[Tensor, "B M K"], b: Float[Tensor, "B K N"], bias: Float[Tensor, " N"] | None
+) -> Float[Tensor, "B M N"]:
+    """As the operator meseta::product: one product per item, and one bias for all."""
+    return torch.bmm(a, b) if bias is None else torch.bmm(a, b) + bias

@@ -1,0 +1,47 @@
+"""Sums whose bits do not depend on the number of threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from meseta.jagged.shapes import Float
+
+ALONE = 16384
+"""Numbers that torch adds in one thread where the sum is a single number; of 32,768 it gives some to each."""
+
+
+def total(x: Float[Tensor, " *shape"]) -> Float[Tensor, ""]:
+    """The sum of all numbers: as torch has it where one thread makes it, else of pieces that one thread each makes."""
+    flat = x.reshape(-1)
+    while len(flat) > ALONE:
+        flat = torch.stack([piece.sum() for piece in flat.split(ALONE)])
+    return flat.sum()
+
+
+def column_sums(x: Float[Tensor, "B N"]) -> Float[Tensor, " N"]:
+    """The sum of each column: torch gives a thread whole columns, but for a single one, see `total`."""
+    return total(x)[None] if x.shape[1] == 1 else x.sum(dim=0)
+
+
+def repeat(x: Float[Tensor, " *shape"], count: int) -> Float[Tensor, "_count ..."]:
+    """x as each of `count` items; its gradient is the sum of theirs by `column_sums`. Differentiable once."""
+    if torch.compiler.is_exporting():
+        return x.expand(count, *x.shape)
+    result: Tensor = _Repeat.apply(x, count)
+    return result
+
+
+class _Repeat(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
+        ctx.shape = x.shape
+        return x.expand(count, *x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return column_sums(gradient.flatten(1)).view(ctx.shape), None
