@@ -290,12 +290,19 @@ def row_apply(rng: Rng) -> Call:
     return call
 
 
+def product(rng: Rng) -> Call:
+    items, rows, terms, columns = (int(rng.integers(0, top)) for top in (4, 20, 40, 40))
+    a, dtype = (items, rows, terms), pick(rng, TYPES)
+    bias = floats(rng, columns, dtype=dtype) if rng.integers(2) else None
+    return Call("product", [floats(rng, *a, dtype=dtype), floats(rng, items, terms, columns, dtype=dtype), bias])
+
+
 CALLS: dict[str, Callable[[Rng], Call]] = {
     make.__name__: make
     for make in (
         pooled_lookup, row_lookup, weight_gradient, coalesce, bucketize, count_outside, fix_ids, unique, permute_keys,
         place_columns, lengths_to_offsets, hash_ids, quantize_rows, dequantize_rows, relu_backward, dot_interaction,
-        dot_interaction_backward, row_update, row_apply,
+        dot_interaction_backward, product, row_update, row_apply,
     )
 }  # fmt: skip
 

@@ -26,6 +26,7 @@ from meseta.ops.id_policy import reference as id_policy
 from meseta.ops.jagged import reference as jagged
 from meseta.ops.mlp import reference as mlp
 from meseta.ops.pooled_lookup import _reference as pooled_lookup
+from meseta.ops.product import reference as product
 from meseta.ops.quantize import reference as quantize
 from meseta.ops.row_lookup import reference as row_lookup
 from meseta.ops.row_lowering import Op
@@ -69,6 +70,7 @@ REFERENCES = {
     "relu_backward": mlp.relu_backward,
     "dot_interaction": dot_interaction.dot_interaction,
     "dot_interaction_backward": dot_interaction.dot_interaction_backward,
+    "product": product.batched_product,
     "row_update": lambda *arguments: row_update.row_update(UpdateCall(*arguments)),
     "row_apply": row_apply,
 }

@@ -15,6 +15,7 @@ from meseta.models.fields import Fields, equal_width
 from meseta.models.initial import fill_normal
 from meseta.models.layers import MLP, BlankLinear, MLPOptions, check_widths, fill_glorot
 from meseta.ops.product import batched_product
+from meseta.ops.sums import softmax
 
 
 class InteractingLayer(nn.Module):
@@ -38,7 +39,7 @@ class InteractingLayer(nn.Module):
         query, key, value = (
             layer(flat).view(shape).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )  # [B, heads, M, head_width]
-        attention = functional.softmax(_products(query, key.transpose(2, 3)), dim=3)
+        attention = softmax(_products(query, key.transpose(2, 3)))
         mixed = _products(attention, value).transpose(1, 2).flatten(2)
         return functional.relu(mixed + self.residual(flat).view_as(mixed))
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from meseta.jagged.shapes import Float
 from meseta.models.base import ScoringModel
 from meseta.models.initial import fill_normal
 from meseta.models.layers import MLP, BlankLinear, MLPOptions, check_widths, fill_glorot
+from meseta.ops.sums import softmax
 from meseta.spec import MesetaError
 
 
@@ -82,7 +82,7 @@ class MMoE(ScoringModel):
         seen = torch.stack([expert(x, self.batch_slice) for expert in self.experts], dim=1)  # [B, experts, outputs]
         logits = []
         for gate, tower in zip(self.gates, self.towers, strict=True):
-            share = functional.softmax(gate(x), dim=1).to(seen.dtype)
+            share = softmax(gate(x)).to(seen.dtype)
             logits.append(tower((share[..., None] * seen).sum(dim=1), self.batch_slice))
         return torch.cat(logits, dim=1) if len(logits) > 1 else logits[0].squeeze(1)
 

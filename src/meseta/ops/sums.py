@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from meseta.jagged.shapes import Float
 
@@ -35,6 +36,14 @@ def repeat(x: Float[Tensor, " *shape"], count: int) -> Float[Tensor, "_count ...
     return result
 
 
+def softmax(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Softmax of the last dimension, differentiable once on a CPU: torch's own way back tells one thread from two."""
+    if x.device.type != "cpu" or torch.compiler.is_exporting():
+        return functional.softmax(x, dim=-1)
+    result: Tensor = _Softmax.apply(x)
+    return result
+
+
 class _Repeat(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
@@ -45,3 +54,18 @@ class _Repeat(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return column_sums(gradient.flatten(1)).view(ctx.shape), None
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = functional.softmax(x, dim=-1)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (out,) = ctx.saved_tensors
+        weighted: Tensor = out * gradient
+        return weighted.addcmul_(out, weighted.sum(dim=-1, keepdim=True), value=-1)
