@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from typing import Any
 
@@ -16,6 +15,7 @@ from meseta.ops.library import register
 from meseta.ops.memory import empty
 from meseta.ops.product import reference
 from meseta.spec import MesetaError
+from meseta.spec.processors import this_processor
 
 KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 """Types of the compiled kernel, with its numbers for them."""
@@ -75,12 +75,10 @@ def _onednn_has_kernels() -> bool:
     MKL's products, which torch takes by itself for float32, came to 32.7 ms a step of DLRM 512-256-64-16 and 512-256-1
     with 2048 samples on two cores of an AMD EPYC, and oneDNN's to 28.2.
     """
-    allowed = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
     return (
         torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and torch.backends.cpu.get_cpu_capability() in {"AVX2", "AVX512"}
-        and allowed.upper() not in {"SSE41", "AVX"}
+        and this_processor().level() in {"AVX2", "AVX-512", "AVX-512 BF16", "AMX"}
     )
 
 
