@@ -28,7 +28,7 @@ def column_sums(x: Float[Tensor, "B N"]) -> Float[Tensor, " N"]:
     return total(x)[None] if x.shape[1] == 1 else x.sum(dim=0)
 
 
-def repeat(x: Float[Tensor, " *shape"], count: int) -> Float[Tensor, "_count ..."]:
+def repeat(x: Float[Tensor, " *shape"], count: int | torch.SymInt) -> Float[Tensor, "_count ..."]:
     """x as each of `count` items; its gradient is the sum of theirs by `column_sums`. Differentiable once."""
     if torch.compiler.is_exporting():
         return x.expand(count, *x.shape)
@@ -46,7 +46,7 @@ def softmax(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 class _Repeat(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, count: Any) -> Tensor:
         ctx.shape = x.shape
         return x.expand(count, *x.shape)
 
