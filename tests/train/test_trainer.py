@@ -413,7 +413,7 @@ def test_other_features_are_refused_in_evaluation(tiny: Path, tmp_path: Path) ->
     train(settings(tiny, tmp_path / "run", train__max_steps=2))
     other = copy_of(tiny, tmp_path / "other")
     document = json.loads((other / "dataset.json").read_text())
-    document["sparse"][0]["hash_seed"], name = "0" * 16, document["sparse"][0]["name"]
+    document["sparse"][0]["hash_seed"], name = "0x" + "0" * 16, document["sparse"][0]["name"]
     (other / "dataset.json").write_text(json.dumps(document))
     with pytest.raises(MesetaError, match=f"sparse feature '{name}': seed of the hash, which was"):
         load_trained(tmp_path / "run", "test", World.single(), other)
