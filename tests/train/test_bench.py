@@ -12,6 +12,7 @@ from meseta.measure.peers import Peers
 from meseta.measure.team import Window
 from meseta.measure.traffic import make_samples
 from meseta.measure.workloads import E2E, small
+from meseta.spec.processors import Processor
 from meseta.train.bench import Gate, Ours
 
 ENTRIES = e2e.Entries(contender="meseta.train.bench:Ours", gate="meseta.train.bench:Gate")
@@ -51,7 +52,11 @@ def test_contenders_take_steps() -> None:
     assert losses == sorted(losses, reverse=True)
 
 
-def test_the_best_peer_counts_and_autocast_does_not() -> None:
+def test_the_best_peer_counts_and_autocast_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = len(e2e.members(TINY["d16_2k"], (1, 2), ENTRIES, ALL))
+    monkeypatch.setattr(Processor, "why_no_bfloat16", lambda _: "an old processor")
+    assert len(e2e.members(TINY["d16_2k"], (1, 2), ENTRIES, ALL)) in (here, here - 3)
+    monkeypatch.setattr(Processor, "why_no_bfloat16", lambda _: None)
     members = e2e.members(TINY["d16_2k"], (1, 2), ENTRIES, ALL)
     members += e2e.members(TINY["d16_2k"], (2, 1), ENTRIES, ALL)
     assert len({m.title for m in members}) == len(members) == 22

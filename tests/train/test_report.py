@@ -27,7 +27,7 @@ from meseta.train.report.record import PlanRecord, read_run
 SECTIONS = ["Curves", "Evaluation", "Plan", "Step time", "Data", "Config", "Environment"]
 FILES = ["config.yaml", "dataset.json", "plan.json", "environment.json", "metrics.jsonl", "summary.json"]
 ROWS = {"user": 50_000, "item": 20_000, "city": 40, "day": 7}
-HOSTILE = '<script>alert("x")</script>&\'\x00\ud800'
+HOSTILE = '<script>alert("x")</script>&\'\x00'
 
 
 class Page(HTMLParser):
@@ -317,13 +317,19 @@ def test_a_failed_write_keeps_the_old_page(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_hostile_names_are_text(tmp_path: Path) -> None:
-    make_run(tmp_path, names={HOSTILE: 5_000, "</title></style>": 3_000, '"><img src=x>': 2_000, "a" * 500: 7})
+    make_run(tmp_path, names={HOSTILE[:-1]: 5_000, "</title></style>": 3_000, '"><img src=x>': 2_000, "a" * 500: 7})
     (tmp_path / "config.yaml").write_text(f"model:\n  name: {json.dumps(HOSTILE[:-1])}\n")
     (tmp_path / "environment.json").write_text(json.dumps({HOSTILE: HOSTILE}))
     page = report(tmp_path)
     assert '<script>alert("x")</script>&\'' in page.text
     assert page.text.count('"><img src=x>') >= 2
     assert "\x00" not in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_half_a_surrogate_is_no_text(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    (tmp_path / "environment.json").write_text(json.dumps({"half": "\ud800"}))
+    assert "environment.json: it is not valid JSON" in report(tmp_path).text
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 16])

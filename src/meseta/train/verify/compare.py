@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.data.dataset import Dataset
+from meseta.data.dataset import FILE_NAME, Dataset
 from meseta.spec import MesetaError, Plan, TableSpec
 from meseta.train.specs import make_specs
 from meseta.train.trained_on import open_dataset
@@ -67,7 +67,9 @@ def compare(config: RunConfig, folder: Path, num_steps: int, num_ranks: int) -> 
     Raises MesetaError for what training meets, and where the data are others than those that the ranks read.
     """
     dataset = open_dataset(config, World.single())
-    if Dataset.load(folder).to_dict() != dataset.to_dict():
+    read_by_ranks = Dataset.load(folder)
+    (folder / FILE_NAME).unlink()  # like the steps' records, which go as they are compared
+    if read_by_ranks.to_dict() != dataset.to_dict():
         raise MesetaError(
             f"verify: dataset {str(dataset.dir)!r} is another one than the ranks have just read; run it again, and let "
             "nobody prepare it meanwhile"
