@@ -91,7 +91,8 @@ def test_a_file_without_such_a_column_is_refused(tmp_path: Path, role: str) -> N
 
 
 def test_one_column_has_one_role() -> None:
-    document = {"format": "meseta.dataset/1", "dense": [], "sparse": [], "splits": {}}
+    splits = {"train": {"num_rows": 0, "num_positives": 0, "files": []}}
+    document = {"format": "meseta.dataset/1", "dense": [], "sparse": [], "splits": splits}
     for roles in ({"labels": ["a", "a"]}, {"labels": ["a"], "weight": "a"}, {"group": "t", "time": "t"}):
         with pytest.raises(MesetaError, match="is named twice"):
             Dataset.from_dict({**document, **roles})

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -24,10 +25,10 @@ def plan_for(num_ranks: int) -> Plan:
 
 def save_here(parent: Path, plan: Plan) -> Path:
     """Run on every rank."""
-    layout.BLOCK_BYTES = 16_384
     world = World.current()
     shards = pieces(SPECS, plan, world.rank, TABLES)
-    return save(parent, world=world, step=3, plan=plan, shards=shards, dense=saver.DENSE, state={"position": 17})
+    with patch.object(layout, "BLOCK_BYTES", 16_384):  # the processes of the ranks are used by other tests too
+        return save(parent, world=world, step=3, plan=plan, shards=shards, dense=saver.DENSE, state={"position": 17})
 
 
 def load_here(path: Path, plan: Plan) -> tuple[str, dict]:

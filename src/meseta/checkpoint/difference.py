@@ -17,7 +17,7 @@ from meseta.checkpoint.dense import read_dense
 from meseta.checkpoint.layout import BlockSchema, widened
 from meseta.checkpoint.manifest import entries_of, read_manifest
 
-_SHAPE = ("num_embeddings", "embedding_dim", "dtype", "columns")
+_SHAPE = ("num_embeddings", "embedding_dim", "dtype", "columns", "block_rows")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -222,9 +222,9 @@ def _table_fault(where: str, name: str, entry: Mapping[str, Any]) -> str | None:
         return fault
     if schema.columns[0].dtype != entry["dtype"]:
         return f"its dtype is {entry['dtype']}, and its rows are {schema.columns[0].dtype}"
-    rows, total = schema.block_rows, entry["num_embeddings"]
-    if entry["block_rows"] != rows:
-        return f"block_rows must be {rows}, got {entry['block_rows']}"
+    rows, total = entry["block_rows"], entry["num_embeddings"]
+    if rows > schema.block_rows or rows & (rows - 1):
+        return f"block_rows must be a power of two of at most {schema.block_rows}, got {rows}"
     if len(entry["blocks"]) != -(-total // rows):
         return f"its {total} rows must lie in {-(-total // rows)} blocks, got {len(entry['blocks'])}"
     frame_bytes = schema.frame_bytes

@@ -196,11 +196,6 @@ def _check_features(where: str, layout: Layout) -> None:
             f"{where} has no feature beside the label {labels}; name some with --dense and --sparse, or in a "
             "--schema file"
         )
-    if alike := first_alike(column.name for column in layout.sparse):
-        raise MesetaError(
-            f"{where}: columns {alike[0]!r} and {alike[1]!r} are one name to file systems that ignore case or spell "
-            "accents otherwise, and files are named after them; rename one"
-        )
     weights = [f"{column.name}.weight" for column in layout.sparse if column.weighted]
     written = [*layout.sample_columns, *layout.features, *weights]
     twice = {*doubled(written), *set(layout.labels).intersection(layout.features)}
@@ -210,6 +205,11 @@ def _check_features(where: str, layout: Layout) -> None:
                 f"{where}: column {name!r} is used twice (label {layout.labels[0]!r} is written as "
                 f"{layout.label_columns[0]!r}); rename it"
             )
+    if alike := first_alike(column.name for column in layout.sparse):
+        raise MesetaError(
+            f"{where}: columns {alike[0]!r} and {alike[1]!r} are one name to file systems that ignore case or spell "
+            "accents otherwise, and files are named after them; rename one"
+        )
 
 
 def _listed(names: Sequence[str]) -> str:
