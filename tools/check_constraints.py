@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from pip._internal.cli.main import main as pip
-from pip._internal.index import collector
+from pip._internal.index import collector, package_finder
 from pip._internal.network import lazy_wheel
 from pip._internal.network.session import PipSession
 from pip._internal.operations import prepare as operations
@@ -99,7 +99,7 @@ def requirements(constraints: Path) -> list[str]:
 
 
 def prepare_pip(markers_of: Callable[[], dict[str, str]]) -> None:
-    """Have pip, which is asked many times in this process, answer for other machines, and read each page once.
+    """Have pip, which is asked many times in this process, answer for other machines, and parse each page once.
 
     pip chooses wheels by --python-version and --platform, but reads markers as those of the interpreter that runs it.
     Of a wheel whose index does not serve metadata it reads the end, by 10 kB a request: hundreds of them for torch's.
@@ -108,6 +108,7 @@ def prepare_pip(markers_of: Callable[[], dict[str, str]]) -> None:
     markers.default_environment = lambda: {**here(), **markers_of()}
     lazy_wheel.LazyZipOverHTTP.__init__.__defaults__ = (2**18,)
     collector._get_index_content = once(collector._get_index_content)
+    package_finder.parse_links = once(lambda page: [link for link in collector.parse_links(page) if link.is_wheel])
     operations.dist_from_wheel_url = once(operations.dist_from_wheel_url)
 
 

@@ -1,7 +1,6 @@
 """A process that dies at any moment leaves the old or the new checkpoint; names, pruning and cleaning up."""
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -15,6 +14,7 @@ import pytest
 
 from checkpoint.saver import load_version, save_for_ever, save_version, tables_of
 from checkpoint.simulated import assert_holds
+from forked import forking
 from meseta.checkpoint import latest, layout, prune, verify
 from meseta.spec import MesetaError
 from sampling import sample
@@ -37,8 +37,7 @@ def check_latest(parent: Path, at_least: int) -> int:
 
 def test_kill_9_while_saving(tmp_path: Path) -> None:
     """Six moments; after each, the next process goes on in the same directory, with what the last one left there."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["checkpoint.saver"])
+    context = forking()
     rng = random.Random(0)
     saved = -1
     for _ in range(6):
@@ -87,12 +86,12 @@ FUSE = Fuse()
 sys.addaudithook(FUSE.hook)
 
 
-@pytest.mark.parametrize("first", sample(range(4), k=1, seed=0))
+@pytest.mark.parametrize("first", sample(range(8), k=1, seed=0))
 def test_death_at_every_change_of_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int) -> None:
-    """Replace a step, add the next one, delete the older: dead before the n-th change, for every fourth n."""
+    """Replace a step, add the next one, delete the older: dead before the n-th change, for every eighth n."""
     monkeypatch.setattr(os, "fsync", lambda _: None)  # the page cache outlives a process
     save_version(tmp_path / "start", 0)
-    for left in range(first, 1000, 4):
+    for left in range(first, 1000, 8):
         parent = tmp_path / str(left)
         shutil.copytree(tmp_path / "start", parent)
         done = 0

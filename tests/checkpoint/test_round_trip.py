@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint.simulated import (
@@ -79,6 +79,7 @@ def files(path: Path) -> dict[str, bytes]:
     }
 
 
+@settings(max_examples=settings().max_examples // 3)
 @given(seed=st.integers(0, 2**32), writers=st.integers(1, 5), readers=st.integers(1, 5))
 def test_any_plan_to_any_plan(tmp_path_factory: pytest.TempPathFactory, seed: int, writers: int, readers: int) -> None:
     folder = tmp_path_factory.mktemp("any")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
+
+from forked import forking
 
 
 class RankPool:
@@ -18,7 +19,7 @@ class RankPool:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
+        context = forking()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("architecture", [pytest.param(80, marks=pytest.mark.soak), 90])
 def test_kernels_compile_for_a_gpu(architecture: int, tmp_path: Path) -> None:
     # The interpreter replaces the compiler for a whole process, hence another one.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

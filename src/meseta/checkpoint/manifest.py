@@ -34,43 +34,43 @@ class _Part(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class _Entry(_Part):
+class _FileEntry(_Part):
     path: str
     num_bytes: Size
     checksum: Sum
 
 
-class _Block(_Entry):
+class _BlockEntry(_FileEntry):
     first_row: Count
     num_rows: Size
 
 
-class _Dense(_Entry):
+class _DenseEntry(_FileEntry):
     path: DensePath
 
 
-class _Column(_Part):
+class _ColumnEntry(_Part):
     name: str
     kind: Literal["row", "element"]
     dtype: StoredType
 
 
-class _Optimizer(_Part, extra="allow"):
+class _OptimizerEntry(_Part, extra="allow"):
     name: str
 
 
-class _Table(_Part):
+class _TableEntry(_Part):
     num_embeddings: Size
     embedding_dim: Annotated[int, Field(ge=1, lt=1 << 31)]
     dtype: TableDtype
-    optimizer: _Optimizer
-    columns: Annotated[list[_Column], Field(min_length=1, max_length=1000)]
+    optimizer: _OptimizerEntry
+    columns: Annotated[list[_ColumnEntry], Field(min_length=1, max_length=1000)]
     block_rows: Size
     blocks: list[Any]
     checksum: Sum
 
 
-class _Plan(_Part, extra="allow"):
+class _PlanEntry(_Part, extra="allow"):
     num_ranks: Size
 
 
@@ -78,8 +78,8 @@ class _Manifest(_Part):
     format: str
     step: Count
     tables: dict[str, Any]
-    dense: _Dense
-    plan: _Plan
+    dense: _DenseEntry
+    plan: _PlanEntry
     reader: Any
     state: dict[str, Any]
     checksum: Sum
@@ -178,7 +178,7 @@ def check_manifest(where: str, manifest: dict[str, Any]) -> dict[str, Any]:
     if alike:
         raise malformed(where, f"file systems that ignore case take {alike[0]!r} and {alike[1]!r} for one")
     for name, entry in manifest["tables"].items():
-        _validate(where, f"tables.{name}.", entry, _Table)
+        _validate(where, f"tables.{name}.", entry, _TableEntry)
         fault = table_name_fault(name) or _table_fault(where, name, entry)
         if fault:
             raise malformed(where, f"table {shown(name)}: {fault}")
@@ -229,7 +229,7 @@ def _table_fault(where: str, name: str, entry: Mapping[str, Any]) -> str | None:
         return f"its {total} rows must lie in {-(-total // rows)} blocks, got {len(entry['blocks'])}"
     frame_bytes = schema.frame_bytes
     for number, block in enumerate(entry["blocks"]):
-        _validate(where, f"tables.{name}.blocks.{number}.", block, _Block)
+        _validate(where, f"tables.{name}.blocks.{number}.", block, _BlockEntry)
         span = number * rows, min(rows, total - number * rows)
         least = span[1] * schema.row_bytes
         if (block["first_row"], block["num_rows"]) != span:

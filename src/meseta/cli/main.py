@@ -25,6 +25,7 @@ from meseta.cli.topology import app as topology_app
 from meseta.cli.train import train
 from meseta.cli.verify import verify
 from meseta.spec import MesetaError
+from meseta.spec.eager import leave_dynamo_out
 from meseta.spec.errors import one_line
 from meseta.spec.waiting import choose_waiting
 
@@ -60,6 +61,7 @@ def main() -> None:
     Ctrl-C."""
     follow_launcher()
     choose_waiting(os.environ)  # read when torch is imported, here and in every process that a command starts
+    leave_dynamo_out()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupt)
     rank = os.environ.get("RANK", "0")

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "ops/parallel.h"
+#include "ops/row_lines.h"
 #include "ops/simd.h"
 
 namespace nb = nanobind;
@@ -55,19 +56,10 @@ void sum_bags(const Feature& f, const Batch& batch, const int64_t* offsets, int6
               int tail, Mistake& mistake) {
   const Id* ids = static_cast<const Id*>(batch.ids);
   const T* table = static_cast<const T*>(f.table);
-  const int64_t end = offsets[last], row_bytes = f.dim * int64_t(sizeof(T));
-  const int64_t lines = (row_bytes + 63) / 64, burst = lines == 2 ? 8 : 32;
-  const bool straddles = row_bytes % 64 != 0 && 64 % row_bytes != 0;  // it may end in one line more than it fills
-  const auto base = reinterpret_cast<uintptr_t>(table);
+  const int64_t end = offsets[last];
+  const RowLines rows(table, f.dim * int64_t(sizeof(T)));
   constexpr int kLines = (N * kLanes * int(sizeof(T)) + 63) / 64;
-  const auto fetch = [&](int64_t i) {
-    const uintptr_t row = base + uintptr_t(ids[i]) * uintptr_t(row_bytes);
-#pragma GCC unroll 8
-    for (int line = 0; line < kLines; ++line) prefetch(reinterpret_cast<const void*>(row + uintptr_t(line) * 64));
-    for (int64_t line = kLines; line < lines; ++line)
-      prefetch(reinterpret_cast<const void*>(row + uintptr_t(line) * 64));
-    if (straddles) prefetch(reinterpret_cast<const void*>(row + uintptr_t(row_bytes) - 1));
-  };
+  const int64_t burst = rows.lines() == 2 ? 8 : 32;
   const auto read = [&](const T* row, int j) {
     return kTail && j == N - 1 ? load(row + 16 * j, tail) : load(row + 16 * j);
   };
@@ -76,7 +68,7 @@ void sum_bags(const Feature& f, const Batch& batch, const int64_t* offsets, int6
   int64_t next = offsets[first];
   const auto reach = [&](int64_t i) {
     if (c0 != 0 || i + kAhead < next) return;
-    for (const int64_t stop = std::min(i + kAhead + burst, end); next < stop; ++next) fetch(next);
+    for (const int64_t stop = std::min(i + kAhead + burst, end); next < stop; ++next) rows.fetch<kLines>(ids[next]);
   };
   for (int64_t bag = first; bag < last; ++bag) {
     Vec sum[N];

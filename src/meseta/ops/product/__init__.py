@@ -90,11 +90,11 @@ def _onednn_has_bfloat16() -> bool:
 
 def _by_onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     linear = torch.ops.mkldnn._linear_pointwise
-    total: Tensor = linear(a[:, :MAX_TERMS].contiguous(), b[:MAX_TERMS].t(), bias, "none", [], "")
+    out: Tensor = linear(a[:, :MAX_TERMS].contiguous(), b[:MAX_TERMS].t(), bias, "none", [], "")
     for first in range(MAX_TERMS, a.shape[1], MAX_TERMS):
         terms = slice(first, first + MAX_TERMS)
-        total += linear(a[:, terms].contiguous(), b[terms].t(), None, "none", [], "")
-    return total
+        out += linear(a[:, terms].contiguous(), b[terms].t(), None, "none", [], "")
+    return out
 
 
 def _product_cpu(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:

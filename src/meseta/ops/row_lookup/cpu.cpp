@@ -8,6 +8,7 @@
 
 #include "ops/checks.h"
 #include "ops/parallel.h"
+#include "ops/row_lines.h"
 #include "ops/simd.h"
 
 namespace nb = nanobind;
@@ -36,18 +37,11 @@ void copy_row(const T* row, float* out, int64_t dim) {
 // Ids [first, last); `start` is the first id of the feature.
 template <typename T, typename Id>
 void copy_rows(const Feature& f, const Id* ids, int64_t start, const Task& task, Mistake& mistake) {
-  const int64_t row_bytes = f.dim * int64_t(sizeof(T)), lines = (row_bytes + 63) / 64;
-  const int64_t ahead = std::clamp<int64_t>(64 / std::max<int64_t>(lines, 1), 8, 32);
-  const bool straddles = row_bytes > 0 && row_bytes % 64 != 0 && 64 % row_bytes != 0;
-  const auto base = reinterpret_cast<uintptr_t>(f.table);
-  const auto fetch = [&](int64_t i) {
-    const uintptr_t row = base + uintptr_t(ids[i]) * uintptr_t(row_bytes);
-    for (int64_t line = 0; line < lines; ++line) prefetch(reinterpret_cast<const void*>(row + uintptr_t(line) * 64));
-    if (straddles) prefetch(reinterpret_cast<const void*>(row + uintptr_t(row_bytes) - 1));
-  };
-  for (int64_t i = task.first; i < std::min(task.first + ahead, task.last); ++i) fetch(i);
+  const RowLines rows(f.table, f.dim * int64_t(sizeof(T)));
+  const int64_t ahead = rows.ahead();
+  for (int64_t i = task.first; i < std::min(task.first + ahead, task.last); ++i) rows.fetch(ids[i]);
   for (int64_t i = task.first; i < task.last; ++i) {
-    if (i + ahead < task.last) fetch(i + ahead);
+    if (i + ahead < task.last) rows.fetch(ids[i + ahead]);
     const uint64_t id = uint64_t(int64_t(ids[i]));
     if (id >= uint64_t(f.num_rows)) {
       mistake.note(i);

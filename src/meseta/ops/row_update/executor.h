@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "ops/row_update/programs.h"
+#include "ops/row_lines.h"
 #include "ops/simd.h"
 
 namespace meseta {
@@ -185,13 +186,8 @@ class Executor {
  private:
   template <typename S>
   static void fetch_lines(const S* from, int64_t width, const int64_t* rows, int64_t n) {
-    constexpr int64_t kLine = int64_t(64 / sizeof(S));
-    const bool straddles = width % kLine != 0 && kLine % width != 0;  // may end in one line more than it fills
-    for (int64_t k = 0; k < n; ++k) {
-      const S* p = from + rows[k] * width;
-      for (int64_t c = 0; c < width; c += kLine) prefetch(p + c);
-      if (straddles) prefetch(p + width - 1);
-    }
+    const RowLines lines(from, width * int64_t(sizeof(S)));
+    for (int64_t k = 0; k < n; ++k) lines.fetch(rows[k]);
   }
 
   float* element(int32_t r) { return elements_.data() + r * capacity_ * width_; }

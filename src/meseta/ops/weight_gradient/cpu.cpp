@@ -10,6 +10,7 @@
 
 #include "ops/checks.h"
 #include "ops/parallel.h"
+#include "ops/row_lines.h"
 #include "ops/simd.h"
 
 namespace nb = nanobind;
@@ -47,15 +48,10 @@ float dot(const float* gradient, const T* row, int64_t dim) {
 template <typename T, typename Id>
 void run_bags(const Feature& f, const Batch& batch, const Id* ids, const Task& task, Mistake& mistake) {
   const int64_t* offsets = batch.offsets + int64_t(task.feature) * batch.num_bags;
-  const int64_t row_bytes = f.dim * int64_t(sizeof(T)), lines = (row_bytes + 63) / 64, end = offsets[task.last];
-  const int64_t ahead = std::clamp<int64_t>(64 / std::max<int64_t>(lines, 1), 8, 32);
-  const auto base = reinterpret_cast<uintptr_t>(f.table);
-  const auto fetch = [&](int64_t i) {
-    const uintptr_t row = base + uintptr_t(ids[i]) * uintptr_t(row_bytes);
-    for (int64_t line = 0; line < lines; ++line) prefetch(reinterpret_cast<const void*>(row + uintptr_t(line) * 64));
-  };
+  const RowLines rows(f.table, f.dim * int64_t(sizeof(T)));
+  const int64_t ahead = rows.ahead(), end = offsets[task.last];
   std::vector<float> divided(size_t(f.mean ? f.dim : 0));
-  for (int64_t i = offsets[task.first]; i < std::min(offsets[task.first] + ahead, end); ++i) fetch(i);
+  for (int64_t i = offsets[task.first]; i < std::min(offsets[task.first] + ahead, end); ++i) rows.fetch(ids[i]);
   for (int64_t bag = task.first; bag < task.last; ++bag) {
     const float* gradient = batch.gradient + bag * batch.width + f.column;
     const int64_t stop = offsets[bag + 1], count = stop - offsets[bag];
@@ -64,7 +60,7 @@ void run_bags(const Feature& f, const Batch& batch, const Id* ids, const Task& t
       gradient = divided.data();
     }
     for (int64_t i = offsets[bag]; i < stop; ++i) {
-      if (i + ahead < end) fetch(i + ahead);
+      if (i + ahead < end) rows.fetch(ids[i + ahead]);
       const uint64_t id = uint64_t(int64_t(ids[i]));
       if (id < uint64_t(f.num_rows)) {
         batch.out[i] = dot(gradient, static_cast<const T*>(f.table) + int64_t(id) * f.dim, f.dim);

@@ -21,13 +21,13 @@ _SHOWN = 5
 Count = Annotated[int, Field(ge=0, le=10**18)]
 
 
-class Entry(BaseModel):
+class MetricsEntry(BaseModel):
     """Part of a file; keys that the page does not show are left aside, so newer runs can be read."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-class Lifetime(Entry):
+class Lifetime(MetricsEntry):
     """Figures over the whole run so far."""
 
     logloss: float | None = None
@@ -35,7 +35,7 @@ class Lifetime(Entry):
     auc_binned: float | None = None
 
 
-class TrainLine(Entry):
+class TrainLine(MetricsEntry):
     """Figures since the line before."""
 
     step: Count
@@ -58,7 +58,7 @@ class TrainLine(Entry):
         return self.loss if self.logloss is None else self.logloss
 
 
-class ReliabilityPoint(Entry):
+class ReliabilityPoint(MetricsEntry):
     """One bin of a reliability curve."""
 
     mean_prediction: float
@@ -66,13 +66,13 @@ class ReliabilityPoint(Entry):
     num_samples: Count
 
 
-class GroupedFigure(Entry):
+class GroupedFigure(MetricsEntry):
     """Mean of a figure over groups of samples."""
 
     value: float | None = None
 
 
-class Figures(Entry):
+class Figures(MetricsEntry):
     """Figures over a set of samples."""
 
     num_samples: Count | None = None

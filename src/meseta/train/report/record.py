@@ -11,13 +11,13 @@ from pydantic import Field, ValidationError
 from meseta.spec import MesetaError
 from meseta.spec.documents import parse_yaml
 from meseta.spec.files import parse_json, read_bounded
-from meseta.train.report.lines import METRICS_NAME, Count, Entry, EvalLine, TrainLine, read_lines, told_spoiled
+from meseta.train.report.lines import METRICS_NAME, Count, EvalLine, MetricsEntry, TrainLine, read_lines, told_spoiled
 
 RUN_FILES = ("config.yaml", "dataset.json", "plan.json", "environment.json", METRICS_NAME, "summary.json")
 _OWN_FILES = ("config.yaml", "plan.json", METRICS_NAME, "summary.json")  # no prepared dataset has these
 
 
-class Reuse(Entry):
+class Reuse(MetricsEntry):
     """Shares of rows and of lookups by uses of a row in a window: bin i is (edges[i], edges[i + 1]], the last open."""
 
     window_samples: Count
@@ -26,7 +26,7 @@ class Reuse(Entry):
     lookups: list[float]
 
 
-class Statistics(Entry):
+class Statistics(MetricsEntry):
     """What `meseta prepare` counted for one sparse feature."""
 
     num_rows: Count | None = None
@@ -36,7 +36,7 @@ class Statistics(Entry):
     reuse: Reuse | None = None
 
 
-class SparseFeature(Entry):
+class SparseFeature(MetricsEntry):
     """One sparse feature of the dataset."""
 
     name: str
@@ -51,7 +51,7 @@ class SparseFeature(Entry):
     statistics: Statistics | None = None
 
 
-class DenseFeature(Entry):
+class DenseFeature(MetricsEntry):
     """One dense feature and how it was filled and standardised."""
 
     name: str
@@ -60,14 +60,14 @@ class DenseFeature(Entry):
     std: float | None = None
 
 
-class Split(Entry):
+class Split(MetricsEntry):
     """Rows and labels of one split."""
 
     num_rows: Count
     num_positives: float | None = None
 
 
-class Dataset(Entry):
+class Dataset(MetricsEntry):
     """The part of dataset.json that the page shows."""
 
     labels: list[str] = Field(default=["label"])
@@ -79,7 +79,7 @@ class Dataset(Entry):
     splits: dict[str, Split] = Field(default={})
 
 
-class PlanShard(Entry):
+class PlanShard(MetricsEntry):
     """One placed piece of a table, rows and columns as [first, after the last)."""
 
     rows: tuple[Count, Count]
@@ -95,7 +95,7 @@ class PlanShard(Entry):
         return max(self.columns[1] - self.columns[0], 0)
 
 
-class PlanTable(Entry):
+class PlanTable(MetricsEntry):
     """The pieces of one table."""
 
     sharding: str
@@ -103,21 +103,21 @@ class PlanTable(Entry):
     shards: list[PlanShard] = Field(default=[])
 
 
-class PlanRecord(Entry):
+class PlanRecord(MetricsEntry):
     """plan.json, read leniently: a plan that is wrong is drawn, not refused."""
 
     num_ranks: Count
     tables: dict[str, PlanTable]
 
 
-class Teacher(Entry):
+class Teacher(MetricsEntry):
     """The best figures that synthetic data allows."""
 
     auc: float | None = None
     ne: float | None = None
 
 
-class Predicted(Entry):
+class Predicted(MetricsEntry):
     """What the cost model said of a step."""
 
     step_s: float
@@ -127,7 +127,7 @@ class Predicted(Entry):
     """Where they are from."""
 
 
-class Summary(Entry):
+class Summary(MetricsEntry):
     """What a run leaves when it has ended."""
 
     test: EvalLine | None = None
@@ -225,7 +225,7 @@ def _document(run_dir: Path, name: str, problems: dict[str, str]) -> Any:
         return None
 
 
-T = TypeVar("T", bound=Entry)
+T = TypeVar("T", bound=MetricsEntry)
 
 
 def _entry(run_dir: Path, name: str, kind: type[T], problems: dict[str, str]) -> T | None:

@@ -1,0 +1,58 @@
+"""A process that compiles nothing does without torch._dynamo, whose import takes as long as that of torch itself.
+
+torch imports it at the first call of `torch.manual_seed`, of an optimizer, of an operator on the device 'meta', only to
+tell it that it must not trace them (`torch._compile._disable_dynamo`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+NAME = "torch._dynamo"
+
+
+def leave_dynamo_out() -> None:
+    """Until something of torch._dynamo is asked for but not to trace a function, it is not imported.
+
+    For commands, before torch is imported. Whoever compiles, or imports a module of it, gets the true one, and what was
+    not to be traced by then is not traced.
+    """
+    if NAME not in sys.modules:
+        sys.modules[NAME] = _Absent(NAME)
+
+
+class _Absent(ModuleType):
+    """Stands in for torch._dynamo until that is needed."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":  # of those who go through all modules, as inspect does
+            raise AttributeError(name)
+        return getattr(_load(self), name)
+
+    def graph_break(self, *reason: Any, **more: Any) -> None:
+        """Before and after the step of an optimizer. There is no graph."""
+
+    def disable(self, function: Callable[..., Any] | None = None, *how: Any, **more: Any) -> Callable[..., Any]:
+        """What torch asks for before it calls `function`, which is called as it is while nobody can trace it."""
+        if function is None:
+            return _load(self).disable(function, *how, **more)
+        untraced: list[Callable[..., Any]] = []
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if sys.modules.get(NAME) is self:
+                return function(*args, **kwargs)
+            if not untraced:
+                untraced.append(sys.modules[NAME].disable(function, *how, **more))
+            return untraced[0](*args, **kwargs)
+
+        return call
+
+
+def _load(absent: _Absent) -> Any:
+    if sys.modules.get(NAME) is absent:
+        del sys.modules[NAME]
+    return importlib.import_module(NAME)

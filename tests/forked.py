@@ -1,0 +1,13 @@
+"""Processes that have imported torch and the package when they begin: they are forked by a server that has."""
+
+import multiprocessing
+from multiprocessing.context import ForkServerContext
+
+
+def forking() -> ForkServerContext:
+    """For `forking().Process(...)`. There is one server in a session, which imports these when it starts."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["checkpoint.saver", "meseta.train.session", "meseta.data.prepare", "torch._dynamo", "pytest"]
+    )
+    return context
