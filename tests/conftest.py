@@ -58,6 +58,13 @@ def pytest_configure() -> None:
         settings.load_profile("soak" if os.environ.get("MESETA_SOAK") else "test")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Of `-n auto`: one more than processors, since commands and ranks wait for each other, and at most 5: each may have
+    14 ranks beside it."""
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 4) + 1
+
+
 def pytest_report_header() -> str:
     """Which processor: what is equal on one instruction set may differ on another."""
     from meseta.ops.core import instruction_set

@@ -49,7 +49,7 @@ def content(dataset: Dataset) -> list[dict[str, list[Any]]]:
     ]
 
 
-@pytest.mark.parametrize("block_bytes", [1 << 20, 2500])
+@pytest.mark.parametrize("block_bytes", [pytest.param(1 << 20, marks=pytest.mark.soak), 2500])
 @pytest.mark.parametrize("name", FORMS)
 def test_text_without_its_bad_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, block_bytes: int

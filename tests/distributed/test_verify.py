@@ -98,7 +98,12 @@ def touched_by(document: dict[str, Any], feature: str, step: int) -> list[int]:
         ({"plan": MIXED, "embedding__dtype": "float64", "embedding__pooling": "mean"}, 2, 1e-10),
         ({"plan": COLUMNS, "train__accumulate_steps": 2}, 2, 1e-5),
         ({"plan": {"tables": {"*": "row_wise"}}, "train__batch_size": 2}, 2, 1e-5),
-        ({"plan": MIXED, "embedding__dtype": "bfloat16", "embedding__optimizer__stepped_rows": "all"}, 2, 1.0),
+        pytest.param(
+            {"plan": MIXED, "embedding__dtype": "bfloat16", "embedding__optimizer__stepped_rows": "all"},
+            2,
+            1.0,
+            marks=pytest.mark.soak,
+        ),
         ({"plan": MIXED, "embedding__pooling": "mean", "train__batch_size": 61}, 4, 1e-5),
         ({"plan": HOSTS, "dense__sharding": "fsdp"}, 4, 1e-5),
     ],

@@ -45,7 +45,7 @@ def test_it(number, record_property):
 """
 
 
-@pytest.mark.parametrize("processes", [[], ["-n", "2"]], ids=["one", "two"])
+@pytest.mark.parametrize("processes", [pytest.param([], marks=pytest.mark.soak), ["-n", "2"]], ids=["one", "two"])
 def test_what_has_passed_is_left_out(tmp_path: Path, processes: list[str]) -> None:
     record = tmp_path / "record.jsonl"
     (tmp_path / "test_numbers.py").write_text(TESTS)
