@@ -60,9 +60,8 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Of `-n auto`: one more than processors, since commands and ranks wait for each other; at most 5, with up to 14
-    ranks beside each."""
-    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 4) + 1
+    """Of `-n auto`: one for each processor, at most 4, with up to 14 ranks beside each. More of them only wait."""
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 4)
 
 
 def pytest_report_header() -> str:

@@ -35,6 +35,7 @@ def test_example(name: str, tmp_path: Path) -> None:
     assert run(name, tmp_path), "an example prints what it shows"
 
 
+@pytest.mark.soak  # docs/several_ranks.md has torchrun in `make test`
 def test_two_ranks_print_the_losses_of_one_process(tmp_path: Path) -> None:
     losses = []
     for name in ("01_ten_lines-alone", "01_ten_lines-two_ranks"):
