@@ -41,10 +41,6 @@ def make_outline(config: RunConfig, dataset: Dataset, collection: EmbeddingBagCo
     return outline.to(dtype=collection.dtype)
 
 
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-"""For whose shapes torch imports sympy, which takes half a second."""
-
-
 class _Ledger(TorchDispatchMode):
     """Every block of memory that torch takes and gives back while this is entered, in order."""
 
@@ -56,11 +52,9 @@ class _Ledger(TorchDispatchMode):
         self._numbers = {tensor.untyped_storage()._cdata: -1 for tensor in held}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _PRODUCTS:
-            first, second = args[-2:]
-            result = first.new_empty(first.shape[0], second.shape[1])
-        else:
-            result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.addmm.default:  # whose shape takes torch the import of sympy; that of the product is it
+            func, args, kwargs = torch.ops.aten.mm.default, args[1:3], None
+        result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._enter(tensor.untyped_storage())
