@@ -52,8 +52,6 @@ class _Ledger(TorchDispatchMode):
         self._numbers = {tensor.untyped_storage()._cdata: -1 for tensor in held}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.addmm.default:  # whose shape takes torch the import of sympy; that of the product is it
-            func, args, kwargs = torch.ops.aten.mm.default, args[1:3], None
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
