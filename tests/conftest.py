@@ -58,12 +58,6 @@ def pytest_configure() -> None:
         settings.load_profile("soak" if os.environ.get("MESETA_SOAK") else "test")
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """Of `-n auto`: one for each processor, at most 4, with up to 14 ranks beside each. More of them only wait."""
-    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 4)
-
-
 def pytest_report_header() -> str:
     """Which processor: what is equal on one instruction set may differ on another."""
     from meseta.ops.core import instruction_set

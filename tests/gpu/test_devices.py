@@ -229,8 +229,9 @@ def bare(program: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_imports_need_torch_and_numpy_alone() -> None:
-    run = bare("\n".join(f"import meseta.{module}" for module in USED))
+@pytest.mark.parametrize("modules", [USED, *(pytest.param([m], marks=pytest.mark.soak) for m in USED)], ids=",".join)
+def test_imports_need_torch_and_numpy_alone(modules: list[str]) -> None:
+    run = bare("\n".join(f"import meseta.{module}" for module in modules))
     assert run.returncode == 0, run.stderr
 
 

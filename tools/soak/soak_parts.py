@@ -118,7 +118,7 @@ def paths_of(name: str) -> tuple[list[str], list[str]]:
 def _command(name: str) -> list[str]:
     paths, ignored = paths_of(name)
     selection = ["-m", "soak or not soak", "--timeout", "3600", "-p", "soak_record"]
-    processes = ["-n", "auto", "--dist", "worksteal"]
+    processes = ["-n", "auto", "--maxprocesses", "4", "--dist", "worksteal"]
     return [*PARTS[name].command, *paths, *(f"--ignore={path}" for path in ignored), *selection, *processes]
 
 

@@ -14,10 +14,9 @@ from torch import Tensor
 from meseta.checkpoint.block import Values, read_block
 from meseta.checkpoint.broken import file_of
 from meseta.checkpoint.dense import read_dense
+from meseta.checkpoint.digest import TABLE_SHAPE
 from meseta.checkpoint.layout import BlockSchema, widened
 from meseta.checkpoint.manifest import entries_of, read_manifest
-
-_SHAPE = ("num_embeddings", "embedding_dim", "dtype", "columns", "block_rows")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +58,11 @@ def compare(first: Path | str, second: Path | str) -> Iterator[Difference]:
 def _compare_tables(
     label: str, roots: tuple[Path, Path], entries: tuple[Mapping[str, Any], Mapping[str, Any]]
 ) -> Iterator[Difference]:
-    for field in _SHAPE:
+    for field in TABLE_SHAPE:
         if entries[0][field] != entries[1][field]:
             texts = [_columns(e[field]) if field == "columns" else str(e[field]) for e in entries]
             yield Difference(name=label, text=f"{field}: {texts[0]}, and {texts[1]}")
-    if any(entries[0][field] != entries[1][field] for field in _SHAPE):
+    if any(entries[0][field] != entries[1][field] for field in TABLE_SHAPE):
         return
     counts = {column["name"]: _Count() for column in entries[0]["columns"]}
     schema = BlockSchema.from_dict(entries[0])

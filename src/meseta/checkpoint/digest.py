@@ -46,13 +46,16 @@ def of_tensors(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+TABLE_SHAPE = ("num_embeddings", "embedding_dim", "dtype", "columns", "block_rows")
+"""Fields of a table's entry in a manifest that say what its blocks hold."""
+
+
 def of_table(entry: Mapping[str, Any]) -> str:
     """Digest of a table's entry in a manifest: its shape, columns and the digests of its blocks.
 
     The constants of its optimizer are left out: they say how the rows will learn, not what they are.
     """
-    names = ("num_embeddings", "embedding_dim", "dtype", "columns", "block_rows")
-    head = {name: entry[name] for name in names}
+    head = {name: entry[name] for name in TABLE_SHAPE}
     return of_json({**head, "blocks": [block["checksum"] for block in entry["blocks"]]})
 
 

@@ -14,6 +14,7 @@ from meseta.cli.calibrate import calibrate
 from meseta.cli.checkpoint import app as checkpoint_app
 from meseta.cli.data import app as data_app
 from meseta.cli.doctor import doctor
+from meseta.cli.eager import leave_dynamo_out
 from meseta.cli.evaluate import evaluate
 from meseta.cli.launch import FOLLOWS, LOST, follow_launcher, is_loss_of_peer, way_on
 from meseta.cli.plan import plan
@@ -25,7 +26,6 @@ from meseta.cli.topology import app as topology_app
 from meseta.cli.train import train
 from meseta.cli.verify import verify
 from meseta.spec import MesetaError
-from meseta.spec.eager import leave_dynamo_out
 from meseta.spec.errors import one_line
 from meseta.spec.waiting import choose_waiting
 

@@ -13,8 +13,8 @@ namespace meseta {
 //   lines  |       0       |       1       |       2       |
 //   rows   |           0           |           1           |
 //
-// Row 0 fills a line and ends in a second one; row 1 ends where it would also end if it began with a line. A row that does
-// not begin with one may end in one line more than it fills, so that its last byte is asked for too.
+// Both end in a second line. A row that does not begin with a line may end in one line more than its bytes fill, so that
+// its last byte is asked for too.
 class RowLines {
  public:
   RowLines(const void* table, int64_t row_bytes)

@@ -10,7 +10,7 @@ TRAINS = """
 import sys
 from contextlib import suppress
 from meseta.cli.main import main
-from meseta.spec.eager import NAME
+from meseta.cli.eager import NAME
 
 with suppress(SystemExit):
     main()
@@ -20,7 +20,7 @@ assert not brought, brought
 
 COMPILES = """
 import inspect
-from meseta.spec.eager import leave_dynamo_out
+from meseta.cli.eager import leave_dynamo_out
 
 leave_dynamo_out()
 import torch
