@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -56,15 +56,11 @@ class Command:
 
     def ranks(self) -> dict[int, int]:
         """Process of each rank that `--nproc` has started."""
-        found = {}
+        names = {}
         for pid in self.members():
-            try:
-                text = Path(f"/proc/{pid}/environ").read_bytes().decode()
-            except OSError:
-                continue
-            if match := re.search(r"(?:^|\0)RANK=(\d+)", text):
-                found[int(match[1])] = pid
-        return found
+            with contextlib.suppress(OSError):
+                names[pid] = Path(f"/proc/{pid}/comm").read_text().strip()
+        return {int(name.removeprefix("meseta rank ")): pid for pid, name in names.items() if "rank" in name}
 
     def until(self, condition: Callable[[], Any], what: str) -> None:
         """Poll; fails when the command ends first, so that a kill really lands where it was meant to."""

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import pytest
 
 from meseta.cli import launch
 
 
-def ranks_that(*programs: str) -> list[subprocess.Popen[bytes]]:
-    return [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
+def ranks_that(*programs: str) -> list[BaseProcess]:
+    """Processes that become Python running these."""
+    context = multiprocessing.get_context("forkserver")
+    arguments = [[sys.executable, "-c", program] for program in programs]
+    ranks: list[BaseProcess] = [context.Process(target=os.execv, args=(sys.executable, words)) for words in arguments]
+    for rank in ranks:
+        rank.start()
+    return ranks
 
 
 @pytest.mark.parametrize(
@@ -36,32 +45,54 @@ def test_the_rank_that_failed_for_a_reason_of_its_own(
     monkeypatch.setattr(launch, "SETTLE_S", 2)
     ranks = ranks_that(*programs)
     try:
-        assert launch._wait(ranks, launch.Calls()) == blamed
+        assert launch._wait(ranks, launch.StopSignals()) == blamed
     finally:
         launch._stop(ranks)
-    assert all(rank.returncode is not None for rank in ranks)
+    assert all(rank.exitcode is not None for rank in ranks)
 
 
-def test_a_rank_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(launch, "STOP_S", 0.5)
-    program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
-    rank = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
-    assert rank.stdout is not None
-    rank.stdout.readline()
+    deaf = tmp_path / "deaf"
+    program = "import pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    (rank,) = ranks_that(f"{program} pathlib.Path({str(deaf)!r}).touch(); time.sleep(60)")
+    while not deaf.exists():
+        time.sleep(0.01)
     launch._stop([rank])
-    assert rank.returncode == -signal.SIGKILL
-    rank.stdout.close()
+    assert rank.exitcode == -signal.SIGKILL
 
 
-def test_a_rank_ends_with_its_launcher() -> None:
-    program = "from meseta.cli.launch import follow_launcher; follow_launcher(); import time; time.sleep(60)"
-    source = os.path.dirname(os.path.dirname(os.path.dirname(launch.__file__)))
-    environment = {**os.environ, launch.FOLLOWS: "1", "PYTHONPATH": source}
-    rank = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, env=environment)
-    time.sleep(0.3)
-    assert rank.poll() is None and rank.stdin is not None
-    rank.stdin.close()
-    assert rank.wait(10) == 1
+SLEEPER = """
+import sys, time, types
+from meseta.cli import processes
+processes._SHARED = ()
+sys.modules["meseta.cli.main"] = types.SimpleNamespace(main=lambda: (print(sys.argv, flush=True), time.sleep(60)))
+command = processes.start_command(["train", "a.yaml"], "meseta rank 0")
+print(command.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_command_ends_with_the_process_that_started_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        lines = {launcher.stdout.readline().strip() for _ in range(2)}
+        argv = "['meseta', 'train', 'a.yaml']"
+        (pid,) = lines - {argv}
+        assert Path(f"/proc/{pid}/comm").read_text() == "meseta rank 0\n"
+        launcher.kill()
+        deadline = time.monotonic() + 10
+        while is_running(int(pid)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is there, and not only the record of its end."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def test_only_losses_of_peers_are_losses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,19 @@
-"""`--nproc N`: the same command on N ranks of this machine. No torch here: the ranks import it themselves."""
+"""`--nproc N`: the same command on N ranks of this machine."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from meseta.cli.processes import STOPPING, start_command
 from meseta.spec import MesetaError
 from meseta.spec.rendezvous import Rendezvous
 
@@ -24,8 +25,6 @@ SAME_CALL_S = 1.0
 """Signals this soon after the first are the same call, told to this process and to its group."""
 LOST = 75
 """Exit code of a rank that failed because another one went away."""
-FOLLOWS = "MESETA_FOLLOWS_LAUNCHER"
-"""Set for ranks that `run_ranks` has started."""
 _LOSSES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -55,19 +54,7 @@ def way_on() -> str:
     return f"; the same command goes on {way}" if way else ""
 
 
-def follow_launcher() -> None:
-    """End this rank when its launcher dies, however it dies: nobody would stop the rank otherwise."""
-    if FOLLOWS not in os.environ:
-        return
-
-    def wait() -> None:
-        os.read(0, 1)  # The launcher holds the other end and never writes.
-        os._exit(1)
-
-    threading.Thread(target=wait, name="meseta-follow", daemon=True).start()
-
-
-class Calls:
+class StopSignals:
     """SIGTERM and Ctrl-C to the launcher: the first is passed on to the ranks, a later one kills them."""
 
     def __init__(self) -> None:
@@ -79,7 +66,7 @@ class Calls:
 
     def hear(self) -> None:
         """From now on."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOPPING:
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -99,19 +86,19 @@ def run_ranks(arguments: Sequence[str], num_ranks: int) -> int:
     if num_ranks < 1:
         raise MesetaError(f"--nproc must be at least 1, got {num_ranks}")
     errors: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(num_ranks)]  # noqa: SIM115 (they outlive this line)
-    calls = Calls()
-    ranks: list[subprocess.Popen[bytes]] = []
+    signals = StopSignals()
+    ranks: list[BaseProcess] = []
     try:
-        calls.hear()
+        signals.hear()
         _start(ranks, arguments, errors)
-        blamed = _wait(ranks, calls)
+        blamed = _wait(ranks, signals)
     finally:
         _stop(ranks)
     if blamed is None:
         return 0
-    code = ranks[blamed].returncode
+    code = ranks[blamed].exitcode or 0
     # Outside of training a rank leaves by the signal itself, whoever has sent it.
-    number = signal.SIGTERM if calls.number is None and code == -signal.SIGTERM else calls.number
+    number = signal.SIGTERM if signals.number is None and code == -signal.SIGTERM else signals.number
     if number is not None and (code in (LOST, 128 + signal.SIGTERM) or code < 0):
         if code != 128 + signal.SIGTERM:  # such a rank has told where it saved
             print(f"interrupted{way_on()}", file=sys.stderr)
@@ -129,80 +116,56 @@ def run_ranks(arguments: Sequence[str], num_ranks: int) -> int:
     return code if code > 0 else 1
 
 
-def _start(ranks: list[subprocess.Popen[bytes]], arguments: Sequence[str], errors: Sequence[IO[bytes]]) -> None:
-    """Start one process per entry of `errors` and append it to `ranks`.
-
-    They ignore Ctrl-C, which the terminal sends to them too: the launcher passes it on as SIGTERM.
-    """
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with Rendezvous(len(errors)) as meeting:
-            for rank, file in enumerate(errors):
-                ranks.append(
-                    subprocess.Popen(
-                        command(arguments),
-                        env={**os.environ, **meeting.variables(rank), FOLLOWS: "1"},
-                        pass_fds=[meeting.descriptor],
-                        stdin=subprocess.PIPE,
-                        stdout=None if rank == 0 else subprocess.DEVNULL,
-                        stderr=None if rank == 0 else file,
-                    )
-                )
-    finally:
-        signal.signal(signal.SIGINT, before)
+def _start(ranks: list[BaseProcess], arguments: Sequence[str], errors: Sequence[IO[bytes]]) -> None:
+    """Start one process per entry of `errors` and append it to `ranks`."""
+    with Rendezvous(len(errors)) as meeting, Path(os.devnull).open("wb") as nowhere:
+        for rank, file in enumerate(errors):
+            streams = {} if rank == 0 else {"out": nowhere.fileno(), "err": file.fileno()}
+            ranks.append(start_command(arguments, f"meseta rank {rank}", variables=meeting.variables(rank), **streams))
 
 
-def command(arguments: Sequence[str]) -> list[str]:
-    """`meseta ARGUMENTS` in another process. -P: the folder that the user stands in may hold a torch.py."""
-    return [sys.executable, "-P", "-m", "meseta.cli.main", *arguments]
-
-
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], calls: Calls) -> int | None:
+def _wait(ranks: Sequence[BaseProcess], signals: StopSignals) -> int | None:
     """None when every rank succeeded, else the rank to blame. Passes signals on to the ranks."""
     told = None
     while True:
-        codes = [rank.poll() for rank in ranks]
+        codes = [rank.exitcode for rank in ranks]
         if any(code not in (None, 0) for code in codes):
             return _find_culprit(ranks)
         if all(code == 0 for code in codes):
             return None
-        if calls.again or calls.number != told:
-            told = calls.number
+        if signals.again or signals.number != told:
+            told = signals.number
             for rank in ranks:
-                rank.kill() if calls.again else rank.terminate()
+                rank.kill() if signals.again else rank.terminate()
         time.sleep(0.05)
 
 
-def _find_culprit(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+def _find_culprit(ranks: Sequence[BaseProcess]) -> int:
     """The rank that failed for a reason of its own; rank 0, which has told it already, where several did.
 
     The others notice its end in their next collective and fail as well, so they get a moment to do so.
     """
     deadline = time.monotonic() + SETTLE_S
-    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+    while any(rank.exitcode is None for rank in ranks) and time.monotonic() < deadline:
         time.sleep(0.05)
 
     def severity(rank: int) -> int:
-        code = ranks[rank].returncode
+        code = ranks[rank].exitcode or 0
         if code == LOST:
             return 3
         if code == -signal.SIGABRT:  # nccl aborts the ranks that wait for one that has died
             return 2
         return 0 if code < 0 else 1
 
-    return min((r for r, rank in enumerate(ranks) if rank.poll() not in (None, 0)), key=lambda r: (severity(r), r))
+    return min((r for r, rank in enumerate(ranks) if rank.exitcode not in (None, 0)), key=lambda r: (severity(r), r))
 
 
-def _stop(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+def _stop(ranks: Sequence[BaseProcess]) -> None:
     for rank in ranks:
-        if rank.poll() is None:
-            rank.terminate()
+        rank.terminate()
     deadline = time.monotonic() + STOP_S
     for rank in ranks:
-        try:
-            rank.wait(max(deadline - time.monotonic(), 0.1))
-        except subprocess.TimeoutExpired:
+        rank.join(max(deadline - time.monotonic(), 0.1))
+        if rank.exitcode is None:
             rank.kill()
-            rank.wait()
-        if rank.stdin:
-            rank.stdin.close()
+            rank.join()

@@ -16,7 +16,7 @@ from meseta.cli.data import app as data_app
 from meseta.cli.doctor import doctor
 from meseta.cli.eager import leave_dynamo_out
 from meseta.cli.evaluate import evaluate
-from meseta.cli.launch import FOLLOWS, LOST, follow_launcher, is_loss_of_peer, way_on
+from meseta.cli.launch import LOST, is_loss_of_peer, way_on
 from meseta.cli.plan import plan
 from meseta.cli.predict import predict
 from meseta.cli.prepare import prepare
@@ -27,6 +27,7 @@ from meseta.cli.train import train
 from meseta.cli.verify import verify
 from meseta.spec import MesetaError
 from meseta.spec.errors import one_line
+from meseta.spec.rendezvous import VARIABLE
 from meseta.spec.waiting import choose_waiting
 
 app = typer.Typer(
@@ -59,7 +60,6 @@ class Interrupted(BaseException):
 def main() -> None:
     """Run a command; exit code 1 for a MesetaError, for what the system refuses and for too little memory, 130 for
     Ctrl-C."""
-    follow_launcher()
     choose_waiting(os.environ)  # read when torch is imported, here and in every process that a command starts
     leave_dynamo_out()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -80,7 +80,7 @@ def main() -> None:
         if not (isinstance(error, RuntimeError) and is_loss_of_peer(error)):
             raise
         # The launcher names the rank that went away.
-        _leave(LOST, "" if FOLLOWS in os.environ else f"error: lost the connection to another rank: {error}")
+        _leave(LOST, "" if VARIABLE in os.environ else f"error: lost the connection to another rank: {error}")
     except Interrupted:
         _leave(130, f"interrupted{way_on()}")
     except SystemExit as left:

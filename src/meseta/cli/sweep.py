@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import enum
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meseta.cli.launch import FOLLOWS, Calls, command
+from meseta.cli.launch import StopSignals
+from meseta.cli.processes import start_command
 from meseta.spec import MesetaError
 
 if TYPE_CHECKING:
@@ -56,15 +54,15 @@ def sweep(
     space, fixed = parse_space(settings)
     chosen = grid(space) if trials is None else draws(space, trials, seed)
     plan = open_sweep(out, config, fixed, chosen, may_grow=by_chance)
-    calls = Calls()
-    calls.hear()
+    signals = StopSignals()
+    signals.hear()
     results = [Result(trial, trial.summary(), "not run yet") for trial in plan.trials]
     for index, trial in enumerate(plan.trials):
-        results[index] = _finish(plan, trial, nproc, calls, metric.value)
+        results[index] = _finish(plan, trial, nproc, signals, metric.value)
         write_tables(plan, rank(results, metric.value))
-        if calls.number is not None:
+        if signals.number is not None:
             print(f"interrupted in trial {index + 1}; the same command goes on from there", file=sys.stderr)
-            raise typer.Exit(128 + calls.number)
+            raise typer.Exit(128 + signals.number)
     ranked = rank(results, metric.value)
     page = write_page(plan, ranked)
     _print(ranked)
@@ -74,7 +72,7 @@ def sweep(
     print(f"report: {page}")
 
 
-def _finish(plan: Sweep, trial: Trial, nproc: int, calls: Calls, metric: str) -> Result:
+def _finish(plan: Sweep, trial: Trial, nproc: int, signals: StopSignals, metric: str) -> Result:
     """Run a trial that is not finished, and say in one line how it went."""
     from meseta.train.sweep import Result, shown
 
@@ -83,53 +81,39 @@ def _finish(plan: Sweep, trial: Trial, nproc: int, calls: Calls, metric: str) ->
     if summary is None:
         kept = ""
         log = plan.out / f"{trial.run_dir.name}.log"
-        code = _train(["train", str(plan.config), *trial.overrides, "--nproc", str(nproc)], log, calls)
+        code = _train(["train", str(plan.config), *trial.overrides, "--nproc", str(nproc)], log, signals)
         summary = trial.summary()
-        if calls.number is not None:
+        if signals.number is not None:
             problem = "stopped"
         elif code != 0 or summary is None:
             summary, problem = None, f"failed with exit code {code}: {_last_words(log)}"
     result = Result(trial, summary, problem)
-    if calls.number is None:
+    if signals.number is None:
         figure = f"{metric} {shown('ne', result.figure(metric)) or 'undefined'}"
         print(f"{head}  {problem or figure}{kept}", flush=True)
     return result
 
 
-def _train(arguments: Sequence[str], log: Path, calls: Calls) -> int:
+def _train(arguments: Sequence[str], log: Path, signals: StopSignals) -> int:
     """A training in a process of its own, so that whatever befalls it does not befall the sweep; its exit code.
 
-    It ignores Ctrl-C, which the terminal sends to it too, and ends when this process dies. SIGTERM and Ctrl-C to this
-    one are passed on, and waited for while it saves; a second one kills it.
+    SIGTERM and Ctrl-C to this process are passed on, and waited for while it saves; a second one kills it.
     """
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     with log.open("ab") as file:
-        try:
-            process = subprocess.Popen(
-                command(arguments),
-                env={**os.environ, FOLLOWS: "1"},
-                stdin=subprocess.PIPE,
-                stdout=file,
-                stderr=file,
-            )
-        finally:
-            signal.signal(signal.SIGINT, before)
-        try:
-            told = False
-            while True:
-                try:
-                    return process.wait(0.1)
-                except subprocess.TimeoutExpired:
-                    if calls.again:
-                        process.kill()
-                    elif calls.number is not None and not told:
-                        told = True
-                        process.terminate()
-        finally:
-            process.kill()
-            process.wait()
-            if process.stdin:
-                process.stdin.close()
+        process = start_command(arguments, "meseta trial", out=file.fileno(), err=file.fileno())
+    try:
+        told = False
+        while process.exitcode is None:
+            process.join(0.1)
+            if signals.again:
+                process.kill()
+            elif signals.number is not None and not told:
+                told = True
+                process.terminate()
+        return process.exitcode
+    finally:
+        process.kill()
+        process.join()
 
 
 def _last_words(log: Path) -> str:

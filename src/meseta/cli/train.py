@@ -57,13 +57,14 @@ def train(
     nproc: Annotated[int, typer.Option(help="Ranks on this machine. torchrun works too.")] = 1,
 ) -> None:
     """Train a model, evaluate it, and write a report; started again, go on from the newest checkpoint."""
-    from meseta.config import check_document, read_document
+    from meseta.config import check_document, read_document, set_default
 
     config, overrides = _split(arguments or [])
     document = read_document(config, overrides)
+    preparation = None
     if data:
         given = {"sources": data, "test_files": test_files or (), "label": label, "schema": schema}
-        _prepare(document, config, {**given, **bad_row_options(bad_rows, max_bad_rows)})
+        preparation = _preparation(document, config, {**given, **bad_row_options(bad_rows, max_bad_rows)})
     elif test_files or label or schema or bad_rows != "error" or max_bad_rows:
         raise MesetaError(
             "train: --test-files, --label, --schema, --bad-rows and --max-bad-rows say how raw files are prepared; "
@@ -74,6 +75,12 @@ def train(
     settings = check_document(document, config)
     if nproc != 1 and not is_launched():
         sys.exit(run_ranks(sys.argv[1:], nproc))
+    if preparation is not None:
+        from meseta.train.raw_files import default_batch_size
+
+        num_rows = _prepared(preparation).splits["train"].num_rows
+        set_default(document, "train.batch_size", default_batch_size(num_rows))
+        settings = check_document(document, config)
 
     from meseta.train.interruption import Stopped
     from meseta.train.session import session
@@ -95,18 +102,15 @@ def _split(arguments: Sequence[str]) -> tuple[Path | None, Sequence[str]]:
     return None, arguments
 
 
-def _prepare(document: dict[str, Any], config: Path | None, given: dict[str, Any]) -> None:
-    """Have the raw files prepared in data.dir, and complete the document: run_dir, data.dir and train.batch_size."""
+def _preparation(document: dict[str, Any], config: Path | None, given: dict[str, Any]) -> PrepareOptions:
+    """How raw files are prepared in data.dir; completes run_dir and data.dir of the document."""
     from meseta.config import check_document, set_default
     from meseta.data import PrepareOptions
-    from meseta.train.raw_files import default_batch_size, default_run_dir
+    from meseta.train.raw_files import default_run_dir
 
     set_default(document, "run_dir", default_run_dir(given["sources"]))
     set_default(document, "data.dir", f"{document['run_dir']}/data")
-    # Before the work: a slip in the config should not wait for it.
-    out = check_document(document, config).data.dir
-    dataset = _prepared(PrepareOptions(out=out, **given))
-    set_default(document, "train.batch_size", default_batch_size(dataset.splits["train"].num_rows))
+    return PrepareOptions(out=check_document(document, config).data.dir, **given)
 
 
 def _prepared(options: PrepareOptions) -> Dataset:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meseta.cli.launch import is_launched, run_ranks
+from meseta.cli.processes import begin_anew
 from meseta.spec import MesetaError, ShardingType
 
 if TYPE_CHECKING:
@@ -54,9 +55,7 @@ def verify(
     _print(found, chosen)
     if found.first is not None and found.first.phase == "training" and chosen.embedding.dtype == "float32":
         print("a fault, or rounding that was magnified? float64 tells: a fault stays, rounding shrinks to 1e-10\n")
-        chosen = _config(config, settings or [], plan, True)
-        found = _compare(chosen, [*sys.argv[1:], "--float64"], steps, nproc)
-        _print(found, chosen)
+        begin_anew([*sys.argv[1:], "--float64"])
     raise typer.Exit(0 if found.first is None else 1)
 
 
