@@ -94,12 +94,13 @@ def execute(block: Block, namespace: dict[str, object], page: Path) -> str:
     return output.getvalue()
 
 
-def main(page: Path) -> None:
+def main(page: Path, commands: Path = Path(sys.executable).parent) -> None:
+    """Run a page; `commands` is a folder of programs that shells find first."""
     sys.modules["__main__"] = ModuleType("__main__")  # where a page's code finds itself by name
     namespace = vars(sys.modules["__main__"])
     checker = doctest.OutputChecker()
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    os.environ["PATH"] = f"{commands}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     os.environ.setdefault("PET_STANDALONE", "1")  # torchrun takes a free port: other pages may run meanwhile
     for block in blocks(page.read_text()):
         if not block.runs:

@@ -1,28 +1,47 @@
 """The code of README.md and of every page in docs/ runs and prints what the page says."""
 
+import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from forked import forking
 from source_tree import ROOT
 
-RUNNER = Path(__file__).with_name("run_page.py")
+from . import run_page
+from .forked_commands import forked_commands
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def run_page(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """The page in a fresh interpreter, in a folder that sees examples/, as a reader in the checkout does."""
-    (folder / "examples").symlink_to(ROOT / "examples")
-    command = [sys.executable, str(RUNNER), str(page)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=280)
+def run(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The page in a process of its own, in a folder that sees examples/, as a reader in the checkout does."""
+    work = folder / "work"
+    work.mkdir()
+    (work / "examples").symlink_to(ROOT / "examples")
+    out, err = folder / "out.txt", folder / "err.txt"
+    process = forking().Process(target=_run_page, args=(page, work, folder / "commands", out, err))
+    process.start()
+    process.join(280)
+    process.kill()
+    process.join()
+    return subprocess.CompletedProcess([str(page)], process.exitcode or 0, out.read_text(), err.read_text())
+
+
+def _run_page(page: Path, folder: Path, commands: Path, out: Path, err: Path) -> None:
+    for number, path in ((1, out), (2, err)):
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), number)
+    os.chdir(folder)
+    with forked_commands(commands) as programs:
+        run_page.main(page, programs)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_page(page: Path, tmp_path: Path) -> None:
-    run = run_page(page, tmp_path)
-    assert run.returncode == 0, run.stdout + run.stderr
+    ended = run(page, tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 GOOD = """
@@ -59,8 +78,8 @@ raise SystemExit("not run")
 def test_a_good_page_passes(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(GOOD)
-    run = run_page(page, tmp_path)
-    assert run.returncode == 0, run.stderr
+    ended = run(page, tmp_path)
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -76,6 +95,6 @@ def test_a_good_page_passes(tmp_path: Path) -> None:
 def test_a_bad_page_fails_and_names_its_line(text: str, message: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(text)
-    run = run_page(page, tmp_path)
-    assert run.returncode != 0
-    assert message in run.stderr
+    ended = run(page, tmp_path)
+    assert ended.returncode != 0
+    assert message in ended.stderr

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 """Signals that ask a process to end."""
-_SHARED = ("meseta.train.trainer", "meseta.train.trained", "meseta.train.predictions", "meseta.train.verify")
+SHARED = ("meseta.train.trainer", "meseta.train.trained", "meseta.train.predictions", "meseta.train.verify")
 _NAME_BYTES = 15
 
 
@@ -67,7 +67,7 @@ def begin_anew(arguments: Sequence[str]) -> NoReturn:
 
 @cache
 def _share_imports() -> None:
-    for name in _SHARED:
+    for name in SHARED:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # the collector of a fork does not write into pages that it shares with the others

@@ -1,0 +1,115 @@
+"""`meseta` for shells, forked from a process that has imported torch: a page starts many, and an import takes seconds.
+
+bash: meseta train run.yaml -- socket: arguments, folder, environment, open files --> fork: the command
+                            <-- its process, then its exit code -------------------
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+SCRIPT = """#!{python} -IS
+import json, os, signal, socket, sys
+
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+request = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
+socket.send_fds(server, [b"."], [0, 1, 2])
+server.sendall(len(request).to_bytes(8, "little") + request)
+replies = server.makefile()
+command = int(replies.readline())
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: os.kill(command, number))
+code = int(replies.readline())
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "ATEN_", "ONEDNN_", "TRITON_", "CUDA_", "PYTHON", "LD_", "MESETA_ISA")
+"""Variables with such a beginning are read while torch or the core is imported."""
+
+
+@contextmanager
+def forked_commands(folder: Path) -> Iterator[Path]:
+    """The folder of a program `meseta` that works inside. This process has imported torch, and computed nothing."""
+    folder.mkdir()
+    script, address = folder / "meseta", str(folder / "socket")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        script.write_text(SCRIPT.format(python=sys.executable, address=address))
+        script.chmod(0o755)
+        server = os.fork()
+        if server == 0:
+            _serve(listener)
+    try:
+        yield folder
+    finally:
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
+
+
+def _serve(listener: socket.socket) -> None:
+    while True:
+        client, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            _attend(client)
+        client.close()
+
+
+def _attend(client: socket.socket) -> None:
+    """Fork the command, and tell the script how it goes."""
+    code = 1
+    try:
+        _, files, _, _ = socket.recv_fds(client, 1, 3)
+        with client.makefile("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            arguments, folder, environment = json.loads(stream.read(size))
+        command = os.fork()
+        if command == 0:
+            client.close()
+            _become(arguments, folder, environment, files)
+        client.sendall(f"{command}\n".encode())
+        _, status = os.waitpid(command, 0)
+        code = 0
+        client.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    finally:
+        os._exit(code)
+
+
+def _become(arguments: list[str], folder: str, environment: dict[str, str], files: list[int]) -> None:
+    code = 1
+    try:
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+            os.close(file)
+        os.chdir(folder)
+        if _read_at_import(environment) != _read_at_import(os.environ):
+            program = [sys.executable, "-P", "-m", "meseta.cli.main", *arguments]
+            os.execve(sys.executable, program, environment)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv = ["meseta", *arguments]
+        from meseta.cli.main import main
+
+        main()
+        code = 0
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(AT_IMPORT)}
