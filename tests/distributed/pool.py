@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import os
-import socket
+import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from forked import forking
+from meseta.spec.rendezvous import VARIABLE, Rendezvous
 
 
 class RankPool:
     """Processes 0 .. size-1 of one process group; `run` calls a function on all of them at once."""
 
     def __init__(self, size: int) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         context = forking()
+        self._folder = tempfile.TemporaryDirectory(prefix="meseta-pool-")
+        store = str(Path(self._folder.name) / "store")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, size, port), daemon=True)
+            with Rendezvous(size) as meeting:
+                variables = {**meeting.variables(rank), VARIABLE: store, "OMP_NUM_THREADS": "1"}
+            process = context.Process(target=_serve, args=(there, variables), daemon=True)
             process.start()
             self._pipes.append(here)
             self._processes.append(process)
@@ -48,13 +51,11 @@ class RankPool:
             process.kill()
         for process in self._processes:
             process.join()
+        self._folder.cleanup()
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
-    )  # fmt: skip
+def _serve(pipe: Connection, variables: dict[str, str]) -> None:
+    os.environ.update(variables)
     import torch
 
     from meseta.comm import World

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 """Signals that ask a process to end."""
-SHARED = ("meseta.train.trainer", "meseta.train.trained", "meseta.train.predictions", "meseta.train.verify")
+SHARED = ("meseta.train.trainer", "meseta.train.trained", "meseta.train.predictions", "meseta.train.verify", "sympy")
 _NAME_BYTES = 15
 
 
