@@ -18,6 +18,21 @@ brought = [name for name in sys.modules if name.startswith((NAME + ".", "torch._
 assert not brought, brought
 """
 
+MEETS = """
+import sys
+from meseta.cli.eager import leave_dynamo_out
+
+leave_dynamo_out()
+import torch.distributed as dist
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.destroy_process_group()
+assert "torch._dynamo.trace_rules" not in sys.modules
+import torch._dynamo
+
+assert torch._dynamo.trace_rules.lookup and sys.modules["torch._dynamo.trace_rules"]
+"""
+
 COMPILES = """
 import inspect
 from meseta.cli.eager import leave_dynamo_out
@@ -65,6 +80,10 @@ def run(program: str, *arguments: str) -> None:
 def test_training_does_without(tiny: Path, tmp_path: Path) -> None:
     run(TRAINS, "train", str(write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run"))))
     assert (tmp_path / "run/report.html").exists()
+
+
+def test_ranks_that_meet_do_without() -> None:
+    run(MEETS)
 
 
 def test_who_compiles_has_it() -> None:

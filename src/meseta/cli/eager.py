@@ -1,7 +1,8 @@
 """A process that compiles nothing does without torch._dynamo, whose import takes as long as that of torch itself.
 
 torch imports it at the first call of `torch.manual_seed`, of an optimizer, of an operator on the device 'meta', only to
-tell it that it must not trace them (`torch._compile._disable_dynamo`).
+tell it that it must not trace them (`torch._compile._disable_dynamo`); and where it is imported, a group of processes
+tells it to forget what it has cached.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ class _Absent(ModuleType):
             raise AttributeError(name)
         return getattr(_load(self), name)
 
+    @property
+    def trace_rules(self) -> Any:
+        """What a new group of processes asks for."""
+        return _TraceRules(self) if sys.modules.get(NAME) is self else _load(self).trace_rules
+
     def graph_break(self, *reason: Any, **more: Any) -> None:
         """Before and after the step of an optimizer. There is no graph."""
 
@@ -50,6 +56,19 @@ class _Absent(ModuleType):
             return untraced[0](*args, **kwargs)
 
         return call
+
+
+class _TraceRules:
+    """Stands in for torch._dynamo.trace_rules until more than its cache is asked for."""
+
+    def __init__(self, absent: _Absent) -> None:
+        self._absent = absent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_load(self._absent).trace_rules, name)
+
+    def clear_lru_cache(self) -> None:
+        """Nothing is in it."""
 
 
 def _load(absent: _Absent) -> Any:
