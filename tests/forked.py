@@ -1,9 +1,17 @@
 """Processes that have imported torch and the package when they begin: they are forked by a server that has."""
 
 import multiprocessing
+import os
+import sys
+from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import NoReturn
 
 from meseta.cli.processes import SHARED
+
+AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "ATEN_", "ONEDNN_", "TRITON_", "CUDA_", "LD_", "MESETA_ISA")
+"""Variables with such a beginning are read while torch or the core is imported."""
 
 
 def forking() -> ForkServerContext:
@@ -13,3 +21,36 @@ def forking() -> ForkServerContext:
         ["checkpoint.saver", "meseta.cli.main", "meseta.data.prepare", *SHARED, "torch._dynamo", "pytest"]
     )
     return context
+
+
+def become_command(
+    arguments: Sequence[str], folder: Path, environment: Mapping[str, str], files: Sequence[int]
+) -> NoReturn:
+    """Be `meseta ARGUMENTS` from now on, which reads and writes these open files as its standard ones. By exec where a
+    variable differs that torch has read, else as it is."""
+    code = 1
+    try:
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+        os.chdir(folder)
+        if _read_at_import(environment) != _read_at_import(os.environ):
+            os.execve(sys.executable, [sys.executable, "-P", "-m", "meseta.cli.main", *arguments], dict(environment))
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv = ["meseta", *arguments]
+        from meseta.cli.main import main
+
+        main()
+        code = 0
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(AT_IMPORT)}

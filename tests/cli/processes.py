@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from forked import become_command, forking
 from small_run import environment
 
 PATIENCE_S = 90
@@ -19,23 +19,37 @@ PATIENCE_S = 90
 
 
 class Command:
-    """`python -m meseta.cli.main ...` in a session of its own; its ranks are in it too."""
+    """`meseta ...` in a session of its own; its ranks are in it too.
+
+    With `launcher`, options of Python, that starts it; else it is forked from a process that has imported torch.
+    """
 
     def __init__(self, folder: Path, *arguments: object, launcher: tuple[str, ...] = ()) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.out, self.err = folder / "out.txt", folder / "err.txt"
-        command = [sys.executable, *launcher, "-m", "meseta.cli.main", *map(str, arguments)]
-        with self.out.open("wb") as out, self.err.open("wb") as err:
-            self.process = subprocess.Popen(
-                command, stdout=out, stderr=err, env=environment(), start_new_session=True, cwd=folder
-            )
+        words = (*launcher, "-m", "meseta.cli.main") if launcher else ()
+        self.process = forking().Process(target=_run, args=(words, [*map(str, arguments)], folder, self.out, self.err))
+        self.out.touch()
+        self.err.touch()
+        self.process.start()
 
     def wait(self, timeout_s: float = PATIENCE_S) -> int:
-        try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            raise
+        self.process.join(timeout_s)
+        code = self.process.exitcode
+        if code is None:
+            self.send(signal.SIGKILL)
+            raise TimeoutError(f"a command did not end within {timeout_s} s: {self.err.read_text()}")
+        return code
+
+    def send(self, number: int, to_all: bool = True) -> None:
+        """A signal to the whole session, or to the command alone; nobody hears it where all has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            (os.killpg if to_all else os.kill)(self.pid, number)
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
 
     def succeed(self) -> Command:
         assert self.wait() == 0, self.err.read_text()
@@ -45,12 +59,12 @@ class Command:
         """Processes of the session that are alive, without the launcher."""
         found = []
         for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and int(entry.name) != self.process.pid:
+            if entry.name.isdigit() and int(entry.name) != self.pid:
                 try:
                     fields = (entry / "stat").read_text().rpartition(")")[2].split()
                 except OSError:
                     continue
-                if int(fields[3]) == self.process.pid and fields[0] not in "ZX":
+                if int(fields[3]) == self.pid and fields[0] not in "ZX":
                     found.append(int(entry.name))
         return sorted(found)
 
@@ -66,8 +80,21 @@ class Command:
         """Poll; fails when the command ends first, so that a kill really lands where it was meant to."""
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
-            assert self.process.poll() is None, f"ended with {self.process.returncode} before {what}:\n" + (
+            assert self.process.exitcode is None, f"ended with {self.process.exitcode} before {what}:\n" + (
                 self.err.read_text()
             )
             assert time.monotonic() < deadline, f"{what} did not come"
             time.sleep(0.0005)
+
+
+def _run(words: tuple[str, ...], arguments: list[str], folder: Path, out: Path, err: Path) -> None:
+    """In the new process."""
+    os.setsid()
+    with Path(os.devnull).open() as nothing, out.open("wb") as output, err.open("wb") as error:
+        files = [nothing.fileno(), output.fileno(), error.fileno()]
+        if not words:
+            become_command(arguments, folder, environment(), files)
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+    os.chdir(folder)
+    os.execve(sys.executable, [sys.executable, *words, *arguments], environment())

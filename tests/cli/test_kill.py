@@ -73,7 +73,7 @@ def prepared_under_kills(folder: Path, raw: Path, num_kills: int, draw: random.R
         changed = unfinished.stat().st_mtime_ns if unfinished.exists() else 0
         command.until(lambda c=changed: unfinished.exists() and unfinished.stat().st_mtime_ns > c, "work")
         time.sleep(draw.uniform(0, longest_s))
-        os.killpg(command.process.pid, signal.SIGKILL)
+        command.send(signal.SIGKILL)
         if command.wait() == -signal.SIGKILL and not out.exists():
             num_done += 1
         else:  # over before it was killed: once more, and sooner
@@ -125,8 +125,8 @@ def check_equal(run_dir: Path, expected: Path) -> None:
 def kill_all(command: Command, run_dir: Path, moment: str, draw: random.Random) -> None:
     """All processes of a run at once."""
     reach(command, run_dir, moment, draw)
-    assert command.process.poll() is None, "the run was over before it was killed"
-    os.killpg(command.process.pid, signal.SIGKILL)
+    assert command.process.exitcode is None, "the run was over before it was killed"
+    command.send(signal.SIGKILL)
     assert command.wait() == -signal.SIGKILL
     assert not (run_dir / "summary.json").exists()
 
@@ -192,7 +192,7 @@ def test_a_dead_rank_and_a_dead_launcher(whole: Callable[[int], Path], tiny: Pat
     assert dead_rank.members() == []
 
     orphans = start("orphans", 40)
-    os.kill(orphans.process.pid, signal.SIGKILL)
+    orphans.send(signal.SIGKILL, to_all=False)
     orphans.wait(15)
     deadline = time.monotonic() + 15
     while orphans.members() and time.monotonic() < deadline:
@@ -215,9 +215,9 @@ def test_signals_save_and_the_run_goes_on(whole: Callable[[int], Path], tiny: Pa
         command = Command(tmp_path / name, "train", config, "--nproc", size)
         command.until(lambda at=at, c=command: f"step {at}/" in c.err.read_text(), f"step {at}")  # type: ignore[misc]
         if number == signal.SIGTERM:
-            os.kill(command.process.pid, number)
+            command.send(number, to_all=False)
         else:
-            os.killpg(command.process.pid, number)
+            command.send(number)
         assert command.wait(30) == 128 + number
         assert command.members() == []
         saved = checkpoint.latest(run_dir / "checkpoints")
@@ -236,10 +236,10 @@ def test_a_second_signal_leaves_at_once(tiny: Path, tmp_path: Path) -> None:
     command = Command(tmp_path, "train", config, "--nproc", 2)
     command.until(lambda: "step 4/" in command.err.read_text(), "step 4")
     os.kill(command.ranks()[1], signal.SIGSTOP)
-    os.kill(command.process.pid, signal.SIGTERM)
+    command.send(signal.SIGTERM, to_all=False)
     time.sleep(1.3)
-    assert command.process.poll() is None
-    os.kill(command.process.pid, signal.SIGTERM)
+    assert command.process.exitcode is None
+    command.send(signal.SIGTERM, to_all=False)
     assert command.wait(15) == 143
     assert command.members() == []
 

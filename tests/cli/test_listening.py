@@ -53,8 +53,8 @@ def open_inodes(pid: int) -> set[str]:
 def listened(commands: Sequence[Command]) -> set[str]:
     """Every address that a process of the commands listened on, until all have ended well."""
     found: set[str] = set()
-    while any(command.process.poll() is None for command in commands):
-        processes = {pid for command in commands for pid in (command.process.pid, *command.members())}
+    while any(command.process.exitcode is None for command in commands):
+        processes = {pid for command in commands for pid in (command.pid, *command.members())}
         mine = {inode for pid in processes for inode in open_inodes(pid)}
         found |= {address for inode, address in listening_inodes().items() if inode in mine}
         time.sleep(0.05)

@@ -9,9 +9,11 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from forked import become_command
 
 SCRIPT = """#!{python} -IS
 import json, os, signal, socket, sys
@@ -31,8 +33,6 @@ if code < 0:
     os.kill(os.getpid(), -code)
 sys.exit(code)
 """
-AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "ATEN_", "ONEDNN_", "TRITON_", "CUDA_", "PYTHON", "LD_", "MESETA_ISA")
-"""Variables with such a beginning are read while torch or the core is imported."""
 
 
 @contextmanager
@@ -75,41 +75,10 @@ def _attend(client: socket.socket) -> None:
         command = os.fork()
         if command == 0:
             client.close()
-            _become(arguments, folder, environment, files)
+            become_command(arguments, folder, environment, files)
         client.sendall(f"{command}\n".encode())
         _, status = os.waitpid(command, 0)
         code = 0
         client.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
     finally:
         os._exit(code)
-
-
-def _become(arguments: list[str], folder: str, environment: dict[str, str], files: list[int]) -> None:
-    code = 1
-    try:
-        for number, file in enumerate(files):
-            os.dup2(file, number)
-            os.close(file)
-        os.chdir(folder)
-        if _read_at_import(environment) != _read_at_import(os.environ):
-            program = [sys.executable, "-P", "-m", "meseta.cli.main", *arguments]
-            os.execve(sys.executable, program, environment)
-        os.environ.clear()
-        os.environ.update(environment)
-        sys.argv = ["meseta", *arguments]
-        from meseta.cli.main import main
-
-        main()
-        code = 0
-    except SystemExit as left:
-        code = left.code if isinstance(left.code, int) else int(left.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(AT_IMPORT)}
