@@ -17,8 +17,11 @@ from safetensors.numpy import load_file
 
 from meseta.comm import World
 from meseta.config import RunConfig
+from meseta.data.batch import Batch
 from meseta.data.dataset import Dataset
+from meseta.measure import step_threads, waiting
 from meseta.pipeline import TrainStep
+from meseta.pipeline.step import Step
 from meseta.spec import MesetaError
 from meseta.train.metrics import auc, logloss
 from meseta.train.predictions import write_predictions
@@ -35,6 +38,7 @@ from small_run import (
     train,
     without_times,
 )
+from threads import threads
 
 MODELS = {
     "dlrm": {},
@@ -144,6 +148,35 @@ def test_more_threads_give_the_same_bits(criteo_shaped: Path, tmp_path: Path) ->
     finally:
         torch.set_num_threads(1)
     assert final_checksum(tmp_path / "1") == final_checksum(tmp_path / "2")
+
+
+def test_threads_that_change_between_steps_change_no_bit(
+    criteo_shaped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crowd, counts, step = waiting.Crowd(num_threads=2, num_processors=2), [], TrainStep.__call__
+
+    def noted(self: TrainStep, batch: Batch) -> Step:
+        counts.append(torch.get_num_threads())
+        return step(self, batch)
+
+    def run(name: str) -> list[float]:
+        shape = {"model__bottom_mlp": [128, 64], "model__top_mlp": [256, 64], "model__embedding_dim": 16}
+        counts.clear()
+        train(settings(criteo_shaped, tmp_path / name, **shape, train__batch_size=800, train__log_every_steps=1))
+        return [line["loss"] for line in metrics(tmp_path / name) if line["kind"] == "train"]
+
+    monkeypatch.setattr(TrainStep, "__call__", noted)
+    monkeypatch.setattr(waiting, "crowd", lambda: crowd)
+    monkeypatch.setattr(step_threads, "SLICE_S", 0.0)
+    monkeypatch.setattr(step_threads, "NUM_FIRST", 1_000_000)  # steps take turns
+    with threads(2):
+        calm = run("calm")
+        assert set(counts) == {2}
+        crowd.look(2.0)
+        crowded = run("crowded")
+    assert counts == [1, 2] * (len(counts) // 2) + [1] * (len(counts) % 2) and len(counts) > 2
+    assert calm == crowded
+    assert final_checksum(tmp_path / "calm") == final_checksum(tmp_path / "crowded")
 
 
 def test_the_seed_and_nothing_else_makes_the_run(tiny: Path, tmp_path: Path) -> None:

@@ -432,7 +432,8 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """'auto' takes a GPU where torch has one."""
     num_threads: int | None = Field(default=None, ge=1, le=1024)
-    """CPU threads of each rank; None: cores divided by ranks on this host."""
+    """CPU threads of each rank, fewer while other programs use the processors and that is faster; None: cores divided
+    by ranks on this host."""
     check_memory: bool = True
     """Refuse to start a run that is predicted to need more memory than is free."""
     data: DataConfig

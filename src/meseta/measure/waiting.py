@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import re
 import threading
@@ -23,41 +24,61 @@ MARGIN = 0.25
 """Processors that others may use before the machine counts as crowded: the kernel's clock ticks are coarse."""
 
 
+class Crowd:
+    """Whether others leave this process fewer processors than it has threads, look by look."""
+
+    def __init__(self, num_threads: int, num_processors: int, min_threads: int = 1) -> None:
+        """Of a process that computes on `num_threads`, and may on as few as `min_threads`."""
+        self.num_threads = self.num_fitting = num_threads
+        """On how many it computes, and how many fit beside the others of the last look."""
+        self.is_crowded = False
+        self._num_processors, self._min_threads = num_processors, min_threads
+        self._num_calm = 0
+
+    def look(self, others: float) -> bool:
+        """Take note of the processors that others keep busy. Crowded at once, calm after NUM_CALM looks."""
+        left = self._num_processors - math.ceil(others - MARGIN)
+        self.num_fitting = max(self._min_threads, min(left, self.num_threads))
+        self._num_calm = 0 if left < self.num_threads else self._num_calm + 1
+        if self._num_calm == 0 or self._num_calm >= NUM_CALM:
+            self.is_crowded = self._num_calm == 0
+        return self.is_crowded
+
+
+_watched: list[Crowd] = []
+"""Inside of `sleep_when_crowded`: what its thread sees."""
+
+
+def crowd() -> Crowd | None:
+    """What the thread of `sleep_when_crowded` sees; None outside of it, and where nobody looks."""
+    return _watched[-1] if _watched else None
+
+
 @contextmanager
-def sleep_when_crowded(num_threads: int) -> Iterator[None]:
+def sleep_when_crowded(num_threads: int, min_threads: int = 1) -> Iterator[None]:
     """Inside, a thread looks at who uses the processors of this process, which computes on `num_threads`.
 
-    While others leave too few, OpenMP's threads sleep as soon as they wait. The numbers that they compute stay the
+    While others leave too few, OpenMP's threads sleep as soon as they wait, and `crowd` tells loops of steps, which may
+    compute on fewer threads, down to `min_threads`: meseta.measure.step_threads. The numbers that they compute stay the
     same. Nothing happens where the user chose how threads wait, with one thread, or on a runtime that is not GNU's.
     """
     runtime = _runtime() if num_threads > 1 and is_ours(os.environ) else None
     if runtime is None:
         yield
         return
-    ended = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(runtime, num_threads, ended), name="meseta-waiting", daemon=True)
+    processors = sorted(os.sched_getaffinity(0))
+    seen, ended = Crowd(num_threads, len(processors), min_threads), threading.Event()
+    watcher = threading.Thread(
+        target=_watch, args=(runtime, seen, processors, ended), name="meseta-waiting", daemon=True
+    )
     watcher.start()
+    _watched.append(seen)
     try:
         yield
     finally:
+        _watched.remove(seen)
         ended.set()
         watcher.join()
-
-
-class Crowd:
-    """Whether others leave this process fewer processors than it has threads, look by look."""
-
-    def __init__(self, num_threads: int, num_processors: int) -> None:
-        self.is_crowded = False
-        self._room = num_processors - num_threads + MARGIN
-        self._num_calm = 0
-
-    def look(self, others: float) -> bool:
-        """Take note of the processors that others keep busy. Crowded at once, calm after NUM_CALM looks."""
-        self._num_calm = 0 if others > self._room else self._num_calm + 1
-        if self._num_calm == 0 or self._num_calm >= NUM_CALM:
-            self.is_crowded = self._num_calm == 0
-        return self.is_crowded
 
 
 class SpareTeam:
@@ -88,16 +109,15 @@ class SpareTeam:
         self._thread.join()
 
 
-def _watch(runtime: Any, num_threads: int, ended: threading.Event) -> None:
-    processors = sorted(os.sched_getaffinity(0))
-    crowd, spare = Crowd(num_threads, len(processors)), None
+def _watch(runtime: Any, seen: Crowd, processors: list[int], ended: threading.Event) -> None:
+    spare = None
     before, then_s = processor_s([os.getpid()], processors), time.monotonic()
     while not ended.wait(PERIOD_S):
         now, now_s = processor_s([os.getpid()], processors), time.monotonic()
-        is_crowded = crowd.look(now.others_since(before, now_s - then_s))
+        is_crowded = seen.look(now.others_since(before, now_s - then_s))
         before, then_s = now, now_s
         if is_crowded and spare is None:
-            spare = SpareTeam(runtime, num_threads)
+            spare = SpareTeam(runtime, seen.num_threads)
         elif not is_crowded and spare is not None:
             spare.end()
             spare = None

@@ -17,6 +17,7 @@ from meseta.config import MetricsConfig
 from meseta.data.batch import Batch
 from meseta.data.dataset import Dataset
 from meseta.data.reader import Reader
+from meseta.measure.step_threads import StepThreads
 from meseta.pipeline.step import Model
 from meseta.spec import MesetaError, nearest
 from meseta.train.metrics import Metrics, MetricWindow, Segment, TaskWindows, segments_of, task_figures
@@ -52,12 +53,14 @@ def predict(model: Model, reader: Reader, world: World, shift: float = 0.0) -> I
 
     `shift` is added to the logits, see meseta.data.selection.calibration_shift.
     """
+    step_threads = StepThreads()
     with torch.no_grad(), evaluation_mode(model), closing(reader.epoch()) as batches:
         for batch in batches:
-            on_device = batch.to(world.device, non_blocking=True)
-            pooled = model.embeddings(on_device.sparse).pooled.values
-            logits = model.score(on_device.dense, pooled)
-            scores = logits.cpu().numpy()
+            with step_threads:
+                on_device = batch.to(world.device, non_blocking=True)
+                pooled = model.embeddings(on_device.sparse).pooled.values
+                logits = model.score(on_device.dense, pooled)
+                scores = logits.cpu().numpy()
             yield (scores + scores.dtype.type(shift) if shift else scores), batch
 
 

@@ -25,7 +25,12 @@ def session(config: RunConfig) -> Iterator[World]:
     num_threads = config.num_threads or max(1, num_cores() // local_size)
     torch.set_num_threads(num_threads)
     world = World.current(choose_device(config))
-    with sleep_when_crowded(num_threads):
+    with sleep_when_crowded(num_threads, min_threads=1 if _threads_change_no_bit(config, num_threads) else num_threads):
         yield world
     world.barrier()
     World.leave()
+
+
+def _threads_change_no_bit(config: RunConfig, num_threads: int) -> bool:
+    """What docs/design.md holds of threads: of all but products in bfloat16 on 16 of them and more."""
+    return num_threads < 16 or config.dense.dtype not in {"bfloat16", "auto"}

@@ -19,6 +19,7 @@ from meseta.config import RunConfig
 from meseta.data.batch import Batch
 from meseta.data.encoding import Encoding
 from meseta.data.selection import calibration_shift
+from meseta.measure.step_threads import StepThreads
 from meseta.optim.clip import DenseClip
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import Step, TrainStep
@@ -99,6 +100,7 @@ class Trainer:
             clip=clip,
             accumulate_steps=config.train.accumulate_steps,
         )
+        self._step_threads = StepThreads()
         self.test_reader = make_reader(config, self.dataset, "test", world)
         check_segments(self.dataset, config.metrics.segments)
         check_stopping(config.train.early_stopping, self.dataset)
@@ -203,7 +205,8 @@ class Trainer:
         """One step; what goes wrong in it is told with its number and the way back."""
         try:
             self.train_step.votes = self.saver.votes()
-            result = self.train_step(batch)
+            with self._step_threads:
+                result = self.train_step(batch)
             self.saver.hear(result.votes)
             return result
         except MesetaError as error:

@@ -80,8 +80,9 @@ def check_waiting(environment: Mapping[str, str]) -> Finding:
         return note("waiting", text, f"unset {' '.join(chosen)}" if chosen else "", **figures)
     if not is_ours(environment):
         return ok("waiting", f"threads wait for each other as you chose: {listed}", **figures)
-    text = "threads that wait for each other spin, and sleep while other programs want the processors; before a script "
-    text += "of your own imports torch on a machine that others use too: export OMP_WAIT_POLICY=passive"
+    text = "threads that wait for each other spin; while other programs want the processors they sleep, and steps take "
+    text += "fewer of them where that is faster; before a script of your own imports torch on a machine that others "
+    text += "use too: export OMP_WAIT_POLICY=passive"
     return ok("waiting", text, **figures)
 
 
