@@ -72,7 +72,7 @@ def test_ranks_of_one_machine_listen_on_loopback_alone(tiny: Path, tmp_path: Pat
     commands = [
         Command(tmp_path / "1", "sweep", config, "seed=[1]", "--out", tmp_path / "s", "--nproc", 2),  # trains
         Command(tmp_path / "2", "verify", config, "--nproc", 2, "--steps", 4),
-        Command(tmp_path / "3", "bench", "e2e", "rm1_uni", "--layouts", "2x1", "--no-peers", "--quick"),
+        Command(tmp_path / "3", "bench", "e2e", "d16_8k", "--layouts", "2x1", "--no-peers", "--quick", "--starts", 1),
     ]
     found = listened(commands)
     # The ranks of each command keep a socket for each other.

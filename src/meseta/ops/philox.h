@@ -204,7 +204,7 @@ void random_words(uint64_t key, uint64_t first_row, int64_t num_rows, uint64_t f
     for (int64_t r = 0; r < num_rows; r += most_rows) {
       const int64_t n = std::min(most_rows, num_rows - r);
       philox_words({key, first_row + uint64_t(r), uint32_t(column / 4), 0}, kRows.data(), n, groups, words);
-      if (groups * 4 == num_columns) {  // one after the other, as they are
+      if (cells == groups * 4 && cells == num_columns) {  // one after the other, as they are
         std::transform(words, words + n * num_columns, out + r * num_columns, convert);
         continue;
       }

@@ -106,6 +106,8 @@ def _product_cpu(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
         raise MesetaError(
             f"product: {a.dtype} times {b.dtype}, bias {None if bias is None else bias.dtype}; give one type"
         )
+    if not a.is_floating_point():
+        raise MesetaError(f"product: matrices of {a.dtype}; give a floating-point type")
     if a.dtype not in KINDS:
         return reference.batched_product(a, b, bias)
     bias = None if bias is None else bias.contiguous()
