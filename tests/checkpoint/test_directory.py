@@ -147,6 +147,13 @@ def test_latest_does_not_go_back_behind_a_newer_format(tmp_path: Path) -> None:
         load_version(latest(tmp_path))
 
 
+def test_prune_reads_nothing_where_none_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_version(tmp_path, 2)
+    save_version(tmp_path, 4)
+    monkeypatch.setattr("meseta.checkpoint.directory.read_manifest", lambda path: pytest.fail(f"read {path}"))
+    assert prune(tmp_path, keep_last=2) == []
+
+
 def test_prune_keeps_the_newest_that_are_whole(tmp_path: Path) -> None:
     for version in (2, 4, 6, 8):
         save_version(tmp_path, version)

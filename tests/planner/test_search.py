@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from integer_program import Program
 from meseta.planner import documented_cost_model, find_plan, make_plan, predict
 from meseta.planner.layout import NO_LIMIT, Machine, Ways
-from meseta.planner.partition import place_by_differencing
+from meseta.planner.partition import place_by_differencing, place_greedily
 from meseta.planner.problem import make_problem
 from meseta.planner.search import search
 from meseta.spec import (
@@ -189,6 +189,21 @@ def test_large_tasks_take_seconds() -> None:
         start = time.process_time()
         make_plan(workload, topology)
         assert time.process_time() - start < limit_s
+
+
+def test_what_nothing_can_beat_is_not_placed_in_other_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = tuple(TableSpec(name=f"t{i}", num_embeddings=1000, embedding_dim=1) for i in range(40))
+    features = tuple(FeatureSpec(name=table.name, table=table.name) for table in tables)
+    workload, placed = Workload(tables=tables, features=features, batch_size=512), []
+
+    def counted(*arguments: Any) -> Any:
+        placed.append(place_greedily(*arguments))
+        return placed[-1]
+
+    monkeypatch.setattr("meseta.planner.search.place_greedily", counted)
+    found = find_plan(workload, Topology(devices_per_host=2))
+    assert len(placed) < 4
+    assert sorted(shard.ranks for entry in found.plan.tables for shard in entry.shards) == [(0,)] * 20 + [(1,)] * 20
 
 
 def test_one_rank_needs_no_search() -> None:

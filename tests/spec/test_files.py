@@ -1,5 +1,6 @@
 """Files are written whole or not at all, by whatever writes them."""
 
+import json
 import os
 import stat
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meseta.spec import CostModel, MesetaError, Plan, TableSpec, Topology
-from meseta.spec.files import file_name, inner_fault, write_whole
+from meseta.spec.files import file_name, inner_fault, json_text, write_whole
 
 PLAN = Plan.from_dict({"tables": {"a": "table_wise"}}, [TableSpec(name="a", num_embeddings=3, embedding_dim=4)], 1)
 WRITERS = {
@@ -78,3 +79,12 @@ def test_every_name_gives_a_file_of_its_own() -> None:
     assert len(set(files)) == len(names) and files[2] == names[2]
     for name in files:
         assert inner_fault(f"{name}.safetensors") is None and inner_fault(name) is None and len(name) <= 150
+
+
+def test_json_has_a_line_for_each_entry_of_two_levels() -> None:
+    shallow = {"a": 1.5, "b": ["x", None], "ä": {"c": True}, "empty": {}}
+    assert json_text(shallow) == json.dumps(shallow, indent=1) + "\n"
+    deep = {"tables": {"t": {"rows": [0, 9], "of": {"no text": {3: 4}}}}, "list": ({1: 2}, (), [[[]]])}
+    text = json_text(deep)
+    assert json.loads(text) == json.loads(json.dumps(deep))
+    assert text.splitlines()[2] == '  "t": {"rows": [0, 9], "of": {"no text": {"3": 4}}}'

@@ -125,7 +125,10 @@ def prune(parent: Path | str, keep_last: int, keep_step: int | None = None) -> l
     if keep_last < 1:
         raise MesetaError(f"checkpoint: keep_last must be at least 1, got {keep_last}")
     kept = None if keep_step is None else checkpoint_path(Path(parent), keep_step)
-    doomed = [path for path in named(Path(parent)) if path != kept and _is_whole(path)][:-keep_last]
+    others = [path for path in named(Path(parent)) if path != kept]
+    if len(others) <= keep_last:  # whole or not, which takes reading their manifests
+        return []
+    doomed = [path for path in others if _is_whole(path)][:-keep_last]
     for path in doomed:
         try:
             discard(path)

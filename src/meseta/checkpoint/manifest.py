@@ -15,7 +15,7 @@ from meseta.checkpoint.dense import DensePath
 from meseta.checkpoint.layout import BlockSchema, StoredType, block_path, block_paths, table_folder
 from meseta.spec import MesetaError, Plan
 from meseta.spec.errors import shown
-from meseta.spec.files import DOCUMENT_BYTES, first_alike, inside, parse_json, read_bounded, sync
+from meseta.spec.files import DOCUMENT_BYTES, first_alike, inside, json_text, parse_json, read_bounded, sync
 from meseta.spec.tables import TableDtype, table_name_fault
 
 FORMAT = "meseta.checkpoint/1"
@@ -124,7 +124,7 @@ def check_state(state: Mapping[str, Any]) -> None:
 def write_manifest(root: Path, manifest: Mapping[str, Any]) -> None:
     """Write and fsync. Raises MesetaError, for example on a full disk, and for more than what is read of one."""
     path = root / MANIFEST_PATH
-    content = json.dumps(manifest, indent=1, allow_nan=False).encode() + b"\n"
+    content = json_text(manifest).encode()
     try:
         parse_json(content)
     except ValueError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from meseta.ops.columns import Move, join_moves
 from meseta.spec import FeatureSpec, Plan, Shard, TableSpec
@@ -259,7 +259,7 @@ def make_routing(tables: Sequence[TableSpec], features: Sequence[FeatureSpec], p
         straight=tuple(own[0] for own in matrices),
         summed=tuple(own[1] for own in matrices),
         home=(*_side_by_side(home[:num_pooled]), *home[num_pooled:]),
-        out_columns={f: sum(dims[g] for g in pooled[:n]) for n, f in enumerate(pooled)},
+        out_columns=dict(zip(pooled, accumulate((dims[f] for f in pooled), initial=0), strict=False)),
         dims=dims,
         per_host=plan.per_host,
     )

@@ -71,6 +71,13 @@ class Ways:
     apart: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """By unit: units that must not share a rank with it."""
 
+    @cached_property
+    def total(self) -> Floats:
+        """[W, K]: the sum of each component over a way's pieces."""
+        found = np.zeros_like(self.common_seconds)
+        np.add.at(found, np.repeat(np.arange(len(found)), np.diff(self.first)), self.seconds)
+        return found
+
     @property
     def num_units(self) -> int:
         return int(self.unit[-1]) + 1 if len(self.unit) else 0

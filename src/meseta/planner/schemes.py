@@ -43,7 +43,9 @@ class Scheme:
             return np.zeros((0, 4), np.int64)
         rows = _spans(self.hot_rows, num_rows, self.row_parts, 1)
         columns = _spans(0, num_columns, self.column_parts, COLUMN_BLOCK)
-        return np.hstack([np.tile(rows, (len(columns), 1)), np.repeat(columns, len(rows), axis=0)])
+        pieces = np.empty((len(columns), len(rows), 4), np.int64)
+        pieces[:, :, :2], pieces[:, :, 2:] = rows, columns[:, None]
+        return pieces.reshape(-1, 4)
 
     def describe(self) -> str:
         """In a few words, for people."""
@@ -57,7 +59,9 @@ def _spans(first: int, last: int, parts: int, align: int) -> Ints:
     """[k, 2]: at most `parts` spans of equal size, the last perhaps shorter."""
     blocks = -(-(last - first) // align)
     starts = np.arange(first, last, -(-blocks // parts) * align)
-    return np.stack([starts, np.append(starts[1:], last)], axis=1)
+    spans = np.empty((len(starts), 2), np.int64)
+    spans[:, 0], spans[:-1, 1], spans[-1, 1] = starts, starts[1:], last
+    return spans
 
 
 def table_plan(table: TableSpec, scheme: Scheme, ranks: Sequence[int] | Ints, num_ranks: int) -> TablePlan:

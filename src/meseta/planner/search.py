@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meseta.planner.improve import improve, shake
+from meseta.planner.improve import TOLERANCE, improve, shake
 from meseta.planner.layout import AddedCost, BusySeconds, Ints, Layout
 from meseta.planner.menu import Menu
 from meseta.planner.partition import place_by_differencing, place_greedily
@@ -23,6 +23,8 @@ BEAM_UNITS = 4
 MAX_LEVELS = 6
 BEAM_WORK = 10_000
 """Units times layouts that the beam may place."""
+CLOSE = 1e-5
+"""A greedy placement that costs this little more than any could is not tried in other ways."""
 IMPROVED = 2
 """Layouts that are improved; one of more than MANY_UNITS units."""
 MANY_UNITS = 300
@@ -65,7 +67,7 @@ def search(problem: Problem) -> list[Candidate]:
         if layout is not None:
             found.append(Candidate(layout=layout, origin="greedy"))
     found = _best(found, NUM_BEST)
-    for start in list(found):
+    for start in [one for one in found if one.layout.cost > (1 + CLOSE) * _least_cost(problem, one.layout.way)]:
         layout = place_by_differencing(ways, machine, start.layout.way)
         if layout is not None:
             found.append(Candidate(layout=layout, origin="differencing"))
@@ -104,6 +106,14 @@ def _grid(problem: Problem, choice: Ints) -> list[Candidate]:
     return found
 
 
+def _least_cost(problem: Problem, choice: Ints) -> float:
+    """Seconds below which no placement of a choice goes: of each component, the average rank or the longest piece."""
+    ways = problem.ways
+    busy = np.maximum(ways.total[choice].sum(axis=0) / problem.machine.num_ranks, ways.longest[choice].max(axis=0))
+    shared = ways.common_seconds[choice].sum() + ways.use_s @ ways.uses[choice].any(axis=0)
+    return float(busy.sum() + shared)
+
+
 def _beam(problem: Problem, states: Sequence[Candidate]) -> list[Candidate]:
     """Level by level the tables that end last are cut finer; the best few of all children go on."""
     found: list[Candidate] = []
@@ -111,14 +121,16 @@ def _beam(problem: Problem, states: Sequence[Candidate]) -> list[Candidate]:
     budget = BEAM_WORK // max(problem.ways.num_units, 1)
     for _ in range(MAX_LEVELS):
         children: list[Candidate] = []
+        least = min(state.layout.cost for state in states)
         for choice in [choice for state in states for choice in _finer(problem, state.layout)]:
             if budget and choice.tobytes() not in seen:
                 seen.add(choice.tobytes())
+                if _least_cost(problem, choice) >= (1 - TOLERANCE) * least:
+                    continue
                 budget -= 1
                 layout = place_greedily(problem.ways, problem.machine, choice, AddedCost())
                 placed = [] if layout is None else [Candidate(layout=layout, origin="beam")]
                 children += _best(placed + _grid(problem, choice), 1)
-        least = min(state.layout.cost for state in states)
         states = _best([*states, *children], BEAM_WIDTH)
         found += children
         if not children or states[0].layout.cost >= least:

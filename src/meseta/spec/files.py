@@ -160,6 +160,26 @@ def parse_json(content: bytes, *, finite: bool = True) -> Any:
     return document
 
 
+def json_text(document: Any, *, levels: int = 2) -> str:
+    """JSON for programs and people: a line for each entry of the outermost `levels` levels, and deeper ones in the line
+    of theirs. The standard library indents all levels or none, and all by code that is not compiled."""
+    return _lines(document, levels, "\n") + "\n"
+
+
+def _lines(value: Any, levels: int, margin: str) -> str:
+    is_dict = isinstance(value, dict)
+    if not levels or not value or not (is_dict or isinstance(value, list | tuple)):
+        return json.dumps(value)
+    if is_dict and not all(isinstance(key, str) for key in value):
+        return json.dumps(value)
+    inner = f"{margin} "
+    entries = [_lines(entry, levels - 1, inner) for entry in (value.values() if is_dict else value)]
+    if is_dict:
+        entries = [f"{json.dumps(key)}: {entry}" for key, entry in zip(value, entries, strict=True)]
+    first, last = "{}" if is_dict else "[]"
+    return f"{first}{inner}{f',{inner}'.join(entries)}{margin}{last}"
+
+
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +10,7 @@ from typing import Any, get_args
 
 from meseta.spec.checks import check_choice
 from meseta.spec.errors import MesetaError, nearest
-from meseta.spec.files import write_whole
+from meseta.spec.files import json_text, write_whole
 from meseta.spec.plan_rules import check_scheme, check_tiling
 from meseta.spec.shards import TablePlan
 from meseta.spec.tables import TableSpec
@@ -119,4 +118,4 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write JSON with every shard spelled out, whole or not at all; raises MesetaError where it cannot be."""
-        write_whole(path, json.dumps(self.to_dict(), indent=1) + "\n")
+        write_whole(path, json_text(self.to_dict()))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -14,10 +15,12 @@ from meseta.data.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
 from meseta.measure.doctor.system import System, read_limits, total_memory_bytes
 from meseta.measure.topology import gpu_kind
-from meseta.planner import find_plan, predict
+from meseta.planner import Prediction, find_plan, predict
 from meseta.spec import CostModel, DeviceKind, MesetaError, Plan, Topology
 from meseta.spec.constraints import Constraints
 from meseta.train.workload import make_workload
+
+Answer = TypeVar("Answer")
 
 
 def plan_run(
@@ -38,27 +41,51 @@ def plan_run(
         return collection.plan
     # Rows can be trained in the memory of devices alone, so nothing is placed anywhere else.
     topology = replace(run_topology(config, world), host_bytes=None, disk_bytes=None)
-    given = config.planner.constraints
-    return find_plan(
-        make_workload(config, dataset, collection.tables, collection.features, model),
-        topology,
-        _cost_model(config),
-        None if given is None else Constraints.load(given),
-    ).plan
+
+    def search() -> Plan:
+        given = config.planner.constraints
+        return find_plan(
+            make_workload(config, dataset, collection.tables, collection.features, model),
+            topology,
+            _cost_model(config),
+            None if given is None else Constraints.load(given),
+        ).plan
+
+    return _once(world, search)
+
+
+def _once(world: World, think: Callable[[], Answer]) -> Answer:
+    """What `think` returns, or the MesetaError that it raises, on every rank: the first has thought. Collective.
+
+    Other ranks would find the same, and keep its processor busy meanwhile.
+    """
+    answer, problem = None, None
+    if world.rank == 0:
+        try:
+            answer = think()
+        except MesetaError as error:
+            problem = str(error)
+    [(answer, problem), *_] = world.gather_objects((answer, problem))
+    if problem is not None:
+        raise MesetaError(problem)
+    return cast(Answer, answer)
 
 
 def predict_run(config: RunConfig, dataset: Dataset, model: Any, world: World) -> dict[str, Any]:
     """Seconds that the plan of a sharded model is predicted to take: `step_s`, `seconds` by component and rank, and
     where the `constants` are from. Collective; raises MesetaError as `plan_run` does."""
     embeddings = model.embeddings
-    topology, cost_model = run_topology(config, world), _cost_model(config)
-    workload = make_workload(config, dataset, embeddings.tables, embeddings.features, model)
-    plan = embeddings.plan
+    topology, plan = run_topology(config, world), embeddings.plan
     if plan.devices_per_host is None:
         plan = replace(plan, devices_per_host=topology.devices_per_host)
     elif plan.devices_per_host != topology.devices_per_host:  # written by hand, as if these were other hosts
         topology = replace(topology, num_hosts=world.size // plan.per_host, devices_per_host=plan.per_host)
-    found = predict(plan, workload, topology, cost_model)
+
+    def think() -> Prediction:
+        workload = make_workload(config, dataset, embeddings.tables, embeddings.features, model)
+        return predict(plan, workload, topology, _cost_model(config))
+
+    found = _once(world, think)
     path = config.planner.cost_model
     return {
         "step_s": found.step_s,

@@ -19,7 +19,7 @@ import yaml
 from meseta.checkpoint.directory import strangers
 from meseta.config import RunConfig, load_config
 from meseta.spec import MesetaError
-from meseta.spec.files import parse_json, read_bounded
+from meseta.spec.files import json_text, parse_json, read_bounded
 from meseta.spec.processors import num_cores, this_processor
 from meseta.train.lock import FolderLock
 from meseta.train.report.lines import METRICS_NAME, EvalLine, MetricsLine, TrainLine, read_lines, told_spoiled
@@ -94,7 +94,7 @@ class RunDir:
 
     def write_json(self, name: str, document: Mapping[str, Any]) -> None:
         """As `write`."""
-        self.write(name, json.dumps(document, indent=1) + "\n")
+        self.write(name, json_text(document))
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         """Add one line to metrics.jsonl, or nothing. Raises MesetaError where it cannot be written."""

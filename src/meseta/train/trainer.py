@@ -381,5 +381,5 @@ class Trainer:
             "num_ranks": self.world.size,
             "ids_outside": outside,
             **({"rows_left_out": asdict(self.reader.left_out)} if any(astuple(self.reader.left_out)) else {}),
-            "checkpoint": str(checkpoint.latest(self.run_dir.checkpoints)),
+            "checkpoint": str(checkpoint.newest(self.run_dir.checkpoints)),
         }
