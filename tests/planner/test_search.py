@@ -192,7 +192,7 @@ def test_large_tasks_take_seconds() -> None:
 
 
 def test_what_nothing_can_beat_is_not_placed_in_other_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = tuple(TableSpec(name=f"t{i}", num_embeddings=1000, embedding_dim=1) for i in range(40))
+    tables = tuple(TableSpec(name=f"t{i}", num_embeddings=1000, embedding_dim=1) for i in range(400))
     features = tuple(FeatureSpec(name=table.name, table=table.name) for table in tables)
     workload, placed = Workload(tables=tables, features=features, batch_size=512), []
 
@@ -203,7 +203,7 @@ def test_what_nothing_can_beat_is_not_placed_in_other_ways(monkeypatch: pytest.M
     monkeypatch.setattr("meseta.planner.search.place_greedily", counted)
     found = find_plan(workload, Topology(devices_per_host=2))
     assert len(placed) < 4
-    assert sorted(shard.ranks for entry in found.plan.tables for shard in entry.shards) == [(0,)] * 20 + [(1,)] * 20
+    assert sorted(shard.ranks for entry in found.plan.tables for shard in entry.shards) == [(0,)] * 200 + [(1,)] * 200
 
 
 def test_one_rank_needs_no_search() -> None:

@@ -24,10 +24,11 @@ MAX_LEVELS = 6
 BEAM_WORK = 10_000
 """Units times layouts that the beam may place."""
 CLOSE = 1e-5
-"""A greedy placement that costs this little more than any could is not tried in other ways."""
+"""A greedy placement of many units that costs so little more than any could is not made in other ways too."""
 IMPROVED = 2
 """Layouts that are improved; one of more than MANY_UNITS units."""
 MANY_UNITS = 300
+"""Of more, nothing is placed in ways that cannot cost less than the best so far."""
 SHAKE_WORK = 3_000
 """Units times rounds of taking some away and placing them anew."""
 MAX_SHAKES = 150
@@ -67,7 +68,7 @@ def search(problem: Problem) -> list[Candidate]:
         if layout is not None:
             found.append(Candidate(layout=layout, origin="greedy"))
     found = _best(found, NUM_BEST)
-    for start in [one for one in found if one.layout.cost > (1 + CLOSE) * _least_cost(problem, one.layout.way)]:
+    for start in [one for one in found if _may_cost_less(problem, one.layout.way, one.layout.cost / (1 + CLOSE))]:
         layout = place_by_differencing(ways, machine, start.layout.way)
         if layout is not None:
             found.append(Candidate(layout=layout, origin="differencing"))
@@ -106,12 +107,17 @@ def _grid(problem: Problem, choice: Ints) -> list[Candidate]:
     return found
 
 
-def _least_cost(problem: Problem, choice: Ints) -> float:
-    """Seconds below which no placement of a choice goes: of each component, the average rank or the longest piece."""
+def _may_cost_less(problem: Problem, choice: Ints, cost: float) -> bool:
+    """Whether a placement of a choice could: each component takes at least the average rank's or the longest piece's.
+
+    Few units are placed in any case, which takes little: improved, what cost more at first may come out ahead.
+    """
     ways = problem.ways
+    if ways.num_units <= MANY_UNITS:
+        return True
     busy = np.maximum(ways.total[choice].sum(axis=0) / problem.machine.num_ranks, ways.longest[choice].max(axis=0))
     shared = ways.common_seconds[choice].sum() + ways.use_s @ ways.uses[choice].any(axis=0)
-    return float(busy.sum() + shared)
+    return bool(busy.sum() + shared < cost)
 
 
 def _beam(problem: Problem, states: Sequence[Candidate]) -> list[Candidate]:
@@ -125,7 +131,7 @@ def _beam(problem: Problem, states: Sequence[Candidate]) -> list[Candidate]:
         for choice in [choice for state in states for choice in _finer(problem, state.layout)]:
             if budget and choice.tobytes() not in seen:
                 seen.add(choice.tobytes())
-                if _least_cost(problem, choice) >= (1 - TOLERANCE) * least:
+                if not _may_cost_less(problem, choice, (1 - TOLERANCE) * least):
                     continue
                 budget -= 1
                 layout = place_greedily(problem.ways, problem.machine, choice, AddedCost())
