@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -69,6 +69,22 @@ class _RowGroup:
     """Rows of it that are read."""
 
 
+class Batches(Iterator[Batch]):
+    """Batches in the order of a reader, which moves on with each; reading ahead ends when this is closed or dropped."""
+
+    def __init__(
+        self, ahead: Prefetch[tuple[Batch, int, int]], move_on: Callable[[tuple[Batch, int, int]], Batch]
+    ) -> None:
+        self._ahead, self._move_on = ahead, move_on
+
+    def __next__(self) -> Batch:
+        return self._move_on(next(self._ahead))  # no name here holds a batch until the next one
+
+    def close(self) -> None:
+        """End the thread that reads ahead; no batch comes any more."""
+        self._ahead.close()
+
+
 class Reader:
     """Batches of one split for one rank.
 
@@ -132,22 +148,18 @@ class Reader:
         """Number of the epoch that the next batch belongs to, from 0."""
         return self._epoch
 
-    def epoch(self) -> Generator[Batch, None, None]:
+    def epoch(self) -> Batches:
         """The batches from the present position to the end of its epoch."""
         return self.epochs(self._epoch + 1)
 
-    def epochs(self, num_epochs: int) -> Generator[Batch, None, None]:
+    def epochs(self, num_epochs: int) -> Batches:
         """The batches from the present position until `num_epochs` epochs, counted from the first, are complete.
 
         Reading begins at once. The position moves on when a batch is handed over, so what prefetch holds does not count
         as consumed; leave the loop early and the next call goes on with the following batch.
         """
         batches = self._produce(self._epoch, self._row, num_epochs)
-        return self._hand_over(Prefetch(batches, self.options.prefetch_batches))
-
-    def _hand_over(self, ahead: Prefetch[tuple[Batch, int, int]]) -> Generator[Batch, None, None]:
-        with closing(ahead):
-            yield from map(self._move_on, ahead)  # a loop here would hold each batch until the next one
+        return Batches(Prefetch(batches, self.options.prefetch_batches), self._move_on)
 
     def _move_on(self, made: tuple[Batch, int, int]) -> Batch:
         batch, self._epoch, self._row = made
