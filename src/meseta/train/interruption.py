@@ -13,6 +13,9 @@ BOUNCE_S = 1.0
 """Signals this soon after the first are the same call: a terminal or a service tells all processes of a group, and the
 launcher passes it on to its ranks as well."""
 
+_END = b"\0"
+"""No signal has this number."""
+
 
 class Stopped(Exception):
     """Training was ended by a signal, on all ranks after the same step, and everything up to there is saved."""
@@ -34,6 +37,7 @@ class Interruption:
         self._former: dict[int, Any] = {}
         self._former_wakeup = -1
         self._writer = -1
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Interruption:
         if threading.current_thread() is threading.main_thread():
@@ -45,7 +49,8 @@ class Interruption:
                     # Whoever started this process may have told it to ignore Ctrl-C, as the launcher does.
                     signal.signal(number, lambda *_: None)
                     self._former[number] = signal.SIG_DFL if former is None else former
-            threading.Thread(target=self._listen, args=(reader,), name="meseta-signals", daemon=True).start()
+            self._thread = threading.Thread(target=self._listen, args=(reader,), name="meseta-signals", daemon=True)
+            self._thread.start()
         return self
 
     def __exit__(
@@ -55,12 +60,15 @@ class Interruption:
             for number, former in self._former.items():
                 signal.signal(number, former)
             signal.set_wakeup_fd(self._former_wakeup)
+            assert self._thread is not None
+            os.write(self._writer, _END)  # a process forked meanwhile may hold it open
+            self._thread.join()
             os.close(self._writer)
             self._writer = -1
 
     def _listen(self, reader: int) -> None:
         first_s = 0.0
-        while received := os.read(reader, 1):
+        while (received := os.read(reader, 1)) not in (b"", _END):
             number = received[0]
             if number not in self._former:
                 continue
