@@ -24,17 +24,22 @@ def forking() -> ForkServerContext:
 
 
 def become_command(
-    arguments: Sequence[str], folder: Path, environment: Mapping[str, str], files: Sequence[int]
+    arguments: Sequence[str],
+    folder: Path | str,
+    environment: Mapping[str, str],
+    files: Sequence[int],
+    launcher: Sequence[str] = (),
 ) -> NoReturn:
     """Be `meseta ARGUMENTS` from now on, which reads and writes these open files as its standard ones. By exec where a
-    variable differs that torch has read, else as it is."""
+    variable differs that torch has read, or with a `launcher`, options of Python; else as it is."""
     code = 1
     try:
         for number, file in enumerate(files):
             os.dup2(file, number)
         os.chdir(folder)
-        if _read_at_import(environment) != _read_at_import(os.environ):
-            os.execve(sys.executable, [sys.executable, "-P", "-m", "meseta.cli.main", *arguments], dict(environment))
+        if launcher or _read_at_import(environment) != _read_at_import(os.environ):
+            words = [sys.executable, *(launcher or ["-P"]), "-m", "meseta.cli.main", *arguments]
+            os.execve(sys.executable, words, dict(environment))
         os.environ.clear()
         os.environ.update(environment)
         sys.argv = ["meseta", *arguments]

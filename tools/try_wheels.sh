@@ -3,6 +3,7 @@
 #   tools/try_wheels.sh --one   one of them, in turns from commit to commit
 set -euo pipefail
 cd "$(dirname "$0")/.."
+rm -rf dist
 pythons=()
 for version in 3.11 3.12 3.13 3.14; do
     for python in "python$version" "$HOME/.pyenv/versions/$version".*/bin/python3; do

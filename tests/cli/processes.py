@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,8 +26,8 @@ class Command:
     def __init__(self, folder: Path, *arguments: object, launcher: tuple[str, ...] = ()) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.out, self.err = folder / "out.txt", folder / "err.txt"
-        words = (*launcher, "-m", "meseta.cli.main") if launcher else ()
-        self.process = forking().Process(target=_run, args=(words, [*map(str, arguments)], folder, self.out, self.err))
+        words = [*map(str, arguments)]
+        self.process = forking().Process(target=_run, args=(launcher, words, folder, self.out, self.err))
         self.out.touch()
         self.err.touch()
         self.process.start()
@@ -87,14 +86,9 @@ class Command:
             time.sleep(0.0005)
 
 
-def _run(words: tuple[str, ...], arguments: list[str], folder: Path, out: Path, err: Path) -> None:
+def _run(launcher: tuple[str, ...], arguments: list[str], folder: Path, out: Path, err: Path) -> None:
     """In the new process."""
     os.setsid()
     with Path(os.devnull).open() as nothing, out.open("wb") as output, err.open("wb") as error:
         files = [nothing.fileno(), output.fileno(), error.fileno()]
-        if not words:
-            become_command(arguments, folder, environment(), files)
-        for number, file in enumerate(files):
-            os.dup2(file, number)
-    os.chdir(folder)
-    os.execve(sys.executable, [sys.executable, *words, *arguments], environment())
+        become_command(arguments, folder, environment(), files, launcher)

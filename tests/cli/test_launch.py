@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from forked import forking
 from meseta.cli import launch
 
 
 def ranks_that(*programs: str) -> list[BaseProcess]:
     """Processes that become Python running these."""
-    context = multiprocessing.get_context("forkserver")
     arguments = [[sys.executable, "-c", program] for program in programs]
-    ranks: list[BaseProcess] = [context.Process(target=os.execv, args=(sys.executable, words)) for words in arguments]
+    ranks: list[BaseProcess] = [forking().Process(target=os.execv, args=(sys.executable, words)) for words in arguments]
     for rank in ranks:
         rank.start()
     return ranks

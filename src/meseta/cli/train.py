@@ -58,13 +58,13 @@ def train(
 ) -> None:
     """Train a model, evaluate it, and write a report; started again, go on from the newest checkpoint."""
     from meseta.config import check_document, read_document, set_default
+    from meseta.train.raw_files import default_batch_size, default_run_dir
 
     config, overrides = _split(arguments or [])
     document = read_document(config, overrides)
-    preparation = None
     if data:
-        given = {"sources": data, "test_files": test_files or (), "label": label, "schema": schema}
-        preparation = _preparation(document, config, {**given, **bad_row_options(bad_rows, max_bad_rows)})
+        set_default(document, "run_dir", default_run_dir(data))
+        set_default(document, "data.dir", f"{document['run_dir']}/data")
     elif test_files or label or schema or bad_rows != "error" or max_bad_rows:
         raise MesetaError(
             "train: --test-files, --label, --schema, --bad-rows and --max-bad-rows say how raw files are prepared; "
@@ -75,11 +75,18 @@ def train(
     settings = check_document(document, config)
     if nproc != 1 and not is_launched():
         sys.exit(run_ranks(sys.argv[1:], nproc))
-    if preparation is not None:
-        from meseta.train.raw_files import default_batch_size
+    if data:
+        from meseta.data import PrepareOptions
 
-        num_rows = _prepared(preparation).splits["train"].num_rows
-        set_default(document, "train.batch_size", default_batch_size(num_rows))
+        options = PrepareOptions(
+            sources=data,
+            test_files=test_files or (),
+            label=label,
+            schema=schema,
+            out=settings.data.dir,
+            **bad_row_options(bad_rows, max_bad_rows),
+        )
+        set_default(document, "train.batch_size", default_batch_size(_prepared(options).splits["train"].num_rows))
         settings = check_document(document, config)
 
     from meseta.train.interruption import Stopped
@@ -100,17 +107,6 @@ def _split(arguments: Sequence[str]) -> tuple[Path | None, Sequence[str]]:
     if arguments and ("=" not in arguments[0] or Path(arguments[0]).is_file()):
         return Path(arguments[0]), arguments[1:]
     return None, arguments
-
-
-def _preparation(document: dict[str, Any], config: Path | None, given: dict[str, Any]) -> PrepareOptions:
-    """How raw files are prepared in data.dir; completes run_dir and data.dir of the document."""
-    from meseta.config import check_document, set_default
-    from meseta.data import PrepareOptions
-    from meseta.train.raw_files import default_run_dir
-
-    set_default(document, "run_dir", default_run_dir(given["sources"]))
-    set_default(document, "data.dir", f"{document['run_dir']}/data")
-    return PrepareOptions(out=check_document(document, config).data.dir, **given)
 
 
 def _prepared(options: PrepareOptions) -> Dataset:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from torch import Tensor
 from meseta.ops.memory import empty
 from meseta.spec import MesetaError
 from meseta.spec.rendezvous import VARIABLE
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,23 @@ class World:
             except MesetaError as error:
                 problem = error
         self.raise_together(problem)
+
+    def from_first(self, think: Callable[[], Answer]) -> Answer:
+        """What `think` returns on rank 0, on every rank; a MesetaError there is raised on all, in the same words.
+        Collective.
+
+        For what other ranks would find too, and keep rank 0's processor busy meanwhile. The answer is picklable.
+        """
+        answer, problem = None, None
+        if self.rank == 0:
+            try:
+                answer = think()
+            except MesetaError as error:
+                problem = str(error)
+        [(answer, problem), *_] = self.gather_objects((answer, problem))
+        if problem is not None:
+            raise MesetaError(problem)
+        return cast(Answer, answer)
 
     def raise_together(self, error: BaseException | None) -> None:
         """Raise on every rank when any rank met an error, so that none waits for ranks that have stopped.

@@ -62,10 +62,9 @@ class _Least:
         self.unit, self._starts = ways.unit, np.searchsorted(ways.unit, np.arange(ways.num_units))
         pieces = problem.least_s + ways.seconds[:, 1:].sum(axis=1)
         common = ways.common_seconds.sum(axis=1)
-        owner = np.repeat(np.arange(len(ways.unit)), np.diff(ways.first))
-        self._average = common + np.bincount(owner, pieces, len(ways.unit)) / problem.machine.num_ranks
+        self._average = common + np.bincount(ways.owner, pieces, len(ways.unit)) / problem.machine.num_ranks
         own = np.zeros(len(ways.unit))
-        np.maximum.at(own, owner, pieces)
+        np.maximum.at(own, ways.owner, pieces)
         self._own = self._finer(own)
         cheapest = self._by_unit(common)
         self.longest_s = self._own + common + (cheapest.sum() - cheapest[self.unit])

@@ -72,10 +72,15 @@ class Ways:
     """By unit: units that must not share a rank with it."""
 
     @cached_property
+    def owner(self) -> Ints:
+        """[n]: the way that a piece is of."""
+        return np.repeat(np.arange(len(self.unit)), np.diff(self.first))
+
+    @cached_property
     def total(self) -> Floats:
         """[W, K]: the sum of each component over a way's pieces."""
         found = np.zeros_like(self.common_seconds)
-        np.add.at(found, np.repeat(np.arange(len(found)), np.diff(self.first)), self.seconds)
+        np.add.at(found, self.owner, self.seconds)
         return found
 
     @property
@@ -86,7 +91,7 @@ class Ways:
     def longest(self) -> Floats:
         """[W, K]: the largest of each component over a way's pieces; 0 without any."""
         found = np.zeros_like(self.common_seconds)
-        np.maximum.at(found, np.repeat(np.arange(len(found)), np.diff(self.first)), self.seconds)
+        np.maximum.at(found, self.owner, self.seconds)
         return found
 
     def of_unit(self, unit: int) -> range:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,8 +18,6 @@ from meseta.planner import Prediction, find_plan, predict
 from meseta.spec import CostModel, DeviceKind, MesetaError, Plan, Topology
 from meseta.spec.constraints import Constraints
 from meseta.train.workload import make_workload
-
-Answer = TypeVar("Answer")
 
 
 def plan_run(
@@ -51,24 +48,7 @@ def plan_run(
             None if given is None else Constraints.load(given),
         ).plan
 
-    return _once(world, search)
-
-
-def _once(world: World, think: Callable[[], Answer]) -> Answer:
-    """What `think` returns, or the MesetaError that it raises, on every rank: the first has thought. Collective.
-
-    Other ranks would find the same, and keep its processor busy meanwhile.
-    """
-    answer, problem = None, None
-    if world.rank == 0:
-        try:
-            answer = think()
-        except MesetaError as error:
-            problem = str(error)
-    [(answer, problem), *_] = world.gather_objects((answer, problem))
-    if problem is not None:
-        raise MesetaError(problem)
-    return cast(Answer, answer)
+    return world.from_first(search)
 
 
 def predict_run(config: RunConfig, dataset: Dataset, model: Any, world: World) -> dict[str, Any]:
@@ -85,7 +65,7 @@ def predict_run(config: RunConfig, dataset: Dataset, model: Any, world: World) -
         workload = make_workload(config, dataset, embeddings.tables, embeddings.features, model)
         return predict(plan, workload, topology, _cost_model(config))
 
-    found = _once(world, think)
+    found = world.from_first(think)
     path = config.planner.cost_model
     return {
         "step_s": found.step_s,
