@@ -60,10 +60,10 @@ from meseta.data.workers import in_order
 from meseta.spec.processors import num_cores
 """,
     """
-[source] = find_sources([sys.argv[1]], [], by_fraction=True)
+[source] = find_sources([sys.argv[1]], {}, rest_is_parted=True)
 layout = find_layout([source])
 hash_rows = dict.fromkeys((column.name for column in layout.sparse), PrepareOptions.hash_rows)
-splitter = Splitter(seed=0, test_fraction=0.0, by=None, test_from=None)
+splitter = Splitter(seed=0)
 encoder = Encoder(layout, splitter, seed=0, hash_rows=hash_rows)
 with ThreadPoolExecutor(num_cores()) as pool:
     blocks = (partial(encoder.encode, block, block.first_row) for block in read_blocks(source, layout.columns))

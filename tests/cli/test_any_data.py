@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import random
 import shutil
@@ -118,6 +119,40 @@ def test_prepared_files_are_taken_as_they_are_until_something_changes(
     assert not Path("runs/c").exists()
     shutil.rmtree("prepared")
     output_of(*command)
+
+
+def test_a_tenth_is_kept_for_choosing_and_known_to_eval_and_predict(clicks: Path, output_of: Output) -> None:
+    settings = [*SMALL, "train.max_steps=2"]
+    printed = output_of("train", "--data", "clicks.csv", *settings)
+    dataset = Dataset.load("runs/clicks/data")
+    num_rows = dataset.splits["valid"].num_rows
+    assert dataset.valid_fraction == 0.1 and 150 < num_rows < 250
+    assert f"  valid {num_rows:>13,} rows, 1 files" in printed
+    found = json.loads(output_of("eval", "runs/clicks", "--split", "valid"))
+    assert (found["split"], found["num_samples"]) == ("valid", num_rows)
+    told = output_of("predict", "runs/clicks", "--split", "valid", "--out", "valid.parquet")
+    assert told == f"{num_rows:,} predictions of valid in valid.parquet\n"
+    labels = pq.read_table("runs/clicks/data/valid", columns=["label"])["label"]
+    assert pq.read_table("valid.parquet")["label"].to_pylist() == labels.to_pylist()
+
+
+def test_files_for_choosing_and_testing(clicks: Path, output_of: Output, error_of: Output) -> None:
+    settings = [*SMALL, "train.max_steps=2"]
+    with clicks.open(newline="") as file:
+        header, *rows = list(csv.reader(file))
+    for day in range(3):
+        with Path(f"day_{day}.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([header, *rows[day * 600 : (day + 1) * 600 - 100 * day]])
+    command = ["train", "--data", "day_*.csv", "--test-files", "day_2.csv", *settings]
+    output_of(*command, "--valid-files", "day_1.csv")
+    sizes = {name: split.num_rows for name, split in Dataset.load("runs/day/data").splits.items()}
+    assert sizes == {"train": 600, "valid": 500, "test": 400}
+    assert "goes to another split" in error_of(*command)
+    output_of(*command, "--valid-fraction", "0", "run_dir=runs/none")
+    assert list(Dataset.load("runs/none/data").splits) == ["train", "test"]
+    assert "--valid-files, --split-by is for raw files" in error_of(
+        "train", "a=b", "--valid-files", "x", "--split-by", "y"
+    )
 
 
 def test_a_slip_in_the_config_comes_before_the_work(clicks: Path, error_of: Output) -> None:

@@ -74,8 +74,8 @@ def kill(folder: Path, kind: str, num_kills: int, seed: int, **options: Any) -> 
     ("kind", "options"),
     [
         ("tsv", {}),
-        ("tsv.gz", {}),
-        ("csv", {"vocabulary": True, "min_count": 1, "bad_rows": "skip"}),
+        ("tsv.gz", {"valid_fraction": 0.2}),
+        ("csv", {"vocabulary": True, "min_count": 1, "bad_rows": "skip", "valid_fraction": 0.3}),
         ("ffm", {}),
         ("parquet", {}),
     ],
@@ -88,7 +88,7 @@ def test_killed_at_random_moments(tmp_path: Path, kind: str, options: dict[str, 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("kind", ["tsv", "tsv.gz", "csv", "ffm", "parquet"])
 def test_killed_often(tmp_path: Path, kind: str, seed: int) -> None:
-    options = {"vocabulary": bool(seed % 2) and "tsv" not in kind, "bad_rows": "skip"}
+    options = {"vocabulary": bool(seed % 2) and "tsv" not in kind, "bad_rows": "skip", "valid_fraction": seed % 4 / 8}
     kill(tmp_path, kind, num_kills=8, seed=seed, **options)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -12,50 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.click_log import make_lines, read_split, write_tsv
-from meseta.data import Dataset, order_statistics, sources, survey
+from data.timed_log import make_rows, rows_in, run, write
+from meseta.data import order_statistics, sources, survey
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.spec import MesetaError
-
-NUM_ROWS = 400
-SCHEMA = "label: click\ntime: ts\ngroup: user\ndense: [row]\nbuckets: {age: 7}\n"
-
-
-def make_rows(seed: int = 0) -> list[dict[str, Any]]:
-    """Times not in order and often equal, ages sometimes missing."""
-    draw = np.random.default_rng(seed)
-    return [
-        {
-            "click": int(draw.integers(2)),
-            "ts": int(1.7e9 + draw.integers(50)),
-            "user": f"user {draw.integers(40)}",
-            "row": row,
-            "age": "" if draw.random() < 0.1 else round(float(draw.lognormal(3, 0.5)), int(draw.integers(3))),
-        }
-        for row in range(NUM_ROWS)
-    ]
-
-
-def write(tmp_path: Path, rows: list[dict[str, Any]], num_files: int = 1) -> None:
-    (tmp_path / "schema.yaml").write_text(SCHEMA)
-    for number, part in enumerate(np.array_split(np.arange(len(rows)), num_files)):
-        with (tmp_path / f"log-{number}.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows[place] for place in part)
-
-
-def run(tmp_path: Path, out: str = "out", **options: Any) -> Dataset:
-    given = {"out": tmp_path / out, "schema": tmp_path / "schema.yaml", "hash_rows": 100, **options}
-    return prepare(PrepareOptions(sources=[f"{tmp_path}/log-*.csv"], **given))
-
-
-def rows_in(dataset: Dataset, split: str) -> list[int]:
-    """Numbers of the rows, from their standardised logarithms."""
-    if not dataset.splits[split].num_rows:
-        return []
-    [row] = dataset.dense
-    values = read_split(dataset.dir, split).column("row").to_numpy().astype(np.float64)
-    return np.expm1(values * row.std + row.mean).round().astype(int).tolist()
 
 
 @given(
@@ -135,7 +94,8 @@ def test_the_result_is_a_function_of_the_rows(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("stage", ["scan", "read"])
 def test_what_was_surveyed_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     write(tmp_path, make_rows(), num_files=2)
-    run(tmp_path, "whole", split_by="time", test_fraction=0.3)
+    shares = {"split_by": "time", "test_fraction": 0.3, "valid_fraction": 0.2}
+    run(tmp_path, "whole", **shares)
     monkeypatch.setattr(sources, "BLOCK_BYTES", 1000)
     monkeypatch.setattr("meseta.data.passes.COMMIT_S", 0.0)
     stages: list[str] = []
@@ -151,16 +111,15 @@ def test_what_was_surveyed_is_taken_up(tmp_path: Path, monkeypatch: pytest.Monke
         out=tmp_path / "out",
         schema=tmp_path / "schema.yaml",
         hash_rows=100,
-        split_by="time",
-        test_fraction=0.3,
         num_threads=1,
+        **shares,
     )
     with pytest.raises(KeyboardInterrupt):
         prepare(options, interrupt)
     prepare(options, interrupt)
     again = stages[stages.index("interrupted") + 1 :]
     assert ("scan" in again) == (stage == "scan")
-    for split in ("train", "test"):
+    for split in ("train", "valid", "test"):
         assert read_split(tmp_path / "out", split).equals(read_split(tmp_path / "whole", split))
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["out", "whole"]
 

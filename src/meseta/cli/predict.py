@@ -14,7 +14,7 @@ from meseta.cli.launch import is_launched, run_ranks
 def predict(
     run_dir: Annotated[Path, typer.Argument(help="Directory of a training run.")],
     out: Annotated[Path, typer.Option(help="Parquet file to write: row, keys, prediction, label.")],
-    split: Annotated[str, typer.Option(help="Split of the dataset.")] = "test",
+    split: Annotated[str, typer.Option(help="train, test, or valid where the dataset has one.")] = "test",
     data: Annotated[Path | None, typer.Option(help="Another prepared dataset with the same features.")] = None,
     nproc: Annotated[int, typer.Option(help="Ranks on this machine.")] = 1,
     keys: Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,24 +15,42 @@ from meseta.spec import MesetaError
 
 if TYPE_CHECKING:
     from meseta.data.dataset import Dataset
-    from meseta.data.prepare import Progress
+    from meseta.data.prepare import PrepareOptions, Progress
     from meseta.data.schema import Layout
 
-_COLUMNS, _SPLIT = "What the columns are", "What the test split is"
-_TestFraction = Annotated[
-    float | None, typer.Option(help="Share of rows in it.", show_default="0.1", rich_help_panel=_SPLIT)
+_COLUMNS, _SPLITS = "What the columns are", "What is kept from training"
+TestFraction = Annotated[
+    float | None, typer.Option(help="Share of rows for testing.", show_default="0.1", rich_help_panel=_SPLITS)
 ]
-_TestFiles = Annotated[
-    list[str] | None, typer.Option(help="File or pattern whose rows make it; repeatable.", rich_help_panel=_SPLIT)
+TestFiles = Annotated[
+    list[str] | None,
+    typer.Option(metavar="FILE", help="File or pattern of rows for testing; repeatable.", rich_help_panel=_SPLITS),
 ]
-_SplitBy = Annotated[
-    str | None,
+TestAfter = Annotated[
+    str | None, typer.Option(help="Time from which on rows are for testing: 2026-01-31.", rich_help_panel=_SPLITS)
+]
+ValidFraction = Annotated[
+    float | None,
     typer.Option(
-        help="time: the last rows; group: whole groups.", show_default="rows drawn by seed", rich_help_panel=_SPLIT
+        help="Share of rows for choosing, the valid split.",
+        show_default="none; of train --data, 0.1",
+        rich_help_panel=_SPLITS,
     ),
 ]
-_TestAfter = Annotated[
-    str | None, typer.Option(help="Time from which on rows belong to it: 2026-01-31.", rich_help_panel=_SPLIT)
+ValidFiles = Annotated[
+    list[str] | None,
+    typer.Option(metavar="FILE", help="File or pattern of rows for choosing; repeatable.", rich_help_panel=_SPLITS),
+]
+ValidAfter = Annotated[
+    str | None, typer.Option(help="Time from which on they are for choosing, until testing.", rich_help_panel=_SPLITS)
+]
+SplitBy = Annotated[
+    str | None,
+    typer.Option(
+        help="Shares of what. time: the last rows; group: whole groups.",
+        show_default="rows drawn by seed",
+        rich_help_panel=_SPLITS,
+    ),
 ]
 _Label = Annotated[
     str | None, typer.Option(help="Column of the label.", show_default="by its name", rich_help_panel=_COLUMNS)
@@ -71,11 +90,14 @@ MaxBadRows = Annotated[
 def prepare(
     sources: _Sources,
     out: Annotated[Path, typer.Option(help="Folder to make.")],
-    test_fraction: _TestFraction = None,
-    test_files: _TestFiles = None,
-    split_by: _SplitBy = None,
-    test_after: _TestAfter = None,
-    seed: Annotated[int, typer.Option(help="Seed of the split and of the hashes.")] = 0,
+    test_fraction: TestFraction = None,
+    test_files: TestFiles = None,
+    test_after: TestAfter = None,
+    valid_fraction: ValidFraction = None,
+    valid_files: ValidFiles = None,
+    valid_after: ValidAfter = None,
+    split_by: SplitBy = None,
+    seed: Annotated[int, typer.Option(help="Seed of the splits and of the hashes.")] = 0,
     hash_rows: Annotated[
         list[str] | None,
         typer.Option(
@@ -94,9 +116,7 @@ def prepare(
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier dataset.")] = False,
 ) -> None:
     """Turn raw click logs into a dataset that `meseta train` reads: Parquet files and dataset.json."""
-    from meseta.data.prepare import PrepareOptions, read_layout
-    from meseta.data.prepare import prepare as run
-    from meseta.data.schema import schema_text
+    from meseta.data.prepare import PrepareOptions
 
     rows, rows_by_feature = _read_hash_rows(hash_rows or [])
     options = PrepareOptions(
@@ -104,8 +124,11 @@ def prepare(
         out=out,
         test_files=test_files or (),
         test_fraction=test_fraction,
-        split_by=split_by,
         test_after=test_after,
+        valid_files=valid_files or (),
+        valid_fraction=valid_fraction,
+        valid_after=valid_after,
+        split_by=split_by,
         seed=seed,
         hash_rows=rows,
         hash_rows_by_feature=rows_by_feature,
@@ -119,12 +142,28 @@ def prepare(
         **bad_row_options(bad_rows, max_bad_rows),
     )
     if print_schema:
-        typer.echo(schema_text(read_layout(options)), nl=False)
-        return
+        _print_schema(options)
+    else:
+        run(options)
+
+
+def _print_schema(options: PrepareOptions) -> None:
+    from meseta.data.prepare import read_layout
+    from meseta.data.schema import schema_text
+
+    typer.echo(schema_text(read_layout(options)), nl=False)
+
+
+def run(options: PrepareOptions, command: str = "the same command") -> Dataset:
+    """Prepare, and print what the columns are, how to change that with `command`, and what came of it."""
+    from meseta.data.prepare import prepare
+
     start_s = time.perf_counter()
     with progress_bar() as progress:
-        dataset = run(options, progress, lambda layout: print_layout(layout, given=schema is not None))
-    print_summary(dataset, out, time.perf_counter() - start_s)
+        show = partial(print_layout, given=options.schema is not None, command=command)
+        dataset = prepare(options, progress, show)
+    print_summary(dataset, options.out, time.perf_counter() - start_s)
+    return dataset
 
 
 def bad_row_options(policy: str, limit: str | None) -> dict[str, Any]:

@@ -5,18 +5,30 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from meseta.cli.launch import is_launched, run_ranks
-from meseta.cli.prepare import BadRows, MaxBadRows, bad_row_options, print_layout, print_summary, progress_bar
+from meseta.cli.prepare import (
+    BadRows,
+    MaxBadRows,
+    SplitBy,
+    TestAfter,
+    TestFiles,
+    TestFraction,
+    ValidAfter,
+    ValidFiles,
+    ValidFraction,
+    bad_row_options,
+)
+from meseta.cli.prepare import run as prepare
 from meseta.spec import MesetaError
 
 if TYPE_CHECKING:
+    from meseta.config import RunConfig
     from meseta.data import Dataset, PrepareOptions
 
 _FILES = "Raw files, prepared first if that was not done yet"
@@ -26,12 +38,6 @@ _Data = Annotated[
         metavar="FILE",
         help="Raw file or pattern, as for `meseta prepare`; repeatable. Without a config, run_dir is runs/<its name>.",
         rich_help_panel=_FILES,
-    ),
-]
-_TestFiles = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="FILE", help="File or pattern whose rows make the test split; repeatable.", rich_help_panel=_FILES
     ),
 ]
 _Label = Annotated[
@@ -49,7 +55,13 @@ def train(
         ),
     ] = None,
     data: _Data = None,
-    test_files: _TestFiles = None,
+    test_fraction: TestFraction = None,
+    test_files: TestFiles = None,
+    test_after: TestAfter = None,
+    valid_fraction: ValidFraction = None,
+    valid_files: ValidFiles = None,
+    valid_after: ValidAfter = None,
+    split_by: SplitBy = None,
     label: _Label = None,
     schema: _Schema = None,
     bad_rows: BadRows = "error",
@@ -58,37 +70,54 @@ def train(
 ) -> None:
     """Train a model, evaluate it, and write a report; started again, go on from the newest checkpoint."""
     from meseta.config import check_document, read_document, set_default
-    from meseta.train.raw_files import default_batch_size, default_run_dir
 
     config, overrides = _split(arguments or [])
     document = read_document(config, overrides)
-    if data:
-        set_default(document, "run_dir", default_run_dir(data))
-        set_default(document, "data.dir", f"{document['run_dir']}/data")
-    elif test_files or label or schema or bad_rows != "error" or max_bad_rows:
-        raise MesetaError(
-            "train: --test-files, --label, --schema, --bad-rows and --max-bad-rows say how raw files are prepared; "
-            "give --data too"
-        )
-    elif not document:
-        raise MesetaError("train: nothing to train on; give a config file, or raw files as --data FILE")
+    said = _said(
+        test_fraction=test_fraction,
+        test_files=test_files,
+        test_after=test_after,
+        valid_fraction=valid_fraction,
+        valid_files=valid_files,
+        valid_after=valid_after,
+        split_by=split_by,
+        label=label,
+        schema=schema,
+        **bad_row_options(bad_rows, max_bad_rows),
+    )
+    _choose_folders(document, data or [], said)
     settings = check_document(document, config)
     if nproc != 1 and not is_launched():
         sys.exit(run_ranks(sys.argv[1:], nproc))
     if data:
         from meseta.data import PrepareOptions
+        from meseta.data.prepare import with_valid_split
+        from meseta.train.raw_files import default_batch_size
 
-        options = PrepareOptions(
-            sources=data,
-            test_files=test_files or (),
-            label=label,
-            schema=schema,
-            out=settings.data.dir,
-            **bad_row_options(bad_rows, max_bad_rows),
-        )
-        set_default(document, "train.batch_size", default_batch_size(_prepared(options).splits["train"].num_rows))
+        dataset = _prepared(with_valid_split(PrepareOptions(sources=data, out=settings.data.dir, **said)))
+        set_default(document, "train.batch_size", default_batch_size(dataset.splits["train"].num_rows))
         settings = check_document(document, config)
+    _run(settings)
 
+
+def _choose_folders(document: dict[str, Any], data: Sequence[str], said: Mapping[str, Any]) -> None:
+    """Where a run from raw files goes, unless its config says so. Raises MesetaError where nothing says what to train
+    on."""
+    from meseta.config import set_default
+    from meseta.train.raw_files import default_run_dir
+
+    if data:
+        set_default(document, "run_dir", default_run_dir(data))
+        set_default(document, "data.dir", f"{document['run_dir']}/data")
+    elif said:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in said)
+        raise MesetaError(f"train: {options} is for raw files that are prepared first; give --data too")
+    elif not document:
+        raise MesetaError("train: nothing to train on; give a config file, or raw files as --data FILE")
+
+
+def _run(settings: RunConfig) -> None:
+    """Train, and print what came of it."""
     from meseta.train.interruption import Stopped
     from meseta.train.session import session
     from meseta.train.trainer import Trainer
@@ -102,6 +131,11 @@ def train(
         _print_result(summary, settings.run_dir)
 
 
+def _said(**options: Any) -> dict[str, Any]:
+    """Those of PrepareOptions that the command line has."""
+    return {name: value for name, value in options.items() if value not in (None, [], "error")}
+
+
 def _split(arguments: Sequence[str]) -> tuple[Path | None, Sequence[str]]:
     """The config, if the first argument is one, and the settings."""
     if arguments and ("=" not in arguments[0] or Path(arguments[0]).is_file()):
@@ -111,17 +145,12 @@ def _split(arguments: Sequence[str]) -> tuple[Path | None, Sequence[str]]:
 
 def _prepared(options: PrepareOptions) -> Dataset:
     """The dataset of `options`; of several ranks the first prepares it, and the others wait until it is there."""
-    from meseta.data.prepare import load_prepared, prepare
+    from meseta.data.prepare import load_prepared
 
     is_first = os.environ.get("RANK", "0") == "0"
     while (dataset := load_prepared(options)) is None:
         if is_first:
-            start_s = time.perf_counter()
-            show = partial(print_layout, given=bool(options.schema), command="`meseta prepare FILE --out DIR`")
-            with progress_bar() as progress:
-                dataset = prepare(options, progress, show)
-            print_summary(dataset, options.out, time.perf_counter() - start_s)
-            return dataset
+            return prepare(options, command="`meseta prepare FILE --out DIR`")
         time.sleep(0.2)  # Where the first rank fails, its launcher ends this one too.
     return dataset
 

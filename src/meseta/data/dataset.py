@@ -16,6 +16,8 @@ from meseta.spec.files import first_alike, inner_fault, inside, parse_json, read
 
 FORMAT: Literal["meseta.dataset/1"] = "meseta.dataset/1"
 FILE_NAME = "dataset.json"
+SPLITS = ("train", "valid", "test")
+"""Splits that `meseta prepare` makes, 'valid' where it is asked for, in the order in which they are written."""
 
 
 def _check_inner(path: str) -> str:
@@ -24,6 +26,8 @@ def _check_inner(path: str) -> str:
     return path
 
 
+SourceSplit = Literal["train", "valid", "test", "both"]
+"""Where the rows of a file go; 'both': each row by itself, drawn by seed or cut by time."""
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 InnerPath = Annotated[str, AfterValidator(_check_inner)]
 
@@ -119,8 +123,8 @@ class Split(Record):
 class SourceFile(Record):
     path: str
     """As found."""
-    split: Literal["train", "test", "both"]
-    """Where its rows went; 'both': by a seeded fraction."""
+    split: SourceSplit
+    """Where its rows went; 'both': drawn by seed, or cut by time."""
     num_rows: Count
     """Samples in it."""
 
@@ -163,17 +167,21 @@ class Dataset(Record):
     sparse: tuple[SparseFeature, ...]
     """Sparse features, in the order of the KeyedJaggedTensor's keys."""
     splits: dict[str, Split] = Field(min_length=1)
-    """'train' and 'test'."""
+    """'train' and 'test', and 'valid' where there is one."""
     teacher: Teacher | None = None
     """Taken from the teacher.json that `meseta data synth` writes."""
     seed: int = 0
     """Seed of the hashes and of the split."""
     test_fraction: float | None = None
     """Share of rows, or of groups, in the test split; None: split by files, or at a given time."""
+    valid_fraction: float | None = None
+    """The same of the valid split; None where there is none, too."""
     split_by: Literal["time", "group"] | None = None
-    """What the test split was drawn or cut off by; None: by rows, or by files."""
+    """What these splits were drawn or cut off by; None: by rows, or by files."""
     test_from: float | None = None
     """Split by time: the first second of the test split, since 1970-01-01 UTC."""
+    valid_from: float | None = None
+    """Split by time: the first second of the valid split, which ends where the test split begins."""
     sources: tuple[SourceFile, ...] = ()
     """The raw files, in the order in which they were read."""
     bad_rows: BadRows | None = None

@@ -8,12 +8,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from meseta.data.dataset import SPLITS
 from meseta.data.hash_categories import feature_seed, hash_categories, hash_to_rows
 from meseta.data.parse import parse_block
 from meseta.data.raw_rows import RawRows, RawSparse
 from meseta.data.schema import Layout
 from meseta.data.sources import Block
-from meseta.data.splitting import Splitter
+from meseta.data.splitting import TRAIN, Splitter
 from meseta.data.vocabulary import count_values
 
 
@@ -22,7 +23,7 @@ class EncodedBlock:
     """The rows of one block, parted into the splits."""
 
     splits: dict[str, pa.RecordBatch]
-    """'train', 'test' or both."""
+    """Those of SPLITS that have rows of it."""
     counted: dict[str, pa.Table]
     """With vocabularies: values of each feature in the training rows, and their counts."""
     block: Block
@@ -41,20 +42,22 @@ class Encoder:
     def encode(self, block: Block, first_global_row: int) -> EncodedBlock:
         """Parse, split and encode one block, whose first row is row `first_global_row` of all sources."""
         rows = parse_block(block, self.layout)
-        test = self.splitter.is_test(block, first_global_row, rows)
+        split = self.splitter.split_of(block, first_global_row, rows)
         batch = self._record_batch(rows)
         splits = {}
-        for name, mask in (("train", ~test), ("test", test)):
+        for place, name in enumerate(SPLITS):
+            mask = split == place
             if mask.all():
                 splits[name] = batch
             elif mask.any():
                 splits[name] = batch.filter(pa.array(mask))
         counted = {}
-        if self.hash_rows is None and not test.all():
+        training = split == TRAIN
+        if self.hash_rows is None and training.any():
             for column, sparse in zip(self.layout.sparse, rows.sparse, strict=True):
                 if column.buckets is not None:
                     continue
-                counted[column.name] = count_values(_training_values(sparse, test))
+                counted[column.name] = count_values(_training_values(sparse, training))
         return EncodedBlock(splits=splits, counted=counted, block=block)
 
     def _record_batch(self, rows: RawRows) -> pa.RecordBatch:
@@ -84,8 +87,8 @@ def as_lists(values: pa.Array, lengths: NDArray[np.int64] | None) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets), values)
 
 
-def _training_values(sparse: RawSparse, test: NDArray[np.bool_]) -> pa.Array:
-    if not test.any():
+def _training_values(sparse: RawSparse, training: NDArray[np.bool_]) -> pa.Array:
+    if training.all():
         return sparse.values
-    keep = ~test if sparse.lengths is None else np.repeat(~test, sparse.lengths)
+    keep = training if sparse.lengths is None else np.repeat(training, sparse.lengths)
     return sparse.values.filter(pa.array(keep))

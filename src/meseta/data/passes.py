@@ -73,7 +73,7 @@ class TwoPasses:
         self.progress = progress
         self.spools = {
             name: Spool(self.spool_dir / f"{name}.arrow", self.layout.dense, self.layout.label_columns)
-            for name in ("train", "test")
+            for name in options.splits
         }
         self.rows_of_source = dict.fromkeys((source.path for source in sources), 0)
         self.bad_rows = BadRowCounter(options.max_bad_rows)
@@ -122,10 +122,24 @@ class TwoPasses:
         self.bad_rows.check()
         for spool in self.spools.values():
             spool.close()
-        if not self.spools["train"].num_rows:
-            raise MesetaError(f"prepare: none of {at.num_rows} rows is left for training; lower --test-fraction")
+        self._check_splits(at.num_rows)
         if at.source < len(self.sources):
             self._commit_reading(replace(at, source=len(self.sources), place=Place(), position_bytes=0))
+
+    def _check_splits(self, num_rows: int) -> None:
+        """Raise MesetaError where a split that training or choosing needs has no row."""
+        if not self.spools["train"].num_rows:
+            change = {"fraction": "lower", "after": "give a later", "files": "give fewer"}
+            rules = [(split, self.options.rule_of(split)) for split in self.options.splits if split != "train"]
+            ways_out = " or ".join(f"{change[rule]} --{split}-{rule}" for split, rule in rules if rule)
+            raise MesetaError(f"prepare: none of {num_rows} rows is left for training; {ways_out}")
+        if "valid" in self.spools and not self.spools["valid"].num_rows:
+            change = {"fraction": "raise", "after": "give an earlier", "files": "give other"}
+            rule = self.options.rule_of("valid") or "fraction"
+            raise MesetaError(
+                f"prepare: none of {num_rows} rows falls to the valid split; {change[rule]} --valid-{rule}, or go "
+                "without it: --valid-fraction 0"
+            )
 
     def _jobs(self, at: ReadSoFar) -> Iterator[Callable[[], tuple[int, Block, GoodParts[EncodedBlock]]]]:
         """Each gives the number of its source and the block beside what was made of it."""
@@ -219,9 +233,11 @@ class TwoPasses:
             splits=splits,
             teacher=find_teacher(self.sources),
             seed=options.seed,
-            test_fraction=options.fraction,
+            test_fraction=options.share_of("test"),
+            valid_fraction=options.share_of("valid"),
             split_by=self.encoder.splitter.by,
             test_from=self.encoder.splitter.test_from,
+            valid_from=self.encoder.splitter.valid_from,
             sources=tuple(
                 SourceFile(path=s.path, split=s.split, num_rows=self.rows_of_source[s.path]) for s in self.sources
             ),
@@ -241,10 +257,11 @@ def find_teacher(sources: Sequence[Source]) -> Teacher | None:
     try:
         document = json.loads(path.read_text())
         test = [source for source in sources if source.split == "test"]
-        if any(source.split == "both" for source in sources):
-            entry = document["all"] if {Path(s.path).name for s in sources} == set(document["files"]) else None
-        else:
+        if test:
             entry = document["files"].get(Path(test[0].path).name) if len(test) == 1 else None
+        else:
+            drawn_from = {Path(source.path).name for source in sources if source.split == "both"}
+            entry = document["all"] if drawn_from == set(document["files"]) else None
         # Without positives, or negatives, the teacher has no AUC either.
         return Teacher(auc=entry["auc"], ne=entry["ne"]) if entry and entry["auc"] is not None else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

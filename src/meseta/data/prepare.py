@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import pyarrow as pa
 
-from meseta.data.dataset import FILE_NAME, Dataset
+from meseta.data.dataset import FILE_NAME, SPLITS, Dataset
 from meseta.data.encode import Encoder
 from meseta.data.files import refuse_url
 from meseta.data.layout import find_layout
@@ -31,6 +31,15 @@ from meseta.data.values import seconds_of_texts
 from meseta.spec import MesetaError, nearest
 from meseta.spec.processors import num_cores
 
+PARTED = ("test", "valid")
+"""Splits that are parted from the training rows."""
+RULES = ("fraction", "files", "after")
+"""What may part them, as in the names of the options."""
+TEST_FRACTION = 0.1
+"""Share of the test split where nothing says what makes it."""
+VALID_FRACTION = 0.1
+"""The same of the valid split, where there is to be one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
@@ -44,10 +53,17 @@ class PrepareOptions:
     """Files or patterns whose rows make the test split; they may be among the sources."""
     test_fraction: float | None = None
     """Share of rows that make the test split; None: 0.1 where neither test_files nor test_after are given."""
-    split_by: str | None = None
-    """What makes that share: None: rows drawn by seed; 'group': whole groups, drawn by seed; 'time': the last rows."""
     test_after: str | None = None
     """Rows from this time on make the test split, as a number or in ISO 8601; it implies split_by 'time'."""
+    valid_files: Sequence[str] = ()
+    """Files or patterns whose rows make the valid split; they may be among the sources, not among test_files."""
+    valid_fraction: float | None = None
+    """Share of rows that make the valid split; None and 0: there is none, unless by valid_files or valid_after."""
+    valid_after: str | None = None
+    """Rows from this time on, up to the test split, make the valid split; it implies split_by 'time'."""
+    split_by: str | None = None
+    """What makes those shares: None: rows drawn by seed; 'group': whole groups, drawn by seed; 'time': the last rows,
+    for testing, and those just before them."""
     seed: int = 0
     """Seed of the split and of the hashes, 0..2**63-1."""
     hash_rows: int = 100_000
@@ -77,23 +93,12 @@ class PrepareOptions:
 
     def __post_init__(self) -> None:
         refuse_url("prepare: --out", self.out)
-        if self.test_files and self.test_fraction is not None:
-            raise MesetaError("prepare: --test-fraction and --test-files exclude each other; give one")
-        if self.test_after is not None and (self.test_files or self.test_fraction is not None):
-            raise MesetaError(
-                "prepare: --test-after and --test-files or --test-fraction exclude each other; give one of them"
-            )
-        if self.split_by not in (None, "time", "group"):
-            raise MesetaError(f"prepare: --split-by must be 'time' or 'group', got {self.split_by!r}")
-        if self.split_by is not None and (self.test_files or (self.split_by == "group" and self.test_after)):
-            other = "--test-files" if self.test_files else "--test-after"
-            raise MesetaError(f"prepare: --split-by {self.split_by} and {other} exclude each other; give one")
+        self._check_shares()
+        self._check_split_by()
         if self.schema is not None and (self.label or self.dense or self.sparse):
             raise MesetaError(
                 "prepare: --schema and --label, --dense, --sparse exclude each other; give one or the others"
             )
-        if self.test_fraction is not None and not 0 <= self.test_fraction < 1:
-            raise MesetaError(f"prepare: --test-fraction must be in [0, 1), got {self.test_fraction}")
         if not 0 <= self.seed < 2**63:
             raise MesetaError(f"prepare: --seed must be in 0..2**63-1, got {self.seed}")
         for name, rows in {"all features": self.hash_rows, **self.hash_rows_by_feature}.items():
@@ -109,12 +114,50 @@ class PrepareOptions:
         if self.min_count < 1:
             raise MesetaError(f"prepare: --min-count must be at least 1, got {self.min_count}")
 
-    @property
-    def fraction(self) -> float | None:
-        """Share of rows, or of groups, for the test split; None: split by files, or at a given time."""
-        if self.test_files or self.test_after is not None:
+    def _check_shares(self) -> None:
+        for split in PARTED:
+            options = [f"--{split}-{rule}" for rule in RULES if getattr(self, f"{split}_{rule}") not in (None, (), [])]
+            if len(options) > 1:
+                raise MesetaError(f"prepare: {' and '.join(options)} exclude each other; give one of them")
+            share = getattr(self, f"{split}_fraction")
+            if share is not None and not 0 <= share < 1:
+                raise MesetaError(f"prepare: --{split}-fraction must be in [0, 1), got {share}")
+        test, valid = self.share_of("test") or 0.0, self.share_of("valid") or 0.0
+        if test + valid >= 1:
+            raise MesetaError(
+                f"prepare: --test-fraction {test:g} and --valid-fraction {valid:g} leave no row for training; lower one"
+            )
+
+    def _check_split_by(self) -> None:
+        if self.split_by not in (None, "time", "group"):
+            raise MesetaError(f"prepare: --split-by must be 'time' or 'group', got {self.split_by!r}")
+        options = {f"--{split}-{rule}": rule for split in PARTED if (rule := self.rule_of(split))}
+        after = [option for option, rule in options.items() if rule == "after"]
+        if self.split_by == "group" and after:
+            raise MesetaError(f"prepare: --split-by group and {after[0]} exclude each other; give one")
+        if self.split_by is not None and set(options.values()) == {"files"}:
+            other = " and ".join(options)
+            raise MesetaError(f"prepare: --split-by {self.split_by} and {other} exclude each other; give one")
+
+    def rule_of(self, split: str) -> Literal["fraction", "files", "after"] | None:
+        """Which option makes the test or the valid split; None: there is no valid split."""
+        if getattr(self, f"{split}_files"):
+            return "files"
+        if getattr(self, f"{split}_after") is not None:
+            return "after"
+        return "fraction" if split == "test" or self.valid_fraction else None
+
+    def share_of(self, split: str) -> float | None:
+        """Share of rows, or of groups, for the test or the valid split; None: by files, at a given time, or none."""
+        if self.rule_of(split) != "fraction":
             return None
-        return 0.1 if self.test_fraction is None else self.test_fraction
+        share: float | None = getattr(self, f"{split}_fraction")
+        return TEST_FRACTION if share is None else share
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Names of the splits that are made, in the order of SPLITS."""
+        return tuple(split for split in SPLITS if split == "train" or self.rule_of(split))
 
 
 def read_layout(options: PrepareOptions) -> Layout:
@@ -161,7 +204,7 @@ def prepare(
                 survey = _survey(surveyor, staging)
                 encoder = Encoder(
                     layout.with_boundaries(survey.boundaries),
-                    replace(splitter, test_from=survey.test_from),
+                    replace(splitter, test_from=survey.test_from, valid_from=survey.valid_from),
                     seed=options.seed,
                     hash_rows=hash_rows,
                 )
@@ -170,6 +213,17 @@ def prepare(
                 pool.shutdown(cancel_futures=True)
             dataset.save(staging.folder)
     return Dataset.load(options.out)
+
+
+def with_valid_split(options: PrepareOptions) -> PrepareOptions:
+    """The same, with a valid split of a tenth where nothing is said of one; but not where `options.out` stands already
+    and was prepared without."""
+    if options.valid_fraction is not None or options.rule_of("valid"):
+        return options
+    record = load_record(options.out)
+    if record is not None and record["options"].get("valid_fraction") is None:
+        return options
+    return replace(options, valid_fraction=VALID_FRACTION)
 
 
 def load_prepared(options: PrepareOptions) -> Dataset | None:
@@ -198,10 +252,13 @@ def _schema_of(options: PrepareOptions) -> Schema | None:
 
 
 def _find_sources(options: PrepareOptions, schema: Schema | None) -> tuple[Source, ...]:
-    by_fraction = not options.test_files
     delimiter, header = (schema.delimiter, schema.header) if schema else (None, ())
     return find_sources(
-        options.sources, options.test_files, by_fraction=by_fraction, delimiter=delimiter, header=header
+        options.sources,
+        {"valid": options.valid_files, "test": options.test_files},
+        rest_is_parted=any(options.rule_of(split) in ("fraction", "after") for split in PARTED),
+        delimiter=delimiter,
+        header=header,
     )
 
 
@@ -215,24 +272,37 @@ def _layout_of(
 
 
 def _splitter(options: PrepareOptions, layout: Layout) -> Splitter:
-    """Raises MesetaError where the column that decides is missing, or --test-after is no time."""
-    by = cast(SplitBy | None, "time" if options.test_after is not None else options.split_by)
+    """Raises MesetaError where the column that decides is missing, or --test-after or --valid-after is no time."""
+    is_after = any(options.rule_of(split) == "after" for split in PARTED)
+    by = cast(SplitBy | None, "time" if is_after else options.split_by)
     if by is not None and getattr(layout, by) is None:
         raise MesetaError(
             f"prepare: --split-by {by} needs a column for it, and there is none; name it as {by!r} in a --schema file "
             "(of libsvm, qid is the group; Criteo's TSV has neither)"
         )
-    test_from = None
-    if options.test_after is not None:
-        try:
-            [test_from] = seconds_of_texts(pa.array([options.test_after])).tolist()
-        except pa.ArrowInvalid:
-            test_from = math.nan
-        if math.isnan(test_from):
-            raise MesetaError(
-                f"prepare: --test-after {options.test_after!r} is no time; give one as 2026-01-31 23:59:59, or a number"
-            )
-    return Splitter(seed=options.seed, test_fraction=options.fraction or 0.0, by=by, test_from=test_from)
+    splitter = Splitter(
+        seed=options.seed,
+        test_fraction=options.share_of("test") or 0.0,
+        valid_fraction=options.share_of("valid") or 0.0,
+        by=by,
+        test_from=_seconds("--test-after", options.test_after),
+        valid_from=_seconds("--valid-after", options.valid_after),
+    )
+    splitter.check_order()
+    return splitter
+
+
+def _seconds(option: str, text: str | None) -> float | None:
+    """A time as an option gives it, in seconds since 1970-01-01 UTC. Raises MesetaError where it is none."""
+    if text is None:
+        return None
+    try:
+        [seconds] = seconds_of_texts(pa.array([text])).tolist()
+    except pa.ArrowInvalid:
+        seconds = math.nan
+    if math.isnan(seconds):
+        raise MesetaError(f"prepare: {option} {text!r} is no time; give one as 2026-01-31 23:59:59, or a number")
+    return float(seconds)
 
 
 def _survey(surveyor: Surveyor, staging: Staging) -> Survey:
@@ -266,4 +336,5 @@ __all__ = [
     "load_prepared",
     "prepare",
     "read_layout",
+    "with_valid_split",
 ]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from meseta.data.prepare import PrepareOptions
 
 RECORD_NAME = "prepare.json"
-_NO_PART_OF_THE_RESULT = {"sources", "test_files", "out", "force", "num_threads"}
+_NO_PART_OF_THE_RESULT = {"sources", "test_files", "valid_files", "out", "force", "num_threads"}
 
 
 def record_of(options: PrepareOptions, sources: Sequence[Source]) -> dict[str, Any]:
@@ -26,6 +26,7 @@ def record_of(options: PrepareOptions, sources: Sequence[Source]) -> dict[str, A
     A schema file counts by its text. Raises MesetaError where that cannot be read.
     """
     chosen = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in _NO_PART_OF_THE_RESULT}
+    chosen["valid_fraction"] = options.valid_fraction or None  # a share of 0 is no valid split
     if options.schema is not None:
         try:
             chosen["schema"] = options.schema.read_text(errors="replace")

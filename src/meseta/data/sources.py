@@ -8,7 +8,7 @@ import io
 import itertools
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from meseta.data.csv_records import count_records, cut_records, header_names, read_header
+from meseta.data.dataset import SourceSplit
 from meseta.data.files import find, open_file, status
 from meseta.spec import MesetaError
 from meseta.spec.errors import one_line
@@ -52,8 +53,8 @@ class Source:
 
     path: str
     """As found: a path on this machine, or a URL."""
-    split: Literal["train", "test", "both"]
-    """Where its rows go; 'both': by a seeded fraction."""
+    split: SourceSplit
+    """Where its rows go."""
     kind: Kind
     size_bytes: int
     """As stored, compressed or not."""
@@ -99,26 +100,32 @@ class Block:
 
 def find_sources(
     patterns: Sequence[str],
-    test_patterns: Sequence[str],
+    files_of_splits: Mapping[Literal["valid", "test"], Sequence[str]],
     *,
-    by_fraction: bool,
+    rest_is_parted: bool,
     delimiter: str | None = None,
     header: Sequence[str] = (),
 ) -> tuple[Source, ...]:
-    """Files in the given order, what a pattern matches in order of name; files of `test_patterns` go to the test split.
+    """Files in the given order, what a pattern matches in order of name; those of `files_of_splits` go there as a whole
+    and come last, and the rest to training, or is parted row by row.
 
     Where a `delimiter` is given, all text is CSV with it; where a `header` is, it is CSV without one.
     Raises MesetaError for a missing, unreadable, empty or doubled file, for a folder, and for two kinds of files.
     """
-    test_paths = _expand(test_patterns)
-    paths = [path for path in _expand(patterns) if path not in test_paths]
-    if not paths:
-        raise MesetaError("prepare: no source is left for training; every file is named by --test-files")
-    train_split: Literal["train", "both"] = "both" if by_fraction else "train"
-    sources = tuple(
-        [_identify(path, train_split, delimiter, tuple(header)) for path in paths]
-        + [_identify(path, "test", delimiter, tuple(header)) for path in test_paths]
-    )
+    whole: dict[str, SourceSplit] = {}
+    for split, named in files_of_splits.items():
+        for path in _expand(named):
+            if path in whole:
+                raise MesetaError(
+                    f"prepare: {path!r} is named by --{whole[path]}-files and by --{split}-files; give it to one"
+                )
+            whole[path] = split
+    rest: SourceSplit = "both" if rest_is_parted else "train"
+    splits = {path: rest for path in _expand(patterns) if path not in whole}
+    if not splits:
+        options = " or ".join(f"--{split}-files" for split, named in files_of_splits.items() if named)
+        raise MesetaError(f"prepare: no source is left for training; every file is named by {options}")
+    sources = tuple(_identify(path, split, delimiter, tuple(header)) for path, split in (splits | whole).items())
     kinds = {source.kind: source.path for source in sources}
     if len(kinds) > 1:
         shown = " and ".join(f"{path!r} is {KIND_NAMES[kind]}" for kind, path in kinds.items())
@@ -188,9 +195,7 @@ def _expand(patterns: Sequence[str]) -> list[str]:
     return paths
 
 
-def _identify(
-    path: str, split: Literal["train", "test", "both"], delimiter: str | None, header: tuple[str, ...]
-) -> Source:
+def _identify(path: str, split: SourceSplit, delimiter: str | None, header: tuple[str, ...]) -> Source:
     try:
         found = status(path)
         if found.is_folder:

@@ -1,4 +1,4 @@
-"""What must be known of all rows before the first is encoded: where the test split begins in time, and quantiles.
+"""What must be known of all rows before the first is encoded: where splits begin in time, and quantiles.
 
 A pass over the columns that decide it, which go to the disk as plain numbers; what is found there is exact, and memory
 does not grow with the rows.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,15 @@ from meseta.data.parse import parse_block
 from meseta.data.raw_rows import RawRows
 from meseta.data.schema import Layout
 from meseta.data.sources import Block, Source, read_blocks
-from meseta.data.splitting import Splitter
+from meseta.data.splitting import TRAIN, Splitter
 from meseta.data.workers import in_order
 from meseta.spec import MesetaError
 
 _CHUNK_ROWS = 1 << 20
 
 OnRows = Callable[[int, float], None]
-_Parsed = tuple[RawRows, NDArray[np.bool_]]
-"""Rows, and which of them are for testing."""
+_Parsed = tuple[RawRows, NDArray[np.int8]]
+"""Rows, and their splits as far as these are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,8 @@ class Survey:
 
     test_from: float | None = None
     """First second of the test split."""
+    valid_from: float | None = None
+    """First second of the valid split."""
     boundaries: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Of each column that is cut by its quantiles."""
 
@@ -51,7 +53,7 @@ class Survey:
     def from_dict(document: Mapping[str, Any]) -> Survey:
         """The inverse of `to_dict`."""
         boundaries = {name: tuple(values) for name, values in document["boundaries"].items()}
-        return Survey(test_from=document["test_from"], boundaries=boundaries)
+        return Survey(**{**document, "boundaries": boundaries})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,10 @@ class Surveyor:
 
     @property
     def _seeks_time(self) -> bool:
-        return self.splitter.by == "time" and self.splitter.test_from is None
+        """Whether a split is a share of the time whose first second is not known."""
+        s = self.splitter
+        shares = ((s.test_fraction, s.test_from), (s.valid_fraction, s.valid_from))
+        return s.by == "time" and any(share > 0 and first is None for share, first in shares)
 
     @property
     def _quantiles_wanted(self) -> dict[str, int]:
@@ -91,16 +96,18 @@ class Surveyor:
         """
         wanted = self._quantiles_wanted
         if self.leaves_all_as_it_is:
-            return Survey(test_from=self.splitter.test_from)
+            return Survey(test_from=self.splitter.test_from, valid_from=self.splitter.valid_from)
         self._read(self._reduced(list(wanted)))
-        test_from = self._first_test_second() if self._seeks_time else self.splitter.test_from
+        splitter = self._with_times() if self._seeks_time else self.splitter
+        ends = [first for first in (splitter.valid_from, splitter.test_from) if first is not None]
+        train_until = min(ends) if self._seeks_time and ends else None
         boundaries = {
-            column: self._quantiles(column, place, number, test_from)
+            column: self._quantiles(column, place, number, train_until)
             for place, (column, number) in enumerate(wanted.items())
         }
         for path in [self._path("time"), *(self._path(place) for place in range(len(wanted)))]:
             path.unlink(missing_ok=True)
-        return Survey(test_from=test_from, boundaries=boundaries)
+        return Survey(test_from=splitter.test_from, valid_from=splitter.valid_from, boundaries=boundaries)
 
     def _reduced(self, columns: Sequence[str]) -> Layout:
         """The layout of the columns that this pass reads."""
@@ -124,12 +131,13 @@ class Surveyor:
             files = [stack.enter_context(self._path(place).open("wb")) for place in range(len(layout.surveyed))]
             times = stack.enter_context(self._path("time").open("wb"))
             for block, parts in in_order(self.pool, self._jobs(layout), self.num_threads + 1):
-                for rows, test in parts:
+                for rows, split in parts:
                     for file, numbers in zip(files, rows.numbers, strict=True):
-                        numbers[test] = np.nan
+                        numbers[split != TRAIN] = np.nan
                         numbers.tofile(file)
-                    if rows.time is not None:
-                        rows.time.tofile(times)
+                    if rows.time is not None:  # those of files that go to one split as a whole do not count
+                        time = rows.time if block.source.split == "both" else np.full_like(rows.time, np.nan)
+                        time.tofile(times)
                 num_rows += block.num_rows
                 done_bytes[block.source] = block.position_bytes
                 self.on_rows(num_rows, sum(done_bytes.values()) / total_bytes)
@@ -139,7 +147,7 @@ class Surveyor:
 
         def parse(block: Block, first_row: int) -> _Parsed:
             rows = parse_block(block, layout)
-            return rows, self.splitter.is_test(block, first_row, rows)
+            return rows, self.splitter.split_of(block, first_row, rows)
 
         def parse_good(block: Block, rows_before: int) -> tuple[Block, list[_Parsed]]:
             def parse_part(part: Block) -> _Parsed:
@@ -162,31 +170,52 @@ class Surveyor:
             while (chunk := np.fromfile(file, np.float64, _CHUNK_ROWS)).size:
                 yield chunk
 
-    def _first_test_second(self) -> float | None:
-        """The first time of the test split, which has at most the wanted share of the rows; None for no share."""
-        times = partial(self._chunks, "time")
-        num_rows = count_numbers(times)
-        num_test = int(num_rows * self.splitter.test_fraction)
-        if not num_test:
+    def _with_times(self) -> Splitter:
+        """The splitter with the first seconds of both splits: test's last rows, and valid's just before them."""
+        splitter = self.splitter
+        if splitter.test_from is None:
+            splitter = replace(splitter, test_from=self._first_second("test", splitter.test_fraction, None))
+        if splitter.valid_from is None:
+            valid_from = self._first_second("valid", splitter.valid_fraction, splitter.test_from)
+            splitter = replace(splitter, valid_from=valid_from)
+        splitter.check_order()
+        return splitter
+
+    def _first_second(self, split: str, share: float, until: float | None) -> float | None:
+        """The first time of the last rows before `until`, which are at most this share of all rows; None for no row."""
+
+        def times() -> Iterator[NDArray[np.float64]]:
+            for chunk in self._chunks("time"):
+                yield chunk if until is None else np.where(chunk < until, chunk, np.nan)
+
+        num_rows, num_wanted = count_numbers(times), int(count_numbers(partial(self._chunks, "time")) * share)
+        if not num_wanted:
             return None
-        [last] = order_statistics(times, [num_rows - num_test - 1])
+        if num_wanted >= num_rows:
+            raise MesetaError(
+                f"prepare: before the test split there are {num_rows} rows, of which the valid split would take "
+                f"{num_wanted}; give a smaller --valid-fraction"
+            )
+        [last] = order_statistics(times, [num_rows - num_wanted - 1])
         later = [float(chunk[chunk > last].min()) for chunk in times() if (chunk > last).any()]
         if not later:
+            where = "" if until is None else " before the test split"
             raise MesetaError(
-                f"prepare: the last {self.splitter.test_fraction:g} of the rows all have the time {last:.17g}, as rows "
-                "before them have; give a larger --test-fraction, --test-after, or split otherwise"
+                f"prepare: the last {share:g} of the rows{where} all have the time {last:.17g}, as rows before them "
+                f"have; give a larger --{split}-fraction, --{split}-after, or split otherwise"
             )
         return min(later)
 
-    def _quantiles(self, column: str, place: int, number: int, test_from: float | None) -> tuple[float, ...]:
-        """Boundaries of `number` buckets: value floor(k * n / number) of the n sorted training values, each once."""
+    def _quantiles(self, column: str, place: int, number: int, train_until: float | None) -> tuple[float, ...]:
+        """Boundaries of `number` buckets: value floor(k * n / number) of the n sorted training values, each once.
+        `train_until`: the time from which on rows are not for training; None: the others have no value already."""
 
         def training() -> Iterator[NDArray[np.float64]]:
-            if not self._seeks_time or test_from is None:
+            if train_until is None:
                 yield from self._chunks(place)
                 return
             for numbers, times in zip(self._chunks(place), self._chunks("time"), strict=True):
-                yield np.where(times >= test_from, np.nan, numbers)
+                yield np.where(times >= train_until, np.nan, numbers)
 
         count = count_numbers(training)
         if not count:

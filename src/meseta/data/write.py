@@ -38,7 +38,7 @@ class SplitWriter:
     vocabularies: Mapping[str, Vocabulary]
     """Empty where ids are hashed."""
     statistics: Mapping[str, FeatureStatistics]
-    """Where to count; empty for the test split."""
+    """Where to count; empty for all but the training split."""
     out: Path
     """Folder of the dataset."""
     name: str
