@@ -5,19 +5,16 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from meseta.config import RunConfig
+from meseta.config.keys import all_keys
 from source_tree import ROOT
 
 pytest.importorskip("mkdocs", reason="the docs extra is not installed")
 sys.path.insert(0, str(ROOT / "tools" / "site"))
-import config_keys
 import pages
 import reference
 
@@ -50,44 +47,6 @@ def test_every_page_has_its_place() -> None:
     assert made - set(named) == {name for name in made if name.startswith("examples/")}  # the hook appends these
 
 
-def schema_paths(node: dict[str, Any], whole: dict[str, Any], path: str) -> Iterator[str]:
-    """Paths of all values in pydantic's own JSON schema."""
-    options = [node, *node.get("anyOf", []), *node.get("allOf", [])]
-    for option in options:
-        if "$ref" in option:
-            option = whole["$defs"][option["$ref"].rpartition("/")[2]]  # noqa: PLW2901
-        inner = option.get("additionalProperties")
-        if "properties" in option:
-            for name, below in option["properties"].items():
-                yield from schema_paths(below, whole, f"{path}.{name}".lstrip("."))
-            return
-        if isinstance(inner, dict) and "$ref" in inner:
-            yield from schema_paths(inner, whole, f"{path}.<feature>")
-            return
-    yield path
-
-
-def test_every_config_key_is_listed() -> None:
-    schema = RunConfig.model_json_schema()
-    listed = {key.path: key for key in config_keys.all_keys()}
-    wanted = set(schema_paths(schema, schema, ""))
-    folded = {path for path, key in listed.items() if key.kind == "section"}  # "keys as above"
-    covered = {path for path in wanted if any(path.startswith(f"{fold}.") for fold in folded)}
-    assert wanted - covered == set(listed) - folded
-    assert len(wanted) > 80 and "embedding.tables.<feature>.optimizer.lr" in covered
-    assert not [key.path for key in listed.values() if not key.text or not key.kind]
-    assert not [key.path for key in listed.values() if not key.default and key.kind != "section"]
-
-
-def test_a_key_as_it_is_shown() -> None:
-    shown = {key.path: (key.kind, key.default) for key in config_keys.all_keys()}
-    assert shown["run_dir"] == ("path", "must be given")
-    assert shown["seed"] == ("integer ≥\xa00, <\xa02^63", "`0`")
-    assert shown["model.bottom_mlp"] == ("list: integer ≥\xa01, ≤\xa01,048,576", "`[512, 256, 64]`")
-    assert shown["dense.dtype"] == ("`float32` or `bfloat16` or `auto`", "`float32`")
-    assert shown["train.max_steps"][1] == "none"
-
-
 @pytest.mark.parametrize(
     ("name", "text", "shown"),
     [
@@ -116,9 +75,7 @@ def test_public_names_and_keys_are_on_the_site(site: Path) -> None:
         for public in reference.public_names(package):
             assert re.search(rf'<h2 id="[^"]*{public}" class="doc doc-heading">', page), (name, public)
     config = (site / "config.html").read_text()
-    assert all(
-        f"<code>{key.path.replace('<', '&lt;').replace('>', '&gt;')}</code>" in config for key in config_keys.all_keys()
-    )
+    assert all(f"<code>{key.path.replace('<', '&lt;').replace('>', '&gt;')}</code>" in config for key in all_keys())
 
 
 def test_pages_are_whole(site: Path) -> None:

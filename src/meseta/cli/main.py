@@ -12,6 +12,7 @@ import typer
 from meseta.cli.bench import app as bench_app
 from meseta.cli.calibrate import calibrate
 from meseta.cli.checkpoint import app as checkpoint_app
+from meseta.cli.config import config
 from meseta.cli.data import app as data_app
 from meseta.cli.doctor import doctor
 from meseta.cli.eager import leave_dynamo_out
@@ -41,6 +42,7 @@ app.add_typer(data_app, name="data")
 app.command()(prepare)
 app.command()(train)
 app.command()(sweep)
+app.command()(config)
 app.command()(plan)
 app.command()(verify)
 app.add_typer(bench_app, name="bench")

@@ -290,8 +290,8 @@ class ModelConfig(Section):
     options: dict[str, Any] = {}
     """An own model: keyword arguments of its constructor."""
     embedding_dim: Width = 16
-    """Columns of every table; logistic_regression always uses 1, and fm, deepfm, xdeepfm and wide_deep have one more,
-    the weight of the id by itself."""
+    """All but logistic_regression: columns of every table; fm, deepfm, xdeepfm and wide_deep have one more, the weight
+    of the id by itself, which is all that logistic_regression has."""
     bottom_mlp: tuple[Width, ...] = (512, 256, 64)
     """dlrm, dlrm_dcnv2: hidden widths of the bottom MLP; its last layer has embedding_dim outputs and is added."""
     top_mlp: tuple[Width, ...] = (512, 256)
@@ -320,9 +320,11 @@ class ModelConfig(Section):
     tower_mlp: tuple[Width, ...] = (128,)
     """mmoe: hidden widths of each task's tower; the single output is added."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the outputs of hidden layers that is dropped in training; masks do not depend on the number of ranks."""
+    """All but logistic_regression and fm: share of the outputs of hidden layers that is dropped in training; masks do
+    not depend on the number of ranks."""
     batch_norm: bool = False
-    """Normalise the outputs of hidden layers before ReLU, with statistics of the global batch."""
+    """All but logistic_regression and fm: normalise the outputs of hidden layers before ReLU, with statistics of the
+    global batch."""
 
     @field_validator("name")
     @classmethod

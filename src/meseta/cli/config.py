@@ -1,0 +1,56 @@
+"""`meseta config [KEY]`: what the keys of a config mean; a whole file for a model."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meseta.spec import MesetaError
+
+if TYPE_CHECKING:
+    from meseta.config.keys import Key
+
+MAX_WIDTH = 120
+
+
+def config(
+    key: Annotated[
+        str | None,
+        typer.Argument(help="A key, a section, a pattern such as '*.lr', or a part of a name.", show_default="all"),
+    ] = None,
+    example: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Print a whole config file for a model, such as dlrm.")
+    ] = None,
+) -> None:
+    """What the keys of a run's config are: values, default, meaning."""
+    if example is not None:
+        from meseta.config.example import example as text_of
+
+        if key is not None:
+            raise MesetaError(f"config: --example prints a whole file; leave the key {key!r} out")
+        typer.echo(text_of(example), nl=False)
+        return
+    from meseta.config.keys import find_keys, sections
+
+    if key is not None:
+        _print(find_keys(key))
+        return
+    for title, keys in sections():
+        typer.secho(f"{title}\n", underline=True)
+        _print(keys)
+
+
+def _print(keys: list[Key]) -> None:
+    """Each key with its kind and default, and its meaning below."""
+    from meseta.config.keys import plain
+
+    width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
+    for key in keys:
+        given = key.default == "must be given" or not key.default
+        default = plain(key.default) if given else f"default {plain(key.default)}"
+        facts = "; ".join(filter(None, (plain(key.kind), default)))
+        typer.echo(f"{typer.style(key.path, bold=True)}: {facts}")
+        typer.echo(textwrap.fill(key.text, width, initial_indent="    ", subsequent_indent="    ") + "\n")

@@ -1,0 +1,70 @@
+"""A whole config file for a model: every key that matters to it, at its default, under its meaning."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from meseta.config.keys import Key, key_of, plain
+from meseta.config.run import MODEL_NAMES, RowOptimizerConfig, RunConfig
+from meseta.spec import MesetaError, nearest
+from meseta.spec.optimizer import USED_FIELDS
+
+_WIDTH = 110
+_FOR_SOME = re.compile(r"^(All but )?(An own \w+|\w+(?:, \w+)*(?: and \w+)?): ")
+"""How the text of a key begins that matters to some values of the section's `name` or `kind` alone."""
+
+
+def example(name: str) -> str:
+    """The text of the file, as YAML. Raises MesetaError for a name that is no model of this package."""
+    if name not in MODEL_NAMES:
+        raise MesetaError(f"config: there is no model {name!r}; {nearest(name, MODEL_NAMES)}")
+    config = RunConfig(run_dir=f"runs/{name}", data={"dir": "data/prepared"}, model={"name": name})  # type: ignore[arg-type]
+    head = (
+        f"A run of {name}, for `meseta train FILE`. Every key that matters to it is here, at its default; all but "
+        "run_dir and data.dir may be left out. null is none."
+    )
+    return "\n".join([*_comment(head, 0), "", *_lines(config, 0)]) + "\n"
+
+
+def _lines(section: BaseModel, depth: int) -> Iterator[str]:
+    """The keys of a section that have an effect."""
+    values = section.model_dump(mode="json")
+    for name in type(section).model_fields:
+        key, value = key_of(type(section), name, name), getattr(section, name)
+        if not _matters(section, key):
+            continue
+        text = _FOR_SOME.sub("", key.text, count=1)
+        text = text[:1].upper() + text[1:]
+        if isinstance(value, BaseModel):
+            yield from ["", *_comment(text, depth), f"{'  ' * depth}{name}:", *_lines(value, depth + 1)]
+        else:
+            kind = "" if key.kind == "section" else f" [{plain(key.kind)}]"
+            yield from _comment(f"{text}{kind}", depth)
+            yield f"{'  ' * depth}{name}: {_yaml(values[name])}"
+
+
+def _matters(section: BaseModel, key: Key) -> bool:
+    """Whether a key has an effect beside the section's `name` or `kind`."""
+    if isinstance(section, RowOptimizerConfig):
+        return key.path in ("name", *USED_FIELDS[section.name])
+    chosen = getattr(section, "name", getattr(section, "kind", None))
+    beginning = _FOR_SOME.match(key.text)
+    if chosen is None or beginning is None:
+        return True
+    return (chosen in re.split(", | and ", beginning[2])) != bool(beginning[1])
+
+
+def _comment(text: str, depth: int) -> list[str]:
+    indent = f"{'  ' * depth}# "
+    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _yaml(value: Any) -> str:
+    """A value in one line."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()

@@ -1,0 +1,181 @@
+"""Every key of a run's config with its kind, default and meaning, made from the classes that check it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from meseta.config.run import RunConfig
+from meseta.spec import MesetaError
+
+LIMITS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One key of the config."""
+
+    path: str
+    """With dots; <feature> stands for a name that the user chooses."""
+    kind: str
+    """Values that it takes, as Markdown."""
+    default: str
+    """As Markdown."""
+    text: str
+    """What it means."""
+
+
+def all_keys() -> list[Key]:
+    """All keys that hold a value, sections apart."""
+    return [key for _, found in sections() for key in found]
+
+
+def find_keys(name: str) -> list[Key]:
+    """The keys that `name` means: one, all of a section, those that match a pattern such as '*.lr', or those that have
+    it in their names. Any name stands for <feature>. Raises MesetaError where there is none."""
+    keys = all_keys()
+    for rule in (_is_at, _matches, _has):
+        if found := [key for key in keys if rule(key, name)]:
+            return found
+    nicknames = {key.path.rpartition(".")[2]: key.path for key in keys} | {key.path: key.path for key in keys}
+    close = dict.fromkeys(nicknames[near] for near in get_close_matches(name, nicknames, n=3))
+    asked = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+    raise MesetaError(f"config: there is no key {name!r}; {asked}`meseta config` lists all")
+
+
+def _is_at(key: Key, name: str) -> bool:
+    """Whether a key is the one called so, or lies in the section called so."""
+    there, wanted = key.path.split("."), name.split(".")
+    fits = all(one in (other, "<feature>") for one, other in zip(there, wanted, strict=False))
+    return fits and (len(wanted) <= len(there) or key.kind == "section")
+
+
+def _matches(key: Key, name: str) -> bool:
+    return fnmatchcase(key.path, name)
+
+
+def _has(key: Key, name: str) -> bool:
+    return bool(name) and name in key.path
+
+
+def sections() -> Iterator[tuple[str, list[Key]]]:
+    """The keys at the top, then each section with all that lies in it."""
+    fields = RunConfig.model_fields
+    yield "The run", [key_of(RunConfig, n, n) for n, f in fields.items() if _section_of(f.annotation) is None]
+    for name, field in fields.items():
+        section = _section_of(field.annotation)
+        if section is not None:
+            yield f"{name}: {_sentence(field.description)}", list(_walk(section, name, ()))
+
+
+def _walk(section: type[BaseModel], prefix: str, above: tuple[type[BaseModel], ...]) -> Iterator[Key]:
+    for name, field in section.model_fields.items():
+        path = f"{prefix}.{name}"
+        inner = _section_of(field.annotation)
+        if inner is None:
+            yield key_of(section, name, path)
+        elif any(issubclass(inner, one) for one in above):
+            yield Key(path=path, kind="section", default=_default(field), text=f"{field.description} Keys as above.")
+        else:
+            named = get_origin(field.annotation) is dict
+            seen = (*above, *(c for c in (_section_of(f.annotation) for f in section.model_fields.values()) if c))
+            yield from _walk(inner, f"{path}.<feature>" if named else path, (*seen, section) if named else above)
+
+
+def key_of(section: type[BaseModel], name: str, path: str) -> Key:
+    """The key `name` of a section, called `path` in the whole."""
+    field = section.model_fields[name]
+    text = field.description or _texts_beside(section).get(name, "")
+    kind = "section" if _section_of(field.annotation) else _kind(field.annotation, [*field.metadata])
+    return Key(path=path, kind=kind, default=_default(field), text=" ".join(text.split()))
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds, directly, by name, or unless it is None."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+@cache
+def _texts_beside(section: type[BaseModel]) -> dict[str, str]:
+    """Texts of the fields of the class that a section's docstring names: "See meseta.OptimizerSpec ..."."""
+    words = [word.strip(".,") for word in (section.__doc__ or "").split() if word.startswith("meseta.")]
+    if not words:
+        return {}
+    package, _, name = words[0].rpartition(".")
+    source = getattr(importlib.import_module(package), name)
+    tree = ast.parse(Path(inspect.getfile(source)).read_text(encoding="utf-8"))
+    [body] = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    texts = {}
+    for statement, after in pairwise(body):
+        match statement, after:
+            case ast.AnnAssign(target=ast.Name(id=field)), ast.Expr(value=ast.Constant(value=str(text))):
+                texts[field] = inspect.cleandoc(text)
+    return texts
+
+
+def _kind(annotation: Any, limits: list[Any]) -> str:
+    """A type as a person writes values of it in YAML."""
+    origin, inside = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _kind(inside[0], [m for extra in inside[1:] for m in getattr(extra, "metadata", [extra])] + limits)
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in inside)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_kind(part, limits) for part in inside if part is not type(None))
+    if origin is tuple:
+        return f"list: {_kind(inside[0], [])}"
+    if origin is dict:
+        return "mapping" if inside[1] is Any else f"mapping to {_kind(inside[1], [])}"
+    names = {Path: "path", str: "text", bool: "`true` or `false`", int: "integer", float: "number"}
+    bounds = [
+        f"{sign}\N{NO-BREAK SPACE}{_bound(getattr(m, name))}"
+        for m in limits
+        for name, sign in LIMITS
+        if hasattr(m, name)
+    ]
+    return " ".join([names[annotation], ", ".join(bounds)]).strip()
+
+
+def plain(markdown: str) -> str:
+    """Kind or default of a key without the marks of Markdown."""
+    return markdown.replace("`", "").replace("\N{NO-BREAK SPACE}", " ")
+
+
+def _bound(value: float) -> str:
+    return "2^63" if value == 2**63 else f"{value:,}"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "must be given"
+    value = field.default
+    if isinstance(value, BaseModel):
+        return ""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, tuple):
+        return f"`[{', '.join(map(str, value))}]`"
+    return f"`{value}`"
+
+
+def _sentence(text: str | None) -> str:
+    text = (text or "").rstrip(".")
+    return text[:1].lower() + text[1:]

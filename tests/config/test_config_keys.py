@@ -1,0 +1,170 @@
+"""What `meseta config` lists and prints: every key, found by its name, and whole files that are what they say."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from meseta.config import ModelConfig, RunConfig, check_document
+from meseta.config.example import example
+from meseta.config.keys import all_keys, find_keys
+from meseta.config.run import MODEL_NAMES
+from meseta.config.widths import wanted_embedding_dim
+from meseta.models.factory import make_model
+from meseta.spec import MesetaError
+from meseta.spec.optimizer import USED_FIELDS
+from model_parts import OneRowEach
+from source_tree import SOURCE
+
+
+def schema_paths(node: dict[str, Any], whole: dict[str, Any], path: str) -> Iterator[str]:
+    """Paths of all values in pydantic's own JSON schema."""
+    options = [node, *node.get("anyOf", []), *node.get("allOf", [])]
+    for option in options:
+        if "$ref" in option:
+            option = whole["$defs"][option["$ref"].rpartition("/")[2]]  # noqa: PLW2901
+        inner = option.get("additionalProperties")
+        if "properties" in option:
+            for name, below in option["properties"].items():
+                yield from schema_paths(below, whole, f"{path}.{name}".lstrip("."))
+            return
+        if isinstance(inner, dict) and "$ref" in inner:
+            yield from schema_paths(inner, whole, f"{path}.<feature>")
+            return
+    yield path
+
+
+def test_every_config_key_is_listed() -> None:
+    schema = RunConfig.model_json_schema()
+    listed = {key.path: key for key in all_keys()}
+    wanted = set(schema_paths(schema, schema, ""))
+    folded = {path for path, key in listed.items() if key.kind == "section"}  # "keys as above"
+    covered = {path for path in wanted if any(path.startswith(f"{fold}.") for fold in folded)}
+    assert wanted - covered == set(listed) - folded
+    assert len(wanted) > 80 and "embedding.tables.<feature>.optimizer.lr" in covered
+    assert not [key.path for key in listed.values() if not key.text or not key.kind]
+    assert not [key.path for key in listed.values() if not key.default and key.kind != "section"]
+
+
+def test_a_key_as_it_is_shown() -> None:
+    shown = {key.path: (key.kind, key.default) for key in all_keys()}
+    assert shown["run_dir"] == ("path", "must be given")
+    assert shown["seed"] == ("integer ≥\xa00, <\xa02^63", "`0`")
+    assert shown["model.bottom_mlp"] == ("list: integer ≥\xa01, ≤\xa01,048,576", "`[512, 256, 64]`")
+    assert shown["dense.dtype"] == ("`float32` or `bfloat16` or `auto`", "`float32`")
+    assert shown["train.max_steps"][1] == "none"
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("train.batch_size", ["train.batch_size"]),
+        ("run_dir", ["run_dir"]),
+        ("model.cin_layers", ["model.cin_layers"]),
+        ("metrics", ["metrics.ndcg_k", "metrics.segments", "metrics.max_segments"]),
+        ("embedding.init", ["embedding.init.kind", "embedding.init.scale"]),
+        ("embedding.tables.user", ["embedding.tables.<feature>.optimizer", "embedding.tables.<feature>.init"]),
+        ("embedding.tables.user.optimizer.lr", ["embedding.tables.<feature>.optimizer"]),
+        ("*.optimizer.lr", ["embedding.optimizer.lr", "dense.optimizer.lr"]),
+        ("batch_size", ["train.batch_size", "train.eval_batch_size"]),
+    ],
+)
+def test_keys_are_found_by_name_section_pattern_and_part(name: str, found: list[str]) -> None:
+    assert {key.path for key in find_keys(name)} == set(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("train.batchsize", "there is no key 'train.batchsize'; did you mean .*'train.batch_size'"),
+        ("epoch_s", "did you mean 'train.epochs'"),
+        ("zzz", "there is no key 'zzz'; `meseta config` lists all"),
+        ("train.batch_size.x", "no key 'train.batch_size.x'"),
+        ("", "there is no key ''"),
+        ("[", "no key"),
+    ],
+)
+def test_an_unknown_key_is_told_with_the_nearest(name: str, message: str) -> None:
+    with pytest.raises(MesetaError, match=message):
+        find_keys(name)
+
+
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_an_example_is_the_default_config(name: str) -> None:
+    text = example(name)
+    document = yaml.safe_load(text)
+    assert check_document(document) == RunConfig.model_validate(
+        {"run_dir": f"runs/{name}", "data": {"dir": "data/prepared"}, "model": {"name": name}}
+    )
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def changed(value: Any) -> Any:
+    if isinstance(value, str):
+        return "none"
+    return (*value, 5) if isinstance(value, tuple) else value + 0.5 if isinstance(value, float) else value + 1
+
+
+def built(config: ModelConfig) -> object:
+    """What can be seen of a model; None where a setting is refused, since nothing would come of it."""
+    try:
+        model = make_model(config, OneRowEach([wanted_embedding_dim(config)] * 3), 4, 0)
+    except MesetaError as error:
+        assert "change nothing" in str(error)
+        return None
+    return [repr(model), [getattr(part, "options", None) for part in model.modules()],
+            [(name, parameter.shape) for name, parameter in model.named_parameters()]]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_an_example_has_the_keys_of_its_model_that_change_something(name: str) -> None:
+    shown = set(yaml.safe_load(example(name))["model"]) - {"name"}
+    config = ModelConfig(name=name)
+    alone = built(config)
+    for key in set(ModelConfig.model_fields) - {"name", "options"}:
+        value = getattr(config, key)
+        other = built(config.model_copy(update={key: True if value is False else changed(value)}))
+        assert (other is not None and other != alone) == (key in shown), key
+    assert "options" not in shown
+
+
+def test_an_example_has_all_other_keys_that_its_optimizers_use() -> None:
+    document = yaml.safe_load(example("deepfm"))
+    assert set(document["embedding"]["optimizer"]) == {"name", *USED_FIELDS["rowwise_adagrad"]}
+    assert set(document["dense"]["optimizer"]) == {"name", "lr", "weight_decay", "beta1", "beta2", "eps"}
+    left_out = {"power", "step_factor", "step_every"}  # of other kinds than 'constant'
+    assert not left_out & set(document["dense"]["schedule"])
+    for section in ("data", "train", "checkpoint", "metrics", "planner"):
+        keys = {key.path.split(".")[1] for key in all_keys() if key.path.startswith(f"{section}.")}
+        assert set(document[section]) == keys
+
+
+def test_an_unknown_model_is_told() -> None:
+    with pytest.raises(MesetaError, match="there is no model 'dlmr'; did you mean 'dlrm'"):
+        example("dlmr")
+
+
+def test_the_command_needs_nothing_of_the_source_tree(tmp_path: Path) -> None:
+    """As from the wheel: the package alone, elsewhere, without tools/ and without torch."""
+    shutil.copytree(SOURCE, tmp_path / "meseta", ignore=shutil.ignore_patterns("*.so", "*.cpp", "__pycache__"))
+    program = (
+        "import sys; sys.argv = ['meseta', 'config', 'optimizer.momentum']\n"
+        "from meseta.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code\n"
+        "print([name for name in ('torch', 'numpy', 'pyarrow') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        check=False, capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("embedding.optimizer.momentum: number; default 0.0\n    Decay of the velocity")
+    assert "dense.optimizer.momentum: number ≥ 0, < 1; default 0.0\n" in done.stdout
+    assert done.stdout.endswith("[]\n")
