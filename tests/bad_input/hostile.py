@@ -416,9 +416,11 @@ def descriptions() -> Iterator[tuple[str, Change]]:
         for number, value in enumerate(NUMBERS):
             if (place, value) != ("sparse.0.num_embeddings", 2**31):
                 yield f"{place} {number}", change(place, value)
-    for place in ("dense", "sparse", "splits", "splits.train.files", "sparse.0.name", "sparse.0.encoding", "labels"):
+    places = ("dense", "sparse", "splits", "splits.train.files", "sparse.0.name", "sparse.0.encoding", "labels")
+    for place in (*places, "splits.valid", "valid_fraction"):
         for number, value in enumerate(OTHERS):
-            if (place, value) not in (("dense", []), ("sparse", []), ("sparse.0.name", "../x")):
+            kept = (("dense", []), ("sparse", []), ("sparse.0.name", "../x"), ("valid_fraction", None))
+            if (place, value) not in kept:
                 yield f"{place} {number}", change(place, value)
     for name in ("dataset.json", "train/part-00000.parquet"):
         yield f"{name} a FIFO", replaced(name, os.mkfifo)

@@ -172,9 +172,9 @@ class Dataset(Record):
     """Taken from the teacher.json that `meseta data synth` writes."""
     seed: int = 0
     """Seed of the hashes and of the split."""
-    test_fraction: float | None = None
+    test_fraction: float | None = Field(default=None, ge=0, lt=1)
     """Share of rows, or of groups, in the test split; None: split by files, or at a given time."""
-    valid_fraction: float | None = None
+    valid_fraction: float | None = Field(default=None, ge=0, lt=1)
     """The same of the valid split; None where there is none, too."""
     split_by: Literal["time", "group"] | None = None
     """What these splits were drawn or cut off by; None: by rows, or by files."""
