@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,27 @@ def tiny_data(folder: Path) -> Path:
                 sparse=list(SHAPES),
             )
         )
+    return out
+
+
+def tiny_with_valid(tiny: Path) -> Path:
+    """`tiny_data` with the last 300 rows of its training split as a split valid; beside it, once per session."""
+    out = tiny.with_name("tiny-with-valid")
+    if not out.exists():
+        shutil.copytree(tiny, out)
+        document = json.loads((out / "dataset.json").read_text())
+        [file] = document["splits"]["train"]["files"]
+        rows = pq.read_table(out / file["path"])
+        for name, part in (("train", rows.slice(0, len(rows) - 300)), ("valid", rows.slice(len(rows) - 300))):
+            path = f"{name}/part-00000.parquet"
+            (out / name).mkdir(exist_ok=True)
+            pq.write_table(part, out / path)
+            document["splits"][name] = {
+                "num_rows": len(part),
+                "num_positives": float(np.sum(part["label"].to_numpy())),
+                "files": [{"path": path, "num_rows": len(part)}],
+            }
+        (out / "dataset.json").write_text(json.dumps(document))
     return out
 
 

@@ -13,9 +13,11 @@ import pytest
 
 from meseta.cli import sweep as command
 from meseta.cli.launch import StopSignals
+from meseta.comm import World
 from meseta.config import load_config
 from meseta.spec import MesetaError
-from small_run import settings, train, write_config
+from meseta.train.trainer import Trainer
+from small_run import settings, tiny_with_valid, write_config
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -38,7 +40,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     runs: list[Path] = []
 
     def here(arguments: Sequence[str], log: Path, calls: StopSignals) -> int:
-        _, path, *overrides, nproc, _ = arguments
+        with_test = arguments[-1] != "--no-test"
+        _, path, *overrides, nproc, _ = arguments if with_test else arguments[:-1]
         assert nproc == "--nproc"
         config = load_config(path, overrides)
         runs.append(config.run_dir)
@@ -48,7 +51,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
             if config.seed == 6:
                 os.kill(os.getpid(), signal.SIGTERM)
                 return 143
-            train(config.model_dump(mode="json"))
+            Trainer(config, World.current(), with_test=with_test).run()
         except MesetaError as error:
             log.write_text(f"step 1\nerror: {error}\n")
             return 1
@@ -71,6 +74,7 @@ def test_a_grid_in_processes_of_their_own(run: Run, config: Path, tmp_path: Path
     aucs = [json.loads((out / row["trial"] / "summary.json").read_text())["test"]["auc"] for row in found]
     assert [float(row["auc"]) for row in found] == aucs == sorted(aucs, reverse=True)
     assert {row["seed"] for row in found} == {"4", "5"}
+    assert "note: the test split decided which trial is the best, so its figures are flattered" in text
     assert (out / "comparison.html").exists() and f"report: {out / 'comparison.html'}" in text
 
 
@@ -86,6 +90,32 @@ def test_a_failed_trial_is_told_and_finished_ones_are_kept(
     code, text, _ = run(*arguments)
     assert code == 0 and [path.name for path in started[3:]] == ["trial-001"]
     assert text.count("(kept)") == 2
+
+
+def test_trials_are_ranked_by_valid_and_the_best_alone_reads_test(
+    run: Run, tiny: Path, tmp_path: Path, started: list[Path]
+) -> None:
+    config = write_config(
+        tmp_path / "c.yaml", settings(tiny_with_valid(tiny), tmp_path / "unused", train__max_steps=11)
+    )
+    out = tmp_path / "sweep"
+    arguments = ("sweep", config, "dense.optimizer.lr=[1e-5,0.02,1e-4]", "--out", out)
+    code, text, _ = run(*arguments)
+    assert code == 0 and "flattered" not in text
+    assert [path.name for path in started] == ["trial-000", "trial-001", "trial-002", "trial-001"]
+    found = rows(out)
+    summaries = {path.name: json.loads((path / "summary.json").read_text()) for path in started}
+    assert [name for name, summary in summaries.items() if "test" in summary] == ["trial-001"]
+    assert [row["trial"] for row in found] == sorted(summaries, key=lambda name: summaries[name]["valid"]["ne"])
+    assert [float(row["ne"]) for row in found] == [summaries[row["trial"]]["valid"]["ne"] for row in found]
+    assert float(found[0]["test auc"]) == summaries["trial-001"]["test"]["auc"]
+    assert {row["test auc"] for row in found[1:]} == {""}
+    lines = [json.loads(line) for path in started for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in lines if line.get("split") == "test"} == {11}
+    page = (out / "comparison.html").read_text()
+    assert "Figures are those of the split valid" in page and "trial-001 on test, at step 11:" in page
+    assert f"{summaries['trial-000']['valid']['auc']:.4f}" in page
+    assert run(*arguments)[0] == 0 and len(started) == 4  # nothing is left to do
 
 
 def test_a_stopped_sweep_goes_on(run: Run, config: Path, tmp_path: Path, started: list[Path]) -> None:

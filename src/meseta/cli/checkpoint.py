@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Look at checkpoints, check them, compare them, hand them on.", no_args_is_help=True)
 
-AnyPath = Annotated[str, typer.Argument(help="A checkpoint, a folder of them, or a run (its newest one); or a URL.")]
+AnyPath = Annotated[
+    str,
+    typer.Argument(help="A checkpoint, a folder of them (its newest), or a run (what train.finish says); or a URL."),
+]
 
 
 @app.command(name="list")
@@ -87,9 +90,10 @@ def _found(path: str) -> Iterator[Path]:
     """The checkpoint that a path or URL names; that of a URL lies in a temporary folder meanwhile."""
     from meseta.checkpoint import fetch, find_checkpoint
     from meseta.spec.urls import is_url
+    from meseta.train.run_dir import RunDir
 
     if not is_url(path):
-        yield find_checkpoint(path)
+        yield RunDir(Path(path)).final_checkpoint() or find_checkpoint(path)
         return
     with TemporaryDirectory(prefix="meseta-") as folder:
         yield fetch(path, Path(folder))

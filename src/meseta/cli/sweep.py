@@ -13,6 +13,7 @@ import typer
 from meseta.cli.launch import StopSignals
 from meseta.cli.processes import start_command
 from meseta.spec import MesetaError
+from meseta.train.splits import TEST
 
 if TYPE_CHECKING:
     from meseta.train.sweep import Result, Sweep, Trial
@@ -43,10 +44,13 @@ def sweep(
     ),
     trials: Annotated[int | None, typer.Option(min=1, help="Number of trials drawn by --random.")] = None,
     seed: Annotated[int, typer.Option(help="Of --random.")] = 0,
-    metric: Annotated[Metric, typer.Option(help="Figure of the test split that ranks the trials.")] = Metric.NE,
+    metric: Annotated[
+        Metric, typer.Option(help="Figure that ranks the trials, of the split valid, else of test.")
+    ] = Metric.NE,
     nproc: Annotated[int, typer.Option(min=1, help="Ranks of each trial.")] = 1,
 ) -> None:
     """Train once per combination of settings and rank the runs; started again, keep what is finished and go on."""
+    from meseta.train.splits import note_flattered
     from meseta.train.sweep import Result, draws, grid, open_sweep, parse_space, rank, write_page, write_tables
 
     if by_chance != (trials is not None):
@@ -64,8 +68,12 @@ def sweep(
             print(f"interrupted in trial {index + 1}; the same command goes on from there", file=sys.stderr)
             raise typer.Exit(128 + signals.number)
     ranked = rank(results, metric.value)
+    ranked[0] = _tested(plan, ranked[0], nproc, signals)
+    write_tables(plan, ranked)
     page = write_page(plan, ranked)
     _print(ranked)
+    if note := note_flattered(ranked[0].split if len(ranked) > 1 else None, ["which trial is the best"]):
+        print(f"note: {note}")
     print(f"tables: {plan.out / 'sweep.csv'}, {plan.out / 'sweep.md'}")
     if page is None:
         raise MesetaError(f"sweep: no trial was finished; their logs are in {str(out)!r}")
@@ -80,18 +88,40 @@ def _finish(plan: Sweep, trial: Trial, nproc: int, signals: StopSignals, metric:
     summary, problem, kept = trial.summary(), "", "  (kept)"
     if summary is None:
         kept = ""
-        log = plan.out / f"{trial.run_dir.name}.log"
-        code = _train(["train", str(plan.config), *trial.overrides, "--nproc", str(nproc)], log, signals)
+        code = _train([*_command(plan, trial, nproc), "--no-test"], plan.log(trial), signals)
         summary = trial.summary()
         if signals.number is not None:
             problem = "stopped"
         elif code != 0 or summary is None:
-            summary, problem = None, f"failed with exit code {code}: {_last_words(log)}"
+            summary, problem = None, f"failed with exit code {code}: {_last_words(plan.log(trial))}"
     result = Result(trial, summary, problem)
     if signals.number is None:
         figure = f"{metric} {shown('ne', result.figure(metric)) or 'undefined'}"
         print(f"{head}  {problem or figure}{kept}", flush=True)
     return result
+
+
+def _tested(plan: Sweep, result: Result, nproc: int, signals: StopSignals) -> Result:
+    """The best trial, with its figures of the test split, which was left alone until now where valid has chosen."""
+    from meseta.train.sweep import Result
+
+    if result.summary is None or TEST in result.summary:
+        return result
+    code = _train(_command(plan, result.trial, nproc), plan.log(result.trial), signals)
+    if signals.number is not None:
+        print("interrupted at the test split of the best trial; the same command goes on from there", file=sys.stderr)
+        raise typer.Exit(128 + signals.number)
+    summary = result.trial.summary()
+    if summary is None or TEST not in summary:
+        raise MesetaError(
+            f"sweep: the best trial, {result.trial.run_dir.name}, could not be evaluated on the test split (exit code "
+            f"{code}): {_last_words(plan.log(result.trial))}"
+        )
+    return Result(result.trial, summary)
+
+
+def _command(plan: Sweep, trial: Trial, nproc: int) -> list[str]:
+    return ["train", str(plan.config), *trial.overrides, "--nproc", str(nproc)]
 
 
 def _train(arguments: Sequence[str], log: Path, signals: StopSignals) -> int:
@@ -127,17 +157,17 @@ def _print(ranked: Sequence[Result]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from meseta.train.sweep import shown
+    from meseta.train.sweep import rows, shown
 
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 10_000  # a file or a pipe has no edge to break lines at
-    rows = [{"rank": place, **result.cells()} for place, result in enumerate(ranked, start=1)]
-    names = [name for name in rows[0] if name != "problem" or any(row["problem"] for row in rows)]
+    cells = rows(ranked)
+    names = [name for name in cells[0] if name != "problem" or any(row["problem"] for row in cells)]
     table = Table(box=None, pad_edge=False)
     for name in names:
         is_text = name in ("trial", "problem")
         table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "problem")
-    for row in rows:
+    for row in cells:
         table.add_row(*(shown(name, row[name]) for name in names))
     console.print(table)

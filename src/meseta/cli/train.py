@@ -44,6 +44,7 @@ _Label = Annotated[
     str | None, typer.Option(help="Column of the label.", show_default="by its name", rich_help_panel=_FILES)
 ]
 _Schema = Annotated[Path | None, typer.Option(help="YAML file that says what the columns are.", rich_help_panel=_FILES)]
+_NoTest = Annotated[bool, typer.Option("--no-test", help="Leave the test split unread where there is a split valid.")]
 
 
 def train(
@@ -67,6 +68,7 @@ def train(
     bad_rows: BadRows = "error",
     max_bad_rows: MaxBadRows = None,
     nproc: Annotated[int, typer.Option(help="Ranks on this machine. torchrun works too.")] = 1,
+    no_test: _NoTest = False,
 ) -> None:
     """Train a model, evaluate it, and write a report; started again, go on from the newest checkpoint."""
     from meseta.config import check_document, read_document, set_default
@@ -97,7 +99,7 @@ def train(
         dataset = _prepared(with_valid_split(PrepareOptions(sources=data, out=settings.data.dir, **said)))
         set_default(document, "train.batch_size", default_batch_size(dataset.splits["train"].num_rows))
         settings = check_document(document, config)
-    _run(settings)
+    _run(settings, with_test=not no_test)
 
 
 def _choose_folders(document: dict[str, Any], data: Sequence[str], said: Mapping[str, Any]) -> None:
@@ -116,15 +118,15 @@ def _choose_folders(document: dict[str, Any], data: Sequence[str], said: Mapping
         raise MesetaError("train: nothing to train on; give a config file, or raw files as --data FILE")
 
 
-def _run(settings: RunConfig) -> None:
-    """Train, and print what came of it."""
+def _run(settings: RunConfig, *, with_test: bool) -> None:
+    """Train to the end and print what came of it."""
     from meseta.train.interruption import Stopped
     from meseta.train.session import session
     from meseta.train.trainer import Trainer
 
     try:
         with session(settings) as world:
-            summary = Trainer(settings, world).run()
+            summary = Trainer(settings, world, with_test=with_test).run()
     except Stopped as stopped:
         raise typer.Exit(stopped.exit_code) from None
     if world.rank == 0:
@@ -156,15 +158,24 @@ def _prepared(options: PrepareOptions) -> Dataset:
 
 
 def _print_result(summary: dict[str, Any], run_dir: Path) -> None:
-    test, teacher = summary["test"], summary["teacher"]
-    print(f"test AUC {_number(test['auc'])}  NE {_number(test['ne'])}  logloss {_number(test['logloss'])}  "
-          f"calibration {_number(test['calibration'])}  ({test['num_samples']:,} samples)")  # fmt: skip
-    if teacher:
+    from meseta.train.splits import EVALUATED, TEST, note_flattered
+
+    teacher, chosen, ends = summary["teacher"], summary.get("chosen", {}), []
+    for split in (split for split in EVALUATED if split in summary):
+        line = summary[split]
+        ends.append((f"the {split} split", line.get("ids_outside")))
+        print(f"{split} AUC {_number(line['auc'])}  NE {_number(line['ne'])}  logloss {_number(line['logloss'])}  "
+              f"calibration {_number(line['calibration'])}  ({line['num_samples']:,} samples)")  # fmt: skip
+    if line["step"] != summary["num_steps"]:
+        print(f"these are the best weights, of step {line['step']:,}; the last step was {summary['num_steps']:,}")
+    if note := note_flattered(chosen.get("split"), chosen.get("what", ())):
+        print(f"note: {note}")
+    if teacher and TEST in summary:
         print(f"best reachable: AUC {teacher['auc']:.4f}  NE {teacher['ne']:.4f}  (the teacher's, on the same rows)")
     speed = f"{summary['samples_per_s']:,.0f} samples/s" if summary["samples_per_s"] else "no step was left to do"
     print(f"{summary['num_samples']:,} samples in {summary['train_s']:.1f} s of training, {speed}, "
           f"{summary['num_ranks']} rank{'s' * (summary['num_ranks'] > 1)}")  # fmt: skip
-    for what, outside in (("training", summary["ids_outside"]), ("the test split", test.get("ids_outside"))):
+    for what, outside in (("training", summary["ids_outside"]), *ends):
         if outside:
             counts = ", ".join(f"{feature} {count:,}" for feature, count in outside.items())
             print(f"ids outside their table in {what}, handled as embedding.id_policy says: {counts}")

@@ -7,15 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_serializer, model_validator
 
+from meseta.config.schedule import ScheduleConfig
+from meseta.config.section import Count, Depth, Section, Whole, Width
 from meseta.spec import MesetaError, OptimizerSpec, nearest
 from meseta.spec.optimizer import SteppedRows, WeightDecayMode
 from meseta.spec.tables import InitKind, TableDtype
@@ -24,26 +19,6 @@ MODEL_NAMES = ("dlrm", "dlrm_dcnv2", "logistic_regression", "fm", "wide_deep", "
 """Models of this package."""
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 """'package.module:Class', a model of the user's own."""
-Width = Annotated[int, Field(ge=1, le=2**20)]
-"""Outputs of one layer, up to a million."""
-Depth = Annotated[int, Field(ge=1, le=1024)]
-"""Layers, or parts beside each other."""
-Count = Annotated[int, Field(ge=1, lt=2**63)]
-"""Samples, steps and the like."""
-Whole = Annotated[int, Field(ge=0, lt=2**63)]
-"""0, 1, 2 and so on."""
-
-
-class Section(BaseModel):
-    """A part of the config: frozen, and an unknown key is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _empty_means_defaults(cls, value: Any) -> Any:
-        """A section whose keys are all commented out reads as null in YAML."""
-        return {} if value is None else value
 
 
 class DataConfig(Section):
@@ -73,34 +48,6 @@ class DataConfig(Section):
         return value
 
 
-class ScheduleConfig(Section):
-    """Factor on the base learning rate: linear warm-up, then constant, then decay to end_factor."""
-
-    kind: Literal["constant", "polynomial", "cosine", "step"] = "constant"
-    """After the warm-up: 'constant', 'polynomial' or 'cosine' decay between two steps, or 'step': a fall by
-    `step_factor` every `step_every` steps."""
-    warmup_steps: Whole = 0
-    """Steps over which the factor rises linearly to 1."""
-    decay_start_step: Whole = 0
-    """Step, counted from 0, at which the decay begins, but not before the end of the warm-up."""
-    decay_steps: Whole = 0
-    """Length of the decay in steps; 0: until the end of training."""
-    power: float = Field(default=2.0, gt=0)
-    """polynomial: exponent of the decay."""
-    end_factor: float = Field(default=0.0, ge=0)
-    """Factor at and after the end of the decay; under 'step', the least factor."""
-    step_factor: float = Field(default=0.1, gt=0, lt=1)
-    """step: what the factor is multiplied by at each fall."""
-    step_every: Count | None = None
-    """step: steps between falls, counted from the start of the decay."""
-
-    @model_validator(mode="after")
-    def _check(self) -> ScheduleConfig:
-        if self.kind == "step" and self.step_every is None:
-            raise ValueError("kind 'step' needs step_every, the steps between falls of the rate; set it")
-        return self
-
-
 class RowOptimizerConfig(Section):
     """See meseta.OptimizerSpec for the meaning of the constants."""
 
@@ -121,7 +68,7 @@ class RowOptimizerConfig(Section):
     clip_value: float | None = None
     clip_norm: float | None = None
     stepped_rows: SteppedRows = "touched"
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default={})
     element_states: int = 0
     row_states: int = 0
 
@@ -186,8 +133,8 @@ class EmbeddingConfig(Section):
     stochastically; 'float64' makes the whole run float64, for verification."""
     optimizer: RowOptimizerConfig = RowOptimizerConfig()
     """Row optimizer of all tables."""
-    schedule: ScheduleConfig = ScheduleConfig()
-    """Learning-rate schedule of all tables."""
+    schedule: ScheduleConfig | None = None
+    """Learning-rate schedule of all tables, where it is not that of the section schedule; replaces all of its keys."""
     regularization: RegularizationConfig = RegularizationConfig()
     """Penalties on the rows of all tables that learn."""
     init: InitConfig = InitConfig()
@@ -196,7 +143,7 @@ class EmbeddingConfig(Section):
     """How bags with several ids are reduced."""
     id_policy: Literal["error", "drop", "clamp", "hash"] = "error"
     """What happens to an id outside its table."""
-    tables: dict[str, TableConfig] = {}
+    tables: dict[str, TableConfig] = Field(default={})
     """Per-table settings, by the name of the feature."""
 
     @model_validator(mode="after")
@@ -272,8 +219,8 @@ class DenseConfig(Section):
     many times slower than float32."""
     optimizer: DenseOptimizerConfig = DenseOptimizerConfig()
     """Optimizer of everything that is not a table."""
-    schedule: ScheduleConfig = ScheduleConfig()
-    """Its learning-rate schedule."""
+    schedule: ScheduleConfig | None = None
+    """Its learning-rate schedule, where it is not that of the section schedule; replaces all of its keys."""
     clip_value: float | None = Field(default=None, gt=0)
     """Every element of its gradients is limited to -clip_value..clip_value; None: no limit."""
     clip_norm: float | None = Field(default=None, gt=0)
@@ -287,7 +234,7 @@ class ModelConfig(Section):
     baseline), 'fm' (Rendle, ICDM 2010), 'wide_deep' (arXiv 1606.07792), 'deepfm' (arXiv 1703.04247), 'xdeepfm' (arXiv
     1803.05170), 'autoint' (arXiv 1810.11921), or 'mmoe' for several labels (Ma et al., KDD 2018); or
     'package.module:Class', a model of your own."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default={})
     """An own model: keyword arguments of its constructor."""
     embedding_dim: Width = 16
     """All but logistic_regression: columns of every table; fm, deepfm, xdeepfm and wide_deep have one more, the weight
@@ -356,7 +303,8 @@ class MetricsConfig(Section):
 
 class EarlyStoppingConfig(Section):
     metric: Literal["ne", "logloss", "auc", "pr_auc", "gauc", "ndcg"] = "ne"
-    """Figure of the test split that says which evaluation is the best; 'gauc' and 'ndcg' need data with groups."""
+    """Figure that says which evaluation is the best, of the split valid, or, where the data have none, of test; 'gauc'
+    and 'ndcg' need data with groups."""
     task: str | None = None
     """Label whose figure it is, where the data have several; None: the first."""
     patience: Count | None = None
@@ -373,7 +321,7 @@ class TrainConfig(Section):
     after the last: the memory of activations becomes that of a part, the result is that of the whole batch."""
     epochs: Count = 1
     """Passes over the training split."""
-    task_weights: dict[str, Annotated[float, Field(ge=0)]] = {}
+    task_weights: dict[str, Annotated[float, Field(ge=0)]] = Field(default={})
     """What the loss of a label is multiplied by, by the name of the label; those that are not named keep 1."""
     max_steps: Count | None = None
     """Stop after this many steps; None: after `epochs`."""
@@ -382,17 +330,39 @@ class TrainConfig(Section):
     tensorboard: bool = False
     """Also write the figures of metrics.jsonl to run_dir/tensorboard; needs the extra 'tensorboard'."""
     eval_every_steps: Count | None = None
-    """Steps between evaluations; None: only at the end."""
+    """Steps between evaluations, of the split valid where the data have one, else of test; None: see
+    eval_every_epochs."""
+    eval_every_epochs: float | None = Field(default=None, gt=0)
+    """The same in epochs, whole or a part such as 0.5; not beside eval_every_steps. Neither: only at the end."""
     eval_batch_size: Count = 8192
     """Samples of a global batch in evaluation and prediction."""
     early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
-    """What the best evaluation is, and when to stop; needs eval_every_steps."""
+    """What the best evaluation is, and when to stop; needs eval_every_steps or eval_every_epochs."""
+    finish: Literal["last", "best"] = "last"
+    """Weights that the run ends with, which the test split, the report, `eval`, `predict` and exports take: the last,
+    or those of the best evaluation by early_stopping, whose checkpoint is then kept as by checkpoint.keep_best."""
+
+    @property
+    def evaluates_on_the_way(self) -> bool:
+        """Whether there are evaluations before the end."""
+        return self.eval_every_steps is not None or self.eval_every_epochs is not None
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
-        if self.early_stopping.patience is not None and self.eval_every_steps is None:
-            raise ValueError("early_stopping.patience needs evaluations on the way; set train.eval_every_steps")
+        if self.eval_every_steps is not None and self.eval_every_epochs is not None:
+            raise ValueError("eval_every_steps and eval_every_epochs say the same in two ways; leave one out")
+        if self.early_stopping.patience is not None:
+            self.need_evaluations("early_stopping.patience")
+        if self.finish == "best":
+            self.need_evaluations("finish 'best'")
         return self
+
+    def need_evaluations(self, what: str) -> None:
+        """Raise ValueError where there are none on the way, which `what` needs."""
+        if not self.evaluates_on_the_way:
+            raise ValueError(
+                f"{what} needs evaluations on the way; set train.eval_every_steps or train.eval_every_epochs"
+            )
 
 
 class CheckpointConfig(Section):
@@ -444,6 +414,8 @@ class RunConfig(Section):
     """What is trained."""
     embedding: EmbeddingConfig = EmbeddingConfig()
     """How tables learn."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """Learning-rate schedule of tables and dense part, where embedding.schedule and dense.schedule are not given."""
     dense: DenseConfig = DenseConfig()
     """How the rest learns."""
     train: TrainConfig = TrainConfig()
@@ -458,8 +430,25 @@ class RunConfig(Section):
     planner: PlannerConfig = PlannerConfig()
     """What plan 'auto' is made for."""
 
+    @property
+    def embedding_schedule(self) -> ScheduleConfig:
+        """The one that tables learn by."""
+        return self.schedule if self.embedding.schedule is None else self.embedding.schedule
+
+    @property
+    def dense_schedule(self) -> ScheduleConfig:
+        """The one that the dense part learns by."""
+        return self.schedule if self.dense.schedule is None else self.dense.schedule
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the checkpoint of the best evaluation is kept."""
+        return self.checkpoint.keep_best or self.train.finish == "best"
+
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
+        if "plateau" in (self.embedding_schedule.kind, self.dense_schedule.kind):
+            self.train.need_evaluations("schedule.kind 'plateau'")
         if self.data.last_batch == "pad" and self.model.batch_norm:
             raise ValueError("data.last_batch 'pad' and model.batch_norm: padding would count in the statistics of a "
                              "batch; set data.last_batch to 'keep' or 'drop'")  # fmt: skip

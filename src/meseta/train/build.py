@@ -72,11 +72,17 @@ def make_reader(config: RunConfig, dataset: Dataset, split: str, world: World) -
 
 
 def set_learning_rates(
-    config: RunConfig, embeddings: Collection, optimizer: torch.optim.Optimizer, step: int, num_steps: int
+    config: RunConfig,
+    embeddings: Collection,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    num_steps: int,
+    num_falls: tuple[int, int] = (0, 0),
 ) -> None:
-    """The rates of `step`, counted from 0, of a run of `num_steps`."""
-    embeddings.lr_factor = learning_rate_factor(config.embedding.schedule, step, num_steps)
-    factor = learning_rate_factor(config.dense.schedule, step, num_steps)
+    """The rates of `step`, counted from 0, of a run of `num_steps`, in which evaluations have let the rates of tables
+    and of the dense part fall so often."""
+    embeddings.lr_factor = learning_rate_factor(config.embedding_schedule, step, num_steps, num_falls[0])
+    factor = learning_rate_factor(config.dense_schedule, step, num_steps, num_falls[1])
     for group in optimizer.param_groups:
         group["lr"] = config.dense.optimizer.lr * factor
 

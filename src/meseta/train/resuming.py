@@ -6,9 +6,10 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from meseta.checkpoint.directory import checkpoint_path
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.spec import MesetaError, TableSpec
@@ -17,7 +18,8 @@ from meseta.train.run_dir import RunDir
 _MODEL = ("model", "embedding.pooling")
 """Keys, or sections of them, that say what is trained."""
 _LEARNING = ("dense.optimizer", "dense.schedule", "dense.clip_value", "dense.clip_norm", "embedding.schedule")
-"""Keys that say how; those of row optimizers stand, table by table, in the checkpoint."""
+"""Keys that say how; those of row optimizers stand, table by table, in the checkpoint. A schedule is the one that
+holds, wherever it is written."""
 _SHOWN = 4
 """Changes, and tables of one, that a message lists."""
 
@@ -37,24 +39,52 @@ def check_model(run: RunDir, config: RunConfig, world: World) -> None:
     world.raise_together(problem)
 
 
-def tell_changes(
-    run: RunDir, config: RunConfig, optimizers: Mapping[str, Any], tables: Sequence[TableSpec], world: World
-) -> None:
-    """Say on rank 0, in one line, what learns otherwise from here on; `optimizers` are those of the tables in the
-    checkpoint, as plain data."""
-    if world.rank != 0:
-        return
+@dataclass(frozen=True)
+class Over:
+    """Why a run that is taken up has no step left."""
+
+    why: str
+    """In words, after its name."""
+    key: str
+    """Of the config, which gives it more steps where it is raised."""
+
+
+def check_best(run: RunDir, best_step: int | None, step: int, world: World) -> None:
+    """Raise MesetaError, on all ranks, where a run that is to end with its best weights did not keep those that are the
+    best so far. Collective."""
+
+    def check() -> None:
+        if best_step not in (None, step) and not checkpoint_path(run.checkpoints, best_step).is_dir():
+            raise MesetaError(
+                f"run_dir {str(run.path)!r}: train.finish is 'best', and step {best_step} was the best so far, but its "
+                "checkpoint was not kept; set train.finish=last, or choose another run_dir"
+            )
+
+    world.on_first(check)
+
+
+def meet_changes(
+    run: RunDir, config: RunConfig, optimizers: Mapping[str, Any], tables: Sequence[TableSpec], over: Over | None
+) -> RunConfig:
+    """Say in one line what learns otherwise from here on, or, of a run that is `over`, what would, and what to do;
+    `optimizers` are those of the tables in the checkpoint, as plain data. For rank 0 alone.
+
+    Returns the config to record: that of before where nothing learns by the one of now.
+    """
     before = _config_before(run)
     found = [*_row_changes(optimizers, tables)]
-    found += (
-        []
-        if before is None
-        else [f"{k} was {was!r}, is {now!r}" for k, was, now in _changes(before, config, _LEARNING)]
-    )
-    if found:
-        more = f"; and {len(found) - _SHOWN:,} more" if len(found) > _SHOWN else ""
-        print(f"note: from here on the run learns as the config says now: {'; '.join(found[:_SHOWN])}{more}",
-              file=sys.stderr)  # fmt: skip
+    if before is not None:
+        found += [f"{k} was {was!r}, is {now!r}" for k, was, now in _changes(before, config, _LEARNING)]
+    if not found:
+        return config
+    changes = "; ".join(found[:_SHOWN]) + (f"; and {len(found) - _SHOWN:,} more" if len(found) > _SHOWN else "")
+    if over is None:
+        print(f"note: from here on the run learns as the config says now: {changes}", file=sys.stderr)
+        return config
+    print(f"note: run_dir {str(run.path)!r} {over.why}: its weights, figures and config are kept, and nothing learns "
+          f"by what is new ({changes}); choose another run_dir to train so from the start, or raise {over.key} to go "
+          "on so from there", file=sys.stderr)  # fmt: skip
+    return before or config
 
 
 def _config_before(run: RunDir) -> RunConfig | None:
@@ -66,7 +96,7 @@ def _config_before(run: RunDir) -> RunConfig | None:
 
 def _changes(before: RunConfig, now: RunConfig, keys: Sequence[str]) -> Iterator[tuple[str, Any, Any]]:
     """(key, value before, value now) of those that differ."""
-    documents = [config.model_dump(mode="json") for config in (before, now)]
+    documents = [_document(config) for config in (before, now)]
     for key in keys:
         one, other = documents
         for name in key.split("."):
@@ -75,6 +105,14 @@ def _changes(before: RunConfig, now: RunConfig, keys: Sequence[str]) -> Iterator
             yield from ((f"{key}.{name}", one[name], other[name]) for name in one if one[name] != other[name])
         elif one != other:
             yield key, one, other
+
+
+def _document(config: RunConfig) -> dict[str, Any]:
+    """Plain data, with each schedule where it holds."""
+    document = config.model_dump(mode="json")
+    for part, schedule in (("embedding", config.embedding_schedule), ("dense", config.dense_schedule)):
+        document[part]["schedule"] = schedule.model_dump(mode="json")
+    return document
 
 
 def _row_changes(optimizers: Mapping[str, Any], tables: Sequence[TableSpec]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from meseta.checkpoint.directory import strangers
+from meseta.checkpoint.directory import NAME, checkpoint_path, newest, strangers
 from meseta.config import RunConfig, load_config
 from meseta.spec import MesetaError
 from meseta.spec.files import json_text, parse_json, read_bounded
@@ -108,8 +108,8 @@ class RunDir:
                 raise
 
     def forget_after(self, step: int, num_steps: int) -> None:
-        """Drop the lines that a run resumed at `step` writes again, what a finished run wrote at its end, and what a
-        kill has cut off. Other lines that nobody can read are named, and stay."""
+        """Drop the lines that a run resumed at `step` writes again, what a finished run wrote at its end, all that came
+        after those, and what a kill has cut off. Other lines that nobody can read are named, and stay."""
 
         def stays(line: MetricsLine) -> bool:
             if isinstance(line.record, TrainLine):
@@ -120,7 +120,10 @@ class RunDir:
 
         with self._writing():
             (self.path / "summary.json").unlink(missing_ok=True)
-        self.write(METRICS_NAME, b"".join(line.content + b"\n" for line in self._lines() if stays(line)))
+        lines = self._lines()
+        again = next((number for number, line in enumerate(lines) if line.record and not stays(line)), len(lines))
+        kept = lines[:again] + [line for line in lines[again:] if not line.record]
+        self.write(METRICS_NAME, b"".join(line.content + b"\n" for line in kept if stays(line)))
 
     def measured(self, step: int) -> dict[str, Any]:
         """What the summary of a run that ended after `step` says of its steps' time, measured and predicted; a run that
@@ -131,6 +134,29 @@ class RunDir:
             return {name: summary[name] for name in names}
         except (OSError, ValueError, KeyError, TypeError):
             return {}
+
+    def final_checkpoint(self) -> Path | None:
+        """The checkpoint that stands for the run: the newest one, whole or not, or, of a run that has ended with its
+        best weights, theirs. None where there is none at all; raises MesetaError where that of the best is gone."""
+        last = newest(self.checkpoints)
+        best = None if last is None else self._best_step()
+        path = last if best is None else checkpoint_path(self.checkpoints, best)
+        if path is not None and not path.is_dir():
+            raise MesetaError(
+                f"run {str(self.path)!r} has ended with the weights of step {best}, and {str(path)!r} is not there; "
+                "set train.finish to last in its config.yaml to take the newest"
+            )
+        return path
+
+    def _best_step(self) -> int | None:
+        """Step of the weights that a run has ended with, where train.finish says the best."""
+        try:
+            if self.load_config().train.finish == "best":
+                name = Path(parse_json(read_bounded(self.path / "summary.json"))["checkpoint"]).name
+                return int(match["step"]) if (match := NAME.fullmatch(name)) else None
+        except (MesetaError, OSError, ValueError, KeyError, TypeError):
+            pass  # it has not ended, or is of no version that knows best weights
+        return None
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl that logs and evaluations wrote. Raises MesetaError where it cannot be read."""

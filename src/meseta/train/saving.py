@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meseta import checkpoint
 from meseta.checkpoint.background import BackgroundSave, copy_bytes
+from meseta.checkpoint.directory import checkpoint_path
 from meseta.comm import World
 from meseta.config import CheckpointConfig
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
@@ -101,8 +102,8 @@ class Saver:
         return self._copies
 
     def fetch(self) -> None:
-        """Where this run has no checkpoint yet, take the newest of its mirror; for rank 0 alone. Raises MesetaError
-        where there is one, and the config says that nothing is to be gone on with."""
+        """Where this run has no checkpoint yet, take the newest of its mirror, and the best where that is kept; for
+        rank 0 alone. Raises MesetaError where there is one, and the config says that nothing is to be gone on with."""
         if self._mirror is None or checkpoint.newest(self._folder) is not None or not any(self._mirror.checkpoints()):
             return
         if self._config.resume == "never":
@@ -110,6 +111,9 @@ class Saver:
                 f"checkpoint.mirror {self._mirror.url!r} holds checkpoints and checkpoint.resume is 'never'; choose "
                 "another mirror, or set checkpoint.resume=auto"
             )
+        best = _best_named(next(self._mirror.checkpoints(newest_first=True)).manifest)
+        if self._config.keep_best and best in self._mirror.names():
+            self._mirror.get(self._folder, best)  # first: a run that is killed in between goes on from there
         self._mirror.get(self._folder)
 
     def _prune(self, kept: int | None, world: World) -> None:
@@ -150,6 +154,13 @@ class Saver:
         """What ends a run that a signal has stopped. Collective."""
         numbers = self._world.gather_objects(self.interruption.number)
         return Stopped(next(number for number in numbers if number is not None))
+
+
+def _best_named(manifest: Mapping[str, Any] | None) -> str | None:
+    """Name of the checkpoint that was the best when that of `manifest` was written; None where it does not say."""
+    best = None if manifest is None else manifest["state"].get("best")
+    step = best.get("step") if isinstance(best, dict) else None
+    return checkpoint_path(Path(), step).name if isinstance(step, int) else None
 
 
 def _free_bytes() -> float:

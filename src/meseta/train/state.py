@@ -30,6 +30,11 @@ class _Best(_Kept):
     num_stale: Count
 
 
+class _Plateau(_Kept):
+    num_falls: Count
+    num_stale: Count
+
+
 class _State(_Kept):
     """What a run goes on from, beside its tensors."""
 
@@ -41,6 +46,8 @@ class _State(_Kept):
     random: Annotated[str, Field(pattern="^([0-9a-f]{2})*$")]
     reader: dict[str, Any]
     best: _Best | None = None
+    evaluated: Count = 0
+    plateaus: dict[str, _Plateau] = {}
 
 
 def dense_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Tensor]:

@@ -29,8 +29,9 @@ def check_stopping(config: EarlyStoppingConfig, dataset: Dataset) -> None:
 class BestSoFar:
     """Fed with every evaluation; a function of them alone, so a resumed run stops where one never stopped does."""
 
-    def __init__(self, config: EarlyStoppingConfig) -> None:
+    def __init__(self, config: EarlyStoppingConfig, split: str = "test") -> None:
         self.config = config
+        self._split = split
         self.step: int | None = None
         """Step of the best evaluation; None before any that has a figure."""
         self.value: float | None = None
@@ -38,11 +39,11 @@ class BestSoFar:
         self.num_stale = 0
         """Evaluations since then."""
 
-    def update(self, line: Mapping[str, Any]) -> bool:
+    def update(self, line: Mapping[str, Any], *, counts: bool = True) -> bool:
         """Take in an evaluation, as metrics.jsonl has it; returns whether it is the best so far.
 
         A figure that is not defined (one class only) is no better than any. Better by less than `min_delta` than the
-        best counts as stale, and leaves the best where it is.
+        best counts as stale, where `counts` says so, and leaves the best where it is.
         """
         # The figures of a single label stand in the line itself.
         figures = line["tasks"].get(self.config.task, {}) if self.config.task and "tasks" in line else line
@@ -52,7 +53,7 @@ class BestSoFar:
         if value is not None and math.isfinite(value) and self._is_better(value):
             self.step, self.value, self.num_stale = line["step"], value, 0
             return True
-        self.num_stale += 1
+        self.num_stale += counts
         return False
 
     def _is_better(self, value: float) -> bool:
@@ -68,18 +69,28 @@ class BestSoFar:
 
     def __str__(self) -> str:
         stale = f"{self.num_stale} evaluations in a row were no better"
-        return stale if self.step is None else f"{stale} than {self.config.metric} {self.value:.6g} at step {self.step}"
+        return stale if self.step is None else f"{stale} than {self.told}"
+
+    @property
+    def told(self) -> str:
+        """The best evaluation in words."""
+        return f"{self.config.metric} {self.value:.6g} at step {self.step}"
 
     @property
     def _figure(self) -> dict[str, str]:
-        task = self.config.task
-        return {"metric": self.config.metric, **({} if task is None else {"task": task})}
+        task, split = self.config.task, self._split
+        return {
+            "metric": self.config.metric,
+            **({} if task is None else {"task": task}),
+            **({} if split == "test" else {"split": split}),
+        }
 
     def get_state(self) -> dict[str, Any]:
         """For a checkpoint."""
         return {**self._figure, "step": self.step, "value": self.value, "num_stale": self.num_stale}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Undo `get_state`; what was kept of another metric says nothing of this one, and is left."""
-        if {name: state[name] for name in ("metric", "task") if name in state} == self._figure:
+        """Undo `get_state`; what was kept of another metric, or on another split, says nothing of this one, and is
+        left."""
+        if {name: state[name] for name in ("metric", "task", "split") if name in state} == self._figure:
             self.step, self.value, self.num_stale = state["step"], state["value"], state["num_stale"]

@@ -24,6 +24,7 @@ from meseta.spec.documents import parse_yaml
 from meseta.spec.files import parse_json, read_bounded, write_whole
 from meseta.spec.own_code import say_own
 from meseta.train.report.metrics import RISING
+from meseta.train.splits import EVALUATED, TEST, VALID, choosing_split
 
 FORMAT = "meseta.sweep/1"
 METRICS = ("ne", "auc", "logloss", "pr_auc")
@@ -160,7 +161,8 @@ class Trial:
             document = parse_json(read_bounded(self.run_dir / "summary.json"), finite=False)
         except (OSError, ValueError):
             return None
-        return document if isinstance(document, dict) and isinstance(document.get("test"), dict) else None
+        evaluated = isinstance(document, dict) and any(isinstance(document.get(s), dict) for s in EVALUATED)
+        return document if evaluated else None
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,10 @@ class Sweep:
     config: Path
     """What all trials have in common, in `out`."""
     trials: tuple[Trial, ...]
+
+    def log(self, trial: Trial) -> Path:
+        """What the trial prints."""
+        return self.out / f"{trial.run_dir.name}.log"
 
 
 def open_sweep(
@@ -259,6 +265,7 @@ def _read(out: Path) -> dict[str, Any] | None:
     raise MesetaError(f"sweep: {str(file)!r} cannot be read; choose another --out, or delete it")
 
 
+_FIGURES = ("ne", "auc", "logloss")
 _COUNTS = {"steps": "num_steps", "samples_per_s": "samples_per_s"}
 """Column of a table -> key of summary.json."""
 
@@ -277,9 +284,15 @@ class Result:
     problem: str = ""
     """Why it is not finished."""
 
-    def figure(self, name: str) -> float | None:
-        """A metric of the test split at the end; None where the trial has none."""
-        value = None if self.summary is None else _number(self.summary["test"].get(name))
+    @property
+    def split(self) -> str:
+        """The one that the trial is ranked by."""
+        return choosing_split(self.summary or ())
+
+    def figure(self, name: str, split: str | None = None) -> float | None:
+        """A metric at the end, of the split that the trial is ranked by, or of another; None where it has none."""
+        line = (self.summary or {}).get(split or self.split)
+        value = _number(line.get(name)) if isinstance(line, dict) else None
         return None if value is None else float(value)
 
     def cells(self) -> dict[str, Any]:
@@ -288,7 +301,7 @@ class Result:
         return {
             "trial": self.trial.run_dir.name,
             **self.trial.settings,
-            **{name: self.figure(name) for name in ("ne", "auc", "logloss")},
+            **{name: self.figure(name) for name in _FIGURES},
             **{column: _number(done.get(name)) for column, name in _COUNTS.items()},
             "problem": self.problem,
         }
@@ -306,26 +319,37 @@ def rank(results: Sequence[Result], metric: str) -> list[Result]:
     return sorted(results, key=key)
 
 
+def rows(ranked: Sequence[Result]) -> list[dict[str, Any]]:
+    """The lines of a table, by column; where trials are ranked by valid, with the test figures of the first alone."""
+    lines = []
+    for place, result in enumerate(ranked, start=1):
+        line = {"rank": place, **result.cells()}
+        if any(other.split == VALID for other in ranked):
+            line |= {f"{TEST} {name}": result.figure(name, TEST) if place == 1 else None for name in _FIGURES}
+        lines.append({**line, "problem": line.pop("problem")})
+    return lines
+
+
 def shown(name: str, value: Any) -> str:
     """A cell as people read it."""
     if value is None:
         return ""
-    if name in ("ne", "auc", "logloss"):
+    if name.removeprefix(f"{TEST} ") in _FIGURES:
         return f"{value:.5f}"
     return f"{value:,.0f}" if name == "samples_per_s" else str(value)
 
 
 def write_tables(sweep: Sweep, ranked: Sequence[Result]) -> None:
     """sweep.csv with all digits and sweep.md for people, the best trial first, each whole or not at all."""
-    rows = [{"rank": place, **result.cells()} for place, result in enumerate(ranked, start=1)]
-    names = list(rows[0])
+    cells = rows(ranked)
+    names = list(cells[0])
     table = io.StringIO()
     writer = csv.DictWriter(table, names, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows(cells)
     write_whole(sweep.out / "sweep.csv", table.getvalue())
     lines = [names, ["---"] * len(names)]
-    lines += [[shown(name, value).replace("|", "\\|") for name, value in row.items()] for row in rows]
+    lines += [[shown(name, value).replace("|", "\\|") for name, value in row.items()] for row in cells]
     write_whole(sweep.out / "sweep.md", "".join(f"| {' | '.join(line)} |\n" for line in lines))
 
 

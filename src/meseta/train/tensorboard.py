@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from meseta.spec import MesetaError
+from meseta.train.splits import VALID
 
 _PLACES = ("kind", "step", "split")
 """Keys of a line that say where its figures belong."""
 
 
 def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """(tag, value) of every number in a line, such as ("train/loss", 0.5) and ("eval/tasks/buy/auc", 0.8); what has no
-    value and what is a list is left out."""
+    """(tag, value) of every number in a line, such as ("train/loss", 0.5) and ("eval/tasks/buy/auc", 0.8), with "valid"
+    for "eval" where the line is of that split; what has no value and what is a list is left out."""
 
     def walk(tag: str, value: Any) -> Iterator[tuple[str, float]]:
         if isinstance(value, Mapping):
@@ -23,9 +24,10 @@ def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield tag, float(value)
 
+    place = VALID if line.get("split") == VALID else line["kind"]
     for key, value in line.items():
         if key not in _PLACES:
-            yield from walk(f"{line['kind']}/{key}", value)
+            yield from walk(f"{place}/{key}", value)
 
 
 class TensorBoard:

@@ -19,6 +19,7 @@ from meseta.train.build import make_sharded_model
 from meseta.train.precision import note_slow
 from meseta.train.run_dir import RunDir
 from meseta.train.session import session
+from meseta.train.splits import TEST, choosing_split
 from meseta.train.state import restore
 from meseta.train.stopping import BestSoFar
 from meseta.train.trained_on import check_encoding, open_dataset
@@ -60,7 +61,8 @@ def load_trained(
     best: bool = False,
     every_row: bool = False,
 ) -> Trained:
-    """Load the newest checkpoint of `run_dir`, or that of its best evaluation. A plan made for another number of ranks
+    """Load the checkpoint that stands for `run_dir` (its newest, or what train.finish says), or that of its best
+    evaluation. A plan made for another number of ranks
     gives way to one for this rank. The rows are those that data.filter leaves, or all where `every_row` says so.
 
     Raises MesetaError where there is no run, no checkpoint, no such split, or data that were encoded otherwise than
@@ -68,7 +70,7 @@ def load_trained(
     """
     run = RunDir(run_dir)
     config = run.load_config().model_copy(update={"plan": "auto"})
-    path = _find_best(run, config) if best else checkpoint.newest(run.checkpoints)
+    path = _find_best(run, config) if best else run.final_checkpoint()
     if path is None:
         raise MesetaError(f"run {str(run_dir)!r} has no checkpoint yet; train it first with `meseta train`")
     dataset = open_dataset(config, world, data)
@@ -92,9 +94,11 @@ def _find_best(run: RunDir, config: RunConfig) -> Path | None:
     """The checkpoint of the best evaluation; None where the run has none at all."""
     if checkpoint.latest(run.checkpoints) is None:
         return None
-    best = BestSoFar(config.train.early_stopping)
-    for line in run.metrics():
-        if line["kind"] == "eval":
+    lines = [line for line in run.metrics() if line["kind"] == "eval"]
+    split = choosing_split({line.get("split", TEST) for line in lines})
+    best = BestSoFar(config.train.early_stopping, split)
+    for line in lines:
+        if line.get("split", TEST) == split:
             best.update(line)
     for listed in checkpoint.list_checkpoints(run.checkpoints):
         if listed.summary is not None and listed.summary.step == best.step:
@@ -103,6 +107,6 @@ def _find_best(run: RunDir, config: RunConfig) -> Path | None:
         "there was no evaluation" if best.step is None else f"step {best.step} was its best, and no checkpoint has it"
     )
     raise MesetaError(
-        f"run {str(run.path)!r}: {what}; train with checkpoint.keep_best=true and train.eval_every_steps, or leave "
-        "--best out"
+        f"run {str(run.path)!r}: {what}; train with checkpoint.keep_best=true and train.eval_every_steps or "
+        "train.eval_every_epochs, or leave --best out"
     )

@@ -26,15 +26,17 @@ from meseta.pipeline import Step, TrainStep
 from meseta.pipeline.step import NonFiniteLoss
 from meseta.spec import MesetaError
 from meseta.train.build import make_reader, make_sharded_model, set_learning_rates, task_weights
+from meseta.train.decisions import Decisions, chosen_by_evaluations, is_evaluation_due
 from meseta.train.evaluate import check_segments, evaluate
 from meseta.train.planning import predict_run
 from meseta.train.precision import STATE, note_slow, settle_dense_dtype
 from meseta.train.progress import TrainProgress
 from meseta.train.report import write_report
-from meseta.train.resuming import check_model, tell_changes
+from meseta.train.resuming import Over, check_best, check_model, meet_changes
 from meseta.train.run_dir import RunDir
 from meseta.train.running import RunningFigures
 from meseta.train.saving import Saver
+from meseta.train.splits import TEST
 from meseta.train.state import (
     dense_tensors,
     ids_outside,
@@ -42,7 +44,7 @@ from meseta.train.state import (
     restore,
     set_random_state,
 )
-from meseta.train.stopping import BestSoFar, check_stopping
+from meseta.train.stopping import check_stopping
 from meseta.train.tensorboard import TensorBoard
 from meseta.train.trained_on import STATE_KEY, check_encoding, check_rows, open_dataset
 
@@ -53,9 +55,10 @@ SHOWN_FIGURES = {"auc", "ne", "logloss", "calibration", "num_samples"}
 class Trainer:
     """One run of one config. Every rank builds one and calls `run`."""
 
-    def __init__(self, config: RunConfig, world: World) -> None:
+    def __init__(self, config: RunConfig, world: World, *, with_test: bool = True) -> None:
         """Open the data, place the tables, take up the newest checkpoint of run_dir if there is one.
 
+        Unless `with_test`, the test split is left alone where the data have a split valid, which then decides.
         Raises MesetaError, on all ranks, for data, plans or checkpoints that do not fit the config, for a new run in
         bfloat16 where that does not pay, and for a run_dir in which another run is at work.
         """
@@ -69,21 +72,22 @@ class Trainer:
         self.step = 0
         self.num_samples = 0
         self.train_s = 0.0
+        self._best_position: tuple[int, int] | None = None
         with ExitStack() as held:  # given back when the run ends, or here where it is refused
             held.callback(self.run_dir.unlock)
             held.callback(self._stop_reading)
             self._batches = self.reader.epochs(config.train.epochs)  # it reads while the model is made
-            self._make_parts()
+            self._make_parts(with_test)
             held.callback(self.saver.close)
             if self.board is not None:
                 held.callback(self.board.close)
             self.world.on_first(self.run_dir.lock)
-            self._resume()
+            self._former_optimizers = self._resume()
             self.num_steps = self._count_steps()
             self._held = held.pop_all()
         self._log_from = (self.step, self.num_samples, time.perf_counter())
 
-    def _make_parts(self) -> None:
+    def _make_parts(self, with_test: bool) -> None:
         """Model, step, metrics, saver."""
         config, world = self.config, self.world
         self.model = make_sharded_model(config, self.dataset, world)
@@ -101,13 +105,16 @@ class Trainer:
             accumulate_steps=config.train.accumulate_steps,
         )
         self._step_threads = StepThreads()
-        self.test_reader = make_reader(config, self.dataset, "test", world)
+        self.decisions = Decisions(config, [name for name, split in self.dataset.splits.items() if split.num_rows])
+        self.best = self.decisions.best
+        evaluated = dict.fromkeys([self.decisions.split, *([TEST] if with_test else [])])
+        self.eval_readers = {split: make_reader(config, self.dataset, split, world) for split in evaluated}
         check_segments(self.dataset, config.metrics.segments)
         check_stopping(config.train.early_stopping, self.dataset)
         self.figures = RunningFigures(self.dataset.labels, weights, world)
-        self.best = BestSoFar(config.train.early_stopping)
         self.board = TensorBoard(self.run_dir.path / "tensorboard") if config.train.tensorboard else None
-        self.saver = Saver(config.checkpoint, self.run_dir.checkpoints, world)
+        kept = config.checkpoint.model_copy(update={"keep_best": config.keeps_best})
+        self.saver = Saver(kept, self.run_dir.checkpoints, world)
 
     def run(self) -> dict[str, Any]:
         """Train to the end, save, evaluate, write the report; returns what summary.json holds.
@@ -138,7 +145,9 @@ class Trainer:
         first = self.step
         with TrainProgress(self.num_steps, first_step=first, shown=self.world.rank == 0) as progress:
             if first:
-                progress.say(f"going on from step {first}, {self.run_dir.checkpoints}")
+                is_best = self.config.train.finish == "last" or self.best.step in (None, first)
+                other = "" if is_best else f" (the last; the best so far is step {self.best.step})"
+                progress.say(f"going on from step {first}{other}, {self.run_dir.checkpoints}")
                 if note := note_slow(self.config, self.world):
                     progress.say(note)
             with self.saver.interruption:
@@ -151,9 +160,10 @@ class Trainer:
                 saved = checkpoint.latest(self.run_dir.checkpoints)
                 progress.say(f"stopped after step {self.step}, saved in {saved}; the same command goes on from there")
                 raise self.saver.stop()
-            line = self._last_evaluation(progress)
+            outside = ids_outside(self.model.embeddings, self.world)
+            evaluations = self._finish(progress)
         stages = self.world.gather_objects(self.train_step.times.over_life())
-        summary = self._summary(line, ids_outside(self.model.embeddings, self.world))
+        summary = self._summary(evaluations, outside)
         if any(stages):
             summary |= {"stages_s_by_rank": stages, "predicted": self._predicted}
         else:  # all steps were done before
@@ -165,25 +175,47 @@ class Trainer:
 
     def _begin(self) -> None:
         """What is known before the first step, and the metrics up to it."""
+        config, tables, former = self.config, self.model.embeddings.tables, self._former_optimizers
+        if former is not None:
+            config = meet_changes(self.run_dir, config, former, tables, self._why_over())
         plan = self.model.embeddings.plan.to_dict()
-        self.run_dir.begin(self.config, self.dataset.to_dict(), plan, str(self.world.device))
+        self.run_dir.begin(config, self.dataset.to_dict(), plan, str(self.world.device))
         self.run_dir.forget_after(self.step, self.num_steps)
         if self.board is not None:
             self.board.begin(self.run_dir.metrics())
 
-    def _last_evaluation(self, progress: TrainProgress) -> dict[str, Any]:
-        """The evaluation that ended training early, or one of the trained model."""
-        done = [line for line in self.run_dir.metrics() if line["kind"] == "eval"] if self.world.rank == 0 else []
-        is_last = bool(done) and done[-1].get("step") == self.step and done[-1].keys() >= SHOWN_FIGURES
-        [line, *_] = self.world.gather_objects(done[-1] if is_last else None)
-        return self._evaluate(progress) if line is None else line
+    def _finish(self, progress: TrainProgress) -> dict[str, dict[str, Any]]:
+        """The evaluations, by split, of the weights that the run ends with: the last, or the best that were
+        evaluated."""
+        self._evaluation(self.decisions.split, progress)
+        if self.config.train.finish == "best" and self.best.step not in (None, self.step):
+            path = checkpoint_path(self.run_dir.checkpoints, self.best.step)
+            state = restore(path, self.model, None, self.world)  # training does not go on from there
+            self._best_position = state["step"], state["num_samples"]
+            progress.say(f"took the best weights: {self.decisions.split} {self.best.told}")
+        return {split: self._evaluation(split, progress) for split in self.eval_readers}
+
+    @property
+    def _position(self) -> tuple[int, int]:
+        """Steps and samples that the weights have learned from."""
+        return self._best_position or (self.step, self.num_samples)
+
+    def _evaluation(self, split: str, progress: TrainProgress) -> dict[str, Any]:
+        """Of the weights as they are: the line of metrics.jsonl, made now where it is not there."""
+        made = self.world.from_first(lambda: self._evaluations(split, self._position[0]))
+        return made[0] if made else self._evaluate(split, progress)
+
+    def _evaluations(self, split: str, step: int) -> list[dict[str, Any]]:
+        """Lines of metrics.jsonl, the newest first, about the weights after `step` steps."""
+        lines = [line for line in self.run_dir.metrics() if line["kind"] == "eval" and line.keys() >= SHOWN_FIGURES]
+        return [line for line in reversed(lines) if (line.get("split", TEST), line.get("step")) == (split, step)]
 
     def _train(self, progress: TrainProgress) -> None:
         """The loop over steps."""
-        eval_every = self.config.train.eval_every_steps
         self._log_from = (self.step, self.num_samples, time.perf_counter())
         while self.step < self.num_steps and not (self.best.ends_training or self.saver.stopping):
-            set_learning_rates(self.config, self.model.embeddings, self.optimizer, self.step, self.num_steps)
+            falls = self.decisions.num_falls
+            set_learning_rates(self.config, self.model.embeddings, self.optimizer, self.step, self.num_steps, falls)
             with self.train_step.times.stage("data"):
                 batch = next(self._batches)
             self._record(self._run_step(batch), batch)
@@ -194,8 +226,8 @@ class Trainer:
             for note in self.saver.notes():
                 progress.say(f"warning: {note}")
             is_due = self.step < self.num_steps
-            if eval_every and self.step % eval_every == 0 and is_due:
-                self._off_the_clock(lambda: self._evaluate(progress))
+            if is_due and is_evaluation_due(self.config.train, self.step, self.reader):
+                self._off_the_clock(lambda: self._evaluate(self.decisions.split, progress))
             if is_due and self.saver.is_due(self.step, is_best=self.best.step == self.step):
                 self._off_the_clock(self._save)
         if self.best.ends_training and self.step < self.num_steps:
@@ -260,22 +292,27 @@ class Trainer:
         self._write(line, progress)
         self._log_from = (self.step, self.num_samples, time.perf_counter())
 
-    def _evaluate(self, progress: TrainProgress) -> dict[str, Any]:
-        """Metrics over the whole test split, one line of metrics.jsonl."""
+    def _evaluate(self, split: str, progress: TrainProgress) -> dict[str, Any]:
+        """Metrics over a whole split, one line of metrics.jsonl."""
         start_s = time.perf_counter()
         shift = calibration_shift(self.config.data.negative_keep)
-        found = evaluate(self.model, self.test_reader, self.world, self.config.metrics, shift)
+        found = evaluate(self.model, self.eval_readers[split], self.world, self.config.metrics, shift)
+        step, num_samples = self._position
         line = {
             "kind": "eval",
-            "step": self.step,
-            "split": "test",
+            "step": step,
+            "split": split,
             **found.to_dict(),
             "time_s": time.perf_counter() - start_s,
-            "num_samples_trained": self.num_samples,
+            "num_samples_trained": num_samples,
         }
         self._write(line, progress)
-        self.best.update(line)
+        self._decide(line)
         return line
+
+    def _decide(self, line: dict[str, Any]) -> None:
+        """What follows from an evaluation after the steps done."""
+        self.decisions.update(line, on_the_way=is_evaluation_due(self.config.train, self.step, self.reader))
 
     def _write(self, line: dict[str, Any], progress: TrainProgress) -> None:
         if self.world.rank == 0:
@@ -305,7 +342,7 @@ class Trainer:
             "learning_rates": {"embedding": embeddings.lr_factor, "dense": self.optimizer.param_groups[0]["lr"]},
             "random": random_state(),
             STATE_KEY: Encoding.of(self.dataset).to_dict(),
-            "best": self.best.get_state(),
+            **self.decisions.get_state(),
         }
         dense = {**dense_tensors(self.model, self.optimizer, self.world), **self.figures.tensors()}
         is_last = self.step == self.num_steps or self.best.ends_training
@@ -318,13 +355,13 @@ class Trainer:
             check_encoding(self.run_dir, self._met, self.dataset, self.world)
             check_rows(self.run_dir, self.dataset, self.world)
 
-    def _resume(self) -> None:
-        """Take up the newest checkpoint, if there is one."""
+    def _resume(self) -> dict[str, Any] | None:
+        """Take up the newest checkpoint, if there is one; returns the row optimizers that tables had there."""
         self.world.on_first(self.saver.fetch)
         path = checkpoint.newest(self.run_dir.checkpoints)
         path = self.world.gather_objects(path)[0]
         if path is None:
-            return
+            return None
         if self.config.checkpoint.resume == "never":
             raise MesetaError(
                 f"run_dir {str(self.config.run_dir)!r} holds a checkpoint ({path.name}) and checkpoint.resume is "
@@ -334,7 +371,6 @@ class Trainer:
             self._meet(path)
         state = restore(path, self.model, self.optimizer, self.world)
         check_model(self.run_dir, self.config, self.world)
-        tell_changes(self.run_dir, self.config, state["optimizers"], self.model.embeddings.tables, self.world)
         self.step = self.saver.saved_step = state["step"]
         self.num_samples = state["num_samples"]
         self.train_s = state["train_s"]
@@ -342,8 +378,22 @@ class Trainer:
         self.reader.set_state(state["reader"])
         self._batches = self.reader.epochs(self.config.train.epochs)
         set_random_state(state["random"])
-        self.best.set_state(state.get("best", {}))
         self.figures.set_tensors(state["dense"])
+        self.decisions.set_state(state)
+        for line in self.world.from_first(lambda: self._evaluations(self.decisions.split, self.step)):
+            self._decide(line)  # the one that ended the run which goes on from here
+        if self.config.train.finish == "best":
+            check_best(self.run_dir, self.best.step, self.step, self.world)
+        return dict(state["optimizers"])
+
+    def _why_over(self) -> Over | None:
+        """Why there is no step left to do."""
+        if self.step == self.num_steps:
+            key = "train.epochs" if self.config.train.max_steps is None else "train.max_steps"
+            return Over(f"has done its {self.step:,} steps", key)
+        if self.best.ends_training:
+            return Over(f"stopped early at step {self.step:,}, since {self.best}", "train.early_stopping.patience")
+        return None
 
     def _stop_reading(self) -> None:
         self._batches.close()
@@ -368,11 +418,13 @@ class Trainer:
             )
         return num_steps
 
-    def _summary(self, line: dict[str, Any], outside: dict[str, int]) -> dict[str, Any]:
-        teacher = self.dataset.teacher
+    def _summary(self, evaluations: dict[str, dict[str, Any]], outside: dict[str, int]) -> dict[str, Any]:
+        teacher, chosen = self.dataset.teacher, chosen_by_evaluations(self.config)
+        best, newest = self._best_position, checkpoint.newest(self.run_dir.checkpoints)
         return {
-            "test": line,
+            **evaluations,
             "best": {key: value for key, value in self.best.get_state().items() if key != "num_stale"},
+            **({"chosen": {"split": self.decisions.split, "what": chosen}} if chosen else {}),
             "teacher": None if teacher is None else {"auc": teacher.auc, "ne": teacher.ne},
             "num_steps": self.step,
             "num_samples": self.num_samples,
@@ -381,5 +433,5 @@ class Trainer:
             "num_ranks": self.world.size,
             "ids_outside": outside,
             **({"rows_left_out": asdict(self.reader.left_out)} if any(astuple(self.reader.left_out)) else {}),
-            "checkpoint": str(checkpoint.newest(self.run_dir.checkpoints)),
+            "checkpoint": str(newest if best is None else checkpoint_path(self.run_dir.checkpoints, best[0])),
         }

@@ -38,12 +38,13 @@ def line_chart(
     x_max: float,
     *,
     reference: tuple[str, float] | None = None,
+    best_x: float | None = None,
     from_zero: bool = False,
     x_name: str = "samples",
     has_legend: bool = False,
 ) -> str:
     """Curves over what `x_name` counts, labelled at their right ends unless the page has a legend; `reference` is a
-    level drawn across, such as the teacher's.
+    level drawn across, such as the teacher's, and `best_x` the place of the best evaluation.
 
     Returns an empty string where there is nothing to draw.
     """
@@ -59,6 +60,10 @@ def line_chart(
         y = y_axis.place(reference[1])
         marks.append(tag("path", d=f"M{LEFT} {number(y)}H{right}", class_="reference"))
         ends.append((y, reference[0], "reference-label"))
+    if best_x is not None:
+        x = x_axis.place(best_x)
+        marks.append(tag("path", d=f"M{number(x)} {TOP}V{number(y_axis.start)}", class_="best"))
+        marks.append(label(x, TOP - 2, "best", "axis-name", "middle"))
     for one in series:
         marks.append(_dots(one, x_axis, y_axis, x_name) if one.is_dots else _line(one, x_axis, y_axis, x_name))
         if not has_legend:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,15 @@ from meseta.train.report.differences import (
     differences,
     environment_facts,
     plan_facts,
-    test_facts,
+    split_facts,
 )
-from meseta.train.report.figures import drawable
-from meseta.train.report.headline import Headline, headline
+from meseta.train.report.figures import drawable, fixed
+from meseta.train.report.headline import Headline, final_evaluation, headline
 from meseta.train.report.lines import Figures
-from meseta.train.report.metrics import Metric, metrics_in
+from meseta.train.report.metrics import METRICS, Metric, metrics_in
 from meseta.train.report.record import RUN_FILES, RunRecord, read_run
 from meseta.train.report.stages import mean_stages_s
+from meseta.train.splits import EVALUATED, TEST, VALID, choosing_split
 
 WHOLE = ""
 """The part of an evaluation that is all of it."""
@@ -54,6 +56,11 @@ class ComparedRun:
     """Seconds per step of each stage on rank 0."""
 
     @property
+    def curve_split(self) -> str:
+        """The split that was evaluated on the way."""
+        return choosing_split({line.split for line in self.record.evals})
+
+    @property
     def parts(self) -> dict[str, Figures]:
         """The figures of the last evaluation: WHOLE, and "label NAME" and "FEATURE VALUE" where it has those."""
         line = self.head.evaluation
@@ -82,6 +89,8 @@ class Comparison:
     """Runs, and what differs between them; differences of metrics are to the first run."""
 
     runs: tuple[ComparedRun, ...]
+    split: str
+    """Of the figures: test, or valid where not all runs have been evaluated on test, but all on valid."""
     metrics: tuple[Metric, ...]
     """Those that at least one run has, and the main ones."""
     config: tuple[Difference, ...]
@@ -107,7 +116,7 @@ class Comparison:
 
     def is_comparable(self, run: ComparedRun) -> bool:
         """Whether a run was evaluated on the same rows as the first one, as far as is known."""
-        return not differences([self.runs[0].record, run.record], test_facts)
+        return not differences([self.runs[0].record, run.record], partial(split_facts, split=self.split))
 
     def best(self, metric: Metric, part: str = WHOLE) -> float | None:
         """The best value among runs that were evaluated on the same rows as the first; None where all have the same."""
@@ -141,7 +150,7 @@ class Comparison:
         ]
         parts = {"config": self.config, "data": self.data, "plan": self.plan, "environment": self.environment}
         differing = {name: {row.name: list(row.values) for row in rows} for name, rows in parts.items()}
-        return {"runs": runs, "differences": differing, "notes": list(self.notes)}
+        return {"split": self.split, "runs": runs, "differences": differing, "notes": list(self.notes)}
 
 
 def compare_runs(run_dirs: Sequence[Path]) -> Comparison:
@@ -150,22 +159,24 @@ def compare_runs(run_dirs: Sequence[Path]) -> Comparison:
     Raises MesetaError for a directory that is not a run's, and one that is given twice.
     """
     paths = [Path(path) for path in run_dirs]
-    runs = tuple(_read(path, label) for path, label in zip(paths, _labels(paths), strict=True))
-    records = [run.record for run in runs]
+    records = [read_run(path) for path in paths]
+    split = next((s for s in EVALUATED if all(final_evaluation(record, [s]) for record in records)), TEST)
+    splits = EVALUATED if split == TEST else [split]
+    runs = tuple(_run(*one, splits) for one in zip(paths, _labels(paths), records, strict=True))
     return Comparison(
         runs=runs,
+        split=split,
         metrics=tuple(metrics_in(figures for run in runs for figures in run.parts.values())),
         config=tuple(differences(records, config_facts)),
         data=tuple(differences(records, data_facts)),
         plan=tuple(differences(records, plan_facts)),
         environment=tuple(differences(records, environment_facts)),
-        notes=tuple(_notes(runs)),
+        notes=(*_notes(runs), *_unlike(runs, split), *_tested(runs, split)),
     )
 
 
-def _read(path: Path, label: str) -> ComparedRun:
-    record = read_run(path)
-    head = headline(record)
+def _run(path: Path, label: str, record: RunRecord, splits: Sequence[str]) -> ComparedRun:
+    head = headline(record, splits)
     return ComparedRun(
         label=label, path=path, record=record, head=head, saved=_newest(path), stages_s=mean_stages_s(record)
     )
@@ -206,13 +217,24 @@ def _notes(runs: Sequence[ComparedRun]) -> list[str]:
             name for name in RUN_FILES if name in record.problems and (run.head.is_done or name != RUN_FILES[-1])
         ]
         notes += [f"{run.label}, {name}: {record.problems[name]}." for name in missing]
-    return notes + _unlike(runs)
+    return notes
 
 
-def _unlike(runs: Sequence[ComparedRun]) -> list[str]:
+def _tested(runs: Sequence[ComparedRun], split: str) -> list[str]:
+    """Where runs compare on valid, the figures of test that some of them have."""
+    notes = [f"Figures are those of the split {VALID}, which chose."] if split == VALID else []
+    for run in runs if notes else ():
+        if line := final_evaluation(run.record, [TEST]):
+            figures = ", ".join(f"{m.name} {fixed(m.of(line), m.decimals)}" for m in METRICS if m.is_main)
+            notes.append(f"{run.label} on {TEST}, at step {line.step:,}: {figures}.")
+    return notes
+
+
+def _unlike(runs: Sequence[ComparedRun], split: str) -> list[str]:
     """Why a difference between runs may not be one between models."""
     first, notes = runs[0], []
-    others = [run for run in runs[1:] if differences([first.record, run.record], test_facts)]
+    evaluated = partial(split_facts, split=split)
+    others = [run for run in runs[1:] if differences([first.record, run.record], evaluated)]
     if others:
         notes.append(
             f"{_names(others)} {_was(others)} evaluated on other rows than {first.label}: their metrics do not compare."

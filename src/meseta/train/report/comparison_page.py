@@ -157,7 +157,7 @@ def _charts(comparison: Comparison, axis: Progress) -> list[str]:
     x_max = max(last_x(run.record, axis) for run in comparison.runs)
     main = [metric for metric in METRICS if metric.is_main]
     training = [(m.name, [_train_series(i, run, m, axis) for i, run in enumerate(comparison.runs)]) for m in main]
-    testing = [(m.name, [_test_series(i, run, m, axis) for i, run in enumerate(comparison.runs)]) for m in main]
+    evaluations = [(m.name, [_eval_series(i, run, m, axis) for i, run in enumerate(comparison.runs)]) for m in main]
     rates = [
         (title, [_line(i, run, train_points(run.record, key, axis)) for i, run in enumerate(comparison.runs)])
         for title, key in (
@@ -167,7 +167,9 @@ def _charts(comparison: Comparison, axis: Progress) -> list[str]:
         )
     ]
     rows = []
-    for kind, charts in (("Test", testing), ("Training", training), ("", rates)):
+    splits = {run.curve_split for run in comparison.runs}
+    evaluated = splits.pop().capitalize() if len(splits) == 1 else "Evaluated"
+    for kind, charts in ((evaluated, evaluations), ("Training", training), ("", rates)):
         drawn = []
         for title, series in charts:
             name = f"{kind} {title}" if kind else title.capitalize()
@@ -186,9 +188,8 @@ def _line(index: int, run: ComparedRun, points: list[tuple[float, float | None]]
     return Series(name=run.label, points=points, class_=f"run-{index}", max_points=MAX_POINTS)
 
 
-def _test_series(index: int, run: ComparedRun, metric: Metric, axis: Progress) -> Series:
-    split = run.head.evaluation.split if run.head.evaluation else "test"
-    lines = [line for line in run.record.evals if line.split == split]
+def _eval_series(index: int, run: ComparedRun, metric: Metric, axis: Progress) -> Series:
+    lines = [line for line in run.record.evals if line.split == run.curve_split]
     points = eval_points(run.record, lines, metric.of, axis)
     return Series(name=run.label, points=points, class_=f"run-{index}", is_dots=True)
 

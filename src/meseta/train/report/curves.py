@@ -13,6 +13,7 @@ from meseta.train.report.lines import EvalLine, TrainLine
 from meseta.train.report.markup import tag, text
 from meseta.train.report.metrics import Metric
 from meseta.train.report.record import RunRecord
+from meseta.train.splits import TEST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,7 @@ def curves_section(record: RunRecord) -> str:
             *_eval_series(record, Metric(key=eval_key, name=title, better="lower")),
         ]
         level = ("teacher", reference) if reference is not None and drawable(reference) else None
-        charts.append((title, line_chart(title, series, x_max, reference=level)))
+        charts.append((title, line_chart(title, series, x_max, reference=level, best_x=_best_x(record))))
     for title, key in (
         ("Samples per second", "samples_per_s"),
         ("Learning rate, dense", "lr_dense"),
@@ -91,8 +92,17 @@ def _eval_series(record: RunRecord, metric: Metric) -> list[Series]:
     for split in dict.fromkeys(line.split for line in record.evals):
         lines = [line for line in record.evals if line.split == split]
         points = eval_points(record, lines, metric.of, SAMPLES)
-        series.append(Series(name=split, points=points, class_="other" if series else "test", is_dots=True))
+        class_ = "test" if split == TEST else "other"
+        series.append(Series(name=split, points=points, class_=class_, is_dots=True))
     return series
+
+
+def _best_x(record: RunRecord) -> float | None:
+    """Where the best of several evaluations of one split lies."""
+    best = [line for line in record.evals if record.is_best(line)]
+    if not best or sum(line.split == best[0].split for line in record.evals) < 2:
+        return None
+    return eval_points(record, best, lambda line: None, SAMPLES)[0][0]
 
 
 def _lines(record: RunRecord, progress: Progress) -> list[TrainLine]:

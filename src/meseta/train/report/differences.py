@@ -68,9 +68,10 @@ def data_facts(record: RunRecord) -> dict[str, str]:
     return facts
 
 
-def test_facts(record: RunRecord) -> dict[str, str]:
-    """What says whether two evaluations were of the same rows."""
-    return {name: value for name, value in data_facts(record).items() if name.startswith("test ") or name == "labels"}
+def split_facts(record: RunRecord, split: str) -> dict[str, str]:
+    """What says whether two evaluations of a split were of the same rows."""
+    facts = data_facts(record).items()
+    return {name: value for name, value in facts if name.startswith(f"{split} ") or name == "labels"}
 
 
 def plan_facts(record: RunRecord) -> dict[str, str]:

@@ -11,6 +11,7 @@ from meseta.train.report.lines import EvalLine, Figures
 from meseta.train.report.markup import table, tag, text
 from meseta.train.report.metrics import metrics_in
 from meseta.train.report.record import RunRecord
+from meseta.train.splits import note_flattered
 
 MAX_EVALS = 12
 
@@ -22,16 +23,20 @@ def evaluation_section(record: RunRecord) -> str:
         return ""
     lines = list(record.evals) or [final]
     metrics = metrics_in(lines)
-    rows = [
-        [count(v.step), text(v.split), *(text(fixed(m.of(v), m.decimals)) for m in metrics)] for v in lines[-MAX_EVALS:]
-    ]
+    last = lines[-MAX_EVALS:]
+    shown = [v for v in lines if v in last or record.is_best(v) or (v.step, v.split) == (final.step, final.split)]
+    rows = [[count(v.step), _split(v, record), *(text(fixed(m.of(v), m.decimals)) for m in metrics)] for v in shown]
     teacher = record.summary.teacher if record.summary else None
     if teacher:
         rows.append(["", "teacher", *(text(fixed(getattr(teacher, m.key, None))) for m in metrics)])
     header = ["step", "split", *(text(m.name) for m in metrics)]
     parts = [table(header, rows, {0, *range(2, len(header))}, "compact")]
-    if len(lines) > MAX_EVALS:
-        parts.append(tag("p", text(f"The last {MAX_EVALS} of {len(lines)} evaluations."), class_="note"))
+    if len(lines) > len(shown):
+        more = ", the best and the final one" if len(shown) > MAX_EVALS else ""
+        parts.append(tag("p", text(f"The last {MAX_EVALS} of {len(lines)} evaluations{more}."), class_="note"))
+    chosen = record.summary.chosen if record.summary else None
+    if chosen and (note := note_flattered(chosen.split, chosen.what)):
+        parts.append(tag("p", text(f"{note[0].upper()}{note[1:]}."), class_="note"))
     parts.append(tag("p", text(_calibration_note(final)), class_="note"))
     plot = reliability_plot(final.reliability)
     drawn = (
@@ -41,6 +46,12 @@ def evaluation_section(record: RunRecord) -> str:
     )
     whole = tag("div", drawn, tag("div", tag("h3", "Figures"), *parts), class_="narrow-wide")
     return whole + _tasks(final) + "".join(_segments(final, feature) for feature in final.segments)
+
+
+def _split(line: EvalLine, record: RunRecord) -> str:
+    """Its split, marked where it is the best evaluation of several."""
+    is_marked = record.is_best(line) and len(record.evals) > 1
+    return text(line.split) + (tag("b", " best") if is_marked else "")
 
 
 def _tasks(final: EvalLine) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meseta.train.report.figures import drawable
 from meseta.train.report.lines import EvalLine
 from meseta.train.report.record import RunRecord
+from meseta.train.splits import EVALUATED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +29,8 @@ class Headline:
     num_ranks: int | None
 
 
-def headline(record: RunRecord) -> Headline:
-    """What is known of a run."""
+def headline(record: RunRecord, splits: Sequence[str] = EVALUATED) -> Headline:
+    """What is known of a run; its evaluation is that of the first of `splits` that was evaluated."""
     summary, last = record.summary, record.train[-1] if record.train else None
     rates = [r for line in record.train if (r := line.samples_per_s) is not None and drawable(r)]
     num_ranks = summary.num_ranks if summary else None
@@ -36,7 +38,7 @@ def headline(record: RunRecord) -> Headline:
         num_ranks = record.plan.num_ranks
     return Headline(
         is_done=summary is not None,
-        evaluation=final_evaluation(record),
+        evaluation=final_evaluation(record, splits),
         samples_per_s=summary.samples_per_s if summary else statistics.median(rates) if rates else None,
         num_steps=summary.num_steps if summary else last.step if last else None,
         num_samples=summary.num_samples if summary else last.num_samples if last else None,
@@ -45,9 +47,12 @@ def headline(record: RunRecord) -> Headline:
     )
 
 
-def final_evaluation(record: RunRecord) -> EvalLine | None:
-    """The summary's, or the last one of the metrics, if there is one of the test split."""
-    if record.summary and record.summary.test:
-        return record.summary.test
-    candidates = [line for line in record.evals if line.split == "test"] or record.evals
-    return candidates[-1] if candidates else None
+def final_evaluation(record: RunRecord, splits: Sequence[str] = EVALUATED) -> EvalLine | None:
+    """Of the first of `splits` that was evaluated: the summary's, or the last one of the metrics; without `splits`, any
+    other."""
+    for split in splits:
+        ended = getattr(record.summary, split, None)
+        lines = [ended] if ended else [line for line in record.evals if line.split == split]
+        if lines:
+            return lines[-1]
+    return record.evals[-1] if record.evals and tuple(splits) == EVALUATED else None

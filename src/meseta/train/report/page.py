@@ -13,12 +13,13 @@ from meseta.train.report.data_statistics import data_section
 from meseta.train.report.document import document
 from meseta.train.report.evaluation import evaluation_section
 from meseta.train.report.figures import count, drawable, duration, fixed, short
-from meseta.train.report.headline import headline
+from meseta.train.report.headline import final_evaluation, headline
 from meseta.train.report.markup import table, tag, text
 from meseta.train.report.plan_picture import plan_section
 from meseta.train.report.predicted import predicted_section
 from meseta.train.report.record import RUN_FILES, RunRecord, flatten, read_run
 from meseta.train.report.stages import stages_section
+from meseta.train.splits import TEST, VALID
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
@@ -72,15 +73,26 @@ def tiles(record: RunRecord) -> list[Tile]:
     test, is_done = head.evaluation, head.is_done
     split = test.split if test else "test"
     at = "no evaluation yet" if test is None else "" if is_done else f"at step {test.step:,}"
+    if test is not None and is_done and test.step != head.num_steps:
+        at = f"best weights, of step {test.step:,}"
+    valid = final_evaluation(record, [VALID])
     return [
         Tile(
             name=f"{split} AUC",
             value=fixed(test.auc if test else None),
-            note=_teacher(record, "auc") or at,
+            note=", ".join(note for note in (_teacher(record, "auc"), at) if note),
             is_main=True,
         ),
         Tile(
-            name=f"{split} NE", value=fixed(test.ne if test else None), note=_teacher(record, "ne") or at, is_main=True
+            name=f"{split} NE",
+            value=fixed(test.ne if test else None),
+            note=_teacher(record, "ne") or at,
+            is_main=True,
+        ),
+        *(
+            [Tile(name="valid AUC", value=fixed(valid.auc), note=f"NE {fixed(valid.ne)}, chose")]
+            if valid and split == TEST
+            else []
         ),
         Tile(name="samples/s", value=short(head.samples_per_s), note="" if is_done else "median so far"),
         Tile(

@@ -127,10 +127,28 @@ class Predicted(MetricsEntry):
     """Where they are from."""
 
 
+class Best(MetricsEntry):
+    """The best evaluation."""
+
+    step: Count | None = None
+    split: str = "test"
+
+
+class Chosen(MetricsEntry):
+    """What evaluations decided."""
+
+    split: str
+    what: list[str]
+
+
 class Summary(MetricsEntry):
     """What a run leaves when it has ended."""
 
     test: EvalLine | None = None
+    valid: EvalLine | None = None
+    """Of the same weights, where the data have that split."""
+    best: Best = Best()
+    chosen: Chosen | None = None
     teacher: Teacher | None = None
     num_steps: Count | None = None
     num_samples: Count | None = None
@@ -161,6 +179,11 @@ class RunRecord:
     """As `train`, one per step and split."""
     problems: dict[str, str]
     """File name -> why the page does without it, or without a part of it."""
+
+    def is_best(self, line: EvalLine) -> bool:
+        """Whether an evaluation is the best of those that chose; known when a run has ended."""
+        best = self.summary.best if self.summary else Best()
+        return (line.step, line.split) == (best.step, best.split)
 
     def setting(self, path: str) -> Any:
         """A value of the config by its dotted path; None where it is absent."""

@@ -1,0 +1,164 @@
+"""What evaluations decide: by hand-made evaluations, against rules that are written out."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meseta.config import RunConfig, ScheduleConfig, TrainConfig, check_document
+from meseta.spec import MesetaError
+from meseta.train.decisions import (
+    Decisions,
+    Plateau,
+    chosen_by_evaluations,
+    is_evaluation_due,
+)
+from meseta.train.splits import choosing_split, note_flattered
+
+
+def config(**train: Any) -> RunConfig:
+    schedule = train.pop("schedule", {})
+    return check_document({"run_dir": "r", "data": {"dir": "d"}, "train": train, "schedule": schedule})
+
+
+def line(step: int, ne: float, split: str = "test") -> dict[str, Any]:
+    return {"kind": "eval", "step": step, "split": split, "ne": ne}
+
+
+def test_valid_decides_where_there_is_one() -> None:
+    assert [choosing_split(names) for names in (["train", "test"], ["train", "valid", "test"])] == ["test", "valid"]
+    decisions = Decisions(config(), ["train", "valid", "test"])
+    decisions.update(line(3, 0.1), on_the_way=True)
+    assert decisions.best.step is None
+    decisions.update(line(3, 0.9, "valid"), on_the_way=True)
+    assert (decisions.best.step, decisions.best.value) == (3, 0.9)
+    assert decisions.get_state()["best"]["split"] == "valid"
+    of_test = Decisions(config(), ["train", "test"])
+    of_test.set_state({**decisions.get_state(), "step": 3})
+    assert of_test.best.step is None  # what valid said is not about test
+
+
+@pytest.mark.parametrize(
+    ("every", "num_batches", "due"),
+    [
+        (1.0, 7, [7, 14, 21]),
+        (2.0, 7, [14]),
+        (0.5, 7, [4, 7, 11, 14, 18, 21]),
+        (0.1, 10, [*range(1, 31)]),
+        (0.3, 10, [3, 6, 9, 12, 15, 18, 21, 24, 27, 30]),
+        (0.01, 5, [*range(1, 16)]),
+        (1.5, 4, [6, 12]),
+    ],
+)
+def test_evaluations_by_epochs(every: float, num_batches: int, due: list[int]) -> None:
+    """After the first step at which k * every epochs are done, for k = 1, 2, ..."""
+    found = []
+    for step in range(1, 3 * num_batches + 1):
+        epoch, batch = divmod(step, num_batches)
+        reader: Any = SimpleNamespace(epoch_index=epoch, num_batches=num_batches, num_batches_left=num_batches - batch)
+        if is_evaluation_due(TrainConfig(eval_every_epochs=every), step, reader):
+            found.append(step)
+    assert found == due
+
+
+def test_evaluations_by_steps_or_none() -> None:
+    reader: Any = SimpleNamespace(epoch_index=0, num_batches=9, num_batches_left=9)
+    for every, due in ((None, []), (3, [3, 6, 9])):
+        found = [n for n in range(1, 11) if is_evaluation_due(TrainConfig(eval_every_steps=every), n, reader)]
+        assert found == due
+
+
+@pytest.mark.parametrize(
+    ("changes", "gains", "falls"),
+    [
+        ({}, "100000", [0, 0, 1, 1, 2, 2]),
+        ({}, "101010", [0, 0, 0, 0, 0, 0]),
+        ({"plateau_patience": 1}, "100010", [0, 1, 2, 3, 3, 4]),
+        ({"plateau_patience": 3}, "0001000", [0, 0, 1, 1, 1, 1, 2]),
+        ({"warmup_steps": 30}, "000000", [0, 0, 0, 1, 1, 2]),
+        ({"decay_start_step": 31}, "000000", [0, 0, 0, 0, 1, 1]),
+        ({"kind": "step", "step_every": 3}, "000000", [0, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_a_plateau_lets_the_rate_fall(changes: dict[str, Any], gains: str, falls: list[int]) -> None:
+    schedule = ScheduleConfig(**{"kind": "plateau", **changes})
+    plateau, found = Plateau(schedule), []
+    for k, gained in enumerate(gains, start=1):
+        plateau.update(10 * k, gained=gained == "1")
+        found.append(plateau.num_falls)
+        again = Plateau(schedule)  # as a run that is cut off here and goes on
+        again.set_state(plateau.get_state())
+        plateau = again
+    assert found == falls
+
+
+def test_an_evaluation_counts_once_and_one_off_the_way_can_only_be_the_best() -> None:
+    decisions = Decisions(
+        config(eval_every_steps=2, early_stopping={"patience": 2}, schedule={"kind": "plateau", "plateau_patience": 1}),
+        ["train", "test"],
+    )
+    for step, ne in ((2, 0.9), (4, 0.95), (4, 0.95)):
+        decisions.update(line(step, ne), on_the_way=True)
+    assert (decisions.best.num_stale, decisions.num_falls) == (1, (1, 1))
+    decisions.update(line(5, 0.97), on_the_way=False)
+    assert (decisions.best.num_stale, decisions.num_falls, decisions.best.step) == (1, (1, 1), 2)
+    decisions.update(line(7, 0.8), on_the_way=False)
+    assert (decisions.best.num_stale, decisions.num_falls, decisions.best.step) == (0, (1, 1), 7)
+    again = Decisions(config(eval_every_steps=2, schedule={"kind": "plateau", "plateau_patience": 1}), ["test"])
+    again.set_state({**decisions.get_state(), "step": 7})
+    assert again.get_state() == decisions.get_state()
+    again.update(line(7, 0.1), on_the_way=True)
+    assert again.get_state() == decisions.get_state()
+
+
+def test_a_checkpoint_of_before_knows_its_evaluations() -> None:
+    """Older versions kept the best alone; what was evaluated up to the checkpoint is in there."""
+    decisions = Decisions(config(), ["test"])
+    decisions.set_state({"step": 9, "best": {"metric": "ne", "step": 4, "value": 0.8, "num_stale": 1}})
+    decisions.update(line(9, 0.1), on_the_way=True)
+    assert (decisions.best.step, decisions.best.num_stale, decisions.num_falls) == (4, 1, (0, 0))
+    decisions.set_state({"step": 9})
+    assert decisions.best.step == 4
+
+
+def test_what_was_chosen_on_test_is_told() -> None:
+    plain = config(eval_every_steps=5)
+    assert chosen_by_evaluations(plain) == [] and note_flattered("test", []) == ""
+    everything = config(eval_every_steps=5, finish="best", early_stopping={"patience": 1}, schedule={"kind": "plateau"})
+    chosen = chosen_by_evaluations(everything)
+    assert chosen == ["early stopping", "the best weights", "the rates"]
+    assert note_flattered("valid", chosen) == ""
+    assert "the test split decided early stopping and the best weights" in note_flattered("test", chosen[:2])
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({"train": {"finish": "best"}}, "finish 'best' needs evaluations on the way"),
+        ({"schedule": {"kind": "plateau"}}, "schedule.kind 'plateau' needs evaluations on the way"),
+        ({"dense": {"schedule": {"kind": "plateau"}}}, "schedule.kind 'plateau' needs evaluations on the way"),
+        ({"train": {"eval_every_steps": 2, "eval_every_epochs": 1}}, "say the same in two ways; leave one out"),
+        ({"train": {"eval_every_epochs": 0}}, "greater than 0"),
+        ({"train": {"eval_every_epochs": math.inf}}, "finite"),
+    ],
+)
+def test_configs_that_do_not_fit(document: dict[str, Any], words: str) -> None:
+    with pytest.raises(MesetaError) as caught:
+        check_document({"run_dir": "r", "data": {"dir": "d"}, **document})
+    assert words in str(caught.value)
+
+
+def test_a_schedule_for_all_and_one_for_a_part() -> None:
+    """That of a part replaces all keys, and the config keeps what was written."""
+    common, own = {"kind": "cosine", "warmup_steps": 9}, {"kind": "constant"}
+    for part, other in (("embedding", "dense"), ("dense", "embedding")):
+        got = check_document({"run_dir": "r", "data": {"dir": "d"}, "schedule": common, part: {"schedule": own}})
+        schedules = {"embedding": got.embedding_schedule, "dense": got.dense_schedule}
+        assert schedules[other] == ScheduleConfig(kind="cosine", warmup_steps=9)
+        assert schedules[part] == ScheduleConfig()
+        written = got.model_dump(mode="json")
+        assert written[other]["schedule"] is None and written["schedule"]["kind"] == "cosine"
+        assert check_document(written) == got
