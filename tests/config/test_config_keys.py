@@ -139,8 +139,9 @@ def test_an_example_has_all_other_keys_that_its_optimizers_use() -> None:
     document = yaml.safe_load(example("deepfm"))
     assert set(document["embedding"]["optimizer"]) == {"name", *USED_FIELDS["rowwise_adagrad"]}
     assert set(document["dense"]["optimizer"]) == {"name", "lr", "weight_decay", "beta1", "beta2", "eps"}
-    left_out = {"power", "step_factor", "step_every"}  # of other kinds than 'constant'
-    assert not left_out & set(document["dense"]["schedule"])
+    left_out = {"power", "step_factor", "step_every", "plateau_patience"}  # of other kinds than 'constant'
+    assert not left_out & set(document["schedule"]) and "end_factor" in document["schedule"]
+    assert document["dense"]["schedule"] is None
     for section in ("data", "train", "checkpoint", "metrics", "planner"):
         keys = {key.path.split(".")[1] for key in all_keys() if key.path.startswith(f"{section}.")}
         assert set(document[section]) == keys
