@@ -96,7 +96,7 @@ def saving(run_dir: Path) -> bool:
 def reach(command: Command, run_dir: Path, moment: str, draw: random.Random) -> None:
     """Wait for the moment to kill: in start-up, some steps after it, while a checkpoint is written, or evaluating."""
     if moment == "start-up":
-        time.sleep(draw.uniform(0.1, 2.5))
+        time.sleep(draw.uniform(0.05, 0.8))  # a run of this size is over after little more than 2 s
         return
     saved = checkpoint.latest(run_dir / "checkpoints")
     step = int(saved.name.removeprefix("step-")) if saved else 0
