@@ -113,7 +113,7 @@ def test_prepared_files_are_taken_as_they_are_until_something_changes(
     assert 'the option label was null and is "price" now' in error_of(*command, "--label", "price")
     os.utime(clicks, ns=(0, 0))
     refusal = error_of(*command)
-    assert "clicks.csv' has changed since" in refusal and "delete it to have it prepared again" in refusal
+    assert "clicks.csv' has changed since" in refusal and "--force prepares it again" in refusal
     (clicks.parent / "prepared/prepare.json").unlink()
     assert "it does not say from which it was" in error_of(*command)
     assert not Path("runs/c").exists()

@@ -26,7 +26,7 @@ def tsv(number: int, bad: bool) -> str:
 
 
 def csv(number: int, bad: bool) -> str:
-    price = ["cheap", "inf", "1,1"][number % 3] if bad else str(number)
+    price = ["cheap", "5 EUR", "1,1"][number % 3] if bad else str(number)
     return f'{number % 2},{price},"town {number % 7}{chr(10) * (number % 3 == 0)}"\n'
 
 
@@ -60,12 +60,13 @@ def test_text_without_its_bad_rows(
     for folder, wanted in (("spoiled", range(NUM_ROWS)), ("clean", [r for r in range(NUM_ROWS) if r not in bad])):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / name).write_text(header + "".join(write(row, row in bad) for row in wanted))
-    clean = prepare(PrepareOptions(sources=[f"{tmp_path}/clean/{name}"], out=tmp_path / "a", test_fraction=0.0))
-    monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
-    options = {"sources": [f"{tmp_path}/spoiled/{name}"], "test_fraction": 0.0, "bad_rows": "skip"}
+    options: dict[str, Any] = {"test_fraction": 0.0}
     if name == "log.csv":
         options["dense"] = ["price"]  # with words among its values it would be inferred as text
-    found = prepare(PrepareOptions(**options, out=tmp_path / "b", max_bad_rows=0.2))
+    clean = prepare(PrepareOptions(**options, sources=[f"{tmp_path}/clean/{name}"], out=tmp_path / "a"))
+    monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
+    options |= {"bad_rows": "skip", "max_bad_rows": 0.2}
+    found = prepare(PrepareOptions(**options, sources=[f"{tmp_path}/spoiled/{name}"], out=tmp_path / "b"))
     assert content(found) == content(clean)
     assert (found.dense, found.sparse) == (clean.dense, clean.sparse)
     assert found.sources[0].num_rows == NUM_ROWS - len(bad)
@@ -138,7 +139,7 @@ def test_parquet_without_its_bad_rows_in_both_splits(tmp_path: Path) -> None:
 )
 def test_too_many_are_refused(tmp_path: Path, limit: float, is_enough: bool) -> None:
     (tmp_path / "log.csv").write_text(
-        "label,city\n" + "".join(f"{3 if r in (5, 50, 99) else 1},c\n" for r in range(100))
+        "label,city\n" + "".join(f"{3 if r in (5, 50, 99) else 1},c{r % 2}\n" for r in range(100))
     )
     options = PrepareOptions(
         sources=[f"{tmp_path}/log.csv"], out=tmp_path / "out", bad_rows="skip", max_bad_rows=limit, test_fraction=0.0

@@ -89,6 +89,13 @@ def discard(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
+def remove_all(parent: Path) -> None:
+    """Delete all checkpoints in a directory, if it is there, and what killed runs left of others; raises OSError."""
+    for path in list(parent.iterdir()) if parent.is_dir() else ():
+        if (NAME.fullmatch(path.name) or _UNFINISHED.fullmatch(path.name)) and _is_folder(path):
+            discard(path)
+
+
 def latest(parent: Path | str) -> Path | None:
     """The checkpoint of the highest step in `parent`, None when there is none; only looks, changes nothing.
 

@@ -52,14 +52,22 @@ SplitBy = Annotated[
         rich_help_panel=_SPLITS,
     ),
 ]
-_Label = Annotated[
-    str | None, typer.Option(help="Column of the label.", show_default="by its name", rich_help_panel=_COLUMNS)
+Label = Annotated[
+    list[str] | None,
+    typer.Option(help="Column of the label, or of several: a,b.", show_default="by its name", rich_help_panel=_COLUMNS),
 ]
-_Dense = Annotated[str, typer.Option(help="Dense columns: a,b. Default: numbers.", rich_help_panel=_COLUMNS)]
-_Sparse = Annotated[
-    str, typer.Option(help="Sparse columns: c,d. Default: text, codes, lists.", rich_help_panel=_COLUMNS)
+Dense = Annotated[
+    list[str] | None,
+    typer.Option(help="Columns that are numbers, or patterns: age,I*. The rest is inferred.", rich_help_panel=_COLUMNS),
 ]
-_Schema = Annotated[
+Sparse = Annotated[
+    list[str] | None,
+    typer.Option(help="Columns that are categories, likewise; under --dense too: both.", rich_help_panel=_COLUMNS),
+]
+Ignore = Annotated[
+    list[str] | None, typer.Option(help="Columns that are left out, likewise.", rich_help_panel=_COLUMNS)
+]
+SchemaFile = Annotated[
     Path | None, typer.Option(help="YAML file that says what the columns are.", rich_help_panel=_COLUMNS)
 ]
 _PrintSchema = Annotated[
@@ -70,7 +78,7 @@ _Sources = Annotated[
     list[str],
     typer.Argument(
         metavar="SOURCE...",
-        help="Files, URLs or patterns: CSV with a header, libsvm, libffm or Criteo TSV, plain or gzip, or Parquet.",
+        help="Files, URLs or patterns: CSV, libsvm, libffm or Criteo TSV, plain or gzip, or Parquet.",
     ),
 ]
 _BAD = "Rows that cannot be parsed"
@@ -106,10 +114,11 @@ def prepare(
     ] = None,
     vocabulary: Annotated[bool, typer.Option("--vocabulary", help="Rows for frequent values, no hashing.")] = False,
     min_count: Annotated[int, typer.Option(help="With --vocabulary: occurrences that earn a row.")] = 10,
-    label: _Label = None,
-    dense: _Dense = "",
-    sparse: _Sparse = "",
-    schema: _Schema = None,
+    label: Label = None,
+    dense: Dense = None,
+    sparse: Sparse = None,
+    ignore: Ignore = None,
+    schema: SchemaFile = None,
     print_schema: _PrintSchema = False,
     bad_rows: BadRows = "error",
     max_bad_rows: MaxBadRows = None,
@@ -134,9 +143,7 @@ def prepare(
         hash_rows_by_feature=rows_by_feature,
         vocabulary=vocabulary,
         min_count=min_count,
-        label=label,
-        dense=_names(dense),
-        sparse=_names(sparse),
+        **column_options(label, dense, sparse, ignore),
         schema=schema,
         force=force,
         **bad_row_options(bad_rows, max_bad_rows),
@@ -184,8 +191,20 @@ def bad_row_options(policy: str, limit: str | None) -> dict[str, Any]:
         ) from None
 
 
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
+def column_options(
+    label: Sequence[str] | None,
+    dense: Sequence[str] | None,
+    sparse: Sequence[str] | None,
+    ignore: Sequence[str] | None,
+) -> dict[str, Any]:
+    """Options of PrepareOptions that are given; each entry holds names or patterns, parted by commas."""
+    given = {"label": label, "dense": dense, "sparse": sparse, "ignore": ignore}
+    names = {
+        option: [name.strip() for entry in entries for name in entry.split(",") if name.strip()]
+        for option, entries in given.items()
+        if entries
+    }
+    return {option: found[0] if option == "label" and len(found) == 1 else found for option, found in names.items()}
 
 
 def _read_hash_rows(entries: Sequence[str]) -> tuple[int, dict[str, int]]:
@@ -249,8 +268,8 @@ def print_layout(layout: Layout, *, given: bool, command: str = "the same comman
     typer.echo("".join(f"  {line}\n" for line in schema_text(layout).splitlines()), nl=False)
     if not given:
         typer.echo(
-            f"to change that: {command} with --print-schema > schema.yaml, edit the file, then this one with "
-            "--schema schema.yaml"
+            "to change that: --label, --dense, --sparse or --ignore with names or patterns; or all of it in a file: "
+            f"{command} with --print-schema > schema.yaml, edit it, then this one with --schema schema.yaml"
         )
 
 
@@ -258,13 +277,18 @@ def print_summary(dataset: Dataset, out: Path, elapsed_s: float) -> None:
     """Rows, splits and features of a dataset that took `elapsed_s` seconds."""
     from rich import print as show
 
+    from meseta.data.schema import NO_CATEGORY
+
     num_rows = sum(split.num_rows for split in dataset.splits.values())
     show(f"{num_rows:,} rows in {elapsed_s:.1f} s ({num_rows / elapsed_s:,.0f} rows/s) to {out}")
     for name, split in dataset.splits.items():
         sums = split.positives or {"": split.num_positives}
         shares = ", ".join(f"{label} {total / max(split.num_rows, 1):.4f}".strip() for label, total in sums.items())
         show(f"  {name:5} {split.num_rows:>13,} rows, {len(split.files)} files, {shares} positive")
-    show(f"  {len(dataset.dense)} dense and {len(dataset.sparse)} sparse features")
+    num_sparse = sum(feature.name != NO_CATEGORY.name for feature in dataset.sparse)
+    show(f"  {len(dataset.dense)} dense and {num_sparse} sparse features")
+    for name, number in dataset.not_finite.items():
+        typer.echo(f"  {name}: {number:,} values are inf or nan, and count as missing")
     if dataset.bad_rows and dataset.bad_rows.num_rows:
         typer.echo(f"  {dataset.bad_rows.num_rows:,} rows could not be parsed and were left out:")
         for place in dataset.bad_rows.first:

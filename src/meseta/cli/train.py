@@ -14,7 +14,12 @@ import typer
 from meseta.cli.launch import is_launched, run_ranks
 from meseta.cli.prepare import (
     BadRows,
+    Dense,
+    Ignore,
+    Label,
     MaxBadRows,
+    SchemaFile,
+    Sparse,
     SplitBy,
     TestAfter,
     TestFiles,
@@ -23,6 +28,7 @@ from meseta.cli.prepare import (
     ValidFiles,
     ValidFraction,
     bad_row_options,
+    column_options,
 )
 from meseta.cli.prepare import run as prepare
 from meseta.spec import MesetaError
@@ -40,10 +46,10 @@ _Data = Annotated[
         rich_help_panel=_FILES,
     ),
 ]
-_Label = Annotated[
-    str | None, typer.Option(help="Column of the label.", show_default="by its name", rich_help_panel=_FILES)
+_Force = Annotated[
+    bool,
+    typer.Option("--force", help="Begin anew: drop the run in run_dir, and prepare again what was prepared otherwise."),
 ]
-_Schema = Annotated[Path | None, typer.Option(help="YAML file that says what the columns are.", rich_help_panel=_FILES)]
 _NoTest = Annotated[bool, typer.Option("--no-test", help="Leave the test split unread where there is a split valid.")]
 
 
@@ -63,12 +69,16 @@ def train(
     valid_files: ValidFiles = None,
     valid_after: ValidAfter = None,
     split_by: SplitBy = None,
-    label: _Label = None,
-    schema: _Schema = None,
+    label: Label = None,
+    dense: Dense = None,
+    sparse: Sparse = None,
+    ignore: Ignore = None,
+    schema: SchemaFile = None,
     bad_rows: BadRows = "error",
     max_bad_rows: MaxBadRows = None,
     nproc: Annotated[int, typer.Option(help="Ranks on this machine. torchrun works too.")] = 1,
     no_test: _NoTest = False,
+    force: _Force = False,
 ) -> None:
     """Train a model, evaluate it, and write a report; started again, go on from the newest checkpoint."""
     from meseta.config import check_document, read_document, set_default
@@ -83,7 +93,7 @@ def train(
         valid_files=valid_files,
         valid_after=valid_after,
         split_by=split_by,
-        label=label,
+        **column_options(label, dense, sparse, ignore),
         schema=schema,
         **bad_row_options(bad_rows, max_bad_rows),
     )
@@ -96,10 +106,11 @@ def train(
         from meseta.data.prepare import with_valid_split
         from meseta.train.raw_files import default_batch_size
 
-        dataset = _prepared(with_valid_split(PrepareOptions(sources=data, out=settings.data.dir, **said)))
+        options = PrepareOptions(sources=data, out=settings.data.dir, force=force, **said)
+        dataset = _prepared(with_valid_split(options))
         set_default(document, "train.batch_size", default_batch_size(dataset.splits["train"].num_rows))
         settings = check_document(document, config)
-    _run(settings, with_test=not no_test)
+    _run(settings, with_test=not no_test, anew=force)
 
 
 def _choose_folders(document: dict[str, Any], data: Sequence[str], said: Mapping[str, Any]) -> None:
@@ -118,14 +129,17 @@ def _choose_folders(document: dict[str, Any], data: Sequence[str], said: Mapping
         raise MesetaError("train: nothing to train on; give a config file, or raw files as --data FILE")
 
 
-def _run(settings: RunConfig, *, with_test: bool) -> None:
-    """Train to the end and print what came of it."""
+def _run(settings: RunConfig, *, with_test: bool, anew: bool) -> None:
+    """Train to the end, from the first step on if `anew`, and print what came of it."""
     from meseta.train.interruption import Stopped
+    from meseta.train.run_dir import drop_run
     from meseta.train.session import session
     from meseta.train.trainer import Trainer
 
     try:
         with session(settings) as world:
+            if anew:
+                drop_run(settings, world)
             summary = Trainer(settings, world, with_test=with_test).run()
     except Stopped as stopped:
         raise typer.Exit(stopped.exit_code) from None
@@ -147,14 +161,24 @@ def _split(arguments: Sequence[str]) -> tuple[Path | None, Sequence[str]]:
 
 def _prepared(options: PrepareOptions) -> Dataset:
     """The dataset of `options`; of several ranks the first prepares it, and the others wait until it is there."""
-    from meseta.data.prepare import load_prepared
-
     is_first = os.environ.get("RANK", "0") == "0"
-    while (dataset := load_prepared(options)) is None:
+    while (dataset := _load(options)) is None:
         if is_first:
             return prepare(options, command="`meseta prepare FILE --out DIR`")
         time.sleep(0.2)  # Where the first rank fails, its launcher ends this one too.
     return dataset
+
+
+def _load(options: PrepareOptions) -> Dataset | None:
+    """None where it has to be prepared, first or again."""
+    from meseta.data.prepare import load_prepared
+
+    try:
+        return load_prepared(options)
+    except MesetaError:
+        if not options.force:
+            raise
+        return None
 
 
 def _print_result(summary: dict[str, Any], run_dir: Path) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+csv.field_size_limit(max(csv.field_size_limit(), 1 << 30))  # a field may be as long as a row: see sources.BLOCK_BYTES
+
 _QUOTE, _NEWLINE = ord('"'), ord("\n")
 
 

@@ -42,9 +42,11 @@ class DenseFeature(Record):
     name: str
     """Column of the Parquet files, float32."""
     fill: float
-    """Stands for a missing value, before log1p."""
+    """Stands for a missing value, before the logarithm."""
+    signed: bool = False
+    """Whether negative values count: a value x is sign(x) * log1p(|x|), and log1p(max(x, 0)) where not."""
     mean: float
-    """Mean of log1p(max(x, 0)) over the training split, subtracted."""
+    """Mean of that over the training split, subtracted."""
     std: float = Field(gt=0)
     """Its standard deviation over the training split, divided by; 1 where the feature is constant."""
 
@@ -184,6 +186,8 @@ class Dataset(Record):
     """Split by time: the first second of the valid split, which ends where the test split begins."""
     sources: tuple[SourceFile, ...] = ()
     """The raw files, in the order in which they were read."""
+    not_finite: dict[str, Count] = {}
+    """Dense feature -> its values in the sources that are inf or nan, which count as missing."""
     bad_rows: BadRows | None = None
     """Rows that were left out; None: a bad row would have been an error."""
     dir: Path = Field(default=Path(), exclude=True)

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from meseta.data.dataset import Dataset, DenseFeature, SparseFeature
+from meseta.data.raw_rows import signed_exp, signed_log
 from meseta.data.vocabulary import read_values
 from meseta.spec import MesetaError, Reuse
 from meseta.spec.errors import one_line
@@ -64,9 +65,9 @@ class DenseFigures:
 
     name: str
     values: Values
-    """`share_zero` counts missing values and those below zero too, since prepare takes them for zero."""
+    """`share_zero` counts what prepare takes for zero too: missing values and, unless signed, those below zero."""
     bins: tuple[int, ...]
-    """Values in equal intervals of log(1 + x), from the smallest to the largest [24]."""
+    """Values in equal intervals of log(1 + x), below zero of -log(1 - x), from the smallest to the largest [24]."""
     test_shift: float | None
     """Mean of log(1 + x) in the test split less that in training, in standard deviations; None: no test rows."""
 
@@ -264,10 +265,10 @@ def _dense_figures(dataset: Dataset, feature: DenseFeature) -> DenseFigures:
         for stored in _numbers(dataset, name, feature.name):
             logs = _undo(feature, stored)
             scaled[name].add(stored, 0)
-            raw.add(np.expm1(logs), int((logs == 0).sum()))
+            raw.add(signed_exp(logs), int((logs == 0).sum()))
     values = raw.result()
     bins = np.zeros(NUM_BINS, np.int64)
-    low, high = math.log1p(max(values.min, 0.0)), math.log1p(max(values.max, 0.0))
+    low, high = signed_log(np.array([values.min, values.max])).tolist()
     for name in dataset.splits if high > low else ():
         for stored in _numbers(dataset, name, feature.name):
             places = (_undo(feature, stored) - low) * (NUM_BINS / (high - low))
@@ -283,9 +284,12 @@ def _dense_figures(dataset: Dataset, feature: DenseFeature) -> DenseFigures:
 
 
 def _undo(feature: DenseFeature, stored: NDArray[np.float64]) -> NDArray[np.float64]:
-    """log(1 + x) of the values as they came; exactly 0 for what prepare wrote for 0."""
+    """Logarithms of the values as they came; exactly 0 for what prepare wrote for 0."""
     zero = np.float32(-feature.mean / feature.std)
-    return np.where(stored <= zero, 0.0, np.maximum(stored * feature.std + feature.mean, 0.0))
+    logs = stored * feature.std + feature.mean
+    if feature.signed:
+        return np.where(stored == zero, 0.0, logs)
+    return np.where(stored <= zero, 0.0, np.maximum(logs, 0.0))
 
 
 def _sparse_figures(dataset: Dataset, feature: SparseFeature) -> SparseFigures:

@@ -26,6 +26,8 @@ class EncodedBlock:
     """Those of SPLITS that have rows of it."""
     counted: dict[str, pa.Table]
     """With vocabularies: values of each feature in the training rows, and their counts."""
+    num_not_finite: tuple[int, ...]
+    """As `RawRows.num_not_finite`."""
     block: Block
 
 
@@ -55,10 +57,10 @@ class Encoder:
         training = split == TRAIN
         if self.hash_rows is None and training.any():
             for column, sparse in zip(self.layout.sparse, rows.sparse, strict=True):
-                if column.buckets is not None:
+                if column.has_rows:
                     continue
                 counted[column.name] = count_values(_training_values(sparse, training))
-        return EncodedBlock(splits=splits, counted=counted, block=block)
+        return EncodedBlock(splits=splits, counted=counted, num_not_finite=rows.num_not_finite, block=block)
 
     def _record_batch(self, rows: RawRows) -> pa.RecordBatch:
         samples = [*rows.labels, *(part for part in (rows.weight, rows.group, rows.time) if part is not None)]
@@ -67,7 +69,7 @@ class Encoder:
             columns[name] = pa.array(values)
         for column, sparse in zip(self.layout.sparse, rows.sparse, strict=True):
             seed = self.hash_seeds[column.name]
-            if column.buckets is not None:
+            if column.has_rows:
                 ids = sparse.values
             elif self.hash_rows is None:
                 ids = pa.array(hash_categories(sparse.values, seed))

@@ -13,6 +13,7 @@ from meseta.spec import MesetaError
 
 _PARTS = {
     "fill": "fill value",
+    "signed": "treatment of negative values",
     "mean": "mean",
     "std": "deviation",
     "encoding": "encoding",

@@ -26,7 +26,10 @@ class Tables:
 def describe_dense(layout: Layout, moments: Moments) -> tuple[DenseFeature, ...]:
     """The dense features in the layout's order."""
     columns = zip(layout.dense, moments.mean.tolist(), moments.std.tolist(), strict=True)
-    return tuple(DenseFeature(name=name, fill=0.0, mean=mean, std=std) for name, mean, std in columns)
+    return tuple(
+        DenseFeature(name=name, fill=0.0, signed=name in layout.signed, mean=mean, std=std)
+        for name, mean, std in columns
+    )
 
 
 def describe_sparse(layout: Layout, tables: Tables) -> tuple[SparseFeature, ...]:
@@ -47,6 +50,6 @@ def _describe(column: SparseColumn, tables: Tables) -> SparseFeature:
         vocabulary=vocabulary.path if vocabulary else None,
         vocabulary_digest=vocabulary.digest if vocabulary else None,
         boundaries=column.buckets.boundaries if column.buckets else None,
-        made_of=column.columns if column.buckets or column.cross else (),
+        made_of=column.made_of,
         statistics=tables.statistics[column.name].result(),
     )

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
 
 from meseta.spec.weights import LARGEST_WEIGHT, SMALLEST_WEIGHT
 
-Role = Literal["dense", "categorical", "weight", "group", "time", "ignore"]
-Guess = tuple[Role, str]
-"""A role, and the reason in a few words."""
+Role = Literal["dense", "categorical", "both", "weight", "group", "time", "ignore"]
+
+
+class Guess(NamedTuple):
+    """What a column was taken for."""
+
+    role: Role
+    """'both': a category and a measurement."""
+    reason: str
+    """In a few words, on one line."""
+
 
 MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "\\N")
 """Texts that mean a missing number."""
+NULLS = tuple(text for text in MISSING if text.lower() != "nan")
+"""Those of them that say no more than that; the others are counted with what is infinite."""
 LABELS = (
     *("label", "click", "clicked", "is_click", "is_clicked", "target", "y"),
     *("conversion", "converted", "is_attributed", "purchase", "purchased", "is_purchase"),
 )
 """Names of labels, the likeliest first; case does not matter."""
 
-SAMPLE_ROWS = 2000
-"""Rows of a file that values are judged by."""
+SAMPLE_ROWS = 20_000
+"""Rows of all files that values are judged by, fewer where there are many columns."""
 OTHER_LABELS = frozenset({*LABELS} - {"label", "target", "y"})
 """A second column of such a name is an outcome too: as a feature it would give the answer away."""
 WEIGHTS = ("sample_weight", "example_weight", "instance_weight", "row_weight", "weight")
@@ -31,12 +44,43 @@ GROUPS = ("qid",)
 
 _FIRST_TIME_S = 1e8
 """Numbers are taken for times from March 1973 on: smaller ones under such a name are likelier durations or days."""
-_MIN_DISTINCT_ROWS = 50
+_PROVING_ROWS = 50
+"""Fewer rows prove neither a constant nor a key."""
+_KEY_SHARE = 0.995
+"""A share of distinct values from which on a column is a key, unless its name is that of a category."""
+_LARGEST_WHOLE = 2**53
+"""Beyond it float64 has gaps between whole numbers."""
+_MANY_DISTINCT = 0.5
+"""A share of distinct values above which whole numbers are taken for measurements, if they crowd together."""
+_CROWDED = 0.25
+"""Of the range, what the middle half of crowded values takes; that of evenly spread ones takes a half."""
+
 _ROW_NUMBER = re.compile(r"(row_?)?(id|index|number|no)|unnamed: 0|row", re.IGNORECASE)
-_CODE = re.compile(r"(.*[_ .-])?(ids?|codes?|types?|cat|category|class|zip)|(c|cat|categorical)[_-]?\d+", re.IGNORECASE)
-_CAMEL_ID = re.compile(r".*[a-z]I[dD]")
 _TIME = re.compile(r"\d{4}-\d\d-\d\d([ T]\d\d:\d\d(:\d\d(\.\d+)?)?)?(Z|[+-]\d\d:?\d\d)?")
-_INTEGER = re.compile(r"-?\d+")
+_PADDED = re.compile(r"-?0\d+")
+
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[^\W\d_A-Z]+|\d+")
+_OF_CATEGORIES = re.compile(
+    r"ad|advertiser|airport|app|artist|author|banner|brand|browser|campaign|carrier|cat|category|"
+    r"channel|city|class|cluster|code|codes|country|creative|currency|customer|device|domain|dow|"
+    r"gender|genre|group|hash|hour|id|ids|item|job|key|kind|lang|language|locale|make|manufacturer|"
+    r"member|merchant|month|movie|network|occupation|operator|os|page|platform|postcode|product|"
+    r"publisher|region|segment|seller|sex|shop|site|sku|slot|song|state|station|status|store|team|"
+    r"track|type|types|user|video|visitor|weekday|zip"
+)
+"""Last words of the names of categories."""
+_OF_NUMBERS = re.compile(
+    r"age|amount|amt|area|avg|average|balance|bid|budget|bytes|clicks|cnt|comments|cost|count|"
+    r"counts|ctr|days|depth|dist|distance|duration|fee|followers|frequency|friends|height|hours|"
+    r"impressions|income|kb|lat|latitude|len|length|likes|lon|longitude|mb|mean|median|min|minutes|"
+    r"ms|num|orders|pct|percent|percentage|points|price|prob|probability|purchases|qty|quantity|rate|"
+    r"ratio|recency|revenue|salary|sales|score|sec|seconds|sessions|shares|size|speed|spend|std|sum|"
+    r"tax|temp|temperature|tenure|total|value|views|visits|volume|weight|weeks|width|years"
+)
+"""Last words of the names of measurements, and first ones of such as num_clicks and days_since."""
+_FIRST_OF_NUMBERS = re.compile(r"avg|count|days|hours|max|mean|min|minutes|n|nb|num|pct|ratio|seconds|sum|total")
+_SERIES = {"c": "categorical", "cat": "categorical", "categorical": "categorical", "i": "dense", "int": "dense"}
+"""Words with a number behind them, as C14 and I3 of Criteo's logs."""
 
 
 def guess_label(names: Sequence[str]) -> str | None:
@@ -45,25 +89,69 @@ def guess_label(names: Sequence[str]) -> str | None:
     return next((by_name[name] for name in LABELS if name in by_name), None)
 
 
-def is_code(name: str) -> bool:
-    """Whether whole numbers in a column of this name are likely to be categories: user_id, zip, C1."""
-    return _CODE.fullmatch(name) is not None or _CAMEL_ID.fullmatch(name) is not None
+def is_header(first: Sequence[str], rows: Sequence[Sequence[str]] = ()) -> bool:
+    """Whether the first record of CSV names the columns, beside the records that follow it.
+
+    It does where it holds no number, or numbers that count the columns. Else numbers in all columns that hold numbers
+    further down make it a row like the others.
+    """
+    numbers = [_number(field) for field in first]
+    if not any(number is not None for number in numbers):
+        return True
+    if numbers in ([*range(len(first))], [*range(1, len(first) + 1)]):
+        return True
+    columns = [[row[place] for row in rows if place < len(row)] for place in range(len(first))]
+    return any(
+        number is None and field not in MISSING and _all_numbers(column)
+        for field, number, column in zip(first, numbers, columns, strict=True)
+    )
+
+
+def guess_label_by_values(columns: Mapping[str, Sequence[str]]) -> str | None:
+    """Of columns without names of their own, one that holds 0 and 1 alone: the first, else the last, else the only."""
+    names = list(columns)
+    binary = [name for name in names if columns[name] and {_number(text) for text in columns[name]} <= {0.0, 1.0}]
+    return next((name for name in (names[0], names[-1]) if name in binary), binary[0] if len(binary) == 1 else None)
+
+
+def has_negative(values: Sequence[str]) -> bool:
+    """Whether a number below 0 is among them."""
+    return any(value.startswith("-") and (number := _number(value)) is not None and number < 0 for value in values)
+
+
+def role_by_name(name: str) -> Literal["categorical", "dense"] | None:
+    """What whole numbers in a column of this name are: user_id, zip, C1 are categories, age and num_clicks are
+    measurements; None where the name does not tell."""
+    words = [word.lower() for word in _WORDS.findall(name)]
+    spoken = [word for word in words if not word.isdigit()]
+    if not spoken:
+        return None
+    if len(spoken) == 1 and len(words) == 2 and words[1].isdigit() and words[0] in _SERIES:
+        return "categorical" if _SERIES[words[0]] == "categorical" else "dense"
+    if spoken[-3:] == ["day", "of", "week"]:
+        return "categorical"
+    if len(spoken) > 1 and _FIRST_OF_NUMBERS.fullmatch(spoken[0]):
+        return "dense"
+    if _OF_CATEGORIES.fullmatch(spoken[-1]):
+        return "categorical"
+    return "dense" if _OF_NUMBERS.fullmatch(spoken[-1]) else None
 
 
 def other_outcome(name: str) -> Guess | None:
     """Says of a second label that it is ignored, and why; None for other columns."""
     if name.lower() not in OTHER_LABELS:
         return None
-    return "ignore", "the name of a label; to learn it too, list both under labels"
+    return Guess("ignore", "the name of a label; to learn it too, list both under labels")
 
 
 def only_one_each(guesses: Mapping[str, Guess]) -> dict[str, Guess]:
     """The same, but a sample has one weight, one group and one time: further columns of such a name are ignored."""
     taken: dict[Role, str] = {}
     result: dict[str, Guess] = {}
-    for name, (role, reason) in guesses.items():
+    for name, guess in guesses.items():
+        role, reason = guess
         first = taken.setdefault(role, name) if role in ("weight", "group", "time") else name
-        result[name] = (role, reason) if first == name else ("ignore", f"another {role}, beside {first!r}: {reason}")
+        result[name] = guess if first == name else Guess("ignore", f"another {role}, beside {first!r}: {reason}")
     return result
 
 
@@ -72,42 +160,124 @@ def guess_number_column(name: str, values: Sequence[float]) -> Guess | None:
     shown = _shown([f"{value:.15g}" for value in values])
     known = name.lower()
     if known in WEIGHTS and values and all(v == 0 or SMALLEST_WEIGHT <= v <= LARGEST_WEIGHT for v in values):
-        return "weight", f"the name of a weight of samples: {shown}; if it is a feature, put it under dense"
+        return Guess("weight", f"the name of a weight of samples: {shown}; if it is a feature, put it under dense")
     if known in TIMES and values and all(v >= _FIRST_TIME_S for v in values):
-        return "time", f"the name of a time, in {_unit(values[0])}: {shown}"
+        return Guess("time", f"the name of a time, in {_unit(values[0])}: {shown}")
     if known in GROUPS and all(v == int(v) for v in values if math.isfinite(v)):
-        return "group", f"the name of a group: {shown}"
+        return Guess("group", f"the name of a group: {shown}")
     return None
 
 
-def guess_text_column(name: str, values: Sequence[str]) -> Guess:
-    """The role of a column of text, from the values [n] of a sample, and the reason in a few words."""
+def guess_column(name: str, values: Sequence[str]) -> Guess:
+    """The role of a column by its name and its values [n] in a sample of the rows, in their order, as text."""
     present = [value for value in values if value not in MISSING]
     if not name:
-        return "ignore", "it has no name"
+        return Guess("ignore", "it has no name")
     if not present:
-        return "ignore", f"no value in {len(values)} rows"
+        return Guess("ignore", f"no value in {len(values):,} rows")
     outcome = other_outcome(name)
     if outcome is not None:
         return outcome
-    distinct = len(set(present))
-    if _ROW_NUMBER.fullmatch(name) and distinct == len(values) >= _MIN_DISTINCT_ROWS:
-        return "ignore", f"a number of the row: no value comes again in {distinct} rows"
-    if all(_TIME.fullmatch(value) for value in present):
+    distinct = dict.fromkeys(present)
+    if all(map(_TIME.fullmatch, distinct)):
         if name.lower() in TIMES:
-            return "time", f"a time, as {present[0]!r}; only for splits"
-        return "ignore", f"a time, as {present[0]!r}"
-    shown = _shown(present)
+            return Guess("time", f"a time, as {present[0]!r}; only for splits")
+        return Guess("ignore", f"a time, as {present[0]!r}")
     if name.lower() in GROUPS:
-        return "group", f"the name of a group: {shown}"
-    if all(map(_is_number, present)):
-        special = guess_number_column(name, [float(value) for value in present])
-        if special is not None and (special[0] != "weight" or len(present) == len(values)):
-            return special
-        if is_code(name) and all(map(_INTEGER.fullmatch, present)):
-            return "categorical", f"whole numbers with the name of a code: {shown}"
-        return "dense", f"numbers: {shown}"
-    return "categorical", f"text: {shown}"
+        return Guess("group", f"the name of a group: {_shown(present)}")
+    numbers = {text: number for text in distinct if (number := _number(text)) is not None}
+    column = _Sampled(name, values, present, {text: n for text, n in numbers.items() if math.isfinite(n)})
+    if len(numbers) == len(distinct):
+        return _guess_numbers(column)
+    return column.nothing_to_learn or Guess("categorical", f"text: {_shown(present)}")
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """A column with a value in some sampled rows."""
+
+    name: str
+    values: Sequence[str]
+    present: Sequence[str]
+    """Those that are not missing."""
+    finite: Mapping[str, float]
+    """Distinct texts of finite numbers, and these."""
+
+    @cached_property
+    def num_distinct(self) -> int:
+        return len(set(self.present))
+
+    @property
+    def nothing_to_learn(self) -> Guess | None:
+        """What says that it is a constant or a key, if it is, whatever it holds."""
+        num_rows, num_present = len(self.values), len(self.present)
+        if num_rows < _PROVING_ROWS:
+            return None
+        if self.num_distinct == 1 and num_present == num_rows:  # missing values among equal ones tell something
+            return Guess("ignore", f"the same in {num_rows:,} rows: {_shown(self.present)}")
+        has_name = role_by_name(self.name) is not None and not _ROW_NUMBER.fullmatch(self.name)
+        if num_present < _PROVING_ROWS or self.num_distinct <= _KEY_SHARE * num_present:
+            return None
+        if self.num_distinct < num_present and has_name:
+            return None
+        return Guess("ignore", f"a key: {self.num_distinct:,} different values in {num_present:,} rows")
+
+    @property
+    def numbers(self) -> list[float]:
+        """The finite values [n], in the order of the rows."""
+        return [self.finite[text] for text in self.present if text in self.finite]
+
+
+def _guess_numbers(column: _Sampled) -> Guess:
+    """Of a column whose values are all numbers, finite or not."""
+    numbers = column.numbers
+    shown = _shown([text for text in column.present if text in column.finite])
+    if not numbers:
+        return Guess("ignore", f"no finite value in {len(column.values):,} rows")
+    special = guess_number_column(column.name, numbers)
+    if special is not None and (special.role != "weight" or len(numbers) == len(column.values)):
+        return special
+    nothing = column.nothing_to_learn
+    if nothing is not None and column.num_distinct == 1:
+        return nothing
+    if not all(map(float.is_integer, column.finite.values())):
+        return Guess("dense", f"numbers: {shown}")
+    by_name = role_by_name(column.name)
+    low, high = min(numbers), max(numbers)
+    if by_name == "dense" and not _has_codes(column.finite, high):
+        return Guess("dense", f"numbers, by its name: {shown}")
+    if by_name == "categorical":
+        return nothing or Guess("categorical", f"whole numbers with the name of a category: {shown}")
+    if _has_codes(column.finite, max(-low, high)):
+        return nothing or Guess("categorical", f"codes, by their form: {shown}")
+    if column.num_distinct <= 2:
+        return Guess("dense", f"numbers, no more than two: {shown}")
+    if nothing is not None and (_is_counter(numbers) or not _is_crowded(numbers)):
+        return nothing
+    if column.num_distinct > _MANY_DISTINCT * len(numbers) and _is_crowded(numbers):
+        return Guess("dense", f"numbers, spread as measurements are: {shown}")
+    return Guess(
+        "both",
+        f"{column.num_distinct:,} whole numbers, {low:.15g} to {high:.15g}: doubtful, so a category and a measurement; "
+        f"--sparse {column.name} or --dense {column.name} decides",
+    )
+
+
+def _has_codes(texts: Collection[str], largest: float) -> bool:
+    """Whether whole numbers cannot be measurements: with zeros in front, or too large for float64."""
+    return largest > _LARGEST_WHOLE or any(map(_PADDED.fullmatch, texts))
+
+
+def _is_counter(numbers: Sequence[float]) -> bool:
+    """Whether each number is larger than the one before."""
+    return all(one < other for one, other in itertools.pairwise(numbers))
+
+
+def _is_crowded(numbers: Sequence[float]) -> bool:
+    """Whether most values lie close together, beside their range."""
+    ordered = sorted(numbers)
+    quarter = len(ordered) // 4
+    return ordered[-1 - quarter] - ordered[quarter] < _CROWDED * (ordered[-1] - ordered[0])
 
 
 def _unit(number: float) -> str:
@@ -121,8 +291,15 @@ def _shown(values: Sequence[str]) -> str:
     return ", ".join(repr(value if len(value) <= 20 else value[:17] + "...") for value in first)
 
 
-def _is_number(value: str) -> bool:
+def _all_numbers(values: Sequence[str]) -> bool:
+    """Whether there are numbers, and nothing else but missing values."""
+    present = [value for value in values if value not in MISSING]
+    return bool(present) and all(_number(value) is not None for value in present)
+
+
+def _number(value: str) -> float | None:
+    """What a text says, infinite where it is too large; None where it is no number."""
     try:
-        return "_" not in value and math.isfinite(float(value))
+        return None if "_" in value else float(value)
     except ValueError:
-        return False
+        return None

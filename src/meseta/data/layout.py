@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from meseta.data.guess import SAMPLE_ROWS, guess_label, guess_text_column, only_one_each
-from meseta.data.parquet_layout import guess_special, parquet_layout, parquet_layout_of
+from meseta.data.guess import guess_column, guess_label, guess_label_by_values, has_negative, is_header
+from meseta.data.parquet_layout import parquet_layout
+from meseta.data.roles import NamedColumns, reasons_of, schema_of
+from meseta.data.sample import csv_header, csv_sample, first_rows
 from meseta.data.schema import Layout, Schema, SparseColumn, check_names, layout_of
-from meseta.data.sources import Source, csv_sample, first_line
+from meseta.data.sources import Source, first_line
 from meseta.data.svm_layout import OnRows, svm_layout
 from meseta.spec import MesetaError
 from meseta.spec.checks import doubled
 from meseta.spec.files import first_alike
 
+_HEADER_ROWS = 100
+"""Rows beside which the first line of CSV is judged."""
 NUM_DENSE = 13
 NUM_SPARSE = 26
 _DENSE = tuple(f"int_{i}" for i in range(NUM_DENSE))
@@ -30,71 +34,73 @@ CRITEO = Layout(
 
 def find_layout(
     sources: Sequence[Source],
-    label: str | None = None,
-    dense: Sequence[str] = (),
-    sparse: Sequence[str] = (),
+    named: NamedColumns | None = None,
     schema: Schema | None = None,
     on_scan: OnRows | None = None,
     *,
     skip_bad: bool = False,
 ) -> Layout:
-    """The common layout of all sources: as `schema` says, else as `label`, `dense` and `sparse` say, else inferred.
+    """The common layout of all sources: as `schema` says, else as `named` says, else inferred.
 
-    TSV is Criteo's. CSV is judged by its header and the first rows of the first file, Parquet by the types of its
-    columns, libsvm and libffm by all rows, which `on_scan` follows; with `skip_bad`, by those that can be parsed.
+    TSV is Criteo's. CSV and Parquet are judged by the names of columns, their types and a sample of the rows, libsvm
+    and libffm by all rows, which `on_scan` follows; with `skip_bad`, by those that can be parsed.
     Raises MesetaError for a file with other columns, a missing column or one of a wrong type.
     """
+    named = named or NamedColumns()
     kind = sources[0].kind
     if kind == "parquet" and schema and (schema.header or schema.delimiter):
         raise MesetaError("prepare: header and delimiter of the --schema file are for text; leave them out for Parquet")
     if kind == "tsv":
-        if dense or sparse or label or schema:
+        if named or schema:
             raise MesetaError(
-                "prepare: --label, --dense and --sparse are for CSV and Parquet, and this TSV has the columns of "
-                "Criteo's logs; a --schema gives them other roles if it has their names under header, as the one that "
-                "--print-schema prints, or a delimiter where the file has names of its own in its first line"
+                "prepare: --label, --dense, --sparse, --ignore are for CSV and Parquet, and this TSV has the columns "
+                "of Criteo's logs; a --schema gives them other roles if it has their names under header, as the one "
+                "that --print-schema prints, or a delimiter where the file has names of its own in its first line"
             )
         for source in sources:
             _check_first_line(source)
         return CRITEO
     if kind in ("libsvm", "libffm"):
-        wanted = _wanted_fields(label, dense, sparse, schema)
+        wanted = _wanted_fields(named, schema)
         layout = svm_layout(sources, wanted, on_scan or (lambda rows, share: None), skip_bad=skip_bad)
     elif kind == "csv":
-        layout = _csv_layout(sources[0], label, dense, sparse, schema)
+        layout = _csv_layout(sources, named, schema)
         for source in sources[1:]:
-            check_names(f"source {str(source.path)!r}", layout.columns, csv_sample(source, 0)[0])
+            check_names(f"source {str(source.path)!r}", layout.columns, csv_header(source))
     else:
-        # Told by values, and so by those of one file for all.
-        special = {} if schema else guess_special(sources[0], {label, *dense, *sparse})
-        layouts = [
-            parquet_layout_of(source, schema) if schema else parquet_layout(source, label, dense, sparse, special)
-            for source in sources
-        ]
-        layout = layouts[0]
-        for source, other in zip(sources, layouts, strict=True):
-            if other != layout:
-                raise MesetaError(
-                    f"source {str(source.path)!r} has other columns than {str(sources[0].path)!r}: "
-                    f"{_difference(layout, other)}; name what you want with --dense and --sparse, or --schema"
-                )
+        layout = parquet_layout(sources, named, schema)
     _check_features(f"source {str(sources[0].path)!r}", layout)
     return layout
 
 
-def _wanted_fields(
-    label: str | None, dense: Sequence[str], sparse: Sequence[str], schema: Schema | None
-) -> Sequence[str]:
+def with_header(sources: Sequence[Source]) -> tuple[Source, ...]:
+    """The same; CSV that begins with a row instead of names gets column_1, column_2 and so on."""
+    first = sources[0]
+    if first.kind != "csv" or first.header:
+        return tuple(sources)
+    record, rows = first_rows(first, _HEADER_ROWS)
+    if is_header(record, rows):
+        return tuple(sources)
+    header = tuple(f"column_{number}" for number in range(1, len(record) + 1))
+    return tuple(replace(source, header=header) for source in sources)
+
+
+def _wanted_fields(named: NamedColumns, schema: Schema | None) -> Sequence[str]:
     """The features that the options or the schema choose of libsvm or libffm; empty for all."""
     known = {"label", "categorical", "ignore", "group"}
-    if label or dense or (schema and (schema.label != "label" or schema.model_fields_set - known)):
+    if (
+        named.label
+        or named.dense
+        or named.ignore
+        or (schema and (schema.label != "label" or schema.model_fields_set - known))
+    ):
         raise MesetaError(
             "prepare: of libsvm and libffm, --sparse or the categorical of a --schema file may choose features; the "
             "label is called 'label', nothing is dense, weights are as found, and qid is the group"
         )
     if schema and not schema.categorical:
         raise MesetaError("prepare: the --schema file names no categorical feature; there is nothing to learn from")
-    return schema.categorical if schema else sparse
+    return schema.categorical if schema else named.sparse
 
 
 def _check_first_line(source: Source) -> None:
@@ -113,12 +119,11 @@ def _check_first_line(source: Source) -> None:
         )
 
 
-def _csv_layout(
-    source: Source, label: str | None, dense: Sequence[str], sparse: Sequence[str], schema: Schema | None
-) -> Layout:
-    """As the schema says, else as the options say; what those leave open is inferred from a sample."""
+def _csv_layout(sources: Sequence[Source], named: NamedColumns, schema: Schema | None) -> Layout:
+    """As the schema says, else as `named` says; what that leaves open is inferred from a sample."""
+    source = sources[0]
     where = f"source {str(source.path)!r}"
-    names, rows = csv_sample(source, 0 if schema else SAMPLE_ROWS)
+    names = csv_header(source)
     if len(names) < 2:
         raise MesetaError(
             f"{where}, line 1: the header has {len(names)} column; CSV needs several, parted by commas, tabs, ';' or "
@@ -128,9 +133,7 @@ def _csv_layout(
         check_names(where, schema.columns, names)
         layout = _csv_layout_of(schema)
     else:
-        if not rows:
-            raise MesetaError(f"{where} holds no rows; leave it out, or fetch it again")
-        layout = _guessed_layout(where, names, rows, label, dense, sparse)
+        layout = _guessed_layout(where, sources, named)
     check_names(where, layout.columns, names)
     used = layout.columns
     ignored = tuple(name for name in names if name not in used)
@@ -157,43 +160,44 @@ def _csv_layout_of(schema: Schema) -> Layout:
     return layout_of(schema, plain)
 
 
-def _guessed_layout(
-    where: str,
-    names: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    label: str | None,
-    dense: Sequence[str],
-    sparse: Sequence[str],
-) -> Layout:
-    """From the names and the first rows of a CSV file; `dense` and `sparse` replace what would be inferred."""
-    label = label or guess_label(names)
+def _guessed_layout(where: str, sources: Sequence[Source], named: NamedColumns) -> Layout:
+    """From the names and a sample of CSV files."""
+    columns = csv_sample(sources)
+    if not any(columns.values()):
+        raise MesetaError(f"{where} holds no rows; leave it out, or fetch it again")
+    names = csv_header(sources[0])
+    labels = named.labels(where, names) or _guessed_labels(where, columns, has_names=not sources[0].header)
+    check_names(where, labels, names)
+    chosen = named.roles(where, [name for name in names if name not in labels])
+    guesses = {
+        name: chosen.get(name) or guess_column(name, values) for name, values in columns.items() if name not in labels
+    }
+    schema = schema_of(labels, guesses, [name for name in guesses if has_negative(columns[name])])
+    reasons = reasons_of(guesses)
+    if sources[0].header and not named.label:
+        reasons[labels[0]] = "0 and 1 alone, in a file without names; --label NAME is another"
+    return replace(_csv_layout_of(schema), reasons=reasons)
+
+
+def _guessed_labels(where: str, columns: Mapping[str, Sequence[str]], *, has_names: bool) -> tuple[str]:
+    label = guess_label(list(columns)) if has_names else guess_label_by_values(columns)
+    if label is None and has_names:
+        raise MesetaError(f"{where}: none of {_listed(list(columns))} has the name of a label; name it with --label")
     if label is None:
         raise MesetaError(
-            f"{where}: none of {_listed(names)} has the name of a label; name it with --label, "
-            "or put a header in front if those are values"
+            f"{where}: its first line has no names, so its columns are called {_listed(list(columns))}; no single one "
+            "of them holds 0 and 1 alone, so name the label with --label"
         )
-    check_names(where, [label, *dense, *sparse], names)
-    columns = {name: [row[i] for row in rows if i < len(row)] for i, name in enumerate(names)}
-    guesses = {name: guess_text_column(name, values) for name, values in columns.items() if name != label}
-    guesses = only_one_each({name: guess for name, guess in guesses.items() if name not in (*dense, *sparse)})
-    roles = {name: role for name, (role, _) in guesses.items()}
-    sparse = sparse or [name for name, role in roles.items() if role == "categorical"]
-    return Layout(
-        labels=(label,),
-        dense=tuple(dense or [name for name, role in roles.items() if role == "dense"]),
-        sparse=tuple(SparseColumn(name=name) for name in sparse),
-        weight=next((name for name, role in roles.items() if role == "weight"), None),
-        group=next((name for name, role in roles.items() if role == "group"), None),
-        time=next((name for name, role in roles.items() if role == "time"), None),
-        reasons={name: reason for name, (_, reason) in guesses.items()},
-    )
+    return (label,)
 
 
 def _check_features(where: str, layout: Layout) -> None:
     if not layout.features:
         labels = ", ".join(map(repr, layout.labels))
+        left_out = [f"{name!r}: {layout.reasons[name]}" for name in layout.ignored if name in layout.reasons]
+        why = f" ({'; '.join(left_out[:3])}{'; ...' if len(left_out) > 3 else ''})" if left_out else ""
         raise MesetaError(
-            f"{where} has no feature beside the label {labels}; name some with --dense and --sparse, or in a "
+            f"{where} has no feature beside the label {labels}{why}; name some with --dense and --sparse, or in a "
             "--schema file"
         )
     weights = [f"{column.name}.weight" for column in layout.sparse if column.weighted]
@@ -215,13 +219,3 @@ def _check_features(where: str, layout: Layout) -> None:
 def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(map(repr, names[:10]))
     return shown if len(names) <= 10 else f"{shown} and {len(names) - 10} more"
-
-
-def _difference(expected: Layout, found: Layout) -> str:
-    for name in expected.columns:
-        if name not in found.columns:
-            return f"it lacks {name!r}"
-    for name in found.columns:
-        if name not in expected.columns:
-            return f"it has {name!r} besides"
-    return "some are lists in one file only"

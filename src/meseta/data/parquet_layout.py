@@ -1,105 +1,122 @@
-"""The layout of Parquet files, from the types of their columns."""
+"""The layout of Parquet files, from the types of their columns and a sample of their rows."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import pyarrow as pa
 
-from meseta.data.guess import (
-    GROUPS,
-    SAMPLE_ROWS,
-    TIMES,
-    WEIGHTS,
-    Guess,
-    guess_label,
-    guess_number_column,
-    guess_text_column,
-    is_code,
-    only_one_each,
-    other_outcome,
-)
+from meseta.data.guess import TIMES, Guess, guess_column, guess_label, has_negative, other_outcome
+from meseta.data.roles import NamedColumns, reasons_of, schema_of
+from meseta.data.sample import parquet_sample
 from meseta.data.schema import Layout, Schema, SparseColumn, check_names, layout_of
-from meseta.data.sources import Source, parquet_sample, parquet_schema
+from meseta.data.sources import Source, parquet_schema
 from meseta.spec import MesetaError
 
 _PANDAS_INDEX = re.compile(r"__index_level_\d+__")
 """Columns in which pandas keeps the labels of rows."""
 
 
-def guess_special(source: Source, named: Collection[str | None]) -> dict[str, Guess]:
-    """Columns that are likely to be the weight, the group or the time of samples, each with the reason.
+def parquet_layout(sources: Sequence[Source], named: NamedColumns, schema: Schema | None) -> Layout:
+    """The common layout of all files: as the schema says, else as `named` says, else by types, names and a sample;
+    weights of ids by their name beside that of a list.
 
-    By their name and type, and the first rows of the file; those in `named` are left out.
+    Raises MesetaError for a missing column, one of a wrong type, and a file that has other columns.
     """
-    schema = parquet_schema(source)
-    candidates = [
-        f
-        for f in schema
-        if f.name.lower() in (*WEIGHTS, *GROUPS, *TIMES) and f.name not in named and schema.names.count(f.name) == 1
-    ]
-    if not candidates:
-        return {}
-    sample = parquet_sample(source, [f.name for f in candidates], SAMPLE_ROWS)
-    guesses = {f.name: _guess_by_values(f.name, sample.column(f.name)) for f in candidates}
-    return {name: guess for name, guess in only_one_each(guesses).items() if guess[0] != "dense"}
+    first, *others = sources
+    reasons: dict[str, str] = {}
+    if schema is None:
+        schema, reasons = _guessed(sources, named)
+        for source in others:
+            _check_same_columns(source, first)
+    layout = parquet_layout_of(first, schema)
+    for source in others:
+        if parquet_layout_of(source, schema) != layout:
+            raise MesetaError(
+                f"source {str(source.path)!r} has other columns than {str(first.path)!r}: some are lists in one file "
+                "only; leave such a column out with --ignore, or the file"
+            )
+    types = layout.reasons
+    return replace(layout, reasons={name: f"{types[name]}: {reason}" for name, reason in reasons.items()} or types)
 
 
-def _guess_by_values(name: str, column: pa.ChunkedArray) -> Guess:
-    """Dense where it is nothing special."""
-    kind = column.type
-    nothing: Guess = ("dense", "")
-    if _is_moment(kind):
-        return ("time", f"{kind}; only for splits") if name.lower() in TIMES else nothing
-    present = column.drop_null()
-    if _is_text(kind):
-        texts = [text if isinstance(text, str) else text.decode(errors="replace") for text in present.to_pylist()]
-        by_text = guess_text_column(name, texts)
-        return by_text if by_text[0] in ("time", "group") else nothing
-    if not _is_number(kind) or pa.types.is_boolean(kind):
-        return nothing
-    guess = guess_number_column(name, present.cast(pa.float64(), safe=False).to_pylist())
-    return nothing if guess is None or (guess[0] == "weight" and column.null_count) else guess
+def _check_same_columns(source: Source, first: Source) -> None:
+    expected, found = parquet_schema(first).names, parquet_schema(source).names
+    where = f"source {str(source.path)!r} has other columns than {str(first.path)!r}"
+    for name in [name for name in expected if name not in found][:1]:
+        raise MesetaError(f"{where}: it lacks {name!r}; name the columns that you want in a --schema file")
+    for name in [name for name in found if name not in expected][:1]:
+        raise MesetaError(f"{where}: it has {name!r} besides; name the columns that you want in a --schema file")
 
 
-def parquet_layout(
-    source: Source,
-    label: str | None,
-    dense: Sequence[str],
-    sparse: Sequence[str],
-    special: Mapping[str, Guess],
-) -> Layout:
-    """The columns that the options name, and the others by their type; weights by their name beside that of a list.
-
-    `dense` defaults to the scalar numbers, `sparse` to strings, lists, and whole numbers with the name of a code, of
-    those that no other option names and that are not `special`. Raises MesetaError for a missing column or one of a
-    wrong type.
-    """
-    schema = parquet_schema(source)
-    where = f"source {str(source.path)!r}"
-    label = label or guess_label(schema.names) or "label"
-    check_names(where, [label, *special, *dense, *sparse], schema.names)
-    named = {label, *dense, *sparse}
+def _guessed(sources: Sequence[Source], named: NamedColumns) -> tuple[Schema, dict[str, str]]:
+    """The schema and the reasons for it."""
+    schema = parquet_schema(sources[0])
+    where = f"source {str(sources[0].path)!r}"
+    labels = named.labels(where, schema.names) or (guess_label(schema.names) or "label",)
+    check_names(where, labels, schema.names)
+    names = [name for name in schema.names if name not in labels]
+    check_names(where, names, schema.names)
+    chosen = named.roles(where, names)
     weights = {
-        weight: name
-        for name in schema.names
-        for weight in [_find_weight(schema, name)]
-        if weight and weight not in named
+        weight: name for name in names for weight in [_find_weight(schema, name)] if weight and weight not in chosen
     }
-    outcomes = {name: guess for name in schema.names if name not in named for guess in [other_outcome(name)] if guess}
-    left_out = {*named, *special, *outcomes}
-    free = [f for f in schema if f.name not in left_out and not _PANDAS_INDEX.fullmatch(f.name)]
-    sparse = sparse or [f.name for f in free if f.name not in weights and _is_category(f)]
-    dense = dense or [f.name for f in free if _is_number(f.type) and f.name not in sparse]
-    pairs = {name: weight for weight, name in weights.items() if name in sparse}
-    check_names(where, [*dense, *sparse, *pairs.values()], schema.names)
-    by_role: dict[str, str] = {role: name for name, (role, _) in special.items() if role != "ignore"}
-    wanted = Schema(label=label, dense=list(dense), categorical=list(sparse), weights=pairs).model_copy(update=by_role)
-    layout = _checked(where, schema, wanted)
-    guessed = {name: reason for name, (_, reason) in {**special, **outcomes}.items()}
-    return replace(layout, reasons={**layout.reasons, **guessed})
+    free = [schema.field(place) for place, name in enumerate(schema.names) if name not in labels]
+    scalars = [field.name for field in free if _is_scalar(field.type)]
+    sample = parquet_sample(sources, scalars)
+    texts = {name: _texts(sample.column(name)) for name in scalars}
+    guesses = {
+        field.name: chosen.get(field.name) or _guess(field, texts.get(field.name), weights.get(field.name))
+        for field in free
+    }
+    pairs = {
+        name: weight
+        for weight, name in weights.items()
+        if guesses[name].role == "categorical" and guesses[weight].role == "ignore"
+    }
+    signed = [name for name, values in texts.items() if has_negative(values)]
+    return schema_of(labels, guesses, signed).model_copy(update={"weights": pairs}), reasons_of(guesses)
+
+
+def _guess(field: pa.Field, texts: Sequence[str] | None, weighed: str | None) -> Guess:
+    """Of one column, from its sampled values, if they are single ones; `weighed`: the column whose weights it holds."""
+    kind = field.type
+    if _PANDAS_INDEX.fullmatch(field.name):
+        return Guess("ignore", "the index of pandas")
+    if weighed is not None:
+        return Guess("ignore", f"the weights of {weighed}")
+    if _is_moment(kind):
+        return Guess("time", "only for splits") if field.name.lower() in TIMES else Guess("ignore", "a time")
+    if _is_list(kind):
+        item = kind.value_type
+        if _is_text(item) or pa.types.is_integer(item) or is_pair(item):
+            return other_outcome(field.name) or Guess("categorical", "lists of ids")
+        return Guess("ignore", "no feature holds such lists; take ids, or a column for each number")
+    if texts is None:
+        return Guess("ignore", "no feature holds that")
+    if pa.types.is_boolean(kind):
+        return other_outcome(field.name) or Guess("dense", "0 and 1")
+    guess = guess_column(field.name, texts)
+    if guess.role in ("dense", "both", "weight") and not _is_number(kind):
+        return Guess("categorical", f"text that looks like numbers; {guess.reason}")
+    if guess.role == "both" and _is_fraction(kind):
+        return Guess("dense", "numbers; --sparse makes whole ones a category")
+    return guess
+
+
+def _texts(column: pa.ChunkedArray) -> list[str]:
+    """Sampled values as CSV has them; a whole number without a point, also where the type has fractions."""
+    if pa.types.is_boolean(column.type) or _is_fraction(column.type):
+        column = column.cast(pa.float64())
+    values = column.to_pylist()
+    if pa.types.is_floating(column.type):
+        return ["" if value is None else f"{value:.17g}" for value in values]
+    return [
+        "" if value is None else value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+        for value in values
+    ]
 
 
 def parquet_layout_of(source: Source, wanted: Schema) -> Layout:
@@ -142,7 +159,7 @@ def _sparse_column(where: str, schema: pa.Schema, name: str, weight: str | None)
         if weight is not None:
             raise MesetaError(f"{where}: column {name!r} has weights in its lists, and {weight!r} besides; drop one")
         return SparseColumn(name=name, multi_valued=True, weighted=True)
-    if not (_is_text(item) or pa.types.is_integer(item)):
+    if not (_is_text(item) or pa.types.is_integer(item) or (_is_number(item) and not multi_valued)):
         raise MesetaError(
             f"{where}: column {name!r} must hold strings, integers or lists of them, or lists of (id, weight), "
             f"but is {kind}"
@@ -179,22 +196,24 @@ def is_pair(kind: pa.DataType) -> bool:
     return (_is_text(value) or pa.types.is_integer(value)) and _is_number(weight)
 
 
-def _is_category(column: pa.Field) -> bool:
-    if _is_list(column.type) or _is_text(column.type):
-        return True
-    return pa.types.is_integer(column.type) and is_code(column.name)
-
-
 def _is_moment(kind: pa.DataType) -> bool:
     return pa.types.is_timestamp(kind) or pa.types.is_date(kind)
 
 
 def _is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    return any(check(kind) for check in (pa.types.is_integer, pa.types.is_boolean, pa.types.is_decimal, _is_fraction))
+
+
+def _is_fraction(kind: pa.DataType) -> bool:
+    return pa.types.is_floating(kind) or (pa.types.is_decimal(kind) and kind.scale > 0)
 
 
 def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _is_scalar(kind: pa.DataType) -> bool:
+    return _is_number(kind) or _is_text(kind)
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pyarrow import csv as arrow_csv
 
 from meseta.data.csv_records import records
-from meseta.data.guess import MISSING
+from meseta.data.guess import MISSING, NULLS
 from meseta.data.raw_rows import RawRows, RawSparse
 from meseta.data.schema import Layout, SparseColumn
 from meseta.data.sources import Block
@@ -29,8 +29,8 @@ def parse_csv(block: Block, raw: bytes, layout: Layout) -> RawRows:
     # Columns go by place: names of columns that are not read may be empty, or come twice.
     first = {name: place for place, name in reversed(list(enumerate(block.header)))}
     places = {name: f"f{first[name]}" for name in layout.columns}
-    numbers = layout.numbers
-    types = {place: pa.float64() if name in numbers else pa.binary() for name, place in places.items()}
+    texts = layout.texts
+    types = {place: pa.binary() if name in texts else pa.float64() for name, place in places.items()}
     # A row of missing values at the end shows that the last one ends where the block does: a quote in a field without
     # quotes misleads the cut, and the parser takes a field that is never closed for one that is.
     delimiter = block.source.delimiter
@@ -44,14 +44,14 @@ def parse_csv(block: Block, raw: bytes, layout: Layout) -> RawRows:
             ),
             arrow_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, ignore_empty_lines=False),
             arrow_csv.ConvertOptions(
-                column_types=types, include_columns=list(types), null_values=MISSING, strings_can_be_null=False
+                column_types=types, include_columns=list(types), null_values=NULLS, strings_can_be_null=False
             ),
         ).combine_chunks()
     except pa.ArrowInvalid as error:
         raise _explain(block, raw, layout, one_line(error)) from None
     if table.num_rows != block.num_rows + 1 or table.column(0)[-1].as_py() not in (None, b""):
         raise _explain(block, raw, layout, f"{block.num_rows} records gave {table.num_rows - 1} rows")
-    return read_rows(_Columns(block, raw, table.slice(0, block.num_rows), places), layout)
+    return read_rows(_Columns(block, raw, layout, table.slice(0, block.num_rows), places), layout, block.num_rows)
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,26 @@ class _Columns:
 
     block: Block
     raw: bytes
+    layout: Layout
     table: pa.Table
     places: dict[str, str]
     """Name of each column to that in the table."""
 
     def numbers(self, name: str) -> NDArray[np.float64]:
-        return self.table.column(self.places[name]).to_numpy()
+        return self._numbers(name).to_numpy(zero_copy_only=False)
+
+    def num_missing(self, name: str) -> int:
+        return self._numbers(name).null_count
+
+    def _numbers(self, name: str) -> pa.Array:
+        column = self.table.column(self.places[name]).chunk(0)
+        if not pa.types.is_binary(column.type):
+            return column
+        try:
+            texts = column.cast(pa.string())
+            return pc.if_else(pc.is_in(texts, pa.array(NULLS)), None, texts).cast(pa.float64())
+        except pa.ArrowInvalid as error:
+            raise _explain(self.block, self.raw, self.layout, one_line(error)) from None
 
     def times(self, name: str) -> pa.Array:
         return self.texts(name)
@@ -74,7 +88,7 @@ class _Columns:
         return self.table.column(self.places[name]).chunk(0)
 
     def sparse(self, column: SparseColumn) -> RawSparse:
-        texts = self.texts(column.name)
+        texts = self.texts(column.raw)
         if column.separator is None:
             return RawSparse(texts)
         lists = pc.split_pattern(texts, column.separator)
@@ -172,5 +186,5 @@ def _rule_broken(text: str, *, is_label: bool) -> str | None:
     if math.isnan(number):
         if is_label:
             return "is no label: it must be a number from 0 to 1"
-        return "is not a number; if the column holds categories, say so in a --schema file"
+        return "is not a number; if the column holds categories, say so with --sparse or in a --schema file"
     return None

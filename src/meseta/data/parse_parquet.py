@@ -18,7 +18,7 @@ from meseta.spec import MesetaError
 
 def parse_parquet(block: Block, batch: pa.RecordBatch, layout: Layout) -> RawRows:
     """Check and convert every row. Raises MesetaError naming the file, the row and the column."""
-    return read_rows(_Columns(block, batch), layout)
+    return read_rows(_Columns(block, batch), layout, block.num_rows)
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,16 @@ class _Columns:
     def numbers(self, name: str) -> NDArray[np.float64]:
         return _numbers(self.batch.column(name))
 
+    def num_missing(self, name: str) -> int:
+        return self.batch.column(name).null_count
+
     def times(self, name: str) -> pa.Array:
         return self.batch.column(name)
 
     def texts(self, name: str) -> pa.Array:
         array = self.batch.column(name)
-        if pa.types.is_floating(array.type):  # whole numbers with missing ones among them, as pandas writes them
+        if pa.types.is_floating(array.type) or (pa.types.is_decimal(array.type) and array.type.scale > 0):
+            # whole numbers with missing ones among them, as pandas writes them
             try:
                 numbers = array.cast(pa.float64())
                 present = pc.if_else(pc.is_nan(numbers), pa.scalar(None, pa.float64()), numbers)
@@ -49,9 +53,9 @@ class _Columns:
         return _as_strings(array)
 
     def sparse(self, column: SparseColumn) -> RawSparse:
-        array = self.batch.column(column.name)
+        array = self.batch.column(column.raw)
         if not column.multi_valued:
-            return RawSparse(_as_strings(array))
+            return RawSparse(self.texts(column.raw))
         lengths = _list_lengths(array)
         values = array.flatten()
         if not column.weighted:
@@ -97,6 +101,6 @@ def _as_strings(array: pa.Array) -> pa.Array:
     """Integers as decimal text, dictionaries spelled out, missing values as the empty string."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
-    if pa.types.is_integer(array.type):
+    if pa.types.is_integer(array.type) or pa.types.is_decimal(array.type) or pa.types.is_boolean(array.type):
         array = array.cast(pa.string())
     return array.fill_null(b"" if "binary" in str(array.type) else "") if array.null_count else array

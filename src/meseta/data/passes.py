@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -77,6 +78,7 @@ class TwoPasses:
         }
         self.rows_of_source = dict.fromkeys((source.path for source in sources), 0)
         self.bad_rows = BadRowCounter(options.max_bad_rows)
+        self.not_finite: Counter[str] = Counter()
         self.counters: dict[str, VocabularyCounter] = {}
         if encoder.hash_rows is None:
             budget = _VOCABULARY_BUDGET_BYTES // max(len(self.layout.sparse), 1)
@@ -89,7 +91,7 @@ class TwoPasses:
             name: counter.finish(self.folder, self.options.min_count, self.encoder.hash_seeds[name])
             for name, counter in self.counters.items()
         }
-        num_embeddings = {column.name: column.buckets.num_rows for column in self.layout.sparse if column.buckets}
+        num_embeddings = {c.name: c.buckets.num_rows if c.buckets else 1 for c in self.layout.sparse if c.has_rows}
         num_embeddings |= self.encoder.hash_rows or {n: v.num_embeddings for n, v in vocabularies.items()}
         tables = Tables(
             num_embeddings=num_embeddings,
@@ -113,6 +115,7 @@ class TwoPasses:
                     self.rows_of_source[block.source.path] += batch.num_rows
                 for name, counted in encoded.counted.items():
                     self.counters[name].add(counted)
+                self.not_finite.update(dict(zip(self.layout.dense, encoded.num_not_finite, strict=False)))
             at = ReadSoFar(index, at.num_rows + block.num_rows, block.end, block.position_bytes)
             self.bad_rows.add(parts)
             done_bytes = sum(source.size_bytes for source in self.sources[:index])
@@ -169,6 +172,7 @@ class TwoPasses:
             counter.set_state(state["counters"][name])
         self.rows_of_source.update(zip(self.rows_of_source, state["rows_of_source"], strict=True))
         self.bad_rows.set_state(state["bad_rows"])
+        self.not_finite.update(state["not_finite"])
         return ReadSoFar(state["source"], state["num_rows"], Place(**state["place"]), state["position_bytes"])
 
     def _commit_reading(self, at: ReadSoFar) -> None:
@@ -178,6 +182,7 @@ class TwoPasses:
             "counters": {name: counter.get_state() for name, counter in self.counters.items()},
             "rows_of_source": list(self.rows_of_source.values()),
             "bad_rows": self.bad_rows.get_state(),
+            "not_finite": dict(self.not_finite),
         }
         self.staging.commit({**self.staging.state, "read": state})
         self.committed_s = time.monotonic()
@@ -241,6 +246,7 @@ class TwoPasses:
             sources=tuple(
                 SourceFile(path=s.path, split=s.split, num_rows=self.rows_of_source[s.path]) for s in self.sources
             ),
+            not_finite={name: number for name, number in self.not_finite.items() if number},
             bad_rows=self.bad_rows.found if options.bad_rows == "skip" else None,
         )
 

@@ -19,9 +19,10 @@ import pyarrow as pa
 from meseta.data.dataset import FILE_NAME, SPLITS, Dataset
 from meseta.data.encode import Encoder
 from meseta.data.files import refuse_url
-from meseta.data.layout import find_layout
+from meseta.data.layout import find_layout, with_header
 from meseta.data.passes import Progress, TwoPasses, find_teacher
 from meseta.data.record import difference, load_record, record_of
+from meseta.data.roles import NamedColumns
 from meseta.data.schema import Layout, Schema
 from meseta.data.sources import Source, find_sources
 from meseta.data.splitting import SplitBy, Splitter
@@ -46,7 +47,7 @@ class PrepareOptions:
     """What `prepare` reads and how."""
 
     sources: Sequence[str]
-    """Files, URLs or patterns: CSV with a header, Criteo TSV, libsvm or libffm (plain or gzip), or Parquet."""
+    """Files, URLs or patterns: CSV, Criteo TSV, libsvm or libffm (plain or gzip), or Parquet."""
     out: Path
     """Folder to make."""
     test_files: Sequence[str] = ()
@@ -74,14 +75,16 @@ class PrepareOptions:
     """Give each frequent value its own row instead of hashing."""
     min_count: int = 10
     """Occurrences in the training split that earn a row; rarer and unseen values share row 0."""
-    label: str | None = None
-    """CSV and Parquet: column of the label; None: by its name."""
+    label: str | Sequence[str] | None = None
+    """CSV and Parquet: column of the label, or several, or patterns such as 'is_*'; None: by its name."""
     dense: Sequence[str] = ()
-    """CSV and Parquet: dense columns; none: inferred, of those not named otherwise."""
+    """CSV and Parquet: columns that are numbers, by name or pattern; what no option names is inferred."""
     sparse: Sequence[str] = ()
-    """Sparse columns, or fields of libffm; none: inferred, of those not named otherwise."""
+    """Columns that are categories; one that is dense too is both. Of libffm and libsvm: the only fields that count."""
+    ignore: Sequence[str] = ()
+    """CSV and Parquet: columns that are left out; a name goes before a pattern, a feature's pattern before this one."""
     schema: Path | None = None
-    """A file that says what the columns are, instead of the three options above; not for TSV."""
+    """A file that says what the columns are, instead of the four options above; not for TSV."""
     bad_rows: str = "error"
     """A row that cannot be parsed: 'error' stops the work there, 'skip' leaves it out and counts it."""
     max_bad_rows: int | float = 0.01
@@ -95,9 +98,9 @@ class PrepareOptions:
         refuse_url("prepare: --out", self.out)
         self._check_shares()
         self._check_split_by()
-        if self.schema is not None and (self.label or self.dense or self.sparse):
+        if self.schema is not None and self.named:
             raise MesetaError(
-                "prepare: --schema and --label, --dense, --sparse exclude each other; give one or the others"
+                "prepare: --schema and --label, --dense, --sparse, --ignore exclude each other; give one or the others"
             )
         if not 0 <= self.seed < 2**63:
             raise MesetaError(f"prepare: --seed must be in 0..2**63-1, got {self.seed}")
@@ -113,6 +116,12 @@ class PrepareOptions:
             )
         if self.min_count < 1:
             raise MesetaError(f"prepare: --min-count must be at least 1, got {self.min_count}")
+
+    @property
+    def named(self) -> NamedColumns:
+        """Columns by name."""
+        label = [self.label] if isinstance(self.label, str) else self.label or ()
+        return NamedColumns(label=label, dense=self.dense, sparse=self.sparse, ignore=self.ignore)
 
     def _check_shares(self) -> None:
         for split in PARTED:
@@ -241,8 +250,8 @@ def load_prepared(options: PrepareOptions) -> Dataset | None:
         other = difference(record, record_of(options, _find_sources(options, _schema_of(options))))
     if other:
         raise MesetaError(
-            f"{str(out)!r} was not prepared from these files with these options: {other}; choose another run_dir (or "
-            "data.dir), leave --data away to train on it as it is, or delete it to have it prepared again"
+            f"{str(out)!r} was not prepared from these files with these options: {other}; --force prepares it again "
+            "and begins the run anew; or choose another run_dir (or data.dir), or leave --data away to take it as it is"
         )
     return Dataset.load(out)
 
@@ -253,22 +262,21 @@ def _schema_of(options: PrepareOptions) -> Schema | None:
 
 def _find_sources(options: PrepareOptions, schema: Schema | None) -> tuple[Source, ...]:
     delimiter, header = (schema.delimiter, schema.header) if schema else (None, ())
-    return find_sources(
+    sources = find_sources(
         options.sources,
         {"valid": options.valid_files, "test": options.test_files},
         rest_is_parted=any(options.rule_of(split) in ("fraction", "after") for split in PARTED),
         delimiter=delimiter,
         header=header,
     )
+    return with_header(sources)
 
 
 def _layout_of(
     options: PrepareOptions, schema: Schema | None, sources: Sequence[Source], progress: Progress | None = None
 ) -> Layout:
     on_scan = None if progress is None else partial(progress, "scan")
-    return find_layout(
-        sources, options.label, options.dense, options.sparse, schema, on_scan, skip_bad=options.bad_rows == "skip"
-    )
+    return find_layout(sources, options.named, schema, on_scan, skip_bad=options.bad_rows == "skip")
 
 
 def _splitter(options: PrepareOptions, layout: Layout) -> Splitter:

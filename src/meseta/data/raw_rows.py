@@ -29,7 +29,7 @@ class RawRows:
     labels: list[NDArray[np.float32]]
     """[n] per label, 0 to 1."""
     dense: list[NDArray[np.float32]]
-    """log1p(max(x, 0)), missing as 0; [n] per feature."""
+    """log1p(max(x, 0)), of a signed column sign(x) * log1p(|x|), missing as 0; [n] per feature."""
     sparse: list[RawSparse]
     weight: NDArray[np.float32] | None = None
     """[n], 0 or 1e-9 to 1e9."""
@@ -39,11 +39,29 @@ class RawRows:
     """Seconds since 1970-01-01 UTC [n]; NaN where it is missing."""
     numbers: list[NDArray[np.float64]] = field(default_factory=list)
     """[n] per column that is surveyed, missing as NaN."""
+    num_not_finite: tuple[int, ...] = ()
+    """Of each dense feature, values that are inf or nan and count as missing; empty: none of any."""
 
 
-def log1p(values: NDArray[np.generic]) -> NDArray[np.float32]:
-    """In float64, so that the float32 result hardly depends on the machine's vector library; NaN (missing) gives 0."""
-    return np.log1p(np.fmax(values.astype(np.float64, copy=False), 0.0)).astype(np.float32)
+def log1p(values: NDArray[np.generic], *, signed: bool = False) -> NDArray[np.float32]:
+    """Logarithms of 1 + x, of negative values 0, or where `signed` that of 1 - x with a minus; NaN (missing) gives 0.
+
+    In float64, so that the float32 result hardly depends on the machine's vector library.
+    """
+    numbers = values.astype(np.float64, copy=False)
+    if not signed:
+        return np.log1p(np.fmax(numbers, 0.0)).astype(np.float32)
+    return signed_log(np.nan_to_num(numbers)).astype(np.float32)
+
+
+def signed_log(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """sign(x) * log1p(|x|)."""
+    return np.copysign(np.log1p(np.abs(values)), values)
+
+
+def signed_exp(logs: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The inverse of `signed_log`."""
+    return np.copysign(np.expm1(np.abs(logs)), logs)
 
 
 def is_label(label: NDArray[Any]) -> NDArray[np.bool_]:

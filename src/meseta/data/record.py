@@ -72,7 +72,7 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
         return "its sources were given in another order"
     for name in {**before["options"], **now["options"]}:
         was, wanted = before["options"].get(name), now["options"].get(name)
-        if was != wanted:
+        if was != wanted and (was or wanted):  # options of later versions are missing in records of earlier ones
             return f"the option {name} was {_shown(was)} and is {_shown(wanted)} now"
     return None
 

@@ -178,10 +178,10 @@ class RowFilter:
             return number
         if column.role != "dense":
             return np.float32(number)
-        if number < 0:
-            return np.float32(-np.inf)  # below all values, which prepare took for zero where they were negative
         feature = next(feature for feature in self._dataset.dense if feature.name == column.name)
-        return np.float32((float(log1p(np.array([number]))[0]) - feature.mean) / feature.std)
+        if number < 0 and not feature.signed:
+            return np.float32(-np.inf)  # below all values, which prepare took for zero where they were negative
+        return np.float32((float(log1p(np.array([number]), signed=feature.signed)[0]) - feature.mean) / feature.std)
 
     def _id(self, column: Column, text: str, sign: str, token: _Token) -> int:
         if column.is_list:

@@ -58,11 +58,37 @@ class SparseColumn:
     """For numbers that are cut into buckets."""
     cross: tuple[str, ...] = ()
     """Columns whose values are joined to one."""
+    column: str | None = None
+    """The raw column, where the feature has another name."""
+    is_empty: bool = False
+    """Whether no sample has a value: see NO_CATEGORY."""
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether its values are rows of its table already, and neither hashed nor looked up."""
+        return self.is_empty or self.buckets is not None
+
+    @property
+    def raw(self) -> str:
+        """The raw column of a feature that is neither cut into buckets nor a cross."""
+        return self.column or self.name
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The raw columns that it is made of, apart from that of the weights."""
-        return (self.buckets.column,) if self.buckets else self.cross or (self.name,)
+        if self.is_empty:
+            return ()
+        return (self.buckets.column,) if self.buckets else self.cross or (self.raw,)
+
+    @property
+    def made_of(self) -> tuple[str, ...]:
+        """Those columns where the feature has another name."""
+        return () if self.columns == (self.name,) else self.columns
+
+
+NO_CATEGORY = SparseColumn(name="no_category", multi_valued=True, is_empty=True)
+"""The feature of data without categories: all bags are empty, so that it adds nothing to any model, and models, plans
+and checkpoints need no case for data without tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +98,8 @@ class Layout:
     labels: tuple[str, ...]
     dense: tuple[str, ...]
     sparse: tuple[SparseColumn, ...]
+    signed: tuple[str, ...] = ()
+    """Dense columns whose negative values count; those of others are taken for 0."""
     weight: str | None = None
     """Weights of the samples."""
     group: str | None = None
@@ -105,14 +133,20 @@ class Layout:
         return list(dict.fromkeys([*self.labels, *weight, *self.dense, *buckets, *self.surveyed]))
 
     @property
+    def texts(self) -> list[str]:
+        """The raw columns that are read as text, some of them as numbers too."""
+        parts = [name for column in self.values for name in column.columns if self.buckets_of(name) is None]
+        return [name for name in (self.group, self.time, *parts) if name is not None]
+
+    @property
     def values(self) -> list[SparseColumn]:
-        """The sparse features whose values are hashed or looked up, so all but those of buckets."""
-        return [column for column in self.sparse if column.buckets is None]
+        """The sparse features whose values are hashed or looked up."""
+        return [column for column in self.sparse if not column.has_rows]
 
     @property
     def features(self) -> list[str]:
         """Names of the features, the dense ones first."""
-        return [*self.dense, *(column.name for column in self.sparse)]
+        return [*self.dense, *(column.name for column in self.sparse if not column.is_empty)]
 
     @property
     def label_columns(self) -> tuple[str, ...]:
@@ -161,8 +195,10 @@ class Schema(BaseModel):
     """Column of times: ISO 8601, or seconds since 1970, or milli-, micro- or nanoseconds, by their size."""
     dense: list[str] = []
     """Columns of numbers."""
+    signed: list[str] = []
+    """Columns under `dense` whose negative values count; those of others are taken for 0."""
     categorical: list[str] = []
-    """Columns of categories, or of lists of them."""
+    """Columns of categories, or of lists of them; one that is under `dense` too is both, as NAME and NAME.category."""
     multi_valued: dict[str, str] = {}
     """CSV: categorical column with several values in a field to what parts them, such as {genres: "|"}."""
     weights: dict[str, str] = {}
@@ -231,7 +267,9 @@ def _problem(schema: Schema) -> str | None:
     if bool(schema.labels) == (schema.label is not None):
         both = "both are given" if schema.labels else "field required, or 'labels' for several"
         return f"key 'label': {both}; give one of 'label' and 'labels'"
-    features = [*schema.dense, *schema.categorical]
+    if problem := _problem_of_dense(schema):
+        return problem
+    features = list(dict.fromkeys([*schema.dense, *schema.categorical]))
     samples = [name for name in (*schema.label_names, schema.weight, schema.time) if name is not None]
     roles = [*samples, *features, *(n for n in schema.buckets if n not in features), *schema.ignore]
     roles += [schema.group] if schema.group and schema.group not in schema.categorical else []
@@ -253,6 +291,19 @@ def _problem(schema: Schema) -> str | None:
     if len(schema.header) == 1 or not all(schema.header):
         return f"key 'header': {schema.header} must name all columns, two or more, and none by nothing"
     return _problem_of_buckets(schema) or _problem_of_crosses(schema)
+
+
+def _problem_of_dense(schema: Schema) -> str | None:
+    for key in ("dense", "categorical", "signed"):
+        if twice := sorted(doubled(getattr(schema, key))):
+            return f"key {key!r}: column {twice[0]!r} is named twice"
+    for name in schema.signed:
+        if name not in schema.dense:
+            return f"key 'signed': column {name!r} is not under dense"
+    for name in schema.dense:
+        if name in schema.multi_valued or name in schema.weights:
+            return f"column {name!r} is under dense, so it holds one number a row; take it from multi_valued or weights"
+    return None
 
 
 def _problem_of_buckets(schema: Schema) -> str | None:
@@ -282,17 +333,22 @@ def _problem_of_crosses(schema: Schema) -> str | None:
                 return f"key 'crosses.{name}': column {column!r} has another role"
             if column in schema.multi_valued:
                 return f"key 'crosses.{name}': column {column!r} has several values in a row, which have no cross"
-            if column in schema.dense and column not in schema.buckets:
+            if column in schema.dense and column not in (*schema.buckets, *schema.categorical):
                 return f"key 'crosses.{name}': column {column!r} is dense; cut it under buckets, or make it categorical"
     return None
 
 
 def layout_of(schema: Schema, plain: Iterable[SparseColumn]) -> Layout:
     """What a schema says, with the `plain` features that its categorical columns make."""
+    named = (
+        replace(column, name=f"{column.name}.category", column=column.name) if column.name in schema.dense else column
+        for column in plain
+    )
     return Layout(
         labels=schema.label_names,
         dense=tuple(schema.dense),
-        sparse=(*plain, *schema.derived_columns()),
+        signed=tuple(name for name in schema.dense if name in schema.signed),
+        sparse=(*named, *schema.derived_columns()) or (NO_CATEGORY,),
         weight=schema.weight,
         group=schema.group,
         time=schema.time,
@@ -309,10 +365,12 @@ def schema_text(layout: Layout) -> str:
     for key in ("weight", "group", "time"):
         name = getattr(layout, key)
         lines += [] if name is None else [_line(f"{key}: {_scalar(name)}", reasons.get(name))]
-    plain = [column for column in layout.sparse if not (column.buckets or column.cross)]
+    plain = [column for column in layout.values if not column.cross]
+    both = {column.raw: column.name for column in plain if column.raw in layout.dense}
     lists = {
         "dense": layout.dense,
-        "categorical": tuple(column.name for column in plain),
+        "signed": layout.signed,
+        "categorical": tuple(column.raw for column in plain),
         "ignore": tuple(name for name in layout.ignored if name),
     }
     weights = {c.name: c.weight or c.weight_separator for c in plain}
@@ -324,7 +382,11 @@ def schema_text(layout: Layout) -> str:
     }
     for key, names in lists.items():
         lines += [f"{key}:"] if names else []
-        lines += [_line(f"  - {_scalar(name)}", reasons.get(name)) for name in names]
+        for name in names:
+            reason = None if key == "signed" else reasons.get(name)
+            if key == "categorical" and name in both:
+                reason = f"under dense too; this feature is called {both[name]}"
+            lines.append(_line(f"  - {_scalar(name)}", reason))
         if key == "categorical":
             lines += _mappings(pairs)
     lines += [] if layout.delimiter == "," else [f"delimiter: {json.dumps(layout.delimiter)}"]

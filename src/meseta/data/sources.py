@@ -5,14 +5,13 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-import itertools
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal, cast
+from typing import IO, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,6 +19,7 @@ import pyarrow.parquet as pq
 from meseta.data.csv_records import count_records, cut_records, header_names, read_header
 from meseta.data.dataset import SourceSplit
 from meseta.data.files import find, open_file, status
+from meseta.data.guess import is_header
 from meseta.spec import MesetaError
 from meseta.spec.errors import one_line
 from meseta.spec.urls import is_url, remote_errors
@@ -38,6 +38,8 @@ _PAIR: dict[Kind, re.Pattern[bytes]] = {
     "libffm": re.compile(rb"-?\d+:-?\d+:[^:]+"),
 }
 _HEAD_BYTES = 64 << 10
+FIELDS_OF_CRITEO = (40, 39)
+"""Fields of a line of Criteo's logs, with a label and without."""
 _DELIMITERS = (",", "\t", ";", "|")
 _CSV_NAMES = (".csv", ".csv.gz")
 _TSV_NAMES = (".tsv", ".tsv.gz", ".tab", ".tab.gz")
@@ -138,7 +140,7 @@ def read_blocks(source: Source, columns: Sequence[str], start: Place | None = No
 
     Raises MesetaError for a truncated or damaged file.
     """
-    with _named_errors(source.path):
+    with named_errors(source.path):
         start = start or Place()
         yield from (
             _parquet_blocks(source, columns, start.row) if source.kind == "parquet" else _text_blocks(source, start)
@@ -147,38 +149,14 @@ def read_blocks(source: Source, columns: Sequence[str], start: Place | None = No
 
 def first_line(source: Source) -> bytes:
     """The first line of a text file, without its end. Raises MesetaError for a damaged file."""
-    with _named_errors(source.path), _open(source.path) as (stream, _):
+    with named_errors(source.path), open_text(source.path) as (stream, _):
         return stream.readline(BLOCK_BYTES).rstrip(b"\r\n")
-
-
-def csv_sample(source: Source, num_rows: int) -> tuple[tuple[str, ...], list[list[str]]]:
-    """The header of a CSV file and the fields of its first rows. Raises MesetaError for a damaged file."""
-    with _named_errors(source.path), _open(source.path) as (stream, _):
-        header = source.header or _csv_header(source, read_header(stream.readline, BLOCK_BYTES))
-        text = io.TextIOWrapper(cast(IO[bytes], stream), encoding="utf-8", errors="replace", newline="")
-        try:
-            rows = list(itertools.islice(csv.reader(text, delimiter=source.delimiter), num_rows))
-        except csv.Error as error:
-            raise MesetaError(
-                f"source {source.path!r}: a field among the first rows is no CSV ({error}); is a quote not closed?"
-            ) from None
-        finally:
-            text.detach()
-    return header, rows
 
 
 def parquet_schema(source: Source) -> pa.Schema:
     """Columns of a Parquet file. Raises MesetaError for a damaged file."""
-    with _named_errors(source.path), _open_parquet(source.path) as file:
+    with named_errors(source.path), open_parquet(source.path) as file:
         return file.schema_arrow
-
-
-def parquet_sample(source: Source, columns: Sequence[str], num_rows: int) -> pa.Table:
-    """The first rows of some columns of a Parquet file. Raises MesetaError for a damaged file."""
-    with _named_errors(source.path), _open_parquet(source.path) as file:
-        for batch in file.iter_batches(num_rows, columns=list(columns)):
-            return pa.Table.from_batches([batch]).select(list(columns))
-        return file.schema_arrow.empty_table().select(list(columns))
 
 
 def _expand(patterns: Sequence[str]) -> list[str]:
@@ -202,7 +180,7 @@ def _identify(path: str, split: SourceSplit, delimiter: str | None, header: tupl
             raise MesetaError(f"source {path!r} is a folder; give files or a pattern such as '{path}/*.tsv'")
         if found.size_bytes == 0:
             raise MesetaError(f"source {path!r} is empty; leave it out, or fetch it again")
-        with _named_errors(path), open_file(path) as file:
+        with named_errors(path), open_file(path) as file:
             magic = file.read(4)
     except OSError as error:
         raise MesetaError(f"source {path!r}: {error.strerror}") from None
@@ -226,28 +204,18 @@ def _text_form(path: str, delimiter: str | None, *, has_names: bool) -> tuple[Ki
     the file is that of CSV or TSV."""
     if delimiter is not None:
         return "csv", delimiter
-    with _named_errors(path), _open(path) as (stream, _):
+    with named_errors(path), open_text(path) as (stream, _):
         head = stream.read(_HEAD_BYTES)
     name = path.lower()
     if has_names or name.endswith(_CSV_NAMES):
         header = re.sub(rb'"[^"]*"', b"", head).partition(b"\n")[0]
         return "csv", max(_DELIMITERS, key=lambda sign: header.count(sign.encode()))  # the first of equals
-    if name.endswith(_TSV_NAMES) and _is_header(head.partition(b"\n")[0].rstrip(b"\r").split(b"\t")):
-        return "csv", "\t"
-    return _kind_by_content(head), ","
-
-
-def _is_header(fields: Sequence[bytes]) -> bool:
-    """Whether the first fields of TSV are names: all there, all different, none a number."""
-
-    def is_name(field: bytes) -> bool:
-        try:
-            float(field)
-        except ValueError:
-            return bool(field.strip())
-        return False
-
-    return len(set(fields)) == len(fields) > 1 and all(map(is_name, fields))
+    kind = _kind_by_content(head)
+    if kind == "tsv" and name.endswith(_TSV_NAMES):
+        fields = head.partition(b"\n")[0].rstrip(b"\r").decode(errors="replace").split("\t")
+        if len(fields) > 1 and (is_header(fields) or len(fields) not in FIELDS_OF_CRITEO):
+            return "csv", "\t"
+    return kind, ","
 
 
 def _kind_by_content(head: bytes) -> Kind:
@@ -259,7 +227,7 @@ def _kind_by_content(head: bytes) -> Kind:
     return "tsv"
 
 
-def _csv_header(source: Source, header: bytes) -> tuple[str, ...]:
+def csv_names(source: Source, header: bytes) -> tuple[str, ...]:
     """Names of the columns; one that is used must be there once, which the layout checks."""
     try:
         names = header_names(header, source.delimiter)
@@ -290,10 +258,10 @@ def _text_blocks(source: Source, start: Place) -> Iterator[Block]:
             position_bytes=position_bytes,
         )
 
-    with _open(source.path) as (stream, stored):
+    with open_text(source.path) as (stream, stored):
         if is_csv and not header:
             raw_header = read_header(stream.readline, BLOCK_BYTES)
-            header = _csv_header(source, raw_header)
+            header = csv_names(source, raw_header)
             if not start.offset:
                 start = Place(line=raw_header.count(b"\n"), offset=len(raw_header))
         stream.seek(start.offset)
@@ -337,7 +305,7 @@ def _endless(source: Source, line: int, num_bytes: int) -> MesetaError:
 
 
 def _parquet_blocks(source: Source, columns: Sequence[str], start: int) -> Iterator[Block]:
-    with _open_parquet(source.path) as file:
+    with open_parquet(source.path) as file:
         num_rows = file.metadata.num_rows
         if not num_rows:
             raise MesetaError(f"source {source.path!r} holds no rows; leave it out, or fetch it again")
@@ -362,7 +330,7 @@ def _parquet_blocks(source: Source, columns: Sequence[str], start: int) -> Itera
 
 
 @contextmanager
-def _open(path: str) -> Iterator[tuple[IO[bytes] | io.BufferedIOBase, IO[bytes]]]:
+def open_text(path: str) -> Iterator[tuple[IO[bytes] | io.BufferedIOBase, IO[bytes]]]:
     """The text of a file, unzipped where it begins as gzip does, and the stored file under it."""
     with open_file(path) as stored:
         zipped = stored.read(2) == b"\x1f\x8b"
@@ -371,7 +339,7 @@ def _open(path: str) -> Iterator[tuple[IO[bytes] | io.BufferedIOBase, IO[bytes]]
 
 
 @contextmanager
-def _open_parquet(path: str) -> Iterator[pq.ParquetFile]:
+def open_parquet(path: str) -> Iterator[pq.ParquetFile]:
     """A local file is opened by Arrow itself, whose threads then read it without Python."""
     if not is_url(path):
         with pq.ParquetFile(path) as file:
@@ -382,7 +350,7 @@ def _open_parquet(path: str) -> Iterator[pq.ParquetFile]:
 
 
 @contextmanager
-def _named_errors(path: str) -> Iterator[None]:
+def named_errors(path: str) -> Iterator[None]:
     """Turn what the readers of gzip and Parquet, and file systems, raise into an error that names the file."""
     try:
         yield

@@ -16,11 +16,14 @@ from meseta.spec.weights import RULE, is_weight
 
 
 @runtime_checkable  # beartype asks for it where the tests check every call
-class NamedColumns(Protocol):
+class RowColumns(Protocol):
     """The columns of one block of n rows."""
 
     def numbers(self, name: str) -> NDArray[np.float64]:
         """[n], missing as NaN."""
+
+    def num_missing(self, name: str) -> int:
+        """Of these, the missing ones; others may say that they are no number."""
 
     def times(self, name: str) -> pa.Array:
         """Text, numbers or times [n]."""
@@ -35,20 +38,21 @@ class NamedColumns(Protocol):
         """What to raise for a value; `row` counts from 0 in the block, `problem` follows the value."""
 
 
-def read_rows(columns: NamedColumns, layout: Layout) -> RawRows:
-    """Check and convert every row. Raises MesetaError naming the file, the row or line, and the column."""
+def read_rows(columns: RowColumns, layout: Layout, num_rows: int) -> RawRows:
+    """Check and convert `num_rows` rows. Raises MesetaError naming the file, the row or line, and the column."""
     return RawRows(
         labels=[_label(columns, name) for name in layout.labels],
-        dense=[_dense(columns, name) for name in layout.dense],
-        sparse=[_sparse(columns, layout, column) for column in layout.sparse],
+        dense=[log1p(_finite(columns, name), signed=name in layout.signed) for name in layout.dense],
+        num_not_finite=tuple(_num_not_finite(columns, name) for name in layout.dense),
+        sparse=[_sparse(columns, layout, column, num_rows) for column in layout.sparse],
         weight=None if layout.weight is None else _weight(columns, layout.weight),
         group=None if layout.group is None else group_keys(columns.texts(layout.group)),
         time=None if layout.time is None else _time(columns, layout.time),
-        numbers=[_finite(columns, name).copy() for name in layout.surveyed],
+        numbers=[_finite(columns, name) for name in layout.surveyed],
     )
 
 
-def _label(columns: NamedColumns, name: str) -> NDArray[np.float32]:
+def _label(columns: RowColumns, name: str) -> NDArray[np.float32]:
     label = columns.numbers(name)
     bad = np.flatnonzero(~is_label(label))
     if bad.size:
@@ -58,20 +62,17 @@ def _label(columns: NamedColumns, name: str) -> NDArray[np.float32]:
     return label.astype(np.float32)
 
 
-def _dense(columns: NamedColumns, name: str) -> NDArray[np.float32]:
-    return log1p(_finite(columns, name))
-
-
-def _finite(columns: NamedColumns, name: str) -> NDArray[np.float64]:
-    """Missing as NaN."""
+def _finite(columns: RowColumns, name: str) -> NDArray[np.float64]:
+    """What is missing or not finite as NaN, in memory of its own."""
     values = columns.numbers(name)
-    infinite = np.isinf(values)
-    if infinite.any():
-        raise columns.error(int(np.flatnonzero(infinite)[0]), name, "is infinite")
-    return values
+    return np.where(np.isfinite(values), values, np.nan)
 
 
-def _weight(columns: NamedColumns, name: str) -> NDArray[np.float32]:
+def _num_not_finite(columns: RowColumns, name: str) -> int:
+    return int(np.count_nonzero(~np.isfinite(columns.numbers(name)))) - columns.num_missing(name)
+
+
+def _weight(columns: RowColumns, name: str) -> NDArray[np.float32]:
     weight = columns.numbers(name)
     bad = np.flatnonzero(~is_weight(weight))
     if bad.size:
@@ -80,7 +81,7 @@ def _weight(columns: NamedColumns, name: str) -> NDArray[np.float32]:
     return weight.astype(np.float32)
 
 
-def _time(columns: NamedColumns, name: str) -> NDArray[np.float64]:
+def _time(columns: RowColumns, name: str) -> NDArray[np.float64]:
     column = columns.times(name)
     try:
         return seconds_of_column(column)
@@ -90,14 +91,16 @@ def _time(columns: NamedColumns, name: str) -> NDArray[np.float64]:
         raise columns.error(first_no_time(column), name, rule) from None
 
 
-def _sparse(columns: NamedColumns, layout: Layout, column: SparseColumn) -> RawSparse:
+def _sparse(columns: RowColumns, layout: Layout, column: SparseColumn, num_rows: int) -> RawSparse:
     if column.buckets is not None:
         return RawSparse(bucket_rows(_finite(columns, column.buckets.column), column.buckets.boundaries))
+    if column.is_empty:
+        return RawSparse(pa.array([], pa.int32()), np.zeros(num_rows, np.int64))
     if column.cross:
         return RawSparse(cross([_crossed(columns, layout, name) for name in column.cross]))
     return columns.sparse(column)
 
 
-def _crossed(columns: NamedColumns, layout: Layout, name: str) -> pa.Array:
+def _crossed(columns: RowColumns, layout: Layout, name: str) -> pa.Array:
     buckets = layout.buckets_of(name)
     return columns.texts(name) if buckets is None else bucket_rows(_finite(columns, name), buckets.boundaries)

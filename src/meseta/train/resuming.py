@@ -33,8 +33,8 @@ def check_model(run: RunDir, config: RunConfig, world: World) -> None:
     if changes:
         key, was, now = changes[0]
         problem = MesetaError(
-            f"run_dir {str(run.path)!r} trains another model: {key} was {was!r} and is {now!r} now; set it back, or "
-            "choose another run_dir"
+            f"run_dir {str(run.path)!r} trains another model: {key} was {was!r} and is {now!r} now; set it back, "
+            "choose another run_dir, or begin this one anew with --force"
         )
     world.raise_together(problem)
 

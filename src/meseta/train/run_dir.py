@@ -16,7 +16,8 @@ from typing import Any
 
 import yaml
 
-from meseta.checkpoint.directory import NAME, checkpoint_path, newest, strangers
+from meseta.checkpoint.directory import NAME, checkpoint_path, newest, remove_all, strangers
+from meseta.comm import World
 from meseta.config import RunConfig, load_config
 from meseta.spec import MesetaError
 from meseta.spec.files import json_text, parse_json, read_bounded
@@ -60,6 +61,22 @@ class RunDir:
         if self.path.is_dir():
             with self._writing():
                 self._lock.acquire()
+
+    def drop(self) -> None:
+        """Remove the checkpoints of a run and what it has measured, so that another one may begin; all else stays.
+
+        Raises MesetaError where another run is in the directory.
+        """
+        if not self.path.is_dir():
+            return
+        self.lock()
+        try:
+            with self._writing():
+                remove_all(self.checkpoints)
+                for name in (METRICS_NAME, "summary.json", "report.html"):
+                    (self.path / name).unlink(missing_ok=True)
+        finally:
+            self.unlock()
 
     def unlock(self) -> None:
         """Let other runs in."""
@@ -179,6 +196,19 @@ class RunDir:
         if not file.exists():
             raise MesetaError(f"{str(self.path)!r} is not a run: it has no config.yaml; give the run_dir of a training")
         return load_config(file)
+
+
+def drop_run(config: RunConfig, world: World) -> None:
+    """Remove what a run has left in run_dir, see `RunDir.drop`. Collective.
+
+    Raises MesetaError where there is a mirror, from which the run would come back.
+    """
+    if config.checkpoint.mirror is not None:
+        raise MesetaError(
+            f"--force: checkpoint.mirror {config.checkpoint.mirror!r} may hold the run too, which --force does not "
+            "remove; choose another mirror and run_dir"
+        )
+    world.on_first(RunDir(config.run_dir).drop)
 
 
 def environment(device: str, num_ranks: int) -> dict[str, Any]:

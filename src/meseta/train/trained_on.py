@@ -16,7 +16,7 @@ from meseta.data.encoding import Encoding, difference, other_rows, unknown, with
 from meseta.spec import MesetaError
 from meseta.train.run_dir import RunDir
 
-_ANOTHER_RUN = "choose another run_dir, or delete this one"
+_ANOTHER_RUN = "choose another run_dir, or begin this one anew with --force"
 STATE_KEY = "encoding"
 """Of a checkpoint's state: the encoding that the model was trained on."""
 

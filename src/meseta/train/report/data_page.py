@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 
+import numpy as np
+
 from meseta.data.dataset import Dataset
 from meseta.data.describe import DenseFigures, Description, SparseFigures, SplitFigures, Values
+from meseta.data.raw_rows import signed_exp, signed_log
 from meseta.train.report.bars import bars, reuse_bars
 from meseta.train.report.document import document
 from meseta.train.report.figures import ABSENT, count, plural, share, short
@@ -130,7 +133,8 @@ def _dense(description: Description) -> str:
     if not description.dense:
         return ""
     intro = (
-        "All splits together, in the unit of the source; missing values and those below zero count as zero. The bars "
+        "All splits together, in the unit of the source; missing values count as zero, and so do those below zero of "
+        "features that are not signed. The bars "
         "are equal intervals of log(1 + x), from the least value to the largest. Shift: mean in the test split less "
         f"that in training, in standard deviations of log(1 + x); marked from {SHIFTED} on."
     )
@@ -153,8 +157,8 @@ def _dense_row(figures: DenseFigures) -> list[str]:
 def _distribution(values: Values, bins: Sequence[int]) -> str:
     if values.max <= values.min:
         return text("one value")
-    low, high, total = math.log1p(max(values.min, 0)), math.log1p(values.max), max(sum(bins), 1)
-    edges = [math.expm1(low + (high - low) * i / len(bins)) for i in range(len(bins) + 1)]
+    low, high = signed_log(np.array([values.min, values.max]))
+    edges, total = signed_exp(np.linspace(low, high, len(bins) + 1)), max(sum(bins), 1)
     hovers = [f"{share(n / total)}: {_value(edges[i])} to {_value(edges[i + 1])}" for i, n in enumerate(bins)]
     return bars("Distribution", [float(n) for n in bins], hovers, "bar-lookups", ("", ""))
 
