@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -50,37 +49,29 @@ def tiny_data(folder: Path) -> Path:
         }
         folder.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.table(columns), folder / "tiny.parquet")
-        prepare(
-            PrepareOptions(
-                sources=[str(folder / "tiny.parquet")],
-                out=out,
-                test_fraction=0.2,
-                hash_rows_by_feature=SHAPES,
-                sparse=list(SHAPES),
-            )
-        )
+        _prepare_tiny(folder, out)
     return out
 
 
 def tiny_with_valid(tiny: Path) -> Path:
-    """`tiny_data` with the last 300 rows of its training split as a split valid; beside it, once per session."""
+    """The rows of `tiny_data` with a fifth of them in a split valid; beside it, once per session."""
     out = tiny.with_name("tiny-with-valid")
     if not out.exists():
-        shutil.copytree(tiny, out)
-        document = json.loads((out / "dataset.json").read_text())
-        [file] = document["splits"]["train"]["files"]
-        rows = pq.read_table(out / file["path"])
-        for name, part in (("train", rows.slice(0, len(rows) - 300)), ("valid", rows.slice(len(rows) - 300))):
-            path = f"{name}/part-00000.parquet"
-            (out / name).mkdir(exist_ok=True)
-            pq.write_table(part, out / path)
-            document["splits"][name] = {
-                "num_rows": len(part),
-                "num_positives": float(np.sum(part["label"].to_numpy())),
-                "files": [{"path": path, "num_rows": len(part)}],
-            }
-        (out / "dataset.json").write_text(json.dumps(document))
+        _prepare_tiny(tiny.parent, out, valid_fraction=0.2)
     return out
+
+
+def _prepare_tiny(folder: Path, out: Path, **splits: Any) -> None:
+    prepare(
+        PrepareOptions(
+            sources=[str(folder / "tiny.parquet")],
+            out=out,
+            test_fraction=0.2,
+            hash_rows_by_feature=SHAPES,
+            sparse=list(SHAPES),
+            **splits,
+        )
+    )
 
 
 def criteo_shaped_data(folder: Path) -> Path:

@@ -96,7 +96,7 @@ def test_trials_are_ranked_by_valid_and_the_best_alone_reads_test(
     run: Run, tiny: Path, tmp_path: Path, started: list[Path]
 ) -> None:
     config = write_config(
-        tmp_path / "c.yaml", settings(tiny_with_valid(tiny), tmp_path / "unused", train__max_steps=11)
+        tmp_path / "c.yaml", settings(tiny_with_valid(tiny), tmp_path / "unused", train__max_steps=10)
     )
     out = tmp_path / "sweep"
     arguments = ("sweep", config, "dense.optimizer.lr=[1e-5,0.02,1e-4]", "--out", out)
@@ -111,9 +111,9 @@ def test_trials_are_ranked_by_valid_and_the_best_alone_reads_test(
     assert float(found[0]["test auc"]) == summaries["trial-001"]["test"]["auc"]
     assert {row["test auc"] for row in found[1:]} == {""}
     lines = [json.loads(line) for path in started for line in (path / "metrics.jsonl").read_text().splitlines()]
-    assert {line["step"] for line in lines if line.get("split") == "test"} == {11}
+    assert {line["step"] for line in lines if line.get("split") == "test"} == {10}
     page = (out / "comparison.html").read_text()
-    assert "Figures are those of the split valid" in page and "trial-001 on test, at step 11:" in page
+    assert "Figures are those of the split valid" in page and "trial-001 on test, at step 10:" in page
     assert f"{summaries['trial-000']['valid']['auc']:.4f}" in page
     assert run(*arguments)[0] == 0 and len(started) == 4  # nothing is left to do
 

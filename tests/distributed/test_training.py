@@ -30,6 +30,7 @@ from small_run import (
     need_and_held,
     settings,
     table_checksums,
+    tiny_with_valid,
     train,
     without_times,
 )
@@ -365,3 +366,32 @@ def test_two_ranks_hold_what_is_predicted_of_their_shards(tmp_path: Path, tiny: 
     found = ranks(2).run(need_and_held, settings(tiny, tmp_path / "two", plan=plan, **adagrad))
     assert all((tables, states) == (rows, held) for tables, states, rows, held in found)
     assert sum(tables for tables, *_ in found) == whole[0]
+
+
+def test_several_ranks_choose_alike(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    """The first evaluation is the best, rates fall at each other one, and the run is cut off on the way."""
+    common = {
+        "train__eval_every_steps": 4,
+        "train__early_stopping": {"min_delta": 10.0, "patience": 3},
+        "train__finish": "best",
+        "schedule": {"kind": "plateau", "plateau_patience": 1, "step_factor": 0.5},
+        "train__epochs": 3,
+    }
+    document = settings(tiny_with_valid(tiny), tmp_path / "run", **common)
+    train_on(ranks, 2, {**document, "train": {**document["train"], "max_steps": 9}})
+    summary = train_on(ranks, 2, document)
+    alone = train(settings(tiny_with_valid(tiny), tmp_path / "alone", **common))
+    assert summary["num_steps"] == alone["num_steps"] == 16
+    assert summary["test"]["step"] == summary["valid"]["step"] == 4
+    for split in ("valid", "test"):
+        assert summary[split]["num_samples"] == alone[split]["num_samples"]
+        assert summary[split]["auc"] == pytest.approx(alone[split]["auc"], abs=1e-5)
+    lines = [[line for line in metrics(tmp_path / name) if line["kind"] == "train"] for name in ("run", "alone")]
+    rates = [[line["lr_dense"] for line in run if line["step"] % 4 == 0] for run in lines]
+    assert rates[0] == rates[1] == [0.01, 0.01, 0.005, 0.0025]
+    assert set(ranks(2).run(step_loaded, tmp_path / "run")) == {4}
+
+
+def step_loaded(run_dir: Path) -> int:
+    """Of what `meseta predict` takes, on the ranks of this process."""
+    return load_trained(run_dir, "test", World.current()).step

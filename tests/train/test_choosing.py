@@ -34,8 +34,11 @@ def data(tiny: Path) -> Path:
     return tiny_with_valid(tiny)
 
 
-# 921 training rows are 11 steps an epoch; no evaluation gains ten, so the first is the best.
+NUM_ROWS = (337, 279)
+"""Of valid and test."""
+# 884 training rows are 11 steps an epoch; no evaluation gains ten, so the first is the best.
 FIRST_IS_BEST = {
+    "train__batch_size": 85,
     "train__epochs": 2,
     "train__eval_every_epochs": 0.5,  # after steps 6, 11, 17
     "train__early_stopping": {"min_delta": 10.0},
@@ -49,6 +52,19 @@ FALLING = {
     "schedule": {"kind": "plateau", "plateau_patience": 1, "step_factor": 0.5, "end_factor": 0.2},
     "embedding__schedule": {"kind": "plateau", "plateau_patience": 2, "warmup_steps": 2},
 }
+
+
+@pytest.fixture(scope="module")
+def ended(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has ended with the weights of step 6; tests that go on with it copy it."""
+    run_dir = tmp_path_factory.mktemp("choosing") / "ended"
+    train(settings(data, run_dir, **FIRST_IS_BEST))
+    return run_dir
+
+
+def summary_of(run_dir: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return document
 
 
 def evaluations(run_dir: Path) -> list[tuple[int, str]]:
@@ -71,26 +87,26 @@ def test_valid_decides_and_test_is_read_once(data: Path, tmp_path: Path) -> None
     assert evaluations(tmp_path / "run") == [(4, "valid"), (8, "valid"), (12, "valid"), (12, "test")]
     assert summary["best"] == {"metric": "ne", "split": "valid", "step": 4, "value": summary["best"]["value"]}
     assert summary["chosen"] == {"split": "valid", "what": ["early stopping", "the best weights"]}
-    assert (summary["valid"]["num_samples"], summary["test"]["num_samples"]) == (300, 279)
+    assert (summary["valid"]["num_samples"], summary["test"]["num_samples"]) == NUM_ROWS
     for split in ("valid", "test"):  # both of the last weights
         expected = figures(load_trained(tmp_path / "run", split, World.single()))
         assert {key: summary[split][key] for key in expected} == expected and summary[split]["step"] == 12
     assert load_trained(tmp_path / "run", "test", World.single(), best=True).step == 4
 
 
-def test_the_best_weights_are_those_of_a_run_that_ended_there(data: Path, tmp_path: Path) -> None:
-    summary = train(settings(data, tmp_path / "run", **FIRST_IS_BEST))
+def test_the_best_weights_are_those_of_a_run_that_ended_there(data: Path, ended: Path, tmp_path: Path) -> None:
+    summary = summary_of(ended)
     until = {**FIRST_IS_BEST, "train__max_steps": 6, "train__finish": "last"}
     oracle = train(settings(data, tmp_path / "oracle", **until))
     for split in ("valid", "test"):
         assert without_times([summary[split]]) == without_times([oracle[split]])
     assert summary["num_steps"] == 22 and summary["checkpoint"].endswith("step-000000006")
-    assert evaluations(tmp_path / "run") == [(6, "valid"), (11, "valid"), (17, "valid"), (22, "valid"), (6, "test")]
-    taken, best = (load_trained(tmp_path / "run", "test", World.single(), best=b) for b in (False, True))
+    assert evaluations(ended) == [(6, "valid"), (11, "valid"), (17, "valid"), (22, "valid"), (6, "test")]
+    taken, best = (load_trained(ended, "test", World.single(), best=b) for b in (False, True))
     assert taken.step == best.step == 6
     expected = figures(taken)
     assert {key: summary["test"][key] for key in expected} == expected
-    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    kept = sorted(path.name for path in (ended / "checkpoints").glob("step-*"))
     assert kept == ["step-000000006", "step-000000022"]
 
 
@@ -107,8 +123,8 @@ def test_the_model_of_a_trainer_has_the_best_weights(data: Path, tmp_path: Path)
 
 def test_without_valid_the_best_weights_are_not_evaluated_again(tiny: Path, tmp_path: Path) -> None:
     summary = train(settings(tiny, tmp_path / "run", **FIRST_IS_BEST))
-    assert evaluations(tmp_path / "run") == [(7, "test"), (14, "test"), (21, "test"), (28, "test")]
-    assert summary["test"]["step"] == 7 and "valid" not in summary
+    assert evaluations(tmp_path / "run") == [(8, "test"), (15, "test"), (23, "test"), (30, "test")]
+    assert summary["test"]["step"] == 8 and "valid" not in summary
     assert summary["chosen"] == {"split": "test", "what": ["the best weights"]}
 
 
@@ -232,21 +248,21 @@ def test_stopped_by_a_signal_and_gone_on(
     check_equal(tmp_path / "run", whole)
 
 
-def test_a_finished_run_is_shown_again(data: Path, tmp_path: Path) -> None:
-    document = settings(data, tmp_path / "run", **FIRST_IS_BEST)
-    first, lines, checksum = train(document), metrics(tmp_path / "run"), final_checksum(tmp_path / "run")
-    again = train(document)
-    assert without_times(metrics(tmp_path / "run")) == without_times(lines)
-    assert final_checksum(tmp_path / "run") == checksum
+def test_a_finished_run_is_shown_again(data: Path, ended: Path, tmp_path: Path) -> None:
+    first, run_dir = summary_of(ended), Path(shutil.copytree(ended, tmp_path / "ended"))
+    again = train(settings(data, run_dir, **FIRST_IS_BEST))
+    assert without_times(metrics(run_dir)) == without_times(metrics(ended))
+    assert final_checksum(run_dir) == final_checksum(ended)
     assert without_times([again["test"], again["valid"]]) == without_times([first["test"], first["valid"]])
-    for key in ("best", "num_steps", "num_samples", "checkpoint", "ids_outside"):
+    for key in ("best", "num_steps", "num_samples", "ids_outside"):
         assert again[key] == first[key]
+    assert Path(again["checkpoint"]).name == Path(first["checkpoint"]).name == "step-000000006"
 
 
 def test_more_epochs_go_on_from_the_last_weights(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    data: Path, ended: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(settings(data, tmp_path / "cut", **FIRST_IS_BEST))
+    shutil.copytree(ended, tmp_path / "cut")
     capsys.readouterr()
     longer = {**FIRST_IS_BEST, "train__epochs": 3}
     summary = train(settings(data, tmp_path / "cut", **longer))
@@ -280,8 +296,8 @@ def test_best_weights_that_were_not_kept_are_told(data: Path, tmp_path: Path) ->
     assert train(settings(data, tmp_path / "run", **last))["num_steps"] == 22
 
 
-def test_a_lost_checkpoint_of_the_best_is_told(data: Path, tmp_path: Path) -> None:
-    train(settings(data, tmp_path / "run", **FIRST_IS_BEST))
+def test_a_lost_checkpoint_of_the_best_is_told(ended: Path, tmp_path: Path) -> None:
+    shutil.copytree(ended, tmp_path / "run")
     shutil.rmtree(tmp_path / "run/checkpoints/step-000000006")
     with pytest.raises(MesetaError, match=r"has ended with the weights of step 6, and .* is not there"):
         load_trained(tmp_path / "run", "test", World.single())
@@ -341,14 +357,13 @@ def test_a_schedule_that_moves_to_the_top_is_no_change(
     assert written["schedule"]["kind"] == "cosine" and written["dense"]["schedule"] is None
 
 
-def test_the_test_split_is_left_alone_until_it_is_asked_for(data: Path, tmp_path: Path) -> None:
+def test_the_test_split_is_left_alone_until_it_is_asked_for(data: Path, ended: Path, tmp_path: Path) -> None:
     document = settings(data, tmp_path / "run", **FIRST_IS_BEST)
     config = RunConfig.model_validate(document)
     left = Trainer(config, World.current(), with_test=False).run()
     assert "test" not in left and left["valid"]["step"] == 6
     assert "test" not in {split for _, split in evaluations(tmp_path / "run")}
-    asked = train(document)
-    oracle = train(settings(data, tmp_path / "oracle", **FIRST_IS_BEST))
+    asked, oracle = train(document), summary_of(ended)
     assert without_times([asked["test"], asked["valid"]]) == without_times([oracle["test"], oracle["valid"]])
 
 

@@ -61,6 +61,35 @@ def edit(path: Path, change: Any) -> None:
     path.write_text(json.dumps(document))
 
 
+def add_valid(run: Path, auc: float, *, with_test: bool, num_rows: int = 500) -> Path:
+    """A split valid that was evaluated after 20 and 40 steps."""
+    lines = [eval_line(20, split="valid", auc=0.6), eval_line(40, split="valid", auc=auc)]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    edit(run / "summary.json", lambda d: d.update(valid=lines[-1]) or (None if with_test else d.pop("test")))
+    edit(run / "dataset.json", lambda d: d["splits"].update(valid={"num_rows": num_rows, "num_positives": 9}))
+    return run
+
+
+def test_runs_that_were_not_all_tested_compare_on_valid(tmp_path: Path) -> None:
+    tested = add_valid(make_run(tmp_path / "tested"), 0.74, with_test=True)
+    others = [add_valid(make_run(tmp_path / f"{auc}"), auc, with_test=False) for auc in (0.72, 0.73)]
+    comparison = compare_runs([tested, *others])
+    [auc] = [metric for metric in comparison.metrics if metric.key == "auc"]
+    assert comparison.split == "valid" and comparison.best(auc) == 0.74
+    assert [comparison.value(auc, run) for run in comparison.runs] == [0.74, 0.72, 0.73]
+    assert [note for note in comparison.notes if "test" in note.split(",")[0]] == [
+        "tested on test, at step 40: log loss 0.5000, NE 0.9000, AUC 0.7500."
+    ]
+    page = write_comparison(comparison, tmp_path / "page.html").read_text()
+    assert "Valid AUC" in page and "Test AUC" not in page
+    both = compare_runs([tested, add_valid(make_run(tmp_path / "both"), 0.5, with_test=True)])
+    assert both.split == "test" and {both.value(auc, run) for run in both.runs} == {0.75}
+    unlike = add_valid(make_run(tmp_path / "unlike"), 0.9, with_test=False, num_rows=501)
+    comparison = compare_runs([tested, unlike])
+    assert not comparison.is_comparable(comparison.runs[1]) and comparison.best(auc) is None
+
+
 def test_metrics_are_laid_against_the_first(tmp_path: Path) -> None:
     first = make_run(tmp_path / "first")
     second = make_run(

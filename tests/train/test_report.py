@@ -74,10 +74,10 @@ def train_line(step: int, **changes: Any) -> dict[str, Any]:
     return line | {"stages_s": stages} | changes
 
 
-def eval_line(step: int) -> dict[str, Any]:
+def eval_line(step: int, split: str = "test") -> dict[str, Any]:
     labels = [int(i % 4 == 0) for i in range(400)]
     logits = [math.sin(i) + label - 1.5 for i, label in enumerate(labels)]
-    return {"kind": "eval", "step": step, "split": "test", "time_s": 0.5, **compute_metrics(logits, labels).to_dict()}
+    return {"kind": "eval", "step": step, "split": split, "time_s": 0.5, **compute_metrics(logits, labels).to_dict()}
 
 
 def dataset(names: dict[str, int]) -> dict[str, Any]:
@@ -183,6 +183,45 @@ def test_a_finished_run_shows_everything(tmp_path: Path) -> None:
     assert "constants of c.yaml" in page.text
     assert "versions.torch" in page.texts and "abc1234" in page.texts
     assert "Not shown" not in page.text and "not in the run directory" not in page.text
+
+
+def test_the_best_step_is_marked_and_both_splits_are_shown(tmp_path: Path) -> None:
+    """A run of 100 steps that chose step 20 on valid, and ended with those weights."""
+    run_dir = make_run(tmp_path / "run")
+    steps = [*range(10, 101, 5), 100]
+    lines = [train_line(step) for step in range(10, 101, 10)] + [eval_line(step, "valid") for step in steps]
+    lines += [eval_line(20)]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = json.loads((run_dir / "summary.json").read_text())
+    summary["test"]["step"] = 20
+    summary["valid"] = eval_line(20, "valid") | {"auc": 0.8234, "ne": 0.8321}
+    summary["best"] = {"metric": "ne", "split": "valid", "step": 20, "value": 0.8}
+    summary["chosen"] = {"split": "valid", "what": ["the best weights"]}
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    page = report(run_dir)
+    assert "teacher 0.8765, valid 0.8234, best at step 20" in page.texts
+    assert "teacher 0.7654, valid 0.8321, best at step 20" in page.texts
+    assert "test AUC" in page.texts and "flattered" not in page.text
+    marked = {attributes["d"] for tag, attributes in page.tags if attributes.get("class") == "best"}
+    dots = [attributes["cx"] for _, attributes in page.tags if attributes.get("class") == "other-dot"]
+    [path] = marked  # at one place in all charts, that of the third evaluation of valid
+    assert path is not None and path.startswith(f"M{dots[2]} ")
+    assert page.texts.count("best") == 3 and page.texts.count(" best") == 1
+    at = page.texts.index(" best")
+    assert page.texts[at - 1] == "valid" and page.texts[at - 2] == "20"
+    assert page.texts[at - 2 :].count("valid") == 12 + 1  # the best is older than the last twelve
+    assert "The last 12 of 20 evaluations, the best and the final one." in page.texts
+
+
+def test_what_was_chosen_on_test_is_told(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    summary = json.loads((run_dir / "summary.json").read_text())
+    summary["best"] = {"metric": "ne", "step": 50, "value": 0.8}
+    summary["chosen"] = {"split": "test", "what": ["early stopping"]}
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    page = report(run_dir)
+    assert "The test split decided early stopping, so its figures are flattered" in page.text
+    assert page.texts.count("best") == 3  # a mark in each chart
 
 
 def test_labels_and_segments_have_their_rows(tmp_path: Path) -> None:

@@ -18,7 +18,10 @@ def evaluate(
     data: Annotated[Path | None, typer.Option(help="Another prepared dataset with the same features.")] = None,
     nproc: Annotated[int, typer.Option(help="Ranks on this machine.")] = 1,
     best: Annotated[
-        bool, typer.Option("--best", help="The checkpoint of the best evaluation; else the newest.")
+        bool,
+        typer.Option(
+            "--best", help="The checkpoint of the best evaluation; else the newest, or what train.finish says."
+        ),
     ] = False,
     by: Annotated[
         list[str] | None, typer.Option(help="Sparse feature by whose values to measure apart; may be repeated.")

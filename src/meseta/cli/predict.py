@@ -21,7 +21,10 @@ def predict(
         str, typer.Option(help="Columns of the prepared data to hand through, as user,item; group and time always are.")
     ] = "",
     best: Annotated[
-        bool, typer.Option("--best", help="The checkpoint of the best evaluation; else the newest.")
+        bool,
+        typer.Option(
+            "--best", help="The checkpoint of the best evaluation; else the newest, or what train.finish says."
+        ),
     ] = False,
 ) -> None:
     """Predict with a checkpoint of a run: one probability per row and label, in the order of the split, with the row's

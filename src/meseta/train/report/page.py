@@ -13,7 +13,7 @@ from meseta.train.report.data_statistics import data_section
 from meseta.train.report.document import document
 from meseta.train.report.evaluation import evaluation_section
 from meseta.train.report.figures import count, drawable, duration, fixed, short
-from meseta.train.report.headline import final_evaluation, headline
+from meseta.train.report.headline import Headline, final_evaluation, headline
 from meseta.train.report.markup import table, tag, text
 from meseta.train.report.plan_picture import plan_section
 from meseta.train.report.predicted import predicted_section
@@ -70,30 +70,10 @@ class Tile:
 def tiles(record: RunRecord) -> list[Tile]:
     """Headline figures, from the summary or, for a run that has not ended, from the last lines of the metrics."""
     head = headline(record)
-    test, is_done = head.evaluation, head.is_done
-    split = test.split if test else "test"
-    at = "no evaluation yet" if test is None else "" if is_done else f"at step {test.step:,}"
-    if test is not None and is_done and test.step != head.num_steps:
-        at = f"best weights, of step {test.step:,}"
-    valid = final_evaluation(record, [VALID])
+    is_done = head.is_done
     return [
-        Tile(
-            name=f"{split} AUC",
-            value=fixed(test.auc if test else None),
-            note=", ".join(note for note in (_teacher(record, "auc"), at) if note),
-            is_main=True,
-        ),
-        Tile(
-            name=f"{split} NE",
-            value=fixed(test.ne if test else None),
-            note=_teacher(record, "ne") or at,
-            is_main=True,
-        ),
-        *(
-            [Tile(name="valid AUC", value=fixed(valid.auc), note=f"NE {fixed(valid.ne)}, chose")]
-            if valid and split == TEST
-            else []
-        ),
+        _figure(record, head, "auc", "AUC"),
+        _figure(record, head, "ne", "NE"),
         Tile(name="samples/s", value=short(head.samples_per_s), note="" if is_done else "median so far"),
         Tile(
             name="steps",
@@ -103,6 +83,21 @@ def tiles(record: RunRecord) -> list[Tile]:
         Tile(name="ranks", value=count(head.num_ranks)),
         Tile(name="training time", value=duration(head.train_s), note="" if is_done else "so far"),
     ]
+
+
+def _figure(record: RunRecord, head: Headline, key: str, name: str) -> Tile:
+    """A figure of the evaluation that counts, with what it is held against."""
+    line, valid = head.evaluation, final_evaluation(record, [VALID])
+    if line is None:
+        return Tile(name=f"{TEST} {name}", value=fixed(None), note="no evaluation yet", is_main=True)
+    is_last = head.is_done and line.step in (0, head.num_steps)  # an old summary does not say of which step it is
+    notes = [
+        _teacher(record, key),
+        f"{VALID} {fixed(getattr(valid, key))}" if valid and line.split != VALID else "",
+        "" if is_last else f"{'best ' * head.is_done}at step {line.step:,}",
+    ]
+    note = ", ".join(note for note in notes if note)
+    return Tile(name=f"{line.split} {name}", value=fixed(getattr(line, key)), note=note, is_main=True)
 
 
 def _teacher(record: RunRecord, figure: str) -> str:
