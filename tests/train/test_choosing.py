@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from typer.testing import CliRunner
 
+from meseta.cli.main import app
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.pipeline import TrainStep
@@ -108,6 +110,12 @@ def test_the_best_weights_are_those_of_a_run_that_ended_there(data: Path, ended:
     assert {key: summary["test"][key] for key in expected} == expected
     kept = sorted(path.name for path in (ended / "checkpoints").glob("step-*"))
     assert kept == ["step-000000006", "step-000000022"]
+
+
+def test_commands_take_the_checkpoint_that_the_run_ended_with(ended: Path) -> None:
+    for place, step in ((ended, 6), (ended / "checkpoints", 22), (ended / "checkpoints/step-000000022", 22)):
+        result = CliRunner().invoke(app, ["checkpoint", "inspect", str(place), "--json"])
+        assert json.loads(result.stdout)["step"] == step
 
 
 def test_the_model_of_a_trainer_has_the_best_weights(data: Path, tmp_path: Path) -> None:

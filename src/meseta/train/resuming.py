@@ -20,6 +20,8 @@ _MODEL = ("model", "embedding.pooling")
 _LEARNING = ("dense.optimizer", "dense.schedule", "dense.clip_value", "dense.clip_norm", "embedding.schedule")
 """Keys that say how; those of row optimizers stand, table by table, in the checkpoint. A schedule is the one that
 holds, wherever it is written."""
+_HOW = ("embedding", "dense", "schedule")
+"""Sections that these keys are in."""
 _SHOWN = 4
 """Changes, and tables of one, that a message lists."""
 
@@ -69,7 +71,7 @@ def meet_changes(
     """Say in one line what learns otherwise from here on, or, of a run that is `over`, what would, and what to do;
     `optimizers` are those of the tables in the checkpoint, as plain data. For rank 0 alone.
 
-    Returns the config to record: that of before where nothing learns by the one of now.
+    Returns the config to record, which says how the weights have learned: as before where nothing learns anew.
     """
     before = _config_before(run)
     found = [*_row_changes(optimizers, tables)]
@@ -84,7 +86,7 @@ def meet_changes(
     print(f"note: run_dir {str(run.path)!r} {over.why}: its weights, figures and config are kept, and nothing learns "
           f"by what is new ({changes}); choose another run_dir to train so from the start, or raise {over.key} to go "
           "on so from there", file=sys.stderr)  # fmt: skip
-    return before or config
+    return config.model_copy(update={name: getattr(before, name) for name in _HOW} if before else {})
 
 
 def _config_before(run: RunDir) -> RunConfig | None:

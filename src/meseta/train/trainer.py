@@ -145,8 +145,8 @@ class Trainer:
         first = self.step
         with TrainProgress(self.num_steps, first_step=first, shown=self.world.rank == 0) as progress:
             if first:
-                is_best = self.config.train.finish == "last" or self.best.step in (None, first)
-                other = "" if is_best else f" (the last; the best so far is step {self.best.step})"
+                is_past_best = self.config.train.finish == "best" and self.best.step not in (None, first)
+                other = f" (the last; the best so far is step {self.best.step})" if is_past_best else ""
                 progress.say(f"going on from step {first}{other}, {self.run_dir.checkpoints}")
                 if note := note_slow(self.config, self.world):
                     progress.say(note)
