@@ -334,7 +334,7 @@ def test_other_rates_after_an_early_stop(data: Path, tmp_path: Path, capsys: pyt
         [note] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note:")]
         assert "stopped early at step 12, since 2 evaluations in a row were no better than ne" in note
         assert "its weights, figures and config are kept" in note and "dense.optimizer.lr was 0.01, is 0.02" in note
-        assert "choose another run_dir to train so from the start, or raise train.early_stopping.patience" in note
+        assert "--force, to train so from the start, or raise train.early_stopping.patience to go on so" in note
         assert (tmp_path / "run/config.yaml").read_text() == config and metrics(tmp_path / "run") == lines
     patient = {"train__early_stopping": {"patience": 3, "min_delta": 10.0}}
     summary = train(settings(data, tmp_path / "run", **stops, **patient, **OTHER_RATES))

@@ -84,8 +84,8 @@ def meet_changes(
         print(f"note: from here on the run learns as the config says now: {changes}", file=sys.stderr)
         return config
     print(f"note: run_dir {str(run.path)!r} {over.why}: its weights, figures and config are kept, and nothing learns "
-          f"by what is new ({changes}); choose another run_dir to train so from the start, or raise {over.key} to go "
-          "on so from there", file=sys.stderr)  # fmt: skip
+          f"by what is new ({changes}); choose another run_dir, or begin this one anew with --force, to train so from "
+          f"the start, or raise {over.key} to go on so from there", file=sys.stderr)  # fmt: skip
     return config.model_copy(update={name: getattr(before, name) for name in _HOW} if before else {})
 
 
