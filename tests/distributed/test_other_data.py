@@ -169,7 +169,7 @@ def test_the_commands_say_what_differs_and_the_way_out(
         main()
     assert left.value.code == 1
     error = capfd.readouterr().err
-    way_out = "choose another run_dir, or delete this one"
+    way_out = "choose another run_dir, or begin this one anew with --force"
     if command in ("eval", "predict"):
         way_out = f"prepare them in one call with the sources of '{data}', as --test-files"
     digest = json.loads((data / "dataset.json").read_text())["sparse"][0]["vocabulary_digest"]

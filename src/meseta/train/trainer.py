@@ -365,7 +365,7 @@ class Trainer:
         if self.config.checkpoint.resume == "never":
             raise MesetaError(
                 f"run_dir {str(self.config.run_dir)!r} holds a checkpoint ({path.name}) and checkpoint.resume is "
-                "'never'; choose another run_dir, delete this one, or set checkpoint.resume=auto"
+                "'never'; choose another run_dir, begin this one anew with --force, or set checkpoint.resume=auto"
             )
         if path != self._met:  # a mirror had it
             self._meet(path)
