@@ -287,13 +287,27 @@ def test_a_strangers_file_in_a_run_ends_a_command_in_one_line_or_is_left_alone(
     with within(LIMIT_S, str(case)):
         ended = run_here(*COMMANDS[case["command"]])
     assert ended.code in (0, 1)
-    assert len(ended.errors) == ended.code, ended.err
+    told = [line for line in ended.out.splitlines() if "damaged: " in line] if case["command"] == "list" else []
+    assert len(ended.errors) + len(told) == ended.code, ended
     assert (home / OUTSIDE).read_text() == "mine\n"
     if case["command"] != "train":
         left = {name: content for name, content in tree(home).items() if name not in WRITTEN}
         assert left == {name: content for name, content in before.items() if name not in WRITTEN}
     elif case["name"].startswith("checkpoints/") and case["harm"] != "missing":
         assert os.path.lexists(run / case["name"])
+
+
+@pytest.mark.parametrize("harm", [link, link_to_itself])
+def test_no_report_is_written_through_a_link(run: Path, harm: Callable[[Path], None]) -> None:
+    """Which a run of a stranger may have in the place of its report; a link that the user names is followed."""
+    (run.parent / OUTSIDE).write_text("mine\n")
+    harm(run / "report.html")
+    before = tree(run.parent)
+    ended = run_here("report", run)
+    assert ended.code == 1 and tree(run.parent) == before
+    place = repr(str(run / "report.html"))
+    expected = f"error: report: {place} is no regular file; move it away, or name another with --out\n"
+    assert ended.err == expected
 
 
 @pytest.mark.parametrize(

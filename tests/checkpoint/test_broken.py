@@ -207,6 +207,8 @@ def test_other_arrow_files(path: Path, change: Callable[[pa.RecordBatch], list[p
         (["tables", "user", "columns", 0, "dtype"], "float31", "is malformed"),
         (["tables", "user", "embedding_dim"], "16", "is malformed"),
         (["tables"], [], "is malformed"),
+        (["plan", "tables"], {"user": {}}, "its tables and those of its plan differ in 'item'"),
+        (["state", "random"], "x" * (1 << 21), "it has a string of more than 1,048,576 characters"),
     ],
 )
 def test_manifests_that_mislead(path: Path, keys: list[Any], value: Any, says: str) -> None:

@@ -41,7 +41,13 @@ def test_a_failed_write_leaves_the_old_file(
 
 
 def test_places_that_cannot_become_a_file(tmp_path: Path) -> None:
-    for place, reason in ((tmp_path, "is a folder; name a file"), (tmp_path / "no" / "f", "folder does not exist")):
+    (tmp_path / "round").symlink_to("round")
+    for place, reason in (
+        (tmp_path, "is a folder; name a file"),
+        (tmp_path / "no" / "f", "folder does not exist"),
+        (tmp_path / "round", "Too many levels of symbolic links; name another"),
+        (tmp_path / "round" / "f", "Too many levels of symbolic links; name another"),
+    ):
         with pytest.raises(MesetaError, match=reason):
             PLAN.save(place)
 

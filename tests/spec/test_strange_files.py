@@ -10,7 +10,16 @@ import pytest
 
 from meseta.spec import MesetaError
 from meseta.spec.documents import load_document, parse_yaml, read_mapping
-from meseta.spec.files import DOCUMENT_VALUES, first_alike, inner_fault, inside, open_regular, parse_json, read_bounded
+from meseta.spec.files import (
+    DOCUMENT_VALUES,
+    STRING_LENGTH,
+    first_alike,
+    inner_fault,
+    inside,
+    open_regular,
+    parse_json,
+    read_bounded,
+)
 
 
 def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +102,9 @@ def test_names_that_a_file_system_takes_for_one() -> None:
         *(b"", b"{", b"\xff", b"\xef\xbb\xbf{}", b'{"a":1,"a":2}', b'[{"b":{"a":1,"a":2}}]', b"[NaN]", b"[1e999]"),
         *(b"[-Infinity]", b'["\\ud800"]', b'{"\\udfff":0}', b"[" * 66 + b"]" * 66, b"[" * 10**6, b"9" * 5000),
         b"[" + b"0," * DOCUMENT_VALUES + b"0]",
+        b'["' + b"x" * (STRING_LENGTH + 1) + b'"]',
     ],
+    ids=lambda content: content[:9].hex(),
 )
 def test_texts_that_are_no_json(content: bytes) -> None:
     with pytest.raises(ValueError, match=r".+"):
@@ -105,6 +116,7 @@ def test_json_is_what_it_was() -> None:
     assert parse_json(json.dumps(document).encode()) == document
     assert parse_json(json.dumps(document, ensure_ascii=False).encode()) == document
     assert parse_json(b"[Infinity]", finite=False) == [float("inf")]
+    assert parse_json(b'["' + b"x" * STRING_LENGTH + b'"]') == ["x" * STRING_LENGTH]
 
 
 def bomb(levels: int) -> str:

@@ -72,6 +72,7 @@ class _TableEntry(_Part):
 
 class _PlanEntry(_Part, extra="allow"):
     num_ranks: Size
+    tables: dict[str, Any]
 
 
 class _Manifest(_Part):
@@ -174,6 +175,8 @@ def check_manifest(where: str, manifest: dict[str, Any]) -> dict[str, Any]:
     To be called before anything that a manifest says is used: its checksum is right whoever wrote it.
     """
     _validate(where, "", manifest, _Manifest)
+    if odd := manifest["tables"].keys() ^ manifest["plan"]["tables"].keys():
+        raise malformed(where, f"its tables and those of its plan differ in {shown(min(odd))}")
     alike = first_alike(table_folder(name) for name in manifest["tables"])
     if alike:
         raise malformed(where, f"file systems that ignore case take {alike[0]!r} and {alike[1]!r} for one")

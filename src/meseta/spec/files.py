@@ -25,6 +25,8 @@ DOCUMENT_VALUES = 1_000_000
 """The most values in it, by its commas and opening brackets: each takes memory many times its text."""
 DOCUMENT_DEPTH = 64
 """How deeply a document may be nested."""
+STRING_LENGTH = 1 << 20
+"""The longest string in it: names, digests and states of generators are far shorter."""
 _NAME_BYTES, _PATH_BYTES = 255, 4096
 _STEM_BYTES = 150
 """The longest name that `file_name` gives: room for a prefix and a suffix, also where file systems encrypt names."""
@@ -136,7 +138,8 @@ def first_alike(names: Iterable[str]) -> tuple[str, str] | None:
 
 def parse_json(content: bytes, *, finite: bool = True) -> Any:
     """The plain data in a JSON text. Raises ValueError where it is none, gives a key twice, has a number that is not
-    finite (with `finite`), half a surrogate pair, more than DOCUMENT_VALUES values or a depth over DOCUMENT_DEPTH."""
+    finite (with `finite`), half a surrogate pair, more than DOCUMENT_VALUES values, a string over STRING_LENGTH or a
+    depth over DOCUMENT_DEPTH."""
     if sum(map(content.count, (b",", b"[", b"{"))) > DOCUMENT_VALUES:
         raise ValueError(f"it has more than {DOCUMENT_VALUES:,} values")
     if len(content) > DOCUMENT_BYTES // 8 and not content.isascii():  # whose characters may take four bytes each
@@ -150,8 +153,11 @@ def parse_json(content: bytes, *, finite: bool = True) -> Any:
         if depth > DOCUMENT_DEPTH:
             raise ValueError("it is nested too deeply")
         for value in level:
-            if isinstance(value, str) and not value.isascii():
-                value.encode()
+            if isinstance(value, str):
+                if len(value) > STRING_LENGTH:
+                    raise ValueError(f"it has a string of more than {STRING_LENGTH:,} characters")
+                if not value.isascii():
+                    value.encode()
             elif finite and isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{value} is no number")
         containers = [value for value in level if isinstance(value, dict | list)]
@@ -243,6 +249,12 @@ def whole_folder(out: Path) -> Iterator[Path]:
 def check_place(path: str | Path) -> None:
     """Raise MesetaError, before a long command begins, where `path` cannot become a file."""
     path = Path(path)
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:  # such as a link to itself
+        raise MesetaError(f"{str(path)!r} cannot be written: {error.strerror}; name another") from None
     if path.is_dir():
         raise MesetaError(f"{str(path)!r} is a folder; name a file")
     if path.exists() and not path.is_file():
@@ -252,6 +264,17 @@ def check_place(path: str | Path) -> None:
         raise MesetaError(f"{str(path)!r} cannot be written: its folder does not exist; make it first")
     if not os.access(folder, os.W_OK):
         raise MesetaError(f"{str(path)!r} cannot be written: its folder takes no new files; name another")
+
+
+def append_whole(file: IO[bytes], content: bytes) -> None:
+    """Add to the end of an unbuffered file, or add nothing. Raises OSError where there is no room."""
+    start, rest = file.tell(), memoryview(content)
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError:
+        file.truncate(start)
+        raise
 
 
 def write_whole(path: str | Path, text: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import platform
@@ -20,7 +19,7 @@ from meseta.checkpoint.directory import NAME, checkpoint_path, newest, remove_al
 from meseta.comm import World
 from meseta.config import RunConfig, load_config
 from meseta.spec import MesetaError
-from meseta.spec.files import json_text, parse_json, read_bounded
+from meseta.spec.files import append_whole, json_text, parse_json, read_bounded
 from meseta.spec.processors import num_cores, this_processor
 from meseta.train.lock import FolderLock
 from meseta.train.report.lines import METRICS_NAME, EvalLine, MetricsLine, TrainLine, read_lines, told_spoiled
@@ -116,13 +115,7 @@ class RunDir:
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         """Add one line to metrics.jsonl, or nothing. Raises MesetaError where it cannot be written."""
         with self._writing(), self._metrics.open("ab", buffering=0) as file:
-            start, data = file.tell(), (json.dumps(line) + "\n").encode()
-            try:
-                if file.write(data) < len(data):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except OSError:
-                file.truncate(start)
-                raise
+            append_whole(file, (json.dumps(line) + "\n").encode())
 
     def forget_after(self, step: int, num_steps: int) -> None:
         """Drop the lines that a run resumed at `step` writes again, what a finished run wrote at its end, all that came

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """
     run_dir = Path(run_dir)
     path = run_dir / "report.html" if out is None else Path(out)
-    if out is None and path.exists() and not path.is_file():
+    if out is None and os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
         raise MesetaError(f"report: {str(path)!r} is no regular file; move it away, or name another with --out")
     write_whole(path, render(read_run(run_dir)))
     return path
