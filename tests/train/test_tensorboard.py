@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bad_input.commands import small_files
 from meseta.spec import MesetaError
 from meseta.train.tensorboard import TensorBoard, scalars
 from small_run import metrics, settings, train
@@ -59,9 +61,43 @@ def test_numbers_of_a_line_and_their_tags() -> None:
 
 
 def test_a_missing_package_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
     with pytest.raises(MesetaError, match=r"pip install 'meseta\[tensorboard\]'"):
         TensorBoard(tmp_path)
+
+
+def test_tags_and_values_are_those_of_torch(tmp_path: Path) -> None:
+    """Of torch's own writer, event by event; one line is one event here."""
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    line = {"kind": "train", "step": 3, "a b:c/é": 1.5, "large": 1e300, "none": math.nan, "tasks": {"x y": 1}}
+    board = TensorBoard(tmp_path / "ours")
+    board.begin([line])
+    board.close()
+    writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter(str(tmp_path / "torch"), purge_step=0)
+    for tag, value in scalars(line):
+        writer.add_scalar(tag, value, 3)
+    writer.close()
+    found = {}
+    for name in ("ours", "torch"):
+        [file] = (tmp_path / name).iterdir()
+        events = list(loader.LegacyEventFileLoader(str(file)).Load())
+        values = [(e.step, v.tag, repr(v.simple_value)) for e in events for v in e.summary.value]
+        found[name] = values, [e.session_log.status for e in events if e.HasField("session_log")]
+    assert found["ours"] == found["torch"] and len(found["ours"][0]) == 4
+
+
+def test_a_disk_that_fills_is_told_once_and_keeps_whole_lines(tmp_path: Path) -> None:
+    """No thread tells of it beside the error, closing does not fail again, and what is there is read."""
+    pytest.importorskip("tensorboard")
+    board, num_lines = TensorBoard(tmp_path), 0
+    board.begin([])
+    with small_files(300), pytest.raises(MesetaError, match=r"cannot be written: File too large; make room"):
+        while num_lines < 100:
+            board.add({"kind": "train", "step": num_lines, "loss": 0.5})
+            num_lines += 1
+    with small_files(300):
+        board.close()
+    assert [step for step, _ in points(tmp_path)["train/loss"]] == list(range(num_lines)) and num_lines > 1
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import io
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from meseta.spec import MesetaError
+from meseta.spec.files import append_whole
 from meseta.train.splits import VALID
 
 _PLACES = ("kind", "step", "split")
@@ -31,20 +37,26 @@ def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 class TensorBoard:
-    """Writes run_dir/tensorboard from the lines of metrics.jsonl, on one rank."""
+    """Writes run_dir/tensorboard from the lines of metrics.jsonl, on one rank.
+
+    By the records and messages of the package alone: its writer has a thread, whose errors reach the terminal as a
+    traceback.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Raises MesetaError where the package is not installed."""
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:
             raise MesetaError(
                 f"train.tensorboard is set, but the package tensorboard cannot be imported ({error}); "
                 "pip install 'meseta[tensorboard]', or set train.tensorboard=false"
             ) from None
-        self._make = SummaryWriter
+        self._event, self._log = event_pb2.Event, event_pb2.SessionLog
+        self._summary, self._records = summary_pb2.Summary, RecordWriter
         self._folder = folder
-        self._writer: Any = None
+        self._file: IO[bytes] | None = None
 
     def begin(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Start with these lines alone: a run that goes on writes again what came after its checkpoint.
@@ -53,36 +65,48 @@ class TensorBoard:
         MesetaError where the folder cannot be written.
         """
         self.close()
-        try:
+        with self._writing():
+            self._folder.mkdir(parents=True, exist_ok=True)
             for former in self._folder.glob("events.out.tfevents.*"):
                 former.unlink()
-            self._writer = self._make(str(self._folder), purge_step=0)
+            # Readers take what stands before the name of the machine as a time, and files in the order of their names.
+            now_s, ns = divmod(time.time_ns(), 10**9)
+            name = f"events.out.tfevents.{now_s:010d}.{socket.gethostname()}.{os.getpid()}.{ns:09d}"
+            self._file = (self._folder / name).open("xb", buffering=0)
+            self._write([self._event(file_version="brain.Event:2"), self._event(session_log=self._log(status="START"))])
             for line in lines:
                 self._add(line)
-            self._writer.flush()
-        except OSError as error:
-            raise self._unwritable(error) from None
 
     def add(self, line: Mapping[str, Any]) -> None:
         """One more line, on disk when this returns. Raises MesetaError where it cannot be written."""
-        try:
+        with self._writing():
             self._add(line)
-            self._writer.flush()
-        except OSError as error:
-            raise self._unwritable(error) from None
 
     def close(self) -> None:
         """Close the file, if one is open."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _add(self, line: Mapping[str, Any]) -> None:
-        for tag, value in scalars(line):
-            self._writer.add_scalar(tag, value, line["step"])
+        figures = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars(line)]
+        self._write([self._event(step=line["step"], summary=self._summary(value=figures))])
 
-    def _unwritable(self, error: OSError) -> MesetaError:
-        return MesetaError(
-            f"train.tensorboard: {str(self._folder)!r} cannot be written: {error.strerror}; make room there, or set "
-            "train.tensorboard=false"
-        )
+    def _write(self, events: Iterable[Any]) -> None:
+        """Add events, all or none."""
+        assert self._file is not None, "begin comes first"
+        content = io.BytesIO()
+        for event in events:
+            event.wall_time = time.time()
+            self._records(content).write(event.SerializeToString())
+        append_whole(self._file, content.getvalue())
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise MesetaError(
+                f"train.tensorboard: {str(self._folder)!r} cannot be written: {error.strerror}; make room there, or "
+                "set train.tensorboard=false"
+            ) from None
