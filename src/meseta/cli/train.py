@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -81,7 +82,7 @@ def train(
     force: _Force = False,
 ) -> None:
     """Train a model, evaluate it, and write a report; started again, go on from the newest checkpoint."""
-    from meseta.config import check_document, read_document, set_default
+    from meseta.config import check_document, read_document
 
     config, overrides = _split(arguments or [])
     document = read_document(config, overrides)
@@ -101,16 +102,26 @@ def train(
     settings = check_document(document, config)
     if nproc != 1 and not is_launched():
         sys.exit(run_ranks(sys.argv[1:], nproc))
+    tried_on = None
     if data:
         from meseta.data import PrepareOptions
-        from meseta.data.prepare import with_valid_split
-        from meseta.train.raw_files import default_batch_size
 
-        options = PrepareOptions(sources=data, out=settings.data.dir, force=force, **said)
-        dataset = _prepared(with_valid_split(options))
-        set_default(document, "train.batch_size", default_batch_size(dataset.splits["train"].num_rows))
+        tried_on = _fill(document, PrepareOptions(sources=data, out=settings.data.dir, force=force, **said))
         settings = check_document(document, config)
-    _run(settings, with_test=not no_test, anew=force)
+    _run(settings, with_test=not no_test, anew=force, tried_on=tried_on)
+
+
+def _fill(document: dict[str, Any], options: PrepareOptions) -> Dataset | None:
+    """Prepare, and give the config what it leaves open; returns the dataset where the rate of the tables is to be found
+    by trial."""
+    from meseta.data.prepare import with_valid_split
+    from meseta.train.raw_files import can_be_tried, choose_settings
+
+    dataset = _prepared(with_valid_split(options))
+    chosen = choose_settings(document, dataset)
+    if chosen and _is_first():
+        _print_chosen(chosen, dataset)
+    return dataset if "embedding.optimizer.lr" in chosen and can_be_tried(dataset) else None
 
 
 def _choose_folders(document: dict[str, Any], data: Sequence[str], said: Mapping[str, Any]) -> None:
@@ -129,17 +140,21 @@ def _choose_folders(document: dict[str, Any], data: Sequence[str], said: Mapping
         raise MesetaError("train: nothing to train on; give a config file, or raw files as --data FILE")
 
 
-def _run(settings: RunConfig, *, with_test: bool, anew: bool) -> None:
-    """Train to the end, from the first step on if `anew`, and print what came of it."""
+def _run(settings: RunConfig, *, with_test: bool, anew: bool, tried_on: Dataset | None) -> None:
+    """Train to the end, from the first step on if `anew`, and print what came of it; on `tried_on`, the rate of the
+    tables is found by trial first."""
     from meseta.train.interruption import Stopped
     from meseta.train.run_dir import drop_run
     from meseta.train.session import session
     from meseta.train.trainer import Trainer
+    from meseta.train.trials import settle_table_rate
 
     try:
         with session(settings) as world:
             if anew:
                 drop_run(settings, world)
+            if tried_on is not None:
+                settings = settle_table_rate(settings, tried_on, world)
             summary = Trainer(settings, world, with_test=with_test).run()
     except Stopped as stopped:
         raise typer.Exit(stopped.exit_code) from None
@@ -161,7 +176,7 @@ def _split(arguments: Sequence[str]) -> tuple[Path | None, Sequence[str]]:
 
 def _prepared(options: PrepareOptions) -> Dataset:
     """The dataset of `options`; of several ranks the first prepares it, and the others wait until it is there."""
-    is_first = os.environ.get("RANK", "0") == "0"
+    is_first = _is_first()
     while (dataset := _load(options)) is None:
         if is_first:
             return prepare(options, command="`meseta prepare FILE --out DIR`")
@@ -179,6 +194,21 @@ def _load(options: PrepareOptions) -> Dataset | None:
         if not options.force:
             raise
         return None
+
+
+def _print_chosen(chosen: Mapping[str, Any], dataset: Dataset) -> None:
+    values = {
+        key: f"{value:g}" if isinstance(value, float) else str(value).replace(" ", "") for key, value in chosen.items()
+    }
+    print(f"settings, chosen for {dataset.splits['train'].num_rows:,} rows of training:")
+    print(textwrap.fill(" ".join(f"{key}={value}" for key, value in values.items()), 110, initial_indent="  ",
+                        subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))  # fmt: skip
+    print("to change one: KEY=VALUE behind the command; `meseta config` lists them")
+
+
+def _is_first() -> bool:
+    """Whether this process is rank 0, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _print_result(summary: dict[str, Any], run_dir: Path) -> None:

@@ -2,14 +2,49 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from meseta.config import TrainConfig
+from meseta.config import TrainConfig, set_default
+from meseta.data.dataset import Dataset
+from meseta.data.schema import NO_CATEGORY
+from meseta.train.splits import VALID
 
 WANTED_STEPS = 200
 """Steps of an epoch that a small dataset should have."""
 MIN_BATCH_SIZE = 32
+MAX_EPOCHS = 20
+"""A limit: training ends where the valid figure gains no more."""
+EPOCHS_WITHOUT_VALID = 2
+MIN_VALID_ROWS = 200
+"""With fewer, the best of several trials is a matter of chance."""
+ROWS_BETWEEN_EVALUATIONS = 1_000_000
+"""At most: an epoch of a large log has several."""
+
+_NO_TABLES = {"model.deep_mlp": [256, 128], "dense.optimizer.lr": 0.003}
+"""Of data without categories, where the MLP has to do it all."""
+_DEEP = {"model.deep_mlp": [128, 64]}
+_DLRM = {"model.bottom_mlp": [64], "model.top_mlp": [128, 64]}
+WIDTHS: Mapping[str, Mapping[str, Any]] = {
+    "deepfm": _DEEP,
+    "wide_deep": _DEEP,
+    "xdeepfm": {**_DEEP, "model.cin_layers": [16, 16]},
+    "autoint": {**_DEEP, "model.attention_layers": 2, "model.attention_dim": 8},
+    "dlrm": _DLRM,
+    "dlrm_dcnv2": {**_DLRM, "model.cross_layers": 2, "model.cross_low_rank": 32},
+    "mmoe": {"model.num_experts": 4, "model.expert_mlp": [64, 32], "model.tower_mlp": [32]},
+}
+"""Of the models that have hidden layers."""
+_YIELD: Mapping[str, Sequence[str]] = {
+    "train.epochs": ("train.max_steps",),
+    "train.eval_every_epochs": ("train.eval_every_steps",),
+    "embedding.init.scale": ("embedding.init",),
+    "embedding.optimizer.lr": ("embedding.optimizer.name",),
+    **dict.fromkeys(("schedule.kind", "schedule.plateau_patience", "schedule.step_factor"), ("schedule",)),
+}
+"""A key -> others that a config may have instead, which say that it wants something else."""
 
 
 def default_run_dir(patterns: Sequence[str]) -> str:
@@ -28,3 +63,64 @@ def default_batch_size(num_rows: int) -> int:
     limit: int = TrainConfig.model_fields["batch_size"].default
     wanted = max(num_rows // WANTED_STEPS, 1)
     return min(max(1 << (wanted.bit_length() - 1), MIN_BATCH_SIZE), limit)
+
+
+def choose_settings(document: dict[str, Any], dataset: Dataset) -> dict[str, Any]:
+    """Give a config values for a run on prepared raw files where it is silent; returns the keys that got one.
+
+    DeepFM (arXiv 1703.04247) unless it names a model, or MMoE for several labels: a linear model and all pairs stand
+    beside an MLP, so that it has what a log needs of the three. Rows begin near zero and take steps of a size that
+    moves them. Training goes on while the valid figure gains, at falling rates, and ends with the best weights.
+    benchmarks/bench_first_hour.py measures what that reaches.
+    """
+    given = copy.deepcopy(document)
+    chosen = {
+        key: value
+        for key, value in _settings(dataset, _value(given, "model.name")).items()
+        if all(_value(given, other) is None for other in (key, *_YIELD.get(key, ())))
+    }
+    for key, value in chosen.items():
+        set_default(document, key, value)
+    return chosen
+
+
+def can_be_tried(dataset: Dataset) -> bool:
+    """Whether there are tables, and rows to judge their rate by."""
+    has_valid = VALID in dataset.splits and dataset.splits[VALID].num_rows >= MIN_VALID_ROWS
+    return has_valid and _has_tables(dataset)
+
+
+def _has_tables(dataset: Dataset) -> bool:
+    return any(feature.name != NO_CATEGORY.name for feature in dataset.sparse)
+
+
+def _settings(dataset: Dataset, model: Any) -> dict[str, Any]:
+    """All of them, by key, for the model that the config names."""
+    num_rows = dataset.splits["train"].num_rows
+    settings: dict[str, Any] = {"train.batch_size": default_batch_size(num_rows)}
+    if model is None:
+        model = settings["model.name"] = "deepfm" if len(dataset.labels) == 1 else "mmoe"
+    if model in WIDTHS:
+        settings |= {**WIDTHS[model], "model.dropout": 0.2}
+    if model == "deepfm" and not _has_tables(dataset):
+        settings |= _NO_TABLES
+    settings |= {"model.embedding_dim": 8, "embedding.init.scale": 0.01, "embedding.optimizer.lr": 0.05}
+    if VALID not in dataset.splits or not dataset.splits[VALID].num_rows:
+        return settings | {"train.epochs": EPOCHS_WITHOUT_VALID}
+    return settings | {
+        "train.epochs": MAX_EPOCHS,
+        "train.eval_every_epochs": min(1.0, ROWS_BETWEEN_EVALUATIONS / num_rows),
+        "train.early_stopping.metric": "auc",
+        "train.early_stopping.patience": 3,
+        "train.finish": "best",
+        "schedule.kind": "plateau",
+        "schedule.plateau_patience": 1,
+        "schedule.step_factor": 0.3,
+    }
+
+
+def _value(document: Any, key: str) -> Any:
+    """What a document has at a key such as train.batch_size; None where it has nothing."""
+    for name in key.split("."):
+        document = document.get(name) if isinstance(document, dict) else None
+    return document

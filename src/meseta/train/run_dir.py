@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,9 @@ from meseta.spec.files import append_whole, json_text, parse_json, read_bounded
 from meseta.spec.processors import num_cores, this_processor
 from meseta.train.lock import FolderLock
 from meseta.train.report.lines import METRICS_NAME, EvalLine, MetricsLine, TrainLine, read_lines, told_spoiled
+
+TRIALS = "trials"
+"""Folder of short runs before a run, see meseta.train.trials."""
 
 
 class RunDir:
@@ -55,6 +59,11 @@ class RunDir:
         self.write_json("plan.json", plan)
         self.write_json("environment.json", environment(device, plan["num_ranks"]))
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a run has come as far as its first step."""
+        return self._metrics.exists()
+
     def lock(self) -> None:
         """Keep other runs out of a directory that exists, until `unlock`. Raises MesetaError where one is in it."""
         if self.path.is_dir():
@@ -72,6 +81,7 @@ class RunDir:
         try:
             with self._writing():
                 remove_all(self.checkpoints)
+                shutil.rmtree(self.path / TRIALS, ignore_errors=True)
                 for name in (METRICS_NAME, "summary.json", "report.html"):
                     (self.path / name).unlink(missing_ok=True)
         finally:

@@ -1,0 +1,239 @@
+"""What one command reaches on a log that nobody prepared for it, beside what a day of tuning reaches.
+
+    python benchmarks/bench_first_hour.py [--logs few_rows,pairs] [--seeds 3] [--folder build/first-hour]
+
+Eight planted laws (planted_logs.py), three seeds each, 100,000 test rows. Of each log the test AUC of
+- `meseta train --data train.csv --test-files test.csv`, and nothing else;
+- the same with what that command chose before: DLRM 512-256-64, rows from 1/sqrt(rows), row-wise Adagrad at 0.01, one
+  epoch;
+- the best of a grid of hashed logistic regressions, chosen on the valid split;
+- the best of 20 settings drawn by chance (model, widths, rates, dropout, penalty, batch, hashes or a vocabulary), with
+  the schema of one who knows the law, chosen on the valid split;
+- the true probabilities.
+
+Prints a table, in Markdown. What is done is kept in the folder, so that the same command goes on where it was cut off;
+four hours on two cores in all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from planted_logs import LOGS, PlantedLog, WrittenLog, write_log
+from record import ROOT
+
+from meseta.comm import World
+from meseta.config import check_document, read_document
+from meseta.data import Dataset, PrepareOptions
+from meseta.data.prepare import prepare
+from meseta.spec.files import write_whole
+from meseta.train.raw_files import default_batch_size
+from meseta.train.trainer import Trainer
+
+NUM_SETTINGS, NUM_SEEDS = 20, 3
+LIMIT, MEAN_LIMIT = 0.01, 0.005
+"""How far below the sweep's best a log may end, and all of them on average."""
+LARGE_ROWS = 500_000
+OLD = ("model.name=dlrm", "model.embedding_dim=16", "model.bottom_mlp=[512,256,64]", "model.top_mlp=[512,256]",
+       "model.dropout=0", "embedding.init.scale=null", "embedding.init.kind=uniform", "embedding.optimizer.lr=0.01",
+       "train.epochs=1")  # fmt: skip
+Settings = Mapping[str, Any]
+
+
+class Kept:
+    """Results by name, in a file that is rewritten after each."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._cells: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+
+    def get(self, name: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+        if name not in self._cells:
+            self._cells[name] = dict(make())
+            write_whole(self._path, json.dumps(self._cells, indent=1))
+        return self._cells[name]
+
+
+def settings(number: int) -> tuple[Settings, int | None]:
+    """Setting `number` of the sweep by key, and the least count of its vocabulary, None for hashes; the same for all
+    logs and seeds."""
+    draw = random.Random(f"first hour {number}")
+    model = draw.choice(["deepfm", "dlrm", "dlrm_dcnv2", "wide_deep"])
+    widths = draw.choice([[64, 32], [128, 64], [256, 128]])
+    dim = draw.choice([4, 8, 16, 32])
+    chosen: dict[str, Any] = {
+        "model.name": model,
+        "model.embedding_dim": dim,
+        "embedding.init.scale": draw.choice([0.01, 0.03, 0.1]),
+        "embedding.optimizer.lr": round(10 ** draw.uniform(-2, -0.7), 4),
+        "dense.optimizer.lr": round(10 ** draw.uniform(-3.5, -2.5), 5),
+        "model.dropout": draw.choice([0.0, 0.2, 0.4]),
+        "embedding.regularization.l2": draw.choice([0.0, 0.0, 1e-6, 1e-5, 1e-4]),
+    }
+    if model.startswith("dlrm"):
+        chosen |= {"model.bottom_mlp": widths[:1], "model.top_mlp": widths}
+    else:
+        chosen |= {"model.deep_mlp": widths}
+    if model == "dlrm_dcnv2":
+        chosen |= {"model.cross_layers": 2, "model.cross_low_rank": 32}
+    return chosen, draw.choice([None, 2, 5])
+
+
+def linear(number: int) -> Settings:
+    """Setting `number` of the grid of logistic regressions."""
+    rate, penalty = [(rate, penalty) for rate in (0.02, 0.1, 0.5) for penalty in (0.0, 1e-5)][number]
+    return {"model.name": "logistic_regression", "embedding.optimizer.lr": rate, "embedding.regularization.l2": penalty}
+
+
+NUM_LINEAR = 6
+
+
+def one_command(log: WrittenLog, folder: Path, *more: str) -> dict[str, Any]:
+    """The test AUC of the command, as a user calls it."""
+    start_s = time.perf_counter()
+    command = [
+        sys.executable,
+        "-m",
+        "meseta.cli.main",
+        "train",
+        "--data",
+        str(log.train),
+        "--test-files",
+        str(log.test),
+    ]
+    run_dir = folder / "run"
+    shutil.rmtree(run_dir, ignore_errors=True)
+    done = subprocess.run([*command, f"run_dir={run_dir}", *more], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}: {done.stderr[-500:]}")
+    summary = json.loads((run_dir / "summary.json").read_text())
+    shutil.rmtree(run_dir)
+    return {"test": summary["test"]["auc"], "seconds": time.perf_counter() - start_s, "steps": summary["num_steps"]}
+
+
+class Tuned:
+    """Runs on one log as one prepares it who knows its law."""
+
+    def __init__(self, log: PlantedLog, written: WrittenLog, folder: Path, seed: int) -> None:
+        self._log, self._written, self._folder, self._seed = log, written, folder, seed
+
+    def run(self, chosen: Settings, min_count: int | None) -> dict[str, Any]:
+        """The valid and the test AUC of the best weights."""
+        start_s = time.perf_counter()
+        data, run_dir = self._prepared(min_count), self._folder / "tuned"
+        shutil.rmtree(run_dir, ignore_errors=True)
+        num_rows = data.splits["train"].num_rows
+        document = read_document(None, [f"{key}={json.dumps(value)}" for key, value in chosen.items()])
+        document |= {"run_dir": str(run_dir), "seed": self._seed}
+        document["data"] = {"dir": str(data.dir)}
+        document["train"] = {
+            "batch_size": default_batch_size(num_rows),
+            "epochs": 4 if num_rows > LARGE_ROWS else 12,
+            "eval_every_epochs": 0.5 if num_rows > LARGE_ROWS else 1,
+            "early_stopping": {"metric": "auc", "patience": 2},
+            "finish": "best",
+            "log_every_steps": 10_000,
+        }
+        with contextlib.redirect_stderr(io.StringIO()):
+            summary = Trainer(check_document(document), World.single()).run()
+        shutil.rmtree(run_dir)
+        figures = {split: summary[split]["auc"] for split in ("valid", "test")}
+        return {**figures, "seconds": time.perf_counter() - start_s}
+
+    def _prepared(self, min_count: int | None) -> Dataset:
+        out = self._folder / f"data-{min_count or 'hash'}"
+        if out.exists():
+            return Dataset.load(out)
+        return prepare(
+            PrepareOptions(
+                sources=[str(self._written.train)],
+                test_files=[str(self._written.test)],
+                valid_fraction=0.1,
+                out=out,
+                sparse=self._log.sparse,
+                dense=["*"],
+                vocabulary=min_count is not None,
+                min_count=min_count or 1,
+            )
+        )
+
+
+def measure(log: PlantedLog, seed: int, kept: Kept, folder: Path, num_rows: int | None = None) -> dict[str, float]:
+    """The test AUCs of one log, by what reached them."""
+    place = folder / f"{log.name}-{seed}"
+    lines: list[WrittenLog] = []
+
+    def written() -> WrittenLog:
+        lines[:] = lines or [write_log(log, place, seed, num_rows)]
+        return lines[0]
+
+    def cell(what: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+        found = kept.get(f"{log.name}/{seed}/{what}", make)
+        told = ", ".join(f"{key} {value:.4g}" for key, value in found.items())
+        print(f"{log.name} {seed} {what}: {told}", file=sys.stderr, flush=True)
+        return found
+
+    def tuned(what: str, number: int, choose: Callable[[int], tuple[Settings, int | None]]) -> Mapping[str, Any]:
+        run = lambda: Tuned(log, written(), place, seed).run(*choose(number))  # noqa: E731
+        return cell(f"{what}-{number}", run)
+
+    result = {
+        "best": cell("true", lambda: {"test": written().best_auc})["test"],
+        "one command": cell("command", lambda: one_command(written(), place))["test"],
+        "old defaults": cell("old", lambda: one_command(written(), place, *OLD))["test"],
+    }
+    grid = [tuned("linear", number, lambda n: (linear(n), None)) for number in range(NUM_LINEAR)]
+    sweep = [tuned("sweep", number, settings) for number in range(NUM_SETTINGS)]
+    for name, runs in (("logistic regression", grid), ("sweep", sweep)):
+        result[name] = max(runs, key=lambda run: run["valid"])["test"]
+    shutil.rmtree(place, ignore_errors=True)
+    return result
+
+
+def table(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> Iterator[str]:
+    """Means over the seeds, a line per log, and whether what is asked for was reached."""
+    names = ("old defaults", "logistic regression", "one command", "sweep", "best")
+    yield "| log | rows | " + " | ".join(names) + " | command - sweep, worst seed |"
+    yield "| --- | --- | " + " | ".join("---" for _ in names) + " | --- |"
+    gaps = []
+    by_name = {log.name: log for log in LOGS}
+    for name, seeds in rows.items():
+        means = " | ".join(f"{statistics.mean(seed[what] for seed in seeds):.4f}" for what in names)
+        own = [seed["one command"] - seed["sweep"] for seed in seeds]
+        gaps += own
+        yield f"| {name} | {by_name[name].num_rows:,} | {means} | {statistics.mean(own):+.4f}, {min(own):+.4f} |"
+    yield ""
+    told = f"mean of command - sweep: {statistics.mean(gaps):+.4f} (asked: -{MEAN_LIMIT})"
+    yield f"{told}; worst {min(gaps):+.4f} (-{LIMIT})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--logs", default=",".join(log.name for log in LOGS))
+    parser.add_argument("--seeds", type=int, default=NUM_SEEDS)
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "first-hour")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    kept = Kept(options.folder / "cells.json")
+    rows = {
+        log.name: [measure(log, seed, kept, options.folder) for seed in range(options.seeds)]
+        for log in LOGS
+        if log.name in options.logs.split(",")
+    }
+    print("\n".join(table(rows)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""What a run from raw files chooses where its config is silent, and the rate that it finds by trial."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from meseta.comm import World
+from meseta.config import RunConfig, check_document
+from meseta.config.run import MODEL_NAMES
+from meseta.data import Dataset, PrepareOptions
+from meseta.data.prepare import prepare
+from meseta.models.factory import make_model
+from meseta.spec import FeatureSpec, TableSpec
+from meseta.train import trials
+from meseta.train.raw_files import MAX_EPOCHS, can_be_tried, choose_settings
+from meseta.train.trainer import Trainer
+
+ROWS = 1500
+
+
+def prepared(folder: Path, *, noise: int, effect: float, valid: float = 0.2, labels: int = 1) -> Dataset:
+    """Columns of ids that say nothing, and one that says much."""
+    draw = np.random.default_rng(0)
+    group, ids = draw.integers(0, 8, ROWS), draw.integers(0, 200, (ROWS, noise))
+    logits = -0.5 + effect * draw.normal(0, 1, 8)[group]
+    clicked = (draw.random((ROWS, labels)) < 1 / (1 + np.exp(-logits[:, None]))).astype(np.int64)
+    columns = {f"y{place}": clicked[:, place] for place in range(labels)}
+    columns |= {"group": group, **{f"id_{place}": ids[:, place] for place in range(noise)}}
+    folder.mkdir(exist_ok=True)
+    pq.write_table(pa.table(columns), folder / "log.parquet")
+    return prepare(
+        PrepareOptions(
+            sources=[str(folder / "log.parquet")],
+            out=folder / "data",
+            label=[f"y{place}" for place in range(labels)],
+            sparse=["*"],
+            hash_rows=500,
+            valid_fraction=valid,
+        )
+    )
+
+
+def config(dataset: Dataset, folder: Path, **document: Any) -> RunConfig:
+    document = {"run_dir": str(folder / "run"), "data": {"dir": str(dataset.dir)}, "num_threads": 1, **document}
+    choose_settings(document, dataset)
+    return check_document(document)
+
+
+def test_what_a_config_says_goes_before_what_is_chosen(tmp_path: Path) -> None:
+    dataset = prepared(tmp_path, noise=1, effect=1)
+    assert config(dataset, tmp_path).model.name == "deepfm"
+    mine = config(
+        dataset,
+        tmp_path,
+        model={"embedding_dim": 3},
+        train={"max_steps": 7, "eval_every_steps": 5},
+        schedule={"kind": "cosine"},
+        embedding={"optimizer": {"name": "adam"}, "init": {"kind": "normal"}},
+    )
+    assert (mine.model.embedding_dim, mine.model.deep_mlp) == (3, (128, 64))
+    assert (mine.train.max_steps, mine.train.epochs) == (7, 1)
+    assert (mine.train.eval_every_steps, mine.train.eval_every_epochs) == (5, None)
+    assert (mine.schedule.kind, mine.schedule.step_factor) == ("cosine", 0.1)
+    assert (mine.embedding.optimizer.lr, mine.embedding.init.scale) == (0.01, None)
+    document = {"train": {"epochs": 2}}
+    assert "train.epochs" not in choose_settings(document, dataset) and document["train"]["epochs"] == 2
+
+
+def test_without_a_split_to_choose_on_nothing_is_chosen_by_it(tmp_path: Path) -> None:
+    dataset = prepared(tmp_path, noise=1, effect=1, valid=0.0)
+    chosen = config(dataset, tmp_path)
+    assert chosen.train.epochs < MAX_EPOCHS and chosen.train.finish == "last"
+    assert chosen.train.early_stopping.patience is None and chosen.schedule.kind == "constant"
+    assert not can_be_tried(dataset)
+
+
+def test_several_labels_are_learned_together(tmp_path: Path) -> None:
+    assert config(prepared(tmp_path, noise=1, effect=1, labels=2), tmp_path).model.name == "mmoe"
+
+
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_every_model_can_be_made_as_chosen(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+    folder = tmp_path_factory.getbasetemp() / "models"
+    dataset = Dataset.load(folder / "data") if folder.exists() else prepared(folder, noise=1, effect=1)
+    chosen = config(dataset, folder, model={"name": name})
+    width = {"logistic_regression": 1}.get(name, chosen.model.embedding_dim)
+    width += name in ("fm", "deepfm", "xdeepfm", "wide_deep")
+    from meseta.embedding import EmbeddingBagCollection
+
+    tables = [TableSpec(name="a", num_embeddings=9, embedding_dim=width)]
+    embeddings = EmbeddingBagCollection(tables, [FeatureSpec(name="a", table="a")])
+    make_model(chosen.model, embeddings, num_dense=2, seed=0)
+
+
+@pytest.mark.parametrize(("noise", "effect", "is_small"), [(8, 0.5, True), (0, 2.0, False)])
+def test_the_rate_that_a_trial_finds_suits_the_ids(tmp_path: Path, noise: int, effect: float, is_small: bool) -> None:
+    dataset = prepared(tmp_path, noise=noise, effect=effect)
+    settings = config(dataset, tmp_path, train={"max_steps": 40})
+    found = trials.settle_table_rate(settings, dataset, World.single())
+    rate = found.embedding.optimizer.lr
+    assert (rate <= 0.015) if is_small else (rate >= 0.05)
+    assert not (tmp_path / "run" / "trials").exists()
+    # A run that has begun keeps its rate.
+    Trainer(found, World.single()).run()
+    (tmp_path / "run" / "summary.json").unlink()
+    again = trials.settle_table_rate(settings, dataset, World.single())
+    assert again.embedding.optimizer.lr == rate
+
+
+def test_trials_that_are_cut_off_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "RATES", (0.005, 0.05))
+    dataset = prepared(tmp_path, noise=2, effect=1)
+    settings = config(dataset, tmp_path, train={"epochs": 1})
+    steps: list[int] = []
+    take, stop_at = Trainer._run_step, math.inf
+
+    def counted(self: Trainer, batch: Any) -> Any:
+        steps.append(self.step)
+        if len(steps) == stop_at:
+            raise KeyboardInterrupt
+        return take(self, batch)
+
+    monkeypatch.setattr(Trainer, "_run_step", counted)
+    whole = trials.settle_table_rate(settings, dataset, World.single())
+    num_steps = len(steps)
+    steps.clear()
+    stop_at = num_steps - 30  # in the last trial, whose steps are done again
+    with pytest.raises(KeyboardInterrupt):
+        trials.settle_table_rate(settings, dataset, World.single())
+    assert trials.settle_table_rate(settings, dataset, World.single()) == whole
+    assert len(steps) < num_steps + 40  # what was done is not done again
