@@ -77,13 +77,19 @@ class Command:
 
     def until(self, condition: Callable[[], Any], what: str) -> None:
         """Poll; fails when the command ends first, so that a kill really lands where it was meant to."""
+        assert self.reached(condition, what), f"ended with {self.process.exitcode} before {what}:\n" + (
+            self.err.read_text()
+        )
+
+    def reached(self, condition: Callable[[], Any], what: str) -> bool:
+        """Poll; whether the condition came before the command ended."""
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
-            assert self.process.exitcode is None, f"ended with {self.process.exitcode} before {what}:\n" + (
-                self.err.read_text()
-            )
+            if self.process.exitcode is not None:
+                return False
             assert time.monotonic() < deadline, f"{what} did not come"
             time.sleep(0.0005)
+        return True
 
 
 def _run(launcher: tuple[str, ...], arguments: list[str], folder: Path, out: Path, err: Path) -> None:

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -30,6 +31,8 @@ from small_run import (
 
 COMMON = {"train__epochs": 6, "checkpoint__every_steps": 3, "train__eval_every_steps": 20}
 NUM_STEPS = 84
+MOST_TRIES = 20
+"""Of a kill that came too late, as they do on a busy machine."""
 
 
 @pytest.fixture(scope="session")
@@ -68,19 +71,36 @@ def prepared_under_kills(folder: Path, raw: Path, num_kills: int, draw: random.R
     out, unfinished = folder / "data", folder / "data.tmp"
     arguments = ("prepare", raw / "raw/*.tsv", "--out", out, "--hash-rows", 500)
     num_done, longest_s = 0, 1.0
-    while num_done < num_kills:
-        command = Command(folder / f"prepare-{num_done}", *arguments)
-        changed = unfinished.stat().st_mtime_ns if unfinished.exists() else 0
-        command.until(lambda c=changed: unfinished.exists() and unfinished.stat().st_mtime_ns > c, "work")
-        time.sleep(draw.uniform(0, longest_s))
-        command.send(signal.SIGKILL)
-        if command.wait() == -signal.SIGKILL and not out.exists():
+    for number in range(MOST_TRIES):
+        changed = _changed_ns(unfinished)
+        command = Command(folder / f"prepare-{number}", *arguments)
+        if command.reached(lambda c=changed: _changed_ns(unfinished) > c, "work"):
+            time.sleep(draw.uniform(0, longest_s))
+        if killed(command) and not out.exists():
             num_done += 1
         else:  # over before it was killed: once more, and sooner
             shutil.rmtree(out)
             longest_s /= 2
-    Command(folder / "prepared", *arguments).succeed()
-    return out
+        if num_done == num_kills:
+            Command(folder / "prepared", *arguments).succeed()
+            return out
+    raise AssertionError(f"{num_done} of {MOST_TRIES} kills came before the work was done")
+
+
+def _changed_ns(folder: Path) -> int:
+    """When a folder last changed, 0 where it is not there."""
+    try:
+        return folder.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def killed(command: Command) -> bool:
+    """Kill all processes of a command at once; False where it had ended well before."""
+    command.send(signal.SIGKILL)
+    code = command.wait()
+    assert code in (0, -signal.SIGKILL), command.err.read_text()
+    return code == -signal.SIGKILL
 
 
 def check_equal_data(out: Path, whole: Path) -> None:
@@ -93,24 +113,26 @@ def saving(run_dir: Path) -> bool:
     return any((run_dir / "checkpoints").glob(".tmp-step-*")) if run_dir.exists() else False
 
 
-def reach(command: Command, run_dir: Path, moment: str, draw: random.Random) -> None:
-    """Wait for the moment to kill: in start-up, some steps after it, while a checkpoint is written, or evaluating."""
-    if moment == "start-up":
-        time.sleep(draw.uniform(0.05, 0.8))  # a run of this size is over after little more than 2 s
-        return
-    saved = checkpoint.latest(run_dir / "checkpoints")
+def reach(command: Command, run_dir: Path, moment: str, draw: random.Random, share: float) -> None:
+    """Wait for the moment to kill: in start-up, some steps after it, while a checkpoint is written, or evaluating; or
+    for the end of the run. `share` shortens the waiting that is for luck."""
+    saved = checkpoint.latest(run_dir / "checkpoints") if run_dir.exists() else None
     step = int(saved.name.removeprefix("step-")) if saved else 0
+    if moment == "start-up" or step > NUM_STEPS - 24:  # so near its end, it may be over before the other moments
+        time.sleep(draw.uniform(0.05, 0.05 + 0.75 * share))
+        return
     aim = step + draw.randint(4, 14)
     if moment == "evaluating":
         aim = -(-aim // 20) * 20
-    command.until(lambda: f"step {aim // 4 * 4}/" in command.err.read_text(), f"step {aim // 4 * 4}")
-    # It was written while training went on.
-    command.until(lambda: checkpoint.latest(run_dir / "checkpoints") != saved, "a checkpoint")
-    if moment == "saving":
-        command.until(lambda: saving(run_dir), "a checkpoint")
-        time.sleep(draw.uniform(0, 0.01))
-    else:
-        time.sleep(draw.uniform(0, 0.03 if moment == "training" else 0.1))
+    moments: list[tuple[Callable[[], Any], str]] = [
+        (lambda: f"step {aim // 4 * 4}/" in command.err.read_text(), f"step {aim // 4 * 4}"),
+        # It was written while training went on.
+        (lambda: checkpoint.latest(run_dir / "checkpoints") != saved, "a checkpoint"),
+        *([(lambda: saving(run_dir), "a checkpoint")] if moment == "saving" else []),
+    ]
+    if all(command.reached(condition, what) for condition, what in moments):
+        longest_s = {"training": 0.03, "saving": 0.01, "evaluating": 0.1}[moment]
+        time.sleep(draw.uniform(0, longest_s * share))
 
 
 def check_equal(run_dir: Path, expected: Path) -> None:
@@ -122,13 +144,20 @@ def check_equal(run_dir: Path, expected: Path) -> None:
     assert not [path for path in run_dir.rglob("*") if path.name.startswith(".") or ".tmp" in path.name]
 
 
-def kill_all(command: Command, run_dir: Path, moment: str, draw: random.Random) -> None:
-    """All processes of a run at once."""
-    reach(command, run_dir, moment, draw)
-    assert command.process.exitcode is None, "the run was over before it was killed"
-    command.send(signal.SIGKILL)
-    assert command.wait() == -signal.SIGKILL
-    assert not (run_dir / "summary.json").exists()
+def kill_run(folder: Path, arguments: tuple[object, ...], moment: str, draw: random.Random) -> None:
+    """Start the run in `folder` and kill it at this moment; where it was over before, from where it began once more."""
+    run_dir, before = folder.parent / "run", folder / "before"
+    if run_dir.exists():
+        shutil.copytree(run_dir, before)
+    for number in range(MOST_TRIES):
+        command = Command(folder / str(number), "train", *arguments)
+        reach(command, run_dir, moment, draw, 0.5**number)
+        if killed(command) and not (run_dir / "summary.json").exists():
+            return
+        shutil.rmtree(run_dir)
+        if before.exists():
+            shutil.copytree(before, run_dir)
+    raise AssertionError(f"the run was over before it was killed, {MOST_TRIES} times")
 
 
 def killed_and_gone_on(folder: Path, tiny: Path, size: int, moments: list[str], seed: int) -> Path:
@@ -137,8 +166,7 @@ def killed_and_gone_on(folder: Path, tiny: Path, size: int, moments: list[str], 
     run_dir = folder / "run"
     config = write_config(folder / "c.yaml", settings(tiny, run_dir, **COMMON))
     for number, moment in enumerate(moments):
-        command = Command(folder / str(number), "train", config, "--nproc", size)
-        kill_all(command, run_dir, moment, draw)
+        kill_run(folder / str(number), (config, "--nproc", size), moment, draw)
     Command(folder / "last", "train", config, "--nproc", size).succeed()
     return run_dir
 
