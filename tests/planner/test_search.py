@@ -110,7 +110,7 @@ def test_within_3_percent_of_an_integer_program(case: dict[str, Any]) -> None:
     # The search's own sum has the caches of an average rank.
     step_s = search(problem)[0].layout.cost + problem.fixed_s if case["caches"] else found.prediction.step_s
     for gap in (0.02, 0.005):  # a closer bound, where the first leaves it open
-        _, below = Program(problem).solve(limit_s=120.0, gap=gap)
+        _, below = Program(problem).solve(limit_s=600.0, gap=gap)  # a busy machine needs longer
         if step_s <= 1.03 * (below + problem.fixed_s):
             break
     assert step_s <= 1.03 * (below + problem.fixed_s)
