@@ -52,6 +52,7 @@ IN_MEMORY = (
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from meseta.data.encode import Encoder
+from meseta.data.hash_categories import feature_seed
 from meseta.data.layout import find_layout
 from meseta.data.prepare import PrepareOptions
 from meseta.data.sources import find_sources, read_blocks
@@ -63,8 +64,9 @@ from meseta.spec.processors import num_cores
 [source] = find_sources([sys.argv[1]], {}, rest_is_parted=True)
 layout = find_layout([source])
 hash_rows = dict.fromkeys((column.name for column in layout.sparse), PrepareOptions.hash_rows)
+hash_seeds = {name: feature_seed(name, 0) for name in hash_rows}
 splitter = Splitter(seed=0)
-encoder = Encoder(layout, splitter, seed=0, hash_rows=hash_rows)
+encoder = Encoder(layout, splitter, hash_seeds=hash_seeds, hash_rows=hash_rows)
 with ThreadPoolExecutor(num_cores()) as pool:
     blocks = (partial(encoder.encode, block, block.first_row) for block in read_blocks(source, layout.columns))
     num_rows = sum(encoded.splits["train"].num_rows for encoded in in_order(pool, blocks, num_cores() + 1))

@@ -412,14 +412,19 @@ def descriptions() -> Iterator[tuple[str, Change]]:
         yield f"a file {number}", change("splits.train.files.0.path", name)
         if name.startswith(("/", "..", "./")) or "/../" in name:  # no other is opened for ids that are hashes
             yield f"a vocabulary {number}", change("sparse.0.vocabulary", name)
+            yield f"touched rows {number}", change("touched", name)
     for place in ("splits.train.num_rows", "splits.train.files.0.num_rows", "sparse.0.num_embeddings"):
         for number, value in enumerate(NUMBERS):
             if (place, value) != ("sparse.0.num_embeddings", 2**31):
                 yield f"{place} {number}", change(place, value)
     places = ("dense", "sparse", "splits", "splits.train.files", "sparse.0.name", "sparse.0.encoding", "labels")
-    for place in (*places, "splits.valid", "valid_fraction"):
+    form = (f"source_form.{key}" for key in ("kind", "labels", "delimiter", "header", "separators", "weights"))
+    for place in (*places, "splits.valid", "valid_fraction", "source_form", "has_labels", *form):
         for number, value in enumerate(OTHERS):
             kept = (("dense", []), ("sparse", []), ("sparse.0.name", "../x"), ("valid_fraction", None))
+            kept += (("source_form", None), ("has_labels", True), ("source_form.delimiter", "x"))
+            kept += tuple((f"source_form.{key}", empty) for key in ("separators", "weights") for empty in ({},))
+            kept += tuple(("source_form.header", names) for names in ([], ["x"]))
             if (place, value) not in kept:
                 yield f"{place} {number}", change(place, value)
     for name in ("dataset.json", "train/part-00000.parquet"):

@@ -1,24 +1,38 @@
-"""`meseta predict RUN --out FILE.parquet`: predictions in the order of the rows."""
+"""`meseta predict RUN --out FILE`: predictions in the order of the rows, of a prepared dataset or of raw files."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from meseta.cli.launch import is_launched, run_ranks
+from meseta.spec import MesetaError
+
+_SPLIT = "test"
 
 
 def predict(
     run_dir: Annotated[Path, typer.Argument(help="Directory of a training run.")],
-    out: Annotated[Path, typer.Option(help="Parquet file to write: row, keys, prediction, label.")],
-    split: Annotated[str, typer.Option(help="train, test, or valid where the dataset has one.")] = "test",
-    data: Annotated[Path | None, typer.Option(help="Another prepared dataset with the same features.")] = None,
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="CSV or Parquet file to write: row, keys, prediction, label.")
+    ],
+    split: Annotated[str, typer.Option(help="train, test, or valid where the dataset has one.")] = _SPLIT,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DIR|FILE",
+            help="Another prepared dataset with the same features; or raw files, patterns or URLs, with labels or "
+            "without; repeatable.",
+        ),
+    ] = None,
     nproc: Annotated[int, typer.Option(help="Ranks on this machine.")] = 1,
     keys: Annotated[
-        str, typer.Option(help="Columns of the prepared data to hand through, as user,item; group and time always are.")
+        str,
+        typer.Option(help="Columns to hand through, as user,item; of prepared data, group and time always are."),
     ] = "",
     best: Annotated[
         bool,
@@ -27,16 +41,48 @@ def predict(
         ),
     ] = False,
 ) -> None:
-    """Predict with a checkpoint of a run: one probability per row and label, in the order of the split, with the row's
+    """Predict with a checkpoint of a run: one probability per row and label, in the order of the rows, with the row's
     number and keys."""
+    from meseta.train.prediction_files import check_suffix
+
+    check_suffix(out)
     if nproc != 1 and not is_launched():
         sys.exit(run_ranks(sys.argv[1:], nproc))
 
+    names = [name.strip() for name in keys.split(",") if name.strip()]
+    if data and not _is_dataset(data):
+        if split != _SPLIT:
+            raise MesetaError(f"predict: raw files have no split {split!r}; leave --split out, and every row is taken")
+        _predict_rows(run_dir, out, data, names, best=best)
+        return
     from meseta.train.predictions import write_predictions
     from meseta.train.trained import open_trained
 
-    names = [name.strip() for name in keys.split(",") if name.strip()]
-    with open_trained(run_dir, split, data, best=best, every_row=True) as trained:
+    folder = Path(data[0]) if data else None
+    with open_trained(run_dir, split, folder, best=best, every_row=True) as trained:
         num_rows = write_predictions(trained.model, trained.reader, trained.world, out, names, trained.shift)
     if trained.world.rank == 0:
         print(f"{num_rows:,} predictions of {split} in {out}")
+
+
+def _is_dataset(data: Sequence[str]) -> bool:
+    """Whether it is one folder: raw files are files."""
+    return len(data) == 1 and Path(data[0]).is_dir()
+
+
+def _predict_rows(run_dir: Path, out: Path, patterns: Sequence[str], keys: Sequence[str], *, best: bool) -> None:
+    """Of raw rows, with metrics where they have labels."""
+    from meseta.cli.figures import figures
+    from meseta.cli.prepare import print_unseen
+    from meseta.train.predictions import write_new_predictions
+    from meseta.train.trained import open_for_rows
+
+    with open_for_rows(run_dir, patterns, keys=keys, best=best) as trained:
+        predicted = write_new_predictions(trained.model, trained.reader, trained.world, out, trained.shift)
+    if trained.world.rank == 0:
+        print(f"{predicted.num_rows:,} predictions in {out}")
+        print_unseen(predicted.unseen)
+        for label, line in predicted.figures.items():
+            print(f"{label}: {figures(line)}")
+        if predicted.note:
+            print(f"note: {predicted.note}", file=sys.stderr)

@@ -15,9 +15,12 @@ from meseta.spec import MesetaError
 
 if TYPE_CHECKING:
     from meseta.data.dataset import Dataset
+    from meseta.data.new_rows import Unseen
     from meseta.data.prepare import PrepareOptions, Progress
     from meseta.data.schema import Layout
 
+MOST_SHARES = 10
+"""Lines of a table that is printed of features."""
 _COLUMNS, _SPLITS = "What the columns are", "What is kept from training"
 TestFraction = Annotated[
     float | None, typer.Option(help="Share of rows for testing.", show_default="0.1", rich_help_panel=_SPLITS)
@@ -95,9 +98,26 @@ MaxBadRows = Annotated[
 ]
 
 
+_Like = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DATASET|RUN",
+        help="Encode the rows, with labels or without, as an earlier dataset has its own, or that of a run.",
+    ),
+]
+_HashRows = Annotated[
+    list[str] | None,
+    typer.Option(help="Table rows that features are hashed to: N, or NAME=N for one of them.", show_default="100000"),
+]
+_OF_LIKE = {"sources", "out", "like", "force", "bad_rows", "max_bad_rows"}
+"""Options that have a meaning beside --like."""
+
+
 def prepare(
+    context: typer.Context,
     sources: _Sources,
     out: Annotated[Path, typer.Option(help="Folder to make.")],
+    like: _Like = None,
     test_fraction: TestFraction = None,
     test_files: TestFiles = None,
     test_after: TestAfter = None,
@@ -106,12 +126,7 @@ def prepare(
     valid_after: ValidAfter = None,
     split_by: SplitBy = None,
     seed: Annotated[int, typer.Option(help="Seed of the splits and of the hashes.")] = 0,
-    hash_rows: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Table rows that features are hashed to: N, or NAME=N for one of them.", show_default="100000"
-        ),
-    ] = None,
+    hash_rows: _HashRows = None,
     vocabulary: Annotated[bool, typer.Option("--vocabulary", help="Rows for frequent values, no hashing.")] = False,
     min_count: Annotated[int, typer.Option(help="With --vocabulary: occurrences that earn a row.")] = 10,
     label: Label = None,
@@ -125,6 +140,9 @@ def prepare(
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier dataset.")] = False,
 ) -> None:
     """Turn raw click logs into a dataset that `meseta train` reads: Parquet files and dataset.json."""
+    if like is not None:
+        _prepare_like(context)
+        return
     from meseta.data.prepare import PrepareOptions
 
     rows, rows_by_feature = _read_hash_rows(hash_rows or [])
@@ -152,6 +170,47 @@ def prepare(
         _print_schema(options)
     else:
         run(options)
+
+
+def _prepare_like(context: typer.Context) -> None:
+    """What an earlier dataset has decided is not asked for again."""
+    from meseta.data.like import LikeOptions, prepare_like
+
+    chosen = context.params
+    given = {name for name in chosen if (how := context.get_parameter_source(name)) and how.name == "COMMANDLINE"}
+    if others := sorted(given - _OF_LIKE):
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in others)
+        raise MesetaError(f"prepare: {names} and --like exclude each other: the rows become what they are there")
+    options = LikeOptions(
+        sources=chosen["sources"],
+        out=chosen["out"],
+        like=chosen["like"],
+        force=chosen["force"],
+        **bad_row_options(chosen["bad_rows"], chosen["max_bad_rows"]),
+    )
+    start_s = time.perf_counter()
+    with progress_bar() as progress:
+        dataset, unseen = prepare_like(options, partial(progress, "read"))
+    print_summary(dataset, options.out, time.perf_counter() - start_s)
+    print_unseen(unseen)
+
+
+def print_unseen(unseen: Unseen) -> None:
+    """Which share of each feature's values training has not seen, the largest first."""
+    shares = unseen.shares()
+    shown = [(name, share) for name, share in shares[:MOST_SHARES] if share]
+    if shown:
+        typer.echo("  values that training has not seen, which share row 0, or the row of their hash:")
+        width = max(len(name) for name, _ in shown)
+        for name, share in shown:
+            typer.echo(f"    {name:{width}} {share:7.2%}")
+        more = sum(share > 0 for _, share in shares[MOST_SHARES:])
+        typer.echo(f"    and {more} other features with less") if more else None
+    elif shares:
+        typer.echo("  training has seen all values")
+    if unseen.unknown:
+        names = ", ".join(unseen.unknown[:MOST_SHARES]) + (", ..." if len(unseen.unknown) > MOST_SHARES else "")
+        typer.echo(f"  how many values are new cannot be told of {names}: the earlier dataset did not keep that")
 
 
 def _print_schema(options: PrepareOptions) -> None:
@@ -284,7 +343,8 @@ def print_summary(dataset: Dataset, out: Path, elapsed_s: float) -> None:
     for name, split in dataset.splits.items():
         sums = split.positives or {"": split.num_positives}
         shares = ", ".join(f"{label} {total / max(split.num_rows, 1):.4f}".strip() for label, total in sums.items())
-        show(f"  {name:5} {split.num_rows:>13,} rows, {len(split.files)} files, {shares} positive")
+        labels = f"{shares} positive" if dataset.has_labels else "without labels"
+        show(f"  {name:5} {split.num_rows:>13,} rows, {len(split.files)} files, {labels}")
     num_sparse = sum(feature.name != NO_CATEGORY.name for feature in dataset.sparse)
     show(f"  {len(dataset.dense)} dense and {num_sparse} sparse features")
     for name, number in dataset.not_finite.items():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meseta.cli.figures import figures
 from meseta.cli.launch import is_launched, run_ranks
 from meseta.cli.prepare import (
     BadRows,
@@ -218,8 +219,7 @@ def _print_result(summary: dict[str, Any], run_dir: Path) -> None:
     for split in (split for split in EVALUATED if split in summary):
         line = summary[split]
         ends.append((f"the {split} split", line.get("ids_outside")))
-        print(f"{split} AUC {_number(line['auc'])}  NE {_number(line['ne'])}  logloss {_number(line['logloss'])}  "
-              f"calibration {_number(line['calibration'])}  ({line['num_samples']:,} samples)")  # fmt: skip
+        print(f"{split} {figures(line)}")
     if line["step"] != summary["num_steps"]:
         print(f"these are the best weights, of step {line['step']:,}; the last step was {summary['num_steps']:,}")
     if note := note_flattered(chosen.get("split"), chosen.get("what", ())):
@@ -234,7 +234,3 @@ def _print_result(summary: dict[str, Any], run_dir: Path) -> None:
             counts = ", ".join(f"{feature} {count:,}" for feature, count in outside.items())
             print(f"ids outside their table in {what}, handled as embedding.id_policy says: {counts}")
     print(f"report: {run_dir / 'report.html'}")
-
-
-def _number(value: float | None) -> str:
-    return "undefined" if value is None else f"{value:.4f}"

@@ -20,7 +20,8 @@ class Batch:
     sparse: KeyedJaggedTensor
     """Ids of all sparse features."""
     label: Float[Tensor, " B *T"]
-    """Clicked or not, 0 to 1: float32 [B] where the dataset has one label, [B, T] where it has T > 1."""
+    """Clicked or not, 0 to 1: float32 [B] where the dataset has one label, [B, T] where it has T > 1;
+    NaN where it has none."""
     weight: Float[Tensor, " B"] | None = None
     """Weights of the samples, float32, finite and not negative; None: all 1."""
     group: Int[Tensor, " B"] | None = None

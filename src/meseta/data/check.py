@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 from meseta.data.columns import Column, columns_of
 from meseta.data.dataset import FILE_NAME, DataFile, Dataset, SparseFeature
 from meseta.data.record import RECORD_NAME
+from meseta.data.touched import read_touched
 from meseta.data.vocabulary import digest_of_values, one_chunk
 from meseta.data.workers import in_order
+from meseta.spec import MesetaError
 from meseta.spec.errors import one_line
 from meseta.spec.files import inside
 from meseta.spec.processors import num_cores
@@ -79,7 +81,7 @@ def check(path: str | Path, on_rows: Callable[[int, int], None] | None = None) -
     cannot be read; all else that is wrong is in the result.
     """
     dataset = Dataset.load(path)
-    faults = [*_stray_files(dataset), *_vocabulary_faults(dataset)]
+    faults = [*_stray_files(dataset), *_vocabulary_faults(dataset), *_touched_faults(dataset)]
     total = sum(split.num_rows for split in dataset.splits.values())
     num_rows = 0
     with ThreadPoolExecutor(num_cores(), thread_name_prefix="meseta-check") as pool:
@@ -107,6 +109,7 @@ def _stray_files(dataset: Dataset) -> Iterator[Fault]:
     """Files that nothing in dataset.json names."""
     named = [file.path for split in dataset.splits.values() for file in split.files]
     known = {FILE_NAME, RECORD_NAME, STATISTICS_PAGE, *named, *(f.vocabulary for f in dataset.sparse if f.vocabulary)}
+    known |= {dataset.touched} if dataset.touched else set()
     present = sorted(path for path in dataset.dir.rglob("*") if path.is_symlink() or not path.is_dir())
     for name in (path.relative_to(dataset.dir).as_posix() for path in present):
         if name not in known:
@@ -287,6 +290,15 @@ def _vocabulary_faults(dataset: Dataset) -> Iterator[Fault]:
             if digest != feature.vocabulary_digest:
                 rule = f"{FILE_NAME} says that its values have the SHA-256 {feature.vocabulary_digest[:16]}..."
                 yield Fault(object=where, rule=rule, value=f"{digest[:16]}...")
+
+
+def _touched_faults(dataset: Dataset) -> Iterator[Fault]:
+    """Whether it can be read, and is of these tables."""
+    try:
+        read_touched(dataset)
+    except MesetaError as error:
+        rule = "it must have the bits of the tables of hashed features"
+        yield Fault(object=dataset.touched or FILE_NAME, rule=rule, value=str(error).rpartition("; ")[0])
 
 
 def _place(path: str, column: str, row: int) -> str:

@@ -56,7 +56,7 @@ class Column:
 
 def columns_of(dataset: Dataset) -> tuple[Column, ...]:
     """Every column that the files of `dataset` have: labels, weight, group, time, dense, ids, weights of ids."""
-    columns = [Column(name=name, role="label") for name in dataset.labels]
+    columns = [Column(name=name, role="label") for name in dataset.label_columns]
     samples: list[tuple[str | None, Role]] = [
         (dataset.weight, "weight"),
         (dataset.group, "group"),

@@ -140,6 +140,36 @@ class BadRows(Record):
     """File, line and fault of the first few."""
 
 
+def _check_sign(text: str) -> str:
+    if not text.isascii() or text in '"\r\n':
+        raise ValueError(f"{shown(text)} must be an ASCII character, and no quote or line end")
+    return text
+
+
+SourceKind = Literal["tsv", "csv", "libsvm", "libffm", "parquet"]
+Sign = Annotated[str, Field(min_length=1, max_length=1), AfterValidator(_check_sign)]
+ColumnName = Annotated[str, Field(min_length=1)]
+
+
+class SourceForm(Record):
+    """How the raw files said what the columns of the dataset say: what must be known to read others like them."""
+
+    kind: SourceKind
+    """Of the files. 'tsv' is Criteo's."""
+    labels: tuple[ColumnName, ...] = Field(min_length=1)
+    """Columns of all labels."""
+    group: ColumnName | None = None
+    """Column of the groups, whatever the dataset calls it."""
+    delimiter: Sign = ","
+    """CSV: what parts the fields."""
+    header: tuple[str, ...] = ()
+    """CSV: names of all columns, where files do not begin with them."""
+    separators: dict[str, Sign] = {}
+    """CSV: feature -> what parts its values."""
+    weights: dict[str, ColumnName] = {}
+    """Feature -> the sign before its weights in CSV, or the column that holds them in Parquet."""
+
+
 class Teacher(Record):
     """The best reachable metrics on the test split, where the data are synthetic."""
 
@@ -158,6 +188,8 @@ class Dataset(Record):
     """Columns of the labels, float32, 0 to 1. A single one is called 'label', whatever its name in the sources."""
     label_source: str | None = None
     """Name of a single label in the sources; None: of several, which keep theirs, and where it was not kept."""
+    has_labels: bool = True
+    """Whether the files have these columns; rows without are there to be predicted."""
     weight: str | None = None
     """Column of the weights of the samples, float32, 0 or more; None: all weigh 1."""
     group: str | None = None
@@ -190,15 +222,39 @@ class Dataset(Record):
     """Dense feature -> its values in the sources that are inf or nan, which count as missing."""
     bad_rows: BadRows | None = None
     """Rows that were left out; None: a bad row would have been an error."""
+    source_form: SourceForm | None = None
+    """For further rows of the same kind; None where it was not kept. Labels may have been changed by others since."""
+    touched: InnerPath | None = None
+    """Parquet file with the rows of hashed features that training looks up, see meseta.data.touched; None: unknown."""
     dir: Path = Field(default=Path(), exclude=True)
     """Where it was loaded from; not part of the file."""
 
     @property
+    def label_columns(self) -> tuple[str, ...]:
+        """The labels that the Parquet files have: all, or none."""
+        return self.labels if self.has_labels else ()
+
+    @property
     def columns(self) -> list[str]:
         """Columns of the Parquet files that make a batch."""
-        samples = [name for name in (*self.labels, self.weight, self.group) if name is not None]
+        samples = [name for name in (*self.label_columns, self.weight, self.group) if name is not None]
         features = [*(d.name for d in self.dense), *(s.name for s in self.sparse)]
         return [*samples, *features, *(f"{s.name}.weight" for s in self.sparse if s.weighted)]
+
+    @property
+    def num_training_rows(self) -> int:
+        """Rows that statistics, means and vocabularies were counted on, be they of this dataset or of another."""
+        if "train" in self.splits:
+            return self.splits["train"].num_rows
+        return max((feature.statistics.num_rows for feature in self.sparse), default=0)
+
+    def check_labels(self) -> None:
+        """Raise MesetaError where the rows have no labels."""
+        if not self.has_labels:
+            raise MesetaError(
+                f"dataset {str(self.dir)!r} has no labels, so nothing can be trained or measured on it; "
+                "`meseta predict` gives its rows predictions"
+            )
 
     def with_labels(self, names: Sequence[str] | None) -> Dataset:
         """The same rows with these labels alone, in this order; None: with all.
@@ -229,9 +285,18 @@ class Dataset(Record):
             raise ValueError(f"column {sorted(twice)[0]!r} is named twice")
         files = [file.path for split in self.splits.values() for file in split.files]
         vocabularies = [feature.vocabulary for feature in self.sparse if feature.vocabulary is not None]
+        vocabularies += [] if self.touched is None else [self.touched]
+        if self.source_form is not None:
+            self._check_form(self.source_form)
         if alike := first_alike([FILE_NAME, *files, *dict.fromkeys(vocabularies)]):
             raise ValueError(f"files {alike[0]!r} and {alike[1]!r} are one, or to file systems that ignore case")
         return self
+
+    def _check_form(self, form: SourceForm) -> None:
+        names = {feature.name for feature in self.sparse}
+        for name in (*form.separators, *form.weights):
+            if name not in names:
+                raise ValueError(f"source_form tells how values of {shown(name)} are written, which is no feature")
 
     def place(self, path: str) -> Path:
         """Where a file of this description is. Raises MesetaError where it is missing, no regular file, or led out of

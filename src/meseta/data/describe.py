@@ -227,7 +227,7 @@ def _split_figures(dataset: Dataset, name: str) -> SplitFigures:
     sizes = _group_sizes(dataset, name)
     return SplitFigures(
         num_rows=dataset.splits[name].num_rows,
-        labels={label: sum(float(v.sum()) for v in _numbers(dataset, name, label)) for label in dataset.labels},
+        labels={label: sum(float(v.sum()) for v in _numbers(dataset, name, label)) for label in dataset.label_columns},
         weights=None if dataset.weight is None else weights.result(),
         num_groups=None if sizes is None else sizes.size,
         max_group_rows=None if sizes is None else int(sizes.max(initial=0)),

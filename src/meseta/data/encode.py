@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from meseta.data.dataset import SPLITS
-from meseta.data.hash_categories import feature_seed, hash_categories, hash_to_rows
+from meseta.data.hash_categories import hash_categories, hash_to_rows
 from meseta.data.parse import parse_block
 from meseta.data.raw_rows import RawRows, RawSparse
 from meseta.data.schema import Layout
@@ -25,7 +26,7 @@ class EncodedBlock:
     splits: dict[str, pa.RecordBatch]
     """Those of SPLITS that have rows of it."""
     counted: dict[str, pa.Table]
-    """With vocabularies: values of each feature in the training rows, and their counts."""
+    """Values in the training rows of each feature that gets a vocabulary, and their counts."""
     num_not_finite: tuple[int, ...]
     """As `RawRows.num_not_finite`."""
     block: Block
@@ -34,11 +35,14 @@ class EncodedBlock:
 class Encoder:
     """Turns blocks into numbers; holds no state that changes, so any number of threads may call it."""
 
-    def __init__(self, layout: Layout, splitter: Splitter, *, seed: int, hash_rows: dict[str, int] | None) -> None:
-        """`hash_rows`: table rows of each feature, or None for vocabularies."""
+    def __init__(
+        self, layout: Layout, splitter: Splitter, *, hash_seeds: Mapping[str, int], hash_rows: Mapping[str, int]
+    ) -> None:
+        """`hash_seeds`: of each sparse feature; `hash_rows`: table rows of those that are hashed to them, the
+        others have vocabularies."""
         self.layout = layout
         self.hash_rows = hash_rows
-        self.hash_seeds = {column.name: feature_seed(column.name, seed) for column in layout.sparse}
+        self.hash_seeds = hash_seeds
         self.splitter = splitter
 
     def encode(self, block: Block, first_global_row: int) -> EncodedBlock:
@@ -55,9 +59,9 @@ class Encoder:
                 splits[name] = batch.filter(pa.array(mask))
         counted = {}
         training = split == TRAIN
-        if self.hash_rows is None and training.any():
+        if training.any():
             for column, sparse in zip(self.layout.sparse, rows.sparse, strict=True):
-                if column.has_rows:
+                if column.has_rows or column.name in self.hash_rows:
                     continue
                 counted[column.name] = count_values(_training_values(sparse, training))
         return EncodedBlock(splits=splits, counted=counted, num_not_finite=rows.num_not_finite, block=block)
@@ -71,7 +75,7 @@ class Encoder:
             seed = self.hash_seeds[column.name]
             if column.has_rows:
                 ids = sparse.values
-            elif self.hash_rows is None:
+            elif column.name not in self.hash_rows:
                 ids = pa.array(hash_categories(sparse.values, seed))
             else:
                 ids = pa.array(hash_to_rows(sparse.values, self.hash_rows[column.name], seed))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meseta.data.dataset import DenseFeature, SparseFeature
+from meseta.data.dataset import DenseFeature, SourceForm, SourceKind, SparseFeature
 from meseta.data.schema import Layout, SparseColumn
 from meseta.data.statistics import FeatureStatistics, Moments
 from meseta.data.vocabulary import Vocabulary
@@ -35,6 +35,20 @@ def describe_dense(layout: Layout, moments: Moments) -> tuple[DenseFeature, ...]
 def describe_sparse(layout: Layout, tables: Tables) -> tuple[SparseFeature, ...]:
     """The sparse features in the layout's order."""
     return tuple(_describe(column, tables) for column in layout.sparse)
+
+
+def source_form(layout: Layout, kind: SourceKind) -> SourceForm:
+    """What the features alone do not say of the files that they come from."""
+    weights = {column.name: column.weight or column.weight_separator for column in layout.sparse}
+    return SourceForm(
+        kind=kind,
+        labels=layout.labels,
+        group=layout.group,
+        delimiter=layout.delimiter,
+        header=layout.header if kind == "csv" else (),
+        separators={column.name: column.separator for column in layout.sparse if column.separator is not None},
+        weights={name: sign for name, sign in weights.items() if sign is not None},
+    )
 
 
 def _describe(column: SparseColumn, tables: Tables) -> SparseFeature:

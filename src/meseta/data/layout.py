@@ -10,7 +10,7 @@ from meseta.data.parquet_layout import parquet_layout
 from meseta.data.roles import NamedColumns, reasons_of, schema_of
 from meseta.data.sample import csv_header, csv_sample, first_rows
 from meseta.data.schema import Layout, Schema, SparseColumn, check_names, layout_of
-from meseta.data.sources import Source, first_line
+from meseta.data.sources import FIELDS_OF_CRITEO, Source, first_line, parquet_schema
 from meseta.data.svm_layout import OnRows, svm_layout
 from meseta.spec import MesetaError
 from meseta.spec.checks import doubled
@@ -69,7 +69,7 @@ def find_layout(
             check_names(f"source {str(source.path)!r}", layout.columns, csv_header(source))
     else:
         layout = parquet_layout(sources, named, schema)
-    _check_features(f"source {str(sources[0].path)!r}", layout)
+    check_features(f"source {str(sources[0].path)!r}", layout)
     return layout
 
 
@@ -83,6 +83,24 @@ def with_header(sources: Sequence[Source]) -> tuple[Source, ...]:
         return tuple(sources)
     header = tuple(f"column_{number}" for number in range(1, len(record) + 1))
     return tuple(replace(source, header=header) for source in sources)
+
+
+def column_names(source: Source) -> tuple[str, ...]:
+    """Names of the columns of a file that has such: CSV, Parquet, or Criteo's TSV with a label or without.
+
+    Raises MesetaError for TSV with another number of fields in its first line, and for a damaged file.
+    """
+    if source.kind == "csv":
+        return csv_header(source)
+    if source.kind == "parquet":
+        return tuple(parquet_schema(source).names)
+    num_fields = first_line(source).count(b"\t") + 1
+    if num_fields not in FIELDS_OF_CRITEO:
+        raise MesetaError(
+            f"source {source.path!r} has {num_fields} tab-separated fields in its first line, expected 40 with a label "
+            "in front, or 39 without"
+        )
+    return CRITEO.header[-num_fields:]
 
 
 def _wanted_fields(named: NamedColumns, schema: Schema | None) -> Sequence[str]:
@@ -191,7 +209,8 @@ def _guessed_labels(where: str, columns: Mapping[str, Sequence[str]], *, has_nam
     return (label,)
 
 
-def _check_features(where: str, layout: Layout) -> None:
+def check_features(where: str, layout: Layout) -> None:
+    """Raise MesetaError, naming `where`, for a layout without features, and for names that meet in the dataset."""
     if not layout.features:
         labels = ", ".join(map(repr, layout.labels))
         left_out = [f"{name!r}: {layout.reasons[name]}" for name in layout.ignored if name in layout.reasons]

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,6 +53,36 @@ def parse_csv(block: Block, raw: bytes, layout: Layout) -> RawRows:
     if table.num_rows != block.num_rows + 1 or table.column(0)[-1].as_py() not in (None, b""):
         raise _explain(block, raw, layout, f"{block.num_rows} records gave {table.num_rows - 1} rows")
     return read_rows(_Columns(block, raw, layout, table.slice(0, block.num_rows), places), layout, block.num_rows)
+
+
+def read_texts(block: Block, raw: bytes, header: Sequence[str], names: Sequence[str]) -> list[pa.Array]:
+    """Fields of some columns as they stand in a block of CSV, or of TSV without quotes, that `parse_block` has taken;
+    string [n] each. Bytes that are not UTF-8 become question marks."""
+    is_csv = block.source.kind == "csv"
+    places = [f"f{list(header).index(name)}" for name in names]
+    table = arrow_csv.read_csv(
+        pa.BufferReader(raw),
+        arrow_csv.ReadOptions(
+            use_threads=False, block_size=len(raw) + 1, column_names=[f"f{i}" for i in range(len(header))]
+        ),
+        arrow_csv.ParseOptions(
+            delimiter=block.source.delimiter if is_csv else "\t",
+            quote_char='"' if is_csv else False,
+            newlines_in_values=is_csv,
+            ignore_empty_lines=False,
+        ),
+        arrow_csv.ConvertOptions(
+            column_types=dict.fromkeys(places, pa.binary()), include_columns=places, strings_can_be_null=False
+        ),
+    ).combine_chunks()
+    return [_as_text(table.column(place).chunk(0)) for place in places]
+
+
+def _as_text(column: pa.Array) -> pa.Array:
+    try:
+        return column.cast(pa.string())
+    except pa.ArrowInvalid:
+        return pa.array([value.decode(errors="replace") for value in column.to_pylist()], pa.string())
 
 
 @dataclass(frozen=True)

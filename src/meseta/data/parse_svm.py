@@ -52,6 +52,11 @@ def field_name(field: int) -> str:
     return f"{_FIELD}{field}"
 
 
+def has_label(line: bytes) -> bool:
+    """Whether a line begins with a label, as those of training do, and not with a pair."""
+    return b":" not in line.split(maxsplit=1)[0] if line.split() else False
+
+
 def read_pairs(block: Block, raw: bytes) -> Pairs:
     """Parse and check every row. Raises MesetaError naming the file, the line and the pair."""
     has_fields = block.source.kind == "libffm"

@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING
 from meseta.data.bad_rows import BadRowCounter, GoodParts, good_parts
 from meseta.data.dataset import DataFile, Dataset, SourceFile, Split, Teacher
 from meseta.data.encode import EncodedBlock, Encoder
-from meseta.data.features import Tables, describe_dense, describe_sparse
+from meseta.data.features import Tables, describe_dense, describe_sparse, source_form
 from meseta.data.sources import Block, Place, Source, read_blocks
 from meseta.data.spool import Spool
 from meseta.data.staging import Staging
 from meseta.data.statistics import FeatureStatistics
+from meseta.data.touched import write_touched
 from meseta.data.vocabulary import VocabularyCounter
 from meseta.data.workers import in_order
-from meseta.data.write import SplitWriter
+from meseta.data.write import Finisher, SplitWriter
 from meseta.spec import MesetaError
 
 if TYPE_CHECKING:
@@ -80,10 +81,9 @@ class TwoPasses:
         self.bad_rows = BadRowCounter(options.max_bad_rows)
         self.not_finite: Counter[str] = Counter()
         self.counters: dict[str, VocabularyCounter] = {}
-        if encoder.hash_rows is None:
-            budget = _VOCABULARY_BUDGET_BYTES // max(len(self.layout.sparse), 1)
-            for column in self.layout.values:
-                self.counters[column.name] = VocabularyCounter(column.name, self.spool_dir, budget)
+        budget = _VOCABULARY_BUDGET_BYTES // max(len(self.layout.sparse), 1)
+        for name in [column.name for column in self.layout.values if column.name not in encoder.hash_rows]:
+            self.counters[name] = VocabularyCounter(name, self.spool_dir, budget)
 
     def run(self, pool: ThreadPoolExecutor, num_threads: int) -> Dataset:
         self._read(pool, num_threads)
@@ -92,7 +92,7 @@ class TwoPasses:
             for name, counter in self.counters.items()
         }
         num_embeddings = {c.name: c.buckets.num_rows if c.buckets else 1 for c in self.layout.sparse if c.has_rows}
-        num_embeddings |= self.encoder.hash_rows or {n: v.num_embeddings for n, v in vocabularies.items()}
+        num_embeddings |= {**self.encoder.hash_rows, **{n: v.num_embeddings for n, v in vocabularies.items()}}
         tables = Tables(
             num_embeddings=num_embeddings,
             hash_seeds=self.encoder.hash_seeds,
@@ -100,7 +100,8 @@ class TwoPasses:
             statistics={c.name: FeatureStatistics(num_embeddings[c.name]) for c in self.layout.sparse},
         )
         splits = self._write(pool, tables)
-        return self._describe(tables, splits)
+        touched = {name: tables.statistics[name].bits() for name in self.encoder.hash_rows}
+        return self._describe(tables, splits, write_touched(self.folder, touched))
 
     def _read(self, pool: ThreadPoolExecutor, num_threads: int) -> None:
         """Pass 1: workers encode blocks, this thread reads ahead of them and spools their results in order."""
@@ -202,14 +203,14 @@ class TwoPasses:
                 self.progress("write", written, written / total_rows)
 
         self.progress("write", written, written / total_rows)
+        moments = self.spools["train"].moments
+        finisher = Finisher(self.layout, moments.mean, moments.std, tables.vocabularies)
         splits = {}
         for name, spool in self.spools.items():
             splits[name] = SplitWriter(
                 layout=self.layout,
                 spool=spool,
-                moments=self.spools["train"].moments,
-                num_embeddings=tables.num_embeddings,
-                vocabularies=tables.vocabularies,
+                finisher=finisher,
                 statistics=tables.statistics if name == "train" else {},
                 out=self.folder,
                 name=name,
@@ -225,7 +226,7 @@ class TwoPasses:
             self.staging.commit({**self.staging.state, "write": done})
             self.committed_s = time.monotonic()
 
-    def _describe(self, tables: Tables, splits: dict[str, Split]) -> Dataset:
+    def _describe(self, tables: Tables, splits: dict[str, Split], touched: str | None) -> Dataset:
         options, layout = self.options, self.layout
         return Dataset(
             labels=layout.label_columns,
@@ -248,6 +249,8 @@ class TwoPasses:
             ),
             not_finite={name: number for name, number in self.not_finite.items() if number},
             bad_rows=self.bad_rows.found if options.bad_rows == "skip" else None,
+            source_form=source_form(layout, self.sources[0].kind),
+            touched=touched,
         )
 
 

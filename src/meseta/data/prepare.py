@@ -19,6 +19,7 @@ import pyarrow as pa
 from meseta.data.dataset import FILE_NAME, SPLITS, Dataset
 from meseta.data.encode import Encoder
 from meseta.data.files import refuse_url
+from meseta.data.hash_categories import feature_seed
 from meseta.data.layout import find_layout, with_header
 from meseta.data.passes import Progress, TwoPasses, find_teacher
 from meseta.data.record import difference, load_record, record_of
@@ -214,7 +215,7 @@ def prepare(
                 encoder = Encoder(
                     layout.with_boundaries(survey.boundaries),
                     replace(splitter, test_from=survey.test_from, valid_from=survey.valid_from),
-                    seed=options.seed,
+                    hash_seeds={column.name: feature_seed(column.name, options.seed) for column in layout.sparse},
                     hash_rows=hash_rows,
                 )
                 dataset = TwoPasses(options, sources, encoder, staging, progress).run(pool, num_threads)
@@ -327,9 +328,9 @@ def _no_progress(stage: str, rows: int, share: float) -> None:
     """For callers that do not want to know."""
 
 
-def _hash_rows(options: PrepareOptions, layout: Layout) -> dict[str, int] | None:
+def _hash_rows(options: PrepareOptions, layout: Layout) -> dict[str, int]:
     if options.vocabulary:
-        return None
+        return {}
     names = [column.name for column in layout.values]
     for name in options.hash_rows_by_feature:
         if name not in names:

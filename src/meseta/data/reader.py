@@ -220,7 +220,7 @@ class Reader:
         """This rank's part of the global batch that begins at `row`."""
         stop = min(row + self.options.batch_size, self.num_rows)
         size = self.options.batch_size if self.options.last_batch == "pad" else stop - row
-        first, last = _slice_of(self._rank, self._num_ranks, row, row + size)
+        first, last = slice_of(self._rank, self._num_ranks, row, row + size)
         batch = to_batch(self.dataset, pieces.take(min(first, stop), min(last, stop)))
         return batch if row + size == stop else pad(batch, last - first)
 
@@ -339,7 +339,7 @@ class _Pieces:
         return window, self._reader.read_groups(window.groups)
 
 
-def _slice_of(rank: int, num_ranks: int, start: int, stop: int) -> tuple[int, int]:
+def slice_of(rank: int, num_ranks: int, start: int, stop: int) -> tuple[int, int]:
     """The rank's contiguous share of rows start..stop-1; the first ranks get one more where it does not divide."""
     share, more = divmod(stop - start, num_ranks)
     first = start + rank * share + min(rank, more)

@@ -32,7 +32,13 @@ def record_of(options: PrepareOptions, sources: Sequence[Source]) -> dict[str, A
             chosen["schema"] = options.schema.read_text(errors="replace")
         except OSError as error:
             raise MesetaError(f"schema {str(options.schema)!r}: {error.strerror}") from None
-    files = {
+    document: dict[str, Any] = json.loads(json.dumps({"options": chosen, "sources": files_of(sources)}, default=str))
+    return document
+
+
+def files_of(sources: Sequence[Source]) -> dict[str, dict[str, Any]]:
+    """Files by their whole names, with what changes when they do."""
+    return {
         (source.path if is_url(source.path) else os.path.abspath(source.path)): {
             "split": source.split,
             "size_bytes": source.size_bytes,
@@ -40,8 +46,6 @@ def record_of(options: PrepareOptions, sources: Sequence[Source]) -> dict[str, A
         }
         for source in sources
     }
-    document: dict[str, Any] = json.loads(json.dumps({"options": chosen, "sources": files}, default=str))
-    return document
 
 
 def save_record(record: Mapping[str, Any], folder: Path) -> None:

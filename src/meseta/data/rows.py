@@ -49,7 +49,7 @@ class Rows:
     """n decoded samples."""
 
     label: NDArray[np.float32]
-    """[n], or [n, T] where there are T > 1 labels."""
+    """[n], or [n, T] where there are T > 1 labels; NaN where the dataset has none."""
     dense: NDArray[np.float32]
     """[n, num_dense]."""
     single: NDArray[Any]
@@ -97,7 +97,8 @@ def decode(dataset: Dataset, tables: Sequence[pa.Table], *, by_row: bool = False
         for place, feature in enumerate(singles):
             single[place, start:stop] = table.column(feature.name).to_numpy()
         start = stop
-    labels = [_column(tables, name, np.float32) for name in dataset.labels]
+    labels = [_column(tables, name, np.float32) for name in dataset.label_columns]
+    labels = labels or [np.full(num_rows, np.nan, np.float32) for _ in dataset.labels]
     return Rows(
         labels[0] if len(labels) == 1 else np.stack(labels, axis=1),
         dense,

@@ -121,9 +121,7 @@ class Layout:
     def columns(self) -> list[str]:
         """Every raw column that is read, once."""
         samples = [name for name in (*self.labels, self.weight, self.group, self.time) if name is not None]
-        sparse = [name for column in self.sparse for name in column.columns]
-        weights = [column.weight for column in self.sparse if column.weight is not None]
-        return list(dict.fromkeys([*samples, *self.dense, *sparse, *weights, *self.surveyed]))
+        return list(dict.fromkeys([*samples, *self.feature_columns, *self.surveyed]))
 
     @property
     def numbers(self) -> list[str]:
@@ -147,6 +145,13 @@ class Layout:
     def features(self) -> list[str]:
         """Names of the features, the dense ones first."""
         return [*self.dense, *(column.name for column in self.sparse if not column.is_empty)]
+
+    @property
+    def feature_columns(self) -> list[str]:
+        """The raw columns that features are made of, once, with those of the weights of ids."""
+        sparse = [name for column in self.sparse for name in column.columns]
+        weights = [column.weight for column in self.sparse if column.weight is not None]
+        return list(dict.fromkeys([*self.dense, *sparse, *weights]))
 
     @property
     def label_columns(self) -> tuple[str, ...]:

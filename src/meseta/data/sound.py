@@ -57,7 +57,7 @@ def check_values(path: Path, first_row: int, table: pa.Table, dataset: Dataset) 
         if values.null_count:
             row = first_row + pc.list_parent_indices(column).filter(pc.is_null(values))[0].as_py()
             raise MesetaError(f"{where} {row}: a list of column {name!r} holds no value; fill it, or {_WAY_OUT}")
-    for name in dataset.labels:
+    for name in dataset.label_columns:
         _check_numbers(where, first_row, table, name, is_label, "in 0..1")
     if dataset.weight is not None:
         _check_numbers(where, first_row, table, dataset.weight, is_weight, weights.RULE)

@@ -47,6 +47,11 @@ class FeatureStatistics:
             self._rows += rows
             self._lookups += lookups
 
+    def bits(self) -> NDArray[np.uint8] | None:
+        """A bit per row of the table, set where it was looked up, the first row in the lowest bit of the first byte;
+        None where no such bits are kept."""
+        return self._seen.bits if isinstance(self._seen, _Bitmap) else None
+
     def result(self) -> SparseStatistics:
         """The statistics of all windows added so far."""
         return SparseStatistics(
@@ -67,7 +72,7 @@ class _Bitmap:
     """Rows seen so far, a bit each."""
 
     def __init__(self, num_rows: int) -> None:
-        self._bits = np.zeros(-(-num_rows // 8), np.uint8)
+        self.bits = np.zeros(-(-num_rows // 8), np.uint8)
         self._count = 0
 
     def add(self, rows: NDArray[np.integer]) -> None:
@@ -76,9 +81,9 @@ class _Bitmap:
         first = _run_starts(byte)
         if first.size:
             bits = np.left_shift(1, rows & 7).astype(np.uint8)
-            before = self._bits[byte[first]]
+            before = self.bits[byte[first]]
             after = before | np.bitwise_or.reduceat(bits, first)
-            self._bits[byte[first]] = after
+            self.bits[byte[first]] = after
             self._count += int(np.unpackbits(before ^ after).sum())
 
     def count(self) -> int:

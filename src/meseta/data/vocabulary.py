@@ -88,6 +88,28 @@ def digest_of_values(values: pa.Array) -> str:
     return digest.hexdigest()
 
 
+def load_vocabulary(folder: Path, feature: SparseFeature, hash_seed: int) -> Vocabulary:
+    """That of an earlier dataset in `folder`, for values that are hashed with `hash_seed`.
+
+    Raises MesetaError for a file that cannot be read, or is not that of the feature."""
+    values = read_values(folder, feature)
+    if len(values) != feature.num_embeddings or values.null_count != 1 or values[0].is_valid:
+        raise MesetaError(
+            f"vocabulary {str(folder / (feature.vocabulary or ''))!r} must have {feature.num_embeddings} rows, none "
+            "of them without a value but the first; prepare the dataset again"
+        )
+    return _vocabulary(feature.name, feature.vocabulary or "", values[1:], hash_seed)
+
+
+def _vocabulary(feature: str, path: str, values: pa.Array, hash_seed: int) -> Vocabulary:
+    """Of the kept `values` in the order of their rows. Raises MesetaError where two share their 64-bit hash."""
+    hashes = hash_categories(values, hash_seed)
+    order = np.argsort(hashes)
+    if (np.diff(hashes[order]) == 0).any():
+        raise MesetaError(f"vocabulary of {feature!r}: two values share their hash; choose another --seed")
+    return Vocabulary(len(values) + 1, path, hashes[order], order + 1, digest_of_values(values))
+
+
 class VocabularyCounter:
     """Adds up the counted blocks of one feature.
 
@@ -130,12 +152,7 @@ class VocabularyCounter:
         table = pa.concat_tables(kept).sort_by([("count", "descending"), ("value", "ascending")]).combine_chunks()
         path = f"{FOLDER}/{file_name(self._feature)}.parquet"
         _write(dataset_dir / path, table, num_lookups)
-        values = one_chunk(table["value"])
-        hashes = hash_categories(values, hash_seed)
-        order = np.argsort(hashes)
-        if (np.diff(hashes[order]) == 0).any():
-            raise MesetaError(f"vocabulary of {self._feature!r}: two values share their hash; choose another --seed")
-        return Vocabulary(table.num_rows + 1, path, hashes[order], order + 1, digest_of_values(values))
+        return _vocabulary(self._feature, path, one_chunk(table["value"]), hash_seed)
 
     def get_state(self) -> list[str]:
         """Put all that was counted on disk, and name the files; `set_state` of another counter takes them up."""

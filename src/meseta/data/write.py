@@ -17,7 +17,7 @@ from meseta.data.dataset import DataFile, Split
 from meseta.data.encode import as_lists
 from meseta.data.schema import Layout
 from meseta.data.spool import Spool
-from meseta.data.statistics import WINDOW_SAMPLES, FeatureStatistics, Moments
+from meseta.data.statistics import WINDOW_SAMPLES, FeatureStatistics
 from meseta.data.vocabulary import Vocabulary
 
 PART_WINDOWS = 8
@@ -26,17 +26,44 @@ ROW_GROUP_ROWS = 32_768
 """Rows of a Parquet row group, the unit that the reader shuffles."""
 
 
+@dataclass(frozen=True)
+class Finisher:
+    """Turns encoded rows into those of the dataset, each by itself."""
+
+    layout: Layout
+    mean: NDArray[np.float64]
+    """Of the dense columns of the training split, in the layout's order."""
+    std: NDArray[np.float64]
+    vocabularies: Mapping[str, Vocabulary]
+    """Empty where ids are hashed."""
+
+    def finish(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+        """Standardise the dense columns and look up vocabularies."""
+        columns: dict[str, pa.Array] = {name: rows.column(name) for name in self.layout.sample_columns}
+        for name, mean, std in zip(self.layout.dense, self.mean, self.std, strict=True):
+            values = rows.column(name).to_numpy().astype(np.float64)
+            columns[name] = pa.array(((values - mean) / std).astype(np.float32))
+        for column in self.layout.sparse:
+            array = rows.column(column.name)
+            if column.name in self.vocabularies:
+                values, lengths = split_lists(array)
+                ids = self.vocabularies[column.name].lookup(values)
+                if self.vocabularies[column.name].num_embeddings <= 2**31:
+                    ids = ids.astype(np.int32)
+                array = as_lists(pa.array(ids), lengths)
+            columns[column.name] = array
+            if column.weighted:
+                columns[f"{column.name}.weight"] = rows.column(f"{column.name}.weight")
+        return pa.RecordBatch.from_pydict(columns)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SplitWriter:
     """Writes the parts of one split; parts are independent, so threads may write them at the same time."""
 
     layout: Layout
     spool: Spool
-    moments: Moments
-    """Of the training split."""
-    num_embeddings: Mapping[str, int]
-    vocabularies: Mapping[str, Vocabulary]
-    """Empty where ids are hashed."""
+    finisher: Finisher
     statistics: Mapping[str, FeatureStatistics]
     """Where to count; empty for all but the training split."""
     out: Path
@@ -72,7 +99,7 @@ class SplitWriter:
             window = table.slice(first, WINDOW_SAMPLES)
             for column in self.layout.sparse:
                 chunks = window[column.name].chunks
-                ids = [_split_lists(chunk)[0] if column.multi_valued else chunk.to_numpy() for chunk in chunks]
+                ids = [split_lists(chunk)[0] for chunk in chunks]
                 self.statistics[column.name].add_window(np.concatenate(ids), window.num_rows)
 
     def _write_part(self, first: int) -> DataFile:
@@ -81,10 +108,9 @@ class SplitWriter:
         writer: pq.ParquetWriter | None = None
         try:
             for window in self.spool.windows(first, min(first + PART_WINDOWS, self.spool.num_windows)):
-                batch = self._finish(window)
-                writer = writer or pq.ParquetWriter(
-                    self.out / path, batch.schema, compression="lz4", write_page_checksum=True
-                )
+                batch = self.finisher.finish(window)
+                self._count(batch)
+                writer = writer or part_writer(self.out / path, batch.schema)
                 writer.write_batch(batch, row_group_size=ROW_GROUP_ROWS)
                 num_rows += batch.num_rows
                 self.on_rows(batch.num_rows)
@@ -93,28 +119,20 @@ class SplitWriter:
                 writer.close()
         return DataFile(path=path, num_rows=num_rows)
 
-    def _finish(self, window: pa.RecordBatch) -> pa.RecordBatch:
-        """Standardise the dense columns, look up vocabularies, count; one window of at most 65,536 rows."""
+    def _count(self, window: pa.RecordBatch) -> None:
+        """The statistics of one window of at most 65,536 rows."""
         assert window.num_rows <= WINDOW_SAMPLES
-        columns: dict[str, pa.Array] = {name: window.column(name) for name in self.layout.sample_columns}
-        for name, mean, std in zip(self.layout.dense, self.moments.mean, self.moments.std, strict=True):
-            values = window.column(name).to_numpy().astype(np.float64)
-            columns[name] = pa.array(((values - mean) / std).astype(np.float32))
-        for column in self.layout.sparse:
-            array = window.column(column.name)
-            ids, lengths = _split_lists(array) if column.multi_valued else (array.to_numpy(), None)
-            if column.name in self.vocabularies:
-                ids = self.vocabularies[column.name].lookup(ids)
-                if self.num_embeddings[column.name] <= 2**31:
-                    ids = ids.astype(np.int32)
-                array = as_lists(pa.array(ids), lengths)
-            columns[column.name] = array
-            if column.weighted:
-                columns[f"{column.name}.weight"] = window.column(f"{column.name}.weight")
-            if self.statistics:
-                self.statistics[column.name].add_window(ids, window.num_rows)
-        return pa.RecordBatch.from_pydict(columns)
+        for column in self.layout.sparse if self.statistics else ():
+            self.statistics[column.name].add_window(split_lists(window.column(column.name))[0], window.num_rows)
 
 
-def _split_lists(array: pa.ListArray) -> tuple[NDArray[Any], NDArray[np.int64]]:
+def part_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
+    """For one file of a dataset."""
+    return pq.ParquetWriter(path, schema, compression="lz4", write_page_checksum=True)
+
+
+def split_lists(array: pa.Array) -> tuple[NDArray[Any], NDArray[np.int64] | None]:
+    """Values, one row after the other, and how many each row has; None: one each."""
+    if not pa.types.is_list(array.type):
+        return array.to_numpy(), None
     return array.flatten().to_numpy(), np.diff(array.offsets.to_numpy()).astype(np.int64)

@@ -16,13 +16,18 @@ from meseta.comm import World
 from meseta.config import MetricsConfig
 from meseta.data.batch import Batch
 from meseta.data.dataset import Dataset
+from meseta.data.new_batches import NewBatches
 from meseta.data.reader import Reader
+from meseta.data.rows import pad
 from meseta.measure.step_threads import StepThreads
 from meseta.pipeline.step import Model
 from meseta.spec import MesetaError, nearest
 from meseta.train.metrics import Metrics, MetricWindow, Segment, TaskWindows, segments_of, task_figures
 from meseta.train.metrics.tasks import Window
 from meseta.train.state import ids_outside
+
+FEWEST_ROWS = 64
+"""Rows from which on the products of a model are computed alike for any number of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,20 +52,25 @@ class Evaluation:
         }
 
 
-def predict(model: Model, reader: Reader, world: World, shift: float = 0.0) -> Iterator[tuple[NDArray[Any], Batch]]:
+def predict(
+    model: Model, reader: Reader | NewBatches, world: World, shift: float = 0.0
+) -> Iterator[tuple[NDArray[Any], Batch]]:
     """This rank's slice of each global batch, in CPU memory, with its logits [B] or [B, T]; without any update,
     and with the model in evaluation mode: no dropout, running statistics.
 
-    `shift` is added to the logits, see meseta.data.selection.calibration_shift.
+    `shift` is added to the logits, see meseta.data.selection.calibration_shift. A row's logit does not depend on the
+    rows beside it: slices of a few rows are filled up, since products of few rows add in another order.
     """
     step_threads = StepThreads()
     with torch.no_grad(), evaluation_mode(model), closing(reader.epoch()) as batches:
         for batch in batches:
+            num_rows = batch.batch_size
             with step_threads:
-                on_device = batch.to(world.device, non_blocking=True)
+                enough = pad(batch, FEWEST_ROWS) if 0 < num_rows < FEWEST_ROWS else batch
+                on_device = enough.to(world.device, non_blocking=True)
                 pooled = model.embeddings(on_device.sparse).pooled.values
                 logits = model.score(on_device.dense, pooled)
-                scores = logits.cpu().numpy()
+                scores = logits[:num_rows].cpu().numpy()
             yield (scores + scores.dtype.type(shift) if shift else scores), batch
 
 
@@ -89,6 +99,7 @@ def evaluate(
     id per sample.
     """
     config = config or MetricsConfig()
+    reader.dataset.check_labels()
     check_segments(reader.dataset, config.segments)
     windows, embeddings = TaskWindows(reader.dataset.labels, MetricWindow), model.embeddings
     keys: dict[str, list[NDArray[np.int64]]] = {feature: [] for feature in config.segments}

@@ -66,7 +66,7 @@ def predict_memory(
     kept = batch_size * (4 * widths + 8 * lookups) if part_size < batch_size else 0
     sample_bytes = 4 * (1 + len(dataset.dense)) + 8 * lookups
     # A window as decoded and as Arrow has it, while the next one is read.
-    window_rows = min(config.data.shuffle_window_rows, dataset.split("train").num_rows)
+    window_rows = min(config.data.shuffle_window_rows, dataset.num_training_rows)
     ahead = window_rows * 3 + config.train.batch_size * (1 + config.data.prefetch_batches)
     return MemoryNeed(
         tables=rows_bytes,

@@ -1,10 +1,11 @@
-"""Predictions as a Parquet file, written by rank 0 while they are made."""
+"""Predictions as a CSV or Parquet file, written by rank 0 while they are made."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +17,36 @@ from numpy.typing import NDArray
 from meseta.comm import World
 from meseta.data.dataset import Dataset
 from meseta.data.key_columns import KeyColumns
+from meseta.data.new_batches import NewBatches
+from meseta.data.new_rows import Unseen
 from meseta.data.reader import Reader, ReaderOptions
 from meseta.pipeline.step import Model
 from meseta.spec import MesetaError
 from meseta.spec.files import sync
-from meseta.train.evaluate import predict
+from meseta.train.evaluate import gather_windows, predict
+from meseta.train.metrics import MetricWindow, TaskWindows
 from meseta.train.metrics.samples import logistic
+from meseta.train.prediction_files import CsvTable, open_table
 
 ROW = "row"
 
 
 def write_predictions(
-    model: Model, reader: Reader, world: World, out: Path, keys: Sequence[str] = (), shift: float = 0.0
+    model: Model,
+    reader: Reader | NewBatches,
+    world: World,
+    out: Path,
+    keys: Sequence[str] = (),
+    shift: float = 0.0,
+    windows: TaskWindows[MetricWindow] | None = None,
 ) -> int:
     """Write a line for every row of the reader's split, in order; returns the number of rows.
 
-    `shift` is added to the logits.
+    `shift` is added to the logits. `windows` take this rank's predictions too, where the rows have labels.
 
     Its columns are "row" (int64), then the columns of the dataset named by `keys`, then its group and time where it has
-    them, then "prediction" and "label" (float32), or "prediction.NAME" and "label.NAME" for each of several labels.
+    them, then "prediction" and, if there are labels, "label" (float32), or "prediction.NAME" and "label.NAME" for each
+    of several labels. Of raw rows, the keys are those that they were opened with, and no others.
     Rank 0 writes while all ranks predict, and holds a global batch at a time.
     The file appears whole or not at all. Raises MesetaError, on all ranks, for keys that the data do not have, a file
     that cannot be written, and a prediction that is not finite.
@@ -45,6 +57,9 @@ def write_predictions(
     try:
         for own_logits, batch in predict(model, reader, world, shift):
             own = own_logits.astype(np.float64), batch.label.numpy(), file is not None and file.problem is not None
+            if windows is not None and reader.dataset.has_labels:
+                more = (None if column is None else column.numpy() for column in (batch.weight, batch.group))
+                windows.add(own_logits, own[1], *more)
             parts = world.gather_objects(own)
             if parts[0][2]:  # nothing more can be written, so nothing more is computed
                 break
@@ -60,25 +75,52 @@ def write_predictions(
     return num_rows
 
 
-class _File:
-    """A growing Parquet file under a temporary name; keeps the first problem until all ranks meet."""
+@dataclass(frozen=True, kw_only=True)
+class NewPredictions:
+    """What is to tell of raw rows that were predicted."""
 
-    def __init__(self, out: Path, reader: Reader, keys: Sequence[str]) -> None:
+    num_rows: int
+    unseen: Unseen
+    figures: dict[str, dict[str, Any]]
+    """By label, plain data; empty where the rows have none."""
+    note: str | None
+    """Why there are no figures, though there are labels."""
+
+
+def write_new_predictions(
+    model: Model, batches: NewBatches, world: World, out: Path, shift: float = 0.0
+) -> NewPredictions:
+    """`write_predictions` of raw rows, with the keys that they were opened with, and what there is to tell of them; the
+    same on every rank."""
+    windows = TaskWindows(batches.dataset.labels, MetricWindow)
+    num_rows = write_predictions(model, batches, world, out, shift=shift, windows=windows)
+    figures, note = {}, None
+    if batches.dataset.has_labels:
+        together = gather_windows(windows, world)
+        try:
+            figures = {label: together[label].compute().to_dict() for label in together.tasks}
+        except MesetaError as error:  # labels between 0 and 1 have none
+            note = f"there are no figures: {error}"
+    return NewPredictions(num_rows=num_rows, unseen=batches.rows.unseen, figures=figures, note=note)
+
+
+class _File:
+    """A growing file under a temporary name; keeps the first problem until all ranks meet."""
+
+    def __init__(self, out: Path, reader: Reader | NewBatches, keys: Sequence[str]) -> None:
         self.problem: MesetaError | None = None
         self._out = out
         self._temporary = out.with_name(f".{out.name}.tmp")
-        self._writer: pq.ParquetWriter | None = None
+        self._writer: pq.ParquetWriter | CsvTable | None = None
         labels = reader.dataset.labels
-        self._figures = [
-            (f"{kind}.{name}" if len(labels) > 1 else kind) for kind in ("prediction", "label") for name in labels
-        ]
+        self._has_labels = reader.dataset.has_labels
+        kinds = ("prediction", "label") if self._has_labels else ("prediction",)
+        self._figures = [(f"{kind}.{name}" if len(labels) > 1 else kind) for kind in kinds for name in labels]
         with self._noting_problems():
-            _check_reader(reader.options)
-            names = _key_names(reader.dataset, keys, (ROW, *self._figures))
-            self._keys = KeyColumns(reader.dataset, reader.split, names)
+            self._keys = _keys(reader, keys, (ROW, *self._figures))
             figures = [pa.field(name, pa.float32()) for name in self._figures]
             self._schema = pa.schema([pa.field(ROW, pa.int64()), *self._keys.schema, *figures])
-            self._writer = pq.ParquetWriter(self._temporary, self._schema)
+            self._writer = open_table(self._temporary, out.suffix, self._schema)
         if self.problem is not None:
             self.discard()
 
@@ -97,7 +139,7 @@ class _File:
             return
         with self._noting_problems():
             keys = self._keys.take(num_rows)
-            figures = [*logistic(scores).astype(np.float32).T, *labels.T]
+            figures = [*logistic(scores).astype(np.float32).T, *(labels.T if self._has_labels else ())]
             rows = np.arange(first_row, first_row + num_rows)
             columns = [pa.array(rows), *keys.columns, *(pa.array(np.ascontiguousarray(one)) for one in figures)]
             self._writer.write_table(pa.table(columns, schema=self._schema))
@@ -133,6 +175,21 @@ class _File:
             self.problem = MesetaError(f"predictions {str(self._out)!r} cannot be written: {reason}; choose another")
 
 
+def _keys(reader: Reader | NewBatches, keys: Sequence[str], taken: Sequence[str]) -> KeyColumns | NewBatches:
+    """The columns to hand through, a global batch at a time; `taken` are those of the predictions themselves."""
+    if isinstance(reader, Reader):
+        _check_reader(reader.options)
+        return KeyColumns(reader.dataset, reader.split, _key_names(reader.dataset, keys, taken))
+    for name in reader.schema.names:
+        _check_free(name, taken)
+    return reader
+
+
+def _check_free(name: str, taken: Sequence[str]) -> None:
+    if name in taken:
+        raise MesetaError(f"keys: {name!r} is a column of the predictions themselves; rename it in the data")
+
+
 def _check_reader(options: ReaderOptions) -> None:
     if options.shuffle or options.filter is not None or options.negative_keep < 1 or options.last_batch != "keep":
         raise MesetaError(
@@ -146,6 +203,5 @@ def _key_names(dataset: Dataset, keys: Sequence[str], taken: Sequence[str]) -> l
     roles = [name for name in (dataset.group, dataset.time) if name is not None]
     names = [name for name in dict.fromkeys([*keys, *roles]) if name != "label" or name not in taken]
     for name in names:
-        if name in taken:
-            raise MesetaError(f"keys: {name!r} is a column of the predictions themselves; rename it in the data")
+        _check_free(name, taken)
     return names

@@ -19,6 +19,8 @@ import yaml
 from meseta.checkpoint.directory import NAME, checkpoint_path, newest, remove_all, strangers
 from meseta.comm import World
 from meseta.config import RunConfig, load_config
+from meseta.data.dataset import FILE_NAME, Dataset
+from meseta.data.keep import keep_tables
 from meseta.spec import MesetaError
 from meseta.spec.files import append_whole, json_text, parse_json, read_bounded
 from meseta.spec.processors import num_cores, this_processor
@@ -39,8 +41,8 @@ class RunDir:
         self._lock = FolderLock(path)
         self._told: set[str] = set()
 
-    def begin(self, config: RunConfig, dataset: Mapping[str, Any], plan: Mapping[str, Any], device: str) -> None:
-        """Lock the directory and write what is known before the first step.
+    def begin(self, config: RunConfig, dataset: Dataset, plan: Mapping[str, Any], device: str) -> None:
+        """Lock the directory and write what is known before the first step, with what encoding further rows takes.
 
         Raises MesetaError where the directory cannot be written, or another run has it.
         """
@@ -51,11 +53,12 @@ class RunDir:
             for path in self.path.glob(".*.tmp"):  # what killed runs left half-written
                 if not path.is_dir():
                     path.unlink()
+            dataset = keep_tables(dataset, self.path)
         for path in strangers(self.checkpoints):
             self._say(f"{str(path)!r} is no checkpoint and is left alone")
         document = config.model_dump(mode="json")
         self.write("config.yaml", yaml.safe_dump(document, sort_keys=False))
-        self.write_json("dataset.json", dataset)
+        self.write_json(FILE_NAME, dataset.to_dict())
         self.write_json("plan.json", plan)
         self.write_json("environment.json", environment(device, plan["num_ranks"]))
 

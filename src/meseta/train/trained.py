@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from meseta import checkpoint
 from meseta.comm import World
 from meseta.config import RunConfig
+from meseta.data.dataset import Dataset
+from meseta.data.encoding import with_vocabulary_digests
+from meseta.data.new_batches import NewBatches
+from meseta.data.new_rows import NewRows
 from meseta.data.reader import Reader, ReaderOptions
 from meseta.data.selection import calibration_shift
 from meseta.spec import MesetaError
@@ -24,13 +28,15 @@ from meseta.train.state import restore
 from meseta.train.stopping import BestSoFar
 from meseta.train.trained_on import check_encoding, open_dataset
 
+Rows = TypeVar("Rows", Reader, NewBatches)
+
 
 @dataclass(frozen=True)
-class Trained:
+class Trained(Generic[Rows]):
     """A model and the rows to apply it to."""
 
     model: Any
-    reader: Reader
+    reader: Rows
     world: World
     step: int
     """Steps that the checkpoint was trained for."""
@@ -46,10 +52,19 @@ class Trained:
 @contextmanager
 def open_trained(
     run_dir: Path, split: str, data: Path | None = None, *, best: bool = False, every_row: bool = False
-) -> Iterator[Trained]:
+) -> Iterator[Trained[Reader]]:
     """`load_trained` on the ranks of this process; raises what it raises."""
     with session(RunDir(run_dir).load_config()) as world:
         yield load_trained(run_dir, split, world, data, best=best, every_row=every_row)
+
+
+@contextmanager
+def open_for_rows(
+    run_dir: Path, patterns: Sequence[str], *, keys: Sequence[str] = (), best: bool = False
+) -> Iterator[Trained[NewBatches]]:
+    """`load_for_rows` on the ranks of this process; raises what it raises."""
+    with session(RunDir(run_dir).load_config()) as world:
+        yield load_for_rows(run_dir, patterns, world, keys=keys, best=best)
 
 
 def load_trained(
@@ -60,7 +75,7 @@ def load_trained(
     *,
     best: bool = False,
     every_row: bool = False,
-) -> Trained:
+) -> Trained[Reader]:
     """Load the checkpoint that stands for `run_dir` (its newest, or what train.finish says), or that of its best
     evaluation. A plan made for another number of ranks
     gives way to one for this rank. The rows are those that data.filter leaves, or all where `every_row` says so.
@@ -69,21 +84,82 @@ def load_trained(
     those of the run.
     """
     run = RunDir(run_dir)
-    config = run.load_config().model_copy(update={"plan": "auto"})
-    path = _find_best(run, config) if best else run.final_checkpoint()
-    if path is None:
-        raise MesetaError(f"run {str(run_dir)!r} has no checkpoint yet; train it first with `meseta train`")
+    config, path = _find(run, best=best)
     dataset = open_dataset(config, world, data)
     way_out = f"prepare them in one call with the sources of {str(config.data.dir)!r}, as --test-files"
     check_encoding(run, path, dataset, world, way_out)
-    if (note := note_slow(config, world)) and world.rank == 0:
-        print(note, file=sys.stderr)
     options = ReaderOptions(
         batch_size=config.train.eval_batch_size,
         prefetch_batches=config.data.prefetch_batches,
         filter=None if every_row else config.data.filter,
     )
     reader = Reader(dataset, split, options, rank=world.rank, num_ranks=world.size)
+    return _trained(config, path, dataset, reader, world)
+
+
+def load_for_rows(
+    run_dir: Path, patterns: Sequence[str], world: World, *, keys: Sequence[str] = (), best: bool = False
+) -> Trained[NewBatches]:
+    """The same model, and the rows of raw files, which are encoded as those that it was trained on; `keys`: columns of
+    these files to hand through, for rank 0.
+
+    Raises MesetaError, on all ranks, where there is no run or checkpoint, where nothing was kept of how its data were
+    encoded, and as NewRows does.
+    """
+    run = RunDir(run_dir)
+    config, path = _find(run, best=best)
+    earlier = world.from_first(lambda: with_vocabulary_digests(_encoded_before(run, config)))
+    check_encoding(run, path, earlier.with_labels(config.data.labels), world, "it cannot be told how to read new rows")
+    rows, problem = None, None
+    try:
+        rows = NewRows(earlier, patterns, keys=keys if world.rank == 0 else ())
+    except MesetaError as error:
+        problem = error
+    world.raise_together(problem)
+    assert rows is not None
+    _check_same_files(rows, world)
+    batches = NewBatches(
+        rows,
+        rows.dataset.with_labels(config.data.labels),
+        config.train.eval_batch_size,
+        prefetch_batches=config.data.prefetch_batches,
+        rank=world.rank,
+        num_ranks=world.size,
+    )
+    return _trained(config, path, earlier.with_labels(config.data.labels), batches, world)
+
+
+def _find(run: RunDir, *, best: bool) -> tuple[RunConfig, Path]:
+    """The config, and the checkpoint that stands for the run or is its best."""
+    config = run.load_config().model_copy(update={"plan": "auto"})
+    path = _find_best(run, config) if best else run.final_checkpoint()
+    if path is None:
+        raise MesetaError(f"run {str(run.path)!r} has no checkpoint yet; train it first with `meseta train`")
+    return config, path
+
+
+def _encoded_before(run: RunDir, config: RunConfig) -> Dataset:
+    """What the run keeps of its data; where an older version did not, the data themselves, if they are still there."""
+    kept = Dataset.load(run.path)
+    vocabularies = [feature.vocabulary for feature in kept.sparse if feature.vocabulary is not None]
+    if kept.source_form is None or not all((run.path / path).exists() for path in vocabularies):
+        with suppress(MesetaError):
+            return Dataset.load(config.data.dir)
+    return kept
+
+
+def _check_same_files(rows: NewRows, world: World) -> None:
+    """Raise MesetaError, on all ranks, where they find other files under the same names."""
+    sizes = [source.size_bytes for source in rows.sources]
+    for rank, other in enumerate(world.gather_objects(sizes)):
+        if other != sizes:
+            raise MesetaError(f"rank {rank} finds other files of new rows than rank {world.rank}; copy the same to all")
+
+
+def _trained(config: RunConfig, path: Path, dataset: Dataset, reader: Rows, world: World) -> Trained[Rows]:
+    """The model of a checkpoint for data such as `dataset`."""
+    if (note := note_slow(config, world)) and world.rank == 0:
+        print(note, file=sys.stderr)
     model = make_sharded_model(config, dataset, world).eval()
     # No optimizer is made: torch imports its compiler for the first one, which takes longer than a small evaluation.
     state = restore(path, model, None, world)

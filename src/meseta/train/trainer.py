@@ -67,6 +67,7 @@ class Trainer:
         self.world = world
         self.run_dir = RunDir(config.run_dir)
         self.dataset = open_dataset(config, world)
+        self.dataset.check_labels()
         self._meet(checkpoint.newest(self.run_dir.checkpoints))
         self.reader = make_reader(self.config, self.dataset, "train", self.world)
         self.step = 0
@@ -179,7 +180,7 @@ class Trainer:
         if former is not None:
             config = meet_changes(self.run_dir, config, former, tables, self._why_over())
         plan = self.model.embeddings.plan.to_dict()
-        self.run_dir.begin(config, self.dataset.to_dict(), plan, str(self.world.device))
+        self.run_dir.begin(config, self.dataset, plan, str(self.world.device))
         self.run_dir.forget_after(self.step, self.num_steps)
         if self.board is not None:
             self.board.begin(self.run_dir.metrics())

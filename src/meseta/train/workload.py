@@ -28,7 +28,7 @@ def make_workload(
 ) -> Workload:
     """The workload of a run; without a model its dense part is empty. Features are named as the dataset's columns."""
     columns = {column.name: column for column in dataset.sparse}
-    num_samples = dataset.split("train").num_rows
+    num_samples = dataset.num_training_rows
     return Workload(
         tables=tuple(tables),
         features=tuple(features),

@@ -97,12 +97,12 @@ def _tiles(description: Description) -> str:
 
 def _splits(dataset: Dataset, description: Description) -> str:
     header = ["split", "rows", "files"]
-    for label in dataset.labels:
+    for label in dataset.label_columns:
         header += [f"{label}: sum", "rate"]
     rows = []
     for name, split in description.splits.items():
         row = [text(name), count(split.num_rows), count(len(dataset.splits[name].files))]
-        for label in dataset.labels:
+        for label in dataset.label_columns:
             row += [count(split.labels[label]), text(_rate(split, label))]
         rows.append(row)
     return table(header, rows, set(range(1, len(header))), "compact unbroken") + _samples(dataset, description)
