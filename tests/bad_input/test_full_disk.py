@@ -27,6 +27,8 @@ COMMANDS = {
     "torch-export": "checkpoint export {run} --out {disk}/new --format torch-export",
     "onnx": "checkpoint export {run} --out {disk}/new --format onnx",
     "predict": "predict {run} --out {disk}/new.parquet --split train",
+    "predict-data": "predict {run} --data {log} --out {disk}/new.csv",
+    "like": "prepare {log} --like {run} --out {disk}/new",
     "report": "report {run} --out {disk}/new.html",
     "stats": "data stats {data} --html {disk}/new.html",
     "prepare": "prepare {log} --out {disk}/new",

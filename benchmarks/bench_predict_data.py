@@ -1,0 +1,101 @@
+"""Predictions of raw rows in one command, beside preparing them and predicting then; and the memory of both.
+
+    python benchmarks/bench_predict_data.py [--rows N] [--small N]
+
+A log of `meseta data synth` is prepared with 10,000 rows per table, and a DLRM trained on its first part for a few
+steps; the other part, without labels, is then predicted by `meseta predict --data`, and by `meseta prepare --like` and
+`meseta predict` one after the other. Peak memory stands beside that of the same command on the first 10,000 rows; the
+limit of the difference is 300 MB. Runs the tests of such predictions first and reports nothing when they fail, or when
+the two ways differ in a byte. Appends to benchmarks/results.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from record import ROOT, record
+
+TEST = "tests/train/test_new_predictions.py"
+LIMIT_MB = 300.0
+MESETA = [sys.executable, "-m", "meseta.cli.main"]
+# Peak memory is that of the command and of its children, which this process does not share.
+MEASURE = """
+import json, resource, subprocess, sys, time
+start = time.perf_counter()
+subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+elapsed_s = time.perf_counter() - start
+print(json.dumps([elapsed_s, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024]))
+"""
+CONFIG = """
+run_dir: {folder}/run
+data: {{dir: {folder}/data}}
+model: {{name: dlrm, embedding_dim: 16, bottom_mlp: [64, 16], top_mlp: [64]}}
+train: {{max_steps: 20}}
+"""
+
+
+def main() -> None:
+    """One log, both ways."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=5_000_000)
+    parser.add_argument("--small", type=int, default=10_000)
+    options = parser.parse_args()
+    subprocess.run([sys.executable, "-m", "pytest", "-q", TEST], check=True, cwd=ROOT)
+    with tempfile.TemporaryDirectory(prefix="meseta-bench-") as name:
+        folder = Path(name)
+        trained(folder)
+        files = {rows: without_labels(folder, rows) for rows in (options.small, options.rows)}
+        spent = {rows: measured(folder, "predict", "--data", file, "--out", file.with_suffix(".csv"))
+                 for rows, file in files.items()}  # fmt: skip
+        file = files[options.rows]
+        prepared = measured(folder, "prepare", file, "--out", folder / "new")
+        predicted = measured(folder, "predict", "--data", folder / "new", "--out", folder / "two.csv")
+        if (folder / "two.csv").read_bytes() != file.with_suffix(".csv").read_bytes():
+            sys.exit("bench_predict_data: the two ways differ, nothing is reported")
+    case = f"{options.rows} rows of 39 columns"
+    seconds, peak_mb = spent[options.rows]
+    beside = prepared[0] + predicted[0]
+    record("predict", case, "predict --data", options.rows / seconds, "rows/s",
+           peer="prepare + predict", peer_value=options.rows / beside)  # fmt: skip
+    more_mb = peak_mb - spent[options.small][1]
+    record("predict", case, f"memory above {options.small} rows", max(more_mb, 1.0), "MB",
+           peer="the limit", peer_value=LIMIT_MB)  # fmt: skip
+
+
+def trained(folder: Path) -> None:
+    """A run on the first of two files."""
+    subprocess.run([*MESETA, "data", "synth", "--out", str(folder / "raw"), "--rows", "400000", "--files", "2",
+                    "--scale", "0.01"], check=True, capture_output=True)  # fmt: skip
+    subprocess.run([*MESETA, "prepare", str(folder / "raw/day_0.tsv"), "--out", str(folder / "data"),
+                    "--hash-rows", "10000"], check=True, capture_output=True)  # fmt: skip
+    (folder / "run.yaml").write_text(CONFIG.format(folder=folder))
+    subprocess.run([*MESETA, "train", str(folder / "run.yaml")], check=True, capture_output=True)
+
+
+def without_labels(folder: Path, num_rows: int) -> Path:
+    """The second file, again and again, without its first column."""
+    path = folder / f"{num_rows}.tsv"
+    with (folder / "raw/day_1.tsv").open("rb") as file:
+        lines = [line.partition(b"\t")[2] for line in file]
+    with path.open("wb") as out:
+        out.writelines(itertools.islice(itertools.cycle(lines), num_rows))
+    return path
+
+
+def measured(folder: Path, command: str, *arguments: object) -> tuple[float, float]:
+    """Seconds and peak MB of a command on the run."""
+    run = ["--like", folder / "run"] if command == "prepare" else [folder / "run"]
+    words = [*MESETA, command, *map(str, [*run, *arguments])]
+    child = subprocess.run([sys.executable, "-c", MEASURE, *words], capture_output=True, text=True, check=True)
+    seconds, peak_mb = json.loads(child.stdout)
+    return seconds, peak_mb
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Predictions of raw rows on several ranks: the same bytes as on one, and an error on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from meseta.comm import World
+from meseta.spec import MesetaError
+from meseta.train.predictions import write_new_predictions
+from meseta.train.trained import load_for_rows
+from small_run import settings, train
+
+from .pool import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+
+def predict_here(run_dir: Path, source: Path, out: Path, keys: list[str]) -> tuple[int, float | None]:
+    """Run on every rank; the number of rows, and the AUC where there are labels."""
+    found = load_for_rows(run_dir, [str(source)], World.current(), keys=keys)
+    told = write_new_predictions(found.model, found.reader, found.world, out)
+    return told.num_rows, told.figures["label"]["auc"] if told.figures else None
+
+
+def message_here(*arguments: object) -> str:
+    """Run on every rank."""
+    with pytest.raises(MesetaError) as caught:
+        predict_here(*arguments)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_same_bytes_on_several_ranks(ranks: Ranks, tiny: Path, tmp_path: Path, size: int) -> None:
+    """1,500 rows in batches of 130: the last one has 70, and slices differ in length."""
+    train(settings(tiny, tmp_path / "run", train__max_steps=4))
+    labelled, bare = tiny.parent / "tiny.parquet", tmp_path / "bare.parquet"
+    pq.write_table(pq.read_table(labelled).drop_columns(["label"]), bare)
+    for source, suffix, keys in ((labelled, "csv", []), (bare, "csv", ["user", "price"]), (bare, "parquet", ["tags"])):
+        one, many = tmp_path / f"one.{suffix}", tmp_path / f"many.{suffix}"
+        here = predict_here(tmp_path / "run", source, one, keys)
+        assert ranks(size).run(predict_here, tmp_path / "run", source, many, keys) == [here] * size
+        assert here[0] == 1500 and (here[1] is None) == (source == bare)
+        assert many.read_bytes() == one.read_bytes()
+
+
+def test_every_rank_is_told(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    train(settings(tiny, tmp_path / "run", train__max_steps=2))
+    table = pq.read_table(tiny.parent / "tiny.parquet")
+    pq.write_table(table.drop_columns(["user"]), tmp_path / "less.parquet")
+    out = tmp_path / "p.csv"
+    for source, keys, message in (
+        (tmp_path / "less.parquet", [], "lacks 'user'"),
+        (tiny.parent / "tiny.parquet", ["usr"], "has no column 'usr'"),
+        (tiny.parent / "tiny.parquet", ["tags"], "CSV cannot hold"),
+    ):
+        told = ranks(2).run(message_here, tmp_path / "run", source, out, keys)
+        assert len(told) == 2 and all(message in one for one in told), told
+    assert not list(tmp_path.glob("*p.csv*"))
