@@ -126,7 +126,8 @@ def _check_first_line(source: Source) -> None:
     if num_fields == NUM_DENSE + NUM_SPARSE:
         raise MesetaError(
             f"source {str(source.path)!r} has 39 fields in its first line: rows without a label, as in the test.txt of "
-            "the Kaggle contest, can be neither trained on nor evaluated; give files with a label in front (40 fields)"
+            "the Kaggle contest, can be neither trained on nor evaluated; give files with a label in front (40), "
+            "or let a trained model score these: meseta predict RUN --data"
         )
     if num_fields != 1 + NUM_DENSE + NUM_SPARSE:
         raise MesetaError(
