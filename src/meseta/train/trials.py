@@ -18,7 +18,7 @@ RATES = (0.005, 0.015, 0.05, 0.15)
 """Of row-wise Adagrad, whose first step on a row is about as long as the rate: small for ids that say little, large for
 ids that come a few times and say much."""
 TRIAL_ROWS = 1_000_000
-"""Samples of a trial, at most: a small log until its valid figure gains no more, of a large one a part."""
+"""Samples of a trial, at most: of a small log, until its valid figure gains nothing once; of a large one, a part."""
 
 
 def settle_table_rate(config: RunConfig, dataset: Dataset, world: World) -> RunConfig:
@@ -54,6 +54,8 @@ def _try(config: RunConfig, dataset: Dataset, rate: float, world: World) -> floa
     document = _with_rate(config, rate).model_dump(mode="json")
     document |= {"run_dir": str(config.run_dir / TRIALS / f"rate-{rate:g}"), "checkpoint": None}
     document["train"] |= {"epochs": min(config.train.epochs, math.ceil(epochs)), "tensorboard": False}
+    if config.train.early_stopping.patience is not None:
+        document["train"]["early_stopping"]["patience"] = 1
     if epochs < 1:
         document["train"]["max_steps"] = math.ceil(TRIAL_ROWS / config.train.batch_size)
     auc = Trainer(check_document(document), world, with_test=False).run()[VALID]["auc"]
