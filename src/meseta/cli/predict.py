@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from meseta.cli.launch import is_launched, run_ranks
+from meseta.cli.prepare import comma_list, print_unseen
 from meseta.spec import MesetaError
 
 _SPLIT = "test"
@@ -49,7 +50,7 @@ def predict(
     if nproc != 1 and not is_launched():
         sys.exit(run_ranks(sys.argv[1:], nproc))
 
-    names = [name.strip() for name in keys.split(",") if name.strip()]
+    names = comma_list(keys)
     if data and not _is_dataset(data):
         if split != _SPLIT:
             raise MesetaError(f"predict: raw files have no split {split!r}; leave --split out, and every row is taken")
@@ -73,7 +74,6 @@ def _is_dataset(data: Sequence[str]) -> bool:
 def _predict_rows(run_dir: Path, out: Path, patterns: Sequence[str], keys: Sequence[str], *, best: bool) -> None:
     """Of raw rows, with metrics where they have labels."""
     from meseta.cli.figures import figures
-    from meseta.cli.prepare import print_unseen
     from meseta.train.predictions import write_new_predictions
     from meseta.train.trained import open_for_rows
 

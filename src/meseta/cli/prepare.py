@@ -250,6 +250,11 @@ def bad_row_options(policy: str, limit: str | None) -> dict[str, Any]:
         ) from None
 
 
+def comma_list(text: str) -> list[str]:
+    """Names that are parted by commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def column_options(
     label: Sequence[str] | None,
     dense: Sequence[str] | None,
@@ -259,7 +264,7 @@ def column_options(
     """Options of PrepareOptions that are given; each entry holds names or patterns, parted by commas."""
     given = {"label": label, "dense": dense, "sparse": sparse, "ignore": ignore}
     names = {
-        option: [name.strip() for entry in entries for name in entry.split(",") if name.strip()]
+        option: [name for entry in entries for name in comma_list(entry)]
         for option, entries in given.items()
         if entries
     }

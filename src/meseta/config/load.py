@@ -43,6 +43,13 @@ def set_default(document: dict[str, Any], key: str, value: Any) -> None:
         _section_at(document, parents).setdefault(last, value)
 
 
+def value_at(document: Any, key: str) -> Any:
+    """What a document has at `key`, such as train.batch_size; None where it has nothing."""
+    for name in key.split("."):
+        document = document.get(name) if isinstance(document, dict) else None
+    return document
+
+
 def check_document(document: Mapping[str, Any], path: str | Path | None = None) -> RunConfig:
     """The config that a document holds; `path` names it in errors. Raises MesetaError as `load_config` does."""
     try:

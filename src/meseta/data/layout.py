@@ -122,14 +122,15 @@ def _wanted_fields(named: NamedColumns, schema: Schema | None) -> Sequence[str]:
 
 
 def _check_first_line(source: Source) -> None:
+    with_label, without = FIELDS_OF_CRITEO
     num_fields = first_line(source).count(b"\t") + 1
-    if num_fields == NUM_DENSE + NUM_SPARSE:
+    if num_fields == without:
         raise MesetaError(
             f"source {str(source.path)!r} has 39 fields in its first line: rows without a label, as in the test.txt of "
             "the Kaggle contest, can be neither trained on nor evaluated; give files with a label in front (40), "
             "or let a trained model score these: meseta predict RUN --data"
         )
-    if num_fields != 1 + NUM_DENSE + NUM_SPARSE:
+    if num_fields != with_label:
         raise MesetaError(
             f"source {str(source.path)!r} has {num_fields} tab-separated fields in its first line, expected 40: "
             "label, 13 integers, 26 categories; is it a Criteo click log? Other data can come as Parquet, libsvm or "
@@ -152,7 +153,7 @@ def _csv_layout(sources: Sequence[Source], named: NamedColumns, schema: Schema |
         check_names(where, schema.columns, names)
         layout = _csv_layout_of(schema)
     else:
-        layout = _guessed_layout(where, sources, named)
+        layout = _guessed_layout(where, sources, names, named)
     check_names(where, layout.columns, names)
     used = layout.columns
     ignored = tuple(name for name in names if name not in used)
@@ -179,12 +180,11 @@ def _csv_layout_of(schema: Schema) -> Layout:
     return layout_of(schema, plain)
 
 
-def _guessed_layout(where: str, sources: Sequence[Source], named: NamedColumns) -> Layout:
-    """From the names and a sample of CSV files."""
-    columns = csv_sample(sources)
+def _guessed_layout(where: str, sources: Sequence[Source], names: Sequence[str], named: NamedColumns) -> Layout:
+    """From the `names` of the columns and a sample of CSV files."""
+    columns = csv_sample(sources, names)
     if not any(columns.values()):
         raise MesetaError(f"{where} holds no rows; leave it out, or fetch it again")
-    names = csv_header(sources[0])
     labels = named.labels(where, names) or _guessed_labels(where, columns, has_names=not sources[0].header)
     check_names(where, labels, names)
     chosen = named.roles(where, [name for name in names if name not in labels])

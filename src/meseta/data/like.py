@@ -19,6 +19,7 @@ from meseta.data.keep import keep_tables
 from meseta.data.new_rows import NewRows, Progress, Unseen
 from meseta.data.passes import find_teacher
 from meseta.data.record import files_of
+from meseta.data.row_queue import RowQueue
 from meseta.data.staging import staged_folder
 from meseta.data.statistics import WINDOW_SAMPLES
 from meseta.data.write import PART_WINDOWS, ROW_GROUP_ROWS, part_writer
@@ -84,22 +85,20 @@ class _Parts:
         """`out`: folder of the dataset; `labels`: columns of the labels that its rows have."""
         self._out = out
         self._positives = dict.fromkeys(labels, 0.0)
-        self._waiting: list[pa.RecordBatch] = []
-        self._num_waiting = 0
+        self._waiting = RowQueue()
         self._writer: pq.ParquetWriter | None = None
         self._files: list[DataFile] = []
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Rows that follow the former ones."""
-        self._waiting.append(batch)
-        self._num_waiting += batch.num_rows
-        while self._num_waiting >= ROW_GROUP_ROWS:
+        self._waiting.add(batch)
+        while self._waiting.num_rows >= ROW_GROUP_ROWS:
             self._write(ROW_GROUP_ROWS)
 
     def finish(self) -> Split:
         """Write what is left; returns the split."""
-        if self._num_waiting:
-            self._write(self._num_waiting)
+        if self._waiting.num_rows:
+            self._write(self._waiting.num_rows)
         self.close()
         num_rows = sum(file.num_rows for file in self._files)
         return Split(
@@ -117,9 +116,7 @@ class _Parts:
 
     def _write(self, num_rows: int) -> None:
         """One row group."""
-        table = pa.Table.from_batches(self._waiting)
-        group, self._waiting = table.slice(0, num_rows), table.slice(num_rows).to_batches()
-        self._num_waiting -= num_rows
+        group = self._waiting.take(num_rows)
         if self._writer is None:
             path = f"{SPLIT}/part-{len(self._files):05d}.parquet"
             self._writer = part_writer(self._out / path, group.schema)

@@ -13,6 +13,7 @@ from meseta.data.dataset import Dataset
 from meseta.data.new_rows import NewRows
 from meseta.data.prefetch import Prefetch
 from meseta.data.reader import slice_of
+from meseta.data.row_queue import RowQueue
 from meseta.data.rows import decode, to_batch
 
 
@@ -65,21 +66,18 @@ class NewBatches:
             yield to_batch(self.dataset, decode(self.dataset, [table]).take(slice(start, stop)))
 
     def _global_batches(self) -> Iterator[tuple[pa.Table, pa.Table | None]]:
-        """Encoded rows cut anew."""
-        waiting: list[pa.RecordBatch] = []
-        keys: list[pa.RecordBatch] = []
+        """Encoded rows cut anew, and their keys likewise."""
+        waiting, keys = RowQueue(), RowQueue()
+
+        def front(num_rows: int) -> tuple[pa.Table, pa.Table | None]:
+            return waiting.take(num_rows), keys.take(num_rows) if keys.batches else None
+
         with closing(self.rows.read()) as blocks:
             for block in blocks:
-                waiting.append(block.batch)
-                keys += [] if block.keys is None else [block.keys]
-                while sum(part.num_rows for part in waiting) >= self._batch_size:
-                    yield _front(waiting, self._batch_size), _front(keys, self._batch_size) if keys else None
-        if waiting:
-            yield pa.Table.from_batches(waiting), pa.Table.from_batches(keys) if keys else None
-
-
-def _front(parts: list[pa.RecordBatch], num_rows: int) -> pa.Table:
-    """The first rows of `parts`, which keeps the rest."""
-    table = pa.Table.from_batches(parts)
-    parts[:] = [part for part in table.slice(num_rows).to_batches() if part.num_rows]
-    return table.slice(0, num_rows)
+                waiting.add(block.batch)
+                if block.keys is not None:
+                    keys.add(block.keys)
+                while waiting.num_rows >= self._batch_size:
+                    yield front(self._batch_size)
+        if waiting.num_rows:
+            yield front(waiting.num_rows)

@@ -88,8 +88,10 @@ class NewRows:
         self.sources, self.layout = find_alike(earlier, patterns)
         self._keys = RawColumns(self.sources, keys) if keys else None
         hashed = {f.name: f.num_embeddings for f in earlier.sparse if f.encoding == "hash"}
-        seeds = {f.name: int(f.hash_seed, 16) for f in earlier.sparse if f.encoding == "hash" and f.hash_seed}
-        seeds = {f.name: seeds.get(f.name, feature_seed(f.name, earlier.seed)) for f in earlier.sparse}
+        seeds = {
+            f.name: int(f.hash_seed, 16) if f.encoding == "hash" and f.hash_seed else feature_seed(f.name, earlier.seed)
+            for f in earlier.sparse
+        }
         self._encoder = Encoder(self.layout, Splitter(seed=earlier.seed), hash_seeds=seeds, hash_rows=hashed)
         self._finisher = Finisher(
             self.layout,
@@ -130,7 +132,7 @@ class NewRows:
                 "sources": tuple(
                     SourceFile(path=path, split="test", num_rows=number) for path, number in self.num_rows.items()
                 ),
-                "not_finite": {name: number for name, number in self.not_finite.items() if number},
+                "not_finite": dict(+self.not_finite),
                 "bad_rows": None if self.bad_rows is None else self.bad_rows.found,
             }
         )

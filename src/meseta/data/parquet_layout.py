@@ -29,8 +29,9 @@ def parquet_layout(sources: Sequence[Source], named: NamedColumns, schema: Schem
     reasons: dict[str, str] = {}
     if schema is None:
         schema, reasons = _guessed(sources, named)
+        expected = parquet_schema(first).names if others else []
         for source in others:
-            _check_same_columns(source, first)
+            _check_same_columns(source, first, expected)
     layout = parquet_layout_of(first, schema)
     for source in others:
         if parquet_layout_of(source, schema) != layout:
@@ -42,8 +43,8 @@ def parquet_layout(sources: Sequence[Source], named: NamedColumns, schema: Schem
     return replace(layout, reasons={name: f"{types[name]}: {reason}" for name, reason in reasons.items()} or types)
 
 
-def _check_same_columns(source: Source, first: Source) -> None:
-    expected, found = parquet_schema(first).names, parquet_schema(source).names
+def _check_same_columns(source: Source, first: Source, expected: Sequence[str]) -> None:
+    found = parquet_schema(source).names
     where = f"source {str(source.path)!r} has other columns than {str(first.path)!r}"
     for name in [name for name in expected if name not in found][:1]:
         raise MesetaError(f"{where}: it lacks {name!r}; name the columns that you want in a --schema file")

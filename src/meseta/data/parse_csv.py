@@ -96,13 +96,7 @@ class _Columns:
     places: dict[str, str]
     """Name of each column to that in the table."""
 
-    def numbers(self, name: str) -> NDArray[np.float64]:
-        return self._numbers(name).to_numpy(zero_copy_only=False)
-
-    def num_missing(self, name: str) -> int:
-        return self._numbers(name).null_count
-
-    def _numbers(self, name: str) -> pa.Array:
+    def numbers(self, name: str) -> pa.Array:
         column = self.table.column(self.places[name]).chunk(0)
         if not pa.types.is_binary(column.type):
             return column

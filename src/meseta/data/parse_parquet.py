@@ -28,11 +28,8 @@ class _Columns:
     block: Block
     batch: pa.RecordBatch
 
-    def numbers(self, name: str) -> NDArray[np.float64]:
-        return _numbers(self.batch.column(name))
-
-    def num_missing(self, name: str) -> int:
-        return self.batch.column(name).null_count
+    def numbers(self, name: str) -> pa.Array:
+        return self.batch.column(name).cast(pa.float64(), safe=False)
 
     def times(self, name: str) -> pa.Array:
         return self.batch.column(name)
@@ -46,7 +43,7 @@ class _Columns:
                 present = pc.if_else(pc.is_nan(numbers), pa.scalar(None, pa.float64()), numbers)
                 array = present.cast(pa.int64())
             except pa.ArrowInvalid:
-                values = self.numbers(name)
+                values = _numbers(array)
                 with np.errstate(invalid="ignore"):
                     bad = np.flatnonzero(~np.isnan(values) & (values != np.trunc(values)) | np.isinf(values))
                 raise self.error(int(bad[0]) if bad.size else 0, name, "is not a whole number") from None

@@ -247,7 +247,7 @@ class TwoPasses:
             sources=tuple(
                 SourceFile(path=s.path, split=s.split, num_rows=self.rows_of_source[s.path]) for s in self.sources
             ),
-            not_finite={name: number for name, number in self.not_finite.items() if number},
+            not_finite=dict(+self.not_finite),
             bad_rows=self.bad_rows.found if options.bad_rows == "skip" else None,
             source_form=source_form(layout, self.sources[0].kind),
             touched=touched,

@@ -173,7 +173,7 @@ class PrepareOptions:
 def read_layout(options: PrepareOptions) -> Layout:
     """The layout that `prepare` would use. Raises MesetaError where it cannot be told, or does not fit the files."""
     schema = _schema_of(options)
-    return _layout_of(options, schema, _find_sources(options, schema))
+    return _layout_of(options, schema, with_header(_find_sources(options, schema)))
 
 
 def prepare(
@@ -189,7 +189,7 @@ def prepare(
     """
     progress = progress or _no_progress
     schema = _schema_of(options)
-    sources = _find_sources(options, schema)
+    sources = with_header(_find_sources(options, schema))
     layout = _layout_of(options, schema, sources, progress)
     if on_layout is not None:
         on_layout(layout)
@@ -263,14 +263,13 @@ def _schema_of(options: PrepareOptions) -> Schema | None:
 
 def _find_sources(options: PrepareOptions, schema: Schema | None) -> tuple[Source, ...]:
     delimiter, header = (schema.delimiter, schema.header) if schema else (None, ())
-    sources = find_sources(
+    return find_sources(
         options.sources,
         {"valid": options.valid_files, "test": options.test_files},
         rest_is_parted=any(options.rule_of(split) in ("fraction", "after") for split in PARTED),
         delimiter=delimiter,
         header=header,
     )
-    return with_header(sources)
 
 
 def _layout_of(

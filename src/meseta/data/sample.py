@@ -31,21 +31,20 @@ def csv_header(source: Source) -> tuple[str, ...]:
     if source.header:
         return source.header
     with named_errors(source.path), open_text(source.path) as (stream, _):
-        return csv_names(source, read_header(stream.readline, BLOCK_BYTES))
+        return _read_header(source, stream)[0]
 
 
-def csv_sample(sources: Sequence[Source]) -> dict[str, list[str]]:
-    """Column of the first CSV file -> its fields in the sampled rows, where they have it; in the order of the rows.
+def csv_sample(sources: Sequence[Source], names: Sequence[str]) -> dict[str, list[str]]:
+    """Column -> its fields in the sampled rows of CSV files that have it, in the order of the rows; `names` are those
+    of the first file.
 
     Raises MesetaError for a damaged file.
     """
-    names = csv_header(sources[0])
     num_rows = _num_rows(len(names))
     chosen = _spread(sources)
     columns: dict[str, list[str]] = {name: [] for name in names}
     for source in chosen:
-        header = csv_header(source)
-        rows = list(_csv_rows(source, header, -(-num_rows // len(chosen))))
+        header, rows = _csv_rows(source, -(-num_rows // len(chosen)))
         places = {name: place for place, name in reversed(list(enumerate(header)))}
         for name, values in columns.items():
             place = places.get(name)
@@ -55,11 +54,8 @@ def csv_sample(sources: Sequence[Source]) -> dict[str, list[str]]:
 
 def first_rows(source: Source, num_rows: int) -> tuple[tuple[str, ...], list[list[str]]]:
     """The first record of a CSV file, whatever it is, and so many after it. Raises MesetaError for a damaged file."""
-    header = csv_header(source)
     with named_errors(source.path), open_text(source.path) as (stream, _):
-        if not source.header:
-            read_header(stream.readline, BLOCK_BYTES)
-        return header, _records(source, _lines(stream, None), num_rows)
+        return _read_header(source, stream)[0], _records(source, _lines(stream, None), num_rows)
 
 
 def parquet_sample(sources: Sequence[Source], columns: Sequence[str]) -> pa.Table:
@@ -80,14 +76,23 @@ def _spread(sources: Sequence[Source]) -> list[Source]:
     return [sources[place * len(sources) // number] for place in range(number)]
 
 
-def _csv_rows(source: Source, header: Sequence[str], num_rows: int) -> Iterator[list[str]]:
-    """From pieces that begin all over a file; of one that is zipped, remote or small, from its beginning."""
+def _read_header(source: Source, stream: IO[bytes] | io.BufferedIOBase) -> tuple[tuple[str, ...], int]:
+    """Names of the columns, and where the rows begin; `stream` stands there then."""
+    if source.header:
+        return source.header, 0
+    raw = read_header(stream.readline, BLOCK_BYTES)
+    return csv_names(source, raw), len(raw)
+
+
+def _csv_rows(source: Source, num_rows: int) -> tuple[tuple[str, ...], list[list[str]]]:
+    """The header, and rows of pieces that begin all over a file; of one that is zipped, remote or small, from its
+    beginning."""
     with named_errors(source.path), open_text(source.path) as (stream, stored):
-        begin = 0 if source.header else len(read_header(stream.readline, BLOCK_BYTES))
+        header, begin = _read_header(source, stream)
         size = source.size_bytes
         if stream is not stored or is_url(source.path) or size <= _SMALL_BYTES:
-            yield from _records(source, _lines(stream, None), num_rows)
-            return
+            return header, _records(source, _lines(stream, None), num_rows)
+        found: list[list[str]] = []
         starts = [begin + place * (size - begin) // _PIECES for place in range(_PIECES)]
         for start, stop in itertools.pairwise([*starts, size]):
             stream.seek(start)
@@ -102,7 +107,8 @@ def _csv_rows(source: Source, header: Sequence[str], num_rows: int) -> Iterator[
                 continue
             # A piece that begins within a quoted field is cut wrongly.
             if start == begin or all(len(row) == len(header) for row in rows):
-                yield from rows
+                found += rows
+        return header, found
 
 
 def _lines(stream: IO[bytes] | io.BufferedIOBase, stop: int | None) -> Iterator[str]:

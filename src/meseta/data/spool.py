@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from meseta.data.row_queue import RowQueue
 from meseta.data.statistics import WINDOW_SAMPLES, Moments
 
 
@@ -23,8 +24,7 @@ class Spool:
         self._path = path
         self._labels = labels
         self._dense = dense
-        self._pending: list[pa.RecordBatch] = []
-        self._num_pending = 0
+        self._pending = RowQueue()
         self._sink: pa.NativeFile | None = None
         self._writer: pa.ipc.RecordBatchStreamWriter | None = None
         self._spans: list[tuple[int, int]] = []
@@ -40,15 +40,14 @@ class Spool:
         return -(-self.num_rows // WINDOW_SAMPLES)
 
     def add(self, batch: pa.RecordBatch) -> None:
-        self._pending.append(batch)
-        self._num_pending += batch.num_rows
-        while self._num_pending >= WINDOW_SAMPLES:
+        self._pending.add(batch)
+        while self._pending.num_rows >= WINDOW_SAMPLES:
             self._write(WINDOW_SAMPLES)
 
     def close(self) -> None:
         """Write what is left."""
-        if self._num_pending:
-            self._write(self._num_pending)
+        if self._pending.num_rows:
+            self._write(self._pending.num_rows)
         if self._writer is not None and self._sink is not None:
             self._writer.close()
             self._sink.close()
@@ -64,10 +63,11 @@ class Spool:
     def get_state(self) -> dict[str, Any]:
         """Plain data with which `set_state` of another one takes up this file; rows short of a window go beside it."""
         pending = None
-        if self._num_pending:
-            path = self._path.with_name(f"{self._path.stem}-{self.num_rows + self._num_pending}.arrow")
-            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, self._pending[0].schema) as writer:
-                for batch in self._pending:
+        if self._pending.num_rows:
+            path = self._path.with_name(f"{self._path.stem}-{self.num_rows + self._pending.num_rows}.arrow")
+            batches = self._pending.batches
+            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, batches[0].schema) as writer:
+                for batch in batches:
                     writer.write_batch(batch)
             pending = path.name
             self._saved.append(path)
@@ -91,15 +91,11 @@ class Spool:
         if state["pending"]:
             path = self._path.with_name(state["pending"])
             with pa.OSFile(str(path), "rb") as file:
-                self._pending = pa.ipc.open_stream(file).read_all().to_batches()
-            self._num_pending = sum(batch.num_rows for batch in self._pending)
+                self._pending = RowQueue(pa.ipc.open_stream(file).read_all().to_batches())
             self._saved = [path]
 
     def _write(self, num_rows: int) -> None:
-        table = pa.Table.from_batches(self._pending)
-        window = table.slice(0, num_rows).combine_chunks().to_batches()[0]
-        self._pending = table.slice(num_rows).to_batches()
-        self._num_pending -= num_rows
+        window = self._pending.take(num_rows).combine_chunks().to_batches()[0]
         if self._writer is None:
             self._sink = pa.OSFile(str(self._path), "ab" if self._spans else "wb")
             self._writer = pa.ipc.new_stream(self._sink, window.schema)

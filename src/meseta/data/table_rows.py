@@ -19,11 +19,8 @@ from meseta.spec.weights import RULE, is_weight
 class RowColumns(Protocol):
     """The columns of one block of n rows."""
 
-    def numbers(self, name: str) -> NDArray[np.float64]:
-        """[n], missing as NaN."""
-
-    def num_missing(self, name: str) -> int:
-        """Of these, the missing ones; others may say that they are no number."""
+    def numbers(self, name: str) -> pa.Array:
+        """float64 [n], missing as null; others may say that they are no number."""
 
     def times(self, name: str) -> pa.Array:
         """Text, numbers or times [n]."""
@@ -40,10 +37,11 @@ class RowColumns(Protocol):
 
 def read_rows(columns: RowColumns, layout: Layout, num_rows: int) -> RawRows:
     """Check and convert `num_rows` rows. Raises MesetaError naming the file, the row or line, and the column."""
+    dense = [_dense(columns, layout, name) for name in layout.dense]
     return RawRows(
         labels=[_label(columns, name) for name in layout.labels],
-        dense=[log1p(_finite(columns, name), signed=name in layout.signed) for name in layout.dense],
-        num_not_finite=tuple(_num_not_finite(columns, name) for name in layout.dense),
+        dense=[logarithms for logarithms, _ in dense],
+        num_not_finite=tuple(number for _, number in dense),
         sparse=[_sparse(columns, layout, column, num_rows) for column in layout.sparse],
         weight=None if layout.weight is None else _weight(columns, layout.weight),
         group=None if layout.group is None else group_keys(columns.texts(layout.group)),
@@ -53,7 +51,7 @@ def read_rows(columns: RowColumns, layout: Layout, num_rows: int) -> RawRows:
 
 
 def _label(columns: RowColumns, name: str) -> NDArray[np.float32]:
-    label = columns.numbers(name)
+    label = _floats(columns.numbers(name))
     bad = np.flatnonzero(~is_label(label))
     if bad.size:
         first = int(bad[0])
@@ -62,18 +60,30 @@ def _label(columns: RowColumns, name: str) -> NDArray[np.float32]:
     return label.astype(np.float32)
 
 
-def _finite(columns: RowColumns, name: str) -> NDArray[np.float64]:
+def _floats(numbers: pa.Array) -> NDArray[np.float64]:
+    """Missing as NaN."""
+    return numbers.to_numpy(zero_copy_only=False)
+
+
+def _dense(columns: RowColumns, layout: Layout, name: str) -> tuple[NDArray[np.float32], int]:
+    """Logarithms [n], and how many values are there and not finite."""
+    numbers = columns.numbers(name)
+    values = _only_finite(_floats(numbers))
+    num_not_finite = int(np.count_nonzero(np.isnan(values))) - numbers.null_count
+    return log1p(values, signed=name in layout.signed), num_not_finite
+
+
+def _only_finite(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """What is missing or not finite as NaN, in memory of its own."""
-    values = columns.numbers(name)
     return np.where(np.isfinite(values), values, np.nan)
 
 
-def _num_not_finite(columns: RowColumns, name: str) -> int:
-    return int(np.count_nonzero(~np.isfinite(columns.numbers(name)))) - columns.num_missing(name)
+def _finite(columns: RowColumns, name: str) -> NDArray[np.float64]:
+    return _only_finite(_floats(columns.numbers(name)))
 
 
 def _weight(columns: RowColumns, name: str) -> NDArray[np.float32]:
-    weight = columns.numbers(name)
+    weight = _floats(columns.numbers(name))
     bad = np.flatnonzero(~is_weight(weight))
     if bad.size:
         rule = f"is no weight of a sample: it must be {RULE}"

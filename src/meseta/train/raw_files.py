@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meseta.config import TrainConfig, set_default
+from meseta.config.load import value_at
 from meseta.data.dataset import Dataset
 from meseta.data.schema import NO_CATEGORY
 from meseta.train.splits import VALID
@@ -76,8 +77,8 @@ def choose_settings(document: dict[str, Any], dataset: Dataset) -> dict[str, Any
     given = copy.deepcopy(document)
     chosen = {
         key: value
-        for key, value in _settings(dataset, _value(given, "model.name")).items()
-        if all(_value(given, other) is None for other in (key, *_YIELD.get(key, ())))
+        for key, value in _settings(dataset, value_at(given, "model.name")).items()
+        if all(value_at(given, other) is None for other in (key, *_YIELD.get(key, ())))
     }
     for key, value in chosen.items():
         set_default(document, key, value)
@@ -117,10 +118,3 @@ def _settings(dataset: Dataset, model: Any) -> dict[str, Any]:
         "schedule.plateau_patience": 1,
         "schedule.step_factor": 0.3,
     }
-
-
-def _value(document: Any, key: str) -> Any:
-    """What a document has at a key such as train.batch_size; None where it has nothing."""
-    for name in key.split("."):
-        document = document.get(name) if isinstance(document, dict) else None
-    return document

@@ -12,6 +12,7 @@ from typing import Any
 from meseta.checkpoint.directory import checkpoint_path
 from meseta.comm import World
 from meseta.config import RunConfig
+from meseta.config.load import value_at
 from meseta.spec import MesetaError, TableSpec
 from meseta.train.run_dir import RunDir
 
@@ -100,9 +101,7 @@ def _changes(before: RunConfig, now: RunConfig, keys: Sequence[str]) -> Iterator
     """(key, value before, value now) of those that differ."""
     documents = [_document(config) for config in (before, now)]
     for key in keys:
-        one, other = documents
-        for name in key.split("."):
-            one, other = one[name], other[name]
+        one, other = (value_at(document, key) for document in documents)
         if isinstance(one, dict):
             yield from ((f"{key}.{name}", one[name], other[name]) for name in one if one[name] != other[name])
         elif one != other:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import Field, ValidationError
 
+from meseta.config.load import value_at
 from meseta.spec import MesetaError
 from meseta.spec.documents import parse_yaml
 from meseta.spec.files import parse_json, read_bounded
@@ -187,10 +188,7 @@ class RunRecord:
 
     def setting(self, path: str) -> Any:
         """A value of the config by its dotted path; None where it is absent."""
-        value: Any = self.config
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        return value
+        return value_at(self.config, path)
 
 
 def read_run(run_dir: Path) -> RunRecord:
