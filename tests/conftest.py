@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it in deterministic mode
 
 import signal
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +26,10 @@ if find_spec("jaxtyping") and find_spec("beartype"):
     shaped = ("data.batch", "embedding", "jagged", "models", "ops", "pipeline", "storage")
     checked = ["meseta"] if os.environ.get("MESETA_SOAK") else [f"meseta.{package}" for package in shaped]
     install_import_hook(checked, "beartype.beartype")
+
+# Tests compare bits, and a GPU has others: they run on the CPU, but for `pytest tests/gpu`. Workers inherit both.
+if not os.environ.setdefault("MESETA_TEST_GPU", "1" if any("tests/gpu" in argument for argument in sys.argv) else ""):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
 

@@ -22,7 +22,8 @@ def config(
         typer.Argument(help="A key, a section, a pattern such as '*.lr', or a part of a name.", show_default="all"),
     ] = None,
     example: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Print a whole config file for a model, such as dlrm.")
+        str | None,
+        typer.Option("--example", metavar="MODEL", help="Print a whole config file for a model, such as dlrm."),
     ] = None,
 ) -> None:
     """What the keys of a run's config are: values, default, meaning."""

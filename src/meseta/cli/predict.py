@@ -19,12 +19,13 @@ _SPLIT = "test"
 def predict(
     run_dir: Annotated[Path, typer.Argument(help="Directory of a training run.")],
     out: Annotated[
-        Path, typer.Option(metavar="FILE", help="CSV or Parquet file to write: row, keys, prediction, label.")
+        Path, typer.Option("--out", metavar="FILE", help="CSV or Parquet file to write: row, keys, prediction, label.")
     ],
     split: Annotated[str, typer.Option(help="train, test, or valid where the dataset has one.")] = _SPLIT,
     data: Annotated[
         list[str] | None,
         typer.Option(
+            "--data",
             metavar="DIR|FILE",
             help="Another prepared dataset with the same features; or raw files, patterns or URLs, with labels or "
             "without; repeatable.",

@@ -27,7 +27,9 @@ TestFraction = Annotated[
 ]
 TestFiles = Annotated[
     list[str] | None,
-    typer.Option(metavar="FILE", help="File or pattern of rows for testing; repeatable.", rich_help_panel=_SPLITS),
+    typer.Option(
+        "--test-files", metavar="FILE", help="File or pattern of rows for testing; repeatable.", rich_help_panel=_SPLITS
+    ),
 ]
 TestAfter = Annotated[
     str | None, typer.Option(help="Time from which on rows are for testing: 2026-01-31.", rich_help_panel=_SPLITS)
@@ -42,7 +44,12 @@ ValidFraction = Annotated[
 ]
 ValidFiles = Annotated[
     list[str] | None,
-    typer.Option(metavar="FILE", help="File or pattern of rows for choosing; repeatable.", rich_help_panel=_SPLITS),
+    typer.Option(
+        "--valid-files",
+        metavar="FILE",
+        help="File or pattern of rows for choosing; repeatable.",
+        rich_help_panel=_SPLITS,
+    ),
 ]
 ValidAfter = Annotated[
     str | None, typer.Option(help="Time from which on they are for choosing, until testing.", rich_help_panel=_SPLITS)
@@ -101,6 +108,7 @@ MaxBadRows = Annotated[
 _Like = Annotated[
     Path | None,
     typer.Option(
+        "--like",
         metavar="DATASET|RUN",
         help="Encode the rows, with labels or without, as an earlier dataset has its own, or that of a run.",
     ),
@@ -141,7 +149,8 @@ def prepare(
 ) -> None:
     """Turn raw click logs into a dataset that `meseta train` reads: Parquet files and dataset.json."""
     if like is not None:
-        _prepare_like(context)
+        _refuse_beside_like(context)
+        _prepare_like(sources, out, like, force, bad_row_options(bad_rows, max_bad_rows))
         return
     from meseta.data.prepare import PrepareOptions
 
@@ -172,22 +181,20 @@ def prepare(
         run(options)
 
 
-def _prepare_like(context: typer.Context) -> None:
+def _refuse_beside_like(context: typer.Context) -> None:
     """What an earlier dataset has decided is not asked for again."""
+    names = {
+        name for name in context.params if (how := context.get_parameter_source(name)) and how.name == "COMMANDLINE"
+    }
+    if others := sorted(names - _OF_LIKE):
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in others)
+        raise MesetaError(f"prepare: {options} and --like exclude each other: the rows become what they are there")
+
+
+def _prepare_like(sources: list[str], out: Path, like: Path, force: bool, bad_rows: dict[str, Any]) -> None:
     from meseta.data.like import LikeOptions, prepare_like
 
-    chosen = context.params
-    given = {name for name in chosen if (how := context.get_parameter_source(name)) and how.name == "COMMANDLINE"}
-    if others := sorted(given - _OF_LIKE):
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in others)
-        raise MesetaError(f"prepare: {names} and --like exclude each other: the rows become what they are there")
-    options = LikeOptions(
-        sources=chosen["sources"],
-        out=chosen["out"],
-        like=chosen["like"],
-        force=chosen["force"],
-        **bad_row_options(chosen["bad_rows"], chosen["max_bad_rows"]),
-    )
+    options = LikeOptions(sources=sources, out=out, like=like, force=force, **bad_rows)
     start_s = time.perf_counter()
     with progress_bar() as progress:
         dataset, unseen = prepare_like(options, partial(progress, "read"))

@@ -43,6 +43,7 @@ _FILES = "Raw files, prepared first if that was not done yet"
 _Data = Annotated[
     list[str] | None,
     typer.Option(
+        "--data",
         metavar="FILE",
         help="Raw file or pattern, as for `meseta prepare`; repeatable. Without a config, run_dir is runs/<its name>.",
         rich_help_panel=_FILES,

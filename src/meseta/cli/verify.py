@@ -28,7 +28,9 @@ def verify(
     steps: Annotated[int, typer.Option(min=1, help="Steps that are compared.")] = 20,
     plan: Annotated[
         str | None,
-        typer.Option(metavar="PLAN", help="Plan file, or a scheme for all tables such as row_wise; else the config's."),
+        typer.Option(
+            "--plan", metavar="PLAN", help="Plan file, or a scheme for all tables such as row_wise; else the config's."
+        ),
     ] = None,
     float64: Annotated[
         bool, typer.Option("--float64", help="In double precision at once; else where float32 alone cannot tell.")

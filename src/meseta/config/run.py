@@ -402,7 +402,7 @@ class RunConfig(Section):
     seed: Whole = 0
     """Order of data, initial rows and weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """'auto' takes a GPU where torch has one."""
+    """'auto' takes GPUs where each rank of the host can have one."""
     num_threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads of each rank, fewer while other programs use the processors and that is faster; None: cores divided
     by ranks on this host."""

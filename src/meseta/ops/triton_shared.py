@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import no_type_check
+from typing import NamedTuple, no_type_check
 
 import torch
 import triton
@@ -15,6 +15,20 @@ VECTOR_BYTES = 16
 """What one lane loads at once where rows allow it."""
 ADDRESSES = 7
 """Tensors of one launch of `_write`."""
+
+
+class Described(NamedTuple):
+    """What of a tensor decides how kernels are launched on it."""
+
+    address: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    is_contiguous: bool
+
+
+def described(tensors: Sequence[Tensor]) -> tuple[Described, ...]:
+    """Each tensor as part of a key, by which what follows from the tables of a model is found again in every step."""
+    return tuple(Described(t.data_ptr(), t.dtype, tuple(t.shape), t.is_contiguous()) for t in tensors)
 
 
 def write_addresses(out: Tensor, tensors: Sequence[Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from functools import partial
 from typing import Any
 
@@ -23,16 +24,32 @@ from meseta.train.specs import make_specs
 
 
 def choose_device(config: RunConfig) -> torch.device:
-    """The device of this rank; raises MesetaError where a GPU is asked for and torch sees none."""
+    """The device of this rank: with 'auto' a GPU where this host has one for each of its ranks, else the CPU, which
+    rank 0 then says where GPUs are left idle.
+
+    Raises MesetaError where GPUs are asked for and there are too few.
+    """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if config.device == "cuda" and not torch.cuda.is_available():
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    num_gpus = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
+    if num_gpus >= local_size:
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    if config.device == "cuda" and num_gpus == 0:
         raise MesetaError("device 'cuda' was asked for, but torch sees no GPU; set device=cpu, or install a CUDA torch")
-    if config.device == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
-        raise MesetaError(f"rank {local_rank} of this host finds only {torch.cuda.device_count()} GPUs; lower --nproc")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    if config.device == "cuda":
+        raise MesetaError(
+            f"device 'cuda' was asked for, but torch sees {num_gpus} GPU(s) for the {local_size} ranks of this host; "
+            f"set --nproc {num_gpus}, or device=cpu"
+        )
+    if num_gpus and int(os.environ.get("RANK", "0")) == 0:
+        print(
+            f"note: {local_size} ranks on this host and {num_gpus} GPU(s): all ranks take the CPU; "
+            f"--nproc {num_gpus} takes the GPUs",
+            file=sys.stderr,
+            flush=True,
+        )
+    return torch.device("cpu")
 
 
 def make_sharded_model(config: RunConfig, dataset: Dataset, world: World) -> Any:

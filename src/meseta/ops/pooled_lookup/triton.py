@@ -7,6 +7,7 @@ of a feature, (bag, piece of the row), so that rows of any width leave no lane i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import gcd
 from typing import no_type_check
 
@@ -16,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meseta.ops.device_words import device_words
-from meseta.ops.triton_shared import ROW_TYPES, VECTOR_BYTES
+from meseta.ops.triton_shared import ROW_TYPES, VECTOR_BYTES, Described, described
 from meseta.spec import MesetaError
 
 WEIGHTED, MEAN = 1, 2
@@ -35,42 +36,53 @@ def pooled_lookup(
 
     The host does not wait for the device, so offsets are taken as they are; an id outside its table adds nothing.
     """
-    dtype, num_features = tables[0].dtype, len(tables)
+    num_features = len(tables)
     num_bags, rest = divmod(offsets.numel() - 1, num_features)
     if rest or offsets.numel() == 0:
         raise MesetaError(
             f"pooled_lookup: {offsets.numel()} offsets for {num_features} features; there must be F * B + 1 of them"
         )
-    for f, table in enumerate(tables):
-        if table.dtype != dtype or table.dim() != 2 or not table.is_contiguous() or table.device != ids.device:
-            raise MesetaError(
-                f"pooled_lookup: table {f} is {table.dtype} {tuple(table.shape)} on {table.device}, but all tables "
-                f"must be contiguous, [rows, D], {dtype} as the first and on {ids.device} as the ids; convert it"
-            )
-    width = sum(table.shape[1] for table in tables)
-    vector, column, words = VECTOR_BYTES // dtype.itemsize, 0, list[int]()
-    for f, table in enumerate(tables):
-        vector = gcd(vector, table.shape[1], table.data_ptr() // dtype.itemsize)
-        words += [table.data_ptr(), table.shape[0], table.shape[1], column, width, flags[f]]
-        column += table.shape[1]
+    if any(table.device != ids.device for table in tables):
+        raise MesetaError(f"pooled_lookup: all tables must be on {ids.device} as the ids are; move them there")
+    words, width, widest, vector = _plan_launch(described(tables), tuple(flags))
     out = torch.empty((num_bags, width), dtype=torch.float32, device=ids.device)
     if out.numel() == 0:
         return out
-    lanes = num_bags * max(table.shape[1] for table in tables) // vector
+    lanes = num_bags * widest // vector
     with torch.cuda.device_of(ids):
         _pool[(triton.cdiv(lanes, LANES.value), num_features)](
             out,
-            device_words(tuple(words), ids.device),
+            device_words(words, ids.device),
             ids.contiguous(),
             offsets.contiguous(),
             None if weights is None else weights.to(torch.float32).contiguous(),
             num_bags,
             VECTOR=vector,
-            ROW=ROW_TYPES[dtype],
+            ROW=ROW_TYPES[tables[0].dtype],
             num_warps=4,
             enable_fp_fusion=False,
         )
     return out
+
+
+@lru_cache(maxsize=256)
+def _plan_launch(tables: tuple[Described, ...], flags: tuple[int, ...]) -> tuple[tuple[int, ...], int, int, int]:
+    """(the words of all features, columns of all, columns of the widest, columns that a lane loads together): the same
+    in every step. Raises MesetaError for tables that do not fit together."""
+    dtype, width = tables[0].dtype, 0
+    for f, table in enumerate(tables):
+        if table.dtype != dtype or len(table.shape) != 2 or not table.is_contiguous:
+            raise MesetaError(
+                f"pooled_lookup: table {f} is {table.dtype} {table.shape}, but all tables must be contiguous, "
+                f"[rows, D] and {dtype} as the first; convert it"
+            )
+        width += table.shape[1]
+    vector, column, words = VECTOR_BYTES // dtype.itemsize, 0, list[int]()
+    for f, table in enumerate(tables):
+        vector = gcd(vector, table.shape[1], table.address // dtype.itemsize)
+        words += [table.address, *table.shape, column, width, flags[f]]
+        column += table.shape[1]
+    return tuple(words), width, max(table.shape[1] for table in tables), vector
 
 
 @triton.jit

@@ -145,10 +145,11 @@ class UpdateCall:
     weights: Tensor | None
     step: int
 
-    def features_as_read(self) -> list[FeatureGradient]:
-        """The features as they were given."""
-        fields = [self.features[f : f + FEATURE_FIELDS] for f in range(0, len(self.features), FEATURE_FIELDS)]
-        return [FeatureGradient(p, t, g, c, bool(per_id), bool(weighted)) for p, t, g, c, per_id, weighted in fields]
+
+def read_features(numbers: Sequence[int]) -> list[FeatureGradient]:
+    """The features of which these are the fields."""
+    fields = [numbers[f : f + FEATURE_FIELDS] for f in range(0, len(numbers), FEATURE_FIELDS)]
+    return [FeatureGradient(p, t, g, c, bool(per_id), bool(weighted)) for p, t, g, c, per_id, weighted in fields]
 
 
 CoreFields = tuple[list[int], list[int]]

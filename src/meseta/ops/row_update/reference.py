@@ -12,12 +12,12 @@ from meseta.ops.random_rows.reference import philox
 from meseta.ops.row_lowering import Code
 from meseta.ops.row_optimizer import block_sums, compute_dtype
 from meseta.ops.row_program import run_code
-from meseta.ops.row_update.call import ApplyCall, FeatureGradient, UpdateCall
+from meseta.ops.row_update.call import ApplyCall, FeatureGradient, UpdateCall, read_features
 
 
 def row_update(call: UpdateCall) -> None:
     """The operator behind meseta.ops.row_update.row_update."""
-    num_states, features = len(call.state_is_row), call.features_as_read()
+    num_states, features = len(call.state_is_row), read_features(call.features)
     for t, table in enumerate(call.tables):
         rows, sums = _sum_gradients(call, table, [f for f in features if f.table == t])
         if rows.numel() == 0:

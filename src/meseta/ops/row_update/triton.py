@@ -6,8 +6,10 @@ large as they could have to be, and programs without work return at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import Tensor
 from meseta.ops.coalesce import BLOCK_SAMPLES
 from meseta.ops.device_words import device_words
 from meseta.ops.row_update import reference
-from meseta.ops.row_update.call import FeatureGradient, UpdateCall
+from meseta.ops.row_update.call import UpdateCall, read_features
 from meseta.ops.row_update.triton_kernels import (
     ITEMS,
     LONG_RUN,
@@ -31,7 +33,14 @@ from meseta.ops.row_update.triton_kernels import (
 )
 from meseta.ops.row_update.triton_parts import PLAN_WORDS, TABLE_WORDS
 from meseta.ops.row_update.triton_source import update_kernel
-from meseta.ops.triton_shared import ROW_TYPES, room_for_addresses, write_addresses
+from meseta.ops.triton_shared import (
+    ROW_TYPES,
+    VECTOR_BYTES,
+    Described,
+    described,
+    room_for_addresses,
+    write_addresses,
+)
 from meseta.spec import COLUMN_BLOCK, MesetaError
 
 TILE = 512
@@ -48,32 +57,36 @@ def row_update(call: UpdateCall) -> None:
     if call.tables[0].dtype not in ROW_TYPES:
         reference.row_update(call)
         return
-    features = call.features_as_read()
-    _check_features(call, features)
-    positions = [feature.position for feature in features]
-    # A feature that several tables read, as column shards do, is listed several times.
-    limit = call.ids.numel() * max((positions.count(position) for position in set(positions)), default=0)
-    if limit == 0 or call.num_bags == 0:
-        return
+    _check_ids(call)
     gradients = [
         g if g.dtype == torch.float32 and g.stride(-1) == 1 else g.float().contiguous() for g in call.gradients
     ]
-    layout = _lay_out(call)
-    vector = gcd(layout.vector, 4)
-    for f in features:
-        vector = gcd(vector, f.column, gradients[f.gradient].stride(0), gradients[f.gradient].data_ptr() // 4)
+    launch = _plan_launch(
+        described(call.tables),
+        described(call.states),
+        tuple(call.state_is_row),
+        tuple(call.origins),
+        tuple(call.features),
+        tuple((*g.shape, g.stride(0), g.data_ptr() % VECTOR_BYTES) for g in gradients),
+        call.num_bags,
+        call.offsets.numel(),
+    )
+    limit = call.ids.numel() * launch.most_reads
+    if limit == 0 or call.num_bags == 0:
+        return
+    layout = launch.layout
     with torch.cuda.device_of(call.ids):
         bags = _Bags(
-            plan=device_words(_plan(layout, features, gradients, call.num_bags), call.ids.device),
+            plan=device_words(launch.words, call.ids.device),
             ids=call.ids.contiguous(),
             offsets=call.offsets.contiguous(),
             weights=call.weights.to(torch.float32).contiguous() if call.weights is not None else None,
             limit=limit,
         )
-        found = _find(bags, layout, _starts(bags, len(features), gradients))
-        sums = _sum_runs(bags, found, layout.group_blocks[-1] * COLUMN_BLOCK, vector)
+        found = _find(bags, layout, _starts(bags, launch.num_features, gradients))
+        sums = _sum_runs(bags, found, layout.group_blocks[-1] * COLUMN_BLOCK, launch.line_vector)
         kernel = update_kernel(tuple(map(tuple, call.code.tolist())), tuple(call.state_is_row))
-        _update(kernel, bags, layout, found, _uniforms(call), vector)
+        _update(kernel, bags, layout, found, _uniforms(call), launch.line_vector)
         del sums  # the items point into it
 
 
@@ -123,26 +136,84 @@ class _Contributions:
     """int64 [groups + 1]: first segment of each group of tables."""
 
 
-def _lay_out(call: UpdateCall) -> _Layout:
-    dtype, num_states = call.tables[0].dtype, len(call.state_is_row)
+@dataclass(frozen=True)
+class _Launch:
+    """What follows from the tables and features, and is the same in every step."""
+
+    layout: _Layout
+    words: tuple[int, ...]
+    """The plan, see triton_parts.py."""
+    num_features: int
+    most_reads: int
+    """Tables that read the same feature, at most, as column shards do: each makes a contribution of every id."""
+    line_vector: int
+    """Elements of a gradient that are loaded together."""
+
+
+@lru_cache(maxsize=256)
+def _plan_launch(
+    tables: tuple[Described, ...],
+    states: tuple[Described, ...],
+    state_is_row: tuple[bool, ...],
+    origins: tuple[int, ...],
+    feature_fields: tuple[int, ...],
+    lines: tuple[tuple[int, ...], ...],
+    num_bags: int,
+    num_offsets: int,
+) -> _Launch:
+    """`lines` are rows, columns, stride and misalignment of each gradient. Raises MesetaError for what does not fit."""
+    layout, features = _lay_out(tables, states, state_is_row, origins), read_features(feature_fields)
+    line_vector, words = gcd(layout.vector, 4), list[int]()
+    for f in features:
+        num_lines, num_columns, stride, misalignment = lines[f.gradient]
+        width = tables[f.table].shape[1]
+        if f.position < 0 or (f.position + 1) * num_bags >= num_offsets:
+            raise MesetaError(
+                f"row_update: feature {f.position} with {num_bags} samples lies outside {num_offsets} offsets"
+            )
+        if not (f.per_id or num_lines == num_bags) or f.column < 0 or f.column + width > num_columns:
+            raise MesetaError(
+                f"row_update: feature {f.position} needs {num_bags} gradients of {width} columns from column "
+                f"{f.column} on, but its matrix is {(num_lines, num_columns)}"
+            )
+        words += [f.position, f.table, f.gradient, f.column, stride, int(f.per_id), int(f.weighted)]
+        line_vector = gcd(line_vector, f.column, stride, misalignment // 4)
+    tables_at = PLAN_WORDS.value + len(words)
+    words += layout.words
+    bounds_at = PLAN_WORDS.value + len(words)
+    num_blocks, num_groups = triton.cdiv(num_bags, BLOCK_SAMPLES), len(layout.group_blocks)
+    head = (len(features), num_bags, layout.bounds[-1], num_blocks, tables_at, layout.table_words)
+    return _Launch(
+        layout=layout,
+        words=(*head, bounds_at, num_groups, *words, *layout.bounds),
+        num_features=len(features),
+        most_reads=max(Counter(f.position for f in features).values(), default=0),
+        line_vector=line_vector,
+    )
+
+
+def _lay_out(
+    tables: Sequence[Described], states: Sequence[Described], state_is_row: Sequence[bool], origins: Sequence[int]
+) -> _Layout:
+    dtype, num_states = tables[0].dtype, len(state_is_row)
     vector, next_key = (8 if dtype.itemsize == 2 else 4), 0
-    blocks = [1 << (-(-table.shape[1] // COLUMN_BLOCK) - 1).bit_length() for table in call.tables]
+    for t, table in enumerate(tables):
+        _check_table(t, table, dtype, zip(states[t * num_states : (t + 1) * num_states], state_is_row, strict=True))
+    blocks = [1 << (-(-table.shape[1] // COLUMN_BLOCK) - 1).bit_length() for table in tables]
     words: list[tuple[int, ...]] = [()] * len(blocks)
     bounds: dict[int, int] = {}
     for t in sorted(range(len(blocks)), key=lambda t: blocks[t]):
-        table, states = call.tables[t], call.states[t * num_states : (t + 1) * num_states]
-        _check_table(t, table, dtype, list(zip(states, call.state_is_row, strict=True)))
         bounds.setdefault(blocks[t], next_key)
-        first_row, first_column, key = call.origins[3 * t : 3 * t + 3]
-        addresses = [state.data_ptr() for state in states]
-        rows, columns = table.shape
-        words[t] = (table.data_ptr(), columns, rows, next_key, key, first_row, first_column, *addresses)
+        first_row, first_column, key = origins[3 * t : 3 * t + 3]
+        addresses = [state.address for state in states[t * num_states : (t + 1) * num_states]]
+        rows, columns = tables[t].shape
+        words[t] = (tables[t].address, columns, rows, next_key, key, first_row, first_column, *addresses)
         next_key += rows
-        vector = gcd(vector, columns, table.data_ptr() // dtype.itemsize)
-        for address, is_row in zip(addresses, call.state_is_row, strict=True):
+        vector = gcd(vector, columns, tables[t].address // dtype.itemsize)
+        for address, is_row in zip(addresses, state_is_row, strict=True):
             vector = vector if is_row else gcd(vector, address // 4)
     return _Layout(
-        words=tuple(word for own in words for word in own),
+        words=tuple(word for table_words in words for word in table_words),
         table_words=TABLE_WORDS.value + num_states,
         group_blocks=tuple(bounds),
         bounds=(*bounds.values(), next_key),
@@ -151,54 +222,28 @@ def _lay_out(call: UpdateCall) -> _Layout:
     )
 
 
-def _check_table(index: int, table: Tensor, dtype: torch.dtype, states: Sequence[tuple[Tensor, bool]]) -> None:
-    if table.dtype != dtype or table.dim() != 2 or not table.is_contiguous():
+def _check_table(index: int, table: Described, dtype: torch.dtype, states: Iterable[tuple[Described, bool]]) -> None:
+    if table.dtype != dtype or len(table.shape) != 2 or not table.is_contiguous:
         raise MesetaError(
-            f"row_update: table {index} is {table.dtype} {tuple(table.shape)}; all must be contiguous [rows, D] {dtype}"
+            f"row_update: table {index} is {table.dtype} {table.shape}; all must be contiguous [rows, D] {dtype}"
         )
     for state, is_row in states:
-        wanted = table.shape[:1] if is_row else table.shape
-        if state.dtype != torch.float32 or state.shape != wanted or not state.is_contiguous():
+        shape = table.shape[:1] if is_row else table.shape
+        if state.dtype != torch.float32 or state.shape != shape or not state.is_contiguous:
             raise MesetaError(
-                f"row_update: a state of table {index} is {state.dtype} {tuple(state.shape)}, "
-                f"not contiguous float32 {tuple(wanted)}"
+                f"row_update: a state of table {index} is {state.dtype} {state.shape}, not contiguous float32 {shape}"
             )
 
 
-def _check_features(call: UpdateCall, features: Sequence[FeatureGradient]) -> None:
+def _check_ids(call: UpdateCall) -> None:
     """What the host can see; how many gradients a feature has that is not pooled, only the device knows."""
-    num_offsets, num_ids = call.offsets.numel(), call.ids.numel()
     if call.ids.dtype not in (torch.int32, torch.int64):
         raise MesetaError(f"row_update: ids are {call.ids.dtype}; give int32 or int64")
-    if call.weights is not None and call.weights.numel() != num_ids:
-        raise MesetaError(f"row_update: {call.weights.numel()} weights for {num_ids} ids; give one per id")
-    for f in features:
-        matrix, width = call.gradients[f.gradient], call.tables[f.table].shape[1]
-        if f.position < 0 or (f.position + 1) * call.num_bags >= num_offsets:
-            raise MesetaError(
-                f"row_update: feature {f.position} with {call.num_bags} samples lies outside {num_offsets} offsets"
-            )
-        lines_fit = matrix.dim() == 2 and (f.per_id or matrix.shape[0] == call.num_bags)
-        if not lines_fit or f.column < 0 or f.column + width > matrix.shape[1]:
-            raise MesetaError(
-                f"row_update: feature {f.position} needs {call.num_bags} gradients of {width} columns from column "
-                f"{f.column} on, but its matrix is {tuple(matrix.shape)}"
-            )
-
-
-def _plan(
-    layout: _Layout, features: Sequence[FeatureGradient], gradients: Sequence[Tensor], num_bags: int
-) -> tuple[int, ...]:
-    words: list[int] = []
-    for f in features:
-        stride = gradients[f.gradient].stride(0)
-        words += [f.position, f.table, f.gradient, f.column, stride, int(f.per_id), int(f.weighted)]
-    tables_at = PLAN_WORDS.value + len(words)
-    words += layout.words
-    bounds_at = PLAN_WORDS.value + len(words)
-    num_blocks, num_groups = triton.cdiv(num_bags, BLOCK_SAMPLES), len(layout.group_blocks)
-    head = (len(features), num_bags, layout.bounds[-1], num_blocks, tables_at, layout.table_words)
-    return (*head, bounds_at, num_groups, *words, *layout.bounds)
+    if call.weights is not None and call.weights.numel() != call.ids.numel():
+        raise MesetaError(f"row_update: {call.weights.numel()} weights for {call.ids.numel()} ids; give one per id")
+    for matrix in call.gradients:
+        if matrix.dim() != 2:
+            raise MesetaError(f"row_update: a gradient is {tuple(matrix.shape)}; give [samples or ids, columns]")
 
 
 def _uniforms(call: UpdateCall) -> Tensor:
@@ -288,6 +333,6 @@ def _update(
             BLOCKS=blocks,
             VECTOR=layout.vector,
             LINE_VECTOR=line_vector,
-            num_warps=4,
+            num_warps=2,
             enable_fp_fusion=False,
         )
