@@ -65,12 +65,13 @@ class Spool:
         pending = None
         if self._pending.num_rows:
             path = self._path.with_name(f"{self._path.stem}-{self.num_rows + self._pending.num_rows}.arrow")
-            batches = self._pending.batches
-            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, batches[0].schema) as writer:
-                for batch in batches:
-                    writer.write_batch(batch)
+            if path not in self._saved:  # else no row has come since, as of a split that other files make
+                batches = self._pending.batches
+                with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, batches[0].schema) as writer:
+                    for batch in batches:
+                        writer.write_batch(batch)
+                self._saved.append(path)
             pending = path.name
-            self._saved.append(path)
         while len(self._saved) > 2:  # the last state but one is no longer spoken of
             self._saved.pop(0).unlink(missing_ok=True)
         return {

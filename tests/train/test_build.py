@@ -1,0 +1,47 @@
+"""Which device a rank takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from meseta.config import RunConfig
+from meseta.spec import MesetaError
+from meseta.train.build import choose_device
+
+
+def config(device: str) -> RunConfig:
+    return RunConfig.model_validate({"run_dir": "run", "data": {"dir": Path("data")}, "device": device})
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A host of two GPUs, as far as torch says."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    return monkeypatch
+
+
+def test_a_gpu_for_each_rank(two_gpus: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert choose_device(config("auto")) == torch.device("cuda", 0)
+    two_gpus.setenv("LOCAL_WORLD_SIZE", "2")
+    two_gpus.setenv("LOCAL_RANK", "1")
+    for device in ("auto", "cuda"):
+        assert choose_device(config(device)) == torch.device("cuda", 1)
+    assert choose_device(config("cpu")) == torch.device("cpu")
+    assert capsys.readouterr().err == ""
+
+
+def test_more_ranks_than_gpus(two_gpus: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    two_gpus.setenv("LOCAL_WORLD_SIZE", "3")
+    told = "note: 3 ranks on this host and 2 GPU(s): all ranks take the CPU; --nproc 2 takes the GPUs\n"
+    for rank, err in (("0", told), ("2", "")):
+        two_gpus.setenv("RANK", rank)
+        two_gpus.setenv("LOCAL_RANK", rank)
+        assert choose_device(config("auto")) == torch.device("cpu")
+        assert capsys.readouterr().err == err
+        with pytest.raises(MesetaError, match=r"sees 2 GPU\(s\) for the 3 ranks of this host; set --nproc 2"):
+            choose_device(config("cuda"))
