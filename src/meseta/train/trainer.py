@@ -127,6 +127,23 @@ class Trainer:
         with self._held:
             return self._run()
 
+    def measure(self, *, best: bool) -> dict[str, Any]:
+        """Train to the end, and return the best or the last evaluation of the split that decides.
+
+        For a trial: no weights are saved but those that the config asks for on the way. Raises as `run` does.
+        """
+        with self._held:
+            self.world.on_first(self._begin)
+            with TrainProgress(self.num_steps, first_step=self.step, shown=self.world.rank == 0) as progress:
+                with self.saver.interruption:
+                    self._train(progress)
+                if self.saver.stopping:
+                    raise self.saver.stop()
+                line = self._evaluation(self.decisions.split, progress)
+        step = self.best.step if best and self.best.step is not None else self.step
+        lines = self.world.from_first(lambda: self._evaluations(self.decisions.split, step))
+        return lines[0] if lines else line
+
     def begin_with(self, fill: Callable[[Any], None]) -> Path:
         """Write the first checkpoint of a run, of the model as `fill` leaves it; `run` goes on from there.
 

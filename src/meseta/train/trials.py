@@ -6,12 +6,13 @@ import math
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from meseta.comm import World
 from meseta.config import RunConfig, check_document
 from meseta.data.dataset import Dataset
+from meseta.spec.files import parse_json, read_bounded
 from meseta.train.run_dir import TRIALS, RunDir
-from meseta.train.splits import VALID
 from meseta.train.trainer import Trainer
 
 RATES = (0.005, 0.015, 0.05, 0.15)
@@ -20,12 +21,15 @@ ids that come a few times and say much."""
 TRIAL_ROWS = 1_000_000
 """Samples of a trial, at most: of a small log, until its valid figure gains nothing once; of a large one, a part."""
 
+_ENDED = "evaluation.json"
+"""In the folder of a trial that has ended: the evaluation that counts."""
+
 
 def settle_table_rate(config: RunConfig, dataset: Dataset, world: World) -> RunConfig:
     """`config` with the rate of the tables that the run in run_dir was begun with, else with the one of RATES that is
     the best in trials, by the AUC of the valid split. Collective.
 
-    Trials that were cut off go on where they were. Where no trial has an AUC, the rate stays.
+    Trials that have ended are not made again. Where no trial has an AUC, the rate stays.
     """
     begun = world.from_first(lambda: _rate_of_run(config.run_dir))
     if begun is not None:
@@ -47,19 +51,40 @@ def _rate_of_run(run_dir: Path) -> float | None:
 
 
 def _try(config: RunConfig, dataset: Dataset, rate: float, world: World) -> float | None:
-    """The valid AUC of a trial at a rate: of its best weights, where the config ends with those."""
-    if world.rank == 0:
-        print(f"trial: embedding.optimizer.lr={rate:g}", file=sys.stderr, flush=True)
+    """The valid AUC of a trial at a rate, and no weights saved: of the best, where the config ends so."""
+    trial = RunDir(config.run_dir / TRIALS / f"rate-{rate:g}")
+    evaluation = world.from_first(lambda: _ended(trial))
+    if evaluation is None:
+        if world.rank == 0:
+            print(f"trial: embedding.optimizer.lr={rate:g}", file=sys.stderr, flush=True)
+        trainer = Trainer(_trial_config(config, dataset, rate, trial.path), world, with_test=False)
+        evaluation = trainer.measure(best=config.train.finish == "best")
+        line = evaluation
+        world.on_first(lambda: trial.write_json(_ENDED, line))
+    auc = evaluation.get("auc")
+    return None if auc is None else float(auc)
+
+
+def _ended(trial: RunDir) -> dict[str, Any] | None:
+    """What a trial has found; None where it has not ended."""
+    try:
+        evaluation = parse_json(read_bounded(trial.path / _ENDED))
+    except (OSError, ValueError):
+        return None
+    return evaluation if isinstance(evaluation, dict) and isinstance(evaluation.get("auc"), float | None) else None
+
+
+def _trial_config(config: RunConfig, dataset: Dataset, rate: float, run_dir: Path) -> RunConfig:
     epochs = TRIAL_ROWS / max(dataset.splits["train"].num_rows, 1)
     document = _with_rate(config, rate).model_dump(mode="json")
-    document |= {"run_dir": str(config.run_dir / TRIALS / f"rate-{rate:g}"), "checkpoint": None}
-    document["train"] |= {"epochs": min(config.train.epochs, math.ceil(epochs)), "tensorboard": False}
+    # All trials need the same memory.
+    document |= {"run_dir": str(run_dir), "checkpoint": None, "check_memory": config.check_memory and rate == RATES[0]}
+    document["train"] |= {"finish": "last", "epochs": min(config.train.epochs, math.ceil(epochs)), "tensorboard": False}
     if config.train.early_stopping.patience is not None:
         document["train"]["early_stopping"]["patience"] = 1
     if epochs < 1:
         document["train"]["max_steps"] = math.ceil(TRIAL_ROWS / config.train.batch_size)
-    auc = Trainer(check_document(document), world, with_test=False).run()[VALID]["auc"]
-    return None if auc is None else float(auc)
+    return check_document(document)
 
 
 def _with_rate(config: RunConfig, rate: float) -> RunConfig:
