@@ -13,20 +13,14 @@ from meseta.planner.menu import Menu
 from meseta.planner.partition import place_by_differencing, place_greedily
 from meseta.planner.problem import Problem
 
-NUM_BEST = 6
-"""Layouts that go on from the constructions."""
 EXCHANGE_LIMITS = (1.0, 1.1, 1.3, float("inf"))
 """Limits of the greedy grid, as multiples of what a rank exchanges on average."""
-BEAM_WIDTH = 3
-BEAM_UNITS = 4
-"""Units of the busiest ranks that are cut finer."""
 MAX_LEVELS = 6
 BEAM_WORK = 10_000
 """Units times layouts that the beam may place."""
 CLOSE = 1e-5
 """A greedy placement of many units that costs so little more than any could is not made in other ways too."""
-IMPROVED = 2
-"""Layouts that are improved; one of more than MANY_UNITS units."""
+FEW_UNITS = 40
 MANY_UNITS = 300
 """Of more, nothing is placed in ways that cannot cost less than the best so far."""
 SHAKE_WORK = 3_000
@@ -36,6 +30,27 @@ MAX_ROUNDS = 3_000
 MIN_ROUNDS = 500
 IMPROVE_WORK = 600_000
 """Units times changes of one layout."""
+
+
+@dataclass(frozen=True)
+class Breadth:
+    """How many layouts are followed; few units take so little time that many are."""
+
+    best: int
+    """Layouts that go on from the constructions."""
+    beam: int
+    """Layouts that go on from level to level of the beam."""
+    cut: int
+    """Units of the busiest ranks that are cut finer on each level."""
+    improved: int
+    """Layouts that are improved."""
+
+    @staticmethod
+    def of(num_units: int) -> Breadth:
+        """For a problem of so many units."""
+        if num_units <= FEW_UNITS:
+            return Breadth(best=12, beam=6, cut=8, improved=12)
+        return Breadth(best=6, beam=3, cut=4, improved=2 if num_units <= MANY_UNITS else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,30 +77,30 @@ def search(problem: Problem) -> list[Candidate]:
     ways, machine = problem.ways, problem.machine
     if not ways.num_units:
         return [Candidate(layout=Layout(ways, machine, np.zeros(0, np.int64)), origin="nothing to place")]
-    found: list[Candidate] = []
+    breadth, found = Breadth.of(ways.num_units), list[Candidate]()
     for choice in Menu(problem).choices():
         layout = place_greedily(ways, machine, choice, AddedCost())
         if layout is not None:
             found.append(Candidate(layout=layout, origin="greedy"))
-    found = _best(found, NUM_BEST)
+    found = _best(found, breadth.best)
     for start in [one for one in found if _may_cost_less(problem, one.layout.way, one.layout.cost / (1 + CLOSE))]:
         layout = place_by_differencing(ways, machine, start.layout.way)
         if layout is not None:
             found.append(Candidate(layout=layout, origin="differencing"))
         found += _grid(problem, start.layout.way)
-    found = _best(found, NUM_BEST)
+    found = _best(found, breadth.best)
     if not found:
         return []
-    found = _best(found + _beam(problem, found[:BEAM_WIDTH]), NUM_BEST)
+    found = _best(found + _beam(problem, found[: breadth.beam], breadth), breadth.best)
     changes = min(max(IMPROVE_WORK // max(ways.num_units, 1), MIN_ROUNDS), MAX_ROUNDS)
     better = [
         Candidate(layout=improve(start.layout.copy(), changes), origin=f"{start.origin}, improved")
-        for start in found[: IMPROVED if ways.num_units <= MANY_UNITS else 1]
+        for start in found[: breadth.improved]
     ]
     rounds = min(SHAKE_WORK // max(ways.num_units, 1), MAX_SHAKES)
     best = _best(better, 1)[0]
     better.append(Candidate(layout=shake(best.layout.copy(), rounds), origin=best.origin))
-    return _best(found + better, NUM_BEST)
+    return _best(found + better, breadth.best)
 
 
 def _best(found: Sequence[Candidate], count: int) -> list[Candidate]:
@@ -120,7 +135,7 @@ def _may_cost_less(problem: Problem, choice: Ints, cost: float) -> bool:
     return bool(busy.sum() + shared < cost)
 
 
-def _beam(problem: Problem, states: Sequence[Candidate]) -> list[Candidate]:
+def _beam(problem: Problem, states: Sequence[Candidate], breadth: Breadth) -> list[Candidate]:
     """Level by level the tables that end last are cut finer; the best few of all children go on."""
     found: list[Candidate] = []
     seen = {state.layout.way.tobytes() for state in states}
@@ -128,7 +143,7 @@ def _beam(problem: Problem, states: Sequence[Candidate]) -> list[Candidate]:
     for _ in range(MAX_LEVELS):
         children: list[Candidate] = []
         least = min(state.layout.cost for state in states)
-        for choice in [choice for state in states for choice in _finer(problem, state.layout)]:
+        for choice in [choice for state in states for choice in _finer(problem, state.layout, breadth.cut)]:
             if budget and choice.tobytes() not in seen:
                 seen.add(choice.tobytes())
                 if not _may_cost_less(problem, choice, (1 - TOLERANCE) * least):
@@ -137,17 +152,17 @@ def _beam(problem: Problem, states: Sequence[Candidate]) -> list[Candidate]:
                 layout = place_greedily(problem.ways, problem.machine, choice, AddedCost())
                 placed = [] if layout is None else [Candidate(layout=layout, origin="beam")]
                 children += _best(placed + _grid(problem, choice), 1)
-        states = _best([*states, *children], BEAM_WIDTH)
+        states = _best([*states, *children], breadth.beam)
         found += children
         if not children or states[0].layout.cost >= least:
             break
-    return [Candidate(layout=one.layout, origin="beam") for one in _best(found, BEAM_WIDTH)]
+    return [Candidate(layout=one.layout, origin="beam") for one in _best(found, breadth.beam)]
 
 
-def _finer(problem: Problem, layout: Layout) -> list[Ints]:
-    """Choices in which one unit of the busiest ranks has the next larger number of row or of column ranges."""
+def _finer(problem: Problem, layout: Layout, num_units: int) -> list[Ints]:
+    """Choices in which one of so many units of the busiest ranks has the next larger number of row or column ranges."""
     ways, found = problem.ways, []
-    for unit in layout.busiest_units()[:BEAM_UNITS]:
+    for unit in layout.busiest_units()[:num_units]:
         way = int(layout.way[unit])
         scheme = problem.schemes[way]
         if scheme is None:
