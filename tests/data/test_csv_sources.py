@@ -208,7 +208,7 @@ BODY = 'label,price,city\n0,1,"two\nlines"\n1,,b\n'  # lines 1, 2-3, 4
     [
         (BODY + "2,1,c\n", r"log.csv', line 5, column 'label': '2' is outside 0..1"),
         (BODY + ",1,c\n", r"line 5, column 'label': '' is no label"),
-        (BODY + "yes,1,c\n", r"line 5, column 'label': 'yes' is no label"),
+        (BODY + "ja,1,c\n", r"line 5, column 'label': 'ja' is no label"),
         (BODY + "0,dear,c\n", r"line 5, column 'price': 'dear' is not a number; .*--schema"),
         (BODY + "0,1\n", "line 5: 2 fields, but the header has 3"),
         (BODY + "0,1,2,3\n0,1,a\n", "line 5: 4 fields, but the header has 3"),
@@ -254,3 +254,26 @@ def test_stray_quotes_never_cut_a_field(tmp_path: Path, monkeypatch: pytest.Monk
 def test_options_and_schema_exclude_each_other(tmp_path: Path) -> None:
     with pytest.raises(MesetaError, match="exclude each other"):
         PrepareOptions(sources=["x"], out=tmp_path, schema=tmp_path / "s", label="a")
+
+
+@pytest.mark.parametrize("words", [("true", "false"), ("Yes", "NO"), ("T", "f"), (" y ", "n")])
+def test_labels_may_be_words(tmp_path: Path, words: tuple[str, str]) -> None:
+    labels = [row % 3 == 0 for row in range(120)]
+    lines = [f"{words[0] if label else words[1]},{row % 7},c{row % 5}" for row, label in enumerate(labels)]
+    (tmp_path / "log.csv").write_text("clicked,age,city\n" + "\n".join(lines) + "\n")
+    dataset = prepare(PrepareOptions(sources=[str(tmp_path / "log.csv")], out=tmp_path / "out", test_fraction=0.5))
+    assert sum(split.num_positives for split in dataset.splits.values()) == sum(labels)
+
+
+@pytest.mark.parametrize("block_bytes", [8 << 20, 40])
+def test_a_label_that_is_no_word_and_no_number_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
+    for first, last, problem in (
+        ("true", "maybe", "is no label: .* or true or false"),
+        ("yes", "2", "is outside 0..1"),
+    ):
+        (tmp_path / "log.csv").write_text(f"clicked,age\n{first},1\n" + "0,2\nNo,4\n" * 30 + f"{last},3\n")
+        with pytest.raises(MesetaError, match=f"line 63, column 'clicked': .*{last}.* {problem}"):
+            prepare(PrepareOptions(sources=[str(tmp_path / "log.csv")], out=tmp_path / "out"))

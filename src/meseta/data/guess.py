@@ -28,6 +28,8 @@ MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "\\N")
 """Texts that mean a missing number."""
 NULLS = tuple(text for text in MISSING if text.lower() != "nan")
 """Those of them that say no more than that; the others are counted with what is infinite."""
+YES, NO = ("true", "t", "yes", "y"), ("false", "f", "no", "n")
+"""Words that labels may be, in any case."""
 LABELS = (
     *("label", "click", "clicked", "is_click", "is_clicked", "target", "y"),
     *("conversion", "converted", "is_attributed", "purchase", "purchased", "is_purchase"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
 import itertools
 import math
 from collections.abc import Sequence
@@ -15,8 +16,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import csv as arrow_csv
 
-from meseta.data.csv_records import records
-from meseta.data.guess import MISSING, NULLS
+from meseta.data.csv_records import header_names, read_header, records
+from meseta.data.guess import MISSING, NO, NULLS, YES
 from meseta.data.raw_rows import RawRows, RawSparse
 from meseta.data.schema import Layout, SparseColumn
 from meseta.data.sources import Block
@@ -30,29 +31,37 @@ def parse_csv(block: Block, raw: bytes, layout: Layout) -> RawRows:
     # Columns go by place: names of columns that are not read may be empty, or come twice.
     first = {name: place for place, name in reversed(list(enumerate(block.header)))}
     places = {name: f"f{first[name]}" for name in layout.columns}
-    texts = layout.texts
-    types = {place: pa.binary() if name in texts else pa.float64() for name, place in places.items()}
-    # A row of missing values at the end shows that the last one ends where the block does: a quote in a field without
-    # quotes misleads the cut, and the parser takes a field that is never closed for one that is.
-    delimiter = block.source.delimiter
-    guarded = raw + delimiter.encode() * (len(block.header) - 1) + b"\n"
     try:
-        table = arrow_csv.read_csv(
-            pa.BufferReader(guarded),
-            # One block per call: the caller has cut the file, and parallel calls use the cores.
-            arrow_csv.ReadOptions(
-                use_threads=False, block_size=len(guarded) + 1, column_names=[f"f{i}" for i in range(len(block.header))]
-            ),
-            arrow_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, ignore_empty_lines=False),
-            arrow_csv.ConvertOptions(
-                column_types=types, include_columns=list(types), null_values=NULLS, strings_can_be_null=False
-            ),
-        ).combine_chunks()
-    except pa.ArrowInvalid as error:
-        raise _explain(block, raw, layout, one_line(error)) from None
+        table = _read(block, raw, layout, places, labels_are_words=_begins_with_word(block, raw, layout))
+    except pa.ArrowInvalid:
+        try:  # a label further down may be a word
+            table = _read(block, raw, layout, places, labels_are_words=True)
+        except pa.ArrowInvalid as error:
+            raise _explain(block, raw, layout, one_line(error)) from None
     if table.num_rows != block.num_rows + 1 or table.column(0)[-1].as_py() not in (None, b""):
         raise _explain(block, raw, layout, f"{block.num_rows} records gave {table.num_rows - 1} rows")
     return read_rows(_Columns(block, raw, layout, table.slice(0, block.num_rows), places), layout, block.num_rows)
+
+
+def _read(block: Block, raw: bytes, layout: Layout, places: dict[str, str], *, labels_are_words: bool) -> pa.Table:
+    """The columns of a block, and a row of missing values at its end. Raises pyarrow.ArrowInvalid."""
+    texts = {*layout.texts, *(layout.labels if labels_are_words else ())}
+    types = {place: pa.binary() if name in texts else pa.float64() for name, place in places.items()}
+    # The row at the end shows that the last one ends where the block does: a quote in a field without quotes misleads
+    # the cut, and the parser takes a field that is never closed for one that is.
+    delimiter = block.source.delimiter
+    guarded = raw + delimiter.encode() * (len(block.header) - 1) + b"\n"
+    return arrow_csv.read_csv(
+        pa.BufferReader(guarded),
+        # One block per call: the caller has cut the file, and parallel calls use the cores.
+        arrow_csv.ReadOptions(
+            use_threads=False, block_size=len(guarded) + 1, column_names=[f"f{i}" for i in range(len(block.header))]
+        ),
+        arrow_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, ignore_empty_lines=False),
+        arrow_csv.ConvertOptions(
+            column_types=types, include_columns=list(types), null_values=NULLS, strings_can_be_null=False
+        ),
+    ).combine_chunks()
 
 
 def read_texts(block: Block, raw: bytes, header: Sequence[str], names: Sequence[str]) -> list[pa.Array]:
@@ -102,6 +111,8 @@ class _Columns:
             return column
         try:
             texts = column.cast(pa.string())
+            if name in self.layout.labels:
+                texts = _label_numbers(texts)
             return pc.if_else(pc.is_in(texts, pa.array(NULLS)), None, texts).cast(pa.float64())
         except pa.ArrowInvalid as error:
             raise _explain(self.block, self.raw, self.layout, one_line(error)) from None
@@ -162,6 +173,26 @@ class _Columns:
         return MesetaError(f"{where}, column {name!r}: the value {problem}; fix or remove the row")
 
 
+def _begins_with_word(block: Block, raw: bytes, layout: Layout) -> bool:
+    """Whether a label of the first record is a word, as true or false: then those behind it are, most likely."""
+    with contextlib.suppress(csv.Error, ValueError):
+        fields = header_names(read_header(io.BytesIO(raw).readline, len(raw)), block.source.delimiter)
+        if len(fields) == len(block.header):
+            return any(_is_word(fields[block.header.index(name)]) for name in layout.labels)
+    return False
+
+
+def _is_word(text: str) -> bool:
+    return text.strip().lower() in (*YES, *NO)
+
+
+def _label_numbers(texts: pa.Array) -> pa.Array:
+    """Words as 1 and 0; other texts as they are."""
+    words = pc.utf8_lower(pc.utf8_trim_whitespace(texts))
+    numbers = pc.if_else(pc.is_in(words, pa.array(YES)), "1", texts)
+    return pc.if_else(pc.is_in(words, pa.array(NO)), "0", numbers)
+
+
 def _number(text: bytes) -> float:
     """What a text says, or NaN."""
     try:
@@ -205,11 +236,11 @@ def _unequal(block: Block, fields: list[str]) -> str:
 
 def _rule_broken(text: str, *, is_label: bool) -> str | None:
     """The rule that a number does not keep as a text; that of its size is checked where it is one."""
-    if text in MISSING:
+    if text in MISSING or (is_label and _is_word(text)):
         return None
     number = _number(text.encode())
     if math.isnan(number):
         if is_label:
-            return "is no label: it must be a number from 0 to 1"
+            return "is no label: it must be a number from 0 to 1, or true or false (t, f, yes, no, y, n)"
         return "is not a number; if the column holds categories, say so with --sparse or in a --schema file"
     return None
