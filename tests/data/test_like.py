@@ -185,6 +185,16 @@ def test_one_of_two_labels_is_too_few(tmp_path: Path) -> None:
     assert bare.labels == ("click", "buy") and not bare.has_labels and bare.splits["test"].positives == {}
 
 
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_empty_labels_are_none(tmp_path: Path, kind: str) -> None:
+    rest, data = two_files(tmp_path)
+    write = {"csv": write_csv, "parquet": write_parquet}[kind]
+    bare = like(tmp_path, write(tmp_path / f"bare.{kind}", without(rest, "click", "importance")), data, "bare")
+    empty = like(tmp_path, write(tmp_path / f"empty.{kind}", {**rest, "click": [None] * 150}), data, "empty")
+    assert not bare.has_labels and not empty.has_labels
+    assert pq.read_table(tmp_path / "empty/test").equals(pq.read_table(tmp_path / "bare/test"))
+
+
 def test_bad_rows_may_be_left_out(tmp_path: Path) -> None:
     rest, data = two_files(tmp_path)
     broken = {**rest, "price": ["dear" if row == 7 else value for row, value in enumerate(rest["price"])]}

@@ -219,7 +219,9 @@ def test_a_leftover_from_before_a_restart_of_the_machine_is_not_used(
 
 def test_rows_short_of_a_window_are_kept_while_a_split_gets_no_more(tmp_path: Path) -> None:
     """As of a split by files, of which nothing comes between many commits."""
-    batch = pa.record_batch({"label": pa.array([1, 0, 1], pa.float32()), "price": pa.array([1.0, 2.0, 3.0], pa.float32())})
+    batch = pa.record_batch(
+        {"label": pa.array([1, 0, 1], pa.float32()), "price": pa.array([1.0, 2.0, 3.0], pa.float32())}
+    )
     first, second = (Spool(tmp_path / "valid.arrow", ("price",), ("label",)) for _ in range(2))
     first.add(batch)
     for _ in range(4):

@@ -6,11 +6,15 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from meseta.data.dataset import Dataset, SourceForm, SparseFeature
+from meseta.data.guess import MISSING
 from meseta.data.layout import CRITEO, check_features, column_names
 from meseta.data.parquet_layout import parquet_layout_of
 from meseta.data.parse_svm import has_label
-from meseta.data.sample import csv_header
+from meseta.data.sample import csv_header, csv_sample, parquet_sample
 from meseta.data.schema import NO_CATEGORY, Buckets, Layout, Schema, SparseColumn
 from meseta.data.sources import KIND_NAMES, Source, find_sources, first_line
 from meseta.spec import MesetaError
@@ -105,8 +109,8 @@ def _sparse_column(where: str, feature: SparseFeature, form: SourceForm | None) 
 def find_alike(dataset: Dataset, patterns: Sequence[str]) -> tuple[tuple[Source, ...], Layout]:
     """Raw files with the columns of an earlier dataset, in any order and among others; and the layout of their rows.
 
-    It has no labels where no file has them, and then no weight; a group and a time are left out where a file lacks
-    them, if there are no labels, for which groups count. All rows are for testing.
+    It has no labels where no file has them, or none but empty ones, and then no weight; a group and a time are left out
+    where a file lacks them, if there are no labels, for which groups count. All rows are for testing.
     Raises MesetaError as `find_sources` does, and for a feature or one of several labels that a file lacks, for
     files of another kind, and for columns of types that no longer fit.
     """
@@ -117,7 +121,8 @@ def find_alike(dataset: Dataset, patterns: Sequence[str]) -> tuple[tuple[Source,
     _check_kind(dataset, layout, sources[0])
     if layout.header and sources[0].kind == "csv":
         sources = tuple(_with_header(source, layout) for source in sources)
-    names = [_names(source, layout) for source in sources]
+    empty = _empty_labels(sources, layout)
+    names = [[name for name in _names(source, layout) if name not in empty] for source in sources]
     layout = _with_samples(sources, names, layout)
     for source, present in zip(sources, names, strict=True):
         _check_columns(source, present, layout)
@@ -168,6 +173,23 @@ def _names(source: Source, layout: Layout) -> Sequence[str]:
     labels = layout.labels if has_label(line) else ()
     group = [layout.group] if layout.group is not None and b"qid:" in line else []
     return [*labels, *group, *layout.feature_columns]
+
+
+def _empty_labels(sources: Sequence[Source], layout: Layout) -> set[str]:
+    """Labels whose columns stand there without a value, in a sample of the rows."""
+    if sources[0].kind == "csv":
+        texts = csv_sample(sources, layout.labels)
+        return {name for name, values in texts.items() if values and all(value in MISSING for value in values)}
+    if sources[0].kind == "parquet":
+        table = parquet_sample(sources, layout.labels)
+        values = {name: table.column(name).combine_chunks() for name in table.column_names}
+        return {name for name, column in values.items() if len(column) and _is_empty(column)}
+    return set()
+
+
+def _is_empty(column: pa.Array) -> bool:
+    is_number = pa.types.is_floating(column.type)
+    return bool(pc.all(pc.is_null(column, nan_is_null=is_number)).as_py())
 
 
 def _with_samples(sources: Sequence[Source], names: Sequence[Sequence[str]], layout: Layout) -> Layout:
