@@ -138,3 +138,14 @@ def test_another_try_with_other_columns_says_what_to_do_and_force_does_it(
     output_of(*command, "--force")
     assert yaml.safe_load(Path("runs/log/config.yaml").read_text())["model"]["dropout"] == 0.5
     assert "checkpoint.mirror" in error_of("train", "runs/log/config.yaml", "--force", "checkpoint.mirror=memory://x")
+
+
+def test_that_rows_with_times_could_be_tested_on_later_ones_is_said(
+    tmp_path: Path, output_of: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    columns = {"click": lambda d: d.randrange(2), "seen": lambda d: f"2026-01-{d.randrange(1, 29):02}"}
+    write_text(Path("log.csv"), {**columns, "city": lambda d: f"c{d.randrange(5)}"})
+    assert "--time seen --test-after TIME tests on later ones" in output_of("prepare", "log.csv", "--out", "chance")
+    later = output_of("prepare", "log.csv", "--out", "later", "--time", "seen", "--test-after", "2026-01-20")
+    assert "tests on later" not in later

@@ -303,3 +303,24 @@ def test_bad_roles_are_named(tmp_path: Path, text: str, message: str) -> None:
     write_csv(tmp_path / "log.csv", [GOOD])
     with pytest.raises(MesetaError, match=message):
         run(tmp_path, "log.csv", schema=write_schema(tmp_path, text))
+
+
+def test_a_column_of_times_may_be_named(tmp_path: Path) -> None:
+    """It is ignored by itself, and then beside one that has the name of a time."""
+    hours = [f"2026-01-{1 + row // 24:02}T{row % 24:02}:00:00Z" for row in range(96)]
+    lines = [f"{row % 2},{hour},{hours[-1 - row]},c{row % 5}" for row, hour in enumerate(hours)]
+    (tmp_path / "log.csv").write_text("click,seen,ts,city\n" + "\n".join(lines) + "\n")
+
+    def split(**options: Any) -> dict[str, int]:
+        made = PrepareOptions(sources=[str(tmp_path / "log.csv")], out=tmp_path / str(len(options)), **options)
+        return {name: split.num_rows for name, split in prepare(made).splits.items()}
+
+    layout = read_layout(PrepareOptions(sources=[str(tmp_path / "log.csv")], out=tmp_path, time=["seen"]))
+    assert layout.time == "seen" and "another time" in layout.reasons["ts"]
+    assert split(test_after="2026-01-04") == {"train": 72, "test": 24}
+    assert split(test_after="2026-01-04 12:00", time=["seen"]) == {"train": 84, "test": 12}
+    for time, problem in ((["s*", "ts"], "rows have one time"), (["gone"], "has no column 'gone'")):
+        with pytest.raises(MesetaError, match=problem):
+            read_layout(PrepareOptions(sources=[str(tmp_path / "log.csv")], out=tmp_path, time=time))
+    with pytest.raises(MesetaError, match="named by --time and as a feature"):
+        read_layout(PrepareOptions(sources=[str(tmp_path / "log.csv")], out=tmp_path, time=["seen"], sparse=["seen"]))

@@ -77,6 +77,15 @@ Sparse = Annotated[
 Ignore = Annotated[
     list[str] | None, typer.Option(help="Columns that are left out, likewise.", rich_help_panel=_COLUMNS)
 ]
+TimeColumn = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--time",
+        help="Column of times, which --test-after goes by.",
+        show_default="by its name",
+        rich_help_panel=_COLUMNS,
+    ),
+]
 SchemaFile = Annotated[
     Path | None, typer.Option(help="YAML file that says what the columns are.", rich_help_panel=_COLUMNS)
 ]
@@ -141,6 +150,7 @@ def prepare(
     dense: Dense = None,
     sparse: Sparse = None,
     ignore: Ignore = None,
+    time_column: TimeColumn = None,
     schema: SchemaFile = None,
     print_schema: _PrintSchema = False,
     bad_rows: BadRows = "error",
@@ -170,7 +180,7 @@ def prepare(
         hash_rows_by_feature=rows_by_feature,
         vocabulary=vocabulary,
         min_count=min_count,
-        **column_options(label, dense, sparse, ignore),
+        **column_options(label=label, dense=dense, sparse=sparse, ignore=ignore, time=time_column),
         schema=schema,
         force=force,
         **bad_row_options(bad_rows, max_bad_rows),
@@ -233,7 +243,8 @@ def run(options: PrepareOptions, command: str = "the same command") -> Dataset:
 
     start_s = time.perf_counter()
     with progress_bar() as progress:
-        show = partial(print_layout, given=options.schema is not None, command=command)
+        by_chance = options.rule_of("test") == "fraction" and options.split_by is None
+        show = partial(print_layout, given=options.schema is not None, by_chance=by_chance, command=command)
         dataset = prepare(options, progress, show)
     print_summary(dataset, options.out, time.perf_counter() - start_s)
     return dataset
@@ -262,17 +273,11 @@ def comma_list(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def column_options(
-    label: Sequence[str] | None,
-    dense: Sequence[str] | None,
-    sparse: Sequence[str] | None,
-    ignore: Sequence[str] | None,
-) -> dict[str, Any]:
-    """Options of PrepareOptions that are given; each entry holds names or patterns, parted by commas."""
-    given = {"label": label, "dense": dense, "sparse": sparse, "ignore": ignore}
+def column_options(**columns: Sequence[str] | None) -> dict[str, Any]:
+    """Options of PrepareOptions that name columns; each entry holds names or patterns, parted by commas."""
     names = {
         option: [name for entry in entries for name in comma_list(entry)]
-        for option, entries in given.items()
+        for option, entries in columns.items()
         if entries
     }
     return {option: found[0] if option == "label" and len(found) == 1 else found for option, found in names.items()}
@@ -329,8 +334,10 @@ def progress_bar() -> Iterator[Progress]:
             bar.stop()
 
 
-def print_layout(layout: Layout, *, given: bool, command: str = "the same command") -> None:
-    """What each column is taken for, as the schema file that says so, and how to change it with `command`."""
+def print_layout(layout: Layout, *, given: bool, by_chance: bool = False, command: str = "the same command") -> None:
+    """What each column is taken for, as the schema file that says so, and how to change it with `command`; and that
+    rows with times could be tested on later ones, where chance splits them."""
+    from meseta.data.guess import OTHER_TIME
     from meseta.data.schema import schema_text
 
     if not layout.reasons and not given:
@@ -339,8 +346,15 @@ def print_layout(layout: Layout, *, given: bool, command: str = "the same comman
     typer.echo("".join(f"  {line}\n" for line in schema_text(layout).splitlines()), nl=False)
     if not given:
         typer.echo(
-            "to change that: --label, --dense, --sparse or --ignore with names or patterns; or all of it in a file: "
-            f"{command} with --print-schema > schema.yaml, edit it, then this one with --schema schema.yaml"
+            "to change that: --label, --dense, --sparse, --ignore or --time with names or patterns; or all of it in a "
+            f"file: {command} with --print-schema > schema.yaml, edit it, then this one with --schema schema.yaml"
+        )
+    others = [name for name in layout.ignored if layout.reasons.get(name, "").startswith(OTHER_TIME)]
+    if by_chance and (layout.time is not None or others):
+        option = "" if layout.time is not None else f"--time {others[0]} "
+        typer.echo(
+            f"test rows are drawn by chance from all times; {option}--test-after TIME tests on later ones, as those of "
+            "tomorrow will be"
         )
 
 

@@ -22,6 +22,8 @@ class Guess(NamedTuple):
     """'both': a category and a measurement."""
     reason: str
     """In a few words, on one line."""
+    is_named: bool = False
+    """Whether an option says so."""
 
 
 MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "\\N")
@@ -44,6 +46,8 @@ WEIGHTS = ("sample_weight", "example_weight", "instance_weight", "row_weight", "
 TIMES = ("timestamp", "event_timestamp", "datetime", "event_time", "time", "date", "ts", "unixtime", "unix_time")
 GROUPS = ("qid",)
 
+OTHER_TIME = "a time"
+"""So begins the reason of a column of times that is ignored."""
 _FIRST_TIME_S = 1e8
 """Numbers are taken for times from March 1973 on: smaller ones under such a name are likelier durations or days."""
 _PROVING_ROWS = 50
@@ -148,10 +152,10 @@ def other_outcome(name: str) -> Guess | None:
 
 def only_one_each(guesses: Mapping[str, Guess]) -> dict[str, Guess]:
     """The same, but a sample has one weight, one group and one time: further columns of such a name are ignored."""
-    taken: dict[Role, str] = {}
+    taken: dict[Role, str] = {guess.role: name for name, guess in guesses.items() if guess.is_named}
     result: dict[str, Guess] = {}
     for name, guess in guesses.items():
-        role, reason = guess
+        role, reason, _ = guess
         first = taken.setdefault(role, name) if role in ("weight", "group", "time") else name
         result[name] = guess if first == name else Guess("ignore", f"another {role}, beside {first!r}: {reason}")
     return result
@@ -170,6 +174,13 @@ def guess_number_column(name: str, values: Sequence[float]) -> Guess | None:
     return None
 
 
+def guess_time(name: str, shown: str) -> Guess:
+    """The role of a column of times; `shown` follows "a time"."""
+    if name.lower() in TIMES:
+        return Guess("time", f"a time{shown}; only for splits")
+    return Guess("ignore", f"{OTHER_TIME}{shown}; --time {name} makes it the one that splits go by")
+
+
 def guess_column(name: str, values: Sequence[str]) -> Guess:
     """The role of a column by its name and its values [n] in a sample of the rows, in their order, as text."""
     present = [value for value in values if value not in MISSING]
@@ -182,9 +193,7 @@ def guess_column(name: str, values: Sequence[str]) -> Guess:
         return outcome
     distinct = dict.fromkeys(present)
     if all(map(_TIME.fullmatch, distinct)):
-        if name.lower() in TIMES:
-            return Guess("time", f"a time, as {present[0]!r}; only for splits")
-        return Guess("ignore", f"a time, as {present[0]!r}")
+        return guess_time(name, f", as {present[0]!r}")
     if name.lower() in GROUPS:
         return Guess("group", f"the name of a group: {_shown(present)}")
     numbers = {text: number for text in distinct if (number := _number(text)) is not None}

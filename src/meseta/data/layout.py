@@ -53,9 +53,10 @@ def find_layout(
     if kind == "tsv":
         if named or schema:
             raise MesetaError(
-                "prepare: --label, --dense, --sparse, --ignore are for CSV and Parquet, and this TSV has the columns "
-                "of Criteo's logs; a --schema gives them other roles if it has their names under header, as the one "
-                "that --print-schema prints, or a delimiter where the file has names of its own in its first line"
+                "prepare: --label, --dense, --sparse, --ignore, --time are for CSV and Parquet, and this TSV has the "
+                "columns of Criteo's logs; a --schema gives them other roles if it has their names under header, as "
+                "the one that --print-schema prints, or a delimiter where the file has names of its own in its first "
+                "line"
             )
         for source in sources:
             _check_first_line(source)
@@ -110,6 +111,7 @@ def _wanted_fields(named: NamedColumns, schema: Schema | None) -> Sequence[str]:
         named.label
         or named.dense
         or named.ignore
+        or named.time
         or (schema and (schema.label != "label" or schema.model_fields_set - known))
     ):
         raise MesetaError(

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from meseta.data.guess import TIMES, Guess, guess_column, guess_label, has_negative, other_outcome
+from meseta.data.guess import Guess, guess_column, guess_label, guess_time, has_negative, other_outcome
 from meseta.data.roles import NamedColumns, reasons_of, schema_of
 from meseta.data.sample import parquet_sample
 from meseta.data.schema import Layout, Schema, SparseColumn, check_names, layout_of
@@ -89,7 +89,7 @@ def _guess(field: pa.Field, texts: Sequence[str] | None, weighed: str | None) ->
     if weighed is not None:
         return Guess("ignore", f"the weights of {weighed}")
     if _is_moment(kind):
-        return Guess("time", "only for splits") if field.name.lower() in TIMES else Guess("ignore", "a time")
+        return guess_time(field.name, "")
     if _is_list(kind):
         item = kind.value_type
         if _is_text(item) or pa.types.is_integer(item) or is_pair(item):

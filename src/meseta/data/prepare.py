@@ -84,8 +84,10 @@ class PrepareOptions:
     """Columns that are categories; one that is dense too is both. Of libffm and libsvm: the only fields that count."""
     ignore: Sequence[str] = ()
     """CSV and Parquet: columns that are left out; a name goes before a pattern, a feature's pattern before this one."""
+    time: Sequence[str] = ()
+    """CSV and Parquet: the column of times, by which `test_after` and `valid_after` split; empty: by its name."""
     schema: Path | None = None
-    """A file that says what the columns are, instead of the four options above; not for TSV."""
+    """A file that says what the columns are, instead of the five options above; not for TSV."""
     bad_rows: str = "error"
     """A row that cannot be parsed: 'error' stops the work there, 'skip' leaves it out and counts it."""
     max_bad_rows: int | float = 0.01
@@ -101,7 +103,8 @@ class PrepareOptions:
         self._check_split_by()
         if self.schema is not None and self.named:
             raise MesetaError(
-                "prepare: --schema and --label, --dense, --sparse, --ignore exclude each other; give one or the others"
+                "prepare: --schema and --label, --dense, --sparse, --ignore, --time exclude each other; give one or "
+                "the others"
             )
         if not 0 <= self.seed < 2**63:
             raise MesetaError(f"prepare: --seed must be in 0..2**63-1, got {self.seed}")
@@ -122,7 +125,7 @@ class PrepareOptions:
     def named(self) -> NamedColumns:
         """Columns by name."""
         label = [self.label] if isinstance(self.label, str) else self.label or ()
-        return NamedColumns(label=label, dense=self.dense, sparse=self.sparse, ignore=self.ignore)
+        return NamedColumns(label=label, dense=self.dense, sparse=self.sparse, ignore=self.ignore, time=self.time)
 
     def _check_shares(self) -> None:
         for split in PARTED:
@@ -285,8 +288,8 @@ def _splitter(options: PrepareOptions, layout: Layout) -> Splitter:
     by = cast(SplitBy | None, "time" if is_after else options.split_by)
     if by is not None and getattr(layout, by) is None:
         raise MesetaError(
-            f"prepare: --split-by {by} needs a column for it, and there is none; name it as {by!r} in a --schema file "
-            "(of libsvm, qid is the group; Criteo's TSV has neither)"
+            f"prepare: --split-by {by} needs a column for it, and there is none; name it as {by!r} in a --schema file"
+            f"{', or with --time' if by == 'time' else ''} (of libsvm, qid is the group; Criteo's TSV has neither)"
         )
     splitter = Splitter(
         seed=options.seed,

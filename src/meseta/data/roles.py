@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from meseta.data.guess import Guess, only_one_each
+from meseta.data.guess import Guess, Role, only_one_each
 from meseta.data.schema import Schema
 from meseta.spec import MesetaError, nearest
 
@@ -20,9 +20,10 @@ class NamedColumns:
     sparse: Sequence[str] = ()
     """A column that is here and under `dense` is both."""
     ignore: Sequence[str] = ()
+    time: Sequence[str] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.label or self.dense or self.sparse or self.ignore)
+        return bool(self.label or self.dense or self.sparse or self.ignore or self.time)
 
     def labels(self, where: str, names: Sequence[str]) -> tuple[str, ...]:
         """The labels among the columns `names`. Raises MesetaError, naming `where`, for one that is not there."""
@@ -37,14 +38,18 @@ class NamedColumns:
         """
         by_name: dict[str, set[str]] = {}
         by_pattern: dict[str, set[str]] = {}
-        for role in ("dense", "sparse", "ignore"):
+        for role in ("dense", "sparse", "ignore", "time"):
             for entry in getattr(self, role):
                 table = by_name if entry in names else by_pattern
                 for name in _matches(where, entry, names):
                     table.setdefault(name, set()).add(role)
         for name, roles in by_name.items():
-            if "ignore" in roles and len(roles) > 1:
-                raise MesetaError(f"{where}: column {name!r} is named by --ignore and as a feature; name it once")
+            for alone in ("ignore", "time"):
+                if alone in roles and len(roles) > 1:
+                    raise MesetaError(f"{where}: column {name!r} is named by --{alone} and as a feature; name it once")
+        times = [name for name in names if "time" in by_name.get(name, by_pattern.get(name, ()))]
+        if len(times) > 1:
+            raise MesetaError(f"{where}: --time names {times[0]!r} and {times[1]!r}; rows have one time")
         chosen = {
             name: by_name.get(name) or by_pattern[name] for name in names if name in by_name or name in by_pattern
         }
@@ -58,12 +63,15 @@ def _matches(where: str, entry: str, names: Sequence[str]) -> list[str]:
     return matching
 
 
+_ROLES: dict[str, Role] = {"dense": "dense", "sparse": "categorical", "time": "time", "ignore": "ignore"}
+"""Options that name columns -> roles; the first that names a column counts."""
+
+
 def _role(roles: set[str]) -> Guess:
     if {"dense", "sparse"} <= roles:
-        return Guess("both", "a category and a measurement, as --sparse and --dense say")
-    if "dense" in roles:
-        return Guess("dense", "as --dense says")
-    return Guess("categorical", "as --sparse says") if "sparse" in roles else Guess("ignore", "as --ignore says")
+        return Guess("both", "a category and a measurement, as --sparse and --dense say", is_named=True)
+    option = next(option for option in _ROLES if option in roles)
+    return Guess(_ROLES[option], f"as --{option} says", is_named=True)
 
 
 def schema_of(labels: Sequence[str], guesses: Mapping[str, Guess], signed: Sequence[str]) -> Schema:
