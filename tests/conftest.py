@@ -63,6 +63,21 @@ def pytest_configure() -> None:
         settings.load_profile("soak" if os.environ.get("MESETA_SOAK") else "test")
 
 
+LONGEST = ("docs/test_pages.py", "cli", "train", "distributed", "bad_input", "checkpoint")
+"""Tests below these paths begin first, so that no long one is left alone at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files keep their order otherwise."""
+    here = Path(__file__).parent
+    ranks = {here / path: rank for rank, path in enumerate(LONGEST)}
+
+    def rank(item: pytest.Item) -> int:
+        return min((ranks[path] for path in (item.path, *item.path.parents) if path in ranks), default=len(ranks))
+
+    items.sort(key=rank)
+
+
 def pytest_report_header() -> str:
     """Which processor: what is equal on one instruction set may differ on another."""
     from meseta.ops.core import instruction_set
