@@ -19,7 +19,7 @@ from meseta.data import Dataset
 from meseta.data.check import check
 from meseta.data.describe import describe
 from meseta.data.encoding import other_rows
-from meseta.data.prepare import PrepareOptions, load_prepared, prepare, with_valid_split
+from meseta.data.prepare import PrepareOptions, for_training, load_prepared, prepare
 from meseta.spec import MesetaError
 from meseta.train.report.data_page import data_page
 
@@ -341,11 +341,14 @@ def test_a_folder_of_before_counts_as_prepared_with_the_same_options(tmp_path: P
         (tmp_path / "out" / name).write_text(json.dumps(document))
     loaded = load_prepared(options)
     assert loaded is not None and loaded.valid_fraction is None
-    assert load_prepared(with_valid_split(options)) == loaded
+    assert load_prepared(for_training(options)) == loaded
     asked = PrepareOptions(sources=options.sources, out=options.out, valid_fraction=0.2)
-    assert with_valid_split(asked) == asked
+    assert for_training(asked) == asked  # and goes on to hash
     with pytest.raises(MesetaError, match=r"the option valid_fraction was null and is 0\.2 now"):
         load_prepared(asked)
     elsewhere = PrepareOptions(sources=options.sources, out=tmp_path / "elsewhere")
-    assert prepare(with_valid_split(elsewhere)).valid_fraction == 0.1
-    assert load_prepared(with_valid_split(elsewhere)) is not None
+    assert prepare(for_training(elsewhere)).valid_fraction == 0.1
+    assert load_prepared(for_training(elsewhere)) is not None
+    assert for_training(elsewhere).vocabulary and for_training(elsewhere).min_count == 2
+    rare = PrepareOptions(sources=options.sources, out=tmp_path / "rare", vocabulary=True, min_count=7)
+    assert load_prepared(for_training(rare)) is None and prepare(rare) == load_prepared(for_training(rare))

@@ -118,10 +118,10 @@ def train(
 def _fill(document: dict[str, Any], options: PrepareOptions) -> Dataset | None:
     """Prepare, and give the config what it leaves open; returns the dataset where the rate of the tables is to be found
     by trial."""
-    from meseta.data.prepare import with_valid_split
+    from meseta.data.prepare import for_training
     from meseta.train.raw_files import can_be_tried, choose_settings
 
-    dataset = _prepared(with_valid_split(options))
+    dataset = _prepared(for_training(options))
     chosen = choose_settings(document, dataset)
     if chosen and _is_first():
         _print_chosen(chosen, dataset)

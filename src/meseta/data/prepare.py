@@ -41,6 +41,9 @@ TEST_FRACTION = 0.1
 """Share of the test split where nothing says what makes it."""
 VALID_FRACTION = 0.1
 """The same of the valid split, where there is to be one."""
+MIN_COUNT = 2
+"""Occurrences that earn a value a row of its own in what `meseta train --data` prepares: hashing to 100,000 rows cost
+0.014 of AUC on a log with 60,000 users of five rows each, and 0.015 on one with ids without end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,13 +231,16 @@ def prepare(
     return Dataset.load(options.out)
 
 
-def with_valid_split(options: PrepareOptions) -> PrepareOptions:
-    """The same, with a valid split of a tenth where nothing is said of one; but not where `options.out` stands already
-    and was prepared without."""
+def for_training(options: PrepareOptions) -> PrepareOptions:
+    """The same as `meseta train --data` prepares them: table rows for values that come twice, and a valid split of a
+    tenth where nothing is said of one. What was prepared in `options.out` already, and otherwise, stays as it is."""
+    record = load_record(options.out)
+    former = {} if record is None else record["options"]
+    if record is None or former.get("vocabulary"):
+        options = replace(options, vocabulary=True, min_count=former.get("min_count", MIN_COUNT))
     if options.valid_fraction is not None or options.rule_of("valid"):
         return options
-    record = load_record(options.out)
-    if record is not None and record["options"].get("valid_fraction") is None:
+    if record is not None and former.get("valid_fraction") is None:
         return options
     return replace(options, valid_fraction=VALID_FRACTION)
 
@@ -344,8 +350,8 @@ __all__ = [
     "PrepareOptions",
     "Progress",
     "find_teacher",
+    "for_training",
     "load_prepared",
     "prepare",
     "read_layout",
-    "with_valid_split",
 ]
