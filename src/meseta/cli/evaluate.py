@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from meseta.cli.launch import is_launched, run_ranks
+from meseta.cli.launch import run_ranks
+from meseta.spec.launched import is_launched
 
 
 def evaluate(

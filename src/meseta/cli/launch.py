@@ -15,6 +15,7 @@ from typing import IO
 
 from meseta.cli.processes import STOPPING, start_command
 from meseta.spec import MesetaError
+from meseta.spec.launched import is_launched
 from meseta.spec.rendezvous import Rendezvous
 
 STOP_S = 10
@@ -35,11 +36,6 @@ _LOSSES = (
     "sendBytes failed",
     "recvBytes failed",
 )
-
-
-def is_launched() -> bool:
-    """Whether torchrun, or `run_ranks`, has started this process as one of several ranks."""
-    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def is_loss_of_peer(error: RuntimeError) -> bool:

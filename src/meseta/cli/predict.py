@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
-from meseta.cli.launch import is_launched, run_ranks
+from meseta.cli.launch import run_ranks
 from meseta.cli.prepare import comma_list, print_unseen
 from meseta.spec import MesetaError
+from meseta.spec.launched import is_launched
 
 _SPLIT = "test"
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
+
+from meseta.spec.launched import is_first
 
 if TYPE_CHECKING:
     from meseta.measure.topology import Detected
@@ -44,7 +45,7 @@ def detect(
     model = None if cost_model is None else CostModel.load(cost_model)
     gpus = None if device == "cpu" else find_gpus()
     found = look(num_devices=devices_per_host, device=kind, folder=disk, cost_model=model, gpus=gpus)
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first():
         return
     text = _document(found)
     if out is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import textwrap
 import time
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meseta.cli.figures import figures
-from meseta.cli.launch import is_launched, run_ranks
+from meseta.cli.launch import run_ranks
 from meseta.cli.prepare import (
     BadRows,
     Dense,
@@ -35,6 +34,7 @@ from meseta.cli.prepare import (
 )
 from meseta.cli.prepare import run as prepare
 from meseta.spec import MesetaError
+from meseta.spec.launched import is_first, is_launched
 
 if TYPE_CHECKING:
     from meseta.config import RunConfig
@@ -123,7 +123,7 @@ def _fill(document: dict[str, Any], options: PrepareOptions) -> Dataset | None:
 
     dataset = _prepared(for_training(options))
     chosen = choose_settings(document, dataset)
-    if chosen and _is_first():
+    if chosen and is_first():
         _print_chosen(chosen, dataset)
     return dataset if "embedding.optimizer.lr" in chosen and can_be_tried(dataset) else None
 
@@ -180,9 +180,9 @@ def _split(arguments: Sequence[str]) -> tuple[Path | None, Sequence[str]]:
 
 def _prepared(options: PrepareOptions) -> Dataset:
     """The dataset of `options`; of several ranks the first prepares it, and the others wait until it is there."""
-    is_first = _is_first()
+    prepares = is_first()
     while (dataset := _load(options)) is None:
-        if is_first:
+        if prepares:
             return prepare(options, command="`meseta prepare FILE --out DIR`")
         time.sleep(0.2)  # Where the first rank fails, its launcher ends this one too.
     return dataset
@@ -208,11 +208,6 @@ def _print_chosen(chosen: Mapping[str, Any], dataset: Dataset) -> None:
     print(textwrap.fill(" ".join(f"{key}={value}" for key, value in values.items()), 110, initial_indent="  ",
                         subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))  # fmt: skip
     print("to change one: KEY=VALUE behind the command; `meseta config` lists them")
-
-
-def _is_first() -> bool:
-    """Whether this process is rank 0, or the only one."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _print_result(summary: dict[str, Any], run_dir: Path) -> None:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meseta.cli.launch import is_launched, run_ranks
+from meseta.cli.launch import run_ranks
 from meseta.cli.processes import begin_anew
 from meseta.spec import MesetaError, ShardingType
+from meseta.spec.launched import is_launched
 
 if TYPE_CHECKING:
     from meseta.config import RunConfig

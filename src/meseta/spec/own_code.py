@@ -7,6 +7,8 @@ import os
 import sys
 from types import ModuleType
 
+from meseta.spec.launched import is_first
+
 
 def import_own(what: str, module_name: str) -> ModuleType:
     """The module, found as Python finds it, and in the current folder; `what` names the key, as in `say_own`.
@@ -23,7 +25,7 @@ def say_own(what: str, module_name: str) -> None:
 
     The files of the packages that it lies in run as well. Nothing is run to find them.
     """
-    if module_name in sys.modules or os.environ.get("RANK", "0") != "0":
+    if module_name in sys.modules or not is_first():
         return
     with_current_folder()
     files = _files(module_name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.embedding.base import Collection
 from meseta.optim.schedule import learning_rate_factor
 from meseta.spec import MesetaError, Plan, nearest
+from meseta.spec.launched import is_first, local_rank, num_local_ranks
 from meseta.train.memory import check_memory
 from meseta.train.outline import make_dense_part, make_outline
 from meseta.train.planning import plan_run
@@ -29,22 +29,21 @@ def choose_device(config: RunConfig) -> torch.device:
 
     Raises MesetaError where GPUs are asked for and there are too few.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    num_ranks = num_local_ranks()
     num_gpus = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
-    if num_gpus >= local_size:
-        torch.cuda.set_device(local_rank)
-        return torch.device("cuda", local_rank)
+    if num_gpus >= num_ranks:
+        torch.cuda.set_device(local_rank())
+        return torch.device("cuda", local_rank())
     if config.device == "cuda" and num_gpus == 0:
         raise MesetaError("device 'cuda' was asked for, but torch sees no GPU; set device=cpu, or install a CUDA torch")
     if config.device == "cuda":
         raise MesetaError(
-            f"device 'cuda' was asked for, but torch sees {num_gpus} GPU(s) for the {local_size} ranks of this host; "
+            f"device 'cuda' was asked for, but torch sees {num_gpus} GPU(s) for the {num_ranks} ranks of this host; "
             f"set --nproc {num_gpus}, or device=cpu"
         )
-    if num_gpus and int(os.environ.get("RANK", "0")) == 0:
+    if num_gpus and is_first():
         print(
-            f"note: {local_size} ranks on this host and {num_gpus} GPU(s): all ranks take the CPU; "
+            f"note: {num_ranks} ranks on this host and {num_gpus} GPU(s): all ranks take the CPU; "
             f"--nproc {num_gpus} takes the GPUs",
             file=sys.stderr,
             flush=True,

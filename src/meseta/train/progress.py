@@ -31,13 +31,15 @@ class TrainProgress:
         self._task = self._bar.add_task("train", total=num_steps, completed=first_step, figures="")
 
     def __enter__(self) -> TrainProgress:
-        self._bar.start()
+        if self._live:
+            self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        if self._live:  # a bar that was not shown leaves an empty line in some versions of rich
+            self._bar.stop()
 
     def step(self, step: int) -> None:
         """Move the bar to `step` steps done."""

@@ -23,6 +23,7 @@ from meseta.data.dataset import FILE_NAME, Dataset
 from meseta.data.keep import keep_tables
 from meseta.spec import MesetaError
 from meseta.spec.files import append_whole, json_text, parse_json, read_bounded
+from meseta.spec.launched import is_first
 from meseta.spec.processors import num_cores, this_processor
 from meseta.train.lock import FolderLock
 from meseta.train.report.lines import METRICS_NAME, EvalLine, MetricsLine, TrainLine, read_lines, told_spoiled
@@ -96,7 +97,7 @@ class RunDir:
 
     def _say(self, note: str) -> None:
         """A line on the terminal of rank 0, once."""
-        if note not in self._told and os.environ.get("RANK", "0") == "0":
+        if note not in self._told and is_first():
             print(f"note: {note}", file=sys.stderr, flush=True)
         self._told.add(note)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from meseta.comm import World
 from meseta.config import CheckpointConfig
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
 from meseta.spec import MesetaError
+from meseta.spec.launched import num_local_ranks
 from meseta.storage import TableShard
 from meseta.train.interruption import Interruption, Stopped
 from meseta.train.memory import free_bytes
@@ -96,7 +96,7 @@ class Saver:
     def _is_in_background(self, shards: Sequence[TableShard]) -> bool:
         """What the config says; 'auto': where every rank has twice the memory of its copy free. Decided once."""
         if self._copies is None:
-            wanted = 2 * copy_bytes(shards) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            wanted = 2 * copy_bytes(shards) * num_local_ranks()
             fits = self._config.background == "always" or wanted <= _free_bytes()
             self._copies = self._config.background != "never" and all(self._world.gather_objects(fits))
         return self._copies

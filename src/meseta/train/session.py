@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,6 +10,7 @@ import torch
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.measure.waiting import sleep_when_crowded
+from meseta.spec.launched import num_local_ranks
 from meseta.spec.processors import num_cores
 from meseta.train.build import choose_device
 
@@ -21,8 +21,7 @@ def session(config: RunConfig) -> Iterator[World]:
 
     After an error the group is left as it is: the other ranks may be anywhere, and the process is about to end.
     """
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    num_threads = config.num_threads or max(1, num_cores() // local_size)
+    num_threads = config.num_threads or max(1, num_cores() // num_local_ranks())
     torch.set_num_threads(num_threads)
     world = World.current(choose_device(config))
     with sleep_when_crowded(num_threads, min_threads=1 if _threads_change_no_bit(config, num_threads) else num_threads):

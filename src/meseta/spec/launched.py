@@ -1,0 +1,40 @@
+"""What this process is among its ranks, by the variables of torchrun, before there is a process group. No torch here.
+
+All raise MesetaError where a variable is no number.
+"""
+
+from __future__ import annotations
+
+import os
+
+from meseta.spec.errors import MesetaError
+
+
+def is_first() -> bool:
+    """Whether this is rank 0, or the only process."""
+    return _number("RANK", 0) == 0
+
+
+def local_rank() -> int:
+    """Among those of this host."""
+    return _number("LOCAL_RANK", 0)
+
+
+def num_local_ranks() -> int:
+    """On this host."""
+    return _number("LOCAL_WORLD_SIZE", 1)
+
+
+def is_launched() -> bool:
+    """Whether it is one of several, which torchrun or `run_ranks` has started."""
+    return "RANK" in os.environ and _number("WORLD_SIZE", 1) > 1
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise MesetaError(
+            f"the environment variable {name} is {text!r}, and must be a whole number, as torchrun sets it; unset it"
+        ) from None
