@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -131,7 +132,6 @@ _OF_LIKE = {"sources", "out", "like", "force", "bad_rows", "max_bad_rows"}
 
 
 def prepare(
-    context: typer.Context,
     sources: _Sources,
     out: Annotated[Path, typer.Option(help="Folder to make.")],
     like: _Like = None,
@@ -159,7 +159,7 @@ def prepare(
 ) -> None:
     """Turn raw click logs into a dataset that `meseta train` reads: Parquet files and dataset.json."""
     if like is not None:
-        _refuse_beside_like(context)
+        _refuse_beside_like(locals())
         _prepare_like(sources, out, like, force, bad_row_options(bad_rows, max_bad_rows))
         return
     from meseta.data.prepare import PrepareOptions
@@ -191,13 +191,12 @@ def prepare(
         run(options)
 
 
-def _refuse_beside_like(context: typer.Context) -> None:
-    """What an earlier dataset has decided is not asked for again."""
-    names = {
-        name for name in context.params if (how := context.get_parameter_source(name)) and how.name == "COMMANDLINE"
-    }
-    if others := sorted(names - _OF_LIKE):
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in others)
+def _refuse_beside_like(chosen: Mapping[str, Any]) -> None:
+    """What an earlier dataset has decided is not asked for again; `chosen` are the arguments of `prepare`."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(prepare).parameters.items()}
+    names = [name for name, value in chosen.items() if value not in (defaults[name], None, [])]
+    if others := sorted({*names} - _OF_LIKE):
+        options = ", ".join(f"--{name.removesuffix('_column').replace('_', '-')}" for name in others)
         raise MesetaError(f"prepare: {options} and --like exclude each other: the rows become what they are there")
 
 

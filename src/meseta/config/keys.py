@@ -157,7 +157,7 @@ def plain(markdown: str) -> str:
     return markdown.replace("`", "").replace("\N{NO-BREAK SPACE}", " ")
 
 
-def _bound(value: float) -> str:
+def _bound(value: float | int) -> str:
     return "2^63" if value == 2**63 else f"{value:,}"
 
 

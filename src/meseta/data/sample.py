@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import csv
-import io
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import IO
 
 import pyarrow as pa
 
 from meseta.data.csv_records import read_header
 from meseta.data.guess import SAMPLE_ROWS
-from meseta.data.sources import BLOCK_BYTES, Source, csv_names, named_errors, open_parquet, open_text
+from meseta.data.sources import BLOCK_BYTES, ByteLines, Source, csv_names, named_errors, open_parquet, open_text
 from meseta.spec import MesetaError
 from meseta.spec.urls import is_url
 
@@ -76,7 +74,7 @@ def _spread(sources: Sequence[Source]) -> list[Source]:
     return [sources[place * len(sources) // number] for place in range(number)]
 
 
-def _read_header(source: Source, stream: IO[bytes] | io.BufferedIOBase) -> tuple[tuple[str, ...], int]:
+def _read_header(source: Source, stream: ByteLines) -> tuple[tuple[str, ...], int]:
     """Names of the columns, and where the rows begin; `stream` stands there then."""
     if source.header:
         return source.header, 0
@@ -111,7 +109,7 @@ def _csv_rows(source: Source, num_rows: int) -> tuple[tuple[str, ...], list[list
         return header, found
 
 
-def _lines(stream: IO[bytes] | io.BufferedIOBase, stop: int | None) -> Iterator[str]:
+def _lines(stream: ByteLines, stop: int | None) -> Iterator[str]:
     """Lines that begin before `stop`."""
     place = 0 if stop is None else stream.tell()
     while (stop is None or place < stop) and (line := stream.readline(BLOCK_BYTES)):

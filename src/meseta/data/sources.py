@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import csv
 import gzip
-import io
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Literal, Protocol, runtime_checkable
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -329,8 +328,25 @@ def _parquet_blocks(source: Source, columns: Sequence[str], start: int) -> Itera
             first_row = done
 
 
+@runtime_checkable  # beartype asks for it where the tests check every call
+class ByteLines(Protocol):
+    """What is read of a file of text, zipped or not."""
+
+    def read(self, size: int = -1, /) -> bytes:
+        """So many bytes, or all that are left."""
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        """A line with its end, or so many bytes of it; empty at the end."""
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        """Go to a place."""
+
+    def tell(self) -> int:
+        """Where it stands."""
+
+
 @contextmanager
-def open_text(path: str) -> Iterator[tuple[IO[bytes] | io.BufferedIOBase, IO[bytes]]]:
+def open_text(path: str) -> Iterator[tuple[ByteLines, IO[bytes]]]:
     """The text of a file, unzipped where it begins as gzip does, and the stored file under it."""
     with open_file(path) as stored:
         zipped = stored.read(2) == b"\x1f\x8b"

@@ -18,7 +18,7 @@ REQUIRED = {
     "numpy": "1.26",
     "pyarrow": "17",
     "pydantic": "2.7",
-    "typer": "0.12",
+    "typer": "0.16",
     "rich": "13",
     "fsspec": "2024.2",
     "safetensors": "0.4",
