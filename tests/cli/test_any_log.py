@@ -5,6 +5,7 @@ from __future__ import annotations
 import decimal
 import random
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import pyarrow as pa
@@ -146,6 +147,13 @@ def test_that_rows_with_times_could_be_tested_on_later_ones_is_said(
     monkeypatch.chdir(tmp_path)
     columns = {"click": lambda d: d.randrange(2), "seen": lambda d: f"2026-01-{d.randrange(1, 29):02}"}
     write_text(Path("log.csv"), {**columns, "city": lambda d: f"c{d.randrange(5)}"})
-    assert "--time seen --test-after TIME tests on later ones" in output_of("prepare", "log.csv", "--out", "chance")
+    table = {
+        "click": [0, 1] * 40,
+        "seen": [datetime(2026, 1, 1 + row % 28) for row in range(80)],
+        "city": ["a", "b"] * 40,
+    }
+    pq.write_table(pa.table(table), "log.parquet")
+    for log in ("log.csv", "log.parquet"):
+        assert "--time seen --test-after TIME tests on later ones" in output_of("prepare", log, "--out", f"{log}.data")
     later = output_of("prepare", "log.csv", "--out", "later", "--time", "seen", "--test-after", "2026-01-20")
     assert "tests on later" not in later

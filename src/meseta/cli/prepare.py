@@ -348,7 +348,7 @@ def print_layout(layout: Layout, *, given: bool, by_chance: bool = False, comman
             "to change that: --label, --dense, --sparse, --ignore or --time with names or patterns; or all of it in a "
             f"file: {command} with --print-schema > schema.yaml, edit it, then this one with --schema schema.yaml"
         )
-    others = [name for name in layout.ignored if layout.reasons.get(name, "").startswith(OTHER_TIME)]
+    others = [name for name in layout.ignored if OTHER_TIME in layout.reasons.get(name, "")]
     if by_chance and (layout.time is not None or others):
         option = "" if layout.time is not None else f"--time {others[0]} "
         typer.echo(

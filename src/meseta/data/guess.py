@@ -46,8 +46,8 @@ WEIGHTS = ("sample_weight", "example_weight", "instance_weight", "row_weight", "
 TIMES = ("timestamp", "event_timestamp", "datetime", "event_time", "time", "date", "ts", "unixtime", "unix_time")
 GROUPS = ("qid",)
 
-OTHER_TIME = "a time"
-"""So begins the reason of a column of times that is ignored."""
+OTHER_TIME = "makes it the one that splits go by"
+"""In the reason of a column of times that is ignored."""
 _FIRST_TIME_S = 1e8
 """Numbers are taken for times from March 1973 on: smaller ones under such a name are likelier durations or days."""
 _PROVING_ROWS = 50
@@ -178,7 +178,7 @@ def guess_time(name: str, shown: str) -> Guess:
     """The role of a column of times; `shown` follows "a time"."""
     if name.lower() in TIMES:
         return Guess("time", f"a time{shown}; only for splits")
-    return Guess("ignore", f"{OTHER_TIME}{shown}; --time {name} makes it the one that splits go by")
+    return Guess("ignore", f"a time{shown}; --time {name} {OTHER_TIME}")
 
 
 def guess_column(name: str, values: Sequence[str]) -> Guess:

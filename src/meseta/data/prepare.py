@@ -237,7 +237,9 @@ def for_training(options: PrepareOptions) -> PrepareOptions:
     record = load_record(options.out)
     former = {} if record is None else record["options"]
     if record is None or former.get("vocabulary"):
-        options = replace(options, vocabulary=True, min_count=former.get("min_count", MIN_COUNT))
+        min_count = former.get("min_count")
+        least = min_count if isinstance(min_count, int) and min_count >= 1 else MIN_COUNT
+        options = replace(options, vocabulary=True, min_count=least)
     if options.valid_fraction is not None or options.rule_of("valid"):
         return options
     if record is not None and former.get("valid_fraction") is None:
