@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from integer_program import Program
 from meseta.planner import documented_cost_model, find_plan, make_plan, predict
-from meseta.planner.layout import NO_LIMIT, Machine, Ways
+from meseta.planner.layout import NO_LIMIT, Layout, Machine, Ways
 from meseta.planner.partition import place_by_differencing, place_greedily
 from meseta.planner.problem import make_problem
 from meseta.planner.search import search
@@ -178,6 +178,26 @@ def test_tiers_are_used_where_devices_are_too_small() -> None:
     found = find_plan(workload, topology)
     assert {shard.tier for entry in found.plan.tables for shard in entry.shards} - {"hbm"}
     assert found.prediction.peak_bytes().max() <= topology.hbm_bytes
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("num_tables", "hosts", "limit"), [(1000, 16, 150_000), (4000, 128, 400_000)])
+def test_large_tasks_are_bounded_by_counts(
+    num_tables: int, hosts: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Places that are looked for: nearly all of the time goes there."""
+    workload = random_workload(num_tables, 0, batch_size=65536, max_rows=7.0)
+    topology = Topology(num_hosts=hosts, devices_per_host=8, device="h100", hbm_bytes=80_000_000_000)
+    find, num_finds = Layout.find, 0
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal num_finds
+        num_finds += 1
+        return find(*arguments, **options)
+
+    monkeypatch.setattr(Layout, "find", counted)
+    make_plan(workload, topology)
+    assert num_tables < num_finds < limit
 
 
 def test_what_nothing_can_beat_is_not_placed_in_other_ways(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,8 +121,9 @@ def find_alike(dataset: Dataset, patterns: Sequence[str]) -> tuple[tuple[Source,
     _check_kind(dataset, layout, sources[0])
     if layout.header and sources[0].kind == "csv":
         sources = tuple(_with_header(source, layout) for source in sources)
-    empty = _empty_labels(sources, layout)
-    names = [[name for name in _names(source, layout) if name not in empty] for source in sources]
+    names = [_names(source, layout) for source in sources]
+    empty = _empty_labels(sources, [name for name in layout.labels if any(name in present for present in names)])
+    names = [[name for name in present if name not in empty] for present in names]
     layout = _with_samples(sources, names, layout)
     for source, present in zip(sources, names, strict=True):
         _check_columns(source, present, layout)
@@ -175,13 +176,15 @@ def _names(source: Source, layout: Layout) -> Sequence[str]:
     return [*labels, *group, *layout.feature_columns]
 
 
-def _empty_labels(sources: Sequence[Source], layout: Layout) -> set[str]:
-    """Labels whose columns stand there without a value, in a sample of the rows."""
+def _empty_labels(sources: Sequence[Source], labels: Sequence[str]) -> set[str]:
+    """Those of the labels in the files that stand there without a value, in a sample of the rows."""
+    if not labels:
+        return set()
     if sources[0].kind == "csv":
-        texts = csv_sample(sources, layout.labels)
+        texts = csv_sample(sources, labels)
         return {name for name, values in texts.items() if values and all(value in MISSING for value in values)}
     if sources[0].kind == "parquet":
-        table = parquet_sample(sources, layout.labels)
+        table = parquet_sample(sources, labels)
         values = {name: table.column(name).combine_chunks() for name in table.column_names}
         return {name for name, column in values.items() if len(column) and _is_empty(column)}
     return set()

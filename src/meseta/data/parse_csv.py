@@ -31,13 +31,16 @@ def parse_csv(block: Block, raw: bytes, layout: Layout) -> RawRows:
     # Columns go by place: names of columns that are not read may be empty, or come twice.
     first = {name: place for place, name in reversed(list(enumerate(block.header)))}
     places = {name: f"f{first[name]}" for name in layout.columns}
+    words = _begins_with_word(block, raw, layout)
     try:
-        table = _read(block, raw, layout, places, labels_are_words=_begins_with_word(block, raw, layout))
-    except pa.ArrowInvalid:
-        try:  # a label further down may be a word
-            table = _read(block, raw, layout, places, labels_are_words=True)
-        except pa.ArrowInvalid as error:
-            raise _explain(block, raw, layout, one_line(error)) from None
+        try:
+            table = _read(block, raw, layout, places, labels_are_words=words)
+        except pa.ArrowInvalid:
+            if words or not layout.labels:
+                raise
+            table = _read(block, raw, layout, places, labels_are_words=True)  # a label further down may be a word
+    except pa.ArrowInvalid as error:
+        raise _explain(block, raw, layout, one_line(error)) from None
     if table.num_rows != block.num_rows + 1 or table.column(0)[-1].as_py() not in (None, b""):
         raise _explain(block, raw, layout, f"{block.num_rows} records gave {table.num_rows - 1} rows")
     return read_rows(_Columns(block, raw, layout, table.slice(0, block.num_rows), places), layout, block.num_rows)

@@ -6,6 +6,7 @@ All raise MesetaError where a variable is no number.
 from __future__ import annotations
 
 import os
+import sys
 
 from meseta.spec.errors import MesetaError
 
@@ -13,6 +14,12 @@ from meseta.spec.errors import MesetaError
 def is_first() -> bool:
     """Whether this is rank 0, or the only process."""
     return _number("RANK", 0) == 0
+
+
+def note(text: str) -> None:
+    """A line on standard error, of the first rank alone."""
+    if is_first():
+        print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def local_rank() -> int:

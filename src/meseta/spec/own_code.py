@@ -7,7 +7,7 @@ import os
 import sys
 from types import ModuleType
 
-from meseta.spec.launched import is_first
+from meseta.spec.launched import is_first, note
 
 
 def import_own(what: str, module_name: str) -> ModuleType:
@@ -30,7 +30,7 @@ def say_own(what: str, module_name: str) -> None:
     with_current_folder()
     files = _files(module_name)
     if files:
-        print(f"note: {what} runs the code in {', '.join(map(repr, files))}", file=sys.stderr, flush=True)
+        note(f"{what} runs the code in {', '.join(map(repr, files))}")
 
 
 def with_current_folder() -> None:

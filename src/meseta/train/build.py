@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.embedding.base import Collection
 from meseta.optim.schedule import learning_rate_factor
 from meseta.spec import MesetaError, Plan, nearest
-from meseta.spec.launched import is_first, local_rank, num_local_ranks
+from meseta.spec.launched import local_rank, note, num_local_ranks
 from meseta.train.memory import check_memory
 from meseta.train.outline import make_dense_part, make_outline
 from meseta.train.planning import plan_run
@@ -41,12 +40,10 @@ def choose_device(config: RunConfig) -> torch.device:
             f"device 'cuda' was asked for, but torch sees {num_gpus} GPU(s) for the {num_ranks} ranks of this host; "
             f"set --nproc {num_gpus}, or device=cpu"
         )
-    if num_gpus and is_first():
-        print(
-            f"note: {num_ranks} ranks on this host and {num_gpus} GPU(s): all ranks take the CPU; "
-            f"--nproc {num_gpus} takes the GPUs",
-            file=sys.stderr,
-            flush=True,
+    if num_gpus:
+        note(
+            f"{num_ranks} ranks on this host and {num_gpus} GPU(s): all ranks take the CPU; --nproc {num_gpus} takes "
+            "the GPUs"
         )
     return torch.device("cpu")
 

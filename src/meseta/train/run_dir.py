@@ -8,7 +8,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,7 +22,7 @@ from meseta.data.dataset import FILE_NAME, Dataset
 from meseta.data.keep import keep_tables
 from meseta.spec import MesetaError
 from meseta.spec.files import append_whole, json_text, parse_json, read_bounded
-from meseta.spec.launched import is_first
+from meseta.spec.launched import note
 from meseta.spec.processors import num_cores, this_processor
 from meseta.train.lock import FolderLock
 from meseta.train.report.lines import METRICS_NAME, EvalLine, MetricsLine, TrainLine, read_lines, told_spoiled
@@ -95,11 +94,11 @@ class RunDir:
         """Let other runs in."""
         self._lock.release()
 
-    def _say(self, note: str) -> None:
+    def _say(self, text: str) -> None:
         """A line on the terminal of rank 0, once."""
-        if note not in self._told and is_first():
-            print(f"note: {note}", file=sys.stderr, flush=True)
-        self._told.add(note)
+        if text not in self._told:
+            note(text)
+        self._told.add(text)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:

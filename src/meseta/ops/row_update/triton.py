@@ -20,7 +20,7 @@ from torch import Tensor
 from meseta.ops.coalesce import BLOCK_SAMPLES
 from meseta.ops.device_words import device_words
 from meseta.ops.row_update import reference
-from meseta.ops.row_update.call import UpdateCall, read_features
+from meseta.ops.row_update.call import FeatureGradient, UpdateCall, read_features
 from meseta.ops.row_update.triton_kernels import (
     ITEMS,
     LONG_RUN,
@@ -67,10 +67,16 @@ def row_update(call: UpdateCall) -> None:
         tuple(call.state_is_row),
         tuple(call.origins),
         tuple(call.features),
-        tuple((*g.shape, g.stride(0), g.data_ptr() % VECTOR_BYTES) for g in gradients),
+        tuple((g.shape[1], g.stride(0), g.data_ptr() % VECTOR_BYTES) for g in gradients),
         call.num_bags,
         call.offsets.numel(),
     )
+    for f in launch.pooled:  # the lines of what is not pooled are others in every step, and only the device counts them
+        if gradients[f.gradient].shape[0] != call.num_bags:
+            raise MesetaError(
+                f"row_update: feature {f.position} needs {call.num_bags} gradients, one a sample, but its matrix "
+                f"is {tuple(gradients[f.gradient].shape)}"
+            )
     limit = call.ids.numel() * launch.most_reads
     if limit == 0 or call.num_bags == 0:
         return
@@ -148,6 +154,8 @@ class _Launch:
     """Tables that read the same feature, at most, as column shards do: each makes a contribution of every id."""
     line_vector: int
     """Elements of a gradient that are loaded together."""
+    pooled: tuple[FeatureGradient, ...]
+    """The first feature of each gradient that has a line per bag."""
 
 
 @lru_cache(maxsize=256)
@@ -161,20 +169,20 @@ def _plan_launch(
     num_bags: int,
     num_offsets: int,
 ) -> _Launch:
-    """`lines` are rows, columns, stride and misalignment of each gradient. Raises MesetaError for what does not fit."""
+    """`lines` are columns, stride and misalignment of each gradient. Raises MesetaError for what does not fit."""
     layout, features = _lay_out(tables, states, state_is_row, origins), read_features(feature_fields)
     line_vector, words = gcd(layout.vector, 4), list[int]()
     for f in features:
-        num_lines, num_columns, stride, misalignment = lines[f.gradient]
+        num_columns, stride, misalignment = lines[f.gradient]
         width = tables[f.table].shape[1]
         if f.position < 0 or (f.position + 1) * num_bags >= num_offsets:
             raise MesetaError(
                 f"row_update: feature {f.position} with {num_bags} samples lies outside {num_offsets} offsets"
             )
-        if not (f.per_id or num_lines == num_bags) or f.column < 0 or f.column + width > num_columns:
+        if f.column < 0 or f.column + width > num_columns:
             raise MesetaError(
                 f"row_update: feature {f.position} needs {num_bags} gradients of {width} columns from column "
-                f"{f.column} on, but its matrix is {(num_lines, num_columns)}"
+                f"{f.column} on, but its matrix has {num_columns} columns"
             )
         words += [f.position, f.table, f.gradient, f.column, stride, int(f.per_id), int(f.weighted)]
         line_vector = gcd(line_vector, f.column, stride, misalignment // 4)
@@ -189,6 +197,7 @@ def _plan_launch(
         num_features=len(features),
         most_reads=max(Counter(f.position for f in features).values(), default=0),
         line_vector=line_vector,
+        pooled=tuple({f.gradient: f for f in reversed(features) if not f.per_id}.values()),
     )
 
 
