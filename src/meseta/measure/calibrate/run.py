@@ -120,7 +120,7 @@ def calibrate(num_threads: int, num_ranks: int, budget_s: float, log: Callable[[
     clock.tell("matrix products")
     with Team(member) as team:
         dense, exchange = _measure_compute(team, num_threads, source, exchange)
-        staged = measure_staged(team, num_threads)
+        staged = measure_staged(team, num_threads, 0.95 * memory_bytes)
         measured, rounds = _measure_operators(team, num_threads, memory_bytes, clock)
     log("fit", 1.0)
     lookup, update, cache, more = fit_operators(measured, rounds, source)

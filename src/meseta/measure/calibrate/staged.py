@@ -21,11 +21,14 @@ NUM_TRIES = 3
 """Measurements of each, of which the fastest counts."""
 
 
-def measure_staged(team: Team, num_threads: int) -> Floats:
+def measure_staged(team: Team, num_threads: int, memory_bytes: float) -> Floats:
     """The constants [3] of TERMS, by a team of one HandTimer: half of a table's columns, stepped in stages, beside the
-    same numbers stepped in one fused pass. Takes some two seconds."""
+    same numbers stepped in one fused pass. Takes some two seconds. Tables of which a half takes more than
+    `memory_bytes` are left out."""
     terms, extra_s = [], []
     for seed, (num_rows, dim, pooling) in enumerate(TABLES):
+        if num_rows * (dim // 2 + 1) * 4 > memory_bytes:  # float32, and the sum of squares of each row
+            continue
         task = Task(seed=seed, tables=(TaskTable(num_rows=num_rows, dim=dim, pooling=pooling, law=seed % 3),))
         pieces = [(0, (0, num_rows), (0, dim // 2))]
         shared = {"task": task.to_dict(), "pieces": pieces, "threads": num_threads}

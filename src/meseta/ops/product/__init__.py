@@ -48,7 +48,8 @@ def product(
 
 def batched_product(a: Float[Tensor, "B M K"], b: Float[Tensor, "B K N"]) -> Float[Tensor, "B M N"]:
     """a b for every item, differentiable once; on a CPU with the same bits for any number of threads."""
-    if len(a) >= MANY_ITEMS or a.device.type != "cpu" or torch.compiler.is_exporting():
+    # A program that is exported takes any batch; asking for the length of this one would fix it.
+    if torch.compiler.is_exporting() or a.device.type != "cpu" or len(a) >= MANY_ITEMS:
         return torch.bmm(a, b)
     result: Tensor = _BatchedProduct.apply(a, b)
     return result
