@@ -5,8 +5,9 @@
 Each dataset is 4,000 rows of two dense and N sparse columns of text, prepared with 1,000 rows per table; each run is
 one epoch in batches of 512, by the command `meseta train`. What of its time is not training stands by phase, as the
 files of the run tell: until the run is set up (imports, data, memory check, plan, tables), evaluation and the last
-checkpoint, the report and the end. The limit of all but training is 15 s for 2,000 features. Runs the tests of
-wide runs first and reports nothing when they fail. Appends to benchmarks/results.csv.
+checkpoint, the report and the end. The limit of all but training is 15 s for 2,000 features. A DLRM of 5,000 features,
+whose products of pairs take more than this machine has, must be refused by the memory check's table within 20 s.
+Runs the tests of wide runs first and reports nothing when they fail. Appends to benchmarks/results.csv.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TEST = "tests/train/test_wide.py"
 NUM_ROWS = 4000
 LIMIT_S = {"2000": 15.0}
+TOO_WIDE, REFUSED_S = 5000, 20.0
 MESETA = [sys.executable, "-m", "meseta.cli.main"]
 
 
@@ -51,6 +53,11 @@ def main() -> None:
                     beyond.setdefault(case, {})[num_features] = rest
                     for phase, seconds in {**phases, "all but training": rest}.items():
                         tell(f"{num_features} features, {case}", phase, seconds, phases["training"])
+    with tempfile.TemporaryDirectory() as folder:
+        prepared(Path(folder), TOO_WIDE)
+        for ranks in map(int, options.ranks.split(",")):
+            seconds, case = refused(Path(folder), ranks), f"{TOO_WIDE} features, dlrm, {ranks} rank{'s' * (ranks > 1)}"
+            record("wide", case, "until refused", seconds, "s", peer="the limit", peer_value=REFUSED_S)
     for case, by_width in beyond.items():
         print(f"{case}: all but training by features: " + ", ".join(f"{n}: {s:.1f} s" for n, s in by_width.items()))
 
@@ -70,13 +77,29 @@ def prepared(folder: Path, num_features: int) -> float:
     return time.perf_counter() - start_s
 
 
-def trained(folder: Path, model: str, ranks: int) -> dict[str, float]:
-    """Seconds of a run by phase."""
+def train_command(folder: Path, model: str, ranks: int) -> list[str]:
+    """Of a new run in folder/run."""
     run_dir = folder / "run"
     shutil.rmtree(run_dir, ignore_errors=True)
     settings = [f"run_dir={run_dir}", f"data.dir={folder / 'data'}", f"model.name={model}", "train.batch_size=512"]
+    return [*MESETA, "train", *settings, "--nproc", str(ranks)]
+
+
+def refused(folder: Path, ranks: int) -> float:
+    """Seconds until a model that does not fit is refused with the memory check's table."""
+    start_s = time.perf_counter()
+    done = subprocess.run(train_command(folder, "dlrm", ranks), capture_output=True, text=True, check=False)
+    seconds = time.perf_counter() - start_s
+    if done.returncode != 1 or "activations" not in done.stderr:
+        raise SystemExit(f"dlrm of {TOO_WIDE} features ended with {done.returncode}, not with the table: {done.stderr}")
+    return seconds
+
+
+def trained(folder: Path, model: str, ranks: int) -> dict[str, float]:
+    """Seconds of a run by phase."""
+    run_dir = folder / "run"
     start_s, start = time.perf_counter(), time.time()
-    subprocess.run([*MESETA, "train", *settings, "--nproc", str(ranks)], check=True, capture_output=True)
+    subprocess.run(train_command(folder, model, ranks), check=True, capture_output=True)
     wall_s = time.perf_counter() - start_s
     ready, shown = ((run_dir / name).stat().st_mtime - start for name in ("config.yaml", "summary.json"))
     train_s = json.loads((run_dir / "summary.json").read_text())["train_s"]
