@@ -221,6 +221,7 @@ BODY = 'label,price,city\n0,1,"two\nlines"\n1,,b\n'  # lines 1, 2-3, 4
         ("a,b\n1,2\n", "none of 'a', 'b' has the name of a label; name it with --label"),
         ("label,b,b\n1,2,3\n", "'b' is the name of two columns"),
         ("label,b\n", "holds no rows"),
+        ("label,0\n", "holds no rows"),
         ("0,2,x\n1,2,y\n2,2,z\n", "'column_1', 'column_2', 'column_3'; no single one of them holds 0 and 1 alone"),
         ("\xff,b\n1,2\n", "header is not UTF-8"),
         ('label,b"\n1,2"\n1,2\n', "line 1: the header .*a quote is not closed, or stands in a field that is not"),

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 csv.field_size_limit(max(csv.field_size_limit(), 1 << 30))  # a field may be as long as a row: see sources.BLOCK_BYTES
 
+HEADER_BYTES = 8 << 20
+"""Of a header; one whose quotes are not closed before is refused."""
 _QUOTE, _NEWLINE = ord('"'), ord("\n")
 
 
@@ -30,10 +32,10 @@ def count_records(data: bytes) -> int:
     return data.count(b"\n") if b'"' not in data else int(_record_ends(data).size)
 
 
-def read_header(read_line: Callable[[int], bytes], limit_bytes: int) -> bytes:
+def read_header(read_line: Callable[[int], bytes]) -> bytes:
     """The first record with its line end, from the `readline` of a stream; what follows it is read next."""
-    header = read_line(limit_bytes)
-    while header.count(b'"') % 2 and len(header) < limit_bytes and (line := read_line(limit_bytes)):
+    header = read_line(HEADER_BYTES)
+    while header.count(b'"') % 2 and len(header) < HEADER_BYTES and (line := read_line(HEADER_BYTES)):
         header += line
     return header
 

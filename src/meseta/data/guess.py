@@ -98,9 +98,11 @@ def guess_label(names: Sequence[str]) -> str | None:
 def is_header(first: Sequence[str], rows: Sequence[Sequence[str]] = ()) -> bool:
     """Whether the first record of CSV names the columns, beside the records that follow it.
 
-    It does where it holds no number, or numbers that count the columns. Else numbers in all columns that hold numbers
-    further down make it a row like the others.
+    It does where it holds no number, or numbers that count the columns, or is alone and names a label. Else numbers in
+    all columns that hold numbers further down make it a row like the others.
     """
+    if not rows and guess_label(first) is not None:
+        return True
     numbers = [_number(field) for field in first]
     if not any(number is not None for number in numbers):
         return True

@@ -179,7 +179,7 @@ class _Columns:
 def _begins_with_word(block: Block, raw: bytes, layout: Layout) -> bool:
     """Whether a label of the first record is a word, as true or false: then those behind it are, most likely."""
     with contextlib.suppress(csv.Error, ValueError):
-        fields = header_names(read_header(io.BytesIO(raw).readline, len(raw)), block.source.delimiter)
+        fields = header_names(read_header(io.BytesIO(raw).readline), block.source.delimiter)
         if len(fields) == len(block.header):
             return any(_is_word(fields[block.header.index(name)]) for name in layout.labels)
     return False

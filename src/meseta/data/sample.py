@@ -78,7 +78,7 @@ def _read_header(source: Source, stream: ByteLines) -> tuple[tuple[str, ...], in
     """Names of the columns, and where the rows begin; `stream` stands there then."""
     if source.header:
         return source.header, 0
-    raw = read_header(stream.readline, BLOCK_BYTES)
+    raw = read_header(stream.readline)
     return csv_names(source, raw), len(raw)
 
 

@@ -259,7 +259,7 @@ def _text_blocks(source: Source, start: Place) -> Iterator[Block]:
 
     with open_text(source.path) as (stream, stored):
         if is_csv and not header:
-            raw_header = read_header(stream.readline, BLOCK_BYTES)
+            raw_header = read_header(stream.readline)
             header = csv_names(source, raw_header)
             if not start.offset:
                 start = Place(line=raw_header.count(b"\n"), offset=len(raw_header))
