@@ -188,6 +188,12 @@ def test_a_list_that_is_named_is_no_weight(tmp_path: Path) -> None:
     assert [(s.name, s.weighted) for s in dataset.sparse] == [("a", False), ("a_weight", False)]
 
 
+@pytest.mark.parametrize("values", [["x", "y"], [["x"], ["y"]], [True, False], [0.5, 1.5]])
+def test_a_column_without_a_name_is_left_out(tmp_path: Path, values: list[Any]) -> None:
+    dataset = run(tmp_path, {"click": [0, 1], "": values, "city": ["a", "b"]})
+    assert ([d.name for d in dataset.dense], [s.name for s in dataset.sparse]) == ([], ["city"])
+
+
 def test_codes_are_categories_and_the_schema_tells_the_types(tmp_path: Path) -> None:
     table = pa.table({"click": [0, 1], "age": [1, 2], "user_id": [1, 2], "__index_level_0__": [0, 1]})
     pq.write_table(table, tmp_path / "log.parquet")

@@ -297,6 +297,13 @@ class Dataset(Record):
         for name in (*form.separators, *form.weights):
             if name not in names:
                 raise ValueError(f"source_form tells how values of {shown(name)} are written, which is no feature")
+        if not self.can_come_from(form.labels):
+            raise ValueError(f"source_form.labels are {shown(form.labels)}, which are no columns of these labels")
+
+    def can_come_from(self, labels: Sequence[str]) -> bool:
+        """Whether these are columns of its labels in the raw files; it may have been reduced to some of them."""
+        known = ("label",) if len(labels) == 1 else labels
+        return set(self.labels) <= set(known) and self.label_source in (None, *labels)
 
     def place(self, path: str) -> Path:
         """Where a file of this description is. Raises MesetaError where it is missing, no regular file, or led out of

@@ -67,8 +67,7 @@ def _labels(where: str, dataset: Dataset) -> tuple[str, ...]:
     labels: tuple[str, ...] = (dataset.label_source,) if dataset.label_source is not None else dataset.labels
     if dataset.source_form is not None:
         labels = dataset.source_form.labels
-    known = ("label",) if len(labels) == 1 else labels
-    if not set(dataset.labels) <= set(known) or dataset.label_source not in (None, *labels):
+    if not dataset.can_come_from(labels):
         raise MesetaError(f"{where}: which columns its labels {', '.join(dataset.labels)} were is not kept; {_AGAIN}")
     return labels
 

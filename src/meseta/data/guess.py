@@ -26,6 +26,8 @@ class Guess(NamedTuple):
     """Whether an option says so."""
 
 
+NAMELESS = Guess("ignore", "it has no name")
+
 MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "\\N")
 """Texts that mean a missing number."""
 NULLS = tuple(text for text in MISSING if text.lower() != "nan")
@@ -187,7 +189,7 @@ def guess_column(name: str, values: Sequence[str]) -> Guess:
     """The role of a column by its name and its values [n] in a sample of the rows, in their order, as text."""
     present = [value for value in values if value not in MISSING]
     if not name:
-        return Guess("ignore", "it has no name")
+        return NAMELESS
     if not present:
         return Guess("ignore", f"no value in {len(values):,} rows")
     outcome = other_outcome(name)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from meseta.data.guess import Guess, guess_column, guess_label, guess_time, has_negative, other_outcome
+from meseta.data.guess import NAMELESS, Guess, guess_column, guess_label, guess_time, has_negative, other_outcome
 from meseta.data.roles import NamedColumns, reasons_of, schema_of
 from meseta.data.sample import parquet_sample
 from meseta.data.schema import Layout, Schema, SparseColumn, check_names, layout_of
@@ -84,6 +84,8 @@ def _guessed(sources: Sequence[Source], named: NamedColumns) -> tuple[Schema, di
 def _guess(field: pa.Field, texts: Sequence[str] | None, weighed: str | None) -> Guess:
     """Of one column, from its sampled values, if they are single ones; `weighed`: the column whose weights it holds."""
     kind = field.type
+    if not field.name:
+        return NAMELESS
     if _PANDAS_INDEX.fullmatch(field.name):
         return Guess("ignore", "the index of pandas")
     if weighed is not None:
