@@ -55,3 +55,19 @@ def test_what_the_kernel_says() -> None:
     assert this_processor("processor : 0\nFeatures : fp asimd bf16\n").flags == {"fp", "asimd", "bf16"}
     unknown = this_processor("")
     assert unknown.name and unknown.level({}) == "baseline" and unknown.why_no_bfloat16({})
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "follow"),
+    [
+        (SAPPHIRE, {}, True),
+        (SAPPHIRE, {"ONEDNN_MAX_CPU_ISA": "avx512_core_bf16"}, False),
+        (SAPPHIRE, {"DNNL_MAX_CPU_ISA": "AVX512_CORE"}, False),
+        (ZEN4, {}, False),
+        (AVX2, {}, False),
+    ],
+)
+def test_bits_follow_the_threads_with_amx_alone(flags: str, environment: dict[str, str], follow: bool) -> None:
+    why = this_processor(f"flags : {flags}\n").why_threads_change_bits(environment)
+    assert (why is not None) == follow
+    assert why is None or "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16" in why

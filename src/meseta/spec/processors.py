@@ -67,6 +67,20 @@ class Processor:
             return f"{self.name} multiplies bfloat16, but ATEN_CPU_CAPABILITY or ONEDNN_MAX_CPU_ISA leaves it {level}"
         return f"{self.name} ({level}) has no instructions that multiply bfloat16 (AVX512_BF16, AMX; BF16 of ARM)"
 
+    def why_threads_change_bits(self, environment: Mapping[str, str] | None = None) -> str | None:
+        """Why products in bfloat16 may have other bits with another number of threads, and what to do; None where they
+        have the same.
+
+        Seen with oneDNN 3.10 on an Intel Xeon with AMX: from 2 threads on, and from 700 terms on. Its kernels for
+        AVX-512 BF16 had the same bits for up to 16 threads in all shapes of the tests.
+        """
+        if self.level(environment) != "AMX":
+            return None
+        return (
+            "products in bfloat16 take AMX, whose sums follow the number of threads; for the same bits with any, "
+            "export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16, which is slower"
+        )
+
 
 def this_processor(cpuinfo: str | None = None) -> Processor:
     """The processor of this machine; `cpuinfo` is the text of /proc/cpuinfo, None: read it."""
@@ -89,7 +103,11 @@ def num_cores() -> int:
 
 
 def _allowed(environment: Mapping[str, str]) -> int:
-    """How many of `_LEVELS` the variables leave. oneDNN reads its own name for them first, in either case."""
-    onednn = environment.get("ONEDNN_MAX_CPU_ISA") or environment.get("DNNL_MAX_CPU_ISA") or ""
+    """How many of `_LEVELS` the variables leave."""
     aten = environment.get("ATEN_CPU_CAPABILITY", "")
-    return min(_ATEN.get(aten, len(_LEVELS)), _ONEDNN.get(onednn.upper(), len(_LEVELS)))
+    return min(_ATEN.get(aten, len(_LEVELS)), _ONEDNN.get(_onednn_limit(environment).upper(), len(_LEVELS)))
+
+
+def _onednn_limit(environment: Mapping[str, str]) -> str:
+    """What oneDNN is told, in either case; it reads its own name for the variable first."""
+    return environment.get("ONEDNN_MAX_CPU_ISA") or environment.get("DNNL_MAX_CPU_ISA") or ""

@@ -52,15 +52,19 @@ def why_slow(device: torch.device) -> str | None:
     return f"{name} has compute capability {version}, and bfloat16 needs 8.0"
 
 
-def note_slow(config: RunConfig, world: World) -> str | None:
-    """A line for a run that computes in bfloat16 all the same where it does not pay; None: nothing to say. The same
-    on every rank. Collective."""
-    if config.dense.dtype != "bfloat16" or not config.dense.check_speed:
+def note_bfloat16(config: RunConfig, world: World) -> str | None:
+    """A line for a run that computes in bfloat16 all the same where it does not pay, or where its bits follow the
+    number of threads; None: nothing to say. The same on every rank. Collective."""
+    if config.dense.dtype != "bfloat16":
         return None
-    slow = world.gather_objects(why_slow(world.device))
-    rank, why = next(((rank, why) for rank, why in enumerate(slow) if why), (0, None))
+    why = why_slow(world.device) if config.dense.check_speed else None
+    text = None if why is None else f"the dense part computes in bfloat16, as it was trained, and slowly: {why}"
+    if text is None and world.device.type == "cpu":
+        text = this_processor().why_threads_change_bits()
+    told = world.gather_objects(text)
+    rank, text = next(((rank, text) for rank, text in enumerate(told) if text), (0, None))
     where = f"rank {rank}: " if world.size > 1 else ""
-    return why and f"note: {where}the dense part computes in bfloat16, as it was trained, and slowly: {why}"
+    return text and f"note: {where}{text}"
 
 
 def _former(config: RunConfig) -> tuple[bool, DenseDtype | None]:

@@ -20,7 +20,7 @@ from meseta.data.reader import Reader, ReaderOptions
 from meseta.data.selection import calibration_shift
 from meseta.spec import MesetaError
 from meseta.train.build import make_sharded_model
-from meseta.train.precision import note_slow
+from meseta.train.precision import note_bfloat16
 from meseta.train.run_dir import RunDir
 from meseta.train.session import session
 from meseta.train.splits import TEST, choosing_split
@@ -158,7 +158,7 @@ def _check_same_files(rows: NewRows, world: World) -> None:
 
 def _trained(config: RunConfig, path: Path, dataset: Dataset, reader: Rows, world: World) -> Trained[Rows]:
     """The model of a checkpoint for data such as `dataset`."""
-    if (note := note_slow(config, world)) and world.rank == 0:
+    if (note := note_bfloat16(config, world)) and world.rank == 0:
         print(note, file=sys.stderr)
     model = make_sharded_model(config, dataset, world).eval()
     # No optimizer is made: torch imports its compiler for the first one, which takes longer than a small evaluation.

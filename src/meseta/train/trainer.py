@@ -29,7 +29,7 @@ from meseta.train.build import make_reader, make_sharded_model, set_learning_rat
 from meseta.train.decisions import Decisions, chosen_by_evaluations, is_evaluation_due
 from meseta.train.evaluate import check_segments, evaluate
 from meseta.train.planning import predict_run
-from meseta.train.precision import STATE, note_slow, settle_dense_dtype
+from meseta.train.precision import STATE, note_bfloat16, settle_dense_dtype
 from meseta.train.progress import TrainProgress
 from meseta.train.report import write_report
 from meseta.train.resuming import Over, check_best, check_model, meet_changes
@@ -166,7 +166,7 @@ class Trainer:
                 is_past_best = self.config.train.finish == "best" and self.best.step not in (None, first)
                 other = f" (the last; the best so far is step {self.best.step})" if is_past_best else ""
                 progress.say(f"going on from step {first}{other}, {self.run_dir.checkpoints}")
-                if note := note_slow(self.config, self.world):
+                if note := note_bfloat16(self.config, self.world):
                     progress.say(note)
             with self.saver.interruption:
                 self._train(progress)

@@ -39,7 +39,9 @@ def check_bfloat16(system: System, environment: Mapping[str, str]) -> Finding:
     level, why = processor.level(environment), processor.why_no_bfloat16(environment)
     figures: dict[str, Any] = {"instructions": level, "pays": why is None}
     if why is None:
-        return ok("bfloat16", f"multiplied by {level}: dense.dtype=bfloat16 pays, and auto takes it", **figures)
+        text = f"multiplied by {level}: dense.dtype=bfloat16 pays, and auto takes it"
+        follows = processor.why_threads_change_bits(environment)
+        return ok("bfloat16", text if follows is None else f"{text}; {follows}", **figures)
     text = f"{why}: dense.dtype=auto takes float32, and a new run in bfloat16 is refused"
     if processor.why_no_bfloat16({}) is None:
         return note("bfloat16", text, "unset ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA and DNNL_MAX_CPU_ISA", **figures)

@@ -30,10 +30,11 @@ def product(
 ) -> Float[Tensor, "M N"]:
     """a b + bias, in the type of all three; on a CPU with the same bits for any number of threads. Not differentiable.
 
-    Float32 goes to oneDNN, whose kernels for AVX2 and better leave a sum to one thread, but for one row and for very
-    many terms: torch's road to MKL does not, for any type. bfloat16 goes to oneDNN where it has such kernels. What
-    is left takes a kernel of the compiled core, float64 always. The matrices may lie in any order; for one row, and in
-    bfloat16, b is best contiguous, else a.
+    Float32, and bfloat16 where the processor multiplies it, go to oneDNN, whose kernels for AVX2 and AVX-512 leave a
+    sum to one thread, but for one row and, in float32, for very many terms: torch's road to MKL does not, for any type,
+    nor do all products that torch gives to oneDNN by itself. What is left takes a kernel of the compiled core, float64
+    always. Not held: bfloat16 with AMX, see `Processor.why_threads_change_bits`. The matrices may lie in any order; for
+    one row b is best contiguous, else a.
     """
     if a.device.type != "cpu" or a.numel() == 0 or b.numel() == 0:
         return reference.product(a, b, bias)
@@ -41,7 +42,8 @@ def product(
         if a.dtype == torch.float32 and _onednn_has_kernels():
             return _by_onednn(a, b, bias)
         if a.dtype == torch.bfloat16 and _onednn_has_bfloat16():
-            return reference.product(a, b, bias)
+            # With AMX the bits follow the threads on both roads, and this one is faster.
+            return reference.product(a, b, bias) if _has_amx() else _linear(a, b, bias)
     result: Tensor = _operator(a[None], b[None], bias)
     return result[0]
 
@@ -85,16 +87,30 @@ def _onednn_has_kernels() -> bool:
 
 @cache
 def _onednn_has_bfloat16() -> bool:
-    """Whether torch gives products in bfloat16 to oneDNN; else it multiplies number by number."""
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    """Whether torch has oneDNN's linear layer, and oneDNN multiplies bfloat16 here."""
+    return (
+        torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        and this_processor().level() in {"AVX-512 BF16", "AMX", "NEON BF16"}
+    )
+
+
+@cache
+def _has_amx() -> bool:
+    return this_processor().level() == "AMX"
 
 
 def _by_onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    linear = torch.ops.mkldnn._linear_pointwise
-    out: Tensor = linear(a[:, :MAX_TERMS].contiguous(), b[:MAX_TERMS].t(), bias, "none", [], "")
+    out = _linear(a[:, :MAX_TERMS], b[:MAX_TERMS], bias)
     for first in range(MAX_TERMS, a.shape[1], MAX_TERMS):
         terms = slice(first, first + MAX_TERMS)
-        out += linear(a[:, terms].contiguous(), b[terms].t(), None, "none", [], "")
+        out += _linear(a[:, terms], b[terms], None)
+    return out
+
+
+def _linear(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(a.contiguous(), b.t(), bias, "none", [], "")
     return out
 
 
