@@ -238,7 +238,7 @@ def test_a_description_that_does_not_hold_together(tmp_path: Path) -> None:
         "source_form does not tell how the values of 'tags'": lambda d: d["source_form"]["separators"].clear(),
         "which is no feature": lambda d: d["source_form"]["separators"].update(price="|"),
         "source_form tells of another": lambda d: d["source_form"].update(group="city"),
-        "which columns its labels label were": lambda d: d["source_form"].update(labels=["a", "b"]),
+        "which are no columns of these labels": lambda d: d["source_form"].update(labels=["a", "b"]),
         "'shop' is used twice": lambda d: (d.update(label_source=None), d["source_form"].update(labels=["shop"])),
         "must be an ASCII character": lambda d: d["source_form"].update(delimiter="\n"),
         "must have 4 rows": lambda d: feature(d, "city").update(num_embeddings=4),

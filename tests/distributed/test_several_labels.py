@@ -38,7 +38,7 @@ def clicks_and_buys(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
             buy = pc.if_else(pc.greater(table["age"], 0.0), click, pa.scalar(0.0, pa.float32()))
             table = table.rename_columns(["click" if name == "label" else name for name in table.column_names])
             pq.write_table(table.append_column("buy", buy), folder / file["path"], row_group_size=200)
-    document["labels"] = ["click", "buy"]
+    document |= {"labels": ["click", "buy"], "label_source": None, "source_form": None}
     (folder / "dataset.json").write_text(json.dumps(document))
     return folder
 

@@ -80,6 +80,7 @@ def test_several_labels_give_several_columns(tiny: Path, tmp_path: Path) -> None
     document = json.loads((data / "dataset.json").read_text())
     for split in document["splits"].values():
         split["positives"] = positives
+    document["source_form"]["labels"] = ["label", "buy"]
     (data / "dataset.json").write_text(json.dumps(document))
     train(settings(data, tmp_path / "run", train__max_steps=4, model__name="mmoe"))
     table = predict(tmp_path / "run", data, tmp_path / "p.parquet")
