@@ -48,7 +48,10 @@ SPOILS: dict[str, tuple[Change, str]] = {
     "dense order": (lambda d: d["dense"].reverse(), "order of the dense columns: number 1 was 'price'"),
     "sparse order": (lambda d: d["sparse"].reverse(), "order of the sparse features: number 1 was"),
     "renamed": (lambda d: rename(d, "both", "pair"), "sparse feature 'both' is missing now (and 1 other difference"),
-    "label": (lambda d: d.update(label_source="buy"), "label, which was column 'click' and is 'buy' now"),
+    "label": (
+        lambda d: (d.update(label_source="buy"), d["source_form"].update(labels=["buy"])),
+        "label, which was column 'click' and is 'buy' now",
+    ),
 }  # fmt: skip
 OTHER_ROWS: dict[str, tuple[Change, str]] = {
     "rows": (lambda d: d["splits"]["train"].update(num_positives=1), "other rows, as splits in dataset.json tells"),
