@@ -59,7 +59,9 @@ def _serve(pipe: Connection, variables: dict[str, str]) -> None:
     import torch
 
     from meseta.comm import World
+    from meseta.comm.world import Unlisted
 
+    Unlisted.is_error = True
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     World.current()

@@ -25,7 +25,7 @@ def exchange(size_of: list[list[int]]) -> bool:
     # A view with gaps: the transport must not read what lies between.
     send = torch.full((sum(size_of[world.rank]), 6), torch.nan, dtype=torch.float64)[:, ::2]
     send.copy_(torch.cat(rows))
-    got = world.all_to_all(send, size_of[world.rank], receive).wait()
+    got = world.all_to_all(send, size_of[world.rank], receive, "a measurement").wait()
     expected = [[100 * r + world.rank, i, 7] for r, n in enumerate(receive) for i in range(n)]
     return got.tolist() == expected
 
@@ -38,10 +38,10 @@ def test_all_to_all(ranks: Ranks, sizes: list[list[int]]) -> None:
 def others() -> list[object]:
     world = World.current()
     mine = torch.tensor([[world.rank + 1.0, 10.0]])
-    gathered = world.all_gather(mine)
-    empty = world.all_gather(torch.empty(0, 3))
+    gathered = world.all_gather(mine, "a measurement")
+    empty = world.all_gather(torch.empty(0, 3), "a measurement")
     broadcast = world.broadcast(mine.clone())
-    total = world.all_reduce(mine.clone())
+    total = world.all_reduce(mine.clone(), "a measurement")
     world.barrier()
     return [gathered.tolist(), list(empty.shape), broadcast.tolist(), total.tolist(), world.gather_objects(world.rank)]
 

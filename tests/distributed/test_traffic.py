@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import meseta.comm.world as world_module
 from meseta.comm import World
+from meseta.config import RunConfig
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.jagged import KeyedJaggedTensor
+from meseta.pipeline import TrainStep
 from meseta.planner import predict
 from meseta.spec import FeatureLoad, FeatureSpec, OptimizerSpec, Plan, TableSpec, Topology, Workload
+from meseta.spec.transfer import Transfer, step_transfers
+from meseta.train.trainer import Trainer
+from meseta.train.workload import make_workload
+from small_run import settings
 
 from .pool import RankPool
 
+OPERATIONS = ("all_to_all_single", "all_reduce", "all_gather_into_tensor", "all_gather_single",
+              "reduce_scatter_tensor", "reduce_scatter_single")  # fmt: skip
+OPERATIONS = tuple(name for name in OPERATIONS if hasattr(dist, name))
+Counted = tuple[list[str], list[tuple[str, int]]]
 ROWS, BATCH, IDS = 64, 512, 4
 """Every rank's ids visit every row of a table equally often, so that expected and real numbers of ids agree."""
 
@@ -29,37 +43,62 @@ def specs(optimizer: str, weighted: bool, pooling: str) -> tuple[list[TableSpec]
     return tables, [first, FeatureSpec(name="two", table="a"), FeatureSpec(name="three", table="b", pooling="mean")]
 
 
-def count(plan: Any, optimizer: str, weighted: bool, pooling: str) -> tuple[list[int], list[int]]:
-    """Bytes that this rank sends to others in each all-to-all, and sums in each all-reduce, of one training step."""
+class Counter:
+    """Names, operations and bytes of collectives, as the process group gets them: in the order of their beginning."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.calls: list[tuple[str, int]] = []
+        """Operation, and bytes that this rank sends to others in it; of a sum, those that it adds."""
+
+    def __enter__(self) -> Counter:
+        self._before = {name: getattr(dist, name) for name in OPERATIONS} | {"check": world_module.check_listed}
+        for name in OPERATIONS:
+            setattr(dist, name, partial(self._called, name))
+        world_module.check_listed = self._named
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        world_module.check_listed = self._before.pop("check")
+        for name, function in self._before.items():
+            setattr(dist, name, function)
+
+    def _named(self, name: str) -> None:
+        self._before["check"](name)
+        self.names.append(name)
+
+    def _called(self, operation: str, *arguments: Any, **options: Any) -> Any:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if operation == "all_to_all_single":
+            _, send, _, splits = arguments[:4]
+            num_bytes = sum(n for r, n in enumerate(splits) if r != rank) * send[:1].nbytes
+        elif operation == "all_reduce":
+            num_bytes = arguments[0].nbytes
+        else:
+            output, given = (options.get(name, arguments[k] if k < len(arguments) else None)
+                             for k, name in enumerate(("output_tensor", "input_tensor")))  # fmt: skip
+            size = max(output.numel(), given.numel()) // min(output.numel(), given.numel())
+            num_bytes = (size - 1) * min(output.nbytes, given.nbytes)
+        self.calls.append((operation, num_bytes))
+        return self._before[operation](*arguments, **options)
+
+
+def count(plan: Any, optimizer: str, weighted: bool, pooling: str) -> Counted:
+    """Names and calls of one forward and backward pass."""
     tables, features = specs(optimizer, weighted, pooling)
     world = World.current()
     model = torch.nn.Sequential(EmbeddingBagCollection(tables, features, seed=1))
     embeddings = shard(model, Plan.from_dict(plan, tables, world.size))[0]
-    sent: list[int] = []
-    summed: list[int] = []
-    all_to_all, all_reduce = World.all_to_all, World.start_all_reduce
-
-    def counted(self: World, send: torch.Tensor, send_splits: Any, receive_splits: Any) -> Any:
-        sent.append(sum(n for r, n in enumerate(send_splits) if r != self.rank) * send[:1].nbytes)
-        return all_to_all(self, send, send_splits, receive_splits)
-
-    def reduced(self: World, tensor: torch.Tensor) -> Any:
-        summed.append(tensor.nbytes)
-        return all_reduce(self, tensor)
-
     batch = BATCH // world.size
     ids = torch.arange(batch * IDS).repeat(3) % ROWS
     lengths = torch.full((3 * batch,), IDS)
     weights = torch.ones(ids.numel()) if weighted else None
     kjt = KeyedJaggedTensor(keys=("one", "two", "three"), values=ids, lengths=lengths, weights=weights)
-    World.all_to_all, World.start_all_reduce = counted, reduced  # type: ignore[method-assign,assignment]
-    try:
+    with Counter() as counter:
         found = embeddings(kjt)
         rows = [found[name].values.sum() for name in ("one",) if pooling == "none"]
         (found.pooled.values.sum() + sum(rows)).backward()
-    finally:
-        World.all_to_all, World.start_all_reduce = all_to_all, all_reduce  # type: ignore[method-assign]
-    return sent, summed
+    return counter.names, counter.calls
 
 
 PLANS = {
@@ -82,19 +121,21 @@ HOSTS["mixed of hosts"] = {"devices_per_host": 2, "tables": {"a": "table_row_wis
 
 
 def check(ranks: RankPool, plan: Any, num_hosts: int, optimizer: str, weighted: bool, pooling: str) -> None:
-    """Compare every collective of a step, on every rank."""
+    """Compare every collective of a step, on every rank: names, order and bytes."""
     tables, features = specs(optimizer, weighted, pooling)
     counted = ranks.run(count, plan, optimizer, weighted, pooling)
     loads = {feature.name: FeatureLoad(pooling_factor=float(IDS)) for feature in features}
     work = Workload(tables=tuple(tables), features=tuple(features), batch_size=BATCH, loads=loads)
     topology = Topology(num_hosts=num_hosts, devices_per_host=2)
     found = predict(Plan.from_dict(plan, tables, topology.num_ranks), work, topology)
+    of_tables = [own for own in found.collectives if own.stage != "dense"]
     part = (topology.num_ranks - 1) / topology.num_ranks
-    for rank in range(topology.num_ranks):
-        sent = [own.sent_inside[rank] + own.sent_across[rank] for own in found.collectives if not own.reduces]
-        assert counted[rank][0] == pytest.approx(sent, rel=1e-6)
-        summed = [own.sent_inside[rank] + own.sent_across[rank] for own in found.collectives if own.reduces]
-        assert [2 * part * size for size in counted[rank][1]] == pytest.approx(summed)
+    for rank, (names, calls) in enumerate(counted):
+        assert names == [own.name for own in of_tables for _ in range(own.times)]
+        sent = iter([2 * part * size if operation == "all_reduce" else size for operation, size in calls])
+        for own in of_tables:
+            together = sum(next(sent) for _ in range(own.times))
+            assert together == pytest.approx(own.sent_inside[rank] + own.sent_across[rank], rel=1e-6), own.name
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -113,3 +154,60 @@ def test_predicted_bytes_are_counted_bytes_of_two_hosts(
     ranks: Callable[[int], RankPool], name: str, pooling: str
 ) -> None:
     check(ranks(4), HOSTS[name], 2, "rowwise_adagrad", False, pooling)
+
+
+def step_of_run(document: dict[str, Any]) -> tuple[Counted, tuple[Transfer, ...]]:
+    """What is counted in the first step of a run, and what is listed of it."""
+    trainer = Trainer(RunConfig.model_validate(document), World.current())
+    embeddings, counter, run = trainer.model.embeddings, Counter(), TrainStep.__call__
+    per_host = embeddings.plan.per_host
+    work = make_workload(trainer.config, trainer.dataset, embeddings.tables, embeddings.features, trainer.model)
+    listed = step_transfers(work, embeddings.plan, trainer.world.size, per_host)
+
+    def first(self: TrainStep, batch: Any) -> Any:
+        TrainStep.__call__ = run  # type: ignore[method-assign]
+        with counter:
+            return run(self, batch)
+
+    TrainStep.__call__ = first  # type: ignore[method-assign]
+    try:
+        trainer.run()
+    finally:
+        TrainStep.__call__ = run  # type: ignore[method-assign]
+    return (counter.names, counter.calls), listed
+
+
+DENSE = {
+    "plain": {},
+    "batch norm": {"model__name": "wide_deep", "model__deep_mlp": [8, 4], "model__batch_norm": True},
+    "micro-batches": {"train__accumulate_steps": 3},
+    "fsdp": {"dense__sharding": "fsdp", "dense__clip_norm": 1.0},
+    "fsdp, lamb": {"dense__sharding": "fsdp", "dense__optimizer": {"name": "lamb"}, "train__accumulate_steps": 2},
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", DENSE)
+def test_a_whole_step_sends_what_is_listed(
+    ranks: Callable[[int], RankPool], tiny: Path, tmp_path: Path, name: str, size: int
+) -> None:
+    plan = {"devices_per_host": 2, "tables": {"*": "table_wise"}}
+    document = settings(tiny, tmp_path / "run", train__max_steps=1, plan=plan, **DENSE[name])
+    for rank, ((names, calls), listed) in enumerate(ranks(size).run(step_of_run, document)):
+        named = [own for own in listed if own.name not in OF_TORCH]
+        order = list(dict.fromkeys(own.name for own in named))
+        assert list(dict.fromkeys(names)) == order
+        assert {n: names.count(n) for n in order} == {n: sum(t.times for t in named if t.name == n) for n in order}
+        by_torch = [own for own in listed if own.name in OF_TORCH]
+        assert len(calls) == len(names) + sum(own.times for own in by_torch), rank
+        sums = sum(size for operation, size in calls if operation == "all_reduce")
+        assert sums == sum(p.num_bytes for own in listed for p in own.parts if p.way in ("sum", "hosts sum"))
+        scattered = sum(num_bytes for operation, num_bytes in calls if operation.startswith("reduce_scatter"))
+        assert scattered == sum(p.num_bytes for own in listed for p in own.parts if p.way == "host scatter")
+        copies = {"gather": size - 1, "host gather": 1}
+        gathered = sum(num_bytes for operation, num_bytes in calls if operation.startswith("all_gather"))
+        assert gathered == sum(copies[p.way] * p.num_bytes for own in listed for p in own.parts if p.way in copies)
+
+
+OF_TORCH = ("parameters", "gradients of parameters", "gradients of hosts")
+"""What `fully_shard` sends."""

@@ -7,8 +7,9 @@ import pytest
 
 from meseta.planner import documented_cost_model, predict
 from meseta.planner.loads import Pieces, WorkloadLoads
-from meseta.planner.memory import PHASES
+from meseta.planner.memory import PHASES, received_bytes
 from meseta.planner.operators import operator_seconds
+from meseta.planner.pricing import Cuts
 from meseta.spec import (
     DenseLoad,
     FeatureLoad,
@@ -21,6 +22,7 @@ from meseta.spec import (
     Topology,
     Workload,
 )
+from meseta.spec.transfer import step_transfers
 
 REUSE = Reuse(
     window_samples=65_536,
@@ -55,8 +57,9 @@ def test_ids_and_bags_are_counted() -> None:
     loads = WorkloadLoads(workload()).loads(WorkloadLoads(workload()).whole())
     assert (loads.ids[0], loads.bags[0], loads.rows_out[0]) == (40_960, 4096, 4096)
     assert (loads.row_bytes[0], loads.state_bytes[0]) == (256, 4)
-    assert loads.answer_bytes[0] == 4096 * 64 * 4
-    assert loads.id_wire_bytes(4)[0] == 4 * (4096 + 40_960)
+    cut = Cuts(host_parts=np.zeros(1, np.int64), column_parts=np.ones(1, np.int64), row_parts=np.ones(1, np.int64))
+    ids, answers = received_bytes(step_transfers(workload(), None, 2, 2), loads, cut, 2)
+    assert (ids[0], answers[0]) == (4 * (4096 + 40_960), 4096 * 64 * 4)
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def exchange(world: World, jobs: Sequence[Job], packed: Tensor) -> list[tuple[Jo
     ]
     for _, piece in sent:
         receive_splits[piece.sender] += piece.num_bytes
-    received = world.all_to_all(packed, send_splits, receive_splits).wait().cpu()
+    received = world.all_to_all(packed, send_splits, receive_splits, "blocks of a checkpoint").wait().cpu()
     parts: list[list[Tensor]] = [[] for _ in mine]
     for (index, _), part in zip(sent, received.split([piece.num_bytes for _, piece in sent]), strict=True):
         parts[index].append(part)

@@ -55,7 +55,7 @@ class DenseGradients:
             else:
                 torch.mul(parameter.grad.reshape(-1), share, out=slot)
         counts.copy_(torch.tensor([float(p.grad is not None) for p in self.parameters]))
-        self.world.all_reduce(buffer)
+        self.world.all_reduce(buffer, "dense")
         for parameter, slot, count in zip(self.parameters, slots, counts.tolist(), strict=True):
             if count:
                 parameter.grad = slot.view_as(parameter)

@@ -147,7 +147,8 @@ def sum_over_parts(parameters: Iterable[Tensor]) -> Callable[[float], float] | N
 
     def add(number: float) -> float:
         ranks = World(rank=group.rank(), size=group.size(), device=device, group=group)
-        parts: Sequence[float] = ranks.all_gather(torch.tensor([number], dtype=torch.float64, device=device)).tolist()
+        squares = ranks.all_gather(torch.tensor([number], dtype=torch.float64, device=device), "norms")
+        parts: Sequence[float] = squares.tolist()
         return math.fsum(cast(Any, part)[0] for part in parts)
 
     return add

@@ -20,6 +20,7 @@ from torch import Tensor
 from meseta.ops.memory import empty
 from meseta.spec import MesetaError
 from meseta.spec.rendezvous import VARIABLE
+from meseta.spec.transfer import BETWEEN_STEPS, OF_STEPS
 
 Answer = TypeVar("Answer")
 
@@ -94,11 +95,14 @@ class World:
         while _processors:
             os.sched_setaffinity(0, _processors.pop())
 
-    def all_to_all(self, send: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]) -> Pending:
+    def all_to_all(
+        self, send: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int], name: str = ""
+    ) -> Pending:
         """Begin to send `send_splits[r]` leading entries of `send` [n, ...] to rank r; entries arrive ordered by
-        rank."""
+        rank. `name` here and below: of the transfer, see `meseta.spec.transfer`."""
         if self.size == 1:
             return Pending(received=send, send=send, work=None)
+        check_listed(name)
         received = empty((sum(receive_splits), *send.shape[1:]), send.dtype, send.device)
         send = send.contiguous()
         work = dist.all_to_all_single(
@@ -106,19 +110,22 @@ class World:
         )
         return Pending(received=received, send=send, work=work)
 
-    def start_all_reduce(self, tensor: Tensor) -> Pending:
+    def start_all_reduce(self, tensor: Tensor, name: str = "") -> Pending:
         """Begin to sum over ranks, in place; the same bits on every rank."""
+        if self.size > 1:
+            check_listed(name)
         work = dist.all_reduce(tensor, group=self.group, async_op=True) if self.size > 1 else None
         return Pending(received=tensor, send=tensor, work=work)
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor, name: str = "") -> Tensor:
         """Sum over ranks, in place; the same bits on every rank."""
-        return self.start_all_reduce(tensor).wait()
+        return self.start_all_reduce(tensor, name).wait()
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor, name: str = "") -> Tensor:
         """[size, *shape]: the tensors of all ranks, which have one shape."""
         if self.size == 1:
             return tensor.unsqueeze(0)
+        check_listed(name)
         gathered = tensor.new_empty((self.size * tensor.numel(),))
         dist.all_gather_into_tensor(gathered, tensor.contiguous().view(-1), self.group)
         return gathered.view(self.size, *tensor.shape)
@@ -188,6 +195,26 @@ class World:
                 told = kind(text if named is not None else f"rank {rank}: {text}")
                 told.rank = rank if named is None else named
                 raise told from error
+
+
+class Unlisted:
+    """Collectives of this process that are in no list: no plan's costs know them. A model of one's own may have such.
+
+    Tests set `is_error`, and then they are refused.
+    """
+
+    count: int = 0
+    is_error: bool = False
+
+
+def check_listed(name: str) -> None:
+    """Count a collective whose name is none of a transfer."""
+    if name not in OF_STEPS and name not in BETWEEN_STEPS:
+        Unlisted.count += 1
+        if Unlisted.is_error:
+            raise MesetaError(
+                f"a collective is called {name!r}, which meseta.spec.transfer does not list; name it there"
+            )
 
 
 TIMEOUT = timedelta(minutes=10)

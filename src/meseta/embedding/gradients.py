@@ -35,7 +35,7 @@ def send_gradients(lookup: ShardedLookup, x: Exchanged, gradients: Sequence[Tens
         for route, out in zip(routing.by_rank[r][routing.summed[r].stop :], rows, strict=True):
             own = rows_of_range(lookup, x, gradients, route)
             torch.mul(own[:, slice(*route.shard.columns)], share, out=out)
-    return world.all_to_all(flat, numbers_in(send), numbers_in(receive))
+    return world.all_to_all(flat, numbers_in(send), numbers_in(receive), "gradients")
 
 
 def _gradients_of_sums(lookup: ShardedLookup, x: Exchanged, gradients: Sequence[Tensor], share: float) -> Tensor:
@@ -50,7 +50,8 @@ def _gradients_of_sums(lookup: ShardedLookup, x: Exchanged, gradients: Sequence[
     send, receive = [0] * world.size, [0] * world.size
     for twin, [(_, columns)] in zip(twins, shapes, strict=True):
         send[twin], receive[twin] = own * columns, x.batch_sizes[twin] * width
-    return world.all_to_all(flat, send, receive).wait().view(sum(x.batch_sizes[twin] for twin in twins), width)
+    received = world.all_to_all(flat, send, receive, "gradients of whole bags").wait()
+    return received.view(sum(x.batch_sizes[twin] for twin in twins), width)
 
 
 def rows_of_range(lookup: ShardedLookup, x: Exchanged, gradients: Sequence[Tensor], route: Route) -> Tensor:
@@ -101,7 +102,7 @@ def gather_column_stats(
         expected += theirs
         sizes.append(sum(num_rows * _num_blocks(s) for s, num_rows in theirs))
     flat = torch.cat(send) if send else torch.empty(0, dtype=dtype, device=world.device)
-    received = world.all_to_all(flat, splits, sizes).wait()
+    received = world.all_to_all(flat, splits, sizes, "row statistics").wait()
     pieces = received.split([num_rows * _num_blocks(s) for s, num_rows in expected])
     for (shard, num_rows), piece in zip(expected, pieces, strict=True):
         known[shard] = piece.view(num_rows, _num_blocks(shard))

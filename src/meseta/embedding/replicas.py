@@ -71,7 +71,7 @@ class Replicas:
         sums.buffer.zero_()
         row_update(sums.group, 1.0, 1, home.bags, gradients)
         sums.buffer[: -sum(own.numel() for own in sums.ranks)] *= share
-        return self.world.start_all_reduce(sums.buffer)
+        return self.world.start_all_reduce(sums.buffer, "replicas")
 
     def finish_update(self, pending: Pending | None, lr: Callable[[TableSpec], float], step: int) -> None:
         """Wait for the sums of all ranks, and step each replica alike."""

@@ -15,7 +15,7 @@ from meseta.embedding.collection import EmbeddingBagCollection
 from meseta.embedding.exchange import Exchanged, OwnedIds, Started
 from meseta.embedding.gradients import gather_column_stats
 from meseta.embedding.replicas import Replicas
-from meseta.embedding.sharded_lookup import MOST, ShardedLookup
+from meseta.embedding.sharded_lookup import ShardedLookup
 from meseta.embedding.update import (
     Contribution,
     FusedShards,
@@ -30,6 +30,7 @@ from meseta.jagged import Embeddings, KeyedJaggedTensor
 from meseta.ops.row_update import FeatureGradient
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, Plan
+from meseta.spec.transfer import INT32_MAX
 from meseta.storage import TableShard
 
 
@@ -99,8 +100,10 @@ class ShardedEmbeddingBagCollection(Collection):
 
     def _refuse(self, kjt: KeyedJaggedTensor) -> None:
         """Raise MesetaError for a batch that cannot be looked up here."""
-        if kjt.values.numel() > MOST:
-            raise MesetaError(f"the batch has {kjt.values.numel()} ids on one rank, at most {MOST} can be; cut it up")
+        if kjt.values.numel() > INT32_MAX:
+            raise MesetaError(
+                f"the batch has {kjt.values.numel()} ids on one rank, at most {INT32_MAX} can be; cut it up"
+            )
         if any(group.is_weighted for group in self.groups) and kjt.weights is not None and kjt.weights.requires_grad:
             raise MesetaError(
                 "the weights of the batch require a gradient, which a sharded lookup does not send back; detach them, "

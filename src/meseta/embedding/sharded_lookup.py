@@ -34,13 +34,10 @@ from meseta.ops.pooled_lookup import LookupGroup, lookup_group
 from meseta.ops.row_lookup import row_lookup
 from meseta.ops.row_update import FeatureGradient
 from meseta.spec import MesetaError, Plan, Shard, TableSpec
+from meseta.spec.transfer import HEADER, REFUSED, CountsHeader, id_bytes, longest_range
 
-HEADER = 4
-"""Numbers before the counts of a rank: its batch size, and (feature, sample, id) of the first refused id."""
-REFUSED = -2
-"""Stands for the feature where a batch was refused as a whole."""
-MOST = 2**31 - 1
-"""The largest number of 32 bits."""
+ID_TYPES = {4: torch.int32, 8: torch.int64}
+"""By bytes of an id on the way: it is a row of its range, so half the bits are enough for most."""
 
 
 class ShardedLookup:
@@ -65,8 +62,12 @@ class ShardedLookup:
         self.routing = make_routing(tables, group.features, plan)
         self.routes = self.routing.by_rank[world.rank]
         self._weights = weights
-        # What goes to all ranks is one gather of [batch size, ids of each feature, first refused id, ids of each row
-        # range of the features that are cut].
+        # What this rank knows lies in one tensor, and what goes to each owner is one gather of it:
+        #
+        #   known   [batch size | ids of each feature | feature, sample, id of the | ids of each row range of the
+        #            0            1 ... F               first refused id              features that are cut ...]
+        #
+        #   to r    [CountsHeader: batch size, feature, sample, id | ids of each route of r ...]
         num_features = len(group.features)
         at = {(f, 0): 1 + f for f in range(num_features)}
         ranges = [(f, n) for f in self.routing.cut_features for n in range(len(self.routing.cuts[f]) - 1)]
@@ -75,9 +76,7 @@ class ShardedLookup:
         header = (0, *range(1 + num_features, HEADER + num_features))
         self._sent_counts_at = [n for routes in self.routing.by_rank for n in (*header, *(at[r.slot] for r in routes))]
         self._gather_counts = torch.tensor(self._sent_counts_at, device=world.device)
-        longest = max(b - a for cuts in self.routing.cuts for a, b in pairwise(cuts))
-        # Ids travel as rows of their range, so half the bits are enough for most.
-        self._id_dtype = torch.int32 if longest <= MOST else torch.int64
+        self._id_dtype = ID_TYPES[id_bytes(longest_range(tables, plan))]
 
     def start(self, checked: CheckedIds | MesetaError) -> Started:
         """Sort the ids by owner, begin the exchange of counts. No host sync.
@@ -93,7 +92,7 @@ class ShardedLookup:
         known = torch.cat(parts if cut is None else [*parts, cut.totals])
         mine = HEADER + len(self.routes)
         splits = [HEADER + len(routes) for routes in self.routing.by_rank]
-        received = self.world.all_to_all(known[self._gather_counts], splits, [mine] * self.world.size)
+        received = self.world.all_to_all(known[self._gather_counts], splits, [mine] * self.world.size, "counts")
         return Started(ids=ids, cut=cut, counts=known, received=received, failed=failed)
 
     def _refused(self) -> CheckedIds:
@@ -114,14 +113,15 @@ class ShardedLookup:
             sent.append(tuple(known[at + HEADER : at + HEADER + len(routes)]))
             at += HEADER + len(routes)
         size = HEADER + len(self.routes)
-        headers = [numbers[r * size : (r + 1) * size] for r in range(self.world.size)]
-        batch_sizes = tuple(header[0] for header in headers)
-        if any(header[1] == REFUSED for header in headers):
+        told = [numbers[r * size : (r + 1) * size] for r in range(self.world.size)]
+        headers = [CountsHeader(*own[:HEADER]) for own in told]
+        batch_sizes = tuple(header.batch_size for header in headers)
+        if any(header.feature == REFUSED for header in headers):
             self.world.raise_together(x.failed)
-        for rank, (_, feature, sample, row, *_rest) in enumerate(headers):
-            if feature >= 0:
-                raise self.group.refuse(feature, sum(batch_sizes[:rank]) + sample, row)
-        counts = tuple(tuple(header[HEADER:]) for header in headers)
+        for rank, header in enumerate(headers):
+            if header.feature >= 0:
+                raise self.group.refuse(header.feature, sum(batch_sizes[:rank]) + header.sample, header.id)
+        counts = tuple(tuple(own[HEADER:]) for own in told)
         batch = batch_sizes[self.world.rank]
         range_counts = [[own[i] for i in ranges] for ranges in self._range_counts_at]
         slots = Slots.of(x, self.routing, range_counts, self._id_dtype)
@@ -129,11 +129,12 @@ class ShardedLookup:
             slots.pack_ids(self.routing, self._id_dtype, self.world.device),
             [batch * len(routes) + sum(n) for routes, n in zip(self.routing.by_rank, sent, strict=True)],
             [b * len(self.routes) + sum(n) for b, n in zip(batch_sizes, counts, strict=True)],
+            "ids",
         )
         weights = None
         if self.group.is_weighted:
             packed = slots.pack_weights(self.routing, self.dtype, self.world.device)
-            weights = self.world.all_to_all(packed, [sum(n) for n in sent], [sum(n) for n in counts])
+            weights = self.world.all_to_all(packed, [sum(n) for n in sent], [sum(n) for n in counts], "weights")
         return Exchanged(
             ids=x.ids,
             home=slots.at_home(self.routing, x.ids),
@@ -183,7 +184,7 @@ class ShardedLookup:
                 twins = self.routing.twins(r) if r in self.routing.mates(rank) else ()
                 parts += [own, *(partial[twin] for twin in twins), *(of_route[r] for of_route in rows_by_rank)]
             send = torch.cat([part.reshape(-1) for part in parts])
-        return self.world.all_to_all(send, numbers_in(shapes), numbers_in(self._answer_shapes(x)))
+        return self.world.all_to_all(send, numbers_in(shapes), numbers_in(self._answer_shapes(x)), "answers")
 
     def _look_up_bags(self, x: Exchanged, owned: OwnedIds, side: Side) -> Tensor:
         """[B_global, columns] of the routes of one matrix."""
@@ -242,7 +243,7 @@ class ShardedLookup:
         send, receive = [0] * self.world.size, [0] * self.world.size
         for twin, width in zip(twins, routing.host_widths, strict=True):
             send[twin], receive[twin] = x.batch_sizes[twin] * routing.host_widths[host], own * width
-        received = self.world.all_to_all(whole.view(-1), send, receive).wait()
+        received = self.world.all_to_all(whole.view(-1), send, receive, "whole bags").wait()
         return [matrix for [matrix] in matrices(received, [[(own, width)] for width in routing.host_widths])]
 
     def _nothing_of_hosts(self, x: Exchanged) -> Sequence[Tensor]:

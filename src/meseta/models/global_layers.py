@@ -102,7 +102,7 @@ class _Normalise(torch.autograd.Function):
         # What comes in is of the local mean of the loss. In units of the global mean it is `local_share` of that,
         # and what goes back is in local units again.
         share = batch.local_share
-        every = batch.world.all_gather(sums.double() * share)
+        every = batch.world.all_gather(sums.double() * share, "gradients of batch norm")
         total = every[0].clone()
         for of_rank in every[1:]:
             total += of_rank
@@ -117,7 +117,7 @@ def _global_moments(x: Tensor, batch: BatchSlice) -> tuple[Tensor, Tensor]:
     """Mean and sum of squared deviations of each column over all ranks, float64 [N]."""
     mean = column_sums(x) / max(len(x), 1)
     squares = column_sums((x - mean).square_())
-    every = batch.world.all_gather(torch.stack([mean, squares]).double())
+    every = batch.world.all_gather(torch.stack([mean, squares]).double(), "batch norm")
     mean, squares, count = every.new_zeros(x.shape[1]), every.new_zeros(x.shape[1]), 0
     for size, (other_mean, other_squares) in zip(batch.sizes, every, strict=True):
         if size:

@@ -172,7 +172,7 @@ class TrainStep:
 
     def _samples_before(self, batch: Batch) -> int:
         """Samples of the ranks before this one."""
-        sizes = self.world.all_gather(torch.tensor([batch.batch_size], device=self.world.device))
+        sizes = self.world.all_gather(torch.tensor([batch.batch_size], device=self.world.device), "batch sizes")
         return int(sizes[: self.world.rank].sum())
 
     def _loss_sum(self, logits: Tensor, batch: Batch) -> Tensor:
@@ -193,7 +193,7 @@ class TrainStep:
         """What all ranks know of a global batch, added in float64; without a loss, before it is computed."""
         weight = batch.batch_size if batch.weight is None else float(total(batch.weight.double()))
         own = [0.0 if local_sum is None else float(local_sum), weight, batch.batch_size, batch.num_padding, *self.votes]
-        sums = self.world.all_reduce(torch.tensor(own, dtype=torch.float64, device=self.world.device))
+        sums = self.world.all_reduce(torch.tensor(own, dtype=torch.float64, device=self.world.device), "agree")
         loss_sum, weight_sum, batch_size, num_padding, *votes = sums.tolist()
         if not (math.isfinite(loss_sum) and math.isfinite(weight_sum)):
             raise NonFiniteLoss(

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from meseta.planner.loads import Loads, WorkloadLoads
+from meseta.planner.loads import Indices, Loads
 from meseta.planner.placement import Placement
 from meseta.planner.reuse import Floats
-from meseta.planner.sizes import ROW_STATISTICS
 from meseta.spec import COLUMN_BLOCK, CostModel, Link, Topology
-
-HEADER = 4
-"""Numbers of 8 bytes that travel to each rank before the counts of its routes."""
-LARGEST_SHORT = 2**31 - 1
-"""Ids that are rows of a longer range take 8 bytes on the way, others 4."""
-
-Stage = Literal["input_dist", "output_dist", "backward", "dense"]
+from meseta.spec.transfer import ROW_STATISTICS, Each, Part, Stage, Transfer, Way
 
 
 @dataclass(frozen=True)
@@ -59,121 +53,122 @@ def links(cost_model: CostModel, topology: Topology, reduces: bool) -> tuple[Lin
     return topology.inside or inside, topology.across or across
 
 
+@runtime_checkable  # beartype asks for it where the tests check every call
+class Cut(Protocol):
+    """How the table of each piece is cut, [n] each."""
+
+    @property
+    def host_parts(self) -> Indices:
+        """Row ranges in the piece's host, of schemes that sum bags there; else 0."""
+
+    @property
+    def column_parts(self) -> Indices:
+        """Ranges of columns."""
+
+
+def counts_of(each: Each, load: Loads, cut: Cut, num_ranks: int) -> Floats:
+    """How many of something each piece has [n], over all ranks that ask for its rows; of replicas, on each rank."""
+    if each in _OF_PIECES:
+        found: Floats = getattr(load, _OF_PIECES[each])
+        return found
+    if each == "route":
+        return num_ranks * load.shards
+    if each == "row number":
+        return (load.rows_out - load.bags) * load.columns
+    if each in ("replica number", "replica row"):
+        return np.where(load.is_frozen, 0.0, load.num_rows * (load.columns if each == "replica number" else 1.0))
+    if each == "row statistic":
+        numbers = np.array([ROW_STATISTICS.get(name, (0, 0))[1] for name in load.optimizers], np.float64)
+        return numbers[load.optimizer] * load.distinct * np.ceil(load.columns / COLUMN_BLOCK) * (cut.column_parts - 1.0)
+    is_summed = cut.host_parts > 0
+    numbers = load.bags * load.columns
+    if each == "bag number":
+        return np.where(is_summed, 0.0, numbers)
+    return np.where(is_summed, numbers / (np.maximum(cut.host_parts, 1) if each == "whole bag number" else 1.0), 0.0)
+
+
+_OF_PIECES: dict[Each, str] = {"bag": "lengths", "id": "ids", "weight": "weights"}
+
+
+def piece_bytes(transfers: Iterable[Transfer], load: Loads, cut: Cut, num_ranks: int) -> Floats:
+    """Bytes of each piece [n] in some transfers of tables, over all ranks that ask for its rows."""
+    parts = [part for transfer in transfers for part in transfer.parts if part.each != "pair"]
+    return sum((bytes_of(part, load, cut, num_ranks) for part in parts), np.zeros(len(load.ids)))
+
+
+def bytes_of(part: Part, load: Loads, cut: Cut, num_ranks: int) -> Floats:
+    """Bytes of each piece [n] in one part of a transfer."""
+    return part.num_bytes * counts_of(part.each, load, cut, num_ranks)
+
+
 def collectives(
-    placement: Placement, sharded: Loads, replicated: Loads, workload: WorkloadLoads
+    transfers: Sequence[Transfer], placement: Placement, sharded: Loads, replicated: Loads
 ) -> tuple[Collective, ...]:
-    """All collectives of a training step on more than one rank, in their order.
+    """What each rank sends and receives in the transfers of a step. Every rank has an equal slice of the batch."""
+    return tuple(_collective(transfer, placement, sharded, replicated) for transfer in transfers)
 
-    Bytes are those of `embedding/`: counts, ids with lengths, weights, answers, gradients, statistics of cut rows,
-    gradients of replicas, gradients of the dense part. Every rank has an equal slice of the batch.
+
+def _collective(transfer: Transfer, placement: Placement, sharded: Loads, replicated: Loads) -> Collective:
+    ranks = placement.num_ranks
+    total = (np.zeros(ranks),) * 4
+    for part in transfer.parts:
+        if part.each == "step":
+            amounts = np.full(ranks, float(part.num_bytes))
+        elif part.each == "pair":
+            amounts = np.full(ranks, float(ranks * part.num_bytes))
+        elif part.way == "sum":
+            amounts = np.full(ranks, bytes_of(part, replicated, _Whole(), ranks).sum())
+        else:
+            amounts = placement.by_rank(bytes_of(part, sharded, placement, ranks))
+        levels = _levels(part.way, amounts, placement)
+        if not transfer.to_owners:  # the way there, backwards
+            levels = levels[2], levels[3], levels[0], levels[1]
+        total = total[0] + levels[0], total[1] + levels[1], total[2] + levels[2], total[3] + levels[3]
+    return Collective(
+        name=transfer.name,
+        stage=transfer.stage,
+        sent_inside=total[0],
+        sent_across=total[1],
+        received_inside=total[2],
+        received_across=total[3],
+        reduces=transfer.is_sum,
+        times=transfer.times,
+    )
+
+
+class _Whole:
+    """Replicas are not cut."""
+
+    host_parts = column_parts = np.zeros(1, np.int64)
+
+
+def _levels(way: Way, amounts: Floats, placement: Placement) -> tuple[Floats, Floats, Floats, Floats]:
+    """(sent inside, sent across, received inside, received across) by every rank [R], where `amounts` [R] belong to the
+    rows of each rank, or are what each rank has.
+
+    A sum is a ring all-reduce: 2 (n - 1) / n of the bytes from each of n devices, inside hosts of what lies there and
+    across hosts of a device's share (reduce-scatter, all-reduce, all-gather).
     """
-    found = [
-        _to_owners("counts", placement, 8.0 * (HEADER + placement.by_rank(sharded.shards)) * placement.num_ranks),
-        _to_owners("ids", placement, placement.by_rank(_id_bytes(placement, sharded))),
-    ]
-    if workload.any_weighted:
-        found.append(_to_owners("weights", placement, placement.by_rank(sharded.ids * sharded.weight_bytes)))
-    answers = _answers(placement, sharded)
-    found += answers
-    found += [_mirrored(own) for own in reversed(answers)]
-    found += _statistics(placement, sharded)
-    learning = ~replicated.is_frozen
-    numbers = (replicated.num_rows * (replicated.columns + 1) * replicated.number_bytes)[learning].sum()
-    if numbers:
-        found.append(_all_reduce("replicas", "backward", placement, float(numbers)))
-    if workload.workload.dense.parameter_bytes:
-        found.append(_all_reduce("dense", "dense", placement, float(workload.workload.dense.parameter_bytes)))
-    return tuple(found)
-
-
-def id_bytes(placement: Placement) -> int:
-    """Of an id on the wire: it is a row of its range."""
-    return 4 if placement.sharded.num_rows.max(initial=0) <= LARGEST_SHORT else 8
-
-
-def _id_bytes(placement: Placement, sharded: Loads) -> Floats:
-    return (sharded.lengths + sharded.ids) * id_bytes(placement)
-
-
-def _to_owners(name: str, placement: Placement, owned: Floats) -> Collective:
-    """All ranks send an equal share of `owned` [R] to each owner."""
     ranks, per_host, host = placement.num_ranks, placement.per_host, placement.host
-    in_host = np.bincount(host, owned)[host]
-    return Collective(
-        name=name,
-        stage="input_dist",
-        sent_inside=(in_host - owned) / ranks,
-        sent_across=(owned.sum() - in_host) / ranks,
-        received_inside=owned * (per_host - 1) / ranks,
-        received_across=owned * (ranks - per_host) / ranks,
-    )
-
-
-def _answers(placement: Placement, sharded: Loads) -> list[Collective]:
-    """Bags and rows on their way back. Partial bags that a host sums go to the device of their host that has the place
-    of the rank that asked, and whole ones from there to its twins in the other hosts."""
-    ranks, per_host, host = placement.num_ranks, placement.per_host, placement.host
-    partial = np.where(placement.host_parts > 0, sharded.bags * sharded.columns * sharded.number_bytes, 0.0)
-    asked = _mirrored(_to_owners("", placement, placement.by_rank(sharded.answer_bytes - partial)))
-    by_rank = placement.by_rank(partial)
-    in_host = np.bincount(host, by_rank)[host]
-    answers = Collective(
-        name="answers",
-        stage="output_dist",
-        sent_inside=asked.sent_inside + by_rank * (per_host - 1) / per_host,
-        sent_across=asked.sent_across,
-        received_inside=asked.received_inside + (in_host - by_rank) / per_host,
-        received_across=asked.received_across,
-    )
-    if not partial.any():
-        return [answers]
     hosts, nothing = ranks // per_host, np.zeros(ranks)
-    of_host = np.bincount(host, placement.by_rank(partial / np.maximum(placement.host_parts, 1)))
-    whole = Collective(
-        name="whole bags",
-        stage="output_dist",
-        sent_inside=nothing,
-        sent_across=of_host[host] / per_host * (hosts - 1) / hosts,
-        received_inside=nothing,
-        received_across=(of_host.sum() - of_host[host]) / ranks,
-    )
-    return [answers, whole]
-
-
-def _statistics(placement: Placement, sharded: Loads) -> list[Collective]:
-    """Sums over parts of rows, from every owner of a row's columns to the others."""
-    known = np.array([ROW_STATISTICS.get(name, (0, 0)) for name in sharded.optimizers], np.int64).reshape(-1, 2)
-    stages, numbers = known[sharded.optimizer].astype(np.float64).T
-    cut = (placement.column_parts > 1) & (stages > 0)
-    if not cut.any():
-        return []
-    blocks = np.ceil(sharded.columns / COLUMN_BLOCK)
-    own = np.where(cut, numbers * sharded.distinct * blocks * sharded.number_bytes, 0.0)
-    others = own * (placement.column_parts - 1.0)
-    sent = placement.by_rank(others)
-    nothing = np.zeros_like(sent)
-    is_inside = placement.num_ranks == placement.per_host
-    levels = (sent, nothing, sent, nothing) if is_inside else (nothing, sent, nothing, sent)
-    return [Collective("row statistics", "backward", *levels, times=int(stages[cut].max()))]
-
-
-def _all_reduce(name: str, stage: Stage, placement: Placement, num_bytes: float) -> Collective:
-    """Ring all-reduce of `num_bytes`: 2 (n - 1) / n of them from each of n devices, inside hosts of what lies there and
-    across hosts of a device's share (reduce-scatter, all-reduce, all-gather)."""
-    ranks, per_host = placement.num_ranks, placement.per_host
-    hosts, one = ranks // per_host, np.ones(ranks)
-    inside = one * 2 * num_bytes * (per_host - 1) / per_host
-    across = one * 2 * num_bytes / per_host * (hosts - 1) / hosts
-    return Collective(name, stage, inside, across, inside, across, reduces=True)
-
-
-def _mirrored(own: Collective) -> Collective:
-    """The way back."""
-    return Collective(
-        name="gradients" if own.name == "answers" else f"gradients of {own.name}",
-        stage="backward",
-        sent_inside=own.received_inside,
-        sent_across=own.received_across,
-        received_inside=own.sent_inside,
-        received_across=own.sent_across,
-    )
+    if way == "owners":
+        in_host = np.bincount(host, amounts)[host]
+        received = amounts * (per_host - 1) / ranks, amounts * (ranks - per_host) / ranks
+        return (in_host - amounts) / ranks, (amounts.sum() - in_host) / ranks, *received
+    if way == "host":
+        in_host = np.bincount(host, amounts)[host]
+        return (in_host - amounts) / per_host, nothing, amounts * (per_host - 1) / per_host, nothing
+    if way == "hosts":
+        of_host = np.bincount(host, amounts)
+        sent = (of_host.sum() - of_host[host]) / ranks
+        return nothing, sent, nothing, of_host[host] / per_host * (hosts - 1) / hosts
+    if way == "columns":
+        return (amounts, nothing, amounts, nothing) if hosts == 1 else (nothing, amounts, nothing, amounts)
+    inside, across = {
+        "sum": (2 * amounts * (per_host - 1) / per_host, 2 * amounts / per_host * (hosts - 1) / hosts),
+        "gather": (amounts * (per_host - 1), amounts * (ranks - per_host)),
+        "host gather": (amounts * (per_host - 1), nothing),
+        "host scatter": (amounts * (per_host - 1), nothing),
+        "hosts sum": (nothing, 2 * amounts * (hosts - 1) / hosts),
+    }[way]
+    return inside, across, inside, across

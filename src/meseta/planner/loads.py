@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meseta.planner.reuse import Floats, row_classes
-from meseta.planner.sizes import ROW_STATISTICS, WEIGHT_BYTES, compute_bytes, value_bytes
+from meseta.planner.sizes import compute_bytes, value_bytes
 from meseta.spec import COLUMN_BLOCK, MesetaError, Reuse, Tier, Workload
+from meseta.spec.transfer import ROW_STATISTICS
 
 Indices = NDArray[np.int64]
 TIERS: tuple[Tier, ...] = ("hbm", "host", "cached", "disk")
@@ -105,8 +106,8 @@ class Loads:
     """Whether the update goes in stages, since the piece holds some columns of rows whose optimizer sums over rows."""
     is_frozen: NDArray[np.bool_]
     """Whether rows never change."""
-    weight_bytes: Floats
-    """Bytes of weights that travel with an id: 4 or 0."""
+    weights: Floats
+    """Ids that weights travel with."""
     optimizer: Indices
     """Index in `optimizers`."""
     tier: Indices
@@ -118,15 +119,6 @@ class Loads:
     def stored_bytes(self) -> Floats:
         """Rows and optimizer state of the whole piece."""
         return self.num_rows * (self.row_bytes + self.state_bytes)
-
-    @property
-    def answer_bytes(self) -> Floats:
-        """What returns to all samples, and comes back as gradient."""
-        return self.rows_out * self.columns * self.number_bytes
-
-    def id_wire_bytes(self, id_bytes: int) -> Floats:
-        """What comes in for all samples: lengths and ids of `id_bytes`, and weights."""
-        return (self.lengths + self.ids) * id_bytes + self.ids * self.weight_bytes
 
     def take(self, which: NDArray[np.int64] | NDArray[np.bool_] | slice) -> Loads:
         """Some of the pieces."""
@@ -157,16 +149,17 @@ class WorkloadLoads:
         self.steps_all = np.array([t.optimizer.stepped_rows == "all" for t in tables], bool)
         self.wide = max((compute_bytes(t) for t in tables), default=4)
         """Bytes of a number of a bag: the collection has one type for all."""
-        self.any_weighted = any(feature.weighted for feature in features)
+        weighted = {feature.batch for feature in features if feature.weighted}
         n = len(tables)
         self.num_features, self.num_pooled, self.pooled_ids = np.zeros(n), np.zeros(n), np.zeros(n)
-        self.ids_per_sample = np.zeros(n)
+        self.ids_per_sample, self.weights_per_sample = np.zeros(n), np.zeros(n)
         most, self.sorted = np.full(n, -1.0), np.zeros(n, bool)
         reuse: list[Reuse | None] = [None] * n
         for feature in features:
             table, load = self.index[feature.table], workload.load(feature)
             self.num_features[table] += 1
             self.ids_per_sample[table] += load.pooling_factor
+            self.weights_per_sample[table] += load.pooling_factor * (feature.batch in weighted)
             if feature.pooling != "none":
                 self.num_pooled[table] += 1
                 self.pooled_ids[table] += load.pooling_factor
@@ -255,7 +248,7 @@ class WorkloadLoads:
             is_unaligned=np.full(len(t), bool((self.dims % COLUMN_BLOCK).any())),
             is_staged=(columns < self.dims[t]) & self.sums_rows[t],
             is_frozen=np.array([name == "frozen" for name in self.optimizers], bool)[self.optimizer[t]],
-            weight_bytes=np.full(len(t), float(WEIGHT_BYTES * self.any_weighted)),
+            weights=samples * self.weights_per_sample[t] * share,
             optimizer=self.optimizer[t],
             tier=pieces.tier,
             optimizers=self.optimizers,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 
-from meseta.planner.exchange import id_bytes
+from meseta.planner.exchange import Cut, piece_bytes
 from meseta.planner.loads import TIERS, Loads, WorkloadLoads
 from meseta.planner.placement import Placement
 from meseta.planner.reuse import Floats
 from meseta.planner.sizes import compute_bytes, value_bytes
 from meseta.spec import Shard, TableSpec
+from meseta.spec.transfer import Transfer
 
 Phase = Literal["start", "first step", "steady", "evaluation", "checkpoint"]
 PHASES: tuple[Phase, ...] = ("start", "first step", "steady", "evaluation", "checkpoint")
@@ -42,7 +43,12 @@ def replica_bytes(table: TableSpec, shard: Shard) -> int:
 
 
 def memory(
-    placement: Placement, sharded: Loads, replicated: Loads, workload: WorkloadLoads, cached_share: float
+    placement: Placement,
+    sharded: Loads,
+    replicated: Loads,
+    workload: WorkloadLoads,
+    transfers: Sequence[Transfer],
+    cached_share: float,
 ) -> Bytes:
     """Bytes of every rank [R] by phase and tier: 'hbm' of its device, 'host' and 'disk' of its host for this rank.
 
@@ -52,13 +58,11 @@ def memory(
     """
     ranks, dense = placement.num_ranks, workload.workload.dense
     tables = _stored(placement, sharded, replicated, cached_share)
-    learning = ~replicated.is_frozen
-    gradients = (replicated.num_rows * (replicated.columns + 1) * replicated.number_bytes)[learning].sum()
-    if ranks == 1:
-        gradients = 0.0
+    sums = [transfer for transfer in transfers if transfer.name == "replicas"]
+    gradients = piece_bytes(sums, replicated, placement, ranks).sum()
     samples = workload.workload.batch_size / ranks
     activations = dense.activation_bytes_per_sample * samples
-    forward, backward = _buffers(placement, sharded, replicated, workload)
+    forward, backward = _buffers(placement, sharded, replicated, workload, transfers)
     zeros = np.zeros(ranks)
     on_device: dict[Phase, Floats] = {
         "start": zeros + dense.parameter_bytes,
@@ -78,6 +82,13 @@ def memory(
     }
 
 
+def received_bytes(transfers: Sequence[Transfer], load: Loads, cut: Cut, num_ranks: int) -> tuple[Floats, Floats]:
+    """Bytes of each piece [n] that come in as lengths, ids and weights, and that are answered to all ranks."""
+    ids = [transfer for transfer in transfers if transfer.name in ("ids", "weights")]
+    answers = [transfer for transfer in transfers if transfer.name == "answers"]
+    return piece_bytes(ids, load, cut, num_ranks), piece_bytes(answers, load, cut, num_ranks)
+
+
 def _stored(placement: Placement, sharded: Loads, replicated: Loads, cached_share: float) -> dict[str, Floats]:
     """Rows and optimizer state by tier; a cache holds copies."""
     stored, found = sharded.stored_bytes, {}
@@ -90,11 +101,17 @@ def _stored(placement: Placement, sharded: Loads, replicated: Loads, cached_shar
     return found
 
 
-def _buffers(placement: Placement, sharded: Loads, replicated: Loads, workload: WorkloadLoads) -> tuple[Floats, Floats]:
+def _buffers(
+    placement: Placement,
+    sharded: Loads,
+    replicated: Loads,
+    workload: WorkloadLoads,
+    transfers: Sequence[Transfer],
+) -> tuple[Floats, Floats]:
     """Peak bytes of a step's exchange buffers in the forward and in the backward pass [R]."""
     ranks = placement.num_ranks
     samples = workload.workload.batch_size / ranks
-    wire = sharded.id_wire_bytes(id_bytes(placement))
+    wire, answered = received_bytes(transfers, sharded, placement, ranks)
     # Ids of this rank's samples as they came, and for every owner; ids and offsets that it owns, as received, sorted.
     own_ids = 8 * samples * (workload.ids_per_sample.sum() + workload.num_features.sum())
     bags = samples * (workload.dims * workload.num_pooled).sum() * workload.wide
@@ -105,7 +122,7 @@ def _buffers(placement: Placement, sharded: Loads, replicated: Loads, workload: 
     sent = (wire.sum() + np.zeros(ranks)) / ranks
     owned = placement.by_rank(2 * wire + 8 * sharded.lengths)
     ids = own_ids + sent + owned
-    answers = placement.by_rank(sharded.answer_bytes)
-    arrived = sharded.answer_bytes.sum() / ranks
+    answers = placement.by_rank(answered)
+    arrived = answered.sum() / ranks
     sorting = placement.by_rank(SORT_BYTES * sharded.ids) + SORT_BYTES * replicated.ids.sum() / ranks
     return ids + answers + arrived + bags, ids + answers + arrived + 2 * bags + sorting

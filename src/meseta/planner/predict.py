@@ -16,6 +16,7 @@ from meseta.planner.operators import operator_seconds
 from meseta.planner.placement import Placement
 from meseta.planner.reuse import Floats
 from meseta.spec import CostModel, MesetaError, Plan, Topology, Workload
+from meseta.spec.transfer import step_transfers
 
 COMPONENTS = ("input_dist", "lookup", "output_dist", "dense", "backward", "update")
 """Parts of a step, in their order."""
@@ -92,7 +93,8 @@ def predict(
     )
     replicated = loads.loads(placement.replicated, cached_share=share)
     lookup, update = _operators(placement, sharded, replicated, loads, cost_model, topology)
-    exchanged = collectives(placement, sharded, replicated, loads) if plan.num_ranks > 1 else ()
+    transfers = step_transfers(workload, plan, plan.num_ranks, topology.devices_per_host)
+    exchanged = collectives(transfers, placement, sharded, replicated)
     seconds = {name: np.zeros(plan.num_ranks) for name in COMPONENTS}
     seconds["lookup"], seconds["update"] = lookup, update
     seconds["dense"] = seconds["dense"] + dense_seconds(workload, topology, cost_model)
@@ -101,8 +103,7 @@ def predict(
         spent = own.seconds(cost_model, topology) * collective_ratio(cost_model, topology, own)
         spent = spent + _packing(own, cost_model)
         if own.name == "ids":
-            cut = placement.row_parts > 1
-            sorted_ids = (sharded.ids * cut).sum() / plan.num_ranks
+            sorted_ids = (sharded.ids * (placement.row_parts > 1)).sum() / plan.num_ranks
             spent = spent + cost_model.exchange.bucket_id_s * sorted_ids
         seconds[own.stage] = seconds[own.stage] + spent
         step_s += float(spent.max())
@@ -110,7 +111,7 @@ def predict(
         seconds=seconds,
         step_s=step_s,
         bottleneck=int((lookup + update).argmax()),
-        memory_bytes=memory(placement, sharded, replicated, loads, share),
+        memory_bytes=memory(placement, sharded, replicated, loads, transfers, share),
         collectives=exchanged,
     )
 

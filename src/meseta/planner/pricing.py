@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meseta.planner.exchange import LARGEST_SHORT, links
+from meseta.planner.exchange import bytes_of, links, piece_bytes
 from meseta.planner.layout import Floats, Ints
 from meseta.planner.loads import TIERS, Loads, Pieces, WorkloadLoads
-from meseta.planner.memory import BLOCK_BYTES, CHECKPOINT_BLOCKS, DENSE_COPIES, SORT_BYTES
+from meseta.planner.memory import BLOCK_BYTES, CHECKPOINT_BLOCKS, DENSE_COPIES, SORT_BYTES, received_bytes
 from meseta.planner.operators import operator_seconds
 from meseta.planner.placement import Placement
 from meseta.planner.predict import replica_seconds
-from meseta.planner.sizes import ROW_STATISTICS
-from meseta.spec import COLUMN_BLOCK, CostModel, Topology
+from meseta.spec import CostModel, Topology
+from meseta.spec.transfer import ROW_STATISTICS, Transfer, Way, step_transfers
 
 COMPONENTS = ("compute", "ids", "answers", "partial bags", "summed bags", "row statistics")
 """What every rank does in step with the others; the slowest ends it."""
@@ -73,8 +73,9 @@ class Prices:
         owners, cache_bytes = np.zeros(len(whole.table), np.int64), cost_model.cache.cache_bytes * topology.num_ranks
         self._held = loads.held_samples(whole, owners, 1, cache_bytes)[0] if held_samples is None else held_samples
         self._rank_bytes = loads.stored_bytes(whole).sum() / topology.num_ranks
-        self.id_bytes = 4 if loads.num_rows.max(initial=0) <= LARGEST_SHORT else 8
         ranks, per_host = topology.num_ranks, topology.devices_per_host
+        self.transfers = step_transfers(loads.workload, None, ranks, per_host)
+        """All that a plan may need."""
         inside, across = links(cost_model, topology, False)
         self._copy_s = cost_model.exchange.copy_byte_s
         self._owner_s = max((per_host - 1) / inside.bytes_per_s, (ranks - per_host) / across.bytes_per_s) / ranks
@@ -97,15 +98,14 @@ class Prices:
         )
         least_s = sum(operator_seconds(model, least, per_host))
         own, common = (np.zeros((n, len(COMPONENTS))) for _ in range(2))
-        if ranks > 1:
-            self._exchange(load, cuts, own, common)
+        self._exchange(load, cuts, own, common)
         own[:, 0] = compute
-        wire = load.id_wire_bytes(self.id_bytes)
+        wire, answered = received_bytes(self.transfers, load, cuts, ranks)
         device, host, disk = _tier_factors(share)[:, pieces.tier]
         buffers = SORT_BYTES * load.ids
         if ranks > 1:
-            buffers = buffers + 2 * wire + 8 * load.lengths + load.answer_bytes
-        common_bytes = (wire + load.answer_bytes) / ranks * (ranks > 1)
+            buffers = buffers + 2 * wire + 8 * load.lengths + answered
+        common_bytes = (wire + answered) / ranks
         return Priced(
             seconds=own,
             least_s=np.minimum(least_s, compute),
@@ -116,25 +116,41 @@ class Prices:
         )
 
     def _exchange(self, load: Loads, cuts: Cuts, own: Floats, common: Floats) -> None:
-        """Seconds of the collectives, as `meseta.planner.exchange` counts bytes: ids, then bags and gradients."""
+        """Seconds of the transfers: their bytes, at what a byte takes on its way."""
+        rows_are_cut, ranks = cuts.row_parts > 1, self.topology.num_ranks
+        for transfer in self.transfers:
+            for part in transfer.parts:
+                if part.way in _COMPONENT and part.each != "pair":
+                    num_bytes = bytes_of(part, load, cuts, ranks)
+                    component = _component(transfer, part.way)
+                    owner_s, common_s = self._byte_s(part.way)
+                    own[:, component] += num_bytes * owner_s
+                    common[:, component] += num_bytes * common_s
+            if transfer.name == "ids":
+                common[:, 1] += self.cost_model.exchange.bucket_id_s * load.ids * rows_are_cut / ranks
+
+    def _byte_s(self, way: Way) -> tuple[float, float]:
+        """Seconds of a byte on its way: of the rank that has the piece, and of every rank."""
+        copy_s, ranks, per_host = self._copy_s, self.topology.num_ranks, self.topology.devices_per_host
+        if way == "owners":
+            return self._owner_s + copy_s * (ranks - 2) / ranks, copy_s / ranks
+        link_s = self._inside_s if way == "host" or self.topology.num_hosts == 1 else self._across_s
+        return (link_s + 2.0 * copy_s) * leaving_share(way, ranks, per_host), 0.0
+
+    def sent_bytes(self, pieces: Pieces, cuts: Cuts, replicas: Pieces) -> dict[str, float]:
+        """By transfer of tables: what all ranks together send to others for these pieces, as it is priced."""
+        found: dict[str, float] = {}
         ranks, per_host = self.topology.num_ranks, self.topology.devices_per_host
-        hosts = self.topology.num_hosts
-        copy_s, summed = self._copy_s, cuts.host_parts > 0
-        to_owner_s, from_all_s = self._owner_s + copy_s * (ranks - 2) / ranks, copy_s / ranks
-        ids = 8.0 * ranks * load.shards + load.id_wire_bytes(self.id_bytes)
-        own[:, 1], common[:, 1] = ids * to_owner_s, ids * from_all_s
-        bucket_s = self.cost_model.exchange.bucket_id_s
-        common[:, 1] += bucket_s * load.ids * (cuts.row_parts > 1) / ranks
-        straight = 2.0 * np.where(summed, 0.0, load.answer_bytes)
-        own[:, 2], common[:, 2] = straight * to_owner_s, straight * from_all_s
-        partial = 2.0 * np.where(summed, load.answer_bytes, 0.0) * (per_host - 1) / per_host
-        own[:, 3] = partial * (self._inside_s + 2.0 * copy_s)
-        bags = np.where(summed, 2.0 * load.answer_bytes / np.maximum(cuts.host_parts, 1), 0.0) * (hosts - 1) / hosts
-        own[:, 4] = bags * (self._across_s + 2.0 * copy_s)
-        table = np.array([ROW_STATISTICS.get(name, (0, 0))[1] for name in load.optimizers], np.float64)
-        numbers = table[load.optimizer] * load.distinct * np.ceil(load.columns / COLUMN_BLOCK) * load.number_bytes
-        link_s = self._inside_s if hosts == 1 else self._across_s
-        own[:, 5] = numbers * (cuts.column_parts - 1) * (link_s + 2.0 * copy_s)
+        own, everywhere = self.loads.loads(pieces), self.loads.loads(replicas)
+        for transfer in self.transfers:
+            for part in transfer.parts if transfer.is_of_tables else ():
+                if part.each == "pair":
+                    num_bytes = float(part.num_bytes * ranks**2)
+                else:
+                    num_bytes = float(bytes_of(part, everywhere if part.way == "sum" else own, cuts, ranks).sum())
+                share = leaving_share(part.way, ranks, per_host)
+                found[transfer.name] = found.get(transfer.name, 0.0) + share * num_bytes
+        return found
 
     def replicas(self, pieces: Pieces) -> Priced:
         """Price pieces that every rank holds; all of it is common."""
@@ -145,7 +161,8 @@ class Prices:
         common = np.zeros((n, len(COMPONENTS)))
         common[:, 0] = sum(replica_seconds(self.loads, placement, model, topology))
         load = self.loads.loads(pieces)
-        gradients = np.where(load.is_frozen, 0.0, load.num_rows * (load.columns + 1) * load.number_bytes) * (ranks > 1)
+        sums = [transfer for transfer in self.transfers if transfer.name == "replicas"]
+        gradients = piece_bytes(sums, load, placement, ranks)
         common[:, 5] = gradients * self._all_reduce_byte_s()
         return Priced(
             seconds=np.zeros((n, len(COMPONENTS))),
@@ -156,17 +173,46 @@ class Prices:
             common_bytes=_whole(load.stored_bytes + gradients + SORT_BYTES * load.ids / ranks),
         )
 
-    def all_reduce_seconds(self, num_bytes: int | float) -> float:
-        """Of one sum over all ranks."""
-        inside, across = links(self.cost_model, self.topology, True)
-        latency_s = inside.latency_s if self.topology.num_hosts == 1 else across.latency_s
-        return latency_s + num_bytes * self._all_reduce_byte_s()
+    def fixed_seconds(self) -> float:
+        """Of what every plan sends: the least latencies of the transfers of tables that it cannot do without, their
+        headers, and the transfers of the dense part."""
+        total = 0.0
+        for transfer in self.transfers:
+            if not transfer.is_of_tables:
+                total += self._alike_seconds(transfer)
+            elif _is_always(transfer):
+                total += transfer.times * self.inside_latency_s
+            total += sum(self._header_seconds(part.num_bytes) for part in transfer.parts if part.each == "pair")
+        return total
+
+    def _header_seconds(self, num_bytes: float) -> float:
+        """Of so many bytes from each rank to each."""
+        return (
+            num_bytes
+            * self.topology.num_ranks
+            * (self._owner_s + 2.0 * self._copy_s * (1 - 1 / self.topology.num_ranks))
+        )
+
+    def _alike_seconds(self, transfer: Transfer) -> float:
+        """Of what does not depend on where tables lie."""
+        [part] = transfer.parts
+        inside, across = links(self.cost_model, self.topology, transfer.is_sum)
+        ranks, per_host, hosts = self.topology.num_ranks, self.topology.devices_per_host, self.topology.num_hosts
+        near, far = {
+            "sum": _sum_shares(ranks, per_host),
+            "gather": (per_host - 1, ranks - per_host),
+            "host gather": (per_host - 1, 0),
+            "host scatter": (per_host - 1, 0),
+            "hosts sum": (0, 2 * (hosts - 1) / hosts),
+        }[part.way]
+        latency_s = across.latency_s if far else inside.latency_s
+        byte_s = max(near / inside.bytes_per_s, far / across.bytes_per_s) + 2 * (near + far) * self._copy_s
+        return transfer.times * latency_s + part.num_bytes * byte_s
 
     def _all_reduce_byte_s(self) -> float:
         """Seconds of a byte that all ranks add up."""
         inside, across = links(self.cost_model, self.topology, True)
-        per_host, hosts = self.topology.devices_per_host, self.topology.num_hosts
-        near, far = 2 * (per_host - 1) / per_host, 2 / per_host * (hosts - 1) / hosts
+        near, far = _sum_shares(self.topology.num_ranks, self.topology.devices_per_host)
         return max(near / inside.bytes_per_s, far / across.bytes_per_s) + 2 * (near + far) * self._copy_s
 
     def uses(self, cuts: Cuts, pieces: Pieces) -> Ints:
@@ -186,13 +232,20 @@ class Prices:
             return np.array([0.0, 0.0, 0.0, calls, 0.0])
         reduce_inside, reduce_across = links(self.cost_model, self.topology, True)
         is_one, update = self.topology.num_hosts == 1, self.cost_model.update
-        summed = 2 * self.inside_latency_s + (0.0 if is_one else 2 * self.base_latency_s)
-        stages = max((ROW_STATISTICS.get(name, (0, 0))[0] for name in self.loads.optimizers), default=0)
-        replicas = (reduce_inside if is_one else reduce_across).latency_s + 2 * update.call_s
+        times = {transfer.name: transfer.times for transfer in self.transfers}
+        replicas = times.get("replicas", 0) * (reduce_inside if is_one else reduce_across).latency_s
         farther = self.base_latency_s - self.inside_latency_s
-        owners = calls + (2 + self.loads.any_weighted) * farther
+        to_owners = sum(t.times for t in self.transfers if _is_always(t) and t.stage == "input_dist")
+        answers = sum(t.times for t in self.transfers if _is_always(t) and t.stage != "input_dist")
+        summed = sum(t.times for t in self.transfers if any(part.way == "hosts" for part in t.parts))
         return np.array(
-            [summed, stages * self.base_latency_s, replicas + self.cost_model.lookup.call_s, owners, 2 * farther]
+            [
+                summed * self.base_latency_s,
+                times.get("row statistics", 0) * self.base_latency_s,
+                replicas + 2 * update.call_s + self.cost_model.lookup.call_s,
+                calls + to_owners * farther,
+                answers * farther,
+            ]
         )
 
     def fixed_bytes(self) -> int:
@@ -206,6 +259,37 @@ class Prices:
     def host_bytes(self) -> int:
         """Bytes of its host's DRAM that every rank holds beside tables."""
         return CHECKPOINT_BLOCKS * BLOCK_BYTES
+
+
+_COMPONENT: dict[Way, int] = {"owners": 2, "host": 3, "hosts": 4, "columns": 5}
+"""Index in COMPONENTS of what travels on each way between a piece's owner and others; ids are apart."""
+
+
+def _component(transfer: Transfer, way: Way) -> int:
+    return COMPONENTS.index("ids") if transfer.stage == "input_dist" else _COMPONENT[way]
+
+
+def _is_always(transfer: Transfer) -> bool:
+    """Whether every step has a transfer of tables, wherever they lie."""
+    return any(part.way == "owners" for part in transfer.parts)
+
+
+def leaving_share(way: Way, num_ranks: int, per_host: int) -> float:
+    """Of the bytes of a piece, what does not stay on the rank where it is; of a sum, what all ranks send."""
+    hosts = num_ranks // per_host
+    shares = {
+        "owners": (num_ranks - 1) / num_ranks,
+        "host": (per_host - 1) / per_host,
+        "hosts": (hosts - 1) / hosts,
+        "sum": num_ranks * sum(_sum_shares(num_ranks, per_host)),
+    }
+    return shares.get(way, 1.0)
+
+
+def _sum_shares(num_ranks: int, per_host: int) -> tuple[float, float]:
+    """Of what ranks add up, how much each of them sends (inside its host, across hosts)."""
+    hosts = num_ranks // per_host
+    return 2 * (per_host - 1) / per_host, 2 / per_host * (hosts - 1) / hosts
 
 
 def _tier_factors(share: float) -> Floats:

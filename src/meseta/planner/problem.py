@@ -164,15 +164,9 @@ def _machine(prices: Prices, topology: Topology, constraints: Constraints) -> Ma
 
 
 def _fixed_seconds(prices: Prices) -> float:
-    """The dense part, and the least latencies of the collectives that every step has."""
+    """The dense part, and what every step sends."""
     model, topology, workload = prices.cost_model, prices.topology, prices.loads.workload
-    dense = workload.dense
-    seconds = dense_seconds(workload, topology, model)
-    if topology.num_ranks > 1:
-        seconds += (4 + prices.loads.any_weighted) * prices.inside_latency_s
-        if dense.parameter_bytes:
-            seconds += prices.all_reduce_seconds(dense.parameter_bytes)
-    return float(seconds)
+    return dense_seconds(workload, topology, model) + prices.fixed_seconds()
 
 
 class _Builder:

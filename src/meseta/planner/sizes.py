@@ -7,17 +7,6 @@ import math
 from meseta.spec import TableSpec
 from meseta.spec.tables import VALUE_BYTES
 
-WEIGHT_BYTES = 4
-"""The weight of one id on the wire."""
-ROW_STATISTICS = {
-    "rowwise_adagrad": (1, 1),
-    "rowwise_adam": (1, 1),
-    "lars": (1, 2),
-    "lamb": (1, 2),
-    "rowwise_lamb": (2, 3),
-}
-"""By row optimizer: exchanges a step, and numbers per row and 16 columns in them all, where columns are cut."""
-
 
 def value_bytes(table: TableSpec) -> int:
     """Bytes of one number of a row, as it is stored."""

@@ -72,6 +72,26 @@ class DenseLoad:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DenseExchange:
+    """What ranks exchange for the dense part, beside the sums of its gradients. A run knows it; no document says it."""
+
+    num_tensors: int = 0
+    """Parameters, of each of which it is counted on how many ranks it has a gradient."""
+    number_bytes: int = 4
+    """Of one number of a parameter."""
+    norm_widths: tuple[int, ...] = ()
+    """Columns of each batch norm."""
+    cut_shapes: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    """Shapes of the parameters of each module that is cut over the ranks of a host."""
+    num_norms: int = 0
+    """Norms of what is cut that are taken in a step."""
+    num_flags: int = 0
+    """Numbers that the run has ranks agree on in a step, beside the loss."""
+    num_parts: int = 1
+    """Micro-batches that each rank takes its slice in."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """A model's tables and features under one batch size, with what is known of their ids."""
 
@@ -85,6 +105,8 @@ class Workload:
     """By feature; one id per sample, any row as likely as any other, where none is given."""
     dense: DenseLoad = field(default_factory=DenseLoad)
     """Nothing where not given."""
+    dense_exchange: DenseExchange = field(default_factory=DenseExchange)
+    """What its layers exchange."""
 
     def __post_init__(self) -> None:
         check_features(self.tables, self.features)

@@ -25,6 +25,9 @@ from meseta.storage import TableShard
 from meseta.train.interruption import Interruption, Stopped
 from meseta.train.memory import free_bytes
 
+NUM_FLAGS = 3
+"""Numbers that a saver has ranks agree on in every step, see `Saver.votes`."""
+
 
 class Saver:
     """The checkpoints of one run; every rank has one and calls it alike.

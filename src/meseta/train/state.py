@@ -115,7 +115,7 @@ def ids_outside(embeddings: Collection, world: World) -> dict[str, int]:
     counts = embeddings.num_outside
     if counts is None:
         counts = torch.zeros(len(embeddings.features), dtype=torch.int64, device=world.device)
-    total = world.all_reduce(counts.clone()).tolist()
+    total = world.all_reduce(counts.clone(), "ids outside").tolist()
     return {feature.name: count for feature, count in zip(embeddings.features, total, strict=True) if count}
 
 

@@ -15,6 +15,7 @@ from meseta import checkpoint
 from meseta.checkpoint.directory import checkpoint_path
 from meseta.comm import World
 from meseta.comm.dense_shards import sum_over_parts
+from meseta.comm.world import Unlisted
 from meseta.config import RunConfig
 from meseta.data.batch import Batch
 from meseta.data.encoding import Encoding
@@ -63,6 +64,7 @@ class Trainer:
         bfloat16 where that does not pay, and for a run_dir in which another run is at work.
         """
         torch.manual_seed(config.seed)
+        self._unlisted_before = Unlisted.count
         self.config = config = settle_dense_dtype(config, world)
         self.world = world
         self.run_dir = RunDir(config.run_dir)
@@ -449,6 +451,7 @@ class Trainer:
             "train_s": self.train_s,
             "samples_per_s": self.num_samples / self.train_s if self.train_s else None,
             "num_ranks": self.world.size,
+            "unlisted": Unlisted.count - self._unlisted_before,
             "ids_outside": outside,
             **({"rows_left_out": asdict(self.reader.left_out)} if any(astuple(self.reader.left_out)) else {}),
             "checkpoint": str(newest if best is None else checkpoint_path(self.run_dir.checkpoints, best[0])),

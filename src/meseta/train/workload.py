@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from meseta.config import RunConfig
 from meseta.config.precision import dense_dtype
 from meseta.data.dataset import Dataset, SparseFeature
 from meseta.spec import DenseLoad, FeatureLoad, FeatureSpec, TableSpec, Workload
+from meseta.spec.workload import DenseExchange
 
 if TYPE_CHECKING:  # `meseta plan` makes workloads without torch
     from torch import nn
@@ -35,6 +36,7 @@ def make_workload(
         batch_size=config.train.batch_size,
         loads={feature.name: feature_load(columns[feature.name], num_samples) for feature in features},
         dense=DenseLoad() if model is None else dense_load(config, model),
+        dense_exchange=DenseExchange() if model is None else dense_exchange(config, model),
     )
 
 
@@ -72,4 +74,25 @@ def dense_load(config: RunConfig, model: nn.Module) -> DenseLoad:
         parameter_bytes=sum(own.numel() * own.element_size() for own in parameters),
         activation_bytes_per_sample=8 * widths,  # an output and its gradient
         dtype=dense_dtype(config),
+    )
+
+
+def dense_exchange(config: RunConfig, model: nn.Module) -> DenseExchange:
+    """What the ranks of a run exchange for everything that is not a table, beside the bytes of its gradients."""
+    from meseta.comm.dense_shards import cut_modules
+    from meseta.models.global_layers import BatchNorm
+    from meseta.train.saving import NUM_FLAGS
+
+    parameters = [own for own in model.parameters() if own.requires_grad]
+    units = cut_modules(model, cast("nn.Module", model.embeddings)) if config.dense.sharding == "fsdp" else ()
+    shapes = tuple(tuple(tuple(p.shape) for p in unit.parameters() if p.dim()) for _, unit in units)
+    norms_of_lamb = 2 * sum(map(len, shapes)) if config.dense.optimizer.name == "lamb" else 0
+    return DenseExchange(
+        num_tensors=len(parameters),
+        number_bytes=max((own.element_size() for own in parameters), default=4),
+        norm_widths=tuple(own.weight.numel() for own in model.modules() if isinstance(own, BatchNorm)),
+        cut_shapes=shapes,
+        num_norms=norms_of_lamb + (config.dense.clip_norm is not None),
+        num_flags=NUM_FLAGS,
+        num_parts=config.train.accumulate_steps,
     )

@@ -13,6 +13,8 @@ from meseta.comm import World
 from meseta.measure.contender import Contender
 from meseta.ops.bucketize import bucketize_features
 
+NAME = "a measurement"
+
 
 class CollectiveTimer(Contender):
     """One of several ranks over gloo."""
@@ -31,11 +33,13 @@ class CollectiveTimer(Contender):
         world = self.world
         if kind == "all_reduce":
             buffer = torch.zeros(max(num_bytes // 4, 1))
-            return _quartile(_seconds(lambda: world.all_reduce(buffer), num_rounds, world.barrier))
+            return _quartile(_seconds(lambda: world.all_reduce(buffer, NAME), num_rounds, world.barrier))
         each = max(num_bytes // 4 // max(world.size - 1, 1), 1)
         splits = [0 if rank == world.rank else each for rank in range(world.size)]
         buffer = torch.zeros(sum(splits))
-        return _quartile(_seconds(lambda: world.all_to_all(buffer, splits, splits).wait(), num_rounds, world.barrier))
+        return _quartile(
+            _seconds(lambda: world.all_to_all(buffer, splits, splits, NAME).wait(), num_rounds, world.barrier)
+        )
 
     def time_exchange(self, num_bytes: list[list[int]], num_rounds: int) -> float:
         """Seconds, so too, of an all-to-all in which rank p sends `num_bytes[p][r]` to rank r, of the slowest rank."""
@@ -43,8 +47,10 @@ class CollectiveTimer(Contender):
         send = [own // 4 for own in num_bytes[world.rank]]
         receive = [own[world.rank] // 4 for own in num_bytes]
         buffer = torch.zeros(sum(send))
-        own = _quartile(_seconds(lambda: world.all_to_all(buffer, send, receive).wait(), num_rounds, world.barrier))
-        return float(world.all_gather(torch.tensor([own], dtype=torch.float64)).max())
+        own = _quartile(
+            _seconds(lambda: world.all_to_all(buffer, send, receive, NAME).wait(), num_rounds, world.barrier)
+        )
+        return float(world.all_gather(torch.tensor([own], dtype=torch.float64), NAME).max())
 
 
 class ComputeTimer(Contender):

@@ -1,0 +1,344 @@
+"""What travels between ranks in a training step: one list, which the step sends by and the planner multiplies by.
+
+Each collective of a step is a Transfer: it has a name, which `World` is told with the data, and parts, each so many
+bytes for each thing of one kind that a batch has. A step under a plan is
+
+    stage        transfer                       to       so many bytes for each
+    -----------  -----------------------------  -------  -----------------------------------------------
+    input_dist   counts                         owners   pair of ranks, route
+                 ids                            owners   bag (its length), id
+                 weights                        owners   id
+    output_dist  answers                        askers   number of a bag or row
+                 whole bags                     askers   number of a bag that a host has summed
+    dense        batch norm, agree              all      step
+                 gradients of batch norm        all      step
+    backward     gradients of whole bags        owners   number of a bag that a host has summed
+                 gradients                      owners   number of a bag or row
+                 replicas                       all      number and row of a replica
+                 row statistics                 owners   touched row and 16 columns
+    dense        dense                          all      parameter
+                 norms                          all      step
+
+of which those of tables take place only where a table needs them (arXiv 2104.05158, section 4.2: input all-to-all,
+pooled all-to-all, and their mirrors; section 4.2.1 for the sums inside a host).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from meseta.spec.plan import Plan
+from meseta.spec.shards import SUMMED_IN_HOST
+from meseta.spec.tables import FeatureSpec, TableSpec
+from meseta.spec.workload import DenseExchange, Workload
+
+Stage = Literal["input_dist", "output_dist", "backward", "dense"]
+Way = Literal["owners", "host", "hosts", "columns", "sum", "gather", "host gather", "host scatter", "hosts sum"]
+"""Between whom: all ranks and the owner of a piece; an owner and the ranks of its host; a host and the ranks that have
+the same place in the others; the owners of one row's columns. Of what every rank has alike: a sum over all ranks; a
+copy of what each has, on all; inside each host, such a copy, and a sum of which each rank gets its part; a sum over the
+ranks that have the same place in all hosts."""
+Each = Literal[
+    "pair", "route", "bag", "id", "weight", "bag number", "partial bag number", "whole bag number", "row number",
+    "row statistic", "replica number", "replica row", "step",
+]  # fmt: skip
+"""What a part counts. A route is a feature that reads a piece of a table: one for each rank that asks. A bag number is
+one column of one bag; partial ones are summed inside a host, to whole ones; a row number is one column of a row that is
+not pooled. A row statistic is a sum over a touched row's part of 16 columns, for each other owner of columns of the
+row."""
+
+COUNT_BYTES = 8
+"""Of a count, and of a number that ranks agree on."""
+NUM_AGREED = 4
+"""Numbers that ranks agree on in a step, beside the flags that a run adds: sums of losses and of weights, samples, and
+samples that only fill the batch up."""
+MOMENTS = 2
+"""Numbers of a column that batch norm adds up, in 64 bits; as many on the way back."""
+INT32_MAX = 2**31 - 1
+"""The largest number of 32 bits."""
+ROW_STATISTICS = {
+    "rowwise_adagrad": (1, 1),
+    "rowwise_adam": (1, 1),
+    "lars": (1, 2),
+    "lamb": (1, 2),
+    "rowwise_lamb": (2, 3),
+}
+"""By row optimizer: exchanges a step, and numbers per row and 16 columns in them all, where columns are cut."""
+
+
+class CountsHeader(NamedTuple):
+    """What a rank tells each owner of rows before the number of ids of each route: `[header | routes ...]`, in 64 bits.
+
+    An id that is outside of its table under policy 'error' is told with its place, so that all ranks raise alike.
+    """
+
+    batch_size: int
+    """Samples of this rank."""
+    feature: int
+    """Index of the feature of the first refused id; -1 where none is, REFUSED where the batch is, as a whole."""
+    sample: int
+    """Of the first refused id, on this rank."""
+    id: int
+    """The first refused id."""
+
+
+HEADER = len(CountsHeader._fields)
+"""Numbers before the counts of the routes."""
+REFUSED = -2
+"""Stands for the feature where a batch was refused as a whole."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """So many bytes for each of something."""
+
+    each: Each
+    """What is counted."""
+    num_bytes: float
+    """Of one of them, in a step."""
+    way: Way
+    """Between whom they travel."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective of a step."""
+
+    name: str
+    """What it is called, also where it begins."""
+    stage: Stage
+    """When it takes place."""
+    parts: tuple[Part, ...]
+    """Bytes of all `times` together."""
+    times: int = 1
+    """How often it takes place in a step."""
+    to_owners: bool = True
+    """Whether it goes from the ranks of the samples to those of the rows; answers go the other way."""
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether it is an all-reduce, or half of one."""
+        return any(part.way in ("sum", "hosts sum", "host scatter") for part in self.parts)
+
+    @property
+    def is_of_tables(self) -> bool:
+        """Whether what travels depends on where tables lie."""
+        return self.parts[0].each != "step"
+
+
+GRADIENTS_OF = {
+    "answers": "gradients",
+    "whole bags": "gradients of whole bags",
+    "batch norm": "gradients of batch norm",
+}
+"""Names of the ways back."""
+OF_TABLES = ("counts", "ids", "weights", "answers", "whole bags", "gradients", "gradients of whole bags", "replicas",
+             "row statistics")  # fmt: skip
+"""Names of the transfers of tables."""
+OF_STEPS = frozenset((*OF_TABLES, "batch norm", "gradients of batch norm", "agree", "batch sizes", "dense", "norms",
+                      "parameters", "gradients of parameters", "gradients of hosts"))  # fmt: skip
+"""Names of all transfers that `step_transfers` may list."""
+BETWEEN_STEPS = frozenset(("blocks of a checkpoint", "ids outside", "a measurement"))
+"""Names of collectives that are part of no step."""
+
+
+def id_bytes(longest: int) -> int:
+    """Of an id on the wire, where the longest range of rows that one rank holds has `longest` rows: an id travels as a
+    row of its range."""
+    return 4 if longest <= INT32_MAX else 8
+
+
+def longest_range(tables: Sequence[TableSpec], plan: Plan | None = None) -> int:
+    """Rows of the longest range of rows that `plan` cuts a table into; of the longest table without one."""
+    if plan is None:
+        return max((table.num_embeddings for table in tables), default=0)
+    return max((b - a for entry in plan.tables for a, b in {shard.rows for shard in entry.shards}), default=0)
+
+
+def number_bytes(tables: Sequence[TableSpec]) -> int:
+    """Of a number of a bag, a row or a gradient on the wire, and of a weight: tables have one type for them all."""
+    return 8 if any(table.dtype == "float64" for table in tables) else 4
+
+
+def step_transfers(workload: Workload, plan: Plan | None, num_ranks: int, per_host: int) -> tuple[Transfer, ...]:
+    """All transfers of one training step on `num_ranks` ranks, in the order in which they begin; none on one rank.
+
+    Args:
+        workload: tables, features and the dense part; the size of the batch does not matter.
+        plan: where tables lie; None: anywhere, so that the list has all that some plan needs.
+        num_ranks: all ranks.
+        per_host: ranks of a host.
+    """
+    if num_ranks == 1:
+        return ()
+    step = _Step(
+        workload.tables,
+        workload.features,
+        plan,
+        num_ranks,
+        per_host,
+        workload.dense.parameter_bytes,
+        workload.dense_exchange,
+    )
+    parts = step.num_parts
+    times = parts + (parts > 1)
+    agree = _alike("agree", times * COUNT_BYTES * (NUM_AGREED + step.dense.num_flags), times)
+    return (
+        *((agree, _alike("batch sizes", COUNT_BYTES, way="gather")) if parts > 1 else ()),
+        *step.forward(),
+        *step.forward_of_dense(),
+        *(() if parts > 1 else (agree,)),
+        *step.backward_of_dense(),
+        *step.backward(),
+        *step.sums_of_dense(),
+    )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What a list follows from."""
+
+    tables: Sequence[TableSpec]
+    features: Sequence[FeatureSpec]
+    plan: Plan | None
+    num_ranks: int
+    per_host: int
+    parameter_bytes: int
+    dense: DenseExchange
+
+    def forward(self) -> list[Transfer]:
+        """Ids to the owners of their rows, and what is looked up back."""
+        times, id_width = self.num_parts * self.num_batches, id_bytes(longest_range(self.tables, self.plan))
+        counts = (
+            Part("pair", times * HEADER * COUNT_BYTES, "owners"),
+            Part("route", self.num_parts * COUNT_BYTES, "owners"),
+        )
+        ids = (Part("bag", id_width, "owners"), Part("id", id_width, "owners"))
+        found = [Transfer("counts", "input_dist", counts, times), Transfer("ids", "input_dist", ids, times)]
+        weighted = len({feature.batch for feature in self.features if feature.weighted})
+        if weighted:
+            weights = (Part("weight", number_bytes(self.tables), "owners"),)
+            found.append(Transfer("weights", "input_dist", weights, self.num_parts * weighted))
+        return [*found, *self.answers()]
+
+    def answers(self) -> list[Transfer]:
+        """Bags and rows to the ranks that asked."""
+        times, number = self.num_parts * self.num_batches, number_bytes(self.tables)
+        parts: tuple[Part, ...] = (Part("bag number", number, "owners"), Part("row number", number, "owners"))
+        if not self.sums_in_hosts:
+            return [Transfer("answers", "output_dist", parts, times, to_owners=False)]
+        parts = (*parts, Part("partial bag number", number, "host"))
+        whole = (Part("whole bag number", number, "hosts"),)
+        return [
+            Transfer("answers", "output_dist", parts, times, to_owners=False),
+            Transfer("whole bags", "output_dist", whole, times, to_owners=False),
+        ]
+
+    def backward(self) -> list[Transfer]:
+        """Gradients to the owners of rows, sums of those of replicas, sums over rows whose columns are cut."""
+        number = number_bytes(self.tables)
+        found = [
+            replace(own, name=GRADIENTS_OF[own.name], stage="backward", to_owners=True)
+            for own in reversed(self.answers())
+        ]
+        if self.has_replicas:
+            parts = (Part("replica number", number, "sum"), Part("replica row", number, "sum"))
+            found.append(Transfer("replicas", "backward", parts))
+        if self.num_stages:
+            statistics = (Part("row statistic", number, "columns"),)
+            found.append(Transfer("row statistics", "backward", statistics, self.num_stages))
+        return found
+
+    def forward_of_dense(self) -> list[Transfer]:
+        """Parameters of modules that are cut over a host, and moments of batch norm."""
+        gathers = [_alike("parameters", self.num_parts * n, self.num_parts, "host gather") for n in self.cut_bytes]
+        widths = self.dense.norm_widths
+        size = self.num_parts * MOMENTS * COUNT_BYTES
+        return [*gathers, *(_alike("batch norm", size * width, self.num_parts, "gather") for width in widths)]
+
+    def backward_of_dense(self) -> list[Transfer]:
+        """The same backwards, and gradients of what is cut."""
+        found = [
+            replace(own, name=GRADIENTS_OF[own.name])
+            for own in reversed(self.forward_of_dense())
+            if own.name == "batch norm"
+        ]
+        for size in reversed(self.cut_bytes):
+            found += [
+                _alike("parameters", self.num_parts * size, self.num_parts, "host gather"),
+                _alike("gradients of parameters", self.num_parts * size, self.num_parts, "host scatter"),
+            ]
+            if self.num_ranks > self.per_host:
+                found.append(_alike("gradients of hosts", self.num_parts * size, self.num_parts, "hosts sum"))
+        return found
+
+    def sums_of_dense(self) -> list[Transfer]:
+        """Gradients of what every rank has whole, each beside a count; the norm of those that are cut."""
+        dense = self.dense
+        cut = dense.number_bytes * sum(math.prod(shape) for shapes in dense.cut_shapes for shape in shapes)
+        norms = dense.cut_shapes and dense.num_norms
+        whole, counts = self.parameter_bytes - cut, dense.num_tensors - sum(map(len, dense.cut_shapes))
+        num_bytes = self.num_parts * (whole + max(counts, 0) * dense.number_bytes)
+        return [
+            *([_alike("dense", num_bytes, self.num_parts)] if whole else []),
+            *([_alike("norms", dense.num_norms * COUNT_BYTES, dense.num_norms, "host gather")] if norms else []),
+        ]
+
+    @property
+    def num_parts(self) -> int:
+        """Micro-batches of a rank."""
+        return self.dense.num_parts
+
+    @property
+    def num_batches(self) -> int:
+        """Groups of features that share a batch size."""
+        return len({feature.batch for feature in self.features})
+
+    @property
+    def sums_in_hosts(self) -> bool:
+        if self.num_ranks == self.per_host:
+            return False
+        if self.plan is None:
+            return True
+        pooled = {feature.table for feature in self.features if feature.pooling != "none"}
+        return any(entry.sharding in SUMMED_IN_HOST for entry in self.plan.tables if entry.table in pooled)
+
+    @property
+    def has_replicas(self) -> bool:
+        read = {feature.table for feature in self.features}
+        learning = {table.name for table in self.tables if table.optimizer.name != "frozen"} & read
+        if self.plan is None:
+            return bool(learning)
+        return any(
+            entry.is_replica(shard) for entry in self.plan.tables if entry.table in learning for shard in entry.shards
+        )
+
+    @property
+    def num_stages(self) -> int:
+        """Exchanges of row statistics."""
+        stages = {table.name: ROW_STATISTICS.get(table.optimizer.name, (0, 0))[0] for table in self.tables}
+        if self.plan is not None:
+            cut = {entry.table for entry in self.plan.tables if len({shard.columns for shard in entry.shards}) > 1}
+            stages = {name: number for name, number in stages.items() if name in cut}
+        return max(stages.values(), default=0)
+
+    @property
+    def cut_bytes(self) -> list[int]:
+        """Of each module that is cut: what a rank keeps, its parameters' first dimensions rounded up."""
+        return [
+            sum(-(-first // self.per_host) * math.prod(others) for first, *others in shapes) * self.dense.number_bytes
+            for shapes in self.dense.cut_shapes
+        ]
+
+
+def _alike(name: str, num_bytes: float, times: int = 1, way: Way = "sum") -> Transfer:
+    """Of what every rank has alike, so many bytes in a step."""
+    return Transfer(name, "dense", (Part("step", num_bytes, way),), times)
+
+
+def by_name(transfers: Sequence[Transfer]) -> dict[str, Transfer]:
+    """Those of a list that differ in name."""
+    return {transfer.name: transfer for transfer in reversed(transfers)}

@@ -1,0 +1,120 @@
+"""One list of transfers: prices count the bytes that a prediction counts, and a change in it moves everything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from meseta.planner import documented_cost_model, find_plan, predict
+from meseta.planner.bound import lower_bound
+from meseta.planner.loads import WorkloadLoads
+from meseta.planner.placement import Placement
+from meseta.planner.pricing import Cuts, Prices
+from meseta.planner.problem import make_problem
+from meseta.spec import DenseLoad, FeatureSpec, MesetaError, OptimizerSpec, Plan, Topology, Workload
+from meseta.spec import transfer as transfers
+from meseta.spec.constraints import Constraints
+from meseta.spec.transfer import Transfer, step_transfers
+from planning_cases import random_workload
+
+HOSTS = ((1, 2), (1, 4), (2, 2), (2, 4), (4, 2))
+SCHEMES = ("data_parallel", "table_wise", "row_wise", "column_wise", "hot_replicated", "table_row_wise",
+           "table_column_wise", "grid")  # fmt: skip
+OPTIMIZERS = ("rowwise_adagrad", "sgd", "adam", "lamb", "rowwise_lamb", "frozen")
+
+
+def random_case(seed: int) -> tuple[Workload, Plan, Topology]:
+    """Tables of several optimizers, under a scheme each, some weighted, some not pooled."""
+    random = np.random.default_rng([16, seed])
+    hosts, per_host = HOSTS[seed % len(HOSTS)]
+    work = random_workload(6, seed, batch_size=4096)
+    tables = tuple(
+        replace(
+            table,
+            embedding_dim=max(table.embedding_dim, 16),
+            optimizer=OptimizerSpec(name=str(random.choice(OPTIMIZERS))),
+        )
+        for table in work.tables
+    )
+    features = tuple(
+        replace(feature, pooling="none" if random.random() < 0.25 else "sum", weighted=False)
+        for feature in work.features
+    )
+    if random.random() < 0.5:
+        features = (*features, FeatureSpec(name="weighted", table="t0", weighted=True))
+    work = replace(work, tables=tables, features=features, dense=DenseLoad(parameter_bytes=4000))
+    document = {}
+    for table in tables:
+        while table.name not in document:
+            scheme = str(random.choice(SCHEMES))
+            entry = {"sharding": scheme, **({"hot_rows": 16} if scheme == "hot_replicated" else {})}
+            try:
+                Plan.from_dict({"devices_per_host": per_host, "tables": {table.name: entry}}, [table], hosts * per_host)
+            except MesetaError:  # too few columns for so many ranks
+                continue
+            document[table.name] = entry
+    plan = Plan.from_dict({"devices_per_host": per_host, "tables": document}, tables, hosts * per_host)
+    return work, plan, Topology(num_hosts=hosts, devices_per_host=per_host)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_prices_count_the_bytes_of_predictions(part: int) -> None:
+    names = set()
+    for seed in range(50 * part, 50 * part + 50):
+        work, plan, topology = random_case(seed)
+        loads = WorkloadLoads(work)
+        placement = Placement.of(plan, loads, topology.devices_per_host)
+        cuts = Cuts(host_parts=placement.host_parts, column_parts=placement.column_parts, row_parts=placement.row_parts)
+        priced = Prices(loads, topology, documented_cost_model("cpu")).sent_bytes(
+            placement.sharded, cuts, placement.replicated
+        )
+        for own in predict(plan, work, topology).collectives:
+            if own.stage != "dense":
+                sent = float((own.sent_inside + own.sent_across).sum())
+                assert priced[own.name] == pytest.approx(sent, rel=1e-9), (seed, own.name)
+                names.add(own.name)
+    assert names == {*transfers.OF_TABLES}
+
+
+@pytest.fixture
+def halved(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Numbers of answers take half their bytes, and those of gradients with them."""
+    answers = transfers._Step.answers
+
+    def half(self: transfers._Step) -> list[Transfer]:
+        return [
+            replace(own, parts=tuple(replace(part, num_bytes=part.num_bytes / 2) for part in own.parts))
+            for own in answers(self)
+        ]
+
+    monkeypatch.setattr(transfers._Step, "answers", half)
+    yield
+
+
+def figures(seed: int) -> tuple[dict[str, float], float, float, float]:
+    """Bytes of each transfer, the largest memory of a step, the bound, and the step of a fixed plan."""
+    work, plan, topology = random_case(seed)
+    found = predict(plan, work, topology)
+    sent = {own.name: float((own.sent_inside + own.sent_across).sum()) for own in found.collectives}
+    problem = make_problem(work, topology, documented_cost_model("cpu"), Constraints(), spill=False)
+    return sent, float(found.memory_bytes["steady"]["hbm"].max()), lower_bound(problem).step_s, found.step_s
+
+
+BEFORE = [figures(seed) for seed in (2, 3)]
+
+
+def test_half_the_bytes_of_answers_move_everything(halved: None) -> None:
+    for seed, (sent, memory, bound, step_s) in zip((2, 3), BEFORE, strict=True):
+        sent_now, memory_now, bound_now, step_s_now = figures(seed)
+        of_answers = ("answers", "gradients", "whole bags", "gradients of whole bags")
+        assert sent_now == {name: size / 2 if name in of_answers else size for name, size in sent.items()}
+        assert memory_now < memory and bound_now < bound and step_s_now < step_s
+
+
+def test_one_rank_sends_nothing() -> None:
+    work, _, _ = random_case(0)
+    assert step_transfers(work, None, 1, 1) == ()
+    assert find_plan(work, Topology()).prediction.collectives == ()
