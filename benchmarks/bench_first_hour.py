@@ -1,6 +1,6 @@
 """What one command reaches on a log that nobody prepared for it, beside what a day of tuning reaches.
 
-    python benchmarks/bench_first_hour.py [--logs few_rows,pairs] [--seeds 3] [--folder build/first-hour]
+    python benchmarks/bench_first_hour.py [--logs few_rows,pairs] [--seeds 3] [--again command] [--done]
 
 Eight planted laws (planted_logs.py), three seeds each, 100,000 test rows. Of each log the test AUC of
 - `meseta train --data train.csv --test-files test.csv`, and nothing else;
@@ -11,8 +11,10 @@ Eight planted laws (planted_logs.py), three seeds each, 100,000 test rows. Of ea
   the schema of one who knows the law, chosen on the valid split;
 - the true probabilities.
 
-Prints a table, in Markdown. What is done is kept in the folder, so that the same command goes on where it was cut off;
-four hours on two cores in all.
+Prints a table, in Markdown. What is done is kept in benchmarks/first_hour.json, with the commit and the processor that
+it ran on, so that the same command goes on where it was cut off, on another machine too; `--again command` runs what
+the command reaches anew, after its defaults have changed, and `--done` shows what is there. Four hours on two cores in
+all.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from meseta.comm import World
 from meseta.config import check_document, read_document
 from meseta.data import Dataset, PrepareOptions
 from meseta.data.prepare import prepare
+from meseta.measure.record import commit, hardware
 from meseta.spec.files import write_whole
 from meseta.train.raw_files import default_batch_size
 from meseta.train.trainer import Trainer
@@ -55,14 +58,20 @@ Settings = Mapping[str, Any]
 class Kept:
     """Results by name, in a file that is rewritten after each."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._cells: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    def __init__(self, path: Path, *, again: str | None = None, makes: bool = True) -> None:
+        """Those whose names end in `again` count as missing; without `makes` what is missing raises KeyError."""
+        self._path, self._makes = path, makes
+        cells: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        self._cells = {name: cell for name, cell in cells.items() if again is None or not name.endswith(f"/{again}")}
 
     def get(self, name: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
         if name not in self._cells:
-            self._cells[name] = dict(make())
-            write_whole(self._path, json.dumps(self._cells, indent=1))
+            if not self._makes:
+                raise KeyError(name)
+            self._cells[name] = {**make(), "commit": commit(), "processor": hardware()}
+            # A line for each, since they are looked at as changes of this file.
+            lines = (f"{json.dumps(key)}: {json.dumps(cell)}" for key, cell in sorted(self._cells.items()))
+            write_whole(self._path, "{\n" + ",\n".join(lines) + "\n}\n")
         return self._cells[name]
 
 
@@ -181,7 +190,7 @@ def measure(log: PlantedLog, seed: int, kept: Kept, folder: Path, num_rows: int 
 
     def cell(what: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
         found = kept.get(f"{log.name}/{seed}/{what}", make)
-        told = ", ".join(f"{key} {value:.4g}" for key, value in found.items())
+        told = ", ".join(f"{key} {value:.4g}" for key, value in found.items() if isinstance(value, int | float))
         print(f"{log.name} {seed} {what}: {told}", file=sys.stderr, flush=True)
         return found
 
@@ -224,15 +233,17 @@ def main() -> None:
     parser.add_argument("--logs", default=",".join(log.name for log in LOGS))
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS)
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "first-hour")
+    parser.add_argument("--again", help="the last word of the names of what runs anew")
+    parser.add_argument("--done", action="store_true")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    kept = Kept(options.folder / "cells.json")
-    rows = {
-        log.name: [measure(log, seed, kept, options.folder) for seed in range(options.seeds)]
-        for log in LOGS
-        if log.name in options.logs.split(",")
-    }
-    print("\n".join(table(rows)))
+    kept = Kept(ROOT / "benchmarks" / "first_hour.json", again=options.again, makes=not options.done)
+    rows: dict[str, list[dict[str, float]]] = {}
+    for seed in range(options.seeds):
+        for log in (log for log in LOGS if log.name in options.logs.split(",")):
+            with contextlib.suppress(KeyError) if options.done else contextlib.nullcontext():
+                rows.setdefault(log.name, []).append(measure(log, seed, kept, options.folder))
+    print("\n".join(table({name: seeds for name, seeds in rows.items() if seeds})))
 
 
 if __name__ == "__main__":
