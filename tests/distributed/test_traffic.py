@@ -120,13 +120,12 @@ HOSTS = {
 HOSTS["mixed of hosts"] = {"devices_per_host": 2, "tables": {"a": "table_row_wise", "b": "row_wise"}}
 
 
-def check(ranks: RankPool, plan: Any, num_hosts: int, optimizer: str, weighted: bool, pooling: str) -> None:
+def check(ranks: RankPool, plan: Any, topology: Topology, optimizer: str, weighted: bool, pooling: str) -> None:
     """Compare every collective of a step, on every rank: names, order and bytes."""
     tables, features = specs(optimizer, weighted, pooling)
     counted = ranks.run(count, plan, optimizer, weighted, pooling)
     loads = {feature.name: FeatureLoad(pooling_factor=float(IDS)) for feature in features}
     work = Workload(tables=tuple(tables), features=tuple(features), batch_size=BATCH, loads=loads)
-    topology = Topology(num_hosts=num_hosts, devices_per_host=2)
     found = predict(Plan.from_dict(plan, tables, topology.num_ranks), work, topology)
     of_tables = [own for own in found.collectives if own.stage != "dense"]
     part = (topology.num_ranks - 1) / topology.num_ranks
@@ -138,22 +137,29 @@ def check(ranks: RankPool, plan: Any, num_hosts: int, optimizer: str, weighted: 
             assert together == pytest.approx(own.sent_inside[rank] + own.sent_across[rank], rel=1e-6), own.name
 
 
+KINDS = [("adam", True, "sum"), ("rowwise_adagrad", False, "none"), ("rowwise_lamb", True, "sum")]
+"""Row optimizer, whether a feature is weighted, and its pooling."""
+ON_SOME = [2, pytest.param(4, marks=pytest.mark.soak)]
+
+
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize(
-    ("optimizer", "weighted", "pooling"), [("adam", True, "sum"), ("rowwise_adagrad", False, "none")]
-)
+@pytest.mark.parametrize(("optimizer", "weighted", "pooling"), KINDS)
+@pytest.mark.parametrize("size", ON_SOME)
 def test_predicted_bytes_are_counted_bytes(
+    ranks: Callable[[int], RankPool], name: str, size: int, optimizer: str, weighted: bool, pooling: str
+) -> None:
+    check(ranks(size), PLANS[name], Topology(devices_per_host=size), optimizer, weighted, pooling)
+
+
+@pytest.mark.parametrize("name", {**PLANS, **HOSTS})
+@pytest.mark.parametrize(
+    ("optimizer", "weighted", "pooling"), [KINDS[1], pytest.param(*KINDS[2], marks=pytest.mark.soak)]
+)
+def test_predicted_bytes_are_counted_bytes_of_two_hosts(
     ranks: Callable[[int], RankPool], name: str, optimizer: str, weighted: bool, pooling: str
 ) -> None:
-    check(ranks(2), PLANS[name], 1, optimizer, weighted, pooling)
-
-
-@pytest.mark.parametrize("name", HOSTS)
-@pytest.mark.parametrize("pooling", ["sum", "none"])
-def test_predicted_bytes_are_counted_bytes_of_two_hosts(
-    ranks: Callable[[int], RankPool], name: str, pooling: str
-) -> None:
-    check(ranks(4), HOSTS[name], 2, "rowwise_adagrad", False, pooling)
+    plan = {"devices_per_host": 2, **{**PLANS, **HOSTS}[name]}
+    check(ranks(4), plan, Topology(num_hosts=2, devices_per_host=2), optimizer, weighted, pooling)
 
 
 def step_of_run(document: dict[str, Any]) -> tuple[Counted, tuple[Transfer, ...]]:
