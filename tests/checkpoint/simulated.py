@@ -40,7 +40,9 @@ class ThreadWorld(World):
     def barrier(self) -> None:
         self.gate.wait()
 
-    def all_to_all(self, send: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]) -> Pending:
+    def all_to_all(
+        self, send: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int], name: str = ""
+    ) -> Pending:
         parts = [sent[self.rank] for sent in self.gather_objects(send.split(list(send_splits)))]
         assert [len(part) for part in parts] == list(receive_splits)
         return Pending(received=torch.cat(parts), send=send, work=None)

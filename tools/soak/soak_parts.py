@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from meseta.measure.record import commit, hardware
+from meseta.spec.files import write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "soak.md"
@@ -80,13 +81,13 @@ def run(name: str) -> bool:
         known = {"source": source, "seconds": 0.0}
         record.unlink(missing_ok=True)
     RECORDS.mkdir(parents=True, exist_ok=True)
-    sessions.write_text(json.dumps(known))
+    write_whole(sessions, json.dumps(known))  # a run that is cut off leaves the one before
     began = time.monotonic()
     try:
         code = subprocess.call(_command(name), cwd=ROOT, env=_environment(record))
     finally:
         known["seconds"] += time.monotonic() - began
-        sessions.write_text(json.dumps(known))
+        write_whole(sessions, json.dumps(known))
     # 5: every test had passed before.
     if code not in (0, 5):
         return False
