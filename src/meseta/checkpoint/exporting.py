@@ -161,4 +161,4 @@ def _export_dense(root: Path, entry: Mapping[str, Any], out: Path, form: Format)
                 raise MesetaError(f"export: dense tensor {shown(name)} names no file of an archive: {fault}; {way_out}")
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, np.asanyarray(array), allow_pickle=False)
-    (out / "dense.npz").write_bytes(packed.getbuffer())
+    (out / "dense.npz").write_bytes(packed.getvalue())

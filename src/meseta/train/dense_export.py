@@ -95,7 +95,7 @@ def export_dense(path: Path, out: Path, form: DenseFormat) -> list[Path]:
         else:
             packed = io.BytesIO()  # into memory, since torch's writer of files does not tell why one fails
             torch.export.save(program, packed)
-            (folder / "dense.pt2").write_bytes(packed.getbuffer())
+            (folder / "dense.pt2").write_bytes(packed.getvalue())
     return sorted(out.iterdir())
 
 
