@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Generic, TypeVar
@@ -59,7 +60,9 @@ class Prefetch(Generic[T]):
             self._thread = None
 
     def __del__(self) -> None:
-        self.close()
+        # When the interpreter ends, the thread does not come to run any more, and from Python 3.13 on is waited for.
+        if not sys.is_finalizing():
+            self.close()
 
 
 class _Exhausted(Exception):
