@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +96,13 @@ def test_auto_leaves_what_has_a_type_of_its_own(tmp_path: Path, on: Any, changes
     on(FAST)
     config = RunConfig.model_validate(settings(tmp_path, tmp_path / "run", dense__dtype="auto", **changes))
     assert precision.settle_dense_dtype(config, World.single()).dense.dtype == "float32"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_new_run_says_that_its_bits_follow_the_threads(
+    tiny: Path, tmp_path: Path, on: Any, capsys: pytest.CaptureFixture[str], dtype: str
+) -> None:
+    on(replace(FAST, flags=FAST.flags | {"amx_tile", "amx_bf16"}))
+    train(document(tiny, tmp_path / "run", dense__dtype=dtype))
+    told = "note: products in bfloat16 take AMX, whose sums follow the number of threads" in capsys.readouterr().err
+    assert told == (dtype == "bfloat16")

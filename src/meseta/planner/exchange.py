@@ -90,9 +90,9 @@ def counts_of(each: Each, load: Loads, cut: Cut, num_ranks: int) -> Floats:
 _OF_PIECES: dict[Each, str] = {"bag": "lengths", "id": "ids", "weight": "weights"}
 
 
-def piece_bytes(transfers: Iterable[Transfer], load: Loads, cut: Cut, num_ranks: int) -> Floats:
-    """Bytes of each piece [n] in some transfers of tables, over all ranks that ask for its rows."""
-    parts = [part for transfer in transfers for part in transfer.parts if part.each != "pair"]
+def piece_bytes(transfers: Iterable[Transfer], names: Sequence[str], load: Loads, cut: Cut, num_ranks: int) -> Floats:
+    """Bytes of each piece [n] in the transfers of tables of these names, over all ranks that ask for its rows."""
+    parts = [part for transfer in transfers if transfer.name in names for part in transfer.parts]
     return sum((bytes_of(part, load, cut, num_ranks) for part in parts), np.zeros(len(load.ids)))
 
 
@@ -144,11 +144,7 @@ class _Whole:
 
 def _levels(way: Way, amounts: Floats, placement: Placement) -> tuple[Floats, Floats, Floats, Floats]:
     """(sent inside, sent across, received inside, received across) by every rank [R], where `amounts` [R] belong to the
-    rows of each rank, or are what each rank has.
-
-    A sum is a ring all-reduce: 2 (n - 1) / n of the bytes from each of n devices, inside hosts of what lies there and
-    across hosts of a device's share (reduce-scatter, all-reduce, all-gather).
-    """
+    rows of each rank, or are what each rank has."""
     ranks, per_host, host = placement.num_ranks, placement.per_host, placement.host
     hosts, nothing = ranks // per_host, np.zeros(ranks)
     if way == "owners":
@@ -164,11 +160,22 @@ def _levels(way: Way, amounts: Floats, placement: Placement) -> tuple[Floats, Fl
         return nothing, sent, nothing, of_host[host] / per_host * (hosts - 1) / hosts
     if way == "columns":
         return (amounts, nothing, amounts, nothing) if hosts == 1 else (nothing, amounts, nothing, amounts)
-    inside, across = {
-        "sum": (2 * amounts * (per_host - 1) / per_host, 2 * amounts / per_host * (hosts - 1) / hosts),
-        "gather": (amounts * (per_host - 1), amounts * (ranks - per_host)),
-        "host gather": (amounts * (per_host - 1), nothing),
-        "host scatter": (amounts * (per_host - 1), nothing),
-        "hosts sum": (nothing, 2 * amounts * (hosts - 1) / hosts),
-    }[way]
+    near, far = alike_shares(way, ranks, per_host)
+    inside, across = near * amounts, far * amounts
     return inside, across, inside, across
+
+
+def alike_shares(way: Way, num_ranks: int, per_host: int) -> tuple[float, float]:
+    """(inside its host, across hosts): what a rank sends of a byte that every rank has alike.
+
+    A sum is a ring all-reduce: 2 (n - 1) / n of the bytes from each of n devices, inside hosts of what lies there and
+    across hosts of a device's share (reduce-scatter, all-reduce, all-gather).
+    """
+    hosts = num_ranks // per_host
+    return {
+        "sum": (2 * (per_host - 1) / per_host, 2 / per_host * (hosts - 1) / hosts),
+        "gather": (per_host - 1, num_ranks - per_host),
+        "host gather": (per_host - 1, 0),
+        "host scatter": (per_host - 1, 0),
+        "hosts sum": (0, 2 * (hosts - 1) / hosts),
+    }[way]

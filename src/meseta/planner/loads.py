@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from meseta.planner.reuse import Floats, row_classes
 from meseta.planner.sizes import compute_bytes, value_bytes
 from meseta.spec import COLUMN_BLOCK, MesetaError, Reuse, Tier, Workload
-from meseta.spec.transfer import ROW_STATISTICS
+from meseta.spec.transfer import ROW_STATISTICS, number_bytes
 
 Indices = NDArray[np.int64]
 TIERS: tuple[Tier, ...] = ("hbm", "host", "cached", "disk")
@@ -147,7 +147,7 @@ class WorkloadLoads:
         self.sums_rows = np.array([t.optimizer.name in ROW_STATISTICS for t in tables], bool)
         """Whether the optimizer of each table sums over whole rows."""
         self.steps_all = np.array([t.optimizer.stepped_rows == "all" for t in tables], bool)
-        self.wide = max((compute_bytes(t) for t in tables), default=4)
+        self.wide = number_bytes(tables)
         """Bytes of a number of a bag: the collection has one type for all."""
         weighted = {feature.batch for feature in features if feature.weighted}
         n = len(tables)

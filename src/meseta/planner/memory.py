@@ -58,8 +58,7 @@ def memory(
     """
     ranks, dense = placement.num_ranks, workload.workload.dense
     tables = _stored(placement, sharded, replicated, cached_share)
-    sums = [transfer for transfer in transfers if transfer.name == "replicas"]
-    gradients = piece_bytes(sums, replicated, placement, ranks).sum()
+    gradients = piece_bytes(transfers, ["replicas"], replicated, placement, ranks).sum()
     samples = workload.workload.batch_size / ranks
     activations = dense.activation_bytes_per_sample * samples
     forward, backward = _buffers(placement, sharded, replicated, workload, transfers)
@@ -84,9 +83,8 @@ def memory(
 
 def received_bytes(transfers: Sequence[Transfer], load: Loads, cut: Cut, num_ranks: int) -> tuple[Floats, Floats]:
     """Bytes of each piece [n] that come in as lengths, ids and weights, and that are answered to all ranks."""
-    ids = [transfer for transfer in transfers if transfer.name in ("ids", "weights")]
-    answers = [transfer for transfer in transfers if transfer.name == "answers"]
-    return piece_bytes(ids, load, cut, num_ranks), piece_bytes(answers, load, cut, num_ranks)
+    ids = piece_bytes(transfers, ["ids", "weights"], load, cut, num_ranks)
+    return ids, piece_bytes(transfers, ["answers"], load, cut, num_ranks)
 
 
 def _stored(placement: Placement, sharded: Loads, replicated: Loads, cached_share: float) -> dict[str, Floats]:

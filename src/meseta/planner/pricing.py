@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meseta.planner.exchange import bytes_of, links, piece_bytes
+from meseta.planner.exchange import alike_shares, bytes_of, links, piece_bytes
 from meseta.planner.layout import Floats, Ints
 from meseta.planner.loads import TIERS, Loads, Pieces, WorkloadLoads
 from meseta.planner.memory import BLOCK_BYTES, CHECKPOINT_BLOCKS, DENSE_COPIES, SORT_BYTES, received_bytes
@@ -161,9 +161,8 @@ class Prices:
         common = np.zeros((n, len(COMPONENTS)))
         common[:, 0] = sum(replica_seconds(self.loads, placement, model, topology))
         load = self.loads.loads(pieces)
-        sums = [transfer for transfer in self.transfers if transfer.name == "replicas"]
-        gradients = piece_bytes(sums, load, placement, ranks)
-        common[:, 5] = gradients * self._all_reduce_byte_s()
+        gradients = piece_bytes(self.transfers, ["replicas"], load, placement, ranks)
+        common[:, 5] = gradients * self._alike_byte_s("sum", True)
         return Priced(
             seconds=np.zeros((n, len(COMPONENTS))),
             least_s=np.zeros(n),
@@ -187,32 +186,21 @@ class Prices:
 
     def _header_seconds(self, num_bytes: float) -> float:
         """Of so many bytes from each rank to each."""
-        return (
-            num_bytes
-            * self.topology.num_ranks
-            * (self._owner_s + 2.0 * self._copy_s * (1 - 1 / self.topology.num_ranks))
-        )
+        ranks = self.topology.num_ranks
+        return num_bytes * ranks * (self._owner_s + 2.0 * self._copy_s * (1 - 1 / ranks))
 
     def _alike_seconds(self, transfer: Transfer) -> float:
         """Of what does not depend on where tables lie."""
         [part] = transfer.parts
         inside, across = links(self.cost_model, self.topology, transfer.is_sum)
-        ranks, per_host, hosts = self.topology.num_ranks, self.topology.devices_per_host, self.topology.num_hosts
-        near, far = {
-            "sum": _sum_shares(ranks, per_host),
-            "gather": (per_host - 1, ranks - per_host),
-            "host gather": (per_host - 1, 0),
-            "host scatter": (per_host - 1, 0),
-            "hosts sum": (0, 2 * (hosts - 1) / hosts),
-        }[part.way]
+        _, far = alike_shares(part.way, self.topology.num_ranks, self.topology.devices_per_host)
         latency_s = across.latency_s if far else inside.latency_s
-        byte_s = max(near / inside.bytes_per_s, far / across.bytes_per_s) + 2 * (near + far) * self._copy_s
-        return transfer.times * latency_s + part.num_bytes * byte_s
+        return transfer.times * latency_s + part.num_bytes * self._alike_byte_s(part.way, transfer.is_sum)
 
-    def _all_reduce_byte_s(self) -> float:
-        """Seconds of a byte that all ranks add up."""
-        inside, across = links(self.cost_model, self.topology, True)
-        near, far = _sum_shares(self.topology.num_ranks, self.topology.devices_per_host)
+    def _alike_byte_s(self, way: Way, is_sum: bool) -> float:
+        """Seconds of a byte that every rank has alike."""
+        inside, across = links(self.cost_model, self.topology, is_sum)
+        near, far = alike_shares(way, self.topology.num_ranks, self.topology.devices_per_host)
         return max(near / inside.bytes_per_s, far / across.bytes_per_s) + 2 * (near + far) * self._copy_s
 
     def uses(self, cuts: Cuts, pieces: Pieces) -> Ints:
@@ -281,15 +269,9 @@ def leaving_share(way: Way, num_ranks: int, per_host: int) -> float:
         "owners": (num_ranks - 1) / num_ranks,
         "host": (per_host - 1) / per_host,
         "hosts": (hosts - 1) / hosts,
-        "sum": num_ranks * sum(_sum_shares(num_ranks, per_host)),
+        "sum": num_ranks * sum(alike_shares("sum", num_ranks, per_host)),
     }
     return shares.get(way, 1.0)
-
-
-def _sum_shares(num_ranks: int, per_host: int) -> tuple[float, float]:
-    """Of what ranks add up, how much each of them sends (inside its host, across hosts)."""
-    hosts = num_ranks // per_host
-    return 2 * (per_host - 1) / per_host, 2 / per_host * (hosts - 1) / hosts
 
 
 def _tier_factors(share: float) -> Floats:

@@ -6,6 +6,7 @@ import math
 
 from meseta.spec import TableSpec
 from meseta.spec.tables import VALUE_BYTES
+from meseta.spec.transfer import number_bytes
 
 
 def value_bytes(table: TableSpec) -> int:
@@ -15,7 +16,7 @@ def value_bytes(table: TableSpec) -> int:
 
 def compute_bytes(table: TableSpec) -> int:
     """Bytes of one number of what is computed from rows: bags, gradients, optimizer state."""
-    return 8 if table.dtype == "float64" else 4
+    return number_bytes((table,))
 
 
 def state_bytes_per_row(table: TableSpec) -> int:

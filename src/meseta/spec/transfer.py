@@ -337,8 +337,3 @@ class _Step:
 def _alike(name: str, num_bytes: float, times: int = 1, way: Way = "sum") -> Transfer:
     """Of what every rank has alike, so many bytes in a step."""
     return Transfer(name, "dense", (Part("step", num_bytes, way),), times)
-
-
-def by_name(transfers: Sequence[Transfer]) -> dict[str, Transfer]:
-    """Those of a list that differ in name."""
-    return {transfer.name: transfer for transfer in reversed(transfers)}

@@ -168,8 +168,8 @@ class Trainer:
                 is_past_best = self.config.train.finish == "best" and self.best.step not in (None, first)
                 other = f" (the last; the best so far is step {self.best.step})" if is_past_best else ""
                 progress.say(f"going on from step {first}{other}, {self.run_dir.checkpoints}")
-                if note := note_bfloat16(self.config, self.world):
-                    progress.say(note)
+            if note := note_bfloat16(self.config, self.world):
+                progress.say(note)
             with self.saver.interruption:
                 self._train(progress)
                 if self.step > self.saver.saved_step:

@@ -42,8 +42,8 @@ def product(
         if a.dtype == torch.float32 and _onednn_has_kernels():
             return _by_onednn(a, b, bias)
         if a.dtype == torch.bfloat16 and _onednn_has_bfloat16():
-            # With AMX the bits follow the threads on both roads, and this one is faster.
-            return reference.product(a, b, bias) if _has_amx() else _linear(a, b, bias)
+            # Where the bits follow the threads on both roads, the faster one.
+            return reference.product(a, b, bias) if _bits_follow_threads() else _linear(a, b, bias)
     result: Tensor = _operator(a[None], b[None], bias)
     return result[0]
 
@@ -92,13 +92,13 @@ def _onednn_has_bfloat16() -> bool:
         torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        and this_processor().level() in {"AVX-512 BF16", "AMX", "NEON BF16"}
+        and this_processor().why_no_bfloat16() is None
     )
 
 
 @cache
-def _has_amx() -> bool:
-    return this_processor().level() == "AMX"
+def _bits_follow_threads() -> bool:
+    return this_processor().why_threads_change_bits() is not None
 
 
 def _by_onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
