@@ -49,6 +49,23 @@ def test_products_of_small_integers_are_exact(
         assert out.dtype == dtype and torch.equal(out, expected.to(dtype))
 
 
+@pytest.mark.skipif(not operator._onednn_has_kernels(), reason="oneDNN has no kernels for this processor")
+def test_libraries_are_given_no_part_of_a_wider_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN has no kernel for one: a layer of 64,000 inputs took minutes."""
+    linear, dense = torch.ops.mkldnn._linear_pointwise, []
+
+    def watched(a: Tensor, weight: Tensor, *rest: Any) -> Any:
+        dense.append(a.is_contiguous() and (weight.is_contiguous() or weight.t().is_contiguous()))
+        return linear(a, weight, *rest)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", watched)
+    a, weight = small_integers(4, 40_000).float(), small_integers(3, 40_000).float()
+    for b in (weight.t(), weight.t().contiguous(), torch.cat([weight, weight]).t()[:, :3]):
+        torch.testing.assert_close(product(a, b), a @ b, rtol=0, atol=0)
+    product(a[:, :100], weight.t()[:100])
+    assert len(dense) == 10 and all(dense)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 20_000, 3), (5, 40_000, 2), (4, 0, 3), (0, 4, 3), (3, 4, 0)])
 def test_any_road_to_a_product(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
