@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -175,10 +176,10 @@ def test_interrupted(run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.M
 
     step = TrainStep.__call__
 
-    def press(self: TrainStep, batch: object) -> object:
+    def press(self: TrainStep, batch: object, **options: Any) -> object:
         if self.model.embeddings.step == 9:
             signal.raise_signal(signal.SIGINT)
-        return step(self, batch)  # type: ignore[arg-type]
+        return step(self, batch, **options)  # type: ignore[arg-type]
 
     config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run", checkpoint__every_steps=4))
     with monkeypatch.context() as patch:

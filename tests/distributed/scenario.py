@@ -87,6 +87,11 @@ def local_slice(batch: KeyedJaggedTensor, rank: int, num_ranks: int) -> tuple[Ke
     for r in range(num_ranks):
         bounds.append(bounds[-1] + batch.batch_size // num_ranks + (r < batch.batch_size % num_ranks))
     mine = slice(bounds[rank], bounds[rank + 1])
+    return samples_of(batch, mine), mine
+
+
+def samples_of(batch: KeyedJaggedTensor, mine: slice) -> KeyedJaggedTensor:
+    """Consecutive samples."""
     values, lengths, weights = [], [], []
     for key in batch.keys:
         jagged = batch[key]
@@ -101,7 +106,7 @@ def local_slice(batch: KeyedJaggedTensor, rank: int, num_ranks: int) -> tuple[Ke
         lengths=torch.cat(lengths),
         weights=torch.cat(weights) if weights else None,
         batch_sizes=(mine.stop - mine.start,) * len(batch.keys),
-    ), mine
+    )
 
 
 def per_sample(out: Any, features: list[FeatureSpec]) -> Tensor:

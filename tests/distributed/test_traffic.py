@@ -170,10 +170,10 @@ def step_of_run(document: dict[str, Any]) -> tuple[Counted, tuple[Transfer, ...]
     work = make_workload(trainer.config, trainer.dataset, embeddings.tables, embeddings.features, trainer.model)
     listed = step_transfers(work, embeddings.plan, trainer.world.size, per_host)
 
-    def first(self: TrainStep, batch: Any) -> Any:
+    def first(self: TrainStep, batch: Any, **options: Any) -> Any:
         TrainStep.__call__ = run  # type: ignore[method-assign]
         with counter:
-            return run(self, batch)
+            return run(self, batch, **options)
 
     TrainStep.__call__ = first  # type: ignore[method-assign]
     try:

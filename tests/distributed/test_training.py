@@ -185,8 +185,8 @@ def train_until(document: dict[str, Any], when: int) -> None:
     """Run on every rank: end after step `when`, wherever windows and checkpoints are."""
     step = TrainStep.__call__
 
-    def die(self: TrainStep, batch: Any) -> Any:
-        result = step(self, batch)
+    def die(self: TrainStep, batch: Any, **options: Any) -> Any:
+        result = step(self, batch, **options)
         if self.model.embeddings.step == when:
             raise Killed
         return result

@@ -60,8 +60,7 @@ def test_a_step_equals_plain_torch() -> None:
 def test_votes_travel_with_the_loss() -> None:
     step, _ = make()
     assert step(batch()).votes == ()
-    step.votes = (1.0, 0.25)
-    assert step(batch()).votes == (1.0, 0.25)
+    assert step(batch(), votes=(1.0, 0.25)).votes == (1.0, 0.25)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e39])

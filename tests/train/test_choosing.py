@@ -177,7 +177,7 @@ def killed(patch: pytest.MonkeyPatch, document: dict[str, Any], owner: Any, name
 
 
 def in_step(step: int) -> tuple[Any, str, Callable[..., bool]]:
-    return TrainStep, "__call__", lambda self, batch: self.model.embeddings.step == step
+    return TrainStep, "__call__", lambda self, batch, **_: self.model.embeddings.step == step
 
 
 def in_evaluation(split: str, number: int) -> tuple[Any, str, Callable[..., bool]]:
@@ -238,11 +238,11 @@ def test_stopped_by_a_signal_and_gone_on(
     document = settings(data, tmp_path / "run", **FALLING)
     step = TrainStep.__call__
 
-    def signalled(self: TrainStep, batch: Any) -> Any:
+    def signalled(self: TrainStep, batch: Any, **options: Any) -> Any:
         if self.model.embeddings.step in (10, 16):  # the evaluation that belongs to the step is made before it ends
             own.saver.interruption.number = signal.SIGTERM
-            self.votes = own.saver.votes()
-        return step(self, batch)
+            options["votes"] = own.saver.votes()
+        return step(self, batch, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(TrainStep, "__call__", signalled)

@@ -18,6 +18,7 @@ from meseta.config import RunConfig
 from meseta.config.run import MODEL_NAMES
 from meseta.data.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
+from meseta.embedding.flight import Flight
 from meseta.measure.doctor.system import System
 from meseta.spec import MesetaError
 from meseta.train import memory
@@ -73,10 +74,10 @@ def test_a_step_takes_what_was_predicted_of_its_shapes(tmp_path: Path, tiny: Pat
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    collection.batch_slice = BatchSlice(world=World.single(), step=0, sizes=(batch_size,))
+    flight: Flight[Any] = Flight(batch_slice=BatchSlice(world=World.single(), step=0, sizes=(batch_size,)))
     dense = torch.rand(batch_size, len(dataset.dense))
     pooled = torch.rand(batch_size, sum(table.embedding_dim for table in collection.tables), requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with collection.in_hand(flight), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         logits = model.score(dense, pooled)  # its graph holds what was kept
     for own in model.parameters():
         kept.pop(own.untyped_storage().data_ptr(), None)

@@ -155,9 +155,9 @@ def test_threads_that_change_between_steps_change_no_bit(
 ) -> None:
     crowd, counts, step = waiting.Crowd(num_threads=2, num_processors=2), [], TrainStep.__call__
 
-    def noted(self: TrainStep, batch: Batch) -> Step:
+    def noted(self: TrainStep, batch: Batch, **options: Any) -> Step:
         counts.append(torch.get_num_threads())
-        return step(self, batch)
+        return step(self, batch, **options)
 
     def run(name: str) -> list[float]:
         shape = {"model__bottom_mlp": [128, 64], "model__top_mlp": [256, 64], "model__embedding_dim": 16}
@@ -221,8 +221,8 @@ def test_killed_in_a_step_and_gone_on(tiny: Path, tmp_path: Path, when: int, mon
     expected = train(settings(tiny, whole, **common))
     step = TrainStep.__call__
 
-    def die(self: TrainStep, batch: Any) -> Any:
-        result = step(self, batch)
+    def die(self: TrainStep, batch: Any, **options: Any) -> Any:
+        result = step(self, batch, **options)
         if self.model.embeddings.step == when:
             raise Killed
         return result

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meseta.comm import BatchSlice
+from meseta.comm import BatchSlice, World
 from meseta.embedding.accumulate import Segment
 from meseta.embedding.feature_group import group_features
+from meseta.embedding.flight import Flight, IdsOutside, Part, Timer, untimed
 from meseta.jagged import Embeddings, JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from meseta.jagged.shapes import Int
 from meseta.ops.id_policy import CheckedIds
-from meseta.ops.row_optimizer import Hyper, compute_dtype
+from meseta.ops.row_optimizer import compute_dtype
 from meseta.spec import FeatureSpec, MesetaError, TableSpec, check_features
 
-
-def untimed(stage: str) -> AbstractContextManager[None]:
-    """Nobody times it."""
-    return nullcontext()
+NO_BACKWARD = -1
+"""What torch says where no backward pass runs."""
 
 
 class UpdateInBackward(torch.autograd.Function):
@@ -48,8 +49,11 @@ class UpdateInBackward(torch.autograd.Function):
         return None, None, None, *ctx.update(*gradients)
 
 
-class Collection(nn.Module):
-    """Tables, the features that read them, and how far they have learned. Tables are not nn.Parameters."""
+class Collection(nn.Module, ABC, Generic[Part]):
+    """Tables, the features that read them, and how far they have learned. Tables are not nn.Parameters.
+
+    What belongs to one batch is in its Flight; the module knows which one is in hand.
+    """
 
     def __init__(self, tables: Sequence[TableSpec], features: Sequence[FeatureSpec], seed: int) -> None:
         super().__init__()
@@ -66,18 +70,15 @@ class Collection(nn.Module):
         """Type of what a lookup returns: float32, or float64 for float64 tables."""
         self.step = 0
         """Backward passes so far, the global step of bias correction."""
-        self.batch_slice: BatchSlice | None = None
-        """Where the samples of the last lookup lie in the global batch; None before any."""
-        self.first_sample: int | None = None
-        """Place in the global batch of this rank's first sample in the next lookup, if that is a micro-batch of
-        `accumulating`; None: a whole batch is looked up."""
         self.lr_factor = 1.0
-        """What a schedule multiplies every table's learning rate by."""
-        self.num_outside: Tensor | None = None
-        """Ids outside their table so far, per feature [F] (after policies drop, clamp and hash); None before any
-        batch."""
-        self.stage: Callable[[str], AbstractContextManager[None]] = untimed
-        """Who times a step sets it: called with 'output_dist', 'gradient_dist' and 'table_update' around each."""
+        """What a schedule multiplies every table's learning rate by, where a batch brings no factor of its own."""
+        self._outside = IdsOutside()
+        self._in_hand: Flight[Part] | None = None
+        self._last_slice: BatchSlice | None = None
+        """Of the batch that was finished last."""
+        self._num_started = 0
+        self._backward: tuple[int, BatchSlice | None] = (-1, None)
+        """Number of the last backward pass, and the slice of its batch."""
         self._is_accumulating = False
         self._kept: list[list[Segment]] = []
         """Of each backward pass of `accumulating`: a segment per group."""
@@ -86,6 +87,93 @@ class Collection(nn.Module):
         """Features by batch size; the first ones are those that the loss is the mean over."""
         # An input that requires grad makes autograd call `update`; it is not a parameter and holds nothing.
         self._anchor = torch.zeros(0, requires_grad=True)
+
+    @abstractmethod
+    def _begin(self, flight: Flight[Part], kjt: KeyedJaggedTensor) -> None:
+        """Give a batch its parts."""
+
+    def start(
+        self,
+        kjt: KeyedJaggedTensor,
+        *,
+        step: int | None = None,
+        lr_factor: float | None = None,
+        first_sample: int | None = None,
+        is_part: bool | None = None,
+        stage_timer: Timer = untimed,
+        outside: IdsOutside | None = None,
+    ) -> Flight[Part]:
+        """Check the ids, begin to send their counts to the owners of rows. No host sync, unless ids are dropped.
+
+        The options are those of Flight; what is not given follows from the collection when it is needed. `outside`
+        counts the ids outside their table of this batch instead of the collection.
+        """
+        flight: Flight[Part] = Flight(
+            number=self._num_started,
+            step=step,
+            lr_factor=lr_factor,
+            first_sample=first_sample,
+            is_part=is_part,
+            stage_timer=stage_timer,
+            outside=self._outside if outside is None else outside,
+        )
+        self._begin(flight, kjt)
+        self._num_started += 1
+        return flight
+
+    @contextmanager
+    def in_hand(self, flight: Flight[Part]) -> Iterator[None]:
+        """While this is entered, `batch_slice` and `local_share` are those of `flight`: for its forward and backward
+        pass, where several batches are open."""
+        before, self._in_hand = self._in_hand, flight
+        try:
+            yield
+        finally:
+            self._in_hand = before
+
+    @property
+    def batch_slice(self) -> BatchSlice | None:
+        """Where samples lie in the global batch: those of the backward pass that runs, else those of the batch in hand,
+        else those of the batch that was finished last; None before any."""
+        backward = torch._C._current_graph_task_id()
+        if backward != NO_BACKWARD and backward == self._backward[0]:
+            return self._backward[1]
+        batch_slice = self._last_slice if self._in_hand is None else self._in_hand.batch_slice
+        if backward != NO_BACKWARD:
+            self._backward = backward, batch_slice
+        return batch_slice
+
+    @property
+    def num_outside(self) -> Int[Tensor, " F"] | None:
+        """Ids outside their table so far, per feature (after policies drop, clamp and hash); None before any batch was
+        finished."""
+        return self._outside.counts
+
+    def go_on_from(self, step: int, num_outside: Int[Tensor, " F"] | None) -> None:
+        """Count on from where a saved run stood: its backward passes, and its ids outside their table."""
+        self.step = step
+        if num_outside is not None:
+            self._outside.counts = num_outside
+
+    def _finished(self, flight: Flight[Part], world: World, sizes: tuple[int, ...]) -> None:
+        """Note a batch that has been looked up: `sizes` are the samples of each rank."""
+        step = self.step if flight.step is None else flight.step
+        flight.batch_slice = BatchSlice(world=world, step=step, sizes=sizes, first=flight.first_sample)
+        self._last_slice = flight.batch_slice
+        if flight.num_outside is not None:
+            flight.outside.add(flight.num_outside)
+
+    def _begin_backward(self, flight: Flight[Part]) -> None:
+        """Note whose backward pass runs; raises MesetaError where dense gradients have been weighed as another's."""
+        flight.enter("used", after="finished")
+        backward, weighed = torch._C._current_graph_task_id(), self._backward
+        if weighed[0] == backward and weighed[1] is not None and weighed[1].sizes != flight.sizes:
+            raise MesetaError(
+                f"a backward pass goes through a batch whose ranks have {list(flight.sizes)} samples, and has weighed "
+                f"gradients by {list(weighed[1].sizes)}; run the passes of batches one by one, each in "
+                "embeddings.in_hand(flight)"
+            )
+        self._backward = backward, flight.batch_slice
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -110,23 +198,23 @@ class Collection(nn.Module):
         """Drop what `accumulating` has kept, where its step is not to be taken."""
         self._kept.clear()
 
-    def lr(self, table: TableSpec) -> float:
-        """Learning rate of the step in hand."""
-        return table.optimizer.lr * self.lr_factor
+    def lr_factor_of(self, flight: Flight[Part]) -> float:
+        """What the update of a batch multiplies learning rates by."""
+        return self.lr_factor if flight.lr_factor is None else flight.lr_factor
 
-    def hyper(self, table: TableSpec) -> Hyper:
-        """Learning rate, number of the step in hand, and width."""
-        return Hyper(lr=self.lr(table), step=self.step + 1, embedding_dim=table.embedding_dim)
+    def is_part(self, flight: Flight[Part]) -> bool:
+        """Whether the gradients of a batch wait for those of the next."""
+        return self._is_accumulating if flight.is_part is None else flight.is_part
 
-    def check_ids(self, kjt: KeyedJaggedTensor) -> list[CheckedIds]:
-        """Select each group's features, check weights, and apply the id policies."""
+    def check_ids(self, flight: Flight[Part], kjt: KeyedJaggedTensor) -> list[CheckedIds]:
+        """Select each group's features, check weights, apply the id policies, and count."""
         checked = [group.check_ids(kjt) for group in self.groups]
         counts = checked[0].num_outside
         if len(checked) > 1:
             order = torch.tensor([f for group in self.groups for f in group.at], device=counts.device)
             found = torch.cat([own.num_outside for own in checked])
             counts = torch.empty_like(found).index_copy_(0, order, found)
-        self.num_outside = counts if self.num_outside is None else self.num_outside + counts
+        flight.num_outside = counts
         return checked
 
     def embeddings(self, ids: Sequence[KeyedJaggedTensor], found: Sequence[Tensor]) -> Embeddings:

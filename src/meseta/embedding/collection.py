@@ -9,10 +9,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from meseta.comm import BatchSlice, World
+from meseta.comm import World
 from meseta.embedding.accumulate import Segment, join_passes, local_segment
 from meseta.embedding.base import Collection, UpdateInBackward
 from meseta.embedding.feature_group import FeatureGroup
+from meseta.embedding.flight import Flight
 from meseta.embedding.update import FusedShards, group_shards, step_shards
 from meseta.jagged import Embeddings, KeyedJaggedTensor
 from meseta.ops.id_policy import NO_ERROR, CheckedIds
@@ -54,10 +55,8 @@ class LocalLookup:
 
     def segment(self, ids: KeyedJaggedTensor, gradients: Sequence[Tensor]) -> Segment:
         """Ids and what their rows receive, for the gradients of what a lookup returned."""
-        pooled, *rows = gradients
-        if self.group.has_means:
-            pooled = self.group.divide_means(pooled.clone(), ids.lengths.view(len(self.group.features), -1))
-        return local_segment(ids, (pooled, *rows), self.group.unpooled)
+        of_bags, *of_rows = gradients
+        return local_segment(ids, (self.group.gradient_of_sums(of_bags, ids.lengths), *of_rows), self.group.unpooled)
 
     def weight_gradient(self, ids: KeyedJaggedTensor, pooled: Tensor) -> Tensor | None:
         """[nnz] in the order of `ids`, by the rows as they were looked up; None where nobody asks for it."""
@@ -74,7 +73,7 @@ class LocalLookup:
         return whole
 
 
-class EmbeddingBagCollection(Collection):
+class EmbeddingBagCollection(Collection[CheckedIds]):
     """Embedding tables whose rows learn inside `loss.backward()`, one optimizer step per touched row.
 
         tables = [TableSpec(name="item", num_embeddings=1000, embedding_dim=16)]
@@ -127,37 +126,37 @@ class EmbeddingBagCollection(Collection):
 
     @property
     def local_share(self) -> float:
-        """B_local / B_global."""
+        """B_local / B_global of the batch in hand."""
         return 1.0
 
-    def forward(self, sparse: KeyedJaggedTensor | Sequence[CheckedIds]) -> Embeddings:
-        """Rows for the ids (of a batch that may hold other features too): pooled [B, sum of D] and unpooled [nnz_f,
-        D]."""
+    def forward(self, sparse: KeyedJaggedTensor | Flight[CheckedIds]) -> Embeddings:
+        """Rows for the ids (of a batch that may hold other features too), or for a batch that was exchanged: pooled [B,
+        sum of D] and unpooled [nnz_f, D]."""
         return self.finish(self.exchange(self.start(sparse)) if isinstance(sparse, KeyedJaggedTensor) else sparse)
 
-    def start(self, kjt: KeyedJaggedTensor) -> Sequence[CheckedIds]:
-        """Apply the id policies. The sharded collection has the same three stages."""
-        return self.check_ids(kjt)
+    def _begin(self, flight: Flight[CheckedIds], kjt: KeyedJaggedTensor) -> None:
+        flight.parts = tuple(self.check_ids(flight, kjt))
 
-    def exchange(self, x: Sequence[CheckedIds]) -> Sequence[CheckedIds]:
+    def exchange(self, flight: Flight[CheckedIds]) -> Flight[CheckedIds]:
         """Nothing travels in one process; refused ids raise here."""
-        for group, own in zip(self.groups, x, strict=True):
-            if own.first_error is not NO_ERROR:
-                feature, sample, row = own.first_error.tolist()
-                if feature >= 0:
-                    raise group.refuse(feature, sample, row)
-        return x
+        flight.enter("exchanged", after="started")
+        with flight.dropped_by_errors():
+            for group, own in zip(self.groups, flight.parts, strict=True):
+                if own.first_error is not NO_ERROR:
+                    feature, sample, row = own.first_error.tolist()
+                    if feature >= 0:
+                        raise group.refuse(feature, sample, row)
+        return flight
 
-    def finish(self, x: Sequence[CheckedIds]) -> Embeddings:
+    def finish(self, flight: Flight[CheckedIds]) -> Embeddings:
         """Look up and pool."""
-        ids = [own.kjt for own in x]
-        self.batch_slice = BatchSlice(
-            world=World.single(self.device), step=self.step, sizes=(ids[0].batch_size,), first=self.first_sample
-        )
+        flight.enter("finished", after="exchanged")
+        ids = [own.kjt for own in flight.parts]
+        self._finished(flight, World.single(self.device), (ids[0].batch_size,))
         found = UpdateInBackward.apply(
             self._anchor,
             [partial(lookup, own) for lookup, own in zip(self._lookups, ids, strict=True)],
-            lambda *gradients: self._update(ids, gradients),
+            partial(self._update, flight),
             *(own.weights for own in ids),
         )
         return self.embeddings(ids, found)
@@ -187,18 +186,21 @@ class EmbeddingBagCollection(Collection):
             matrix += 1
         return group_shards(self.shards, [places[at] for at in sorted(places)])
 
-    def _update(self, ids: Sequence[KeyedJaggedTensor], gradients: Sequence[Tensor]) -> list[Tensor | None]:
+    def _update(self, flight: Flight[CheckedIds], *gradients: Tensor) -> list[Tensor | None]:
         """Add up what each row gets, and step its optimizer. Returns the gradient of each group's weights where it is
         asked."""
+        self._begin_backward(flight)
+        ids = [own.kjt for own in flight.take_parts()]
         given = list(zip(self._lookups, ids, self.by_group(gradients), strict=True))
         of_weights = [lookup.weight_gradient(own, pooled) for lookup, own, (pooled, *_) in given]
         self._kept.append([lookup.segment(own, moved) for lookup, own, moved in given])
-        if self._is_accumulating:
+        if self.is_part(flight):
             return of_weights
-        with self.stage("table_update"):
+        with flight.stage_timer("table_update"):
             whole, moved = join_passes(self._kept)
             self.forget_kept()
             for fused in self._fused:
-                step_shards(fused, self.lr(fused.spec), self.step + 1, whole.bags, moved)
+                lr = fused.spec.optimizer.lr * self.lr_factor_of(flight)
+                step_shards(fused, lr, self.step + 1, whole.bags, moved)
         self.step += 1
         return of_weights

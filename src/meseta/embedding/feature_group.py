@@ -76,6 +76,12 @@ class FeatureGroup:
             column += width
         return pooled
 
+    def gradient_of_sums(self, gradient: Tensor, lengths: Tensor) -> Tensor:
+        """Gradient of the sums of bags, where `gradient` [B, sum of D] is of what was pooled; `lengths` [F * B]."""
+        if not self.has_means:
+            return gradient
+        return self.divide_means(gradient.clone(), lengths.view(len(self.features), -1))
+
     def keyed(self, pooled: Tensor) -> KeyedTensor:
         """Names for [B, sum of D]."""
         return KeyedTensor(keys=self.pooled_names, dims=self.pooled_dims, values=pooled)

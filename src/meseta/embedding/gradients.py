@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from meseta.comm import Pending, World
 from meseta.embedding.exchange import Exchanged, matrices, numbers_in
-from meseta.embedding.routes import Route, column_groups
+from meseta.embedding.routes import Route, Routing, column_groups
 from meseta.ops.columns import place_columns
 from meseta.ops.memory import empty
 from meseta.spec import COLUMN_BLOCK, Plan, Shard
 from meseta.storage import TableShard
 
-if TYPE_CHECKING:
-    from meseta.embedding.sharded_lookup import ShardedLookup
 
-
-def send_gradients(lookup: ShardedLookup, x: Exchanged, gradients: Sequence[Tensor], share: float) -> Pending:
+def send_gradients(
+    routing: Routing, world: World, unpooled: Sequence[int], x: Exchanged, gradients: Sequence[Tensor], share: float
+) -> Pending:
     """The mirror of the answers, times `share`: to every owner the gradient of its straight bags [B_local, columns], to
-    a mate also that of its partial bags, and [ids, D] of its routes that are not pooled."""
-    routing, world = lookup.routing, lookup.world
-    of_sums = _gradients_of_sums(lookup, x, gradients, share) if routing.sums_in_hosts else None
+    a mate also that of its partial bags, and [ids, D] of its routes that are not pooled.
+
+    `gradients` are those of the bags of all features, and of each feature of `unpooled`."""
+    of_sums = _gradients_of_sums(routing, world, x, gradients, share) if routing.sums_in_hosts else None
     send = [routing.answer_shapes(r, world.rank, x.batch_sizes, x.sent[r]) for r in range(world.size)]
     receive = [routing.answer_shapes(world.rank, r, x.batch_sizes, n) for r, n in enumerate(x.received)]
     flat = empty((sum(numbers_in(send)),), gradients[0].dtype, world.device)
@@ -33,14 +32,15 @@ def send_gradients(lookup: ShardedLookup, x: Exchanged, gradients: Sequence[Tens
         if of_sums is not None and summed.numel():
             place_columns(summed, [of_sums], routing.summed_gradient_moves[r])
         for route, out in zip(routing.by_rank[r][routing.summed[r].stop :], rows, strict=True):
-            own = rows_of_range(lookup, x, gradients, route)
+            own = rows_of_range(unpooled, x, gradients, route)
             torch.mul(own[:, slice(*route.shard.columns)], share, out=out)
     return world.all_to_all(flat, numbers_in(send), numbers_in(receive), "gradients")
 
 
-def _gradients_of_sums(lookup: ShardedLookup, x: Exchanged, gradients: Sequence[Tensor], share: float) -> Tensor:
+def _gradients_of_sums(
+    routing: Routing, world: World, x: Exchanged, gradients: Sequence[Tensor], share: float
+) -> Tensor:
     """[samples of this rank and its twins, columns]: gradient of the whole bags of this host."""
-    routing, world = lookup.routing, lookup.world
     twins, own = routing.twins(world.rank), x.batch_sizes[world.rank]
     shapes = [[(own, width)] for width in routing.host_widths]
     flat = empty((sum(numbers_in(shapes)),), gradients[0].dtype, world.device)
@@ -54,19 +54,20 @@ def _gradients_of_sums(lookup: ShardedLookup, x: Exchanged, gradients: Sequence[
     return received.view(sum(x.batch_sizes[twin] for twin in twins), width)
 
 
-def rows_of_range(lookup: ShardedLookup, x: Exchanged, gradients: Sequence[Tensor], route: Route) -> Tensor:
+def rows_of_range(unpooled: Sequence[int], x: Exchanged, gradients: Sequence[Tensor], route: Route) -> Tensor:
     """[ids, D]: gradients of the rows of one row range, of a feature that is not pooled, in the order of the range."""
     f = route.feature
-    gradient = gradients[1 + lookup.group.unpooled.index(f)]
+    gradient = gradients[1 + unpooled.index(f)]
     moved = gradient if f not in x.order else gradient[x.order[f]]
     return moved.split(x.range_counts[f])[route.range]
 
 
-def receive_gradients(lookup: ShardedLookup, x: Exchanged, sent: Pending) -> tuple[Tensor, Tensor, list[Tensor]]:
+def receive_gradients(
+    routing: Routing, world: World, x: Exchanged, sent: Pending
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Of this owner: [B_global, columns] of its straight and of its partial bags, and [ids, D] of each route that is
     not pooled."""
-    routing, rank = lookup.routing, lookup.world.rank
-    flat = sent.wait()
+    rank, flat = world.rank, sent.wait()
     shapes = [routing.answer_shapes(rank, r, x.batch_sizes, n) for r, n in enumerate(x.received)]
     summed = flat.new_empty(x.num_samples, routing.summed[rank].width)
     if len(shapes[0]) == 2 and not summed.numel():

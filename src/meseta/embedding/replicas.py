@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -16,7 +16,7 @@ from meseta.embedding.sharded_lookup import ShardedLookup
 from meseta.embedding.update import FusedShards, group_shards
 from meseta.ops.row_optimizer import Hyper, RowOptimizer, RowState, Value, Values, compute_dtype, row_state
 from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, row_update
-from meseta.spec import Plan, TableSpec
+from meseta.spec import Plan
 from meseta.storage import TableShard
 
 
@@ -73,8 +73,8 @@ class Replicas:
         sums.buffer[: -sum(own.numel() for own in sums.ranks)] *= share
         return self.world.start_all_reduce(sums.buffer, "replicas")
 
-    def finish_update(self, pending: Pending | None, lr: Callable[[TableSpec], float], step: int) -> None:
-        """Wait for the sums of all ranks, and step each replica alike."""
+    def finish_update(self, pending: Pending | None, lr_factor: float, step: int) -> None:
+        """Wait for the sums of all ranks, and step each replica alike; `lr_factor` multiplies learning rates."""
         if pending is None:
             return
         pending.wait()
@@ -90,7 +90,7 @@ class Replicas:
         gradients = [total[own] for total, own in zip(sums.gradients, rows, strict=True)]
         bags = Bags(torch.cat(rows), bounds, 1)
         for fused in self._fused:
-            row_update(fused.group, lr(fused.spec), step, bags, gradients)
+            row_update(fused.group, fused.spec.optimizer.lr * lr_factor, step, bags, gradients)
 
     @cached_property
     def _fused(self) -> tuple[FusedShards, ...]:

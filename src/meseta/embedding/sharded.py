@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from meseta.comm import BatchSlice, Pending, World
+from meseta.comm import Pending, World
 from meseta.embedding.accumulate import Segment, join_passes
 from meseta.embedding.base import Collection, UpdateInBackward
 from meseta.embedding.collection import EmbeddingBagCollection
 from meseta.embedding.exchange import Exchanged, OwnedIds, Started
+from meseta.embedding.flight import Flight, Timer
 from meseta.embedding.gradients import gather_column_stats
 from meseta.embedding.replicas import Replicas
 from meseta.embedding.sharded_lookup import ShardedLookup
@@ -27,6 +29,8 @@ from meseta.embedding.update import (
     update_rows,
 )
 from meseta.jagged import Embeddings, KeyedJaggedTensor
+from meseta.ops.id_policy import CheckedIds
+from meseta.ops.row_optimizer import Hyper
 from meseta.ops.row_update import FeatureGradient
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, Plan
@@ -34,7 +38,19 @@ from meseta.spec.transfer import INT32_MAX
 from meseta.storage import TableShard
 
 
-class ShardedEmbeddingBagCollection(Collection):
+@dataclass(eq=False)
+class Leg:
+    """What one group of features has of a batch under way; each field is there once its stage has been."""
+
+    lookup: ShardedLookup
+    started: Started
+    exchanged: Exchanged = field(init=False)
+    owned: OwnedIds = field(init=False)
+    gradients: Sequence[Tensor] = field(init=False)
+    """Of the bags [B_local, sum of D] and of the rows of each unpooled feature, before they travel."""
+
+
+class ShardedEmbeddingBagCollection(Collection[Leg]):
     """An EmbeddingBagCollection whose tables lie on the ranks that a plan names.
 
     `forward` is `finish(exchange(start(kjt)))`; a pipeline calls the three itself. Every rank gives its contiguous
@@ -82,21 +98,22 @@ class ShardedEmbeddingBagCollection(Collection):
         """Stages of sums over rows that lie in column shards: every rank exchanges so many times per step."""
         self.replicas = Replicas(self.lookups, self.shards, plan, world)
         self._kept_local: list[list[Segment]] = []
-        self.local_share = 1.0 / world.size
-        """B_local / B_global of the last batch."""
 
-    def forward(self, sparse: KeyedJaggedTensor | Sequence[Exchanged]) -> Embeddings:
-        """Rows for the local slice, pooled [B_local, sum of D] and unpooled [nnz_f, D], of ids or of an exchange."""
+    def forward(self, sparse: KeyedJaggedTensor | Flight[Leg]) -> Embeddings:
+        """Rows for the local slice, pooled [B_local, sum of D] and unpooled [nnz_f, D], of ids or of a batch that was
+        exchanged."""
         return self.finish(self.exchange(self.start(sparse)) if isinstance(sparse, KeyedJaggedTensor) else sparse)
 
-    def start(self, kjt: KeyedJaggedTensor) -> Sequence[Started]:
-        """Check the ids, sort them by owner, begin the exchange of counts. No host sync, unless ids are dropped."""
+    def _begin(self, flight: Flight[Leg], kjt: KeyedJaggedTensor) -> None:
+        """Sort the ids by owner, begin the exchange of counts. No host sync, unless ids are dropped."""
+        checked: Sequence[CheckedIds | MesetaError]
         try:
             self._refuse(kjt)
-            checked = self.check_ids(kjt)
+            checked = self.check_ids(flight, kjt)
         except MesetaError as error:  # Raised here alone, it would leave the other ranks waiting.
-            return [lookup.start(error) for lookup in self.lookups]
-        return [lookup.start(own) for lookup, own in zip(self.lookups, checked, strict=True)]
+            checked = [error] * len(self.lookups)
+        started = [look.start(own, flight.mark) for look, own in zip(self.lookups, checked, strict=True)]
+        flight.parts = tuple(Leg(look, own) for look, own in zip(self.lookups, started, strict=True))
 
     def _refuse(self, kjt: KeyedJaggedTensor) -> None:
         """Raise MesetaError for a batch that cannot be looked up here."""
@@ -110,74 +127,85 @@ class ShardedEmbeddingBagCollection(Collection):
                 "or set pooling='none' and apply them to the returned rows"
             )
 
-    def exchange(self, x: Sequence[Started]) -> Sequence[Exchanged]:
+    @property
+    def local_share(self) -> float:
+        """B_local / B_global of the batch in hand, see `batch_slice`."""
+        batch_slice = self.batch_slice
+        return 1.0 / self.world.size if batch_slice is None else batch_slice.local_share
+
+    def exchange(self, flight: Flight[Leg]) -> Flight[Leg]:
         """Read the counts, agree on errors, begin the exchange of lengths and ids."""
-        return [lookup.exchange(own) for lookup, own in zip(self.lookups, x, strict=True)]
+        flight.enter("exchanged", after="started")
+        with flight.dropped_by_errors():
+            for leg in flight.parts:
+                leg.exchanged = leg.lookup.exchange(leg.started)
+                del leg.started
+        return flight
 
-    def finish(self, x: Sequence[Exchanged]) -> Embeddings:
+    def finish(self, flight: Flight[Leg]) -> Embeddings:
         """Look up what this rank owns, return it to the ranks that asked, put the answers together."""
-        sizes = x[0].batch_sizes
-        share = self.local_share = sizes[self.world.rank] / max(sum(sizes), 1)
-        self.batch_slice = BatchSlice(world=self.world, step=self.step, sizes=sizes, first=self.first_sample)
-        owned = [lookup.unpack(own) for lookup, own in zip(self.lookups, x, strict=True)]
-        each = zip(self.lookups, x, owned, strict=True)
-        lookups = [partial(look.look_up, own, ids, self.stage) for look, own, ids in each]
-        found = UpdateInBackward.apply(self._anchor, lookups, partial(self._update, x, owned, share))
-        return self.embeddings([own.ids for own in x], found)
+        flight.enter("finished", after="exchanged")
+        legs = flight.parts
+        self._finished(flight, self.world, legs[0].exchanged.batch_sizes)
+        for leg in legs:
+            leg.owned = leg.lookup.unpack(leg.exchanged)
+        lookups = [partial(leg.lookup.look_up, leg.exchanged, leg.owned, flight.stage_timer) for leg in legs]
+        found = UpdateInBackward.apply(self._anchor, lookups, partial(self._update, flight))
+        return self.embeddings([leg.exchanged.ids for leg in legs], found)
 
-    def _update(
-        self, x: Sequence[Exchanged], owned: Sequence[OwnedIds], share: float, *gradients: Tensor
-    ) -> Sequence[Tensor | None]:
+    def _update(self, flight: Flight[Leg], *gradients: Tensor) -> Sequence[Tensor | None]:
         """Send upstream gradients to the owners of the rows, then step every shard once."""
-        given: list[Sequence[Tensor]] = []
-        for group, own, (pooled, *rows) in zip(self.groups, x, self.by_group(gradients), strict=True):
-            lengths = own.ids.lengths.view(len(group.features), -1)
-            given.append([group.divide_means(pooled.clone(), lengths) if group.has_means else pooled, *rows])
-        with self.stage("gradient_dist"):
-            sent = [look.send(own, moved, share) for look, own, moved in zip(self.lookups, x, given, strict=True)]
-        if self._is_accumulating:
-            self._keep_local(x, given, share)
-            self._kept.append(self._received(x, owned, sent))
+        self._begin_backward(flight)
+        assert flight.batch_slice is not None
+        legs, share, stage_timer = flight.take_parts(), flight.batch_slice.local_share, flight.stage_timer
+        for leg, (of_bags, *of_rows) in zip(legs, self.by_group(gradients), strict=True):
+            leg.gradients = [leg.lookup.group.gradient_of_sums(of_bags, leg.exchanged.ids.lengths), *of_rows]
+        with stage_timer("gradient_dist"):
+            sent = [leg.lookup.send(leg.exchanged, leg.gradients, share) for leg in legs]
+        if self.is_part(flight):
+            self._keep_local(legs, share)
+            self._kept.append(self._received(legs, sent, stage_timer))
             return ()
-        replicated = self._start_replicas(x, given, share)
-        received = self._received(x, owned, sent)
-        with self.stage("table_update"):
+        replicated = self._start_replicas(legs, share)
+        received = self._received(legs, sent, stage_timer)
+        with stage_timer("table_update"):
             whole, moved = join_passes([*self._kept, received])
             self.forget_kept()
+            lr_factor = self.lr_factor_of(flight)
             for fused in self._fused:
-                step_shards(fused, self.lr(fused.spec), self.step + 1, whole.bags, moved)
-            self._update_staged(whole, moved)
-            self.replicas.finish_update(replicated, self.lr, self.step + 1)
+                step_shards(fused, fused.spec.optimizer.lr * lr_factor, self.step + 1, whole.bags, moved)
+            self._update_staged(whole, moved, lr_factor)
+            self.replicas.finish_update(replicated, lr_factor, self.step + 1)
         self.step += 1
         return ()
 
-    def _received(self, x: Sequence[Exchanged], owned: Sequence[OwnedIds], sent: Sequence[Pending]) -> list[Segment]:
+    def _received(self, legs: Sequence[Leg], sent: Sequence[Pending], stage_timer: Timer) -> list[Segment]:
         """What came to the rows of this rank."""
-        each = zip(self.lookups, x, owned, sent, strict=True)
-        with self.stage("gradient_dist"):
-            return [look.received(own, ids, pending) for look, own, ids, pending in each]
+        with stage_timer("gradient_dist"):
+            each = zip(legs, sent, strict=True)
+            return [leg.lookup.received(leg.exchanged, leg.owned, pending) for leg, pending in each]
 
-    def _at_home(self, x: Sequence[Exchanged], given: Sequence[Sequence[Tensor]]) -> list[Segment]:
-        """What this rank's samples give to rows that every rank holds, of the groups that read such."""
-        found = [look.at_home(own, moved) for look, own, moved in zip(self.lookups, x, given, strict=True)]
+    def _at_home(self, legs: Sequence[Leg], scale: float = 1.0) -> list[Segment]:
+        """What this rank's samples give to rows that every rank holds, of the groups that read such, times `scale`."""
+        found = []
+        for leg in legs:
+            scaled = leg.gradients if scale == 1.0 else [gradient * scale for gradient in leg.gradients]
+            found.append(leg.lookup.at_home(leg.exchanged, scaled))
         return [segment for segment in found if segment is not None]
 
-    def _start_replicas(
-        self, x: Sequence[Exchanged], given: Sequence[Sequence[Tensor]], share: float
-    ) -> Pending | None:
+    def _start_replicas(self, legs: Sequence[Leg], share: float) -> Pending | None:
         """Begin to add up what the rows get that every rank holds."""
         if not self.replicas.learn:
             return None
         if not self._kept_local:
-            return self.replicas.start_update(*join_passes([self._at_home(x, given)]), share)
-        self._keep_local(x, given, share)
+            return self.replicas.start_update(*join_passes([self._at_home(legs)]), share)
+        self._keep_local(legs, share)
         return self.replicas.start_update(*join_passes(self._kept_local), 1.0)
 
-    def _keep_local(self, x: Sequence[Exchanged], given: Sequence[Sequence[Tensor]], share: float) -> None:
+    def _keep_local(self, legs: Sequence[Leg], share: float) -> None:
         """Keep what the replicas get from this rank's samples; micro-batches may differ in `share`."""
         if self.replicas.learn:
-            scaled = [[gradient * share for gradient in of_group] for of_group in given]
-            self._kept_local.append(self._at_home(x, scaled))
+            self._kept_local.append(self._at_home(legs, share))
 
     def forget_kept(self) -> None:
         """Drop what `accumulating` has kept, where its step is not to be taken."""
@@ -210,7 +238,7 @@ class ShardedEmbeddingBagCollection(Collection):
             if shard.optimizer.row_stats and shard.shard.num_columns < shard.spec.embedding_dim
         )
 
-    def _update_staged(self, owned: OwnedIds, gradients: Sequence[Tensor]) -> None:
+    def _update_staged(self, owned: OwnedIds, gradients: Sequence[Tensor], lr_factor: float) -> None:
         """Step column shards; ranks exchange the statistics of rows between the stages."""
         if not self.num_stat_exchanges:
             return
@@ -234,6 +262,7 @@ class ShardedEmbeddingBagCollection(Collection):
                 own.append(every_row(self.shards[index]))
         used = [self.shards[i] for i in sorted(parts)]
         sums = [sum_contributions(self.shards[i], parts[i], num_samples) for i in sorted(parts)]
-        hypers = [self.hyper(shard.spec) for shard in used]
+        specs = [shard.spec for shard in used]
+        hypers = [Hyper(t.optimizer.lr * lr_factor, self.step + 1, t.embedding_dim) for t in specs]
         gather = partial(gather_column_stats, self.plan, self.world, self.dtype, used)
         update_rows(used, sums, hypers, gather, self.num_stat_exchanges)

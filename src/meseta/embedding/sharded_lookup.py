@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -24,6 +23,7 @@ from meseta.embedding.exchange import (
     unpack,
 )
 from meseta.embedding.feature_group import FeatureGroup
+from meseta.embedding.flight import Timer
 from meseta.embedding.gradients import receive_gradients, rows_of_range, send_gradients
 from meseta.embedding.routes import Side, make_routing
 from meseta.jagged import KeyedJaggedTensor
@@ -34,7 +34,7 @@ from meseta.ops.pooled_lookup import LookupGroup, lookup_group
 from meseta.ops.row_lookup import row_lookup
 from meseta.ops.row_update import FeatureGradient
 from meseta.spec import MesetaError, Plan, Shard, TableSpec
-from meseta.spec.transfer import HEADER, REFUSED, CountsHeader, id_bytes, longest_range
+from meseta.spec.transfer import BATCH_SIZES, HEADER, REFUSED, CountsHeader, id_bytes, longest_range
 
 ID_TYPES = {4: torch.int32, 8: torch.int64}
 """By bytes of an id on the way: it is a row of its range, so half the bits are enough for most."""
@@ -64,10 +64,11 @@ class ShardedLookup:
         self._weights = weights
         # What this rank knows lies in one tensor, and what goes to each owner is one gather of it:
         #
-        #   known   [batch size | ids of each feature | feature, sample, id of the | ids of each row range of the
-        #            0            1 ... F               first refused id              features that are cut ...]
+        #   known   [mark and   | ids of each | feature, sample, id of | ids of each row range of the
+        #            batch size   feature       the first refused id     features that are cut
+        #            0            1 ... F       F + 1 ... F + 3          F + 4 ...]
         #
-        #   to r    [CountsHeader: batch size, feature, sample, id | ids of each route of r ...]
+        #   to r    [CountsHeader: start, feature, sample, id | ids of each route of r ...]
         num_features = len(group.features)
         at = {(f, 0): 1 + f for f in range(num_features)}
         ranges = [(f, n) for f in self.routing.cut_features for n in range(len(self.routing.cuts[f]) - 1)]
@@ -78,8 +79,8 @@ class ShardedLookup:
         self._gather_counts = torch.tensor(self._sent_counts_at, device=world.device)
         self._id_dtype = ID_TYPES[id_bytes(longest_range(tables, plan))]
 
-    def start(self, checked: CheckedIds | MesetaError) -> Started:
-        """Sort the ids by owner, begin the exchange of counts. No host sync.
+    def start(self, checked: CheckedIds | MesetaError, mark: int) -> Started:
+        """Sort the ids by owner, begin the exchange of counts and of the batch's mark. No host sync.
 
         An error is told to all ranks on the way; `exchange` raises it.
         """
@@ -87,7 +88,7 @@ class ShardedLookup:
         own = self._refused() if isinstance(checked, MesetaError) else checked
         ids = own.kjt
         cut = sort_cut_features(ids, self.routing)
-        counts = [ids.batch_size, *(b - a for a, b in pairwise(ids.key_offsets))]
+        counts = [mark * BATCH_SIZES + ids.batch_size, *(b - a for a, b in pairwise(ids.key_offsets))]
         parts = [torch.tensor(counts, device=self.world.device), own.first_error]
         known = torch.cat(parts if cut is None else [*parts, cut.totals])
         mine = HEADER + len(self.routes)
@@ -116,6 +117,12 @@ class ShardedLookup:
         told = [numbers[r * size : (r + 1) * size] for r in range(self.world.size)]
         headers = [CountsHeader(*own[:HEADER]) for own in told]
         batch_sizes = tuple(header.batch_size for header in headers)
+        astray = [rank for rank, header in enumerate(headers) if header.mark != headers[0].mark]
+        if astray:
+            raise MesetaError(
+                f"rank {astray[0]} is at another batch than rank 0; every rank must start the same batches in the same "
+                "order, and take each stage of them in one order"
+            )
         if any(header.feature == REFUSED for header in headers):
             self.world.raise_together(x.failed)
         for rank, header in enumerate(headers):
@@ -151,13 +158,11 @@ class ShardedLookup:
         """Wait for the ids that this rank looks up."""
         return unpack(x, len(self.routes))
 
-    def look_up(
-        self, x: Exchanged, owned: OwnedIds, stage: Callable[[str], AbstractContextManager[None]]
-    ) -> list[Tensor]:
+    def look_up(self, x: Exchanged, owned: OwnedIds, stage_timer: Timer) -> list[Tensor]:
         """[pooled [B_local, sum of D], rows of each unpooled feature ...] for the local slice."""
         pending = self._answer(x, owned)
         at_home = self._look_up_at_home(x.home)  # while the answers travel
-        with stage("output_dist"):
+        with stage_timer("output_dist"):
             answers = matrices(pending.wait(), self._answer_shapes(x))
             whole = self._add_in_host(x, answers) if self.routing.sums_in_hosts else self._nothing_of_hosts(x)
             pooled = empty((x.batch_sizes[self.world.rank], self.routing.out_width), self.dtype, self.world.device)
@@ -265,11 +270,11 @@ class ShardedLookup:
 
     def send(self, x: Exchanged, gradients: Sequence[Tensor], share: float) -> Pending:
         """Begin to send gradients of what a lookup returned, times `share`, to the owners of the rows."""
-        return send_gradients(self, x, gradients, share)
+        return send_gradients(self.routing, self.world, self.group.unpooled, x, gradients, share)
 
     def received(self, x: Exchanged, owned: OwnedIds, sent: Pending) -> Segment:
         """What came to the rows of this rank."""
-        straight, summed, rows = receive_gradients(self, x, sent)
+        straight, summed, rows = receive_gradients(self.routing, self.world, x, sent)
         unpooled = tuple(range(self.routing.summed[self.world.rank].stop, len(self.routes)))
         return Segment(owned, x.batch_sizes, x.received, (straight, summed, *rows), unpooled)
 
@@ -293,7 +298,7 @@ class ShardedLookup:
         if x.home is None:
             return None
         first = len(self.routing.pooled_home)
-        rows = [rows_of_range(self, x, gradients, route) for route in self.routing.home[first:]]
+        rows = [rows_of_range(self.group.unpooled, x, gradients, route) for route in self.routing.home[first:]]
         return local_segment(x.home, [gradients[0], *rows], range(first, len(self.routing.home)))
 
     def places_at_home(self, tables: Mapping[str, int], position: int, matrix: int) -> dict[int, FeatureGradient]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from meseta.comm import World
 from meseta.comm.dense_shards import explain_uncalled
 from meseta.data.batch import Batch
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
-from meseta.embedding.base import untimed
+from meseta.embedding.flight import Flight
 from meseta.jagged.shapes import Float
 from meseta.ops.allocator import keep_freed_memory
 from meseta.ops.sums import total
@@ -52,7 +52,7 @@ class Step:
     logits: Float[Tensor, " B_local *T"]
     """This rank's predictions, made before the update."""
     votes: tuple[float, ...] = ()
-    """Sums over all ranks of what each gave as `TrainStep.votes`."""
+    """Sums over all ranks of what each gave."""
 
 
 @dataclass(frozen=True)
@@ -98,30 +98,38 @@ class TrainStep:
         self.clip = clip
         self.accumulate_steps = accumulate_steps
         self.times = StageTimes(world.device)
-        self.votes: tuple[float, ...] = ()
-        """Numbers that travel with the loss of the next step and are summed over ranks; as many on every rank."""
         if world.device.type == "cpu":
             keep_freed_memory()
 
-    def __call__(self, batch: Batch) -> Step:
+    def __call__(self, batch: Batch, *, lr_factor: float | None = None, votes: Sequence[float] = ()) -> Step:
         """Train on one batch; one whose weights add up to 0 changes nothing, and counts as no step of any optimizer.
+
+        `lr_factor` multiplies the learning rates of the tables; None: as their collection says when they are updated.
+        `votes` are numbers that travel with the loss and are summed over ranks; as many on every rank.
 
         Raises NonFiniteLoss on all ranks, before any update, when the loss is not finite, and MesetaError for ids
         outside their table.
         """
         parts = split_batch(batch, self.accumulate_steps)
         # Parts are divided by the weight of all of them, so it has to be known before the first goes back.
-        whole = None if len(parts) == 1 else self._agree(None, batch)
-        first_sample = 0 if len(parts) == 1 else self._samples_before(batch)
+        whole = None if len(parts) == 1 else self._agree(None, batch, votes)
+        first_samples: Sequence[int | None] = [None] if len(parts) == 1 else self._first_samples(parts)
         totals, logits = [], []
-        self.model.embeddings.stage = self.times.stage
         try:
-            for index, part in enumerate(parts):
+            for index, (part, first_sample) in enumerate(zip(parts, first_samples, strict=True)):
                 is_last = index == len(parts) - 1
-                if len(parts) > 1:
-                    self.model.embeddings.first_sample = first_sample + sum(p.batch_size for p in parts[:index])
-                with nullcontext() if is_last else self.model.embeddings.accumulating():
-                    total, own = self._forward_backward(part, whole, is_first=index == 0)
+                with self.times.stage("copy"):
+                    part = part.to(self.world.device, non_blocking=True)  # noqa: PLW2901
+                with self.times.stage("input_dist"):
+                    flight = self.model.embeddings.start(
+                        part.sparse,
+                        lr_factor=lr_factor,
+                        first_sample=first_sample,
+                        is_part=not is_last,
+                        stage_timer=self.times.stage,
+                    )
+                    self.model.embeddings.exchange(flight)
+                total, own = self._forward_backward(part, flight, whole, votes, is_first=index == 0)
                 totals.append(total)
                 logits.append(own)
         except MesetaError as error:
@@ -132,8 +140,6 @@ class TrainStep:
             raise told from None
         finally:
             self.model.embeddings.forget_kept()
-            self.model.embeddings.first_sample = None
-            self.model.embeddings.stage = untimed
         whole = whole or totals[0]
         if whole.weight > 0:
             with self.times.stage("update"):
@@ -144,36 +150,36 @@ class TrainStep:
         loss = sum(total.loss_sum for total in totals) / (whole.weight or 1.0)
         return Step(loss=loss, num_samples=whole.num_samples, logits=torch.cat(logits), votes=whole.votes)
 
-    def _forward_backward(self, batch: Batch, whole: _Total | None, is_first: bool) -> tuple[_Total, Tensor]:
+    def _forward_backward(
+        self, batch: Batch, flight: Flight[Any], whole: _Total | None, votes: Sequence[float], *, is_first: bool
+    ) -> tuple[_Total, Tensor]:
         """Gradients of one part of the global batch `whole` (None: of all of it), and this rank's logits."""
         embeddings, stage = self.model.embeddings, self.times.stage
-        with stage("copy"):
-            batch = batch.to(self.world.device, non_blocking=True)
-        with stage("input_dist"):
-            x = embeddings.exchange(embeddings.start(batch.sparse))  # type: ignore[arg-type]
         with stage("lookup"):
-            pooled = embeddings.finish(x).pooled.values  # type: ignore[arg-type]
-        with stage("dense_forward"):
-            with explain_uncalled():
-                logits = self.model.score(batch.dense, pooled)
-            local_sum = self._loss_sum(logits, batch)
-        with stage("agree"):
-            total = self._agree(local_sum.detach(), batch)
-        weight = (whole or total).weight
-        if weight > 0:
-            with stage("backward"):
-                if is_first:
-                    self.optimizer.zero_grad(set_to_none=True)
-                # The tables and the dense gradients weigh this by B_local / B_global, so that it is divided by
-                # the sum of weights in the end. Without weights the divisor is the local batch size, to the bit.
-                divisor = batch.batch_size * weight / max(total.batch_size, 1)
-                (local_sum / (divisor or 1.0)).backward()
+            pooled = embeddings.finish(flight).pooled.values
+        with embeddings.in_hand(flight):
+            with stage("dense_forward"):
+                with explain_uncalled():
+                    logits = self.model.score(batch.dense, pooled)
+                local_sum = self._loss_sum(logits, batch)
+            with stage("agree"):
+                total = self._agree(local_sum.detach(), batch, votes)
+            weight = (whole or total).weight
+            if weight > 0:
+                with stage("backward"):
+                    if is_first:
+                        self.optimizer.zero_grad(set_to_none=True)
+                    # The tables and the dense gradients weigh this by B_local / B_global, so that it is divided by
+                    # the sum of weights in the end. Without weights the divisor is the local batch size, to the bit.
+                    divisor = batch.batch_size * weight / max(total.batch_size, 1)
+                    (local_sum / (divisor or 1.0)).backward()
         return total, logits.detach()
 
-    def _samples_before(self, batch: Batch) -> int:
-        """Samples of the ranks before this one."""
-        sizes = self.world.all_gather(torch.tensor([batch.batch_size], device=self.world.device), "batch sizes")
-        return int(sizes[: self.world.rank].sum())
+    def _first_samples(self, parts: Sequence[Batch]) -> list[int]:
+        """Place in the global batch of the first sample of each part of this rank's slice."""
+        sizes = [part.batch_size for part in parts]
+        every = self.world.all_gather(torch.tensor([sum(sizes)], device=self.world.device), "batch sizes")
+        return list(accumulate(sizes[:-1], initial=int(every[: self.world.rank].sum())))
 
     def _loss_sum(self, logits: Tensor, batch: Batch) -> Tensor:
         """The sum over this rank's samples, and over tasks."""
@@ -189,12 +195,12 @@ class TrainStep:
             factor = weight if factor is None else weight * factor
         return total(functional.binary_cross_entropy_with_logits(logits, label, factor, reduction="none"))
 
-    def _agree(self, local_sum: Tensor | None, batch: Batch) -> _Total:
+    def _agree(self, local_sum: Tensor | None, batch: Batch, votes: Sequence[float]) -> _Total:
         """What all ranks know of a global batch, added in float64; without a loss, before it is computed."""
         weight = batch.batch_size if batch.weight is None else float(total(batch.weight.double()))
-        own = [0.0 if local_sum is None else float(local_sum), weight, batch.batch_size, batch.num_padding, *self.votes]
+        own = [0.0 if local_sum is None else float(local_sum), weight, batch.batch_size, batch.num_padding, *votes]
         sums = self.world.all_reduce(torch.tensor(own, dtype=torch.float64, device=self.world.device), "agree")
-        loss_sum, weight_sum, batch_size, num_padding, *votes = sums.tolist()
+        loss_sum, weight_sum, batch_size, num_padding, *all_votes = sums.tolist()
         if not (math.isfinite(loss_sum) and math.isfinite(weight_sum)):
             raise NonFiniteLoss(
                 f"the loss is {loss_sum / (weight_sum or 1.0)}, and nothing was updated; look for NaN or huge values "
@@ -205,5 +211,5 @@ class TrainStep:
             weight=weight_sum,
             batch_size=int(batch_size),
             num_samples=int(batch_size - num_padding),
-            votes=tuple(votes),
+            votes=tuple(all_votes),
         )

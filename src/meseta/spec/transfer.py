@@ -75,8 +75,8 @@ class CountsHeader(NamedTuple):
     An id that is outside of its table under policy 'error' is told with its place, so that all ranks raise alike.
     """
 
-    batch_size: int
-    """Samples of this rank."""
+    start: int
+    """Samples of this rank, below BATCH_SIZES, and above them the mark of the batch: all ranks must be at one."""
     feature: int
     """Index of the feature of the first refused id; -1 where none is, REFUSED where the batch is, as a whole."""
     sample: int
@@ -84,7 +84,19 @@ class CountsHeader(NamedTuple):
     id: int
     """The first refused id."""
 
+    @property
+    def batch_size(self) -> int:
+        """Samples of this rank."""
+        return self.start % BATCH_SIZES
 
+    @property
+    def mark(self) -> int:
+        """What tells the batch from those before and after it."""
+        return self.start // BATCH_SIZES
+
+
+BATCH_SIZES = 2**32
+"""More than the samples of any rank."""
 HEADER = len(CountsHeader._fields)
 """Numbers before the counts of the routes."""
 REFUSED = -2

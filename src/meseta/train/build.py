@@ -12,7 +12,6 @@ from meseta.config import RunConfig
 from meseta.data.dataset import Dataset
 from meseta.data.reader import Reader, ReaderOptions
 from meseta.embedding import EmbeddingBagCollection, shard
-from meseta.embedding.base import Collection
 from meseta.optim.schedule import learning_rate_factor
 from meseta.spec import MesetaError, Plan, nearest
 from meseta.spec.launched import local_rank, note, num_local_ranks
@@ -86,18 +85,17 @@ def make_reader(config: RunConfig, dataset: Dataset, split: str, world: World) -
 
 def set_learning_rates(
     config: RunConfig,
-    embeddings: Collection,
     optimizer: torch.optim.Optimizer,
     step: int,
     num_steps: int,
     num_falls: tuple[int, int] = (0, 0),
-) -> None:
-    """The rates of `step`, counted from 0, of a run of `num_steps`, in which evaluations have let the rates of tables
-    and of the dense part fall so often."""
-    embeddings.lr_factor = learning_rate_factor(config.embedding_schedule, step, num_steps, num_falls[0])
+) -> float:
+    """Give the dense part the rate of `step`, counted from 0, of a run of `num_steps`, in which evaluations have let
+    the rates of tables and of the dense part fall so often; returns what those of tables are multiplied by."""
     factor = learning_rate_factor(config.dense_schedule, step, num_steps, num_falls[1])
     for group in optimizer.param_groups:
         group["lr"] = config.dense.optimizer.lr * factor
+    return learning_rate_factor(config.embedding_schedule, step, num_steps, num_falls[0])
 
 
 def task_weights(config: RunConfig, dataset: Dataset) -> list[float] | None:

@@ -19,6 +19,7 @@ from meseta.data.dataset import Dataset
 from meseta.data.new_batches import NewBatches
 from meseta.data.reader import Reader
 from meseta.data.rows import pad
+from meseta.embedding.flight import IdsOutside
 from meseta.measure.step_threads import StepThreads
 from meseta.pipeline.step import Model
 from meseta.spec import MesetaError, nearest
@@ -53,22 +54,28 @@ class Evaluation:
 
 
 def predict(
-    model: Model, reader: Reader | NewBatches, world: World, shift: float = 0.0
+    model: Model,
+    reader: Reader | NewBatches,
+    world: World,
+    shift: float = 0.0,
+    outside: IdsOutside | None = None,
 ) -> Iterator[tuple[NDArray[Any], Batch]]:
     """This rank's slice of each global batch, in CPU memory, with its logits [B] or [B, T]; without any update,
     and with the model in evaluation mode: no dropout, running statistics.
 
-    `shift` is added to the logits, see meseta.data.selection.calibration_shift. A row's logit does not depend on the
+    `shift` is added to the logits, see meseta.data.selection.calibration_shift; `outside` counts ids outside their
+    table, those of training are left as they were. A row's logit does not depend on the
     rows beside it: slices of a few rows are filled up, since products of few rows add in another order.
     """
-    step_threads = StepThreads()
+    step_threads, outside = StepThreads(), outside or IdsOutside()
     with torch.no_grad(), evaluation_mode(model), closing(reader.epoch()) as batches:
         for batch in batches:
             num_rows = batch.batch_size
             with step_threads:
                 enough = pad(batch, FEWEST_ROWS) if 0 < num_rows < FEWEST_ROWS else batch
                 on_device = enough.to(world.device, non_blocking=True)
-                pooled = model.embeddings(on_device.sparse).pooled.values
+                flight = model.embeddings.start(on_device.sparse, outside=outside)
+                pooled = model.embeddings(model.embeddings.exchange(flight)).pooled.values
                 logits = model.score(on_device.dense, pooled)
                 scores = logits[:num_rows].cpu().numpy()
             yield (scores + scores.dtype.type(shift) if shift else scores), batch
@@ -94,29 +101,26 @@ def evaluate(
     """Figures over all rows of the reader's split, the same on every rank and for any number of ranks; `shift` is added
     to the logits.
 
-    Samples count by their weights where the data have them, and groups are measured where they have those. Training's
-    own count of ids outside their table is left as it was. Raises MesetaError for a segment that is no feature with one
-    id per sample.
+    Samples count by their weights where the data have them, and groups are measured where they have those. Raises
+    MesetaError for a segment that is no feature with one id per sample.
     """
     config = config or MetricsConfig()
     reader.dataset.check_labels()
     check_segments(reader.dataset, config.segments)
-    windows, embeddings = TaskWindows(reader.dataset.labels, MetricWindow), model.embeddings
+    windows, outside = TaskWindows(reader.dataset.labels, MetricWindow), IdsOutside()
     keys: dict[str, list[NDArray[np.int64]]] = {feature: [] for feature in config.segments}
-    counted, embeddings.num_outside = embeddings.num_outside, None
-    for logits, batch in predict(model, reader, world, shift):
+    for logits, batch in predict(model, reader, world, shift, outside):
         windows.add(logits, batch.label.numpy(), _numpy(batch.weight), _numpy(batch.group))
         for feature, parts in keys.items():
             parts.append(batch.sparse[feature].values.numpy())
-    outside = ids_outside(embeddings, world)
-    embeddings.num_outside = counted
     together = gather_windows(windows, world)
     segments = {
         feature: segments_of(together, gather_rows(_joined(parts), world), config.max_segments)
         for feature, parts in keys.items()
     }
     metrics = {task: together[task].compute(config.ndcg_k) for task in together.tasks}
-    return Evaluation(tasks=metrics, segments=segments, ids_outside=outside)
+    counts = ids_outside(model.embeddings.features, outside.counts, world)
+    return Evaluation(tasks=metrics, segments=segments, ids_outside=counts)
 
 
 def check_segments(dataset: Dataset, segments: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from meseta.config import RunConfig
 from meseta.config.precision import dense_dtype
 from meseta.data.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
-from meseta.embedding.base import Collection as Embeddings
+from meseta.embedding.flight import Flight
 from meseta.models import make_model
 from meseta.models.base import ScoringModel
 from meseta.models.own import own_model_class
@@ -135,8 +135,8 @@ def _inputs(outline: nn.Module, batch_size: int, num_dense: int) -> tuple[Tensor
     return dense, torch.empty(batch_size, _columns(outline), dtype=dtype, device="meta").requires_grad_()
 
 
-def _embeddings(outline: nn.Module) -> Embeddings:
-    return cast(Embeddings, outline.get_submodule("embeddings"))
+def _embeddings(outline: nn.Module) -> EmbeddingBagCollection:
+    return cast(EmbeddingBagCollection, outline.get_submodule("embeddings"))
 
 
 def _columns(outline: nn.Module) -> int:
@@ -147,10 +147,7 @@ def _columns(outline: nn.Module) -> int:
 
 
 def _score(outline: nn.Module, dense: Tensor, pooled: Tensor, batch_size: int) -> Tensor:
-    embeddings = _embeddings(outline)
-    embeddings.batch_slice = BatchSlice(world=World.single("meta"), step=0, sizes=(batch_size,))
-    try:
+    batch_slice = BatchSlice(world=World.single("meta"), step=0, sizes=(batch_size,))
+    with _embeddings(outline).in_hand(Flight(batch_slice=batch_slice)):
         logits: Tensor = cast(Any, outline).score(dense, pooled)
-    finally:
-        embeddings.batch_slice = None
     return logits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from meseta import checkpoint
 from meseta.comm import World
 from meseta.comm.dense_shards import cut_like, is_cut, whole
-from meseta.embedding.base import Collection
-from meseta.spec import MesetaError
+from meseta.spec import FeatureSpec, MesetaError
 from meseta.spec.errors import shown
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
@@ -109,14 +108,13 @@ def set_random_state(text: str) -> None:
     torch.set_rng_state(torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8))
 
 
-def ids_outside(embeddings: Collection, world: World) -> dict[str, int]:
-    """Ids outside their table that a policy has dropped, clamped or hashed so far, by feature, over all ranks;
-    features without any are left out. Collective."""
-    counts = embeddings.num_outside
+def ids_outside(features: Sequence[FeatureSpec], counts: Tensor | None, world: World) -> dict[str, int]:
+    """Ids outside their table that a policy has dropped, clamped or hashed, by feature, over all ranks; features
+    without any are left out. `counts` [F] are this rank's, None before any batch. Collective."""
     if counts is None:
-        counts = torch.zeros(len(embeddings.features), dtype=torch.int64, device=world.device)
+        counts = torch.zeros(len(features), dtype=torch.int64, device=world.device)
     total = world.all_reduce(counts.clone(), "ids outside").tolist()
-    return {feature.name: count for feature, count in zip(embeddings.features, total, strict=True) if count}
+    return {feature.name: count for feature, count in zip(features, total, strict=True) if count}
 
 
 def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer | None, world: World) -> dict[str, Any]:
@@ -139,10 +137,11 @@ def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer | None, wor
         _check_optimizer(path, optimizer, loaded)
         set_dense_tensors(model, optimizer, loaded.dense)
     embeddings = model.embeddings
-    embeddings.step = loaded.state["embedding_step"]
-    if world.rank == 0:
-        counts = [loaded.state["ids_outside"].get(feature.name, 0) for feature in embeddings.features]
-        embeddings.num_outside = torch.tensor(counts, device=world.device)
+    counts = None
+    if world.rank == 0:  # they are sums over ranks
+        told = [loaded.state["ids_outside"].get(feature.name, 0) for feature in embeddings.features]
+        counts = torch.tensor(told, device=world.device)
+    embeddings.go_on_from(loaded.state["embedding_step"], counts)
     optimizers = {name: entry["optimizer"] for name, entry in loaded.manifest["tables"].items()}
     return {**loaded.state, "step": loaded.step, "dense": loaded.dense, "optimizers": optimizers}
 

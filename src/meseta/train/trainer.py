@@ -76,6 +76,7 @@ class Trainer:
         self.num_samples = 0
         self.train_s = 0.0
         self._best_position: tuple[int, int] | None = None
+        self._lr_factor = 1.0
         with ExitStack() as held:  # given back when the run ends, or here where it is refused
             held.callback(self.run_dir.unlock)
             held.callback(self._stop_reading)
@@ -180,7 +181,7 @@ class Trainer:
                 saved = checkpoint.latest(self.run_dir.checkpoints)
                 progress.say(f"stopped after step {self.step}, saved in {saved}; the same command goes on from there")
                 raise self.saver.stop()
-            outside = ids_outside(self.model.embeddings, self.world)
+            outside = self._ids_outside()
             evaluations = self._finish(progress)
         stages = self.world.gather_objects(self.train_step.times.over_life())
         summary = self._summary(evaluations, outside)
@@ -235,7 +236,7 @@ class Trainer:
         self._log_from = (self.step, self.num_samples, time.perf_counter())
         while self.step < self.num_steps and not (self.best.ends_training or self.saver.stopping):
             falls = self.decisions.num_falls
-            set_learning_rates(self.config, self.model.embeddings, self.optimizer, self.step, self.num_steps, falls)
+            self._lr_factor = set_learning_rates(self.config, self.optimizer, self.step, self.num_steps, falls)
             with self.train_step.times.stage("data"):
                 batch = next(self._batches)
             self._record(self._run_step(batch), batch)
@@ -256,9 +257,8 @@ class Trainer:
     def _run_step(self, batch: Batch) -> Step:
         """One step; what goes wrong in it is told with its number and the way back."""
         try:
-            self.train_step.votes = self.saver.votes()
             with self._step_threads:
-                result = self.train_step(batch)
+                result = self.train_step(batch, lr_factor=self._lr_factor, votes=self.saver.votes())
             self.saver.hear(result.votes)
             return result
         except MesetaError as error:
@@ -295,7 +295,7 @@ class Trainer:
         first_step, first_sample, start_s = self._log_from
         elapsed_s, num_steps = time.perf_counter() - start_s, self.step - first_step
         self.train_s += elapsed_s
-        outside = ids_outside(self.model.embeddings, self.world)
+        outside = self._ids_outside()
         line = {
             "kind": "train",
             "step": self.step,
@@ -305,7 +305,7 @@ class Trainer:
             "samples_per_s": (self.num_samples - first_sample) / elapsed_s,
             "seconds_per_step": elapsed_s / max(num_steps, 1),
             "lr_dense": self.optimizer.param_groups[0]["lr"],
-            "lr_sparse": self.config.embedding.optimizer.lr * self.model.embeddings.lr_factor,
+            "lr_sparse": self.config.embedding.optimizer.lr * self._lr_factor,
             "stages_s": self.train_step.times.take(),
             **({"ids_outside": outside} if outside else {}),
         }
@@ -348,6 +348,11 @@ class Trainer:
         first_step, first_sample, log_start_s = self._log_from
         self._log_from = (first_step, first_sample, log_start_s + time.perf_counter() - start_s)
 
+    def _ids_outside(self) -> dict[str, int]:
+        """Of training, by feature, over all ranks. Collective."""
+        embeddings = self.model.embeddings
+        return ids_outside(embeddings.features, embeddings.num_outside, self.world)
+
     def _save(self) -> None:
         """A checkpoint that goes on bit for bit, in the middle of an epoch and of a metric window too."""
         embeddings = self.model.embeddings
@@ -355,11 +360,11 @@ class Trainer:
             "reader": self.reader.get_state(),
             "num_samples": self.num_samples,
             "embedding_step": embeddings.step,
-            "ids_outside": ids_outside(embeddings, self.world),
+            "ids_outside": self._ids_outside(),
             "train_s": self.train_s + time.perf_counter() - self._log_from[-1],
             "dense_optimizer": type(self.optimizer).__name__,
             STATE: self.config.dense.dtype,
-            "learning_rates": {"embedding": embeddings.lr_factor, "dense": self.optimizer.param_groups[0]["lr"]},
+            "learning_rates": {"embedding": self._lr_factor, "dense": self.optimizer.param_groups[0]["lr"]},
             "random": random_state(),
             STATE_KEY: Encoding.of(self.dataset).to_dict(),
             **self.decisions.get_state(),

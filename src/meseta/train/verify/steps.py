@@ -114,8 +114,8 @@ def _training(
     train_step = TrainStep(model, optimizer, world, task_weights=weights, clip=clip, accumulate_steps=parts)
 
     def step(number: int, local: Batch, whole: Batch) -> tuple[float, None]:
-        set_learning_rates(config, model.embeddings, optimizer, number - 1, num_steps)
-        return train_step(local).loss, None
+        lr_factor = set_learning_rates(config, optimizer, number - 1, num_steps)
+        return train_step(local, lr_factor=lr_factor).loss, None
 
     return step
 

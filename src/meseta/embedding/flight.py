@@ -1,0 +1,117 @@
+"""A batch under way: all that belongs to it, from its ids to the update of their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
+
+from torch import Tensor
+
+from meseta.comm import BatchSlice
+from meseta.jagged.shapes import Int
+from meseta.spec import MesetaError
+
+Stage = Literal["started", "exchanged", "finished", "used", "dropped"]
+Timer = Callable[[str], AbstractContextManager[None]]
+"""Called with the name of a stage of a step, and entered while it lasts."""
+AFTER: dict[Stage, str] = {
+    "started": "exchange it next",
+    "exchanged": "finish it next",
+    "finished": "run its backward pass next, or leave it",
+    "used": "start another of the same ids",
+    "dropped": "its error was raised: start another",
+}
+"""The way on from each stage."""
+
+
+def untimed(stage: str) -> AbstractContextManager[None]:
+    """Nobody times it."""
+    return nullcontext()
+
+
+class IdsOutside:
+    """Ids outside their table, counted over batches (after the policies drop, clamp and hash)."""
+
+    def __init__(self) -> None:
+        self.counts: Int[Tensor, " F"] | None = None
+        """Per feature; None before any batch."""
+
+    def add(self, counts: Int[Tensor, " F"]) -> None:
+        """Those of one batch."""
+        self.counts = counts if self.counts is None else self.counts + counts
+
+
+Part = TypeVar("Part")
+
+
+@dataclass(eq=False, kw_only=True)
+class Flight(Generic[Part]):
+    """One batch on its way through a collection, made by `start` and carried on by the other stages:
+
+        start        exchange     finish            backward
+        ids -------> counts ----> rows, pooled ---> gradients, update
+          "started"    "exchanged"   "finished"       "used"
+
+    Several may be open at once; every rank takes the stages of all its batches in the same order. One whose ids are
+    refused, on any rank, is dropped.
+    """
+
+    number: int = 0
+    """Batches that its collection has started before."""
+    lr_factor: float | None = None
+    """What every table's learning rate is multiplied by in its update; None: the collection's when that begins."""
+    step: int | None = None
+    """Steps trained before it; None until `finish` asks the collection."""
+    first_sample: int | None = None
+    """Place in the global batch of this rank's first sample, where it is a micro-batch; None: behind the ranks
+    before."""
+    is_part: bool | None = None
+    """Whether its gradients are kept for the last part of the same global batch; None: whether its backward pass runs
+    in `accumulating`."""
+    stage_timer: Timer = untimed
+    """Told of 'output_dist', 'gradient_dist' and 'table_update'."""
+    outside: IdsOutside = field(default_factory=IdsOutside)
+    """Counts its ids outside their table when it is finished."""
+    num_outside: Int[Tensor, " F"] | None = None
+    """The same of this batch alone; None where its ids were refused."""
+    parts: tuple[Part, ...] = ()
+    """What each group of features has on the way; let go with the backward pass."""
+    batch_slice: BatchSlice | None = None
+    """Where its samples lie in the global batch; None until it is finished."""
+    stage: Stage = "started"
+
+    @property
+    def mark(self) -> int:
+        """What ranks compare to see that they are at the same batch: its number, and its step where it brought one, in
+        15 bits each."""
+        return self.number % 2**15 + (0 if self.step is None else (1 + self.step) % 2**15) * 2**15
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of each rank, once it is finished."""
+        return () if self.batch_slice is None else self.batch_slice.sizes
+
+    def enter(self, stage: Stage, *, after: Stage) -> None:
+        """Go on from stage `after`; raises MesetaError, alike on all ranks that are at one place, for another one."""
+        if self.stage != after:
+            raise MesetaError(
+                f"a batch under way is {self.stage} and cannot be {stage}, which comes once and after {after}; "
+                f"{AFTER[self.stage]}"
+            )
+        self.stage = stage
+
+    def take_parts(self) -> tuple[Part, ...]:
+        """Its parts, which it holds no longer."""
+        parts, self.parts = self.parts, ()
+        return parts
+
+    @contextmanager
+    def dropped_by_errors(self) -> Iterator[None]:
+        """Whatever raises inside drops the batch."""
+        try:
+            yield
+        except BaseException:
+            self.stage, self.parts = "dropped", ()
+            raise

@@ -1,0 +1,277 @@
+"""Several batches under way at once: the bits of one after the other, and errors of a batch that is used wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from meseta.comm import World
+from meseta.data.batch import Batch
+from meseta.embedding import EmbeddingBagCollection, shard
+from meseta.embedding.flight import IdsOutside
+from meseta.jagged import KeyedJaggedTensor
+from meseta.models import DLRM, MLPOptions
+from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, Plan, TableSpec
+
+from .pool import RankPool
+from .scenario import samples_of
+
+Ranks = Callable[[int], RankPool]
+DIM, ROWS = 32, (6, 30, 11, 4)
+SLICES = {1: ((8,), (8,)), 2: ((5, 3), (2, 6)), 4: ((5, 0, 2, 1), (1, 3, 0, 4))}
+"""Samples of each rank, by number of ranks, of the first batch and of the second."""
+
+
+def make_model(optimizer: str = "frozen", dense: str = "replicated") -> Any:
+    lr = {} if optimizer == "frozen" else {"lr": 0.1}
+    tables = [
+        TableSpec(name=f"t{n}", num_embeddings=rows, embedding_dim=DIM, optimizer=OptimizerSpec(name=optimizer, **lr))
+        for n, rows in enumerate(ROWS)
+    ]
+    features = [
+        FeatureSpec(name=f"f{n}", table=f"t{n}", pooling="mean" if n == 2 else "sum", weighted=n == 1, id_policy="drop")
+        for n in range(len(ROWS))
+    ]
+    options = MLPOptions(dropout=0.3, batch_norm=True, seed=5)
+    collection = EmbeddingBagCollection(tables, features, seed=3)
+    model = DLRM(collection, num_dense=2, bottom_mlp=(8, DIM), top_mlp=(16, 8), options=options, seed=1)
+    schemes = ["data_parallel", "table_wise", "column_wise", "row_wise"]
+    size = World.current().size
+    document = {"devices_per_host": size, "tables": {t.name: s for t, s in zip(tables, schemes, strict=True)}}
+    plan = None if size == 1 else Plan.from_dict(document, tables, size)
+    return shard(model, plan, world=World.current(), dense=dense)
+
+
+def local_batch(number: int) -> Batch:
+    """This rank's slice of a global batch; some ids are outside of their tables."""
+    world, size = World.current(), 8
+    draw = torch.Generator().manual_seed(number)
+    lengths = torch.randint(0, 4, (len(ROWS), size), generator=draw)
+    ids = [torch.randint(0, rows + 2, (int(n.sum()),), generator=draw) for rows, n in zip(ROWS, lengths, strict=True)]
+    sizes = SLICES[world.size][number]
+    first = sum(sizes[: world.rank])
+    mine = slice(first, first + sizes[world.rank])
+    whole = KeyedJaggedTensor(
+        keys=tuple(f"f{n}" for n in range(len(ROWS))),
+        values=torch.cat(ids),
+        lengths=lengths.reshape(-1),
+        weights=torch.rand(int(lengths.sum()), generator=draw),
+    )
+    return Batch(
+        dense=torch.randn(size, 2, generator=draw)[mine],
+        sparse=samples_of(whole, mine),
+        label=torch.randint(0, 2, (size,), generator=draw).float()[mine],
+    )
+
+
+def backward(model: Any, logits: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
+    """The dense gradients of the mean loss of a batch."""
+    model.zero_grad(set_to_none=True)
+    binary_cross_entropy_with_logits(logits, batch.label).backward()
+    grads = [parameter.grad for parameter in model.parameters()]
+    return [getattr(grad, "full_tensor", lambda grad=grad: grad)().clone() for grad in grads]
+
+
+def one_after_the_other(dense: str) -> dict[str, Any]:
+    model, batches = make_model(dense=dense), [local_batch(0), local_batch(1)]
+    logits, gradients = [], []
+    for batch in batches:
+        logits.append(model(batch.dense, batch.sparse))
+        gradients.append(backward(model, logits[-1], batch))
+    return result_of(model, logits, gradients)
+
+
+def both_open(dense: str, between: str, hold: bool) -> dict[str, Any]:
+    """Every stage of both batches before the next stage of any. With `hold` the backward passes run with their batch in
+    hand, else autograd alone tells whose they are."""
+    model, batches = make_model(dense=dense), [local_batch(0), local_batch(1)]
+    embeddings = model.embeddings
+    flights = [embeddings.start(batch.sparse, step=step) for step, batch in enumerate(batches)]
+    for flight in flights:
+        embeddings.exchange(flight)
+    pooled = [embeddings.finish(flight).pooled.values for flight in flights]
+    logits = []
+    for flight, batch, bags in zip(flights, batches, pooled, strict=True):
+        with embeddings.in_hand(flight):
+            logits.append(model.score(batch.dense, bags))
+    if between == "evaluation":
+        evaluate(model, batches[1])
+    gradients = []
+    for flight, batch, scores in zip(flights, batches, logits, strict=True):
+        with embeddings.in_hand(flight) if hold else nullcontext():
+            gradients.append(backward(model, scores, batch))
+        if between == "evaluation":
+            evaluate(model, batches[0])
+    return result_of(model, logits, gradients)
+
+
+def evaluate(model: Any, batch: Batch) -> None:
+    model.eval()
+    with torch.no_grad():
+        flight = model.embeddings.start(batch.sparse, outside=IdsOutside())
+        model.score(batch.dense, model.embeddings(model.embeddings.exchange(flight)).pooled.values)
+    model.train()
+
+
+def result_of(model: Any, logits: list[torch.Tensor], gradients: list[list[torch.Tensor]]) -> dict[str, Any]:
+    assert model.embeddings.step == 2 and model.embeddings.batch_slice.num_samples == 8
+    return {
+        "logits": [own.detach() for own in logits],
+        "gradients": gradients,
+        "outside": model.embeddings.num_outside,
+        "buffers": [buffer.clone() for buffer in model.buffers()],
+    }
+
+
+def equal(got: Any, expected: Any) -> bool:
+    if isinstance(expected, torch.Tensor):
+        return torch.equal(got, expected)
+    return all(equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("between", ["nothing", "evaluation"])
+@pytest.mark.parametrize("hold", [True, False], ids=["in hand", "by autograd"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_two_open_batches_have_the_bits_of_one_after_the_other(
+    ranks: Ranks, size: int, hold: bool, between: str
+) -> None:
+    alone = ranks(size).run(one_after_the_other, "replicated")
+    for got, expected in zip(ranks(size).run(both_open, "replicated", between, hold), alone, strict=True):
+        for what, value in expected.items():
+            assert equal(got[what], value), what
+        assert expected["outside"].sum() > 0
+    # The two batches are not the same to begin with, nor are gradients of one weighed as the other's.
+    assert not equal(alone[0]["gradients"][0], alone[0]["gradients"][1])
+
+
+def test_dense_parts_that_are_cut_ask_for_the_batch_in_hand(ranks: Ranks) -> None:
+    for got, expected in zip(
+        ranks(2).run(both_open, "fsdp", "evaluation", True), ranks(2).run(one_after_the_other, "fsdp"), strict=True
+    ):
+        assert equal(got["logits"], expected["logits"]) and equal(got["gradients"], expected["gradients"])
+
+
+def message_of(call: Callable[[], object]) -> str:
+    with pytest.raises(MesetaError) as caught:
+        call()
+    return str(caught.value)
+
+
+def cut_and_not_in_hand() -> str:
+    return message_of(lambda: both_open("fsdp", "nothing", False))
+
+
+def test_gradients_weighed_by_another_batch_are_refused(ranks: Ranks) -> None:
+    """Layers that are cut add their gradients before autograd has come to the tables of the batch."""
+    for text in ranks(2).run(cut_and_not_in_hand):
+        assert text == (
+            "a backward pass goes through a batch whose ranks have [5, 3] samples, and has weighed gradients by "
+            "[2, 6]; run the passes of batches one by one, each in embeddings.in_hand(flight)"
+        )
+
+
+def good_step(model: Any) -> float:
+    """A step that would hang or break if a collective were still under way."""
+    batch = local_batch(1)
+    loss = binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.label)
+    loss.backward()
+    return float(loss.detach())
+
+
+def wrong_uses() -> tuple[list[str], float]:
+    """Stages twice, or before their time."""
+    model, ids = make_model("sgd"), local_batch(0).sparse
+    embeddings = model.embeddings
+    flight = embeddings.start(ids)
+    texts = [message_of(lambda: embeddings.finish(flight))]
+    embeddings.exchange(flight)
+    texts.append(message_of(lambda: embeddings.exchange(flight)))
+    loss = embeddings.finish(flight).pooled.values.sum()
+    texts.append(message_of(lambda: embeddings(flight)))
+    loss.backward(retain_graph=True)
+    texts.append(message_of(loss.backward))
+    assert embeddings.step == 1
+    return texts, good_step(model)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_batch_goes_through_each_stage_once(ranks: Ranks, size: int) -> None:
+    told = "a batch under way is {} and cannot be {}, which comes once and after {}; {}"
+    expected = [
+        told.format("started", "finished", "exchanged", "exchange it next"),
+        told.format("exchanged", "exchanged", "started", "finish it next"),
+        told.format("finished", "finished", "exchanged", "run its backward pass next, or leave it"),
+        told.format("used", "used", "finished", "start another of the same ids"),
+    ]
+    for texts, loss in ranks(size).run(wrong_uses):
+        assert texts == expected and 0 < loss < 10
+
+
+def other_order() -> tuple[list[str], float]:
+    """Rank 1 starts the second batch first."""
+    model = make_model("sgd")
+    embeddings, rank = model.embeddings, model.embeddings.world.rank
+    steps = (0, 1) if rank == 0 else (1, 0)
+    flights = [embeddings.start(local_batch(step).sparse, step=step) for step in steps]
+    texts = [message_of(lambda flight=flight: embeddings.exchange(flight)) for flight in flights]
+    texts.append(message_of(lambda: embeddings.finish(flights[0])))
+    assert embeddings.num_outside is None and embeddings.step == 0
+    return texts, good_step(model)
+
+
+def test_ranks_that_start_batches_in_another_order_are_told(ranks: Ranks) -> None:
+    astray = (
+        "rank 1 is at another batch than rank 0; every rank must start the same batches in the same order, and take "
+        "each stage of them in one order"
+    )
+    for texts, loss in ranks(2).run(other_order):
+        assert texts[:2] == [astray, astray] and 0 < loss < 10
+        assert texts[2].startswith("a batch under way is dropped and cannot be finished")
+
+
+def refused_on_one() -> tuple[str, str, float]:
+    """Rank 1's second batch lacks a feature; the first, which is open, is finished all the same."""
+    model = make_model("sgd")
+    embeddings, rank = model.embeddings, model.embeddings.world.rank
+    good, bad = local_batch(0), KeyedJaggedTensor.from_lists({"f0": [[1]]})
+    first = embeddings.start(good.sparse)
+    second = embeddings.start(good.sparse if rank == 0 else bad)
+    embeddings.exchange(first)
+    text = message_of(lambda: embeddings.exchange(second))
+    with embeddings.in_hand(first):
+        loss = binary_cross_entropy_with_logits(
+            model.score(good.dense, embeddings.finish(first).pooled.values), good.label
+        )
+        loss.backward()
+    return text, message_of(lambda: embeddings.finish(second)), good_step(model)
+
+
+def test_a_refused_batch_is_dropped_on_all_ranks_and_others_go_on(ranks: Ranks) -> None:
+    for text, dropped, loss in ranks(2).run(refused_on_one):
+        assert text.startswith("rank 1: KeyedJaggedTensor: no key 'f1'") and 0 < loss < 10
+        assert dropped.endswith("its error was raised: start another")
+
+
+def rates() -> tuple[torch.Tensor, torch.Tensor]:
+    """The same update by a rate of the batch's own, and by the collection's, set between forward and backward."""
+    found = []
+    for own in (True, False):
+        model = make_model("sgd")
+        embeddings = model.embeddings
+        flight = embeddings.start(local_batch(0).sparse, lr_factor=0.25 if own else None)
+        pooled = embeddings(embeddings.exchange(flight)).pooled.values
+        embeddings.lr_factor = 7.0 if own else 0.25
+        pooled.square().sum().backward()
+        found.append(torch.cat([shard.weight.reshape(-1) for shard in embeddings.shards]))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_batch_has_its_own_rates_or_those_of_its_update(ranks: Ranks, size: int) -> None:
+    for own, collections in ranks(size).run(rates):
+        assert torch.equal(own, collections)
