@@ -195,5 +195,5 @@ def test_full_size_blocks_have_16_to_32_mib(monkeypatch: pytest.MonkeyPatch, nam
     monkeypatch.undo()
     spec = TableSpec(name="t", num_embeddings=8, embedding_dim=width, optimizer=OptimizerSpec(name=name))
     piece = blank([spec], plain_plan([spec], 1, "table_wise"), 0)[0]
-    made = layout.TableLayout.of(spec, piece.weight, piece.state)
+    made = layout.TableLayout.of(spec, piece.values)
     assert 16 << 20 <= made.schema.block_rows * made.schema.row_bytes <= 32 << 20

@@ -12,7 +12,8 @@ from torch import Tensor
 from meseta.comm import DenseGradients, World
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
 from meseta.jagged import JaggedTensor, KeyedJaggedTensor
-from meseta.spec import FeatureSpec, OptimizerSpec, Plan, TableSpec
+from meseta.spec import FeatureSpec, OptimizerSpec, Plan, Shard, TableSpec
+from meseta.storage import ROW
 
 DIM = 48  # three blocks of 16 columns: two or three column shards
 
@@ -161,9 +162,15 @@ def train(scenario: Scenario, given_gradients: bool = False) -> dict[str, Any]:
     return {
         "losses": losses,
         "outputs": outputs,
-        "shards": [(s.shard, s.weight, s.state) for s in collection.shards],
+        "shards": held(collection),
         "dense": [p.detach() for p in layer.parameters()],
     }
+
+
+def held(collection: Any) -> list[tuple[Shard, Tensor, dict[str, Tensor]]]:
+    """(place, rows, states) of each shard of this rank."""
+    pieces = [(s.shard, s.read(0, s.shard.num_rows)) for s in collection.shards]
+    return [(place, values.pop(ROW), values) for place, values in pieces]
 
 
 def whole_tables(results: list[dict[str, Any]], scenario: Scenario) -> dict[str, dict[str, Tensor]]:

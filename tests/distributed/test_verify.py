@@ -55,8 +55,8 @@ def record_here(document: dict[str, Any], folder: Path, num_steps: int, fault: s
                     next(iter(shard.state.values()))[rows[2]] += 0.01
             yield result
 
-    def double(self: ShardedEmbeddingBagCollection, table: Any) -> float:
-        return lr(self, table) * (2 if table.name == "city" and self.step == 2 else 1)
+    def double(self: ShardedEmbeddingBagCollection, flight: Any, table: Any) -> float:
+        return lr(self, flight, table) * (2 if table.name == "city" and self.step == 2 else 1)
 
     if world.rank == 1 and fault == "optimizer":
         ShardedEmbeddingBagCollection.lr = double  # type: ignore[method-assign]

@@ -42,7 +42,7 @@ PUBLIC = {
         OptimizerSpec Plan Pooling Reuse Shard ShardingType TablePlan TableSpec Tier Topology Workload check_features
         nearest
     """,
-    "meseta.storage": "TableShard",
+    "meseta.storage": "ROW Lease TableShard TableStorage as_stored make_storage",
     "meseta.train.metrics": """
         NUM_RELIABILITY_BINS BinnedAuc GroupedFigure LifetimeMetrics LifetimeWindow MetricWindow Metrics ReliabilityBin
         Segment TaskWindows auc base_rate_entropy binned_auc calibration compute_metrics grouped_auc grouped_ndcg

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from meseta.checkpoint.saving import save
 from meseta.comm import World
-from meseta.ops.memory import empty
-from meseta.storage import TableShard
+from meseta.storage import TableStorage
 
 
 class BackgroundSave:
@@ -27,7 +24,7 @@ class BackgroundSave:
     def __init__(self, world: World) -> None:
         self._world = world
         self._apart: World | None = None
-        self._copies: list[TableShard] = []
+        self._copies: Sequence[TableStorage] = ()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -40,7 +37,7 @@ class BackgroundSave:
         self,
         parent: Path | str,
         *,
-        shards: Sequence[TableShard],
+        shards: Sequence[TableStorage],
         dense: Mapping[str, Tensor],
         then: Callable[[World], object],
         **known: Any,
@@ -51,12 +48,8 @@ class BackgroundSave:
         self.wait()
         if self._apart is None:
             self._apart = self._world.apart()
-        if not self._copies:
-            self._copies = [_room_for(piece) for piece in shards]
-        for copy, piece in zip(self._copies, shards, strict=True):
-            copy.weight.copy_(piece.weight.detach())
-            for name, tensor in piece.state.items():
-                copy.state[name].copy_(tensor.detach())
+        former: Sequence[TableStorage | None] = self._copies or [None] * len(shards)
+        self._copies = [piece.freeze(reuse=copy) for piece, copy in zip(shards, former, strict=True)]
         frozen = {name: tensor.detach().to("cpu", copy=True) for name, tensor in dense.items()}
         apart = self._apart
 
@@ -81,18 +74,3 @@ class BackgroundSave:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-
-
-def copy_bytes(shards: Sequence[TableShard]) -> int:
-    """Memory that a copy of `shards` takes."""
-    return sum(t.numel() * t.element_size() for piece in shards for t in (piece.weight, *piece.state.values()))
-
-
-def _room_for(piece: TableShard) -> TableShard:
-    """A shard of the same shape in the memory of the host."""
-
-    def like(tensor: Tensor) -> Tensor:
-        with torch.inference_mode(False):
-            return empty(tensor.shape, tensor.dtype, keep=False)
-
-    return replace(piece, weight=like(piece.weight), state={name: like(t) for name, t in piece.state.items()})

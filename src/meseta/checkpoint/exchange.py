@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meseta.checkpoint.layout import ROW, BlockSchema, Column, TableLayout, as_stored
+from meseta.checkpoint.layout import BlockSchema, Column, TableLayout
 from meseta.comm import World
 from meseta.spec import Shard, TablePlan
-from meseta.storage import TableShard
+from meseta.storage import TableStorage, as_stored
 
-LocalShards = Mapping[Shard, TableShard]
+LocalShards = Mapping[Shard, TableStorage]
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,9 @@ def pack(world: World, jobs: Sequence[Job], local: LocalShards) -> Tensor:
     buffer = torch.empty(sum(piece.num_bytes for piece in pieces), dtype=torch.uint8, device=world.device)
     offset = 0
     for piece in pieces:
+        values = _held(local, piece)
         for column, shape, num_bytes in piece.segments:
-            _typed(buffer[offset : offset + num_bytes], column, shape).copy_(_held(local, piece, column))
+            _typed(buffer[offset : offset + num_bytes], column, shape).copy_(values[column.name])
             offset += num_bytes
     return buffer
 
@@ -133,10 +134,11 @@ def unpack(job: Job, received: Sequence[Tensor], local: LocalShards) -> dict[str
     arrived = iter(received)
     for piece in job.pieces:
         rows = slice(piece.rows[0] - job.rows[0], piece.rows[1] - job.rows[0])
-        sent, offset = None if piece.sender == job.writer else next(arrived), 0
+        is_here, offset = piece.sender == job.writer, 0
+        held, sent = (_held(local, piece), None) if is_here else ({}, next(arrived))
         for column, shape, num_bytes in piece.segments:
             if sent is None:
-                part = _held(local, piece, column).cpu().numpy()
+                part = held[column.name].cpu().numpy()
             else:
                 part = _typed(sent[offset : offset + num_bytes], column, shape).numpy()
                 offset += num_bytes
@@ -149,11 +151,11 @@ def unpack(job: Job, received: Sequence[Tensor], local: LocalShards) -> dict[str
     return values
 
 
-def _held(local: LocalShards, piece: Piece, column: Column) -> Tensor:
-    """A piece's part of one column in the shard's own tensors, in the type that files have."""
-    held = local[piece.shard]
-    tensor = held.weight if column.name == ROW else held.state[column.name]
-    return as_stored(tensor.detach())[piece.rows[0] - piece.shard.rows[0] : piece.rows[1] - piece.shard.rows[0]]
+def _held(local: LocalShards, piece: Piece) -> dict[str, Tensor]:
+    """A piece's rows by column, as this rank keeps them, in the types that files have."""
+    first = piece.shard.rows[0]
+    values = local[piece.shard].read(piece.rows[0] - first, piece.rows[1] - first)
+    return {name: as_stored(value) for name, value in values.items()}
 
 
 def _typed(segment: Tensor, column: Column, shape: tuple[int, ...]) -> Tensor:

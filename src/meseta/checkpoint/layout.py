@@ -9,11 +9,11 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
-import torch
 from torch import Tensor
 
 from meseta.spec import MesetaError, TableSpec
 from meseta.spec.files import file_name, former_file_name, has_controls
+from meseta.storage import ROW
 
 StoredType = Literal[
     "float64", "float32", "float16", "bfloat16",
@@ -25,8 +25,9 @@ BLOCK_BYTES = 32 << 20
 MOST_ROW_BYTES = 32 << 20
 """A row with its id and states may have no more: a block is read whole."""
 STORED_TYPES = get_args(StoredType)
-ID, ROW = "id", "row"
-"""Arrow columns that every block has: logical row numbers, and the rows of the table."""
+ID = "id"
+"""Arrow column of logical row numbers, which every block has before those of ROW, the rows of the table, and of the
+states."""
 
 
 @dataclass(frozen=True)
@@ -146,13 +147,17 @@ class TableLayout:
     schema: BlockSchema
 
     @staticmethod
-    def of(spec: TableSpec, weight: Tensor, state: Mapping[str, Tensor]) -> TableLayout:
-        """The layout that any shard of the table implies; raises MesetaError for a state that cannot be stored."""
+    def of(spec: TableSpec, values: Mapping[str, Tensor]) -> TableLayout:
+        """The layout that any shard of the table implies, of its values by name; raises MesetaError for a state that
+        cannot be stored."""
         columns = [Column(name=ROW, kind="element", dtype=spec.dtype)]
-        if _dtype(weight) != spec.dtype:
-            raise MesetaError(f"checkpoint: table {spec.name!r} is {spec.dtype}, but its shard holds {_dtype(weight)}")
-        for name, tensor in sorted(state.items()):
-            if name in (ID, ROW):
+        held = _dtype(values[ROW])
+        if held != spec.dtype:
+            raise MesetaError(f"checkpoint: table {spec.name!r} is {spec.dtype}, but its shard holds {held}")
+        for name, tensor in sorted(values.items()):
+            if name == ROW:
+                continue
+            if name == ID:
                 raise MesetaError(f"checkpoint: table {spec.name!r}: the state name {name!r} is reserved; rename it")
             columns.append(Column(name=name, kind="row" if tensor.dim() == 1 else "element", dtype=_dtype(tensor)))
         schema = BlockSchema(embedding_dim=spec.embedding_dim, columns=tuple(columns))
@@ -175,11 +180,6 @@ class TableLayout:
             "columns": [asdict(column) for column in self.schema.columns],
             "block_rows": self.schema.block_rows,
         }
-
-
-def as_stored(tensor: Tensor) -> Tensor:
-    """The same bits in the type that files have; a view."""
-    return tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
 
 
 def widened(stored: np.ndarray) -> np.ndarray:

@@ -8,9 +8,9 @@ from typing import Any
 
 from meseta.checkpoint.broken import file_of
 from meseta.checkpoint.directory import named, newest
-from meseta.checkpoint.layout import ROW
 from meseta.checkpoint.manifest import MANIFEST_PATH, entries_of, read_manifest
 from meseta.spec import MesetaError
+from meseta.storage import ROW
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,22 +9,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from meseta.checkpoint.block import Values, read_block
 from meseta.checkpoint.broken import DamagedCheckpoint
 from meseta.checkpoint.dense import read_dense
 from meseta.checkpoint.directory import latest, named
-from meseta.checkpoint.layout import ROW, BlockSchema, TableLayout, as_stored
+from meseta.checkpoint.layout import BlockSchema, TableLayout
 from meseta.checkpoint.manifest import MANIFEST_PATH, read_manifest
 from meseta.checkpoint.together import together
 from meseta.comm import World
 from meseta.spec import MesetaError
-from meseta.storage import TableShard
+from meseta.storage import ROW, TableStorage
 
-FillJob = tuple[BlockSchema, dict[str, Any], list[TableShard]]
+FillJob = tuple[BlockSchema, dict[str, Any], list[TableStorage]]
 """Columns of a block, its entry in the manifest, and the shards that it fills."""
 _READERS = 6
 """Blocks that a rank reads at a time: the disk is busy while others are summed. Each costs its size in memory."""
@@ -44,8 +42,8 @@ class Loaded:
     """The whole manifest; 'checksum' names the model, 'plan' is the plan it was saved under."""
 
 
-def load(path: Path | str, *, world: World, shards: Sequence[TableShard]) -> Loaded:
-    """Fill the tensors of `shards`, this rank's pieces under any plan, in place; collective, called on every rank.
+def load(path: Path | str, *, world: World, shards: Sequence[TableStorage]) -> Loaded:
+    """Fill `shards`, this rank's pieces under any plan, in place; collective, called on every rank.
 
     Each rank reads the blocks that overlap its rows, takes its columns, and checks the checksum of what it reads.
     Together the ranks must hold pieces of exactly the tables of the checkpoint. The constants of the row optimizer
@@ -107,7 +105,7 @@ def _find(path: Path) -> dict[str, Any]:
     return read_manifest(path)
 
 
-def _check_tables(path: Path, manifest: Mapping[str, Any], held: set[str], shards: Sequence[TableShard]) -> None:
+def _check_tables(path: Path, manifest: Mapping[str, Any], held: set[str], shards: Sequence[TableStorage]) -> None:
     """Raise MesetaError unless model and checkpoint have the same tables, and those on this rank the same layout."""
     where = f"checkpoint {str(path)!r}"
     for name in sorted(held ^ set(manifest["tables"])):
@@ -118,7 +116,7 @@ def _check_tables(path: Path, manifest: Mapping[str, Any], held: set[str], shard
         )
     for piece in shards:
         saved = manifest["tables"][piece.spec.name]
-        wanted = TableLayout.of(piece.spec, piece.weight, piece.state).to_dict()
+        wanted = TableLayout.of(piece.spec, piece.values).to_dict()
         for field in ("num_embeddings", "embedding_dim", "dtype"):
             if saved[field] != wanted[field]:
                 raise MesetaError(
@@ -137,7 +135,7 @@ def _optimizer(entry: Mapping[str, Any]) -> str:
     return f"row optimizer {entry['optimizer']['name']!r} (state: {', '.join(states) or 'none'})"
 
 
-def _fill(path: Path, manifest: Mapping[str, Any], shards: Sequence[TableShard]) -> dict[str, Tensor]:
+def _fill(path: Path, manifest: Mapping[str, Any], shards: Sequence[TableStorage]) -> dict[str, Tensor]:
     """Fill the shards of this rank from the blocks that they overlap; returns the dense tensors."""
     jobs: list[FillJob] = []
     for name, entry in manifest["tables"].items():
@@ -168,21 +166,12 @@ def _fill_from_block(path: Path, job: FillJob) -> None:
         _fill_piece(piece, schema, block["first_row"], values)
 
 
-def _fill_piece(piece: TableShard, schema: BlockSchema, first_row: int, values: Values) -> None:
+def _fill_piece(piece: TableStorage, schema: BlockSchema, first_row: int, values: Values) -> None:
     """Copy the rows and columns that a block and a shard share."""
     num_rows = len(values[ROW])
     first, last = max(first_row, piece.shard.rows[0]), min(first_row + num_rows, piece.shard.rows[1])
+    shared = {}
     for column in schema.columns:
         source = values[column.name][first - first_row : last - first_row]
-        if column.kind == "element":
-            source = source[:, slice(*piece.shard.columns)]
-        target = piece.weight if column.name == ROW else piece.state[column.name]
-        _assign(as_stored(target.detach())[first - piece.shard.rows[0] : last - piece.shard.rows[0]], source)
-
-
-def _assign(target: Tensor, source: np.ndarray) -> None:
-    """Copy bits; `source` may be read-only, which torch.from_numpy does not take on a CPU."""
-    if target.device.type == "cpu":
-        np.copyto(target.numpy(), source, casting="no")
-    else:
-        target.copy_(torch.from_numpy(source.copy()))
+        shared[column.name] = source[:, slice(*piece.shard.columns)] if column.kind == "element" else source
+    piece.write(first - piece.shard.rows[0], shared)

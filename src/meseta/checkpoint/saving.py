@@ -21,7 +21,7 @@ from meseta.checkpoint.manifest import build_manifest, check_state, write_manife
 from meseta.checkpoint.together import on_first, together
 from meseta.comm import World
 from meseta.spec import MesetaError, Plan
-from meseta.storage import TableShard
+from meseta.storage import TableStorage
 
 _WRITES_IN_FLIGHT = 6
 """Rounds that a rank writes while it exchanges the next one: some are summed while the disk takes others.
@@ -34,7 +34,7 @@ def save(
     world: World,
     step: int,
     plan: Plan,
-    shards: Sequence[TableShard],
+    shards: Sequence[TableStorage],
     dense: Mapping[str, Tensor],
     state: Mapping[str, Any],
 ) -> Path:
@@ -87,10 +87,10 @@ def _describe(world: World, plan: Plan, local: LocalShards, state: Mapping[str, 
         )
     layouts: dict[str, TableLayout] = {}
     for shard, piece in local.items():
-        layout = TableLayout.of(piece.spec, piece.weight, piece.state)
+        layout = TableLayout.of(piece.spec, piece.values)
         if layouts.setdefault(piece.spec.name, layout) != layout:
             raise MesetaError(f"checkpoint: the shards of table {piece.spec.name!r} disagree about its spec or state")
-        for name, tensor in (("weight", piece.weight), *piece.state.items()):
+        for name, tensor in piece.values.items():
             if tuple(tensor.shape) not in ((shard.num_rows, shard.num_columns), (shard.num_rows,)):
                 raise MesetaError(
                     f"checkpoint: table {piece.spec.name!r}: {name} must be [{shard.num_rows}, {shard.num_columns}] or "

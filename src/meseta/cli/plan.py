@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meseta.spec import MesetaError
+from meseta.spec.tiers import MEMORIES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -182,7 +183,7 @@ def _print_ranks(console: Console, planned: Planned) -> None:
     title = "ranks: ms of a step, and the most MB held" + (
         f"; the {MAX_RANKS} busiest of {len(ranks):,}" if len(ranks) > MAX_RANKS else ""
     )
-    tiers = [tier for tier in ("hbm", "host", "disk") if prediction.peak_bytes(tier).any()]
+    tiers = [tier for tier in MEMORIES if prediction.peak_bytes(tier).any()]
     table = _table(title, ["rank", *COMPONENTS, *(f"{tier} MB" for tier in tiers)])
     for rank in sorted(ranks[:MAX_RANKS]):
         times = [f"{1e3 * prediction.seconds[name][rank]:.3g}" for name in COMPONENTS]

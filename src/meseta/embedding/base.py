@@ -20,7 +20,9 @@ from meseta.jagged import Embeddings, JaggedTensor, KeyedJaggedTensor, KeyedTens
 from meseta.jagged.shapes import Int
 from meseta.ops.id_policy import CheckedIds
 from meseta.ops.row_optimizer import compute_dtype
+from meseta.ops.row_update import TableRows
 from meseta.spec import FeatureSpec, MesetaError, TableSpec, check_features
+from meseta.storage import Lease, TableStorage
 
 NO_BACKWARD = -1
 """What torch says where no backward pass runs."""
@@ -77,6 +79,10 @@ class Collection(nn.Module, ABC, Generic[Part]):
         self._last_slice: BatchSlice | None = None
         """Of the batch that was finished last."""
         self._num_started = 0
+        self._rows: tuple[TableRows, ...] = ()
+        """As they were lent last, of each shard."""
+        self._is_described = False
+        """Whether operators are told of them; a rank may hold none."""
         self._backward: tuple[int, BatchSlice | None] = (-1, None)
         """Number of the last backward pass, and the slice of its batch."""
         self._is_accumulating = False
@@ -87,6 +93,23 @@ class Collection(nn.Module, ABC, Generic[Part]):
         """Features by batch size; the first ones are those that the loss is the mean over."""
         # An input that requires grad makes autograd call `update`; it is not a parameter and holds nothing.
         self._anchor = torch.zeros(0, requires_grad=True)
+
+    @property
+    @abstractmethod
+    def shards(self) -> Sequence[TableStorage]:
+        """The pieces of tables on this rank."""
+
+    @abstractmethod
+    def _describe_rows(self) -> None:
+        """Make what operators are told of `_rows`, which others were lent before."""
+
+    def _borrow(self, flight: Flight[Part]) -> None:
+        """Borrow all rows until the backward pass of a batch is over."""
+        flight.lease = Lease(self.shards)
+        same = [id(rows) for rows in flight.lease.rows] == [id(rows) for rows in self._rows]
+        if not (same and self._is_described):
+            self._rows, self._is_described = flight.lease.rows, True
+            self._describe_rows()
 
     @abstractmethod
     def _begin(self, flight: Flight[Part], kjt: KeyedJaggedTensor) -> None:
@@ -120,6 +143,14 @@ class Collection(nn.Module, ABC, Generic[Part]):
         self._begin(flight, kjt)
         self._num_started += 1
         return flight
+
+    @abstractmethod
+    def exchange(self, flight: Flight[Part]) -> Flight[Part]:
+        """Read the counts, agree on errors, begin to send the ids; raises MesetaError for those that are refused."""
+
+    @abstractmethod
+    def finish(self, flight: Flight[Part]) -> Embeddings:
+        """Look up, and bring the rows or bags to the ranks of the samples."""
 
     @contextmanager
     def in_hand(self, flight: Flight[Part]) -> Iterator[None]:
@@ -163,6 +194,19 @@ class Collection(nn.Module, ABC, Generic[Part]):
         if flight.num_outside is not None:
             flight.outside.add(flight.num_outside)
 
+    @abstractmethod
+    def _update(self, flight: Flight[Part], *gradients: Tensor) -> Sequence[Tensor | None]:
+        """Step rows by the gradients of what the lookup of a batch returned, or keep these for its last part; returns
+        the gradients of the weights of ids."""
+
+    def _run_backward(self, flight: Flight[Part], *gradients: Tensor) -> Sequence[Tensor | None]:
+        """What autograd calls: the update, after which the batch is over."""
+        self._begin_backward(flight)
+        try:
+            return self._update(flight, *gradients)
+        finally:
+            flight.give_back()
+
     def _begin_backward(self, flight: Flight[Part]) -> None:
         """Note whose backward pass runs; raises MesetaError where dense gradients have been weighed as another's."""
         flight.enter("used", after="finished")
@@ -198,28 +242,33 @@ class Collection(nn.Module, ABC, Generic[Part]):
         """Drop what `accumulating` has kept, where its step is not to be taken."""
         self._kept.clear()
 
-    def lr_factor_of(self, flight: Flight[Part]) -> float:
-        """What the update of a batch multiplies learning rates by."""
-        return self.lr_factor if flight.lr_factor is None else flight.lr_factor
+    def lr(self, flight: Flight[Part], table: TableSpec) -> float:
+        """Learning rate of a table in the update of a batch."""
+        return table.optimizer.lr * (self.lr_factor if flight.lr_factor is None else flight.lr_factor)
 
     def is_part(self, flight: Flight[Part]) -> bool:
         """Whether the gradients of a batch wait for those of the next."""
         return self._is_accumulating if flight.is_part is None else flight.is_part
 
-    def check_ids(self, flight: Flight[Part], kjt: KeyedJaggedTensor) -> list[CheckedIds]:
-        """Select each group's features, check weights, apply the id policies, and count."""
-        checked = [group.check_ids(kjt) for group in self.groups]
-        counts = checked[0].num_outside
-        if len(checked) > 1:
-            order = torch.tensor([f for group in self.groups for f in group.at], device=counts.device)
-            found = torch.cat([own.num_outside for own in checked])
-            counts = torch.empty_like(found).index_copy_(0, order, found)
-        flight.num_outside = counts
-        return checked
+    def check_ids(self, kjt: KeyedJaggedTensor) -> list[CheckedIds]:
+        """Select each group's features, check weights, and apply the id policies."""
+        return [group.check_ids(kjt) for group in self.groups]
 
-    def embeddings(self, ids: Sequence[KeyedJaggedTensor], found: Sequence[Tensor]) -> Embeddings:
+    def count_outside(self, checked: Sequence[CheckedIds]) -> Int[Tensor, " F"]:
+        """Ids outside their table, per feature in the order of the collection."""
+        if len(checked) == 1:
+            return checked[0].num_outside
+        counts = torch.cat([of_group.num_outside for of_group in checked])
+        order = torch.tensor([f for group in self.groups for f in group.at], device=counts.device)
+        return torch.empty_like(counts).index_copy_(0, order, counts)
+
+    def _embeddings(
+        self, flight: Flight[Part], ids: Sequence[KeyedJaggedTensor], found: Sequence[Tensor]
+    ) -> Embeddings:
         """Names for the outputs, group after group: pooled [B, sum of D] and the rows of each feature that is not
-        pooled [nnz_f, D]."""
+        pooled [nnz_f, D]. The rows of a lookup that has no way back are given back."""
+        if not torch.is_grad_enabled():
+            flight.give_back()
         keyed: list[KeyedTensor] = []
         rows: dict[str, JaggedTensor] = {}
         for group, own, (pooled, *single) in zip(self.groups, ids, self.by_group(found), strict=True):

@@ -14,7 +14,7 @@ from meseta.embedding.accumulate import Segment, join_passes, local_segment
 from meseta.embedding.base import Collection, UpdateInBackward
 from meseta.embedding.feature_group import FeatureGroup
 from meseta.embedding.flight import Flight
-from meseta.embedding.update import FusedShards, group_shards, step_shards
+from meseta.embedding.update import group_shards, step_shards
 from meseta.jagged import Embeddings, KeyedJaggedTensor
 from meseta.ops.id_policy import NO_ERROR, CheckedIds
 from meseta.ops.pooled_lookup import LookupGroup, lookup_group
@@ -23,7 +23,7 @@ from meseta.ops.row_update import FeatureGradient
 from meseta.ops.weight_gradient import weight_gradient
 from meseta.optim import make_row_optimizer
 from meseta.spec import FeatureSpec, Plan, Shard, ShardingType, TablePlan, TableSpec
-from meseta.storage import TableShard
+from meseta.storage import TableStorage, make_storage
 
 
 class LocalLookup:
@@ -111,10 +111,10 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
         )
 
     @cached_property
-    def shards(self) -> tuple[TableShard, ...]:
+    def shards(self) -> tuple[TableStorage, ...]:
         """One whole shard per table, in the order of the tables."""
         return tuple(
-            TableShard.create(
+            make_storage(
                 table,
                 self.plan[table.name].shards[0],
                 make_row_optimizer(table.optimizer),
@@ -135,7 +135,8 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
         return self.finish(self.exchange(self.start(sparse)) if isinstance(sparse, KeyedJaggedTensor) else sparse)
 
     def _begin(self, flight: Flight[CheckedIds], kjt: KeyedJaggedTensor) -> None:
-        flight.parts = tuple(self.check_ids(flight, kjt))
+        flight.parts = tuple(self.check_ids(kjt))
+        flight.num_outside = self.count_outside(flight.parts)
 
     def exchange(self, flight: Flight[CheckedIds]) -> Flight[CheckedIds]:
         """Nothing travels in one process; refused ids raise here."""
@@ -153,23 +154,24 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
         flight.enter("finished", after="exchanged")
         ids = [own.kjt for own in flight.parts]
         self._finished(flight, World.single(self.device), (ids[0].batch_size,))
+        self._borrow(flight)
         found = UpdateInBackward.apply(
             self._anchor,
             [partial(lookup, own) for lookup, own in zip(self._lookups, ids, strict=True)],
-            partial(self._update, flight),
+            partial(self._run_backward, flight),
             *(own.weights for own in ids),
         )
-        return self.embeddings(ids, found)
+        return self._embeddings(flight, ids, found)
 
-    @cached_property
-    def _lookups(self) -> tuple[LocalLookup, ...]:
+    def _describe_rows(self) -> None:
+        weights = {shard.spec.name: rows.weight for shard, rows in zip(self.shards, self._rows, strict=True)}
+        self._lookups = tuple(LocalLookup(group, weights, self.dtype) for group in self.groups)
         """One per group."""
-        weights = {shard.spec.name: shard.weight for shard in self.shards}
-        return tuple(LocalLookup(group, weights, self.dtype) for group in self.groups)
+        self._fused = group_shards(self.shards, self._rows, self._gradients)
 
     @cached_property
-    def _fused(self) -> tuple[FusedShards, ...]:
-        """All shards. Of each group, gradients of pooled features come side by side in a matrix, others one by one."""
+    def _gradients(self) -> list[FeatureGradient]:
+        """Of each group, gradients of pooled features come side by side in a matrix, others one by one."""
         shard_of = {shard.spec.name: index for index, shard in enumerate(self.shards)}
         places, position, matrix = {}, 0, 0
         for group in self.groups:
@@ -184,12 +186,11 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
                     column += width
                 position += 1
             matrix += 1
-        return group_shards(self.shards, [places[at] for at in sorted(places)])
+        return [places[at] for at in sorted(places)]
 
     def _update(self, flight: Flight[CheckedIds], *gradients: Tensor) -> list[Tensor | None]:
         """Add up what each row gets, and step its optimizer. Returns the gradient of each group's weights where it is
         asked."""
-        self._begin_backward(flight)
         ids = [own.kjt for own in flight.take_parts()]
         given = list(zip(self._lookups, ids, self.by_group(gradients), strict=True))
         of_weights = [lookup.weight_gradient(own, pooled) for lookup, own, (pooled, *_) in given]
@@ -200,7 +201,6 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
             whole, moved = join_passes(self._kept)
             self.forget_kept()
             for fused in self._fused:
-                lr = fused.spec.optimizer.lr * self.lr_factor_of(flight)
-                step_shards(fused, lr, self.step + 1, whole.bags, moved)
+                step_shards(fused, self.lr(flight, fused.spec), self.step + 1, whole.bags, moved)
         self.step += 1
         return of_weights

@@ -12,6 +12,7 @@ from torch import Tensor
 from meseta.comm import BatchSlice
 from meseta.jagged.shapes import Int
 from meseta.spec import MesetaError
+from meseta.storage import Lease
 
 Stage = Literal["started", "exchanged", "finished", "used", "dropped"]
 Timer = Callable[[str], AbstractContextManager[None]]
@@ -76,6 +77,8 @@ class Flight(Generic[Part]):
     """Counts its ids outside their table when it is finished."""
     num_outside: Int[Tensor, " F"] | None = None
     """The same of this batch alone; None where its ids were refused."""
+    lease: Lease | None = None
+    """Rows that are lent from its lookup to the end of its backward pass."""
     parts: tuple[Part, ...] = ()
     """What each group of features has on the way; let go with the backward pass."""
     batch_slice: BatchSlice | None = None
@@ -114,4 +117,10 @@ class Flight(Generic[Part]):
             yield
         except BaseException:
             self.stage, self.parts = "dropped", ()
+            self.give_back()
             raise
+
+    def give_back(self) -> None:
+        """End the lease of rows, if there is one."""
+        if self.lease is not None:
+            self.lease.end()

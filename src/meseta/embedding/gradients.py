@@ -13,7 +13,7 @@ from meseta.embedding.routes import Route, Routing, column_groups
 from meseta.ops.columns import place_columns
 from meseta.ops.memory import empty
 from meseta.spec import COLUMN_BLOCK, Plan, Shard
-from meseta.storage import TableShard
+from meseta.storage import TableStorage
 
 
 def send_gradients(
@@ -84,7 +84,7 @@ def receive_gradients(
 
 
 def gather_column_stats(
-    plan: Plan, world: World, dtype: torch.dtype, shards: Sequence[TableShard], stats: Sequence[Tensor | None]
+    plan: Plan, world: World, dtype: torch.dtype, shards: Sequence[TableStorage], stats: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """[n U, blocks of this shard] -> [n U, blocks of the whole row], blocks ordered by column, for n statistics of
     `dtype`.

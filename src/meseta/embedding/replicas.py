@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -16,8 +16,8 @@ from meseta.embedding.sharded_lookup import ShardedLookup
 from meseta.embedding.update import FusedShards, group_shards
 from meseta.ops.row_optimizer import Hyper, RowOptimizer, RowState, Value, Values, compute_dtype, row_state
 from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, row_update
-from meseta.spec import Plan
-from meseta.storage import TableShard
+from meseta.spec import Plan, Shard, TableSpec
+from meseta.storage import TableStorage
 
 
 def _init(weight: Tensor) -> RowState:
@@ -50,7 +50,7 @@ class Replicas:
     """The step of the rows that every rank holds: whole tables, and the hot rows of others."""
 
     def __init__(
-        self, lookups: Sequence[ShardedLookup], shards: Sequence[TableShard], plan: Plan, world: World
+        self, lookups: Sequence[ShardedLookup], shards: Sequence[TableStorage], plan: Plan, world: World
     ) -> None:
         """`shards` are all of this rank."""
         self.world = world
@@ -58,6 +58,7 @@ class Replicas:
         held = {s.shard.table: s for s in shards if plan[s.shard.table].is_replica(s.shard)}
         read = dict.fromkeys(route.shard.table for look in lookups for route in look.routing.home)
         self._learning = [held[table] for table in read if held[table].spec.optimizer.name != "frozen"]
+        self._fused: tuple[FusedShards, ...] = ()
 
     @property
     def learn(self) -> bool:
@@ -73,8 +74,8 @@ class Replicas:
         sums.buffer[: -sum(own.numel() for own in sums.ranks)] *= share
         return self.world.start_all_reduce(sums.buffer, "replicas")
 
-    def finish_update(self, pending: Pending | None, lr_factor: float, step: int) -> None:
-        """Wait for the sums of all ranks, and step each replica alike; `lr_factor` multiplies learning rates."""
+    def finish_update(self, pending: Pending | None, lr: Callable[[TableSpec], float], step: int) -> None:
+        """Wait for the sums of all ranks, and step each replica alike."""
         if pending is None:
             return
         pending.wait()
@@ -90,19 +91,18 @@ class Replicas:
         gradients = [total[own] for total, own in zip(sums.gradients, rows, strict=True)]
         bags = Bags(torch.cat(rows), bounds, 1)
         for fused in self._fused:
-            row_update(fused.group, fused.spec.optimizer.lr * lr_factor, step, bags, gradients)
+            row_update(fused.group, lr(fused.spec), step, bags, gradients)
 
-    @cached_property
-    def _fused(self) -> tuple[FusedShards, ...]:
-        """The replicas; what each touched row gets is one row of the table's own matrix."""
+    def lend(self, rows: Mapping[Shard, TableRows]) -> None:
+        """Step the rows of these shards from now on; what each touched row gets is one row of its table's matrix."""
         places = [FeatureGradient(index, index, index, per_id=True) for index in range(len(self._learning))]
-        return group_shards(self._learning, places)
+        self._fused = group_shards(self._learning, [rows[held.shard] for held in self._learning], places)
 
     @cached_property
     def _sums(self) -> Sums:
-        shapes = [shard.weight.shape for shard in self._learning]
-        sizes = [*(shape.numel() for shape in shapes), *(shape[0] for shape in shapes)]
-        dtype = compute_dtype(self._learning[0].weight.dtype)
+        shapes = [(held.shard.num_rows, held.shard.num_columns) for held in self._learning]
+        sizes = [*(rows * columns for rows, columns in shapes), *(rows for rows, _ in shapes)]
+        dtype = compute_dtype(self._learning[0].dtype)
         buffer = torch.zeros(sum(sizes), dtype=dtype, device=self.world.device)
         pieces = buffer.split(sizes)
         gradients = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=False)]

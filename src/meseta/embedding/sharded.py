@@ -20,7 +20,6 @@ from meseta.embedding.replicas import Replicas
 from meseta.embedding.sharded_lookup import ShardedLookup
 from meseta.embedding.update import (
     Contribution,
-    FusedShards,
     every_row,
     group_shards,
     samples_of,
@@ -34,8 +33,9 @@ from meseta.ops.row_optimizer import Hyper
 from meseta.ops.row_update import FeatureGradient
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, Plan
+from meseta.spec.tiers import HBM
 from meseta.spec.transfer import INT32_MAX
-from meseta.storage import TableShard
+from meseta.storage import TableStorage, make_storage
 
 
 @dataclass(eq=False)
@@ -65,15 +65,15 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         if plan.num_ranks != world.size:
             raise MesetaError(f"plan: it is for {plan.num_ranks} ranks, but this run has {world.size}; make a new plan")
         for shard in (shard for entry in plan.tables for shard in entry.shards):
-            if shard.tier != "hbm":
+            if shard.tier != HBM:
                 raise MesetaError(
                     f"plan: table {shard.table!r} has rows in tier {shard.tier!r}, but they can be in 'hbm' alone; "
                     "place them there"
                 )
         self.plan = plan
         self.world = world
-        self.shards = tuple(
-            TableShard.create(
+        self._shards = tuple(
+            make_storage(
                 table,
                 shard,
                 make_row_optimizer(table.optimizer),
@@ -84,10 +84,7 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
             for shard in plan[table.name].shards
             if world.rank in shard.ranks
         )
-        weights = {s.shard: s.weight for s in self.shards}
-        self.lookups = tuple(
-            ShardedLookup(group, self.tables, plan, weights, self.dtype, world) for group in self.groups
-        )
+        self.lookups = tuple(ShardedLookup(group, self.tables, plan, self.dtype, world) for group in self.groups)
         """One per group of features."""
         stages = [
             len(make_row_optimizer(t.optimizer).row_stats)
@@ -99,6 +96,20 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         self.replicas = Replicas(self.lookups, self.shards, plan, world)
         self._kept_local: list[list[Segment]] = []
 
+    @property
+    def shards(self) -> tuple[TableStorage, ...]:
+        """The pieces of tables on this rank."""
+        return self._shards
+
+    def _describe_rows(self) -> None:
+        rows = {shard.shard: lent for shard, lent in zip(self.shards, self._rows, strict=True)}
+        for look in self.lookups:
+            look.lend(rows)
+        self.replicas.lend(rows)
+        places = [place for place in self._gradients if place.table not in self._staged]
+        self._fused = group_shards(self.shards, self._rows, places)
+        """Shards that need nothing from other ranks."""
+
     def forward(self, sparse: KeyedJaggedTensor | Flight[Leg]) -> Embeddings:
         """Rows for the local slice, pooled [B_local, sum of D] and unpooled [nnz_f, D], of ids or of a batch that was
         exchanged."""
@@ -109,7 +120,8 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         checked: Sequence[CheckedIds | MesetaError]
         try:
             self._refuse(kjt)
-            checked = self.check_ids(flight, kjt)
+            checked = accepted = self.check_ids(kjt)
+            flight.num_outside = self.count_outside(accepted)
         except MesetaError as error:  # Raised here alone, it would leave the other ranks waiting.
             checked = [error] * len(self.lookups)
         started = [look.start(own, flight.mark) for look, own in zip(self.lookups, checked, strict=True)]
@@ -149,13 +161,13 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         self._finished(flight, self.world, legs[0].exchanged.batch_sizes)
         for leg in legs:
             leg.owned = leg.lookup.unpack(leg.exchanged)
+        self._borrow(flight)
         lookups = [partial(leg.lookup.look_up, leg.exchanged, leg.owned, flight.stage_timer) for leg in legs]
-        found = UpdateInBackward.apply(self._anchor, lookups, partial(self._update, flight))
-        return self.embeddings([leg.exchanged.ids for leg in legs], found)
+        found = UpdateInBackward.apply(self._anchor, lookups, partial(self._run_backward, flight))
+        return self._embeddings(flight, [leg.exchanged.ids for leg in legs], found)
 
     def _update(self, flight: Flight[Leg], *gradients: Tensor) -> Sequence[Tensor | None]:
         """Send upstream gradients to the owners of the rows, then step every shard once."""
-        self._begin_backward(flight)
         assert flight.batch_slice is not None
         legs, share, stage_timer = flight.take_parts(), flight.batch_slice.local_share, flight.stage_timer
         for leg, (of_bags, *of_rows) in zip(legs, self.by_group(gradients), strict=True):
@@ -171,11 +183,10 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         with stage_timer("table_update"):
             whole, moved = join_passes([*self._kept, received])
             self.forget_kept()
-            lr_factor = self.lr_factor_of(flight)
             for fused in self._fused:
-                step_shards(fused, fused.spec.optimizer.lr * lr_factor, self.step + 1, whole.bags, moved)
-            self._update_staged(whole, moved, lr_factor)
-            self.replicas.finish_update(replicated, lr_factor, self.step + 1)
+                step_shards(fused, self.lr(flight, fused.spec), self.step + 1, whole.bags, moved)
+            self._update_staged(flight, whole, moved)
+            self.replicas.finish_update(replicated, partial(self.lr, flight), self.step + 1)
         self.step += 1
         return ()
 
@@ -225,11 +236,6 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         return tuple(place for at in sorted(found) for place in found[at])
 
     @cached_property
-    def _fused(self) -> tuple[FusedShards, ...]:
-        """Shards that need nothing from other ranks."""
-        return group_shards(self.shards, [f for f in self._gradients if f.table not in self._staged])
-
-    @cached_property
     def _staged(self) -> frozenset[int]:
         """Shards that hold some columns of rows whose optimizer needs sums over whole rows."""
         return frozenset(
@@ -238,7 +244,7 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
             if shard.optimizer.row_stats and shard.shard.num_columns < shard.spec.embedding_dim
         )
 
-    def _update_staged(self, owned: OwnedIds, gradients: Sequence[Tensor], lr_factor: float) -> None:
+    def _update_staged(self, flight: Flight[Leg], owned: OwnedIds, gradients: Sequence[Tensor]) -> None:
         """Step column shards; ranks exchange the statistics of rows between the stages."""
         if not self.num_stat_exchanges:
             return
@@ -263,6 +269,6 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         used = [self.shards[i] for i in sorted(parts)]
         sums = [sum_contributions(self.shards[i], parts[i], num_samples) for i in sorted(parts)]
         specs = [shard.spec for shard in used]
-        hypers = [Hyper(t.optimizer.lr * lr_factor, self.step + 1, t.embedding_dim) for t in specs]
+        hypers = [Hyper(self.lr(flight, table), self.step + 1, table.embedding_dim) for table in specs]
         gather = partial(gather_column_stats, self.plan, self.world, self.dtype, used)
-        update_rows(used, sums, hypers, gather, self.num_stat_exchanges)
+        update_rows(used, [self._rows[i] for i in sorted(parts)], sums, hypers, gather, self.num_stat_exchanges)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -25,14 +24,14 @@ from meseta.embedding.exchange import (
 from meseta.embedding.feature_group import FeatureGroup
 from meseta.embedding.flight import Timer
 from meseta.embedding.gradients import receive_gradients, rows_of_range, send_gradients
-from meseta.embedding.routes import Side, make_routing
+from meseta.embedding.routes import Route, Side, make_routing
 from meseta.jagged import KeyedJaggedTensor
 from meseta.ops.columns import place_columns
 from meseta.ops.id_policy import CheckedIds
 from meseta.ops.memory import empty
 from meseta.ops.pooled_lookup import LookupGroup, lookup_group
 from meseta.ops.row_lookup import row_lookup
-from meseta.ops.row_update import FeatureGradient
+from meseta.ops.row_update import FeatureGradient, TableRows
 from meseta.spec import MesetaError, Plan, Shard, TableSpec
 from meseta.spec.transfer import BATCH_SIZES, HEADER, REFUSED, CountsHeader, id_bytes, longest_range
 
@@ -51,17 +50,16 @@ class ShardedLookup:
         group: FeatureGroup,
         tables: Sequence[TableSpec],
         plan: Plan,
-        weights: Mapping[Shard, Tensor],
         dtype: torch.dtype,
         world: World,
     ) -> None:
-        """`weights` holds the rows of each shard of this rank; what a lookup returns is of `dtype`."""
+        """What a lookup returns is of `dtype`; it reads what `lend` was given."""
         self.group = group
         self.world = world
         self.dtype = dtype
         self.routing = make_routing(tables, group.features, plan)
         self.routes = self.routing.by_rank[world.rank]
-        self._weights = weights
+        self._rows: Mapping[Shard, TableRows] = {}
         # What this rank knows lies in one tensor, and what goes to each owner is one gather of it:
         #
         #   known   [mark and   | ids of each | feature, sample, id of | ids of each row range of the
@@ -78,6 +76,20 @@ class ShardedLookup:
         self._sent_counts_at = [n for routes in self.routing.by_rank for n in (*header, *(at[r.slot] for r in routes))]
         self._gather_counts = torch.tensor(self._sent_counts_at, device=world.device)
         self._id_dtype = ID_TYPES[id_bytes(longest_range(tables, plan))]
+
+    def lend(self, rows: Mapping[Shard, TableRows]) -> None:
+        """Read the rows of these shards, all of this rank, from now on."""
+        self._rows = rows
+        owned, at_home = self.routing.by_rank[self.world.rank], self.routing.pooled_home
+        sides = (self.routing.straight[self.world.rank], self.routing.summed[self.world.rank])
+        self._tables_of = {side: self._lookup_group(owned[side.first : side.stop]) for side in sides}
+        """Of both kinds of bags that this rank owns."""
+        self._tables_at_home = self._lookup_group(at_home)
+        """Of the pooled features that stay at home."""
+
+    def _lookup_group(self, routes: Sequence[Route]) -> LookupGroup:
+        weighted = tuple(self.group.features[route.feature].weighted for route in routes)
+        return LookupGroup(tuple(self._rows[route.shard].weight for route in routes), weighted)
 
     def start(self, checked: CheckedIds | MesetaError, mark: int) -> Started:
         """Sort the ids by owner, begin the exchange of counts and of the batch's mark. No host sync.
@@ -180,7 +192,7 @@ class ShardedLookup:
         send = bags.view(-1)
         if len(self.routes) > straight.stop:
             partial = dict(enumerate(self._look_up_bags(x, owned, summed).split(x.batch_sizes)))
-            tables = [self._weights[r.shard] for r in self.routes[summed.stop :]]
+            tables = [self._rows[r.shard].weight for r in self.routes[summed.stop :]]
             single, sizes = owned.bags.ids[sum(owned.sizes[: summed.stop]) :], owned.sizes[summed.stop :]
             rows = row_lookup(tables, single, list(accumulate(sizes, initial=0))) if tables else []
             rows_by_rank = [own.split([n[summed.stop + k] for n in x.received]) for k, own in enumerate(rows)]
@@ -198,18 +210,6 @@ class ShardedLookup:
         bags = owned.bags_of(side)
         return lookup_group(self._tables_of[side], bags.ids, bags.offsets, bags.weights)
 
-    @cached_property
-    def _tables_of(self) -> dict[Side, LookupGroup]:
-        """Of both kinds of bags that this rank owns."""
-        groups = {}
-        for side in (self.routing.straight[self.world.rank], self.routing.summed[self.world.rank]):
-            routes = self.routes[side.first : side.stop]
-            groups[side] = LookupGroup(
-                tuple(self._weights[r.shard] for r in routes),
-                tuple(self.group.features[r.feature].weighted for r in routes),
-            )
-        return groups
-
     def _look_up_at_home(self, home: KeyedJaggedTensor | None) -> Tensor | None:
         """[B, columns of the pooled features side by side] of ids whose rows every rank holds; None where there are
         none."""
@@ -219,19 +219,11 @@ class ShardedLookup:
         bags = home.select(home.keys[:num_pooled])
         return lookup_group(self._tables_at_home, bags.values, bags.offsets, bags.weights)
 
-    @cached_property
-    def _tables_at_home(self) -> LookupGroup:
-        """Of the pooled features."""
-        own = self.routing.pooled_home
-        return LookupGroup(
-            tuple(self._weights[r.shard] for r in own), tuple(self.group.features[r.feature].weighted for r in own)
-        )
-
     def _rows_at_home(self, home: KeyedJaggedTensor, feature: int) -> Tensor:
         """[nnz_f, D] of the ids at home of a feature that is not pooled."""
         [shard] = (r.shard for r in self.routing.home if r.feature == feature)
         values = home[self.group.features[feature].name].values
-        return row_lookup([self._weights[shard]], values, [0, values.numel()])[0]
+        return row_lookup([self._rows[shard].weight], values, [0, values.numel()])[0]
 
     def _answer_shapes(self, x: Exchanged) -> list[list[tuple[int, int]]]:
         """Of what each owner answers to this rank."""

@@ -11,10 +11,10 @@ from torch import Tensor
 from meseta.jagged.shapes import Float, Int
 from meseta.ops.coalesce import BLOCK_SAMPLES, coalesce
 from meseta.ops.row_optimizer import Hyper, compute_dtype, sum_blocks
-from meseta.ops.row_update import Bags, FeatureGradient, UpdateGroup, row_update
+from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, row_update
 from meseta.ops.row_update.staged import TouchedRows, stage_sums, update_given
 from meseta.spec import OptimizerSpec, TableSpec
-from meseta.storage import TableShard
+from meseta.storage import TableStorage
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,11 @@ class FusedShards:
     group: UpdateGroup
 
 
-def group_shards(shards: Sequence[TableShard], features: Sequence[FeatureGradient]) -> tuple[FusedShards, ...]:
+def group_shards(
+    shards: Sequence[TableStorage], rows: Sequence[TableRows], features: Sequence[FeatureGradient]
+) -> tuple[FusedShards, ...]:
     """The shards that `features` name by index, by their row optimizer; those of optimizer 'frozen' are left out.
+    `rows` are those that each has lent.
 
     Contributions will be added in the order of `features`. Shards must hold whole rows, or have an optimizer without
     statistics of rows.
@@ -41,7 +44,7 @@ def group_shards(shards: Sequence[TableShard], features: Sequence[FeatureGradien
         number = {index: n for n, index in enumerate(indices)}
         group = UpdateGroup(
             optimizer=shards[indices[0]].optimizer,
-            tables=tuple(shards[index].rows for index in indices),
+            tables=tuple(rows[index] for index in indices),
             embedding_dims=tuple(shards[index].spec.embedding_dim for index in indices),
             features=tuple(replace(f, table=number[f.table]) for f in features if f.table in number),
         )
@@ -80,11 +83,11 @@ def _with_every_row(group: UpdateGroup, bags: Bags, gradients: list[Tensor]) -> 
     return replace(group, features=(*group.features, *places)), every, [*gradients, *zeros]
 
 
-def every_row(shard: TableShard) -> Contribution:
+def every_row(shard: TableStorage) -> Contribution:
     """Zeros for all rows of a shard, so that every one of them is stepped; listed behind all other contributions."""
-    device, (num_rows, width) = shard.weight.device, shard.weight.shape
+    device, num_rows, width = shard.device, shard.shard.num_rows, shard.shard.num_columns
     nothing = torch.zeros(num_rows, dtype=torch.int64, device=device)
-    zeros = torch.zeros(1, width, dtype=compute_dtype(shard.weight.dtype), device=device)
+    zeros = torch.zeros(1, width, dtype=compute_dtype(shard.dtype), device=device)
     return Contribution(torch.arange(num_rows, device=device), nothing, zeros, nothing)
 
 
@@ -126,7 +129,7 @@ def samples_of(ids: Sequence[Tensor], lengths: Sequence[Tensor], num_samples: in
     return torch.repeat_interleave(samples, torch.cat(list(lengths)), output_size=sum(sizes)).split(sizes)
 
 
-def sum_contributions(shard: TableShard, parts: Sequence[Contribution], num_samples: int) -> RowGradient:
+def sum_contributions(shard: TableStorage, parts: Sequence[Contribution], num_samples: int) -> RowGradient:
     """Coalesce the contributions of all features that read a shard, in the order of the features."""
     if len(parts) == 1:
         [part] = parts
@@ -141,7 +144,8 @@ def sum_contributions(shard: TableShard, parts: Sequence[Contribution], num_samp
     scale = None
     if any(part.scale is not None for part in parts):
         ones = [
-            shard.weight.new_ones(p.ids.numel()) if p.scale is None else p.scale.to(shard.weight.dtype) for p in parts
+            p.gradient.new_ones(p.ids.numel(), dtype=shard.dtype) if p.scale is None else p.scale.to(shard.dtype)
+            for p in parts
         ]
         scale = torch.cat(ones)
     gradient = torch.cat([part.gradient for part in parts])
@@ -149,20 +153,20 @@ def sum_contributions(shard: TableShard, parts: Sequence[Contribution], num_samp
 
 
 def update_rows(
-    shards: Sequence[TableShard],
+    shards: Sequence[TableStorage],
+    rows: Sequence[TableRows],
     gradients: Sequence[RowGradient],
     hypers: Sequence[Hyper],
     gather_stats: Callable[[list[Tensor | None]], list[Tensor | None]] = list,
     num_exchanges: int = 0,
 ) -> None:
-    """Apply each shard's optimizer once to its touched rows, in place.
+    """Apply each shard's optimizer once to its touched rows, in place; `rows` are those that each has lent.
 
     `gather_stats` turns the statistics of this rank's shards, [n U, blocks] each for n statistics, into those of whole
     rows; it is called for each of the first `num_exchanges` stages, on every rank alike.
     """
     touched = [
-        TouchedRows(shard.rows, g.rows, g.gradient, hyper)
-        for shard, g, hyper in zip(shards, gradients, hypers, strict=True)
+        TouchedRows(lent, g.rows, g.gradient, hyper) for lent, g, hyper in zip(rows, gradients, hypers, strict=True)
     ]
     stats = [g.gradient.new_empty(0, g.rows.numel()) for g in gradients]
     for stage in range(max([num_exchanges, *(len(shard.optimizer.row_stats) for shard in shards)])):
@@ -175,6 +179,6 @@ def update_rows(
             own = sums[k]
             if part is not None and own is not None:
                 stats[k] = torch.cat([stats[k], sum_blocks(part).view(own.shape[:2])])
-    for shard, rows, stat in zip(shards, touched, stats, strict=True):
+    for shard, touched_rows, stat in zip(shards, touched, stats, strict=True):
         if shard.spec.optimizer.name != "frozen":
-            update_given(shard.optimizer, rows, stat)
+            update_given(shard.optimizer, touched_rows, stat)

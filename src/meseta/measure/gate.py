@@ -18,6 +18,7 @@ from meseta.measure.workloads import make_optimizer
 from meseta.ops.row_optimizer import Hyper, RowState, reference_step
 from meseta.spec import InitSpec
 from meseta.spec.optimizer import USED_FIELDS
+from meseta.storage import ROW
 
 NUM_STEPS = 3
 TOLERANCE = 1e-5
@@ -53,8 +54,11 @@ class Gate(Contender):
 def _check_step(embeddings: EmbeddingBagCollection, ids: KeyedJaggedTensor, gradient: Tensor, step: int) -> list[str]:
     """One lookup and one update, from the present rows on."""
     shards = embeddings.shards
-    rows = [shard.weight.double().clone().requires_grad_() for shard in shards]
-    states = [{name: value.double().clone() for name, value in shard.state.items()} for shard in shards]
+    rows, states = [], []
+    for shard in shards:
+        values = {name: value.double() for name, value in shard.read(0, shard.shard.num_rows).items()}
+        rows.append(values.pop(ROW).clone().requires_grad_())
+        states.append({name: value.clone() for name, value in values.items()})
     want = torch.cat([_bags(embeddings, ids, f, table) for f, table in enumerate(rows)], dim=1)
     want.backward(gradient.double())
     got = embeddings(ids).pooled.values
@@ -68,11 +72,12 @@ def _check_step(embeddings: EmbeddingBagCollection, ids: KeyedJaggedTensor, grad
         new, new_state = reference_step(shard.optimizer, table.detach()[touched], table.grad[touched], part, hyper)
         after = table.detach().clone()
         after[touched] = new
-        unit = UNIT[str(shard.weight.dtype).removeprefix("torch.")]
-        wrong += _compare(f"rows of table {f}", shard.weight, after, unit)
-        for name, value in shard.state.items():
+        unit = UNIT[str(shard.dtype).removeprefix("torch.")]
+        values = shard.read(0, shard.shard.num_rows)
+        wrong += _compare(f"rows of table {f}", values[ROW], after, unit)
+        for name in state:
             state[name][touched] = new_state[name]
-            wrong += _compare(f"{name} of table {f}", value, state[name], 0.0)
+            wrong += _compare(f"{name} of table {f}", values[name], state[name], 0.0)
     return wrong
 
 

@@ -61,7 +61,7 @@ class Ours(Contender):
         self.num_threads = 1
         spec = make_optimizer(optimizer, lr=LR)
         self.embeddings = make_collection(self.traffic, spec, dtype, InitSpec(kind="constant", scale=FILL))
-        self.tables = [shard.weight for shard in self.embeddings.shards]
+        self.tables = [shard.begin().weight for shard in self.embeddings.shards]
         num_tables, is_mean = len(self.tables), self.traffic.pooling == "mean"
         self.group = LookupGroup(tuple(self.tables), (self.traffic.weighted,) * num_tables, (is_mean,) * num_tables)
         batches = make_batches(self.traffic, self.traffic.num_batches)
@@ -117,7 +117,7 @@ class Ours(Contender):
         """Bytes that an update reads and writes per unique row, tables weighed alike: the row and its state."""
         totals = [
             sum(2 * tensor.element_size() * (tensor.shape[1] if tensor.dim() > 1 else 1) for tensor in tensors)
-            for tensors in ([shard.weight, *shard.state.values()] for shard in self.embeddings.shards)
+            for tensors in (shard.values.values() for shard in self.embeddings.shards)
         ]
         return sum(totals) / len(totals)
 

@@ -185,8 +185,7 @@ def _may_halve(table: TableSpec, constraints: Constraints) -> bool:
 
 def _any_tier(task: Task, tables: Sequence[TableSpec]) -> tuple[str, Task]:
     """Memories that constraints forbid."""
-    topology = task.topology
-    tiers = ("hbm", *(("host", "cached") if topology.host_bytes else ()), *(("disk",) if topology.disk_bytes else ()))
+    tiers = task.topology.tiers
     text = f"allow the tiers {', '.join(tiers)} for {_names(tables)}"
     return text, _with_rules(task, tables, lambda rule: replace(rule, tiers=tiers))
 

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from meseta.planner.reuse import Floats, row_classes
 from meseta.planner.sizes import compute_bytes, value_bytes
-from meseta.spec import COLUMN_BLOCK, MesetaError, Reuse, Tier, Workload
+from meseta.spec import COLUMN_BLOCK, MesetaError, Reuse, Workload
+from meseta.spec.tiers import CACHED, DISK, HBM, TIERS
 from meseta.spec.transfer import ROW_STATISTICS, number_bytes
 
 Indices = NDArray[np.int64]
-TIERS: tuple[Tier, ...] = ("hbm", "host", "cached", "disk")
 """Numbers in `Pieces.tier` index this."""
 LINE_BYTES = 64
 """What memory gives at a time."""
@@ -308,8 +308,8 @@ class WorkloadLoads:
 
     def _tier_misses(self, pieces: Pieces, samples: float, distinct: Floats, cached_share: float) -> Floats:
         """Rows that are not in the cache of their tier, which holds the rows used last."""
-        misses = np.where(pieces.tier == TIERS.index("hbm"), 0.0, distinct)
-        cached = np.flatnonzero((pieces.tier == TIERS.index("cached")) | (pieces.tier == TIERS.index("disk")))
+        misses = np.where(pieces.tier == TIERS.index(HBM), 0.0, distinct)
+        cached = np.flatnonzero((pieces.tier == TIERS.index(CACHED)) | (pieces.tier == TIERS.index(DISK)))
         if cached.size:
             own = Pieces(*(getattr(pieces, entry.name)[cached] for entry in fields(Pieces)))
             low, high = np.full(cached.size, -2.0), np.full(cached.size, 12.0)

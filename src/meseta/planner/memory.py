@@ -8,11 +8,12 @@ from typing import Literal
 import numpy as np
 
 from meseta.planner.exchange import Cut, piece_bytes
-from meseta.planner.loads import TIERS, Loads, WorkloadLoads
+from meseta.planner.loads import Loads, WorkloadLoads
 from meseta.planner.placement import Placement
 from meseta.planner.reuse import Floats
 from meseta.planner.sizes import compute_bytes, value_bytes
 from meseta.spec import Shard, TableSpec
+from meseta.spec.tiers import DISK, HBM, HOST, MEMORIES, Memory, memory_shares
 from meseta.spec.transfer import Transfer
 
 Phase = Literal["start", "first step", "steady", "evaluation", "checkpoint"]
@@ -26,7 +27,7 @@ BLOCK_BYTES = 32 << 20
 SORT_BYTES = 24
 """Scratch of an id while an update sorts it: row and position, twice, and its bag."""
 
-Bytes = Mapping[Phase, Mapping[str, Floats]]
+Bytes = Mapping[Phase, Mapping[Memory, Floats]]
 
 
 def rows_and_state(table: TableSpec, shard: Shard) -> tuple[int, int]:
@@ -50,7 +51,7 @@ def memory(
     transfers: Sequence[Transfer],
     cached_share: float,
 ) -> Bytes:
-    """Bytes of every rank [R] by phase and tier: 'hbm' of its device, 'host' and 'disk' of its host for this rank.
+    """Bytes of every rank [R] by phase and memory: 'hbm' of its device, 'host' and 'disk' of its host for this rank.
 
     Rows, state and gradients of replicas are exact. Buffers are those of one step without micro-batches, at their peak:
     in the forward pass ids, answers on both sides and the bags; in the backward pass gradients on both sides beside the
@@ -73,9 +74,9 @@ def memory(
     on_host = zeros + CHECKPOINT_BLOCKS * BLOCK_BYTES
     return {
         phase: {
-            "hbm": tables["hbm"] + on_device[phase],
-            "host": tables["host"] + (on_host if phase == "checkpoint" else 0.0),
-            "disk": tables["disk"],
+            HBM: tables[HBM] + on_device[phase],
+            HOST: tables[HOST] + (on_host if phase == "checkpoint" else 0.0),
+            DISK: tables[DISK],
         }
         for phase in PHASES
     }
@@ -87,15 +88,13 @@ def received_bytes(transfers: Sequence[Transfer], load: Loads, cut: Cut, num_ran
     return ids, piece_bytes(transfers, ["answers"], load, cut, num_ranks)
 
 
-def _stored(placement: Placement, sharded: Loads, replicated: Loads, cached_share: float) -> dict[str, Floats]:
-    """Rows and optimizer state by tier; a cache holds copies."""
-    stored, found = sharded.stored_bytes, {}
-    shares = {"hbm": (1.0, 0.0, cached_share, 0.0), "host": (0.0, 1.0, 1.0, cached_share), "disk": (0.0, 0.0, 0.0, 1.0)}
-    assert all(len(share) == len(TIERS) for share in shares.values())
-    for tier, share in shares.items():
-        factor = np.array(share)
+def _stored(placement: Placement, sharded: Loads, replicated: Loads, cached_share: float) -> dict[Memory, Floats]:
+    """Rows and optimizer state by memory; a cache holds copies."""
+    stored = sharded.stored_bytes
+    found: dict[Memory, Floats] = {}
+    for held_in, factor in zip(MEMORIES, np.array(memory_shares(cached_share)), strict=True):
         everywhere = (factor[replicated.tier] * replicated.stored_bytes).sum()
-        found[tier] = placement.by_rank(factor[sharded.tier] * stored) + everywhere
+        found[held_in] = placement.by_rank(factor[sharded.tier] * stored) + everywhere
     return found
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from meseta.planner.layout import NO_LIMIT, Floats, Ints, Mask
-from meseta.planner.loads import TIERS
 from meseta.planner.pricing import NUM_AVOIDABLE
 from meseta.planner.problem import Problem
+from meseta.spec.tiers import TIERS
 
 SHARES = (0.05, 0.12, 0.25, 0.4, 0.6, 0.8, 1.0, 2.0, np.inf)
 """Longest pieces that are tried, as parts of the seconds that a rank has on average."""

@@ -8,11 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meseta.planner.exchange import Collective
-from meseta.planner.loads import TIERS, Indices, Loads
+from meseta.planner.loads import Indices, Loads
 from meseta.planner.operators import operator_seconds
 from meseta.planner.reuse import Floats
 from meseta.spec import CostModel, Topology
 from meseta.spec.neural_cost import PIECE_INPUTS, Network, NumberArray
+from meseta.spec.tiers import HBM, TIERS
 
 _OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad", "adam")
 """Those that networks are trained on."""
@@ -131,7 +132,7 @@ def rank_corrections(network: Network, inputs: Floats, shares: Floats, owner: In
 
 def _known(loads: Loads, *, is_update: bool) -> NDArray[np.bool_]:
     """[n]: whether networks have seen pieces of this kind."""
-    here = loads.tier == TIERS.index("hbm")
+    here = loads.tier == TIERS.index(HBM)
     if is_update:
         trained = np.isin(np.array(loads.optimizers), _OPTIMIZERS)
         here = here & trained[loads.optimizer] & ~loads.is_frozen

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from meseta.planner.loads import LINE_BYTES, TIERS, Loads, spanned
+from meseta.planner.loads import LINE_BYTES, Loads, spanned
 from meseta.planner.reuse import Floats
 from meseta.spec import CostModel
+from meseta.spec.tiers import CACHED, DISK, HOST, TIERS
 
 LANES = 16
 """Numbers of a vector."""
@@ -96,7 +97,7 @@ def _tier_seconds(cost_model: CostModel, loads: Loads, devices_per_host: int) ->
     way = rows / tiers.host_bytes_per_s
     pages = PAGE_BYTES * np.ceil(whole / PAGE_BYTES)
     disk_s = devices_per_host * np.maximum(2 * rows * pages / tiers.disk_bytes_per_s, 2 * rows * tiers.disk_row_s)
-    in_host, cached, on_disk = (loads.tier == TIERS.index(name) for name in ("host", "cached", "disk"))
+    in_host, cached, on_disk = (loads.tier == TIERS.index(name) for name in (HOST, CACHED, DISK))
     fetch_s = np.select(
         [in_host, cached, on_disk],
         [

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meseta.planner.loads import TIERS, Indices, Pieces, WorkloadLoads
+from meseta.planner.loads import Indices, Pieces, WorkloadLoads
 from meseta.spec import Plan
 from meseta.spec.shards import SUMMED_IN_HOST
+from meseta.spec.tiers import TIERS
 
 
 @dataclass(frozen=True)

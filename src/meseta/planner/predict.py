@@ -16,6 +16,7 @@ from meseta.planner.operators import operator_seconds
 from meseta.planner.placement import Placement
 from meseta.planner.reuse import Floats
 from meseta.spec import CostModel, MesetaError, Plan, Topology, Workload
+from meseta.spec.tiers import HBM, Memory
 from meseta.spec.transfer import step_transfers
 
 COMPONENTS = ("input_dist", "lookup", "output_dist", "dense", "backward", "update")
@@ -49,9 +50,9 @@ class Prediction:
         """Lookup and update of every rank [R]."""
         return self.seconds["lookup"] + self.seconds["update"]
 
-    def peak_bytes(self, tier: str = "hbm") -> Floats:
+    def peak_bytes(self, memory: Memory = HBM) -> Floats:
         """The most that every rank [R] holds in a phase."""
-        return np.max([tiers[tier] for tiers in self.memory_bytes.values()], axis=0)
+        return np.max([held[memory] for held in self.memory_bytes.values()], axis=0)
 
 
 def predict(

@@ -14,12 +14,13 @@ import numpy as np
 
 from meseta.planner.exchange import alike_shares, bytes_of, links, piece_bytes
 from meseta.planner.layout import Floats, Ints
-from meseta.planner.loads import TIERS, Loads, Pieces, WorkloadLoads
+from meseta.planner.loads import Loads, Pieces, WorkloadLoads
 from meseta.planner.memory import BLOCK_BYTES, CHECKPOINT_BLOCKS, DENSE_COPIES, SORT_BYTES, received_bytes
 from meseta.planner.operators import operator_seconds
 from meseta.planner.placement import Placement
 from meseta.planner.predict import replica_seconds
 from meseta.spec import CostModel, Topology
+from meseta.spec.tiers import memory_shares
 from meseta.spec.transfer import ROW_STATISTICS, Transfer, Way, step_transfers
 
 COMPONENTS = ("compute", "ids", "answers", "partial bags", "summed bags", "row statistics")
@@ -101,7 +102,7 @@ class Prices:
         self._exchange(load, cuts, own, common)
         own[:, 0] = compute
         wire, answered = received_bytes(self.transfers, load, cuts, ranks)
-        device, host, disk = _tier_factors(share)[:, pieces.tier]
+        device, host, disk = np.array(memory_shares(share))[:, pieces.tier]
         buffers = SORT_BYTES * load.ids
         if ranks > 1:
             buffers = buffers + 2 * wire + 8 * load.lengths + answered
@@ -272,12 +273,6 @@ def leaving_share(way: Way, num_ranks: int, per_host: int) -> float:
         "sum": num_ranks * sum(alike_shares("sum", num_ranks, per_host)),
     }
     return shares.get(way, 1.0)
-
-
-def _tier_factors(share: float) -> Floats:
-    """[3, tiers]: parts of a piece in the memory of the device, in DRAM and on disk; a cache holds copies."""
-    factors = {"hbm": (1.0, 0.0, 0.0), "host": (0.0, 1.0, 0.0), "cached": (share, 1.0, 0.0), "disk": (0.0, share, 1.0)}
-    return np.array([factors[tier] for tier in TIERS]).T
 
 
 def _whole(values: Floats) -> Ints:

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meseta.planner.layout import NO_LIMIT, Floats, Ints, Layout, Machine, Mask, Ways
-from meseta.planner.loads import TIERS, Pieces, WorkloadLoads
+from meseta.planner.loads import Pieces, WorkloadLoads
 from meseta.planner.predict import dense_seconds
 from meseta.planner.pricing import COMPONENTS, USES, Cuts, Prices
 from meseta.planner.schemes import Scheme, Shape, schemes, table_plan
-from meseta.spec import CostModel, MesetaError, Plan, ShardingType, TablePlan, Tier, Topology, Workload
+from meseta.spec import CostModel, MesetaError, Plan, ShardingType, TablePlan, Topology, Workload
 from meseta.spec.constraints import Constraints, TableRule
 from meseta.spec.shards import SUMMED_IN_HOST
+from meseta.spec.tiers import DISK, HBM, HOST, TIERS, Memory
 
 SMALL_RANKS = 16
 """On so few ranks every number of parts is worth a look."""
@@ -143,23 +144,24 @@ def _units(workload: Workload, constraints: Constraints) -> tuple[tuple[int, ...
 def _machine(prices: Prices, topology: Topology, constraints: Constraints) -> Machine:
     """Room beside what every rank holds anyway; raises MesetaError where that alone is too much."""
     free = constraints.keep_free_bytes
-    taken = {"hbm": prices.fixed_bytes(), "host": prices.host_bytes() * topology.devices_per_host, "disk": 0}
-    has = {"hbm": topology.hbm_bytes, "host": topology.host_bytes or 0, "disk": topology.disk_bytes or 0}
+    taken = {HBM: prices.fixed_bytes(), HOST: prices.host_bytes() * topology.devices_per_host, DISK: 0}
+    has: dict[Memory, int | None] = {HBM: topology.hbm_bytes}
+    has |= {HOST: topology.host_bytes or 0, DISK: topology.disk_bytes or 0}
     room = {
-        name: NO_LIMIT if whole is None else max(whole - taken[name] - free.get(name, 0), 0)  # type: ignore[call-overload]
+        name: NO_LIMIT if whole is None else max(whole - taken[name] - free.get(name, 0), 0)
         for name, whole in has.items()
     }
-    if not room["hbm"]:
+    if not room[HBM]:
         raise MesetaError(
-            f"planner: ids, bags and the dense part take {taken['hbm']:,} bytes of each device and "
-            f"{free.get('hbm', 0):,} are kept free, but hbm_bytes is {topology.hbm_bytes:,}; lower the batch size, use "
+            f"planner: ids, bags and the dense part take {taken[HBM]:,} bytes of each device and "
+            f"{free.get(HBM, 0):,} are kept free, but hbm_bytes is {topology.hbm_bytes:,}; lower the batch size, use "
             "more ranks or larger devices"
         )
     count = NO_LIMIT if constraints.max_tables_per_rank is None else constraints.max_tables_per_rank
     return Machine(
         devices_per_host=topology.devices_per_host,
-        rank_room=np.tile(np.array([room["hbm"], count], np.int64), (topology.num_ranks, 1)),
-        host_room=np.tile(np.array([room["host"], room["disk"]], np.int64), (topology.num_hosts, 1)),
+        rank_room=np.tile(np.array([room[HBM], count], np.int64), (topology.num_ranks, 1)),
+        host_room=np.tile(np.array([room[HOST], room[DISK]], np.int64), (topology.num_hosts, 1)),
     )
 
 
@@ -231,16 +233,10 @@ class _Builder:
         """Candidates of a unit, from its first table; the others are cut alike."""
         first = self._tables[tables[0]]
         topology = self._topology
-        has: dict[Tier, int | None] = {
-            "host": topology.host_bytes,
-            "cached": topology.host_bytes,
-            "disk": topology.disk_bytes,
-        }
-        default = ("hbm", *(tier for tier in TIERS[1:] if has[tier])) if self._spill else ("hbm",)
-        tiers = list(default)
+        tiers = list(topology.tiers if self._spill else (HBM,))
         for rule in rules:
             if rule.tiers is not None:
-                tiers = [tier for tier in rule.tiers if tier == "hbm" or has[tier]]
+                tiers = [tier for tier in rule.tiers if tier in topology.tiers]
         asked = {sharding for rule in rules for sharding in rule.sharding or ()}
         shape = Shape(
             num_hosts=topology.num_hosts,

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meseta.spec import COLUMN_BLOCK, Shard, ShardingType, TablePlan, TableSpec, Tier
+from meseta.spec.tiers import HBM
 
 Ints = NDArray[np.int64]
 
@@ -26,7 +27,7 @@ class Scheme:
     """Ranges of rows, at most."""
     column_parts: int = 1
     """Ranges of columns, at most."""
-    tier: Tier = "hbm"
+    tier: Tier = HBM
     """Memory of the pieces."""
     hot_rows: int = 0
     """Rows on every rank; all for data_parallel."""
@@ -52,7 +53,7 @@ class Scheme:
         parts = [str(self.row_parts)] * (self.row_parts > 1) + [str(self.column_parts)] * (self.column_parts > 1)
         text = f"{self.sharding}" + (f" {'x'.join(parts)}" if parts else "")
         text += f", {self.hot_rows:,} hot rows" if self.sharding is ShardingType.HOT_REPLICATED else ""
-        return text + (f" in {self.tier}" if self.tier != "hbm" else "")
+        return text + (f" in {self.tier}" if self.tier != HBM else "")
 
 
 def _spans(first: int, last: int, parts: int, align: int) -> Ints:
@@ -105,7 +106,7 @@ def schemes(table: TableSpec, shape: Shape, tier: Tier) -> Iterator[Scheme]:
     yield from (Scheme(sharding=ShardingType.COLUMN_WISE, column_parts=k, tier=tier) for k in column_counts)
     if shape.num_hosts > 1 and shape.devices_per_host > 1:
         yield from _in_host(table, shape, tier, blocks)
-    if tier == "hbm":
+    if tier == HBM:
         if shape.replicate:
             yield Scheme(sharding=ShardingType.DATA_PARALLEL)
         for hot in shape.hot_rows:

@@ -13,7 +13,8 @@ from meseta.spec.tables import (
     TableSpec,
     check_features,
 )
-from meseta.spec.topology import DeviceKind, Link, Tier, Topology
+from meseta.spec.tiers import Tier
+from meseta.spec.topology import DeviceKind, Link, Topology
 from meseta.spec.workload import DenseLoad, FeatureLoad, Reuse, Workload
 
 __all__ = [

@@ -12,7 +12,8 @@ from meseta.spec.checks import check_keys, is_whole
 from meseta.spec.errors import MesetaError, nearest
 from meseta.spec.shards import ShardingType
 from meseta.spec.tables import TableDtype, TableSpec
-from meseta.spec.topology import Tier, Topology
+from meseta.spec.tiers import MEMORIES, Tier
+from meseta.spec.topology import Topology
 
 _FORMAT = "meseta.constraints/1"
 
@@ -88,7 +89,7 @@ class Constraints:
             self._check_rule(table, topology)
         self._check_groups(tables, topology)
         for tier, free in self.keep_free_bytes.items():
-            has = {"hbm": topology.hbm_bytes, "host": topology.host_bytes, "disk": topology.disk_bytes}.get(tier)
+            has = topology.memory_bytes(tier)
             if has is not None and free >= has:
                 raise MesetaError(
                     f"constraints: keep_free_bytes of {tier} are {free:,}, but the topology has {has:,}; keep less free"
@@ -110,8 +111,7 @@ class Constraints:
         for rank in rule.ranks or ():
             if rank >= topology.num_ranks:
                 raise MesetaError(f"{where} is pinned to rank {rank}, but the ranks are 0..{topology.num_ranks - 1}")
-        has = {"host": topology.host_bytes, "cached": topology.host_bytes, "disk": topology.disk_bytes}
-        if rule.tiers is not None and not any(tier == "hbm" or has[tier] for tier in rule.tiers):
+        if rule.tiers is not None and not set(rule.tiers) & set(topology.tiers):
             raise MesetaError(
                 f"{where} may lie in {', '.join(rule.tiers)} alone, which the topology does not have; give it "
                 "host_bytes or disk_bytes, or allow hbm"
@@ -160,7 +160,7 @@ class Constraints:
         check_keys("constraints", document, [entry.name for entry in fields(Constraints)])
         rules = _mapping("tables", document.get("tables"))
         free = _mapping("keep_free_bytes", document.get("keep_free_bytes"))
-        check_keys("constraints: keep_free_bytes", free, ["hbm", "host", "disk"])
+        check_keys("constraints: keep_free_bytes", free, MEMORIES)
         limit = document.get("max_tables_per_rank")
         return Constraints(
             tables={_name("tables", name): _read_rule(str(name), rule) for name, rule in rules.items()},

@@ -14,7 +14,7 @@ from meseta.spec.files import json_text, write_whole
 from meseta.spec.plan_rules import check_scheme, check_tiling
 from meseta.spec.shards import TablePlan
 from meseta.spec.tables import TableSpec
-from meseta.spec.topology import Tier
+from meseta.spec.tiers import Tier
 
 FORMAT = "meseta.plan/1"
 

@@ -12,6 +12,7 @@ from meseta.spec.errors import MesetaError, nearest
 from meseta.spec.plan import FORMAT, Plan
 from meseta.spec.shards import IN_ONE_HOST, Shard, ShardingType, TablePlan
 from meseta.spec.tables import VALUE_BYTES, TableSpec
+from meseta.spec.tiers import HBM
 
 _PLAN_KEYS = ("format", "num_ranks", "devices_per_host", "tables")
 _TABLE_KEYS = ("sharding", "ranks", "hot_rows", "shards", "cost")
@@ -131,7 +132,7 @@ def _read_shard(where: str, table: str, piece: Any) -> Shard:
         rows=(rows[0], rows[1]),
         columns=(columns[0], columns[1]),
         ranks=_read_integers(f"{where}: ranks", piece["ranks"]),
-        tier=str(piece.get("tier", "hbm")),
+        tier=str(piece.get("tier", HBM)),
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from meseta.spec.tiers import HBM
+
 COLUMN_BLOCK = 16
 """Column shards start at multiples of this many columns; row statistics are accumulated in blocks of as many."""
 
@@ -48,7 +50,7 @@ class Shard:
     """First column and the column after the last, for example (16, 32)."""
     ranks: tuple[int, ...]
     """The one owner, or all replicas."""
-    tier: str = "hbm"
+    tier: str = HBM
     """Memory that holds the rows: 'hbm', the memory of the rank's device (on a CPU rank, DRAM); 'host', the DRAM of its
     host; 'cached', that with the frequent rows in 'hbm'; 'disk', a local disk."""
 

@@ -9,9 +9,9 @@ from typing import Any, Literal, get_args
 
 from meseta.spec.checks import check_choice, check_keys, check_number, is_whole
 from meseta.spec.errors import MesetaError
+from meseta.spec.tiers import CACHED, DISK, HBM, HOST, Tier
 
 DeviceKind = Literal["cpu", "a100", "h100", "h200", "b200"]
-Tier = Literal["hbm", "host", "cached", "disk"]
 
 _FORMAT = "meseta.topology/1"
 
@@ -68,6 +68,15 @@ class Topology:
     @property
     def num_ranks(self) -> int:
         return self.num_hosts * self.devices_per_host
+
+    def memory_bytes(self, memory: str) -> int | None:
+        """Of one device, or of one host: what the field says; None where it is no memory."""
+        return {HBM: self.hbm_bytes, HOST: self.host_bytes, DISK: self.disk_bytes}.get(memory)
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Where tables may lie."""
+        return (HBM, *((HOST, CACHED) if self.host_bytes else ()), *((DISK,) if self.disk_bytes else ()))
 
     def host_of(self, rank: int) -> int:
         """Number of the host that the rank's device sits in."""

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from meseta.jagged.shapes import Float
+from meseta.ops.memory import empty
 from meseta.ops.random_rows import initial_rows, table_key
 from meseta.ops.row_optimizer import RowOptimizer
 from meseta.ops.row_update import TableRows
-from meseta.spec import Shard, TableSpec
+from meseta.spec import MesetaError, Shard, TableSpec
+from meseta.storage.table import ROW, TableStorage, as_stored
 
 
 @dataclass(frozen=True)
-class TableShard:
+class TableShard(TableStorage):
     """One placed piece of a table on this rank; its tensors are updated in place."""
 
     spec: TableSpec
@@ -33,6 +39,20 @@ class TableShard:
     seed: int = 0
     """Key, with the table's name, of the random bits that round 16-bit rows."""
 
+    def __post_init__(self) -> None:
+        if ROW in self.state:
+            raise MesetaError(f"table {self.spec.name!r}: the state name {ROW!r} is reserved; rename it")
+
+    @staticmethod
+    def create(
+        spec: TableSpec, shard: Shard, optimizer: RowOptimizer, *, seed: int, device: torch.device | str
+    ) -> TableShard:
+        """Allocate and fill with the initial values of (seed, table, row, column), whatever the shard's borders."""
+        with torch.inference_mode(False):  # Tensors made in inference mode could never be trained.
+            weight = initial_rows(spec, rows=shard.rows, columns=shard.columns, seed=seed, device=device)
+            state = optimizer.init(weight)
+        return TableShard(spec=spec, shard=shard, weight=weight, state=state, optimizer=optimizer, seed=seed)
+
     @cached_property
     def rows(self) -> TableRows:
         """The shard as the fused update takes it."""
@@ -44,12 +64,45 @@ class TableShard:
             first_column=self.shard.columns[0],
         )
 
-    @staticmethod
-    def create(
-        spec: TableSpec, shard: Shard, optimizer: RowOptimizer, *, seed: int, device: torch.device | str
-    ) -> TableShard:
-        """Allocate and fill with the initial values of (seed, table, row, column), whatever the shard's borders."""
-        with torch.inference_mode(False):  # Tensors made in inference mode could never be trained.
-            weight = initial_rows(spec, rows=shard.rows, columns=shard.columns, seed=seed, device=device)
-            state = optimizer.init(weight)
-        return TableShard(spec=spec, shard=shard, weight=weight, state=state, optimizer=optimizer, seed=seed)
+    @property
+    def values(self) -> Mapping[str, Tensor]:
+        """The tensors themselves."""
+        return {ROW: self.weight, **self.state}
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    def begin(self) -> TableRows:
+        """`rows`: they lie where operators need them."""
+        return self.rows
+
+    def end(self) -> None:
+        """Nothing is to be brought back."""
+
+    def read(self, first: int, stop: int) -> dict[str, Tensor]:
+        """Views."""
+        return {name: value.detach()[first:stop] for name, value in self.values.items()}
+
+    def write(self, first: int, values: Mapping[str, NDArray[Any]]) -> None:
+        for name, source in values.items():
+            target = as_stored(self.values[name].detach())[first : first + len(source)]
+            if target.device.type == "cpu":  # `source` may be read-only, which torch does not take
+                np.copyto(target.numpy(), source, casting="no")
+            else:
+                target.copy_(torch.from_numpy(source.copy()))
+
+    def freeze(self, reuse: TableStorage | None = None) -> TableShard:
+        copy = reuse if isinstance(reuse, TableShard) else self._room_for_copy()
+        for name, value in self.values.items():
+            copy.values[name].copy_(value.detach())
+        return copy
+
+    def _room_for_copy(self) -> TableShard:
+        """A shard of the same shape in the memory of the host."""
+
+        def like(tensor: Tensor) -> Tensor:
+            with torch.inference_mode(False):
+                return empty(tensor.shape, tensor.dtype, keep=False)
+
+        return replace(self, weight=like(self.weight), state={name: like(t) for name, t in self.state.items()})

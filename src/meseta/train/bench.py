@@ -6,7 +6,7 @@ import math
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meseta.comm import World
 from meseta.config import DenseOptimizerConfig
@@ -21,6 +21,7 @@ from meseta.ops.core import instruction_set
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import TrainStep
 from meseta.spec import FeatureSpec, InitSpec, OptimizerSpec, TableSpec
+from meseta.storage import ROW
 
 GATE_LR = 0.01
 NUM_CHECKED = 5
@@ -119,7 +120,8 @@ def _make_batch(samples: Samples) -> Batch:
 def _make_twin(model: DLRM, training: Training) -> PlainDLRM:
     """Plain PyTorch with the same weights."""
     twin = PlainDLRM(training)
-    tables: list[Tensor] = [own.weight for own in cast(EmbeddingBagCollection, model.embeddings).shards]
+    shards = cast(EmbeddingBagCollection, model.embeddings).shards
+    tables = [shard.read(0, shard.shard.num_rows)[ROW] for shard in shards]
     for table, weight in zip(twin.tables.parameters(), tables, strict=True):
         table.copy_(weight)
     for theirs, ours in ((twin.bottom, model.bottom_mlp), (twin.top, model.top_mlp)):

@@ -17,6 +17,7 @@ from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.models import DLRM
 from meseta.spec import MesetaError, nearest
+from meseta.storage import ROW, as_stored
 from meseta.train.foreign import LAYOUTS, Layout, lower_from_upper, read_tensors, table_target, translate
 from meseta.train.trainer import Trainer
 
@@ -91,15 +92,20 @@ def _fill(
     for name, value in values.items():
         if not value.isfinite().all():
             raise MesetaError(f"import: {name!r} has values that are not finite; train from a whole model")
+    tables_by_target = {table_target(shard.spec.name): shard for shard in model.embeddings.shards}
     with torch.no_grad():
         for name, value in values.items():
-            targets[name].copy_(value)
+            if name in tables_by_target:
+                shard = tables_by_target[name]
+                shard.write(0, {ROW: as_stored(value.to(shard.dtype).contiguous()).cpu().numpy()})
+            else:
+                targets[name].copy_(value)
     imported += [Imported(source=n, target=names[n], shape=tuple(t.shape)) for n, t in tensors.items()]
 
 
 def _targets(model: Any) -> dict[str, Tensor]:
-    """What has to be filled, by name."""
-    tables = {table_target(shard.spec.name): shard.weight for shard in model.embeddings.shards}
+    """What has to be filled, by name; of tables the shapes alone."""
+    tables = {table_target(shard.spec.name): shard.values[ROW] for shard in model.embeddings.shards}
     return tables | dict(model.state_dict())
 
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from meseta import checkpoint
-from meseta.checkpoint.background import BackgroundSave, copy_bytes
+from meseta.checkpoint.background import BackgroundSave
 from meseta.checkpoint.directory import checkpoint_path
 from meseta.comm import World
 from meseta.config import CheckpointConfig
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
 from meseta.spec import MesetaError
 from meseta.spec.launched import num_local_ranks
-from meseta.storage import TableShard
+from meseta.storage import TableStorage
 from meseta.train.interruption import Interruption, Stopped
 from meseta.train.memory import free_bytes
 
@@ -96,10 +96,10 @@ class Saver:
             prune(self._world)
         self.saved_step, self._saved_s = step, time.monotonic()
 
-    def _is_in_background(self, shards: Sequence[TableShard]) -> bool:
+    def _is_in_background(self, shards: Sequence[TableStorage]) -> bool:
         """What the config says; 'auto': where every rank has twice the memory of its copy free. Decided once."""
         if self._copies is None:
-            wanted = 2 * copy_bytes(shards) * num_local_ranks()
+            wanted = 2 * sum(shard.num_bytes() for shard in shards) * num_local_ranks()
             fits = self._config.background == "always" or wanted <= _free_bytes()
             self._copies = self._config.background != "never" and all(self._world.gather_objects(fits))
         return self._copies

@@ -10,6 +10,7 @@ from meseta.measure.tasks import Piece
 from meseta.planner import predict
 from meseta.planner.loads import WorkloadLoads
 from meseta.spec import CostModel, MesetaError, Plan, Topology, Workload
+from meseta.spec.tiers import HBM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ def hands_of(plan: Plan, workload: Workload) -> tuple[Hand, ...]:
     replicas: list[Piece] = []
     for entry in plan.tables:
         for shard in entry.shards:
-            if shard.tier != "hbm":
+            if shard.tier != HBM:
                 raise MesetaError(
                     f"plan: table {entry.table!r} has rows in tier {shard.tier!r}, and only 'hbm' can be timed; "
                     "leave host_bytes and disk_bytes out of the topology"

@@ -70,12 +70,14 @@ class _CutPieces(OwnPieces):
     def __init__(self, timer: PieceTimer, task: Task, pieces: list[Piece]) -> None:
         super().__init__(timer, task, pieces)
         self.shards = _shards(task, pieces, self.tables)
+        self.rows = [shard.begin() for shard in self.shards]
         dims = [task.tables[t].dim for t, _, _ in pieces]
         self.staged = [
             n for n, width in enumerate(self.widths) if width < dims[n] and self.shards[n].optimizer.row_stats
         ]
         self.fused = group_shards(
             self.shards,
+            self.rows,
             [FeatureGradient(n, n, 0, self.ends[n]) for n in range(len(pieces)) if n not in self.staged],
         )
         self.num_blocks = [-(-dim // COLUMN_BLOCK) for dim in dims]
@@ -99,7 +101,7 @@ class _CutPieces(OwnPieces):
                 sum_contributions(self.shards[n], [Contribution(ids[n], of_ids, gradient, of_ids)], bags.num_samples)
             )
         hypers = [Hyper(LEARNING_RATE, number, shard.spec.embedding_dim) for shard in used]
-        update_rows(used, sums, hypers, self._gather, len(used[0].optimizer.row_stats))
+        update_rows(used, [self.rows[n] for n in staged], sums, hypers, self._gather, len(used[0].optimizer.row_stats))
 
     def _gather(self, parts: list[Tensor | None]) -> list[Tensor | None]:
         """Statistics of whole rows: those of the other columns come from other ranks, at the cost of a collective that
@@ -138,9 +140,9 @@ class _Replicas:
             embedding_dims=tuple(widths),
             features=tuple(FeatureGradient(n, n, 0, sum(widths[:n])) for n in range(len(rows))),
         )
-        self.fused = group_shards(
-            _shards(task, pieces, tables), [FeatureGradient(n, n, n, per_id=True) for n in range(len(rows))]
-        )
+        shards = _shards(task, pieces, tables)
+        places = [FeatureGradient(n, n, n, per_id=True) for n in range(len(rows))]
+        self.fused = group_shards(shards, [shard.begin() for shard in shards], places)
         self.batches: list[tuple[Bags, Tensor]] = []
         self.draw(1)
         touched = sum(count * width for count, width in zip(ids_of(self.batches[0][0]), widths, strict=True))

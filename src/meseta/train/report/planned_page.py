@@ -9,6 +9,7 @@ from meseta.planner import COMPONENTS, Planned
 from meseta.planner.difference import spans
 from meseta.planner.reasons import Reason
 from meseta.spec.files import write_whole
+from meseta.spec.tiers import DISK, HBM, HOST, MEMORIES, Memory
 from meseta.train.report.chart import row_bars
 from meseta.train.report.document import document
 from meseta.train.report.figures import count, num_bytes, plural, share, short
@@ -74,8 +75,8 @@ def _times(planned: Planned, ranks: Sequence[int]) -> str:
 
 
 def _memory(planned: Planned, ranks: Sequence[int]) -> str:
-    tiers = [(tier, planned.prediction.peak_bytes(tier)) for tier in ("hbm", "host", "disk")]
-    colours = {"hbm": "stage-lookup", "host": "stage-backward", "disk": "stage-update"}
+    tiers = [(tier, planned.prediction.peak_bytes(tier)) for tier in MEMORIES]
+    colours: dict[Memory, str] = {HBM: "stage-lookup", HOST: "stage-backward", DISK: "stage-update"}
     used = [(tier, held) for tier, held in tiers if held.any()]
     rows = [
         (f"rank {rank}", [(tier, colours[tier], float(held[rank]) / 2**20) for tier, held in used]) for rank in ranks

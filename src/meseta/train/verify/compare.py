@@ -14,6 +14,7 @@ from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset import FILE_NAME, Dataset
 from meseta.spec import MesetaError, Plan, TableSpec
+from meseta.storage import ROW
 from meseta.train.specs import make_specs
 from meseta.train.trained_on import open_dataset
 from meseta.train.verify.rules import (
@@ -119,14 +120,13 @@ class _Phase:
         shards = {shard.spec.name: shard for shard in own.shards}
         for name, table in self.tables.items():
             rows, shard = own.touched[name], shards[name]
-            values = {"row": shard.weight, **shard.state}
-            expected = {key: _matrix(value[rows]) for key, value in values.items()}
+            expected = {name: _matrix(value) for name, value in shard.take(rows).items()}
             seen = torch.zeros(rows.numel(), table.embedding_dim, dtype=torch.bool)
             for rank, piece in _pieces(records, name):
                 at = torch.searchsorted(rows, piece["rows"])
                 seen[at, slice(*piece["columns"])] = True
                 self._compare_piece(own.number, table, rank, piece, {k: v[at] for k, v in expected.items()})
-            self._missing(own.number, name, rows, seen, expected["row"])
+            self._missing(own.number, name, rows, seen, expected[ROW])
 
     def _load(self, step: int, rank: int) -> Any:
         path = record_path(self.folder, self.phase, step, rank)

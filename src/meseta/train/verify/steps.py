@@ -23,7 +23,7 @@ from meseta.optim.clip import DenseClip
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import TrainStep
 from meseta.spec import MesetaError, Plan
-from meseta.storage import TableShard
+from meseta.storage import ROW, TableStorage
 from meseta.train.build import make_reader, make_sharded_model, set_learning_rates, task_weights
 from meseta.train.run_dir import RunDir
 from meseta.train.specs import make_specs
@@ -43,7 +43,7 @@ class StepResult:
     """From 1."""
     plan: Plan
     """Where the tables are."""
-    shards: tuple[TableShard, ...]
+    shards: tuple[TableStorage, ...]
     """After the step."""
     batch: KeyedJaggedTensor
     """Ids of the global batch that are looked up: policies have been applied."""
@@ -186,15 +186,13 @@ def _record_phase(config: RunConfig, world: World, folder: Path, phase: str, num
             first, stop = shard.shard.rows
             rows = result.touched[shard.spec.name]
             rows = rows[(rows >= first) & (rows < stop)]
-            local = (rows - first).to(shard.weight.device)
             at_rest.setdefault(index, torch.ones(stop - first, dtype=torch.bool))[rows - first] = False
-            values = {"row": shard.weight, **shard.state}
             pieces.append(
                 {
                     "table": shard.spec.name,
                     "columns": shard.shard.columns,
                     "rows": rows,
-                    "values": {name: value[local].cpu() for name, value in values.items()},
+                    "values": shard.take(rows - first),
                 }
             )
         pooled = None if result.pooled is None else result.pooled.cpu()
@@ -209,19 +207,17 @@ def record_path(folder: Path, phase: str, step: int, rank: int) -> Path:
     return folder / f"{phase}-{step:07d}-{rank:04d}.pt"
 
 
-def _strays(shard: TableShard, at_rest: Tensor) -> Iterator[tuple[str, str, int, int, float, float]]:
+def _strays(shard: TableStorage, at_rest: Tensor) -> Iterator[tuple[str, str, int, int, float, float]]:
     """(table, value, row, column, as it is, as it was) of the first row at rest that is not what it began as."""
     first, num_rows = shard.shard.rows[0], shard.shard.num_rows
     for start in range(0, num_rows, BLOCK_ROWS):
         stop = min(start + BLOCK_ROWS, num_rows)
         resting = at_rest[start:stop]
         span = replace(shard.shard, rows=(first + start, first + stop))
-        new = initial_rows(
-            shard.spec, rows=span.rows, columns=span.columns, seed=shard.seed, device=shard.weight.device
-        )
-        began = {"row": new, **shard.optimizer.init(new)}
-        for name, now in {"row": shard.weight, **shard.state}.items():
-            a, b = (value.reshape(stop - start, -1).cpu() for value in (now[start:stop], began[name]))
+        new = initial_rows(shard.spec, rows=span.rows, columns=span.columns, seed=shard.seed, device=shard.device)
+        began = {ROW: new, **shard.optimizer.init(new)}
+        for name, now in shard.read(start, stop).items():
+            a, b = (value.reshape(stop - start, -1).cpu() for value in (now, began[name]))
             changed = (bits(a) != bits(b)) & resting[:, None]
             if changed.any():
                 row, column = changed.nonzero()[0].tolist()

@@ -1,0 +1,115 @@
+"""The seam between rows and all that uses them: operators borrow them, everything else reads and writes them here."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meseta.jagged.shapes import Int
+from meseta.ops.row_optimizer import RowOptimizer
+from meseta.ops.row_update import TableRows
+from meseta.spec import Shard, TableSpec
+
+ROW = "row"
+"""Name of the rows among the optimizer's states."""
+TAKEN_ROWS = 1 << 16
+"""Rows that are read at once to take some of them."""
+
+
+class TableStorage(ABC):
+    """One placed piece of a table on this rank, wherever its rows and their state are kept.
+
+    A row has values by name: ROW [columns], and the optimizer's states, [columns] or one number. Rows are counted from
+    the first of the piece.
+    """
+
+    spec: TableSpec
+    """The whole table."""
+    shard: Shard
+    """Which rows and columns of it are here."""
+    optimizer: RowOptimizer
+    """What updates the rows."""
+    seed: int
+    """Key, with the table's name, of the random bits that round 16-bit rows."""
+
+    @property
+    @abstractmethod
+    def values(self) -> Mapping[str, Tensor]:
+        """By name a tensor of the type and the shape that the values of all rows have; its numbers mean nothing."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where operators borrow the rows."""
+
+    @abstractmethod
+    def begin(self) -> TableRows:
+        """Lend the rows to operators, which read them and step them in place, until as many `end` have come. The same
+        record every time while any is lent."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Undo one `begin`; what operators have written is the table's."""
+
+    @abstractmethod
+    def read(self, first: int, stop: int) -> dict[str, Tensor]:
+        """Rows first..stop-1 by name, on any device. Not to be written to; may be what lies there, not a copy."""
+
+    @abstractmethod
+    def write(self, first: int, values: Mapping[str, NDArray[Any]]) -> None:
+        """Put consecutive rows from `first` on; of a name that is not given what is there stays. Bits are copied:
+        arrays have the type of the values, bfloat16 as uint16, see `as_stored`."""
+
+    @abstractmethod
+    def freeze(self, reuse: TableStorage | None = None) -> TableStorage:
+        """A copy in the memory of the host, which training does not change. `reuse` is one that was made before and is
+        needed no longer."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows."""
+        return self.values[ROW].dtype
+
+    def num_bytes(self) -> int:
+        """Of all rows and states, once."""
+        return sum(value.numel() * value.element_size() for value in self.values.values())
+
+    def take(self, rows: Int[Tensor, " n"]) -> dict[str, Tensor]:
+        """Copies of some rows, ascending, by name, in the memory of the host."""
+        ends = range(TAKEN_ROWS, self.shard.num_rows + TAKEN_ROWS, TAKEN_ROWS)
+        parts: list[dict[str, Tensor]] = []
+        for stop in ends:
+            first = stop - TAKEN_ROWS
+            here = rows[(rows >= first) & (rows < stop)] - first
+            if here.numel() or not parts:
+                block = self.read(first, min(stop, self.shard.num_rows))
+                parts.append({name: value[here.to(value.device)].cpu() for name, value in block.items()})
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+class Lease:
+    """Pieces whose rows are lent together, until `end` or until nobody has the lease any more."""
+
+    def __init__(self, shards: Sequence[TableStorage]) -> None:
+        self._shards: Sequence[TableStorage] = shards
+        self.rows = tuple(shard.begin() for shard in shards)
+        """Of each piece."""
+
+    def end(self) -> None:
+        """Give all back, once."""
+        shards, self._shards = self._shards, ()
+        for shard in shards:
+            shard.end()
+
+    def __del__(self) -> None:
+        self.end()
+
+
+def as_stored(tensor: Tensor) -> Tensor:
+    """The same bits in a type that numpy and files have; a view."""
+    return tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor

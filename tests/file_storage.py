@@ -1,0 +1,122 @@
+"""A storage that shares nothing with the resident one: rows lie in a file, the last one first, and operators are lent
+copies."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meseta.ops.random_rows import table_key
+from meseta.ops.row_optimizer import RowOptimizer
+from meseta.ops.row_update import TableRows
+from meseta.spec import Shard, TableSpec
+from meseta.storage import ROW, TableShard, TableStorage, as_stored
+
+
+class FileStorage(TableStorage):
+    """One file per name of a value; open while the storage is."""
+
+    def __init__(
+        self,
+        folder: Path,
+        spec: TableSpec,
+        shard: Shard,
+        optimizer: RowOptimizer,
+        *,
+        seed: int,
+        device: torch.device | str,
+    ) -> None:
+        self.spec, self.shard, self.optimizer, self.seed = spec, shard, optimizer, seed
+        self._device = torch.device(device)
+        first = TableShard.create(spec, shard, optimizer, seed=seed, device="cpu")
+        self._like = {name: torch.empty_like(value, device="meta") for name, value in first.values.items()}
+        self._files: dict[str, NDArray[Any]] = {}
+        for name, value in first.values.items():
+            path, array = folder / f"{len(self._files)}.bin", as_stored(value).numpy()
+            self._files[name] = np.memmap(path, array.dtype, "w+", shape=array.shape)
+        self._put(0, {name: as_stored(value).numpy() for name, value in first.values.items()})
+        self._lent: TableRows | None = None
+        self.num_lent = 0
+        self.num_copies = 0
+
+    @property
+    def values(self) -> Mapping[str, Tensor]:
+        return self._like
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def begin(self) -> TableRows:
+        self.num_lent += 1
+        if self._lent is None:
+            self.num_copies += 1
+            values = self._get(0, self.shard.num_rows)
+            self._lent = TableRows(
+                weight=values.pop(ROW),
+                state=values,
+                key=table_key(self.seed, f"{self.spec.name}/rounding"),
+                first_row=self.shard.rows[0],
+                first_column=self.shard.columns[0],
+            )
+        return self._lent
+
+    def end(self) -> None:
+        assert self._lent is not None and self.num_lent > 0
+        lent = {ROW: self._lent.weight, **self._lent.state}
+        self._put(0, {name: as_stored(value.detach()).cpu().numpy() for name, value in lent.items()})
+        self.num_lent -= 1
+        if self.num_lent == 0:
+            for value in lent.values():  # who still has it shall see that it is no longer the table's
+                value.detach().fill_(-77)
+            self._lent = None
+
+    def read(self, first: int, stop: int) -> dict[str, Tensor]:
+        assert self._lent is None
+        return self._get(first, stop)
+
+    def write(self, first: int, values: Mapping[str, NDArray[Any]]) -> None:
+        assert self._lent is None
+        self._put(first, values)
+
+    def freeze(self, reuse: TableStorage | None = None) -> TableStorage:
+        values = self.read(0, self.shard.num_rows)
+        return TableShard(self.spec, self.shard, values.pop(ROW).cpu(), values, self.optimizer, self.seed)
+
+    def _get(self, first: int, stop: int) -> dict[str, Tensor]:
+        found = {}
+        for name, file in self._files.items():
+            stored = torch.from_numpy(file[::-1][first:stop].copy())
+            found[name] = stored.view(self._like[name].dtype).to(self._device)
+        return found
+
+    def _put(self, first: int, values: Mapping[str, NDArray[Any]]) -> None:
+        for name, source in values.items():
+            assert source.dtype == self._files[name].dtype
+            self._files[name][::-1][first : first + len(source)] = source
+
+
+@contextmanager
+def files_for_rows() -> Iterator[list[FileStorage]]:
+    """Every table that is made inside lies in files; yields its pieces as they are made."""
+    made: list[FileStorage] = []
+
+    def make(*arguments: Any, **named: Any) -> FileStorage:
+        folder = Path(root) / str(len(made))
+        folder.mkdir()
+        made.append(FileStorage(folder, *arguments, **named))
+        return made[-1]
+
+    with tempfile.TemporaryDirectory(prefix="meseta-rows-") as root, pytest.MonkeyPatch.context() as patch:
+        for module in ("collection", "sharded"):
+            patch.setattr(f"meseta.embedding.{module}.make_storage", make)
+        yield made
