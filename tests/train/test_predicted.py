@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from meseta.cli.main import app
-from meseta.train.report.predicted import STAGES_OF, compare_predicted
+from meseta.spec.stages import COMPONENTS, stages_of
+from meseta.train.report.predicted import compare_predicted
 from meseta.train.report.record import read_run
 from small_run import settings, train
 
@@ -24,9 +25,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
 def test_every_stage_of_a_step_is_in_one_component(finished: Path) -> None:
     document = json.loads((finished / "summary.json").read_text())
     [stages] = document["stages_s_by_rank"]
-    inside = [name for names in STAGES_OF.values() for name in names]
+    inside = [name for component in COMPONENTS for name in stages_of(component)]
     assert set(stages) <= {*inside, "data", "copy"} and len(inside) == len(set(inside))
-    assert set(document["predicted"]["seconds"]) == set(STAGES_OF)
+    assert set(document["predicted"]["seconds"]) == set(COMPONENTS)
     found = {own.component: own for own in compare_predicted(read_run(finished).summary)}
     assert found["update"].measured_s == stages["table_update"] and found["update"].predicted_s > 0
     dense = sum(stages[name] for name in ("dense_forward", "agree", "backward", "update"))
@@ -37,7 +38,7 @@ def test_every_stage_of_a_step_is_in_one_component(finished: Path) -> None:
 def test_the_command_prints_both(finished: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["plan", "check", str(finished)])
     assert result.exit_code == 0, result.output
-    [row] = [line.split() for line in result.output.splitlines() if line.startswith("update")]
+    [row] = [line.split() for line in result.output.splitlines() if line.startswith("row_update")]
     document = json.loads((finished / "summary.json").read_text())
     assert float(row[3]) == pytest.approx(1e3 * document["stages_s_by_rank"][0]["table_update"], rel=0.01)
     assert "documented for cpu" in result.output

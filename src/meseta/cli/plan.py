@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meseta.spec import MesetaError
+from meseta.spec.stages import COMPONENTS, LABELS
 from meseta.spec.tiers import MEMORIES
 
 if TYPE_CHECKING:
@@ -176,7 +177,6 @@ def _print_plan(console: Console, planned: Planned, found: list[Reason], num_tab
 
 def _print_ranks(console: Console, planned: Planned) -> None:
     """Milliseconds by component and the most megabytes by tier, of all ranks or of the busiest."""
-    from meseta.planner import COMPONENTS
 
     prediction = planned.prediction
     ranks = sorted(range(prediction.num_ranks), key=lambda rank: -prediction.compute_s[rank])
@@ -184,7 +184,7 @@ def _print_ranks(console: Console, planned: Planned) -> None:
         f"; the {MAX_RANKS} busiest of {len(ranks):,}" if len(ranks) > MAX_RANKS else ""
     )
     tiers = [tier for tier in MEMORIES if prediction.peak_bytes(tier).any()]
-    table = _table(title, ["rank", *COMPONENTS, *(f"{tier} MB" for tier in tiers)])
+    table = _table(title, ["rank", *LABELS.values(), *(f"{tier} MB" for tier in tiers)])
     for rank in sorted(ranks[:MAX_RANKS]):
         times = [f"{1e3 * prediction.seconds[name][rank]:.3g}" for name in COMPONENTS]
         table.add_row(str(rank), *times, *(f"{prediction.peak_bytes(tier)[rank] / 1e6:,.1f}" for tier in tiers))
@@ -210,7 +210,7 @@ def _print_check(names: list[str]) -> None:
     for one in found:
         ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
         times = f"{1e3 * one.predicted_s:.3g}", f"{1e3 * one.measured_s:.3g}", ratio
-        table.add_row(one.component, str(one.rank), *times)
+        table.add_row(LABELS[one.component], str(one.rank), *times)
     console.print(table)
     measured: dict[int, float] = {}
     for one in found:

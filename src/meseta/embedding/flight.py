@@ -12,10 +12,11 @@ from torch import Tensor
 from meseta.comm import BatchSlice
 from meseta.jagged.shapes import Int
 from meseta.spec import MesetaError
+from meseta.spec.stages import StageName
 from meseta.storage import Lease
 
 Stage = Literal["started", "exchanged", "finished", "used", "dropped"]
-Timer = Callable[[str], AbstractContextManager[None]]
+Timer = Callable[[StageName], AbstractContextManager[None]]
 """Called with the name of a stage of a step, and entered while it lasts."""
 AFTER: dict[Stage, str] = {
     "started": "exchange it next",
@@ -27,7 +28,7 @@ AFTER: dict[Stage, str] = {
 """The way on from each stage."""
 
 
-def untimed(stage: str) -> AbstractContextManager[None]:
+def untimed(stage: StageName) -> AbstractContextManager[None]:
     """Nobody times it."""
     return nullcontext()
 

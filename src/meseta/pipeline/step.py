@@ -15,15 +15,15 @@ from torch.nn import functional
 from meseta.comm import World
 from meseta.comm.dense_shards import explain_uncalled
 from meseta.data.batch import Batch
-from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
+from meseta.embedding.base import Collection
 from meseta.embedding.flight import Flight
 from meseta.jagged.shapes import Float
 from meseta.ops.allocator import keep_freed_memory
 from meseta.ops.sums import total
 from meseta.optim.clip import DenseClip
 from meseta.pipeline.micro_batches import split_batch
-from meseta.pipeline.times import StageTimes
 from meseta.spec import MesetaError
+from meseta.telemetry.span import StageTimes
 
 
 @runtime_checkable  # beartype asks for it where the tests check every call
@@ -31,7 +31,7 @@ class Model(Protocol):
     """What a step needs of a model: tables that are looked up first, and a dense part that scores."""
 
     if TYPE_CHECKING:  # a module answers for its parts by __getattr__, which checks at runtime pass by from 3.12 on
-        embeddings: EmbeddingBagCollection | ShardedEmbeddingBagCollection
+        embeddings: Collection[Any]
 
     def score(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B *T"]:
         """Logits from dense inputs and pooled embeddings: [B], or [B, T] for T > 1 tasks."""
@@ -97,7 +97,7 @@ class TrainStep:
         self.task_weights = None if task_weights is None else torch.tensor(task_weights, device=world.device)
         self.clip = clip
         self.accumulate_steps = accumulate_steps
-        self.times = StageTimes(world.device)
+        self.times = StageTimes(torch.cuda.synchronize) if world.device.type == "cuda" else StageTimes()
         if world.device.type == "cpu":
             keep_freed_memory()
 

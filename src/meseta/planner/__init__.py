@@ -2,7 +2,8 @@
 
 from meseta.planner.documented import documented_cost_model
 from meseta.planner.planning import DoesNotFitError, Planned, find_plan, make_plan
-from meseta.planner.predict import COMPONENTS, Prediction, predict
+from meseta.planner.predict import Prediction, predict
+from meseta.spec.stages import COMPONENTS
 
 __all__ = [
     "COMPONENTS",

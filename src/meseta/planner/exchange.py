@@ -12,7 +12,8 @@ from meseta.planner.loads import Indices, Loads
 from meseta.planner.placement import Placement
 from meseta.planner.reuse import Floats
 from meseta.spec import COLUMN_BLOCK, CostModel, Link, Topology
-from meseta.spec.transfer import ROW_STATISTICS, Each, Part, Stage, Transfer, Way
+from meseta.spec.stages import Component
+from meseta.spec.transfer import ROW_STATISTICS, Each, Part, Transfer, Way
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Collective:
     """One collective: what each rank sends to the others and gets from them, in bytes [R]."""
 
     name: str
-    stage: Stage
+    stage: Component
     sent_inside: Floats
     sent_across: Floats
     received_inside: Floats

@@ -16,11 +16,10 @@ from meseta.planner.operators import operator_seconds
 from meseta.planner.placement import Placement
 from meseta.planner.reuse import Floats
 from meseta.spec import CostModel, MesetaError, Plan, Topology, Workload
+from meseta.spec.stages import COMPONENTS, Component
 from meseta.spec.tiers import HBM, Memory
 from meseta.spec.transfer import step_transfers
 
-COMPONENTS = ("input_dist", "lookup", "output_dist", "dense", "backward", "update")
-"""Parts of a step, in their order."""
 COMPUTE = ("lookup", "update")
 """Parts in which ranks do not wait for each other."""
 
@@ -29,7 +28,7 @@ COMPUTE = ("lookup", "update")
 class Prediction:
     """What a plan is predicted to cost."""
 
-    seconds: Mapping[str, Floats]
+    seconds: Mapping[Component, Floats]
     """Of each component on every rank [R]; COMPONENTS are the keys."""
     step_s: float
     """Of a training step: the slowest rank's lookup and update, every collective at its slowest rank, and the dense
@@ -96,7 +95,7 @@ def predict(
     lookup, update = _operators(placement, sharded, replicated, loads, cost_model, topology)
     transfers = step_transfers(workload, plan, plan.num_ranks, topology.devices_per_host)
     exchanged = collectives(transfers, placement, sharded, replicated)
-    seconds = {name: np.zeros(plan.num_ranks) for name in COMPONENTS}
+    seconds: dict[Component, Floats] = {name: np.zeros(plan.num_ranks) for name in COMPONENTS}
     seconds["lookup"], seconds["update"] = lookup, update
     seconds["dense"] = seconds["dense"] + dense_seconds(workload, topology, cost_model)
     step_s = float((lookup + update).max() + seconds["dense"].max())

@@ -32,10 +32,10 @@ from typing import Literal, NamedTuple
 
 from meseta.spec.plan import Plan
 from meseta.spec.shards import SUMMED_IN_HOST
+from meseta.spec.stages import Component
 from meseta.spec.tables import FeatureSpec, TableSpec
 from meseta.spec.workload import DenseExchange, Workload
 
-Stage = Literal["input_dist", "output_dist", "backward", "dense"]
 Way = Literal["owners", "host", "hosts", "columns", "sum", "gather", "host gather", "host scatter", "hosts sum"]
 """Between whom: all ranks and the owner of a piece; an owner and the ranks of its host; a host and the ranks that have
 the same place in the others; the owners of one row's columns. Of what every rank has alike: a sum over all ranks; a
@@ -121,7 +121,7 @@ class Transfer:
 
     name: str
     """What it is called, also where it begins."""
-    stage: Stage
+    stage: Component
     """When it takes place."""
     parts: tuple[Part, ...]
     """Bytes of all `times` together."""

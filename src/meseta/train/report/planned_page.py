@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from meseta.planner import COMPONENTS, Planned
+from meseta.planner import Planned
 from meseta.planner.difference import spans
 from meseta.planner.reasons import Reason
 from meseta.spec.files import write_whole
+from meseta.spec.stages import COMPONENTS, LABELS, Component, stages_of
 from meseta.spec.tiers import DISK, HBM, HOST, MEMORIES, Memory
 from meseta.train.report.chart import row_bars
 from meseta.train.report.document import document
@@ -20,7 +21,6 @@ from meseta.train.report.stages import stage_colour
 
 MAX_DRAWN = 64
 """Ranks that are drawn; of more, those that are busiest."""
-_COLOURS = {"dense": "stage-dense_forward"}
 
 
 def write_planned(planned: Planned, found: Sequence[Reason], path: Path) -> Path:
@@ -57,18 +57,19 @@ def _headline(planned: Planned) -> str:
     return "".join(tag("p", text(line)) for line in lines)
 
 
-def _colour(name: str) -> str:
-    return _COLOURS.get(name) or stage_colour(COMPONENTS, name)
+def _colour(name: Component) -> str:
+    """That of the first stage which a predicted part is made of."""
+    return stage_colour((), stages_of(name)[0])
 
 
 def _legend() -> str:
-    return tag("p", *(tag("span", class_=f"swatch {_colour(name)}") + text(f"{name} ") for name in COMPONENTS))
+    return tag("p", *(tag("span", class_=f"swatch {_colour(name)}") + text(f"{LABELS[name]} ") for name in COMPONENTS))
 
 
 def _times(planned: Planned, ranks: Sequence[int]) -> str:
     seconds = planned.prediction.seconds
     rows = [
-        (f"rank {rank}", [(name, _colour(name), 1e3 * float(seconds[name][rank])) for name in COMPONENTS])
+        (f"rank {rank}", [(LABELS[name], _colour(name), 1e3 * float(seconds[name][rank])) for name in COMPONENTS])
         for rank in ranks
     ]
     return row_bars("Milliseconds of a step by rank and component", rows, "ms")

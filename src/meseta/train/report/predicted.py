@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meseta.spec.stages import COMPONENTS, LABELS, Component, stages_of
 from meseta.train.report.markup import table, tag, text
 from meseta.train.report.record import RunRecord, Summary
 
-STAGES_OF = {
-    "input_dist": ("input_dist",),
-    "lookup": ("lookup",),
-    "output_dist": ("output_dist",),
-    "dense": ("dense_forward", "agree", "backward", "update"),
-    "backward": ("gradient_dist",),
-    "update": ("table_update",),
-}
-"""Timed stages that make up a predicted component."""
 MAX_RANKS = 8
 """Ranks that the page shows; of more, the mean."""
 
@@ -24,7 +16,7 @@ MAX_RANKS = 8
 class Compared:
     """One component on one rank, in seconds per step."""
 
-    component: str
+    component: Component
     rank: int
     predicted_s: float
     measured_s: float
@@ -44,9 +36,9 @@ def compare_predicted(summary: Summary | None) -> list[Compared]:
             component=component,
             rank=rank,
             predicted_s=summary.predicted.seconds.get(component, [0.0] * (rank + 1))[rank],
-            measured_s=sum(stages.get(name, 0.0) for name in names),
+            measured_s=sum(stages.get(name, 0.0) for name in stages_of(component)),
         )
-        for component, names in STAGES_OF.items()
+        for component in COMPONENTS
         for rank, stages in enumerate(summary.stages_s_by_rank)
         if rank < len(summary.predicted.seconds.get(component, summary.stages_s_by_rank))
     ]
@@ -61,11 +53,11 @@ def predicted_section(record: RunRecord) -> str:
     shown = list(range(num_ranks)) if num_ranks <= MAX_RANKS else []
     heads = ["component", *(f"on rank {rank}" for rank in shown), *([] if shown else [f"mean of {num_ranks} ranks"])]
     rows = []
-    for component in STAGES_OF:
+    for component in COMPONENTS:
         own = [one for one in found if one.component == component]
         mean = sum(one.predicted_s for one in own) / num_ranks, sum(one.measured_s for one in own) / num_ranks
         cells = [_cell(one.predicted_s, one.measured_s) for one in own] if shown else [_cell(*mean)]
-        rows.append([text(component), *cells])
+        rows.append([text(LABELS[component]), *cells])
     intro = (
         f"Milliseconds per step, predicted and measured; constants {record.summary.predicted.constants}. Exchanges are "
         "measured with the waiting for the slowest rank; dense holds the sum of gradients over ranks."

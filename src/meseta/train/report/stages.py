@@ -4,24 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meseta.spec.stages import STAGES
 from meseta.train.report.chart import stacked_bars
 from meseta.train.report.figures import count, drawable, share
 from meseta.train.report.lines import TrainLine
 from meseta.train.report.markup import table, tag, text
 from meseta.train.report.record import RunRecord
 
-KNOWN_STAGES = (
-    "data",
-    "copy",
-    "input_dist",
-    "lookup",
-    "output_dist",
-    "dense_forward",
-    "backward",
-    "gradient_dist",
-    "table_update",
-    "update",
-)
+KNOWN_STAGES = tuple(stage.name for stage in STAGES)
 NUM_SPARE_COLOURS = 3
 MAX_BARS = 48
 
