@@ -14,8 +14,8 @@ from data.click_log import DENSE, SPARSE, Oracle, make_lines, write_tsv
 from meseta.data.dataset import DataFile, Dataset, SparseFeature, SparseStatistics, Split
 from meseta.data.describe import Description, describe
 from meseta.data.prepare import PrepareOptions, prepare
+from meseta.report.data_page import data_page
 from meseta.spec import MesetaError, Reuse
-from meseta.train.report.data_page import data_page
 
 TRAIN, TEST = make_lines(700, seed=1, num_values=400), make_lines(300, seed=2, num_values=400)
 TABLE_ROWS = 1000

@@ -20,8 +20,8 @@ from meseta.data.check import check
 from meseta.data.describe import describe
 from meseta.data.encoding import other_rows
 from meseta.data.prepare import PrepareOptions, for_training, load_prepared, prepare
+from meseta.report.data_page import data_page
 from meseta.spec import MesetaError
-from meseta.train.report.data_page import data_page
 
 SPLITS = ("train", "valid", "test")
 

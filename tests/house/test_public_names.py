@@ -48,7 +48,7 @@ PUBLIC = {
         Segment TaskWindows auc base_rate_entropy binned_auc calibration compute_metrics grouped_auc grouped_ndcg
         logloss normalized_entropy pr_auc reliability_curve segments_of task_figures
     """,
-    "meseta.train.report": "write_report",
+    "meseta.report": "write_report",
     "meseta.train.verify": "Mismatch Verification compare record",
 }
 

@@ -13,11 +13,11 @@ import yaml
 from typer.testing import CliRunner
 
 from meseta.cli.main import app
+from meseta.report.comparison import compare_runs, speed_ratio
+from meseta.report.comparison_page import write_comparison
+from meseta.report.differences import Difference, grouped
 from meseta.spec import MesetaError
-from meseta.train.report.comparison import compare_runs, speed_ratio
-from meseta.train.report.comparison_page import write_comparison
-from meseta.train.report.differences import Difference, grouped
-from meseta.train.report.figures import signed
+from meseta.telemetry.shown import signed
 
 HOSTILE = "<script>x</script>"
 

@@ -10,13 +10,13 @@ import pytest
 
 from meseta.config import RunConfig, ScheduleConfig, TrainConfig, check_document
 from meseta.spec import MesetaError
+from meseta.spec.splits import choosing_split, note_flattered
 from meseta.train.decisions import (
     Decisions,
     Plateau,
     chosen_by_evaluations,
     is_evaluation_due,
 )
-from meseta.train.splits import choosing_split, note_flattered
 
 
 def config(**train: Any) -> RunConfig:

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from meseta.cli.main import app
+from meseta.report.predicted import compare_predicted
+from meseta.report.record import read_run
 from meseta.spec.stages import COMPONENTS, stages_of
-from meseta.train.report.predicted import compare_predicted
-from meseta.train.report.record import read_run
 from small_run import settings, train
 
 

@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from meseta.report import write_report
+from meseta.report.axis import make_axis
+from meseta.report.plan_picture import pieces_by_rank, squarify
+from meseta.report.record import PlanRecord, read_run
 from meseta.spec import MesetaError, Plan, TableSpec
+from meseta.telemetry.shown import byte_size, duration, share, short
 from meseta.train.metrics import compute_metrics
-from meseta.train.report import write_report
-from meseta.train.report.axis import make_axis
-from meseta.train.report.figures import duration, num_bytes, share, short
-from meseta.train.report.plan_picture import pieces_by_rank, squarify
-from meseta.train.report.record import PlanRecord, read_run
 
 SECTIONS = ["Curves", "Evaluation", "Plan", "Step time", "Data", "Config", "Environment"]
 FILES = ["config.yaml", "dataset.json", "plan.json", "environment.json", "metrics.jsonl", "summary.json"]
@@ -427,7 +427,7 @@ def test_figures() -> None:
     assert make_axis([0.781, 0.842], 0, 1).labels == ("0.78", "0.80", "0.82", "0.84", "0.86")
     assert make_axis([0, 2_048_000], 0, 1, widen=False).labels == ("0", "1M", "2M")
     assert (short(41_300), short(999_950), short(0.0123), short(None)) == ("41.3k", "1M", "0.0123", "–")
-    assert (num_bytes(512), num_bytes(1.2 * 2**30), num_bytes(1_007 * 2**20)) == ("512 B", "1.20 GiB", "1,007 MiB")
+    assert (byte_size(512), byte_size(1.2e9), byte_size(9.997e8)) == ("512 B", "1.20 GB", "1,000 MB")
     assert (duration(3.21), duration(151.2), duration(18_720)) == ("3.21 s", "2 min 31 s", "5 h 12 min")
     assert (share(0.256), share(0.0312), share(0.0)) == ("26%", "3.1%", "0%")
 

@@ -35,7 +35,7 @@ def list_them(
     from meseta.checkpoint.directory import strangers
     from meseta.checkpoint.listing import checkpoints_of
     from meseta.spec.urls import is_url
-    from meseta.train.report.figures import num_bytes
+    from meseta.telemetry.shown import byte_size
 
     if is_url(path):
         _list_mirror(path, as_json)
@@ -50,7 +50,7 @@ def list_them(
         else:
             s = listed.summary
             typer.echo(
-                f"{s.path}  {_when(s)}  {num_bytes(s.num_bytes)}  {len(s.tables)} tables  model {s.checksum[:16]}"
+                f"{s.path}  {_when(s)}  {byte_size(s.num_bytes)}  {len(s.tables)} tables  model {s.checksum[:16]}"
             )
     for path_of_another in () if as_json else strangers(checkpoints_of(path)):
         typer.echo(f"{path_of_another}  no checkpoint")
@@ -62,7 +62,7 @@ def _list_mirror(url: str, as_json: bool) -> None:
     """What is whole there, by manifests alone."""
     from meseta.checkpoint import Mirror
     from meseta.checkpoint.mirror import mirrored_bytes
-    from meseta.train.report.figures import num_bytes
+    from meseta.telemetry.shown import byte_size
 
     mirror = Mirror(url)
     lines = [
@@ -80,7 +80,7 @@ def _list_mirror(url: str, as_json: bool) -> None:
         if line["problem"]:
             typer.echo(f"{line['path']}  damaged: {line['problem']}")
         else:
-            typer.echo(f"{line['path']}  {num_bytes(line['num_bytes'])}  model {line['checksum'][:16]}")
+            typer.echo(f"{line['path']}  {byte_size(line['num_bytes'])}  model {line['checksum'][:16]}")
     if any(line["problem"] for line in lines):
         raise typer.Exit(1)
 
@@ -103,7 +103,7 @@ def _found(path: str) -> Iterator[Path]:
 def inspect(path: AnyPath, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """What a checkpoint holds: its tables with rows, types, optimizers and sizes, and the position in the data."""
     from meseta.checkpoint import summarize
-    from meseta.train.report.figures import num_bytes
+    from meseta.telemetry.shown import byte_size
 
     with _found(path) as found:
         summary = summarize(found)
@@ -119,9 +119,9 @@ def inspect(path: AnyPath, as_json: Annotated[bool, typer.Option("--json", help=
     for name in ("table", "rows", "dim", "type", "optimizer", "states", "size"):
         shown.add_column(name, justify="right" if name in ("rows", "dim", "size") else "left", no_wrap=name != "states")
     for t in summary.tables:
-        states, size = ", ".join(t.states), num_bytes(t.num_bytes)
+        states, size = ", ".join(t.states), byte_size(t.num_bytes)
         shown.add_row(t.name, f"{t.num_embeddings:,}", str(t.embedding_dim), t.dtype, t.optimizer, states, size)
-    shown.add_row("dense tensors", "", "", "", "", "", num_bytes(summary.dense_bytes))
+    shown.add_row("dense tensors", "", "", "", "", "", byte_size(summary.dense_bytes))
     Console().print(shown)
     typer.echo(f"in the data: {json.dumps(summary.reader)}")
 
@@ -131,13 +131,13 @@ def verify(path: AnyPath) -> None:
     """Read every byte of a checkpoint and check its checksums; exit code 1, naming the file, if one differs."""
     from meseta.checkpoint import summarize
     from meseta.checkpoint import verify as check
-    from meseta.train.report.figures import num_bytes
+    from meseta.telemetry.shown import byte_size
 
     with _found(path) as found:
         summary, start_s = summarize(found), time.perf_counter()
         checksum = check(found)
     rate = summary.num_bytes / (time.perf_counter() - start_s) / 1e6
-    typer.echo(f"{found}: whole, {num_bytes(summary.num_bytes)} read, {rate:,.0f} MB/s, model {checksum}")
+    typer.echo(f"{found}: whole, {byte_size(summary.num_bytes)} read, {rate:,.0f} MB/s, model {checksum}")
 
 
 @app.command()
@@ -180,8 +180,8 @@ def export_it(
     from meseta.checkpoint import export, summarize
     from meseta.checkpoint.exporting import FORMATS
     from meseta.spec import MesetaError
+    from meseta.telemetry.shown import byte_size
     from meseta.train.dense_export import DENSE_FORMATS, export_dense
-    from meseta.train.report.figures import num_bytes
 
     known, programs = [f for f in FORMATS if f == form], [f for f in DENSE_FORMATS if f == form]
     if not (known or programs):
@@ -196,7 +196,7 @@ def export_it(
             total = sum(t.num_embeddings for t in summarize(found).tables)
             with _progress(None if table else total) as on_rows:
                 files = export(found, out, known[0], tables=table or ("*",), states=states, on_rows=on_rows)
-    typer.echo(f"{out}: {len(files)} files, {num_bytes(sum(file.stat().st_size for file in files))}")
+    typer.echo(f"{out}: {len(files)} files, {byte_size(sum(file.stat().st_size for file in files))}")
 
 
 @app.command(name="import")

@@ -86,8 +86,8 @@ def stats(
     from meseta.data.check import STATISTICS_PAGE
     from meseta.data.dataset import Dataset
     from meseta.data.describe import describe
+    from meseta.report.data_page import data_page
     from meseta.spec.files import write_whole
-    from meseta.train.report.data_page import data_page
 
     dataset = Dataset.load(path)
     with _progress_bar("count", sum(split.num_rows for split in dataset.splits.values())) as on_rows:
@@ -104,7 +104,7 @@ def stats(
 
 def _print_description(description: Description) -> None:
     """A table for the splits, one for the dense and one for the sparse features."""
-    from meseta.train.report.figures import share, short
+    from meseta.telemetry.shown import share, short
 
     rows = [
         [name, f"{s.num_rows:,}", *(f"{v:,.0f} ({v / max(s.num_rows, 1):.2%})" for v in s.labels.values())]

@@ -68,7 +68,7 @@ def plan(
         planned.plan.save(out)
     found = reasons(planned)
     if html is not None:
-        from meseta.train.report.planned_page import write_planned
+        from meseta.report.planned_page import write_planned
 
         write_planned(planned, found, html)
     _print_plan(console, planned, found, MAX_TABLES if not all_tables else len(found))
@@ -193,8 +193,8 @@ def _print_ranks(console: Console, planned: Planned) -> None:
 
 def _print_check(names: list[str]) -> None:
     """Predicted and measured milliseconds of a run, by component and rank."""
-    from meseta.train.report.predicted import compare_predicted
-    from meseta.train.report.record import read_run
+    from meseta.report.predicted import compare_predicted
+    from meseta.report.record import read_run
 
     if len(names) != 1:
         raise MesetaError(f"plan check: name the folder of one run, got {len(names)} names")

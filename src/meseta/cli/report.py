@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from meseta.train.report.comparison import Comparison
+    from meseta.report.comparison import Comparison
 
 MAX_CHANGES = 6
 """Differences of one run that the terminal shows; the page has them all."""
@@ -26,12 +26,12 @@ def report(
 ) -> None:
     """Write a page about a run and print its path; lay several runs side by side, on a page and in short here."""
     if len(run_dirs) == 1 and not as_json:
-        from meseta.train.report import write_report
+        from meseta.report import write_report
 
         typer.echo(write_report(run_dirs[0], out))
         return
-    from meseta.train.report.comparison import compare_runs
-    from meseta.train.report.comparison_page import write_comparison
+    from meseta.report.comparison import compare_runs
+    from meseta.report.comparison_page import write_comparison
 
     comparison = compare_runs(run_dirs)
     if as_json:
@@ -49,9 +49,9 @@ def _print(comparison: Comparison) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from meseta.train.report.comparison import speed_ratio
-    from meseta.train.report.differences import grouped
-    from meseta.train.report.figures import ABSENT, count, fixed, short, signed
+    from meseta.report.comparison import speed_ratio
+    from meseta.report.differences import grouped
+    from meseta.telemetry.shown import ABSENT, count, fixed, short, signed
 
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:

@@ -13,7 +13,7 @@ import typer
 from meseta.cli.launch import StopSignals
 from meseta.cli.processes import start_command
 from meseta.spec import MesetaError
-from meseta.train.splits import TEST
+from meseta.spec.splits import TEST
 
 if TYPE_CHECKING:
     from meseta.train.sweep import Result, Sweep, Trial
@@ -50,7 +50,7 @@ def sweep(
     nproc: Annotated[int, typer.Option(min=1, help="Ranks of each trial.")] = 1,
 ) -> None:
     """Train once per combination of settings and rank the runs; started again, keep what is finished and go on."""
-    from meseta.train.splits import note_flattered
+    from meseta.spec.splits import note_flattered
     from meseta.train.sweep import Result, draws, grid, open_sweep, parse_space, rank, write_page, write_tables
 
     if by_chance != (trials is not None):

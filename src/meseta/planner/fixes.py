@@ -16,6 +16,7 @@ from meseta.planner.sizes import cell_bytes
 from meseta.spec import CostModel, MesetaError, ShardingType, TableSpec, Topology, Workload
 from meseta.spec.constraints import Constraints, TableRule
 from meseta.spec.tables import TableDtype
+from meseta.telemetry.shown import byte_size
 
 MAX_FACTOR = 16
 """So many times as many hosts, or as much memory, as the bytes of the tables ask for are tried at most."""
@@ -55,24 +56,24 @@ def too_much(problem: Problem) -> str:
     parts = []
     if least.sum() > room:
         parts.append(
-            f"the tables take at least {_bytes(least.sum())} with optimizer state and exchange buffers, but the "
-            f"machines have room for {_bytes(room)}: {_bytes(least.sum() - room)} too much"
+            f"the tables take at least {byte_size(least.sum())} with optimizer state and exchange buffers, but the "
+            f"machines have room for {byte_size(room)}: {byte_size(least.sum() - room)} too much"
         )
     stuck = _stuck(problem, menu)
     if stuck:
-        worst = ", ".join(f"{name!r} {_bytes(size)}" for name, size in stuck[:3])
+        worst = ", ".join(f"{name!r} {byte_size(size)}" for name, size in stuck[:3])
         more = f" and {len(stuck) - 3} more" * (len(stuck) > 3)
         parts.append(
             f"the smallest piece that constraints leave of {worst}{more} is larger than the room of a device, "
-            f"{_bytes(room_of_one)}"
+            f"{byte_size(room_of_one)}"
         )
     if not parts:
         parts.append(
-            f"the tables take {_bytes(least.sum())} of the {_bytes(room)} that the machines have room for, but no way "
-            "to place them keeps to the room of every rank and to the constraints"
+            f"the tables take {byte_size(least.sum())} of the {byte_size(room)} that the machines have room for, but "
+            "no way to place them keeps to the room of every rank and to the constraints"
         )
     order = np.argsort(-least, kind="stable")[:3]
-    names = ", ".join(f"{problem.workload.tables[problem.units[u][0]].name!r} {_bytes(least[u])}" for u in order)
+    names = ", ".join(f"{problem.workload.tables[problem.units[u][0]].name!r} {byte_size(least[u])}" for u in order)
     return f"planner: nothing fits: {'; '.join(parts)}; the largest are {names}"
 
 
@@ -237,7 +238,12 @@ def _more_machines(task: Task) -> Iterator[tuple[bool, str, Task]]:
     count = _least_doubling(dram, max(missing // unit, 1))
     if count is not None:
         changed = dram(count)
-        yield True, f"give tables {_bytes(changed.topology.host_bytes or 0)} of DRAM on each host (host_bytes)", changed
+        host_bytes = changed.topology.host_bytes or 0
+        yield (
+            True,
+            f"give tables {byte_size(host_bytes)} of DRAM on each host (host_bytes)",
+            changed,
+        )
 
 
 def _least_doubling(change: Callable[[int], Task], start: int) -> int | None:
@@ -255,11 +261,3 @@ def _least_doubling(change: Callable[[int], Task], start: int) -> int | None:
 def _names(tables: Sequence[TableSpec]) -> str:
     shown = ", ".join(repr(table.name) for table in tables[:3])
     return shown + f" and {len(tables) - 3} more" * (len(tables) > 3)
-
-
-def _bytes(value: int | float) -> str:
-    """With a unit that leaves three digits."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if value >= factor:
-            return f"{value / factor:,.3g} {unit}" if value < 1e15 else f"{value / factor:,.0f} {unit}"
-    return f"{value:,.0f} bytes"

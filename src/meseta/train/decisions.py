@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from meseta.config import RunConfig, ScheduleConfig, TrainConfig
-from meseta.train.splits import TEST, choosing_split
+from meseta.spec.splits import TEST, choosing_split
 from meseta.train.stopping import BestSoFar
 
 if TYPE_CHECKING:

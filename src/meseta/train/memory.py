@@ -17,8 +17,8 @@ from meseta.data.dataset import Dataset
 from meseta.measure.doctor.system import System, free_memory_bytes, read_limits
 from meseta.planner.memory import DENSE_COPIES, SORT_BYTES, replica_bytes, rows_and_state
 from meseta.spec import MesetaError, OptimizerSpec, Plan, TableSpec
+from meseta.telemetry.shown import byte_size
 from meseta.train.outline import score_bytes, step_bytes
-from meseta.train.report.figures import num_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class MemoryNeed:
         return sum(asdict(self).values())
 
     def __str__(self) -> str:
-        parts = [f"{name.replace('_', ' ')} {num_bytes(value)}" for name, value in asdict(self).items()]
+        parts = [f"{name.replace('_', ' ')} {byte_size(value)}" for name, value in asdict(self).items()]
         return ", ".join(parts)
 
 
@@ -124,12 +124,12 @@ def check_memory(
     if known is not None and total > known:
         largest = max(tables.values(), key=lambda table: table.num_embeddings * table.embedding_dim)
         ways = [
-            f"{change} needs {num_bytes(total - saved * len(together))}"
+            f"{change} needs {byte_size(total - saved * len(together))}"
             for change, saved in _savings(predict, tables)
-            if num_bytes(total - saved * len(together)) != num_bytes(total)
+            if byte_size(total - saved * len(together)) != byte_size(total)
         ]
         problem = MesetaError(
-            f"this run needs {num_bytes(total)} of memory on {host!r}, and {num_bytes(known)} are free "
+            f"this run needs {byte_size(total)} of memory on {host!r}, and {byte_size(known)} are free "
             f"({len(together)} ranks there; rank {world.rank} holds: {need}; the largest table is {largest.name!r}, "
             f"{largest.num_embeddings:,} x {largest.embedding_dim}{_largest_parameter(outline)}). "
             f"{'; '.join([*ways, 'or ' * bool(ways) + _OTHER_WAYS])}"

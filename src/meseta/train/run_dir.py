@@ -24,8 +24,8 @@ from meseta.spec import MesetaError
 from meseta.spec.files import append_whole, json_text, parse_json, read_bounded
 from meseta.spec.launched import note
 from meseta.spec.processors import num_cores, this_processor
+from meseta.telemetry.lines import METRICS_NAME, EvalLine, MetricsLine, TrainLine, read_lines, told_spoiled
 from meseta.train.lock import FolderLock
-from meseta.train.report.lines import METRICS_NAME, EvalLine, MetricsLine, TrainLine, read_lines, told_spoiled
 
 TRIALS = "trials"
 """Folder of short runs before a run, see meseta.train.trials."""

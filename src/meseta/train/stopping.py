@@ -8,8 +8,8 @@ from typing import Any
 
 from meseta.config import EarlyStoppingConfig
 from meseta.data.dataset import Dataset
+from meseta.report.metrics import RISING
 from meseta.spec import MesetaError, nearest
-from meseta.train.report.metrics import RISING
 
 _GROUPED = {"gauc", "ndcg"}
 

@@ -19,12 +19,12 @@ import yaml
 from meseta.config import RunConfig, check_document, read_document
 from meseta.data.dataset import Dataset
 from meseta.data.encoding import Encoding, difference, other_rows
+from meseta.report.metrics import RISING
 from meseta.spec import MesetaError
 from meseta.spec.documents import parse_yaml
 from meseta.spec.files import parse_json, read_bounded, write_whole
 from meseta.spec.own_code import say_own
-from meseta.train.report.metrics import RISING
-from meseta.train.splits import EVALUATED, TEST, VALID, choosing_split
+from meseta.spec.splits import EVALUATED, TEST, VALID, choosing_split
 
 FORMAT = "meseta.sweep/1"
 METRICS = ("ne", "auc", "logloss", "pr_auc")
@@ -355,8 +355,8 @@ def write_tables(sweep: Sweep, ranked: Sequence[Result]) -> None:
 
 def write_page(sweep: Sweep, ranked: Sequence[Result]) -> Path | None:
     """comparison.html: the best finished trials side by side; None where none is finished."""
-    from meseta.train.report.comparison import compare_runs
-    from meseta.train.report.comparison_page import write_comparison
+    from meseta.report.comparison import compare_runs
+    from meseta.report.comparison_page import write_comparison
 
     finished = [result.trial.run_dir for result in ranked if result.summary is not None]
     if not finished:

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from meseta.spec import MesetaError
 from meseta.spec.files import append_whole
-from meseta.train.splits import VALID
+from meseta.spec.splits import VALID
 
 _PLACES = ("kind", "step", "split")
 """Keys of a line that say where its figures belong."""

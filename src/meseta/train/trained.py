@@ -19,11 +19,11 @@ from meseta.data.new_rows import NewRows
 from meseta.data.reader import Reader, ReaderOptions
 from meseta.data.selection import calibration_shift
 from meseta.spec import MesetaError
+from meseta.spec.splits import TEST, choosing_split
 from meseta.train.build import make_sharded_model
 from meseta.train.precision import note_bfloat16
 from meseta.train.run_dir import RunDir
 from meseta.train.session import session
-from meseta.train.splits import TEST, choosing_split
 from meseta.train.state import restore
 from meseta.train.stopping import BestSoFar
 from meseta.train.trained_on import check_encoding, open_dataset

@@ -25,19 +25,19 @@ from meseta.optim.clip import DenseClip
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import Step, TrainStep
 from meseta.pipeline.step import NonFiniteLoss
+from meseta.report import write_report
 from meseta.spec import MesetaError
+from meseta.spec.splits import TEST
 from meseta.train.build import make_reader, make_sharded_model, set_learning_rates, task_weights
 from meseta.train.decisions import Decisions, chosen_by_evaluations, is_evaluation_due
 from meseta.train.evaluate import check_segments, evaluate
 from meseta.train.planning import predict_run
 from meseta.train.precision import STATE, note_bfloat16, settle_dense_dtype
 from meseta.train.progress import TrainProgress
-from meseta.train.report import write_report
 from meseta.train.resuming import Over, check_best, check_model, meet_changes
 from meseta.train.run_dir import RunDir
 from meseta.train.running import RunningFigures
 from meseta.train.saving import Saver
-from meseta.train.splits import TEST
 from meseta.train.state import (
     dense_tensors,
     ids_outside,

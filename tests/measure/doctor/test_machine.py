@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from meseta.measure.doctor import machine
-from meseta.measure.doctor.finding import Finding, note, problem, size
+from meseta.measure.doctor.finding import Finding, note, problem
 from meseta.measure.doctor.system import Limits, System, read_limits
 from meseta.spec.waiting import WAITING
+from meseta.telemetry.shown import byte_size
 
 Make = Callable[[dict[str, str]], System]
 NO_LIMITS = Limits(None, None, None)
@@ -40,10 +41,10 @@ def test_a_problem_has_a_way_out_and_findings_are_frozen() -> None:
 
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
-    [(0, "0 MB"), (512_000_000, "512 MB"), (24_680_000_000, "24.7 GB"), (3_200_000_000_000, "3.2 TB")],
+    [(0, "0 B"), (512_000_000, "512 MB"), (24_680_000_000, "24.7 GB"), (3_200_000_000_000, "3.20 TB")],
 )
 def test_sizes(num_bytes: int, text: str) -> None:
-    assert size(num_bytes) == text
+    assert byte_size(num_bytes) == text
 
 
 def test_no_groups_no_limits(make: Make) -> None:
@@ -146,8 +147,8 @@ def test_cores() -> None:
 @pytest.mark.parametrize(
     ("limits", "state", "text"),
     [
-        (NO_LIMITS, "ok", "8.2 GB free of 16.4 GB, no control group limits it"),
-        (Limits(None, 4_000_000_000, 3_000_000_000), "ok", "3.0 GB free of the 4.0 GB that a control group grants"),
+        (NO_LIMITS, "ok", "8.19 GB free of 16.4 GB, no control group limits it"),
+        (Limits(None, 4_000_000_000, 3_000_000_000), "ok", "3.00 GB free of the 4.00 GB that a control group grants"),
         (Limits(None, 4_000_000_000, 1_000_000_000), "note", "small tables only"),
         (Limits(None, 400_000_000, 100_000_000), "problem", "100 MB free of the 400 MB"),
     ],

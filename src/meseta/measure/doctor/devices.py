@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meseta.measure.doctor.finding import Finding, note, ok, problem, size
+from meseta.measure.doctor.finding import Finding, note, ok, problem
 from meseta.measure.doctor.packages import Installed
 from meseta.measure.doctor.probe import WITHOUT_TORCH
 from meseta.measure.doctor.system import System
+from meseta.telemetry.shown import byte_size
 
 Fact = Mapping[str, Any]
 
@@ -46,7 +47,7 @@ def check_gpu(fact: Fact, torch: Fact, system: System) -> Finding:
         way = "set device=cpu to train without; else bring driver and torch together: a newer driver, or a torch for "
         return problem("GPU", f"a GPU does not work: {text}", way + "the CUDA version that nvidia-smi shows", **figures)
     if devices := fact["devices"]:
-        each = (f"{d['name']}, {size(d['free_bytes'])} free of {size(d['total_bytes'])}" for d in devices)
+        each = (f"{d['name']}, {byte_size(d['free_bytes'])} free of {byte_size(d['total_bytes'])}" for d in devices)
         text = "; ".join(f"{index}: {device}" for index, device in enumerate(each))
         return ok("GPU", text + (f"; driver {driver}" if driver else ""), **figures)
     if driver is None:

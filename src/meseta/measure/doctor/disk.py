@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from meseta.measure.doctor.finding import Finding, note, ok, problem, size
+from meseta.measure.doctor.finding import Finding, note, ok, problem
 from meseta.measure.doctor.system import System
+from meseta.telemetry.shown import byte_size
 
 BLOCK_BYTES = 4 << 20
 FIRST_BYTES = 2 * BLOCK_BYTES
@@ -88,7 +89,7 @@ def check_disk(folder: Path, system: System) -> Finding:
         free = shutil.disk_usage(folder).free
         kind = _file_system(folder, system)
         figures |= {"free_bytes": free, "file_system": kind}
-        text = f"{path}{f' ({kind})' if kind else ''}: {size(free)} free"
+        text = f"{path}{f' ({kind})' if kind else ''}: {byte_size(free)} free"
         if free < FULL_BYTES:
             return problem("disk", text, f"delete what is not needed, or {elsewhere}", **figures)
         speed = measure(folder, min(MOST_BYTES, free // 4))

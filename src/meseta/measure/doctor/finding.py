@@ -46,11 +46,3 @@ def note(topic: str, text: str, way_out: str = "", **figures: Any) -> Finding:
 def problem(topic: str, text: str, way_out: str, **figures: Any) -> Finding:
     """Training, or a part of it, will fail."""
     return Finding(topic, "problem", text, way_out, figures)
-
-
-def size(num_bytes: int) -> str:
-    """'24.7 GB', '310 MB'."""
-    for unit, name in ((1e12, "TB"), (1e9, "GB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:,.1f} {name}"
-    return f"{num_bytes / 1e6:,.0f} MB"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meseta.measure.doctor.finding import Finding, note, ok, problem, size
+from meseta.measure.doctor.finding import Finding, note, ok, problem
 from meseta.measure.doctor.system import Limits, System, free_memory_bytes
 from meseta.spec.processors import this_processor
 from meseta.spec.waiting import CHOICES, is_ours, spins
+from meseta.telemetry.shown import byte_size
 
 LITTLE_MEMORY_BYTES = 2_000_000_000
 NO_MEMORY_BYTES = 300_000_000
@@ -93,9 +94,10 @@ def check_memory(system: System, limits: Limits) -> Finding:
     total, free = system.bytes_of("proc/meminfo", "MemTotal"), free_memory_bytes(system, limits)
     if total is None or free is None:
         return note("memory", "the kernel does not tell how much there is")
-    text = f"{size(free)} free of {size(total)}"
+    text = f"{byte_size(free)} free of {byte_size(total)}"
     if limits.memory_bytes is not None and limits.memory_free_bytes is not None:
-        text = f"{size(free)} free of the {size(limits.memory_bytes)} that a control group grants, of {size(total)}"
+        granted = byte_size(limits.memory_bytes)
+        text = f"{byte_size(free)} free of the {granted} that a control group grants, of {byte_size(total)}"
     else:
         text += ", no control group limits it"
     figures: dict[str, Any] = {"total_bytes": total, "free_bytes": free, "cgroup_bytes": limits.memory_bytes}
@@ -135,8 +137,8 @@ def check_shared_memory(num_bytes: int | None) -> Finding:
     if num_bytes is None:
         return note("shared memory", f"no /dev/shm; {users}", way, bytes=None)
     if num_bytes < LITTLE_SHARED_BYTES:
-        return note("shared memory", f"{size(num_bytes)}; {users}", way, bytes=num_bytes)
-    return ok("shared memory", size(num_bytes), bytes=num_bytes)
+        return note("shared memory", f"{byte_size(num_bytes)}; {users}", way, bytes=num_bytes)
+    return ok("shared memory", byte_size(num_bytes), bytes=num_bytes)
 
 
 def check_open_files(soft: int, hard: int) -> Finding:

@@ -1,5 +1,5 @@
 """Self-contained HTML pages about one run, or several side by side, made from the files of their directories alone."""
 
-from meseta.train.report.page import write_report
+from meseta.report.page import write_report
 
 __all__ = ["write_report"]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meseta.train.report.markup import Number
+from meseta.report.markup import Number
 
 
 @dataclass(frozen=True, kw_only=True)

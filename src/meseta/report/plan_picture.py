@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meseta.report.markup import label, picture, tag, text
+from meseta.report.record import PlanRecord, PlanShard, RunRecord
 from meseta.spec import ShardingType
 from meseta.spec.tables import VALUE_BYTES
-from meseta.train.report.figures import count, num_bytes, plural
-from meseta.train.report.markup import label, picture, tag, text
-from meseta.train.report.record import PlanRecord, PlanShard, RunRecord
+from meseta.telemetry.shown import byte_size, count, plural
 
 MAX_HEIGHT = 300.0
 MIN_BOX_AREA = 300.0  # smaller boxes could be neither labelled nor hovered over
@@ -45,7 +45,7 @@ def plan_section(record: RunRecord) -> str:
     mean = sum(totals) / len(totals)
     balance = f"; the fullest holds {max(totals) / mean:.2f} times the mean" if plan.num_ranks > 1 else ""
     intro = (
-        f"{plural(len(plan.tables), 'table')} on {plural(plan.num_ranks, 'rank')}, {num_bytes(sum(totals))} of "
+        f"{plural(len(plan.tables), 'table')} on {plural(plan.num_ranks, 'rank')}, {byte_size(sum(totals))} of "
         f"{dtype} rows in all, optimizer state apart{balance}. Areas are in proportion to bytes."
     )
     return tag("p", text(intro)) + _legend(plan, held) + _columns(held, totals)
@@ -133,7 +133,7 @@ def _legend(plan: PlanRecord, held: dict[int, list[Piece]]) -> str:
             held_bytes[piece.sharding] += piece.num_bytes
     items = []
     for name in sorted(num_tables, key=lambda name: -held_bytes[name]):
-        facts = f"{plural(num_tables[name], 'table')}, {num_bytes(held_bytes[name])}"
+        facts = f"{plural(num_tables[name], 'table')}, {byte_size(held_bytes[name])}"
         if cost[name]:
             facts += f", {1e3 * cost[name]:.3g} ms of a step predicted, over all ranks"
         swatch = tag("span", class_=f"swatch {_colour(name)}")
@@ -148,7 +148,7 @@ def _columns(held: dict[int, list[Piece]], totals: list[int]) -> str:
     area_per_byte = width * MAX_HEIGHT / max(totals)
     figures = []
     for rank, total in enumerate(totals):
-        caption = tag("figcaption", tag("b", text(f"rank {rank}")), " ", text(num_bytes(total)))
+        caption = tag("figcaption", tag("b", text(f"rank {rank}")), " ", text(byte_size(total)))
         figures.append(tag("figure", caption, _column(rank, held[rank], width, area_per_byte)))
     if num_ranks == 1:
         return tag("div", *figures, class_="ranks scroll")
@@ -174,7 +174,7 @@ def _column(rank: int, pieces: Sequence[Piece], width: float, area_per_byte: flo
         _box(
             boxes[i],
             _colour(p.sharding),
-            [p.table, p.size if p.part == "whole" else p.part, num_bytes(p.num_bytes)],
+            [p.table, p.size if p.part == "whole" else p.part, byte_size(p.num_bytes)],
             _hover(p),
         )
         for i, p in enumerate(shown)
@@ -183,7 +183,7 @@ def _column(rank: int, pieces: Sequence[Piece], width: float, area_per_byte: flo
     if others:
         schemes = {p.sharding for p in others}
         colour = _colour(schemes.pop()) if len(schemes) == 1 else "others"
-        summary = f"{plural(len(others), 'other')}, {num_bytes(sum(p.num_bytes for p in others))}"
+        summary = f"{plural(len(others), 'other')}, {byte_size(sum(p.num_bytes for p in others))}"
         if has_box:
             marks.append(_box(boxes[-1], colour, [plural(len(others), "other")], f"{summary}\n{_names(others)}"))
         note = tag("p", text(f"and {summary}"), class_="note", title=_names(others))
@@ -192,11 +192,11 @@ def _column(rank: int, pieces: Sequence[Piece], width: float, area_per_byte: flo
 
 
 def _hover(piece: Piece) -> str:
-    return f"{piece.table}\n{piece.sharding}, {piece.part}\n{piece.size}\n{num_bytes(piece.num_bytes)}"
+    return f"{piece.table}\n{piece.sharding}, {piece.part}\n{piece.size}\n{byte_size(piece.num_bytes)}"
 
 
 def _names(pieces: Sequence[Piece]) -> str:
-    lines = [f"{p.table}: {p.size}, {num_bytes(p.num_bytes)}, {p.sharding}" for p in pieces[:MAX_NAMED]]
+    lines = [f"{p.table}: {p.size}, {byte_size(p.num_bytes)}, {p.sharding}" for p in pieces[:MAX_NAMED]]
     return "\n".join(lines + [f"and {len(pieces) - MAX_NAMED} more"] * (len(pieces) > MAX_NAMED))
 
 

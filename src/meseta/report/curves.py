@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meseta.train.report.chart import Series, line_chart
-from meseta.train.report.figures import drawable
-from meseta.train.report.lines import EvalLine, TrainLine
-from meseta.train.report.markup import tag, text
-from meseta.train.report.metrics import Metric
-from meseta.train.report.record import RunRecord
-from meseta.train.splits import TEST
+from meseta.report.chart import Series, line_chart
+from meseta.report.markup import tag, text
+from meseta.report.metrics import Metric
+from meseta.report.record import RunRecord
+from meseta.spec.splits import TEST
+from meseta.telemetry.lines import EvalLine, TrainLine
+from meseta.telemetry.shown import drawable
 
 
 @dataclass(frozen=True, kw_only=True)

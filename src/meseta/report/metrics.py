@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from meseta.train.report.figures import drawable
-from meseta.train.report.lines import Figures
+from meseta.telemetry.lines import Figures
+from meseta.telemetry.shown import drawable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from meseta.train.report.figures import ABSENT, count
-from meseta.train.report.record import RunRecord, flatten
+from meseta.report.record import RunRecord, flatten
+from meseta.telemetry.shown import ABSENT, count
 
 
 @dataclass(frozen=True, kw_only=True)

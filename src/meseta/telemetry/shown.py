@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from meseta.train.report.markup import Number
+Number = int | float
+"""A quantity to show: counts are whole, coordinates and metrics are not."""
 
 ABSENT = "–"
 
@@ -36,11 +37,11 @@ def fixed(value: Number | None, decimals: int = 4) -> str:
     return f"{value:.{decimals}f}" if abs(value) < 1e6 else f"{value:.{decimals}g}"
 
 
-def num_bytes(value: Number) -> str:
-    """Binary units with three significant digits: 1.20 GiB."""
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if value >= 1024**power:
-            scaled = value / 1024**power
+def byte_size(value: Number) -> str:
+    """Decimal units, as disks and devices are sold, with three significant digits: 1.20 GB."""
+    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if value >= factor:
+            scaled = value / factor
             return f"{scaled:,.0f} {unit}" if scaled >= 999.5 else f"{scaled:#.3g}".rstrip(".") + f" {unit}"
     return f"{value:.0f} B"
 

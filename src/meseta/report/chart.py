@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meseta.train.report.axis import Axis, make_axis
-from meseta.train.report.figures import drawable, fixed, short
-from meseta.train.report.lines import ReliabilityPoint
-from meseta.train.report.markup import label, number, picture, tag, text
+from meseta.report.axis import Axis, make_axis
+from meseta.report.markup import label, number, picture, tag, text
+from meseta.telemetry.lines import ReliabilityPoint
+from meseta.telemetry.shown import drawable, fixed, short
 
 WIDTH, HEIGHT = 340, 210
 LEFT, RIGHT, TOP, BOTTOM = 44, 64, 12, 30

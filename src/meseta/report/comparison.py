@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meseta.checkpoint import list_checkpoints
-from meseta.spec import MesetaError
-from meseta.train.report.differences import (
+from meseta.report.differences import (
     Difference,
     config_facts,
     data_facts,
@@ -19,13 +18,14 @@ from meseta.train.report.differences import (
     plan_facts,
     split_facts,
 )
-from meseta.train.report.figures import drawable, fixed
-from meseta.train.report.headline import Headline, final_evaluation, headline
-from meseta.train.report.lines import Figures
-from meseta.train.report.metrics import METRICS, Metric, metrics_in
-from meseta.train.report.record import RUN_FILES, RunRecord, read_run
-from meseta.train.report.stages import mean_stages_s
-from meseta.train.splits import EVALUATED, TEST, VALID, choosing_split
+from meseta.report.headline import Headline, final_evaluation, headline
+from meseta.report.metrics import METRICS, Metric, metrics_in
+from meseta.report.record import RUN_FILES, RunRecord, read_run
+from meseta.report.stages import mean_stages_s
+from meseta.spec import MesetaError
+from meseta.spec.splits import EVALUATED, TEST, VALID, choosing_split
+from meseta.telemetry.lines import Figures
+from meseta.telemetry.shown import drawable, fixed
 
 WHOLE = ""
 """The part of an evaluation that is all of it."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from meseta.report.chart import Series, line_chart, row_bars
+from meseta.report.comparison import WHOLE, ComparedRun, Comparison, speed_ratio
+from meseta.report.curves import SAMPLES, SECONDS, STEPS, Progress, eval_points, last_x, train_points
+from meseta.report.differences import Difference, grouped
+from meseta.report.document import document
+from meseta.report.markup import table, tag, text
+from meseta.report.metrics import METRICS, Metric
+from meseta.report.stages import ordered, stage_colour
 from meseta.spec.files import write_whole
-from meseta.train.report.chart import Series, line_chart, row_bars
-from meseta.train.report.comparison import WHOLE, ComparedRun, Comparison, speed_ratio
-from meseta.train.report.curves import SAMPLES, SECONDS, STEPS, Progress, eval_points, last_x, train_points
-from meseta.train.report.differences import Difference, grouped
-from meseta.train.report.document import document
-from meseta.train.report.figures import ABSENT, count, duration, fixed, num_bytes, short, signed
-from meseta.train.report.markup import table, tag, text
-from meseta.train.report.metrics import METRICS, Metric
-from meseta.train.report.stages import ordered, stage_colour
+from meseta.telemetry.shown import ABSENT, byte_size, count, duration, fixed, short, signed
 
 NUM_COLOURS = 8
 DASHES = ("", "6 3", "2 3")
@@ -232,7 +232,7 @@ def _speed(comparison: Comparison) -> str:
                 short(run.head.num_samples),
                 duration(run.head.train_s),
                 text(f"step {saved.step:,}") if saved else ABSENT,
-                num_bytes(saved.num_bytes) if saved else ABSENT,
+                byte_size(saved.num_bytes) if saved else ABSENT,
                 tag("code", text(saved.checksum[:12])) if saved else ABSENT,
             ]
         )

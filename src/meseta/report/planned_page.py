@@ -8,16 +8,16 @@ from pathlib import Path
 from meseta.planner import Planned
 from meseta.planner.difference import spans
 from meseta.planner.reasons import Reason
+from meseta.report.chart import row_bars
+from meseta.report.document import document
+from meseta.report.markup import table, tag, text
+from meseta.report.plan_picture import plan_boxes
+from meseta.report.record import PlanRecord
+from meseta.report.stages import stage_colour
 from meseta.spec.files import write_whole
 from meseta.spec.stages import COMPONENTS, LABELS, Component, stages_of
 from meseta.spec.tiers import DISK, HBM, HOST, MEMORIES, Memory
-from meseta.train.report.chart import row_bars
-from meseta.train.report.document import document
-from meseta.train.report.figures import count, num_bytes, plural, share, short
-from meseta.train.report.markup import table, tag, text
-from meseta.train.report.plan_picture import plan_boxes
-from meseta.train.report.record import PlanRecord
-from meseta.train.report.stages import stage_colour
+from meseta.telemetry.shown import byte_size, count, plural, share, short
 
 MAX_DRAWN = 64
 """Ranks that are drawn; of more, those that are busiest."""
@@ -79,13 +79,11 @@ def _memory(planned: Planned, ranks: Sequence[int]) -> str:
     tiers = [(tier, planned.prediction.peak_bytes(tier)) for tier in MEMORIES]
     colours: dict[Memory, str] = {HBM: "stage-lookup", HOST: "stage-backward", DISK: "stage-update"}
     used = [(tier, held) for tier, held in tiers if held.any()]
-    rows = [
-        (f"rank {rank}", [(tier, colours[tier], float(held[rank]) / 2**20) for tier, held in used]) for rank in ranks
-    ]
-    names = ", ".join(f"{tier} {num_bytes(float(held.max()))} at most" for tier, held in used)
+    rows = [(f"rank {rank}", [(tier, colours[tier], float(held[rank]) / 1e6) for tier, held in used]) for rank in ranks]
+    names = ", ".join(f"{tier} {byte_size(float(held.max()))} at most" for tier, held in used)
     intro = tag("p", text(f"The most that a rank holds in any phase of a run: {names}."))
     swatches = (tag("span", class_=f"swatch {colours[tier]}") + text(f"{tier} ") for tier, _ in used)
-    return intro + tag("p", *swatches) + row_bars("Mebibytes by rank and tier", rows, "MiB")
+    return intro + tag("p", *swatches) + row_bars("Megabytes by rank and tier", rows, "MB")
 
 
 def _tables(found: Sequence[Reason]) -> str:
@@ -96,7 +94,7 @@ def _tables(found: Sequence[Reason]) -> str:
             text(one.scheme),
             text(spans(one.ranks)),
             text(f"{1e3 * one.rank_s:.3g}"),
-            text(num_bytes(one.num_bytes)),
+            text(byte_size(one.num_bytes)),
             text(one.runner_up or "none"),
             text(f"{1e3 * one.runner_up_s:.4g}" if one.runner_up else ""),
         ]

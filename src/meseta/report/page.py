@@ -7,20 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from meseta.report.curves import curves_section
+from meseta.report.data_statistics import data_section
+from meseta.report.document import document
+from meseta.report.evaluation import evaluation_section
+from meseta.report.headline import Headline, final_evaluation, headline
+from meseta.report.markup import table, tag, text
+from meseta.report.plan_picture import plan_section
+from meseta.report.predicted import predicted_section
+from meseta.report.record import RUN_FILES, RunRecord, flatten, read_run
+from meseta.report.stages import stages_section
 from meseta.spec import MesetaError
 from meseta.spec.files import write_whole
-from meseta.train.report.curves import curves_section
-from meseta.train.report.data_statistics import data_section
-from meseta.train.report.document import document
-from meseta.train.report.evaluation import evaluation_section
-from meseta.train.report.figures import count, drawable, duration, fixed, short
-from meseta.train.report.headline import Headline, final_evaluation, headline
-from meseta.train.report.markup import table, tag, text
-from meseta.train.report.plan_picture import plan_section
-from meseta.train.report.predicted import predicted_section
-from meseta.train.report.record import RUN_FILES, RunRecord, flatten, read_run
-from meseta.train.report.stages import stages_section
-from meseta.train.splits import TEST, VALID
+from meseta.spec.splits import TEST, VALID
+from meseta.telemetry.shown import count, drawable, duration, fixed, short
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:

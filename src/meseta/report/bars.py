@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meseta.train.report.figures import drawable, share
-from meseta.train.report.markup import label, picture, tag, text
-from meseta.train.report.record import Reuse
+from meseta.report.markup import label, picture, tag, text
+from meseta.report.record import Reuse
+from meseta.telemetry.shown import drawable, share
 
 BAR_WIDTH, BAR_HEIGHT = 7, 26
 NOTE_WIDTH = 54

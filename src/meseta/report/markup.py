@@ -6,8 +6,7 @@ import html
 import math
 import re
 
-Number = int | float
-"""A quantity to show: counts are whole, coordinates and metrics are not."""
+from meseta.telemetry.shown import Number
 
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 

@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meseta.train.report.figures import drawable
-from meseta.train.report.lines import EvalLine
-from meseta.train.report.record import RunRecord
-from meseta.train.splits import EVALUATED
+from meseta.report.record import RunRecord
+from meseta.spec.splits import EVALUATED
+from meseta.telemetry.lines import EvalLine
+from meseta.telemetry.shown import drawable
 
 
 @dataclass(frozen=True, kw_only=True)

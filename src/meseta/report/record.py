@@ -12,7 +12,7 @@ from meseta.config.load import value_at
 from meseta.spec import MesetaError
 from meseta.spec.documents import parse_yaml
 from meseta.spec.files import parse_json, read_bounded
-from meseta.train.report.lines import METRICS_NAME, Count, EvalLine, MetricsEntry, TrainLine, read_lines, told_spoiled
+from meseta.telemetry.lines import METRICS_NAME, Count, EvalLine, MetricsEntry, TrainLine, read_lines, told_spoiled
 
 RUN_FILES = ("config.yaml", "dataset.json", "plan.json", "environment.json", METRICS_NAME, "summary.json")
 _OWN_FILES = ("config.yaml", "plan.json", METRICS_NAME, "summary.json")  # no prepared dataset has these

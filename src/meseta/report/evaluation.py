@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meseta.train.report.chart import reliability_plot
-from meseta.train.report.figures import count, drawable, fixed, plural
-from meseta.train.report.headline import final_evaluation
-from meseta.train.report.lines import EvalLine, Figures
-from meseta.train.report.markup import table, tag, text
-from meseta.train.report.metrics import metrics_in
-from meseta.train.report.record import RunRecord
-from meseta.train.splits import note_flattered
+from meseta.report.chart import reliability_plot
+from meseta.report.headline import final_evaluation
+from meseta.report.markup import table, tag, text
+from meseta.report.metrics import metrics_in
+from meseta.report.record import RunRecord
+from meseta.spec.splits import note_flattered
+from meseta.telemetry.lines import EvalLine, Figures
+from meseta.telemetry.shown import count, drawable, fixed, plural
 
 MAX_EVALS = 12
 

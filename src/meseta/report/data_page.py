@@ -12,11 +12,11 @@ import numpy as np
 from meseta.data.dataset import Dataset
 from meseta.data.describe import DenseFigures, Description, SparseFigures, SplitFigures, Values
 from meseta.data.raw_rows import signed_exp, signed_log
-from meseta.train.report.bars import bars, reuse_bars
-from meseta.train.report.document import document
-from meseta.train.report.figures import ABSENT, count, plural, share, short
-from meseta.train.report.markup import table, tag, text
-from meseta.train.report.record import Reuse
+from meseta.report.bars import bars, reuse_bars
+from meseta.report.document import document
+from meseta.report.markup import table, tag, text
+from meseta.report.record import Reuse
+from meseta.telemetry.shown import ABSENT, count, plural, share, short
 
 SHIFTED = 0.1
 """Standard deviations between the splits from which on a dense feature is marked."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from meseta.train.report.bars import reuse_bars
-from meseta.train.report.figures import ABSENT, count, fixed
-from meseta.train.report.markup import table, tag, text
-from meseta.train.report.record import Dataset, RunRecord, SparseFeature
+from meseta.report.bars import reuse_bars
+from meseta.report.markup import table, tag, text
+from meseta.report.record import Dataset, RunRecord, SparseFeature
+from meseta.telemetry.shown import ABSENT, count, fixed
 
 NUM_DRAWN = 100
 """Features with bars: those of one take 7 kB of the page and a millisecond, and there may be thousands."""

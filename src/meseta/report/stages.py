@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meseta.report.chart import stacked_bars
+from meseta.report.markup import table, tag, text
+from meseta.report.record import RunRecord
 from meseta.spec.stages import STAGES
-from meseta.train.report.chart import stacked_bars
-from meseta.train.report.figures import count, drawable, share
-from meseta.train.report.lines import TrainLine
-from meseta.train.report.markup import table, tag, text
-from meseta.train.report.record import RunRecord
+from meseta.telemetry.lines import TrainLine
+from meseta.telemetry.shown import count, drawable, share
 
 KNOWN_STAGES = tuple(stage.name for stage in STAGES)
 NUM_SPARE_COLOURS = 3
