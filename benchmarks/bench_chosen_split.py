@@ -24,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from meseta.train.splits import TEST, VALID
 from scipy import stats
 
 from meseta.comm import World
@@ -31,7 +32,6 @@ from meseta.config import RunConfig
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.spec.splits import TEST, VALID
 from meseta.train.evaluate import evaluate
-from meseta.train.splits import TEST, VALID
 from meseta.train.trained import load_trained
 from meseta.train.trainer import Trainer
 
