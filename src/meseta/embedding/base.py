@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from meseta.comm import BatchSlice, World
 from meseta.embedding.accumulate import Segment
 from meseta.embedding.feature_group import group_features
-from meseta.embedding.flight import Flight, IdsOutside, Part, Timer, untimed
+from meseta.embedding.flight import Flight, GroupPart, IdsOutside, Timer, untimed
 from meseta.jagged import Embeddings, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meseta.jagged.shapes import Int
 from meseta.ops.id_policy import CheckedIds
@@ -51,7 +51,7 @@ class UpdateInBackward(torch.autograd.Function):
         return None, None, None, *ctx.update(*gradients)
 
 
-class Collection(nn.Module, ABC, Generic[Part]):
+class Collection(nn.Module, ABC, Generic[GroupPart]):
     """Tables, the features that read them, and how far they have learned. Tables are not nn.Parameters.
 
     What belongs to one batch is in its Flight; the module knows which one is in hand.
@@ -75,7 +75,7 @@ class Collection(nn.Module, ABC, Generic[Part]):
         self.lr_factor = 1.0
         """What a schedule multiplies every table's learning rate by, where a batch brings no factor of its own."""
         self._outside = IdsOutside()
-        self._in_hand: Flight[Part] | None = None
+        self._in_hand: Flight[GroupPart] | None = None
         self._last_slice: BatchSlice | None = None
         """Of the batch that was finished last."""
         self._num_started = 0
@@ -103,7 +103,7 @@ class Collection(nn.Module, ABC, Generic[Part]):
     def _describe_rows(self) -> None:
         """Make what operators are told of `_rows`, which others were lent before."""
 
-    def _borrow(self, flight: Flight[Part]) -> None:
+    def _borrow(self, flight: Flight[GroupPart]) -> None:
         """Borrow all rows until the backward pass of a batch is over."""
         flight.lease = Lease(self.shards)
         same = [id(rows) for rows in flight.lease.rows] == [id(rows) for rows in self._rows]
@@ -112,7 +112,7 @@ class Collection(nn.Module, ABC, Generic[Part]):
             self._describe_rows()
 
     @abstractmethod
-    def _begin(self, flight: Flight[Part], kjt: KeyedJaggedTensor) -> None:
+    def _begin(self, flight: Flight[GroupPart], kjt: KeyedJaggedTensor) -> None:
         """Give a batch its parts."""
 
     def start(
@@ -125,13 +125,13 @@ class Collection(nn.Module, ABC, Generic[Part]):
         is_part: bool | None = None,
         stage_timer: Timer = untimed,
         outside: IdsOutside | None = None,
-    ) -> Flight[Part]:
+    ) -> Flight[GroupPart]:
         """Check the ids, begin to send their counts to the owners of rows. No host sync, unless ids are dropped.
 
         The options are those of Flight; what is not given follows from the collection when it is needed. `outside`
         counts the ids outside their table of this batch instead of the collection.
         """
-        flight: Flight[Part] = Flight(
+        flight: Flight[GroupPart] = Flight(
             number=self._num_started,
             step=step,
             lr_factor=lr_factor,
@@ -145,15 +145,15 @@ class Collection(nn.Module, ABC, Generic[Part]):
         return flight
 
     @abstractmethod
-    def exchange(self, flight: Flight[Part]) -> Flight[Part]:
+    def exchange(self, flight: Flight[GroupPart]) -> Flight[GroupPart]:
         """Read the counts, agree on errors, begin to send the ids; raises MesetaError for those that are refused."""
 
     @abstractmethod
-    def finish(self, flight: Flight[Part]) -> Embeddings:
+    def finish(self, flight: Flight[GroupPart]) -> Embeddings:
         """Look up, and bring the rows or bags to the ranks of the samples."""
 
     @contextmanager
-    def in_hand(self, flight: Flight[Part]) -> Iterator[None]:
+    def in_hand(self, flight: Flight[GroupPart]) -> Iterator[None]:
         """While this is entered, `batch_slice` and `local_share` are those of `flight`: for its forward and backward
         pass, where several batches are open."""
         before, self._in_hand = self._in_hand, flight
@@ -186,7 +186,7 @@ class Collection(nn.Module, ABC, Generic[Part]):
         if num_outside is not None:
             self._outside.counts = num_outside
 
-    def _finished(self, flight: Flight[Part], world: World, sizes: tuple[int, ...]) -> None:
+    def _finished(self, flight: Flight[GroupPart], world: World, sizes: tuple[int, ...]) -> None:
         """Note a batch that has been looked up: `sizes` are the samples of each rank."""
         step = self.step if flight.step is None else flight.step
         flight.batch_slice = BatchSlice(world=world, step=step, sizes=sizes, first=flight.first_sample)
@@ -195,11 +195,11 @@ class Collection(nn.Module, ABC, Generic[Part]):
             flight.outside.add(flight.num_outside)
 
     @abstractmethod
-    def _update(self, flight: Flight[Part], *gradients: Tensor) -> Sequence[Tensor | None]:
+    def _update(self, flight: Flight[GroupPart], *gradients: Tensor) -> Sequence[Tensor | None]:
         """Step rows by the gradients of what the lookup of a batch returned, or keep these for its last part; returns
         the gradients of the weights of ids."""
 
-    def _run_backward(self, flight: Flight[Part], *gradients: Tensor) -> Sequence[Tensor | None]:
+    def _run_backward(self, flight: Flight[GroupPart], *gradients: Tensor) -> Sequence[Tensor | None]:
         """What autograd calls: the update, after which the batch is over."""
         self._begin_backward(flight)
         try:
@@ -207,7 +207,7 @@ class Collection(nn.Module, ABC, Generic[Part]):
         finally:
             flight.give_back()
 
-    def _begin_backward(self, flight: Flight[Part]) -> None:
+    def _begin_backward(self, flight: Flight[GroupPart]) -> None:
         """Note whose backward pass runs; raises MesetaError where dense gradients have been weighed as another's."""
         flight.enter("used", after="finished")
         backward, weighed = torch._C._current_graph_task_id(), self._backward
@@ -242,11 +242,11 @@ class Collection(nn.Module, ABC, Generic[Part]):
         """Drop what `accumulating` has kept, where its step is not to be taken."""
         self._kept.clear()
 
-    def lr(self, flight: Flight[Part], table: TableSpec) -> float:
+    def lr(self, flight: Flight[GroupPart], table: TableSpec) -> float:
         """Learning rate of a table in the update of a batch."""
         return table.optimizer.lr * (self.lr_factor if flight.lr_factor is None else flight.lr_factor)
 
-    def is_part(self, flight: Flight[Part]) -> bool:
+    def is_part(self, flight: Flight[GroupPart]) -> bool:
         """Whether the gradients of a batch wait for those of the next."""
         return self._is_accumulating if flight.is_part is None else flight.is_part
 
@@ -263,7 +263,7 @@ class Collection(nn.Module, ABC, Generic[Part]):
         return torch.empty_like(counts).index_copy_(0, order, counts)
 
     def _embeddings(
-        self, flight: Flight[Part], ids: Sequence[KeyedJaggedTensor], found: Sequence[Tensor]
+        self, flight: Flight[GroupPart], ids: Sequence[KeyedJaggedTensor], found: Sequence[Tensor]
     ) -> Embeddings:
         """Names for the outputs, group after group: pooled [B, sum of D] and the rows of each feature that is not
         pooled [nnz_f, D]. The rows of a lookup that has no way back are given back."""

@@ -15,10 +15,10 @@ from meseta.spec import MesetaError
 from meseta.spec.stages import StageName
 from meseta.storage import Lease
 
-Stage = Literal["started", "exchanged", "finished", "used", "dropped"]
+FlightStage = Literal["started", "exchanged", "finished", "used", "dropped"]
 Timer = Callable[[StageName], AbstractContextManager[None]]
 """Called with the name of a stage of a step, and entered while it lasts."""
-AFTER: dict[Stage, str] = {
+AFTER: dict[FlightStage, str] = {
     "started": "exchange it next",
     "exchanged": "finish it next",
     "finished": "run its backward pass next, or leave it",
@@ -45,11 +45,11 @@ class IdsOutside:
         self.counts = counts if self.counts is None else self.counts + counts
 
 
-Part = TypeVar("Part")
+GroupPart = TypeVar("GroupPart")
 
 
 @dataclass(eq=False, kw_only=True)
-class Flight(Generic[Part]):
+class Flight(Generic[GroupPart]):
     """One batch on its way through a collection, made by `start` and carried on by the other stages:
 
         start        exchange     finish            backward
@@ -80,11 +80,11 @@ class Flight(Generic[Part]):
     """The same of this batch alone; None where its ids were refused."""
     lease: Lease | None = None
     """Rows that are lent from its lookup to the end of its backward pass."""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[GroupPart, ...] = ()
     """What each group of features has on the way; let go with the backward pass."""
     batch_slice: BatchSlice | None = None
     """Where its samples lie in the global batch; None until it is finished."""
-    stage: Stage = "started"
+    stage: FlightStage = "started"
 
     @property
     def mark(self) -> int:
@@ -97,7 +97,7 @@ class Flight(Generic[Part]):
         """Samples of each rank, once it is finished."""
         return () if self.batch_slice is None else self.batch_slice.sizes
 
-    def enter(self, stage: Stage, *, after: Stage) -> None:
+    def enter(self, stage: FlightStage, *, after: FlightStage) -> None:
         """Go on from stage `after`; raises MesetaError, alike on all ranks that are at one place, for another one."""
         if self.stage != after:
             raise MesetaError(
@@ -106,7 +106,7 @@ class Flight(Generic[Part]):
             )
         self.stage = stage
 
-    def take_parts(self) -> tuple[Part, ...]:
+    def take_parts(self) -> tuple[GroupPart, ...]:
         """Its parts, which it holds no longer."""
         parts, self.parts = self.parts, ()
         return parts
