@@ -24,7 +24,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from meseta.train.splits import TEST, VALID
 from scipy import stats
 
 from meseta.comm import World
