@@ -18,10 +18,8 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import math
 import random
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,16 +28,17 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from bench_chosen_split import interval
 from record import ROOT, record
 
-MODELS = ("dlrm", "dlrm_dcnv2", "logistic_regression", "fm", "wide_deep", "deepfm", "xdeepfm", "autoint")
-OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam", "lamb", "lars", "ftrl")
-SCHEMES = ("table_wise", "row_wise", "column_wise", "data_parallel", "table_row_wise", "grid", "auto")
+from meseta.config.run import MODEL_NAMES
+from meseta.spec import ShardingType
+from meseta.spec.optimizer import USED_FIELDS
+
+SCHEMES = (*ShardingType, "auto")
 TIMES = {"time_s", "samples_per_s", "seconds_per_step", "stages_s"}
 CASES = ("d16_2k", "d64_2k")
 LEAST_SPEED = 0.98
-T_95 = {9: 2.306, 25: 2.064}
-"""Student's t for a two-sided 95 % interval, by number of turns."""
 
 
 class Checkout:
@@ -58,8 +57,8 @@ def sampled_config(number: int, data: Path) -> tuple[dict[str, Any], int]:
     """Config `number` without its run_dir, and its ranks."""
     draw = random.Random(f"house {number}")
     ranks = draw.choice([1, 1, 2, 2, 4])
-    optimizer = {"name": draw.choice(OPTIMIZERS), "lr": 0.05}
-    model: dict[str, Any] = {"name": draw.choice(MODELS), "embedding_dim": draw.choice([16, 32])}
+    optimizer = {"name": draw.choice(tuple(USED_FIELDS)), "lr": 0.05}
+    model: dict[str, Any] = {"name": draw.choice(MODEL_NAMES), "embedding_dim": draw.choice([16, 32])}
     if model["name"].startswith("dlrm"):
         model |= {"bottom_mlp": [32, model["embedding_dim"]], "top_mlp": [32]}
     if model["name"] != "logistic_regression":
@@ -79,7 +78,7 @@ def sampled_config(number: int, data: Path) -> tuple[dict[str, Any], int]:
     if draw.random() < 0.3:
         document["dense"]["clip_norm"] = 0.5
     if ranks > 1:
-        scheme = draw.choice(SCHEMES)
+        scheme = str(draw.choice(SCHEMES))
         hosts = {"devices_per_host": 2} if ranks == 4 else {}
         document["plan"] = scheme if scheme == "auto" else {**hosts, "tables": {"*": scheme}}
         if draw.random() < 0.2:
@@ -177,14 +176,11 @@ def speed(before: Checkout, after: Checkout, folder: Path, num_turns: int) -> It
         for case in rates["before"]:
             ratios.setdefault(case, []).append(rates["after"][case] / rates["before"][case])
     for case, found in ratios.items():
-        mean = statistics.mean(found)
-        half = (
-            T_95.get(len(found), 2.3) * statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else math.inf
-        )
+        mean, low, high = interval(found)
         record("house", case, "after / before", mean, "times", peer="at least", peer_value=LEAST_SPEED)
-        print(f"speed {case}: {mean:.3f}, 95 % interval {mean - half:.3f} to {mean + half:.3f}, {len(found)} turns")
-        if mean + half < LEAST_SPEED:
-            yield f"{case}: {mean:.3f} +- {half:.3f} of the speed before"
+        print(f"speed {case}: {mean:.3f}, 95 % interval {low:.3f} to {high:.3f}, {len(found)} turns")
+        if high < LEAST_SPEED:
+            yield f"{case}: {mean:.3f}, {low:.3f} to {high:.3f} of the speed before"
 
 
 def main() -> None:

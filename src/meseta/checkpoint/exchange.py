@@ -101,9 +101,9 @@ def pack(world: World, jobs: Sequence[Job], local: LocalShards) -> Tensor:
     offset = 0
     for piece in pieces:
         values = _held(local, piece)
-        for column, shape, num_bytes in piece.segments:
-            _typed(buffer[offset : offset + num_bytes], column, shape).copy_(values[column.name])
-            offset += num_bytes
+        for name, target in _columns_of(piece, buffer[offset : offset + piece.num_bytes]).items():
+            target.copy_(values[name])
+        offset += piece.num_bytes
     return buffer
 
 
@@ -134,14 +134,9 @@ def unpack(job: Job, received: Sequence[Tensor], local: LocalShards) -> dict[str
     arrived = iter(received)
     for piece in job.pieces:
         rows = slice(piece.rows[0] - job.rows[0], piece.rows[1] - job.rows[0])
-        is_here, offset = piece.sender == job.writer, 0
-        held, sent = (_held(local, piece), None) if is_here else ({}, next(arrived))
-        for column, shape, num_bytes in piece.segments:
-            if sent is None:
-                part = held[column.name].cpu().numpy()
-            else:
-                part = _typed(sent[offset : offset + num_bytes], column, shape).numpy()
-                offset += num_bytes
+        parts = _held(local, piece) if piece.sender == job.writer else _columns_of(piece, next(arrived))
+        for column, _, _ in piece.segments:
+            part = parts[column.name].cpu().numpy()
             if whole:
                 values[column.name] = part
             elif column.kind == "element":
@@ -156,6 +151,15 @@ def _held(local: LocalShards, piece: Piece) -> dict[str, Tensor]:
     first = piece.shard.rows[0]
     values = local[piece.shard].read(piece.rows[0] - first, piece.rows[1] - first)
     return {name: as_stored(value) for name, value in values.items()}
+
+
+def _columns_of(piece: Piece, packed: Tensor) -> dict[str, Tensor]:
+    """Views of the columns of a piece in the bytes that travel."""
+    columns, offset = {}, 0
+    for column, shape, num_bytes in piece.segments:
+        columns[column.name] = _typed(packed[offset : offset + num_bytes], column, shape)
+        offset += num_bytes
+    return columns
 
 
 def _typed(segment: Tensor, column: Column, shape: tuple[int, ...]) -> Tensor:

@@ -79,11 +79,9 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
         self._last_slice: BatchSlice | None = None
         """Of the batch that was finished last."""
         self._num_started = 0
-        self._rows: tuple[TableRows, ...] = ()
-        """As they were lent last, of each shard."""
-        self._is_described = False
-        """Whether operators are told of them; a rank may hold none."""
-        self._backward: tuple[int, BatchSlice | None] = (-1, None)
+        self._rows: tuple[TableRows, ...] | None = None
+        """What operators were told of last, of each shard; None before any."""
+        self._backward: tuple[int, BatchSlice | None] = (NO_BACKWARD, None)
         """Number of the last backward pass, and the slice of its batch."""
         self._is_accumulating = False
         self._kept: list[list[Segment]] = []
@@ -100,16 +98,21 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
         """The pieces of tables on this rank."""
 
     @abstractmethod
-    def _describe_rows(self) -> None:
-        """Make what operators are told of `_rows`, which others were lent before."""
+    def _describe(self, rows: Sequence[TableRows]) -> None:
+        """Make what operators are told of the rows of each shard, where others were lent before."""
 
     def _borrow(self, flight: Flight[GroupPart]) -> None:
         """Borrow all rows until the backward pass of a batch is over."""
         flight.lease = Lease(self.shards)
-        same = [id(rows) for rows in flight.lease.rows] == [id(rows) for rows in self._rows]
-        if not (same and self._is_described):
-            self._rows, self._is_described = flight.lease.rows, True
-            self._describe_rows()
+        rows = flight.lease.rows
+        if self._rows is None or any(lent is not former for lent, former in zip(rows, self._rows, strict=True)):
+            self._rows = rows
+            self._describe(rows)
+
+    def forward(self, sparse: KeyedJaggedTensor | Flight[GroupPart]) -> Embeddings:
+        """Rows for the ids of this rank's slice (of a batch that may hold other features too), or for a batch that was
+        exchanged: pooled [B, sum of D] and unpooled [nnz_f, D]."""
+        return self.finish(self.exchange(self.start(sparse)) if isinstance(sparse, KeyedJaggedTensor) else sparse)
 
     @abstractmethod
     def _begin(self, flight: Flight[GroupPart], kjt: KeyedJaggedTensor) -> None:

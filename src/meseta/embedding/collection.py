@@ -19,7 +19,7 @@ from meseta.jagged import Embeddings, KeyedJaggedTensor
 from meseta.ops.id_policy import NO_ERROR, CheckedIds
 from meseta.ops.pooled_lookup import LookupGroup, lookup_group
 from meseta.ops.row_lookup import row_lookup
-from meseta.ops.row_update import FeatureGradient
+from meseta.ops.row_update import FeatureGradient, TableRows
 from meseta.ops.weight_gradient import weight_gradient
 from meseta.optim import make_row_optimizer
 from meseta.spec import FeatureSpec, Plan, Shard, ShardingType, TablePlan, TableSpec
@@ -129,11 +129,6 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
         """B_local / B_global of the batch in hand."""
         return 1.0
 
-    def forward(self, sparse: KeyedJaggedTensor | Flight[CheckedIds]) -> Embeddings:
-        """Rows for the ids (of a batch that may hold other features too), or for a batch that was exchanged: pooled [B,
-        sum of D] and unpooled [nnz_f, D]."""
-        return self.finish(self.exchange(self.start(sparse)) if isinstance(sparse, KeyedJaggedTensor) else sparse)
-
     def _begin(self, flight: Flight[CheckedIds], kjt: KeyedJaggedTensor) -> None:
         flight.parts = tuple(self.check_ids(kjt))
         flight.num_outside = self.count_outside(flight.parts)
@@ -163,11 +158,11 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
         )
         return self._embeddings(flight, ids, found)
 
-    def _describe_rows(self) -> None:
-        weights = {shard.spec.name: rows.weight for shard, rows in zip(self.shards, self._rows, strict=True)}
+    def _describe(self, rows: Sequence[TableRows]) -> None:
+        weights = {shard.spec.name: lent.weight for shard, lent in zip(self.shards, rows, strict=True)}
         self._lookups = tuple(LocalLookup(group, weights, self.dtype) for group in self.groups)
         """One per group."""
-        self._fused = group_shards(self.shards, self._rows, self._gradients)
+        self._fused = group_shards(self.shards, rows, self._gradients)
 
     @cached_property
     def _gradients(self) -> list[FeatureGradient]:

@@ -30,7 +30,7 @@ from meseta.embedding.update import (
 from meseta.jagged import Embeddings, KeyedJaggedTensor
 from meseta.ops.id_policy import CheckedIds
 from meseta.ops.row_optimizer import Hyper
-from meseta.ops.row_update import FeatureGradient
+from meseta.ops.row_update import FeatureGradient, TableRows
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, Plan
 from meseta.spec.tiers import HBM
@@ -101,19 +101,14 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         """The pieces of tables on this rank."""
         return self._shards
 
-    def _describe_rows(self) -> None:
-        rows = {shard.shard: lent for shard, lent in zip(self.shards, self._rows, strict=True)}
+    def _describe(self, rows: Sequence[TableRows]) -> None:
+        by_shard = {shard.shard: lent for shard, lent in zip(self.shards, rows, strict=True)}
         for look in self.lookups:
-            look.lend(rows)
-        self.replicas.lend(rows)
+            look.lend(by_shard)
+        self.replicas.lend(by_shard)
         places = [place for place in self._gradients if place.table not in self._staged]
-        self._fused = group_shards(self.shards, self._rows, places)
+        self._fused = group_shards(self.shards, rows, places)
         """Shards that need nothing from other ranks."""
-
-    def forward(self, sparse: KeyedJaggedTensor | Flight[Leg]) -> Embeddings:
-        """Rows for the local slice, pooled [B_local, sum of D] and unpooled [nnz_f, D], of ids or of a batch that was
-        exchanged."""
-        return self.finish(self.exchange(self.start(sparse)) if isinstance(sparse, KeyedJaggedTensor) else sparse)
 
     def _begin(self, flight: Flight[Leg], kjt: KeyedJaggedTensor) -> None:
         """Sort the ids by owner, begin the exchange of counts. No host sync, unless ids are dropped."""
@@ -271,4 +266,6 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         specs = [shard.spec for shard in used]
         hypers = [Hyper(self.lr(flight, table), self.step + 1, table.embedding_dim) for table in specs]
         gather = partial(gather_column_stats, self.plan, self.world, self.dtype, used)
-        update_rows(used, [self._rows[i] for i in sorted(parts)], sums, hypers, gather, self.num_stat_exchanges)
+        assert flight.lease is not None
+        rows = [flight.lease.rows[i] for i in sorted(parts)]
+        update_rows(used, rows, sums, hypers, gather, self.num_stat_exchanges)

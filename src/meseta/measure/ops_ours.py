@@ -17,6 +17,7 @@ from meseta.measure.workloads import make_optimizer
 from meseta.ops.core import instruction_set
 from meseta.ops.pooled_lookup import LookupGroup, lookup_group
 from meseta.spec import FeatureSpec, InitSpec, OptimizerSpec, TableSpec
+from meseta.storage import Lease
 
 LR = 0.01
 FILL = 0.01
@@ -61,7 +62,8 @@ class Ours(Contender):
         self.num_threads = 1
         spec = make_optimizer(optimizer, lr=LR)
         self.embeddings = make_collection(self.traffic, spec, dtype, InitSpec(kind="constant", scale=FILL))
-        self.tables = [shard.begin().weight for shard in self.embeddings.shards]
+        self.lease = Lease(self.embeddings.shards)
+        self.tables = [rows.weight for rows in self.lease.rows]
         num_tables, is_mean = len(self.tables), self.traffic.pooling == "mean"
         self.group = LookupGroup(tuple(self.tables), (self.traffic.weighted,) * num_tables, (is_mean,) * num_tables)
         batches = make_batches(self.traffic, self.traffic.num_batches)

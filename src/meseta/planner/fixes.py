@@ -239,11 +239,7 @@ def _more_machines(task: Task) -> Iterator[tuple[bool, str, Task]]:
     if count is not None:
         changed = dram(count)
         host_bytes = changed.topology.host_bytes or 0
-        yield (
-            True,
-            f"give tables {byte_size(host_bytes)} of DRAM on each host (host_bytes)",
-            changed,
-        )
+        yield True, f"give tables {byte_size(host_bytes)} of DRAM on each host (host_bytes)", changed
 
 
 def _least_doubling(change: Callable[[int], Task], start: int) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -81,13 +82,13 @@ class TableStorage(ABC):
 
     def take(self, rows: Int[Tensor, " n"]) -> dict[str, Tensor]:
         """Copies of some rows, ascending, by name, in the memory of the host."""
-        ends = range(TAKEN_ROWS, self.shard.num_rows + TAKEN_ROWS, TAKEN_ROWS)
+        firsts = range(0, self.shard.num_rows, TAKEN_ROWS)
+        ends = torch.searchsorted(rows, torch.tensor([first + TAKEN_ROWS for first in firsts])).tolist()
         parts: list[dict[str, Tensor]] = []
-        for stop in ends:
-            first = stop - TAKEN_ROWS
-            here = rows[(rows >= first) & (rows < stop)] - first
+        for first, (begin, end) in zip(firsts, pairwise([0, *ends]), strict=True):
+            here = rows[begin:end] - first
             if here.numel() or not parts:
-                block = self.read(first, min(stop, self.shard.num_rows))
+                block = self.read(first, min(first + TAKEN_ROWS, self.shard.num_rows))
                 parts.append({name: value[here.to(value.device)].cpu() for name, value in block.items()})
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
