@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meseta.ops.bucketize import bucketize, bucketize_features, owner_of, reference
+from meseta.ops.bucketize import bucketize, bucketize_features, reference
 from meseta.spec import MesetaError
 from threads import threads
 
@@ -95,12 +95,12 @@ def test_the_example_of_the_docstring() -> None:
 @given(num_owners=st.integers(1, 9), block=st.integers(0, 2**40))
 def test_hash_classes_share_out_each_block_of_ids(num_owners: int, block: int) -> None:
     ids = torch.arange(block * num_owners, (block + 1) * num_owners)
-    owner, row = owner_of(ids, num_owners)
+    owner, row = reference.owners_of(ids, [num_owners])
     assert sorted(owner.tolist()) == list(range(num_owners)) and row.tolist() == [block] * num_owners
 
 
 def test_hash_classes_are_even_for_ids_with_a_pattern() -> None:
-    owner, _ = owner_of(torch.arange(0, 80_000, 8), 4)  # a plain modulo would give them all to one owner
+    owner, _ = reference.owners_of(torch.arange(0, 80_000, 8), [4])  # a plain modulo would give them all to one owner
     assert owner.bincount(minlength=4).sub(2500).abs().max() < 250
 
 

@@ -19,15 +19,17 @@ from meseta.ops.row_lowering import FIRST_ROW, FIRST_UNIFORM, UNUSED, Code
 from meseta.ops.row_optimizer import (
     Hyper,
     RowOptimizer,
+    RowState,
     as_values,
     block_sums,
+    compute_dtype,
     element_state,
     reference_step,
     row_state,
     sum_blocks,
     where,
 )
-from meseta.ops.row_program import Program, exact_sqrt, run_code, run_program, trace
+from meseta.ops.row_program import Program, exact_sqrt, run_code, trace
 from meseta.ops.row_symbols import Op
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, OptimizerSpec
@@ -41,6 +43,17 @@ LOADS = (Op.LOAD_WEIGHT, Op.LOAD_STATE, Op.LOAD_STAT)
 def with_the_root_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs round roots correctly, torch does not always: for equal bits both must take the same root."""
     monkeypatch.setitem(row_program._COMPUTE, Op.SQRT, torch.sqrt)
+
+
+def run_program(
+    program: Program, rows: Tensor, gradient: Tensor, state: RowState, hyper: Hyper
+) -> tuple[Tensor, RowState]:
+    """`reference_step` by the program: whole rows [U, D], their gradient and state; returns new rows and state."""
+    dtype = compute_dtype(rows.dtype)
+    values = [as_values(state)[name] for name in program.state_names]
+    done = run_code(program.whole, program.uniform_values(hyper), rows.to(dtype), gradient.to(dtype), values, [])
+    new = zip(program.state_names, program.state_kinds, done.state, strict=True)
+    return done.weight, {name: value if kind == "element" else value.squeeze(1) for name, kind, value in new}
 
 
 def assert_same(program: Program, optimizer: RowOptimizer, dtype: torch.dtype, num_steps: int = 5) -> None:

@@ -35,8 +35,10 @@ def make_run(
     document = {"run_dir": str(path), "seed": 0, "train": {"batch_size": 100}, "model": {"bottom_mlp": [8, 4]}}
     document["train"] |= config or {}
     (path / "config.yaml").write_text(yaml.safe_dump(document))
-    splits = {name: {"num_rows": rows, "num_positives": rows / 4} for name, rows in (("train", 4000), ("test", 1000))}
-    sparse = [{"name": f"cat_{i}", "num_embeddings": 50, "encoding": "hash"} for i in range(6)]
+    splits = {name: split(name, rows, rows / 4) for name, rows in (("train", 4000), ("test", 1000))}
+    reuse = {"window_samples": 100, "edges": [0, 1], "rows": [0.5, 0.5], "lookups": [0.2, 0.8]}
+    counts = {"num_rows": 4000, "num_lookups": 4000, "num_uniques": 40, "mean_pooling_factor": 1.0, "reuse": reuse}
+    sparse = [{"name": f"cat_{i}", "num_embeddings": 50, "encoding": "hash", "statistics": counts} for i in range(6)]
     dense = [{"name": "age", "fill": 0.0, "mean": 1.0, "std": 2.0}]
     (path / "dataset.json").write_text(json.dumps({"splits": splits, "sparse": sparse, "dense": dense}))
     table = {"sharding": "table_wise", "shards": [{"rows": [0, 50], "columns": [0, 8], "ranks": [0]}]}
@@ -55,6 +57,11 @@ def make_run(
     return path
 
 
+def split(name: str, num_rows: int, num_positives: float) -> dict[str, Any]:
+    files = [{"path": f"{name}.parquet", "num_rows": num_rows}]
+    return {"num_rows": num_rows, "num_positives": num_positives, "files": files}
+
+
 def edit(path: Path, change: Any) -> None:
     document = json.loads(path.read_text())
     change(document)
@@ -67,7 +74,7 @@ def add_valid(run: Path, auc: float, *, with_test: bool, num_rows: int = 500) ->
     with (run / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
     edit(run / "summary.json", lambda d: d.update(valid=lines[-1]) or (None if with_test else d.pop("test")))
-    edit(run / "dataset.json", lambda d: d["splits"].update(valid={"num_rows": num_rows, "num_positives": 9}))
+    edit(run / "dataset.json", lambda d: d["splits"].update(valid=split("valid", num_rows, 9)))
     return run
 
 
@@ -132,7 +139,7 @@ def test_only_what_differs_is_listed(tmp_path: Path) -> None:
     def cut(plan: dict[str, Any]) -> None:
         plan["num_ranks"] = 2
         for name in ("cat_1", "cat_2", "cat_4"):
-            shards = [{"rows": [0, 25], "columns": [0, 8], "ranks": [r]} for r in (0, 1)]
+            shards = [{"rows": [25 * r, 25 * r + 25], "columns": [0, 8], "ranks": [r]} for r in (0, 1)]
             plan["tables"][name] = {"sharding": "row_wise", "shards": shards}
 
     edit(second / "plan.json", cut)
@@ -154,7 +161,7 @@ def test_many_tables_cut_alike_are_one_line() -> None:
 
 def test_runs_of_other_data_are_told(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name) for name in ("first", "more", "other")]
-    edit(runs[1] / "dataset.json", lambda d: d["splits"]["train"].update(num_rows=9999))
+    edit(runs[1] / "dataset.json", lambda d: d["splits"].update(train=split("train", 9999, 1000)))
     edit(runs[2] / "dataset.json", lambda d: d["splits"]["test"].update(num_positives=1))
     edit(runs[2] / "summary.json", lambda d: d["test"].update(auc=0.99))
     comparison = compare_runs(runs)

@@ -11,6 +11,7 @@ import pytest
 from meseta.config import RunConfig, ScheduleConfig, TrainConfig, check_document
 from meseta.spec import MesetaError
 from meseta.spec.splits import choosing_split, note_flattered
+from meseta.telemetry.lines import EvalLine
 from meseta.train.decisions import (
     Decisions,
     Plateau,
@@ -24,8 +25,8 @@ def config(**train: Any) -> RunConfig:
     return check_document({"run_dir": "r", "data": {"dir": "d"}, "train": train, "schedule": schedule})
 
 
-def line(step: int, ne: float, split: str = "test") -> dict[str, Any]:
-    return {"kind": "eval", "step": step, "split": split, "ne": ne}
+def line(step: int, ne: float, split: str = "test") -> EvalLine:
+    return EvalLine(step=step, split=split, ne=ne)
 
 
 def test_valid_decides_where_there_is_one() -> None:

@@ -2,14 +2,15 @@
 
 import pytest
 
+from meseta.telemetry.lines import EvalLine
 from meseta.train.progress import TrainProgress
 
 
 def test_an_evaluation_of_no_samples_says_that_it_has_no_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    line = {"kind": "eval", "split": "test", "step": 1, "num_samples": 0, "auc": None, "logloss": None}
+    line = EvalLine(step=1, num_samples=0, auc=None, logloss=None)
     progress = TrainProgress(1, first_step=0, shown=True)
     progress.log(line)
-    progress.log(line | {"num_samples": 1200, "logloss": 0.5, "auc": 0.75})
+    progress.log(EvalLine(step=1, num_samples=1200, logloss=0.5, auc=0.75))
     assert capsys.readouterr().err.splitlines() == [
         "test at step 1: no figures, 0 samples",
         "test at step 1: logloss 0.5000  AUC 0.7500, 1,200 samples",

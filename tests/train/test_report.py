@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 from meseta.report import write_report
 from meseta.report.axis import make_axis
 from meseta.report.plan_picture import pieces_by_rank, squarify
-from meseta.report.record import PlanRecord, read_run
+from meseta.report.record import read_run
 from meseta.spec import MesetaError, Plan, TableSpec
+from meseta.spec.plan_document import read_written_plan
 from meseta.telemetry.shown import byte_size, duration, share, short
 from meseta.train.metrics import compute_metrics
 
@@ -85,12 +86,15 @@ def dataset(names: dict[str, int]) -> dict[str, Any]:
     reuse = {"window_samples": 65_536, "edges": edges, "rows": [0.5, 0.3] + [0.2 / 15] * 15, "lookups": [1 / 17] * 17}
     counts = {"num_rows": 10_000, "num_lookups": 21_000, "num_uniques": 37, "mean_pooling_factor": 2.1, "reuse": reuse}
     sparse = [{"name": n, "num_embeddings": v, "encoding": "hash", "statistics": counts} for n, v in names.items()]
+    files = {
+        name: [{"path": f"{name}.parquet", "num_rows": rows}] for name, rows in (("train", 102_400), ("test", 4_000))
+    }
     splits = {
-        "train": {"num_rows": 102_400, "num_positives": 25_600},
-        "test": {"num_rows": 4_000, "num_positives": 1_000},
+        "train": {"num_rows": 102_400, "num_positives": 25_600, "files": files["train"]},
+        "test": {"num_rows": 4_000, "num_positives": 1_000, "files": files["test"]},
     }
     dense = [{"name": "age", "fill": 0.0, "mean": 3.25, "std": 1.5}]
-    return {"format": "meseta.dataset/1", "label": "label", "dense": dense, "sparse": sparse, "splits": splits}
+    return {"format": "meseta.dataset/1", "labels": ["label"], "dense": dense, "sparse": sparse, "splits": splits}
 
 
 def make_run(run_dir: Path, num_ranks: int = 2, names: dict[str, int] = ROWS) -> Path:
@@ -393,9 +397,7 @@ def test_areas_are_in_proportion_to_bytes(tmp_path: Path, num_ranks: int) -> Non
 
 def test_plan_pieces_by_hand() -> None:
     shard = {"rows": [0, 10], "columns": [0, 4], "ranks": [0, 1]}
-    plan = PlanRecord.model_validate(
-        {"num_ranks": 2, "tables": {"t": {"sharding": "data_parallel", "shards": [shard]}}}
-    )
+    plan, _ = read_written_plan({"num_ranks": 2, "tables": {"t": {"sharding": "data_parallel", "shards": [shard]}}})
     (piece,) = pieces_by_rank(plan, 2)[1]
     assert (piece.num_bytes, piece.size, piece.part) == (80, "10 × 4", "whole")
 

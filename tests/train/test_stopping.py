@@ -11,6 +11,7 @@ import pytest
 from meseta.comm import World
 from meseta.config import EarlyStoppingConfig, load_config
 from meseta.spec import MesetaError
+from meseta.telemetry.lines import EvalLine
 from meseta.train.stopping import BestSoFar
 from meseta.train.trained import load_trained
 from small_run import final_checksum, metrics, settings, train, without_times, write_config
@@ -18,7 +19,9 @@ from small_run import final_checksum, metrics, settings, train, without_times, w
 
 def feed(config: dict[str, Any], values: list[float | None]) -> tuple[BestSoFar, list[bool]]:
     best = BestSoFar(EarlyStoppingConfig(**config))
-    return best, [best.update({"step": 10 * k, best.config.metric: value}) for k, value in enumerate(values, start=1)]
+    return best, [
+        best.update(EvalLine(step=10 * k, **{best.config.metric: value})) for k, value in enumerate(values, start=1)
+    ]
 
 
 @pytest.mark.parametrize(

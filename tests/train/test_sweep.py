@@ -13,6 +13,8 @@ import pytest
 
 from meseta.config import load_config
 from meseta.spec import MesetaError
+from meseta.telemetry.lines import EvalLine
+from meseta.telemetry.summary import Summary
 from meseta.train.sweep import (
     Choices,
     Range,
@@ -132,9 +134,8 @@ def test_a_wrong_trial_is_named_before_anything_is_made(config: Path, tmp_path: 
 
 
 def result(number: int, **test: Any) -> Result:
-    return Result(
-        Trial(number, {"lr": number}, Path(f"trial-{number:03d}")), {"test": test, "num_steps": 4} if test else None
-    )
+    summary = Summary(test=EvalLine(**test), num_steps=4) if test else None
+    return Result(Trial(number, {"lr": number}, Path(f"trial-{number:03d}")), summary)
 
 
 def test_ranks_and_tables(tmp_path: Path) -> None:

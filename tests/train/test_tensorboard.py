@@ -11,6 +11,7 @@ import pytest
 
 from bad_input.commands import small_files
 from meseta.spec import MesetaError
+from meseta.telemetry.lines import EvalLine, TrainLine
 from meseta.train.tensorboard import TensorBoard, scalars
 from small_run import metrics, settings, train
 
@@ -48,15 +49,17 @@ def test_all_lines_are_there_once_and_after_a_resume_too(tiny: Path, tmp_path: P
 
 
 def test_numbers_of_a_line_and_their_tags() -> None:
-    line = {
-        "kind": "eval",
-        "step": 3,
-        "split": "test",
-        "auc": None,
-        "ne": 0.5,
-        "tasks": {"buy": {"auc": 1}},
-        "curve": [1],
-    }
+    line = EvalLine.model_validate(
+        {
+            "kind": "eval",
+            "step": 3,
+            "split": "test",
+            "auc": None,
+            "ne": 0.5,
+            "tasks": {"buy": {"auc": 1}},
+            "curve": [1],
+        }
+    )
     assert list(scalars(line)) == [("eval/ne", 0.5), ("eval/tasks/buy/auc", 1.0)]
 
 
@@ -69,7 +72,8 @@ def test_a_missing_package_is_named_with_its_install_line(monkeypatch: pytest.Mo
 def test_tags_and_values_are_those_of_torch(tmp_path: Path) -> None:
     """Of torch's own writer, event by event; one line is one event here."""
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
-    line = {"kind": "train", "step": 3, "a b:c/é": 1.5, "large": 1e300, "none": math.nan, "tasks": {"x y": 1}}
+    figures = {"a b:c/é": 1.5, "large": 1e300, "none": math.nan, "stages_s": {"x y": 1}}
+    line = TrainLine.model_validate({"kind": "train", "step": 3, "num_samples": 9} | figures)
     board = TensorBoard(tmp_path / "ours")
     board.begin([line])
     board.close()
@@ -83,7 +87,7 @@ def test_tags_and_values_are_those_of_torch(tmp_path: Path) -> None:
         events = list(loader.LegacyEventFileLoader(str(file)).Load())
         values = [(e.step, v.tag, repr(v.simple_value)) for e in events for v in e.summary.value]
         found[name] = values, [e.session_log.status for e in events if e.HasField("session_log")]
-    assert found["ours"] == found["torch"] and len(found["ours"][0]) == 4
+    assert found["ours"] == found["torch"] and len(found["ours"][0]) == 5
 
 
 def test_a_disk_that_fills_is_told_once_and_keeps_whole_lines(tmp_path: Path) -> None:
@@ -93,7 +97,7 @@ def test_a_disk_that_fills_is_told_once_and_keeps_whole_lines(tmp_path: Path) ->
     board.begin([])
     with small_files(300), pytest.raises(MesetaError, match=r"cannot be written: File too large; make room"):
         while num_lines < 100:
-            board.add({"kind": "train", "step": num_lines, "loss": 0.5})
+            board.add(TrainLine(step=num_lines, num_samples=1, loss=0.5))
             num_lines += 1
     with small_files(300):
         board.close()

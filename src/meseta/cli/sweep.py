@@ -105,14 +105,14 @@ def _tested(plan: Sweep, result: Result, nproc: int, signals: StopSignals) -> Re
     """The best trial, with its figures of the test split, which was left alone until now where valid has chosen."""
     from meseta.train.sweep import Result
 
-    if result.summary is None or TEST in result.summary:
+    if result.summary is None or TEST in result.summary.splits:
         return result
     code = _train(_command(plan, result.trial, nproc), plan.log(result.trial), signals)
     if signals.number is not None:
         print("interrupted at the test split of the best trial; the same command goes on from there", file=sys.stderr)
         raise typer.Exit(128 + signals.number)
     summary = result.trial.summary()
-    if summary is None or TEST not in summary:
+    if summary is None or TEST not in summary.splits:
         raise MesetaError(
             f"sweep: the best trial, {result.trial.run_dir.name}, could not be evaluated on the test split (exit code "
             f"{code}): {_last_words(plan.log(result.trial))}"

@@ -35,12 +35,6 @@ class Segment:
     unpooled: tuple[int, ...]
     """Routes whose gradients are per id."""
 
-    def as_batch(self, keys: Sequence[str]) -> KeyedJaggedTensor:
-        """The ids of a segment whose routes are features."""
-        bags = self.ids.bags
-        sizes = (bags.num_samples,) * len(keys)
-        return KeyedJaggedTensor(tuple(keys), bags.ids, self.ids.lengths, bags.weights, sizes)
-
 
 def local_segment(ids: KeyedJaggedTensor, gradients: Sequence[Tensor], unpooled: Sequence[int]) -> Segment:
     """Of the samples of one rank, by feature."""

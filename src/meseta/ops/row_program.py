@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meseta.ops.row_lowering import FIRST_UNIFORM, Code, Store, lower
-from meseta.ops.row_optimizer import Hyper, RowOptimizer, RowState, as_values, block_sums, compute_dtype, sum_blocks
+from meseta.ops.row_optimizer import Hyper, RowOptimizer, block_sums, sum_blocks
 from meseta.ops.row_symbols import ALLOWED, Graph, Kind, Number, NumberEntry, Op, Symbol
 from meseta.spec import MesetaError
 
@@ -196,17 +196,6 @@ class Executed:
     """[U, D] or [U, 1], by index."""
     summands: list[Tensor]
     """[U, D] each, of a pass that computes statistics."""
-
-
-def run_program(
-    program: Program, rows: Tensor, gradient: Tensor, state: RowState, hyper: Hyper
-) -> tuple[Tensor, RowState]:
-    """`reference_step` by the program: whole rows [U, D], their gradient and state; returns new rows and state."""
-    dtype = compute_dtype(rows.dtype)
-    values = [as_values(state)[name] for name in program.state_names]
-    done = run_code(program.whole, program.uniform_values(hyper), rows.to(dtype), gradient.to(dtype), values, [])
-    new = zip(program.state_names, program.state_kinds, done.state, strict=True)
-    return done.weight, {name: value if kind == "element" else value.squeeze(1) for name, kind, value in new}
 
 
 def run_code(

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from meseta.planner.sizes import cell_bytes
 from meseta.spec import MesetaError, Plan, Shard, TablePlan, TableSpec, Topology
 from meseta.spec.constraints import Keep
+from meseta.spec.plan_document import read_written_plan
 from meseta.spec.plan_rules import check_scheme, check_tiling
 
 
@@ -37,26 +38,9 @@ def read_plan_file(path: str) -> tuple[Plan, tuple[TableSpec, ...]]:
 
     where = f"plan file {str(path)!r}"
     try:
-        document = read_mapping(path)
-        entries = document.get("tables")
-        if not isinstance(entries, Mapping) or not isinstance(document.get("num_ranks"), int):
-            raise MesetaError("it must have num_ranks and tables, as `meseta plan --out` writes them")
-        specs = tuple(_spec(str(name), entry) for name, entry in entries.items())
-        return Plan.from_dict(document, specs, document["num_ranks"]), specs
+        return read_written_plan(read_mapping(path))
     except MesetaError as error:
         raise MesetaError(f"{where}: {error}") from None
-
-
-def _spec(name: str, entry: object) -> TableSpec:
-    """Rows and columns of a table, from its shards."""
-    try:
-        shards = entry["shards"]  # type: ignore[index]
-        rows, columns = (max(int(shard[key][1]) for shard in shards) for key in ("rows", "columns"))
-    except (TypeError, KeyError, IndexError, ValueError):
-        raise MesetaError(
-            f"plan: table {name!r} must have its shards written out, as `meseta plan --out` does"
-        ) from None
-    return TableSpec(name=name, num_embeddings=rows, embedding_dim=columns)
 
 
 def _read(path: str, tables: Sequence[TableSpec]) -> dict[str, TablePlan]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meseta.report.markup import label, picture, tag, text
-from meseta.report.record import Reuse
+from meseta.spec import Reuse
 from meseta.telemetry.shown import drawable, share
 
 BAR_WIDTH, BAR_HEIGHT = 7, 26

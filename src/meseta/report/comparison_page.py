@@ -11,9 +11,9 @@ from meseta.report.curves import SAMPLES, SECONDS, STEPS, Progress, eval_points,
 from meseta.report.differences import Difference, grouped
 from meseta.report.document import document
 from meseta.report.markup import table, tag, text
-from meseta.report.metrics import METRICS, Metric
 from meseta.report.stages import ordered, stage_colour
 from meseta.spec.files import write_whole
+from meseta.telemetry.figures import METRICS, Metric
 from meseta.telemetry.shown import ABSENT, byte_size, count, duration, fixed, short, signed
 
 NUM_COLOURS = 8

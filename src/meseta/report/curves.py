@@ -9,9 +9,9 @@ import numpy as np
 
 from meseta.report.chart import Series, line_chart
 from meseta.report.markup import tag, text
-from meseta.report.metrics import Metric
 from meseta.report.record import RunRecord
 from meseta.spec.splits import TEST
+from meseta.telemetry.figures import Metric
 from meseta.telemetry.lines import EvalLine, TrainLine
 from meseta.telemetry.shown import drawable
 

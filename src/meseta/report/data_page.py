@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 
 import numpy as np
@@ -15,7 +14,6 @@ from meseta.data.raw_rows import signed_exp, signed_log
 from meseta.report.bars import bars, reuse_bars
 from meseta.report.document import document
 from meseta.report.markup import table, tag, text
-from meseta.report.record import Reuse
 from meseta.telemetry.shown import ABSENT, count, plural, share, short
 
 SHIFTED = 0.1
@@ -47,10 +45,7 @@ def _header(name: str, dataset: Dataset) -> str:
     facts = [
         plural(len(dataset.dense), "dense feature"),
         plural(len(dataset.sparse), "sparse feature"),
-        *(
-            {"hash": "hashed ids", "vocabulary": "vocabularies", "buckets": "buckets of numbers"}[encoding]
-            for encoding in encodings
-        ),
+        *(_ENCODINGS[encoding] for encoding in encodings),
         "weighted samples" if dataset.weight else None,
         f"grouped by {dataset.group}" if dataset.group else None,
         plural(len(dataset.sources), "source file") if dataset.sources else None,
@@ -183,7 +178,7 @@ def _sparse(dataset: Dataset, description: Description) -> str:
 
 
 def _sparse_row(figures: SparseFigures, kind: str) -> list[str]:
-    reuse = Reuse.model_validate(asdict(figures.reuse))
+    reuse = figures.reuse
     new = figures.unseen_lookups
     pooling = f"{figures.mean_pooling_factor:.3g}"
     if figures.share_empty:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from meseta.data.dataset import Dataset, SparseFeature
 from meseta.report.bars import reuse_bars
 from meseta.report.markup import table, tag, text
-from meseta.report.record import Dataset, RunRecord, SparseFeature
+from meseta.report.record import RunRecord
 from meseta.telemetry.shown import ABSENT, count, fixed
 
 NUM_DRAWN = 100
@@ -22,7 +23,7 @@ def data_section(record: RunRecord) -> str:
 def _splits(dataset: Dataset) -> str:
     rows = []
     for name, split in dataset.splits.items():
-        rate = split.num_positives / split.num_rows if split.num_positives is not None and split.num_rows else None
+        rate = split.num_positives / split.num_rows if split.num_rows else None
         rows.append(
             [
                 text(name),
@@ -38,8 +39,7 @@ def _sparse(dataset: Dataset) -> str:
     if not dataset.sparse:
         return ""
     total = sum(feature.num_embeddings for feature in dataset.sparse)
-    reuse = next((f.statistics.reuse for f in dataset.sparse if f.statistics and f.statistics.reuse), None)
-    window = f"{reuse.window_samples:,} samples" if reuse else "a window of samples"
+    window = f"{dataset.sparse[0].statistics.reuse.window_samples:,} samples"
     intro = (
         f"{len(dataset.sparse)} sparse features with {count(total)} rows in all. The bars show how often a row is "
         f"used within {window}: once, twice, 3–4 times, 5–8 and so on, from left to right. The tallest bar has its "
@@ -66,8 +66,6 @@ def _sparse_row(feature: SparseFeature, *, has_bars: bool) -> list[str]:
     statistics = feature.statistics
     kinds = [feature.encoding, "multi-valued" * feature.multi_valued, "weighted" * feature.weighted]
     row = [text(feature.name), text(", ".join(kind for kind in kinds if kind)), count(feature.num_embeddings)]
-    if statistics is None:
-        return [*row, count(None), count(None), "", ""]
     reuse = statistics.reuse if has_bars else None
     return [
         *row,
@@ -81,10 +79,7 @@ def _sparse_row(feature: SparseFeature, *, has_bars: bool) -> list[str]:
 def _dense(dataset: Dataset) -> str:
     if not dataset.dense:
         return ""
-    rows = [
-        [text(f.name), *(text(f"{v:.4g}") if v is not None else "" for v in (f.fill, f.mean, f.std))]
-        for f in dataset.dense
-    ]
+    rows = [[text(f.name), *(text(f"{v:.4g}") for v in (f.fill, f.mean, f.std))] for f in dataset.dense]
     summary = tag(
         "summary", text(f"{len(dataset.dense)} dense features: fill, mean and standard deviation before scaling")
     )

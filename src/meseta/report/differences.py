@@ -49,10 +49,8 @@ def data_facts(record: RunRecord) -> dict[str, str]:
     facts = {}
     for name, split in data.splits.items():
         facts[f"{name} rows"] = f"{split.num_rows:,}"
-        if split.num_positives is not None:
-            facts[f"{name} positives"] = (
-                f"{split.num_positives:,.6g}" if split.num_positives % 1 else count(split.num_positives)
-            )
+        positives = split.num_positives
+        facts[f"{name} positives"] = f"{positives:,.6g}" if positives % 1 else count(positives)
     facts["labels"] = ", ".join(data.labels)
     for role in ("weight", "group", "time"):
         facts[role] = _plain(getattr(data, role))
@@ -80,15 +78,16 @@ def plan_facts(record: RunRecord) -> dict[str, str]:
     if plan is None:
         return {}
     facts = {"ranks": str(plan.num_ranks)}
-    for name, table in plan.tables.items():
-        ranks = sorted({rank for shard in table.shards for rank in shard.ranks})
-        facts[f"table {name}"] = f"{table.sharding} on {', '.join(map(str, ranks))}"
+    for entry in plan.tables:
+        ranks = sorted({rank for shard in entry.shards for rank in shard.ranks})
+        facts[f"table {entry.table}"] = f"{entry.sharding} on {', '.join(map(str, ranks))}"
     return facts
 
 
 def environment_facts(record: RunRecord) -> dict[str, str]:
     """Machine, versions, commit; the plan has the number of ranks."""
-    return {key: _plain(value) for key, value in flatten(record.environment or {}) if key != "num_ranks"}
+    environment = record.environment.to_dict() if record.environment else {}
+    return {key: _plain(value) for key, value in flatten(environment) if key != "num_ranks"}
 
 
 def grouped(rows: Sequence[Difference]) -> list[Difference]:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from meseta.report.chart import reliability_plot
 from meseta.report.headline import final_evaluation
 from meseta.report.markup import table, tag, text
-from meseta.report.metrics import metrics_in
 from meseta.report.record import RunRecord
 from meseta.spec.splits import note_flattered
+from meseta.telemetry.figures import metrics_in
 from meseta.telemetry.lines import EvalLine, Figures
 from meseta.telemetry.shown import count, drawable, fixed, plural
 

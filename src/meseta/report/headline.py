@@ -50,7 +50,7 @@ def headline(record: RunRecord, splits: Sequence[str] = EVALUATED) -> Headline:
 def final_evaluation(record: RunRecord, splits: Sequence[str] = EVALUATED) -> EvalLine | None:
     """Of the first of `splits` that was evaluated: the summary's, or, while that has none at all, the last one of the
     metrics; without `splits`, any other."""
-    ended = {split: getattr(record.summary, split, None) for split in EVALUATED}
+    ended = {split: record.summary.evaluation(split) for split in EVALUATED} if record.summary else {}
     lines = ended if any(ended.values()) else {line.split: line for line in record.evals}
     found = next((lines[split] for split in splits if lines.get(split)), None)
     return record.evals[-1] if found is None and record.evals and tuple(splits) == EVALUATED else found

@@ -148,5 +148,5 @@ def _config(record: RunRecord) -> str:
 def _environment(record: RunRecord) -> str:
     if not record.environment:
         return ""
-    rows = [[text(key), text(value)] for key, value in flatten(record.environment)]
+    rows = [[text(key), text(value)] for key, value in flatten(record.environment.to_dict())]
     return table([], rows, set(), "compact environment")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meseta.report.markup import label, picture, tag, text
-from meseta.report.record import PlanRecord, PlanShard, RunRecord
-from meseta.spec import ShardingType
+from meseta.report.record import RunRecord
+from meseta.spec import Plan, Shard, ShardingType
 from meseta.spec.tables import VALUE_BYTES
 from meseta.telemetry.shown import byte_size, count, plural
 
@@ -51,21 +51,21 @@ def plan_section(record: RunRecord) -> str:
     return tag("p", text(intro)) + _legend(plan, held) + _columns(held, totals)
 
 
-def plan_boxes(plan: PlanRecord) -> str:
+def plan_boxes(plan: Plan) -> str:
     """Legend and picture alone, of a plan that no run has yet; an empty string for one without rows."""
     held = pieces_by_rank(plan, VALUE_BYTES["float32"])
     totals = [sum(piece.num_bytes for piece in held[rank]) for rank in range(plan.num_ranks)]
     return _legend(plan, held) + _columns(held, totals) if any(totals) else ""
 
 
-def pieces_by_rank(plan: PlanRecord, bytes_per_number: int) -> dict[int, list[Piece]]:
+def pieces_by_rank(plan: Plan, bytes_per_number: int) -> dict[int, list[Piece]]:
     """What each rank holds, largest first; a replicated table is on every one of its ranks."""
     held: dict[int, list[Piece]] = {rank: [] for rank in range(plan.num_ranks)}
-    for name, entry in plan.tables.items():
+    for entry in plan.tables:
         noun = {"column_wise": "columns", "table_column_wise": "columns", "grid": "piece"}.get(entry.sharding, "rows")
         for index, shard in enumerate(entry.shards):
             piece = Piece(
-                table=name,
+                table=entry.table,
                 sharding=entry.sharding,
                 part=_part(noun, index, entry.shards),
                 size=f"{count(shard.num_rows)} × {count(shard.num_columns)}",
@@ -77,7 +77,7 @@ def pieces_by_rank(plan: PlanRecord, bytes_per_number: int) -> dict[int, list[Pi
     return {rank: sorted(pieces, key=lambda p: -p.num_bytes) for rank, pieces in held.items()}
 
 
-def _part(noun: str, index: int, shards: Sequence[PlanShard]) -> str:
+def _part(noun: str, index: int, shards: Sequence[Shard]) -> str:
     if len(shards) == 1:
         return "whole"
     if len(shards[0].ranks) > 1:
@@ -121,11 +121,11 @@ def _worst_aspect(row: Sequence[float], total: float, side: float) -> float:
     return max(side**2 * max(row) / total**2, total**2 / (side**2 * min(row)))
 
 
-def _legend(plan: PlanRecord, held: dict[int, list[Piece]]) -> str:
+def _legend(plan: Plan, held: dict[int, list[Piece]]) -> str:
     num_tables: dict[str, int] = defaultdict(int)
     held_bytes: dict[str, int] = defaultdict(int)
     cost: dict[str, float] = defaultdict(float)
-    for entry in plan.tables.values():
+    for entry in plan.tables:
         num_tables[entry.sharding] += 1
         cost[entry.sharding] += entry.cost
     for pieces in held.values():

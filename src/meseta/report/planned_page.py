@@ -12,7 +12,6 @@ from meseta.report.chart import row_bars
 from meseta.report.document import document
 from meseta.report.markup import table, tag, text
 from meseta.report.plan_picture import plan_boxes
-from meseta.report.record import PlanRecord
 from meseta.report.stages import stage_colour
 from meseta.spec.files import write_whole
 from meseta.spec.stages import COMPONENTS, LABELS, Component, stages_of
@@ -30,7 +29,7 @@ def write_planned(planned: Planned, found: Sequence[Reason], path: Path) -> Path
     parts = [tag("h1", text(title)), _headline(planned), tag("h2", "Time of a step"), _legend(), _times(planned, ranks)]
     parts += [tag("h2", "Memory"), _memory(planned, ranks)]
     if planned.plan.num_ranks <= MAX_DRAWN:
-        boxes = plan_boxes(PlanRecord.model_validate(planned.plan.to_dict()))
+        boxes = plan_boxes(planned.plan)
         parts += [tag("h2", "Where the rows lie"), boxes] if boxes else []
     parts += [tag("h2", "Tables"), _tables(found)]
     write_whole(path, document(title, *parts))

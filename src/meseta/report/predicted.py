@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meseta.report.markup import table, tag, text
-from meseta.report.record import RunRecord, Summary
+from meseta.report.record import RunRecord
 from meseta.spec.stages import COMPONENTS, LABELS, Component, stages_of
+from meseta.telemetry.summary import Summary
 
 MAX_RANKS = 8
 """Ranks that the page shows; of more, the mean."""

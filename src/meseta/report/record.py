@@ -6,158 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from meseta.config.load import value_at
-from meseta.spec import MesetaError
+from meseta.data.dataset import FILE_NAME as DATASET_NAME
+from meseta.data.dataset import Dataset
+from meseta.spec import MesetaError, Plan
 from meseta.spec.documents import parse_yaml
 from meseta.spec.files import parse_json, read_bounded
-from meseta.telemetry.lines import METRICS_NAME, Count, EvalLine, MetricsEntry, TrainLine, read_lines, told_spoiled
+from meseta.spec.plan_document import PLAN_NAME, read_written_plan
+from meseta.telemetry.lines import METRICS_NAME, EvalLine, TrainLine, read_lines, told_spoiled
+from meseta.telemetry.summary import ENVIRONMENT_NAME, SUMMARY_NAME, Best, Environment, Summary
 
-RUN_FILES = ("config.yaml", "dataset.json", "plan.json", "environment.json", METRICS_NAME, "summary.json")
-_OWN_FILES = ("config.yaml", "plan.json", METRICS_NAME, "summary.json")  # no prepared dataset has these
-
-
-class Reuse(MetricsEntry):
-    """Shares of rows and of lookups by uses of a row in a window: bin i is (edges[i], edges[i + 1]], the last open."""
-
-    window_samples: Count
-    edges: list[Count]
-    rows: list[float]
-    lookups: list[float]
-
-
-class Statistics(MetricsEntry):
-    """What `meseta prepare` counted for one sparse feature."""
-
-    num_rows: Count | None = None
-    num_lookups: Count | None = None
-    num_uniques: Count | None = None
-    mean_pooling_factor: float | None = None
-    reuse: Reuse | None = None
-
-
-class SparseFeature(MetricsEntry):
-    """One sparse feature of the dataset."""
-
-    name: str
-    num_embeddings: Count
-    encoding: str = ""
-    multi_valued: bool = False
-    weighted: bool = False
-    hash_seed: str | None = None
-    vocabulary_digest: str | None = None
-    boundaries: list[float] | None = None
-    made_of: tuple[str, ...] = ()
-    statistics: Statistics | None = None
-
-
-class DenseFeature(MetricsEntry):
-    """One dense feature and how it was filled and standardised."""
-
-    name: str
-    fill: float | None = None
-    mean: float | None = None
-    std: float | None = None
-
-
-class Split(MetricsEntry):
-    """Rows and labels of one split."""
-
-    num_rows: Count
-    num_positives: float | None = None
-
-
-class Dataset(MetricsEntry):
-    """The part of dataset.json that the page shows."""
-
-    labels: list[str] = Field(default=["label"])
-    weight: str | None = None
-    group: str | None = None
-    time: str | None = None
-    dense: list[DenseFeature] = Field(default=[])
-    sparse: list[SparseFeature] = Field(default=[])
-    splits: dict[str, Split] = Field(default={})
-
-
-class PlanShard(MetricsEntry):
-    """One placed piece of a table, rows and columns as [first, after the last)."""
-
-    rows: tuple[Count, Count]
-    columns: tuple[Count, Count]
-    ranks: list[Count]
-
-    @property
-    def num_rows(self) -> int:
-        return max(self.rows[1] - self.rows[0], 0)
-
-    @property
-    def num_columns(self) -> int:
-        return max(self.columns[1] - self.columns[0], 0)
-
-
-class PlanTable(MetricsEntry):
-    """The pieces of one table."""
-
-    sharding: str
-    cost: float = 0.0
-    shards: list[PlanShard] = Field(default=[])
-
-
-class PlanRecord(MetricsEntry):
-    """plan.json, read leniently: a plan that is wrong is drawn, not refused."""
-
-    num_ranks: Count
-    tables: dict[str, PlanTable]
-
-
-class Teacher(MetricsEntry):
-    """The best figures that synthetic data allows."""
-
-    auc: float | None = None
-    ne: float | None = None
-
-
-class Predicted(MetricsEntry):
-    """What the cost model said of a step."""
-
-    step_s: float
-    seconds: dict[str, list[float]]
-    """Of each component on every rank."""
-    constants: str
-    """Where they are from."""
-
-
-class Best(MetricsEntry):
-    """The best evaluation."""
-
-    step: Count | None = None
-    split: str = "test"
-
-
-class Chosen(MetricsEntry):
-    """What evaluations decided."""
-
-    split: str
-    what: list[str]
-
-
-class Summary(MetricsEntry):
-    """What a run leaves when it has ended."""
-
-    test: EvalLine | None = None
-    valid: EvalLine | None = None
-    """Of the same weights, where the data have that split."""
-    best: Best = Best()
-    chosen: Chosen | None = None
-    teacher: Teacher | None = None
-    num_steps: Count | None = None
-    num_samples: Count | None = None
-    train_s: float | None = None
-    samples_per_s: float | None = None
-    num_ranks: Count | None = None
-    stages_s_by_rank: list[dict[str, float]] = Field(default=[])
-    predicted: Predicted | None = None
+RUN_FILES = ("config.yaml", DATASET_NAME, PLAN_NAME, ENVIRONMENT_NAME, METRICS_NAME, SUMMARY_NAME)
+_OWN_FILES = ("config.yaml", PLAN_NAME, METRICS_NAME, SUMMARY_NAME)  # no prepared dataset has these
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +33,8 @@ class RunRecord:
     config: dict[str, Any]
     """config.yaml parsed; empty where that fails."""
     dataset: Dataset | None
-    plan: PlanRecord | None
-    environment: dict[str, Any] | None
+    plan: Plan | None
+    environment: Environment | None
     summary: Summary | None
     train: tuple[TrainLine, ...]
     """By step; where a resumed run repeated a step, its later line."""
@@ -203,18 +65,15 @@ def read_run(run_dir: Path) -> RunRecord:
     problems: dict[str, str] = {}
     config = _read(run_dir, "config.yaml", problems)
     config_text = None if config is None else config.decode(errors="replace")
-    environment = _document(run_dir, "environment.json", problems)
-    if not isinstance(environment, dict):
-        problems.setdefault("environment.json", "it does not hold a mapping")
     train, evals = _read_metrics(run_dir, problems)
     return RunRecord(
         name=run_dir.resolve().name,
         config_text=config_text,
         config=_parse_config(config_text, problems),
-        dataset=_entry(run_dir, "dataset.json", Dataset, problems),
-        plan=_entry(run_dir, "plan.json", PlanRecord, problems),
-        environment=environment if isinstance(environment, dict) else None,
-        summary=_entry(run_dir, "summary.json", Summary, problems),
+        dataset=_entry(run_dir, DATASET_NAME, Dataset, problems),
+        plan=_plan(run_dir, problems),
+        environment=_entry(run_dir, ENVIRONMENT_NAME, Environment, problems),
+        summary=_entry(run_dir, SUMMARY_NAME, Summary, problems),
         train=train,
         evals=evals,
         problems=problems,
@@ -246,7 +105,7 @@ def _document(run_dir: Path, name: str, problems: dict[str, str]) -> Any:
         return None
 
 
-T = TypeVar("T", bound=MetricsEntry)
+T = TypeVar("T", bound=BaseModel)
 
 
 def _entry(run_dir: Path, name: str, kind: type[T], problems: dict[str, str]) -> T | None:
@@ -259,6 +118,17 @@ def _entry(run_dir: Path, name: str, kind: type[T], problems: dict[str, str]) ->
     except ValidationError as error:
         problems[name] = _explain(error)
         return None
+
+
+def _plan(run_dir: Path, problems: dict[str, str]) -> Plan | None:
+    document = _document(run_dir, PLAN_NAME, problems)
+    if isinstance(document, dict):
+        try:
+            return read_written_plan(document)[0]
+        except MesetaError as error:
+            problems[PLAN_NAME] = str(error)
+    problems.setdefault(PLAN_NAME, "it does not hold a mapping")
+    return None
 
 
 def _explain(error: ValidationError) -> str:

@@ -14,6 +14,8 @@ from meseta.spec.shards import IN_ONE_HOST, Shard, ShardingType, TablePlan
 from meseta.spec.tables import VALUE_BYTES, TableSpec
 from meseta.spec.tiers import HBM
 
+PLAN_NAME = "plan.json"
+"""Of the file in a folder of a run."""
 _PLAN_KEYS = ("format", "num_ranks", "devices_per_host", "tables")
 _TABLE_KEYS = ("sharding", "ranks", "hot_rows", "shards", "cost")
 _SHARD_KEYS = ("rows", "columns", "ranks", "tier")
@@ -57,6 +59,30 @@ def read_plan(document: Mapping[Any, Any], tables: Sequence[TableSpec], num_rank
     plan = Plan(num_ranks=num_ranks, tables=tuple(placed), devices_per_host=per_host)
     plan.check(tables)
     return plan
+
+
+def read_written_plan(document: Mapping[Any, Any]) -> tuple[Plan, tuple[TableSpec, ...]]:
+    """A plan with every shard written out, and the tables that it tells of: names, rows and columns alone.
+
+    Raises MesetaError as `Plan.from_dict` does, and where ranks or shards are missing.
+    """
+    entries, num_ranks = document.get("tables"), document.get("num_ranks")
+    if not isinstance(entries, Mapping) or not isinstance(num_ranks, int):
+        raise MesetaError("it must have num_ranks and tables, as `meseta plan --out` writes them")
+    specs = tuple(_spec(str(name), entry) for name, entry in entries.items())
+    return read_plan(document, specs, num_ranks), specs
+
+
+def _spec(name: str, entry: object) -> TableSpec:
+    """Rows and columns of a table, from its shards."""
+    try:
+        shards = entry["shards"]  # type: ignore[index]
+        rows, columns = (max(int(shard[key][1]) for shard in shards) for key in ("rows", "columns"))
+    except (TypeError, KeyError, IndexError, ValueError):
+        raise MesetaError(
+            f"plan: table {name!r} must have its shards written out, as `meseta plan --out` does"
+        ) from None
+    return TableSpec(name=name, num_embeddings=rows, embedding_dim=columns)
 
 
 def _read_table(table: TableSpec, entry: Mapping[Any, Any], per_host: int, held_bytes: list[int]) -> TablePlan:

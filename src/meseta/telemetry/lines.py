@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -21,23 +22,39 @@ _SHOWN = 5
 Count = Annotated[int, Field(ge=0, le=10**18)]
 
 
-class MetricsEntry(BaseModel):
-    """Part of a file; keys that the page does not show are left aside, so newer runs can be read."""
+class Entry(BaseModel):
+    """Part of a file of a run, its keys in their order there. Keys that another version has written stay."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, of what was given alone: what a run does not have, its file has no key for."""
+        return self.model_dump(exclude_unset=True)
 
 
-class Lifetime(MetricsEntry):
+class Lifetime(Entry):
     """Figures over the whole run so far."""
 
     logloss: float | None = None
     ne: float | None = None
     auc_binned: float | None = None
+    auc_error_bound: float | None = None
+    calibration: float | None = None
 
 
-class TrainLine(MetricsEntry):
-    """Figures since the line before."""
+class TaskProgress(Entry):
+    """Figures of one label since the line before, each sample measured before the model learned from it."""
 
+    logloss: float | None = None
+    ne: float | None = None
+    auc: float | None = None
+    lifetime: Lifetime = Lifetime()
+
+
+class TrainLine(Entry):
+    """What happened since the line before."""
+
+    kind: Literal["train"] = "train"
     step: Count
     num_samples: Count
     time_s: float | None = None
@@ -47,10 +64,16 @@ class TrainLine(MetricsEntry):
     ne: float | None = None
     auc: float | None = None
     lifetime: Lifetime = Lifetime()
+    tasks: dict[str, TaskProgress] = {}
+    """By label, where there are several."""
     samples_per_s: float | None = None
+    seconds_per_step: float | None = None
     lr_dense: float | None = None
     lr_sparse: float | None = None
     stages_s: dict[str, float] = {}
+    """Seconds per step of each stage."""
+    ids_outside: dict[str, Count] = {}
+    """Ids outside their table in the run so far, by feature."""
 
     @property
     def label_loss(self) -> float | None:
@@ -58,7 +81,7 @@ class TrainLine(MetricsEntry):
         return self.loss if self.logloss is None else self.logloss
 
 
-class ReliabilityPoint(MetricsEntry):
+class ReliabilityPoint(Entry):
     """One bin of a reliability curve."""
 
     mean_prediction: float
@@ -66,48 +89,71 @@ class ReliabilityPoint(MetricsEntry):
     num_samples: Count
 
 
-class GroupedFigure(MetricsEntry):
+class GroupMean(Entry):
     """Mean of a figure over groups of samples."""
 
     value: float | None = None
+    num_groups: Count | None = None
+    num_left_out: Count | None = None
 
 
-class Figures(MetricsEntry):
+class Figures(Entry):
     """Figures over a set of samples."""
 
     num_samples: Count | None = None
     num_positives: Count | None = None
+    weight: float | None = None
     logloss: float | None = None
     ne: float | None = None
     auc: float | None = None
     pr_auc: float | None = None
-    gauc: GroupedFigure | None = None
-    ndcg: GroupedFigure | None = None
     calibration: float | None = None
+    gauc: GroupMean | None = None
+    ndcg: GroupMean | None = None
+    reliability: list[ReliabilityPoint] = []
+
+    def figure(self, name: str) -> float | None:
+        """One of them by its name, of groups their mean; None where it is not defined, or not there."""
+        value = getattr(self, name, None)
+        return value.value if isinstance(value, GroupMean) else value
 
 
-class Segment(Figures):
-    """Figures over the samples that share a value of a feature."""
+class FeatureValue(Entry):
+    """What the samples of a segment share."""
 
     value: int | None = None
     """Id of the value's row; None for all values that are not listed."""
+
+
+class SegmentFigures(Figures, FeatureValue):
+    """Figures over the samples that share a value of a feature; fields of the last base come first."""
+
     tasks: dict[str, Figures] = {}
 
 
-class EvalLine(Figures):
-    """Figures over a whole split."""
+class Evaluated(Entry):
+    """What an evaluation is of."""
 
+    kind: Literal["eval"] = "eval"
     step: Count = 0
     split: str = "test"
-    time_s: float | None = None
-    reliability: list[ReliabilityPoint] = []
+
+
+class EvalLine(Figures, Evaluated):
+    """Figures over a whole split; fields of the last base come first."""
+
     tasks: dict[str, Figures] = {}
     """By label, where there are several."""
-    segments: dict[str, list[Segment]] = {}
+    segments: dict[str, list[SegmentFigures]] = {}
     """By feature."""
+    ids_outside: dict[str, Count] = {}
+    """Ids outside their table, by feature."""
+    time_s: float | None = None
+    num_samples_trained: Count | None = None
 
 
-_KINDS: dict[str, type[TrainLine | EvalLine]] = {"train": TrainLine, "eval": EvalLine}
+Line = TrainLine | EvalLine
+_KINDS: dict[str, type[Line]] = {"train": TrainLine, "eval": EvalLine}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,15 +166,10 @@ class MetricsLine:
     """As the file has it, without its end."""
     is_whole: bool
     """Whether it has an end; a kill may have cut off the last one."""
-    document: dict[str, Any]
-    """Empty where it is spoiled."""
-    record: TrainLine | EvalLine | None
+    is_spoiled: bool
+    """Whether nobody can tell what it says."""
+    record: Line | None
     """None where it is spoiled, or of a kind that another version writes."""
-
-    @property
-    def is_spoiled(self) -> bool:
-        """Whether nobody can tell what it says."""
-        return not self.document
 
 
 def read_lines(path: Path) -> Iterator[MetricsLine]:
@@ -146,24 +187,26 @@ def read_lines(path: Path) -> Iterator[MetricsLine]:
             if len(line) > DOCUMENT_BYTES:
                 raise too_long(f"line {number} of {path}", DOCUMENT_BYTES)
             if line.strip():
-                document, record = _parse(line)
+                content, is_spoiled, record = line.removesuffix(b"\n"), False, None
+                try:
+                    record = _parse(line)
+                except (ValueError, KeyError, TypeError):  # pydantic's ValidationError is a ValueError
+                    is_spoiled = True
                 yield MetricsLine(
-                    number=number,
-                    content=line.removesuffix(b"\n"),
-                    is_whole=line.endswith(b"\n"),
-                    document=document,
-                    record=record,
+                    number=number, content=content, is_whole=content != line, is_spoiled=is_spoiled, record=record
                 )
 
 
-def _parse(line: bytes) -> tuple[dict[str, Any], TrainLine | EvalLine | None]:
-    """Document and record; ({}, None) of a spoiled line."""
-    try:
-        document = parse_json(line, finite=False)
-        kind = document["kind"]
-        return document, _KINDS[kind].model_validate(document) if kind in _KINDS else None
-    except (ValueError, KeyError, TypeError):  # pydantic's ValidationError is a ValueError
-        return {}, None
+def line_text(line: Line) -> str:
+    """A line as the file has it."""
+    return json.dumps(line.to_dict()) + "\n"
+
+
+def _parse(line: bytes) -> Line | None:
+    """None for a kind that this version does not know."""
+    document = parse_json(line, finite=False)
+    kind = document["kind"]
+    return _KINDS[kind].model_validate(document) if kind in _KINDS else None
 
 
 def told_spoiled(numbers: Sequence[int]) -> str:

@@ -8,7 +8,8 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from meseta.config import RunConfig, ScheduleConfig, TrainConfig
-from meseta.spec.splits import TEST, choosing_split
+from meseta.spec.splits import choosing_split
+from meseta.telemetry.lines import EvalLine
 from meseta.train.stopping import BestSoFar
 
 if TYPE_CHECKING:
@@ -82,18 +83,18 @@ class Decisions:
         """Of the rates of tables and of the dense part."""
         return self._plateaus["embedding"].num_falls, self._plateaus["dense"].num_falls
 
-    def update(self, line: Mapping[str, Any], *, on_the_way: bool) -> None:
+    def update(self, line: EvalLine, *, on_the_way: bool) -> None:
         """Take in an evaluation, as metrics.jsonl has it; once, and only of the split that decides.
 
         One that is not `on_the_way`, made since a run ended there, may be the best, and counts for nothing else: a run
         that goes on from there has evaluations where one that never ended has them.
         """
-        if line.get("split", TEST) != self.split or line["step"] <= self._evaluated:
+        if line.split != self.split or line.step <= self._evaluated:
             return
-        self._evaluated = line["step"]
+        self._evaluated = line.step
         gained = self.best.update(line, counts=on_the_way)
         for plateau in self._plateaus.values() if on_the_way else ():
-            plateau.update(line["step"], gained=gained)
+            plateau.update(line.step, gained=gained)
 
     def get_state(self) -> dict[str, Any]:
         """For a checkpoint."""

@@ -17,6 +17,7 @@ from meseta.measure.topology import gpu_kind
 from meseta.planner import Prediction, find_plan, predict
 from meseta.spec import CostModel, DeviceKind, MesetaError, Plan, Topology
 from meseta.spec.constraints import Constraints
+from meseta.telemetry.summary import Predicted
 from meseta.train.workload import make_workload
 
 
@@ -51,9 +52,9 @@ def plan_run(
     return world.from_first(search)
 
 
-def predict_run(config: RunConfig, dataset: Dataset, model: Any, world: World) -> dict[str, Any]:
-    """Seconds that the plan of a sharded model is predicted to take: `step_s`, `seconds` by component and rank, and
-    where the `constants` are from. Collective; raises MesetaError as `plan_run` does."""
+def predict_run(config: RunConfig, dataset: Dataset, model: Any, world: World) -> Predicted:
+    """Seconds that the plan of a sharded model is predicted to take. Collective; raises MesetaError as `plan_run`
+    does."""
     embeddings = model.embeddings
     topology, plan = run_topology(config, world), embeddings.plan
     if plan.devices_per_host is None:
@@ -67,11 +68,11 @@ def predict_run(config: RunConfig, dataset: Dataset, model: Any, world: World) -
 
     found = world.from_first(think)
     path = config.planner.cost_model
-    return {
-        "step_s": found.step_s,
-        "seconds": {name: values.tolist() for name, values in found.seconds.items()},
-        "constants": f"documented for {topology.device}" if path is None else f"of {path}",
-    }
+    return Predicted(
+        step_s=found.step_s,
+        seconds={name: values.tolist() for name, values in found.seconds.items()},
+        constants=f"documented for {topology.device}" if path is None else f"of {path}",
+    )
 
 
 def _cost_model(config: RunConfig) -> CostModel | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from meseta.telemetry.lines import Line, TrainLine
 
 
 class TrainProgress:
@@ -45,19 +45,19 @@ class TrainProgress:
         """Move the bar to `step` steps done."""
         self._bar.update(self._task, completed=step)
 
-    def log(self, line: Mapping[str, Any]) -> None:
+    def log(self, line: Line) -> None:
         """Show the figures of one line of metrics.jsonl."""
         if not self._shown:
             return
-        if line["kind"] == "train":
-            left_s = (self._num_steps - line["step"]) * line["seconds_per_step"]
-            figures = f"{line['samples_per_s']:,.0f} samples/s  {_figures(line)}"
+        if isinstance(line, TrainLine):
+            left_s = (self._num_steps - line.step) * (line.seconds_per_step or 0.0)
+            figures = f"{line.samples_per_s:,.0f} samples/s  {_figures(line)}"
             self._bar.update(self._task, figures=figures)
             if not self._live:
-                self.say(f"step {line['step']}/{self._num_steps}  {figures}  {left_s:.0f} s left")
+                self.say(f"step {line.step}/{self._num_steps}  {figures}  {left_s:.0f} s left")
         else:
             figures = _figures(line) or "no figures"  # of an empty split
-            self.say(f"{line['split']} at step {line['step']}: {figures}, {line['num_samples']:,} samples")
+            self.say(f"{line.split} at step {line.step}: {figures}, {line.num_samples:,} samples")
 
     def say(self, text: str) -> None:
         """One line above the bar, as it is: rich would break it at 80 columns and read [brackets] as markup."""
@@ -65,7 +65,7 @@ class TrainProgress:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _figures(line: Mapping[str, Any]) -> str:
+def _figures(line: Line) -> str:
     names = (("loss", "loss"), ("logloss", "logloss"), ("ne", "NE"), ("auc", "AUC"), ("calibration", "calibration"))
-    found = [(label, line[key]) for key, label in names if line.get(key) is not None]
+    found = [(label, value) for key, label in names if (value := getattr(line, key, None)) is not None]
     return "  ".join(f"{label} {value:.4f}" for label, value in found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import shutil
@@ -21,10 +20,20 @@ from meseta.config import RunConfig, load_config
 from meseta.data.dataset import FILE_NAME, Dataset
 from meseta.data.keep import keep_tables
 from meseta.spec import MesetaError
-from meseta.spec.files import append_whole, json_text, parse_json, read_bounded
+from meseta.spec.files import append_whole, json_text
 from meseta.spec.launched import note
 from meseta.spec.processors import num_cores, this_processor
-from meseta.telemetry.lines import METRICS_NAME, EvalLine, MetricsLine, TrainLine, read_lines, told_spoiled
+from meseta.telemetry.lines import (
+    METRICS_NAME,
+    EvalLine,
+    Line,
+    MetricsLine,
+    TrainLine,
+    line_text,
+    read_lines,
+    told_spoiled,
+)
+from meseta.telemetry.summary import ENVIRONMENT_NAME, SUMMARY_NAME, Environment, Versions, read_summary
 from meseta.train.lock import FolderLock
 
 TRIALS = "trials"
@@ -60,7 +69,7 @@ class RunDir:
         self.write("config.yaml", yaml.safe_dump(document, sort_keys=False))
         self.write_json(FILE_NAME, dataset.to_dict())
         self.write_json("plan.json", plan)
-        self.write_json("environment.json", environment(device, plan["num_ranks"]))
+        self.write_json(ENVIRONMENT_NAME, environment(device, plan["num_ranks"]).to_dict())
 
     @property
     def has_begun(self) -> bool:
@@ -85,7 +94,7 @@ class RunDir:
             with self._writing():
                 remove_all(self.checkpoints)
                 shutil.rmtree(self.path / TRIALS, ignore_errors=True)
-                for name in (METRICS_NAME, "summary.json", "report.html"):
+                for name in (METRICS_NAME, SUMMARY_NAME, "report.html"):
                     (self.path / name).unlink(missing_ok=True)
         finally:
             self.unlock()
@@ -125,10 +134,10 @@ class RunDir:
         """As `write`."""
         self.write(name, json_text(document))
 
-    def append_metrics(self, line: Mapping[str, Any]) -> None:
+    def append_metrics(self, line: Line) -> None:
         """Add one line to metrics.jsonl, or nothing. Raises MesetaError where it cannot be written."""
         with self._writing(), self._metrics.open("ab", buffering=0) as file:
-            append_whole(file, (json.dumps(line) + "\n").encode())
+            append_whole(file, line_text(line).encode())
 
     def forget_after(self, step: int, num_steps: int) -> None:
         """Drop the lines that a run resumed at `step` writes again, what a finished run wrote at its end, all that came
@@ -142,21 +151,11 @@ class RunDir:
             return line.is_whole
 
         with self._writing():
-            (self.path / "summary.json").unlink(missing_ok=True)
+            (self.path / SUMMARY_NAME).unlink(missing_ok=True)
         lines = self._lines()
         again = next((number for number, line in enumerate(lines) if line.record and not stays(line)), len(lines))
         kept = lines[:again] + [line for line in lines[again:] if not line.record]
         self.write(METRICS_NAME, b"".join(line.content + b"\n" for line in kept if stays(line)))
-
-    def measured(self, step: int) -> dict[str, Any]:
-        """What the summary of a run that ended after `step` says of its steps' time, measured and predicted; a run that
-        is shown again takes no step that could be timed. Empty where there is no such summary."""
-        try:
-            summary = parse_json(read_bounded(self.path / "summary.json"))
-            names = ("stages_s_by_rank", "predicted") if summary["num_steps"] == step else ()
-            return {name: summary[name] for name in names}
-        except (OSError, ValueError, KeyError, TypeError):
-            return {}
 
     def final_checkpoint(self) -> Path | None:
         """The checkpoint that stands for the run: the newest one, whole or not, or, of a run that has ended with its
@@ -175,15 +174,20 @@ class RunDir:
         """Step of the weights that a run has ended with, where train.finish says the best."""
         try:
             if self.load_config().train.finish == "best":
-                name = Path(parse_json(read_bounded(self.path / "summary.json"))["checkpoint"]).name
+                summary = read_summary(self.path)
+                name = Path((summary and summary.checkpoint) or "").name
                 return int(match["step"]) if (match := NAME.fullmatch(name)) else None
-        except (MesetaError, OSError, ValueError, KeyError, TypeError):
-            pass  # it has not ended, or is of no version that knows best weights
+        except MesetaError:
+            pass  # its config is of another version
         return None
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def lines(self) -> list[Line]:
         """The lines of metrics.jsonl that logs and evaluations wrote. Raises MesetaError where it cannot be read."""
-        return [line.document for line in self._lines() if line.record is not None]
+        return [line.record for line in self._lines() if line.record is not None]
+
+    def evaluations(self) -> list[EvalLine]:
+        """Those of `lines` that evaluations wrote."""
+        return [line for line in self.lines() if isinstance(line, EvalLine)]
 
     def _lines(self) -> list[MetricsLine]:
         try:
@@ -217,7 +221,7 @@ def drop_run(config: RunConfig, world: World) -> None:
     world.on_first(RunDir(config.run_dir).drop)
 
 
-def environment(device: str, num_ranks: int) -> dict[str, Any]:
+def environment(device: str, num_ranks: int) -> Environment:
     """What a figure of this run depends on."""
     versions = {"python": platform.python_version()}
     for package in ("meseta", "torch", "numpy", "pyarrow"):
@@ -226,15 +230,15 @@ def environment(device: str, num_ranks: int) -> dict[str, Any]:
         except PackageNotFoundError:
             versions[package] = "not installed"
     processor = this_processor()
-    return {
-        "versions": versions,
-        "num_cores": num_cores(),
-        "processor": processor.name,
-        "instructions": processor.level(),
-        "device": device,
-        "num_ranks": num_ranks,
-        "commit": _commit(),
-    }
+    return Environment(
+        versions=Versions(**versions),
+        num_cores=num_cores(),
+        processor=processor.name,
+        instructions=processor.level(),
+        device=device,
+        num_ranks=num_ranks,
+        commit=_commit(),
+    )
 
 
 def _commit() -> str | None:

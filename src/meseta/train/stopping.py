@@ -8,8 +8,9 @@ from typing import Any
 
 from meseta.config import EarlyStoppingConfig
 from meseta.data.dataset import Dataset
-from meseta.report.metrics import RISING
 from meseta.spec import MesetaError, nearest
+from meseta.telemetry.figures import RISING
+from meseta.telemetry.lines import EvalLine
 
 _GROUPED = {"gauc", "ndcg"}
 
@@ -39,19 +40,17 @@ class BestSoFar:
         self.num_stale = 0
         """Evaluations since then."""
 
-    def update(self, line: Mapping[str, Any], *, counts: bool = True) -> bool:
+    def update(self, line: EvalLine, *, counts: bool = True) -> bool:
         """Take in an evaluation, as metrics.jsonl has it; returns whether it is the best so far.
 
         A figure that is not defined (one class only) is no better than any. Better by less than `min_delta` than the
         best counts as stale, where `counts` says so, and leaves the best where it is.
         """
         # The figures of a single label stand in the line itself.
-        figures = line["tasks"].get(self.config.task, {}) if self.config.task and "tasks" in line else line
-        value = figures.get(self.config.metric)
-        if isinstance(value, dict):  # a mean over groups, with their number
-            value = value.get("value")
+        figures = line.tasks.get(self.config.task) if self.config.task and line.tasks else line
+        value = None if figures is None else figures.figure(self.config.metric)
         if value is not None and math.isfinite(value) and self._is_better(value):
-            self.step, self.value, self.num_stale = line["step"], value, 0
+            self.step, self.value, self.num_stale = line.step, value, 0
             return True
         self.num_stale += counts
         return False

@@ -19,12 +19,13 @@ import yaml
 from meseta.config import RunConfig, check_document, read_document
 from meseta.data.dataset import Dataset
 from meseta.data.encoding import Encoding, difference, other_rows
-from meseta.report.metrics import RISING
 from meseta.spec import MesetaError
 from meseta.spec.documents import parse_yaml
 from meseta.spec.files import parse_json, read_bounded, write_whole
 from meseta.spec.own_code import say_own
-from meseta.spec.splits import EVALUATED, TEST, VALID, choosing_split
+from meseta.spec.splits import TEST, VALID, choosing_split
+from meseta.telemetry.figures import RISING
+from meseta.telemetry.summary import Summary, read_summary
 
 FORMAT = "meseta.sweep/1"
 METRICS = ("ne", "auc", "logloss", "pr_auc")
@@ -155,14 +156,10 @@ class Trial:
         """Its settings in one line."""
         return " ".join(f"{key}={value}" for key, value in self.settings.items())
 
-    def summary(self) -> dict[str, Any] | None:
+    def summary(self) -> Summary | None:
         """What summary.json says; None while the run is not finished."""
-        try:
-            document = parse_json(read_bounded(self.run_dir / "summary.json"), finite=False)
-        except (OSError, ValueError):
-            return None
-        evaluated = isinstance(document, dict) and any(isinstance(document.get(s), dict) for s in EVALUATED)
-        return document if evaluated else None
+        summary = read_summary(self.run_dir)
+        return summary if summary is not None and summary.splits else None
 
 
 @dataclass(frozen=True)
@@ -266,12 +263,6 @@ def _read(out: Path) -> dict[str, Any] | None:
 
 
 _FIGURES = ("ne", "auc", "logloss")
-_COUNTS = {"steps": "num_steps", "samples_per_s": "samples_per_s"}
-"""Column of a table -> key of summary.json."""
-
-
-def _number(value: Any) -> int | float | None:
-    return value if isinstance(value, int | float) else None
 
 
 @dataclass(frozen=True)
@@ -279,7 +270,7 @@ class Result:
     """A trial and what became of it."""
 
     trial: Trial
-    summary: Mapping[str, Any] | None
+    summary: Summary | None
     """None: not finished."""
     problem: str = ""
     """Why it is not finished."""
@@ -287,22 +278,21 @@ class Result:
     @property
     def split(self) -> str:
         """The one that the trial is ranked by."""
-        return choosing_split(self.summary or ())
+        return choosing_split(self.summary.splits if self.summary else ())
 
     def figure(self, name: str, split: str | None = None) -> float | None:
         """A metric at the end, of the split that the trial is ranked by, or of another; None where it has none."""
-        line = (self.summary or {}).get(split or self.split)
-        value = _number(line.get(name)) if isinstance(line, dict) else None
-        return None if value is None else float(value)
+        line = self.summary and self.summary.evaluation(split or self.split)
+        return line.figure(name) if line else None
 
     def cells(self) -> dict[str, Any]:
         """What tables show, by column; None for what is not there."""
-        done: Mapping[str, Any] = self.summary or {}
         return {
             "trial": self.trial.run_dir.name,
             **self.trial.settings,
             **{name: self.figure(name) for name in _FIGURES},
-            **{column: _number(done.get(name)) for column, name in _COUNTS.items()},
+            "steps": self.summary and self.summary.num_steps,
+            "samples_per_s": self.summary and self.summary.samples_per_s,
             "problem": self.problem,
         }
 

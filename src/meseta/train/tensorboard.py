@@ -14,12 +14,13 @@ from typing import IO, Any
 from meseta.spec import MesetaError
 from meseta.spec.files import append_whole
 from meseta.spec.splits import VALID
+from meseta.telemetry.lines import EvalLine, Line
 
 _PLACES = ("kind", "step", "split")
 """Keys of a line that say where its figures belong."""
 
 
-def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def scalars(line: Line) -> Iterator[tuple[str, float]]:
     """(tag, value) of every number in a line, such as ("train/loss", 0.5) and ("eval/tasks/buy/auc", 0.8), with "valid"
     for "eval" where the line is of that split; what has no value and what is a list is left out."""
 
@@ -30,8 +31,8 @@ def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield tag, float(value)
 
-    place = VALID if line.get("split") == VALID else line["kind"]
-    for key, value in line.items():
+    place = VALID if isinstance(line, EvalLine) and line.split == VALID else line.kind
+    for key, value in line.to_dict().items():
         if key not in _PLACES:
             yield from walk(f"{place}/{key}", value)
 
@@ -58,7 +59,7 @@ class TensorBoard:
         self._folder = folder
         self._file: IO[bytes] | None = None
 
-    def begin(self, lines: Sequence[Mapping[str, Any]]) -> None:
+    def begin(self, lines: Sequence[Line]) -> None:
         """Start with these lines alone: a run that goes on writes again what came after its checkpoint.
 
         Files of before are deleted, and a TensorBoard that has read them is told to forget all of their points. Raises
@@ -77,7 +78,7 @@ class TensorBoard:
             for line in lines:
                 self._add(line)
 
-    def add(self, line: Mapping[str, Any]) -> None:
+    def add(self, line: Line) -> None:
         """One more line, on disk when this returns. Raises MesetaError where it cannot be written."""
         with self._writing():
             self._add(line)
@@ -88,9 +89,9 @@ class TensorBoard:
             self._file.close()
             self._file = None
 
-    def _add(self, line: Mapping[str, Any]) -> None:
+    def _add(self, line: Line) -> None:
         figures = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars(line)]
-        self._write([self._event(step=line["step"], summary=self._summary(value=figures))])
+        self._write([self._event(step=line.step, summary=self._summary(value=figures))])
 
     def _write(self, events: Iterable[Any]) -> None:
         """Add events, all or none."""

@@ -19,7 +19,7 @@ from meseta.data.new_rows import NewRows
 from meseta.data.reader import Reader, ReaderOptions
 from meseta.data.selection import calibration_shift
 from meseta.spec import MesetaError
-from meseta.spec.splits import TEST, choosing_split
+from meseta.spec.splits import choosing_split
 from meseta.train.build import make_sharded_model
 from meseta.train.precision import note_bfloat16
 from meseta.train.run_dir import RunDir
@@ -170,11 +170,11 @@ def _find_best(run: RunDir, config: RunConfig) -> Path | None:
     """The checkpoint of the best evaluation; None where the run has none at all."""
     if checkpoint.latest(run.checkpoints) is None:
         return None
-    lines = [line for line in run.metrics() if line["kind"] == "eval"]
-    split = choosing_split({line.get("split", TEST) for line in lines})
+    lines = run.evaluations()
+    split = choosing_split({line.split for line in lines})
     best = BestSoFar(config.train.early_stopping, split)
     for line in lines:
-        if line.get("split", TEST) == split:
+        if line.split == split:
             best.update(line)
     for listed in checkpoint.list_checkpoints(run.checkpoints):
         if listed.summary is not None and listed.summary.step == best.step:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, astuple
 from pathlib import Path
@@ -28,6 +28,8 @@ from meseta.pipeline.step import NonFiniteLoss
 from meseta.report import write_report
 from meseta.spec import MesetaError
 from meseta.spec.splits import TEST
+from meseta.telemetry.lines import EvalLine, Line, TrainLine
+from meseta.telemetry.summary import SUMMARY_NAME, Best, Chosen, Summary, TeacherFigures, read_summary
 from meseta.train.build import make_reader, make_sharded_model, set_learning_rates, task_weights
 from meseta.train.decisions import Decisions, chosen_by_evaluations, is_evaluation_due
 from meseta.train.evaluate import check_segments, evaluate
@@ -128,9 +130,9 @@ class Trainer:
         when SIGTERM or SIGINT came to any of them.
         """
         with self._held:
-            return self._run()
+            return self._run().to_dict()
 
-    def measure(self, *, best: bool) -> dict[str, Any]:
+    def measure(self, *, best: bool) -> EvalLine:
         """Train to the end, and return the best or the last evaluation of the split that decides.
 
         For a trial: no weights are saved but those that the config asks for on the way. Raises as `run` does.
@@ -160,8 +162,8 @@ class Trainer:
             self.saver.copy_all()
         return checkpoint_path(self.run_dir.checkpoints, self.step)
 
-    def _run(self) -> dict[str, Any]:
-        former = self.run_dir.measured(self.step) if self.world.rank == 0 else {}
+    def _run(self) -> Summary:
+        former = self.world.from_first(lambda: read_summary(self.run_dir.path))
         self.world.on_first(self._begin)
         first = self.step
         with TrainProgress(self.num_steps, first_step=first, shown=self.world.rank == 0) as progress:
@@ -184,12 +186,12 @@ class Trainer:
             outside = self._ids_outside()
             evaluations = self._finish(progress)
         stages = self.world.gather_objects(self.train_step.times.over_life())
-        summary = self._summary(evaluations, outside)
         if any(stages):
-            summary |= {"stages_s_by_rank": stages, "predicted": self._predicted}
-        else:  # all steps were done before
-            summary |= self.world.gather_objects(former)[0]
-        self.world.on_first(lambda: self.run_dir.write_json("summary.json", summary))
+            timed: dict[str, Any] = {"stages_s_by_rank": stages, "predicted": self._predicted}
+        else:  # all steps were done before, and timed then
+            timed = {} if former is None or former.num_steps != self.step else former.timed
+        summary = self._summary(evaluations, outside, timed)
+        self.world.on_first(lambda: self.run_dir.write_json(SUMMARY_NAME, summary.to_dict()))
         self.world.on_first(lambda: write_report(self.run_dir.path))
         self.saver.copy_all()
         return summary
@@ -203,9 +205,9 @@ class Trainer:
         self.run_dir.begin(config, self.dataset, plan, str(self.world.device))
         self.run_dir.forget_after(self.step, self.num_steps)
         if self.board is not None:
-            self.board.begin(self.run_dir.metrics())
+            self.board.begin(self.run_dir.lines())
 
-    def _finish(self, progress: TrainProgress) -> dict[str, dict[str, Any]]:
+    def _finish(self, progress: TrainProgress) -> dict[str, EvalLine]:
         """The evaluations, by split, of the weights that the run ends with: the last, or the best that were
         evaluated."""
         self._evaluation(self.decisions.split, progress)
@@ -221,15 +223,15 @@ class Trainer:
         """Steps and samples that the weights have learned from."""
         return self._best_position or (self.step, self.num_samples)
 
-    def _evaluation(self, split: str, progress: TrainProgress) -> dict[str, Any]:
+    def _evaluation(self, split: str, progress: TrainProgress) -> EvalLine:
         """Of the weights as they are: the line of metrics.jsonl, made now where it is not there."""
         made = self.world.from_first(lambda: self._evaluations(split, self._position[0]))
         return made[0] if made else self._evaluate(split, progress)
 
-    def _evaluations(self, split: str, step: int) -> list[dict[str, Any]]:
+    def _evaluations(self, split: str, step: int) -> list[EvalLine]:
         """Lines of metrics.jsonl, the newest first, about the weights after `step` steps."""
-        lines = [line for line in self.run_dir.metrics() if line["kind"] == "eval" and line.keys() >= SHOWN_FIGURES]
-        return [line for line in reversed(lines) if (line.get("split", TEST), line.get("step")) == (split, step)]
+        lines = [line for line in self.run_dir.evaluations() if line.model_fields_set >= SHOWN_FIGURES]
+        return [line for line in reversed(lines) if (line.split, line.step) == (split, step)]
 
     def _train(self, progress: TrainProgress) -> None:
         """The loop over steps."""
@@ -296,45 +298,46 @@ class Trainer:
         elapsed_s, num_steps = time.perf_counter() - start_s, self.step - first_step
         self.train_s += elapsed_s
         outside = self._ids_outside()
-        line = {
-            "kind": "train",
-            "step": self.step,
-            "num_samples": self.num_samples,
-            "time_s": self.train_s,
+        if outside:
+            figures["ids_outside"] = outside
+        line = TrainLine(
+            kind="train",
+            step=self.step,
+            num_samples=self.num_samples,
+            time_s=self.train_s,
             **figures,
-            "samples_per_s": (self.num_samples - first_sample) / elapsed_s,
-            "seconds_per_step": elapsed_s / max(num_steps, 1),
-            "lr_dense": self.optimizer.param_groups[0]["lr"],
-            "lr_sparse": self.config.embedding.optimizer.lr * self._lr_factor,
-            "stages_s": self.train_step.times.take(),
-            **({"ids_outside": outside} if outside else {}),
-        }
+            samples_per_s=(self.num_samples - first_sample) / elapsed_s,
+            seconds_per_step=elapsed_s / max(num_steps, 1),
+            lr_dense=self.optimizer.param_groups[0]["lr"],
+            lr_sparse=self.config.embedding.optimizer.lr * self._lr_factor,
+            stages_s=self.train_step.times.take(),
+        )
         self._write(line, progress)
         self._log_from = (self.step, self.num_samples, time.perf_counter())
 
-    def _evaluate(self, split: str, progress: TrainProgress) -> dict[str, Any]:
+    def _evaluate(self, split: str, progress: TrainProgress) -> EvalLine:
         """Metrics over a whole split, one line of metrics.jsonl."""
         start_s = time.perf_counter()
         shift = calibration_shift(self.config.data.negative_keep)
         found = evaluate(self.model, self.eval_readers[split], self.world, self.config.metrics, shift)
         step, num_samples = self._position
-        line = {
-            "kind": "eval",
-            "step": step,
-            "split": split,
+        line = EvalLine(
+            kind="eval",
+            step=step,
+            split=split,
             **found.to_dict(),
-            "time_s": time.perf_counter() - start_s,
-            "num_samples_trained": num_samples,
-        }
+            time_s=time.perf_counter() - start_s,
+            num_samples_trained=num_samples,
+        )
         self._write(line, progress)
         self._decide(line)
         return line
 
-    def _decide(self, line: dict[str, Any]) -> None:
+    def _decide(self, line: EvalLine) -> None:
         """What follows from an evaluation after the steps done."""
         self.decisions.update(line, on_the_way=is_evaluation_due(self.config.train, self.step, self.reader))
 
-    def _write(self, line: dict[str, Any], progress: TrainProgress) -> None:
+    def _write(self, line: Line, progress: TrainProgress) -> None:
         if self.world.rank == 0:
             self.run_dir.append_metrics(line)
             if self.board is not None:
@@ -443,21 +446,26 @@ class Trainer:
             )
         return num_steps
 
-    def _summary(self, evaluations: dict[str, dict[str, Any]], outside: dict[str, int]) -> dict[str, Any]:
+    def _summary(
+        self, evaluations: Mapping[str, EvalLine], outside: dict[str, int], timed: Mapping[str, Any]
+    ) -> Summary:
         teacher, chosen = self.dataset.teacher, chosen_by_evaluations(self.config)
+        parts: dict[str, Any] = {**evaluations, **timed}
+        if chosen:
+            parts["chosen"] = Chosen(split=self.decisions.split, what=chosen)
+        if any(astuple(self.reader.left_out)):
+            parts["rows_left_out"] = asdict(self.reader.left_out)
         best, newest = self._best_position, checkpoint.newest(self.run_dir.checkpoints)
-        return {
-            **evaluations,
-            "best": {key: value for key, value in self.best.get_state().items() if key != "num_stale"},
-            **({"chosen": {"split": self.decisions.split, "what": chosen}} if chosen else {}),
-            "teacher": None if teacher is None else {"auc": teacher.auc, "ne": teacher.ne},
-            "num_steps": self.step,
-            "num_samples": self.num_samples,
-            "train_s": self.train_s,
-            "samples_per_s": self.num_samples / self.train_s if self.train_s else None,
-            "num_ranks": self.world.size,
-            "unlisted": Unlisted.count - self._unlisted_before,
-            "ids_outside": outside,
-            **({"rows_left_out": asdict(self.reader.left_out)} if any(astuple(self.reader.left_out)) else {}),
-            "checkpoint": str(newest if best is None else checkpoint_path(self.run_dir.checkpoints, best[0])),
-        }
+        return Summary(
+            best=Best(**{key: value for key, value in self.best.get_state().items() if key != "num_stale"}),
+            teacher=None if teacher is None else TeacherFigures(auc=teacher.auc, ne=teacher.ne),
+            num_steps=self.step,
+            num_samples=self.num_samples,
+            train_s=self.train_s,
+            samples_per_s=self.num_samples / self.train_s if self.train_s else None,
+            num_ranks=self.world.size,
+            unlisted=Unlisted.count - self._unlisted_before,
+            ids_outside=outside,
+            checkpoint=str(newest if best is None else checkpoint_path(self.run_dir.checkpoints, best[0])),
+            **parts,
+        )

@@ -6,12 +6,12 @@ import math
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 from meseta.comm import World
 from meseta.config import RunConfig, check_document
 from meseta.data.dataset import Dataset
 from meseta.spec.files import parse_json, read_bounded
+from meseta.telemetry.lines import EvalLine
 from meseta.train.run_dir import TRIALS, RunDir
 from meseta.train.trainer import Trainer
 
@@ -60,18 +60,16 @@ def _try(config: RunConfig, dataset: Dataset, rate: float, world: World) -> floa
         trainer = Trainer(_trial_config(config, dataset, rate, trial.path), world, with_test=False)
         evaluation = trainer.measure(best=config.train.finish == "best")
         line = evaluation
-        world.on_first(lambda: trial.write_json(_ENDED, line))
-    auc = evaluation.get("auc")
-    return None if auc is None else float(auc)
+        world.on_first(lambda: trial.write_json(_ENDED, line.to_dict()))
+    return evaluation.auc
 
 
-def _ended(trial: RunDir) -> dict[str, Any] | None:
+def _ended(trial: RunDir) -> EvalLine | None:
     """What a trial has found; None where it has not ended."""
     try:
-        evaluation = parse_json(read_bounded(trial.path / _ENDED))
+        return EvalLine.model_validate(parse_json(read_bounded(trial.path / _ENDED)))
     except (OSError, ValueError):
         return None
-    return evaluation if isinstance(evaluation, dict) and isinstance(evaluation.get("auc"), float | None) else None
 
 
 def _trial_config(config: RunConfig, dataset: Dataset, rate: float, run_dir: Path) -> RunConfig:

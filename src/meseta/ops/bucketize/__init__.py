@@ -73,11 +73,6 @@ def bucketize_features(
     return Buckets(*_operator(ids, lengths, [cut for own in cuts for cut in own], [len(own) for own in cuts]))
 
 
-def owner_of(ids: Int[Tensor, " nnz"], num_owners: int) -> tuple[Int[Tensor, " nnz"], Int[Tensor, " nnz"]]:
-    """Owner of each id among `num_owners` hash classes, and its row there; see `bucketize_features`."""
-    return reference.owners_of(ids, [num_owners])
-
-
 def _cpu(ids: Tensor, lengths: Tensor, cuts: list[int], sizes: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ids, lengths = plain_ids("bucketize", ids), plain_ids("bucketize", lengths, "lengths")
     if not sizes or min(sizes) < 1 or sum(sizes) != len(cuts) or lengths.numel() % len(sizes):

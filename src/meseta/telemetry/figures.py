@@ -15,7 +15,7 @@ class Metric:
     """One figure of an evaluation."""
 
     key: str
-    """Its place in an evaluation's line, with dots between nested keys."""
+    """Its name in an evaluation's line."""
     name: str
     """As a table's head shows it."""
     better: Literal["lower", "higher", "one"]
@@ -26,10 +26,8 @@ class Metric:
 
     def of(self, line: Figures | None) -> float | None:
         """Its value in a line; None where the line does not have it, or nothing that could be shown."""
-        value: object = line
-        for key in self.key.split("."):
-            value = getattr(value, key, None)
-        return float(value) if isinstance(value, int | float) and drawable(value) else None
+        value = line.figure(self.key) if line else None
+        return value if drawable(value) else None
 
     def loss(self, value: float) -> float:
         """A number that is the smaller the better the value is."""
@@ -41,12 +39,12 @@ METRICS = (
     Metric(key="ne", name="NE", better="lower", is_main=True),
     Metric(key="auc", name="AUC", better="higher", is_main=True),
     Metric(key="pr_auc", name="PR AUC", better="higher"),
-    Metric(key="gauc.value", name="grouped AUC", better="higher"),
-    Metric(key="ndcg.value", name="NDCG", better="higher"),
+    Metric(key="gauc", name="grouped AUC", better="higher"),
+    Metric(key="ndcg", name="NDCG", better="higher"),
     Metric(key="calibration", name="calibration", better="one", decimals=3),
 )
 
-RISING = frozenset(metric.key.partition(".")[0] for metric in METRICS if metric.better == "higher")
+RISING = frozenset(metric.key for metric in METRICS if metric.better == "higher")
 """Figures of which more is better; of the others less is."""
 
 

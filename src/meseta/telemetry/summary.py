@@ -1,0 +1,122 @@
+"""summary.json and environment.json: what a run leaves when it has ended, and what its figures depend on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from meseta.spec.files import parse_json, read_bounded
+from meseta.spec.splits import EVALUATED, TEST, VALID
+from meseta.telemetry.lines import Count, Entry, EvalLine
+
+SUMMARY_NAME = "summary.json"
+ENVIRONMENT_NAME = "environment.json"
+
+
+class Best(Entry):
+    """The best evaluation."""
+
+    metric: str | None = None
+    task: str | None = None
+    """Label that the metric is of, where the config names one."""
+    split: str = "test"
+    step: Count | None = None
+    value: float | None = None
+
+
+class Chosen(Entry):
+    """What evaluations decided."""
+
+    split: str
+    what: list[str]
+
+
+class TeacherFigures(Entry):
+    """The best figures that synthetic data allows."""
+
+    auc: float | None = None
+    ne: float | None = None
+
+
+class Predicted(Entry):
+    """What the cost model said of a step."""
+
+    step_s: float
+    seconds: dict[str, list[float]]
+    """Of each component on every rank."""
+    constants: str
+    """Where they are from."""
+
+
+class Summary(Entry):
+    """What a run leaves when it has ended."""
+
+    valid: EvalLine | None = None
+    """Of the same weights as `test`, where the data have that split."""
+    test: EvalLine | None = None
+    best: Best = Best()
+    chosen: Chosen | None = None
+    teacher: TeacherFigures | None = None
+    num_steps: Count | None = None
+    num_samples: Count | None = None
+    train_s: float | None = None
+    samples_per_s: float | None = None
+    num_ranks: Count | None = None
+    unlisted: Count | None = None
+    """Collectives that no list of transfers names."""
+    ids_outside: dict[str, Count] = Field(default={})
+    """Of training, by feature."""
+    rows_left_out: dict[str, Count] = Field(default={})
+    """By reason."""
+    checkpoint: str | None = None
+    """Of the weights that the run has ended with."""
+    stages_s_by_rank: list[dict[str, float]] = Field(default=[])
+    predicted: Predicted | None = None
+
+    @property
+    def timed(self) -> dict[str, Any]:
+        """What it says of the steps' time, measured and predicted, by name."""
+        names = {"stages_s_by_rank", "predicted"} & self.model_fields_set
+        return {name: getattr(self, name) for name in names}
+
+    def evaluation(self, split: str) -> EvalLine | None:
+        """Of a split at the end; None where it was not evaluated."""
+        return {VALID: self.valid, TEST: self.test}.get(split)
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Those that were evaluated at the end."""
+        return tuple(split for split in EVALUATED if self.evaluation(split))
+
+
+class Versions(Entry):
+    """Of this package and those that figures depend on."""
+
+    python: str | None = None
+    meseta: str | None = None
+    torch: str | None = None
+    numpy: str | None = None
+    pyarrow: str | None = None
+
+
+class Environment(Entry):
+    """What a figure of a run depends on."""
+
+    versions: Versions = Versions()
+    num_cores: Count | None = None
+    processor: str | None = None
+    instructions: str | None = None
+    device: str | None = None
+    num_ranks: Count | None = None
+    commit: str | None = None
+    """Of the source tree; None outside one."""
+
+
+def read_summary(run_dir: Path) -> Summary | None:
+    """None while the run has not ended, and for a file that nobody can read."""
+    try:
+        return Summary.model_validate(parse_json(read_bounded(run_dir / SUMMARY_NAME), finite=False))
+    except (OSError, ValueError):
+        return None
