@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meseta.spec import MesetaError
-from meseta.spec.documents import load_document, parse_yaml, read_mapping
+from meseta.spec.documents import load_document, read_mapping
 from meseta.spec.files import (
     DOCUMENT_VALUES,
     STRING_LENGTH,
@@ -20,6 +20,7 @@ from meseta.spec.files import (
     parse_json,
     read_bounded,
 )
+from meseta.spec.yaml_text import parse_yaml
 
 
 def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

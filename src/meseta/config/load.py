@@ -11,7 +11,8 @@ from pydantic import BaseModel, ValidationError
 
 from meseta.config.run import RunConfig
 from meseta.spec import MesetaError, nearest
-from meseta.spec.documents import parse_yaml, read_mapping
+from meseta.spec.documents import read_mapping
+from meseta.spec.yaml_text import parse_yaml
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

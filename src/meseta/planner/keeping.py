@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from meseta.planner.sizes import cell_bytes
 from meseta.spec import MesetaError, Plan, Shard, TablePlan, TableSpec, Topology
 from meseta.spec.constraints import Keep
+from meseta.spec.documents import read_mapping
 from meseta.spec.plan_document import read_written_plan
 from meseta.spec.plan_rules import check_scheme, check_tiling
 
@@ -34,8 +35,6 @@ def read_plan_file(path: str) -> tuple[Plan, tuple[TableSpec, ...]]:
 
     Raises MesetaError, naming the file, where it is none.
     """
-    from meseta.spec.documents import read_mapping  # Needs PyYAML, which a machine with bare torch lacks.
-
     where = f"plan file {str(path)!r}"
     try:
         return read_written_plan(read_mapping(path))

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from meseta.spec.checks import check_keys, is_whole
+from meseta.spec.checks import check_keys
+from meseta.spec.documents import load_document, read_record, without_format
 from meseta.spec.errors import MesetaError, nearest
 from meseta.spec.shards import ShardingType
 from meseta.spec.tables import TableDtype, TableSpec
@@ -30,6 +31,13 @@ class TableRule:
     """Types that the rows may be stored in. A plan changes no type; it says what another allowed one would save."""
     ranks: tuple[int, ...] | None = None
     """Ranks that pieces may lie on."""
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            if getattr(self, entry.name) == ():
+                raise MesetaError(f"{entry.name} must be a list that is not empty")
+        if any(rank < 0 for rank in self.ranks or ()):
+            raise MesetaError(f"ranks must be whole numbers, at least 0, got {list(self.ranks or ())}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +68,19 @@ class Constraints:
     """Tables that a rank may hold pieces of, replicas included; None: any number."""
     keep: Keep | None = None
     """What stays of an earlier plan; None: nothing."""
+
+    def __post_init__(self) -> None:
+        if not all(self.tables):
+            raise MesetaError("constraints: tables must hold names or patterns of tables, got ''")
+        for kind in ("together", "apart"):
+            for number, group in enumerate(getattr(self, kind), start=1):
+                if not group:
+                    raise MesetaError(f"constraints: {kind}, group {number} must be a list that is not empty")
+        check_keys("constraints: keep_free_bytes", self.keep_free_bytes, MEMORIES)
+        for tier, free in self.keep_free_bytes.items():
+            _at_least(f"keep_free_bytes.{tier}", free, 0)
+        if self.max_tables_per_rank is not None:
+            _at_least("max_tables_per_rank", self.max_tables_per_rank, 1)
 
     def rule(self, table: str) -> TableRule:
         """What holds for one table."""
@@ -154,89 +175,26 @@ class Constraints:
     @staticmethod
     def from_dict(document: Mapping[Any, Any]) -> Constraints:
         """Read constraints. Raises MesetaError for an unknown key or a value that breaks its rule."""
-        document = dict(document)
-        if document.pop("format", _FORMAT) != _FORMAT:
-            raise MesetaError(f"constraints: its format is unknown; this version reads {_FORMAT!r}")
-        check_keys("constraints", document, [entry.name for entry in fields(Constraints)])
-        rules = _mapping("tables", document.get("tables"))
-        free = _mapping("keep_free_bytes", document.get("keep_free_bytes"))
-        check_keys("constraints: keep_free_bytes", free, MEMORIES)
-        limit = document.get("max_tables_per_rank")
-        return Constraints(
-            tables={_name("tables", name): _read_rule(str(name), rule) for name, rule in rules.items()},
-            together=_read_groups("together", document.get("together")),
-            apart=_read_groups("apart", document.get("apart")),
-            keep_free_bytes={tier: _whole(f"keep_free_bytes.{tier}", number, 0) for tier, number in free.items()},
-            max_tables_per_rank=None if limit is None else _whole("max_tables_per_rank", limit, 1),
-            keep=_read_keep(document.get("keep")),
-        )
+        document = without_format("constraints", document, _FORMAT)
+        if isinstance(document.get("keep"), str):
+            document["keep"] = {"plan": document["keep"]}
+        if isinstance(document.get("tables"), Mapping):
+            document["tables"] = {name: _lists(rule) for name, rule in document["tables"].items()}
+        return read_record("constraints", Constraints, document)
 
     @staticmethod
     def load(path: str | Path) -> Constraints:
         """Read a YAML or JSON file; raises MesetaError as `from_dict` does, naming the file."""
-        from meseta.spec.documents import load_document  # Needs PyYAML, which a machine with bare torch lacks.
-
         return load_document("constraints", path, Constraints.from_dict)
 
 
-def _mapping(where: str, value: Any) -> Mapping[Any, Any]:
-    if value is not None and not isinstance(value, Mapping):
-        raise MesetaError(f"constraints: {where} must be a mapping, got {value!r}")
-    return value or {}
+def _at_least(name: str, number: int, least: int) -> None:
+    if number < least:
+        raise MesetaError(f"constraints: {name} must be a whole number, at least {least}, got {number}")
 
 
-def _name(where: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise MesetaError(f"constraints: {where} must hold names or patterns of tables, got {value!r}")
-    return value
-
-
-def _whole(where: str, value: Any, least: int) -> int:
-    if isinstance(value, float) and value.is_integer():  # people write 1.0e9
-        value = int(value)
-    if not is_whole(value) or value < least:
-        raise MesetaError(f"constraints: {where} must be a whole number, at least {least}, got {value!r}")
-    return value
-
-
-def _list(where: str, value: Any) -> list[Any]:
-    if not isinstance(value, list | tuple) or not value:
-        raise MesetaError(f"constraints: {where} must be a list that is not empty, got {value!r}")
-    return list(value)
-
-
-def _read_rule(table: str, document: Any) -> TableRule:
-    where = f"tables: {table!r}"
-    rule = dict(_mapping(where, document))
-    known = [entry.name for entry in fields(TableRule)]
-    check_keys(f"constraints: {where}", rule, known)
-    choices = {"sharding": list(ShardingType), "tiers": get_args(Tier), "dtypes": get_args(TableDtype)}
-    found: dict[str, tuple[Any, ...]] = {}
-    for key, value in rule.items():
-        entries = _list(f"{where}: {key}", [value] if isinstance(value, str | int) else value)
-        if key == "ranks":
-            found[key] = tuple(_whole(f"{where}: ranks", rank, 0) for rank in entries)
-            continue
-        for entry in entries:
-            if entry not in choices[key]:
-                raise MesetaError(f"constraints: {where}: {key} {entry!r} is unknown; {nearest(entry, choices[key])}")
-        found[key] = tuple(ShardingType(entry) if key == "sharding" else entry for entry in entries)
-    return TableRule(**found)
-
-
-def _read_groups(kind: str, value: Any) -> tuple[tuple[str, ...], ...]:
-    if value is None:
-        return ()
-    groups = [_list(f"{kind}, group {i}", group) for i, group in enumerate(_list(kind, value), start=1)]
-    return tuple(tuple(_name(kind, name) for name in group) for group in groups)
-
-
-def _read_keep(value: Any) -> Keep | None:
-    if value is None:
-        return None
-    document = {"plan": value} if isinstance(value, str) else dict(_mapping("keep", value))
-    check_keys("constraints: keep", document, ["plan", "tables"])
-    if not isinstance(document.get("plan"), str):
-        raise MesetaError(f"constraints: keep must name the file of a plan, got {document.get('plan')!r}")
-    names = _list("keep: tables", document.get("tables", ["*"]))
-    return Keep(plan=document["plan"], tables=tuple(_name("keep: tables", name) for name in names))
+def _lists(rule: Any) -> Any:
+    """A rule with a list where people give its only entry."""
+    if not isinstance(rule, Mapping):
+        return rule
+    return {key: [value] if isinstance(value, str | int) else value for key, value in rule.items()}

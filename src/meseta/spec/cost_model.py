@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
-from meseta.spec.checks import check_choice, check_keys, check_number
+from meseta.spec.checks import check_choice, check_number
+from meseta.spec.documents import load_document, read_record, without_format, write_yaml
 from meseta.spec.errors import MesetaError
 from meseta.spec.neural_cost import NeuralCost
 from meseta.spec.topology import DeviceKind, Link
@@ -209,32 +209,24 @@ class CostModel:
     def from_dict(document: Mapping[Any, Any]) -> CostModel:
         """Read a cost model. Raises MesetaError for an unknown or missing key, a value that breaks its rule, or another
         format."""
-        document = dict(document)
-        if document.pop("format", None) != _FORMAT:
-            raise MesetaError(f"cost model: its format is unknown; this version reads {_FORMAT!r}")
-        known = ["device", "num_threads", *_GROUPS]
-        check_keys("cost model", document, [*known, "neural"])
-        for key in known:
+        document = without_format("cost model", document, _FORMAT, required=True)
+        for key in ("device", "num_threads", *_GROUPS):
             if key not in document:
                 raise MesetaError(f"cost model: {key} is missing; run `meseta calibrate` again")
-        check_choice("cost model", "device", document["device"], get_args(DeviceKind))
-        for name, group in _GROUPS.items():
-            document[name] = _read_group(name, group, document[name])
-        if "neural" in document:
-            document["neural"] = NeuralCost.from_dict(document["neural"])
-        return CostModel(**document)
+        groups: dict[str, Any] = {
+            name: read_record("cost model", form, document.pop(name), name) for name, form in _GROUPS.items()
+        }
+        neural = document.pop("neural", None)
+        plain = read_record("cost model", CostModel, document)
+        return replace(plain, neural=None if neural is None else NeuralCost.from_dict(neural), **groups)
 
     @staticmethod
     def load(path: str | Path) -> CostModel:
         """Read a YAML or JSON file; raises MesetaError as `from_dict` does, naming the file."""
-        from meseta.spec.documents import load_document  # Needs PyYAML, which a machine with bare torch lacks.
-
         return load_document("cost model", path, CostModel.from_dict)
 
     def save(self, path: str | Path) -> None:
         """Write YAML."""
-        from meseta.spec.documents import write_yaml
-
         write_yaml(path, self.to_dict())
 
 
@@ -274,39 +266,3 @@ def _group_to_dict(group: Any) -> dict[str, Any]:
         else:
             document[entry.name] = dict(value) if isinstance(value, Mapping) else value
     return document
-
-
-def _read_group(name: str, group: type, document: object) -> Any:
-    if not isinstance(document, Mapping):
-        raise MesetaError(f"cost model: {name} must be a mapping, got {document!r}")
-    known = [entry.name for entry in fields(group)]
-    check_keys(f"cost model: {name}", document, known)
-    types = get_type_hints(group)
-    found: dict[str, Any] = {}
-    for key, value in document.items():
-        where = f"{name}.{key}"
-        if types[key] is Link:
-            if not isinstance(value, Mapping) or set(value) != {"bytes_per_s", "latency_s"}:
-                raise MesetaError(f"cost model: {where} must hold bytes_per_s and latency_s, got {value!r}")
-            try:
-                found[key] = Link(**{part: _number(f"{where}.{part}", number) for part, number in value.items()})
-            except MesetaError as error:
-                raise MesetaError(f"cost model: {where}: {error}") from None
-        elif key == "number_s":
-            if not isinstance(value, Mapping):
-                raise MesetaError(f"cost model: {where} must map row optimizers to seconds, got {value!r}")
-            found[key] = {str(part): _number(f"{where}.{part}", number) for part, number in value.items()}
-        elif types[key] is float:
-            found[key] = _number(where, value)
-        elif isinstance(value, types[key]):
-            found[key] = value
-        else:
-            raise MesetaError(f"cost model: {where} must be of type {types[key].__name__}, got {value!r}")
-    return group(**found)
-
-
-def _number(where: str, value: object) -> float:
-    """YAML 1.1 reads 2e-9, which has no point, as text; PyYAML writes it with one."""
-    with suppress(ValueError):
-        value = float(value) if isinstance(value, str) else value
-    return check_number("cost model", where, value)

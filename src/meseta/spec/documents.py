@@ -1,70 +1,21 @@
-"""YAML and JSON files that people write, read with an error for everything that is silently lost elsewhere."""
+"""Files that people and commands write, YAML or JSON: read by the types of what they describe, with an error for all
+that is silently lost elsewhere, and written whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import enum
+import types
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import yaml
-
+from meseta.spec.checks import check_choice, check_keys, is_whole
 from meseta.spec.errors import MesetaError
-from meseta.spec.files import DOCUMENT_VALUES, parse_json, read_bounded, write_whole
+from meseta.spec.files import parse_json, read_bounded, write_whole
 
 T = TypeVar("T")
-YAML_VALUES = 400_000
-"""The most values in a YAML text, by its separators: each takes more time and memory to parse than one of JSON."""
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """PyYAML keeps the last of two equal keys; here the second one is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise MesetaError(f"key {key.value!r} is given twice, again in line {key.start_mark.line + 1}")
-                seen.add(key.value)
-        return super().construct_mapping(node, deep=deep)
-
-
-def parse_yaml(text: str) -> Any:
-    """The plain data in a YAML or JSON text. Raises MesetaError where it is none, gives a key twice, or is more than a
-    document may hold, as its aliases count up to."""
-    if sum(map(text.count, (",", "[", "{", ":", "\n"))) > YAML_VALUES:
-        raise MesetaError(f"it has more than {YAML_VALUES:,} values")
-    try:
-        loader = _UniqueKeys(text)  # a SafeLoader: it builds plain data only
-        try:
-            node = loader.get_single_node()
-            if node is None:
-                return None
-            _count_values(node, {})
-            return loader.construct_document(node)
-        finally:
-            loader.dispose()
-    except MesetaError:
-        raise
-    except RecursionError:
-        raise MesetaError("it is not YAML: it is nested too deeply") from None
-    except (yaml.YAMLError, ValueError, KeyError, AttributeError, TypeError) as error:
-        # PyYAML lets through what int, float and datetime say of a value like 2020-13-01 or !!bool x.
-        raise MesetaError(f"it is not YAML: {' '.join(str(error).split())}") from None
-
-
-def _count_values(node: yaml.Node, known: dict[int, int]) -> int:
-    """Values of a node where every alias stands for all of what it names. Raises MesetaError for too many."""
-    if not isinstance(node, yaml.CollectionNode):
-        return 1
-    if id(node) not in known:
-        known[id(node)] = DOCUMENT_VALUES  # what is met on the way down again holds itself
-        inner = [i for pair in node.value for i in pair] if isinstance(node, yaml.MappingNode) else node.value
-        known[id(node)] = 1 + sum(_count_values(i, known) for i in inner)
-    if known[id(node)] > DOCUMENT_VALUES:
-        raise MesetaError(f"it is not YAML: its aliases stand for more than {DOCUMENT_VALUES:,} values")
-    return known[id(node)]
 
 
 def read_mapping(path: str | Path) -> dict[Any, Any]:
@@ -93,6 +44,8 @@ def _parse(content: bytes) -> Any:
     if content.lstrip().startswith(b"{"):
         with suppress(ValueError):
             return parse_json(content)
+    from meseta.spec.yaml_text import parse_yaml  # Needs PyYAML, which a machine with bare torch lacks.
+
     return parse_yaml(content.decode())
 
 
@@ -107,4 +60,105 @@ def load_document(kind: str, path: str | Path, parse: Callable[[dict[Any, Any]],
 
 def write_yaml(path: str | Path, document: dict[str, Any]) -> None:
     """Write plain data, keys in their order, whole or not at all. Raises MesetaError where it cannot be written."""
+    import yaml
+
     write_whole(path, yaml.safe_dump(document, sort_keys=False))
+
+
+def without_format(owner: str, document: Mapping[Any, Any], name: str, *, required: bool = False) -> dict[Any, Any]:
+    """A document without the key 'format'. Raises MesetaError where that is another than `name`; where it is not there,
+    which older files of people do not have, if it is `required`."""
+    found = dict(document)
+    if found.pop("format", None if required else name) != name:
+        raise MesetaError(f"{owner}: its format is unknown; this version reads {name!r}")
+    return found
+
+
+def read_record(owner: str, form: type[T], document: Any, path: str = "") -> T:
+    """An object of the dataclass `form` from plain data, by the types of its fields; `path` is its place in these.
+
+    Whole numbers may be written with a power of ten, lists stand for tuples, and what is null has its default. Raises
+    MesetaError, naming `owner` and the key, for an unknown or missing key, another type, and what the class refuses.
+    """
+    if not isinstance(document, Mapping):
+        raise MesetaError(f"{owner}: {path} must be a mapping, got {document!r}")
+    known = {entry.name: entry for entry in fields(form)}  # type: ignore[arg-type]
+    where = f"{owner}: {path}" if path else owner
+    check_keys(where, document, known)
+    types_of = get_type_hints(form)
+    values = {}
+    for name, entry in known.items():
+        if document.get(name) is not None:
+            values[name] = _read(owner, f"{path}.{name}" if path else name, types_of[name], document[name])
+        elif _is_required(entry):
+            raise MesetaError(f"{where}: key {name!r} is missing")
+    try:
+        return form(**values)
+    except MesetaError as error:
+        raise MesetaError(f"{where}: {error}" if path else str(error)) from None
+
+
+def _is_required(entry: Field[Any]) -> bool:
+    return entry.default is MISSING and entry.default_factory is MISSING
+
+
+def _read(owner: str, path: str, kind: Any, value: Any) -> Any:
+    """A value of a type: a dataclass, a choice, a number, text, or lists, mappings and options of these."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        [kind] = [one for one in inner if one is not type(None)]
+        return _read(owner, path, kind, value)
+    if is_dataclass(kind):
+        return read_record(owner, kind, value, path)  # type: ignore[arg-type]
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            noun = "a list of whole numbers" if inner[0] is int else "a list"
+            raise MesetaError(f"{owner}: {path} must be {noun}, got {value!r}")
+        numbered = get_origin(inner[0]) is tuple  # of other entries the value tells which it is
+        paths = (f"{path}[{i}]" if numbered else path for i in range(len(value)))
+        return tuple(_read(owner, place, inner[0], entry) for place, entry in zip(paths, value, strict=True))
+    if origin is Mapping:
+        if not isinstance(value, Mapping):
+            raise MesetaError(f"{owner}: {path} must be a mapping, got {value!r}")
+        key_kind, value_kind = inner
+        return {
+            _read(owner, f"a key of {path}", key_kind, key): _read(owner, f"{path}.{key}", value_kind, entry)
+            for key, entry in value.items()
+        }
+    if origin is Literal:
+        check_choice(owner, path, value, inner)
+        return value
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        check_choice(owner, path, value, [str(entry) for entry in kind])
+        return kind(value)
+    return _SCALARS[kind](owner, path, value)
+
+
+def _whole(owner: str, path: str, value: Any) -> int:
+    if isinstance(value, float) and value.is_integer():  # people write 1.0e9
+        value = int(value)
+    if not is_whole(value):
+        raise MesetaError(f"{owner}: {path} must be a whole number, got {value!r}")
+    return int(value)
+
+
+def _number(owner: str, path: str, value: Any) -> float:
+    with suppress(ValueError, TypeError):
+        if not isinstance(value, bool):
+            return float(value)
+    raise MesetaError(f"{owner}: {path} must be a number, got {value!r}")
+
+
+def _text(owner: str, path: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise MesetaError(f"{owner}: {path} must be text, got {value!r}")
+    return value
+
+
+def _truth(owner: str, path: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise MesetaError(f"{owner}: {path} must be true or false, got {value!r}")
+    return value
+
+
+_SCALARS: Mapping[Any, Callable[[str, str, Any], Any]] = {int: _whole, float: _number, str: _text, bool: _truth}

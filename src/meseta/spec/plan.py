@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from meseta.spec.checks import check_choice
+from meseta.spec.documents import load_document
 from meseta.spec.errors import MesetaError, nearest
 from meseta.spec.files import json_text, write_whole
 from meseta.spec.plan_rules import check_scheme, check_tiling
@@ -112,8 +113,6 @@ class Plan:
     @staticmethod
     def load(path: str | Path, tables: Sequence[TableSpec], num_ranks: int) -> Plan:
         """Read a JSON or YAML plan; raises MesetaError as `from_dict` does, naming the file."""
-        from meseta.spec.documents import load_document  # Needs PyYAML, which a machine with bare torch lacks.
-
         return load_document("plan", path, lambda document: Plan.from_dict(document, tables, num_ranks))
 
     def save(self, path: str | Path) -> None:

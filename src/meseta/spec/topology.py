@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from meseta.spec.checks import check_choice, check_keys, check_number, is_whole
+from meseta.spec.checks import check_choice, check_number, is_whole
+from meseta.spec.documents import load_document, read_record, without_format, write_yaml
 from meseta.spec.errors import MesetaError
 from meseta.spec.tiers import CACHED, DISK, HBM, HOST, Tier
 
@@ -94,53 +95,17 @@ class Topology:
     @staticmethod
     def from_dict(document: Mapping[Any, Any]) -> Topology:
         """Read a topology. Raises MesetaError for an unknown key, a value that breaks its rule, or another format."""
-        document = dict(document)
-        if document.pop("format", _FORMAT) != _FORMAT:
-            raise MesetaError(f"topology: its format is unknown; this version reads {_FORMAT!r}")
-        names = [field.name for field in fields(Topology)]
-        check_keys("topology", document, names)
-        for level in ("inside", "across"):
-            if document.get(level) is not None:
-                document[level] = _read_link(level, document[level])
-        for field in ("hbm_bytes", "host_bytes", "disk_bytes"):
-            value = _as_float(document.get(field))
-            if isinstance(value, float) and value.is_integer():  # people write 40e9
-                document[field] = int(value)
-        return Topology(**document)
+        return read_record("topology", Topology, without_format("topology", document, _FORMAT))
 
     @staticmethod
     def load(path: str | Path) -> Topology:
         """Read a YAML or JSON file; raises MesetaError as `from_dict` does, naming the file."""
-        from meseta.spec.documents import load_document  # Needs PyYAML, which a machine with bare torch lacks.
-
         return load_document("topology", path, Topology.from_dict)
 
     def save(self, path: str | Path) -> None:
         """Write YAML."""
-        from meseta.spec.documents import write_yaml
-
         write_yaml(path, self.to_dict())
 
 
 def _link_to_dict(link: Link) -> dict[str, float]:
     return {"bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s}
-
-
-def _read_link(level: str, value: Any) -> Link:
-    known = ("bytes_per_s", "latency_s")
-    if not isinstance(value, Mapping) or set(value) != set(known):
-        raise MesetaError(f"topology: {level} must hold bytes_per_s and latency_s and nothing else, got {value!r}")
-    try:
-        return Link(**{name: _as_float(value[name]) for name in known})
-    except MesetaError as error:
-        raise MesetaError(f"topology: {level}: {error}") from None
-
-
-def _as_float(value: Any) -> Any:
-    """YAML 1.1 reads 600e9, which has no point, as text."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value

@@ -1,0 +1,70 @@
+"""YAML as people write it: plain data alone, keys once, numbers as in YAML 1.2. Needs PyYAML, which a machine with bare
+torch lacks."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from meseta.spec.errors import MesetaError
+from meseta.spec.files import DOCUMENT_VALUES
+
+YAML_VALUES = 400_000
+"""The most values in a YAML text, by its separators: each takes more time and memory to parse than one of JSON."""
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """PyYAML keeps the last of two equal keys; here the second one is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise MesetaError(f"key {key.value!r} is given twice, again in line {key.start_mark.line + 1}")
+                seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+# YAML 1.1, which PyYAML reads, takes 2e-9 for text, since it has no point; YAML 1.2 and people take it for a number.
+_WITH_EXPONENT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)[eE][-+]?[0-9]+$")
+_UniqueKeys.add_implicit_resolver("tag:yaml.org,2002:float", _WITH_EXPONENT, list("-+.0123456789"))
+
+
+def parse_yaml(text: str) -> Any:
+    """The plain data in a YAML or JSON text. Raises MesetaError where it is none, gives a key twice, or is more than a
+    document may hold, as its aliases count up to."""
+    if sum(map(text.count, (",", "[", "{", ":", "\n"))) > YAML_VALUES:
+        raise MesetaError(f"it has more than {YAML_VALUES:,} values")
+    try:
+        loader = _UniqueKeys(text)  # a SafeLoader: it builds plain data only
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            _count_values(node, {})
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except MesetaError:
+        raise
+    except RecursionError:
+        raise MesetaError("it is not YAML: it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError, KeyError, AttributeError, TypeError) as error:
+        # PyYAML lets through what int, float and datetime say of a value like 2020-13-01 or !!bool x.
+        raise MesetaError(f"it is not YAML: {' '.join(str(error).split())}") from None
+
+
+def _count_values(node: yaml.Node, known: dict[int, int]) -> int:
+    """Values of a node where every alias stands for all of what it names. Raises MesetaError for too many."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = DOCUMENT_VALUES  # what is met on the way down again holds itself
+        inner = [i for pair in node.value for i in pair] if isinstance(node, yaml.MappingNode) else node.value
+        known[id(node)] = 1 + sum(_count_values(i, known) for i in inner)
+    if known[id(node)] > DOCUMENT_VALUES:
+        raise MesetaError(f"it is not YAML: its aliases stand for more than {DOCUMENT_VALUES:,} values")
+    return known[id(node)]
