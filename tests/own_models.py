@@ -24,6 +24,13 @@ class Plain(nn.Module):
         return self.scale * self.linear(torch.cat([dense.to(pooled.dtype), pooled], dim=1)).squeeze(1)
 
 
+class NeedsAFile(Plain):
+    """Its weights lie on a machine of its own."""
+
+    def __init__(self, embeddings: Any, *, num_dense: int, labels: tuple[str, ...], seed: int):
+        raise FileNotFoundError("no weights.bin here")
+
+
 class Uncalled(Plain):
     """Its layer is never called, only its parameters are used."""
 

@@ -97,6 +97,27 @@ def test_plans_a_run_from_its_config(output_of, files, tiny: Path, tmp_path: Pat
     assert f"{len(names)} tables on 1 x 2 h100 ranks" in out
 
 
+def test_takes_the_files_of_the_config(output_of, files, tiny: Path, tmp_path: Path) -> None:
+    rules = files("rules.yaml", {"tables": {"*": {"sharding": ["row_wise", "column_wise"]}}})
+    named = {"planner__topology": str(topology(files)), "planner__constraints": str(rules)}
+    config = write_config(tmp_path / "config.yaml", settings(tiny, tmp_path / "run", **named))
+    output_of("plan", config, "--out", tmp_path / "p.json")
+    schemes = {entry["sharding"] for entry in json.loads((tmp_path / "p.json").read_text())["tables"].values()}
+    assert schemes <= {"row_wise", "column_wise"}
+    output_of("plan", write_config(config, settings(tiny, tmp_path / "run")), "--out", tmp_path / "same.json",
+              "--topology", topology(files), "--constraints", rules)  # fmt: skip
+    assert (tmp_path / "p.json").read_bytes() == (tmp_path / "same.json").read_bytes()
+
+
+def test_a_model_that_cannot_be_built_is_left_out_and_said(run, files, tiny: Path, tmp_path: Path) -> None:
+    document = settings(tiny, tmp_path / "run", model={"name": "own_models:NeedsAFile", "embedding_dim": 4})
+    config = write_config(tmp_path / "config.yaml", document)
+    code, _, err = run("plan", config, "--topology", topology(files), "--out", tmp_path / "p.json")
+    assert code == 0 and (tmp_path / "p.json").exists()
+    assert "the dense part is left out, since model 'own_models:NeedsAFile' cannot be built here: " in err
+    assert "no weights.bin here" in err
+
+
 def test_diff_counts_rows_and_bytes(output_of, files, tmp_path: Path) -> None:
     def shards(*parts: tuple[list[int], int]) -> list[dict]:
         return [{"rows": rows, "columns": [0, 8], "ranks": [rank]} for rows, rank in parts]

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from meseta.config import ModelConfig
 from meseta.config.run import MODEL_NAMES
-from meseta.config.widths import mlp_weights
 from meseta.embedding import EmbeddingBagCollection
 from meseta.models import (
     DLRM,
@@ -340,9 +339,3 @@ def test_inputs_that_do_not_fit_are_named(index: int) -> None:
     width = model.pooled_width
     refused(lambda: model.score(torch.zeros(3, 4), torch.zeros(3, width)), "4 dense inputs", "num_dense=2")
     refused(lambda: model.score(torch.zeros(3, 2), torch.zeros(3, width + 1)), f"{width + 1} columns", f"for {width}")
-
-
-@pytest.mark.parametrize("config", [CONFIGS[i] for i in (0, 1, 2, 8)])
-def test_the_planner_counts_the_weights_that_a_model_has(config: ModelConfig) -> None:
-    counted = sum(parameter.numel() for parameter in dense_parameters(built(config, 0)).values())
-    assert mlp_weights(config, 13, 3) == counted

@@ -1,7 +1,9 @@
-"""`meseta plan CONFIG` and `meseta plan diff A B`: where tables will lie, why, and what that costs. No torch here."""
+"""`meseta plan CONFIG` and `meseta plan diff A B`: where tables will lie, why, and what that costs. Workloads need no
+torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,10 +16,10 @@ from meseta.spec.tiers import MEMORIES
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from meseta.config import RunConfig
     from meseta.planner import DoesNotFitError, Planned
     from meseta.planner.reasons import Reason
-    from meseta.spec import CostModel, Topology, Workload
-    from meseta.spec.constraints import Constraints
+    from meseta.spec import TableSpec
 
 MAX_RANKS = 16
 """Ranks that are printed; of more, the busiest."""
@@ -52,16 +54,12 @@ def plan(
     if what[0] == "check":
         _print_check(what[1:])
         return
-    if topology is None:
-        raise MesetaError("plan: name the machines with --topology FILE; `meseta topology detect` describes this one")
-    machines, model, rules = _read_inputs(topology, cost, constraints)
-    workload = _read_workload(what[0], what[1:])
-    from meseta.planner import DoesNotFitError, find_plan
+    from meseta.planner import DoesNotFitError
     from meseta.planner.reasons import reasons
 
     console = _console()
     try:
-        planned = find_plan(workload, machines, model, rules)
+        planned = _find(what[0], what[1:], topology, cost, constraints)
     except DoesNotFitError as error:
         raise MesetaError(_way_out(error)) from None
     if out is not None:
@@ -77,38 +75,57 @@ def plan(
             console.print(f"written: {path}", soft_wrap=True)
 
 
-def _read_inputs(
-    topology: Path, cost: Path | None, constraints: Path | None
-) -> tuple[Topology, CostModel | None, Constraints | None]:
+def _find(path: str, overrides: list[str], topology: Path | None, cost: Path | None, rules: Path | None) -> Planned:
+    """The plan of a workload file, or the one that the run of a config makes on these machines; files that are not
+    named are those of the config."""
+    from meseta.planner import find_plan
     from meseta.spec import CostModel, Topology
     from meseta.spec.constraints import Constraints
+    from meseta.spec.workload_document import load_workload
 
-    return (
-        Topology.load(topology),
-        None if cost is None else CostModel.load(cost),
-        None if constraints is None else Constraints.load(constraints),
-    )
+    config = _read_config(path, overrides)
+    if config is not None:
+        topology, cost = topology or config.planner.topology, cost or config.planner.cost_model
+        rules = rules or config.planner.constraints
+    if topology is None:
+        raise MesetaError("plan: name the machines with --topology FILE; `meseta topology detect` describes this one")
+    machines = Topology.load(topology)
+    cost_model = None if cost is None else CostModel.load(cost)
+    constraints = None if rules is None else Constraints.load(rules)
+    if config is None:
+        return find_plan(load_workload(path), machines, cost_model, constraints)
+    from meseta.train.planning import find_run_plan
+
+    return find_run_plan(config, machines, cost_model, constraints)
 
 
-def _read_workload(path: str, overrides: list[str]) -> Workload:
-    """From a workload file, or from a run's config and the statistics of its data."""
+def _read_config(path: str, overrides: list[str]) -> RunConfig | None:
+    """None where the file describes a workload."""
+    from meseta.config import load_config
     from meseta.spec.documents import read_mapping
-    from meseta.spec.workload_document import is_workload, load_workload
+    from meseta.spec.workload_document import is_workload
 
     try:
         document = read_mapping(path)
     except MesetaError as error:
         raise MesetaError(f"config {path!r}: {error}") from None
-    if is_workload(document):
-        if overrides:
-            raise MesetaError(f"plan: {overrides[0]!r} overrides a key of a config, but {path!r} is a workload file")
-        return load_workload(path)
-    from meseta.config import load_config
-    from meseta.data.dataset import Dataset
-    from meseta.train.specs import plan_workload
+    if not is_workload(document):
+        return load_config(path, overrides)
+    if overrides:
+        raise MesetaError(f"plan: {overrides[0]!r} overrides a key of a config, but {path!r} is a workload file")
+    return None
 
-    config = load_config(path, overrides)
-    return plan_workload(config, Dataset.load(config.data.dir).with_labels(config.data.labels))
+
+def _tables_of(path: str) -> Sequence[TableSpec]:
+    """Of a config, or of a workload file."""
+    from meseta.data.dataset import Dataset
+    from meseta.spec.workload_document import load_workload
+    from meseta.train.specs import make_specs
+
+    config = _read_config(path, [])
+    if config is None:
+        return load_workload(path).tables
+    return make_specs(config, Dataset.load(config.data.dir).with_labels(config.data.labels))[0]
 
 
 def _way_out(error: DoesNotFitError) -> str:
@@ -234,7 +251,7 @@ def _print_difference(files: list[str]) -> None:
     (before, old_tables), (after, new_tables) = read_plan_file(files[0]), read_plan_file(files[1])
     specs = {table.name: table for table in (*old_tables, *new_tables)}
     if len(files) == 3:
-        specs = {table.name: table for table in _read_workload(files[2], []).tables}
+        specs = {table.name: table for table in _tables_of(files[2])}
     found = moved(before, after, specs)
     console = _console()
     table = _table("", ["table", "before", "after", "rows moved", "MB moved"])

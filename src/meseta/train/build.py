@@ -17,7 +17,7 @@ from meseta.spec import MesetaError, Plan, nearest
 from meseta.spec.launched import local_rank, note, num_local_ranks
 from meseta.train.memory import check_memory
 from meseta.train.outline import make_dense_part, make_outline
-from meseta.train.planning import plan_run
+from meseta.train.planning import RunPlanner
 from meseta.train.specs import make_specs
 
 
@@ -49,16 +49,29 @@ def choose_device(config: RunConfig) -> torch.device:
 
 def make_sharded_model(config: RunConfig, dataset: Dataset, world: World) -> Any:
     """The model on this rank's device, its tables placed; `model.embeddings.plan` says where."""
+    return place_model(*plan_model(config, dataset, world), world)
+
+
+def plan_model(config: RunConfig, dataset: Dataset, world: World) -> tuple[RunPlanner, Plan]:
+    """Where the tables of a run go, before any is made. Collective. Raises MesetaError, on all ranks, as
+    `RunPlanner.plan` does, and where the run needs more memory than there is."""
     tables, features = make_specs(config, dataset)
     collection = EmbeddingBagCollection(tables, features, seed=config.seed, device=world.device)
     outline = make_outline(config, dataset, collection)
     fits = partial(check_memory, config, dataset, outline, {table.name: table for table in tables}, world)
     if config.check_memory and world.size > 1:  # no plan is searched for what cannot fit without any table
         fits(Plan(num_ranks=world.size, tables=()))
-    plan = plan_run(config, dataset, collection, outline, world)
+    planner = RunPlanner(config, dataset, collection, outline, world)
+    plan = planner.plan()
     if config.check_memory:
         fits(plan)
-    model = make_dense_part(config, dataset, collection)
+    return planner, plan
+
+
+def place_model(planner: RunPlanner, plan: Plan, world: World) -> Any:
+    """The model of a run on this rank's device, its tables as planned. Collective."""
+    config, collection = planner.config, planner.collection
+    model = make_dense_part(config, planner.dataset, collection)
     # What is cut goes to its device module by module, since all of it may not fit there.
     is_whole = config.dense.sharding == "replicated" or world.size == 1
     model.to(device=world.device if is_whole else "cpu", dtype=collection.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -14,70 +14,108 @@ from meseta.data.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
 from meseta.measure.doctor.system import System, read_limits, total_memory_bytes
 from meseta.measure.topology import gpu_kind
-from meseta.planner import Prediction, find_plan, predict
-from meseta.spec import CostModel, DeviceKind, MesetaError, Plan, Topology
+from meseta.planner import Planned, find_plan, predict
+from meseta.spec import CostModel, DeviceKind, MesetaError, Plan, Topology, Workload
 from meseta.spec.constraints import Constraints
+from meseta.spec.errors import one_line
+from meseta.spec.launched import note
 from meseta.telemetry.summary import Predicted
+from meseta.train.outline import make_outline
+from meseta.train.specs import make_specs
 from meseta.train.workload import make_workload
 
 
-def plan_run(
-    config: RunConfig, dataset: Dataset, collection: EmbeddingBagCollection, model: nn.Module, world: World
-) -> Plan:
-    """The plan of the config, checked against the tables and the ranks; the same on every rank. Collective.
+class RunPlanner:
+    """Plans one run: what it asks of the machines, of its data and the shapes of its model, and where its tables go."""
 
-    'auto' searches one for this run's ranks and hosts, the statistics of the dataset, and the operations of `model`.
-    A checkpoint loads under any plan, so a run that goes on on other machines plans anew.
-    Raises MesetaError for a plan, topology, cost model or constraints that do not fit, and where nothing fits, with
-    what would.
+    def __init__(
+        self, config: RunConfig, dataset: Dataset, collection: EmbeddingBagCollection, outline: nn.Module, world: World
+    ) -> None:
+        """`outline` has the shapes of the model, as meseta.train.outline makes it."""
+        self.config, self.dataset, self.collection, self.outline = config, dataset, collection, outline
+        self._world = world
+
+    @cached_property
+    def workload(self) -> Workload:
+        """Of its steps."""
+        return make_workload(self.config, self.dataset, self.collection.tables, self.collection.features, self.outline)
+
+    @cached_property
+    def topology(self) -> Topology:
+        """Its machines, see `run_topology`. Collective."""
+        return run_topology(self.config, self._world)
+
+    @cached_property
+    def cost_model(self) -> CostModel | None:
+        """None: as documented for the kind of its devices."""
+        path = self.config.planner.cost_model
+        return None if path is None else CostModel.load(path)
+
+    def plan(self) -> Plan:
+        """The plan of the config, checked against the tables and the ranks; the same on every rank. Collective.
+
+        'auto' searches one for this run's ranks and hosts, the statistics of the dataset, and the operations of the
+        model. A checkpoint loads under any plan, so a run that goes on on other machines plans anew.
+        Raises MesetaError for a plan, topology, cost model or constraints that do not fit, and where nothing fits, with
+        what would.
+        """
+        given, tables = self.config.plan, self.collection.tables
+        if isinstance(given, dict):
+            return Plan.from_dict(given, tables, self._world.size)
+        if given != "auto":
+            return Plan.load(given, tables, self._world.size)
+        if self._world.size == 1:
+            return self.collection.plan
+        topology, path = device_memory_alone(self.topology), self.config.planner.constraints
+
+        def search() -> Plan:
+            constraints = None if path is None else Constraints.load(path)
+            return find_plan(self.workload, topology, self.cost_model, constraints).plan
+
+        return self._world.from_first(search)
+
+    def predict(self, plan: Plan) -> Predicted:
+        """Seconds that a step under `plan` is predicted to take. Collective; raises MesetaError as `plan` does."""
+        topology = self.topology
+        if plan.devices_per_host is None:
+            plan = replace(plan, devices_per_host=topology.devices_per_host)
+        elif plan.devices_per_host != topology.devices_per_host:  # written by hand, as if these were other hosts
+            topology = replace(topology, num_hosts=plan.num_ranks // plan.per_host, devices_per_host=plan.per_host)
+        path = self.config.planner.cost_model
+        found = self._world.from_first(lambda: predict(plan, self.workload, topology, self.cost_model))
+        return Predicted(
+            step_s=found.step_s,
+            seconds={name: values.tolist() for name, values in found.seconds.items()},
+            constants=f"documented for {topology.device}" if path is None else f"of {path}",
+        )
+
+
+def find_run_plan(
+    config: RunConfig, topology: Topology, cost_model: CostModel | None, constraints: Constraints | None
+) -> Planned:
+    """The plan that the run of a config makes on these machines, before there is any run: `RunPlanner.plan`.
+
+    Where a model of the user's own cannot be built here, its dense part is left out, which is said on the terminal.
+    Raises MesetaError where the config does not fit its data, and as `find_plan` does.
     """
-    if isinstance(config.plan, dict):
-        return Plan.from_dict(config.plan, collection.tables, world.size)
-    if config.plan != "auto":
-        return Plan.load(config.plan, collection.tables, world.size)
-    if world.size == 1:
-        return collection.plan
-    # Rows can be trained in the memory of devices alone, so nothing is placed anywhere else.
-    topology = replace(run_topology(config, world), host_bytes=None, disk_bytes=None)
-
-    def search() -> Plan:
-        given = config.planner.constraints
-        return find_plan(
-            make_workload(config, dataset, collection.tables, collection.features, model),
-            topology,
-            _cost_model(config),
-            None if given is None else Constraints.load(given),
-        ).plan
-
-    return world.from_first(search)
+    dataset = Dataset.load(config.data.dir).with_labels(config.data.labels)
+    tables, features = make_specs(config, dataset)
+    collection = EmbeddingBagCollection(tables, features, seed=config.seed)
+    outline = None
+    try:
+        outline = make_outline(config, dataset, collection)
+    except Exception as error:
+        if ":" not in config.model.name:
+            raise
+        note(f"the dense part is left out, since model {config.model.name!r} cannot be built here: {one_line(error)}")
+    workload = make_workload(config, dataset, tables, features, outline)
+    planned = find_plan(workload, device_memory_alone(topology), cost_model, constraints)
+    return planned if topology.num_ranks > 1 else replace(planned, plan=collection.plan)
 
 
-def predict_run(config: RunConfig, dataset: Dataset, model: Any, world: World) -> Predicted:
-    """Seconds that the plan of a sharded model is predicted to take. Collective; raises MesetaError as `plan_run`
-    does."""
-    embeddings = model.embeddings
-    topology, plan = run_topology(config, world), embeddings.plan
-    if plan.devices_per_host is None:
-        plan = replace(plan, devices_per_host=topology.devices_per_host)
-    elif plan.devices_per_host != topology.devices_per_host:  # written by hand, as if these were other hosts
-        topology = replace(topology, num_hosts=world.size // plan.per_host, devices_per_host=plan.per_host)
-
-    def think() -> Prediction:
-        workload = make_workload(config, dataset, embeddings.tables, embeddings.features, model)
-        return predict(plan, workload, topology, _cost_model(config))
-
-    found = world.from_first(think)
-    path = config.planner.cost_model
-    return Predicted(
-        step_s=found.step_s,
-        seconds={name: values.tolist() for name, values in found.seconds.items()},
-        constants=f"documented for {topology.device}" if path is None else f"of {path}",
-    )
-
-
-def _cost_model(config: RunConfig) -> CostModel | None:
-    path = config.planner.cost_model
-    return None if path is None else CostModel.load(path)
+def device_memory_alone(topology: Topology) -> Topology:
+    """Rows can be trained in the memory of devices alone, so a run places nothing anywhere else."""
+    return replace(topology, host_bytes=None, disk_bytes=None)
 
 
 def run_topology(config: RunConfig, world: World) -> Topology:

@@ -1,17 +1,15 @@
-"""From a config and a dataset to tables, features and a workload. No torch here: `meseta plan` starts at once."""
+"""From a config and a dataset to tables and features. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from meseta.config import RunConfig
-from meseta.config.precision import dense_dtype
 from meseta.config.run import RegularizationConfig
-from meseta.config.widths import mlp_weights, wanted_embedding_dim
+from meseta.config.widths import wanted_embedding_dim
 from meseta.data.dataset import Dataset
-from meseta.spec import DenseLoad, FeatureSpec, InitSpec, MesetaError, OptimizerSpec, TableSpec, Workload, nearest
+from meseta.spec import FeatureSpec, InitSpec, MesetaError, OptimizerSpec, TableSpec, nearest
 from meseta.spec.optimizer import USED_FIELDS
-from meseta.train.workload import make_workload
 
 COUPLED = tuple(name for name, used in USED_FIELDS.items() if "weight_decay_mode" in used)
 """Row optimizers to whose gradient a penalty is added."""
@@ -47,18 +45,6 @@ def make_specs(config: RunConfig, dataset: Dataset) -> tuple[list[TableSpec], li
             )
         )
     return tables, features
-
-
-def plan_workload(config: RunConfig, dataset: Dataset) -> Workload:
-    """The workload of a run whose model is not built.
-
-    Of the dense part, the MLPs of this package's models count: a weight takes two operations a sample forwards and four
-    backwards. A model of one's own counts nothing.
-    """
-    tables, features = make_specs(config, dataset)
-    weights = mlp_weights(config.model, len(dataset.dense), len(tables), len(dataset.labels))
-    dense = DenseLoad(flops_per_sample=6.0 * weights, parameter_bytes=4 * weights, dtype=dense_dtype(config))
-    return replace(make_workload(config, dataset, tables, features), dense=dense)
 
 
 def _penalised(table: str, spec: OptimizerSpec, penalty: RegularizationConfig) -> OptimizerSpec:

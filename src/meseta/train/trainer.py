@@ -30,10 +30,9 @@ from meseta.spec import MesetaError
 from meseta.spec.splits import TEST
 from meseta.telemetry.lines import EvalLine, Line, TrainLine
 from meseta.telemetry.summary import SUMMARY_NAME, Best, Chosen, Summary, TeacherFigures, read_summary
-from meseta.train.build import make_reader, make_sharded_model, set_learning_rates, task_weights
+from meseta.train.build import make_reader, place_model, plan_model, set_learning_rates, task_weights
 from meseta.train.decisions import Decisions, chosen_by_evaluations, is_evaluation_due
 from meseta.train.evaluate import check_segments, evaluate
-from meseta.train.planning import predict_run
 from meseta.train.precision import STATE, note_bfloat16, settle_dense_dtype
 from meseta.train.progress import TrainProgress
 from meseta.train.resuming import Over, check_best, check_model, meet_changes
@@ -96,8 +95,9 @@ class Trainer:
     def _make_parts(self, with_test: bool) -> None:
         """Model, step, metrics, saver."""
         config, world = self.config, self.world
-        self.model = make_sharded_model(config, self.dataset, world)
-        self._predicted = predict_run(config, self.dataset, self.model, world)
+        planner, plan = plan_model(config, self.dataset, world)
+        self._predicted = planner.predict(plan)
+        self.model = place_model(planner, plan, world)
         over_parts = sum_over_parts(self.model.parameters())
         self.optimizer = make_dense_optimizer(config.dense.optimizer, self.model.parameters(), over_parts)
         weights = task_weights(config, self.dataset)

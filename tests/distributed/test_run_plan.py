@@ -1,0 +1,74 @@
+"""`meseta plan CONFIG` finds the plan that the run of that config makes, and predicts the same step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from distributed.pool import RankPool
+from meseta.config import RunConfig
+from meseta.config.run import MODEL_NAMES
+from meseta.planner import Planned
+from meseta.spec import CostModel, Topology
+from meseta.spec.constraints import Constraints
+from meseta.train.planning import find_run_plan
+from small_run import settings, train
+
+MORE: dict[str, dict[str, Any]] = {
+    "batch norm": {"model__batch_norm": True, "model__dropout": 0.2},
+    "parts of a batch": {"train__accumulate_steps": 3},
+    "cut dense part": {"dense__sharding": "fsdp", "dense__clip_norm": 0.5},
+    "lamb": {"dense__sharding": "fsdp", "dense__optimizer__name": "lamb"},
+    "float64 rows": {"embedding__dtype": "float64"},
+    "bfloat16 rows": {"embedding__dtype": "bfloat16", "embedding__optimizer__name": "adam"},
+    "large batch": {"train__batch_size": 3000},
+    "no interaction": {"model__interaction": "none"},
+    "own model": {"model": {"name": "own_models:Regularised", "embedding_dim": 4}},
+    "constraints": {"planner__constraints": "constraints"},
+    "room": {"planner__topology": "small"},
+}
+CASES = {**{name: {"model__name": name} for name in MODEL_NAMES}, **MORE}
+FILES: dict[str, dict[str, Any]] = {
+    "topology": {"devices_per_host": 2, "hbm_bytes": 10**9, "host_bytes": 10**9},
+    "small": {"devices_per_host": 2, "hbm_bytes": 3 * 10**5},
+    "constraints": {"tables": {"*": {"sharding": ["row_wise", "column_wise"]}}},
+}
+
+
+def planned(config: RunConfig) -> Planned:
+    """By the files that the config names."""
+    files = config.planner
+    assert files.topology is not None
+    rules = Constraints() if files.constraints is None else Constraints.load(files.constraints)
+    cost_model = None if files.cost_model is None else CostModel.load(files.cost_model)
+    return find_run_plan(config, Topology.load(files.topology), cost_model, rules)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_makes_the_plan_that_was_shown(
+    ranks: Callable[[int], RankPool], tiny: Path, tmp_path: Path, name: str
+) -> None:
+    document = settings(tiny, tmp_path / "run", train__max_steps=2, **{"planner__topology": "topology", **CASES[name]})
+    for key, file in document["planner"].items():
+        document["planner"][key] = str(tmp_path / f"{file}.yaml")
+        (tmp_path / f"{file}.yaml").write_text(yaml.safe_dump(FILES[file]))
+    before = planned(RunConfig.model_validate(document))
+    [summary, _] = ranks(2).run(train, document)
+    before.plan.save(tmp_path / "plan.json")
+    assert (tmp_path / "run/plan.json").read_bytes() == (tmp_path / "plan.json").read_bytes()
+    assert summary["predicted"]["step_s"] == before.prediction.step_s
+    assert summary["predicted"]["seconds"] == {key: list(value) for key, value in before.prediction.seconds.items()}
+
+
+def test_of_one_process_too(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "topology.yaml").write_text("hbm_bytes: 1e9\n")
+    document = settings(tiny, tmp_path / "run", planner__topology=str(tmp_path / "topology.yaml"), train__max_steps=2)
+    before = planned(RunConfig.model_validate(document))
+    summary = train(document)
+    before.plan.save(tmp_path / "plan.json")
+    assert (tmp_path / "run/plan.json").read_bytes() == (tmp_path / "plan.json").read_bytes()
+    assert summary["predicted"]["step_s"] == before.prediction.step_s
