@@ -2,11 +2,12 @@
 
     python benchmarks/bench_busy.py [--rounds N] [--window-s S]
 
-Runs of `meseta train`'s own loop, reader included: with threads that wait as its commands choose (meseta.spec.waiting)
-and of which steps take as many as is faster (meseta.measure.step_threads), and with threads that spin, as OpenMP's do
-by themselves. One process of two threads and two ranks of one, on batches of 64 and of 2,048, on two cores. All take
-turns window by window, quiet and beside the loops: one per core, at the same priority, so that a fair share is half of
-the processors. Loops are stopped in between, end with this program, and after half an hour anyway.
+Runs of `meseta train`'s own loop, reader included: with threads that wait as its commands choose
+(meseta.machine.waiting) and of which steps take as many as is faster (meseta.measure.step_threads), and with threads
+that spin, as OpenMP's do by themselves. One process of two threads and two ranks of one, on batches of 64 and of
+2,048, on two cores. All take turns window by window, quiet and beside the loops: one per core, at the same priority,
+so that a fair share is half of the processors. Loops are stopped in between, end with this program, and after half an
+hour anyway.
 
 Figures are medians of the windows; ours beside spinning threads is the median over pairs of neighbouring windows. Quiet
 windows in which others used the processors are repeated, so it takes a machine with nothing else running: ten minutes.
@@ -31,10 +32,10 @@ from typing import Any
 
 from record import ROOT, record
 
+from meseta.machine.waiting import CHOICES, WAITING
 from meseta.measure.contender import Contender
 from meseta.measure.contest import Effort
 from meseta.measure.team import Member, Team
-from meseta.spec.waiting import CHOICES, WAITING
 
 TESTS = (
     "tests/measure/test_waiting.py",

@@ -40,8 +40,8 @@ from meseta.comm import World
 from meseta.config import check_document, read_document
 from meseta.data import Dataset, PrepareOptions
 from meseta.data.prepare import prepare
-from meseta.measure.record import commit, hardware
-from meseta.spec.files import write_whole
+from meseta.machine.environment import commit, hardware
+from meseta.machine.files import write_whole
 from meseta.train.raw_files import default_batch_size
 from meseta.train.trainer import Trainer
 

@@ -58,7 +58,7 @@ from meseta.data.prepare import PrepareOptions
 from meseta.data.sources import find_sources, read_blocks
 from meseta.data.splitting import Splitter
 from meseta.data.workers import in_order
-from meseta.spec.processors import num_cores
+from meseta.machine.processors import num_cores
 """,
     """
 [source] = find_sources([sys.argv[1]], {}, rest_is_parted=True)

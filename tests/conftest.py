@@ -80,8 +80,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_report_header() -> str:
     """Which processor: what is equal on one instruction set may differ on another."""
+    from meseta.machine.processors import this_processor
     from meseta.ops.core import instruction_set
-    from meseta.spec.processors import this_processor
 
     processor = this_processor()
     return f"processor: {processor.name}, products by {processor.level()}, the core's {instruction_set()}"

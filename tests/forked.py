@@ -8,7 +8,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import NoReturn
 
-from meseta.cli.processes import SHARED
+from meseta.cli.forked import SHARED
 
 AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "ATEN_", "ONEDNN_", "TRITON_", "CUDA_", "LD_", "MESETA_ISA")
 """Variables with such a beginning are read while torch or the core is imported."""

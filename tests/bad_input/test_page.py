@@ -15,7 +15,7 @@ import pytest
 from bad_input.cases import PREPARING, TRAINING, Place, change_description
 from bad_input.commands import Ended, run_here, run_on_rank, tree, within
 from distributed.pool import RankPool
-from meseta.train.lock import FolderLock
+from meseta.machine.locks import FolderLock
 from sampling import sample
 from small_run import environment, settings, train, write_config
 from source_tree import ROOT

@@ -15,8 +15,8 @@ import pytest
 
 from bad_input.cases import change_value
 from bad_input.commands import run_here, small_files, tree, within
+from meseta.machine.locks import FolderLock
 from meseta.spec import MesetaError
-from meseta.train.lock import FolderLock
 from sampling import product, sample
 from small_run import environment, final_checksum, metrics, settings, train, write_config
 
@@ -139,7 +139,7 @@ def test_the_second_run_in_a_folder_is_refused(tiny: Path, run: Path) -> None:
     config = write_config(run.parent / "c.yaml", settings(tiny, run, **EVERY_4, train__epochs=2))
     program = f"""
 from pathlib import Path
-from meseta.train.lock import FolderLock
+from meseta.machine.locks import FolderLock
 FolderLock(Path({str(run)!r})).acquire()
 print(flush=True)
 input()

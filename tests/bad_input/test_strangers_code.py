@@ -17,7 +17,7 @@ import pytest
 
 from bad_input.commands import run_here
 from meseta.data.prepare import PrepareOptions, prepare
-from meseta.spec.own_code import import_own, say_own
+from meseta.machine.own_code import import_own, say_own
 from small_run import environment, settings, train
 
 MODULE = "strangers_model"
@@ -65,13 +65,12 @@ LOOKS = [
     ("checkpoint", "export", "run", "--out", "tensors"),
     ("checkpoint", "export", "run", "--out", "arrays", "--format", "numpy", "--states"),
     ("plan", "check", "run"),
-    ("plan", "run/config.yaml", "--topology", "topology.yaml"),
+    ("plan", "diff", "run/plan.json", "again/plan.json"),
 ]
 
 
 def test_looking_runs_none_of_it(home: Path) -> None:
     shutil.copytree(home / "run", home / "again")
-    (home / "topology.yaml").write_text(TOPOLOGY)
     for command in LOOKS:
         ended = run_here(*command)
         assert ended.code == 0, (command, ended.err)
@@ -85,10 +84,12 @@ def test_looking_runs_none_of_it(home: Path) -> None:
         ("eval", "run"),
         ("predict", "run", "--out", "p.parquet"),
         ("train", "run/config.yaml"),
+        ("plan", "run/config.yaml", "--topology", "topology.yaml"),  # the plan of its run, of which the model is a part
         ("checkpoint", "export", "run", "--out", "program", "--format", "torch-export"),
     ],
 )
 def test_running_says_first_which_file(command: tuple[str, ...], home: Path) -> None:
+    (home / "topology.yaml").write_text(TOPOLOGY)
     (home / f"{MODULE}.py").write_text("import sys\nprint('it runs', file=sys.stderr)\n" + CODE)
     ended = run_here(*command)
     assert ended.code == 0, ended.err

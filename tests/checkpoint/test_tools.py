@@ -23,8 +23,8 @@ from meseta.checkpoint import (
     verify,
 )
 from meseta.comm import World
+from meseta.machine.files import file_name
 from meseta.spec import MesetaError
-from meseta.spec.files import file_name
 
 SPECS = some_specs()
 TABLES = random_tables(SPECS, seed=3)

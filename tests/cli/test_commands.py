@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from meseta.spec.waiting import CHOICES, WAITING
+from meseta.machine.waiting import CHOICES, WAITING
 from small_run import metrics, settings, write_config
 from source_tree import ROOT
 

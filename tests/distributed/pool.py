@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from forked import forking
-from meseta.spec.rendezvous import VARIABLE, Rendezvous
+from meseta.machine.rendezvous import VARIABLE, Rendezvous
 
 
 class RankPool:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from meseta import checkpoint
-from meseta.checkpoint import directory
+from meseta.machine import files
 from meseta.spec import MesetaError
 from small_run import settings, train
 
@@ -41,7 +41,7 @@ def test_in_the_background_or_not_the_same_checkpoints(
 
 def refused_here(document: dict[str, Any]) -> str:
     """Run on every rank: the disk that rank 0 commits to is full from the second checkpoint on."""
-    really = os.rename
+    really = os.replace
 
     def rename(source: Any, target: Any, **more: Any) -> None:
         if "step-000000002" in str(target):
@@ -49,7 +49,7 @@ def refused_here(document: dict[str, Any]) -> str:
         really(source, target, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(directory.os, "rename", rename)
+        patch.setattr(files.os, "replace", rename)
         with pytest.raises(MesetaError) as refusal:
             train(document)
     return str(refusal.value)

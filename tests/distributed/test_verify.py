@@ -198,7 +198,7 @@ def test_the_command(
         return 0
 
     monkeypatch.setattr(command, "run_ranks", start)
-    monkeypatch.setattr(command, "begin_anew", lambda words: sys.exit(call(monkeypatch, *words[1:])))
+    monkeypatch.setattr(command, "become_module", lambda _, words: sys.exit(call(monkeypatch, *words[1:])))
     assert call(monkeypatch, path, "--plan", "column_wise", "--nproc", 2, "--steps", 3) == code
     out = capsys.readouterr().out
     assert [own[:2] for own in given] == [["verify", str(path)]] * len(faults)

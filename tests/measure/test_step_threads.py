@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from meseta.machine.waiting import WAITING
 from meseta.measure import step_threads, waiting
 from meseta.measure.step_threads import StepThreads
-from meseta.spec.waiting import WAITING
 from threads import threads
 
 Steps = Callable[[int], list[int]]

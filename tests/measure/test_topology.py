@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from meseta.measure.doctor.system import System
+from meseta.machine.processors import num_cores
+from meseta.machine.system import System
 from meseta.measure.topology import Gpus, detect
 from meseta.planner import documented_cost_model
 from meseta.spec import MesetaError
-from meseta.spec.processors import num_cores
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from meseta.machine.waiting import WAITING
 from meseta.measure import waiting
 from meseta.measure.quiet import ProcessorTime, processor_s
-from meseta.spec.waiting import WAITING
 from source_tree import ROOT
 
 # Two threads add up a little, then nothing happens for longer than a thread spins; the process's own seconds tell.

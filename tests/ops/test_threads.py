@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import thread_cases
+from meseta.machine.processors import this_processor
 from meseta.ops.core import MODULES, instruction_set
 from meseta.ops.mlp import reference
-from meseta.spec.processors import this_processor
 from thread_cases import CASES, differing
 
 LESSER = {

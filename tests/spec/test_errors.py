@@ -1,7 +1,7 @@
 """The way out that errors offer for unknown names, and what they repeat of other errors."""
 
+from meseta.errors import one_line
 from meseta.spec import MesetaError, ShardingType, nearest
-from meseta.spec.errors import one_line
 
 
 def test_nearest_names_one_or_all() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from meseta.machine.files import file_name, inner_fault, json_text, write_whole
 from meseta.spec import CostModel, MesetaError, Plan, TableSpec, Topology
-from meseta.spec.files import file_name, inner_fault, json_text, write_whole
 
 PLAN = Plan.from_dict({"tables": {"a": "table_wise"}}, [TableSpec(name="a", num_embeddings=3, embedding_dim=4)], 1)
 WRITERS = {

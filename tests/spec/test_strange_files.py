@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from meseta.spec import MesetaError
-from meseta.spec.documents import load_document, read_mapping
-from meseta.spec.files import (
+from meseta.machine.files import (
     DOCUMENT_VALUES,
     STRING_LENGTH,
     first_alike,
@@ -20,6 +18,8 @@ from meseta.spec.files import (
     parse_json,
     read_bounded,
 )
+from meseta.spec import MesetaError
+from meseta.spec.documents import load_document, read_mapping
 from meseta.spec.yaml_text import parse_yaml
 
 

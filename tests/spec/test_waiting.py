@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meseta.spec.waiting import WAITING, choose_waiting, is_ours, spins
+from meseta.machine.waiting import WAITING, choose_waiting, is_ours, spins
 
 
 def test_commands_choose_where_nobody_has() -> None:

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
+from meseta.machine.processors import Processor
 from meseta.measure import e2e
 from meseta.measure.contest import Outcome, Timing
 from meseta.measure.e2e_peers import Plain
@@ -12,7 +13,6 @@ from meseta.measure.peers import Peers
 from meseta.measure.team import Window
 from meseta.measure.traffic import make_samples
 from meseta.measure.workloads import E2E, small
-from meseta.spec.processors import Processor
 from meseta.train.bench import Gate, Ours
 
 ENTRIES = e2e.Entries(contender="meseta.train.bench:Ours", gate="meseta.train.bench:Gate")

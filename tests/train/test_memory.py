@@ -19,7 +19,7 @@ from meseta.config.run import MODEL_NAMES
 from meseta.data.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
 from meseta.embedding.flight import Flight
-from meseta.measure.doctor.system import System
+from meseta.machine.system import System
 from meseta.spec import MesetaError
 from meseta.train import memory
 from meseta.train.build import make_sharded_model

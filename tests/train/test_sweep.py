@@ -42,7 +42,7 @@ def test_what_is_searched_and_what_is_fixed() -> None:
         ]
     )
     assert space == {
-        "dense.optimizer.lr": Choices((0.001, "1e-2")),  # text to YAML 1.1, a number to the config
+        "dense.optimizer.lr": Choices((0.001, 0.01)),  # a number without a point, which YAML 1.1 takes for text
         "model.top_mlp": Choices(([64], [32, 8])),
         "train.batch_size": Range("randint", 8.0, 64.0),
         "embedding.optimizer.lr": Range("loguniform", 1e-4, 1e-1),

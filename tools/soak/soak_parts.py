@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from meseta.measure.record import commit, hardware
-from meseta.spec.files import write_whole
+from meseta.machine.environment import commit_with_changes as commit
+from meseta.machine.environment import hardware
+from meseta.machine.files import write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "soak.md"
@@ -132,7 +133,7 @@ def _environment(record: Path) -> dict[str, str]:
 def _write_row(name: str, result: str, seconds: float) -> None:
     """Put the row of a part into the table of the page."""
     minutes, today = f"{seconds // 60:.0f} min {seconds % 60:.0f} s", datetime.now(UTC).date().isoformat()
-    cells = [f"`{name}`", PARTS[name].about, result, minutes, hardware(), commit(), today]
+    cells = [f"`{name}`", PARTS[name].about, result, minutes, hardware(), commit_with_changes(), today]
     row = "| " + " | ".join(cells) + " |"
     page, count = re.subn(rf"^\| `{name}` \|.*$", lambda _: row, PAGE.read_text(), flags=re.MULTILINE)
     if count != 1:

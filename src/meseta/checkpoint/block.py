@@ -14,9 +14,9 @@ from meseta.checkpoint import digest
 from meseta.checkpoint.broken import broken_file, check_checksum, file_of, writing
 from meseta.checkpoint.layout import ID, BlockSchema
 from meseta.checkpoint.raw import read_whole, scratch, write_whole
+from meseta.errors import one_line, shown
+from meseta.machine.files import sync
 from meseta.spec import MesetaError
-from meseta.spec.errors import one_line, shown
-from meseta.spec.files import sync
 
 _MESSAGE_HEADER, _BATCH_COMPRESSION = 2, 3
 """Numbers of these fields in Arrow's tables Message and RecordBatch."""

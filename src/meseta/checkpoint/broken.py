@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from meseta.machine.files import inside
 from meseta.spec import MesetaError
-from meseta.spec.files import inside
 
 
 class DamagedCheckpoint(MesetaError):

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from meseta.checkpoint import digest
 from meseta.checkpoint.broken import broken_file, check_checksum, file_of
+from meseta.errors import one_line
+from meseta.machine.files import has_controls, sync
 from meseta.spec import MesetaError
-from meseta.spec.errors import one_line
-from meseta.spec.files import has_controls, sync
 
 DensePath = Literal["dense.safetensors"]
 DENSE_PATH: DensePath = "dense.safetensors"

@@ -21,8 +21,8 @@ from typing import Any
 
 from meseta.checkpoint.broken import file_of
 from meseta.checkpoint.manifest import MANIFEST_PATH, entries_of, read_manifest
+from meseta.machine.files import move, sync
 from meseta.spec import MesetaError
-from meseta.spec.files import sync
 
 _TEMPORARY, _OLD = ".tmp-", ".old-"
 NAME = re.compile(r"(?P<old>\.old-)?step-(?P<step>[0-9]{9}|[1-9][0-9]{9,15})")
@@ -46,7 +46,7 @@ def begin(parent: Path, step: int, folders: list[str]) -> Path:
         if current.exists():
             discard(path)
         else:
-            path.rename(current)
+            move(path, current)
     for folder in folders:
         (temporary / folder).mkdir(parents=True)
     return temporary
@@ -72,8 +72,8 @@ def commit(temporary: Path) -> Path:
     final = temporary.with_name(temporary.name.removeprefix(_TEMPORARY))
     former = final.with_name(_OLD + final.name)
     if final.exists():
-        final.rename(former)
-    temporary.rename(final)
+        move(final, former)
+    move(temporary, final)
     sync(final.parent)
     if former.exists():
         discard(former)
@@ -85,7 +85,7 @@ def discard(path: Path) -> None:
     doomed = path if path.name.startswith(_TEMPORARY) else path.with_name(f"{_TEMPORARY}deleted-{path.name}")
     if doomed != path:
         shutil.rmtree(doomed, ignore_errors=True)
-        path.rename(doomed)
+        move(path, doomed)
     shutil.rmtree(doomed)
 
 

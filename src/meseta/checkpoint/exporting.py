@@ -19,9 +19,9 @@ from meseta.checkpoint.block import read_block
 from meseta.checkpoint.dense import DENSE_PATH, read_dense
 from meseta.checkpoint.layout import BlockSchema, Column, table_folder, widened
 from meseta.checkpoint.manifest import read_manifest
+from meseta.errors import shown
+from meseta.machine.files import file_name, inner_fault, whole_folder
 from meseta.spec import MesetaError, nearest
-from meseta.spec.errors import shown
-from meseta.spec.files import file_name, inner_fault, whole_folder
 from meseta.storage import ROW
 
 Format = Literal["safetensors", "numpy"]

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
+from meseta.machine.files import file_name, former_file_name, has_controls
 from meseta.spec import MesetaError, TableSpec
-from meseta.spec.files import file_name, former_file_name, has_controls
 from meseta.storage import ROW
 
 StoredType = Literal[

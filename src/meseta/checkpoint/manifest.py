@@ -13,9 +13,9 @@ from meseta.checkpoint import digest
 from meseta.checkpoint.broken import DamagedCheckpoint, malformed, writing
 from meseta.checkpoint.dense import DensePath
 from meseta.checkpoint.layout import BlockSchema, StoredType, block_path, block_paths, table_folder
+from meseta.errors import shown
+from meseta.machine.files import DOCUMENT_BYTES, first_alike, inside, json_text, parse_json, read_bounded, sync
 from meseta.spec import MesetaError, Plan
-from meseta.spec.errors import shown
-from meseta.spec.files import DOCUMENT_BYTES, first_alike, inside, json_text, parse_json, read_bounded, sync
 from meseta.spec.tables import TableDtype, table_name_fault
 
 FORMAT = "meseta.checkpoint/1"

@@ -19,9 +19,9 @@ from typing import Any
 from meseta.checkpoint.broken import file_of, malformed
 from meseta.checkpoint.directory import NAME, begin, checkpoint_path, commit, discard, temporary_path
 from meseta.checkpoint.manifest import MANIFEST_PATH, check_manifest, entries_of, parse_manifest, read_manifest
+from meseta.machine.files import DOCUMENT_BYTES, inside, too_long
+from meseta.machine.remote import remote_errors
 from meseta.spec import MesetaError
-from meseta.spec.files import DOCUMENT_BYTES, inside, too_long
-from meseta.spec.urls import remote_errors
 
 _PART_BYTES = 4 << 20
 """What is fetched at a time."""

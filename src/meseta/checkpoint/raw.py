@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from meseta.spec.files import open_regular
+from meseta.machine.files import open_regular
 
 PAGE_BYTES = 4096
 """Memory, positions and lengths of a direct transfer are multiples of this."""

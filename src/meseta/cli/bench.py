@@ -76,10 +76,10 @@ def e2e(
     """DLRM training, as samples/s and ratio to plain PyTorch and TorchRec."""
     from dataclasses import replace
 
+    from meseta.machine.processors import this_processor
     from meseta.measure import e2e as bench
     from meseta.measure.tables import e2e_table
     from meseta.measure.workloads import E2E, small
-    from meseta.spec.processors import this_processor
 
     trainings = _choose("configuration", configs, {training.name: training for training in E2E})
     if quick:

@@ -31,8 +31,8 @@ def calibrate(
     ] = False,
 ) -> None:
     """Measure lookups, updates, matrix products and collectives of CPU ranks here, and fit the planner's cost model."""
+    from meseta.machine.files import check_place
     from meseta.measure.calibrate.run import calibrate as measure
-    from meseta.spec.files import check_place
 
     check_place(out)
     with _Bar() as show:

@@ -34,7 +34,7 @@ def list_them(
     from meseta.checkpoint import list_checkpoints
     from meseta.checkpoint.directory import strangers
     from meseta.checkpoint.listing import checkpoints_of
-    from meseta.spec.urls import is_url
+    from meseta.machine.remote import is_url
     from meseta.telemetry.shown import byte_size
 
     if is_url(path):
@@ -89,7 +89,7 @@ def _list_mirror(url: str, as_json: bool) -> None:
 def _found(path: str) -> Iterator[Path]:
     """The checkpoint that a path or URL names; that of a URL lies in a temporary folder meanwhile."""
     from meseta.checkpoint import fetch, find_checkpoint
-    from meseta.spec.urls import is_url
+    from meseta.machine.remote import is_url
     from meseta.train.run_dir import RunDir
 
     if not is_url(path):

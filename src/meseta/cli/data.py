@@ -86,8 +86,8 @@ def stats(
     from meseta.data.check import STATISTICS_PAGE
     from meseta.data.dataset import Dataset
     from meseta.data.describe import describe
+    from meseta.machine.files import write_whole
     from meseta.report.data_page import data_page
-    from meseta.spec.files import write_whole
 
     dataset = Dataset.load(path)
     with _progress_bar("count", sum(split.num_rows for split in dataset.splits.values())) as on_rows:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from meseta.cli.launch import run_ranks
-from meseta.spec.launched import is_launched
+from meseta.machine.ranks import is_launched
 
 
 def evaluate(

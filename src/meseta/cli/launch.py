@@ -13,10 +13,11 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from meseta.cli.processes import STOPPING, start_command
+from meseta.cli.forked import start_command
+from meseta.machine.processes import STOPPING
+from meseta.machine.ranks import is_launched
+from meseta.machine.rendezvous import Rendezvous
 from meseta.spec import MesetaError
-from meseta.spec.launched import is_launched
-from meseta.spec.rendezvous import Rendezvous
 
 STOP_S = 10
 """Seconds that ranks have to leave by themselves before they are killed."""

@@ -26,10 +26,11 @@ from meseta.cli.sweep import sweep
 from meseta.cli.topology import app as topology_app
 from meseta.cli.train import train
 from meseta.cli.verify import verify
+from meseta.errors import one_line
+from meseta.machine.rendezvous import VARIABLE
+from meseta.machine.variables import variables
+from meseta.machine.waiting import choose_waiting
 from meseta.spec import MesetaError
-from meseta.spec.errors import one_line
-from meseta.spec.rendezvous import VARIABLE
-from meseta.spec.waiting import choose_waiting
 
 app = typer.Typer(
     name="meseta",
@@ -62,11 +63,11 @@ class Interrupted(BaseException):
 def main() -> None:
     """Run a command; exit code 1 for a MesetaError, for what the system refuses and for too little memory, 130 for
     Ctrl-C."""
-    choose_waiting(os.environ)  # read when torch is imported, here and in every process that a command starts
+    choose_waiting(variables)  # read when torch is imported, here and in every process that a command starts
     leave_dynamo_out()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupt)
-    rank = os.environ.get("RANK", "0")
+    rank = variables.get("RANK", "0")
     where = "error: " if rank == "0" else f"error: rank {rank}: "
     try:
         _run()
@@ -82,11 +83,11 @@ def main() -> None:
         if not (isinstance(error, RuntimeError) and is_loss_of_peer(error)):
             raise
         # The launcher names the rank that went away.
-        _leave(LOST, "" if VARIABLE in os.environ else f"error: lost the connection to another rank: {error}")
+        _leave(LOST, "" if VARIABLE in variables else f"error: lost the connection to another rank: {error}")
     except Interrupted:
         _leave(130, f"interrupted{way_on()}")
     except SystemExit as left:
-        if "RANK" not in os.environ or not isinstance(left.code, int):
+        if "RANK" not in variables or not isinstance(left.code, int):
             raise
         # All ranks have met and left the group. Some thread was seen to abort a rank at its very end, when the
         # interpreter takes everything apart.
@@ -115,7 +116,7 @@ def _leave(code: int, text: str) -> None:
     """Print one line and end this process."""
     if text:
         print(text, file=sys.stderr, flush=True)
-    if "RANK" in os.environ:
+    if "RANK" in variables:
         # Other ranks may wait for this one in a collective; leaving at once lets the launcher stop them.
         sys.stdout.flush()
         sys.stderr.flush()

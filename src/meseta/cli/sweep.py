@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meseta.cli.forked import start_command
 from meseta.cli.launch import StopSignals
-from meseta.cli.processes import start_command
 from meseta.spec import MesetaError
 from meseta.spec.splits import TEST
 

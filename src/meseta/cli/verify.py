@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meseta.cli.launch import run_ranks
-from meseta.cli.processes import begin_anew
+from meseta.machine.processes import become_module
+from meseta.machine.ranks import is_launched
 from meseta.spec import MesetaError, ShardingType
-from meseta.spec.launched import is_launched
 
 if TYPE_CHECKING:
     from meseta.config import RunConfig
@@ -58,7 +58,7 @@ def verify(
     _print(found, chosen)
     if found.first is not None and found.first.phase == "training" and chosen.embedding.dtype == "float32":
         print("a fault, or rounding that was magnified? float64 tells: a fault stays, rounding shrinks to 1e-10\n")
-        begin_anew([*sys.argv[1:], "--float64"])
+        become_module("meseta.cli.main", [*sys.argv[1:], "--float64"])
     raise typer.Exit(0 if found.first is None else 1)
 
 

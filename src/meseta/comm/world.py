@@ -17,9 +17,10 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor
 
+from meseta.machine.rendezvous import VARIABLE
+from meseta.machine.variables import variables
 from meseta.ops.memory import empty
 from meseta.spec import MesetaError
-from meseta.spec.rendezvous import VARIABLE
 from meseta.spec.transfer import BETWEEN_STEPS, OF_STEPS
 
 Answer = TypeVar("Answer")
@@ -62,12 +63,12 @@ class World:
 
         Where torchrun's ranks compute on CPUs, and there are enough for all their threads, each keeps to its share.
         """
-        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if not dist.is_initialized() and int(variables.get("WORLD_SIZE", "1")) > 1:
             backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
             if backend == "gloo":
                 _keep_to_share()
             # Of a rank of -1 torch says which variables are missing.
-            size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ.get("RANK", "-1"))
+            size, rank = int(variables["WORLD_SIZE"]), int(variables.get("RANK", "-1"))
             dist.init_process_group(backend, store=_store(size), rank=rank, world_size=size, timeout=TIMEOUT)
         if not dist.is_initialized():
             return World.single(device)
@@ -76,7 +77,7 @@ class World:
     @property
     def ranks_per_host(self) -> int:
         """As torchrun tells every rank; all of them, where nobody did."""
-        count = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        count = int(variables.get("LOCAL_WORLD_SIZE", self.size))
         return count if count > 0 and self.size % count == 0 else self.size
 
     def apart(self) -> World:
@@ -223,7 +224,7 @@ _num_groups = itertools.count()
 
 def _store(size: int) -> dist.Store | None:
     """Where the ranks of this machine meet; None where torchrun's variables say it."""
-    path = os.environ.get(VARIABLE)
+    path = variables.get(VARIABLE)
     if path is None:
         return None
     # The file keeps what former groups of these processes wrote.
@@ -242,7 +243,7 @@ def _keep_to_share() -> None:
     A thread of the transport else wakes up beside another rank's computation and waits for its slice to end, some
     milliseconds in every collective.
     """
-    num_ranks, rank = (int(os.environ.get(name, "0")) for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
+    num_ranks, rank = (int(variables.get(name, "0")) for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
     if not hasattr(os, "sched_setaffinity") or not 0 <= rank < num_ranks:
         return
     processors = sorted(os.sched_getaffinity(0))

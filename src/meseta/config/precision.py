@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meseta.config.run import MODEL_NAMES, RunConfig
-from meseta.spec.processors import this_processor
+from meseta.machine.processors import this_processor
 from meseta.spec.tables import DenseDtype
 
 

@@ -20,10 +20,10 @@ from meseta.data.record import RECORD_NAME
 from meseta.data.touched import read_touched
 from meseta.data.vocabulary import digest_of_values, one_chunk
 from meseta.data.workers import in_order
+from meseta.errors import one_line
+from meseta.machine.files import inside
+from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError
-from meseta.spec.errors import one_line
-from meseta.spec.files import inside
-from meseta.spec.processors import num_cores
 from meseta.spec.weights import is_weight
 
 STATISTICS_PAGE = "statistics.html"

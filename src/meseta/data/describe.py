@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from meseta.data.dataset import Dataset, DenseFeature, SparseFeature
 from meseta.data.raw_rows import signed_exp, signed_log
 from meseta.data.vocabulary import read_values
+from meseta.errors import one_line
+from meseta.machine.files import inside
+from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError, Reuse
-from meseta.spec.errors import one_line
-from meseta.spec.files import inside
-from meseta.spec.processors import num_cores
 
 NUM_BINS = 24
 NUM_TOP = 5

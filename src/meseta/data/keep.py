@@ -10,8 +10,8 @@ from pathlib import Path
 from meseta.data.dataset import Dataset
 from meseta.data.touched import TOUCHED_NAME
 from meseta.data.vocabulary import FOLDER
+from meseta.machine.files import file_name, first_alike, move
 from meseta.spec import MesetaError
-from meseta.spec.files import file_name, first_alike
 
 
 def keep_tables(dataset: Dataset, folder: Path) -> Dataset:
@@ -51,7 +51,7 @@ def _keep(dataset: Dataset, path: str, folder: Path, name: str) -> str:
             os.link(source, temporary)
         except OSError:  # another file system, or one without links
             shutil.copyfile(source, temporary)
-        os.replace(temporary, target)
+        move(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
     return name

@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 
 from meseta.data.dataset import DataFile, Dataset, Split
 from meseta.data.encoding import Encoding
-from meseta.data.files import refuse_url
 from meseta.data.keep import keep_tables
 from meseta.data.new_rows import NewRows, Progress, Unseen
 from meseta.data.passes import find_teacher
@@ -23,6 +22,7 @@ from meseta.data.row_queue import RowQueue
 from meseta.data.staging import staged_folder
 from meseta.data.statistics import WINDOW_SAMPLES
 from meseta.data.write import PART_WINDOWS, ROW_GROUP_ROWS, part_writer
+from meseta.machine.remote import refuse_url
 
 SPLIT = "test"
 """Where all rows go."""

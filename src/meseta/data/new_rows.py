@@ -22,8 +22,8 @@ from meseta.data.touched import read_touched
 from meseta.data.vocabulary import load_vocabulary
 from meseta.data.workers import in_order
 from meseta.data.write import Finisher, split_lists
+from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError
-from meseta.spec.processors import num_cores
 
 Progress = Callable[[int, float], None]
 """Called with the rows so far, and how much of the files is read, 0 to 1."""

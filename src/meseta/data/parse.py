@@ -15,8 +15,8 @@ from meseta.data.parse_tsv import parse_tsv
 from meseta.data.raw_rows import RawRows, is_label
 from meseta.data.schema import Layout
 from meseta.data.sources import Block
+from meseta.errors import one_line
 from meseta.spec import MesetaError
-from meseta.spec.errors import one_line
 
 _COLUMN_TYPES = {
     **{name: pa.float32() for name in CRITEO.labels},

@@ -22,8 +22,8 @@ from meseta.data.raw_rows import RawRows, RawSparse
 from meseta.data.schema import Layout, SparseColumn
 from meseta.data.sources import Block
 from meseta.data.table_rows import read_rows
+from meseta.errors import one_line
 from meseta.spec import MesetaError
-from meseta.spec.errors import one_line
 
 
 def parse_csv(block: Block, raw: bytes, layout: Layout) -> RawRows:

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from meseta.data.raw_rows import RawRows, RawSparse, is_label
 from meseta.data.schema import Layout
 from meseta.data.sources import Block
+from meseta.errors import one_line
 from meseta.spec import MesetaError
-from meseta.spec.errors import one_line
 
 LIBSVM_FEATURE = "features"
 """Name of the one feature of libsvm."""

@@ -18,7 +18,6 @@ import pyarrow as pa
 
 from meseta.data.dataset import FILE_NAME, SPLITS, Dataset
 from meseta.data.encode import Encoder
-from meseta.data.files import refuse_url
 from meseta.data.hash_categories import feature_seed
 from meseta.data.layout import find_layout, with_header
 from meseta.data.passes import Progress, TwoPasses, find_teacher
@@ -30,8 +29,9 @@ from meseta.data.splitting import SplitBy, Splitter
 from meseta.data.staging import Staging, staged_folder
 from meseta.data.survey import Survey, Surveyor
 from meseta.data.values import seconds_of_texts
+from meseta.machine.processors import num_cores
+from meseta.machine.remote import refuse_url
 from meseta.spec import MesetaError, nearest
-from meseta.spec.processors import num_cores
 
 PARTED = ("test", "valid")
 """Splits that are parted from the training rows."""

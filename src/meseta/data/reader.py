@@ -19,9 +19,9 @@ from meseta.data.prefetch import Prefetch
 from meseta.data.rows import Rows, concatenate, decode, pad, to_batch
 from meseta.data.selection import LeftOut, Selection
 from meseta.data.sound import check_types, check_values
+from meseta.errors import one_line
+from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError
-from meseta.spec.errors import one_line
-from meseta.spec.processors import num_cores
 
 FORMAT = "meseta.reader/1"
 

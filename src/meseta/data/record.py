@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meseta.data.sources import Source
+from meseta.machine.remote import is_url
 from meseta.spec import MesetaError
-from meseta.spec.urls import is_url
 
 if TYPE_CHECKING:
     from meseta.data.prepare import PrepareOptions

@@ -11,8 +11,8 @@ import pyarrow as pa
 from meseta.data.csv_records import read_header
 from meseta.data.guess import SAMPLE_ROWS
 from meseta.data.sources import BLOCK_BYTES, ByteLines, Source, csv_names, named_errors, open_parquet, open_text
+from meseta.machine.remote import is_url
 from meseta.spec import MesetaError
-from meseta.spec.urls import is_url
 
 _MAX_FIELDS = 4_000_000
 """Fields that are looked at: of wide files, fewer rows."""

@@ -17,11 +17,10 @@ import pyarrow.parquet as pq
 
 from meseta.data.csv_records import count_records, cut_records, header_names, read_header
 from meseta.data.dataset import SourceSplit
-from meseta.data.files import find, open_file, status
 from meseta.data.guess import is_header
+from meseta.errors import one_line
+from meseta.machine.remote import find, is_url, open_file, remote_errors, status
 from meseta.spec import MesetaError
-from meseta.spec.errors import one_line
-from meseta.spec.urls import is_url, remote_errors
 
 Kind = Literal["tsv", "csv", "libsvm", "libffm", "parquet"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -13,8 +12,9 @@ from typing import Any
 
 from meseta.data.dataset import FILE_NAME
 from meseta.data.record import load_record, save_record
+from meseta.machine.files import is_full, move, sync_all
+from meseta.machine.locks import try_lock
 from meseta.spec import MesetaError
-from meseta.spec.files import is_full, sync_all
 
 JOURNAL = "meseta-prepare-unfinished.json"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -43,7 +43,7 @@ class Staging:
         """From here on the work goes on from `state`, plain data; files that it speaks of are written already."""
         temporary = self.folder / f"{JOURNAL}.tmp"
         temporary.write_text(json.dumps({"key": self._key, "state": state}))
-        os.replace(temporary, self.folder / JOURNAL)
+        move(temporary, self.folder / JOURNAL)
         self.state = dict(state)
 
     @property
@@ -119,12 +119,10 @@ def _locked(folder: Path) -> Iterator[None]:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            taken = not os.path.samestat(os.fstat(descriptor), folder.stat())  # finished and renamed in between
-        except (BlockingIOError, FileNotFoundError):
+            # Finished and renamed in between, it is another one.
+            taken = not try_lock(descriptor) or not os.path.samestat(os.fstat(descriptor), folder.stat())
+        except FileNotFoundError:
             taken = True
-        except OSError:
-            taken = False  # a file system without locks
         if taken:
             raise MesetaError(
                 f"prepare: another process is at work on {str(folder)!r}; wait for it, or choose another --out"
@@ -152,11 +150,11 @@ def _check_free(out: Path, *, force: bool) -> None:
 
 def _replace(out: Path, tmp: Path) -> None:
     if not out.exists():
-        tmp.rename(out)
+        move(tmp, out)
         return
     old = _replaced(out)
-    out.rename(old)
-    tmp.rename(out)
+    move(out, old)
+    move(tmp, out)
     shutil.rmtree(old)
 
 
@@ -168,7 +166,7 @@ def _restore_replaced(out: Path) -> None:
     if out.exists():
         shutil.rmtree(old)
     else:
-        old.rename(out)
+        move(old, out)
 
 
 def _replaced(out: Path) -> Path:

@@ -15,8 +15,8 @@ from meseta.data.parse_svm import LIBSVM_FEATURE, QID, field_name, read_pairs
 from meseta.data.schema import Layout, SparseColumn, check_names
 from meseta.data.sources import Block, Source, read_blocks
 from meseta.data.workers import in_order
+from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError
-from meseta.spec.processors import num_cores
 
 MAX_FIELDS = 1000
 """More fields than this are taken for a mistake, such as indices where fields belong: each would be a table."""

@@ -22,8 +22,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from meseta.data.teacher import CLICK_RATE, PAIRS, PROBABILITIES, Tally, Teacher
+from meseta.machine.files import move, sync
 from meseta.spec import MesetaError
-from meseta.spec.files import sync
 
 CARDINALITIES = (
     *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
@@ -348,6 +348,6 @@ def _whole_file(path: Path) -> Iterator[BinaryIO]:
         with tmp.open("wb") as file:
             yield file
         sync(tmp)
-        tmp.replace(path)
+        move(tmp, path)
     finally:
         tmp.unlink(missing_ok=True)

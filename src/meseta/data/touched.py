@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from meseta.data.dataset import Dataset
+from meseta.errors import one_line
 from meseta.spec import MesetaError
-from meseta.spec.errors import one_line
 
 TOUCHED_NAME = "touched.parquet"
 LARGEST_TABLE = 1 << 26

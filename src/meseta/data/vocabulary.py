@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from meseta.data.dataset import SparseFeature
 from meseta.data.hash_categories import hash_categories
+from meseta.errors import one_line
+from meseta.machine.files import file_name, inside
 from meseta.spec import MesetaError
-from meseta.spec.errors import one_line
-from meseta.spec.files import file_name, inside
 
 FOLDER = "vocabulary"
 _COUNTED = pa.schema([("value", pa.large_binary()), ("count", pa.int64())])

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from meseta.measure.doctor.system import System, free_memory_bytes, read_limits
+from meseta.machine.system import System, free_memory_bytes, read_limits
 from meseta.measure.team import Member, Team, Window
 from meseta.spec import MesetaError
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from meseta.machine.processors import this_processor
 from meseta.measure.contest import Effort, Outcome, run_contest
 from meseta.measure.peers import TUNED_MALLOC, Peers
 from meseta.measure.record import Comparison
@@ -13,7 +14,6 @@ from meseta.measure.team import Member, Team
 from meseta.measure.traffic import Training
 from meseta.measure.workloads import small
 from meseta.spec import MesetaError
-from meseta.spec.processors import this_processor
 
 INFORMATIVE = "autocast"
 """A peer's variant that computes in bfloat16: shown, but ours in float32 is not measured against it."""

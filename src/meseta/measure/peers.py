@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from dataclasses import dataclass
+
+from meseta.machine.processes import run_program
+from meseta.machine.variables import variables
 
 PACKAGES = {"FBGEMM": "fbgemm-gpu-cpu", "TorchRec": "torchrec"}
 """Peers beside torch itself, and the packages that they come in."""
@@ -32,7 +33,7 @@ class Peers:
 
 def find_peers(python: str | None, *, wanted: bool) -> Peers:
     """Look into `python`, else $PEER_PYTHON, else this interpreter. PyTorch is measured in this one, always."""
-    python = python or os.environ.get("PEER_PYTHON") or sys.executable
+    python = python or variables.get("PEER_PYTHON") or sys.executable
     if not wanted:
         return Peers(python, frozenset(), ())
     program = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
@@ -41,7 +42,7 @@ def find_peers(python: str | None, *, wanted: bool) -> Peers:
         module = "fbgemm_gpu" if name == "FBGEMM" else package
         try:
             # A folder of its own, so that no module of the present one is taken for a package.
-            code = subprocess.run([python, "-I", "-c", program, module], capture_output=True, check=False).returncode
+            code = run_program([python, "-I", "-c", program, module]).returncode
         except OSError as error:
             code = error.errno or 1
         if code == 0:

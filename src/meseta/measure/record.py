@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import csv
 import datetime
-import os
 import platform
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meseta.spec.processors import this_processor
+from meseta.machine.environment import commit_with_changes, hardware
 
 COLUMNS = ("date", "commit", "benchmark", "case", "metric", "value", "unit", "peer", "ratio", "hardware", "versions")
 
@@ -43,7 +41,7 @@ class Comparison:
 def append(path: Path, comparisons: Sequence[Comparison]) -> None:
     """Add a line per comparison; a new file begins with the names of the columns."""
     is_new = not path.exists()
-    about = (datetime.date.today().isoformat(), commit()), hardware()
+    about = (datetime.date.today().isoformat(), commit_with_changes()), hardware()
     with path.open("a", newline="") as file:
         writer = csv.writer(file)
         if is_new:
@@ -65,24 +63,3 @@ def _row(c: Comparison, when: tuple[str, str], machine: str) -> list[str]:
         machine,
         f"python {platform.python_version()} {versions}",
     ]
-
-
-def commit() -> str:
-    """The commit of this source, with '+' where it was changed since; '' outside a checkout."""
-    folder = Path(__file__).resolve().parents[1]
-
-    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=folder, check=False)
-
-    try:
-        head = git("rev-parse", "--short", "HEAD")
-        changed = git("diff", "--quiet", "HEAD", "--", ".").returncode == 1
-    except OSError:
-        return ""
-    return "" if head.returncode else head.stdout.strip() + "+" * changed
-
-
-def hardware() -> str:
-    """The processor's own name where the system tells it, its threads, and the instructions that products may use."""
-    processor = this_processor()
-    return f"{processor.name}, {os.cpu_count() or 1} threads, {processor.level()}"

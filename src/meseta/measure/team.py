@@ -15,9 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from meseta.machine.processes import Program, start_program
+from meseta.machine.rendezvous import Rendezvous
 from meseta.measure.quiet import processor_s
 from meseta.spec import MesetaError
-from meseta.spec.rendezvous import Rendezvous
 
 TIMEOUT_S = 600.0
 """An answer that takes longer is not waited for."""
@@ -79,7 +80,7 @@ class Team:
         self.member = member
         self.facts: dict[str, Any] = {}
         self._errors: list[IO[bytes]] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Program] = []
         self._pending: list[bytes] = []
         try:
             with Rendezvous(member.num_ranks) as meeting:
@@ -138,19 +139,17 @@ class Team:
     def _start(self, rank: int, meeting: Rendezvous) -> None:
         self._errors.append(tempfile.TemporaryFile())  # noqa: SIM115 (close() closes it)
         try:
-            process = subprocess.Popen(
+            process = start_program(
                 _command(self.member),
-                env={
-                    **os.environ,
+                {
                     "OMP_NUM_THREADS": str(max(self.member.num_threads)),
                     **meeting.variables(rank),
                     **self.member.environment,
                 },
-                pass_fds=[meeting.descriptor],
+                inherited=[meeting.descriptor],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors[-1],
-                bufsize=0,
             )
         except OSError as error:
             raise MesetaError(f"{self.member.title}: cannot start {self.member.python!r}: {error}") from None

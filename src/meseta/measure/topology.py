@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from meseta.measure.doctor.system import System, read_limits, total_memory_bytes
+from meseta.machine.processors import num_cores
+from meseta.machine.system import System, read_limits, total_memory_bytes
+from meseta.machine.variables import variables
 from meseta.planner import documented_cost_model
 from meseta.spec import CostModel, DeviceKind, Link, MesetaError, Topology
-from meseta.spec.processors import num_cores
 
 LEFT_TO_OTHERS = 0.1
 """Share of a host's memory that is left to the system, to torch and to reading."""
@@ -44,7 +44,7 @@ def detect(
     cost_model: CostModel | None = None,
     gpus: Gpus | None = None,
     system: System | None = None,
-    environment: Mapping[str, str] = os.environ,
+    environment: Mapping[str, str] = variables,
 ) -> Detected:
     """Look at this machine; a run under torchrun tells how many hosts and devices there are, which are taken as equal.
 

@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from meseta.machine.variables import variables
+from meseta.machine.waiting import is_ours
 from meseta.measure.quiet import processor_s
-from meseta.spec.waiting import is_ours
 
 PERIOD_S = 0.2
 """Between looks at who uses the processors."""
@@ -62,7 +63,7 @@ def sleep_when_crowded(num_threads: int, min_threads: int = 1) -> Iterator[None]
     compute on fewer threads, down to `min_threads`: meseta.measure.step_threads. The numbers that they compute stay the
     same. Nothing happens where the user chose how threads wait, with one thread, or on a runtime that is not GNU's.
     """
-    runtime = _runtime() if num_threads > 1 and is_ours(os.environ) else None
+    runtime = _runtime() if num_threads > 1 and is_ours(variables) else None
     if runtime is None:
         yield
         return

@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from meseta.machine.own_code import import_own
 from meseta.models.layers import pooled_dims
 from meseta.spec import MesetaError, nearest
-from meseta.spec.own_code import import_own
 
 CONTRACT = "see docs/own_model.md for what a model must have"
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import os
 import sys
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
+from meseta.machine.variables import variables
 from meseta.spec import MesetaError, nearest
 
 MODULES = {"avx512": "meseta._C_avx512", "avx2": "meseta._C_avx2", "baseline": "meseta._C"}
@@ -70,7 +70,7 @@ def load_openmp() -> None:
 def instruction_set() -> str:
     """'avx512', 'avx2' or 'baseline': what MESETA_ISA says, else the best that this processor runs."""
     best = best_instruction_set()
-    chosen = os.environ.get("MESETA_ISA", best)
+    chosen = variables.get("MESETA_ISA", best)
     if chosen not in MODULES:
         raise MesetaError(f"MESETA_ISA={chosen!r} is unknown; {nearest(chosen, MODULES)}")
     if list(MODULES).index(chosen) < list(MODULES).index(best):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from meseta.machine.files import write_whole
 from meseta.report.curves import curves_section
 from meseta.report.data_statistics import data_section
 from meseta.report.document import document
@@ -18,7 +19,6 @@ from meseta.report.predicted import predicted_section
 from meseta.report.record import RUN_FILES, RunRecord, flatten, read_run
 from meseta.report.stages import stages_section
 from meseta.spec import MesetaError
-from meseta.spec.files import write_whole
 from meseta.spec.splits import TEST, VALID
 from meseta.telemetry.shown import count, drawable, duration, fixed, short
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from meseta.machine.files import write_whole
 from meseta.planner import Planned
 from meseta.planner.difference import spans
 from meseta.planner.reasons import Reason
@@ -13,7 +14,6 @@ from meseta.report.document import document
 from meseta.report.markup import table, tag, text
 from meseta.report.plan_picture import plan_boxes
 from meseta.report.stages import stage_colour
-from meseta.spec.files import write_whole
 from meseta.spec.stages import COMPONENTS, LABELS, Component, stages_of
 from meseta.spec.tiers import DISK, HBM, HOST, MEMORIES, Memory
 from meseta.telemetry.shown import byte_size, count, plural, share, short

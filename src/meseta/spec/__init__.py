@@ -1,7 +1,7 @@
 """What the user says (tables, features, machines) and what the planner decided (shards, plans). No torch here."""
 
+from meseta.errors import MesetaError, nearest
 from meseta.spec.cost_model import CostModel
-from meseta.spec.errors import MesetaError, nearest
 from meseta.spec.optimizer import OptimizerSpec
 from meseta.spec.plan import Plan
 from meseta.spec.shards import COLUMN_BLOCK, Shard, ShardingType, TablePlan

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from numbers import Real
 from typing import Any, TypeVar
 
-from meseta.spec.errors import MesetaError, nearest
+from meseta.errors import MesetaError, nearest
 
 T = TypeVar("T")
 

@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from meseta.errors import MesetaError, nearest
 from meseta.spec.checks import check_keys
 from meseta.spec.documents import load_document, read_record, without_format
-from meseta.spec.errors import MesetaError, nearest
 from meseta.spec.shards import ShardingType
 from meseta.spec.tables import TableDtype, TableSpec
 from meseta.spec.tiers import MEMORIES, Tier

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from meseta.spec.errors import MesetaError
+from meseta.errors import MesetaError
 from meseta.spec.shards import COLUMN_BLOCK, Shard, ShardingType, TablePlan
 from meseta.spec.tables import TableSpec
 

@@ -8,10 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
+from meseta.errors import MesetaError, nearest
+from meseta.machine.files import json_text, write_whole
 from meseta.spec.checks import check_choice
 from meseta.spec.documents import load_document
-from meseta.spec.errors import MesetaError, nearest
-from meseta.spec.files import json_text, write_whole
 from meseta.spec.plan_rules import check_scheme, check_tiling
 from meseta.spec.shards import TablePlan
 from meseta.spec.tables import TableSpec

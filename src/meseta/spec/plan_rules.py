@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meseta.spec.errors import MesetaError
+from meseta.errors import MesetaError
 from meseta.spec.shards import COLUMN_BLOCK, IN_ONE_HOST, Shard, ShardingType, TablePlan
 from meseta.spec.tables import TableSpec
 

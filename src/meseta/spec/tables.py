@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Literal, get_args
 
+from meseta.errors import MesetaError, nearest, shown
+from meseta.machine.files import first_alike, has_controls
 from meseta.spec.checks import check_choice, check_number, doubled
-from meseta.spec.errors import MesetaError, nearest, shown
-from meseta.spec.files import first_alike, has_controls
 from meseta.spec.optimizer import OptimizerSpec
 
 Pooling = Literal["sum", "mean", "none"]

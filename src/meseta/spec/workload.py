@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import ClassVar
 
+from meseta.errors import MesetaError, nearest
 from meseta.spec.checks import check_number
-from meseta.spec.errors import MesetaError, nearest
 from meseta.spec.tables import DenseDtype, FeatureSpec, TableSpec, check_features
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from meseta.errors import MesetaError
 from meseta.spec.documents import load_document, read_record, without_format
-from meseta.spec.errors import MesetaError
 from meseta.spec.optimizer import OptimizerSpec
 from meseta.spec.tables import FeatureSpec, Pooling, TableDtype, TableSpec
 from meseta.spec.workload import DenseLoad, FeatureLoad, Reuse, Workload

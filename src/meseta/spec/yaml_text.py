@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from meseta.spec.errors import MesetaError
-from meseta.spec.files import DOCUMENT_VALUES
+from meseta.errors import MesetaError
+from meseta.machine.files import DOCUMENT_VALUES
 
 YAML_VALUES = 400_000
 """The most values in a YAML text, by its separators: each takes more time and memory to parse than one of JSON."""

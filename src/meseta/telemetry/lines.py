@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from meseta.spec.files import DOCUMENT_BYTES, open_regular, parse_json, too_long
+from meseta.machine.files import DOCUMENT_BYTES, open_regular, parse_json, too_long
 
 METRICS_NAME = "metrics.jsonl"
 METRICS_BYTES = 1 << 30

@@ -12,9 +12,9 @@ from meseta.config import RunConfig
 from meseta.data.dataset import Dataset
 from meseta.data.reader import Reader, ReaderOptions
 from meseta.embedding import EmbeddingBagCollection, shard
+from meseta.machine.ranks import local_rank, note, num_local_ranks
 from meseta.optim.schedule import learning_rate_factor
 from meseta.spec import MesetaError, Plan, nearest
-from meseta.spec.launched import local_rank, note, num_local_ranks
 from meseta.train.memory import check_memory
 from meseta.train.outline import make_dense_part, make_outline
 from meseta.train.planning import RunPlanner

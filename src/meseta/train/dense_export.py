@@ -18,10 +18,10 @@ from meseta.config import RunConfig
 from meseta.data.dataset import Dataset
 from meseta.data.selection import calibration_shift
 from meseta.embedding import EmbeddingBagCollection
+from meseta.errors import one_line
+from meseta.machine.files import whole_folder
 from meseta.models import make_model
 from meseta.spec import MesetaError
-from meseta.spec.errors import one_line
-from meseta.spec.files import whole_folder
 from meseta.train.run_dir import RunDir
 from meseta.train.specs import make_specs
 from meseta.train.state import set_dense_part

@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from meseta.errors import one_line
+from meseta.machine.files import open_regular
 from meseta.spec import MesetaError
-from meseta.spec.errors import one_line
-from meseta.spec.files import open_regular
 
 Layout = Literal["torch", "torchrec", "dlrm"]
 LAYOUTS: tuple[Layout, ...] = ("torch", "torchrec", "dlrm")

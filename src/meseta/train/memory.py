@@ -14,7 +14,7 @@ from meseta.comm import World
 from meseta.comm.dense_shards import cut_modules
 from meseta.config import RunConfig
 from meseta.data.dataset import Dataset
-from meseta.measure.doctor.system import System, free_memory_bytes, read_limits
+from meseta.machine.system import System, free_memory_bytes, read_limits
 from meseta.planner.memory import DENSE_COPIES, SORT_BYTES, replica_bytes, rows_and_state
 from meseta.spec import MesetaError, OptimizerSpec, Plan, TableSpec
 from meseta.telemetry.shown import byte_size

@@ -12,13 +12,13 @@ from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
-from meseta.measure.doctor.system import System, read_limits, total_memory_bytes
+from meseta.errors import one_line
+from meseta.machine.ranks import note
+from meseta.machine.system import System, read_limits, total_memory_bytes
 from meseta.measure.topology import gpu_kind
 from meseta.planner import Planned, find_plan, predict
 from meseta.spec import CostModel, DeviceKind, MesetaError, Plan, Topology, Workload
 from meseta.spec.constraints import Constraints
-from meseta.spec.errors import one_line
-from meseta.spec.launched import note
 from meseta.telemetry.summary import Predicted
 from meseta.train.outline import make_outline
 from meseta.train.specs import make_specs

@@ -12,8 +12,8 @@ from meseta.checkpoint.manifest import read_manifest
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.config.precision import dense_dtype
+from meseta.machine.processors import this_processor
 from meseta.spec import MesetaError
-from meseta.spec.processors import this_processor
 from meseta.spec.tables import DenseDtype
 
 STATE = "dense_dtype"

@@ -20,9 +20,9 @@ from meseta.data.key_columns import KeyColumns
 from meseta.data.new_batches import NewBatches
 from meseta.data.new_rows import Unseen
 from meseta.data.reader import Reader, ReaderOptions
+from meseta.machine.files import move, sync
 from meseta.pipeline.step import Model
 from meseta.spec import MesetaError
-from meseta.spec.files import sync
 from meseta.train.evaluate import gather_windows, predict
 from meseta.train.metrics import MetricWindow, TaskWindows
 from meseta.train.metrics.samples import logistic
@@ -151,7 +151,7 @@ class _File:
                 self._writer.close()
             if self.problem is None:
                 sync(self._temporary)
-                os.replace(self._temporary, self._out)
+                move(self._temporary, self._out)
         if self.problem is not None:
             self.discard()
         return self.problem

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +16,12 @@ from meseta.comm import World
 from meseta.config import RunConfig, load_config
 from meseta.data.dataset import FILE_NAME, Dataset
 from meseta.data.keep import keep_tables
+from meseta.machine.environment import commit, version_of
+from meseta.machine.files import append_whole, json_text, move
+from meseta.machine.locks import FolderLock
+from meseta.machine.processors import num_cores, this_processor
+from meseta.machine.ranks import note
 from meseta.spec import MesetaError
-from meseta.spec.files import append_whole, json_text
-from meseta.spec.launched import note
-from meseta.spec.processors import num_cores, this_processor
 from meseta.telemetry.lines import (
     METRICS_NAME,
     EvalLine,
@@ -34,7 +33,6 @@ from meseta.telemetry.lines import (
     told_spoiled,
 )
 from meseta.telemetry.summary import ENVIRONMENT_NAME, SUMMARY_NAME, Environment, Versions, read_summary
-from meseta.train.lock import FolderLock
 
 TRIALS = "trials"
 """Folder of short runs before a run, see meseta.train.trials."""
@@ -47,8 +45,14 @@ class RunDir:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self._metrics = path / METRICS_NAME
-        self._lock = FolderLock(path)
+        self._lock = FolderLock(path, self._in_use)
         self._told: set[str] = set()
+
+    def _in_use(self, holder: str) -> str:
+        return (
+            f"run_dir {str(self.path)!r} is in use: {holder} trains in it; wait until it has ended, stop it, or choose "
+            "another run_dir"
+        )
 
     def begin(self, config: RunConfig, dataset: Dataset, plan: Mapping[str, Any], device: str) -> None:
         """Lock the directory and write what is known before the first step, with what encoding further rows takes.
@@ -125,7 +129,7 @@ class RunDir:
         with self._writing():
             try:
                 temporary.write_bytes(text if isinstance(text, bytes) else text.encode())
-                os.replace(temporary, self.path / name)
+                move(temporary, self.path / name)
             except OSError:
                 temporary.unlink(missing_ok=True)
                 raise
@@ -223,28 +227,14 @@ def drop_run(config: RunConfig, world: World) -> None:
 
 def environment(device: str, num_ranks: int) -> Environment:
     """What a figure of this run depends on."""
-    versions = {"python": platform.python_version()}
-    for package in ("meseta", "torch", "numpy", "pyarrow"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
+    versions = {package: version_of(package) for package in ("meseta", "torch", "numpy", "pyarrow")}
     processor = this_processor()
     return Environment(
-        versions=Versions(**versions),
+        versions=Versions(python=platform.python_version(), **versions),
         num_cores=num_cores(),
         processor=processor.name,
         instructions=processor.level(),
         device=device,
         num_ranks=num_ranks,
-        commit=_commit(),
+        commit=commit() or None,
     )
-
-
-def _commit() -> str | None:
-    """The commit of the source tree, None outside one."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None

@@ -19,8 +19,8 @@ from meseta.checkpoint.directory import checkpoint_path
 from meseta.comm import World
 from meseta.config import CheckpointConfig
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
+from meseta.machine.ranks import num_local_ranks
 from meseta.spec import MesetaError
-from meseta.spec.launched import num_local_ranks
 from meseta.storage import TableStorage
 from meseta.train.interruption import Interruption, Stopped
 from meseta.train.memory import free_bytes

@@ -9,9 +9,9 @@ import torch
 
 from meseta.comm import World
 from meseta.config import RunConfig
+from meseta.machine.processors import num_cores
+from meseta.machine.ranks import num_local_ranks
 from meseta.measure.waiting import sleep_when_crowded
-from meseta.spec.launched import num_local_ranks
-from meseta.spec.processors import num_cores
 from meseta.train.build import choose_device
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from meseta import checkpoint
 from meseta.comm import World
 from meseta.comm.dense_shards import cut_like, is_cut, whole
+from meseta.errors import shown
 from meseta.spec import FeatureSpec, MesetaError
-from meseta.spec.errors import shown
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 

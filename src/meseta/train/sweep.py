@@ -19,9 +19,9 @@ import yaml
 from meseta.config import RunConfig, check_document, read_document
 from meseta.data.dataset import Dataset
 from meseta.data.encoding import Encoding, difference, other_rows
+from meseta.machine.files import parse_json, read_bounded, write_whole
+from meseta.machine.own_code import say_own
 from meseta.spec import MesetaError
-from meseta.spec.files import parse_json, read_bounded, write_whole
-from meseta.spec.own_code import say_own
 from meseta.spec.splits import TEST, VALID, choosing_split
 from meseta.spec.yaml_text import parse_yaml
 from meseta.telemetry.figures import RISING

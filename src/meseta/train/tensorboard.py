@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from meseta.machine.files import append_whole
 from meseta.spec import MesetaError
-from meseta.spec.files import append_whole
 from meseta.spec.splits import VALID
 from meseta.telemetry.lines import EvalLine, Line
 

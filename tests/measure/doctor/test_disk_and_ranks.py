@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from meseta.machine.system import System
 from meseta.measure.doctor import disk, ranks
 from meseta.measure.doctor.children import Ended
-from meseta.measure.doctor.system import System
 from source_tree import ROOT
 
 GB = 1_000_000_000

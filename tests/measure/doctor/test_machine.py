@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from meseta.machine.system import Limits, System, read_limits
+from meseta.machine.waiting import WAITING
 from meseta.measure.doctor import machine
 from meseta.measure.doctor.finding import Finding, note, problem
-from meseta.measure.doctor.system import Limits, System, read_limits
-from meseta.spec.waiting import WAITING
 from meseta.telemetry.shown import byte_size
 
 Make = Callable[[dict[str, str]], System]

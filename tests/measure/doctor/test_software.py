@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from meseta.machine.system import System
 from meseta.measure.doctor import devices, packages, probe
 from meseta.measure.doctor.children import run_children
-from meseta.measure.doctor.system import System
 from source_tree import ROOT
 
 GOOD = {

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from meseta.machine.system import System, free_memory_bytes, read_limits
 from meseta.measure.calibrate.combinations import OPTIMIZERS, random_combination
 from meseta.measure.calibrate.fit import Floats, errors_of, fit_relative
 from meseta.measure.calibrate.staged import TERMS as STAGED
 from meseta.measure.calibrate.staged import measure_staged, with_staged
-from meseta.measure.doctor.system import System, free_memory_bytes, read_limits
 from meseta.measure.quiet import processor_s
 from meseta.measure.tasks import Piece, Task
 from meseta.measure.team import Member, Team

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +11,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import IO
 
-from meseta.spec.files import nameless_file
+from meseta.machine.files import nameless_file
+from meseta.machine.processes import Program, start_program
 
 SETTLE_S = 3.0
 """Seconds that the others have after one has failed."""
@@ -56,16 +56,11 @@ def run_children(
         files = [
             tuple(stack.enter_context(nameless_file("meseta-doctor")) for _ in ("out", "err")) for _ in environments
         ]
-        processes: list[subprocess.Popen[bytes]] = []
+        processes: list[Program] = []
         try:
             for variables, (out, err) in zip(environments, files, strict=True):
                 command = [sys.executable, "-P", "-m", module, *arguments]
-                environment = {**os.environ, **variables}
-                processes.append(
-                    subprocess.Popen(
-                        command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, pass_fds=inherited
-                    )
-                )
+                processes.append(start_program(command, variables, inherited=inherited, stdout=out, stderr=err))
             _wait(processes, limit_s)
             codes = [process.poll() for process in processes]
         finally:
@@ -77,7 +72,7 @@ def run_children(
     return [Ended(code, out, err) for code, (out, err) in zip(codes, texts, strict=True)]
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> None:
+def _wait(processes: Sequence[Program], limit_s: float) -> None:
     """Until all have ended, the limit is over, or one has failed and the others had a moment."""
     deadline = time.monotonic() + limit_s
     has_failed = False

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from meseta.machine.system import System
 from meseta.measure.doctor.finding import Finding, note, ok, problem
 from meseta.measure.doctor.packages import Installed
 from meseta.measure.doctor.probe import WITHOUT_TORCH
-from meseta.measure.doctor.system import System
 from meseta.telemetry.shown import byte_size
 
 Fact = Mapping[str, Any]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from meseta.machine.system import System
 from meseta.measure.doctor.finding import Finding, note, ok, problem
-from meseta.measure.doctor.system import System
 from meseta.telemetry.shown import byte_size
 
 BLOCK_BYTES = 4 << 20

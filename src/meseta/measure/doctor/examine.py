@@ -8,10 +8,11 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from meseta.machine.processors import num_cores
+from meseta.machine.system import System, read_limits
+from meseta.machine.variables import variables
 from meseta.measure.doctor import devices, disk, machine, packages, probe, ranks
 from meseta.measure.doctor.finding import Finding, note
-from meseta.measure.doctor.system import System, read_limits
-from meseta.spec.processors import num_cores
 
 
 def examine(folder: Path, system: System | None = None) -> Iterator[Finding]:
@@ -31,9 +32,9 @@ def examine(folder: Path, system: System | None = None) -> Iterator[Finding]:
         "packages": lambda: packages.check_packages(facts, installed),
         "core": lambda: devices.check_core(core),
         "processor": lambda: machine.check_processor(system, facts["processor"]),
-        "bfloat16": lambda: machine.check_bfloat16(system, os.environ),
+        "bfloat16": lambda: machine.check_bfloat16(system, variables),
         "cores": lambda: machine.check_cores(num_cores(), os.cpu_count() or 1, limits, torch),
-        "waiting": lambda: machine.check_waiting(os.environ),
+        "waiting": lambda: machine.check_waiting(variables),
         "memory": lambda: machine.check_memory(system, limits),
         "pages": lambda: machine.check_pages(system, facts["pages"].get("huge_share")),
         "shared memory": lambda: machine.check_shared_memory(_shared_bytes()),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from meseta.machine.processors import this_processor
+from meseta.machine.system import Limits, System, free_memory_bytes
+from meseta.machine.waiting import CHOICES, is_ours, spins
 from meseta.measure.doctor.finding import Finding, note, ok, problem
-from meseta.measure.doctor.system import Limits, System, free_memory_bytes
-from meseta.spec.processors import this_processor
-from meseta.spec.waiting import CHOICES, is_ours, spins
 from meseta.telemetry.shown import byte_size
 
 LITTLE_MEMORY_BYTES = 2_000_000_000

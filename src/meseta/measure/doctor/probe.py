@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from meseta.machine.variables import variables
 from meseta.measure.doctor.children import run_children
 from meseta.measure.doctor.packages import MODULES
 
@@ -85,7 +86,7 @@ def _torch() -> Fact:
     return {
         "version": torch.__version__,
         "num_threads": torch.get_num_threads(),
-        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+        "omp_num_threads": variables.get("OMP_NUM_THREADS"),
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
     }
@@ -110,7 +111,7 @@ def _pages() -> Fact:
     """How much of a large tensor lies on 2 MB pages."""
     import torch
 
-    from meseta.measure.doctor.system import System
+    from meseta.machine.system import System
     from meseta.ops.memory import empty
 
     def huge() -> int | None:

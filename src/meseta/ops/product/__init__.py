@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meseta.jagged.shapes import Float
+from meseta.machine.processors import this_processor
 from meseta.ops.core import core
 from meseta.ops.library import register
 from meseta.ops.memory import empty
 from meseta.ops.product import reference
 from meseta.spec import MesetaError
-from meseta.spec.processors import this_processor
 
 KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 """Types of the compiled kernel, with its numbers for them."""

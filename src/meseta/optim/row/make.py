@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
+from meseta.machine.own_code import import_own
 from meseta.ops.row_optimizer import RowOptimizer
 from meseta.ops.row_program import state_kinds, trace
 from meseta.optim.row.adagrad import adagrad, ftrl, rmsprop, rowwise_adagrad
@@ -12,7 +13,6 @@ from meseta.optim.row.adam import adam, lamb, rowwise_adam, rowwise_lamb
 from meseta.optim.row.change import absolute_penalty, clip_norm, clip_value, coupled_decay, decoupled_decay
 from meseta.optim.row.sgd import frozen, lars, sgd
 from meseta.spec import MesetaError, OptimizerSpec, nearest
-from meseta.spec.own_code import import_own
 
 Factory = Callable[[OptimizerSpec], RowOptimizer]
 

@@ -5,10 +5,10 @@ All raise MesetaError where a variable is no number.
 
 from __future__ import annotations
 
-import os
 import sys
 
-from meseta.spec.errors import MesetaError
+from meseta.errors import MesetaError
+from meseta.machine.variables import variables
 
 
 def is_first() -> bool:
@@ -34,11 +34,11 @@ def num_local_ranks() -> int:
 
 def is_launched() -> bool:
     """Whether it is one of several, which torchrun or `run_ranks` has started."""
-    return "RANK" in os.environ and _number("WORLD_SIZE", 1) > 1
+    return "RANK" in variables and _number("WORLD_SIZE", 1) > 1
 
 
 def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
+    text = variables.get(name, str(default))
     try:
         return int(text)
     except ValueError:

@@ -1,18 +1,46 @@
-"""Raw files by name: on this machine, or by URL through fsspec (s3://, gs://, hdfs://, https://, memory://, ...)."""
+"""Files by name: on this machine, or by URL through fsspec (s3://, gs://, hdfs://, https://, memory://, ...)."""
 
 from __future__ import annotations
 
 import glob
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meseta.spec import MesetaError
-from meseta.spec.urls import is_url, remote_errors
+from meseta.errors import MesetaError, one_line
 
+_EXTRAS = {"s3": "meseta[s3]", "s3a": "meseta[s3]", "gs": "meseta[gcs]", "gcs": "meseta[gcs]", "https": "fsspec[http]"}
 _CHANGED = ("mtime", "LastModified", "last_modified", "updated", "modification_time", "ETag", "etag", "created")
 """What file systems call the time of the last change, or something else that changes with the content."""
+
+
+def is_url(name: object) -> bool:
+    """Whether fsspec reads it; anything else is a path on this machine."""
+    return "://" in str(name)
+
+
+@contextmanager
+def remote_errors(what: str, url: str, verb: str) -> Iterator[None]:
+    """Turn what file systems raise for the `url` of `what`, such as a source that cannot be `verb` "read", into one
+    MesetaError that names it; each file system has exceptions of its own."""
+    try:
+        yield
+    except MesetaError:
+        raise
+    except ImportError as error:
+        scheme = url.partition("://")[0].rpartition("::")[2]
+        package = _EXTRAS.get(scheme, f"fsspec[{scheme}]")
+        detail = " ".join(str(error).split())
+        raise MesetaError(
+            f"{what} {url!r}: {scheme}:// needs a package that is not installed ({detail}); pip install '{package}'"
+        ) from None
+    except Exception as error:
+        raise MesetaError(
+            f"{what} {url!r} cannot be {verb} ({one_line(error)}); check the URL, the network and the credentials"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -56,7 +84,7 @@ def status(name: str) -> Status:
 def open_file(name: str) -> Any:
     """A file to read, in bytes and from any place of it.
 
-    Raises OSError, or of a URL what its file system raises: see `meseta.spec.urls.remote_errors`.
+    Raises OSError, or of a URL what its file system raises: see `remote_errors`.
     """
     if not is_url(name):
         return open(name, "rb")

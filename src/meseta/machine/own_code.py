@@ -7,7 +7,7 @@ import os
 import sys
 from types import ModuleType
 
-from meseta.spec.launched import is_first, note
+from meseta.machine.ranks import is_first, note
 
 
 def import_own(what: str, module_name: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""One run at a time in a folder."""
+"""Locks that the system gives back when their process ends, however it ends: flock(2)."""
 
 from __future__ import annotations
 
@@ -8,21 +8,31 @@ import fcntl
 import os
 import socket
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
-from meseta.spec import MesetaError
+from meseta.errors import MesetaError
 
 NAME = ".lock"
 
 
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file or folder; whether nobody else has. A file system without locks locks nothing."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True
+
+
 class FolderLock:
-    """A lock on a folder that the system gives back when its process ends, however it ends.
+    """A lock on a folder: on the file `.lock` in it, so that one which a killed process has left behind locks
+    nothing."""
 
-    It is flock(2) on the file `.lock`, so a file that a killed run has left behind locks nothing.
-    """
-
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, in_use: Callable[[str], str] | None = None) -> None:
+        """`in_use` words the refusal, given who holds the lock."""
         self._path = folder / NAME
+        self._in_use = in_use or f"{str(folder)!r} is in use: {{}} is at work in it; wait until it has ended".format
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
@@ -56,16 +66,9 @@ class FolderLock:
 
     def _try(self, descriptor: int) -> bool:
         """Whether the lock is held now; not where its file was removed, by the former holder, before it was locked."""
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                return True
+        if not try_lock(descriptor):
             holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-            raise MesetaError(
-                f"run_dir {str(self._path.parent)!r} is in use: {holder} trains in it; wait until it has ended, stop "
-                "it, or choose another run_dir"
-            ) from None
+            raise MesetaError(self._in_use(holder))
         try:
             return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
         except FileNotFoundError:

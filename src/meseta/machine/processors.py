@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from meseta.machine.variables import variables
+
 _LEVELS = (
     ("AVX2", ("avx2", "fma")),
     ("AVX-512", ("avx512f", "avx512bw", "avx512dq", "avx512vl")),
@@ -46,7 +48,7 @@ class Processor:
         None: those of this process.
         """
         is_arm = "asimd" in self.flags
-        levels = _ARM_LEVELS if is_arm else _LEVELS[: _allowed(os.environ if environment is None else environment)]
+        levels = _ARM_LEVELS if is_arm else _LEVELS[: _allowed(variables if environment is None else environment)]
         found = "baseline"
         for name, flags in levels:
             if not self.flags.issuperset(flags):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote
 
-from meseta.spec.errors import MesetaError
+from meseta.errors import MesetaError
 
 DOCUMENT_BYTES = 32 << 20
 """The longest document that is read: the manifest of a model of several terabytes, or of 10,000 tables."""
@@ -208,6 +208,11 @@ def is_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+def move(source: str | Path, place: str | Path) -> None:
+    """Rename, so that a reader finds what was there before or what comes, and nothing between. Raises OSError."""
+    os.replace(source, place)
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk; raises OSError, as where some file systems find out
     late that the disk is full."""
@@ -238,7 +243,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         yield temporary
         sync_all(temporary)
-        temporary.rename(out)
+        move(temporary, out)
         sync(out.parent)
     except OSError as error:
         raise MesetaError(f"{str(out)!r} cannot be written: {error.strerror or error}; make room there") from None
@@ -296,7 +301,7 @@ def write_whole(path: str | Path, text: str) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(unfinished, place)
+        move(unfinished, place)
     except BaseException as error:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""`meseta ARGUMENTS` in processes forked from this one once it has imported torch: that import is paid once.
+"""Processes that this one starts, watches and stops: forks of it, and programs.
 
 this process: imports torch, computes nothing, starts no thread of its own
      |-- fork --> rank 0: `meseta train ...`
@@ -8,45 +8,46 @@ this process: imports torch, computes nothing, starts no thread of its own
 
 from __future__ import annotations
 
-import gc
-import importlib
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, NoReturn
+
+from meseta.machine.variables import variables
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 """Signals that ask a process to end."""
-SHARED = ("meseta.train.trainer", "meseta.train.trained", "meseta.train.predictions", "meseta.train.verify", "sympy")
 _NAME_BYTES = 15
+Program = subprocess.Popen[bytes]
+"""One that runs, or has ended."""
 
 
-def start_command(
-    arguments: Sequence[str], name: str, *, variables: Mapping[str, str] | None = None, out: int = 1, err: int = 2
+def fork(
+    work: Callable[[], object], name: str, *, added: Mapping[str, str] | None = None, out: int = 1, err: int = 2
 ) -> BaseProcess:
-    """Start `meseta ARGUMENTS` in a process of its own, and return that.
+    """Do `work` in a process of its own, a fork of this one, and return that.
 
     It ignores Ctrl-C, which a terminal sends to it too, and dies with this process. This one may have threads that
     wait for something, and must not have computed on several: OpenMP's do not survive in a fork.
 
     Args:
-        arguments: of the command.
+        work: what it does.
         name: what `top` shows; 15 characters of it.
-        variables: added to the environment.
+        added: to the variables of its environment.
         out: open descriptor of its standard output.
         err: open descriptor of its standard error.
     """
-    _share_imports()
     sys.stdout.flush()
     sys.stderr.flush()
     process = multiprocessing.get_context("fork").Process(
-        target=_run, name=name, args=(arguments, dict(variables or {}), out, err)
+        target=_run, name=name, args=(work, dict(added or {}), out, err)
     )
     _lifeline()
     # A signal that comes before the new process has said what it does with signals waits until then.
@@ -58,19 +59,35 @@ def start_command(
     return process
 
 
-def begin_anew(arguments: Sequence[str]) -> NoReturn:
-    """Become `meseta ARGUMENTS`: a process that has computed cannot start commands any more."""
+def become_module(module: str, arguments: Sequence[str]) -> NoReturn:
+    """Be `python -P -m MODULE ARGUMENTS` from now on."""
     sys.stdout.flush()
     # -P: the folder that the user stands in may hold a torch.py
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "meseta.cli.main", *arguments])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])
 
 
-@cache
-def _share_imports() -> None:
-    for name in SHARED:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # the collector of a fork does not write into pages that it shares with the others
+def start_program(
+    command: Sequence[str],
+    added: Mapping[str, str],
+    *,
+    inherited: Sequence[int] = (),
+    stdin: int = subprocess.DEVNULL,
+    stdout: int | IO[bytes],
+    stderr: int | IO[bytes],
+) -> Program:
+    """Start a program with some variables beside those of this process, and with open files that it inherits; the rest
+    is as in subprocess.Popen. Raises OSError where the system starts none."""
+    environment = {**variables, **added}
+    return subprocess.Popen(
+        command, env=environment, pass_fds=inherited, stdin=stdin, stdout=stdout, stderr=stderr, bufsize=0
+    )
+
+
+def run_program(
+    command: Sequence[str], *, folder: Path | None = None, limit_s: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end. Raises OSError where the system starts none, and subprocess.TimeoutExpired."""
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=limit_s, check=False)
 
 
 @cache
@@ -79,8 +96,8 @@ def _lifeline() -> tuple[int, int]:
     return os.pipe()
 
 
-def _run(arguments: Sequence[str], variables: Mapping[str, str], out: int, err: int) -> None:
-    """In the new process: the command."""
+def _run(work: Callable[[], object], added: Mapping[str, str], out: int, err: int) -> None:
+    """In the new process: the work."""
     read, write = _lifeline()
     os.close(write)
     _lifeline.cache_clear()  # what this process starts hangs on this process
@@ -90,10 +107,9 @@ def _run(arguments: Sequence[str], variables: Mapping[str, str], out: int, err: 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     os.dup2(out, 1)
     os.dup2(err, 2)
-    os.environ.update(variables)
+    variables.update(added)
     Path("/proc/self/comm").write_text(multiprocessing.current_process().name[:_NAME_BYTES])
-    sys.argv = ["meseta", *arguments]
-    importlib.import_module("meseta.cli.main").main()
+    work()
 
 
 def _end_with(lifeline: int) -> None:

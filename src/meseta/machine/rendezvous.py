@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from types import TracebackType
 
-from meseta.spec.files import nameless_file
+from meseta.machine.files import nameless_file
 
 VARIABLE = "MESETA_RENDEZVOUS"
 """Names the file to a rank. Where it is not set, torchrun's variables, or the user's, say where the others are."""

@@ -1,0 +1,69 @@
+"""What one module does for all: renames, locks, processes, the environment. Each rule is shown to bite."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from source_tree import SOURCE
+
+PEERS = "measure/e2e_peers.py"
+"""Runs in the interpreters of other systems, where the package is not."""
+OWNERS: dict[str, tuple[set[str], set[str]]] = {
+    "renames": ({"os.replace", "os.rename", "os.renames", ".rename"}, {"machine/files.py"}),
+    "locks": ({"fcntl.flock", "fcntl.lockf"}, {"machine/locks.py"}),
+    "starts of processes": (
+        {*(f"subprocess.{name}" for name in ("Popen", "run", "call", "check_call", "check_output")), "os.fork",
+         "os.execv", "os.posix_spawn", "multiprocessing.get_context", "multiprocessing.Process"},
+        {"machine/processes.py"},
+    ),
+    "the environment": ({"os.environ", "os.getenv", "os.putenv"}, {"machine/variables.py", PEERS}),
+}  # fmt: skip
+
+
+def used(tree: ast.AST) -> Iterator[str]:
+    """Dotted names, and methods of what is no module, as '.rename'."""
+    modules = {alias.asname or alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            known = isinstance(node.value, ast.Name) and node.value.id in modules
+            yield f"{node.value.id}.{node.attr}" if known else f".{node.attr}"  # type: ignore[attr-defined]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def strangers(rule: str, sources: dict[str, str]) -> list[str]:
+    """Files that do what another one does for all."""
+    names, owners = OWNERS[rule]
+    found = (path for path, text in sources.items() if path not in owners and names & set(used(ast.parse(text))))
+    return sorted(found)
+
+
+@pytest.fixture(scope="module")
+def sources() -> dict[str, str]:
+    return {str(path.relative_to(SOURCE)): path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
+
+
+@pytest.mark.parametrize("rule", OWNERS)
+def test_one_module_does_it_for_all(sources: dict[str, str], rule: str) -> None:
+    assert strangers(rule, sources) == []
+    names, owners = OWNERS[rule]
+    assert all(names & set(used(ast.parse(sources[owner]))) for owner in owners), "an owner has nothing to own"
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        ("renames", "import os\nos.replace('a', 'b')"),
+        ("renames", "from os import rename"),
+        ("renames", "from pathlib import Path\nPath('a').rename('b')"),
+        ("locks", "import fcntl\nfcntl.flock(1, 2)"),
+        ("starts of processes", "import subprocess as s, subprocess\nsubprocess.Popen(['a'])"),
+        ("starts of processes", "from subprocess import run"),
+        ("the environment", "import os\nos.environ['A']"),
+    ],
+)
+def test_the_rule_bites(rule: str, text: str) -> None:
+    assert strangers(rule, {"a.py": text}) == ["a.py"]
