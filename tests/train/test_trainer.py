@@ -19,6 +19,7 @@ from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.batch import Batch
 from meseta.data.dataset import Dataset
+from meseta.data.reader import Batches, Reader
 from meseta.measure import step_threads, waiting
 from meseta.pipeline import TrainStep
 from meseta.pipeline.step import Step
@@ -241,6 +242,23 @@ def test_killed_in_a_step_and_gone_on(tiny: Path, tmp_path: Path, when: int, mon
         assert both[0] == both[1]
     assert without_times([summary["test"]]) == without_times([expected["test"]])
     assert summary["num_samples"] == expected["num_samples"]
+
+
+def test_a_run_that_goes_on_reads_from_where_it_was(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first windows are not read for nothing: reading begins once, in the middle."""
+    begun = []
+    epochs = Reader.epochs
+
+    def spy(self: Reader, num_epochs: int) -> Batches:
+        begun.append((self.split, self.get_state()["row"]))
+        return epochs(self, num_epochs)
+
+    monkeypatch.setattr(Reader, "epochs", spy)
+    train(settings(tiny, tmp_path / "run", train__max_steps=5))
+    train(settings(tiny, tmp_path / "run", train__max_steps=9))
+    assert [row for split, row in begun if split == "train"] == [0, 5 * 90]
 
 
 def test_a_finished_run_is_shown_again(tiny: Path, tmp_path: Path) -> None:

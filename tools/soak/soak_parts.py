@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from meseta.machine.environment import commit_with_changes as commit
-from meseta.machine.environment import hardware
+from meseta.machine.environment import commit_with_changes, hardware
 from meseta.machine.files import write_whole
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 
 from meseta import checkpoint
 from meseta.checkpoint.directory import checkpoint_path
+from meseta.checkpoint.manifest import read_manifest
 from meseta.comm import World
 from meseta.comm.dense_shards import sum_over_parts
 from meseta.comm.world import Unlisted
@@ -73,6 +74,7 @@ class Trainer:
         self.dataset.check_labels()
         self._meet(checkpoint.newest(self.run_dir.checkpoints))
         self.reader = make_reader(self.config, self.dataset, "train", self.world)
+        self._read_from = self._seek()
         self.step = 0
         self.num_samples = 0
         self.train_s = 0.0
@@ -383,6 +385,17 @@ class Trainer:
             check_encoding(self.run_dir, self._met, self.dataset, self.world)
             check_rows(self.run_dir, self.dataset, self.world)
 
+    def _seek(self) -> dict[str, Any] | None:
+        """Let the reader begin where the checkpoint that is to be gone on with ended; returns that place. None where
+        there is no such checkpoint, or one that is refused when it is taken up."""
+        if self._met is None:
+            return None
+        with suppress(MesetaError, KeyError, TypeError):
+            place: dict[str, Any] = read_manifest(self._met)["reader"]
+            self.reader.set_state(place)
+            return place
+        return None
+
     def _resume(self) -> dict[str, Any] | None:
         """Take up the newest checkpoint, if there is one; returns the row optimizers that tables had there."""
         self.world.on_first(self.saver.fetch)
@@ -402,9 +415,10 @@ class Trainer:
         self.step = self.saver.saved_step = state["step"]
         self.num_samples = state["num_samples"]
         self.train_s = state["train_s"]
-        self._stop_reading()
-        self.reader.set_state(state["reader"])
-        self._batches = self.reader.epochs(self.config.train.epochs)
+        if state["reader"] != self._read_from:  # a mirror had it, or it is refused here
+            self._stop_reading()
+            self.reader.set_state(state["reader"])
+            self._batches = self.reader.epochs(self.config.train.epochs)
         set_random_state(state["random"])
         self.figures.set_tensors(state["dense"])
         self.decisions.set_state(state)
