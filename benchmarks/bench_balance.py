@@ -44,7 +44,7 @@ from torchrec_plan import Answer, Asked, ask
 
 from meseta.measure.balance.baselines import BASELINES, baseline_plans
 from meseta.measure.balance.hands import judge, why_too_large
-from meseta.measure.balance.outcome import Outcome, ratios_to, read_outcomes, success, versus
+from meseta.measure.balance.outcome import BalanceOutcome, ratios_to, read_outcomes, success, versus
 from meseta.measure.balance.timer import measure_hand
 from meseta.measure.tasks import Task, random_task
 from meseta.measure.team import Member, Team
@@ -136,7 +136,7 @@ def asked(task: Task, model: CostModel) -> Asked:
     return Asked(workload=workload, topology=TOPOLOGY, bandwidths=per_ms, kernels=("fused", "dense"))
 
 
-def judged(team: Team, task: Task, answer: Answer | str | None, model: CostModel, judged_by: str) -> Outcome:
+def judged(team: Team, task: Task, answer: Answer | str | None, model: CostModel, judged_by: str) -> BalanceOutcome:
     """Plan a task with all planners, and time the plans that fit."""
     workload = task.workload()
     found: dict[str, Plan | str] = {}
@@ -158,7 +158,7 @@ def judged(team: Team, task: Task, answer: Answer | str | None, model: CostModel
             failures[name] = str(why)
     time_hand = partial(measure_hand, team, task, num_ranks=TOPOLOGY.num_ranks, num_threads=model.num_threads)
     costs = judge(plans, workload, TOPOLOGY, model, time_hand, NUM_ROUNDS)
-    return Outcome(seed=task.seed, judged_by=judged_by, costs=costs, failures=failures)
+    return BalanceOutcome(seed=task.seed, judged_by=judged_by, costs=costs, failures=failures)
 
 
 def why_unfit(plan: Plan, task: Task, model: CostModel) -> str | None:
@@ -171,7 +171,7 @@ def why_unfit(plan: Plan, task: Task, model: CostModel) -> str | None:
     return why_too_large(plan, workload, TOPOLOGY, model)
 
 
-def tell(outcome: Outcome, task: Task, where: str, seconds: float) -> None:
+def tell(outcome: BalanceOutcome, task: Task, where: str, seconds: float) -> None:
     """One line of progress: milliseconds of each planner's step."""
     steps = [
         f"{name} {1e3 * outcome.costs[name].step_s:.2f}" if name in outcome.costs else f"{name} -"
@@ -183,7 +183,7 @@ def tell(outcome: Outcome, task: Task, where: str, seconds: float) -> None:
             print(f"    {name}: {outcome.failures[name]}", flush=True)
 
 
-def report(outcomes: Sequence[Outcome]) -> None:
+def report(outcomes: Sequence[BalanceOutcome]) -> None:
     """Print and record our cost over that of every planner, and of the best of them in each task; how often ours is the
     lower one, beside even odds; and in how many tasks either has a plan that fits."""
     packages = ("torch", "numpy")

@@ -6,7 +6,7 @@ import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
 
-from meseta.measure.record import Comparison, append
+from meseta.measure.record import PeerComparison, append
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -24,7 +24,7 @@ def record(
 ) -> None:
     """Print one comparison and append it; the ratio is above 1 where we are better (a time is better when smaller)."""
     versions = {name: importlib.metadata.version(name) for name in packages}
-    comparison = Comparison(
+    comparison = PeerComparison(
         benchmark=benchmark,
         case=case,
         metric=metric,

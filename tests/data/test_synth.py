@@ -26,7 +26,7 @@ from meseta.data.synth import (
     NO_COUNT,
     ZIPF_EXPONENTS,
     ClickLog,
-    Rows,
+    LogRows,
     SynthOptions,
     category_codes,
     encode_tsv,
@@ -40,10 +40,10 @@ LOG = ClickLog(seed=3, scale=0.01)
 
 
 @pytest.fixture(scope="module")
-def rows() -> Rows:
+def rows() -> LogRows:
     """131,072 rows."""
     pieces = [LOG.chunk(index) for index in range(4)]
-    return Rows(
+    return LogRows(
         *(
             np.concatenate([getattr(piece, name) for piece in pieces], axis=-1)
             for name in ("label", "dense", "ids", "bins")
@@ -70,7 +70,7 @@ def test_cardinalities_scale() -> None:
     assert all(n <= 3 or abs(n - true * 0.001) <= 0.5 for n, true in zip(small, CARDINALITIES, strict=True))
 
 
-def test_ids_follow_the_zipf_law(rows: Rows) -> None:
+def test_ids_follow_the_zipf_law(rows: LogRows) -> None:
     for f, ids in enumerate(rows.ids):
         num_ids = LOG.cardinalities[f]
         present = ids[ids >= 0]
@@ -92,21 +92,21 @@ def test_zipf_is_close_to_the_plain_power_law() -> None:
     np.testing.assert_allclose(zipf_probabilities(10_000, exponent), weights / weights.sum(), rtol=0.02)
 
 
-def test_missing_shares(rows: Rows) -> None:
+def test_missing_shares(rows: LogRows) -> None:
     shares = [*(rows.dense == NO_COUNT).mean(axis=1), *(rows.ids == -1).mean(axis=1)]
     for share, wanted in zip(shares, [*MISSING_DENSE, *MISSING_SPARSE], strict=True):
         noise = 5 * math.sqrt(wanted * (1 - wanted) / len(rows))
         assert abs(share - wanted) <= noise + 0.5 / 2048
 
 
-def test_columns_are_independent(rows: Rows) -> None:
+def test_columns_are_independent(rows: LogRows) -> None:
     ranks = np.concatenate([rows.dense, rows.ids]).astype(np.float64)
     correlations = np.corrcoef(stats.rankdata(ranks, axis=1))
     np.fill_diagonal(correlations, 0.0)
     assert np.abs(correlations).max() < 6 / math.sqrt(len(rows))
 
 
-def test_labels_follow_the_probabilities(rows: Rows) -> None:
+def test_labels_follow_the_probabilities(rows: LogRows) -> None:
     p = rows.probability
     order = np.argsort(p)
     for part in np.array_split(order, 20):
@@ -134,7 +134,7 @@ def test_seeds_differ() -> None:
     assert abs(np.corrcoef(bins, one.bins)[0, 1]) < 0.6
 
 
-def test_effects_of_pairs_are_invisible_one_feature_at_a_time(rows: Rows) -> None:
+def test_effects_of_pairs_are_invisible_one_feature_at_a_time(rows: LogRows) -> None:
     teacher = LOG.teacher
     pair_part = teacher._parts(rows.dense, rows.ids)[2]
     for f in {f for f, _, _ in PAIRS}:
@@ -146,7 +146,7 @@ def test_effects_of_pairs_are_invisible_one_feature_at_a_time(rows: Rows) -> Non
         assert explained < (counts > 0).sum() / len(rows) + 0.01
 
 
-def test_a_linear_model_on_the_teachers_inputs_misses_the_interactions(rows: Rows) -> None:
+def test_a_linear_model_on_the_teachers_inputs_misses_the_interactions(rows: LogRows) -> None:
     """An upper bound on logistic regression: it is given the true main effects."""
     teacher = LOG.teacher
     inputs = np.stack(teacher._parts(rows.dense, rows.ids)[:2], axis=1)
@@ -154,7 +154,7 @@ def test_a_linear_model_on_the_teachers_inputs_misses_the_interactions(rows: Row
     assert roc_auc_score(rows.label, rows.probability) - roc_auc_score(rows.label, score) > 0.05
 
 
-def test_summary_against_sklearn(rows: Rows) -> None:
+def test_summary_against_sklearn(rows: LogRows) -> None:
     tally = Tally.empty()
     for part in (slice(0, 1000), slice(1000, 1001), slice(1001, None)):
         piece = Tally.empty()
@@ -192,7 +192,7 @@ def test_codes_are_distinct() -> None:
     assert len(np.intersect1d(codes[0][:1000], codes[1][:1000])) < 3
 
 
-def test_text_reads_back(rows: Rows) -> None:
+def test_text_reads_back(rows: LogRows) -> None:
     part = rows[:5000]
     types = {
         "label": pa.int8(),
@@ -219,7 +219,7 @@ def test_text_reads_back(rows: Rows) -> None:
 def test_extreme_counts_are_written() -> None:
     dense = np.full((13, 2), NO_COUNT, np.int32)
     dense[0], dense[1] = [0, synth.MAX_COUNT], [-1, 9999]
-    rows = Rows(np.array([0, 1], np.int8), dense, np.full((26, 2), -1), np.zeros(2, np.int32))
+    rows = LogRows(np.array([0, 1], np.int8), dense, np.full((26, 2), -1), np.zeros(2, np.int32))
     assert encode_tsv(rows) == b"0\t0\t-1" + b"\t" * 37 + b"\n1\t65535\t9999" + b"\t" * 37 + b"\n"
 
 

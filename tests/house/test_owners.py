@@ -1,13 +1,14 @@
-"""What one module does for all: renames, locks, processes, the environment. Each rule is shown to bite."""
+"""What one module does for all (renames, locks, processes, the environment), and names that one class has. Each rule is
+shown to bite."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
-from source_tree import SOURCE
+from source_tree import SOURCE, modules
 
 PEERS = "measure/e2e_peers.py"
 """Runs in the interpreters of other systems, where the package is not."""
@@ -67,3 +68,22 @@ def test_one_module_does_it_for_all(sources: dict[str, str], rule: str) -> None:
 )
 def test_the_rule_bites(rule: str, text: str) -> None:
     assert strangers(rule, {"a.py": text}) == ["a.py"]
+
+
+def doubled_classes(trees: Iterable[tuple[str, ast.Module]]) -> dict[str, list[str]]:
+    """Files by the name of a class that stands in several."""
+    found: dict[str, list[str]] = {}
+    for path, tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(path)
+    return {name: files for name, files in found.items() if len(files) > 1}
+
+
+def test_no_name_has_two_classes() -> None:
+    assert doubled_classes(modules()) == {}
+
+
+def test_the_rule_of_names_bites() -> None:
+    trees = [(path, ast.parse("class Window: pass")) for path in ("a.py", "b.py")]
+    assert doubled_classes(trees) == {"Window": ["a.py", "b.py"]}

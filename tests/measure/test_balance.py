@@ -21,7 +21,7 @@ from meseta.measure.balance.baselines import (
     whole_tables,
 )
 from meseta.measure.balance.hands import Cost, Hand, hands_of, judge, why_too_large
-from meseta.measure.balance.outcome import Outcome, ratios_to, read_outcomes, success, versus
+from meseta.measure.balance.outcome import BalanceOutcome, ratios_to, read_outcomes, success, versus
 from meseta.measure.balance.timer import HandTimer
 from meseta.measure.tasks import Task, TaskTable, random_task
 from meseta.planner import documented_cost_model, find_plan, predict
@@ -176,13 +176,13 @@ def test_hands_of_any_cut_are_timed(optimizer: str) -> None:
         assert 0 < lookup_s < 1 and 0 < update_s < 1 and others >= 0
 
 
-def outcome(seed: int, **costs: float) -> Outcome:
+def outcome(seed: int, **costs: float) -> BalanceOutcome:
     made = {
         name: Cost(lookup_s=(0.25 * cost, 0.0), update_s=(0.25 * cost, 0.1 * cost), communication_s=0.5 * cost,
                    predicted_s=1.0)
         for name, cost in costs.items()
     }  # fmt: skip
-    return Outcome(seed=seed, judged_by="abc", costs=made, failures={"random": "no room"})
+    return BalanceOutcome(seed=seed, judged_by="abc", costs=made, failures={"random": "no room"})
 
 
 def test_outcomes_are_kept_and_compared(tmp_path: Path) -> None:

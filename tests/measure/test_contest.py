@@ -8,7 +8,7 @@ import pytest
 
 from meseta.measure.contest import Effort, Timing, packs, run_contest
 from meseta.measure.quiet import ProcessorTime, processor_s
-from meseta.measure.team import Member, Team, Window
+from meseta.measure.team import Member, Team, TimedWindow
 from meseta.spec import MesetaError
 
 QUICK = Effort(num_starts=1, num_rounds=2, window_s=0.02, max_others=100.0)
@@ -67,7 +67,7 @@ def test_packs_fill_the_memory(sleeper: Member) -> None:
 
 
 def test_disturbed_windows_do_not_count_while_others_do() -> None:
-    quiet, loud = [Window(s, 0.0) for s in (1.0, 2.0, 9.0)], [Window(100.0, 0.9)] * 2
+    quiet, loud = [TimedWindow(s, 0.0) for s in (1.0, 2.0, 9.0)], [TimedWindow(100.0, 0.9)] * 2
     timing = Timing((*quiet, *loud), max_others=0.15)
     assert timing.seconds == 2.0 and not timing.is_noisy
     noisy = Timing((*quiet[:1], *loud), max_others=0.15)

@@ -11,7 +11,7 @@ from meseta.measure.contest import Outcome, Timing
 from meseta.measure.ops_ours import Ours
 from meseta.measure.ops_peers import EmbeddingBags
 from meseta.measure.peers import Peers, find_peers
-from meseta.measure.team import Member, Window
+from meseta.measure.team import Member, TimedWindow
 from meseta.measure.workloads import OPS, OPTIMIZERS, small
 from meseta.spec import MesetaError
 
@@ -76,7 +76,7 @@ def outcome(members: list[Member], seconds: dict[tuple[str, str], float]) -> Out
         found.facts[member.title] = {**facts, "versions": {"torch": "9"}, "update_bytes": bytes_each}
         for (title, action), spent_s in seconds.items():
             if title == member.title:
-                found.timings[title, action, 2] = Timing((Window(spent_s, 0.0),), 0.15)
+                found.timings[title, action, 2] = Timing((TimedWindow(spent_s, 0.0),), 0.15)
     return found
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from meseta.measure.record import COLUMNS, Comparison, append
+from meseta.measure.record import COLUMNS, PeerComparison, append
 
 
-def comparison(value: float, peer_value: float, unit: str) -> Comparison:
-    return Comparison(
+def comparison(value: float, peer_value: float, unit: str) -> PeerComparison:
+    return PeerComparison(
         benchmark="ops", case="c", metric="m", value=value, unit=unit, peer="other", peer_value=peer_value,
         versions={"torch": "9.9", "numpy": "8"},
     )  # fmt: skip

@@ -10,12 +10,12 @@ from meseta.measure import e2e
 from meseta.measure.contest import Outcome, Timing
 from meseta.measure.e2e_peers import Plain
 from meseta.measure.peers import Peers
-from meseta.measure.team import Window
+from meseta.measure.team import TimedWindow
 from meseta.measure.traffic import make_samples
 from meseta.measure.workloads import E2E, small
-from meseta.train.bench import Gate, Ours
+from meseta.train.bench import OursTraining, TrainingGate
 
-ENTRIES = e2e.Entries(contender="meseta.train.bench:Ours", gate="meseta.train.bench:Gate")
+ENTRIES = e2e.Entries(contender="meseta.train.bench:OursTraining", gate="meseta.train.bench:TrainingGate")
 ALL = Peers("peer-python", frozenset({"PyTorch", "TorchRec"}), ())
 TINY = {t.name: replace(t, traffic=small(t.traffic, max_rows=50, max_batch=16, max_tables=5)) for t in E2E}
 
@@ -29,7 +29,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["d16_2k", "rm1"])
 def test_our_losses_are_plain_pytorch_s(name: str) -> None:
     pytest.importorskip("meseta._C")
-    assert Gate().check(asdict(TINY[name])) == []
+    assert TrainingGate().check(asdict(TINY[name])) == []
 
 
 def test_the_gate_sees_another_learning_rate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,14 +37,14 @@ def test_the_gate_sees_another_learning_rate(monkeypatch: pytest.MonkeyPatch) ->
     from meseta.train import bench
 
     monkeypatch.setattr(bench, "TOLERANCE", -1.0)
-    wrong = Gate().check(asdict(TINY["d16_2k"]))
+    wrong = TrainingGate().check(asdict(TINY["d16_2k"]))
     assert len(wrong) == 5 and wrong[0].startswith("d16_2k, step 1: our loss is ")
 
 
 def test_contenders_take_steps() -> None:
     pytest.importorskip("meseta._C")
     torch.use_deterministic_algorithms(False)
-    for contender in (Ours(asdict(TINY["rm2"]), "sgd"), Plain(asdict(TINY["rm2"]), "sgd")):
+    for contender in (OursTraining(asdict(TINY["rm2"]), "sgd"), Plain(asdict(TINY["rm2"]), "sgd")):
         assert contender.facts()["samples_per_call"] == 16
         assert contender.time("step", 0, 2) > 0
     plain, samples = Plain(asdict(TINY["d16_2k"]), "sgd"), make_samples(TINY["d16_2k"])[0]
@@ -65,7 +65,7 @@ def test_the_best_peer_counts_and_autocast_does_not(monkeypatch: pytest.MonkeyPa
     outcome = Outcome()
     for index, member in enumerate(members):
         seconds = 0.01 if "autocast" in member.variant else 0.1 + index
-        outcome.timings[member.title, "step", member.num_threads[0]] = Timing((Window(seconds, 0.0),), 0.15)
+        outcome.timings[member.title, "step", member.num_threads[0]] = Timing((TimedWindow(seconds, 0.0),), 0.15)
         outcome.facts[member.title] = {"versions": {}}
     result = e2e.E2eResult(training=TINY["d16_2k"], members=tuple(members), outcome=outcome)
     best = result.best_peer(1)

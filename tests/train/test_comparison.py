@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from meseta.cli.main import app
 from meseta.report.comparison import compare_runs, speed_ratio
 from meseta.report.comparison_page import write_comparison
-from meseta.report.differences import Difference, grouped
+from meseta.report.differences import FactDifference, grouped
 from meseta.spec import MesetaError
 from meseta.telemetry.shown import signed
 
@@ -155,7 +155,7 @@ def test_only_what_differs_is_listed(tmp_path: Path) -> None:
 
 
 def test_many_tables_cut_alike_are_one_line() -> None:
-    rows = [Difference(name=f"table t{i}", values=("a", "b")) for i in range(26)]
+    rows = [FactDifference(name=f"table t{i}", values=("a", "b")) for i in range(26)]
     assert [row.name for row in grouped(rows)] == ["table t0, t1, t2, t3 and 22 more"]
 
 

@@ -14,7 +14,7 @@ import pytest
 from meseta.config import load_config
 from meseta.spec import MesetaError
 from meseta.telemetry.lines import EvalLine
-from meseta.telemetry.summary import Summary
+from meseta.telemetry.summary import RunSummary
 from meseta.train.sweep import (
     Choices,
     Range,
@@ -134,7 +134,7 @@ def test_a_wrong_trial_is_named_before_anything_is_made(config: Path, tmp_path: 
 
 
 def result(number: int, **test: Any) -> Result:
-    summary = Summary(test=EvalLine(**test), num_steps=4) if test else None
+    summary = RunSummary(test=EvalLine(**test), num_steps=4) if test else None
     return Result(Trial(number, {"lr": number}, Path(f"trial-{number:03d}")), summary)
 
 

@@ -85,7 +85,7 @@ def e2e(
     if quick:
         trainings = [replace(t, traffic=small(t.traffic, max_rows=1000, max_batch=64)) for t in trainings]
     pairs = [(_number(a), _number(b)) for a, _, b in (word.partition("x") for word in layouts.split(","))]
-    entries = bench.Entries(contender="meseta.train.bench:Ours", gate="meseta.train.bench:Gate")
+    entries = bench.Entries(contender="meseta.train.bench:OursTraining", gate="meseta.train.bench:TrainingGate")
     found, show = _find_peers(peer_python, peers), _Screen(out, quick)
     if why := this_processor().why_no_bfloat16():
         show.log(f"bfloat16 is left out: {why}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from meseta.measure.calibrate.neural import Comparison
+    from meseta.measure.calibrate.neural import FitComparison
     from meseta.measure.calibrate.run import Calibration
 
 PLAIN_S, NEURAL_S = 50.0, 120.0
@@ -37,7 +37,7 @@ def calibrate(
     check_place(out)
     with _Bar() as show:
         found = measure(threads, ranks, seconds or (NEURAL_S if neural else PLAIN_S), show)
-        model, compared = found.cost_model, dict[str, "Comparison"]()
+        model, compared = found.cost_model, dict[str, "FitComparison"]()
         if neural:
             from meseta.measure.calibrate.neural import calibrate_networks
 
@@ -62,7 +62,7 @@ def _report(found: Calibration) -> None:
         )
 
 
-def _report_networks(compared: Mapping[str, Comparison]) -> None:
+def _report_networks(compared: Mapping[str, FitComparison]) -> None:
     """Constants and networks side by side."""
     if not compared:
         return

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from meseta.data.dataset import Dataset
     from meseta.data.new_rows import Unseen
     from meseta.data.prepare import PrepareOptions, Progress
-    from meseta.data.schema import Layout
+    from meseta.data.schema import RawLayout
 
 MOST_SHARES = 10
 """Lines of a table that is printed of features."""
@@ -333,7 +333,7 @@ def progress_bar() -> Iterator[Progress]:
             bar.stop()
 
 
-def print_layout(layout: Layout, *, given: bool, by_chance: bool = False, command: str = "the same command") -> None:
+def print_layout(layout: RawLayout, *, given: bool, by_chance: bool = False, command: str = "the same command") -> None:
     """What each column is taken for, as the schema file that says so, and how to change it with `command`; and that
     rows with times could be tested on later ones, where chance splits them."""
     from meseta.data.guess import OTHER_TIME

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from meseta.train.sweep import Result, Sweep, Trial
 
 
-class Metric(enum.StrEnum):
+class RankedBy(enum.StrEnum):
     """Figures that trials can be ranked by."""
 
     NE = "ne"
@@ -45,8 +45,8 @@ def sweep(
     trials: Annotated[int | None, typer.Option(min=1, help="Number of trials drawn by --random.")] = None,
     seed: Annotated[int, typer.Option(help="Of --random.")] = 0,
     metric: Annotated[
-        Metric, typer.Option(help="Figure that ranks the trials, of the split valid, else of test.")
-    ] = Metric.NE,
+        RankedBy, typer.Option(help="Figure that ranks the trials, of the split valid, else of test.")
+    ] = RankedBy.NE,
     nproc: Annotated[int, typer.Option(min=1, help="Ranks of each trial.")] = 1,
 ) -> None:
     """Train once per combination of settings and rank the runs; started again, keep what is finished and go on."""

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from meseta.data.columns import Column, columns_of
+from meseta.data.columns import DataColumn, columns_of
 from meseta.data.dataset import FILE_NAME, DataFile, Dataset, SparseFeature
 from meseta.data.record import RECORD_NAME
 from meseta.data.touched import read_touched
@@ -196,7 +196,7 @@ def _check_group(dataset: Dataset, path: str, metadata: pq.FileMetaData, index: 
     return group
 
 
-def _breaks_rule(column: Column, values: NDArray[Any]) -> NDArray[np.bool_] | None:
+def _breaks_rule(column: DataColumn, values: NDArray[Any]) -> NDArray[np.bool_] | None:
     """Where values break the rule of their column; None where none does."""
     if not values.size or column.role in ("group", "time"):
         return None

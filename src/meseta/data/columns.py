@@ -14,7 +14,7 @@ Role = Literal["label", "dense", "ids", "id weights", "weight", "group", "time"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Column:
+class DataColumn:
     """One column of the Parquet files."""
 
     name: str
@@ -54,19 +54,19 @@ class Column:
         }[self.role]
 
 
-def columns_of(dataset: Dataset) -> tuple[Column, ...]:
+def columns_of(dataset: Dataset) -> tuple[DataColumn, ...]:
     """Every column that the files of `dataset` have: labels, weight, group, time, dense, ids, weights of ids."""
-    columns = [Column(name=name, role="label") for name in dataset.label_columns]
+    columns = [DataColumn(name=name, role="label") for name in dataset.label_columns]
     samples: list[tuple[str | None, Role]] = [
         (dataset.weight, "weight"),
         (dataset.group, "group"),
         (dataset.time, "time"),
     ]
-    columns += [Column(name=name, role=role) for name, role in samples if name is not None]
-    columns += [Column(name=feature.name, role="dense") for feature in dataset.dense]
+    columns += [DataColumn(name=name, role=role) for name, role in samples if name is not None]
+    columns += [DataColumn(name=feature.name, role="dense") for feature in dataset.dense]
     for feature in dataset.sparse:
         many, rows = feature.multi_valued, feature.num_embeddings
-        columns.append(Column(name=feature.name, role="ids", is_list=many, num_embeddings=rows))
+        columns.append(DataColumn(name=feature.name, role="ids", is_list=many, num_embeddings=rows))
     weighted = [feature for feature in dataset.sparse if feature.weighted]
-    columns += [Column(name=f"{f.name}.weight", role="id weights", is_list=f.multi_valued) for f in weighted]
+    columns += [DataColumn(name=f"{f.name}.weight", role="id weights", is_list=f.multi_valued) for f in weighted]
     return tuple(columns)

@@ -170,7 +170,7 @@ class SourceForm(Record):
     """Feature -> the sign before its weights in CSV, or the column that holds them in Parquet."""
 
 
-class Teacher(Record):
+class TeacherMetrics(Record):
     """The best reachable metrics on the test split, where the data are synthetic."""
 
     auc: float
@@ -202,7 +202,7 @@ class Dataset(Record):
     """Sparse features, in the order of the KeyedJaggedTensor's keys."""
     splits: dict[str, Split] = Field(min_length=1)
     """'train' and 'test', and 'valid' where there is one."""
-    teacher: Teacher | None = None
+    teacher: TeacherMetrics | None = None
     """Taken from the teacher.json that `meseta data synth` writes."""
     seed: int = 0
     """Seed of the hashes and of the split."""

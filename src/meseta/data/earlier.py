@@ -15,7 +15,7 @@ from meseta.data.layout import CRITEO, check_features, column_names
 from meseta.data.parquet_layout import parquet_layout_of
 from meseta.data.parse_svm import has_label
 from meseta.data.sample import csv_header, csv_sample, parquet_sample
-from meseta.data.schema import NO_CATEGORY, Buckets, Layout, Schema, SparseColumn
+from meseta.data.schema import NO_CATEGORY, BucketRule, RawLayout, Schema, SparseColumn
 from meseta.data.sources import KIND_NAMES, Source, find_sources, first_line
 from meseta.spec import MesetaError
 from meseta.spec.checks import doubled
@@ -23,7 +23,7 @@ from meseta.spec.checks import doubled
 _SVM = ("libsvm", "libffm")
 
 
-def layout_of_dataset(dataset: Dataset) -> Layout:
+def layout_of_dataset(dataset: Dataset) -> RawLayout:
     """The layout that it was prepared with. Raises MesetaError where dataset.json does not tell it, as those of older
     versions do not tell all, or tells what no layout is."""
     where = f"dataset {str(dataset.dir)!r}"
@@ -38,7 +38,7 @@ def layout_of_dataset(dataset: Dataset) -> Layout:
                 f"{where}: missing values of {column.name!r} were filled with {column.fill:g}, and prepare fills with "
                 "0; prepare the new rows as the others were"
             )
-    layout = Layout(
+    layout = RawLayout(
         labels=_labels(where, dataset),
         dense=tuple(column.name for column in dataset.dense),
         signed=tuple(column.name for column in dataset.dense if column.signed),
@@ -80,7 +80,7 @@ def _sparse_column(where: str, feature: SparseFeature, form: SourceForm | None) 
             raise MesetaError(f"{where}: buckets of {name!r} must be of one column and ascend; {_AGAIN}")
         if feature.num_embeddings != len(boundaries) + 2 or feature.multi_valued:
             raise MesetaError(f"{where}: {len(boundaries)} boundaries of {name!r} make another table; {_AGAIN}")
-        return SparseColumn(name=name, buckets=Buckets(column=made_of[0], boundaries=boundaries))
+        return SparseColumn(name=name, buckets=BucketRule(column=made_of[0], boundaries=boundaries))
     if len(made_of) > 1:
         return SparseColumn(name=name, cross=made_of)
     if name == NO_CATEGORY.name and feature.multi_valued and not feature.statistics.num_lookups:
@@ -105,7 +105,7 @@ def _sparse_column(where: str, feature: SparseFeature, form: SourceForm | None) 
     )
 
 
-def find_alike(dataset: Dataset, patterns: Sequence[str]) -> tuple[tuple[Source, ...], Layout]:
+def find_alike(dataset: Dataset, patterns: Sequence[str]) -> tuple[tuple[Source, ...], RawLayout]:
     """Raw files with the columns of an earlier dataset, in any order and among others; and the layout of their rows.
 
     It has no labels where no file has them, or none but empty ones, and then no weight; a group and a time are left out
@@ -132,7 +132,7 @@ def find_alike(dataset: Dataset, patterns: Sequence[str]) -> tuple[tuple[Source,
     return sources, layout
 
 
-def _check_kind(dataset: Dataset, layout: Layout, source: Source) -> None:
+def _check_kind(dataset: Dataset, layout: RawLayout, source: Source) -> None:
     """Raise MesetaError where files of this kind cannot hold the rows."""
     kind = dataset.source_form.kind if dataset.source_form else None
     if source.kind == "tsv":
@@ -150,7 +150,7 @@ def _check_kind(dataset: Dataset, layout: Layout, source: Source) -> None:
         )
 
 
-def _with_header(source: Source, layout: Layout) -> Source:
+def _with_header(source: Source, layout: RawLayout) -> Source:
     """CSV that does not begin with names: of all columns, or of all but the labels. One that does has them itself."""
     first = csv_header(source)
     if set(layout.feature_columns) <= set(first):
@@ -165,7 +165,7 @@ def _with_header(source: Source, layout: Layout) -> Source:
     )
 
 
-def _names(source: Source, layout: Layout) -> Sequence[str]:
+def _names(source: Source, layout: RawLayout) -> Sequence[str]:
     """Columns of a file; of libsvm and libffm, those that its rows may have."""
     if source.kind not in _SVM:
         return column_names(source)
@@ -194,7 +194,7 @@ def _is_empty(column: pa.Array) -> bool:
     return bool(pc.all(pc.is_null(column, nan_is_null=is_number)).as_py())
 
 
-def _with_samples(sources: Sequence[Source], names: Sequence[Sequence[str]], layout: Layout) -> Layout:
+def _with_samples(sources: Sequence[Source], names: Sequence[Sequence[str]], layout: RawLayout) -> RawLayout:
     """The layout without the labels, if no file has any, and without what goes with them."""
     lacking = {
         name: source.path for source, present in zip(sources, names, strict=True) for name in layout.labels
@@ -217,7 +217,7 @@ def _common(names: Sequence[Sequence[str]]) -> set[str | None]:
     return {name for name in names[0] if all(name in present for present in names)}
 
 
-def _check_columns(source: Source, present: Sequence[str], layout: Layout) -> None:
+def _check_columns(source: Source, present: Sequence[str], layout: RawLayout) -> None:
     lacking = [name for name in layout.columns if name not in present]
     if lacking:
         shown = ", ".join(map(repr, lacking[:8])) + (f" and {len(lacking) - 8} more" if len(lacking) > 8 else "")
@@ -234,7 +234,7 @@ def _check_columns(source: Source, present: Sequence[str], layout: Layout) -> No
             raise MesetaError(f"source {source.path!r}: {name!r} is the name of two columns; rename one")
 
 
-def _check_types(source: Source, layout: Layout, dataset: Dataset) -> None:
+def _check_types(source: Source, layout: RawLayout, dataset: Dataset) -> None:
     """Raise MesetaError where columns of Parquet are of types that do not fit their roles."""
     plain = [column for column in layout.values if not column.cross]
     wanted = Schema.model_construct(

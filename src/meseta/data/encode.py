@@ -13,7 +13,7 @@ from meseta.data.dataset import SPLITS
 from meseta.data.hash_categories import hash_categories, hash_to_rows
 from meseta.data.parse import parse_block
 from meseta.data.raw_rows import RawRows, RawSparse
-from meseta.data.schema import Layout
+from meseta.data.schema import RawLayout
 from meseta.data.sources import Block
 from meseta.data.splitting import TRAIN, Splitter
 from meseta.data.vocabulary import count_values
@@ -36,7 +36,7 @@ class Encoder:
     """Turns blocks into numbers; holds no state that changes, so any number of threads may call it."""
 
     def __init__(
-        self, layout: Layout, splitter: Splitter, *, hash_seeds: Mapping[str, int], hash_rows: Mapping[str, int]
+        self, layout: RawLayout, splitter: Splitter, *, hash_seeds: Mapping[str, int], hash_rows: Mapping[str, int]
     ) -> None:
         """`hash_seeds`: of each sparse feature; `hash_rows`: table rows of those that are hashed to them, the
         others have vocabularies."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meseta.data.dataset import DenseFeature, SourceForm, SourceKind, SparseFeature
-from meseta.data.schema import Layout, SparseColumn
+from meseta.data.schema import RawLayout, SparseColumn
 from meseta.data.statistics import FeatureStatistics, Moments
 from meseta.data.vocabulary import Vocabulary
 
@@ -23,7 +23,7 @@ class Tables:
     statistics: Mapping[str, FeatureStatistics]
 
 
-def describe_dense(layout: Layout, moments: Moments) -> tuple[DenseFeature, ...]:
+def describe_dense(layout: RawLayout, moments: Moments) -> tuple[DenseFeature, ...]:
     """The dense features in the layout's order."""
     columns = zip(layout.dense, moments.mean.tolist(), moments.std.tolist(), strict=True)
     return tuple(
@@ -32,12 +32,12 @@ def describe_dense(layout: Layout, moments: Moments) -> tuple[DenseFeature, ...]
     )
 
 
-def describe_sparse(layout: Layout, tables: Tables) -> tuple[SparseFeature, ...]:
+def describe_sparse(layout: RawLayout, tables: Tables) -> tuple[SparseFeature, ...]:
     """The sparse features in the layout's order."""
     return tuple(_describe(column, tables) for column in layout.sparse)
 
 
-def source_form(layout: Layout, kind: SourceKind) -> SourceForm:
+def source_form(layout: RawLayout, kind: SourceKind) -> SourceForm:
     """What the features alone do not say of the files that they come from."""
     weights = {column.name: column.weight or column.weight_separator for column in layout.sparse}
     return SourceForm(

@@ -9,7 +9,7 @@ from meseta.data.guess import guess_column, guess_label, guess_label_by_values, 
 from meseta.data.parquet_layout import parquet_layout
 from meseta.data.roles import NamedColumns, reasons_of, schema_of
 from meseta.data.sample import csv_header, csv_sample, first_rows
-from meseta.data.schema import Layout, Schema, SparseColumn, check_names, layout_of
+from meseta.data.schema import RawLayout, Schema, SparseColumn, check_names, layout_of
 from meseta.data.sources import FIELDS_OF_CRITEO, Source, first_line, parquet_schema
 from meseta.data.svm_layout import OnRows, svm_layout
 from meseta.machine.files import first_alike
@@ -22,7 +22,7 @@ NUM_DENSE = 13
 NUM_SPARSE = 26
 _DENSE = tuple(f"int_{i}" for i in range(NUM_DENSE))
 _SPARSE = tuple(f"cat_{i}" for i in range(NUM_SPARSE))
-CRITEO = Layout(
+CRITEO = RawLayout(
     labels=("label",),
     dense=_DENSE,
     sparse=tuple(SparseColumn(name=name) for name in _SPARSE),
@@ -39,7 +39,7 @@ def find_layout(
     on_scan: OnRows | None = None,
     *,
     skip_bad: bool = False,
-) -> Layout:
+) -> RawLayout:
     """The common layout of all sources: as `schema` says, else as `named` says, else inferred.
 
     TSV is Criteo's. CSV and Parquet are judged by the names of columns, their types and a sample of the rows, libsvm
@@ -141,7 +141,7 @@ def _check_first_line(source: Source) -> None:
         )
 
 
-def _csv_layout(sources: Sequence[Source], named: NamedColumns, schema: Schema | None) -> Layout:
+def _csv_layout(sources: Sequence[Source], named: NamedColumns, schema: Schema | None) -> RawLayout:
     """As the schema says, else as `named` says; what that leaves open is inferred from a sample."""
     source = sources[0]
     where = f"source {str(source.path)!r}"
@@ -162,7 +162,7 @@ def _csv_layout(sources: Sequence[Source], named: NamedColumns, schema: Schema |
     return replace(layout, ignored=ignored, delimiter=source.delimiter, header=source.header)
 
 
-def _csv_layout_of(schema: Schema) -> Layout:
+def _csv_layout_of(schema: Schema) -> RawLayout:
     for name in schema.weights:
         if name not in schema.multi_valued:
             raise MesetaError(
@@ -182,7 +182,7 @@ def _csv_layout_of(schema: Schema) -> Layout:
     return layout_of(schema, plain)
 
 
-def _guessed_layout(where: str, sources: Sequence[Source], names: Sequence[str], named: NamedColumns) -> Layout:
+def _guessed_layout(where: str, sources: Sequence[Source], names: Sequence[str], named: NamedColumns) -> RawLayout:
     """From the `names` of the columns and a sample of CSV files."""
     columns = csv_sample(sources, names)
     if not any(columns.values()):
@@ -212,7 +212,7 @@ def _guessed_labels(where: str, columns: Mapping[str, Sequence[str]], *, has_nam
     return (label,)
 
 
-def check_features(where: str, layout: Layout) -> None:
+def check_features(where: str, layout: RawLayout) -> None:
     """Raise MesetaError, naming `where`, for a layout without features, and for names that meet in the dataset."""
     if not layout.features:
         labels = ", ".join(map(repr, layout.labels))

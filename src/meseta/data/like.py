@@ -64,7 +64,7 @@ def prepare_like(options: LikeOptions, progress: Progress | None = None) -> tupl
     with staged_folder(options.out, record, force=options.force) as staging:
         if not staging.is_complete:
             (staging.folder / SPLIT).mkdir()
-            writer = _Parts(staging.folder, rows.dataset.label_columns)
+            writer = _GrowingFiles(staging.folder, rows.dataset.label_columns)
             try:
                 with closing(rows.read(progress, options.num_threads)) as parts:
                     for part in parts:
@@ -78,7 +78,7 @@ def prepare_like(options: LikeOptions, progress: Progress | None = None) -> tupl
     return Dataset.load(options.out), rows.unseen
 
 
-class _Parts:
+class _GrowingFiles:
     """The growing files of the split: row groups of 32,768 rows, 16 of them in a file."""
 
     def __init__(self, out: Path, labels: Sequence[str]) -> None:

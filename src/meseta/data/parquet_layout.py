@@ -11,7 +11,7 @@ import pyarrow as pa
 from meseta.data.guess import NAMELESS, Guess, guess_column, guess_label, guess_time, has_negative, other_outcome
 from meseta.data.roles import NamedColumns, reasons_of, schema_of
 from meseta.data.sample import parquet_sample
-from meseta.data.schema import Layout, Schema, SparseColumn, check_names, layout_of
+from meseta.data.schema import RawLayout, Schema, SparseColumn, check_names, layout_of
 from meseta.data.sources import Source, parquet_schema
 from meseta.spec import MesetaError
 
@@ -19,7 +19,7 @@ _PANDAS_INDEX = re.compile(r"__index_level_\d+__")
 """Columns in which pandas keeps the labels of rows."""
 
 
-def parquet_layout(sources: Sequence[Source], named: NamedColumns, schema: Schema | None) -> Layout:
+def parquet_layout(sources: Sequence[Source], named: NamedColumns, schema: Schema | None) -> RawLayout:
     """The common layout of all files: as the schema says, else as `named` says, else by types, names and a sample;
     weights of ids by their name beside that of a list.
 
@@ -122,7 +122,7 @@ def _texts(column: pa.ChunkedArray) -> list[str]:
     ]
 
 
-def parquet_layout_of(source: Source, wanted: Schema) -> Layout:
+def parquet_layout_of(source: Source, wanted: Schema) -> RawLayout:
     """The layout that a schema file gives. Raises MesetaError for a missing column or one of a wrong type."""
     schema = parquet_schema(source)
     where = f"source {str(source.path)!r}"
@@ -132,7 +132,7 @@ def parquet_layout_of(source: Source, wanted: Schema) -> Layout:
     return _checked(where, schema, wanted)
 
 
-def _checked(where: str, schema: pa.Schema, wanted: Schema) -> Layout:
+def _checked(where: str, schema: pa.Schema, wanted: Schema) -> RawLayout:
     sparse = [_sparse_column(where, schema, name, wanted.weights.get(name)) for name in wanted.categorical]
     layout = layout_of(wanted, sparse)
     crossed = [name for c in layout.sparse for name in c.cross if layout.buckets_of(name) is None]

@@ -13,7 +13,7 @@ from meseta.data.parse_parquet import parse_parquet
 from meseta.data.parse_svm import parse_svm
 from meseta.data.parse_tsv import parse_tsv
 from meseta.data.raw_rows import RawRows, is_label
-from meseta.data.schema import Layout
+from meseta.data.schema import RawLayout
 from meseta.data.sources import Block
 from meseta.errors import one_line
 from meseta.spec import MesetaError
@@ -26,7 +26,7 @@ _COLUMN_TYPES = {
 _INTEGER = re.compile(rb"-?\d{1,18}")
 
 
-def parse_block(block: Block, layout: Layout) -> RawRows:
+def parse_block(block: Block, layout: RawLayout) -> RawRows:
     """Parse and check every row. Raises MesetaError naming the file, the line or row, and the field."""
     if not isinstance(block.raw, bytes):
         return parse_parquet(block, block.raw, layout)

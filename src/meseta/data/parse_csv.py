@@ -19,14 +19,14 @@ from pyarrow import csv as arrow_csv
 from meseta.data.csv_records import header_names, read_header, records
 from meseta.data.guess import MISSING, NO, NULLS, YES
 from meseta.data.raw_rows import RawRows, RawSparse
-from meseta.data.schema import Layout, SparseColumn
+from meseta.data.schema import RawLayout, SparseColumn
 from meseta.data.sources import Block
 from meseta.data.table_rows import read_rows
 from meseta.errors import one_line
 from meseta.spec import MesetaError
 
 
-def parse_csv(block: Block, raw: bytes, layout: Layout) -> RawRows:
+def parse_csv(block: Block, raw: bytes, layout: RawLayout) -> RawRows:
     """Parse and check every row. Raises MesetaError naming the file, the line and the column."""
     # Columns go by place: names of columns that are not read may be empty, or come twice.
     first = {name: place for place, name in reversed(list(enumerate(block.header)))}
@@ -43,10 +43,10 @@ def parse_csv(block: Block, raw: bytes, layout: Layout) -> RawRows:
         raise _explain(block, raw, layout, one_line(error)) from None
     if table.num_rows != block.num_rows + 1 or table.column(0)[-1].as_py() not in (None, b""):
         raise _explain(block, raw, layout, f"{block.num_rows} records gave {table.num_rows - 1} rows")
-    return read_rows(_Columns(block, raw, layout, table.slice(0, block.num_rows), places), layout, block.num_rows)
+    return read_rows(_CsvColumns(block, raw, layout, table.slice(0, block.num_rows), places), layout, block.num_rows)
 
 
-def _read(block: Block, raw: bytes, layout: Layout, places: dict[str, str], *, labels_are_words: bool) -> pa.Table:
+def _read(block: Block, raw: bytes, layout: RawLayout, places: dict[str, str], *, labels_are_words: bool) -> pa.Table:
     """The columns of a block, and a row of missing values at its end. Raises pyarrow.ArrowInvalid."""
     texts = {*layout.texts, *(layout.labels if labels_are_words else ())}
     types = {place: pa.binary() if name in texts else pa.float64() for name, place in places.items()}
@@ -98,12 +98,12 @@ def _as_text(column: pa.Array) -> pa.Array:
 
 
 @dataclass(frozen=True)
-class _Columns:
+class _CsvColumns:
     """The columns of one block, for `read_rows`."""
 
     block: Block
     raw: bytes
-    layout: Layout
+    layout: RawLayout
     table: pa.Table
     places: dict[str, str]
     """Name of each column to that in the table."""
@@ -176,7 +176,7 @@ class _Columns:
         return MesetaError(f"{where}, column {name!r}: the value {problem}; fix or remove the row")
 
 
-def _begins_with_word(block: Block, raw: bytes, layout: Layout) -> bool:
+def _begins_with_word(block: Block, raw: bytes, layout: RawLayout) -> bool:
     """Whether a label of the first record is a word, as true or false: then those behind it are, most likely."""
     with contextlib.suppress(csv.Error, ValueError):
         fields = header_names(read_header(io.BytesIO(raw).readline), block.source.delimiter)
@@ -204,7 +204,7 @@ def _number(text: bytes) -> float:
         return math.nan
 
 
-def _explain(block: Block, raw: bytes, layout: Layout, detail: str) -> MesetaError:
+def _explain(block: Block, raw: bytes, layout: RawLayout, detail: str) -> MesetaError:
     """Go through the records of a block that did not parse and name the first bad field."""
     source = f"source {str(block.source.path)!r}"
     first = block.first_line + 1
@@ -219,7 +219,7 @@ def _explain(block: Block, raw: bytes, layout: Layout, detail: str) -> MesetaErr
     return MesetaError(f"{source}, after line {block.first_line}: {detail}")
 
 
-def _problem(block: Block, layout: Layout, record: bytes, fields: list[str]) -> str | None:
+def _problem(block: Block, layout: RawLayout, record: bytes, fields: list[str]) -> str | None:
     """What is wrong with a record, to follow the number of its line, or None."""
     if record.count(b'"') % 2:
         return ": a quote is not closed, or stands in a field that is not quoted"

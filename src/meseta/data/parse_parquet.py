@@ -10,19 +10,19 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from meseta.data.raw_rows import RawRows, RawSparse
-from meseta.data.schema import Layout, SparseColumn
+from meseta.data.schema import RawLayout, SparseColumn
 from meseta.data.sources import Block
 from meseta.data.table_rows import read_rows
 from meseta.spec import MesetaError
 
 
-def parse_parquet(block: Block, batch: pa.RecordBatch, layout: Layout) -> RawRows:
+def parse_parquet(block: Block, batch: pa.RecordBatch, layout: RawLayout) -> RawRows:
     """Check and convert every row. Raises MesetaError naming the file, the row and the column."""
-    return read_rows(_Columns(block, batch), layout, block.num_rows)
+    return read_rows(_ParquetColumns(block, batch), layout, block.num_rows)
 
 
 @dataclass(frozen=True)
-class _Columns:
+class _ParquetColumns:
     """The columns of one batch, for `read_rows`."""
 
     block: Block

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from meseta.data.raw_rows import RawRows, RawSparse, is_label
-from meseta.data.schema import Layout
+from meseta.data.schema import RawLayout
 from meseta.data.sources import Block
 from meseta.errors import one_line
 from meseta.spec import MesetaError
@@ -96,7 +96,7 @@ def read_pairs(block: Block, raw: bytes) -> Pairs:
     return Pairs(label.astype(np.float32), lengths - 1, fields, ids, weights, group)
 
 
-def parse_svm(block: Block, raw: bytes, layout: Layout) -> RawRows:
+def parse_svm(block: Block, raw: bytes, layout: RawLayout) -> RawRows:
     """Parse and check every row; fields that the layout lacks are left out. Raises MesetaError as `read_pairs` does."""
     pairs = read_pairs(block, raw)
     group = pairs.group if layout.group else None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meseta.data.bad_rows import BadRowCounter, GoodParts, good_parts
-from meseta.data.dataset import DataFile, Dataset, SourceFile, Split, Teacher
+from meseta.data.dataset import DataFile, Dataset, SourceFile, Split, TeacherMetrics
 from meseta.data.encode import EncodedBlock, Encoder
 from meseta.data.features import Tables, describe_dense, describe_sparse, source_form
 from meseta.data.sources import Block, Place, Source, read_blocks
@@ -254,7 +254,7 @@ class TwoPasses:
         )
 
 
-def find_teacher(sources: Sequence[Source]) -> Teacher | None:
+def find_teacher(sources: Sequence[Source]) -> TeacherMetrics | None:
     """What the teacher.json beside synthetic sources says of the test split, or None where it does not cover it.
 
     A test split of one whole file takes that file's figures; one drawn from all rows takes those of all files.
@@ -272,7 +272,7 @@ def find_teacher(sources: Sequence[Source]) -> Teacher | None:
             drawn_from = {Path(source.path).name for source in sources if source.split == "both"}
             entry = document["all"] if drawn_from == set(document["files"]) else None
         # Without positives, or negatives, the teacher has no AUC either.
-        return Teacher(auc=entry["auc"], ne=entry["ne"]) if entry and entry["auc"] is not None else None
+        return TeacherMetrics(auc=entry["auc"], ne=entry["ne"]) if entry and entry["auc"] is not None else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MesetaError(
             f"{str(path)!r} is not what `meseta data synth` writes ({error!r}); remove or repair it"

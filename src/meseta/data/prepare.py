@@ -23,7 +23,7 @@ from meseta.data.layout import find_layout, with_header
 from meseta.data.passes import Progress, TwoPasses, find_teacher
 from meseta.data.record import difference, load_record, record_of
 from meseta.data.roles import NamedColumns
-from meseta.data.schema import Layout, Schema
+from meseta.data.schema import RawLayout, Schema
 from meseta.data.sources import Source, find_sources
 from meseta.data.splitting import SplitBy, Splitter
 from meseta.data.staging import Staging, staged_folder
@@ -176,14 +176,14 @@ class PrepareOptions:
         return tuple(split for split in SPLITS if split == "train" or self.rule_of(split))
 
 
-def read_layout(options: PrepareOptions) -> Layout:
+def read_layout(options: PrepareOptions) -> RawLayout:
     """The layout that `prepare` would use. Raises MesetaError where it cannot be told, or does not fit the files."""
     schema = _schema_of(options)
     return _layout_of(options, schema, with_header(_find_sources(options, schema)))
 
 
 def prepare(
-    options: PrepareOptions, progress: Progress | None = None, on_layout: Callable[[Layout], None] | None = None
+    options: PrepareOptions, progress: Progress | None = None, on_layout: Callable[[RawLayout], None] | None = None
 ) -> Dataset:
     """Write the dataset directory `options.out` and return its description.
 
@@ -285,12 +285,12 @@ def _find_sources(options: PrepareOptions, schema: Schema | None) -> tuple[Sourc
 
 def _layout_of(
     options: PrepareOptions, schema: Schema | None, sources: Sequence[Source], progress: Progress | None = None
-) -> Layout:
+) -> RawLayout:
     on_scan = None if progress is None else partial(progress, "scan")
     return find_layout(sources, options.named, schema, on_scan, skip_bad=options.bad_rows == "skip")
 
 
-def _splitter(options: PrepareOptions, layout: Layout) -> Splitter:
+def _splitter(options: PrepareOptions, layout: RawLayout) -> Splitter:
     """Raises MesetaError where the column that decides is missing, or --test-after or --valid-after is no time."""
     is_after = any(options.rule_of(split) == "after" for split in PARTED)
     by = cast(SplitBy | None, "time" if is_after else options.split_by)
@@ -338,7 +338,7 @@ def _no_progress(stage: str, rows: int, share: float) -> None:
     """For callers that do not want to know."""
 
 
-def _hash_rows(options: PrepareOptions, layout: Layout) -> dict[str, int]:
+def _hash_rows(options: PrepareOptions, layout: RawLayout) -> dict[str, int]:
     if options.vocabulary:
         return {}
     names = [column.name for column in layout.values]

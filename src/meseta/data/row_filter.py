@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from meseta.data.columns import Column, columns_of
+from meseta.data.columns import DataColumn, columns_of
 from meseta.data.dataset import Dataset
 from meseta.data.hash_categories import hash_to_rows
 from meseta.data.raw_rows import log1p
@@ -150,7 +150,7 @@ class RowFilter:
         compare, constant = _COMPARISONS[sign.text], self._constant(column, sign.text)
         return lambda table: compare(_values(table, column), constant)
 
-    def _constant(self, column: Column, sign: str) -> Any:
+    def _constant(self, column: DataColumn, sign: str) -> Any:
         """A constant as the column would hold it."""
         token = self._pop()
         if token.kind not in ("number", "text"):
@@ -183,7 +183,7 @@ class RowFilter:
             return np.float32(-np.inf)  # below all values, which prepare took for zero where they were negative
         return np.float32((float(log1p(np.array([number]), signed=feature.signed)[0]) - feature.mean) / feature.std)
 
-    def _id(self, column: Column, text: str, sign: str, token: _Token) -> int:
+    def _id(self, column: DataColumn, text: str, sign: str, token: _Token) -> int:
         if column.is_list:
             self._fail(f"column {column.name!r} holds several ids per row; take one with a single id", token.place)
         if sign not in ("==", "!="):
@@ -225,5 +225,5 @@ class RowFilter:
         raise MesetaError(f"filter {self.condition!r}, character {at + 1}: {problem}")
 
 
-def _values(table: pa.Table, column: Column) -> NDArray[Any]:
+def _values(table: pa.Table, column: DataColumn) -> NDArray[Any]:
     return table.column(column.name).to_numpy()

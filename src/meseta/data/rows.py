@@ -21,7 +21,7 @@ Index = NDArray[np.int64] | slice
 
 
 @dataclass(frozen=True)
-class Bags:
+class IdLists:
     """Ids of one multi-valued feature, one sample after the other."""
 
     lengths: NDArray[np.int64]
@@ -31,7 +31,7 @@ class Bags:
     weights: NDArray[np.float32] | None
     """One per id [nnz], or None."""
 
-    def take(self, index: Index) -> Bags:
+    def take(self, index: Index) -> IdLists:
         offsets = np.concatenate([[0], np.cumsum(self.lengths)])
         lengths = self.lengths[index]
         if isinstance(index, slice):
@@ -41,7 +41,7 @@ class Bags:
             # Position within the output, minus the output start of its bag, plus the input start of its bag.
             ends = np.cumsum(lengths)
             chosen = np.arange(lengths.sum()) + np.repeat(offsets[index] - (ends - lengths), lengths)
-        return Bags(lengths, self.values[chosen], None if self.weights is None else self.weights[chosen])
+        return IdLists(lengths, self.values[chosen], None if self.weights is None else self.weights[chosen])
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Rows:
     """[n, num_dense]."""
     single: NDArray[Any]
     """Ids of the single-valued features [num_single, n], int32 or int64, in any order in memory."""
-    bags: tuple[Bags, ...]
+    bags: tuple[IdLists, ...]
     """The multi-valued features, in order."""
     weight: NDArray[np.float32] | None = None
     """Weights of the samples [n], or None."""
@@ -179,7 +179,7 @@ def _interleave(
     """Values, lengths and weights of single- and multi-valued features in the dataset's order."""
     singles, bags = iter(rows.single), iter(rows.bags)
     ones = np.ones(len(rows.label), np.int64)
-    parts = [next(bags) if f.multi_valued else Bags(ones, next(singles), None) for f in dataset.sparse]
+    parts = [next(bags) if f.multi_valued else IdLists(ones, next(singles), None) for f in dataset.sparse]
     weights = None
     if any(feature.weighted for feature in dataset.sparse):
         weights = np.concatenate(
@@ -198,13 +198,13 @@ def _column(tables: Sequence[pa.Table], name: str, dtype: type[Any]) -> NDArray[
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _bags(tables: Sequence[pa.Table], feature: SparseFeature) -> Bags:
+def _bags(tables: Sequence[pa.Table], feature: SparseFeature) -> IdLists:
     def flat(name: str) -> NDArray[Any]:
         return np.concatenate([chunk.flatten().to_numpy() for table in tables for chunk in table.column(name).chunks])
 
     chunks = [chunk for table in tables for chunk in table.column(feature.name).chunks]
     lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks]).astype(np.int64)
-    return Bags(lengths, flat(feature.name), flat(f"{feature.name}.weight") if feature.weighted else None)
+    return IdLists(lengths, flat(feature.name), flat(f"{feature.name}.weight") if feature.weighted else None)
 
 
 def _join_present(parts: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
@@ -212,9 +212,9 @@ def _join_present(parts: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
     return np.concatenate(present) if present else None
 
 
-def _join(parts: Sequence[Bags]) -> Bags:
+def _join(parts: Sequence[IdLists]) -> IdLists:
     weights = [part.weights for part in parts if part.weights is not None]
-    return Bags(
+    return IdLists(
         np.concatenate([part.lengths for part in parts]),
         np.concatenate([part.values for part in parts]),
         np.concatenate(weights) if weights else None,

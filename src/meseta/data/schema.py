@@ -23,7 +23,7 @@ MAX_BUCKETS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Buckets:
+class BucketRule:
     """How a column of numbers is cut: bucket 0 for missing values, then one more than the boundaries."""
 
     column: str
@@ -54,7 +54,7 @@ class SparseColumn:
     """CSV: what parts the values of a field, where it holds several."""
     weight_separator: str | None = None
     """CSV: what parts a value from its weight."""
-    buckets: Buckets | None = None
+    buckets: BucketRule | None = None
     """For numbers that are cut into buckets."""
     cross: tuple[str, ...] = ()
     """Columns whose values are joined to one."""
@@ -92,7 +92,7 @@ and checkpoints need no case for data without tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class RawLayout:
     """Columns of the raw files: names of labels, dense and sparse features, and of what a sample has beside."""
 
     labels: tuple[str, ...]
@@ -168,14 +168,16 @@ class Layout:
         """Columns of the dataset that are no features."""
         return [name for name in (*self.label_columns, self.weight, self.group_column, self.time) if name is not None]
 
-    def buckets_of(self, column: str) -> Buckets | None:
+    def buckets_of(self, column: str) -> BucketRule | None:
         """How a raw column is cut, if it is."""
         return next((s.buckets for s in self.sparse if s.buckets and s.buckets.column == column), None)
 
-    def with_boundaries(self, boundaries: Mapping[str, tuple[float, ...]]) -> Layout:
+    def with_boundaries(self, boundaries: Mapping[str, tuple[float, ...]]) -> RawLayout:
         """The same with the boundaries of each column's quantiles."""
         sparse = tuple(
-            replace(column, buckets=Buckets(column=column.buckets.column, boundaries=boundaries[column.buckets.column]))
+            replace(
+                column, buckets=BucketRule(column=column.buckets.column, boundaries=boundaries[column.buckets.column])
+            )
             if column.buckets and column.buckets.column in boundaries
             else column
             for column in self.sparse
@@ -258,9 +260,9 @@ class Schema(BaseModel):
     def derived_columns(self) -> tuple[SparseColumn, ...]:
         """The features that buckets and crosses make."""
         cut = [
-            Buckets(column=name, num_quantiles=how)
+            BucketRule(column=name, num_quantiles=how)
             if isinstance(how, int)
-            else Buckets(column=name, boundaries=tuple(how))
+            else BucketRule(column=name, boundaries=tuple(how))
             for name, how in self.buckets.items()
         ]
         crosses = (SparseColumn(name=name, cross=tuple(columns)) for name, columns in self.crosses.items())
@@ -343,13 +345,13 @@ def _problem_of_crosses(schema: Schema) -> str | None:
     return None
 
 
-def layout_of(schema: Schema, plain: Iterable[SparseColumn]) -> Layout:
+def layout_of(schema: Schema, plain: Iterable[SparseColumn]) -> RawLayout:
     """What a schema says, with the `plain` features that its categorical columns make."""
     named = (
         replace(column, name=f"{column.name}.category", column=column.name) if column.name in schema.dense else column
         for column in plain
     )
-    return Layout(
+    return RawLayout(
         labels=schema.label_names,
         dense=tuple(schema.dense),
         signed=tuple(name for name in schema.dense if name in schema.signed),
@@ -360,7 +362,7 @@ def layout_of(schema: Schema, plain: Iterable[SparseColumn]) -> Layout:
     )
 
 
-def schema_text(layout: Layout) -> str:
+def schema_text(layout: RawLayout) -> str:
     """The schema file that says what `layout` says, with the reasons as comments."""
     reasons = layout.reasons
     if len(layout.labels) == 1:
@@ -410,7 +412,7 @@ def _mappings(pairs: Mapping[str, Mapping[str, str | None]]) -> list[str]:
     return lines
 
 
-def _cut(buckets: Buckets) -> str:
+def _cut(buckets: BucketRule) -> str:
     if buckets.num_quantiles is not None:
         return str(buckets.num_quantiles)
     return f"[{', '.join(f'{boundary:.17g}' for boundary in buckets.boundaries)}]"

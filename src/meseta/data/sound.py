@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from meseta.data.columns import Column, columns_of
+from meseta.data.columns import DataColumn, columns_of
 from meseta.data.dataset import Dataset
 from meseta.data.raw_rows import is_label
 from meseta.spec import MesetaError, weights
@@ -104,6 +104,6 @@ def _check_weights(where: str, first_row: int, table: pa.Table, name: str) -> No
         )
 
 
-def _wanted(dataset: Dataset) -> Iterator[Column]:
+def _wanted(dataset: Dataset) -> Iterator[DataColumn]:
     """Each column that makes a batch."""
     return (column for column in columns_of(dataset) if column.role != "time")

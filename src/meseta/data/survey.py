@@ -21,7 +21,7 @@ from meseta.data.bad_rows import good_parts
 from meseta.data.order_statistics import count_numbers, order_statistics
 from meseta.data.parse import parse_block
 from meseta.data.raw_rows import RawRows
-from meseta.data.schema import Layout
+from meseta.data.schema import RawLayout
 from meseta.data.sources import Block, Source, read_blocks
 from meseta.data.splitting import TRAIN, Splitter
 from meseta.data.workers import in_order
@@ -61,7 +61,7 @@ class Surveyor:
     """Finds what a layout and a splitter leave open."""
 
     sources: Sequence[Source]
-    layout: Layout
+    layout: RawLayout
     splitter: Splitter
     scratch: Path
     """Folder for 8 bytes per row and column."""
@@ -109,9 +109,9 @@ class Surveyor:
             path.unlink(missing_ok=True)
         return Survey(test_from=splitter.test_from, valid_from=splitter.valid_from, boundaries=boundaries)
 
-    def _reduced(self, columns: Sequence[str]) -> Layout:
+    def _reduced(self, columns: Sequence[str]) -> RawLayout:
         """The layout of the columns that this pass reads."""
-        return Layout(
+        return RawLayout(
             labels=(),
             dense=(),
             sparse=(),
@@ -123,7 +123,7 @@ class Surveyor:
     def _path(self, name: str | int) -> Path:
         return self.scratch / f"survey-{name}.f64"
 
-    def _read(self, layout: Layout) -> None:
+    def _read(self, layout: RawLayout) -> None:
         """Write the times, and the numbers of the training rows as far as these are known."""
         total_bytes, done_bytes = sum(source.size_bytes for source in self.sources), dict.fromkeys(self.sources, 0)
         num_rows = 0
@@ -142,7 +142,7 @@ class Surveyor:
                 done_bytes[block.source] = block.position_bytes
                 self.on_rows(num_rows, sum(done_bytes.values()) / total_bytes)
 
-    def _jobs(self, layout: Layout) -> Iterator[Callable[[], tuple[Block, list[_Parsed]]]]:
+    def _jobs(self, layout: RawLayout) -> Iterator[Callable[[], tuple[Block, list[_Parsed]]]]:
         whole = self.layout.with_boundaries(dict.fromkeys(self._quantiles_wanted, (0.0,)))
 
         def parse(block: Block, first_row: int) -> _Parsed:

@@ -12,7 +12,7 @@ import numpy as np
 
 from meseta.data.bad_rows import good_parts
 from meseta.data.parse_svm import LIBSVM_FEATURE, QID, field_name, read_pairs
-from meseta.data.schema import Layout, SparseColumn, check_names
+from meseta.data.schema import RawLayout, SparseColumn, check_names
 from meseta.data.sources import Block, Source, read_blocks
 from meseta.data.workers import in_order
 from meseta.machine.processors import num_cores
@@ -25,7 +25,9 @@ OnRows = Callable[[int, float], None]
 """Called with the rows scanned so far, and the share of the bytes that they take, 0 to 1."""
 
 
-def svm_layout(sources: Sequence[Source], wanted: Sequence[str], on_rows: OnRows, *, skip_bad: bool = False) -> Layout:
+def svm_layout(
+    sources: Sequence[Source], wanted: Sequence[str], on_rows: OnRows, *, skip_bad: bool = False
+) -> RawLayout:
     """One multi-valued feature for each field, in the order of their numbers, or those that `wanted` names.
 
     A feature has weights where any of its values is not 1. With `skip_bad` a row that cannot be parsed is passed over.
@@ -38,7 +40,7 @@ def svm_layout(sources: Sequence[Source], wanted: Sequence[str], on_rows: OnRows
         raise MesetaError(f"{where}: no row has a feature beside its label; there is nothing to learn from")
     check_names(where, wanted, list(weighted))
     sparse = tuple(SparseColumn(name=name, multi_valued=True, weighted=weighted[name]) for name in wanted or weighted)
-    return Layout(
+    return RawLayout(
         labels=("label",),
         dense=(),
         sparse=sparse,

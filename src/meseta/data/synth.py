@@ -56,7 +56,7 @@ _MISSING_STEPS = 2048
 
 
 @dataclass(frozen=True)
-class Rows:
+class LogRows:
     """Consecutive rows of a log."""
 
     label: NDArray[np.int8]
@@ -76,8 +76,8 @@ class Rows:
     def __len__(self) -> int:
         return len(self.label)
 
-    def __getitem__(self, part: slice) -> Rows:
-        return Rows(self.label[part], self.dense[:, part], self.ids[:, part], self.bins[part])
+    def __getitem__(self, part: slice) -> LogRows:
+        return LogRows(self.label[part], self.dense[:, part], self.ids[:, part], self.bins[part])
 
 
 @dataclass(frozen=True)
@@ -105,13 +105,13 @@ class ClickLog:
         dense, ids, _ = self._inputs(_CALIBRATION_CHUNK)
         return Teacher(self.seed, dense, ids)
 
-    def chunk(self, index: int) -> Rows:
+    def chunk(self, index: int) -> LogRows:
         """Rows index * CHUNK_ROWS to (index + 1) * CHUNK_ROWS - 1."""
         dense, ids, uniform = self._inputs(index)
         bins = self.teacher.bins(dense, ids)
-        return Rows((uniform < PROBABILITIES[bins]).astype(np.int8), dense, ids, bins)
+        return LogRows((uniform < PROBABILITIES[bins]).astype(np.int8), dense, ids, bins)
 
-    def rows(self, begin: int, end: int) -> Iterator[Rows]:
+    def rows(self, begin: int, end: int) -> Iterator[LogRows]:
         """Rows begin to end - 1, in pieces that lie inside one chunk."""
         for index in range(begin // CHUNK_ROWS, -(-end // CHUNK_ROWS)):
             first = index * CHUNK_ROWS
@@ -170,7 +170,7 @@ def _text_tables() -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
     return counts, np.array([b"%04x" % n for n in range(65_536)], "S4").view(np.uint32)
 
 
-def encode_tsv(rows: Rows) -> bytes:
+def encode_tsv(rows: LogRows) -> bytes:
     """The rows as lines of text: each field in a slot of fixed width padded with NUL, then all NULs removed."""
     counts, hexadecimal = _text_tables()
     words = np.zeros((len(rows), 2 + 2 * NUM_DENSE + 3 * NUM_SPARSE), np.uint32)
@@ -299,7 +299,7 @@ def _remove_log(out: Path) -> None:
             path.unlink()
 
 
-def _pieces(options: SynthOptions) -> Iterator[tuple[int, Rows]]:
+def _pieces(options: SynthOptions) -> Iterator[tuple[int, LogRows]]:
     """(file, rows) in order, cut where a file or a chunk ends."""
     bounds = [k * options.num_rows // options.num_files for k in range(options.num_files + 1)]
     file = 0
@@ -314,7 +314,7 @@ def _pieces(options: SynthOptions) -> Iterator[tuple[int, Rows]]:
 
 
 def _write_file(
-    options: SynthOptions, name: str, pieces: Iterator[Rows], on_rows: Callable[[int], None] | None
+    options: SynthOptions, name: str, pieces: Iterator[LogRows], on_rows: Callable[[int], None] | None
 ) -> Tally:
     tally = Tally.empty()
     with ExitStack() as stack:

@@ -9,7 +9,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from meseta.data.raw_rows import RawRows, RawSparse, is_label, log1p
-from meseta.data.schema import Layout, SparseColumn
+from meseta.data.schema import RawLayout, SparseColumn
 from meseta.data.values import bucket_rows, cross, first_no_time, group_keys, seconds_of_column
 from meseta.spec import MesetaError
 from meseta.spec.weights import RULE, is_weight
@@ -35,7 +35,7 @@ class RowColumns(Protocol):
         """What to raise for a value; `row` counts from 0 in the block, `problem` follows the value."""
 
 
-def read_rows(columns: RowColumns, layout: Layout, num_rows: int) -> RawRows:
+def read_rows(columns: RowColumns, layout: RawLayout, num_rows: int) -> RawRows:
     """Check and convert `num_rows` rows. Raises MesetaError naming the file, the row or line, and the column."""
     dense = [_dense(columns, layout, name) for name in layout.dense]
     return RawRows(
@@ -65,7 +65,7 @@ def _floats(numbers: pa.Array) -> NDArray[np.float64]:
     return numbers.to_numpy(zero_copy_only=False)
 
 
-def _dense(columns: RowColumns, layout: Layout, name: str) -> tuple[NDArray[np.float32], int]:
+def _dense(columns: RowColumns, layout: RawLayout, name: str) -> tuple[NDArray[np.float32], int]:
     """Logarithms [n], and how many values are there and not finite."""
     numbers = columns.numbers(name)
     values = _only_finite(_floats(numbers))
@@ -101,7 +101,7 @@ def _time(columns: RowColumns, name: str) -> NDArray[np.float64]:
         raise columns.error(first_no_time(column), name, rule) from None
 
 
-def _sparse(columns: RowColumns, layout: Layout, column: SparseColumn, num_rows: int) -> RawSparse:
+def _sparse(columns: RowColumns, layout: RawLayout, column: SparseColumn, num_rows: int) -> RawSparse:
     if column.buckets is not None:
         return RawSparse(bucket_rows(_finite(columns, column.buckets.column), column.buckets.boundaries))
     if column.is_empty:
@@ -111,6 +111,6 @@ def _sparse(columns: RowColumns, layout: Layout, column: SparseColumn, num_rows:
     return columns.sparse(column)
 
 
-def _crossed(columns: RowColumns, layout: Layout, name: str) -> pa.Array:
+def _crossed(columns: RowColumns, layout: RawLayout, name: str) -> pa.Array:
     buckets = layout.buckets_of(name)
     return columns.texts(name) if buckets is None else bucket_rows(_finite(columns, name), buckets.boundaries)

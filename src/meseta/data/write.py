@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from meseta.data.dataset import DataFile, Split
 from meseta.data.encode import as_lists
-from meseta.data.schema import Layout
+from meseta.data.schema import RawLayout
 from meseta.data.spool import Spool
 from meseta.data.statistics import WINDOW_SAMPLES, FeatureStatistics
 from meseta.data.vocabulary import Vocabulary
@@ -30,7 +30,7 @@ ROW_GROUP_ROWS = 32_768
 class Finisher:
     """Turns encoded rows into those of the dataset, each by itself."""
 
-    layout: Layout
+    layout: RawLayout
     mean: NDArray[np.float64]
     """Of the dense columns of the training split, in the layout's order."""
     std: NDArray[np.float64]
@@ -61,7 +61,7 @@ class Finisher:
 class SplitWriter:
     """Writes the parts of one split; parts are independent, so threads may write them at the same time."""
 
-    layout: Layout
+    layout: RawLayout
     spool: Spool
     finisher: Finisher
     statistics: Mapping[str, FeatureStatistics]

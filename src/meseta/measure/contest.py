@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meseta.machine.system import System, free_memory_bytes, read_limits
-from meseta.measure.team import Member, Team, Window
+from meseta.measure.team import Member, Team, TimedWindow
 from meseta.spec import MesetaError
 
 
@@ -33,11 +33,11 @@ class Effort:
 class Timing:
     """All windows of one action."""
 
-    windows: tuple[Window, ...]
+    windows: tuple[TimedWindow, ...]
     max_others: float
 
     @property
-    def quiet(self) -> tuple[Window, ...]:
+    def quiet(self) -> tuple[TimedWindow, ...]:
         """Windows in which nobody else used the processor."""
         return tuple(window for window in self.windows if window.others <= self.max_others)
 
@@ -78,7 +78,7 @@ def run_contest(
     As many members as fit into `memory_bytes` (None: most of what is free) run at a time and take turns window by
     window; the others follow, and all of it is repeated from the start of the processes on.
     """
-    windows: dict[tuple[str, str, int], list[Window]] = {}
+    windows: dict[tuple[str, str, int], list[TimedWindow]] = {}
     outcome = Outcome()
     free_bytes = _free_bytes() if memory_bytes is None else memory_bytes
     for _ in range(effort.num_starts):
@@ -104,7 +104,7 @@ def _run_pack(
     members: Sequence[Member],
     effort: Effort,
     outcome: Outcome,
-    windows: dict[tuple[str, str, int], list[Window]],
+    windows: dict[tuple[str, str, int], list[TimedWindow]],
     log: Callable[[str], None],
 ) -> None:
     teams: dict[str, Team] = {}
@@ -154,9 +154,9 @@ def _calibrate(team: Team, action: str, num_threads: int, window_s: float) -> in
         calls *= 4
 
 
-def _window(team: Team, action: str, calls: int, num_threads: int, effort: Effort) -> Window:
+def _window(team: Team, action: str, calls: int, num_threads: int, effort: Effort) -> TimedWindow:
     """A quiet window; where none is to be had, the quietest."""
-    found: list[Window] = []
+    found: list[TimedWindow] = []
     while len(found) <= effort.num_retries:
         found.append(team.time(action, calls, num_threads))
         if found[-1].others <= effort.max_others:

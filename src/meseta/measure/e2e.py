@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from meseta.machine.processors import this_processor
 from meseta.measure.contest import Effort, Outcome, run_contest
 from meseta.measure.peers import TUNED_MALLOC, Peers
-from meseta.measure.record import Comparison
+from meseta.measure.record import PeerComparison
 from meseta.measure.team import Member, Team
 from meseta.measure.traffic import Training
 from meseta.measure.workloads import small
@@ -97,7 +97,7 @@ def members(training: Training, layout: tuple[int, int], entries: Entries, peers
             if pays:
                 found.append(member("PyTorch", plain, ("sgd", INFORMATIVE, *malloc), own_python, num_ranks))
         if "TorchRec" in peers.found:
-            entry = "meseta.measure.e2e_peers:Torchrec"
+            entry = "meseta.measure.e2e_peers:TorchrecTraining"
             for optimizer in ("sgd", "rowwise_adagrad"):
                 found.append(member("TorchRec", entry, (optimizer, "float32", *malloc), peers.python))
     return found
@@ -109,7 +109,7 @@ def measure(training: Training, contestants: Sequence[Member], effort: Effort, l
     return E2eResult(training=training, members=tuple(contestants), outcome=outcome)
 
 
-def comparisons(result: E2eResult) -> list[Comparison]:
+def comparisons(result: E2eResult) -> list[PeerComparison]:
     """Ours beside every peer on as many ranks, and ours on several ranks beside ours on one."""
     found = []
     rates = {member.title: rate for member in result.members if (rate := result.samples_per_s(member))}
@@ -124,7 +124,7 @@ def comparisons(result: E2eResult) -> list[Comparison]:
                 **result.outcome.facts[member.title]["versions"],
                 **result.outcome.facts[other.title]["versions"],
             }
-            comparison = Comparison(
+            comparison = PeerComparison(
                 benchmark="e2e",
                 case=f"{result.training.name} {' '.join(member.variant)}",
                 metric="training",

@@ -25,7 +25,7 @@ LR = 0.001
 FILL = 0.01
 
 
-class Trained(Contender):
+class TrainingPeer(Contender):
     """Steps over prepared batches; a subclass makes the model and takes a step."""
 
     packages: tuple[str, ...] = ("torch",)
@@ -98,7 +98,7 @@ def _mlp(widths: Sequence[int], *, relu_last: bool) -> nn.Sequential:
     return nn.Sequential(*(layers if relu_last else layers[:-1]))
 
 
-class Plain(Trained):
+class Plain(TrainingPeer):
     """Plain PyTorch; bfloat16 by autocast."""
 
     def build(self, optimizer: str, dense_dtype: str) -> None:
@@ -122,7 +122,7 @@ class Plain(Trained):
         return loss
 
 
-class Torchrec(Trained):
+class TorchrecTraining(TrainingPeer):
     """TorchRec's DLRM under DistributedModelParallel and its planner; its tables learn in the backward pass."""
 
     packages = ("torch", "torchrec", "fbgemm_gpu-cpu")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from meseta.measure.contest import Effort, Outcome, run_contest
 from meseta.measure.peers import TUNED_MALLOC, Peers
-from meseta.measure.record import Comparison
+from meseta.measure.record import PeerComparison
 from meseta.measure.team import Member, Team
 from meseta.measure.traffic import Traffic
 from meseta.measure.workloads import small
@@ -141,7 +141,7 @@ def measure(
     return OpsResult(traffic=traffic, optimizer=optimizer, lines=tuple(lines), outcome=outcome)
 
 
-def comparisons(result: OpsResult) -> list[Comparison]:
+def comparisons(result: OpsResult) -> list[PeerComparison]:
     """Every figure of ours beside the peers', the gather limit, one thread and the model, for the history."""
     found = []
     for line in result.lines:
@@ -153,7 +153,7 @@ def comparisons(result: OpsResult) -> list[Comparison]:
         for metric, value, unit, peer, peer_value in _pairs(result, line, ours, other):
             if not value or not peer_value:
                 continue
-            comparison = Comparison(
+            comparison = PeerComparison(
                 benchmark="ops",
                 case=f"{result.traffic.name} {threads} {' '.join(ours.member.variant)}",
                 metric=metric,

@@ -11,7 +11,7 @@ import torch
 from meseta.embedding import EmbeddingBagCollection
 from meseta.jagged import KeyedJaggedTensor
 from meseta.measure.contender import Contender
-from meseta.measure.gather_limit import Prefetch, best_prefetches, gather
+from meseta.measure.gather_limit import PrefetchHint, best_prefetches, gather
 from meseta.measure.traffic import IdBatch, Traffic, make_batches
 from meseta.measure.workloads import make_optimizer
 from meseta.ops.core import instruction_set
@@ -73,7 +73,7 @@ class Ours(Contender):
         self.bounds: list[int] = [0, *np.cumsum(counts).tolist()]
         torch.manual_seed(0)
         self.gradient = 0.01 * torch.randn(self.traffic.batch_size, sum(self.traffic.dims))
-        self.prefetches: dict[int, list[Prefetch]] = {}
+        self.prefetches: dict[int, list[PrefetchHint]] = {}
         self.actions = {"lookup": self._lookup, "operator": self._operator, "step": self._step, "limit": self._limit}
 
     def facts(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ COLUMNS = ("date", "commit", "benchmark", "case", "metric", "value", "unit", "pe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class PeerComparison:
     """One figure beside another of the same run."""
 
     benchmark: str
@@ -38,7 +38,7 @@ class Comparison:
         return self.peer_value / self.value if better_when_small else self.value / self.peer_value
 
 
-def append(path: Path, comparisons: Sequence[Comparison]) -> None:
+def append(path: Path, comparisons: Sequence[PeerComparison]) -> None:
     """Add a line per comparison; a new file begins with the names of the columns."""
     is_new = not path.exists()
     about = (datetime.date.today().isoformat(), commit_with_changes()), hardware()
@@ -49,7 +49,7 @@ def append(path: Path, comparisons: Sequence[Comparison]) -> None:
         writer.writerows(_row(comparison, *about) for comparison in comparisons)
 
 
-def _row(c: Comparison, when: tuple[str, str], machine: str) -> list[str]:
+def _row(c: PeerComparison, when: tuple[str, str], machine: str) -> list[str]:
     versions = " ".join(f"{name} {version}" for name, version in c.versions.items())
     return [
         *when,

@@ -64,7 +64,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Window:
+class TimedWindow:
     """One timed stretch of calls."""
 
     seconds_per_call: float
@@ -91,13 +91,13 @@ class Team:
             self.close()
             raise
 
-    def time(self, action: str, calls: int, num_threads: int) -> Window:
+    def time(self, action: str, calls: int, num_threads: int) -> TimedWindow:
         """Run an action on every rank; the seconds are rank 0's, between barriers."""
         pids = [os.getpid(), *(process.pid for process in self._processes)]
         before, start_s = processor_s(pids), time.perf_counter()
         seconds = self.request({"time": action, "calls": calls, "threads": num_threads})
         elapsed_s, after = time.perf_counter() - start_s, processor_s(pids)
-        return Window(seconds_per_call=seconds / calls, others=after.others_since(before, elapsed_s))
+        return TimedWindow(seconds_per_call=seconds / calls, others=after.others_since(before, elapsed_s))
 
     def ask(self, method: str, **arguments: Any) -> Any:
         """Call a method of the contender on every rank and return what rank 0's returned."""

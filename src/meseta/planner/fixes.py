@@ -24,7 +24,7 @@ _HALVES: dict[TableDtype, TableDtype] = {"float32": "float16", "float64": "float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class PlanTask:
     """What a plan is made for."""
 
     workload: Workload
@@ -39,7 +39,7 @@ class Fix:
 
     text: str
     """What to change."""
-    task: Task
+    task: PlanTask
     """The changed task."""
     step_s: float
     """Seconds of a step under the plan that the search finds then."""
@@ -88,7 +88,7 @@ def _stuck(problem: Problem, menu: Menu) -> list[tuple[str, float]]:
     ]
 
 
-def fits(task: Task) -> bool:
+def fits(task: PlanTask) -> bool:
     """Whether a construction finds room for all tables: a quick yes is sure, a no is not."""
     topology = task.topology
     for spill in (False, True) if topology.host_bytes or topology.disk_bytes else (False,):
@@ -105,7 +105,7 @@ def fits(task: Task) -> bool:
     return False
 
 
-def fixes(task: Task, plan_step_s: Callable[[Task], float | None]) -> list[Fix]:
+def fixes(task: PlanTask, plan_step_s: Callable[[PlanTask], float | None]) -> list[Fix]:
     """Changes of one kind each, the shortest step first, those that take more machines last.
 
     Args:
@@ -120,10 +120,10 @@ def fixes(task: Task, plan_step_s: Callable[[Task], float | None]) -> list[Fix]:
     return [fix for _, _, fix in sorted(found, key=lambda one: one[:2])]
 
 
-def _changes(task: Task) -> Iterator[tuple[bool, str, Task]]:
+def _changes(task: PlanTask) -> Iterator[tuple[bool, str, PlanTask]]:
     """(whether it takes more machines, what to change, the changed task), each the least of its kind that fits."""
     largest = sorted(task.workload.tables, key=lambda t: (-t.num_embeddings * t.embedding_dim, t.name))
-    kinds: list[tuple[Callable[[Task, Sequence[TableSpec]], tuple[str, Task]], list[TableSpec]]] = [
+    kinds: list[tuple[Callable[[PlanTask, Sequence[TableSpec]], tuple[str, PlanTask]], list[TableSpec]]] = [
         (_row_wise, [t for t in largest if task.constraints.rule(t.name).sharding is not None]),
         (_half, [t for t in largest if _may_halve(t, task.constraints)]),
         (_any_tier, [t for t in largest if _is_tied(t, task)]),
@@ -140,12 +140,15 @@ def _changes(task: Task) -> Iterator[tuple[bool, str, Task]]:
 
 
 def _changed(
-    task: Task, make: Callable[[Task, Sequence[TableSpec]], tuple[str, Task]], tables: Sequence[TableSpec], count: int
-) -> Task:
+    task: PlanTask,
+    make: Callable[[PlanTask, Sequence[TableSpec]], tuple[str, PlanTask]],
+    tables: Sequence[TableSpec],
+    count: int,
+) -> PlanTask:
     return make(task, tables[:count])[1]
 
 
-def _least(most: int, change: Callable[[int], Task]) -> int | None:
+def _least(most: int, change: Callable[[int], PlanTask]) -> int | None:
     """The smallest count from 1 to `most` after which a plan exists; None where none is enough."""
     if not most or not fits(change(most)):
         return None
@@ -156,7 +159,7 @@ def _least(most: int, change: Callable[[int], Task]) -> int | None:
     return high
 
 
-def _row_wise(task: Task, tables: Sequence[TableSpec]) -> tuple[str, Task]:
+def _row_wise(task: PlanTask, tables: Sequence[TableSpec]) -> tuple[str, PlanTask]:
     """Rows may be cut."""
     ranks = task.topology.num_ranks
     return (
@@ -169,7 +172,7 @@ def _row_wise(task: Task, tables: Sequence[TableSpec]) -> tuple[str, Task]:
     )
 
 
-def _half(task: Task, tables: Sequence[TableSpec]) -> tuple[str, Task]:
+def _half(task: PlanTask, tables: Sequence[TableSpec]) -> tuple[str, PlanTask]:
     """Rows of half as many bytes."""
     names = {table.name for table in tables}
     changed = tuple(replace(t, dtype=_HALVES[t.dtype]) if t.name in names else t for t in task.workload.tables)
@@ -184,26 +187,26 @@ def _may_halve(table: TableSpec, constraints: Constraints) -> bool:
     return table.dtype in _HALVES and (allowed is None or _HALVES[table.dtype] in allowed)
 
 
-def _any_tier(task: Task, tables: Sequence[TableSpec]) -> tuple[str, Task]:
+def _any_tier(task: PlanTask, tables: Sequence[TableSpec]) -> tuple[str, PlanTask]:
     """Memories that constraints forbid."""
     tiers = task.topology.tiers
     text = f"allow the tiers {', '.join(tiers)} for {_names(tables)}"
     return text, _with_rules(task, tables, lambda rule: replace(rule, tiers=tiers))
 
 
-def _is_tied(table: TableSpec, task: Task) -> bool:
+def _is_tied(table: TableSpec, task: PlanTask) -> bool:
     """Whether constraints keep a table out of a memory that the topology has."""
     tiers = task.constraints.rule(table.name).tiers
     return tiers is not None and bool(task.topology.host_bytes or task.topology.disk_bytes)
 
 
-def _with_rules(task: Task, tables: Sequence[TableSpec], change: Callable[[TableRule], TableRule]) -> Task:
+def _with_rules(task: PlanTask, tables: Sequence[TableSpec], change: Callable[[TableRule], TableRule]) -> PlanTask:
     rules = dict(task.constraints.tables)
     rules |= {table.name: change(task.constraints.rule(table.name)) for table in tables}
     return replace(task, constraints=replace(task.constraints, tables=rules))
 
 
-def _looser(task: Task) -> Iterator[tuple[str, Task]]:
+def _looser(task: PlanTask) -> Iterator[tuple[str, PlanTask]]:
     """Limits of the constraints that can be dropped."""
     constraints = task.constraints
     if constraints.max_tables_per_rank is not None:
@@ -214,11 +217,11 @@ def _looser(task: Task) -> Iterator[tuple[str, Task]]:
         yield "drop the groups that are apart", replace(task, constraints=replace(constraints, apart=()))
 
 
-def _more_machines(task: Task) -> Iterator[tuple[bool, str, Task]]:
+def _more_machines(task: PlanTask) -> Iterator[tuple[bool, str, PlanTask]]:
     """More hosts, and DRAM of hosts for tables."""
     topology = task.topology
 
-    def hosts(extra: int) -> Task:
+    def hosts(extra: int) -> PlanTask:
         return replace(task, topology=replace(topology, num_hosts=topology.num_hosts + extra))
 
     num_bytes = sum(cell_bytes(t, t.num_embeddings, t.embedding_dim) for t in task.workload.tables)
@@ -231,7 +234,7 @@ def _more_machines(task: Task) -> Iterator[tuple[bool, str, Task]]:
         return
     unit = max(on_devices // 4, 1)
 
-    def dram(count: int) -> Task:
+    def dram(count: int) -> PlanTask:
         return replace(task, topology=replace(topology, host_bytes=(topology.host_bytes or 0) + count * unit))
 
     missing = num_bytes // topology.num_hosts - of_host
@@ -242,7 +245,7 @@ def _more_machines(task: Task) -> Iterator[tuple[bool, str, Task]]:
         yield True, f"give tables {byte_size(host_bytes)} of DRAM on each host (host_bytes)", changed
 
 
-def _least_doubling(change: Callable[[int], Task], start: int) -> int | None:
+def _least_doubling(change: Callable[[int], PlanTask], start: int) -> int | None:
     """As `_least`, of counts from `start` up: fewer cannot be enough, and large ones take long to try."""
     count = start
     while count <= MAX_FACTOR * start and not fits(change(count)):

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 
 from meseta.planner.bound import Bound, lower_bound
 from meseta.planner.documented import documented_cost_model
-from meseta.planner.fixes import Fix, Task, fixes, too_much
+from meseta.planner.fixes import Fix, PlanTask, fixes, too_much
 from meseta.planner.judged import improve_judged
 from meseta.planner.keeping import give_up, kept_tables
 from meseta.planner.layout import Layout
@@ -101,7 +101,7 @@ def find_plan(
     constraints: Constraints | None = None,
 ) -> Planned:
     """`make_plan`, with the prediction, the runners-up and the bound beside the plan."""
-    task = Task(
+    task = PlanTask(
         workload=workload,
         topology=topology,
         cost_model=cost_model or documented_cost_model(topology.device),
@@ -114,12 +114,12 @@ def find_plan(
     raise DoesNotFitError(too_much(found), fixes(task, _step_s))
 
 
-def _step_s(task: Task) -> float | None:
+def _step_s(task: PlanTask) -> float | None:
     found = _find(task)
     return found.prediction.step_s if isinstance(found, Planned) else None
 
 
-def _find(task: Task) -> Planned | Problem:
+def _find(task: PlanTask) -> Planned | Problem:
     """The best plan; where nothing fits, the problem that was searched last."""
     workload, topology, constraints = task.workload, task.topology, task.constraints
     loads = WorkloadLoads(workload)

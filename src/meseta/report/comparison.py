@@ -10,7 +10,7 @@ from typing import Any
 
 from meseta.checkpoint import list_checkpoints
 from meseta.report.differences import (
-    Difference,
+    FactDifference,
     config_facts,
     data_facts,
     differences,
@@ -93,10 +93,10 @@ class Comparison:
     """Of the figures: test, or valid where not all runs have been evaluated on test, but all on valid."""
     metrics: tuple[Metric, ...]
     """Those that at least one run has, and the main ones."""
-    config: tuple[Difference, ...]
-    data: tuple[Difference, ...]
-    plan: tuple[Difference, ...]
-    environment: tuple[Difference, ...]
+    config: tuple[FactDifference, ...]
+    data: tuple[FactDifference, ...]
+    plan: tuple[FactDifference, ...]
+    environment: tuple[FactDifference, ...]
     notes: tuple[str, ...]
     """What a reader must know before believing a difference."""
 

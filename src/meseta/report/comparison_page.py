@@ -9,7 +9,7 @@ from meseta.machine.files import write_whole
 from meseta.report.chart import Series, line_chart, row_bars
 from meseta.report.comparison import WHOLE, ComparedRun, Comparison, speed_ratio
 from meseta.report.curves import SAMPLES, SECONDS, STEPS, Progress, eval_points, last_x, train_points
-from meseta.report.differences import Difference, grouped
+from meseta.report.differences import FactDifference, grouped
 from meseta.report.document import document
 from meseta.report.markup import table, tag, text
 from meseta.report.stages import ordered, stage_colour
@@ -194,7 +194,7 @@ def _eval_series(index: int, run: ComparedRun, metric: Metric, axis: Progress) -
     return Series(name=run.label, points=points, class_=f"run-{index}", is_dots=True)
 
 
-def _differences(rows: Sequence[Difference], labels: Sequence[str]) -> str:
+def _differences(rows: Sequence[FactDifference], labels: Sequence[str]) -> str:
     """One row per key that differs, bold where a run is unlike the first; many rows are folded."""
     rows = grouped(rows)
     if not rows:

@@ -13,7 +13,7 @@ from meseta.telemetry.shown import ABSENT, count
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class FactDifference:
     """A fact that is not the same in all runs."""
 
     name: str
@@ -21,7 +21,7 @@ class Difference:
     """As a person reads them, one per run; ABSENT where a run does not have the fact."""
 
 
-def differences(records: Sequence[RunRecord], facts: Callable[[RunRecord], Mapping[str, str]]) -> list[Difference]:
+def differences(records: Sequence[RunRecord], facts: Callable[[RunRecord], Mapping[str, str]]) -> list[FactDifference]:
     """Those of `facts` that differ, in the order in which the runs name them.
 
     A run without any is unknown, not different: it has no value, and makes no difference alone.
@@ -32,7 +32,7 @@ def differences(records: Sequence[RunRecord], facts: Callable[[RunRecord], Mappi
     for name in names:
         values = tuple(one.get(name, ABSENT) for one in found)
         if len({value for value, one in zip(values, found, strict=True) if one}) > 1:
-            rows.append(Difference(name=name, values=values))
+            rows.append(FactDifference(name=name, values=values))
     return rows
 
 
@@ -90,7 +90,7 @@ def environment_facts(record: RunRecord) -> dict[str, str]:
     return {key: _plain(value) for key, value in flatten(environment) if key != "num_ranks"}
 
 
-def grouped(rows: Sequence[Difference]) -> list[Difference]:
+def grouped(rows: Sequence[FactDifference]) -> list[FactDifference]:
     """Features or tables with the same values in one row, so that 26 tables cut alike are one line."""
     names: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for row in rows:
@@ -98,7 +98,8 @@ def grouped(rows: Sequence[Difference]) -> list[Difference]:
         whole = kind not in ("table", "sparse")
         names.setdefault((row.name if whole else kind, row.values), []).append("" if whole else name)
     return [
-        Difference(name=f"{kind} {_listed(found)}".rstrip(), values=values) for (kind, values), found in names.items()
+        FactDifference(name=f"{kind} {_listed(found)}".rstrip(), values=values)
+        for (kind, values), found in names.items()
     ]
 
 

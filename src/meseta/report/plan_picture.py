@@ -20,7 +20,7 @@ MAX_NAMED = 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class DrawnPiece:
     """One shard as one rank holds it."""
 
     table: str
@@ -58,13 +58,13 @@ def plan_boxes(plan: Plan) -> str:
     return _legend(plan, held) + _columns(held, totals) if any(totals) else ""
 
 
-def pieces_by_rank(plan: Plan, bytes_per_number: int) -> dict[int, list[Piece]]:
+def pieces_by_rank(plan: Plan, bytes_per_number: int) -> dict[int, list[DrawnPiece]]:
     """What each rank holds, largest first; a replicated table is on every one of its ranks."""
-    held: dict[int, list[Piece]] = {rank: [] for rank in range(plan.num_ranks)}
+    held: dict[int, list[DrawnPiece]] = {rank: [] for rank in range(plan.num_ranks)}
     for entry in plan.tables:
         noun = {"column_wise": "columns", "table_column_wise": "columns", "grid": "piece"}.get(entry.sharding, "rows")
         for index, shard in enumerate(entry.shards):
-            piece = Piece(
+            piece = DrawnPiece(
                 table=entry.table,
                 sharding=entry.sharding,
                 part=_part(noun, index, entry.shards),
@@ -121,7 +121,7 @@ def _worst_aspect(row: Sequence[float], total: float, side: float) -> float:
     return max(side**2 * max(row) / total**2, total**2 / (side**2 * min(row)))
 
 
-def _legend(plan: Plan, held: dict[int, list[Piece]]) -> str:
+def _legend(plan: Plan, held: dict[int, list[DrawnPiece]]) -> str:
     num_tables: dict[str, int] = defaultdict(int)
     held_bytes: dict[str, int] = defaultdict(int)
     cost: dict[str, float] = defaultdict(float)
@@ -141,7 +141,7 @@ def _legend(plan: Plan, held: dict[int, list[Piece]]) -> str:
     return tag("ul", *items, class_="legend")
 
 
-def _columns(held: dict[int, list[Piece]], totals: list[int]) -> str:
+def _columns(held: dict[int, list[DrawnPiece]], totals: list[int]) -> str:
     """A figure per rank. All share one scale, so the height of a column is the rank's share of memory."""
     num_ranks = len(totals)
     width = {1: 1072.0, 2: 528.0, 3: 346.0}.get(num_ranks, 256.0 if num_ranks <= 8 else 120.0)
@@ -156,7 +156,7 @@ def _columns(held: dict[int, list[Piece]], totals: list[int]) -> str:
     return tag("div", *figures, class_="ranks", style=style)
 
 
-def _column(rank: int, pieces: Sequence[Piece], width: float, area_per_byte: float) -> str:
+def _column(rank: int, pieces: Sequence[DrawnPiece], width: float, area_per_byte: float) -> str:
     shown = [p for p in pieces if p.num_bytes * area_per_byte >= MIN_BOX_AREA]
     others = [p for p in pieces[len(shown) :] if p.num_bytes]
     areas = [p.num_bytes * area_per_byte for p in shown]
@@ -191,11 +191,11 @@ def _column(rank: int, pieces: Sequence[Piece], width: float, area_per_byte: flo
     return drawing + note
 
 
-def _hover(piece: Piece) -> str:
+def _hover(piece: DrawnPiece) -> str:
     return f"{piece.table}\n{piece.sharding}, {piece.part}\n{piece.size}\n{byte_size(piece.num_bytes)}"
 
 
-def _names(pieces: Sequence[Piece]) -> str:
+def _names(pieces: Sequence[DrawnPiece]) -> str:
     lines = [f"{p.table}: {p.size}, {byte_size(p.num_bytes)}, {p.sharding}" for p in pieces[:MAX_NAMED]]
     return "\n".join(lines + [f"and {len(pieces) - MAX_NAMED} more"] * (len(pieces) > MAX_NAMED))
 

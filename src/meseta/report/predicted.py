@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from meseta.report.markup import table, tag, text
 from meseta.report.record import RunRecord
 from meseta.spec.stages import COMPONENTS, LABELS, Component, stages_of
-from meseta.telemetry.summary import Summary
+from meseta.telemetry.summary import RunSummary
 
 MAX_RANKS = 8
 """Ranks that the page shows; of more, the mean."""
@@ -28,7 +28,7 @@ class Compared:
         return self.measured_s / self.predicted_s if self.predicted_s > 0 else None
 
 
-def compare_predicted(summary: Summary | None) -> list[Compared]:
+def compare_predicted(summary: RunSummary | None) -> list[Compared]:
     """By component, then by rank; empty for a run that has not ended, or whose summary lacks either."""
     if summary is None or summary.predicted is None or not summary.stages_s_by_rank:
         return []

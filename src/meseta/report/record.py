@@ -16,7 +16,7 @@ from meseta.spec import MesetaError, Plan
 from meseta.spec.plan_document import PLAN_NAME, read_written_plan
 from meseta.spec.yaml_text import parse_yaml
 from meseta.telemetry.lines import METRICS_NAME, EvalLine, TrainLine, read_lines, told_spoiled
-from meseta.telemetry.summary import ENVIRONMENT_NAME, SUMMARY_NAME, Best, Environment, Summary
+from meseta.telemetry.summary import ENVIRONMENT_NAME, SUMMARY_NAME, Best, Environment, RunSummary
 
 RUN_FILES = ("config.yaml", DATASET_NAME, PLAN_NAME, ENVIRONMENT_NAME, METRICS_NAME, SUMMARY_NAME)
 _OWN_FILES = ("config.yaml", PLAN_NAME, METRICS_NAME, SUMMARY_NAME)  # no prepared dataset has these
@@ -35,7 +35,7 @@ class RunRecord:
     dataset: Dataset | None
     plan: Plan | None
     environment: Environment | None
-    summary: Summary | None
+    summary: RunSummary | None
     train: tuple[TrainLine, ...]
     """By step; where a resumed run repeated a step, its later line."""
     evals: tuple[EvalLine, ...]
@@ -73,7 +73,7 @@ def read_run(run_dir: Path) -> RunRecord:
         dataset=_entry(run_dir, DATASET_NAME, Dataset, problems),
         plan=_plan(run_dir, problems),
         environment=_entry(run_dir, ENVIRONMENT_NAME, Environment, problems),
-        summary=_entry(run_dir, SUMMARY_NAME, Summary, problems),
+        summary=_entry(run_dir, SUMMARY_NAME, RunSummary, problems),
         train=train,
         evals=evals,
         problems=problems,

@@ -50,7 +50,7 @@ class Predicted(Entry):
     """Where they are from."""
 
 
-class Summary(Entry):
+class RunSummary(Entry):
     """What a run leaves when it has ended."""
 
     valid: EvalLine | None = None
@@ -114,9 +114,9 @@ class Environment(Entry):
     """Of the source tree; None outside one."""
 
 
-def read_summary(run_dir: Path) -> Summary | None:
+def read_summary(run_dir: Path) -> RunSummary | None:
     """None while the run has not ended, and for a file that nobody can read."""
     try:
-        return Summary.model_validate(parse_json(read_bounded(run_dir / SUMMARY_NAME), finite=False))
+        return RunSummary.model_validate(parse_json(read_bounded(run_dir / SUMMARY_NAME), finite=False))
     except (OSError, ValueError):
         return None

@@ -28,7 +28,7 @@ NUM_CHECKED = 5
 TOLERANCE = 1e-5
 
 
-class Ours(Contender):
+class OursTraining(Contender):
     """TrainStep on a DLRM; on several ranks through `meseta.shard`."""
 
     def __init__(self, training: dict[str, Any], optimizer: str, dense_dtype: str = "float32") -> None:
@@ -55,7 +55,7 @@ class Ours(Contender):
         self.step(_make_batch(self.samples[call % len(self.samples)]))
 
 
-class Gate(Contender):
+class TrainingGate(Contender):
     """Answers `check`."""
 
     def facts(self) -> dict[str, Any]:

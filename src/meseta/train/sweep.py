@@ -25,7 +25,7 @@ from meseta.spec import MesetaError
 from meseta.spec.splits import TEST, VALID, choosing_split
 from meseta.spec.yaml_text import parse_yaml
 from meseta.telemetry.figures import RISING
-from meseta.telemetry.summary import Summary, read_summary
+from meseta.telemetry.summary import RunSummary, read_summary
 
 FORMAT = "meseta.sweep/1"
 METRICS = ("ne", "auc", "logloss", "pr_auc")
@@ -156,7 +156,7 @@ class Trial:
         """Its settings in one line."""
         return " ".join(f"{key}={value}" for key, value in self.settings.items())
 
-    def summary(self) -> Summary | None:
+    def summary(self) -> RunSummary | None:
         """What summary.json says; None while the run is not finished."""
         summary = read_summary(self.run_dir)
         return summary if summary is not None and summary.splits else None
@@ -270,7 +270,7 @@ class Result:
     """A trial and what became of it."""
 
     trial: Trial
-    summary: Summary | None
+    summary: RunSummary | None
     """None: not finished."""
     problem: str = ""
     """Why it is not finished."""

@@ -30,7 +30,7 @@ from meseta.report import write_report
 from meseta.spec import MesetaError
 from meseta.spec.splits import TEST
 from meseta.telemetry.lines import EvalLine, Line, TrainLine
-from meseta.telemetry.summary import SUMMARY_NAME, Best, Chosen, Summary, TeacherFigures, read_summary
+from meseta.telemetry.summary import SUMMARY_NAME, Best, Chosen, RunSummary, TeacherFigures, read_summary
 from meseta.train.build import make_reader, place_model, plan_model, set_learning_rates, task_weights
 from meseta.train.decisions import Decisions, chosen_by_evaluations, is_evaluation_due
 from meseta.train.evaluate import check_segments, evaluate
@@ -164,7 +164,7 @@ class Trainer:
             self.saver.copy_all()
         return checkpoint_path(self.run_dir.checkpoints, self.step)
 
-    def _run(self) -> Summary:
+    def _run(self) -> RunSummary:
         former = self.world.from_first(lambda: read_summary(self.run_dir.path))
         self.world.on_first(self._begin)
         first = self.step
@@ -462,7 +462,7 @@ class Trainer:
 
     def _summary(
         self, evaluations: Mapping[str, EvalLine], outside: dict[str, int], timed: Mapping[str, Any]
-    ) -> Summary:
+    ) -> RunSummary:
         teacher, chosen = self.dataset.teacher, chosen_by_evaluations(self.config)
         parts: dict[str, Any] = {**evaluations, **timed}
         if chosen:
@@ -470,7 +470,7 @@ class Trainer:
         if any(astuple(self.reader.left_out)):
             parts["rows_left_out"] = asdict(self.reader.left_out)
         best, newest = self._best_position, checkpoint.newest(self.run_dir.checkpoints)
-        return Summary(
+        return RunSummary(
             best=Best(**{key: value for key, value in self.best.get_state().items() if key != "num_stale"}),
             teacher=None if teacher is None else TeacherFigures(auc=teacher.auc, ne=teacher.ne),
             num_steps=self.step,

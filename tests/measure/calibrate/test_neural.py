@@ -10,7 +10,7 @@ from meseta.measure.calibrate import run
 from meseta.measure.calibrate.combinations import random_combination
 from meseta.measure.calibrate.networks import CostNetwork, Examples, to_arrays
 from meseta.measure.calibrate.neural import (
-    Exchanged,
+    TimedExchange,
     bytes_between,
     examples_of,
     exchange_seconds,
@@ -40,12 +40,12 @@ def combinations(number: int) -> list[Measured]:
     return [replace(own, lookup_s=1e-5 + max(own.lookup_s, 6.0 * own.lookup_s - 5.0 * middle)) for own in found]
 
 
-def collectives() -> list[Exchanged]:
+def collectives() -> list[TimedExchange]:
     """Bytes beyond a megabyte go three times as slowly, as when a buffer is full; no latency and bandwidth say that."""
     found = []
     for own in random_exchanges(2):
         most = float(np.maximum(own.sent_inside, own.received_inside).max())
-        found.append(Exchanged(own, 1e-4 + (most + 2.0 * max(most - 1e6, 0.0)) / 1e9))
+        found.append(TimedExchange(own, 1e-4 + (most + 2.0 * max(most - 1e6, 0.0)) / 1e9))
     return found
 
 

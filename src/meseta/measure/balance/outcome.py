@@ -15,7 +15,7 @@ from meseta.spec import MesetaError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class BalanceOutcome:
     """All planners on one task."""
 
     seed: int
@@ -36,11 +36,11 @@ class Outcome:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(line: str) -> Outcome:
+    def from_json(line: str) -> BalanceOutcome:
         """The inverse of `to_json`; raises ValueError, KeyError or TypeError for anything else."""
         document = json.loads(line)
         costs = {name: _cost(own) for name, own in document["costs"].items()}
-        return Outcome(**{**document, "costs": costs})
+        return BalanceOutcome(**{**document, "costs": costs})
 
 
 def _cost(document: dict[str, Any]) -> Cost:
@@ -48,7 +48,7 @@ def _cost(document: dict[str, Any]) -> Cost:
     return Cost(**fields)
 
 
-def read_outcomes(path: Path, judged_by: str) -> list[Outcome]:
+def read_outcomes(path: Path, judged_by: str) -> list[BalanceOutcome]:
     """What a file holds; nothing where there is none. A last line that an interruption cut off is dropped from it.
 
     Raises MesetaError for a file of something else, and for outcomes judged by another cost model."""
@@ -61,7 +61,7 @@ def read_outcomes(path: Path, judged_by: str) -> list[Outcome]:
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            outcome = Outcome.from_json(line)
+            outcome = BalanceOutcome.from_json(line)
         except (ValueError, KeyError, TypeError) as error:
             raise MesetaError(f"{path}, line {number} is no outcome of a task ({error}); name another file") from None
         if outcome.judged_by != judged_by:
@@ -87,7 +87,7 @@ class Versus:
     """Share of tasks in which ours costs less."""
 
 
-def ratios_to(outcomes: Sequence[Outcome], ours: str, others: Sequence[str]) -> list[float]:
+def ratios_to(outcomes: Sequence[BalanceOutcome], ours: str, others: Sequence[str]) -> list[float]:
     """Cost of `ours` over that of the best of `others`, of every task in which it and one of them has a plan."""
     found = []
     for outcome in outcomes:
@@ -108,6 +108,6 @@ def versus(ratios: Sequence[float]) -> Versus:
     )
 
 
-def success(outcomes: Sequence[Outcome], planners: Sequence[str]) -> float:
+def success(outcomes: Sequence[BalanceOutcome], planners: Sequence[str]) -> float:
     """Share of tasks in which one of the planners has a plan that fits."""
     return sum(any(name in own.costs for name in planners) for own in outcomes) / max(len(outcomes), 1)

@@ -32,7 +32,7 @@ _TO_OWNERS = "ids"
 
 
 @dataclass(frozen=True)
-class Score:
+class FitScore:
     """How well one cost model predicts what it has not seen."""
 
     error: Error
@@ -41,15 +41,15 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class FitComparison:
     """The constants alone beside the networks that correct them."""
 
-    constants: Score
-    networks: Score
+    constants: FitScore
+    networks: FitScore
 
 
 @dataclass(frozen=True)
-class Exchanged:
+class TimedExchange:
     """What a collective between devices of one host took."""
 
     collective: Collective
@@ -58,7 +58,7 @@ class Exchanged:
 
 def calibrate_networks(
     found: Calibration, num_ranks: int, log: Callable[[str, float], None]
-) -> tuple[CostModel, dict[str, Comparison]]:
+) -> tuple[CostModel, dict[str, FitComparison]]:
     """Measure more collectives, between `num_ranks` and DEVICES processes, and train networks on them and on what a
     calibration has measured; `log` and the result are as in `learn`. Raises MesetaError where a process fails."""
     model = found.cost_model
@@ -72,12 +72,12 @@ def calibrate_networks(
 def learn(
     measured: Sequence[Measured],
     rounds: Sequence[Sequence[Measured]],
-    exchanged: Sequence[Exchanged],
+    exchanged: Sequence[TimedExchange],
     cost_model: CostModel,
     *,
     source: str,
     log: Callable[[str, float], None],
-) -> tuple[CostModel, dict[str, Comparison]]:
+) -> tuple[CostModel, dict[str, FitComparison]]:
     """Train networks for a fitted cost model on what it was fitted to.
 
     Each network is a small copy of NeuroShard's (D. Zha et al., arXiv 2305.01868, section 3.2), with two changes: it
@@ -106,8 +106,8 @@ def learn(
 
 
 def compare(
-    rounds: Sequence[Sequence[Measured]], exchanged: Sequence[Exchanged], cost_model: CostModel
-) -> dict[str, Comparison]:
+    rounds: Sequence[Sequence[Measured]], exchanged: Sequence[TimedExchange], cost_model: CostModel
+) -> dict[str, FitComparison]:
     """Constants and networks of a cost model on what they have not seen: all measurements of the same combinations, and
     each eighth collective."""
     models = (replace(cost_model, neural=None), cost_model)
@@ -115,13 +115,13 @@ def compare(
     predicted = [np.array([rank_of(own, model) for own in rounds[0]]) for model in models]
     found = {}
     for number, name in enumerate(("lookup", "update")):
-        found[name] = Comparison(*(score_of(own[:, number], took[:, :, number]) for own in predicted))
+        found[name] = FitComparison(*(score_of(own[:, number], took[:, :, number]) for own in predicted))
     for num_ranks in cost_model.neural.collectives if cost_model.neural else ():
         every = [one for one in exchanged if len(one.collective.sent_inside) == num_ranks]
         held = [one for number, one in enumerate(every) if _is_held_out(number)]
         seconds = np.array([[one.seconds for one in held]])
         both = [np.array([exchange_seconds(one.collective, model) for one in held]) for model in models]
-        found[f"collectives, {num_ranks} devices"] = Comparison(*(score_of(own, seconds) for own in both))
+        found[f"collectives, {num_ranks} devices"] = FitComparison(*(score_of(own, seconds) for own in both))
     return found
 
 
@@ -138,14 +138,14 @@ def exchange_seconds(own: Collective, cost_model: CostModel) -> float:
     return float(own.seconds(cost_model, topology).max()) * collective_ratio(cost_model, topology, own)
 
 
-def score_of(predicted: Floats, measured: Floats) -> Score:
+def score_of(predicted: Floats, measured: Floats) -> FitScore:
     """Errors of predictions [n] of the medians of rounds [r, n], and the correlation of the ranks of both."""
     if len(predicted) < 2:
-        return Score(error_of(predicted, measured), 0.0)
+        return FitScore(error_of(predicted, measured), 0.0)
     both = np.stack([predicted, np.median(measured, axis=0)])
     ranks = np.argsort(np.argsort(both, axis=1, kind="stable"), axis=1)
     correlation = np.atleast_2d(np.corrcoef(ranks))
-    return Score(error_of(predicted, measured), float(correlation[0, 1]))
+    return FitScore(error_of(predicted, measured), float(correlation[0, 1]))
 
 
 def examples_of(measured: Sequence[Measured], cost_model: CostModel, number: int) -> Examples:
@@ -162,7 +162,7 @@ def examples_of(measured: Sequence[Measured], cost_model: CostModel, number: int
     return Examples.of_ranks(ranks, np.array(target))
 
 
-def _of_collectives(exchanged: Sequence[Exchanged], cost_model: CostModel) -> Examples:
+def _of_collectives(exchanged: Sequence[TimedExchange], cost_model: CostModel) -> Examples:
     told = np.stack([collective_inputs(own.collective) for own in exchanged])
     constants = replace(cost_model, neural=None)
     predicted = np.array([exchange_seconds(own.collective, constants) for own in exchanged])
@@ -180,7 +180,7 @@ def _is_held_out(number: int) -> bool:
     return number % HELD_OUT == HELD_OUT - 1
 
 
-def measure_exchanges(num_ranks: int, num_threads: int, log: Callable[[str, float], None]) -> list[Exchanged]:
+def measure_exchanges(num_ranks: int, num_threads: int, log: Callable[[str, float], None]) -> list[TimedExchange]:
     """Random collectives between `num_ranks` processes of this machine: sums, and exchanges in which devices own parts
     of any size, on the way to the owners and back. Raises MesetaError where a process fails."""
     member = Member(
@@ -199,7 +199,7 @@ def measure_exchanges(num_ranks: int, num_threads: int, log: Callable[[str, floa
                 seconds = team.ask("time_collective", kind="all_reduce", num_bytes=num_bytes, num_rounds=NUM_CALLS)
             else:
                 seconds = team.ask("time_exchange", num_bytes=bytes_between(own), num_rounds=NUM_CALLS)
-            found.append(Exchanged(own, seconds))
+            found.append(TimedExchange(own, seconds))
     return found
 
 

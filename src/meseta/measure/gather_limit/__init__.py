@@ -27,7 +27,7 @@ BURSTS = (1, 32)
 
 
 @dataclass(frozen=True)
-class Prefetch:
+class PrefetchHint:
     """How rows are brought near before they are read."""
 
     level: int
@@ -50,7 +50,7 @@ class Gathered:
 
 
 def gather(
-    tables: Sequence[Tensor], ids: NDArray[np.int64], bounds: Sequence[int], prefetch: Prefetch, num_threads: int
+    tables: Sequence[Tensor], ids: NDArray[np.int64], bounds: Sequence[int], prefetch: PrefetchHint, num_threads: int
 ) -> Gathered:
     """Read the rows of all ids once.
 
@@ -81,10 +81,10 @@ def gather(
 
 def best_prefetches(
     tables: Sequence[Tensor], ids: NDArray[np.int64], bounds: Sequence[int], num_threads: int, *, keep: int = 3
-) -> list[Prefetch]:
+) -> list[PrefetchHint]:
     """The `keep` fastest ways to prefetch here, the fastest first; each is tried three times, in turns."""
-    ways = [Prefetch(*way) for way in itertools.product(LEVELS, DISTANCES, BURSTS)]
-    times: dict[Prefetch, list[float]] = {way: [] for way in ways}
+    ways = [PrefetchHint(*way) for way in itertools.product(LEVELS, DISTANCES, BURSTS)]
+    times: dict[PrefetchHint, list[float]] = {way: [] for way in ways}
     for _ in range(3):
         for way in ways:
             times[way].append(gather(tables, ids, bounds, way, num_threads).seconds)

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from meseta.train.metrics.grouped import GroupedFigure, auc_by_group, ndcg_by_group
 from meseta.train.metrics.ranking import BinSums, Ranking
-from meseta.train.metrics.samples import Samples, as_samples
+from meseta.train.metrics.samples import WeighedSamples, as_samples
 
 NUM_RELIABILITY_BINS = 20
 
@@ -93,7 +93,7 @@ def compute_metrics(
     return figures_of(as_samples(logits, labels, weights, groups), ndcg_k)
 
 
-def figures_of(given: Samples, ndcg_k: int | None = None) -> Metrics:
+def figures_of(given: WeighedSamples, ndcg_k: int | None = None) -> Metrics:
     """All figures of samples that have not been checked yet."""
     samples = given.counted()
     ranking = Ranking(samples)

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from meseta.spec import MesetaError
 from meseta.train.metrics.samples import (
-    Samples,
+    WeighedSamples,
     as_floats,
     as_keys,
     as_samples,
@@ -51,7 +51,7 @@ def grouped_auc(
     return auc_by_group(as_samples(scores, labels, weights, groups).counted())
 
 
-def auc_by_group(samples: Samples) -> GroupedFigure:
+def auc_by_group(samples: WeighedSamples) -> GroupedFigure:
     """`grouped_auc` of samples with groups that have been checked."""
     assert samples.groups is not None
     if not len(samples):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meseta.train.metrics.samples import Samples, losses_and_predictions
+from meseta.train.metrics.samples import WeighedSamples, losses_and_predictions
 
 _CHUNK = 1 << 15  # samples whose float64 temporaries stay in a core's cache
 
@@ -73,7 +73,7 @@ class _Side:
 class Ranking:
     """Samples sorted by class. Two plain sorts are three times faster than one argsort of all scores."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: WeighedSamples) -> None:
         self.positives = _side(samples, 1)
         self.negatives = _side(samples, 0)
         self.num_samples = len(samples)
@@ -141,7 +141,7 @@ class Ranking:
         return np.unique(np.asarray(found, dtype=many.scores.dtype))
 
 
-def _side(samples: Samples, label: int) -> _Side:
+def _side(samples: WeighedSamples, label: int) -> _Side:
     chosen = samples.labels == label
     scores = samples.logits[chosen]
     if samples.weights is None:

@@ -18,7 +18,7 @@ _BAD_LABEL = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Samples:
+class WeighedSamples:
     """Columns of n samples, as they were given or, after `counted`, checked and without those of weight 0."""
 
     logits: NDArray[np.floating]
@@ -35,16 +35,16 @@ class Samples:
     def __len__(self) -> int:
         return len(self.logits)
 
-    def take(self, places: NDArray[np.bool_]) -> Samples:
+    def take(self, places: NDArray[np.bool_]) -> WeighedSamples:
         """The samples at which `places` [n] is true."""
-        return Samples(
+        return WeighedSamples(
             logits=self.logits[places],
             labels=self.labels[places],
             weights=None if self.weights is None else self.weights[places],
             groups=None if self.groups is None else self.groups[places],
         )
 
-    def counted(self) -> Samples:
+    def counted(self) -> WeighedSamples:
         """What figures are made of: float64 weights, none of them 0, and none at all where they are equal.
 
         A sample of weight 0 is padding and may hold anything. Raises MesetaError for a weight that is neither 0 nor
@@ -60,9 +60,9 @@ class Samples:
             return kept
         weights = weights[counts]
         if len(weights) and weights.min() < weights.max():
-            return Samples(logits=kept.logits, labels=kept.labels, weights=weights, groups=kept.groups)
+            return WeighedSamples(logits=kept.logits, labels=kept.labels, weights=weights, groups=kept.groups)
         scale = float(weights[0]) if len(weights) else 1.0
-        return Samples(logits=kept.logits, labels=kept.labels, groups=kept.groups, scale=scale)
+        return WeighedSamples(logits=kept.logits, labels=kept.labels, groups=kept.groups, scale=scale)
 
     def _check(self, counts: NDArray[np.bool_]) -> None:
         is_short = self.logits.dtype == np.float32
@@ -82,14 +82,14 @@ class Samples:
 
 def as_samples(
     logits: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None, groups: ArrayLike | None = None
-) -> Samples:
+) -> WeighedSamples:
     """Columns [n] of anything array-like; float16 becomes float32, other numbers float64, keys int64.
 
     Raises MesetaError where shapes differ, a column holds no numbers, or keys are not whole ones. Values are checked by
     `Samples.counted`.
     """
     values, truth = as_scores(logits, labels)
-    return Samples(
+    return WeighedSamples(
         logits=values,
         labels=np.where(truth == 1, np.uint8(1), np.where(truth == 0, np.uint8(0), np.uint8(_BAD_LABEL))),
         weights=as_weights(weights, len(values)),

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from meseta.spec import MesetaError
 from meseta.train.metrics.figures import Metrics, figures_of
-from meseta.train.metrics.samples import Samples, as_samples, concatenated
+from meseta.train.metrics.samples import WeighedSamples, as_samples, concatenated
 
 
 class MetricWindow:
@@ -21,7 +21,7 @@ class MetricWindow:
     """
 
     def __init__(self) -> None:
-        self._parts: list[Samples] = []
+        self._parts: list[WeighedSamples] = []
 
     @property
     def num_samples(self) -> int:
@@ -47,7 +47,7 @@ class MetricWindow:
         if self._parts and (self._parts[0].groups is None) != (batch.groups is None):
             raise MesetaError("metrics: some batches of a window have groups and others have none; give groups to all")
         self._parts.append(
-            Samples(
+            WeighedSamples(
                 logits=batch.logits.copy(),
                 labels=batch.labels,
                 weights=None if batch.weights is None else batch.weights.copy(),
