@@ -1,10 +1,10 @@
-"""What one module does for all (renames, locks, processes, the environment), and names that one class has. Each rule is
-shown to bite."""
+"""What one module does for all (renames, locks, processes, the environment), and names that one class has;
+and no circle of imports. Each rule is shown to bite."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import pytest
 
@@ -87,3 +87,41 @@ def test_no_name_has_two_classes() -> None:
 def test_the_rule_of_names_bites() -> None:
     trees = [(path, ast.parse("class Window: pass")) for path in ("a.py", "b.py")]
     assert doubled_classes(trees) == {"Window": ["a.py", "b.py"]}
+
+
+def imported(tree: ast.Module, known: Collection[str]) -> Iterator[str]:
+    """Those of `known` that imports at the head of a module name, for the type checker alone too."""
+    bodies = [tree.body]
+    while bodies:
+        for node in bodies.pop():
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                yield from (name if name in known else node.module for name in names)
+            elif isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.If):
+                bodies += [node.body, node.orelse]
+
+
+def circles(trees: Iterable[tuple[str, ast.Module]]) -> set[str]:
+    """Modules that import each other, over whatever others: what is left when modules that import none of the rest, or
+    that none of the rest imports, are taken away."""
+    named = {f"meseta.{path.removesuffix('.py').removesuffix('/__init__').replace('/', '.')}": t for path, t in trees}
+    graph = {name: set(imported(tree, named)) & named.keys() - {name} for name, tree in named.items()}
+    while True:
+        wanted = {module for found in graph.values() for module in found}
+        left = {name: found for name, found in graph.items() if found and name in wanted}
+        if left.keys() == graph.keys():
+            return set(graph)
+        graph = {name: found & left.keys() for name, found in left.items()}
+
+
+def test_imports_go_in_no_circle() -> None:
+    assert circles(modules()) == set()
+
+
+def test_the_rule_of_circles_bites() -> None:
+    sources = {"a.py": "from meseta.b import C", "b.py": "if x:\n    from meseta import d", "d.py": "import meseta.a"}
+    trees = [(path, ast.parse(text)) for path, text in sources.items()]
+    assert circles(trees) == {"meseta.a", "meseta.b", "meseta.d"}
+    assert circles(trees[:2]) == set()

@@ -13,6 +13,7 @@ SUFFIXES = {
     ".py",
     ".pyi",
     ".cpp",
+    ".h",
     ".hpp",
     ".md",
     ".toml",

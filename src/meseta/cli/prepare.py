@@ -17,7 +17,8 @@ from meseta.spec import MesetaError
 if TYPE_CHECKING:
     from meseta.data.dataset import Dataset
     from meseta.data.new_rows import Unseen
-    from meseta.data.prepare import PrepareOptions, Progress
+    from meseta.data.options import PrepareOptions
+    from meseta.data.passes import Progress
     from meseta.data.schema import RawLayout
 
 MOST_SHARES = 10
@@ -162,7 +163,7 @@ def prepare(
         _refuse_beside_like(locals())
         _prepare_like(sources, out, like, force, bad_row_options(bad_rows, max_bad_rows))
         return
-    from meseta.data.prepare import PrepareOptions
+    from meseta.data.options import PrepareOptions
 
     rows, rows_by_feature = _read_hash_rows(hash_rows or [])
     options = PrepareOptions(

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from meseta.data.batch import Batch
     from meseta.data.dataset import Dataset
-    from meseta.data.prepare import PrepareOptions
+    from meseta.data.options import PrepareOptions
     from meseta.data.reader import Reader, ReaderOptions
 
 _HOME = {
     "Batch": "meseta.data.batch",
     "Dataset": "meseta.data.dataset",
-    "PrepareOptions": "meseta.data.prepare",
+    "PrepareOptions": "meseta.data.options",
     "Reader": "meseta.data.reader",
     "ReaderOptions": "meseta.data.reader",
 }

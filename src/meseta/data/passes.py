@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from meseta.data.bad_rows import BadRowCounter, GoodParts, good_parts
 from meseta.data.dataset import DataFile, Dataset, SourceFile, Split, TeacherMetrics
 from meseta.data.encode import EncodedBlock, Encoder
 from meseta.data.features import Tables, describe_dense, describe_sparse, source_form
+from meseta.data.options import PrepareOptions
 from meseta.data.sources import Block, Place, Source, read_blocks
 from meseta.data.spool import Spool
 from meseta.data.staging import Staging
@@ -25,9 +25,6 @@ from meseta.data.vocabulary import VocabularyCounter
 from meseta.data.workers import in_order
 from meseta.data.write import Finisher, SplitWriter
 from meseta.spec import MesetaError
-
-if TYPE_CHECKING:
-    from meseta.data.prepare import PrepareOptions
 
 Progress = Callable[[str, int, float], None]
 """Called with the stage ('scan', 'read' or 'write'), its rows so far, and how much of it is done, 0 to 1.

@@ -7,14 +7,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from meseta.data.options import PrepareOptions
 from meseta.data.sources import Source
 from meseta.machine.remote import is_url
 from meseta.spec import MesetaError
-
-if TYPE_CHECKING:
-    from meseta.data.prepare import PrepareOptions
 
 RECORD_NAME = "prepare.json"
 _NO_PART_OF_THE_RESULT = {"sources", "test_files", "valid_files", "out", "force", "num_threads"}

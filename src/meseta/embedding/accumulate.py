@@ -17,7 +17,7 @@ from meseta.ops.row_update import Bags
 
 
 @dataclass(frozen=True)
-class Segment:
+class GradientSegment:
     """Ids of a micro-batch and the upstream gradients that their rows receive.
 
     What is kept is the gradient of each bag beside its ids, not one of each row: the rows of a bag share it, and their
@@ -36,11 +36,11 @@ class Segment:
     """Routes whose gradients are per id."""
 
 
-def local_segment(ids: KeyedJaggedTensor, gradients: Sequence[Tensor], unpooled: Sequence[int]) -> Segment:
+def local_segment(ids: KeyedJaggedTensor, gradients: Sequence[Tensor], unpooled: Sequence[int]) -> GradientSegment:
     """Of the samples of one rank, by feature."""
     sizes = tuple(b - a for a, b in pairwise(ids.key_offsets))
     bags = Bags(ids.values, ids.offsets, ids.batch_size, ids.weights)
-    return Segment(
+    return GradientSegment(
         ids=OwnedIds(bags=bags, lengths=ids.lengths, sizes=sizes),
         batch_sizes=(ids.batch_size,),
         counts=(sizes,),
@@ -49,7 +49,7 @@ def local_segment(ids: KeyedJaggedTensor, gradients: Sequence[Tensor], unpooled:
     )
 
 
-def join(segments: Sequence[Segment]) -> Segment:
+def join(segments: Sequence[GradientSegment]) -> GradientSegment:
     """One segment, its samples ordered by (rank, micro-batch, sample).
 
     A rank's micro-batches are consecutive parts of its slice, so this is the order of the whole batch.
@@ -78,7 +78,7 @@ def join(segments: Sequence[Segment]) -> Segment:
     gradients = [_by_rank([s.gradients[m] for s in segments], own) for m, own in enumerate(sizes_of)]
     bags = Bags(ids, lengths_to_offsets(lengths), sum(sum(s.batch_sizes) for s in segments), weights)
     sizes = tuple(sum(s.ids.sizes[route] for s in segments) for route in routes)
-    return Segment(
+    return GradientSegment(
         ids=OwnedIds(bags=bags, lengths=lengths, sizes=sizes),
         batch_sizes=tuple(sum(s.batch_sizes[rank] for s in segments) for rank in ranks),
         counts=tuple(tuple(sum(s.counts[rank][route] for s in segments) for route in routes) for rank in ranks),
@@ -87,7 +87,7 @@ def join(segments: Sequence[Segment]) -> Segment:
     )
 
 
-def combine(segments: Sequence[Segment]) -> tuple[OwnedIds, tuple[Tensor, ...]]:
+def combine(segments: Sequence[GradientSegment]) -> tuple[OwnedIds, tuple[Tensor, ...]]:
     """Ids and gradients of groups of features with batch sizes of their own, as those of one batch: routes and matrices
     one group after the other, where the smaller ones have empty bags at the end."""
     if len(segments) == 1:
@@ -112,7 +112,7 @@ def combine(segments: Sequence[Segment]) -> tuple[OwnedIds, tuple[Tensor, ...]]:
     return OwnedIds(bags=bags, lengths=whole, sizes=sizes), tuple(gradients)
 
 
-def join_passes(passes: Sequence[Sequence[Segment]]) -> tuple[OwnedIds, tuple[Tensor, ...]]:
+def join_passes(passes: Sequence[Sequence[GradientSegment]]) -> tuple[OwnedIds, tuple[Tensor, ...]]:
     """Ids and gradients of all backward passes, each of which has a segment for every group of features."""
     return combine([join(of_group) for of_group in zip(*passes, strict=True)])
 

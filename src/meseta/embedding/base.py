@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meseta.comm import BatchSlice, World
-from meseta.embedding.accumulate import Segment
+from meseta.embedding.accumulate import GradientSegment
 from meseta.embedding.feature_group import group_features
 from meseta.embedding.flight import Flight, GroupPart, IdsOutside, Timer, untimed
 from meseta.jagged import Embeddings, JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -84,7 +84,7 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
         self._backward: tuple[int, BatchSlice | None] = (NO_BACKWARD, None)
         """Number of the last backward pass, and the slice of its batch."""
         self._is_accumulating = False
-        self._kept: list[list[Segment]] = []
+        self._kept: list[list[GradientSegment]] = []
         """Of each backward pass of `accumulating`: a segment per group."""
         self._table = {table.name: table for table in self.tables}
         self.groups = group_features(self.features, self._table)

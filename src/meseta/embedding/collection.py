@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meseta.comm import World
-from meseta.embedding.accumulate import Segment, join_passes, local_segment
+from meseta.embedding.accumulate import GradientSegment, join_passes, local_segment
 from meseta.embedding.base import Collection, UpdateInBackward
 from meseta.embedding.feature_group import FeatureGroup
 from meseta.embedding.flight import Flight
@@ -53,7 +53,7 @@ class LocalLookup:
         single = ids.select([f.name for f in self.group.row_features])
         return [pooled, *row_lookup(self._single, single.values, single.key_offsets)]
 
-    def segment(self, ids: KeyedJaggedTensor, gradients: Sequence[Tensor]) -> Segment:
+    def segment(self, ids: KeyedJaggedTensor, gradients: Sequence[Tensor]) -> GradientSegment:
         """Ids and what their rows receive, for the gradients of what a lookup returned."""
         of_bags, *of_rows = gradients
         return local_segment(ids, (self.group.gradient_of_sums(of_bags, ids.lengths), *of_rows), self.group.unpooled)

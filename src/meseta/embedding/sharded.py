@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meseta.comm import Pending, World
-from meseta.embedding.accumulate import Segment, join_passes
+from meseta.embedding.accumulate import GradientSegment, join_passes
 from meseta.embedding.base import Collection, UpdateInBackward
 from meseta.embedding.collection import EmbeddingBagCollection
 from meseta.embedding.exchange import Exchanged, OwnedIds, Started
@@ -94,7 +94,7 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         self.num_stat_exchanges = max(stages, default=0)
         """Stages of sums over rows that lie in column shards: every rank exchanges so many times per step."""
         self.replicas = Replicas(self.lookups, self.shards, plan, world)
-        self._kept_local: list[list[Segment]] = []
+        self._kept_local: list[list[GradientSegment]] = []
 
     @property
     def shards(self) -> tuple[TableStorage, ...]:
@@ -185,13 +185,13 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         self.step += 1
         return ()
 
-    def _received(self, legs: Sequence[Leg], sent: Sequence[Pending], stage_timer: Timer) -> list[Segment]:
+    def _received(self, legs: Sequence[Leg], sent: Sequence[Pending], stage_timer: Timer) -> list[GradientSegment]:
         """What came to the rows of this rank."""
         with stage_timer("gradient_dist"):
             each = zip(legs, sent, strict=True)
             return [leg.lookup.received(leg.exchanged, leg.owned, pending) for leg, pending in each]
 
-    def _at_home(self, legs: Sequence[Leg], scale: float = 1.0) -> list[Segment]:
+    def _at_home(self, legs: Sequence[Leg], scale: float = 1.0) -> list[GradientSegment]:
         """What this rank's samples give to rows that every rank holds, of the groups that read such, times `scale`."""
         found = []
         for leg in legs:

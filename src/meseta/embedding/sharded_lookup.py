@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meseta.comm import Pending, World
-from meseta.embedding.accumulate import Segment, local_segment
+from meseta.embedding.accumulate import GradientSegment, local_segment
 from meseta.embedding.exchange import (
     Exchanged,
     OwnedIds,
@@ -264,11 +264,11 @@ class ShardedLookup:
         """Begin to send gradients of what a lookup returned, times `share`, to the owners of the rows."""
         return send_gradients(self.routing, self.world, self.group.unpooled, x, gradients, share)
 
-    def received(self, x: Exchanged, owned: OwnedIds, sent: Pending) -> Segment:
+    def received(self, x: Exchanged, owned: OwnedIds, sent: Pending) -> GradientSegment:
         """What came to the rows of this rank."""
         straight, summed, rows = receive_gradients(self.routing, self.world, x, sent)
         unpooled = tuple(range(self.routing.summed[self.world.rank].stop, len(self.routes)))
-        return Segment(owned, x.batch_sizes, x.received, (straight, summed, *rows), unpooled)
+        return GradientSegment(owned, x.batch_sizes, x.received, (straight, summed, *rows), unpooled)
 
     def places(self, by_shard: Mapping[Shard, int], position: int, matrix: int) -> dict[int, list[FeatureGradient]]:
         """By index in the collection: where the gradients of a feature's routes come in a `received` segment, of the
@@ -285,7 +285,7 @@ class ShardedLookup:
             found.setdefault(self.group.at[route.feature], []).append(place)
         return found
 
-    def at_home(self, x: Exchanged, gradients: Sequence[Tensor]) -> Segment | None:
+    def at_home(self, x: Exchanged, gradients: Sequence[Tensor]) -> GradientSegment | None:
         """What this rank's samples give to rows that every rank holds; None where there are none."""
         if x.home is None:
             return None

@@ -23,7 +23,7 @@ from meseta.embedding.flight import IdsOutside
 from meseta.measure.step_threads import StepThreads
 from meseta.pipeline.step import Model
 from meseta.spec import MesetaError, nearest
-from meseta.train.metrics import Metrics, MetricWindow, SegmentMetrics, TaskWindows, segments_of, task_figures
+from meseta.train.metrics import Metrics, MetricWindow, Segment, TaskWindows, segments_of, task_figures
 from meseta.train.metrics.tasks import Window
 from meseta.train.state import ids_outside
 
@@ -37,7 +37,7 @@ class Evaluation:
 
     tasks: dict[str, Metrics]
     """By label, in the order of the dataset."""
-    segments: dict[str, list[SegmentMetrics]] = field(default_factory=dict)
+    segments: dict[str, list[Segment]] = field(default_factory=dict)
     """Feature to figures by its values."""
     ids_outside: dict[str, int] = field(default_factory=dict)
     """Ids outside their table, by feature."""

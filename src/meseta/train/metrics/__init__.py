@@ -19,7 +19,7 @@ from meseta.train.metrics.figures import (
 )
 from meseta.train.metrics.grouped import GroupedFigure, grouped_auc, grouped_ndcg
 from meseta.train.metrics.lifetime import BinnedAuc, LifetimeMetrics, LifetimeWindow, binned_auc
-from meseta.train.metrics.tasks import SegmentMetrics, TaskWindows, segments_of, task_figures
+from meseta.train.metrics.tasks import Segment, TaskWindows, segments_of, task_figures
 from meseta.train.metrics.window import MetricWindow
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
     "MetricWindow",
     "Metrics",
     "ReliabilityBin",
-    "SegmentMetrics",
+    "Segment",
     "TaskWindows",
     "auc",
     "base_rate_entropy",

@@ -71,7 +71,7 @@ class TaskWindows(Generic[Window]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SegmentMetrics:
+class Segment:
     """Figures over the samples that share a value."""
 
     value: int | None
@@ -84,7 +84,7 @@ class SegmentMetrics:
         return {"value": self.value, **task_figures(self.metrics, ("reliability",))}
 
 
-def segments_of(windows: TaskWindows[MetricWindow], keys: NDArray[np.int64], max_segments: int) -> list[SegmentMetrics]:
+def segments_of(windows: TaskWindows[MetricWindow], keys: NDArray[np.int64], max_segments: int) -> list[Segment]:
     """Figures of the samples in `windows` by their keys [n], which come in the order of adding.
 
     The `max_segments` keys with most samples, first those with more, then those of smaller value; last all others
@@ -97,15 +97,15 @@ def segments_of(windows: TaskWindows[MetricWindow], keys: NDArray[np.int64], max
 
 def _segments(
     windows: TaskWindows[MetricWindow], which: NDArray[np.intp], chosen: NDArray[np.intp], values: NDArray[np.int64]
-) -> Iterator[SegmentMetrics]:
+) -> Iterator[Segment]:
     state = windows.get_state()
     rest = np.ones(len(which), np.bool_)
     for place in chosen.tolist():
         samples = which == place
         rest &= ~samples
-        yield SegmentMetrics(value=int(values[place]), metrics=_figures(state, samples))
+        yield Segment(value=int(values[place]), metrics=_figures(state, samples))
     if rest.any():
-        yield SegmentMetrics(value=None, metrics=_figures(state, rest))
+        yield Segment(value=None, metrics=_figures(state, rest))
 
 
 def _figures(state: Mapping[str, Mapping[str, NDArray[Any]]], samples: NDArray[np.bool_]) -> dict[str, Metrics]:
