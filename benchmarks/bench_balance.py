@@ -2,7 +2,7 @@
 
     PEER_PYTHON=/path/to/peers/bin/python python benchmarks/bench_balance.py [--cost cost.yaml] [--tasks N] [--out FILE]
 
-Tasks are those of meseta.measure.tasks, of 10 to 60 tables, to be placed on four devices of 4 GB. Planners:
+Tasks are those of meseta.measure.calibrate.tasks, of 10 to 60 tables, to be placed on four devices of 4 GB. Planners:
 
 - ours, given the cost model;
 - random: every table whole, on a random device of those with room;
@@ -38,19 +38,19 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from balance.baselines import BASELINES, baseline_plans
+from balance.outcome import BalanceOutcome, ratios_to, read_outcomes, success, versus
+from balance.shares import judge, measure_share, why_too_large
 from bench_cost_model import calibrated
 from record import record
 from torchrec_plan import Answer, Asked, ask
 
-from meseta.measure.balance.baselines import BASELINES, baseline_plans
-from meseta.measure.balance.hands import judge, why_too_large
-from meseta.measure.balance.outcome import BalanceOutcome, ratios_to, read_outcomes, success, versus
-from meseta.measure.balance.timer import measure_hand
-from meseta.measure.tasks import Task, random_task
-from meseta.measure.team import Member, Team
+from meseta.measure.calibrate.rank_timer import RankTimer
+from meseta.measure.calibrate.tasks import Task, random_task
+from meseta.measure.contest.team import Member, Team
 from meseta.planner import DoesNotFitError, find_plan
-from meseta.planner.loads import WorkloadLoads
-from meseta.planner.operators import operator_seconds
+from meseta.planner.cost.loads import WorkloadLoads
+from meseta.planner.cost.operators import operator_seconds
 from meseta.spec import CostModel, MesetaError, Plan, Topology
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,8 +84,8 @@ def main() -> None:
     missing = [seed for seed in seeds if seed not in outcomes or not outcomes[seed].has(wanted)]
     arguments = {"memory_bytes": DEVICE_BYTES}
     member = Member(
-        name="hands",
-        entry="meseta.measure.balance.timer:HandTimer",
+        name="shares",
+        contender=RankTimer,
         arguments=arguments,
         num_threads=(model.num_threads,),
     )
@@ -156,8 +156,8 @@ def judged(team: Team, task: Task, answer: Answer | str | None, model: CostModel
             plans[name] = plan
         else:
             failures[name] = str(why)
-    time_hand = partial(measure_hand, team, task, num_ranks=TOPOLOGY.num_ranks, num_threads=model.num_threads)
-    costs = judge(plans, workload, TOPOLOGY, model, time_hand, NUM_ROUNDS)
+    time_share = partial(measure_share, team, task, num_ranks=TOPOLOGY.num_ranks, num_threads=model.num_threads)
+    costs = judge(plans, workload, TOPOLOGY, model, time_share, NUM_ROUNDS)
     return BalanceOutcome(seed=task.seed, judged_by=judged_by, costs=costs, failures=failures)
 
 

@@ -17,6 +17,7 @@ Runs the correctness tests first and reports nothing when they fail. Appends to 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import signal
 import statistics
@@ -33,9 +34,9 @@ from typing import Any
 from record import ROOT, record
 
 from meseta.machine.waiting import CHOICES, WAITING
-from meseta.measure.contender import Contender
-from meseta.measure.contest import Effort
-from meseta.measure.team import Member, Team
+from meseta.measure.contest.contender import Contender
+from meseta.measure.contest.contest import TimingOptions
+from meseta.measure.contest.team import Member, Team
 
 TESTS = (
     "tests/measure/test_waiting.py",
@@ -51,7 +52,7 @@ QUIET = 0.98
 OURS, SPINNING = "ours", "spinning"
 POLICIES: dict[str, dict[str, str]] = {OURS: dict(WAITING), SPINNING: {}}
 FAIR = 0.5
-MAX_OTHERS, NUM_RETRIES = Effort().max_others, 8
+MAX_OTHERS, NUM_RETRIES = TimingOptions().max_others, 8
 SETTLE_S = 1.6
 """Until a run has seen that others have stopped: meseta.measure.waiting."""
 _LOOP = """
@@ -157,7 +158,7 @@ def measure(
             run_dir = data.parent / f"{name}-{num_ranks}-{batch_size}"
             member = Member(
                 name=name,
-                entry="bench_busy:Training",
+                contender=importlib.import_module("bench_busy").Training,
                 arguments={
                     "data": str(data), "run_dir": str(run_dir), "batch_size": batch_size, "num_threads": num_threads
                 },

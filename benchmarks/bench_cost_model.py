@@ -2,12 +2,12 @@
 
     python benchmarks/bench_cost_model.py [cost.yaml [num_tasks]]
 
-Without a cost model, one is calibrated first. Tasks are those of meseta.measure.tasks: 10 to 60 tables of random widths
-and rows, with reuse like production's. Their tables are dealt out to four devices at random; the pieces of every device
-are timed alone, in five rounds in turns, and so are collectives of random sizes between two processes. Figures are
-errors of the prediction against the median of the rounds, in percent; beside them how far single rounds lie from that
-median. Where the cost model has networks, they are judged beside its constants. Runs the correctness test first and
-reports nothing when it fails. Appends to benchmarks/results.csv.
+Without a cost model, one is calibrated first. Tasks are those of meseta.measure.calibrate.tasks: 10 to 60 tables of
+random widths and rows, with reuse like production's. Their tables are dealt out to four devices at random; the pieces
+of every device are timed alone, in five rounds in turns, and so are collectives of random sizes between two processes.
+Figures are errors of the prediction against the median of the rounds, in percent; beside them how far single rounds lie
+from that median. Where the cost model has networks, they are judged beside its constants. Runs the correctness test
+first and reports nothing when it fails. Appends to benchmarks/results.csv.
 """
 
 import statistics
@@ -20,11 +20,13 @@ from pathlib import Path
 import numpy as np
 from record import record
 
+from meseta.measure.calibrate.collectives import CollectiveTimer
 from meseta.measure.calibrate.neural import exchange_seconds, rank_of
+from meseta.measure.calibrate.pieces import PieceTimer
 from meseta.measure.calibrate.run import NUM_CALLS, Measured, RankPieces, measure_pieces
-from meseta.measure.tasks import Task, random_task
-from meseta.measure.team import Member, Team
-from meseta.planner.exchange import Collective
+from meseta.measure.calibrate.tasks import Task, random_task
+from meseta.measure.contest.team import Member, Team
+from meseta.planner.cost.exchange import Collective
 from meseta.spec import CostModel
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,7 +107,7 @@ def operator_cases(model: CostModel, num_tasks: int) -> list[Case]:
         predicted = [(name, rank_of(own, one)) for name, one in judged(model)]
         cases.append([(Case(f"lookup{name}", pair[0]), Case(f"update{name}", pair[1])) for name, pair in predicted])
     arguments = {"memory_bytes": DEVICE_BYTES}
-    member = Member(name="operators", entry="meseta.measure.calibrate.pieces:PieceTimer", arguments=arguments)
+    member = Member(name="operators", contender=PieceTimer, arguments=arguments)
     with Team(member) as team:
         for _ in range(NUM_ROUNDS):
             for (task, hand), pairs in zip(ranks, cases, strict=True):
@@ -136,7 +138,7 @@ def exchange_cases(model: CostModel) -> list[Case]:
             cases.append((kind, size, own))
     member = Member(
         name="collectives",
-        entry="meseta.measure.calibrate.collectives:CollectiveTimer",
+        contender=CollectiveTimer,
         arguments={},
         num_ranks=2,
         num_threads=(model.num_threads,),

@@ -42,7 +42,7 @@ from meseta.data import Dataset, PrepareOptions
 from meseta.data.prepare import prepare
 from meseta.machine.environment import commit, hardware
 from meseta.machine.files import write_whole
-from meseta.train.raw_files import default_batch_size
+from meseta.train.outside.raw_files import default_batch_size
 from meseta.train.trainer import Trainer
 
 NUM_SETTINGS, NUM_SEEDS = 20, 3

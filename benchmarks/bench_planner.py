@@ -3,9 +3,9 @@
     PEER_PYTHON=/path/to/peers/bin/python python benchmarks/bench_planner.py [NUM_TABLES NUM_RANKS]...
 
 Without sizes: 1,000 tables on 128 ranks and 4,000 tables on 1,024, in hosts of eight H100. Tables are those of random
-tasks (meseta.measure.tasks). Each planner works on one core; TorchRec's may take ten minutes. Both plans are judged by
-our prediction, as no cluster of that size is at hand: it says which is better only as far as the prediction is right.
-Runs the correctness test first and reports nothing when it fails. Appends to benchmarks/results.csv.
+tasks (meseta.measure.calibrate.tasks). Each planner works on one core; TorchRec's may take ten minutes. Both plans are
+judged by our prediction, as no cluster of that size is at hand: it says which is better only as far as the prediction
+is right. Runs the correctness test first and reports nothing when it fails. Appends to benchmarks/results.csv.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 from record import record
 from torchrec_plan import Asked, ask
 
-from meseta.measure.tasks import random_task
+from meseta.measure.calibrate.tasks import random_task
 from meseta.planner import find_plan
-from meseta.planner.predict import predict
+from meseta.planner.cost.predict import predict
 from meseta.spec import Topology, Workload
 
 ROOT = Path(__file__).resolve().parent.parent

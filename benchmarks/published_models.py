@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meseta.measure.tasks import LAWS
+from meseta.measure.calibrate.tasks import ID_DISTRIBUTIONS
 from meseta.planner import DoesNotFitError, Planned, find_plan
 from meseta.spec import (
     DenseLoad,
@@ -98,7 +98,7 @@ def workload(tables: list[tuple[int, int, float]], dtype: str, dense: DenseLoad)
         features=tuple(FeatureSpec(name=table.name, table=table.name) for table in specs),
         batch_size=BATCH_SIZE,
         loads={
-            table.name: FeatureLoad(pooling_factor=ids, reuse=LAWS[0])
+            table.name: FeatureLoad(pooling_factor=ids, reuse=ID_DISTRIBUTIONS[0])
             for table, (_, _, ids) in zip(specs, tables, strict=True)
         },
         dense=dense,

@@ -6,7 +6,7 @@ import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
 
-from meseta.measure.record import PeerComparison, append
+from meseta.telemetry.history import PeerComparison, append
 
 ROOT = Path(__file__).resolve().parent.parent
 

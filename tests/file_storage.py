@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meseta.ops.random_rows import table_key
-from meseta.ops.row_optimizer import RowOptimizer
+from meseta.ops.row_program.optimizer import RowOptimizer
 from meseta.ops.row_update import TableRows
 from meseta.spec import Shard, TableSpec
 from meseta.storage import ROW, TableShard, TableStorage, as_stored

@@ -8,8 +8,6 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import NoReturn
 
-from meseta.cli.forked import SHARED
-
 AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "ATEN_", "ONEDNN_", "TRITON_", "CUDA_", "LD_", "MESETA_ISA")
 """Variables with such a beginning are read while torch or the core is imported."""
 
@@ -18,7 +16,14 @@ def forking() -> ForkServerContext:
     """For `forking().Process(...)`. There is one server in a session, which imports these when it starts."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["checkpoint.saver", "meseta.cli.main", "meseta.data.prepare", *SHARED, "torch._dynamo", "pytest"]
+        [
+            "checkpoint.saver",
+            "meseta.cli.main",
+            "meseta.data.prepare",
+            "meseta.cli.preloaded",
+            "torch._dynamo",
+            "pytest",
+        ]
     )
     return context
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from meseta import ops
 from meseta.ops.quantize.reference import FORMATS, row_bytes
-from meseta.ops.row_optimizer import Hyper
-from meseta.ops.row_program import Program, trace
+from meseta.ops.row_program.optimizer import Hyper
+from meseta.ops.row_program.program import Program, trace
 from meseta.optim import make_row_optimizer
 from meseta.spec import OptimizerSpec
 from meseta.spec.optimizer import USED_FIELDS

@@ -160,10 +160,10 @@ def need_and_held(document: dict[str, Any]) -> tuple[int, int, int, int]:
     """Bytes of (tables, states) as predicted on this rank, then as held; importable by every rank of a pool."""
     from meseta.data import Dataset
     from meseta.embedding import EmbeddingBagCollection
-    from meseta.train.build import make_sharded_model
-    from meseta.train.memory import predict_memory
-    from meseta.train.outline import make_outline
-    from meseta.train.specs import make_specs
+    from meseta.train.setup.build import make_sharded_model
+    from meseta.train.setup.memory import predict_memory
+    from meseta.train.setup.outline import make_outline
+    from meseta.train.setup.specs import make_specs
 
     config, world = RunConfig.model_validate(document), World.current()
     dataset = Dataset.load(config.data.dir)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from meseta.ops.pooled_lookup import reference as lookup_reference
 from meseta.ops.row_lookup import reference as rows_reference
-from meseta.ops.row_optimizer import Hyper, RowOptimizer
-from meseta.ops.row_program import trace
+from meseta.ops.row_program.optimizer import Hyper, RowOptimizer
+from meseta.ops.row_program.program import trace
 from meseta.ops.row_update import reference as update_reference
 from meseta.ops.row_update.call import UpdateCall
 from meseta.ops.weight_gradient import reference as weights_reference

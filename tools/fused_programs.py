@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from meseta.ops.row_lowering import FIRST_ROW, FIRST_UNIFORM, UNUSED
-from meseta.ops.row_program import Program, trace
-from meseta.ops.row_symbols import Op
+from meseta.ops.row_program.lowering import FIRST_ROW, FIRST_UNIFORM, UNUSED
+from meseta.ops.row_program.program import Program, trace
+from meseta.ops.row_program.symbols import Op
 from meseta.optim import make_row_optimizer
 from meseta.spec import OptimizerSpec
 

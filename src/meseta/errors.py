@@ -1,7 +1,13 @@
-"""The one error that users meet: it names the object, the rule, the value and the way out."""
+"""The one error that users meet: it names the object, the rule, the value and the way out; and checks that raise it."""
+
+from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from numbers import Real
+from typing import Any, TypeVar
 
 
 class MesetaError(ValueError):
@@ -30,3 +36,36 @@ def nearest(name: object, known: Iterable[object]) -> str:
     known = sorted(str(entry) for entry in known)
     close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known) or 'none'}"
+
+
+T = TypeVar("T")
+
+
+def check_choice(owner: str, name: str, value: object, known: Collection[str]) -> None:
+    """Raise MesetaError unless `value` is one of `known`."""
+    if value not in known:
+        raise MesetaError(f"{owner}: {name} {value!r} is unknown; {nearest(value, known)}")
+
+
+def check_number(owner: str, name: str, value: object) -> float:
+    """The value; raises MesetaError unless it is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        raise MesetaError(f"{owner}: {name} must be a finite number, got {value!r}")
+    return float(value)
+
+
+def doubled(names: Iterable[T]) -> list[T]:
+    """Names that come more than once, each once; in time that grows with the names, of which there may be thousands."""
+    return [name for name, count in Counter(names).items() if count > 1]
+
+
+def is_whole(value: object) -> bool:
+    """Whether it is an int; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_keys(where: str, document: Mapping[Any, Any], known: Collection[str]) -> None:
+    """Raise MesetaError for a key of a document that is not one of `known`."""
+    for key in document:
+        if key not in known:
+            raise MesetaError(f"{where}: unknown key {key!r}; {nearest(key, known)}")

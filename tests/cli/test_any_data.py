@@ -21,7 +21,7 @@ import yaml
 
 from meseta.cli import train
 from meseta.data import Dataset, PrepareOptions
-from meseta.train.raw_files import default_batch_size, default_run_dir
+from meseta.train.outside.raw_files import default_batch_size, default_run_dir
 from small_run import environment
 
 Output = Callable[..., str]

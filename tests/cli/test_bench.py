@@ -48,7 +48,7 @@ def test_what_is_not_known_is_named(
 
 
 def test_a_red_gate_ends_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from meseta.measure import ops
+    from meseta.measure.bench import ops
     from meseta.spec import MesetaError
 
     def refuse(*_: object) -> None:

@@ -64,7 +64,7 @@ def test_a_rank_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch, 
 SLEEPER = """
 import sys, time, types
 from meseta.cli import forked
-forked.SHARED = ()
+sys.modules["meseta.cli.preloaded"] = types.ModuleType("preloaded")
 sys.modules["meseta.cli.main"] = types.SimpleNamespace(main=lambda: (print(sys.argv, flush=True), time.sleep(60)))
 command = forked.start_command(["train", "a.yaml"], "meseta rank 0")
 print(command.pid, flush=True)

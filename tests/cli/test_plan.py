@@ -11,7 +11,7 @@ import yaml
 
 from meseta.planner import documented_cost_model, find_plan, predict
 from meseta.spec import Plan, Topology
-from meseta.spec.workload_document import load_workload
+from meseta.spec.workload import load_workload
 from network_cases import constant_networks
 from small_run import settings, write_config
 

@@ -24,9 +24,9 @@ from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.jagged import KeyedJaggedTensor
 from meseta.optim.clip import global_norm
 from meseta.spec import FeatureSpec, MesetaError, Plan, TableSpec
-from meseta.train.build import make_specs
-from meseta.train.memory import predict_memory
-from meseta.train.outline import make_outline
+from meseta.train.setup.build import make_specs
+from meseta.train.setup.memory import predict_memory
+from meseta.train.setup.outline import make_outline
 from small_run import settings, train
 
 from .pool import RankPool

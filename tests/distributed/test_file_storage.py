@@ -19,7 +19,7 @@ from meseta.config import RunConfig
 from meseta.spec.optimizer import USED_FIELDS
 from meseta.storage import ROW
 from meseta.train import verify
-from meseta.train.importing import import_model
+from meseta.train.outside.importing import import_model
 from meseta.train.trained import load_trained
 from sampling import sample
 from small_run import final_checksum, metrics, settings, tiny_data, train, without_times

@@ -12,7 +12,7 @@ from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.machine.processors import Processor
 from meseta.spec import MesetaError
-from meseta.train import precision
+from meseta.train.setup import precision
 from small_run import settings
 
 PLAIN = Processor("Old 1", frozenset({"avx2", "fma"}))

@@ -15,7 +15,7 @@ from meseta.config.run import MODEL_NAMES
 from meseta.planner import Planned
 from meseta.spec import CostModel, Topology
 from meseta.spec.constraints import Constraints
-from meseta.train.planning import find_run_plan
+from meseta.train.setup.planning import find_run_plan
 from small_run import settings, train
 
 MORE: dict[str, dict[str, Any]] = {

@@ -20,8 +20,8 @@ from meseta.pipeline import TrainStep
 from meseta.planner import predict
 from meseta.spec import FeatureLoad, FeatureSpec, OptimizerSpec, Plan, TableSpec, Topology, Workload
 from meseta.spec.transfer import Transfer, step_transfers
+from meseta.train.setup.workload import make_workload
 from meseta.train.trainer import Trainer
-from meseta.train.workload import make_workload
 from small_run import settings
 
 from .pool import RankPool

@@ -8,7 +8,7 @@ from pathlib import Path
 from source_tree import SOURCE, modules
 
 # Only comm/ talks to other ranks; the command line may start them, and other systems are measured as they are.
-MAY_USE_DISTRIBUTED = ("comm/", "cli/", "measure/e2e_peers.py")
+MAY_USE_DISTRIBUTED = ("comm/", "cli/", "measure/bench/e2e_peers.py")
 
 
 def test_import_contracts_are_kept(tmp_path: Path) -> None:

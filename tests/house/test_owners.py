@@ -10,7 +10,7 @@ import pytest
 
 from source_tree import SOURCE, modules
 
-PEERS = "measure/e2e_peers.py"
+PEERS = "measure/bench/e2e_peers.py"
 """Runs in the interpreters of other systems, where the package is not."""
 OWNERS: dict[str, tuple[set[str], set[str]]] = {
     "renames": ({"os.replace", "os.rename", "os.renames", ".rename"}, {"machine/files.py"}),

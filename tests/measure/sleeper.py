@@ -4,7 +4,7 @@ import os
 import time
 from typing import Any
 
-from meseta.measure.contender import Contender
+from meseta.measure.contest.contender import Contender
 
 
 class Sleeper(Contender):

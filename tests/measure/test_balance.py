@@ -1,4 +1,4 @@
-"""Judging plans by measured hands: what devices hold, what whole-table planners do, how a cost is put together."""
+"""Judging plans by measured shares: what devices hold, what whole-table planners do, how a cost is put together."""
 
 import importlib.util
 import itertools
@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from meseta.measure.balance.baselines import (
+from balance.baselines import (
     BASELINES,
     baseline_plans,
     dims,
@@ -20,13 +19,14 @@ from meseta.measure.balance.baselines import (
     sizes,
     whole_tables,
 )
-from meseta.measure.balance.hands import Cost, Hand, hands_of, judge, why_too_large
-from meseta.measure.balance.outcome import BalanceOutcome, ratios_to, read_outcomes, success, versus
-from meseta.measure.balance.timer import HandTimer
-from meseta.measure.tasks import Task, TaskTable, random_task
+from balance.outcome import BalanceOutcome, ratios_to, read_outcomes, success, versus
+from balance.shares import Cost, RankShare, judge, shares_of, why_too_large
+
+from meseta.measure.calibrate.rank_timer import RankTimer
+from meseta.measure.calibrate.tasks import Task, TaskTable, random_task
 from meseta.planner import documented_cost_model, find_plan, predict
-from meseta.planner.layout import Layout
-from meseta.planner.problem import Problem
+from meseta.planner.search.assignment import Assignment
+from meseta.planner.search.problem import Problem
 from meseta.spec import MesetaError, Plan, Topology, Workload
 
 MODEL = documented_cost_model("cpu")
@@ -35,7 +35,7 @@ ROOMY = [seed for seed in range(40) if 3e9 < random_task(seed).num_bytes < 5e9][
 
 
 def some_tables(rows: Sequence[int], dims: Sequence[int], pooling: float = 4.0) -> Task:
-    tables = [TaskTable(num_rows=n, dim=d, pooling=pooling, law=0) for n, d in zip(rows, dims, strict=True)]
+    tables = [TaskTable(num_rows=n, dim=d, pooling=pooling, distribution=0) for n, d in zip(rows, dims, strict=True)]
     return Task(seed=1, tables=tuple(tables))
 
 
@@ -49,16 +49,16 @@ def test_hands_hold_every_table_exactly_once() -> None:
     plans = [plan_of(task.workload(), schemes), find_plan(task.workload(), FOUR, MODEL).plan]
     for plan in plans:
         cells = [np.zeros((table.num_rows, table.dim), int) for table in task.tables]
-        hands = hands_of(plan, task.workload())
-        assert len(hands) == 4 and len({hand.replicas for hand in hands}) == 1
-        for t, rows, columns in [piece for hand in hands for piece in hand.pieces] + list(hands[0].replicas):
+        shares = shares_of(plan, task.workload())
+        assert len(shares) == 4 and len({share.replicas for share in shares}) == 1
+        for t, rows, columns in [piece for share in shares for piece in share.pieces] + list(shares[0].replicas):
             cells[t][slice(*rows), slice(*columns)] += 1
         assert all((own == 1).all() for own in cells)
-    assert hands_of(plans[0], task.workload())[2].replicas == ((2, (0, 300), (0, 8)),)
+    assert shares_of(plans[0], task.workload())[2].replicas == ((2, (0, 300), (0, 8)),)
     on_disk = replace(plans[0].tables[4].shards[0], tier="disk")
     spilled = replace(plans[0], tables=(*plans[0].tables[:4], replace(plans[0].tables[4], shards=(on_disk,))))
     with pytest.raises(MesetaError, match="'disk'"):
-        hands_of(spilled, task.workload())
+        shares_of(spilled, task.workload())
 
 
 @pytest.mark.parametrize("seed", ROOMY)
@@ -99,14 +99,14 @@ def test_greedy_follows_its_key_and_the_room() -> None:
 
 
 def ranks_of(problem: Problem, key: np.ndarray) -> list[int]:
-    layout = place_by_key(problem, key)
-    assert layout is not None
-    return [int(own[0]) for own in layout.ranks]
+    assignment = place_by_key(problem, key)
+    assert assignment is not None
+    return [int(own[0]) for own in assignment.ranks]
 
 
-def longest_of(layout: Layout | None, seconds: Sequence[float]) -> float:
-    assert layout is not None
-    return float(np.bincount([int(own[0]) for own in layout.ranks], seconds).max())
+def longest_of(assignment: Assignment | None, seconds: Sequence[float]) -> float:
+    assert assignment is not None
+    return float(np.bincount([int(own[0]) for own in assignment.ranks], seconds).max())
 
 
 def test_differencing_keeps_its_bound() -> None:
@@ -135,9 +135,9 @@ def test_differencing_of_the_textbook() -> None:
 
 def weighted(problem: Problem, seconds: np.ndarray) -> Problem:
     """The same with other seconds of each table."""
-    given = np.zeros_like(problem.ways.seconds)
+    given = np.zeros_like(problem.options.seconds)
     given[:, 0] = seconds
-    return replace(problem, ways=replace(problem.ways, seconds=given))
+    return replace(problem, options=replace(problem.options, seconds=given))
 
 
 def test_a_cost_is_put_together_from_hands() -> None:
@@ -146,15 +146,15 @@ def test_a_cost_is_put_together_from_hands() -> None:
     apart = {f"t{n}": {"sharding": "table_wise", "ranks": [n]} for n in range(3)}
     joined = {**apart, "t2": {"sharding": "table_wise", "ranks": [0]}}
     plans = {"apart": plan_of(workload, apart), "joined": plan_of(workload, joined)}
-    asked: list[Hand] = []
+    asked: list[RankShare] = []
 
-    def time_hand(hand: Hand) -> tuple[float, float]:
-        asked.append(hand)
-        turn = asked.count(hand)  # the median of three rounds is that of the second
-        return 10.0 * sum(t + 1 for t, _, _ in hand.pieces) * turn, 1.0 * turn
+    def time_share(share: RankShare) -> tuple[float, float]:
+        asked.append(share)
+        turn = asked.count(share)  # the median of three rounds is that of the second
+        return 10.0 * sum(t + 1 for t, _, _ in share.pieces) * turn, 1.0 * turn
 
-    costs = judge(plans, workload, FOUR, MODEL, time_hand, 3)
-    # Hands {0}, {1}, {2} and {0, 2}; the empty one is not timed, and that of table 1 is shared.
+    costs = judge(plans, workload, FOUR, MODEL, time_share, 3)
+    # Shares {0}, {1}, {2} and {0, 2}; the empty one is not timed, and that of table 1 is shared.
     assert len(asked) == 3 * 4 and asked[:4] == asked[4:8] == asked[8:] and len(set(asked)) == 4
     assert costs["apart"].lookup_s == (20.0, 40.0, 60.0, 0.0) and costs["apart"].update_s == (2.0, 2.0, 2.0, 0.0)
     assert costs["joined"].lookup_s == (80.0, 40.0, 0.0, 0.0)
@@ -168,11 +168,11 @@ def test_a_cost_is_put_together_from_hands() -> None:
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "sgd"])
 def test_hands_of_any_cut_are_timed(optimizer: str) -> None:
     task = replace(some_tables([2000, 500, 300], [64, 8, 20]), batch_size=64, optimizer=optimizer)
-    timer = HandTimer(1 << 22)
+    timer = RankTimer(1 << 22)
     whole, columns = (0, (0, 2000), (0, 64)), (0, (0, 1000), (16, 64))
     replicas = [(1, (0, 500), (0, 8)), (2, (0, 100), (0, 20))]
     for pieces, everywhere in (([whole], []), ([columns, (2, (100, 300), (0, 20))], replicas), ([], replicas)):
-        lookup_s, update_s, others = timer.time_hand(task.to_dict(), pieces, everywhere, 4, 1)
+        lookup_s, update_s, others = timer.time_share(task.to_dict(), pieces, everywhere, 4, 1)
         assert 0 < lookup_s < 1 and 0 < update_s < 1 and others >= 0
 
 
@@ -217,9 +217,9 @@ def test_plans_of_torchrec_are_translated(monkeypatch: pytest.MonkeyPatch) -> No
         "t2": {"sharding": "column_wise", "shards": [[[0, 0], [100, 44], 1], [[0, 44], [100, 52], 3]]},
         "t3": {"sharding": "table_wise", "shards": [[[0, 0], [50, 64], 2]]},
     }
-    hands = hands_of(module.translate(found, workload, FOUR), workload)
-    assert {hand.replicas for hand in hands} == {((1, (0, 10), (0, 8)),)}
-    assert [hand.pieces for hand in hands] == [
+    shares = shares_of(module.translate(found, workload, FOUR), workload)
+    assert {share.replicas for share in shares} == {((1, (0, 10), (0, 8)),)}
+    assert [share.pieces for share in shares] == [
         ((0, (0, 250), (0, 16)),),
         ((0, (250, 500), (0, 16)), (2, (0, 100), (0, 48))),
         ((0, (500, 750), (0, 16)), (3, (0, 50), (0, 64))),

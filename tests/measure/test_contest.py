@@ -6,18 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from meseta.measure.contest import Effort, Timing, packs, run_contest
+from meseta.measure.bench.ops_peers import Fbgemm
+from meseta.measure.contest.contender import Contender
+from meseta.measure.contest.contest import Timing, TimingOptions, groups_that_fit, run_contest
+from meseta.measure.contest.team import Member, Team, TimedWindow
 from meseta.measure.quiet import ProcessorTime, processor_s
-from meseta.measure.team import Member, Team, TimedWindow
 from meseta.spec import MesetaError
 
-QUICK = Effort(num_starts=1, num_rounds=2, window_s=0.02, max_others=100.0)
+QUICK = TimingOptions(num_starts=1, num_rounds=2, window_s=0.02, max_others=100.0)
 
 
 @pytest.fixture
 def sleeper(monkeypatch: pytest.MonkeyPatch) -> Member:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    return Member(name="sleeper", entry="sleeper:Sleeper", arguments={"milliseconds": 2.0})
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    from sleeper import Sleeper
+
+    return Member(name="sleeper", contender=Sleeper, arguments={"milliseconds": 2.0})
 
 
 def test_a_contest_times_all_and_names_those_that_fail(sleeper: Member) -> None:
@@ -50,20 +55,25 @@ def test_another_interpreter_sees_this_folder_alone(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # -S: no installed packages at all
     python.chmod(0o755)
-    team = Member(name="peer", entry="meseta.measure.contender:Contender", arguments={}, python=str(python))
+    team = Member(name="peer", contender=Contender, arguments={}, python=str(python))
     with Team(team) as running:
         assert running.facts == {}
-    broken = replace(team, entry="meseta.measure.ops_peers:Fbgemm")
+    broken = replace(team, contender=Fbgemm)
     with pytest.raises(MesetaError, match="No module named 'torch'"):
         Team(broken)
 
 
-def test_packs_fill_the_memory(sleeper: Member) -> None:
+def test_groups_fill_the_memory(sleeper: Member) -> None:
     members = [
         replace(sleeper, variant=(str(i),), memory_bytes=size) for i, size in enumerate((4.0, 3.0, 2.0, 9.0, 1.0))
     ]
-    assert [[m.memory_bytes for m in pack] for pack in packs(members, 7.0)] == [[4.0, 3.0], [2.0], [9.0], [1.0]]
-    assert list(packs([], 7.0)) == []
+    assert [[m.memory_bytes for m in group] for group in groups_that_fit(members, 7.0)] == [
+        [4.0, 3.0],
+        [2.0],
+        [9.0],
+        [1.0],
+    ]
+    assert list(groups_that_fit([], 7.0)) == []
 
 
 def test_disturbed_windows_do_not_count_while_others_do() -> None:

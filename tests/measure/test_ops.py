@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from meseta.measure import gate, ops
-from meseta.measure.contest import Outcome, Timing
-from meseta.measure.ops_ours import Ours
-from meseta.measure.ops_peers import EmbeddingBags
-from meseta.measure.peers import Peers, find_peers
-from meseta.measure.team import Member, TimedWindow
-from meseta.measure.workloads import OPS, OPTIMIZERS, small
+from meseta.measure.bench import gate, ops
+from meseta.measure.bench.ops_ours import Ours
+from meseta.measure.bench.ops_peers import EmbeddingBags
+from meseta.measure.bench.peers import Peers, find_peers
+from meseta.measure.bench.workloads import OPS, OPTIMIZERS, small
+from meseta.measure.contest.contest import Outcome, Timing
+from meseta.measure.contest.team import Member, TimedWindow
 from meseta.spec import MesetaError
 
 ALL = Peers("peer-python", frozenset({"PyTorch", "FBGEMM", "TorchRec"}), ())
@@ -85,8 +85,8 @@ def test_what_the_figures_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     base, ours, peer = (member.title for member in members)
     seconds = {(base, "step"): 0.1, (ours, "step"): 0.36, (peer, "step"): 3.6}
     seconds |= {(ours, "lookup"): 0.02, (ours, "limit"): 0.1, (peer, "lookup"): 0.04}
-    monkeypatch.setattr(ops, "run_contest", lambda m, effort, log: outcome(m, seconds))
-    result = ops.measure(OPS[0], "adam", members, ops.Effort(), print)
+    monkeypatch.setattr(ops, "run_contest", lambda m, timing, log: outcome(m, seconds))
+    result = ops.measure(OPS[0], "adam", members, ops.TimingOptions(), print)
     lines = {line.member.title: line for line in result.lines}
     assert lines[ours].lookups == 5000.0 and lines[ours].limit == 10_000.0
     assert lines[peer].limit == 10_000.0  # of the same rows, measured in our process

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meseta.measure.record import COLUMNS, PeerComparison, append
+from meseta.telemetry.history import COLUMNS, PeerComparison, append
 
 
 def comparison(value: float, peer_value: float, unit: str) -> PeerComparison:

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from meseta.measure.tasks import DIMS, LAWS, Task, TaskTable, cut_bags, draw_bags, random_task
-from meseta.planner.loads import WorkloadLoads
+from meseta.measure.calibrate.tasks import DIMS, ID_DISTRIBUTIONS, Task, TaskTable, cut_bags, draw_bags, random_task
+from meseta.planner.cost.loads import WorkloadLoads
 
 
 def test_a_seed_names_a_task() -> None:
@@ -26,10 +26,10 @@ def test_tasks_stay_in_their_ranges() -> None:
     assert 4.5 < np.log10([table.num_rows for table in tables]).mean() < 5.5  # log-uniform: 5
 
 
-@pytest.mark.parametrize("law", range(len(LAWS)))
+@pytest.mark.parametrize("distribution", range(len(ID_DISTRIBUTIONS)))
 @pytest.mark.parametrize("num_rows", [2_000, 3_000_000])
-def test_drawn_ids_have_the_distinct_rows_that_their_histogram_predicts(law: int, num_rows: int) -> None:
-    table = TaskTable(num_rows=num_rows, dim=4, pooling=7.3, law=law)
+def test_drawn_ids_have_the_distinct_rows_that_their_histogram_predicts(distribution: int, num_rows: int) -> None:
+    table = TaskTable(num_rows=num_rows, dim=4, pooling=7.3, distribution=distribution)
     ids, lengths = draw_bags(table, 2048, [1])
     assert lengths.sum() == len(ids) and set(lengths) == {7, 8}
     assert ids.min() >= 0 and ids.max() < num_rows

@@ -29,7 +29,7 @@ from meseta.ops.pooled_lookup import _reference as pooled_lookup
 from meseta.ops.product import reference as product
 from meseta.ops.quantize import reference as quantize
 from meseta.ops.row_lookup import reference as row_lookup
-from meseta.ops.row_lowering import Op
+from meseta.ops.row_program.lowering import Op
 from meseta.ops.row_update import reference as row_update
 from meseta.ops.row_update.call import ApplyCall, UpdateCall
 from meseta.ops.tables import KINDS

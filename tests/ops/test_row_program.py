@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meseta.ops import row_program
-from meseta.ops.row_lowering import FIRST_ROW, FIRST_UNIFORM, UNUSED, Code
-from meseta.ops.row_optimizer import (
+from meseta.ops.row_program.lowering import FIRST_ROW, FIRST_UNIFORM, UNUSED, Code
+from meseta.ops.row_program.optimizer import (
     Hyper,
     RowOptimizer,
     RowState,
@@ -29,8 +28,9 @@ from meseta.ops.row_optimizer import (
     sum_blocks,
     where,
 )
-from meseta.ops.row_program import Program, exact_sqrt, run_code, trace
-from meseta.ops.row_symbols import Op
+from meseta.ops.row_program.program import Program, exact_sqrt, run_code, trace
+from meseta.ops.row_program.program import program as row_program
+from meseta.ops.row_program.symbols import Op
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, OptimizerSpec
 from optim.specs import DIM, draw, every

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meseta.ops.row_lowering import UNUSED, Code
-from meseta.ops.row_optimizer import RowOptimizer
-from meseta.ops.row_program import trace
-from meseta.ops.row_symbols import Op
+from meseta.ops.row_program.lowering import UNUSED, Code
+from meseta.ops.row_program.optimizer import RowOptimizer
+from meseta.ops.row_program.program import trace
+from meseta.ops.row_program.symbols import Op
 from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, reference, row_update
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, OptimizerSpec

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from meseta.ops import triton_shared
 from meseta.ops.pooled_lookup import triton as lookup
 from meseta.ops.row_lookup import triton as row_lookup
-from meseta.ops.row_program import trace
+from meseta.ops.row_program.program import trace
 from meseta.ops.row_update import triton_kernels as kernels
 from meseta.ops.row_update.triton_source import update_kernel
 from meseta.ops.weight_gradient import triton as weight_gradient

@@ -13,7 +13,7 @@ import torch
 
 import meseta
 from meseta.config.run import RowOptimizerConfig
-from meseta.ops.row_optimizer import Hyper, reference_step
+from meseta.ops.row_program.optimizer import Hyper, reference_step
 from meseta.optim import RowOptimizer, element_state, make_row_optimizer, row_state
 from meseta.spec import MesetaError, OptimizerSpec
 from meseta.spec.optimizer import USED_FIELDS

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meseta.ops.row_optimizer import (
+from meseta.ops.row_program.optimizer import (
     Hyper,
     RowState,
     Values,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meseta.ops.row_optimizer import Hyper, reference_step
+from meseta.ops.row_program.optimizer import Hyper, reference_step
 from meseta.optim import make_row_optimizer
 from meseta.spec import OptimizerSpec
 from optim.specs import DIM, SPECS, draw

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from meseta.planner import DoesNotFitError, find_plan
-from meseta.planner.sizes import cell_bytes
+from meseta.planner.cost.sizes import cell_bytes
 from meseta.spec import TableSpec, Topology, Workload
 from meseta.spec.constraints import Constraints
 from planning_cases import random_workload

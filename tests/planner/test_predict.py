@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from meseta.planner import documented_cost_model, predict
-from meseta.planner.loads import Pieces, WorkloadLoads
-from meseta.planner.memory import PHASES, received_bytes
-from meseta.planner.operators import operator_seconds
-from meseta.planner.pricing import Cuts
+from meseta.planner.cost.loads import Pieces, WorkloadLoads
+from meseta.planner.cost.memory import PHASES, received_bytes
+from meseta.planner.cost.operators import operator_seconds
+from meseta.planner.search.pricing import Cuts
 from meseta.spec import (
     DenseLoad,
     FeatureLoad,

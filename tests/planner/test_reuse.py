@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from meseta.data.statistics import FeatureStatistics
-from meseta.planner.reuse import row_classes
+from meseta.planner.cost.reuse import row_classes
 from meseta.spec import Reuse
 
 EDGES = (0, *(2**i for i in range(16)))

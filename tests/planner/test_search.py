@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from integer_program import Program
 from meseta.planner import documented_cost_model, find_plan, make_plan, predict
-from meseta.planner.layout import NO_LIMIT, Layout, Machine, Ways
-from meseta.planner.partition import place_by_differencing, place_greedily
-from meseta.planner.problem import make_problem
-from meseta.planner.search import search
+from meseta.planner.search.assignment import NO_LIMIT, Assignment, Machine, Options
+from meseta.planner.search.partition import place_by_differencing, place_greedily
+from meseta.planner.search.problem import make_problem
+from meseta.planner.search.search import search
 from meseta.spec import (
     CostModel,
     FeatureLoad,
@@ -27,7 +27,7 @@ from meseta.spec import (
     Workload,
 )
 from meseta.spec.constraints import Constraints
-from meseta.spec.cut import cut
+from meseta.spec.shards import cut
 from planning_cases import random_workload, skewed_workload
 from sampling import product, sample
 
@@ -35,15 +35,15 @@ from sampling import product, sample
 def test_two_way_differencing_gives_the_published_example() -> None:
     # Karmarkar and Karp on 8, 7, 6, 5, 4 in two sets leave a difference of 2 (16 and 14); 0 would be best.
     numbers = np.array([[8.0], [7.0], [6.0], [5.0], [4.0]])
-    layout = place_by_differencing(*_single_pieces(numbers, 2), np.arange(5))
-    assert layout is not None
-    assert sorted(layout.load[0]) == [14.0, 16.0]
+    assignment = place_by_differencing(*_single_pieces(numbers, 2), np.arange(5))
+    assert assignment is not None
+    assert sorted(assignment.load[0]) == [14.0, 16.0]
 
 
-def _single_pieces(seconds: np.ndarray, num_ranks: int) -> tuple[Ways, Machine]:
+def _single_pieces(seconds: np.ndarray, num_ranks: int) -> tuple[Options, Machine]:
     n, k = seconds.shape
     zeros, need = np.zeros((n, k)), np.zeros((n, 2), np.int64)
-    ways = Ways(
+    options = Options(
         unit=np.arange(n),
         first=np.arange(n + 1),
         block=np.zeros(n, np.int64),
@@ -57,7 +57,7 @@ def _single_pieces(seconds: np.ndarray, num_ranks: int) -> tuple[Ways, Machine]:
         host_need=need,
     )
     room = np.full((num_ranks, 2), NO_LIMIT)
-    return ways, Machine(devices_per_host=num_ranks, rank_room=room, host_room=room[:1])
+    return options, Machine(devices_per_host=num_ranks, rank_room=room, host_room=room[:1])
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -107,7 +107,7 @@ def test_within_3_percent_of_an_integer_program(case: dict[str, Any]) -> None:
     found = find_plan(workload, topology, model)
     # What a cache keeps of a rank's rows is no sum over its pieces: no linear program can say what such a rank takes.
     # The search's own sum has the caches of an average rank.
-    step_s = search(problem)[0].layout.cost + problem.fixed_s if case["caches"] else found.prediction.step_s
+    step_s = search(problem)[0].assignment.cost + problem.fixed_s if case["caches"] else found.prediction.step_s
     for gap in (0.02, 0.005):  # a closer bound, where the first leaves it open
         _, below = Program(problem).solve(limit_s=600.0, gap=gap)  # a busy machine needs longer
         if step_s <= 1.03 * (below + problem.fixed_s):
@@ -147,10 +147,10 @@ def test_layouts_cost_and_hold_what_predict_says(device: str, hosts: tuple[int, 
     model = documented_cost_model(topology.device)
     problem = make_problem(workload, topology, model, Constraints(), spill=False)
     for candidate in search(problem):
-        prediction = predict(problem.plan(candidate.layout), workload, topology, model)
+        prediction = predict(problem.plan(candidate.assignment), workload, topology, model)
         # What a cache keeps of a rank's rows is no sum over its pieces; all else is.
-        assert candidate.layout.cost + problem.fixed_s == pytest.approx(prediction.step_s, rel=0.12)
-        used = candidate.layout.rank_used[:, 0] + topology.hbm_bytes - problem.machine.rank_room[:, 0]
+        assert candidate.assignment.cost + problem.fixed_s == pytest.approx(prediction.step_s, rel=0.12)
+        used = candidate.assignment.rank_used[:, 0] + topology.hbm_bytes - problem.machine.rank_room[:, 0]
         assert (used >= prediction.peak_bytes() - 1).all()
         assert used == pytest.approx(prediction.peak_bytes(), rel=1e-3)
 
@@ -188,14 +188,14 @@ def test_large_tasks_are_bounded_by_counts(
     """Places that are looked for: nearly all of the time goes there."""
     workload = random_workload(num_tables, 0, batch_size=65536, max_rows=7.0)
     topology = Topology(num_hosts=hosts, devices_per_host=8, device="h100", hbm_bytes=80_000_000_000)
-    find, num_finds = Layout.find, 0
+    find, num_finds = Assignment.find, 0
 
     def counted(*arguments: Any, **options: Any) -> Any:
         nonlocal num_finds
         num_finds += 1
         return find(*arguments, **options)
 
-    monkeypatch.setattr(Layout, "find", counted)
+    monkeypatch.setattr(Assignment, "find", counted)
     make_plan(workload, topology)
     assert num_tables < num_finds < limit
 
@@ -209,7 +209,7 @@ def test_what_nothing_can_beat_is_not_placed_in_other_ways(monkeypatch: pytest.M
         placed.append(place_greedily(*arguments))
         return placed[-1]
 
-    monkeypatch.setattr("meseta.planner.search.place_greedily", counted)
+    monkeypatch.setattr("meseta.planner.search.search.place_greedily", counted)
     found = find_plan(workload, Topology(devices_per_host=2))
     assert len(placed) < 4
     assert sorted(shard.ranks for entry in found.plan.tables for shard in entry.shards) == [(0,)] * 200 + [(1,)] * 200

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from meseta.planner import documented_cost_model, find_plan, predict
-from meseta.planner.bound import lower_bound
-from meseta.planner.loads import WorkloadLoads
-from meseta.planner.placement import Placement
-from meseta.planner.pricing import Cuts, Prices
-from meseta.planner.problem import make_problem
+from meseta.planner.cost.loads import WorkloadLoads
+from meseta.planner.cost.placement import Placement
+from meseta.planner.search.bound import lower_bound
+from meseta.planner.search.pricing import Cuts, Prices
+from meseta.planner.search.problem import make_problem
 from meseta.spec import DenseLoad, FeatureSpec, MesetaError, OptimizerSpec, Plan, Topology, Workload
 from meseta.spec import transfer as transfers
 from meseta.spec.constraints import Constraints

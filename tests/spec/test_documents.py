@@ -13,12 +13,12 @@ import pytest
 from meseta.config import load_config
 from meseta.data.dataset import Dataset
 from meseta.data.schema import Schema
-from meseta.planner.documented import documented_cost_model
-from meseta.planner.keeping import read_plan_file
+from meseta.planner.cost.documented import documented_cost_model
+from meseta.planner.search.keeping import read_plan_file
 from meseta.spec import MesetaError, Topology
 from meseta.spec.constraints import Constraints
 from meseta.spec.cost_model import CostModel
-from meseta.spec.workload_document import load_workload
+from meseta.spec.workload import load_workload
 from meseta.spec.yaml_text import parse_yaml
 
 PLAN = """\

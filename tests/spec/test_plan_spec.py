@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meseta.spec import MesetaError, Plan, Shard, ShardingType, TablePlan, TableSpec
-from meseta.spec.cut import cut
+from meseta.spec.shards import cut
 
 USER = TableSpec(name="user", num_embeddings=10, embedding_dim=40)
 ITEM = TableSpec(name="item", num_embeddings=7, embedding_dim=16)

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from meseta.machine.processors import Processor
-from meseta.measure import e2e
-from meseta.measure.contest import Outcome, Timing
-from meseta.measure.e2e_peers import Plain
-from meseta.measure.peers import Peers
-from meseta.measure.team import TimedWindow
+from meseta.measure.bench import e2e
+from meseta.measure.bench.e2e_peers import Plain
+from meseta.measure.bench.peers import Peers
+from meseta.measure.bench.workloads import E2E, small
+from meseta.measure.contest.contest import Outcome, Timing
+from meseta.measure.contest.team import TimedWindow
 from meseta.measure.traffic import make_samples
-from meseta.measure.workloads import E2E, small
 from meseta.train.bench import OursTraining, TrainingGate
 
-ENTRIES = e2e.Entries(contender="meseta.train.bench:OursTraining", gate="meseta.train.bench:TrainingGate")
+OURS = e2e.OurContenders(contender=OursTraining, gate=TrainingGate)
 ALL = Peers("peer-python", frozenset({"PyTorch", "TorchRec"}), ())
 TINY = {t.name: replace(t, traffic=small(t.traffic, max_rows=50, max_batch=16, max_tables=5)) for t in E2E}
 
@@ -53,12 +53,12 @@ def test_contenders_take_steps() -> None:
 
 
 def test_the_best_peer_counts_and_autocast_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = len(e2e.members(TINY["d16_2k"], (1, 2), ENTRIES, ALL))
+    here = len(e2e.members(TINY["d16_2k"], (1, 2), OURS, ALL))
     monkeypatch.setattr(Processor, "why_no_bfloat16", lambda _: "an old processor")
-    assert len(e2e.members(TINY["d16_2k"], (1, 2), ENTRIES, ALL)) in (here, here - 3)
+    assert len(e2e.members(TINY["d16_2k"], (1, 2), OURS, ALL)) in (here, here - 3)
     monkeypatch.setattr(Processor, "why_no_bfloat16", lambda _: None)
-    members = e2e.members(TINY["d16_2k"], (1, 2), ENTRIES, ALL)
-    members += e2e.members(TINY["d16_2k"], (2, 1), ENTRIES, ALL)
+    members = e2e.members(TINY["d16_2k"], (1, 2), OURS, ALL)
+    members += e2e.members(TINY["d16_2k"], (2, 1), OURS, ALL)
     assert len({m.title for m in members}) == len(members) == 22
     tuned = [m for m in members if "malloc" in m.variant]
     assert len(tuned) == 8 and all("MALLOC_TOP_PAD_" in m.environment for m in tuned)

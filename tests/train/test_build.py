@@ -9,7 +9,7 @@ import torch
 
 from meseta.config import RunConfig
 from meseta.spec import MesetaError
-from meseta.train.build import choose_device
+from meseta.train.setup.build import choose_device
 
 
 def config(device: str) -> RunConfig:

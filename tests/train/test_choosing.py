@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 from meseta.cli.main import app
 from meseta.comm import World
 from meseta.config import RunConfig
+from meseta.machine.interruption import Stopped
 from meseta.pipeline import TrainStep
 from meseta.spec import MesetaError
 from meseta.train import trainer
 from meseta.train.evaluate import evaluate
-from meseta.train.interruption import Stopped
 from meseta.train.run_dir import RunDir
 from meseta.train.state import dense_tensors
 from meseta.train.trained import Trained, load_trained

@@ -13,8 +13,8 @@ from meseta import checkpoint
 from meseta.comm import World
 from meseta.config.run import MODEL_NAMES
 from meseta.spec import MesetaError
-from meseta.train import dense_export
-from meseta.train.dense_export import DenseFormat, export_dense
+from meseta.train.outside import dense_export
+from meseta.train.outside.dense_export import DenseFormat, export_dense
 from meseta.train.trained import Trained, load_trained
 from small_run import settings, train
 

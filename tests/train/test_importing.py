@@ -18,8 +18,8 @@ from torch.nn import functional
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.spec import MesetaError
-from meseta.train.foreign import Layout, read_tensors
-from meseta.train.importing import import_model
+from meseta.train.outside.foreign import Layout, read_tensors
+from meseta.train.outside.importing import import_model
 from meseta.train.trained import load_trained
 from small_run import SHAPES, final_checksum, settings, train
 

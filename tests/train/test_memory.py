@@ -21,10 +21,10 @@ from meseta.embedding import EmbeddingBagCollection
 from meseta.embedding.flight import Flight
 from meseta.machine.system import System
 from meseta.spec import MesetaError
-from meseta.train import memory
-from meseta.train.build import make_sharded_model
-from meseta.train.outline import make_dense_part, make_outline, step_bytes
-from meseta.train.specs import make_specs
+from meseta.train.setup import memory
+from meseta.train.setup.build import make_sharded_model
+from meseta.train.setup.outline import make_dense_part, make_outline, step_bytes
+from meseta.train.setup.specs import make_specs
 from meseta.train.trainer import Trainer
 from small_run import need_and_held, settings
 

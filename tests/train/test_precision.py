@@ -13,7 +13,7 @@ from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.machine.processors import Processor
 from meseta.spec import MesetaError
-from meseta.train import precision
+from meseta.train.setup import precision
 from meseta.train.trained import open_trained
 from small_run import settings, train
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from meseta.report import write_report
-from meseta.report.axis import make_axis
-from meseta.report.plan_picture import pieces_by_rank, squarify
+from meseta.report.charts.axis import make_axis
+from meseta.report.charts.plan_picture import pieces_by_rank, squarify
 from meseta.report.record import read_run
 from meseta.spec import MesetaError, Plan, TableSpec
 from meseta.spec.plan_document import read_written_plan

@@ -18,9 +18,9 @@ from meseta.checkpoint.background import BackgroundSave
 from meseta.checkpoint.directory import checkpoint_path
 from meseta.comm import World
 from meseta.config import CheckpointConfig
+from meseta.machine.interruption import Interruption
 from meseta.spec import MesetaError
 from meseta.train import saving as train_saving
-from meseta.train.interruption import Interruption
 from meseta.train.saving import Saver
 from small_run import final_checksum, settings, train
 
@@ -41,20 +41,20 @@ def test_steps_minutes_signals_and_the_best(tmp_path: Path) -> None:
     config = CheckpointConfig(every_steps=4, keep_best=True)
     saver = Saver(config, tmp_path, World.single())
     assert [step for step in range(1, 10) if saver.is_due(step, is_best=step == 7)] == [4, 7, 8]
-    assert saver.votes() == (0, 0, 0)
+    assert saver.flags() == (0, 0, 0)
     for votes, due, stopping in (
         ((0.0, 2.0, 0.0), True, False),
         ((1.0, 0.0, 0.0), True, True),
         ((0.0, 0.0, 0.0), False, False),
     ):
-        saver.hear(votes)
+        saver.apply_agreed(votes)
         assert (saver.is_due(3, is_best=False), saver.stopping) == (due, stopping)
 
 
 def test_the_clock_of_rank_0_counts(tmp_path: Path) -> None:
     config = CheckpointConfig(every_minutes=1e-9)
     worlds = [World(rank=rank, size=2, device=World.single().device) for rank in (0, 1)]
-    assert [Saver(config, tmp_path, world).votes() for world in worlds] == [(0, 1, 0), (0, 0, 0)]
+    assert [Saver(config, tmp_path, world).flags() for world in worlds] == [(0, 1, 0), (0, 0, 0)]
 
 
 def test_in_the_background_or_not_the_same_checkpoints(tiny: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from meseta.config import load_config
 from meseta.spec import MesetaError
 from meseta.telemetry.lines import EvalLine
 from meseta.telemetry.summary import RunSummary
-from meseta.train.sweep import (
+from meseta.train.sweep.sweep import (
     Choices,
     Range,
     Result,

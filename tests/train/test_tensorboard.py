@@ -12,7 +12,7 @@ import pytest
 from bad_input.commands import small_files
 from meseta.spec import MesetaError
 from meseta.telemetry.lines import EvalLine, TrainLine
-from meseta.train.tensorboard import TensorBoard, scalars
+from meseta.train.outside.tensorboard import TensorBoard, scalars
 from small_run import metrics, settings, train
 
 

@@ -16,9 +16,9 @@ from meseta.config import RunConfig
 from meseta.data.dataset import Dataset
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.embedding import EmbeddingBagCollection
+from meseta.errors import doubled
 from meseta.report import data_statistics
 from meseta.spec import FeatureSpec, TableSpec
-from meseta.spec.checks import doubled
 from meseta.train.trainer import Trainer
 from small_run import settings
 

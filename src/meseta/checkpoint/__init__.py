@@ -1,9 +1,9 @@
 """Checkpoints: a directory of Arrow files and a JSON manifest, readable with pyarrow alone, loadable under any plan."""
 
-from meseta.checkpoint.broken import DamagedCheckpoint
 from meseta.checkpoint.difference import Difference, compare
 from meseta.checkpoint.directory import latest, newest, prune
 from meseta.checkpoint.exporting import export
+from meseta.checkpoint.failures import DamagedCheckpoint
 from meseta.checkpoint.listing import Summary, find_checkpoint, list_checkpoints, summarize
 from meseta.checkpoint.loading import Loaded, load, offer_older, verify
 from meseta.checkpoint.mirror import Mirror, fetch

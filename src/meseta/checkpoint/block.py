@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from meseta.checkpoint import digest
-from meseta.checkpoint.broken import broken_file, check_checksum, file_of, writing
+from meseta.checkpoint.failures import broken_file, check_checksum, file_of, writing
 from meseta.checkpoint.layout import ID, BlockSchema
 from meseta.checkpoint.raw import read_whole, scratch, write_whole
 from meseta.errors import one_line, shown

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from meseta.checkpoint import digest
-from meseta.checkpoint.broken import broken_file, check_checksum, file_of
+from meseta.checkpoint.failures import broken_file, check_checksum, file_of
 from meseta.errors import one_line
 from meseta.machine.files import has_controls, sync
 from meseta.spec import MesetaError

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from meseta.checkpoint.block import Values, read_block
-from meseta.checkpoint.broken import file_of
 from meseta.checkpoint.dense import read_dense
 from meseta.checkpoint.digest import TABLE_SHAPE
+from meseta.checkpoint.failures import file_of
 from meseta.checkpoint.layout import BlockSchema, widened
 from meseta.checkpoint.manifest import entries_of, read_manifest
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meseta.checkpoint.broken import file_of
+from meseta.checkpoint.failures import file_of
 from meseta.checkpoint.manifest import MANIFEST_PATH, entries_of, read_manifest
 from meseta.machine.files import move, sync
 from meseta.spec import MesetaError

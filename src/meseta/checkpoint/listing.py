@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meseta.checkpoint.broken import file_of
 from meseta.checkpoint.directory import named, newest
+from meseta.checkpoint.failures import file_of
 from meseta.checkpoint.manifest import MANIFEST_PATH, entries_of, read_manifest
 from meseta.spec import MesetaError
 from meseta.storage import ROW

@@ -12,12 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from meseta.checkpoint.block import Values, read_block
-from meseta.checkpoint.broken import DamagedCheckpoint
 from meseta.checkpoint.dense import read_dense
 from meseta.checkpoint.directory import latest, named
+from meseta.checkpoint.failures import DamagedCheckpoint, together
 from meseta.checkpoint.layout import BlockSchema, TableLayout
 from meseta.checkpoint.manifest import MANIFEST_PATH, read_manifest
-from meseta.checkpoint.together import together
 from meseta.comm import World
 from meseta.spec import MesetaError
 from meseta.storage import ROW, TableStorage

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from meseta.checkpoint import digest
-from meseta.checkpoint.broken import DamagedCheckpoint, malformed, writing
 from meseta.checkpoint.dense import DensePath
+from meseta.checkpoint.failures import DamagedCheckpoint, malformed, writing
 from meseta.checkpoint.layout import BlockSchema, StoredType, block_path, block_paths, table_folder
 from meseta.errors import shown
 from meseta.machine.files import DOCUMENT_BYTES, first_alike, inside, json_text, parse_json, read_bounded, sync

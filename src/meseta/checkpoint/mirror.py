@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meseta.checkpoint.broken import file_of, malformed
 from meseta.checkpoint.directory import NAME, begin, checkpoint_path, commit, discard, temporary_path
+from meseta.checkpoint.failures import file_of, malformed
 from meseta.checkpoint.manifest import MANIFEST_PATH, check_manifest, entries_of, parse_manifest, read_manifest
 from meseta.machine.files import DOCUMENT_BYTES, inside, too_long
 from meseta.machine.remote import remote_errors

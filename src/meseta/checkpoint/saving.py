@@ -16,9 +16,9 @@ from meseta.checkpoint.block import sync_block, write_block
 from meseta.checkpoint.dense import write_dense
 from meseta.checkpoint.directory import begin, checkpoint_path, commit, discard, temporary_path
 from meseta.checkpoint.exchange import Job, LocalShards, exchange, pack, rounds, unpack
+from meseta.checkpoint.failures import on_first, together
 from meseta.checkpoint.layout import BLOCK_BYTES, TableLayout, block_path, table_folder
 from meseta.checkpoint.manifest import build_manifest, check_state, write_manifest
-from meseta.checkpoint.together import on_first, together
 from meseta.comm import World
 from meseta.spec import MesetaError, Plan
 from meseta.storage import TableStorage

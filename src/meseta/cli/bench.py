@@ -38,9 +38,9 @@ def ops(
     quick: Quick = False,
 ) -> None:
     """Embedding lookups and train steps, as lookups/s, share of the gather limit, and ratio to other systems."""
-    from meseta.measure import ops as bench
-    from meseta.measure.tables import ops_table
-    from meseta.measure.workloads import OPS, OPTIMIZERS, small
+    from meseta.measure.bench import ops as bench
+    from meseta.measure.bench.tables import ops_table
+    from meseta.measure.bench.workloads import OPS, OPTIMIZERS, small
 
     traffics = _choose("configuration", configs, {traffic.name: traffic for traffic in OPS})
     names = _choose("optimizer", None if optimizers == "all" else optimizers.split(","), {n: n for n in OPTIMIZERS})
@@ -49,13 +49,13 @@ def ops(
         traffics = [small(traffic, max_rows=1000, max_batch=64, max_tables=4) for traffic in traffics]
     counts = tuple(_number(word) for word in threads.split(","))
     found, show = _find_peers(peer_python, peers), _Screen(out, quick)
-    effort = _effort(rounds, starts, 0.25, quick)
+    timing = _effort(rounds, starts, 0.25, quick)
     for traffic in traffics:
         contests = list(bench.contests(traffic, names, types, counts, found))
         ours = [member.variant for _, members in contests for member in members if member.name == "ours"]
         bench.check([traffic], sorted({(optimizer, dtype) for optimizer, dtype in ours}))
         for optimizer, members in contests:
-            result = bench.measure(traffic, optimizer, members, effort, show.log)
+            result = bench.measure(traffic, optimizer, members, timing, show.log)
             show.result(ops_table(result), bench.comparisons(result), result.outcome.failures)
     show.end()
 
@@ -77,23 +77,24 @@ def e2e(
     from dataclasses import replace
 
     from meseta.machine.processors import this_processor
-    from meseta.measure import e2e as bench
-    from meseta.measure.tables import e2e_table
-    from meseta.measure.workloads import E2E, small
+    from meseta.measure.bench import e2e as bench
+    from meseta.measure.bench.tables import e2e_table
+    from meseta.measure.bench.workloads import E2E, small
+    from meseta.train.bench import OursTraining, TrainingGate
 
     trainings = _choose("configuration", configs, {training.name: training for training in E2E})
     if quick:
         trainings = [replace(t, traffic=small(t.traffic, max_rows=1000, max_batch=64)) for t in trainings]
     pairs = [(_number(a), _number(b)) for a, _, b in (word.partition("x") for word in layouts.split(","))]
-    entries = bench.Entries(contender="meseta.train.bench:OursTraining", gate="meseta.train.bench:TrainingGate")
+    ours = bench.OurContenders(contender=OursTraining, gate=TrainingGate)
     found, show = _find_peers(peer_python, peers), _Screen(out, quick)
     if why := this_processor().why_no_bfloat16():
         show.log(f"bfloat16 is left out: {why}")
-    effort = _effort(rounds, starts, 0.6, quick)
-    bench.check(trainings, entries)
+    timing = _effort(rounds, starts, 0.6, quick)
+    bench.check(trainings, ours)
     for training in trainings:
-        members = [member for pair in pairs for member in bench.members(training, pair, entries, found)]
-        result = bench.measure(training, members, effort, show.log)
+        members = [member for pair in pairs for member in bench.members(training, pair, ours, found)]
+        result = bench.measure(training, members, timing, show.log)
         show.result(e2e_table(result), bench.comparisons(result), result.outcome.failures)
     show.end()
 
@@ -113,7 +114,7 @@ class _Screen:
         """Show one contest."""
         from rich.console import Console
 
-        from meseta.measure.record import append
+        from meseta.telemetry.history import append
 
         console = Console()
         # A file or a pipe has no width of its own; names and ratios must not be cut there.
@@ -131,7 +132,7 @@ class _Screen:
 
 
 def _find_peers(python: str | None, wanted: bool) -> Any:
-    from meseta.measure.peers import find_peers
+    from meseta.measure.bench.peers import find_peers
 
     found = find_peers(python, wanted=wanted)
     for line in found.missing:
@@ -140,11 +141,11 @@ def _find_peers(python: str | None, wanted: bool) -> Any:
 
 
 def _effort(rounds: int, starts: int, window_s: float, quick: bool) -> Any:
-    from meseta.measure.contest import Effort
+    from meseta.measure.contest.contest import TimingOptions
 
     if quick:
-        return Effort(num_starts=1, num_rounds=1, window_s=0.01, num_retries=0)
-    return Effort(num_starts=starts, num_rounds=rounds, window_s=window_s)
+        return TimingOptions(num_starts=1, num_rounds=1, window_s=0.01, num_retries=0)
+    return TimingOptions(num_starts=starts, num_rounds=rounds, window_s=window_s)
 
 
 def _choose(kind: str, names: Sequence[str] | None, known: dict[str, Any]) -> list[Any]:

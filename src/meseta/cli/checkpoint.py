@@ -181,7 +181,7 @@ def export_it(
     from meseta.checkpoint.exporting import FORMATS
     from meseta.spec import MesetaError
     from meseta.telemetry.shown import byte_size
-    from meseta.train.dense_export import DENSE_FORMATS, export_dense
+    from meseta.train.outside.dense_export import DENSE_FORMATS, export_dense
 
     known, programs = [f for f in FORMATS if f == form], [f for f in DENSE_FORMATS if f == form]
     if not (known or programs):
@@ -214,8 +214,8 @@ def import_it(
     """
     from meseta.config import load_config
     from meseta.spec import MesetaError, nearest
-    from meseta.train.foreign import LAYOUTS
-    from meseta.train.importing import import_model
+    from meseta.train.outside.foreign import LAYOUTS
+    from meseta.train.outside.importing import import_model
 
     known = [name for name in LAYOUTS if name == layout]
     if not known:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from multiprocessing.process import BaseProcess
 
 from meseta.machine.processes import fork
-
-SHARED = ("meseta.train.trainer", "meseta.train.trained", "meseta.train.predictions", "meseta.train.verify", "sympy")
-"""Modules that commands import, and which the processes share with this one."""
 
 
 def start_command(
@@ -26,12 +22,14 @@ def start_command(
 
 @cache
 def _share_imports() -> None:
-    for name in SHARED:
-        importlib.import_module(name)
+    import meseta.cli.preloaded  # noqa: F401
+
     gc.collect()
     gc.freeze()  # the collector of a fork does not write into pages that it shares with the others
 
 
 def _run_command(arguments: Sequence[str]) -> None:
+    from meseta.cli.main import main
+
     sys.argv = ["meseta", *arguments]
-    importlib.import_module("meseta.cli.main").main()
+    main()

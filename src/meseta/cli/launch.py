@@ -61,7 +61,7 @@ class StopSignals:
         """Whether it was repeated."""
         self._first_s = 0.0
 
-    def hear(self) -> None:
+    def install(self) -> None:
         """From now on."""
         for number in STOPPING:
             signal.signal(number, self._note)
@@ -86,7 +86,7 @@ def run_ranks(arguments: Sequence[str], num_ranks: int) -> int:
     signals = StopSignals()
     ranks: list[BaseProcess] = []
     try:
-        signals.hear()
+        signals.install()
         _start(ranks, arguments, errors)
         blamed = _wait(ranks, signals)
     finally:

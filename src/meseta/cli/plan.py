@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from meseta.config import RunConfig
     from meseta.planner import DoesNotFitError, Planned
-    from meseta.planner.reasons import Reason
+    from meseta.planner.explain.reasons import Reason
     from meseta.spec import TableSpec
 
 MAX_RANKS = 16
@@ -55,7 +55,7 @@ def plan(
         _print_check(what[1:])
         return
     from meseta.planner import DoesNotFitError
-    from meseta.planner.reasons import reasons
+    from meseta.planner.explain.reasons import reasons
 
     console = _console()
     try:
@@ -81,7 +81,7 @@ def _find(path: str, overrides: list[str], topology: Path | None, cost: Path | N
     from meseta.planner import find_plan
     from meseta.spec import CostModel, Topology
     from meseta.spec.constraints import Constraints
-    from meseta.spec.workload_document import load_workload
+    from meseta.spec.workload import load_workload
 
     config = _read_config(path, overrides)
     if config is not None:
@@ -94,7 +94,7 @@ def _find(path: str, overrides: list[str], topology: Path | None, cost: Path | N
     constraints = None if rules is None else Constraints.load(rules)
     if config is None:
         return find_plan(load_workload(path), machines, cost_model, constraints)
-    from meseta.train.planning import find_run_plan
+    from meseta.train.setup.planning import find_run_plan
 
     return find_run_plan(config, machines, cost_model, constraints)
 
@@ -103,7 +103,7 @@ def _read_config(path: str, overrides: list[str]) -> RunConfig | None:
     """None where the file describes a workload."""
     from meseta.config import load_config
     from meseta.spec.documents import read_mapping
-    from meseta.spec.workload_document import is_workload
+    from meseta.spec.workload import is_workload
 
     try:
         document = read_mapping(path)
@@ -119,8 +119,8 @@ def _read_config(path: str, overrides: list[str]) -> RunConfig | None:
 def _tables_of(path: str) -> Sequence[TableSpec]:
     """Of a config, or of a workload file."""
     from meseta.data.dataset import Dataset
-    from meseta.spec.workload_document import load_workload
-    from meseta.train.specs import make_specs
+    from meseta.spec.workload import load_workload
+    from meseta.train.setup.specs import make_specs
 
     config = _read_config(path, [])
     if config is None:
@@ -161,7 +161,7 @@ def _table(title: str, columns: list[str]) -> Any:
 
 def _print_plan(console: Console, planned: Planned, found: list[Reason], num_tables: int) -> None:
     """Headline, ranks, tables."""
-    from meseta.planner.difference import spans
+    from meseta.planner.explain.difference import spans
 
     prediction, problem, bound = planned.prediction, planned.problem, planned.bound
     topology, step_s = problem.topology, planned.prediction.step_s
@@ -241,8 +241,8 @@ def _print_check(names: list[str]) -> None:
 
 def _print_difference(files: list[str]) -> None:
     """Rows and bytes that move between two plan files."""
-    from meseta.planner.difference import moved
-    from meseta.planner.keeping import read_plan_file
+    from meseta.planner.explain.difference import moved
+    from meseta.planner.search.keeping import read_plan_file
 
     if len(files) not in (2, 3):
         raise MesetaError(

@@ -46,7 +46,7 @@ def predict(
 ) -> None:
     """Predict with a checkpoint of a run: one probability per row and label, in the order of the rows, with the row's
     number and keys."""
-    from meseta.train.prediction_files import check_suffix
+    from meseta.train.outside.table_files import check_suffix
 
     check_suffix(out)
     if nproc != 1 and not is_launched():

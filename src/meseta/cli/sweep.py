@@ -16,7 +16,7 @@ from meseta.spec import MesetaError
 from meseta.spec.splits import TEST
 
 if TYPE_CHECKING:
-    from meseta.train.sweep import Result, Sweep, Trial
+    from meseta.train.sweep.sweep import Result, Sweep, Trial
 
 
 class RankedBy(enum.StrEnum):
@@ -51,7 +51,16 @@ def sweep(
 ) -> None:
     """Train once per combination of settings and rank the runs; started again, keep what is finished and go on."""
     from meseta.spec.splits import note_flattered
-    from meseta.train.sweep import Result, draws, grid, open_sweep, parse_space, rank, write_page, write_tables
+    from meseta.train.sweep.sweep import (
+        Result,
+        draws,
+        grid,
+        open_sweep,
+        parse_space,
+        rank,
+        write_page,
+        write_tables,
+    )
 
     if by_chance != (trials is not None):
         raise MesetaError("sweep: --random and --trials N go together; a grid tries every combination once")
@@ -59,7 +68,7 @@ def sweep(
     chosen = grid(space) if trials is None else draws(space, trials, seed)
     plan = open_sweep(out, config, fixed, chosen, may_grow=by_chance)
     signals = StopSignals()
-    signals.hear()
+    signals.install()
     results = [Result(trial, trial.summary(), "not run yet") for trial in plan.trials]
     for index, trial in enumerate(plan.trials):
         results[index] = _finish(plan, trial, nproc, signals, metric.value)
@@ -82,7 +91,7 @@ def sweep(
 
 def _finish(plan: Sweep, trial: Trial, nproc: int, signals: StopSignals, metric: str) -> Result:
     """Run a trial that is not finished, and say in one line how it went."""
-    from meseta.train.sweep import Result, shown
+    from meseta.train.sweep.sweep import Result, shown
 
     head = f"trial {trial.number + 1}/{len(plan.trials)}  {trial.title}"
     summary, problem, kept = trial.summary(), "", "  (kept)"
@@ -103,7 +112,7 @@ def _finish(plan: Sweep, trial: Trial, nproc: int, signals: StopSignals, metric:
 
 def _tested(plan: Sweep, result: Result, nproc: int, signals: StopSignals) -> Result:
     """The best trial, with its figures of the test split, which was left alone until now where valid has chosen."""
-    from meseta.train.sweep import Result
+    from meseta.train.sweep.sweep import Result
 
     if result.summary is None or TEST in result.summary.splits:
         return result
@@ -157,7 +166,7 @@ def _print(ranked: Sequence[Result]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from meseta.train.sweep import rows, shown
+    from meseta.train.sweep.sweep import rows, shown
 
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:

@@ -33,11 +33,11 @@ def detect(
     disk: Annotated[Path, typer.Option(help="Folder on the disk that tables may fill.")] = Path(),
 ) -> None:
     """Look at this machine and write a topology; under torchrun, of all hosts, which are taken as equal."""
+    from meseta.errors import check_choice
     from meseta.machine.files import write_whole
     from meseta.measure.topology import detect as look
     from meseta.measure.topology import find_gpus
     from meseta.spec import CostModel, DeviceKind
-    from meseta.spec.checks import check_choice
 
     if device is not None:
         check_choice("topology detect", "--device", device, get_args(DeviceKind))

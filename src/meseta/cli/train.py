@@ -119,7 +119,7 @@ def _fill(document: dict[str, Any], options: PrepareOptions) -> Dataset | None:
     """Prepare, and give the config what it leaves open; returns the dataset where the rate of the tables is to be found
     by trial."""
     from meseta.data.prepare import for_training
-    from meseta.train.raw_files import can_be_tried, choose_settings
+    from meseta.train.outside.raw_files import can_be_tried, choose_settings
 
     dataset = _prepared(for_training(options))
     chosen = choose_settings(document, dataset)
@@ -132,7 +132,7 @@ def _choose_folders(document: dict[str, Any], data: Sequence[str], said: Mapping
     """Where a run from raw files goes, unless its config says so. Raises MesetaError where nothing says what to train
     on."""
     from meseta.config import set_default
-    from meseta.train.raw_files import default_run_dir
+    from meseta.train.outside.raw_files import default_run_dir
 
     if data:
         set_default(document, "run_dir", default_run_dir(data))
@@ -147,11 +147,11 @@ def _choose_folders(document: dict[str, Any], data: Sequence[str], said: Mapping
 def _run(settings: RunConfig, *, with_test: bool, anew: bool, tried_on: Dataset | None) -> None:
     """Train to the end, from the first step on if `anew`, and print what came of it; on `tried_on`, the rate of the
     tables is found by trial first."""
-    from meseta.train.interruption import Stopped
+    from meseta.machine.interruption import Stopped
     from meseta.train.run_dir import drop_run
     from meseta.train.session import session
+    from meseta.train.sweep.trials import settle_table_rate
     from meseta.train.trainer import Trainer
-    from meseta.train.trials import settle_table_rate
 
     try:
         with session(settings) as world:

@@ -19,12 +19,12 @@ from meseta.data.dataset import FILE_NAME, DataFile, Dataset, SparseFeature
 from meseta.data.record import RECORD_NAME
 from meseta.data.touched import read_touched
 from meseta.data.vocabulary import digest_of_values, one_chunk
+from meseta.data.weights import is_weight
 from meseta.data.workers import in_order
 from meseta.errors import one_line
 from meseta.machine.files import inside
 from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError
-from meseta.spec.weights import is_weight
 
 STATISTICS_PAGE = "statistics.html"
 """Where `meseta data stats` writes its page, beside the data."""

@@ -9,10 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from meseta.errors import shown
+from meseta.errors import doubled, shown
 from meseta.machine.files import first_alike, inner_fault, inside, parse_json, read_bounded
 from meseta.spec import MesetaError, Reuse, nearest
-from meseta.spec.checks import doubled
 
 FORMAT: Literal["meseta.dataset/1"] = "meseta.dataset/1"
 FILE_NAME = "dataset.json"

@@ -17,8 +17,8 @@ from meseta.data.parse_svm import has_label
 from meseta.data.sample import csv_header, csv_sample, parquet_sample
 from meseta.data.schema import NO_CATEGORY, BucketRule, RawLayout, Schema, SparseColumn
 from meseta.data.sources import KIND_NAMES, Source, find_sources, first_line
+from meseta.errors import doubled
 from meseta.spec import MesetaError
-from meseta.spec.checks import doubled
 
 _SVM = ("libsvm", "libffm")
 

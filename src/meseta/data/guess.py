@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from meseta.spec.weights import LARGEST_WEIGHT, SMALLEST_WEIGHT
+from meseta.data.weights import LARGEST_WEIGHT, SMALLEST_WEIGHT
 
 Role = Literal["dense", "categorical", "both", "weight", "group", "time", "ignore"]
 

@@ -12,9 +12,9 @@ from meseta.data.sample import csv_header, csv_sample, first_rows
 from meseta.data.schema import RawLayout, Schema, SparseColumn, check_names, layout_of
 from meseta.data.sources import FIELDS_OF_CRITEO, Source, first_line, parquet_schema
 from meseta.data.svm_layout import OnRows, svm_layout
+from meseta.errors import doubled
 from meseta.machine.files import first_alike
 from meseta.spec import MesetaError
-from meseta.spec.checks import doubled
 
 _HEADER_ROWS = 100
 """Rows beside which the first line of CSV is judged."""

@@ -14,8 +14,8 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from meseta.errors import doubled
 from meseta.spec import MesetaError, nearest
-from meseta.spec.checks import doubled
 from meseta.spec.documents import read_mapping
 
 MAX_BUCKETS = 1000

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from meseta.data.columns import DataColumn, columns_of
 from meseta.data.dataset import Dataset
 from meseta.data.raw_rows import is_label
-from meseta.spec import MesetaError, weights
-from meseta.spec.weights import is_weight
+from meseta.data.weights import WEIGHT_RULE, is_weight
+from meseta.spec import MesetaError
 
 _WAY_OUT = "prepare the dataset again"
 
@@ -60,7 +60,7 @@ def check_values(path: Path, first_row: int, table: pa.Table, dataset: Dataset) 
     for name in dataset.label_columns:
         _check_numbers(where, first_row, table, name, is_label, "in 0..1")
     if dataset.weight is not None:
-        _check_numbers(where, first_row, table, dataset.weight, is_weight, weights.RULE)
+        _check_numbers(where, first_row, table, dataset.weight, is_weight, WEIGHT_RULE)
     for feature in dataset.sparse:
         if feature.weighted:
             _check_weights(where, first_row, table, feature.name)

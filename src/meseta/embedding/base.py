@@ -15,11 +15,11 @@ from torch.autograd.function import once_differentiable
 from meseta.comm import BatchSlice, World
 from meseta.embedding.accumulate import GradientSegment
 from meseta.embedding.feature_group import group_features
-from meseta.embedding.flight import Flight, GroupPart, IdsOutside, Timer, untimed
+from meseta.embedding.flight import Flight, GroupPart, IdsOutside, Timer, no_timer
 from meseta.jagged import Embeddings, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meseta.jagged.shapes import Int
 from meseta.ops.id_policy import CheckedIds
-from meseta.ops.row_optimizer import compute_dtype
+from meseta.ops.row_program.optimizer import compute_dtype
 from meseta.ops.row_update import TableRows
 from meseta.spec import FeatureSpec, MesetaError, TableSpec, check_features
 from meseta.storage import Lease, TableStorage
@@ -126,7 +126,7 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
         lr_factor: float | None = None,
         first_sample: int | None = None,
         is_part: bool | None = None,
-        stage_timer: Timer = untimed,
+        stage_timer: Timer = no_timer,
         outside: IdsOutside | None = None,
     ) -> Flight[GroupPart]:
         """Check the ids, begin to send their counts to the owners of rows. No host sync, unless ids are dropped.

@@ -40,7 +40,7 @@ class Exchanged:
     """The counts are known, and the exchange of lengths and ids is in flight."""
 
     ids: KeyedJaggedTensor
-    home: KeyedJaggedTensor | None
+    replicated: KeyedJaggedTensor | None
     """Ids of rows that every rank holds, by feature of the routes that stay at home; None where there are none."""
     order: dict[int, Int[Tensor, " nnz"]]
     """Of unpooled features that are cut by rows: where each sorted id stood among the ids of its feature."""
@@ -129,18 +129,18 @@ class Slots:
         parts = [self.weights[r.slot] for routes in routing.by_rank for r in routes]
         return torch.cat(parts).to(dtype) if parts else torch.empty(0, dtype=dtype, device=device)
 
-    def at_home(self, routing: Routing, ids: KeyedJaggedTensor) -> KeyedJaggedTensor | None:
+    def replicated_ids(self, routing: Routing, ids: KeyedJaggedTensor) -> KeyedJaggedTensor | None:
         """The ids of `ids` that stay at home; None where no table is replicated."""
-        if not routing.home:
+        if not routing.replicated:
             return None
-        keys = tuple(ids.keys[r.feature] for r in routing.home)
-        if all(len(routing.cuts[r.feature]) == 2 for r in routing.home):
+        keys = tuple(ids.keys[r.feature] for r in routing.replicated)
+        if all(len(routing.cuts[r.feature]) == 2 for r in routing.replicated):
             return permute(ids, keys)
-        weights = torch.cat([self.weights[r.slot] for r in routing.home]) if self.weights else None
+        weights = torch.cat([self.weights[r.slot] for r in routing.replicated]) if self.weights else None
         return KeyedJaggedTensor(
             keys=keys,
-            values=torch.cat([self.ids[r.slot] for r in routing.home]),
-            lengths=torch.cat([self.lengths[r.slot] for r in routing.home]),
+            values=torch.cat([self.ids[r.slot] for r in routing.replicated]),
+            lengths=torch.cat([self.lengths[r.slot] for r in routing.replicated]),
             weights=weights,
             batch_sizes=(ids.batch_size,) * len(keys),
         )

@@ -28,7 +28,7 @@ AFTER: dict[FlightStage, str] = {
 """The way on from each stage."""
 
 
-def untimed(stage: StageName) -> AbstractContextManager[None]:
+def no_timer(stage: StageName) -> AbstractContextManager[None]:
     """Nobody times it."""
     return nullcontext()
 
@@ -72,7 +72,7 @@ class Flight(Generic[GroupPart]):
     is_part: bool | None = None
     """Whether its gradients are kept for the last part of the same global batch; None: whether its backward pass runs
     in `accumulating`."""
-    stage_timer: Timer = untimed
+    stage_timer: Timer = no_timer
     """Told of 'output_dist', 'gradient_dist' and 'table_update'."""
     outside: IdsOutside = field(default_factory=IdsOutside)
     """Counts its ids outside their table when it is finished."""

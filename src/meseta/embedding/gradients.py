@@ -19,7 +19,7 @@ from meseta.storage import TableStorage
 def send_gradients(
     routing: Routing, world: World, unpooled: Sequence[int], x: Exchanged, gradients: Sequence[Tensor], share: float
 ) -> Pending:
-    """The mirror of the answers, times `share`: to every owner the gradient of its straight bags [B_local, columns], to
+    """The mirror of the answers, times `share`: to every owner the gradient of its direct bags [B_local, columns], to
     a mate also that of its partial bags, and [ids, D] of its routes that are not pooled.
 
     `gradients` are those of the bags of all features, and of each feature of `unpooled`."""
@@ -27,11 +27,11 @@ def send_gradients(
     send = [routing.answer_shapes(r, world.rank, x.batch_sizes, x.sent[r]) for r in range(world.size)]
     receive = [routing.answer_shapes(world.rank, r, x.batch_sizes, n) for r, n in enumerate(x.received)]
     flat = empty((sum(numbers_in(send)),), gradients[0].dtype, world.device)
-    for r, (straight, summed, *rows) in enumerate(matrices(flat, send)):
-        place_columns(straight, gradients[:1], routing.gradient_moves[r], share)
-        if of_sums is not None and summed.numel():
-            place_columns(summed, [of_sums], routing.summed_gradient_moves[r])
-        for route, out in zip(routing.by_rank[r][routing.summed[r].stop :], rows, strict=True):
+    for r, (direct, host_reduced, *rows) in enumerate(matrices(flat, send)):
+        place_columns(direct, gradients[:1], routing.gradient_moves[r], share)
+        if of_sums is not None and host_reduced.numel():
+            place_columns(host_reduced, [of_sums], routing.host_reduced_gradient_moves[r])
+        for route, out in zip(routing.by_rank[r][routing.host_reduced[r].stop :], rows, strict=True):
             own = rows_of_range(unpooled, x, gradients, route)
             torch.mul(own[:, slice(*route.shard.columns)], share, out=out)
     return world.all_to_all(flat, numbers_in(send), numbers_in(receive), "gradients")
@@ -40,18 +40,18 @@ def send_gradients(
 def _gradients_of_sums(
     routing: Routing, world: World, x: Exchanged, gradients: Sequence[Tensor], share: float
 ) -> Tensor:
-    """[samples of this rank and its twins, columns]: gradient of the whole bags of this host."""
-    twins, own = routing.twins(world.rank), x.batch_sizes[world.rank]
+    """[samples of this rank and its peers across hosts, columns]: gradient of the whole bags of this host."""
+    peers, own = routing.peers_across_hosts(world.rank), x.batch_sizes[world.rank]
     shapes = [[(own, width)] for width in routing.host_widths]
     flat = empty((sum(numbers_in(shapes)),), gradients[0].dtype, world.device)
     for host, [out] in enumerate(matrices(flat, shapes)):
         place_columns(out, gradients[:1], routing.host_gradient_moves[host], share)
     width = routing.host_widths[world.rank // routing.per_host]
     send, receive = [0] * world.size, [0] * world.size
-    for twin, [(_, columns)] in zip(twins, shapes, strict=True):
-        send[twin], receive[twin] = own * columns, x.batch_sizes[twin] * width
+    for peer, [(_, columns)] in zip(peers, shapes, strict=True):
+        send[peer], receive[peer] = own * columns, x.batch_sizes[peer] * width
     received = world.all_to_all(flat, send, receive, "gradients of whole bags").wait()
-    return received.view(sum(x.batch_sizes[twin] for twin in twins), width)
+    return received.view(sum(x.batch_sizes[peer] for peer in peers), width)
 
 
 def rows_of_range(unpooled: Sequence[int], x: Exchanged, gradients: Sequence[Tensor], route: Route) -> Tensor:
@@ -65,22 +65,22 @@ def rows_of_range(unpooled: Sequence[int], x: Exchanged, gradients: Sequence[Ten
 def receive_gradients(
     routing: Routing, world: World, x: Exchanged, sent: Pending
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Of this owner: [B_global, columns] of its straight and of its partial bags, and [ids, D] of each route that is
+    """Of this owner: [B_global, columns] of its direct and of its partial bags, and [ids, D] of each route that is
     not pooled."""
     rank, flat = world.rank, sent.wait()
     shapes = [routing.answer_shapes(rank, r, x.batch_sizes, n) for r, n in enumerate(x.received)]
-    summed = flat.new_empty(x.num_samples, routing.summed[rank].width)
-    if len(shapes[0]) == 2 and not summed.numel():
-        return flat.view(x.num_samples, routing.straight[rank].width), summed, []
+    host_reduced = flat.new_empty(x.num_samples, routing.host_reduced[rank].width)
+    if len(shapes[0]) == 2 and not host_reduced.numel():
+        return flat.view(x.num_samples, routing.direct[rank].width), host_reduced, []
     parts = matrices(flat, shapes)
-    if summed.numel():
+    if host_reduced.numel():
         blocks: dict[int, Tensor] = {}
-        for mate in routing.mates(rank):
-            twins = routing.twins(mate)
-            blocks |= zip(twins, parts[mate][1].split([x.batch_sizes[twin] for twin in twins]), strict=True)
-        torch.cat([blocks[r] for r in range(len(shapes))], out=summed)
-    straight, _, *rows = (list(of_ranks) for of_ranks in zip(*parts, strict=True))
-    return torch.cat(straight), summed, [torch.cat(own) for own in rows]
+        for neighbour in routing.ranks_of_host(rank):
+            peers = routing.peers_across_hosts(neighbour)
+            blocks |= zip(peers, parts[neighbour][1].split([x.batch_sizes[peer] for peer in peers]), strict=True)
+        torch.cat([blocks[r] for r in range(len(shapes))], out=host_reduced)
+    direct, _, *rows = (list(of_ranks) for of_ranks in zip(*parts, strict=True))
+    return torch.cat(direct), host_reduced, [torch.cat(own) for own in rows]
 
 
 def gather_column_stats(

@@ -14,7 +14,7 @@ from meseta.comm import Pending, World
 from meseta.embedding.exchange import OwnedIds
 from meseta.embedding.sharded_lookup import ShardedLookup
 from meseta.embedding.update import FusedShards, group_shards
-from meseta.ops.row_optimizer import Hyper, RowOptimizer, RowState, Value, Values, compute_dtype, row_state
+from meseta.ops.row_program.optimizer import Hyper, RowOptimizer, RowState, Value, Values, compute_dtype, row_state
 from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, row_update
 from meseta.spec import Plan, Shard, TableSpec
 from meseta.storage import TableStorage
@@ -56,7 +56,7 @@ class Replicas:
         self.world = world
         self._lookups = lookups
         held = {s.shard.table: s for s in shards if plan[s.shard.table].is_replica(s.shard)}
-        read = dict.fromkeys(route.shard.table for look in lookups for route in look.routing.home)
+        read = dict.fromkeys(route.shard.table for look in lookups for route in look.routing.replicated)
         self._learning = [held[table] for table in read if held[table].spec.optimizer.name != "frozen"]
         self._fused: tuple[FusedShards, ...] = ()
 
@@ -65,12 +65,12 @@ class Replicas:
         """Whether a table is replicated that is not frozen."""
         return bool(self._learning)
 
-    def start_update(self, home: OwnedIds, gradients: Sequence[Tensor], share: float) -> Pending:
-        """Add up what each row gets from this rank's samples, times `share`, and begin to add over ranks; `home` and
-        `gradients` are of the groups that read replicas, one after the other."""
+    def start_update(self, replicated: OwnedIds, gradients: Sequence[Tensor], share: float) -> Pending:
+        """Add up what each row gets from this rank's samples, times `share`, and begin to add over ranks; `replicated`
+        and `gradients` are of the groups that read replicas, one after the other."""
         sums = self._sums
         sums.buffer.zero_()
-        row_update(sums.group, 1.0, 1, home.bags, gradients)
+        row_update(sums.group, 1.0, 1, replicated.bags, gradients)
         sums.buffer[: -sum(own.numel() for own in sums.ranks)] *= share
         return self.world.start_all_reduce(sums.buffer, "replicas")
 
@@ -122,9 +122,9 @@ class Replicas:
         found: dict[int, FeatureGradient] = {}
         position = matrix = 0
         for look in self._lookups:
-            home = look.routing.home
-            if home:
+            replicated = look.routing.replicated
+            if replicated:
                 found |= look.places_at_home(tables, position, matrix)
-                position += len(home)
-                matrix += 1 + len(home) - len(look.routing.pooled_home)
+                position += len(replicated)
+                matrix += 1 + len(replicated) - len(look.routing.pooled_replicated)
         return tuple(found[at] for at in sorted(found))

@@ -59,13 +59,13 @@ class Routing:
     cuts: tuple[tuple[int, ...], ...]
     """Borders of the row ranges of each feature: (0, R) where the rows are whole."""
     by_rank: tuple[tuple[Route, ...], ...]
-    """Routes by owner; `straight`, then `summed`, then those that are not pooled; in each by feature, row range and
+    """Routes by owner; `direct`, then `host_reduced`, then those that are not pooled; in each by feature, row range and
     column."""
-    straight: tuple[Side, ...]
+    direct: tuple[Side, ...]
     """Of each owner: bags that go straight to the ranks that asked."""
-    summed: tuple[Side, ...]
+    host_reduced: tuple[Side, ...]
     """Of each owner: partial bags that are added up inside its host."""
-    home: tuple[Route, ...]
+    replicated: tuple[Route, ...]
     """Rows that every rank holds, whose ids stay at home; the pooled ones first, then by feature."""
     out_columns: dict[int, int]
     """First column of each pooled feature in what a lookup returns."""
@@ -85,23 +85,23 @@ class Routing:
         return sum(self.dims[f] for f in self.out_columns)
 
     @cached_property
-    def pooled_home(self) -> tuple[Route, ...]:
+    def pooled_replicated(self) -> tuple[Route, ...]:
         """Routes that stay at home and are pooled."""
-        return tuple(r for r in self.home if r.feature in self.out_columns)
+        return tuple(r for r in self.replicated if r.feature in self.out_columns)
 
-    def mates(self, rank: int) -> range:
+    def ranks_of_host(self, rank: int) -> range:
         """All ranks of a rank's host."""
         first = rank - rank % self.per_host
         return range(first, first + self.per_host)
 
-    def twins(self, rank: int) -> range:
+    def peers_across_hosts(self, rank: int) -> range:
         """The ranks that have the same place as `rank`, in all hosts."""
         return range(rank % self.per_host, len(self.by_rank), self.per_host)
 
     @cached_property
     def sums_in_hosts(self) -> bool:
         """Whether any bag is."""
-        return any(side.width for side in self.summed)
+        return any(side.width for side in self.host_reduced)
 
     @cached_property
     def host_columns(self) -> tuple[dict[tuple[int, tuple[int, int]], int], ...]:
@@ -110,8 +110,8 @@ class Routing:
         for first in range(0, len(self.by_rank), self.per_host):
             pieces = {
                 (r.feature, r.shard.columns)
-                for rank in self.mates(first)
-                for r in self.by_rank[rank][self.summed[rank].first : self.summed[rank].stop]
+                for rank in self.ranks_of_host(first)
+                for r in self.by_rank[rank][self.host_reduced[rank].first : self.host_reduced[rank].stop]
             }
             found, column = {}, 0
             for feature, columns in sorted(pieces):
@@ -140,20 +140,22 @@ class Routing:
 
     @cached_property
     def answer_moves(self) -> tuple[int, ...]:
-        """From [straight bags of the owners, whole bags of the hosts, bags at home] to what a lookup returns: row
+        """From [direct bags of the owners, whole bags of the hosts, bags at home] to what a lookup returns: row
         ranges are added from the first to the last."""
         num_ranks, num_hosts = len(self.by_rank), len(self.host_widths)
-        home = {r.slot: r for r in self.pooled_home}
+        replicated = {r.slot: r for r in self.pooled_replicated}
         moves = []
         for f, to in self.out_columns.items():
             for host, found in enumerate(self.host_columns):
                 own = ((columns, at) for (feature, columns), at in found.items() if feature == f)
                 moves += [Move(num_ranks + host, at, to + first, stop - first) for (first, stop), at in own]
             for number, ranges in enumerate(self.pieces[f]):
-                if (f, number) in home:
-                    moves.append(Move(num_ranks + num_hosts, home[f, number].column, to, self.dims[f], int(number > 0)))
+                if (f, number) in replicated:
+                    moves.append(
+                        Move(num_ranks + num_hosts, replicated[f, number].column, to, self.dims[f], int(number > 0))
+                    )
                 for index, r in ranges:
-                    if index < self.straight[r.rank].stop:
+                    if index < self.direct[r.rank].stop:
                         start, width = r.shard.columns[0], r.shard.num_columns
                         moves.append(Move(r.rank, r.column, to + start, width, int(number > 0)))
         return join_moves(moves)
@@ -162,7 +164,7 @@ class Routing:
     def host_moves(self) -> tuple[tuple[int, ...], ...]:
         """Of each host: from the partial bags of its ranks to whole bags, row ranges from the first to the last."""
         hosts: list[list[tuple[tuple[int, tuple[int, int], int], Move]]] = [[] for _ in self.host_columns]
-        for rank, (routes, side) in enumerate(zip(self.by_rank, self.summed, strict=True)):
+        for rank, (routes, side) in enumerate(zip(self.by_rank, self.host_reduced, strict=True)):
             host = rank // self.per_host
             for r in routes[side.first : side.stop]:
                 to = self.host_columns[host][r.feature, r.shard.columns]
@@ -172,13 +174,13 @@ class Routing:
 
     @cached_property
     def gradient_moves(self) -> tuple[tuple[int, ...], ...]:
-        """For each owner: from the gradient of what a lookup returned to that of its straight bags."""
+        """For each owner: from the gradient of what a lookup returned to that of its direct bags."""
         return tuple(
             join_moves(
                 Move(0, self.out_columns[r.feature] + r.shard.columns[0], r.column, r.shard.num_columns)
                 for r in routes[side.first : side.stop]
             )
-            for routes, side in zip(self.by_rank, self.straight, strict=True)
+            for routes, side in zip(self.by_rank, self.direct, strict=True)
         )
 
     @cached_property
@@ -193,10 +195,10 @@ class Routing:
         )
 
     @cached_property
-    def summed_gradient_moves(self) -> tuple[tuple[int, ...], ...]:
+    def host_reduced_gradient_moves(self) -> tuple[tuple[int, ...], ...]:
         """For each owner: from the gradient of its host's whole bags to that of its partial bags."""
         owners = []
-        for rank, (routes, side) in enumerate(zip(self.by_rank, self.summed, strict=True)):
+        for rank, (routes, side) in enumerate(zip(self.by_rank, self.host_reduced, strict=True)):
             at = self.host_columns[rank // self.per_host]
             own = routes[side.first : side.stop]
             owners.append(
@@ -207,15 +209,17 @@ class Routing:
     def answer_shapes(
         self, owner: int, rank: int, batch_sizes: Sequence[int], counts: Sequence[int]
     ) -> list[tuple[int, int]]:
-        """What an owner sends to one rank, with counts[k] ids on its route k: the rank's straight bags; to a mate,
-        partial bags for the samples of the rank and its twins; then the rows of each route that is not pooled.
-        Gradients come back in the same shapes."""
-        straight, summed = self.straight[owner], self.summed[owner]
-        num_partial = sum(batch_sizes[twin] for twin in self.twins(rank)) if rank in self.mates(owner) else 0
-        unpooled = zip(counts[summed.stop :], self.by_rank[owner][summed.stop :], strict=True)
+        """What an owner sends to one rank, with counts[k] ids on its route k: the rank's direct bags; to a rank of its
+        host, partial bags for the samples of the rank and its peers across hosts; then the rows of each route that is
+        not pooled. Gradients come back in the same shapes."""
+        direct, host_reduced = self.direct[owner], self.host_reduced[owner]
+        num_partial = (
+            sum(batch_sizes[peer] for peer in self.peers_across_hosts(rank)) if rank in self.ranks_of_host(owner) else 0
+        )
+        unpooled = zip(counts[host_reduced.stop :], self.by_rank[owner][host_reduced.stop :], strict=True)
         return [
-            (batch_sizes[rank], straight.width),
-            (num_partial, summed.width),
+            (batch_sizes[rank], direct.width),
+            (num_partial, host_reduced.width),
             *((n, r.shard.num_columns) for n, r in unpooled),
         ]
 
@@ -227,38 +231,38 @@ def make_routing(tables: Sequence[TableSpec], features: Sequence[FeatureSpec], p
     pooled = [f for f, feature in enumerate(features) if feature.pooling != "none"]
     # Inside a single host, adding up on the way is what the ranks that asked do anyway.
     sums = plan.per_host < plan.num_ranks
-    straight: list[list[Route]] = [[] for _ in range(plan.num_ranks)]
-    summed: list[list[Route]] = [[] for _ in range(plan.num_ranks)]
+    direct: list[list[Route]] = [[] for _ in range(plan.num_ranks)]
+    host_reduced: list[list[Route]] = [[] for _ in range(plan.num_ranks)]
     unpooled: list[list[Route]] = [[] for _ in range(plan.num_ranks)]
-    home: list[Route] = []
+    replicated: list[Route] = []
     cuts = []
     for index, feature in enumerate(features):
         entry = plan[feature.table]
         starts = sorted({shard.rows[0] for shard in entry.shards})
         cuts.append((*starts, by_name[feature.table].num_embeddings))
-        is_summed = sums and entry.sharding in SUMMED_IN_HOST
+        is_host_reduced = sums and entry.sharding in SUMMED_IN_HOST
         for shard in entry.shards:
             route = Route(index, shard, starts.index(shard.rows[0]), 0)
             if entry.is_replica(shard):
-                home.append(route)
+                replicated.append(route)
             elif feature.pooling == "none":
                 unpooled[route.rank].append(route)
             else:
-                (summed if is_summed else straight)[route.rank].append(route)
+                (host_reduced if is_host_reduced else direct)[route.rank].append(route)
     by_rank, matrices = [], []
-    for own in zip(straight, summed, unpooled, strict=True):
+    for own in zip(direct, host_reduced, unpooled, strict=True):
         first, second, rows = (sorted(routes, key=lambda r: (*r.slot, r.shard.columns)) for routes in own)
         by_rank.append((*_side_by_side(first), *_side_by_side(second), *rows))
         stops = (0, len(first), len(first) + len(second))
         matrices.append([Side(a, b, sum(r.shard.num_columns for r in by_rank[-1][a:b])) for a, b in pairwise(stops)])
-    home.sort(key=lambda r: (r.feature not in pooled, r.feature))
-    num_pooled = sum(r.feature in pooled for r in home)
+    replicated.sort(key=lambda r: (r.feature not in pooled, r.feature))
+    num_pooled = sum(r.feature in pooled for r in replicated)
     return Routing(
         cuts=tuple(cuts),
         by_rank=tuple(by_rank),
-        straight=tuple(own[0] for own in matrices),
-        summed=tuple(own[1] for own in matrices),
-        home=(*_side_by_side(home[:num_pooled]), *home[num_pooled:]),
+        direct=tuple(own[0] for own in matrices),
+        host_reduced=tuple(own[1] for own in matrices),
+        replicated=(*_side_by_side(replicated[:num_pooled]), *replicated[num_pooled:]),
         out_columns=dict(zip(pooled, accumulate((dims[f] for f in pooled), initial=0), strict=False)),
         dims=dims,
         per_host=plan.per_host,

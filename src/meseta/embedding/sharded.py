@@ -29,7 +29,7 @@ from meseta.embedding.update import (
 )
 from meseta.jagged import Embeddings, KeyedJaggedTensor
 from meseta.ops.id_policy import CheckedIds
-from meseta.ops.row_optimizer import Hyper
+from meseta.ops.row_program.optimizer import Hyper
 from meseta.ops.row_update import FeatureGradient, TableRows
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, Plan
@@ -196,7 +196,7 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         found = []
         for leg in legs:
             scaled = leg.gradients if scale == 1.0 else [gradient * scale for gradient in leg.gradients]
-            found.append(leg.lookup.at_home(leg.exchanged, scaled))
+            found.append(leg.lookup.replicated_segment(leg.exchanged, scaled))
         return [segment for segment in found if segment is not None]
 
     def _start_replicas(self, legs: Sequence[Leg], share: float) -> Pending | None:
@@ -227,7 +227,7 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         for look in self.lookups:
             found |= look.places(by_shard, position, matrix)
             position += len(look.routes)
-            matrix += 2 + len(look.routes) - look.routing.summed[self.world.rank].stop
+            matrix += 2 + len(look.routes) - look.routing.host_reduced[self.world.rank].stop
         return tuple(place for at in sorted(found) for place in found[at])
 
     @cached_property

@@ -80,11 +80,11 @@ class ShardedLookup:
     def lend(self, rows: Mapping[Shard, TableRows]) -> None:
         """Read the rows of these shards, all of this rank, from now on."""
         self._rows = rows
-        owned, at_home = self.routing.by_rank[self.world.rank], self.routing.pooled_home
-        sides = (self.routing.straight[self.world.rank], self.routing.summed[self.world.rank])
+        owned, replicated = self.routing.by_rank[self.world.rank], self.routing.pooled_replicated
+        sides = (self.routing.direct[self.world.rank], self.routing.host_reduced[self.world.rank])
         self._tables_of = {side: self._lookup_group(owned[side.first : side.stop]) for side in sides}
         """Of both kinds of bags that this rank owns."""
-        self._tables_at_home = self._lookup_group(at_home)
+        self._replicated_tables = self._lookup_group(replicated)
         """Of the pooled features that stay at home."""
 
     def _lookup_group(self, routes: Sequence[Route]) -> LookupGroup:
@@ -156,7 +156,7 @@ class ShardedLookup:
             weights = self.world.all_to_all(packed, [sum(n) for n in sent], [sum(n) for n in counts], "weights")
         return Exchanged(
             ids=x.ids,
-            home=slots.at_home(self.routing, x.ids),
+            replicated=slots.replicated_ids(self.routing, x.ids),
             order=order_of_unpooled(x, self.routing),
             batch_sizes=batch_sizes,
             sent=tuple(sent),
@@ -173,12 +173,12 @@ class ShardedLookup:
     def look_up(self, x: Exchanged, owned: OwnedIds, stage_timer: Timer) -> list[Tensor]:
         """[pooled [B_local, sum of D], rows of each unpooled feature ...] for the local slice."""
         pending = self._answer(x, owned)
-        at_home = self._look_up_at_home(x.home)  # while the answers travel
+        local_bags = self._look_up_replicated(x.replicated)  # while the answers travel
         with stage_timer("output_dist"):
             answers = matrices(pending.wait(), self._answer_shapes(x))
             whole = self._add_in_host(x, answers) if self.routing.sums_in_hosts else self._nothing_of_hosts(x)
             pooled = empty((x.batch_sizes[self.world.rank], self.routing.out_width), self.dtype, self.world.device)
-            sources = [*(own[0] for own in answers), *whole, *([] if at_home is None else [at_home])]
+            sources = [*(own[0] for own in answers), *whole, *([] if local_bags is None else [local_bags])]
             place_columns(pooled, sources, self.routing.answer_moves)
             self.group.divide_means(pooled, x.ids.lengths.view(len(self.group.features), -1))
             return [pooled, *(self._assemble_rows(x, f, answers) for f in self.group.unpooled)]
@@ -186,20 +186,20 @@ class ShardedLookup:
     def _answer(self, x: Exchanged, owned: OwnedIds) -> Pending:
         """Look up what this rank owns, and begin to send each rank the answers for its samples."""
         rank = self.world.rank
-        straight, summed = self.routing.straight[rank], self.routing.summed[rank]
-        bags = self._look_up_bags(x, owned, straight)
+        direct, host_reduced = self.routing.direct[rank], self.routing.host_reduced[rank]
+        bags = self._look_up_bags(x, owned, direct)
         shapes = [self.routing.answer_shapes(rank, r, x.batch_sizes, n) for r, n in enumerate(x.received)]
         send = bags.view(-1)
-        if len(self.routes) > straight.stop:
-            partial = dict(enumerate(self._look_up_bags(x, owned, summed).split(x.batch_sizes)))
-            tables = [self._rows[r.shard].weight for r in self.routes[summed.stop :]]
-            single, sizes = owned.bags.ids[sum(owned.sizes[: summed.stop]) :], owned.sizes[summed.stop :]
+        if len(self.routes) > direct.stop:
+            partial = dict(enumerate(self._look_up_bags(x, owned, host_reduced).split(x.batch_sizes)))
+            tables = [self._rows[r.shard].weight for r in self.routes[host_reduced.stop :]]
+            single, sizes = owned.bags.ids[sum(owned.sizes[: host_reduced.stop]) :], owned.sizes[host_reduced.stop :]
             rows = row_lookup(tables, single, list(accumulate(sizes, initial=0))) if tables else []
-            rows_by_rank = [own.split([n[summed.stop + k] for n in x.received]) for k, own in enumerate(rows)]
+            rows_by_rank = [own.split([n[host_reduced.stop + k] for n in x.received]) for k, own in enumerate(rows)]
             parts = []
             for r, own in enumerate(bags.split(x.batch_sizes)):
-                twins = self.routing.twins(r) if r in self.routing.mates(rank) else ()
-                parts += [own, *(partial[twin] for twin in twins), *(of_route[r] for of_route in rows_by_rank)]
+                peers = self.routing.peers_across_hosts(r) if r in self.routing.ranks_of_host(rank) else ()
+                parts += [own, *(partial[peer] for peer in peers), *(of_route[r] for of_route in rows_by_rank)]
             send = torch.cat([part.reshape(-1) for part in parts])
         return self.world.all_to_all(send, numbers_in(shapes), numbers_in(self._answer_shapes(x)), "answers")
 
@@ -210,19 +210,19 @@ class ShardedLookup:
         bags = owned.bags_of(side)
         return lookup_group(self._tables_of[side], bags.ids, bags.offsets, bags.weights)
 
-    def _look_up_at_home(self, home: KeyedJaggedTensor | None) -> Tensor | None:
+    def _look_up_replicated(self, replicated: KeyedJaggedTensor | None) -> Tensor | None:
         """[B, columns of the pooled features side by side] of ids whose rows every rank holds; None where there are
         none."""
-        num_pooled = len(self.routing.pooled_home)
-        if home is None or not num_pooled:
+        num_pooled = len(self.routing.pooled_replicated)
+        if replicated is None or not num_pooled:
             return None
-        bags = home.select(home.keys[:num_pooled])
-        return lookup_group(self._tables_at_home, bags.values, bags.offsets, bags.weights)
+        bags = replicated.select(replicated.keys[:num_pooled])
+        return lookup_group(self._replicated_tables, bags.values, bags.offsets, bags.weights)
 
-    def _rows_at_home(self, home: KeyedJaggedTensor, feature: int) -> Tensor:
+    def _replicated_rows(self, replicated: KeyedJaggedTensor, feature: int) -> Tensor:
         """[nnz_f, D] of the ids at home of a feature that is not pooled."""
-        [shard] = (r.shard for r in self.routing.home if r.feature == feature)
-        values = home[self.group.features[feature].name].values
+        [shard] = (r.shard for r in self.routing.replicated if r.feature == feature)
+        values = replicated[self.group.features[feature].name].values
         return row_lookup([self._rows[shard].weight], values, [0, values.numel()])[0]
 
     def _answer_shapes(self, x: Exchanged) -> list[list[tuple[int, int]]]:
@@ -230,16 +230,18 @@ class ShardedLookup:
         return [self.routing.answer_shapes(r, self.world.rank, x.batch_sizes, n) for r, n in enumerate(x.sent)]
 
     def _add_in_host(self, x: Exchanged, answers: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-        """Add up the partial bags of this host for the samples of this rank and its twins, give the twins theirs, and
-        return [B_local, columns] of every host's whole bags."""
+        """Add up the partial bags of this host for the samples of this rank and its peers across hosts, give the peers
+        across hosts theirs, and return [B_local, columns] of every host's whole bags."""
         rank, routing = self.world.rank, self.routing
-        twins, own = routing.twins(rank), x.batch_sizes[rank]
+        peers, own = routing.peers_across_hosts(rank), x.batch_sizes[rank]
         host = rank // routing.per_host
-        whole = empty((sum(x.batch_sizes[t] for t in twins), routing.host_widths[host]), self.dtype, self.world.device)
-        place_columns(whole, [answers[mate][1] for mate in routing.mates(rank)], routing.host_moves[host])
+        whole = empty((sum(x.batch_sizes[t] for t in peers), routing.host_widths[host]), self.dtype, self.world.device)
+        place_columns(
+            whole, [answers[neighbour][1] for neighbour in routing.ranks_of_host(rank)], routing.host_moves[host]
+        )
         send, receive = [0] * self.world.size, [0] * self.world.size
-        for twin, width in zip(twins, routing.host_widths, strict=True):
-            send[twin], receive[twin] = x.batch_sizes[twin] * routing.host_widths[host], own * width
+        for peer, width in zip(peers, routing.host_widths, strict=True):
+            send[peer], receive[peer] = x.batch_sizes[peer] * routing.host_widths[host], own * width
         received = self.world.all_to_all(whole.view(-1), send, receive, "whole bags").wait()
         return [matrix for [matrix] in matrices(received, [[(own, width)] for width in routing.host_widths])]
 
@@ -252,10 +254,10 @@ class ShardedLookup:
         ranges = []
         for pieces in self.routing.pieces[feature]:
             if not pieces:
-                assert x.home is not None
-                ranges.append(self._rows_at_home(x.home, feature))
+                assert x.replicated is not None
+                ranges.append(self._replicated_rows(x.replicated, feature))
                 continue
-            columns = [answers[r.rank][2 + index - self.routing.summed[r.rank].stop] for index, r in pieces]
+            columns = [answers[r.rank][2 + index - self.routing.host_reduced[r.rank].stop] for index, r in pieces]
             ranges.append(torch.cat(columns, dim=1) if len(columns) > 1 else columns[0])
         grouped, order = torch.cat(ranges), x.order.get(feature)
         return grouped if order is None else torch.empty_like(grouped).index_copy_(0, order, grouped)
@@ -266,37 +268,37 @@ class ShardedLookup:
 
     def received(self, x: Exchanged, owned: OwnedIds, sent: Pending) -> GradientSegment:
         """What came to the rows of this rank."""
-        straight, summed, rows = receive_gradients(self.routing, self.world, x, sent)
-        unpooled = tuple(range(self.routing.summed[self.world.rank].stop, len(self.routes)))
-        return GradientSegment(owned, x.batch_sizes, x.received, (straight, summed, *rows), unpooled)
+        direct, host_reduced, rows = receive_gradients(self.routing, self.world, x, sent)
+        unpooled = tuple(range(self.routing.host_reduced[self.world.rank].stop, len(self.routes)))
+        return GradientSegment(owned, x.batch_sizes, x.received, (direct, host_reduced, *rows), unpooled)
 
     def places(self, by_shard: Mapping[Shard, int], position: int, matrix: int) -> dict[int, list[FeatureGradient]]:
         """By index in the collection: where the gradients of a feature's routes come in a `received` segment, of the
         shards that `by_shard` numbers, when its routes and its matrices are counted from `position` and `matrix`."""
-        straight, summed = self.routing.straight[self.world.rank], self.routing.summed[self.world.rank]
+        direct, host_reduced = self.routing.direct[self.world.rank], self.routing.host_reduced[self.world.rank]
         found: dict[int, list[FeatureGradient]] = {}
         for k, route in enumerate(self.routes):
             weighted, shard = self.group.features[route.feature].weighted, by_shard[route.shard]
-            if k < summed.stop:
-                own = matrix if k < straight.stop else matrix + 1
+            if k < host_reduced.stop:
+                own = matrix if k < direct.stop else matrix + 1
                 place = FeatureGradient(position + k, shard, own, route.column, weighted=weighted)
             else:
-                place = FeatureGradient(position + k, shard, matrix + 2 + k - summed.stop, per_id=True)
+                place = FeatureGradient(position + k, shard, matrix + 2 + k - host_reduced.stop, per_id=True)
             found.setdefault(self.group.at[route.feature], []).append(place)
         return found
 
-    def at_home(self, x: Exchanged, gradients: Sequence[Tensor]) -> GradientSegment | None:
+    def replicated_segment(self, x: Exchanged, gradients: Sequence[Tensor]) -> GradientSegment | None:
         """What this rank's samples give to rows that every rank holds; None where there are none."""
-        if x.home is None:
+        if x.replicated is None:
             return None
-        first = len(self.routing.pooled_home)
-        rows = [rows_of_range(self.group.unpooled, x, gradients, route) for route in self.routing.home[first:]]
-        return local_segment(x.home, [gradients[0], *rows], range(first, len(self.routing.home)))
+        first = len(self.routing.pooled_replicated)
+        rows = [rows_of_range(self.group.unpooled, x, gradients, route) for route in self.routing.replicated[first:]]
+        return local_segment(x.replicated, [gradients[0], *rows], range(first, len(self.routing.replicated)))
 
     def places_at_home(self, tables: Mapping[str, int], position: int, matrix: int) -> dict[int, FeatureGradient]:
-        """The same as `places` for an `at_home` segment, of the tables that `tables` numbers."""
-        found, first = {}, len(self.routing.pooled_home)
-        for k, route in enumerate(self.routing.home):
+        """The same as `places` for an `replicated_segment` segment, of the tables that `tables` numbers."""
+        found, first = {}, len(self.routing.pooled_replicated)
+        for k, route in enumerate(self.routing.replicated):
             if route.shard.table in tables:
                 table, weighted = tables[route.shard.table], self.group.features[route.feature].weighted
                 if k < first:

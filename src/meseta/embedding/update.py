@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meseta.jagged.shapes import Float, Int
 from meseta.ops.coalesce import BLOCK_SAMPLES, coalesce
-from meseta.ops.row_optimizer import Hyper, compute_dtype, sum_blocks
+from meseta.ops.row_program.optimizer import Hyper, compute_dtype, sum_blocks
 from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, row_update
 from meseta.ops.row_update.staged import TouchedRows, stage_sums, update_given
 from meseta.spec import OptimizerSpec, TableSpec

@@ -1,8 +1,8 @@
 """From tables and machines to a plan, and what a plan will cost. No torch here."""
 
-from meseta.planner.documented import documented_cost_model
+from meseta.planner.cost.documented import documented_cost_model
+from meseta.planner.cost.predict import Prediction, predict
 from meseta.planner.planning import DoesNotFitError, Planned, find_plan, make_plan
-from meseta.planner.predict import Prediction, predict
 from meseta.spec.stages import COMPONENTS
 
 __all__ = [

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 
-from meseta.planner.bound import Bound, lower_bound
-from meseta.planner.documented import documented_cost_model
-from meseta.planner.fixes import Fix, PlanTask, fixes, too_much
-from meseta.planner.judged import improve_judged
-from meseta.planner.keeping import give_up, kept_tables
-from meseta.planner.layout import Layout
-from meseta.planner.loads import WorkloadLoads
-from meseta.planner.placement import Placement
-from meseta.planner.predict import Prediction, predict
-from meseta.planner.problem import Problem, make_problem
-from meseta.planner.search import search
+from meseta.planner.cost.documented import documented_cost_model
+from meseta.planner.cost.loads import WorkloadLoads
+from meseta.planner.cost.placement import Placement
+from meseta.planner.cost.predict import Prediction, predict
+from meseta.planner.explain.fixes import Fix, PlanTask, fixes, too_much
+from meseta.planner.search.assignment import Assignment
+from meseta.planner.search.keeping import kept_tables, release_one_kept
+from meseta.planner.search.planned import Planned
+from meseta.planner.search.problem import Problem, make_problem
+from meseta.planner.search.refine import refine_by_prediction
+from meseta.planner.search.search import search
 from meseta.spec import CostModel, MesetaError, Plan, Topology, Workload
 from meseta.spec.constraints import Constraints
 
@@ -43,32 +42,6 @@ class DoesNotFitError(MesetaError):
         """Changes of one kind each, the cheapest first."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """A plan with what it was chosen by."""
-
-    plan: Plan
-    prediction: Prediction
-    problem: Problem
-    layout: Layout
-    """The plan as the search saw it."""
-    origin: str
-    """Which part of the search found it."""
-
-    @cached_property
-    def bound(self) -> Bound:
-        """Seconds below which no plan of the same schemes goes."""
-        return lower_bound(self.problem)
-
-    @cached_property
-    def priced_s(self) -> float:
-        """Seconds of a step by the constants alone, which the bound holds for: the prediction's, unless networks of the
-        cost model correct them."""
-        if self.problem.cost_model.neural is None:
-            return self.prediction.step_s
-        return _priced(self.plan, self.problem).step_s
-
-
 def make_plan(
     workload: Workload,
     topology: Topology,
@@ -78,9 +51,9 @@ def make_plan(
     """Choose a scheme, a tier and ranks for every table, so that the predicted step is as short as found.
 
     Searched are all sharding types; tiers beside 'hbm' where that is too small, or constraints ask for them. The best
-    of several constructions, a beam search and local improvement is taken (`meseta.planner.search`). Where the cost
-    model has networks, they judge the last few layouts and changes of them, which the constants alone have led to. The
-    same input gives the same plan.
+    of several constructions, a beam search and local improvement is taken (`meseta.planner.search.search`). Where the
+    cost model has networks, they judge the last few assignments and changes of them, which the constants alone have led
+    to. The same input gives the same plan.
 
     Args:
         workload: tables, features, batch size, and what is known of the ids.
@@ -136,12 +109,12 @@ def _find(task: PlanTask) -> Planned | Problem:
                 return _again(found, make)
         if not kept:
             return problem
-        kept = give_up(kept, workload.tables, int(problem.machine.rank_room[0, 0]))
+        kept = release_one_kept(kept, workload.tables, int(problem.machine.rank_room[0, 0]))
 
 
 def _again(found: Planned, make: Callable[..., Problem]) -> Planned:
     """Search once more with the cache of the busiest rank, where that is another one than an average rank has."""
-    expected_s = found.layout.cost + found.problem.fixed_s
+    expected_s = found.assignment.cost + found.problem.fixed_s
     if len(found.problem.units) > MAX_REPEATED:
         return found
     if abs(found.priced_s - expected_s) <= MAX_DOUBT * expected_s:
@@ -155,31 +128,29 @@ def _again(found: Planned, make: Callable[..., Problem]) -> Planned:
 
 
 def _best(problem: Problem) -> Planned | None:
-    """The layout whose plan is predicted to take least, of those that the search found; where networks correct the
+    """The assignment whose plan is predicted to take least, of those that the search found; where networks correct the
     constants, of those that it becomes by changes that shorten the prediction, too."""
     best = None
     for candidate in search(problem):
-        layout, origin = candidate.layout, candidate.origin
+        assignment, origin = candidate.assignment, candidate.origin
         if problem.cost_model.neural is None:
-            prediction = _judge(problem, layout)
+            prediction = _judge(problem, assignment)
         else:
-            layout, prediction = improve_judged(layout, partial(_judge, problem))
-            origin = origin if layout is candidate.layout else f"{origin}, changed as the networks say"
+            assignment, prediction = refine_by_prediction(assignment, partial(_judge, problem))
+            origin = origin if assignment is candidate.assignment else f"{origin}, changed as the networks say"
         if best is None or prediction.step_s < best.prediction.step_s:
             best = Planned(
-                plan=problem.plan(layout), prediction=prediction, problem=problem, layout=layout, origin=origin
+                plan=problem.plan(assignment),
+                prediction=prediction,
+                problem=problem,
+                assignment=assignment,
+                origin=origin,
             )
     if best is not None:
         best.plan.check(problem.workload.tables)
     return best
 
 
-def _judge(problem: Problem, layout: Layout) -> Prediction:
-    plan = problem.plan(layout)
+def _judge(problem: Problem, assignment: Assignment) -> Prediction:
+    plan = problem.plan(assignment)
     return predict(plan, problem.workload, problem.topology, problem.cost_model, loads=problem.loads)
-
-
-def _priced(plan: Plan, problem: Problem) -> Prediction:
-    """By the constants alone."""
-    constants = replace(problem.cost_model, neural=None)
-    return predict(plan, problem.workload, problem.topology, constants, loads=problem.loads)

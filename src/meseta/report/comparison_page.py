@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meseta.machine.files import write_whole
-from meseta.report.chart import Series, line_chart, row_bars
+from meseta.report.charts.chart import Series, line_chart, row_bars
+from meseta.report.charts.curves import SAMPLES, SECONDS, STEPS, Progress, eval_points, last_x, train_points
+from meseta.report.charts.markup import table, tag, text
 from meseta.report.comparison import WHOLE, ComparedRun, Comparison, speed_ratio
-from meseta.report.curves import SAMPLES, SECONDS, STEPS, Progress, eval_points, last_x, train_points
 from meseta.report.differences import FactDifference, grouped
 from meseta.report.document import document
-from meseta.report.markup import table, tag, text
 from meseta.report.stages import ordered, stage_colour
 from meseta.telemetry.figures import METRICS, Metric
 from meseta.telemetry.shown import ABSENT, byte_size, count, duration, fixed, short, signed

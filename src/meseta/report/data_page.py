@@ -11,9 +11,9 @@ import numpy as np
 from meseta.data.dataset import Dataset
 from meseta.data.describe import DenseFigures, Description, SparseFigures, SplitFigures, Values
 from meseta.data.raw_rows import signed_exp, signed_log
-from meseta.report.bars import bars, reuse_bars
+from meseta.report.charts.bars import bars, reuse_bars
+from meseta.report.charts.markup import table, tag, text
 from meseta.report.document import document
-from meseta.report.markup import table, tag, text
 from meseta.telemetry.shown import ABSENT, count, plural, share, short
 
 SHIFTED = 0.1

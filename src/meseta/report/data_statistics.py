@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from meseta.data.dataset import Dataset, SparseFeature
-from meseta.report.bars import reuse_bars
-from meseta.report.markup import table, tag, text
+from meseta.report.charts.bars import reuse_bars
+from meseta.report.charts.markup import table, tag, text
 from meseta.report.record import RunRecord
 from meseta.telemetry.shown import ABSENT, count, fixed
 

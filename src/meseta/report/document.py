@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from importlib import resources
 
-from meseta.report.markup import tag, text
+from meseta.report.charts.markup import tag, text
 
 
 def document(title: str, *body: str, style: str = "") -> str:
     """A whole page with the style sheet inside; its policy lets a browser fetch nothing and run nothing."""
-    sheet = resources.files("meseta.report").joinpath("style.css").read_text(encoding="utf-8")
+    sheet = resources.files(__package__).joinpath("style.css").read_text(encoding="utf-8")
     head = tag(
         "head",
         tag("meta", charset="utf-8"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meseta.report.chart import reliability_plot
+from meseta.report.charts.chart import reliability_plot
+from meseta.report.charts.markup import table, tag, text
 from meseta.report.headline import final_evaluation
-from meseta.report.markup import table, tag, text
 from meseta.report.record import RunRecord
 from meseta.spec.splits import note_flattered
 from meseta.telemetry.figures import metrics_in

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meseta.machine.files import write_whole
-from meseta.report.curves import curves_section
+from meseta.report.charts.curves import curves_section
+from meseta.report.charts.markup import table, tag, text
+from meseta.report.charts.plan_picture import plan_section
 from meseta.report.data_statistics import data_section
 from meseta.report.document import document
 from meseta.report.evaluation import evaluation_section
 from meseta.report.headline import Headline, final_evaluation, headline
-from meseta.report.markup import table, tag, text
-from meseta.report.plan_picture import plan_section
 from meseta.report.predicted import predicted_section
 from meseta.report.record import RUN_FILES, RunRecord, flatten, read_run
 from meseta.report.stages import stages_section

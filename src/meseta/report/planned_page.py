@@ -7,12 +7,12 @@ from pathlib import Path
 
 from meseta.machine.files import write_whole
 from meseta.planner import Planned
-from meseta.planner.difference import spans
-from meseta.planner.reasons import Reason
-from meseta.report.chart import row_bars
+from meseta.planner.explain.difference import spans
+from meseta.planner.explain.reasons import Reason
+from meseta.report.charts.chart import row_bars
+from meseta.report.charts.markup import table, tag, text
+from meseta.report.charts.plan_picture import plan_boxes
 from meseta.report.document import document
-from meseta.report.markup import table, tag, text
-from meseta.report.plan_picture import plan_boxes
 from meseta.report.stages import stage_colour
 from meseta.spec.stages import COMPONENTS, LABELS, Component, stages_of
 from meseta.spec.tiers import DISK, HBM, HOST, MEMORIES, Memory

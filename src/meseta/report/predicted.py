@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meseta.report.markup import table, tag, text
+from meseta.report.charts.markup import table, tag, text
 from meseta.report.record import RunRecord
 from meseta.spec.stages import COMPONENTS, LABELS, Component, stages_of
 from meseta.telemetry.summary import RunSummary

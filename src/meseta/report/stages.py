@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meseta.report.chart import stacked_bars
-from meseta.report.markup import table, tag, text
+from meseta.report.charts.chart import stacked_bars
+from meseta.report.charts.markup import table, tag, text
 from meseta.report.record import RunRecord
 from meseta.spec.stages import STAGES
 from meseta.telemetry.lines import TrainLine

@@ -8,8 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from meseta.errors import MesetaError, nearest
-from meseta.spec.checks import check_keys
+from meseta.errors import MesetaError, check_keys, nearest
 from meseta.spec.documents import load_document, read_record, without_format
 from meseta.spec.shards import ShardingType
 from meseta.spec.tables import TableDtype, TableSpec

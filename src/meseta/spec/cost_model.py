@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from meseta.errors import MesetaError
-from meseta.spec.checks import check_choice, check_number
+from meseta.errors import MesetaError, check_choice, check_number
 from meseta.spec.documents import load_document, read_record, without_format, write_yaml
 from meseta.spec.neural_cost import NeuralCost
 from meseta.spec.topology import DeviceKind, Link

@@ -11,9 +11,8 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from meseta.errors import MesetaError
+from meseta.errors import MesetaError, check_choice, check_keys, is_whole
 from meseta.machine.files import parse_json, read_bounded, write_whole
-from meseta.spec.checks import check_choice, check_keys, is_whole
 
 T = TypeVar("T")
 

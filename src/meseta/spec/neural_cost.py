@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from meseta.errors import MesetaError
-from meseta.spec.checks import check_keys, is_whole
+from meseta.errors import MesetaError, check_keys, is_whole
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral
 from typing import Any, Literal, get_args
 
-from meseta.errors import MesetaError
-from meseta.spec.checks import check_choice, check_number
+from meseta.errors import MesetaError, check_choice, check_number
 
 WeightDecayMode = Literal["coupled", "decoupled"]
 SteppedRows = Literal["touched", "all"]

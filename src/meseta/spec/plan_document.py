@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from meseta.errors import MesetaError, nearest
-from meseta.spec.checks import check_keys, is_whole
-from meseta.spec.cut import cut
+from meseta.errors import MesetaError, check_keys, is_whole, nearest
 from meseta.spec.plan import FORMAT, Plan
-from meseta.spec.shards import IN_ONE_HOST, Shard, ShardingType, TablePlan
+from meseta.spec.shards import IN_ONE_HOST, Shard, ShardingType, TablePlan, cut
 from meseta.spec.tables import VALUE_BYTES, TableSpec
 from meseta.spec.tiers import HBM
 

@@ -1,10 +1,14 @@
-"""Pieces of a table, and the schemes that they follow."""
+"""Pieces of tables, and cutting a table into them by a scheme."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+from meseta.errors import MesetaError
+from meseta.spec.tables import TableSpec
 from meseta.spec.tiers import HBM
 
 COLUMN_BLOCK = 16
@@ -80,3 +84,72 @@ class TablePlan:
         """Whether every rank holds this piece, so that its rows are looked up at home."""
         hot = self.sharding is ShardingType.HOT_REPLICATED and shard.rows[0] == 0
         return hot or self.sharding is ShardingType.DATA_PARALLEL
+
+
+T = TypeVar("T")
+_Span = tuple[int, int]
+
+
+def cut(
+    table: TableSpec,
+    sharding: ShardingType,
+    ranks: Sequence[int],
+    *,
+    num_ranks: int | None = None,
+    devices_per_host: int | None = None,
+    hot_rows: int = 0,
+) -> TablePlan:
+    """Cut one table by a scheme over `ranks`: equal contiguous rows, equal groups of 16 columns, or both.
+
+    A table with fewer rows, or fewer groups of 16 columns, than ranks (grid: hosts) leaves the last ones empty-handed.
+    `hot_rows` of hot_replicated lie on all `num_ranks` ranks (None: on `ranks`), the others in equal parts on `ranks`.
+    `devices_per_host` tells which ranks share a host, None: all do.
+    Raises MesetaError when there are no ranks, several for table_wise, or hot rows where they do not fit.
+    """
+    where = f"plan: table {table.name!r} ({sharding})"
+    if not ranks:
+        raise MesetaError(f"{where} has no ranks; name at least one")
+    if sharding is ShardingType.TABLE_WISE and len(ranks) != 1:
+        raise MesetaError(f"plan: table {table.name!r} is table_wise and needs one rank, got {list(ranks)}")
+    is_hot = sharding is ShardingType.HOT_REPLICATED
+    if is_hot and not 0 < hot_rows < table.num_embeddings:
+        raise MesetaError(
+            f"{where}: hot_rows must be in 1..{table.num_embeddings - 1}, got {hot_rows}; use row_wise for none of its "
+            f"{table.num_embeddings} rows and data_parallel for all"
+        )
+    if hot_rows and not is_hot:
+        raise MesetaError(f"{where}: hot_rows are for hot_replicated alone; leave them out")
+    rows, columns = (0, table.num_embeddings), (0, table.embedding_dim)
+    pieces: list[tuple[_Span, _Span, tuple[int, ...]]]
+    if sharding in (ShardingType.DATA_PARALLEL, ShardingType.TABLE_WISE):
+        pieces = [(rows, columns, tuple(ranks))]
+    elif sharding in (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE):
+        pieces = [(span, columns, (rank,)) for span, rank in _deal(rows, ranks)]
+    elif is_hot:
+        everywhere = tuple(ranks if num_ranks is None else range(num_ranks))
+        cold = _deal((hot_rows, table.num_embeddings), ranks)
+        pieces = [((0, hot_rows), columns, everywhere), *((span, columns, (rank,)) for span, rank in cold)]
+    elif sharding is ShardingType.GRID:
+        hosts: dict[int, list[int]] = {}
+        for rank in ranks:
+            hosts.setdefault(rank // devices_per_host if devices_per_host else 0, []).append(rank)
+        pieces = [
+            (row_span, column_span, (rank,))
+            for column_span, own in _deal(columns, list(hosts.values()), COLUMN_BLOCK)
+            for row_span, rank in _deal(rows, own)
+        ]
+        pieces.sort()
+    else:
+        pieces = [(rows, span, (rank,)) for span, rank in _deal(columns, ranks, COLUMN_BLOCK)]
+    shards = tuple(Shard(table=table.name, rows=r, columns=c, ranks=owners) for r, c, owners in pieces)
+    return TablePlan(table=table.name, sharding=sharding, shards=shards)
+
+
+def _deal(span: _Span, owners: Sequence[T], align: int = 1) -> list[tuple[_Span, T]]:
+    """At most as many non-empty spans as owners, of equal size (the last may be shorter), that start at multiples of
+    `align` from the first."""
+    first, last = span
+    blocks = -(-(last - first) // align)
+    step = -(-blocks // len(owners)) * align
+    spans = [(start, min(start + step, last)) for start in range(first, last, step)]
+    return list(zip(spans, owners, strict=False))

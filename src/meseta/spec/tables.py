@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Literal, get_args
 
-from meseta.errors import MesetaError, nearest, shown
+from meseta.errors import MesetaError, check_choice, check_number, doubled, nearest, shown
 from meseta.machine.files import first_alike, has_controls
-from meseta.spec.checks import check_choice, check_number, doubled
 from meseta.spec.optimizer import OptimizerSpec
 
 Pooling = Literal["sum", "mean", "none"]

@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from meseta.errors import MesetaError
-from meseta.spec.checks import check_choice, check_number, is_whole
+from meseta.errors import MesetaError, check_choice, check_number, is_whole
 from meseta.spec.documents import load_document, read_record, without_format, write_yaml
 from meseta.spec.tiers import CACHED, DISK, HBM, HOST, Tier
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from meseta.ops.row_optimizer import RowOptimizer
+from meseta.ops.row_program.optimizer import RowOptimizer
 from meseta.spec import Shard, TableSpec
 from meseta.storage.resident import TableShard
 from meseta.storage.table import ROW, Lease, TableStorage, as_stored

@@ -15,7 +15,7 @@ from torch import Tensor
 from meseta.jagged.shapes import Float
 from meseta.ops.memory import empty
 from meseta.ops.random_rows import initial_rows, table_key
-from meseta.ops.row_optimizer import RowOptimizer
+from meseta.ops.row_program.optimizer import RowOptimizer
 from meseta.ops.row_update import TableRows
 from meseta.spec import MesetaError, Shard, TableSpec
 from meseta.storage.table import ROW, TableStorage, as_stored

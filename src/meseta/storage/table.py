@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meseta.jagged.shapes import Int
-from meseta.ops.row_optimizer import RowOptimizer
+from meseta.ops.row_program.optimizer import RowOptimizer
 from meseta.ops.row_update import TableRows
 from meseta.spec import Shard, TableSpec
 

@@ -13,8 +13,8 @@ from meseta.config import DenseOptimizerConfig
 from meseta.data import Batch
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.jagged import KeyedJaggedTensor
-from meseta.measure.contender import Contender
-from meseta.measure.e2e_peers import FILL, LR, PlainDLRM
+from meseta.measure.bench.e2e_peers import FILL, LR, PlainDLRM
+from meseta.measure.contest.contender import Contender
 from meseta.measure.traffic import Samples, Training, make_samples
 from meseta.models import DLRM, MLPOptions
 from meseta.ops.core import instruction_set

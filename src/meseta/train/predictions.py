@@ -26,7 +26,7 @@ from meseta.spec import MesetaError
 from meseta.train.evaluate import gather_windows, predict
 from meseta.train.metrics import MetricWindow, TaskWindows
 from meseta.train.metrics.samples import logistic
-from meseta.train.prediction_files import CsvTable, open_table
+from meseta.train.outside.table_files import CsvTable, open_table
 
 ROW = "row"
 

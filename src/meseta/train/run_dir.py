@@ -35,7 +35,7 @@ from meseta.telemetry.lines import (
 from meseta.telemetry.summary import ENVIRONMENT_NAME, SUMMARY_NAME, Environment, Versions, read_summary
 
 TRIALS = "trials"
-"""Folder of short runs before a run, see meseta.train.trials."""
+"""Folder of short runs before a run, see meseta.train.sweep.trials."""
 
 
 class RunDir:

@@ -19,21 +19,21 @@ from meseta.checkpoint.directory import checkpoint_path
 from meseta.comm import World
 from meseta.config import CheckpointConfig
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
+from meseta.machine.interruption import Interruption, Stopped
 from meseta.machine.ranks import num_local_ranks
 from meseta.spec import MesetaError
 from meseta.storage import TableStorage
-from meseta.train.interruption import Interruption, Stopped
-from meseta.train.memory import free_bytes
+from meseta.train.setup.memory import free_bytes
 
 NUM_FLAGS = 3
-"""Numbers that a saver has ranks agree on in every step, see `Saver.votes`."""
+"""Numbers that a saver has ranks agree on in every step, see `Saver.flags`."""
 
 
 class Saver:
     """The checkpoints of one run; every rank has one and calls it alike.
 
-    A clock, a signal and an error are known to one rank alone. Each rank therefore gives `votes()` to a step, which
-    sums them over all ranks, and `hear` takes the sums: all ranks then decide alike.
+    A clock, a signal and an error are known to one rank alone. Each rank therefore gives `flags()` to a step, which
+    sums them over all ranks, and `apply_agreed` takes the sums: all ranks then decide alike.
     """
 
     def __init__(self, config: CheckpointConfig, folder: Path, world: World) -> None:
@@ -52,16 +52,16 @@ class Saver:
         self._mirror = checkpoint.Mirror(config.mirror) if config.mirror and world.rank == 0 else None
         self._notes: deque[str] = deque()
 
-    def votes(self) -> tuple[float, float, float]:
+    def flags(self) -> tuple[float, float, float]:
         """Whether a signal came, whether it is time for a checkpoint by the clock of rank 0, and whether the save in
         the background met an error."""
         every = self._config.every_minutes
         passed = self._world.rank == 0 and every is not None and time.monotonic() - self._saved_s >= 60 * every
         return float(self.interruption.number is not None), float(passed), float(self._background.failed)
 
-    def hear(self, votes: Sequence[float]) -> None:
-        """Take the sums of all ranks' votes; raises, on all of them, what a save in the background met."""
-        self.stopping, self._minutes_passed, failed = (vote > 0 for vote in votes)
+    def apply_agreed(self, flags: Sequence[float]) -> None:
+        """Take the sums of all ranks' flags; raises, on all of them, what a save in the background met."""
+        self.stopping, self._minutes_passed, failed = (flag > 0 for flag in flags)
         if failed:
             self._background.wait()
 

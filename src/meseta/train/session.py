@@ -12,7 +12,7 @@ from meseta.config import RunConfig
 from meseta.machine.processors import num_cores
 from meseta.machine.ranks import num_local_ranks
 from meseta.measure.waiting import sleep_when_crowded
-from meseta.train.build import choose_device
+from meseta.train.setup.build import choose_device
 
 
 @contextmanager

@@ -20,10 +20,10 @@ from meseta.data.reader import Reader, ReaderOptions
 from meseta.data.selection import calibration_shift
 from meseta.spec import MesetaError
 from meseta.spec.splits import choosing_split
-from meseta.train.build import make_sharded_model
-from meseta.train.precision import note_bfloat16
 from meseta.train.run_dir import RunDir
 from meseta.train.session import session
+from meseta.train.setup.build import make_sharded_model
+from meseta.train.setup.precision import note_bfloat16
 from meseta.train.state import restore
 from meseta.train.stopping import BestSoFar
 from meseta.train.trained_on import check_encoding, open_dataset

@@ -31,15 +31,16 @@ from meseta.spec import MesetaError
 from meseta.spec.splits import TEST
 from meseta.telemetry.lines import EvalLine, Line, TrainLine
 from meseta.telemetry.summary import SUMMARY_NAME, Best, Chosen, RunSummary, TeacherFigures, read_summary
-from meseta.train.build import make_reader, place_model, plan_model, set_learning_rates, task_weights
 from meseta.train.decisions import Decisions, chosen_by_evaluations, is_evaluation_due
 from meseta.train.evaluate import check_segments, evaluate
-from meseta.train.precision import STATE, note_bfloat16, settle_dense_dtype
+from meseta.train.outside.tensorboard import TensorBoard
 from meseta.train.progress import TrainProgress
 from meseta.train.resuming import Over, check_best, check_model, meet_changes
 from meseta.train.run_dir import RunDir
 from meseta.train.running import RunningFigures
 from meseta.train.saving import Saver
+from meseta.train.setup.build import make_reader, place_model, plan_model, set_learning_rates, task_weights
+from meseta.train.setup.precision import STATE, note_bfloat16, settle_dense_dtype
 from meseta.train.state import (
     dense_tensors,
     ids_outside,
@@ -48,7 +49,6 @@ from meseta.train.state import (
     set_random_state,
 )
 from meseta.train.stopping import check_stopping
-from meseta.train.tensorboard import TensorBoard
 from meseta.train.trained_on import STATE_KEY, check_encoding, check_rows, open_dataset
 
 SHOWN_FIGURES = {"auc", "ne", "logloss", "calibration", "num_samples"}
@@ -262,8 +262,8 @@ class Trainer:
         """One step; what goes wrong in it is told with its number and the way back."""
         try:
             with self._step_threads:
-                result = self.train_step(batch, lr_factor=self._lr_factor, votes=self.saver.votes())
-            self.saver.hear(result.votes)
+                result = self.train_step(batch, lr_factor=self._lr_factor, votes=self.saver.flags())
+            self.saver.apply_agreed(result.votes)
             return result
         except MesetaError as error:
             self.saver.close()

@@ -9,10 +9,10 @@ from meseta.measure.calibrate.combinations import random_combination
 from meseta.measure.calibrate.fit import errors_of, fit_relative, non_negative
 from meseta.measure.calibrate.run import Measured, error_of, fit_link, fit_operators, loads_of
 from meseta.measure.calibrate.staged import fit_staged, with_staged
-from meseta.measure.tasks import Task, TaskTable
+from meseta.measure.calibrate.tasks import Task, TaskTable
 from meseta.planner import documented_cost_model
-from meseta.planner.loads import Pieces, WorkloadLoads
-from meseta.planner.operators import operator_seconds
+from meseta.planner.cost.loads import Pieces, WorkloadLoads
+from meseta.planner.cost.operators import operator_seconds
 from meseta.spec import CostModel
 from meseta.spec.cost_model import UpdateCost
 
@@ -48,7 +48,7 @@ def test_stages_of_rows_that_are_cut_by_columns_are_fitted_and_predicted() -> No
     known = np.array([3e-4, 2e-8, 5e-8])
     assert fit_staged(terms, terms @ known) == pytest.approx(known)
     cost = with_staged(UpdateCost(), known)
-    tables = (TaskTable(num_rows=1000, dim=32, pooling=2.0, law=3),)
+    tables = (TaskTable(num_rows=1000, dim=32, pooling=2.0, distribution=3),)
     for optimizer, is_staged in (("rowwise_adagrad", True), ("sgd", False), ("adagrad", False)):
         loads = WorkloadLoads(Task(seed=1, tables=tables, optimizer=optimizer).workload())
         load = loads.loads(Pieces.of(0, (0, 1000), (np.array([0, 0]), np.array([16, 32]))))

@@ -20,8 +20,8 @@ from meseta.measure.calibrate.neural import (
 )
 from meseta.measure.calibrate.run import Measured, loads_of
 from meseta.planner import documented_cost_model
-from meseta.planner.neural import collective_ratio, rank_corrections
-from meseta.planner.operators import operator_seconds
+from meseta.planner.cost.neural import collective_ratio, rank_corrections
+from meseta.planner.cost.operators import operator_seconds
 from meseta.spec import CostModel, Link, Topology
 
 

@@ -4,10 +4,13 @@ import pytest
 
 from meseta.measure.calibrate.collectives import CollectiveTimer, ComputeTimer
 from meseta.measure.calibrate.pieces import PieceTimer
-from meseta.measure.tasks import Task, TaskTable
+from meseta.measure.calibrate.tasks import Task, TaskTable
 from meseta.spec import MesetaError
 
-TABLES = (TaskTable(num_rows=2000, dim=32, pooling=2.5, law=0), TaskTable(num_rows=500, dim=8, pooling=1.0, law=3))
+TABLES = (
+    TaskTable(num_rows=2000, dim=32, pooling=2.5, distribution=0),
+    TaskTable(num_rows=500, dim=8, pooling=1.0, distribution=3),
+)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adam"])

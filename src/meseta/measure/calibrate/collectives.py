@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from meseta.comm import World
-from meseta.measure.contender import Contender
+from meseta.measure.contest.contender import Contender
 from meseta.ops.bucketize import bucketize_features
 
 NAME = "a measurement"

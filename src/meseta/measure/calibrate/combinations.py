@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from meseta.measure.tasks import DIMS, LAWS, MIN_ROWS, Task, TaskTable, random_table
-from meseta.planner.sizes import cell_bytes
+from meseta.measure.calibrate.tasks import DIMS, ID_DISTRIBUTIONS, MIN_ROWS, Task, TaskTable, random_table
+from meseta.planner.cost.sizes import cell_bytes
 from meseta.spec import OptimizerSpec, TableSpec
 
 OPTIMIZERS = ("rowwise_adagrad", "sgd", "adagrad", "adam")
@@ -26,12 +26,12 @@ def random_combination(seed: int, memory_bytes: float) -> Task:
     dtype = "float32" if plain else str(random.choice(DTYPES))
     optimizer = OPTIMIZERS[0] if plain else str(random.choice(OPTIMIZERS))
     dims = [int(random.choice(DIMS))] if random.random() < 0.5 else list(DIMS)
-    batch_size, law = int(random.choice(BATCH_SIZES)), int(random.integers(len(LAWS)))
+    batch_size, distribution = int(random.choice(BATCH_SIZES)), int(random.integers(len(ID_DISTRIBUTIONS)))
     number = round(float(np.exp(random.uniform(0.0, np.log(MAX_TABLES)))))
     tables: list[TaskTable] = []
     left, ids = memory_bytes, 0.0
     for _ in range(number):
-        table = random_table(random, dims, law)
+        table = random_table(random, dims, distribution)
         spec = TableSpec(
             name="t", num_embeddings=table.num_rows, embedding_dim=table.dim, optimizer=OptimizerSpec(name=optimizer)
         )
@@ -41,5 +41,5 @@ def random_combination(seed: int, memory_bytes: float) -> Task:
         left, ids = left - size, ids + table.pooling * batch_size
         tables.append(table)
     if not tables:
-        tables = [TaskTable(num_rows=int(MIN_ROWS), dim=dims[0], pooling=1.0, law=law)]
+        tables = [TaskTable(num_rows=int(MIN_ROWS), dim=dims[0], pooling=1.0, distribution=distribution)]
     return Task(seed=seed, tables=tuple(tables), batch_size=batch_size, dtype=dtype, optimizer=optimizer)

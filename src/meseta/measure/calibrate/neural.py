@@ -9,13 +9,14 @@ from datetime import date
 import numpy as np
 import torch
 
+from meseta.measure.calibrate.collectives import CollectiveTimer
 from meseta.measure.calibrate.fit import Floats
 from meseta.measure.calibrate.networks import MEMBERS, Examples, to_arrays, train_members
 from meseta.measure.calibrate.run import HELD_OUT, Calibration, Error, Measured, error_of, loads_of
-from meseta.measure.team import Member, Team
-from meseta.planner.exchange import Collective
-from meseta.planner.neural import collective_inputs, collective_ratio, piece_inputs, rank_inputs, rank_seconds
-from meseta.planner.operators import operator_seconds
+from meseta.measure.contest.team import Member, Team
+from meseta.planner.cost.exchange import Collective
+from meseta.planner.cost.neural import collective_inputs, collective_ratio, piece_inputs, rank_inputs, rank_seconds
+from meseta.planner.cost.operators import operator_seconds
 from meseta.spec import CostModel, Topology
 from meseta.spec.neural_cost import Network, NeuralCost
 
@@ -185,7 +186,7 @@ def measure_exchanges(num_ranks: int, num_threads: int, log: Callable[[str, floa
     of any size, on the way to the owners and back. Raises MesetaError where a process fails."""
     member = Member(
         name=f"collectives of {num_ranks}",
-        entry="meseta.measure.calibrate.collectives:CollectiveTimer",
+        contender=CollectiveTimer,
         arguments={},
         num_ranks=num_ranks,
         num_threads=(num_threads,),

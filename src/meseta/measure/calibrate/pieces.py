@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from meseta.measure.calibrate.collectives import ComputeTimer
+from meseta.measure.calibrate.tasks import Piece, Task, cut_bags, draw_bags
 from meseta.measure.quiet import processor_s
-from meseta.measure.tasks import Piece, Task, cut_bags, draw_bags
 from meseta.ops.memory import empty
 from meseta.ops.pooled_lookup import LookupGroup, lookup_group
-from meseta.ops.row_optimizer import RowOptimizer
+from meseta.ops.row_program.optimizer import RowOptimizer
 from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, row_update
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, OptimizerSpec

@@ -13,16 +13,18 @@ from typing import Any
 import numpy as np
 
 from meseta.machine.system import System, free_memory_bytes, read_limits
+from meseta.measure.calibrate.collectives import CollectiveTimer
 from meseta.measure.calibrate.combinations import OPTIMIZERS, random_combination
 from meseta.measure.calibrate.fit import Floats, errors_of, fit_relative
+from meseta.measure.calibrate.rank_timer import RankTimer
 from meseta.measure.calibrate.staged import TERMS as STAGED
 from meseta.measure.calibrate.staged import measure_staged, with_staged
+from meseta.measure.calibrate.tasks import Piece, Task
+from meseta.measure.contest.team import Member, Team
 from meseta.measure.quiet import processor_s
-from meseta.measure.tasks import Piece, Task
-from meseta.measure.team import Member, Team
 from meseta.planner import documented_cost_model
-from meseta.planner.loads import Loads, Pieces, WorkloadLoads
-from meseta.planner.operators import lookup_terms, update_terms
+from meseta.planner.cost.loads import Loads, Pieces, WorkloadLoads
+from meseta.planner.cost.operators import lookup_terms, update_terms
 from meseta.spec import CostModel, Link
 from meseta.spec.cost_model import CacheCost, DenseCost, ExchangeCost, LookupCost, UpdateCost
 
@@ -38,7 +40,6 @@ NUM_ROUNDS = 3
 NUM_CALLS = 20
 """Calls of one measurement. The system now and then lets a process wait for milliseconds until it goes on."""
 PRODUCTS = ((256, 512, 256), (512, 512, 512), (2048, 512, 256), (2048, 1024, 1024))
-_ENTRY = "meseta.measure.calibrate."
 FEWEST = 50
 """Combinations that a fit should have; where the machine is slow or busy, up to 30 % more time is spent on them."""
 MAX_OTHERS = 0.2
@@ -113,7 +114,7 @@ def calibrate(num_threads: int, num_ranks: int, budget_s: float, log: Callable[[
     memory_bytes = _memory_bytes()
     member = Member(
         name="operators",
-        entry="meseta.measure.balance.timer:HandTimer",
+        contender=RankTimer,
         arguments={"memory_bytes": memory_bytes},
         num_threads=(num_threads,),
     )
@@ -262,7 +263,7 @@ def _measure_exchange(
     num_ranks: int, num_threads: int, source: str, known: ExchangeCost
 ) -> tuple[ExchangeCost, dict[str, Error]]:
     member = Member(
-        name="collectives", entry=f"{_ENTRY}collectives:CollectiveTimer", arguments={}, num_ranks=num_ranks,
+        name="collectives", contender=CollectiveTimer, arguments={}, num_ranks=num_ranks,
         num_threads=(num_threads,),
     )  # fmt: skip
     links: dict[str, Link] = {}

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 
 from meseta.measure.calibrate.fit import Floats, non_negative
-from meseta.measure.tasks import Task, TaskTable
-from meseta.measure.team import Team
-from meseta.planner.loads import Pieces, WorkloadLoads
+from meseta.measure.calibrate.tasks import Task, TaskTable
+from meseta.measure.contest.team import Team
+from meseta.planner.cost.loads import Pieces, WorkloadLoads
 from meseta.spec.cost_model import UpdateCost
 
 TABLES = ((1_000_000, 64, 10.0), (500_000, 128, 3.0), (100_000, 32, 20.0), (10_000, 64, 10.0), (1_000_000, 32, 1.0),
@@ -29,7 +29,7 @@ def measure_staged(team: Team, num_threads: int, memory_bytes: float) -> Floats:
     for seed, (num_rows, dim, pooling) in enumerate(TABLES):
         if num_rows * (dim // 2 + 1) * 4 > memory_bytes:  # float32, and the sum of squares of each row
             continue
-        task = Task(seed=seed, tables=(TaskTable(num_rows=num_rows, dim=dim, pooling=pooling, law=seed % 3),))
+        task = Task(seed=seed, tables=(TaskTable(num_rows=num_rows, dim=dim, pooling=pooling, distribution=seed % 3),))
         pieces = [(0, (0, num_rows), (0, dim // 2))]
         shared = {"task": task.to_dict(), "pieces": pieces, "threads": num_threads}
         staged_s = min(team.ask("time_hand", **shared, replicas=[], num_ranks=2)[1] for _ in range(NUM_TRIES))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from meseta.jagged.shapes import Float, Int
-from meseta.ops.row_optimizer import Hyper, RowOptimizer, RowState
-from meseta.ops.row_program import Program, trace
+from meseta.ops.row_program.optimizer import Hyper, RowOptimizer, RowState
+from meseta.ops.row_program.program import Program, trace
 from meseta.spec import MesetaError
 
 
@@ -130,7 +130,7 @@ class UpdateCall:
     states: list[Tensor]
     """All states of the first table, then of the second, in the order of the program."""
     code: Tensor
-    """Instructions [n, 5] of meseta.ops.row_program."""
+    """Instructions [n, 5] of meseta.ops.row_program.program."""
     uniforms: Tensor
     """float64 [tables, uniforms]."""
     state_is_row: list[bool]

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from meseta.ops.coalesce import BLOCK_SAMPLES, coalesce
 from meseta.ops.random_rows.reference import philox
-from meseta.ops.row_lowering import Code
-from meseta.ops.row_optimizer import block_sums, compute_dtype
-from meseta.ops.row_program import run_code
+from meseta.ops.row_program.lowering import Code
+from meseta.ops.row_program.optimizer import block_sums, compute_dtype
+from meseta.ops.row_program.program import run_code
 from meseta.ops.row_update.call import ApplyCall, FeatureGradient, UpdateCall, read_features
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from meseta.jagged.shapes import Float, Int
 from meseta.ops.core import core
 from meseta.ops.library import register
-from meseta.ops.row_lowering import Code
-from meseta.ops.row_optimizer import Hyper, RowOptimizer
-from meseta.ops.row_program import Program, trace
+from meseta.ops.row_program.lowering import Code
+from meseta.ops.row_program.optimizer import Hyper, RowOptimizer
+from meseta.ops.row_program.program import Program, trace
 from meseta.ops.row_update import reference
 from meseta.ops.row_update.call import ApplyCall, TableRows, check_origin, check_program, signed
 from meseta.ops.tables import KINDS

@@ -11,8 +11,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from meseta.ops.row_lowering import FIRST_ROW, FIRST_UNIFORM
-from meseta.ops.row_symbols import Op
+from meseta.ops.row_program.lowering import FIRST_ROW, FIRST_UNIFORM
+from meseta.ops.row_program.symbols import Op
 from meseta.ops.row_update import triton_parts as parts
 
 Instructions = tuple[tuple[int, int, int, int, int], ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from meseta.ops.row_optimizer import (
+from meseta.ops.row_program.optimizer import (
     Hyper,
     RowOptimizer,
     RowState,

@@ -6,7 +6,16 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from meseta.ops.row_optimizer import Hyper, RowOptimizer, RowState, Value, Values, element_state, row_state, where
+from meseta.ops.row_program.optimizer import (
+    Hyper,
+    RowOptimizer,
+    RowState,
+    Value,
+    Values,
+    element_state,
+    row_state,
+    where,
+)
 from meseta.spec import OptimizerSpec
 
 SecondState = Callable[[Tensor], Tensor]

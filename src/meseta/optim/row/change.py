@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from meseta.ops.row_optimizer import Hyper, RowOptimizer, RowStats, Value, Values
+from meseta.ops.row_program.optimizer import Hyper, RowOptimizer, RowStats, Value, Values
 
 GUARD = 1e-6
 """Added to a norm that is divided by, as torch.nn.utils.clip_grad_norm_ does."""

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import cache
 
 from meseta.machine.own_code import import_own
-from meseta.ops.row_optimizer import RowOptimizer
-from meseta.ops.row_program import state_kinds, trace
+from meseta.ops.row_program.optimizer import RowOptimizer
+from meseta.ops.row_program.program import state_kinds, trace
 from meseta.optim.row.adagrad import adagrad, ftrl, rmsprop, rowwise_adagrad
 from meseta.optim.row.adam import adam, lamb, rowwise_adam, rowwise_lamb
 from meseta.optim.row.change import absolute_penalty, clip_norm, clip_value, coupled_decay, decoupled_decay

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from meseta.ops.row_optimizer import Hyper, RowOptimizer, RowState, Value, Values, element_state, where
+from meseta.ops.row_program.optimizer import Hyper, RowOptimizer, RowState, Value, Values, element_state, where
 from meseta.spec import OptimizerSpec
 
 

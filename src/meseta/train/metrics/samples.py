@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from meseta.data.weights import LARGEST_WEIGHT, SMALLEST_WEIGHT, is_weight
 from meseta.spec import MesetaError
-from meseta.spec.weights import LARGEST_WEIGHT, SMALLEST_WEIGHT, is_weight
 
 LARGEST_LOGIT = 1e100
 """Logits are no larger in size, so that no weighted loss overflows; that of a float32 never is."""

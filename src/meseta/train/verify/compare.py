@@ -15,7 +15,7 @@ from meseta.config import RunConfig
 from meseta.data.dataset import FILE_NAME, Dataset
 from meseta.spec import MesetaError, Plan, TableSpec
 from meseta.storage import ROW
-from meseta.train.specs import make_specs
+from meseta.train.setup.specs import make_specs
 from meseta.train.trained_on import open_dataset
 from meseta.train.verify.rules import (
     Mismatch,

@@ -24,9 +24,9 @@ from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import TrainStep
 from meseta.spec import MesetaError, Plan
 from meseta.storage import ROW, TableStorage
-from meseta.train.build import make_reader, make_sharded_model, set_learning_rates, task_weights
 from meseta.train.run_dir import RunDir
-from meseta.train.specs import make_specs
+from meseta.train.setup.build import make_reader, make_sharded_model, set_learning_rates, task_weights
+from meseta.train.setup.specs import make_specs
 from meseta.train.trained_on import check_encoding, open_dataset
 
 PHASES = ("embedding", "training")

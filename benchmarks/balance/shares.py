@@ -1,0 +1,111 @@
+"""What each device of a plan holds, and what a plan costs once every share is timed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from meseta.measure.calibrate.rank_timer import RankShare
+from meseta.measure.calibrate.run import undisturbed
+from meseta.measure.calibrate.tasks import Piece, Task
+from meseta.measure.contest.team import Team
+from meseta.planner import predict
+from meseta.planner.cost.loads import WorkloadLoads
+from meseta.spec import CostModel, MesetaError, Plan, Topology, Workload
+from meseta.spec.tiers import HBM
+
+TimeShare = Callable[[RankShare], tuple[float, float]]
+"""Seconds of (a lookup, an update) of a share, measured once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a step of a plan takes."""
+
+    lookup_s: tuple[float, ...]
+    """Of each device, measured."""
+    update_s: tuple[float, ...]
+    """Of each device, measured."""
+    communication_s: float
+    """Of all collectives, predicted."""
+    predicted_s: float
+    """Of the whole step, by the cost model alone."""
+
+    @property
+    def step_s(self) -> float:
+        """The slowest device's lookup and update, and the collectives."""
+        each = (lookup + update for lookup, update in zip(self.lookup_s, self.update_s, strict=True))
+        return max(each) + self.communication_s
+
+
+def shares_of(plan: Plan, workload: Workload) -> tuple[RankShare, ...]:
+    """The share of each rank. Raises MesetaError where a plan does not place every table exactly once, or places rows
+    outside the memory of the devices, which nothing here can time."""
+    plan.check(workload.tables)
+    number = {table.name: n for n, table in enumerate(workload.tables)}
+    owned: list[list[Piece]] = [[] for _ in range(plan.num_ranks)]
+    replicas: list[Piece] = []
+    for entry in plan.tables:
+        for shard in entry.shards:
+            if shard.tier != HBM:
+                raise MesetaError(
+                    f"plan: table {entry.table!r} has rows in tier {shard.tier!r}, and only 'hbm' can be timed; "
+                    "leave host_bytes and disk_bytes out of the topology"
+                )
+            piece = (number[entry.table], shard.rows, shard.columns)
+            if entry.is_replica(shard):
+                replicas.append(piece)
+            else:
+                owned[shard.ranks[0]].append(piece)
+    return tuple(RankShare(pieces=tuple(sorted(pieces)), replicas=tuple(sorted(replicas))) for pieces in owned)
+
+
+def why_too_large(plan: Plan, workload: Workload, topology: Topology, cost_model: CostModel) -> str | None:
+    """None where all ranks have room for a plan: rows, state, and a step's buffers as `predict` counts them."""
+    if topology.hbm_bytes is None:
+        return None
+    peak = predict(plan, workload, topology, cost_model).peak_bytes()
+    if peak.max() <= topology.hbm_bytes:
+        return None
+    return f"rank {int(peak.argmax())} would hold {peak.max():,.0f} bytes"
+
+
+def judge(
+    plans: Mapping[str, Plan],
+    workload: Workload,
+    topology: Topology,
+    cost_model: CostModel,
+    time_share: TimeShare,
+    num_rounds: int,
+) -> dict[str, Cost]:
+    """Cost of several plans of one workload, by name.
+
+    Shares are timed alone, one after the other, in `num_rounds` rounds in turns over the shares of all plans, so that
+    whatever the machine does meets all alike; the median of the rounds counts. Shares that several devices or plans
+    have in common are timed once. Collectives cost what the cost model says, by the same formula for all.
+    """
+    shares = {name: shares_of(plan, workload) for name, plan in plans.items()}
+    found: dict[RankShare, list[tuple[float, float]]] = {share: [] for pieces in shares.values() for share in pieces}
+    for _ in range(num_rounds):
+        for share, seconds in found.items():
+            seconds.append((0.0, 0.0) if share.is_empty else time_share(share))
+    medians = {share: tuple(map(statistics.median, zip(*seconds, strict=True))) for share, seconds in found.items()}
+    loads = WorkloadLoads(workload)
+    costs = {}
+    for name, plan in plans.items():
+        predicted = predict(plan, workload, topology, cost_model, loads=loads)
+        compute_s = float(predicted.compute_s.max())
+        costs[name] = Cost(
+            lookup_s=tuple(medians[share][0] for share in shares[name]),
+            update_s=tuple(medians[share][1] for share in shares[name]),
+            communication_s=predicted.step_s - compute_s - float(predicted.seconds["dense"].max()),
+            predicted_s=predicted.step_s,
+        )
+    return costs
+
+
+def measure_share(team: Team, task: Task, share: RankShare, num_ranks: int, num_threads: int) -> tuple[float, float]:
+    """Seconds of (a lookup, an update) of a share by a team of one RankTimer; again where others disturb it."""
+    arguments = {"pieces": share.pieces, "replicas": share.replicas, "num_ranks": num_ranks, "threads": num_threads}
+    return undisturbed(lambda: team.ask("time_share", task=task.to_dict(), **arguments))

@@ -1,0 +1,80 @@
+"""How a file that cannot be trusted, or written, is reported; and one rank's failure is every rank's: nobody is left
+waiting in a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from meseta.comm import World
+from meseta.machine.files import inside
+from meseta.spec import MesetaError
+
+
+class DamagedCheckpoint(MesetaError):
+    """A checkpoint that is not what was saved; an older one may be."""
+
+
+def broken_file(path: Path, what: str) -> DamagedCheckpoint:
+    """The error that names a file and what is wrong with it."""
+    return DamagedCheckpoint(f"checkpoint file {str(path)!r} {what}; copy the checkpoint again, or use an older one")
+
+
+def malformed(where: str, what: str) -> DamagedCheckpoint:
+    """The error that names a manifest, or a part of it, and what it must not say."""
+    return DamagedCheckpoint(f"{where} is malformed ({what}); use an older checkpoint")
+
+
+def file_of(root: Path, entry: Mapping[str, Any]) -> Path:
+    """Where the file of an entry in a checked manifest is. Raises MesetaError where it is missing, no regular file, led
+    out of the checkpoint by a link, or of another size than the manifest says."""
+    path, expected_bytes = root / entry["path"], entry["num_bytes"]
+    try:
+        found_bytes = inside(root, entry["path"]).stat().st_size
+    except OSError as error:
+        raise broken_file(path, f"cannot be read ({error.strerror})") from None
+    if found_bytes != expected_bytes:
+        raise broken_file(path, f"must have {expected_bytes} bytes, but has {found_bytes}")
+    return path
+
+
+def check_checksum(path: Path, expected: str, found: str) -> None:
+    """Raise MesetaError when the content of a file has another digest than the manifest says."""
+    if found != expected:
+        raise broken_file(path, f"must have the checksum {expected}, but its content has {found}")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise MesetaError, naming the file, where the system refuses to write it, for example on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise MesetaError(
+            f"checkpoint file {str(path)!r} cannot be written: {error.strerror or error}; "
+            "make room there, keep fewer checkpoints, or choose another directory"
+        ) from None
+
+
+T = TypeVar("T")
+
+
+def together(world: World, action: Callable[[], T]) -> T:
+    """Run `action` on every rank; when it fails on any, raise MesetaError on all."""
+    error: Exception | None = None
+    try:
+        result = action()
+    except OSError as caught:
+        where = f" {caught.filename!r}" if caught.filename else ""
+        error = MesetaError(f"checkpoint{where}: {caught.strerror or caught}; choose another directory")
+    except Exception as caught:
+        error = caught
+    world.raise_together(error)
+    return result
+
+
+def on_first(world: World, action: Callable[[], object]) -> None:
+    """Run `action` on rank 0 alone; when it fails there, raise MesetaError on all ranks."""
+    together(world, action if world.rank == 0 else lambda: None)

@@ -1,1 +1,0 @@
-"""Judging plans by what their devices take with the real operators: whose plan is balanced best."""

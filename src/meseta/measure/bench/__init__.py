@@ -1,0 +1,1 @@
+"""`meseta bench`: operators and training beside other systems."""

@@ -1,0 +1,188 @@
+"""DLRM training in other systems: plain PyTorch (with DistributedDataParallel on several ranks) and TorchRec.
+
+Runs in the interpreter of the peer: nothing of this package but `contender` and `traffic` is there. Both are driven as
+their own examples drive them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meseta.measure.contest.contender import Contender
+from meseta.measure.traffic import Samples, Training, make_samples
+
+LR = 0.001
+"""Small, because random labels teach nothing: losses must stay finite over thousands of steps."""
+FILL = 0.01
+
+
+class TrainingPeer(Contender):
+    """Steps over prepared batches; a subclass makes the model and takes a step."""
+
+    packages: tuple[str, ...] = ("torch",)
+
+    def __init__(self, training: dict[str, Any], optimizer: str, dense_dtype: str = "float32") -> None:
+        super().__init__()
+        self.training = Training.from_json(training)
+        self.rank, self.num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        torch.manual_seed(0)
+        self.build(optimizer, dense_dtype)
+        self.samples = make_samples(self.training, self.rank, self.num_ranks)
+        self.actions = {"step": lambda call: self.step(self.samples[call % len(self.samples)])}
+
+    def build(self, optimizer: str, dense_dtype: str) -> None:
+        """Make the model."""
+        raise NotImplementedError
+
+    def join(self) -> None:
+        """Become a rank of the group that `Team` has started."""
+        meeting = f"file://{os.environ['MESETA_RENDEZVOUS']}"
+        dist.init_process_group("gloo", init_method=meeting, rank=self.rank, world_size=self.num_ranks)
+
+    def step(self, samples: Samples) -> Any:
+        """Train on one batch and return the loss."""
+        raise NotImplementedError
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "actions": list(self.actions),
+            "samples_per_call": self.training.traffic.batch_size,
+            "versions": {name: importlib.metadata.version(name) for name in self.packages},
+        }
+
+    def barrier(self) -> None:
+        if self.num_ranks > 1:
+            dist.barrier()
+
+
+class PlainDLRM(nn.Module):
+    """DLRM as one writes it at home: an nn.EmbeddingBag with sparse gradients per table, nn.Linear, torch.bmm."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__()
+        traffic, dim = training.traffic, training.dim
+        num_vectors = len(traffic.rows) + 1
+        self.bag_size = traffic.bag_size
+        self.tables = nn.ModuleList(
+            nn.EmbeddingBag(rows, dim, mode="sum", sparse=True, _weight=torch.full((rows, dim), FILL))
+            for rows in traffic.rows
+        )
+        self.bottom = _mlp([training.num_dense, *training.bottom_mlp, dim], relu_last=True)
+        num_pairs = num_vectors * (num_vectors - 1) // 2
+        self.top = _mlp([dim + num_pairs, *training.top_mlp, 1], relu_last=False)
+        self.pair_rows, self.pair_columns = torch.tril_indices(num_vectors, num_vectors, offset=-1)
+
+    def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
+        """Logits [B] for dense [B, num_dense] and ids [F, B, bag_size]."""
+        x = self.bottom(dense)
+        # Two-dimensional ids are bags of one length, which saves nn.EmbeddingBag's caller the offsets.
+        vectors = torch.stack([x, *(table(ids[f]) for f, table in enumerate(self.tables))], dim=1)
+        products = torch.bmm(vectors, vectors.transpose(1, 2))[:, self.pair_rows, self.pair_columns]
+        logits: Tensor = self.top(torch.cat([x, products], dim=1)).squeeze(1)
+        return logits
+
+
+def _mlp(widths: Sequence[int], *, relu_last: bool) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for num_inputs, num_outputs in pairwise(widths):
+        layers += [nn.Linear(num_inputs, num_outputs), nn.ReLU()]
+    return nn.Sequential(*(layers if relu_last else layers[:-1]))
+
+
+class Plain(TrainingPeer):
+    """Plain PyTorch; bfloat16 by autocast."""
+
+    def build(self, optimizer: str, dense_dtype: str) -> None:
+        self.model: nn.Module = PlainDLRM(self.training)
+        if self.num_ranks > 1:
+            self.join()
+            self.model = nn.parallel.DistributedDataParallel(self.model)
+        make: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
+        self.optimizer: torch.optim.Optimizer = make[optimizer](self.model.parameters(), lr=LR)
+        self.criterion = nn.BCEWithLogitsLoss()
+        self.autocast = dense_dtype != "float32"
+
+    def step(self, samples: Samples) -> Tensor:
+        dense, ids, label = (torch.from_numpy(part) for part in (samples.dense, samples.ids, samples.label))
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.bfloat16) if self.autocast else contextlib.nullcontext():
+            logits = self.model(dense, ids)
+        loss: Tensor = self.criterion(logits.float(), label)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+
+class TorchrecTraining(TrainingPeer):
+    """TorchRec's DLRM under DistributedModelParallel and its planner; its tables learn in the backward pass."""
+
+    packages = ("torch", "torchrec", "fbgemm_gpu-cpu")
+
+    def build(self, optimizer: str, dense_dtype: str) -> None:
+        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+        from torchrec.models.dlrm import DLRM, DLRMTrain
+        from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+        from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+        if dense_dtype != "float32":
+            raise ValueError(f"dense dtype {dense_dtype}: only float32 is measured")
+        self.join()
+        traffic, dim = self.training.traffic, self.training.dim
+        self.keys = [f"f{f}" for f in range(len(traffic.rows))]
+        tables = [
+            EmbeddingBagConfig(name=f"t{f}", embedding_dim=dim, num_embeddings=rows, feature_names=[f"f{f}"])
+            for f, rows in enumerate(traffic.rows)
+        ]
+        embeddings = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+        model = DLRMTrain(
+            DLRM(
+                embeddings,
+                dense_in_features=self.training.num_dense,
+                dense_arch_layer_sizes=[*self.training.bottom_mlp, dim],
+                over_arch_layer_sizes=[*self.training.top_mlp, 1],
+                dense_device=torch.device("cpu"),
+            )
+        )
+        row_optimizer = {"sgd": torch.optim.SGD, "rowwise_adagrad": RowWiseAdagrad}[optimizer]
+        apply_optimizer_in_backward(row_optimizer, embeddings.parameters(), {"lr": LR})
+        self.place(model)
+        self.lengths = torch.full((len(self.keys) * traffic.batch_size // self.num_ranks,), traffic.bag_size)
+        self.make_ids = KeyedJaggedTensor
+
+    def place(self, model: nn.Module) -> None:
+        """Shard over the ranks, and join the optimizers of both parts."""
+        from torchrec.distributed.model_parallel import DistributedModelParallel, get_default_sharders
+        from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+        from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+        from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+        sharders = get_default_sharders()
+        topology = Topology(world_size=self.num_ranks, compute_device="cpu", hbm_cap=0, ddr_cap=64 << 30)
+        plan = EmbeddingShardingPlanner(topology=topology).collective_plan(model, sharders, dist.group.WORLD)
+        self.model = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+        dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
+        dense_optimizer = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.SGD(parameters, lr=LR))
+        self.optimizer = CombinedOptimizer([self.model.fused_optimizer, dense_optimizer])
+
+    def step(self, samples: Samples) -> Tensor:
+        from torchrec.datasets.utils import Batch
+
+        ids = torch.from_numpy(samples.ids.reshape(-1))
+        sparse = self.make_ids(self.keys, ids, lengths=self.lengths, stride=samples.label.shape[0])
+        label = torch.from_numpy(samples.label).int()
+        batch = Batch(dense_features=torch.from_numpy(samples.dense), sparse_features=sparse, labels=label)
+        self.optimizer.zero_grad()
+        loss, _ = self.model(batch)
+        loss.backward()
+        self.optimizer.step()
+        result: Tensor = loss
+        return result

@@ -1,0 +1,202 @@
+"""The lookup and update of one device, timed: its own pieces, of any cut, and replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meseta.embedding.replicas import SUM
+from meseta.embedding.update import Contribution, group_shards, samples_of, step_shards, sum_contributions, update_rows
+from meseta.measure.calibrate.pieces import (
+    OwnPieces,
+    PieceTimer,
+    as_pieces,
+    ids_of,
+    join_bags,
+    num_batches,
+    take_tables,
+)
+from meseta.measure.calibrate.tasks import Piece, Task, cut_bags
+from meseta.ops.pooled_lookup import LookupGroup, lookup_group
+from meseta.ops.row_program.optimizer import Hyper
+from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, row_update
+from meseta.optim import make_row_optimizer
+from meseta.spec import COLUMN_BLOCK, OptimizerSpec, Shard
+from meseta.storage import TableShard
+
+LEARNING_RATE = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankShare:
+    """The pieces of one device."""
+
+    pieces: tuple[Piece, ...]
+    """Its own, ordered."""
+    replicas: tuple[Piece, ...]
+    """Those that every device holds."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the device has nothing to do."""
+        return not (self.pieces or self.replicas)
+
+
+class RankTimer(PieceTimer):
+    """Times the operators that a rank of several runs on its share, as the sharded embedding calls them."""
+
+    def time_share(
+        self, task: dict[str, Any], pieces: list[Any], replicas: list[Any], num_ranks: int, threads: int
+    ) -> list[float]:
+        """Median seconds of (a lookup, an update) of a rank's own pieces and of its replicas, and the processors that
+        others kept busy meanwhile. Raises MesetaError where they take more than the memory taken at the start."""
+        self.free()
+        parsed = Task.from_dict(task)
+        parts: list[_CutPieces | _Replicas] = []
+        if pieces:
+            parts.append(_CutPieces(self, parsed, as_pieces(pieces)))
+        if replicas:
+            parts.append(_Replicas(self, parsed, as_pieces(replicas), num_ranks))
+        number = num_batches(sum(part.touched_bytes for part in parts))
+        for part in parts:
+            part.draw(number)
+
+        def look_up(batch: int) -> None:
+            for part in parts:
+                part.look_up(batch)
+
+        def step(batch: int, number: int) -> None:
+            for part in parts:
+                part.step(batch, number)
+
+        return self.time_steps(look_up, step, number, 1, threads)
+
+
+class _CutPieces(OwnPieces):
+    """Pieces of which some hold a part of the columns of rows whose optimizer needs sums over whole rows: these are
+    stepped in stages, all others in one fused pass."""
+
+    def __init__(self, timer: PieceTimer, task: Task, pieces: list[Piece]) -> None:
+        super().__init__(timer, task, pieces)
+        self.shards = _shards(task, pieces, self.tables)
+        self.rows = [shard.begin() for shard in self.shards]
+        dims = [task.tables[t].dim for t, _, _ in pieces]
+        self.staged = [
+            n for n, width in enumerate(self.widths) if width < dims[n] and self.shards[n].optimizer.row_stats
+        ]
+        self.fused = group_shards(
+            self.shards,
+            self.rows,
+            [FeatureGradient(n, n, 0, self.ends[n]) for n in range(len(pieces)) if n not in self.staged],
+        )
+        self.num_blocks = [-(-dim // COLUMN_BLOCK) for dim in dims]
+
+    def step(self, batch: int, number: int) -> None:
+        bags = self.batches[batch]
+        for fused in self.fused:
+            step_shards(fused, LEARNING_RATE, number, bags, [self.gradient])
+        if self.staged:
+            self._step_staged(bags, number)
+
+    def _step_staged(self, bags: Bags, number: int) -> None:
+        ids = bags.ids.split(ids_of(bags))
+        lengths = bags.offsets.diff().split(bags.num_samples)
+        staged = self.staged
+        samples = samples_of([ids[n] for n in staged], [lengths[n] for n in staged], bags.num_samples)
+        used, sums = [self.shards[n] for n in staged], []
+        for n, of_ids in zip(staged, samples, strict=True):
+            gradient = self.gradient[:, self.ends[n] : self.ends[n + 1]]
+            sums.append(
+                sum_contributions(self.shards[n], [Contribution(ids[n], of_ids, gradient, of_ids)], bags.num_samples)
+            )
+        hypers = [Hyper(LEARNING_RATE, number, shard.spec.embedding_dim) for shard in used]
+        update_rows(used, [self.rows[n] for n in staged], sums, hypers, self._gather, len(used[0].optimizer.row_stats))
+
+    def _gather(self, parts: list[Tensor | None]) -> list[Tensor | None]:
+        """Statistics of whole rows: those of the other columns come from other ranks, at the cost of a collective that
+        is predicted; here they are copies of our own."""
+        whole: list[Tensor | None] = []
+        for n, part in zip(self.staged, parts, strict=True):
+            if part is None:
+                whole.append(None)
+                continue
+            blocks = self.num_blocks[n]
+            whole.append(part.repeat(1, -(-blocks // part.shape[1]))[:, :blocks].contiguous())
+        return whole
+
+
+class _Replicas:
+    """Rows that every rank holds: looked up for its own samples, whose gradients are added up; then every rank steps
+    the rows that the whole batch has touched."""
+
+    def __init__(self, timer: PieceTimer, task: Task, pieces: list[Piece], num_ranks: int) -> None:
+        self.timer, self.task, self.pieces, self.num_samples = timer, task, pieces, task.batch_size // num_ranks
+        self.share = 1.0 / num_ranks
+        tables = take_tables(timer, task, make_row_optimizer(OptimizerSpec(name=task.optimizer)), pieces)
+        widths = [table.weight.shape[1] for table in tables]
+        rows = [table.weight.shape[0] for table in tables]
+        self.lookup = LookupGroup(tuple(table.weight for table in tables), (False,) * len(pieces))
+        self.gradient = 0.01 * torch.randn(self.num_samples, sum(widths))
+        sizes = [*(a * b for a, b in zip(rows, widths, strict=True)), *rows]
+        self.buffer = timer.take((sum(sizes),), torch.float32)
+        parts = self.buffer.split(sizes)
+        self.sums = [part.view(a, b) for part, a, b in zip(parts, rows, widths, strict=False)]
+        self.num_marks = sum(rows)
+        self.first_rows = [sum(rows[:n]) for n in range(len(rows) + 1)]
+        self.add = UpdateGroup(
+            optimizer=SUM,
+            tables=tuple(TableRows(a, {"ranks": b}) for a, b in zip(self.sums, parts[len(rows) :], strict=True)),
+            embedding_dims=tuple(widths),
+            features=tuple(FeatureGradient(n, n, 0, sum(widths[:n])) for n in range(len(rows))),
+        )
+        shards = _shards(task, pieces, tables)
+        places = [FeatureGradient(n, n, n, per_id=True) for n in range(len(rows))]
+        self.fused = group_shards(shards, [shard.begin() for shard in shards], places)
+        self.batches: list[tuple[Bags, Tensor]] = []
+        self.draw(1)
+        touched = sum(count * width for count, width in zip(ids_of(self.batches[0][0]), widths, strict=True))
+        self.touched_bytes = 4 * touched + self.gradient.nbytes + self.buffer.nbytes
+
+    def draw(self, number: int) -> None:
+        """Draw batches until there are so many: ids of this rank's samples, and marks [rows] on what the whole batch
+        touches, which ranks learn when their gradients are added up."""
+        for batch in range(len(self.batches), number):
+            own, marks = [], torch.zeros(self.num_marks)
+            for (t, rows, _), first in zip(self.pieces, self.first_rows, strict=False):
+                ids, lengths = cut_bags(*self.timer.draw(self.task, t, batch), rows)
+                marks[first + torch.from_numpy(ids)] = 1.0
+                own.append((ids[: lengths[: self.num_samples].sum()], lengths[: self.num_samples]))
+            bags = join_bags(own, self.num_samples)
+            # Ids that stay at home are not sent, and so are as wide as they came.
+            self.batches.append((replace(bags, ids=bags.ids.to(torch.int64)), marks))
+
+    def look_up(self, batch: int) -> None:
+        bags, _ = self.batches[batch]
+        lookup_group(self.lookup, bags.ids, bags.offsets, None)
+
+    def step(self, batch: int, number: int) -> None:
+        """As meseta.embedding.replicas does, but for the sum over ranks."""
+        bags, marks = self.batches[batch]
+        self.buffer.zero_()
+        row_update(self.add, 1.0, 1, bags, [self.gradient])
+        self.buffer[: -self.num_marks] *= self.share
+        touched = marks.nonzero().squeeze(1)
+        bounds = torch.searchsorted(touched, torch.tensor(self.first_rows))
+        stops = bounds.tolist()
+        rows = [touched[a:b] - first for a, b, first in zip(stops[:-1], stops[1:], self.first_rows[:-1], strict=True)]
+        gradients = [total[own] for total, own in zip(self.sums, rows, strict=True)]
+        for fused in self.fused:
+            step_shards(fused, LEARNING_RATE, number, Bags(torch.cat(rows), bounds, 1), gradients)
+
+
+def _shards(task: Task, pieces: list[Piece], tables: list[TableRows]) -> list[TableShard]:
+    """The pieces as the embedding knows them."""
+    specs, shards = task.workload().tables, []
+    for (t, rows, columns), own in zip(pieces, tables, strict=True):
+        shard = Shard(table=specs[t].name, rows=rows, columns=columns, ranks=(0,))
+        optimizer = make_row_optimizer(specs[t].optimizer)
+        shards.append(TableShard(spec=specs[t], shard=shard, weight=own.weight, state=own.state, optimizer=optimizer))
+    return shards

@@ -1,0 +1,171 @@
+"""Random sharding tasks: tables, bags and ids like those of production, to judge plans and predictions by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meseta.measure.traffic import scatter
+from meseta.planner.cost.reuse import bins_of
+from meseta.planner.cost.sizes import cell_bytes
+from meseta.spec import FeatureLoad, FeatureSpec, OptimizerSpec, Reuse, TableSpec, Workload
+
+Piece = tuple[int, tuple[int, int], tuple[int, int]]
+"""(index of the table in its task, rows, columns)."""
+DIMS = (4, 8, 16, 32, 64, 128)
+MIN_TABLES, MAX_TABLES = 10, 60
+MIN_ROWS, MAX_ROWS = 1e3, 1e7
+MAX_POOLING = 32.0
+BATCH_SIZE = 2048
+WINDOW_SAMPLES = 65_536
+_EDGES = (0, *(2**i for i in range(16)))
+# Rows and lookups by how often a row comes in a batch, of 856 and 788 tables like those of production models: locality
+# statistics of fbgemm_t856_bs65536, fbgemm_t856_bs65536_0 and fbgemm_t788_bs131072_0 in
+# github.com/facebookresearch/dlrm_datasets (MIT). Beyond the bins below, rows have no digits there.
+_ROWS = (
+    (0.473, 0.152, 0.139, 0.112, 0.072, 0.032, 0.011, 0.005, 0.002),
+    (0.423, 0.165, 0.167, 0.121, 0.073, 0.031, 0.011, 0.004, 0.002),
+    (0.342, 0.144, 0.149, 0.138, 0.112, 0.068, 0.029, 0.010, 0.004),
+)
+# fmt: off
+_LOOKUPS = (
+    (0.069, 0.044, 0.068, 0.101, 0.121, 0.104, 0.073, 0.058, 0.052, 0.05, 0.049, 0.048, 0.048, 0.043, 0.031, 0.023,
+     0.019),
+    (0.056, 0.043, 0.075, 0.099, 0.112, 0.091, 0.064, 0.052, 0.049, 0.05, 0.054, 0.058, 0.061, 0.052, 0.038, 0.026,
+     0.02),
+    (0.027, 0.023, 0.04, 0.068, 0.105, 0.12, 0.099, 0.07, 0.059, 0.054, 0.04, 0.072, 0.064, 0.047, 0.021, 0.017,
+     0.076),
+)
+# fmt: on
+
+
+def _distribution(rows: tuple[float, ...], lookups: tuple[float, ...]) -> Reuse:
+    """A histogram; rows that are too rare to be published come about sqrt(2) times their lower edge."""
+    per_lookup = rows[0] / lookups[0]  # rows of the first bin come once
+    known = len(rows)
+    rare = [own * per_lookup / (edge * 2**0.5) for own, edge in zip(lookups[known:], _EDGES[known:], strict=True)]
+    shares = [*rows, *rare]
+    return Reuse(
+        window_samples=WINDOW_SAMPLES,
+        edges=_EDGES,
+        rows=tuple(share / sum(shares) for share in shares),
+        lookups=tuple(share / sum(lookups) for share in lookups),
+    )
+
+
+ID_DISTRIBUTIONS: tuple[Reuse | None, ...] = (
+    *(_distribution(rows, lookups) for rows, lookups in zip(_ROWS, _LOOKUPS, strict=True)),
+    None,
+)
+"""How soon rows come again; the last: all rows alike."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskTable:
+    """One table, with one feature of sum-pooled bags."""
+
+    num_rows: int
+    dim: int
+    pooling: float
+    """Ids per sample, 1 and up; a bag has this many, rounded up or down."""
+    distribution: int
+    """Index in ID_DISTRIBUTIONS."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Tables to place, and the batch that visits them."""
+
+    seed: int
+    """Of its ids."""
+    tables: tuple[TaskTable, ...]
+    batch_size: int = BATCH_SIZE
+    dtype: str = "float32"
+    optimizer: str = "rowwise_adagrad"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(document: dict[str, Any]) -> Task:
+        """The inverse of `to_dict`."""
+        return Task(**{**document, "tables": tuple(TaskTable(**table) for table in document["tables"])})
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tables with their optimizer state."""
+        return sum(cell_bytes(own, own.num_embeddings, own.embedding_dim) for own in self.workload().tables)
+
+    def workload(self) -> Workload:
+        """The task as the planner takes it: tables t0, t1, ... and features f0, f1, ..."""
+        tables = tuple(
+            TableSpec(
+                name=f"t{n}",
+                num_embeddings=table.num_rows,
+                embedding_dim=table.dim,
+                dtype=self.dtype,  # type: ignore[arg-type]  # TableSpec names what it does not know
+                optimizer=OptimizerSpec(name=self.optimizer),
+            )
+            for n, table in enumerate(self.tables)
+        )
+        return Workload(
+            tables=tables,
+            features=tuple(FeatureSpec(name=f"f{n}", table=table.name) for n, table in enumerate(tables)),
+            batch_size=self.batch_size,
+            loads={
+                f"f{n}": FeatureLoad(pooling_factor=table.pooling, reuse=ID_DISTRIBUTIONS[table.distribution])
+                for n, table in enumerate(self.tables)
+            },
+        )
+
+
+def random_task(seed: int, *, max_bytes: float = 12e9) -> Task:
+    """Task number `seed`: 10 to 60 tables of 1e3 to 1e7 rows (log-uniform), 4 to 128 columns, 1 to 32 ids a sample
+    (log-uniform), and reuse as in production. Tasks whose tables take more than `max_bytes` with their optimizer state
+    are drawn again."""
+    random = np.random.default_rng([5, seed])
+    while True:
+        tables = tuple(random_table(random) for _ in range(int(random.integers(MIN_TABLES, MAX_TABLES + 1))))
+        task = Task(seed=seed, tables=tables)
+        if task.num_bytes <= max_bytes:
+            return task
+
+
+def random_table(random: np.random.Generator, dims: Sequence[int] = DIMS, distribution: int | None = None) -> TaskTable:
+    """A table with one of these widths; any distribution of production, where none is given."""
+    return TaskTable(
+        num_rows=round(float(np.exp(random.uniform(np.log(MIN_ROWS), np.log(MAX_ROWS))))),
+        dim=int(random.choice(dims)),
+        pooling=float(np.exp(random.uniform(0.0, np.log(MAX_POOLING)))),
+        distribution=int(random.integers(len(ID_DISTRIBUTIONS) - 1)) if distribution is None else distribution,
+    )
+
+
+def draw_bags(table: TaskTable, batch_size: int, seed: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """One batch of a table: (ids [nnz], lengths [B]). The same seed gives the same ids in every process."""
+    random = np.random.default_rng(seed)
+    whole = int(table.pooling)
+    lengths = whole + (random.random(batch_size) < table.pooling - whole).astype(np.int64)
+    count, distribution = int(lengths.sum()), ID_DISTRIBUTIONS[table.distribution]
+    bins = None if distribution is None else bins_of(table.num_rows, WINDOW_SAMPLES * table.pooling, distribution)
+    if bins is None:
+        return random.integers(0, table.num_rows, count), lengths
+    size, _, share = bins
+    stops = np.cumsum(size)
+    own = np.searchsorted(np.cumsum(share)[:-1], random.random(count))
+    ranks = (stops[own] - size[own] * (1.0 - random.random(count))).astype(np.int64)
+    return scatter(np.clip(ranks, 0, table.num_rows - 1), table.num_rows), lengths
+
+
+def cut_bags(
+    ids: NDArray[np.int64], lengths: NDArray[np.int64], rows: tuple[int, int]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """What of a batch falls into a range of rows, counted from its first: (ids, lengths)."""
+    inside = (ids >= rows[0]) & (ids < rows[1])
+    bags = np.repeat(np.arange(len(lengths)), lengths)
+    return ids[inside] - rows[0], np.bincount(bags[inside], minlength=len(lengths))

@@ -1,0 +1,1 @@
+"""Timing several implementations in turns, each in processes of its own."""

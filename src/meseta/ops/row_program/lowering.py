@@ -1,0 +1,168 @@
+"""From the graph of a row optimizer to instructions on few registers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import islice, permutations
+
+import torch
+from torch import Tensor
+
+from meseta.ops.row_program.symbols import Kind, Number, Op, Symbol
+from meseta.spec import MesetaError
+
+FIRST_ROW, FIRST_UNIFORM, UNUSED = 64, 128, -1
+"""Operands: element registers from 0, row registers from 64, uniforms from 128."""
+MAX_REGISTERS = 64
+"""Of either kind."""
+MAX_ORDERS = 120
+"""Orders of the stores that are tried."""
+LOAD_OF = {Op.STORE_WEIGHT: Op.LOAD_WEIGHT, Op.STORE_STATE: Op.LOAD_STATE}
+
+
+@dataclass(frozen=True, eq=False)
+class Code:
+    """One pass over the touched rows."""
+
+    instructions: Tensor
+    """int32 [n, 5] on the CPU: (op, dst, a, b, c). dst is an element register where any operand is one, except for
+    SUM; it may be one of the operands. Element register 0 holds the gradient at the start."""
+    num_element_registers: int
+    """Registers of [U, D] in use, at least 1."""
+    num_row_registers: int
+    """Registers of [U] in use."""
+
+
+@dataclass(frozen=True, eq=False)
+class Store:
+    """A value that leaves the pass."""
+
+    op: Op
+    """STORE_WEIGHT, STORE_STATE or STORE_STAT."""
+    value: Symbol | Number
+    index: int = 0
+    """Which state or statistic."""
+
+
+def lower(owner: str, stores: Sequence[Store], slots: dict[int, int]) -> Code:
+    """The code that computes all stores, each value once, nothing else.
+
+    `slots` gives each number that is used its uniform; new ones are added. Raises MesetaError when the registers
+    do not suffice.
+    """
+    for node in _below([store.value for store in stores]):
+        if isinstance(node, Number):
+            slots.setdefault(node.index, len(slots))
+    candidates = [_allocate(_schedule(order), slots) for order in islice(permutations(stores), MAX_ORDERS)]
+    best = min(candidates, key=lambda code: (code.num_element_registers, code.num_row_registers))
+    if best.num_element_registers > MAX_REGISTERS or best.num_row_registers > MAX_REGISTERS:
+        raise MesetaError(
+            f"row optimizer {owner!r} holds {best.num_element_registers} values per element and "
+            f"{best.num_row_registers} per row at once, and {MAX_REGISTERS} of each are possible; use fewer terms"
+        )
+    return best
+
+
+def _below(roots: Iterable[Symbol | Number]) -> list[Symbol | Number]:
+    """The roots and all that they are made of, once: operands first, those that need many registers before others."""
+    found: dict[int, Symbol | Number] = {}
+    needs: dict[int, int] = {}
+
+    def visit(node: Symbol | Number) -> None:
+        if id(node) in found:
+            return
+        if isinstance(node, Symbol):
+            for operand in sorted(node.operands, key=lambda operand: -_need(operand, needs)):
+                visit(operand)
+        found[id(node)] = node
+
+    for root in roots:
+        visit(root)
+    return list(found.values())
+
+
+def _need(node: Symbol | Number, needs: dict[int, int]) -> int:
+    """Element registers that a tree takes when its operands are computed one after the other (Sethi and Ullman, JACM
+    17, 1970)."""
+    if isinstance(node, Number) or node.op is None:
+        return 0
+    if id(node) not in needs:
+        below = sorted((_need(operand, needs) for operand in node.operands), reverse=True)
+        own = 1 if node.kind == "element" else 0
+        needs[id(node)] = max([own, *(need + held for held, need in enumerate(below))])
+    return needs[id(node)]
+
+
+def _schedule(stores: Sequence[Store]) -> list[Symbol | Store]:
+    """Nodes and stores in the order of execution: what a store overwrites is loaded before."""
+    symbols = [node for node in _below([store.value for store in stores]) if isinstance(node, Symbol)]
+    loads = {(node.op, node.index): node for node in symbols if node.op in LOAD_OF.values()}
+    done: set[int] = set()
+    order: list[Symbol | Store] = []
+    for store in stores:
+        overwritten = [loads[key] for key in [(LOAD_OF.get(store.op), store.index)] if key in loads]
+        for node in _below([store.value, *overwritten]):
+            if isinstance(node, Symbol) and node.op is not None and id(node) not in done:
+                done.add(id(node))
+                order.append(node)
+        order.append(store)
+    return order
+
+
+@dataclass
+class _Registers:
+    """Registers of one kind, the lowest free one first."""
+
+    first: int
+    free: list[int] = field(default_factory=list)
+    num_used: int = 0
+
+    def take(self) -> int:
+        if self.free:
+            return heappop(self.free)
+        self.num_used += 1
+        return self.first + self.num_used - 1
+
+    def give(self, register: int) -> None:
+        heappush(self.free, register)
+
+
+def _allocate(order: Sequence[Symbol | Store], slots: dict[int, int]) -> Code:
+    """Registers by liveness: one is free again with the last instruction that reads it, which may write to it."""
+    operands = [step.operands if isinstance(step, Symbol) else (step.value,) for step in order]
+    last = {id(operand): position for position, own in enumerate(operands) for operand in own}
+    registers: dict[Kind, _Registers] = {"element": _Registers(first=0), "row": _Registers(first=FIRST_ROW)}
+    gradient = registers["element"].take()
+    place: dict[int, int] = {}
+    rows: list[tuple[int, ...]] = []
+    for own in operands:
+        for operand in own:
+            if isinstance(operand, Number):
+                place[id(operand)] = FIRST_UNIFORM + slots[operand.index]
+            elif operand.op is None:
+                place[id(operand)] = gradient
+    if not any(register == gradient for register in place.values()):
+        registers["element"].give(gradient)
+    for position, (step, own) in enumerate(zip(order, operands, strict=True)):
+        places = [place[id(operand)] for operand in own]
+        for operand in {id(operand): operand for operand in own if isinstance(operand, Symbol)}.values():
+            if last[id(operand)] == position:
+                registers[operand.kind].give(place[id(operand)])
+        if isinstance(step, Store):
+            rows.append(_row(step.op, UNUSED, *places, *([] if step.op is Op.STORE_WEIGHT else [step.index])))
+            continue
+        assert step.op is not None
+        place[id(step)] = registers[step.kind].take()
+        is_indexed = step.op in (Op.LOAD_STATE, Op.LOAD_STAT)
+        rows.append(_row(step.op, place[id(step)], *places, *([step.index] if is_indexed else [])))
+    return Code(
+        instructions=torch.tensor(rows, dtype=torch.int32).view(-1, 5),
+        num_element_registers=registers["element"].num_used,
+        num_row_registers=registers["row"].num_used,
+    )
+
+
+def _row(op: Op, dst: int, *operands: int) -> tuple[int, ...]:
+    return (int(op), dst, *operands, *[UNUSED] * (3 - len(operands)))

@@ -1,0 +1,342 @@
+"""What a step asks of pieces of tables: ids, bags, distinct rows, bytes; many pieces at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meseta.planner.cost.reuse import Floats, row_classes
+from meseta.planner.cost.sizes import compute_bytes, value_bytes
+from meseta.spec import COLUMN_BLOCK, MesetaError, Reuse, Workload
+from meseta.spec.tiers import CACHED, DISK, HBM, TIERS
+from meseta.spec.transfer import ROW_STATISTICS, number_bytes
+
+Indices = NDArray[np.int64]
+"""Numbers in `Pieces.tier` index this."""
+LINE_BYTES = 64
+"""What memory gives at a time."""
+FLAT_BYTES = 64e6
+"""Pages of so many bytes have their addresses at hand; each doubling beyond makes the walk to an address longer."""
+_POWERS = np.linspace(-1.0, 10.0, 45)
+"""Powers of ten of samples, at which what a cache holds is tried."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Rectangles of tables, [n] each; scalars are spread out by `of`."""
+
+    table: Indices
+    """Index in `Workload.tables`."""
+    first_row: Indices
+    last_row: Indices
+    """One after the last."""
+    first_column: Indices
+    last_column: Indices
+    """One after the last."""
+    tier: Indices
+    """Index in TIERS."""
+
+    @staticmethod
+    def of(
+        table: object,
+        rows: tuple[object, object],
+        columns: tuple[object, object],
+        tier: object = 0,
+    ) -> Pieces:
+        """From arrays or scalars of equal or broadcast length."""
+        arrays = np.broadcast_arrays(*(np.atleast_1d(np.asarray(a, np.int64)) for a in (table, *rows, *columns, tier)))
+        return Pieces(*arrays)
+
+    @property
+    def num_rows(self) -> Indices:
+        return self.last_row - self.first_row
+
+    @property
+    def num_columns(self) -> Indices:
+        return self.last_column - self.first_column
+
+
+@dataclass(frozen=True)
+class Loads:
+    """What one step asks of each piece; float64 [n] where not said otherwise."""
+
+    shards: Floats
+    """Features that read the piece: routes of ids."""
+    ids: Floats
+    """Lookups."""
+    bags: Floats
+    """Bags that are pooled."""
+    lengths: Floats
+    """Bags of all features, pooled or not: a length of each travels with the ids."""
+    rows_out: Floats
+    """Bags and, of features that are not pooled, rows that are returned."""
+    distinct: Floats
+    """Rows looked up at least once."""
+    lookup_misses: Floats
+    """Rows that the lookup fetches from the device's memory, narrow rows in one line counting as one; other lookups
+    find theirs in a cache."""
+    update_misses: Floats
+    """Rows that the update fetches from there, counted alike."""
+    update_bytes: Floats
+    """Lines of rows and state that the update reads and writes."""
+    update_miss_share: Floats
+    """Share of them that come from the device's memory."""
+    walks: Floats
+    """Lookups, times the doublings of what their rank holds above 64 MB."""
+    tier_misses: Floats
+    """Rows that a step fetches from the tier below the device's memory, and writes back to it."""
+    columns: Floats
+    """Of the piece."""
+    row_bytes: Floats
+    """A row of the piece, as stored."""
+    state_bytes: Floats
+    """Its optimizer state."""
+    number_bytes: Floats
+    """A number of a bag or a gradient: 4, or 8 of tables in float64."""
+    num_rows: Floats
+    """Rows of the piece."""
+    is_half: NDArray[np.bool_]
+    """Whether rows are stored in 16 bits."""
+    is_unaligned: NDArray[np.bool_]
+    """Whether bags lie off the borders of vectors, since a table of the model has no multiple of 16 columns."""
+    is_staged: NDArray[np.bool_]
+    """Whether the update goes in stages, since the piece holds some columns of rows whose optimizer sums over rows."""
+    is_frozen: NDArray[np.bool_]
+    """Whether rows never change."""
+    weights: Floats
+    """Ids that weights travel with."""
+    optimizer: Indices
+    """Index in `optimizers`."""
+    tier: Indices
+    """Index in TIERS."""
+    optimizers: tuple[str, ...]
+    """Names of the row optimizers of the model."""
+
+    @property
+    def stored_bytes(self) -> Floats:
+        """Rows and optimizer state of the whole piece."""
+        return self.num_rows * (self.row_bytes + self.state_bytes)
+
+    def take(self, which: NDArray[np.int64] | NDArray[np.bool_] | slice) -> Loads:
+        """Some of the pieces."""
+        arrays = [entry.name for entry in fields(Loads) if entry.name != "optimizers"]
+        return Loads(**{name: getattr(self, name)[which] for name in arrays}, optimizers=self.optimizers)
+
+
+class WorkloadLoads:
+    """A workload as arrays over its tables, made once; `loads` then costs the same for one piece or 100,000."""
+
+    def __init__(self, workload: Workload) -> None:
+        """Several features that read a table are taken to visit its rows alike, as the one with the most ids does."""
+        self.workload = workload
+        tables, features = workload.tables, workload.features
+        self.index = {table.name: number for number, table in enumerate(tables)}
+        """Number of each table."""
+        self.optimizers = tuple(dict.fromkeys(table.optimizer.name for table in tables))
+        """Names of the row optimizers."""
+        self.num_rows = np.array([t.num_embeddings for t in tables], np.int64)
+        self.dims = np.array([t.embedding_dim for t in tables], np.int64)
+        self.value_bytes = np.array([value_bytes(t) for t in tables], np.float64)
+        self.compute_bytes = np.array([compute_bytes(t) for t in tables], np.float64)
+        states = np.array([t.optimizer.num_states for t in tables], np.float64).reshape(-1, 2)
+        self.element_states, self.row_states = states[:, 0], states[:, 1]
+        self.optimizer = np.array([self.optimizers.index(t.optimizer.name) for t in tables], np.int64)
+        self.sums_rows = np.array([t.optimizer.name in ROW_STATISTICS for t in tables], bool)
+        """Whether the optimizer of each table sums over whole rows."""
+        self.steps_all = np.array([t.optimizer.stepped_rows == "all" for t in tables], bool)
+        self.wide = number_bytes(tables)
+        """Bytes of a number of a bag: the collection has one type for all."""
+        weighted = {feature.batch for feature in features if feature.weighted}
+        n = len(tables)
+        self.num_features, self.num_pooled, self.pooled_ids = np.zeros(n), np.zeros(n), np.zeros(n)
+        self.ids_per_sample, self.weights_per_sample = np.zeros(n), np.zeros(n)
+        most, self.sorted = np.full(n, -1.0), np.zeros(n, bool)
+        reuse: list[Reuse | None] = [None] * n
+        for feature in features:
+            table, load = self.index[feature.table], workload.load(feature)
+            self.num_features[table] += 1
+            self.ids_per_sample[table] += load.pooling_factor
+            self.weights_per_sample[table] += load.pooling_factor * (feature.batch in weighted)
+            if feature.pooling != "none":
+                self.num_pooled[table] += 1
+                self.pooled_ids[table] += load.pooling_factor
+            if load.pooling_factor > most[table]:
+                most[table], self.sorted[table], reuse[table] = load.pooling_factor, load.is_sorted, load.reuse
+        self.classes = row_classes(self.num_rows.tolist(), np.maximum(most, 0.0).tolist(), reuse)
+
+    def whole(self, tables: Sequence[int] | Indices | None = None) -> Pieces:
+        """Tables that are not cut, all or some."""
+        which = np.arange(len(self.num_rows)) if tables is None else np.asarray(tables, np.int64)
+        return Pieces.of(which, (0, self.num_rows[which]), (0, self.dims[which]))
+
+    def lookup_share(self, pieces: Pieces) -> Floats:
+        """Share of a table's lookups that falls into the rows of each piece [n].
+
+        Of tables whose frequent rows come first, by the classes of the reuse histogram, inside which rows are alike;
+        of others, in proportion to the rows."""
+        classes = self.classes.take(pieces.table)
+        overlap = self._overlap(pieces, classes.extents)
+        return (classes.shares * overlap / np.maximum(classes.extents, 1e-12)).sum(axis=1)
+
+    def distinct(self, pieces: Pieces, num_samples: Floats | float) -> Floats:
+        """Expected distinct rows of each piece [n] that so many samples look up."""
+        t = pieces.table
+        if np.ndim(num_samples) == 0:  # once for each table, however many pieces it has
+            chance = self.classes.chance(num_samples * self.ids_per_sample)
+            if not self.sorted[t].any():
+                return (self.classes.extents * chance).sum(axis=1)[t] * (pieces.num_rows / self.num_rows[t])
+            chance = chance[t]
+        else:
+            chance = self.classes.take(t).chance(num_samples * self.ids_per_sample[t])
+        return (self._overlap(pieces, self.classes.extents[t]) * chance).sum(axis=1)
+
+    def loads(
+        self,
+        pieces: Pieces,
+        *,
+        num_samples: float | None = None,
+        held_samples: Floats | float = 0.0,
+        rank_bytes: Floats | float = 0.0,
+        cached_share: float = 0.2,
+    ) -> Loads:
+        """What one step asks of each piece.
+
+        Args:
+            pieces: of tables [n].
+            num_samples: samples whose ids reach the pieces; None: the global batch. Replicas see one rank's.
+            held_samples: rows of so many samples before the step are still in a cache, as `held_samples` finds; [n].
+            rank_bytes: rows and state that the rank of each piece holds together; [n].
+            cached_share: share of the rows that tiers 'cached' and 'disk' keep nearby.
+        """
+        samples = float(self.workload.batch_size if num_samples is None else num_samples)
+        if samples < 0:
+            raise MesetaError(f"loads: num_samples must not be negative, got {samples}")
+        t, held = pieces.table, np.broadcast_to(np.asarray(held_samples, np.float64), pieces.table.shape)
+        share = self.lookup_share(pieces)
+        ids = samples * self.ids_per_sample[t] * share
+        distinct = np.minimum(self.distinct(pieces, samples), ids)
+        columns = pieces.num_columns.astype(np.float64)
+        touched = np.where(self.steps_all[t], pieces.num_rows, distinct)
+        row_bytes, state_bytes = self._row_bytes(pieces)
+        miss_share = 1.0 - np.clip(held / max(samples, 1.0), 0.0, 1.0)
+        before, after = self.distinct(pieces, held), self.distinct(pieces, held + samples)
+        fresh = _units(after, pieces.num_rows, row_bytes) - _units(before, pieces.num_rows, row_bytes)
+        bags = samples * self.num_pooled[t]
+        return Loads(
+            shards=self.num_features[t],
+            ids=ids,
+            bags=bags,
+            lengths=samples * self.num_features[t],
+            rows_out=bags + ids * (1.0 - self.pooled_ids[t] / np.maximum(self.ids_per_sample[t], 1e-12)),
+            distinct=touched,
+            lookup_misses=np.clip(fresh, 0.0, distinct),
+            update_misses=_units(touched, pieces.num_rows, row_bytes) * miss_share,
+            update_bytes=_line_bytes(touched, pieces.num_rows, row_bytes)
+            + _line_bytes(touched, pieces.num_rows, state_bytes),
+            update_miss_share=miss_share,
+            walks=ids * np.log2(1.0 + np.asarray(rank_bytes, np.float64) / FLAT_BYTES),
+            tier_misses=self._tier_misses(pieces, samples, distinct, cached_share),
+            columns=columns,
+            row_bytes=row_bytes,
+            state_bytes=state_bytes,
+            number_bytes=np.full(len(t), float(self.wide)),
+            num_rows=pieces.num_rows.astype(np.float64),
+            is_half=self.value_bytes[t] == 2,
+            is_unaligned=np.full(len(t), bool((self.dims % COLUMN_BLOCK).any())),
+            is_staged=(columns < self.dims[t]) & self.sums_rows[t],
+            is_frozen=np.array([name == "frozen" for name in self.optimizers], bool)[self.optimizer[t]],
+            weights=samples * self.weights_per_sample[t] * share,
+            optimizer=self.optimizer[t],
+            tier=pieces.tier,
+            optimizers=self.optimizers,
+        )
+
+    def held_samples(self, pieces: Pieces, owners: Indices, num_owners: int, cache_bytes: float) -> Floats:
+        """Samples whose rows fit together into the cache of each owner [num_owners]: how long a row that is not looked
+        up stays there, if the one unused for longest leaves first (P. J. Denning, "The working set model for program
+        behavior", Communications of the ACM 11, 1968). `owners` is the rank of each piece [n]."""
+        sizes = self._row_bytes(pieces)
+
+        def held_bytes(num_samples: float) -> Floats:
+            rows = self.distinct(pieces, num_samples)
+            return sum((_line_bytes(rows, pieces.num_rows, size) for size in sizes), np.zeros(len(rows)))
+
+        known: dict[int, Floats] = {}
+
+        def filled(indices: Indices) -> Floats:
+            found = np.zeros(num_owners)
+            for index in np.unique(indices).tolist():
+                if index not in known:
+                    by_owner = np.bincount(owners, held_bytes(10.0 ** _POWERS[index]), num_owners)
+                    known[index] = by_owner.astype(np.float64)
+                found = np.where(indices == index, known[index], found)
+            return found
+
+        # The bytes grow with the samples: halving finds the powers on both sides of the cache without trying all.
+        below, above = np.zeros(num_owners, np.int64), np.full(num_owners, len(_POWERS) - 1)
+        while (above - below > 1).any():
+            middle = (below + above) // 2
+            fits = filled(middle) <= cache_bytes
+            below, above = np.where(fits, middle, below), np.where(fits, above, middle)
+        first, last = filled(below), filled(above)
+        part = np.clip((cache_bytes - first) / np.maximum(last - first, 1e-12), 0.0, 1.0)
+        return 10.0 ** (_POWERS[below] + part * (_POWERS[above] - _POWERS[below]))
+
+    def stored_bytes(self, pieces: Pieces) -> Floats:
+        """Rows and optimizer state of each piece [n]."""
+        row_bytes, state_bytes = self._row_bytes(pieces)
+        return pieces.num_rows * (row_bytes + state_bytes)
+
+    def _row_bytes(self, pieces: Pieces) -> tuple[Floats, Floats]:
+        """Of a row of each piece, and of its optimizer state [n]."""
+        t, columns = pieces.table, pieces.num_columns.astype(np.float64)
+        state = (columns * self.element_states[t] + self.row_states[t]) * self.compute_bytes[t]
+        return columns * self.value_bytes[t], state
+
+    def _overlap(self, pieces: Pieces, extents: Floats) -> Floats:
+        """Rows of each class that lie in each piece [n, K]."""
+        t = pieces.table
+        proportional = extents * (pieces.num_rows / self.num_rows[t])[:, None]
+        if not self.sorted[t].any():
+            return proportional
+        ends = np.cumsum(extents, axis=1)
+        inside = np.minimum(ends, pieces.last_row[:, None]) - np.maximum(ends - extents, pieces.first_row[:, None])
+        return np.where(self.sorted[t][:, None], np.maximum(inside, 0.0), proportional)
+
+    def _tier_misses(self, pieces: Pieces, samples: float, distinct: Floats, cached_share: float) -> Floats:
+        """Rows that are not in the cache of their tier, which holds the rows used last."""
+        misses = np.where(pieces.tier == TIERS.index(HBM), 0.0, distinct)
+        cached = np.flatnonzero((pieces.tier == TIERS.index(CACHED)) | (pieces.tier == TIERS.index(DISK)))
+        if cached.size:
+            own = Pieces(*(getattr(pieces, entry.name)[cached] for entry in fields(Pieces)))
+            low, high = np.full(cached.size, -2.0), np.full(cached.size, 12.0)
+            for _ in range(30):
+                middle = 0.5 * (low + high)
+                fits = self.distinct(own, 10.0**middle) <= cached_share * own.num_rows
+                low, high = np.where(fits, middle, low), np.where(fits, high, middle)
+            held = 10.0**low
+            misses[cached] = np.clip(
+                self.distinct(own, held + samples) - self.distinct(own, held), 0.0, distinct[cached]
+            )
+        return misses
+
+
+def _units(rows: Floats, num_rows: Indices, row_bytes: Floats) -> Floats:
+    """Rows that are touched, or lines where several rows share one: of L lines of k rows, L (1 - (1 - rows / all)^k) if
+    the rows lie anywhere."""
+    per_line = np.clip(np.floor(LINE_BYTES / np.maximum(row_bytes, 1.0)), 1.0, None)
+    share = np.clip(rows / num_rows, 0.0, 1.0)
+    return num_rows / per_line * (1.0 - (1.0 - share) ** per_line)
+
+
+def _line_bytes(rows: Floats, num_rows: Indices, row_bytes: Floats) -> Floats:
+    """Bytes of the lines that these rows touch."""
+    return _units(rows, num_rows, row_bytes) * spanned(row_bytes)
+
+
+def spanned(row_bytes: Floats) -> Floats:
+    """Bytes of the lines that a row of so many bytes lies in, on average over its places in a table."""
+    return row_bytes + LINE_BYTES - np.gcd(row_bytes.astype(np.int64), LINE_BYTES)

@@ -1,0 +1,79 @@
+"""A plan as arrays: one entry per shard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meseta.planner.cost.loads import Indices, Pieces, WorkloadLoads
+from meseta.spec import Plan
+from meseta.spec.shards import SUMMED_IN_HOST
+from meseta.spec.tiers import TIERS
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Shards with one owner, and replicas apart."""
+
+    sharded: Pieces
+    """Shards that one rank holds [n]."""
+    owner: Indices
+    """Their ranks [n]."""
+    host_parts: Indices
+    """Into how many row ranges the shard's host cuts the same columns, where its partial bags are summed inside the
+    host; 0 where bags go straight to the rank that asked [n]."""
+    column_parts: Indices
+    """How many shards hold columns of the same rows [n]."""
+    row_parts: Indices
+    """How many row ranges the table is cut into, hot rows among them [n]."""
+    replicated: Pieces
+    """Shards that every rank holds [m]."""
+    num_ranks: int
+    per_host: int
+    """Ranks of a host."""
+
+    @staticmethod
+    def of(plan: Plan, loads: WorkloadLoads, per_host: int) -> Placement:
+        """Spell a plan out; it fits the tables of `loads`, on hosts of `per_host` devices."""
+        own: list[tuple[int, ...]] = []
+        replicas: list[tuple[int, ...]] = []
+        for entry in plan.tables:
+            table = loads.index[entry.table]
+            single = [shard for shard in entry.shards if not entry.is_replica(shard)]
+            is_summed = entry.sharding in SUMMED_IN_HOST and plan.per_host < plan.num_ranks
+            row_parts = len({shard.rows for shard in entry.shards})
+            hosts: dict[tuple[int, tuple[int, int]], int] = {}
+            columns: dict[tuple[int, int], int] = {}
+            for shard in single:
+                place = (shard.ranks[0] // per_host, shard.columns)
+                hosts[place] = hosts.get(place, 0) + 1
+                columns[shard.rows] = columns.get(shard.rows, 0) + 1
+            for shard in entry.shards:
+                where = (table, *shard.rows, *shard.columns, TIERS.index(shard.tier))
+                if entry.is_replica(shard):
+                    replicas.append(where)
+                    continue
+                parts = hosts[shard.ranks[0] // per_host, shard.columns] if is_summed else 0
+                own.append((*where, shard.ranks[0], parts, columns[shard.rows], row_parts))
+        sharded = np.array(own, np.int64).reshape(-1, 10).T
+        return Placement(
+            sharded=Pieces(*sharded[:6]),
+            owner=sharded[6],
+            host_parts=sharded[7],
+            column_parts=sharded[8],
+            row_parts=sharded[9],
+            replicated=Pieces(*np.array(replicas, np.int64).reshape(-1, 6).T),
+            num_ranks=plan.num_ranks,
+            per_host=per_host,
+        )
+
+    def by_rank(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Sums over each rank's shards: [n] -> [R]."""
+        return np.bincount(self.owner, values, self.num_ranks).astype(np.float64)
+
+    @property
+    def host(self) -> Indices:
+        """Host of each rank [R]."""
+        return np.arange(self.num_ranks) // self.per_host

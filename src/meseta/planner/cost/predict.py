@@ -1,0 +1,188 @@
+"""Seconds of a step and bytes of every rank under a plan, predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from meseta.planner.cost.documented import documented_cost_model
+from meseta.planner.cost.exchange import Collective, collectives
+from meseta.planner.cost.loads import Loads, WorkloadLoads
+from meseta.planner.cost.memory import Bytes, memory
+from meseta.planner.cost.neural import collective_ratio, rank_seconds
+from meseta.planner.cost.operators import operator_seconds
+from meseta.planner.cost.placement import Placement
+from meseta.planner.cost.reuse import Floats
+from meseta.spec import CostModel, MesetaError, Plan, Topology, Workload
+from meseta.spec.stages import COMPONENTS, Component
+from meseta.spec.tiers import HBM, Memory
+from meseta.spec.transfer import step_transfers
+
+COMPUTE = ("lookup", "update")
+"""Parts in which ranks do not wait for each other."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan is predicted to cost."""
+
+    seconds: Mapping[Component, Floats]
+    """Of each component on every rank [R]; COMPONENTS are the keys."""
+    step_s: float
+    """Of a training step: the slowest rank's lookup and update, every collective at its slowest rank, and the dense
+    part."""
+    bottleneck: int
+    """Rank with the most lookup and update."""
+    memory_bytes: Bytes
+    """By phase and tier, of every rank [R]."""
+    collectives: tuple[Collective, ...]
+    """With the bytes that every rank sends and receives, by level."""
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.seconds["lookup"])
+
+    @property
+    def compute_s(self) -> Floats:
+        """Lookup and update of every rank [R]."""
+        return self.seconds["lookup"] + self.seconds["update"]
+
+    def peak_bytes(self, memory: Memory = HBM) -> Floats:
+        """The most that every rank [R] holds in a phase."""
+        return np.max([held[memory] for held in self.memory_bytes.values()], axis=0)
+
+
+def predict(
+    plan: Plan,
+    workload: Workload,
+    topology: Topology,
+    cost_model: CostModel | None = None,
+    *,
+    loads: WorkloadLoads | None = None,
+) -> Prediction:
+    """Predict a step of `workload` under a checked `plan`.
+
+    Args:
+        plan: of the workload's tables.
+        workload: tables, features and the batch.
+        topology: the machines.
+        cost_model: measured or documented constants, and networks that correct them, if it has any; None: as
+            documented for the kind of device.
+        loads: of the workload, where they were made before: a search makes them once.
+
+    Raises MesetaError where the plan is for other ranks or hosts than the topology has, or for other tables.
+    """
+    _check(plan, topology)
+    cost_model = cost_model or documented_cost_model(topology.device)
+    loads = loads or WorkloadLoads(workload)
+    unknown = [entry.table for entry in plan.tables if entry.table not in loads.index]
+    if unknown:
+        raise MesetaError(f"predict: the plan places table {unknown[0]!r}, which the workload does not have")
+    placement = Placement.of(plan, loads, topology.devices_per_host)
+    share = cost_model.tiers.cached_share
+    held = loads.held_samples(placement.sharded, placement.owner, plan.num_ranks, cost_model.cache.cache_bytes)
+    everywhere = loads.stored_bytes(placement.replicated).sum()
+    rank_bytes = placement.by_rank(loads.stored_bytes(placement.sharded)) + everywhere
+    sharded = loads.loads(
+        placement.sharded,
+        held_samples=held[placement.owner],
+        rank_bytes=rank_bytes[placement.owner],
+        cached_share=share,
+    )
+    replicated = loads.loads(placement.replicated, cached_share=share)
+    lookup, update = _operators(placement, sharded, replicated, loads, cost_model, topology)
+    transfers = step_transfers(workload, plan, plan.num_ranks, topology.devices_per_host)
+    exchanged = collectives(transfers, placement, sharded, replicated)
+    seconds: dict[Component, Floats] = {name: np.zeros(plan.num_ranks) for name in COMPONENTS}
+    seconds["lookup"], seconds["update"] = lookup, update
+    seconds["dense"] = seconds["dense"] + dense_seconds(workload, topology, cost_model)
+    step_s = float((lookup + update).max() + seconds["dense"].max())
+    for own in exchanged:
+        spent = own.seconds(cost_model, topology) * collective_ratio(cost_model, topology, own)
+        spent = spent + _packing(own, cost_model)
+        if own.name == "ids":
+            sorted_ids = (sharded.ids * (placement.row_parts > 1)).sum() / plan.num_ranks
+            spent = spent + cost_model.exchange.bucket_id_s * sorted_ids
+        seconds[own.stage] = seconds[own.stage] + spent
+        step_s += float(spent.max())
+    return Prediction(
+        seconds=seconds,
+        step_s=step_s,
+        bottleneck=int((lookup + update).argmax()),
+        memory_bytes=memory(placement, sharded, replicated, loads, transfers, share),
+        collectives=exchanged,
+    )
+
+
+def _check(plan: Plan, topology: Topology) -> None:
+    if plan.num_ranks != topology.num_ranks:
+        raise MesetaError(
+            f"predict: the plan is for {plan.num_ranks} ranks, but the topology has {topology.num_ranks}; plan anew"
+        )
+    if plan.devices_per_host not in (None, topology.devices_per_host):
+        raise MesetaError(
+            f"predict: the plan is for hosts of {plan.devices_per_host} devices, but the topology has "
+            f"{topology.devices_per_host}; plan anew"
+        )
+
+
+def replica_seconds(
+    loads: WorkloadLoads, placement: Placement, cost_model: CostModel, topology: Topology
+) -> tuple[Floats, Floats]:
+    """Seconds of (lookup, update) that every rank spends on each replica, [m] and [m].
+
+    A rank looks up and adds up the rows of its own samples, clears and reads the whole gradient, and steps the rows
+    that the whole batch touched.
+    """
+    pieces, ranks = placement.replicated, placement.num_ranks
+    share = cost_model.tiers.cached_share
+    batch = loads.workload.batch_size
+    mine = loads.loads(pieces, num_samples=batch / ranks, cached_share=share)
+    lookup_s, add_s = operator_seconds(cost_model, mine, topology.devices_per_host)
+    if ranks == 1:
+        return lookup_s, add_s
+    every = loads.loads(pieces, cached_share=share)
+    update = cost_model.update
+    gradient_bytes = every.num_rows * (every.columns + 1) * every.number_bytes
+    row_bytes = every.row_bytes + every.state_bytes + every.columns * every.number_bytes
+    dearest = max(update.number_s.values(), default=0.0)
+    number_s = np.array([update.number_s.get(name, dearest) for name in every.optimizers])[every.optimizer]
+    step_s = every.distinct * (update.row_s + update.miss_s + row_bytes * update.miss_byte_s + every.columns * number_s)
+    clear_s = gradient_bytes * cost_model.exchange.copy_byte_s
+    return lookup_s, np.where(every.is_frozen, 0.0, add_s + step_s + clear_s)
+
+
+def _operators(
+    placement: Placement,
+    sharded: Loads,
+    replicated: Loads,
+    loads: WorkloadLoads,
+    cost_model: CostModel,
+    topology: Topology,
+) -> tuple[Floats, Floats]:
+    """Seconds of lookup and update of every rank."""
+    totals = rank_seconds(cost_model, sharded, placement.owner, placement.num_ranks, topology.devices_per_host)
+    if len(replicated.ids):
+        extra = replica_seconds(loads, placement, cost_model, topology)
+        calls = (cost_model.lookup.call_s, 2 * cost_model.update.call_s)
+        lookup, update = (total + own.sum() + call for total, own, call in zip(totals, extra, calls, strict=True))
+        return lookup, update
+    return totals
+
+
+def dense_seconds(workload: Workload, topology: Topology, cost_model: CostModel) -> float:
+    """Seconds of every rank's matrix products."""
+    dense = workload.dense
+    if not dense.flops_per_sample:
+        return 0.0
+    cost, samples = cost_model.dense, workload.batch_size / topology.num_ranks
+    flops_per_s = cost.bfloat16_flops_per_s if dense.dtype == "bfloat16" else cost.float32_flops_per_s
+    return dense.flops_per_sample * samples / flops_per_s + cost.call_s
+
+
+def _packing(own: Collective, cost_model: CostModel) -> Floats:
+    """Seconds in which what is sent is packed, and what came is put in place."""
+    num_bytes = own.sent_inside + own.sent_across + own.received_inside + own.received_across
+    return cost_model.exchange.copy_byte_s * num_bytes

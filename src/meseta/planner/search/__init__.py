@@ -1,0 +1,1 @@
+"""The search for a plan: a workload as arrays, constructions, local improvement, and what no plan can go below."""

@@ -1,0 +1,140 @@
+"""Seconds below which no plan of the same schemes can go, whatever the search missed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from meseta.planner.search.assignment import Floats, Mask
+from meseta.planner.search.option_costs import OptionCosts
+from meseta.planner.search.problem import Problem
+
+_STEPS = 40
+"""Halvings of an interval: more than a float can tell apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """What every plan takes at least."""
+
+    step_s: float
+    """Seconds of a step."""
+    reason: str
+    """What it follows from."""
+
+    def gap(self, step_s: float) -> float:
+        """How far above the bound a plan of `step_s` is, as a part of the bound."""
+        return step_s / self.step_s - 1.0 if self.step_s > 0.0 else 0.0
+
+
+def lower_bound(problem: Problem) -> Bound:
+    """No step is shorter than what the average rank has to do, nor than the longest piece that is not cut further.
+
+    Both are asked at once: with pieces no longer than T, tables cannot be cheaper than their cheapest options that keep
+    to T, and where that makes the average rank busier than T, no step takes T. The room of all devices together is kept
+    to through a price of bytes, of which any is valid (the dual of J. Lagrange; M. L. Fisher, Management Science 27,
+    1981). Beside that, of num_ranks + 1 tables two share a rank. Every piece is taken to have a cache for itself, and
+    to be cut into any number of parts between those that the search knows.
+    """
+    if not problem.options.num_units:
+        return Bound(step_s=problem.fixed_s, reason="the dense part and latencies")
+    least = _Least(problem)
+    low = least.average_s(np.ones(len(least.unit), np.bool_))
+    reason = "what the average rank has to do"
+    high = max(2.0 * low, float(least.longest_s.max()))
+    first = low
+    for _ in range(_STEPS):
+        middle = 0.5 * (low + high)
+        low, high = (low, middle) if least.allows(middle) else (middle, high)
+    if low > first * (1.0 + 1e-6):
+        reason = f"pieces of table {least.tightest(low)!r} are no shorter, unless they cost all ranks more"
+    return Bound(step_s=problem.fixed_s + low, reason=reason)
+
+
+class _Least:
+    """What every option takes at least."""
+
+    def __init__(self, problem: Problem) -> None:
+        options, costs = problem.options, OptionCosts(problem)
+        self._problem, self._menu = problem, costs
+        self.unit, self._starts = options.unit, np.searchsorted(options.unit, np.arange(options.num_units))
+        pieces = problem.least_s + options.seconds[:, 1:].sum(axis=1)
+        common = options.common_seconds.sum(axis=1)
+        self._average = common + np.bincount(options.owner, pieces, len(options.unit)) / problem.machine.num_ranks
+        own = np.zeros(len(options.unit))
+        np.maximum.at(own, options.owner, pieces)
+        self._own = self._finer(own)
+        cheapest = self._by_unit(common)
+        self.longest_s = self._own + common + (cheapest.sum() - cheapest[self.unit])
+        """[W]: seconds of the rank with an option's longest piece, whatever else it holds."""
+
+    def _by_unit(self, values: Floats) -> Floats:
+        found: Floats = np.minimum.reduceat(values, self._starts)
+        return found
+
+    def _finer(self, own: Floats) -> Floats:
+        """[W]: the longest piece of the next finer option of the same scheme, for all numbers of parts between the
+        two."""
+        problem, finer = self._problem, own.copy()
+        families: dict[tuple[object, ...], list[tuple[int, int]]] = {}
+        for option, scheme in enumerate(problem.schemes):
+            if scheme is not None:
+                key = (int(self.unit[option]), scheme.sharding, scheme.tier, scheme.hot_rows)
+                families.setdefault(key, []).append((scheme.row_parts * scheme.column_parts, option))
+        for members in families.values():
+            members.sort()
+            for (_, option), (_, following) in pairwise(members):
+                finer[option] = min(own[option], own[following])
+            parts, last = members[-1]
+            if 1 < parts < min(problem.machine.num_ranks, self._most(last)):
+                finer[last] = 0.0
+        return finer
+
+    def _most(self, option: int) -> int:
+        """Parts beyond which a scheme cannot cut the table of an option."""
+        scheme, tables = self._problem.schemes[option], self._problem.workload.tables
+        spec = tables[self._problem.units[int(self.unit[option])][0]]
+        by_columns = scheme is not None and scheme.column_parts > 1
+        return -(-spec.embedding_dim // 16) if by_columns else spec.num_embeddings
+
+    def average_s(self, allowed: Mask) -> float:
+        """Seconds of the average rank, in the cheapest of the allowed options that keep to the room of all devices."""
+        room, num_bytes = self._menu.room[0], self._menu.num_bytes[:, 0]
+        values = np.where(allowed, self._average, np.inf)
+
+        def dual(price: float) -> float:
+            return float(self._by_unit(values + price * num_bytes).sum() - price * (room if price else 0.0))
+
+        best = dual(0.0)
+        if not np.isfinite(room) or not np.isfinite(best):
+            return best
+        low, high = 0.0, 10.0 * best / max(room, 1.0)
+        for _ in range(_STEPS // 2):
+            one, other = low + (high - low) / 3, high - (high - low) / 3
+            left, right = dual(one), dual(other)
+            best = max(best, left, right)
+            low, high = (one, high) if left < right else (low, other)
+        return best
+
+    def allows(self, limit_s: float) -> bool:
+        """Whether the bounds let a step take `limit_s` beside what is fixed."""
+        allowed = self.longest_s <= limit_s
+        if not self._covers(allowed):
+            return False
+        own = np.sort(self._by_unit(np.where(allowed, self._own, np.inf)))[::-1]
+        ranks = self._problem.machine.num_ranks
+        if len(own) > ranks and own[ranks - 1] + own[ranks] > limit_s:
+            return False
+        return self.average_s(allowed) <= limit_s
+
+    def _covers(self, allowed: Mask) -> bool:
+        return len(np.unique(self.unit[allowed])) == len(self._starts)
+
+    def tightest(self, limit_s: float) -> str:
+        """The table whose options are dearer by most where pieces keep to `limit_s`."""
+        free = self._by_unit(self._average)
+        kept = self._by_unit(np.where(self.longest_s <= limit_s, self._average, np.inf))
+        unit = int((kept - free).argmax())
+        return self._problem.workload.tables[self._problem.units[unit][0]].name

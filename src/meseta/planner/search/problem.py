@@ -1,0 +1,403 @@
+"""From a workload, machines and constraints to the arrays that the search works on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from meseta.planner.cost.loads import Pieces, WorkloadLoads
+from meseta.planner.cost.predict import dense_seconds
+from meseta.planner.search.assignment import NO_LIMIT, Assignment, Floats, Ints, Machine, Mask, Options
+from meseta.planner.search.pricing import COMPONENTS, USES, Cuts, Prices
+from meseta.planner.search.schemes import Scheme, Shape, schemes, table_plan
+from meseta.spec import CostModel, MesetaError, Plan, ShardingType, TablePlan, Topology, Workload
+from meseta.spec.constraints import Constraints, TableRule
+from meseta.spec.shards import SUMMED_IN_HOST
+from meseta.spec.tiers import DISK, HBM, HOST, TIERS, Memory
+
+SMALL_RANKS = 16
+"""On so few ranks every number of parts is worth a look."""
+PARTS_PER_SHARE = 8
+"""A table is cut into at most so many pieces per rank's share that it costs or takes."""
+HOT_SHARES = (0.5, 0.8, 0.95)
+"""Rows that are worth replicating take about these parts of their table's lookups."""
+MAX_REPLICA_SHARE = 0.25
+"""Replicas of one table take no more than this part of a device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """All options to cut all tables, priced, and the room for them."""
+
+    workload: Workload
+    topology: Topology
+    cost_model: CostModel
+    loads: WorkloadLoads
+    units: tuple[tuple[int, ...], ...]
+    """Tables of each unit: one, or those that stay together."""
+    options: Options
+    schemes: tuple[Scheme | None, ...]
+    """[W]: how an option cuts the tables of its unit; None: as an earlier plan had it."""
+    kept: Mapping[str, TablePlan]
+    """By table: its pieces where an option keeps them."""
+    machine: Machine
+    least_s: Floats
+    """[n]: seconds of a piece's lookup and update, were it alone on its rank."""
+    fixed_s: float
+    """Seconds of every plan's step that no assignment changes."""
+
+    def plan(self, assignment: Assignment) -> Plan:
+        """The plan that a complete assignment stands for; a table costs what all ranks together spend on it."""
+        num_ranks, found = self.topology.num_ranks, {}
+        for unit, tables in enumerate(self.units):
+            option = int(assignment.option[unit])
+            for table in tables:
+                spec, scheme = self.workload.tables[table], self.schemes[option]
+                found[table] = (
+                    self.kept[spec.name]
+                    if scheme is None
+                    else table_plan(spec, scheme, assignment.ranks[unit], num_ranks)
+                )
+        seconds = self.all_seconds(assignment.option)
+        cost = {table: float(seconds[unit]) / len(tables) for unit, tables in enumerate(self.units) for table in tables}
+        entries = tuple(replace(found[table], cost=cost[table]) for table in range(len(self.workload.tables)))
+        return Plan(num_ranks=num_ranks, tables=entries, devices_per_host=self.topology.devices_per_host)
+
+    def unit_seconds(self, choice: Ints) -> Floats:
+        """[U]: what each unit, in the option of `choice` [U], takes of the rank that it takes most of."""
+        options = self.options
+        longest = np.zeros(len(options.unit))
+        np.maximum.at(longest, np.repeat(np.arange(len(longest)), np.diff(options.first)), options.seconds.sum(axis=1))
+        return longest[choice] + options.common_seconds[choice].sum(axis=1)
+
+    def all_seconds(self, choice: Ints) -> Floats:
+        """[U]: what all ranks together spend on each unit in the option of `choice` [U]."""
+        options = self.options
+        owner = np.repeat(np.arange(len(options.unit)), np.diff(options.first))
+        pieces = np.bincount(owner, options.seconds.sum(axis=1), len(options.unit))
+        return pieces[choice] + self.machine.num_ranks * options.common_seconds[choice].sum(axis=1)
+
+    def describe(self, option: int) -> str:
+        """The scheme of an option, in a few words."""
+        scheme = self.schemes[option]
+        return "as before" if scheme is None else scheme.describe()
+
+
+def make_problem(
+    workload: Workload,
+    topology: Topology,
+    cost_model: CostModel,
+    constraints: Constraints,
+    *,
+    spill: bool,
+    kept: Mapping[str, TablePlan] | None = None,
+    loads: WorkloadLoads | None = None,
+    held_samples: float | None = None,
+) -> Problem:
+    """Price every option of every table.
+
+    Args:
+        workload: what is placed.
+        topology: where to.
+        cost_model: constants of the devices.
+        constraints: checked ones.
+        spill: whether tables may lie in any tier that the topology has, where constraints do not say.
+        kept: by table, the pieces of an earlier plan that stay.
+        loads: of the workload, where they were made before.
+        held_samples: for how many samples a rank's cache keeps rows; None: as on an average rank.
+
+    Raises MesetaError where constraints leave a table no option at all.
+    """
+    loads = loads or WorkloadLoads(workload)
+    prices = Prices(loads, topology, cost_model, held_samples)
+    units = _units(workload, constraints)
+    machine = _machine(prices, topology, constraints)
+    builder = _Builder(prices, machine, constraints, spill, kept or {})
+    for unit in units:
+        builder.add_unit(unit)
+    options, least_s = builder.finish()
+    return Problem(
+        workload=workload,
+        topology=topology,
+        cost_model=cost_model,
+        loads=loads,
+        units=units,
+        options=options,
+        schemes=tuple(builder.schemes),
+        kept=dict(kept or {}),
+        machine=machine,
+        least_s=least_s,
+        fixed_s=_fixed_seconds(prices),
+    )
+
+
+def _units(workload: Workload, constraints: Constraints) -> tuple[tuple[int, ...], ...]:
+    """Tables that stay together make one unit, at the place of the first."""
+    number = {table.name: i for i, table in enumerate(workload.tables)}
+    unit_of: dict[int, tuple[int, ...]] = {i: (i,) for i in number.values()}
+    for names in constraints.together:
+        group = tuple(number[name] for name in constraints.group(names, workload.tables))
+        unit_of.update((i, group) for i in group)
+    return tuple(dict.fromkeys(unit_of[i] for i in number.values()))
+
+
+def _machine(prices: Prices, topology: Topology, constraints: Constraints) -> Machine:
+    """Room beside what every rank holds anyway; raises MesetaError where that alone is too much."""
+    free = constraints.keep_free_bytes
+    taken = {HBM: prices.fixed_bytes(), HOST: prices.host_bytes() * topology.devices_per_host, DISK: 0}
+    has: dict[Memory, int | None] = {HBM: topology.hbm_bytes}
+    has |= {HOST: topology.host_bytes or 0, DISK: topology.disk_bytes or 0}
+    room = {
+        name: NO_LIMIT if whole is None else max(whole - taken[name] - free.get(name, 0), 0)
+        for name, whole in has.items()
+    }
+    if not room[HBM]:
+        raise MesetaError(
+            f"planner: ids, bags and the dense part take {taken[HBM]:,} bytes of each device and "
+            f"{free.get(HBM, 0):,} are kept free, but hbm_bytes is {topology.hbm_bytes:,}; lower the batch size, use "
+            "more ranks or larger devices"
+        )
+    count = NO_LIMIT if constraints.max_tables_per_rank is None else constraints.max_tables_per_rank
+    return Machine(
+        devices_per_host=topology.devices_per_host,
+        rank_room=np.tile(np.array([room[HBM], count], np.int64), (topology.num_ranks, 1)),
+        host_room=np.tile(np.array([room[HOST], room[DISK]], np.int64), (topology.num_hosts, 1)),
+    )
+
+
+def _fixed_seconds(prices: Prices) -> float:
+    """The dense part, and what every step sends."""
+    model, topology, workload = prices.cost_model, prices.topology, prices.loads.workload
+    return dense_seconds(workload, topology, model) + prices.fixed_seconds()
+
+
+class _Builder:
+    """Collects options unit by unit, and prices all their pieces at once."""
+
+    def __init__(
+        self, prices: Prices, machine: Machine, constraints: Constraints, spill: bool, kept: Mapping[str, TablePlan]
+    ) -> None:
+        self._prices, self._machine, self._constraints, self._kept = prices, machine, constraints, kept
+        loads, self._topology = prices.loads, prices.topology
+        self._tables = loads.workload.tables
+        self._spill = spill
+        whole = loads.whole()
+        one = np.ones(len(whole.table), np.int64)
+        priced = prices.pieces(whole, Cuts(host_parts=0 * one, column_parts=one, row_parts=one))
+        self._max_parts = self._count_parts(priced.seconds.sum(axis=1), priced.rank_bytes)
+        self.schemes: list[Scheme | None] = []
+        self._units: list[int] = []
+        self._first, self._block = [0], list[int]()
+        self._fixed: dict[int, Ints] = {}
+        self._spans: list[Ints] = []  # [p, 8]: piece, table, rectangle, tier, option
+        self._replicas: list[tuple[int, int, int]] = []  # option, table, rows
+        self._allowed: dict[int, Mask] = {}
+
+    def _count_parts(self, seconds: Floats, num_bytes: Ints) -> Ints:
+        """[tables]: pieces beyond which neither balance nor room gets better."""
+        ranks, room = self._topology.num_ranks, self._machine.rank_room[0, 0]
+        if ranks <= SMALL_RANKS:
+            return np.full(len(seconds), ranks)
+        shares = seconds / max(seconds.sum() / ranks, 1e-30)
+        shares = np.maximum(shares, num_bytes / room)
+        return np.clip(np.ceil(PARTS_PER_SHARE * shares), 2, ranks).astype(np.int64)
+
+    def add_unit(self, tables: Sequence[int]) -> None:
+        """All options of one unit; raises MesetaError where it has none."""
+        number, names = self._num_units, [self._tables[table].name for table in tables]
+        before = len(self.schemes)
+        rules = [self._constraints.rule(name) for name in names]
+        pinned = [set(rule.ranks) for rule in rules if rule.ranks is not None]
+        ranks = self._topology.num_ranks
+        if pinned:
+            self._allowed[number] = np.isin(np.arange(ranks), list(set.intersection(*pinned)))
+        if all(name in self._kept for name in names):
+            self._add_kept(number, tables)
+        else:
+            for scheme in self._schemes(tables, rules):
+                if self._may(scheme, rules, number):
+                    self._add(number, tables, scheme)
+        if len(self.schemes) == before:
+            raise MesetaError(
+                f"constraints: nothing is left for {' and '.join(map(repr, names))}: no allowed scheme and tier fits "
+                f"its rows and columns on {len(self._topology_ranks(number))} ranks; allow another one"
+            )
+        self._num_units += 1
+
+    _num_units = 0
+
+    def _topology_ranks(self, unit: int) -> Ints:
+        return np.flatnonzero(self._allowed.get(unit, np.ones(self._topology.num_ranks, np.bool_)))
+
+    def _schemes(self, tables: Sequence[int], rules: Sequence[TableRule]) -> Iterator[Scheme]:
+        """Candidates of a unit, from its first table; the others are cut alike."""
+        first = self._tables[tables[0]]
+        topology = self._topology
+        tiers = list(topology.tiers if self._spill else (HBM,))
+        for rule in rules:
+            if rule.tiers is not None:
+                tiers = [tier for tier in rule.tiers if tier in topology.tiers]
+        asked = {sharding for rule in rules for sharding in rule.sharding or ()}
+        shape = Shape(
+            num_hosts=topology.num_hosts,
+            devices_per_host=topology.devices_per_host,
+            max_parts=int(max(self._max_parts[table] for table in tables)),
+            hot_rows=self._hot_rows(tables),
+            replicate=ShardingType.DATA_PARALLEL in asked or self._may_replicate(tables, first.num_embeddings),
+        )
+        for tier in tiers:
+            yield from schemes(first, shape, tier)
+
+    def _hot_rows(self, tables: Sequence[int]) -> tuple[int, ...]:
+        """Numbers of first rows that take much of the lookups, where frequent rows come first."""
+        loads, table = self._prices.loads, tables[0]
+        if len(tables) > 1 or not loads.sorted[table]:
+            return ()
+        ends = np.cumsum(loads.classes.extents[table])
+        shares = np.cumsum(loads.classes.shares[table])
+        rows = {int(ends[min(int(np.searchsorted(shares, share)), len(ends) - 1)]) for share in HOT_SHARES}
+        return tuple(sorted(n for n in rows if 0 < n < loads.num_rows[table] and self._may_replicate(tables, n)))
+
+    def _may_replicate(self, tables: Sequence[int], num_rows: int) -> bool:
+        """Whether replicas leave room and cost no more than an exchange of the bags could."""
+        loads = self._prices.loads
+        dims, batch = loads.dims[list(tables)], loads.workload.batch_size
+        gradient = num_rows * (dims + 1).sum() * loads.wide
+        bags = 4.0 * batch * (loads.ids_per_sample[list(tables)] + loads.num_pooled[list(tables)]) @ (dims + 4.0)
+        return bool(gradient <= min(MAX_REPLICA_SHARE * self._machine.rank_room[0, 0], 4.0 * bags * loads.wide))
+
+    def _may(self, scheme: Scheme, rules: Sequence[TableRule], unit: int) -> bool:
+        """Whether rules and pins leave a scheme."""
+        if not all(rule.sharding is None or scheme.sharding in rule.sharding for rule in rules):
+            return False
+        ranks = self._topology_ranks(unit)
+        is_everywhere = scheme.sharding in (ShardingType.DATA_PARALLEL, ShardingType.HOT_REPLICATED)
+        if len(ranks) == self._topology.num_ranks:
+            return True
+        return not is_everywhere and scheme.row_parts * scheme.column_parts <= len(ranks)
+
+    def _add(self, unit: int, tables: Sequence[int], scheme: Scheme) -> None:
+        """One option, unless its tables would be cut into different numbers of pieces or none would be cut."""
+        spans = [scheme.pieces(self._tables[t].num_embeddings, self._tables[t].embedding_dim) for t in tables]
+        count = len(spans[0])
+        if any(len(span) != count for span in spans):
+            return
+        option, per_host = len(self.schemes), self._topology.devices_per_host
+        block = 0
+        if scheme.is_blocked:
+            block = scheme.row_parts if scheme.sharding is ShardingType.GRID else count
+            if count % block or block > per_host or count // block > self._topology.num_hosts:
+                return
+        self._append(unit, block, count, scheme)
+        tier = TIERS.index(scheme.tier)
+        for table, span in zip(tables, spans, strict=True):
+            index = self._first[option] + np.arange(count)
+            columns = [index, np.full(count, table), *span.T, np.full(count, tier), np.full(count, option)]
+            self._spans.append(np.stack(columns, axis=1).astype(np.int64))
+            rows = self._tables[table].num_embeddings
+            if scheme.sharding is ShardingType.DATA_PARALLEL or scheme.hot_rows:
+                self._replicas.append((option, table, scheme.hot_rows or rows))
+
+    def _append(self, unit: int, block: int, count: int, scheme: Scheme | None) -> None:
+        self._units.append(unit)
+        self._block.append(block)
+        self._first.append(self._first[-1] + count)
+        self.schemes.append(scheme)
+
+    def _add_kept(self, unit: int, tables: Sequence[int]) -> None:
+        """The one option that leaves all pieces of an earlier plan in place."""
+        option, ranks = len(self.schemes), list[int]()
+        rows: list[tuple[int, ...]] = []
+        start = self._first[option]
+        for table in tables:
+            entry = self._kept[self._tables[table].name]
+            for shard in entry.shards:
+                if entry.is_replica(shard):
+                    self._replicas.append((option, table, shard.num_rows))
+                    continue
+                rows.append((start + len(rows), table, *shard.rows, *shard.columns, TIERS.index(shard.tier), option))
+                ranks.append(shard.ranks[0])
+        self._append(unit, 0, len(rows), None)
+        self._fixed[option] = np.array(ranks, np.int64)
+        self._spans.append(np.array(rows, np.int64).reshape(-1, 8))
+
+    def finish(self) -> tuple[Options, Floats]:
+        """(options, least seconds of each piece)."""
+        spans = np.concatenate([*self._spans, np.zeros((0, 8), np.int64)])
+        piece, option = spans[:, 0], spans[:, 7]
+        pieces = Pieces(*spans[:, 1:7].T)
+        cuts = self._cuts(pieces, option)
+        priced = self._prices.pieces(pieces, cuts)
+        n, num_ways = self._first[-1], len(self.schemes)
+        seconds, least_s = np.zeros((n, len(COMPONENTS))), np.zeros(n)
+        rank_need, host_need = np.zeros((n, 2), np.int64), np.zeros((n, 2), np.int64)
+        common, common_need = np.zeros((num_ways, len(COMPONENTS))), np.zeros((num_ways, 2), np.int64)
+        uses = np.zeros((num_ways, len(USES)), np.int64)
+        np.add.at(seconds, piece, priced.seconds)
+        np.add.at(least_s, piece, priced.least_s)
+        np.add.at(rank_need, piece, np.stack([priced.rank_bytes, np.ones_like(piece)], axis=1))
+        np.add.at(host_need, piece, priced.host_bytes)
+        np.add.at(common, option, priced.common_seconds)
+        np.add.at(common_need[:, 0], option, priced.common_bytes)
+        np.maximum.at(uses, option, self._prices.uses(cuts, pieces))
+        everywhere = np.zeros(num_ways, np.bool_)
+        if self._replicas:
+            own, tables, rows = np.array(self._replicas, np.int64).T
+            replicas = self._prices.replicas(Pieces.of(tables, (0, rows), (0, self._prices.loads.dims[tables])))
+            np.add.at(common, own, replicas.common_seconds)
+            np.add.at(common_need, own, np.stack([replicas.common_bytes, np.ones_like(own)], axis=1))
+            everywhere[own], uses[own, USES.index("replicas")] = True, 1
+        options = Options(
+            unit=np.array(self._units, np.int64),
+            first=np.array(self._first, np.int64),
+            block=np.array(self._block, np.int64),
+            common_seconds=common,
+            common_need=common_need,
+            everywhere=everywhere,
+            uses=uses,
+            use_s=self._prices.use_seconds(),
+            seconds=seconds,
+            rank_need=rank_need,
+            host_need=host_need,
+            fixed=self._fixed,
+            allowed=self._allowed,
+            apart=self._apart(),
+        )
+        return options, least_s
+
+    def _cuts(self, pieces: Pieces, option: Ints) -> Cuts:
+        """From the pieces of each option and table: ranges of rows, of columns, and of rows within a host."""
+        key = option * (len(self._tables) + 1) + pieces.table
+        row_parts = _count_distinct(key, pieces.first_row)
+        column_parts = _count_distinct(key, pieces.first_column)
+        summed = np.array(
+            [scheme is not None and scheme.sharding in SUMMED_IN_HOST for scheme in self.schemes], np.bool_
+        )
+        kept = np.array([scheme is None for scheme in self.schemes], np.bool_)
+        host_parts = np.where(summed[option], row_parts, 0) if len(option) else option
+        for index in np.flatnonzero(kept[option]) if len(option) else ():
+            entry = self._kept[self._tables[pieces.table[index]].name]
+            host_parts[index] = row_parts[index] if entry.sharding in SUMMED_IN_HOST else 0
+        return Cuts(host_parts=host_parts, column_parts=column_parts, row_parts=row_parts)
+
+    def _apart(self) -> dict[int, tuple[int, ...]]:
+        unit_of: dict[str, int] = {}
+        for unit, tables in enumerate(_units(self._prices.loads.workload, self._constraints)):
+            unit_of |= {self._tables[table].name: unit for table in tables}
+        found: dict[int, set[int]] = {}
+        for names in self._constraints.apart:
+            group = {unit_of[name] for name in self._constraints.group(names, self._tables)}
+            for unit in group:
+                found.setdefault(unit, set()).update(group - {unit})
+        return {unit: tuple(sorted(others)) for unit, others in found.items()}
+
+
+def _count_distinct(key: Ints, values: Ints) -> Ints:
+    """[n]: how many distinct values there are beside each, of the same key."""
+    if not len(key):
+        return key
+    pairs, inverse = np.unique(np.stack([key, values], axis=1), axis=0, return_inverse=True)
+    counts = np.unique(pairs[:, 0], return_counts=True)
+    return counts[1][np.searchsorted(counts[0], pairs[inverse.reshape(-1), 0])]

@@ -1,0 +1,131 @@
+"""The options to cut a table that the search chooses from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meseta.spec import COLUMN_BLOCK, Shard, ShardingType, TablePlan, TableSpec, Tier
+from meseta.spec.tiers import HBM
+
+Ints = NDArray[np.int64]
+
+CUT_IN_HOST = (ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE, ShardingType.GRID)
+"""Schemes that are the same as another one where there is one host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """How one table is cut; not where its pieces lie."""
+
+    sharding: ShardingType
+    """Its type."""
+    row_parts: int = 1
+    """Ranges of rows, at most."""
+    column_parts: int = 1
+    """Ranges of columns, at most."""
+    tier: Tier = HBM
+    """Memory of the pieces."""
+    hot_rows: int = 0
+    """Rows on every rank; all for data_parallel."""
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether pieces share a host: all, those of a range of columns for grid."""
+        return self.sharding in CUT_IN_HOST
+
+    def pieces(self, num_rows: int, num_columns: int) -> Ints:
+        """[p, 4]: first row, one after the last, first column, one after the last, of all pieces that lie on one rank.
+        Equal parts, as `meseta.spec.shards.cut` deals them; ranges of columns first, for grid."""
+        if self.sharding is ShardingType.DATA_PARALLEL:
+            return np.zeros((0, 4), np.int64)
+        rows = _spans(self.hot_rows, num_rows, self.row_parts, 1)
+        columns = _spans(0, num_columns, self.column_parts, COLUMN_BLOCK)
+        pieces = np.empty((len(columns), len(rows), 4), np.int64)
+        pieces[:, :, :2], pieces[:, :, 2:] = rows, columns[:, None]
+        return pieces.reshape(-1, 4)
+
+    def describe(self) -> str:
+        """In a few words, for people."""
+        parts = [str(self.row_parts)] * (self.row_parts > 1) + [str(self.column_parts)] * (self.column_parts > 1)
+        text = f"{self.sharding}" + (f" {'x'.join(parts)}" if parts else "")
+        text += f", {self.hot_rows:,} hot rows" if self.sharding is ShardingType.HOT_REPLICATED else ""
+        return text + (f" in {self.tier}" if self.tier != HBM else "")
+
+
+def _spans(first: int, last: int, parts: int, align: int) -> Ints:
+    """[k, 2]: at most `parts` spans of equal size, the last perhaps shorter."""
+    blocks = -(-(last - first) // align)
+    starts = np.arange(first, last, -(-blocks // parts) * align)
+    spans = np.empty((len(starts), 2), np.int64)
+    spans[:, 0], spans[:-1, 1], spans[-1, 1] = starts, starts[1:], last
+    return spans
+
+
+def table_plan(table: TableSpec, scheme: Scheme, ranks: Sequence[int] | Ints, num_ranks: int) -> TablePlan:
+    """The pieces of a table on `ranks`, one for each piece, and its replicas on all ranks."""
+    everywhere, dim = tuple(range(num_ranks)), table.embedding_dim
+    replicated = table.num_embeddings if scheme.sharding is ShardingType.DATA_PARALLEL else scheme.hot_rows
+    shards = [Shard(table=table.name, rows=(0, replicated), columns=(0, dim), ranks=everywhere)] * bool(replicated)
+    pieces = scheme.pieces(table.num_embeddings, dim).tolist()
+    for (first, last, left, right), rank in zip(pieces, ranks, strict=True):
+        shards.append(
+            Shard(table=table.name, rows=(first, last), columns=(left, right), ranks=(int(rank),), tier=scheme.tier)
+        )
+    shards.sort(key=lambda shard: (shard.rows, shard.columns))
+    return TablePlan(table=table.name, sharding=scheme.sharding, shards=tuple(shards))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What decides which schemes are worth a look."""
+
+    num_hosts: int
+    devices_per_host: int
+    max_parts: int
+    """More pieces than this help neither the balance nor the room."""
+    hot_rows: tuple[int, ...] = ()
+    """Numbers of rows to replicate."""
+    replicate: bool = True
+    """Whether replicas of the whole table are worth a look."""
+
+
+def schemes(table: TableSpec, shape: Shape, tier: Tier) -> Iterator[Scheme]:
+    """All schemes of a table that differ on these machines, with pieces in `tier`."""
+    num_ranks = shape.num_hosts * shape.devices_per_host
+    blocks = -(-table.embedding_dim // COLUMN_BLOCK)
+    row_counts = counts(min(table.num_embeddings, num_ranks, shape.max_parts))
+    column_counts = counts(min(blocks, num_ranks, shape.max_parts))
+    yield Scheme(sharding=ShardingType.TABLE_WISE, tier=tier)
+    if num_ranks == 1:
+        return
+    yield from (Scheme(sharding=ShardingType.ROW_WISE, row_parts=k, tier=tier) for k in row_counts)
+    yield from (Scheme(sharding=ShardingType.COLUMN_WISE, column_parts=k, tier=tier) for k in column_counts)
+    if shape.num_hosts > 1 and shape.devices_per_host > 1:
+        yield from _in_host(table, shape, tier, blocks)
+    if tier == HBM:
+        if shape.replicate:
+            yield Scheme(sharding=ShardingType.DATA_PARALLEL)
+        for hot in shape.hot_rows:
+            for k in row_counts:
+                yield Scheme(sharding=ShardingType.HOT_REPLICATED, row_parts=k, hot_rows=hot)
+
+
+def _in_host(table: TableSpec, shape: Shape, tier: Tier, blocks: int) -> Iterator[Scheme]:
+    """Schemes whose pieces share a host."""
+    rows = min(shape.devices_per_host, table.num_embeddings)
+    if rows > 1:
+        yield Scheme(sharding=ShardingType.TABLE_ROW_WISE, row_parts=rows, tier=tier)
+        for k in counts(min(blocks, shape.num_hosts, max(shape.max_parts // rows, 2))):
+            yield Scheme(sharding=ShardingType.GRID, row_parts=rows, column_parts=k, tier=tier)
+    for k in counts(min(blocks, shape.devices_per_host)):
+        yield Scheme(sharding=ShardingType.TABLE_COLUMN_WISE, column_parts=k, tier=tier)
+
+
+def counts(most: int) -> list[int]:
+    """Powers of two from 2, and `most` itself."""
+    powers = [1 << bit for bit in range(1, max(most, 1).bit_length()) if 1 << bit < most]
+    return [*powers, most] if most > 1 else []

@@ -1,0 +1,1 @@
+"""Charts and plans as SVG, and the markup under them."""

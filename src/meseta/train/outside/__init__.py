@@ -1,0 +1,1 @@
+"""Files of other programs: models that come in, models, figures and tables that go out."""

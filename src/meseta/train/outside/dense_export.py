@@ -1,0 +1,138 @@
+"""The dense part of a trained model for other programs: ONNX, or a program of torch.export."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from meseta.checkpoint.dense import read_dense
+from meseta.checkpoint.manifest import read_manifest
+from meseta.config import RunConfig
+from meseta.data.dataset import Dataset
+from meseta.data.selection import calibration_shift
+from meseta.embedding import EmbeddingBagCollection
+from meseta.errors import one_line
+from meseta.machine.files import whole_folder
+from meseta.models import make_model
+from meseta.spec import MesetaError
+from meseta.train.run_dir import RunDir
+from meseta.train.setup.specs import make_specs
+from meseta.train.state import set_dense_part
+
+DenseFormat = Literal["onnx", "torch-export"]
+DENSE_FORMATS: tuple[DenseFormat, ...] = ("onnx", "torch-export")
+INPUTS_PATH = "inputs.json"
+
+
+class DensePart(nn.Module):
+    """From dense inputs and pooled embeddings to logits, those of `meseta predict`."""
+
+    def __init__(self, model: Any, shift: float) -> None:
+        """`model` as make_model gives it; `shift` is added to its logits, see `calibration_shift`."""
+        super().__init__()
+        self.model = model
+        self.shift = shift
+
+    def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
+        """dense [B, num_dense] and pooled [B, sum of D] give logits [B], or [B, T] with several labels."""
+        logits: Tensor = self.model.score(dense, pooled)
+        return logits + self.shift if self.shift else logits
+
+
+def load_dense_part(path: Path) -> tuple[DensePart, dict[str, Any]]:
+    """The dense part of a run's checkpoint, and what its inputs are: names of dense columns in order, and for each
+    feature its table, width and pooling, in the order in which `pooled` has them side by side.
+
+    No table is read. MLPs compute in float32 where the run had bfloat16. Raises MesetaError for a checkpoint that is in
+    no run, or damaged.
+    """
+    run = RunDir(path.absolute().parent.parent)
+    config = run.load_config()
+    dataset = Dataset.load(run.path).with_labels(config.data.labels)
+    tables, features = make_specs(config, dataset)
+    collection = EmbeddingBagCollection(tables, features, seed=config.seed)
+    model = make_model(config.model, collection, len(dataset.dense), config.seed, labels=dataset.labels)
+    model.to(dtype=collection.dtype)
+    set_dense_part(model, read_dense(path, read_manifest(path)["dense"]))
+    part = DensePart(model, calibration_shift(config.data.negative_keep)).eval()
+    return part, _describe(config, dataset, collection)
+
+
+def _describe(config: RunConfig, dataset: Dataset, collection: EmbeddingBagCollection) -> dict[str, Any]:
+    width = {table.name: table.embedding_dim for table in collection.tables}
+    pooled = [{"feature": f.name, "table": f.table, "width": width[f.table], "pooling": f.pooling}
+              for f in collection.features]  # fmt: skip
+    dtype = str(collection.dtype).removeprefix("torch.")
+    return {
+        "model": config.model.name,
+        "inputs": {"dense": [column.name for column in dataset.dense], "pooled": pooled, "dtype": dtype},
+        "outputs": {"logits": list(dataset.labels)},
+    }
+
+
+def export_dense(path: Path, out: Path, form: DenseFormat) -> list[Path]:
+    """Write the dense part of a run's checkpoint to a new folder: dense.onnx or dense.pt2, with inputs `dense` and
+    `pooled`, output `logits` and a batch of any size from 1 on, and inputs.json, which says what the columns are.
+
+    The folder appears by one rename; returns its files. Raises MesetaError for a folder that exists, a checkpoint that
+    is in no run, an ONNX that is not installed, and a model of the user's own that cannot be traced.
+    """
+    if out.exists():
+        raise MesetaError(f"export: {str(out)!r} exists; give a folder that does not")
+    part, inputs = load_dense_part(path)
+    program = _trace(part, len(inputs["inputs"]["dense"]), sum(e["width"] for e in inputs["inputs"]["pooled"]))
+    with whole_folder(out) as folder:
+        (folder / INPUTS_PATH).write_text(json.dumps(inputs, indent=1) + "\n")
+        if form == "onnx":
+            _write_onnx(program, folder / "dense.onnx")
+        else:
+            packed = io.BytesIO()  # into memory, since torch's writer of files does not tell why one fails
+            torch.export.save(program, packed)
+            (folder / "dense.pt2").write_bytes(packed.getvalue())
+    return sorted(out.iterdir())
+
+
+def _trace(part: DensePart, num_dense: int, width: int) -> Any:
+    dtype = part.model.embeddings.dtype
+    example = torch.zeros(3, num_dense, dtype=dtype), torch.zeros(3, width, dtype=dtype)
+    batch = torch.export.Dim("batch", min=1)
+    try:
+        with torch.no_grad():
+            return torch.export.export(part, example, dynamic_shapes=({0: batch}, {0: batch}), strict=False)
+    except Exception as error:  # whatever a model of the user's own may raise there
+        raise MesetaError(
+            f"export: torch.export cannot trace the dense part of {type(part.model).__name__} ({one_line(error)}); "
+            "export its tensors with --format safetensors"
+        ) from error
+
+
+def _write_onnx(program: Any, path: Path) -> None:
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    try:
+        with warnings.catch_warnings():
+            # Both tell of packages that the exporter would use if they were there.
+            warnings.simplefilter("ignore")
+            log.setLevel(logging.ERROR)
+            torch.onnx.export(
+                program,
+                f=path,
+                dynamo=True,
+                input_names=["dense", "pooled"],
+                output_names=["logits"],
+                external_data=False,
+                verbose=False,
+            )
+    except ImportError as error:
+        raise MesetaError(
+            f"export: ONNX needs a package that is not here ({error}); pip install 'meseta[onnx]'"
+        ) from None
+    finally:
+        log.setLevel(level)

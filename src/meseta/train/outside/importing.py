@@ -1,0 +1,138 @@
+"""A run that begins with a model which another program trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meseta import checkpoint
+from meseta.comm import World
+from meseta.config import RunConfig
+from meseta.models import DLRM
+from meseta.spec import MesetaError, nearest
+from meseta.storage import ROW, as_stored
+from meseta.train.outside.foreign import LAYOUTS, Layout, lower_from_upper, read_tensors, table_target, translate
+from meseta.train.trainer import Trainer
+
+_SHOWN = 6
+"""Names that a message lists."""
+
+
+_WAY_OUT = (
+    "change the config to the model that was trained, say --rename SOURCE=TARGET, or leave tensors out with "
+    "--ignore PATTERN"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported:
+    """Where one tensor went."""
+
+    source: str
+    """Its name in the file."""
+    target: str
+    """Its name in the model; tables are embeddings.TABLE.weight."""
+    shape: tuple[int, ...]
+
+
+def import_model(
+    path: Path,
+    layout: Layout,
+    config: RunConfig,
+    *,
+    renames: Mapping[str, str] | None = None,
+    ignore: Sequence[str] = (),
+) -> tuple[Path, list[Imported]]:
+    """Begin the run of `config` with the tensors of `path` and fresh optimizer states, in one process; returns its
+    checkpoint, of step 0, and where each tensor went. `meseta train` goes on from there.
+
+    `renames` says by name what the layout's rules get wrong; tensors that match a pattern of `ignore` are left out.
+    Raises MesetaError, having written nothing, for a run_dir that holds a checkpoint, for files as `read_tensors`, for
+    names and shapes that do not fit, and values that are not finite.
+    """
+    found = checkpoint.latest(config.run_dir / "checkpoints")
+    if found is not None:
+        raise MesetaError(
+            f"import: run_dir {str(config.run_dir)!r} holds a checkpoint ({found.name}); choose another run_dir"
+        )
+    tensors = {n: t for n, t in read_tensors(path).items() if not any(fnmatchcase(n, p) for p in ignore)}
+    imported: list[Imported] = []
+    trainer = Trainer(config, World.single())
+    saved = trainer.begin_with(partial(_fill, tensors, layout, dict(renames or {}), imported))
+    return saved, imported
+
+
+def _fill(
+    tensors: Mapping[str, Tensor], layout: Layout, renames: dict[str, str], imported: list[Imported], model: Any
+) -> None:
+    for name in renames:
+        if name not in tensors:
+            raise MesetaError(f"import: --rename {name!r} is not in the file; {nearest(name, tensors)}")
+    targets = _targets(model)
+    tables = [shard.spec.name for shard in model.embeddings.shards]
+    names = translate(layout, list(tensors), tables) | renames
+    others = [
+        other
+        for other in LAYOUTS
+        if other != layout and set(translate(other, list(tensors), tables).values()) == set(targets)
+    ]
+    _check_names(tensors, targets, names, f"say --from {others[0]}" if others else _WAY_OUT)
+    values = {names[name]: tensor for name, tensor in tensors.items()}
+    first = "top_mlp.0.weight"
+    if layout == "torchrec" and isinstance(model, DLRM) and model.interaction == "dot" and first in values:
+        width = next(iter(model.dims.values()))
+        values[first] = lower_from_upper(values[first], width, len(model.dims) + 1)
+    for name, value in values.items():
+        if not value.isfinite().all():
+            raise MesetaError(f"import: {name!r} has values that are not finite; train from a whole model")
+    tables_by_target = {table_target(shard.spec.name): shard for shard in model.embeddings.shards}
+    with torch.no_grad():
+        for name, value in values.items():
+            if name in tables_by_target:
+                shard = tables_by_target[name]
+                shard.write(0, {ROW: as_stored(value.to(shard.dtype).contiguous()).cpu().numpy()})
+            else:
+                targets[name].copy_(value)
+    imported += [Imported(source=n, target=names[n], shape=tuple(t.shape)) for n, t in tensors.items()]
+
+
+def _targets(model: Any) -> dict[str, Tensor]:
+    """What has to be filled, by name; of tables the shapes alone."""
+    tables = {table_target(shard.spec.name): shard.values[ROW] for shard in model.embeddings.shards}
+    return tables | dict(model.state_dict())
+
+
+def _check_names(
+    tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor], names: Mapping[str, str], way_out: str
+) -> None:
+    """Raise MesetaError unless every tensor has one place, of its shape, and every place a tensor."""
+    problems = []
+    strange = [n for n in tensors if names[n] not in targets]
+    if strange:
+        free = set(targets) - {names[n] for n in tensors}
+        problems.append("fit nothing in the model: " + _list(strange, lambda n: f"({nearest(names[n], free)})"))
+    empty = [n for n in targets if n not in {names[source] for source in tensors}]
+    if empty:
+        problems.append("are in the model and not in the file: " + _list(empty, lambda n: str(list(targets[n].shape))))
+    by_target: dict[str, str] = {}
+    twice = [n for n in tensors if by_target.setdefault(names[n], n) != n]
+    if twice:
+        problems.append("go where another one goes: " + _list(twice, lambda n: f"to {names[n]!r}"))
+    wrong = [n for n in tensors if names[n] in targets and targets[names[n]].shape != tensors[n].shape]
+    if wrong:
+        shapes = {n: f"{list(tensors[n].shape)}, and {list(targets[names[n]].shape)} in the model" for n in wrong}
+        problems.append("have another shape: " + _list(wrong, shapes.__getitem__))
+    if problems:
+        raise MesetaError(f"import: tensors that {'; that '.join(problems)}; {way_out}")
+
+
+def _list(names: Sequence[str], more: Callable[[str], str]) -> str:
+    shown = ", ".join(f"{name!r} {more(name)}" for name in names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"

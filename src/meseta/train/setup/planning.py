@@ -1,0 +1,155 @@
+"""The plan of a run: given in its config, or made for the machines that it runs on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from meseta.comm import World
+from meseta.config import RunConfig
+from meseta.data.dataset import Dataset
+from meseta.embedding import EmbeddingBagCollection
+from meseta.errors import one_line
+from meseta.machine.ranks import note
+from meseta.machine.system import System, read_limits, total_memory_bytes
+from meseta.measure.topology import gpu_kind
+from meseta.planner import Planned, find_plan, predict
+from meseta.spec import CostModel, DeviceKind, MesetaError, Plan, Topology, Workload
+from meseta.spec.constraints import Constraints
+from meseta.telemetry.summary import Predicted
+from meseta.train.setup.outline import make_outline
+from meseta.train.setup.specs import make_specs
+from meseta.train.setup.workload import make_workload
+
+
+class RunPlanner:
+    """Plans one run: what it asks of the machines, of its data and the shapes of its model, and where its tables go."""
+
+    def __init__(
+        self, config: RunConfig, dataset: Dataset, collection: EmbeddingBagCollection, outline: nn.Module, world: World
+    ) -> None:
+        """`outline` has the shapes of the model, as meseta.train.setup.outline makes it."""
+        self.config, self.dataset, self.collection, self.outline = config, dataset, collection, outline
+        self._world = world
+
+    @cached_property
+    def workload(self) -> Workload:
+        """Of its steps."""
+        return make_workload(self.config, self.dataset, self.collection.tables, self.collection.features, self.outline)
+
+    @cached_property
+    def topology(self) -> Topology:
+        """Its machines, see `run_topology`. Collective."""
+        return run_topology(self.config, self._world)
+
+    @cached_property
+    def cost_model(self) -> CostModel | None:
+        """None: as documented for the kind of its devices."""
+        path = self.config.planner.cost_model
+        return None if path is None else CostModel.load(path)
+
+    def plan(self) -> Plan:
+        """The plan of the config, checked against the tables and the ranks; the same on every rank. Collective.
+
+        'auto' searches one for this run's ranks and hosts, the statistics of the dataset, and the operations of the
+        model. A checkpoint loads under any plan, so a run that goes on on other machines plans anew.
+        Raises MesetaError for a plan, topology, cost model or constraints that do not fit, and where nothing fits, with
+        what would.
+        """
+        given, tables = self.config.plan, self.collection.tables
+        if isinstance(given, dict):
+            return Plan.from_dict(given, tables, self._world.size)
+        if given != "auto":
+            return Plan.load(given, tables, self._world.size)
+        if self._world.size == 1:
+            return self.collection.plan
+        topology, path = device_memory_alone(self.topology), self.config.planner.constraints
+
+        def search() -> Plan:
+            constraints = None if path is None else Constraints.load(path)
+            return find_plan(self.workload, topology, self.cost_model, constraints).plan
+
+        return self._world.from_first(search)
+
+    def predict(self, plan: Plan) -> Predicted:
+        """Seconds that a step under `plan` is predicted to take. Collective; raises MesetaError as `plan` does."""
+        topology = self.topology
+        if plan.devices_per_host is None:
+            plan = replace(plan, devices_per_host=topology.devices_per_host)
+        elif plan.devices_per_host != topology.devices_per_host:  # written by hand, as if these were other hosts
+            topology = replace(topology, num_hosts=plan.num_ranks // plan.per_host, devices_per_host=plan.per_host)
+        path = self.config.planner.cost_model
+        found = self._world.from_first(lambda: predict(plan, self.workload, topology, self.cost_model))
+        return Predicted(
+            step_s=found.step_s,
+            seconds={name: values.tolist() for name, values in found.seconds.items()},
+            constants=f"documented for {topology.device}" if path is None else f"of {path}",
+        )
+
+
+def find_run_plan(
+    config: RunConfig, topology: Topology, cost_model: CostModel | None, constraints: Constraints | None
+) -> Planned:
+    """The plan that the run of a config makes on these machines, before there is any run: `RunPlanner.plan`.
+
+    Where a model of the user's own cannot be built here, its dense part is left out, which is said on the terminal.
+    Raises MesetaError where the config does not fit its data, and as `find_plan` does.
+    """
+    dataset = Dataset.load(config.data.dir).with_labels(config.data.labels)
+    tables, features = make_specs(config, dataset)
+    collection = EmbeddingBagCollection(tables, features, seed=config.seed)
+    outline = None
+    try:
+        outline = make_outline(config, dataset, collection)
+    except Exception as error:
+        if ":" not in config.model.name:
+            raise
+        note(f"the dense part is left out, since model {config.model.name!r} cannot be built here: {one_line(error)}")
+    workload = make_workload(config, dataset, tables, features, outline)
+    planned = find_plan(workload, device_memory_alone(topology), cost_model, constraints)
+    return planned if topology.num_ranks > 1 else replace(planned, plan=collection.plan)
+
+
+def device_memory_alone(topology: Topology) -> Topology:
+    """Rows can be trained in the memory of devices alone, so a run places nothing anywhere else."""
+    return replace(topology, host_bytes=None, disk_bytes=None)
+
+
+def run_topology(config: RunConfig, world: World) -> Topology:
+    """The machines of this run: those of `planner.topology`, else these hosts, with the memory that they have in all;
+    of a GPU without documented constants, those of an A100 stand. Collective.
+
+    What is free at the moment is left out of account, so that the same machines always get the same plan. Raises
+    MesetaError where the file is of other machines.
+    """
+    if config.planner.topology is None:
+        least = min(world.gather_objects(_memory_bytes(world) or 0))
+        kind: DeviceKind = "cpu"
+        if world.device.type == "cuda":
+            kind = gpu_kind(torch.cuda.get_device_name(world.device)) or "a100"
+        return Topology(
+            num_hosts=world.size // world.ranks_per_host,
+            devices_per_host=world.ranks_per_host,
+            device=kind,
+            hbm_bytes=least or None,
+        )
+    topology = Topology.load(config.planner.topology)
+    if (topology.num_ranks, topology.devices_per_host) != (world.size, world.ranks_per_host):
+        raise MesetaError(
+            f"topology file {str(config.planner.topology)!r}: it has {topology.num_hosts} hosts with "
+            f"{topology.devices_per_host} devices each, but this run has {world.size} ranks, {world.ranks_per_host} on "
+            "a host; correct the file, or leave planner.topology out to plan for the machines at hand"
+        )
+    return topology
+
+
+def _memory_bytes(world: World) -> int | None:
+    """Of this rank's device, or its share of the host's; None where the system does not tell."""
+    if world.device.type == "cuda":
+        return int(torch.cuda.get_device_properties(world.device).total_memory)
+    system = System()
+    total = total_memory_bytes(system, read_limits(system))
+    return None if total is None else total // world.ranks_per_host
