@@ -57,7 +57,7 @@ def listened(commands: Sequence[Command]) -> set[str]:
         processes = {pid for command in commands for pid in (command.pid, *command.members())}
         mine = {inode for pid in processes for inode in open_inodes(pid)}
         found |= {address for inode, address in listening_inodes().items() if inode in mine}
-        time.sleep(0.05)
+        time.sleep(0.2)
     for command in commands:
         command.succeed()
     return found

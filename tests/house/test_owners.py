@@ -4,14 +4,20 @@ and no circle of imports. Each rule is shown to bite."""
 from __future__ import annotations
 
 import ast
+import importlib.util
+import re
 from collections.abc import Collection, Iterable, Iterator
 
 import pytest
 
+from meseta.spec.stages import STAGES
+from meseta.spec.tiers import CACHED, HBM
 from source_tree import SOURCE, modules
 
 PEERS = "measure/bench/e2e_peers.py"
 """Runs in the interpreters of other systems, where the package is not."""
+PIPES = ("measure/contest/team.py", "measure/contest/worker.py", "measure/doctor/probe.py")
+"""Talk with processes that they started, a line of JSON at a time."""
 OWNERS: dict[str, tuple[set[str], set[str]]] = {
     "renames": ({"os.replace", "os.rename", "os.renames", ".rename"}, {"machine/files.py"}),
     "locks": ({"fcntl.flock", "fcntl.lockf"}, {"machine/locks.py"}),
@@ -21,6 +27,9 @@ OWNERS: dict[str, tuple[set[str], set[str]]] = {
         {"machine/processes.py"},
     ),
     "the environment": ({"os.environ", "os.getenv", "os.putenv"}, {"machine/variables.py", PEERS}),
+    "YAML": ({"yaml.load", "yaml.safe_load", "yaml.SafeLoader", "yaml.Loader"}, {"spec/yaml_text.py"}),
+    "JSON": ({"json.load", "json.loads", "json.JSONDecoder"}, {"machine/files.py", *PIPES}),
+    "part files": ({"pq.ParquetFile", "pq.read_table"}, {"data/dataset/part_files.py", "data/formats/parquet.py"}),
 }  # fmt: skip
 
 
@@ -64,10 +73,61 @@ def test_one_module_does_it_for_all(sources: dict[str, str], rule: str) -> None:
         ("starts of processes", "import subprocess as s, subprocess\nsubprocess.Popen(['a'])"),
         ("starts of processes", "from subprocess import run"),
         ("the environment", "import os\nos.environ['A']"),
+        ("YAML", "import yaml\nyaml.safe_load('a')"),
+        ("JSON", "import json\njson.loads('1')"),
+        ("part files", "import pyarrow.parquet as pq\npq.ParquetFile('a')"),
     ],
 )
 def test_the_rule_bites(rule: str, text: str) -> None:
     assert strangers(rule, {"a.py": text}) == ["a.py"]
+
+
+def literals(tree: ast.AST) -> Iterator[str]:
+    """Strings of the source, without docstrings."""
+    notes = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in notes:
+            yield node.value
+
+
+def stage_lists(tree: ast.AST) -> int:
+    """Displays with three stages of a step or more."""
+    names = {stage.name for stage in STAGES}
+    displays = (node for node in ast.walk(tree) if isinstance(node, ast.Tuple | ast.List | ast.Set | ast.Dict))
+    parts = (node.keys if isinstance(node, ast.Dict) else node.elts for node in displays)
+    return sum(sum(isinstance(p, ast.Constant) and p.value in names for p in of_one) >= 3 for of_one in parts)
+
+
+def test_stages_are_listed_once() -> None:
+    assert {path for path, tree in modules() if stage_lists(tree)} == {"spec/stages.py"}
+    assert stage_lists(ast.parse("A = ('lookup', 'update', 'dense_forward')")) == 1
+    assert stage_lists(ast.parse("A = ('lookup', 'update')")) == 0
+
+
+def test_tiers_are_named_by_their_owner_alone() -> None:
+    tiers = {HBM, CACHED}  # 'host' and 'disk' are other things, too
+    assert {path for path, tree in modules() if tiers & set(literals(tree))} == {"spec/tiers.py"}
+    assert set(literals(ast.parse('"""hbm"""\na = "cached"'))) == {"cached"}
+
+
+PROGRAMS = {"cli/verify.py", "measure/doctor/ranks.py"}
+"""Name a module that an interpreter of its own runs as a program."""
+DOORS = {"__init__.py", "data/__init__.py"}
+"""Names that are imported at their first use (PEP 562)."""
+
+
+def module_paths(tree: ast.AST) -> list[str]:
+    """Strings that name a module of the package, or something in one."""
+    paths = (text for text in literals(tree) if re.fullmatch(r"meseta(\.[a-z_0-9]+)+(:\w+)?", text))
+    return [p for p in paths if importlib.util.find_spec(p.partition(":")[0]) is not None]
+
+
+def test_no_import_is_a_string() -> None:
+    assert {path for path, tree in modules() if module_paths(tree)} == PROGRAMS | DOORS
+    assert module_paths(ast.parse("A = 'meseta.spec.tiers:HBM', 'meseta.spec.tiers', 'meseta.shard'")) == [
+        "meseta.spec.tiers:HBM",
+        "meseta.spec.tiers",
+    ]
 
 
 def doubled_classes(trees: Iterable[tuple[str, ast.Module]]) -> dict[str, list[str]]:

@@ -29,7 +29,7 @@ from meseta.ops.row_program.optimizer import (
     where,
 )
 from meseta.ops.row_program.program import Program, exact_sqrt, run_code, trace
-from meseta.ops.row_program.program import program as row_program
+from meseta.ops.row_program import program as row_program
 from meseta.ops.row_program.symbols import Op
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, OptimizerSpec

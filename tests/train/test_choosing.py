@@ -241,7 +241,7 @@ def test_stopped_by_a_signal_and_gone_on(
     def signalled(self: TrainStep, batch: Any, **options: Any) -> Any:
         if self.model.embeddings.step in (10, 16):  # the evaluation that belongs to the step is made before it ends
             own.saver.interruption.number = signal.SIGTERM
-            options["votes"] = own.saver.votes()
+            options["votes"] = own.saver.flags()
         return step(self, batch, **options)
 
     with monkeypatch.context() as patch:

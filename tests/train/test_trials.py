@@ -19,7 +19,7 @@ from meseta.data.prepare import prepare
 from meseta.models.factory import make_model
 from meseta.spec import FeatureSpec, TableSpec
 from meseta.train.outside.raw_files import MAX_EPOCHS, can_be_tried, choose_settings
-from meseta.train.sweep.sweep import trials
+from meseta.train.sweep import trials
 from meseta.train.trainer import Trainer
 
 ROWS = 1500

@@ -14,7 +14,16 @@ from meseta.checkpoint.dense import DensePath
 from meseta.checkpoint.failures import DamagedCheckpoint, malformed, writing
 from meseta.checkpoint.layout import BlockSchema, StoredType, block_path, block_paths, table_folder
 from meseta.errors import shown
-from meseta.machine.files import DOCUMENT_BYTES, first_alike, inside, json_text, parse_json, read_bounded, sync
+from meseta.machine.files import (
+    DOCUMENT_BYTES,
+    first_alike,
+    inside,
+    json_text,
+    parse_json,
+    plain_data,
+    read_bounded,
+    sync,
+)
 from meseta.spec import MesetaError, Plan
 from meseta.spec.tables import TableDtype, table_name_fault
 
@@ -105,7 +114,7 @@ def build_manifest(
     }
     manifest["checksum"] = digest.of_model(manifest)
     # What is read back is what was meant: tuples become lists and keys strings before they are summed.
-    manifest = json.loads(json.dumps(manifest, allow_nan=False))
+    manifest = plain_data(manifest, finite=True)
     manifest["manifest_checksum"] = digest.of_manifest(manifest)
     return manifest
 

@@ -166,6 +166,12 @@ def parse_json(content: bytes, *, finite: bool = True) -> Any:
     return document
 
 
+def plain_data(value: Any, *, finite: bool = False) -> Any:
+    """The value as JSON gives it back: tuples as lists, keys as text, and what JSON has no form for as its text. Raises
+    ValueError, with `finite`, for a number that is not."""
+    return json.loads(json.dumps(value, default=str, allow_nan=not finite))
+
+
 def json_text(document: Any, *, levels: int = 2) -> str:
     """JSON for programs and people: a line for each entry of the outermost `levels` levels, and deeper ones in the line
     of theirs. The standard library indents all levels or none, and all by code that is not compiled."""

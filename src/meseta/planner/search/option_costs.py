@@ -29,14 +29,14 @@ class OptionCosts:
         self.unit, ranks = options.unit, machine.num_ranks
         self._starts = np.searchsorted(options.unit, np.arange(options.num_units))
         seconds = options.seconds.sum(axis=1)
-        sums = _sum_by_way(np.column_stack([seconds, options.rank_need[:, 0], options.host_need]), options.first)
+        sums = _sum_by_option(np.column_stack([seconds, options.rank_need[:, 0], options.host_need]), options.first)
         self.average_s = options.common_seconds.sum(axis=1) + sums[:, 0] / ranks
         """[W]: seconds that an option adds to the average rank."""
-        self.longest_s = _max_by_way(seconds, options.first)
+        self.longest_s = _max_by_option(seconds, options.first)
         """[W]: seconds of its longest piece."""
         self.num_bytes = sums[:, 1:] + np.outer(options.common_need[:, 0] * ranks, [1, 0, 0])
         """[W, 3]: bytes that it takes of all devices, of all DRAM and of all disks."""
-        self.largest_bytes = _max_by_way(options.rank_need[:, 0].astype(np.float64), options.first)
+        self.largest_bytes = _max_by_option(options.rank_need[:, 0].astype(np.float64), options.first)
         """[W]: bytes of its largest piece on a device."""
         room = np.concatenate([machine.rank_room[:, :1].sum(axis=0, dtype=np.float64), machine.host_room.sum(axis=0)])
         self.room = np.where(room >= NO_LIMIT, np.inf, room)
@@ -45,7 +45,7 @@ class OptionCosts:
         need = np.column_stack([options.rank_need[:, 0], options.host_need]).astype(np.float64)
         own_room = np.concatenate([machine.rank_room[0, :1], machine.host_room[0]]).astype(np.float64)
         shares = np.where(need > 0, need / np.maximum(own_room, 1e-9), 0.0).max(axis=1)
-        self.largest_share = _max_by_way(shares, options.first)
+        self.largest_share = _max_by_option(shares, options.first)
         """[W]: the part of its device, or of its host's DRAM or disk, that the largest piece takes."""
         self.uses = options.uses[:, :NUM_AVOIDABLE]
         tiers = [0 if scheme is None else TIERS.index(scheme.tier) for scheme in problem.schemes]
@@ -127,13 +127,13 @@ class OptionCosts:
         return [everything, *(allowed for allowed in palettes if not allowed.all())]
 
 
-def _sum_by_way(values: Floats, first: Ints) -> Floats:
+def _sum_by_option(values: Floats, first: Ints) -> Floats:
     """[W, k] from [n, k]: the sum over an option's pieces."""
     ends = np.vstack([np.zeros((1, values.shape[1])), np.cumsum(values, axis=0, dtype=np.float64)])
     return ends[first[1:]] - ends[first[:-1]]
 
 
-def _max_by_way(values: Floats, first: Ints) -> Floats:
+def _max_by_option(values: Floats, first: Ints) -> Floats:
     """[W] from [n]: the largest of an option's pieces; 0 without any."""
     found = np.zeros(len(first) - 1)
     np.maximum.at(found, np.repeat(np.arange(len(found)), np.diff(first)), values)

@@ -19,7 +19,7 @@ import yaml
 from meseta.config import RunConfig, check_document, read_document
 from meseta.data.dataset import Dataset
 from meseta.data.encoding import Encoding, difference, other_rows
-from meseta.machine.files import parse_json, read_bounded, write_whole
+from meseta.machine.files import parse_json, plain_data, read_bounded, write_whole
 from meseta.machine.own_code import say_own
 from meseta.spec import MesetaError
 from meseta.spec.splits import TEST, VALID, choosing_split
@@ -196,14 +196,14 @@ def open_sweep(
             own_code |= _own_code(chosen)
         except MesetaError as error:
             raise MesetaError(f"sweep: trial {trial.number} ({trial.title}): {error}") from None
-    record = {"format": FORMAT, "config": json.loads(json.dumps(document, default=str))}
+    record = {"format": FORMAT, "config": plain_data(document)}
     own = [dict(trial.settings) for trial in trials]
     before = _read(out)
     if before is not None:
         known = min(len(own), len(before["trials"])) if may_grow else max(len(own), len(before["trials"]))
         for name, same in (
             ("config", before.get("config") == record["config"]),
-            ("trials", before["trials"][:known] == json.loads(json.dumps(own))[:known]),
+            ("trials", before["trials"][:known] == plain_data(own)[:known]),
         ):
             if not same:
                 raise MesetaError(

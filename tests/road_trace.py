@@ -1,0 +1,60 @@
+"""Which functions of the package run, in the order in which each is first called."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from source_tree import SOURCE
+
+Call = tuple[str, str]
+"""(file below src/meseta, qualified name of the function)."""
+
+
+@contextmanager
+def calls() -> Iterator[list[Call]]:
+    """Collects first calls while it is entered, in this thread and in threads that begin meanwhile."""
+    made: dict[Call, None] = {}
+    root = f"{SOURCE}/"
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        is_function = code.co_flags & inspect.CO_OPTIMIZED  # bodies of modules and classes run when they are imported
+        if event == "call" and is_function and code.co_filename.startswith(root):
+            name = code.co_qualname.partition(".<locals>")[0]
+            made.setdefault((code.co_filename.removeprefix(root), name))
+
+    found: list[Call] = []
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+        found += made
+
+
+def first_call_of(owner: type, method: str, number: int, action: Callable[[], Any]) -> list[Call]:
+    """What runs in call `number`, from 1, of a method while `action` runs; the function itself is the first."""
+    original, count, found = getattr(owner, method), 0, list[Call]()
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        nonlocal count, found
+        count += 1
+        if count != number:
+            return original(*arguments, **options)
+        with calls() as found:
+            return original(*arguments, **options)
+
+    setattr(owner, method, watched)
+    try:
+        action()
+    finally:
+        setattr(owner, method, original)
+    return found
