@@ -34,6 +34,8 @@ data/main/done: data/main-raw/done
 	$(BIN)/meseta prepare '$(<D)/*.tsv' --out $(@D) --test-files $(<D)/day_8.tsv
 	@touch $@
 
+# Hundreds of processes start; without bytecode each would compile the package anew.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: .venv/installed
 	$(PYTEST) $(TEST_ARGS)
 

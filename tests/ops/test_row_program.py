@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from meseta.ops.row_program import program as row_program
 from meseta.ops.row_program.lowering import FIRST_ROW, FIRST_UNIFORM, UNUSED, Code
 from meseta.ops.row_program.optimizer import (
     Hyper,
@@ -29,7 +30,6 @@ from meseta.ops.row_program.optimizer import (
     where,
 )
 from meseta.ops.row_program.program import Program, exact_sqrt, run_code, trace
-from meseta.ops.row_program import program as row_program
 from meseta.ops.row_program.symbols import Op
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, OptimizerSpec

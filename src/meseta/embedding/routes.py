@@ -53,7 +53,15 @@ class Routing:
 
     An owner answers with a matrix of bags that go straight to the ranks that asked; one of partial bags that are added
     up inside its host first (4D parallelism, arXiv 2104.05158, section 4.2.1); and the rows of each route that is not
-    pooled.
+    pooled. A grid of 8 rows x 32 columns on two hosts of two ranks, and a bag of rank 3 with rows 1 and 6:
+
+                    columns 0..15   columns 16..31
+                    (host 0)        (host 1)
+        rows 0..3   rank 0          rank 2            row 1 is asked of ranks 0 and 2
+        rows 4..7   rank 1          rank 3            row 6 is asked of ranks 1 and 3
+
+        partial bags   0 -> 1, 1 -> 1    2 -> 3, 3 -> 3    in each host, to the rank with the place that 3 has in its
+        whole bags     1 -> 3            3 -> 3            row range 0 + row range 1, to the rank that asked
     """
 
     cuts: tuple[tuple[int, ...], ...]

@@ -72,7 +72,14 @@ ROW_STATISTICS = {
 class CountsHeader(NamedTuple):
     """What a rank tells each owner of rows before the number of ids of each route: `[header | routes ...]`, in 64 bits.
 
-    An id that is outside of its table under policy 'error' is told with its place, so that all ranks raise alike.
+    An id that is outside of its table under policy 'error' is told with its place, so that all ranks raise alike. Of
+    what a rank knows after sorting its ids, with features a and b, b cut into two row ranges:
+
+        place     0       1     2       3         4       5     6          7
+        known     start | a     b     | feature   sample  id  | b range 0  b range 1
+
+        to the owner of a           [start  feature  sample  id | a        ]
+        to the owner of b, range 1  [start  feature  sample  id | b range 1]
     """
 
     start: int

@@ -40,7 +40,16 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """All options of all units, one after the other; W options with n pieces together."""
+    """All options of all units, one after the other; W options with n pieces together.
+
+    Unit 0 may be whole or cut in two, unit 1 whole or on every rank, W = 4 and n = 4:
+
+        option       0     1        2     3
+        unit         0     0        1     1
+        first        0     1        3     4     4
+        piece        0     1  2     3
+        everywhere   no    no       no    yes
+    """
 
     unit: Ints
     """[W]: the unit that an option cuts, ascending."""
