@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from meseta.measure.calibrate.rank_timer import RankShare
-from meseta.measure.calibrate.run import undisturbed
+from meseta.measure.calibrate.run import measure_undisturbed
 from meseta.measure.calibrate.tasks import Piece, Task
 from meseta.measure.contest.team import Team
 from meseta.planner import predict
@@ -108,4 +108,4 @@ def judge(
 def measure_share(team: Team, task: Task, share: RankShare, num_ranks: int, num_threads: int) -> tuple[float, float]:
     """Seconds of (a lookup, an update) of a share by a team of one RankTimer; again where others disturb it."""
     arguments = {"pieces": share.pieces, "replicas": share.replicas, "num_ranks": num_ranks, "threads": num_threads}
-    return undisturbed(lambda: team.ask("time_share", task=task.to_dict(), **arguments))
+    return measure_undisturbed(lambda: team.ask("time_share", task=task.to_dict(), **arguments))

@@ -25,7 +25,7 @@ SETTLE_S = 3
 """Seconds in which the other ranks may fail too, before the one to blame is named."""
 SAME_CALL_S = 1.0
 """Signals this soon after the first are the same call, told to this process and to its group."""
-LOST = 75
+LOST_CONNECTION = 75
 """Exit code of a rank that failed because another one went away."""
 _LOSSES = (
     "Connection closed by peer",
@@ -96,14 +96,14 @@ def run_ranks(arguments: Sequence[str], num_ranks: int) -> int:
     code = ranks[blamed].exitcode or 0
     # Outside of training a rank leaves by the signal itself, whoever has sent it.
     number = signal.SIGTERM if signals.number is None and code == -signal.SIGTERM else signals.number
-    if number is not None and (code in (LOST, 128 + signal.SIGTERM) or code < 0):
+    if number is not None and (code in (LOST_CONNECTION, 128 + signal.SIGTERM) or code < 0):
         if code != 128 + signal.SIGTERM:  # such a rank has told where it saved
             print(f"interrupted{way_on()}", file=sys.stderr)
         return 128 + number
     if code < 0:
         name = signal.Signals(-code).name
         print(f"error: rank {blamed} was killed by {name}; all ranks are stopped{way_on()}", file=sys.stderr)
-    elif code == LOST:
+    elif code == LOST_CONNECTION:
         text = f"error: rank {blamed} lost its connection to the other ranks; all ranks are stopped{way_on()}"
         print(text, file=sys.stderr)
     elif blamed != 0:
@@ -123,15 +123,15 @@ def _start(ranks: list[BaseProcess], arguments: Sequence[str], errors: Sequence[
 
 def _wait(ranks: Sequence[BaseProcess], signals: StopSignals) -> int | None:
     """None when every rank succeeded, else the rank to blame. Passes signals on to the ranks."""
-    told = None
+    passed_on = None
     while True:
         codes = [rank.exitcode for rank in ranks]
         if any(code not in (None, 0) for code in codes):
             return _find_culprit(ranks)
         if all(code == 0 for code in codes):
             return None
-        if signals.again or signals.number != told:
-            told = signals.number
+        if signals.again or signals.number != passed_on:
+            passed_on = signals.number
             for rank in ranks:
                 rank.kill() if signals.again else rank.terminate()
         time.sleep(0.05)
@@ -148,7 +148,7 @@ def _find_culprit(ranks: Sequence[BaseProcess]) -> int:
 
     def severity(rank: int) -> int:
         code = ranks[rank].exitcode or 0
-        if code == LOST:
+        if code == LOST_CONNECTION:
             return 3
         if code == -signal.SIGABRT:  # nccl aborts the ranks that wait for one that has died
             return 2

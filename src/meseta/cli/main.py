@@ -17,7 +17,7 @@ from meseta.cli.data import app as data_app
 from meseta.cli.doctor import doctor
 from meseta.cli.eager import leave_dynamo_out
 from meseta.cli.evaluate import evaluate
-from meseta.cli.launch import LOST, is_loss_of_peer, way_on
+from meseta.cli.launch import LOST_CONNECTION, is_loss_of_peer, way_on
 from meseta.cli.plan import plan
 from meseta.cli.predict import predict
 from meseta.cli.prepare import prepare
@@ -83,7 +83,7 @@ def main() -> None:
         if not (isinstance(error, RuntimeError) and is_loss_of_peer(error)):
             raise
         # The launcher names the rank that went away.
-        _leave(LOST, "" if VARIABLE in variables else f"error: lost the connection to another rank: {error}")
+        _leave(LOST_CONNECTION, "" if VARIABLE in variables else f"error: lost the connection to another rank: {error}")
     except Interrupted:
         _leave(130, f"interrupted{way_on()}")
     except SystemExit as left:

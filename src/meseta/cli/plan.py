@@ -241,7 +241,7 @@ def _print_check(names: list[str]) -> None:
 
 def _print_difference(files: list[str]) -> None:
     """Rows and bytes that move between two plan files."""
-    from meseta.planner.explain.difference import moved
+    from meseta.planner.explain.difference import moves_between
     from meseta.planner.search.keeping import read_plan_file
 
     if len(files) not in (2, 3):
@@ -252,7 +252,7 @@ def _print_difference(files: list[str]) -> None:
     specs = {table.name: table for table in (*old_tables, *new_tables)}
     if len(files) == 3:
         specs = {table.name: table for table in _tables_of(files[2])}
-    found = moved(before, after, specs)
+    found = moves_between(before, after, specs)
     console = _console()
     table = _table("", ["table", "before", "after", "rows moved", "MB moved"])
     for one in found:

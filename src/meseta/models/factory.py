@@ -26,8 +26,8 @@ MULTI_TASK = frozenset({"mmoe"})
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """What `make_model` was asked for."""
+class _ModelRequest:
+    """What `make_model` is asked for."""
 
     config: ModelConfig
     embeddings: nn.Module
@@ -63,7 +63,7 @@ def make_model(
             f"in data.labels=[{labels[0]}], or a model for several: {', '.join(sorted(MULTI_TASK))}"
         )
     options = MLPOptions(dtype=dtype, dropout=config.dropout, batch_norm=config.batch_norm, seed=seed)
-    model = _BUILDERS[config.name](_Wanted(config, embeddings, num_dense, len(labels), seed, options))
+    model = _BUILDERS[config.name](_ModelRequest(config, embeddings, num_dense, len(labels), seed, options))
     hidden = sum(part.num_hidden for part in model.modules() if isinstance(part, MLP))
     if not hidden and (config.dropout or config.batch_norm):
         raise MesetaError(
@@ -87,81 +87,93 @@ def _check_left_alone(config: ModelConfig, dtype: DenseDtype) -> None:
             )
 
 
-def _logistic_regression(w: _Wanted) -> nn.Module:
-    return LogisticRegression(w.embeddings, num_dense=w.num_dense)
+def _logistic_regression(request: _ModelRequest) -> nn.Module:
+    return LogisticRegression(request.embeddings, num_dense=request.num_dense)
 
 
-def _dlrm(w: _Wanted) -> nn.Module:
+def _dlrm(request: _ModelRequest) -> nn.Module:
     return DLRM(
-        w.embeddings,
-        num_dense=w.num_dense,
-        bottom_mlp=(*w.config.bottom_mlp, w.config.embedding_dim),
-        top_mlp=w.config.top_mlp,
-        interaction=w.config.interaction,
-        options=w.options,
-        seed=w.seed,
+        request.embeddings,
+        num_dense=request.num_dense,
+        bottom_mlp=(*request.config.bottom_mlp, request.config.embedding_dim),
+        top_mlp=request.config.top_mlp,
+        interaction=request.config.interaction,
+        options=request.options,
+        seed=request.seed,
     )
 
 
-def _dlrm_dcnv2(w: _Wanted) -> nn.Module:
+def _dlrm_dcnv2(request: _ModelRequest) -> nn.Module:
     return DLRMDCNv2(
-        w.embeddings,
-        num_dense=w.num_dense,
-        bottom_mlp=(*w.config.bottom_mlp, w.config.embedding_dim),
-        top_mlp=w.config.top_mlp,
-        cross=(w.config.cross_layers, w.config.cross_low_rank),
-        options=w.options,
-        seed=w.seed,
+        request.embeddings,
+        num_dense=request.num_dense,
+        bottom_mlp=(*request.config.bottom_mlp, request.config.embedding_dim),
+        top_mlp=request.config.top_mlp,
+        cross=(request.config.cross_layers, request.config.cross_low_rank),
+        options=request.options,
+        seed=request.seed,
     )
 
 
-def _fm(w: _Wanted) -> nn.Module:
-    return FM(w.embeddings, num_dense=w.num_dense, seed=w.seed)
+def _fm(request: _ModelRequest) -> nn.Module:
+    return FM(request.embeddings, num_dense=request.num_dense, seed=request.seed)
 
 
-def _deepfm(w: _Wanted) -> nn.Module:
-    return DeepFM(w.embeddings, num_dense=w.num_dense, deep_mlp=w.config.deep_mlp, options=w.options, seed=w.seed)
+def _deepfm(request: _ModelRequest) -> nn.Module:
+    return DeepFM(
+        request.embeddings,
+        num_dense=request.num_dense,
+        deep_mlp=request.config.deep_mlp,
+        options=request.options,
+        seed=request.seed,
+    )
 
 
-def _wide_deep(w: _Wanted) -> nn.Module:
-    return WideDeep(w.embeddings, num_dense=w.num_dense, deep_mlp=w.config.deep_mlp, options=w.options, seed=w.seed)
+def _wide_deep(request: _ModelRequest) -> nn.Module:
+    return WideDeep(
+        request.embeddings,
+        num_dense=request.num_dense,
+        deep_mlp=request.config.deep_mlp,
+        options=request.options,
+        seed=request.seed,
+    )
 
 
-def _xdeepfm(w: _Wanted) -> nn.Module:
+def _xdeepfm(request: _ModelRequest) -> nn.Module:
     return XDeepFM(
-        w.embeddings,
-        num_dense=w.num_dense,
-        cin_layers=w.config.cin_layers,
-        deep_mlp=w.config.deep_mlp,
-        options=w.options,
-        seed=w.seed,
+        request.embeddings,
+        num_dense=request.num_dense,
+        cin_layers=request.config.cin_layers,
+        deep_mlp=request.config.deep_mlp,
+        options=request.options,
+        seed=request.seed,
     )
 
 
-def _autoint(w: _Wanted) -> nn.Module:
+def _autoint(request: _ModelRequest) -> nn.Module:
     return AutoInt(
-        w.embeddings,
-        num_dense=w.num_dense,
-        attention=(w.config.attention_layers, w.config.attention_heads, w.config.attention_dim),
-        deep_mlp=w.config.deep_mlp,
-        options=w.options,
-        seed=w.seed,
+        request.embeddings,
+        num_dense=request.num_dense,
+        attention=(request.config.attention_layers, request.config.attention_heads, request.config.attention_dim),
+        deep_mlp=request.config.deep_mlp,
+        options=request.options,
+        seed=request.seed,
     )
 
 
-def _mmoe(w: _Wanted) -> nn.Module:
+def _mmoe(request: _ModelRequest) -> nn.Module:
     return MMoE(
-        w.embeddings,
-        num_dense=w.num_dense,
-        num_tasks=w.num_tasks,
-        experts=(w.config.expert_mlp,) * w.config.num_experts,
-        tower_mlp=w.config.tower_mlp,
-        options=w.options,
-        seed=w.seed,
+        request.embeddings,
+        num_dense=request.num_dense,
+        num_tasks=request.num_tasks,
+        experts=(request.config.expert_mlp,) * request.config.num_experts,
+        tower_mlp=request.config.tower_mlp,
+        options=request.options,
+        seed=request.seed,
     )
 
 
-_BUILDERS: Mapping[str, Callable[[_Wanted], nn.Module]] = {
+_BUILDERS: Mapping[str, Callable[[_ModelRequest], nn.Module]] = {
     "logistic_regression": _logistic_regression,
     "fm": _fm,
     "wide_deep": _wide_deep,

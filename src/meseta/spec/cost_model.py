@@ -77,7 +77,7 @@ class UpdateCost:
     walk_s: float = 0.0
     """Of an id, for each doubling of its rank's rows and state above 64 MB: the walk to the address of its page."""
     number_s: Mapping[str, float] = field(default_factory=dict)
-    """Of a number of a distinct row, in vectors of 16, by row optimizer; one that is not named costs as the dearest."""
+    """Of a number of a distinct row, in vectors of 16, by row optimizer; see `number_seconds`."""
     half_number_s: float = 0.0
     """Of a number that is rounded to 16 bits, in vectors of 16, on top."""
     staged_shard_s: float = 0.0
@@ -91,6 +91,10 @@ class UpdateCost:
     """Whether measured on this machine; else as documented."""
     source: str = ""
     """Where the constants are from."""
+
+    def number_seconds(self, optimizer: str) -> float:
+        """Of a number of a distinct row; an optimizer that `number_s` lacks costs as the costliest one in it."""
+        return self.number_s.get(optimizer, max(self.number_s.values(), default=0.0))
 
 
 @dataclass(frozen=True, kw_only=True)

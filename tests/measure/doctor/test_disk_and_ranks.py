@@ -17,7 +17,7 @@ import pytest
 
 from meseta.machine.system import System
 from meseta.measure.doctor import disk, ranks
-from meseta.measure.doctor.children import Ended
+from meseta.measure.doctor.children import ProcessResult
 from source_tree import ROOT
 
 GB = 1_000_000_000
@@ -118,12 +118,12 @@ def test_a_folder_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "(ext4)" in disk.check_disk(tmp_path, System(tmp_path)).text
 
 
-def ended(monkeypatch: pytest.MonkeyPatch, *children: Ended) -> Any:
+def ended(monkeypatch: pytest.MonkeyPatch, *children: ProcessResult) -> Any:
     monkeypatch.setattr(ranks, "run_children", lambda *_: list(children))
     return ranks.check_gloo({})
 
 
-SUM, HANGS = Ended(0, "sum 3\n", ""), Ended(None, "", "")
+SUM, HANGS = ProcessResult(0, "sum 3\n", ""), ProcessResult(None, "", "")
 
 
 def test_gloo_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,15 +134,15 @@ def test_gloo_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     ("children", "words"),
     [
         (
-            (HANGS, Ended(1, "", "Trace\nRuntimeError: [enforce fail at /a/b.cc:9] no address\n")),
+            (HANGS, ProcessResult(1, "", "Trace\nRuntimeError: [enforce fail at /a/b.cc:9] no address\n")),
             "rank 1: RuntimeError: no address",
         ),
-        ((Ended(-6, "", ""), HANGS), "rank 0: the process was killed by SIGABRT"),
+        ((ProcessResult(-6, "", ""), HANGS), "rank 0: the process was killed by SIGABRT"),
         ((HANGS, HANGS), "rank 0: no answer within the time limit"),
-        ((SUM, Ended(0, "sum 2\n", "")), "found: sum 3 and sum 2"),
+        ((SUM, ProcessResult(0, "sum 2\n", "")), "found: sum 3 and sum 2"),
     ],
 )
-def test_gloo_that_fails(children: tuple[Ended, ...], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_that_fails(children: tuple[ProcessResult, ...], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = ended(monkeypatch, *children)
     assert found.state == "problem" and words in found.text and "ip link set lo up" in found.way_out
 
@@ -159,10 +159,10 @@ def test_ranks_that_do_not_meet_are_stopped(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.state == "problem" and time.monotonic() - start_s < 10
 
 
-def in_time(run: Callable[..., list[Ended]]) -> Callable[..., list[Ended]]:
+def in_time(run: Callable[..., list[ProcessResult]]) -> Callable[..., list[ProcessResult]]:
     """Ranks that are told of a second one, which never comes."""
 
-    def call(module: str, environments: list[dict[str, str]], *rest: Any) -> list[Ended]:
+    def call(module: str, environments: list[dict[str, str]], *rest: Any) -> list[ProcessResult]:
         return run(module, [{**variables, "WORLD_SIZE": "2"} for variables in environments], *rest)
 
     return call

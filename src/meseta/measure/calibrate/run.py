@@ -244,10 +244,10 @@ def error_of(predicted: Floats, measured: Floats) -> Error:
 def measure_pieces(team: Team, task: Task, pieces: RankPieces, num_threads: int) -> Measured:
     """Time the pieces of one rank, again where others disturb it."""
     arguments = {"task": task.to_dict(), "pieces": pieces, "num_rounds": 1, "threads": num_threads}
-    return Measured(task, pieces, *undisturbed(lambda: team.ask("time_pieces", **arguments)))
+    return Measured(task, pieces, *measure_undisturbed(lambda: team.ask("time_pieces", **arguments)))
 
 
-def undisturbed(measure: Callable[[], list[float]]) -> tuple[float, float]:
+def measure_undisturbed(measure: Callable[[], list[float]]) -> tuple[float, float]:
     """Seconds of (a lookup, an update) by what gives both, and the processors that others kept busy meanwhile; measured
     again where these were many."""
     fastest = (float("inf"), float("inf"))

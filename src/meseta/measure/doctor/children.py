@@ -19,7 +19,7 @@ SETTLE_S = 3.0
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProcessResult:
     """How a process ended."""
 
     code: int | None
@@ -46,7 +46,7 @@ def run_children(
     limit_s: float,
     arguments: Sequence[str] = (),
     inherited: Sequence[int] = (),
-) -> list[Ended]:
+) -> list[ProcessResult]:
     """Run `python -P -m module` once for each set of variables (beside the present ones), at the same time.
 
     `inherited` are open files that they keep. Those that still run after `limit_s` seconds are killed. Raises OSError
@@ -69,7 +69,7 @@ def run_children(
                 with suppress(subprocess.TimeoutExpired):  # one that waits for a broken driver cannot be killed
                     process.wait(SETTLE_S)
         texts = [[_text(file) for file in pair] for pair in files]
-    return [Ended(code, out, err) for code, (out, err) in zip(codes, texts, strict=True)]
+    return [ProcessResult(code, out, err) for code, (out, err) in zip(codes, texts, strict=True)]
 
 
 def _wait(processes: Sequence[Program], limit_s: float) -> None:

@@ -80,9 +80,8 @@ def operator_seconds(cost_model: CostModel, loads: Loads, devices_per_host: int 
     for name, term in lookup_terms(loads).items():
         lookup_s = lookup_s + getattr(lookup, name) * term
     update_s = np.zeros_like(loads.ids)
-    dearest = max(update.number_s.values(), default=0.0)
     for name, term in update_terms(loads).items():
-        each = update.number_s.get(name, dearest) if name in loads.optimizers else getattr(update, name)
+        each = update.number_seconds(name) if name in loads.optimizers else getattr(update, name)
         update_s = update_s + each * term
     fetch_s, step_s = _tier_seconds(cost_model, loads, devices_per_host)
     return lookup_s + fetch_s, update_s + step_s

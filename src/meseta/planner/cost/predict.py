@@ -147,8 +147,7 @@ def replica_seconds(
     update = cost_model.update
     gradient_bytes = every.num_rows * (every.columns + 1) * every.number_bytes
     row_bytes = every.row_bytes + every.state_bytes + every.columns * every.number_bytes
-    dearest = max(update.number_s.values(), default=0.0)
-    number_s = np.array([update.number_s.get(name, dearest) for name in every.optimizers])[every.optimizer]
+    number_s = np.array([update.number_seconds(name) for name in every.optimizers])[every.optimizer]
     step_s = every.distinct * (update.row_s + update.miss_s + row_bytes * update.miss_byte_s + every.columns * number_s)
     clear_s = gradient_bytes * cost_model.exchange.copy_byte_s
     return lookup_s, np.where(every.is_frozen, 0.0, add_s + step_s + clear_s)

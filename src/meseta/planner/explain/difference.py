@@ -10,7 +10,7 @@ from meseta.spec import MesetaError, Plan, Shard, TableSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moved:
+class TableMove:
     """One table under two plans."""
 
     table: str
@@ -24,7 +24,7 @@ class Moved:
     """Their bytes, with optimizer state where the tables tell it."""
 
 
-def moved(before: Plan, after: Plan, tables: Mapping[str, TableSpec]) -> list[Moved]:
+def moves_between(before: Plan, after: Plan, tables: Mapping[str, TableSpec]) -> list[TableMove]:
     """Tables whose places differ, the most bytes first. New tables and new rows are counted as moved: their ranks get
     them. A tier counts as another place.
 
@@ -53,7 +53,7 @@ def moved(before: Plan, after: Plan, tables: Mapping[str, TableSpec]) -> list[Mo
         if rows or earlier is None or earlier.sharding != entry.sharding:
             source = "" if earlier is None else describe_places(str(earlier.sharding), earlier.shards)
             found.append(
-                Moved(
+                TableMove(
                     table=entry.table,
                     before=source,
                     after=describe_places(str(entry.sharding), entry.shards),
@@ -63,7 +63,7 @@ def moved(before: Plan, after: Plan, tables: Mapping[str, TableSpec]) -> list[Mo
             )
     for entry in old.values():
         gone = describe_places(str(entry.sharding), entry.shards)
-        found.append(Moved(table=entry.table, before=gone, after="", num_rows=0, num_bytes=0))
+        found.append(TableMove(table=entry.table, before=gone, after="", num_rows=0, num_bytes=0))
     return sorted(found, key=lambda one: (-one.num_bytes, one.table))
 
 
