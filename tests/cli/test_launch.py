@@ -62,12 +62,13 @@ def test_a_rank_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch, 
 
 
 SLEEPER = """
-import sys, time, types
+import os, sys, time, types
 from meseta.cli import forked
+say = lambda value: os.write(1, f"{value}\\n".encode())  # at once: two processes say something
 sys.modules["meseta.cli.preloaded"] = types.ModuleType("preloaded")
-sys.modules["meseta.cli.main"] = types.SimpleNamespace(main=lambda: (print(sys.argv, flush=True), time.sleep(60)))
+sys.modules["meseta.cli.main"] = types.SimpleNamespace(main=lambda: (say(sys.argv), time.sleep(60)))
 command = forked.start_command(["train", "a.yaml"], "meseta rank 0")
-print(command.pid, flush=True)
+say(command.pid)
 time.sleep(60)
 """
 
