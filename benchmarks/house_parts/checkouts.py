@@ -94,6 +94,7 @@ class Allowed:
     """A difference that is meant."""
 
     part: str
+    """A pattern of the part's name."""
     what: str
     """A pattern of `Difference.what`."""
     why: str
@@ -132,8 +133,9 @@ class Ledger:
     def split(self, allowed: tuple[Allowed, ...]) -> tuple[list[Difference], dict[str, list[Difference]]]:
         """Differences that nothing allows; and, by the reason, those that something does."""
         refused, meant = [], {}
+        rules = [one for one in allowed if fnmatchcase(self.part, one.part)]
         for difference in self.differences:
-            whys = [one.why for one in allowed if one.part == self.part and fnmatchcase(difference.what, one.what)]
+            whys = [one.why for one in rules if fnmatchcase(difference.what, one.what)]
             if whys:
                 meant.setdefault(whys[0], []).append(difference)
             else:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from house_parts.checkouts import Checkout, Ledger
+from house_parts.checkouts import Checkout, Ledger, first_difference
 from house_parts.listed import agreement_seconds
 
 from meseta.spec import Topology
@@ -111,10 +111,14 @@ def compare_planned(
     if "step_s" not in old or "step_s" not in new:
         ledger.compare(name, "what does not fit", old, new)
         return
-    ledger.compare(name, "shards" + _binding(old, machines), old["shards"], new["shards"])
+    added = sum(spent for key, spent in new["collectives"].items() if key not in old["collectives"])
+    ledger.num_compared += 1
     if old["shards"] != new["shards"]:
-        told = f"{1e3 * old['step_s']:.6g} ms became {1e3 * new['step_s']:.6g} ms"
-        ledger.figures.append(f"{name}: other places, {told}")
+        told = f"{1e3 * old['step_s']:.9g} ms became {1e3 * new['step_s']:.9g} ms, {1e3 * added:.6g} of them new"
+        is_alike = abs(new["step_s"] - old["step_s"] - added) <= EXACT * old["step_s"]
+        what = "shards, as dear" if is_alike else "shards" + _binding(old, machines)
+        ledger.differ(name, what, f"{told}; {first_difference(old['shards'], new['shards'])}")
+        ledger.figures.append(f"{name}: other places: {told}")
         return
     for collective in old["collectives"]:
         pair = old["collectives"][collective], new["collectives"].get(collective, 0.0)

@@ -131,7 +131,6 @@ def _prepare(checkout: Checkout, raw: Raw, place: Path) -> dict[str, Any]:
         "print-schema": ["prepare", *raw.sources, "--out", out, *raw.options, "--print-schema"],
         "prepare": ["prepare", *raw.sources, "--out", out, *raw.options],
         "data stats": ["data", "stats", out, "--json"],
-        "data stats page": ["data", "stats", out],
         "data check": ["data", "check", out],
     }
     if raw.like is not None:

@@ -74,7 +74,7 @@ DOCUMENTS: dict[str, Any] = {
     "unknown pooling": {"features": {"f": {"table": "a", "pooling": "maximum"}}},
     "two formats": {"format": "meseta.workload/2"},
     "number as people write it": {"dense": {"flops_per_sample": "3e6"}},
-    "too large": {"tables": {"a": {"num_embeddings": 10**12, "embedding_dim": 64}}},
+    "too large": {"tables": {"a": {"num_embeddings": 10**8, "embedding_dim": 64}}},
 }
 
 

@@ -5,17 +5,80 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import yaml
 from house_parts.checkouts import Checkout, Ledger
+from house_parts.prepared import PROGRESS
 from house_parts.trained import make_data, sampled_config
 
 RUNS = (5, 15, 25)
 """Configs of one, two and four ranks."""
-RENAMED = {"agree": "agree", "gradient_exchange": "backward", "row_update": "update"}
-"""Stages and parts of a predicted step by their name now, and before."""
+PLANNED = "plan page"
+UNIT_BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+SIZE = re.compile(r"([\d.,]+) (KiB|MiB|GiB|TiB|kB|MB|GB|TB|bytes|B)\b")
+DIGITS = 0.011
+"""Relative: sizes are shown with three digits."""
+GEOMETRY = re.compile(r' (x|width|x1|x2)="[\d.]+"')
+AGREE = re.compile(r" *--s-agree: #\w+;|\.stage-agree \{[^}]*\}|<span class=\"swatch stage-agree\">\n?</span>agree ?")
+NUMBER = re.compile(r"\d[\d.,]*k?")
+RENAMED = (
+    (re.compile(r"stage-(backward|gradient_dist)"), "stage-of-gradients"),
+    (re.compile(r"stage-(update|table_update)"), "stage-of-rows"),
+    (re.compile(r"\b(backward|gradient_exchange)\b"), "gradients"),
+    (re.compile(r"\b(update|row_update)\b"), "rows"),
+    (re.compile(r"\s+"), " "),
+)
+
+
+def _without_agree(text: str) -> str:
+    return " ".join(AGREE.sub("", text).split())
+
+
+def _renamed(text: str) -> str:
+    for pattern, name in RENAMED:
+        text = pattern.sub(name, text)
+    return text
+
+
+def _without_units(text: str) -> str:
+    text = GEOMETRY.sub(r' \1="#"', text.replace("Mebibytes", "Megabytes"))
+    return re.sub(r"\b0 MiB", "0 MB", SIZE.sub("# bytes", text))
+
+
+def _without_numbers(text: str) -> str:
+    return " ".join(NUMBER.sub("#", text).split())
+
+
+MASKS = {
+    "agree": _without_agree,
+    "names of predicted parts": _renamed,
+    "units of sizes": _without_units,
+    "predicted times": _without_numbers,
+}
+"""What may differ in a page; the last of them where a plan is shown alone, whose seconds the part plans compares."""
+
+
+def sizes(text: str) -> list[float]:
+    """Bytes of all sizes in a text."""
+    return [float(number.replace(",", "")) * UNIT_BYTES.get(unit, 1) for number, unit in SIZE.findall(text)]
+
+
+def why_differs(old: str, new: str, is_plan: bool) -> str:
+    """Which masks make two pieces of pages equal, as few as do; '' where none."""
+    pair = sizes(old), sizes(new)
+    is_near = len(pair[0]) == len(pair[1]) and all(abs(a - b) <= DIGITS * a for a, b in zip(*pair, strict=True))
+    names = [name for name in MASKS if (name != "predicted times" or is_plan) and (name != "units of sizes" or is_near)]
+    for count in range(1, len(names) + 1):
+        for chosen in combinations(names, count):
+            texts = [old, new]
+            for name in chosen:
+                texts = [MASKS[name](text) for text in texts]
+            if texts[0] == texts[1]:
+                return ", ".join(chosen)
+    return ""
 
 
 def compare_reports(before: Checkout, after: Checkout, folder: Path) -> Ledger:
@@ -33,7 +96,7 @@ def compare_reports(before: Checkout, after: Checkout, folder: Path) -> Ledger:
     page = folder / "page.html"
     commands: dict[str, list[Any]] = {
         "data stats": ["data", "stats", data, "--html", page],
-        "plan page": ["plan", workload, "--topology", machines, "--html", page],
+        PLANNED: ["plan", workload, "--topology", machines, "--html", page],
     }
     folders = []
     for number in RUNS:
@@ -60,7 +123,7 @@ def _made(checkout: Checkout, command: list[Any], page: Path) -> str:
     page.unlink(missing_ok=True)
     done = checkout.meseta(*command)
     text = page.read_text() if page.exists() else ""
-    return f"{done.returncode}\n{done.stdout}{done.stderr}{re.sub(r'(?=<)', chr(10), text)}"
+    return f"{done.returncode}\n{done.stdout}{PROGRESS.sub('', done.stderr)}{re.sub(r'(?=<)', chr(10), text)}"
 
 
 def _compare_pages(ledger: Ledger, name: str, old: str, new: str) -> None:
@@ -70,5 +133,6 @@ def _compare_pages(ledger: Ledger, name: str, old: str, new: str) -> None:
     matcher = difflib.SequenceMatcher(None, *lines, autojunk=False)
     for kind, a, b, c, d in matcher.get_opcodes():
         if kind != "equal":
-            was, now = "|".join(lines[0][a:b]), "|".join(lines[1][c:d])
-            ledger.differ(name, f"{kind}: {now[:60] or was[:60]}", json.dumps([was[:200], now[:200]]))
+            was, now = "\n".join(lines[0][a:b]), "\n".join(lines[1][c:d])
+            why = why_differs(was, now, name == PLANNED)
+            ledger.differ(name, f"page: {why}" if why else "page", json.dumps([was[:200], now[:200]]))
