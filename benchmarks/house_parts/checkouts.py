@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -165,13 +166,13 @@ def first_difference(before: Any, after: Any) -> str:
         for key in sorted({*before, *after}, key=str):
             if before.get(key, _NOTHING) != after.get(key, _NOTHING):
                 return f"{key}: {first_difference(before.get(key, _NOTHING), after.get(key, _NOTHING))}"
-    if isinstance(before, list) and isinstance(after, list):
+    if isinstance(before, list | tuple) and isinstance(after, list | tuple):
         for place, (old, new) in enumerate(zip(before, after, strict=False)):
             if old != new:
                 return f"[{place}] {first_difference(old, new)}"
         return f"{len(before)} and {len(after)} entries"
     if isinstance(before, str) and isinstance(after, str):
-        place = next((n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), 0)
+        place = len(commonprefix([before, after]))  # noqa: RUF071 (characters are meant)
         return f"{_near(before, place)} became {_near(after, place)}"
     return f"{str(before)[:100]} became {str(after)[:100]}"
 

@@ -54,7 +54,9 @@ def main() -> None:
         if process == 0:
             become(arguments, folder, (files[0], files[1]))
         print(process, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+            print(code, flush=True)
 
 
 if __name__ == "__main__":

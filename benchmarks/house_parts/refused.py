@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from meseta.machine.locks import FolderLock
 from small_run import settings, tiny_data, write_config
 
 TWO_RANKS = ("--nproc", "2")
+SPEED = re.compile(r"[\d,]+ samples/s|\d+ s left")
 
 
 def compare_refused(before: Checkout, after: Checkout, folder: Path) -> Ledger:
@@ -61,7 +63,7 @@ def _refusal(
     if lock is not None:
         lock.release()
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    return done.returncode, errors, done.stderr, done.stdout
+    return done.returncode, errors, SPEED.sub("", done.stderr), done.stdout
 
 
 DOCUMENTS: dict[str, Any] = {

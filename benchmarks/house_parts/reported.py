@@ -5,12 +5,11 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import yaml
-from house_parts.checkouts import Checkout, Ledger
+from house_parts.checkouts import Checkout, Ledger, first_difference
 from house_parts.prepared import PROGRESS
 from house_parts.trained import make_data, sampled_config
 
@@ -21,64 +20,64 @@ UNIT_BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 1e3,
 SIZE = re.compile(r"([\d.,]+) (KiB|MiB|GiB|TiB|kB|MB|GB|TB|bytes|B)\b")
 DIGITS = 0.011
 """Relative: sizes are shown with three digits."""
-GEOMETRY = re.compile(r' (x|width|x1|x2)="[\d.]+"')
-AGREE = re.compile(r" *--s-agree: #\w+;|\.stage-agree \{[^}]*\}|<span class=\"swatch stage-agree\">\n?</span>agree ?")
-NUMBER = re.compile(r"\d[\d.,]*k?")
-RENAMED = (
-    (re.compile(r"stage-(backward|gradient_dist)"), "stage-of-gradients"),
-    (re.compile(r"stage-(update|table_update)"), "stage-of-rows"),
-    (re.compile(r"\b(backward|gradient_exchange)\b"), "gradients"),
-    (re.compile(r"\b(update|row_update)\b"), "rows"),
-    (re.compile(r"\s+"), " "),
-)
+NOTHING = 0.5
+"""Bytes, of an axis that begins at 0."""
+
+Rules = tuple[tuple[str, str], ...]
+MASKS: dict[str, Rules] = {
+    "agree": (
+        (r" *--s-agree: #\w+;", ""),
+        (r"\.stage-agree \{[^}]*\}", ""),
+        (r'<rect [^>]*class="stage stage-(agree|spare-0)"[^>]*>\s*<title>[^<]*\bagree:[^<]*\s*</title>\s*</rect>', ""),
+        (r'<tr>\s*<td>\s*<span class="swatch stage-(agree|spare-0)">\s*</span>agree(?s:.*?)</tr>', ""),
+        (r'<span class="swatch stage-(agree|spare-0)">\s*</span>agree', ""),
+        (r'<rect x="[\d.]+" y="[\d.]+" class="stage', '<rect class="stage'),
+        (r'\n\s*"agree": [^\n]*', ""),
+        (r",(\s*\})", r"\1"),
+        (r"\n\s*\n", "\n"),
+    ),
+    "names of predicted parts": (
+        (r"stage-(backward|gradient_dist)\b", "stage-of-gradients"),
+        (r"stage-(update|table_update)\b", "stage-of-rows"),
+        (r"\b(backward|gradient_exchange)\b", "gradients"),
+        (r"\b(update|row_update)\b", "rows"),
+        (r"[ ─━]+", " "),
+    ),
+    "units of sizes": (
+        (r"\bMebibytes\b", "Megabytes"),
+        (r'<text [^>]*class="box-detail"[^>]*>[\d.,]+ \w+\s*</text>', ""),
+        (r'<rect (class="stage[^>]*) width="[\d.]+"', r"<rect \1"),
+        (r'<(text|line) x1?="[\d.]+"', r"<\1"),
+        (r' x2="[\d.]+"', ""),
+        (SIZE.pattern, "# bytes"),
+        (r"\n\s*\n", "\n"),
+    ),
+    "predicted times": ((r"\d[\d.,]*k?", "#"), (r"[ ]+", " ")),
+}
+"""What may differ in a page, one after the other; the last where a plan is shown alone, whose seconds the part plans
+compares."""
 
 
-def _without_agree(text: str) -> str:
-    return " ".join(AGREE.sub("", text).split())
-
-
-def _renamed(text: str) -> str:
-    for pattern, name in RENAMED:
-        text = pattern.sub(name, text)
+def masked(text: str, rules: Rules) -> str:
+    """A text without what the rules find."""
+    for pattern, instead in rules:
+        text = re.sub(pattern, instead, text)
     return text
 
 
-def _without_units(text: str) -> str:
-    text = GEOMETRY.sub(r' \1="#"', text.replace("Mebibytes", "Megabytes"))
-    return re.sub(r"\b0 MiB", "0 MB", SIZE.sub("# bytes", text))
-
-
-def _without_numbers(text: str) -> str:
-    return " ".join(NUMBER.sub("#", text).split())
-
-
-MASKS = {
-    "agree": _without_agree,
-    "names of predicted parts": _renamed,
-    "units of sizes": _without_units,
-    "predicted times": _without_numbers,
-}
-"""What may differ in a page; the last of them where a plan is shown alone, whose seconds the part plans compares."""
-
-
 def sizes(text: str) -> list[float]:
-    """Bytes of all sizes in a text."""
-    return [float(number.replace(",", "")) * UNIT_BYTES.get(unit, 1) for number, unit in SIZE.findall(text)]
+    """Bytes of all sizes in a text, but for labels that are left out where they do not fit."""
+    text = masked(text, MASKS["units of sizes"][1:2])
+    found = [float(number.replace(",", "")) * UNIT_BYTES.get(unit, 1) for number, unit in SIZE.findall(text)]
+    return [size for size in found if size > NOTHING]
 
 
-def why_differs(old: str, new: str, is_plan: bool) -> str:
-    """Which masks make two pieces of pages equal, as few as do; '' where none."""
-    pair = sizes(old), sizes(new)
-    is_near = len(pair[0]) == len(pair[1]) and all(abs(a - b) <= DIGITS * a for a, b in zip(*pair, strict=True))
-    names = [name for name in MASKS if (name != "predicted times" or is_plan) and (name != "units of sizes" or is_near)]
-    for count in range(1, len(names) + 1):
-        for chosen in combinations(names, count):
-            texts = [old, new]
-            for name in chosen:
-                texts = [MASKS[name](text) for text in texts]
-            if texts[0] == texts[1]:
-                return ", ".join(chosen)
-    return ""
+def places(old: str, new: str) -> list[tuple[str, str]]:
+    """The pieces in which two texts differ."""
+    lines = old.splitlines(), new.splitlines()
+    matcher = difflib.SequenceMatcher(None, *lines, autojunk=False)
+    return [("\n".join(lines[0][a:b]), "\n".join(lines[1][c:d])) for kind, a, b, c, d in matcher.get_opcodes()
+            if kind != "equal"]  # fmt: skip
 
 
 def compare_reports(before: Checkout, after: Checkout, folder: Path) -> Ledger:
@@ -114,7 +113,7 @@ def compare_reports(before: Checkout, after: Checkout, folder: Path) -> Ledger:
     commands["comparison"] = ["report", *folders, "--out", page]
     for name, command in commands.items():
         old, new = (_made(checkout, command, page) for checkout in (before, after))
-        _compare_pages(ledger, name, old, new)
+        compare_pages(ledger, name, old, new)
     return ledger
 
 
@@ -126,13 +125,22 @@ def _made(checkout: Checkout, command: list[Any], page: Path) -> str:
     return f"{done.returncode}\n{done.stdout}{PROGRESS.sub('', done.stderr)}{re.sub(r'(?=<)', chr(10), text)}"
 
 
-def _compare_pages(ledger: Ledger, name: str, old: str, new: str) -> None:
-    """A difference for each place where one page has other lines."""
+def compare_pages(ledger: Ledger, name: str, old: str, new: str) -> None:
+    """A difference for each mask that makes two pages more alike, and for each place that stays different."""
     ledger.num_compared += 1
-    lines = old.splitlines(), new.splitlines()
-    matcher = difflib.SequenceMatcher(None, *lines, autojunk=False)
-    for kind, a, b, c, d in matcher.get_opcodes():
-        if kind != "equal":
-            was, now = "\n".join(lines[0][a:b]), "\n".join(lines[1][c:d])
-            why = why_differs(was, now, name == PLANNED)
-            ledger.differ(name, f"page: {why}" if why else "page", json.dumps([was[:200], now[:200]]))
+    pair = sizes(old), sizes(new)
+    is_near = len(pair[0]) == len(pair[1]) and all(abs(a - b) <= DIGITS * a for a, b in zip(*pair, strict=True))
+    if not is_near:
+        ledger.differ(name, "page: other sizes", first_difference(*pair))
+    left = places(old, new)
+    for what, rules in MASKS.items():
+        if left and (what != "predicted times" or name == PLANNED):
+            old, new = masked(old, rules), masked(new, rules)
+            remaining = places(old, new)
+            if len(remaining) < len(left):
+                ledger.differ(
+                    name, f"page: {what}", f"in {len(left) - len(remaining)} places, as {list(left[0])}"[:300]
+                )
+            left = remaining
+    for was, now in left:
+        ledger.differ(name, "page", json.dumps([was[:200], now[:200]]))
