@@ -105,6 +105,8 @@ def main() -> None:
                 ledgers.append(compare_speed(before, after, folder, options.speeds.split(","), options.turns))
             else:
                 ledgers.append(PARTS[part](before, after, folder))
+    for checkout in (before, after):
+        checkout.close()
     print("\n".join(table(ledgers, ALLOWED)))
     sys.exit(any(ledger.split(ALLOWED)[0] for ledger in ledgers))
 

@@ -30,7 +30,10 @@ class Checkout:
     def __init__(self, name: str, root: Path) -> None:
         self.name, self.root = name, root
         self.interpreter = str(root / ".venv/bin/python")
-        self._files = tempfile.TemporaryDirectory(prefix=f"meseta-house-{name}-")
+
+    @cached_property
+    def _files(self) -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory(prefix=f"meseta-house-{self.name}-")
 
     @cached_property
     def _server(self) -> subprocess.Popen[bytes]:
@@ -61,11 +64,11 @@ class Checkout:
 
     def close(self) -> None:
         """End the process that commands are forked from."""
-        requests = self._server.stdin
-        assert requests is not None
-        requests.close()
-        self._server.wait()
-        self._files.cleanup()
+        if "_server" in vars(self):
+            with self._server as server:
+                assert server.stdin is not None
+                server.stdin.close()
+            self._files.cleanup()
 
     def succeed(self, *arguments: object) -> None:
         """Run a command that has to end well."""
