@@ -20,7 +20,7 @@ if str(ROOT / "tests") not in sys.path:
 
 from data.new_files import KINDS, SCHEMA, columns, svm_lines, without, write_csv, write_lines, write_parquet
 
-PROGRESS = re.compile(r".*[━╸].*\n?|\d+(\.\d+)? m?s\b")
+PROGRESS = re.compile(r".*[━╸].*\n?|\d+(\.\d+)? m?s\b|[\d,]+ rows/s")
 """Lines of live progress, and times."""
 
 
