@@ -104,7 +104,9 @@ CASES: dict[str, Callable[[Path], Raw]] = {
     "split by time": of_columns("--split-by", "time", "--test-fraction", "0.2", "--valid-fraction", "0.1"),
     "split after a time": inferred("--time", "when", "--test-after", "1700020000", "--valid-after", "1700010000"),
     "split by group": of_columns("--split-by", "group", "--test-fraction", "0.3"),
-    "two labels": of_columns(label=None, labels=["click", "hour"], dense=["price"], categorical=["shop", "city"]),
+    "two labels": of_columns(
+        label=None, signed=None, labels=["click", "hour"], dense=["price"], categorical=["shop", "city"]
+    ),
     "bad rows": _bad_rows,
 }
 

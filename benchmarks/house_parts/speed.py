@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 from bench_chosen_split import interval
 from house_parts.checkouts import Checkout, Ledger
-from house_parts.trained import sampled_config
+from house_parts.trained import main_config
 from record import record
 
 CASES = ("d16_2k", "d64_2k")
@@ -21,7 +21,7 @@ LEAST = 0.98
 MOST_HELP = 1.05
 AGAIN = 25
 """Turns of a case that fails the first time."""
-NUM_ROWS = 400_000
+NUM_ROWS = 200_000
 PLANNED = (1000, 128)
 INGEST = """
 import json, sys
@@ -139,10 +139,7 @@ def prepare_cases(before: Checkout, folder: Path) -> None:
     """A raw log, its dataset, and a run that stands before its last step."""
     before.succeed("data", "synth", "--out", folder / "raw", "--rows", NUM_ROWS, "--scale", 0.01)
     before.succeed("prepare", folder / "raw/day_0.tsv", "--out", folder / "data")
-    document, _ = sampled_config(5, folder / "data")
-    document |= {"run_dir": str(folder / "run")}
-    document["train"] |= {"max_steps": 200, "accumulate_steps": 1, "batch_size": 1024}
-    document["checkpoint"] = {"every_steps": 100}
+    document = {**main_config(before, folder / "data"), "run_dir": str(folder / "run")}
     (folder / "half.yaml").write_text(yaml.safe_dump(document))
     document["train"]["max_steps"] += 1
     (folder / "resumed.yaml").write_text(yaml.safe_dump(document))
