@@ -85,6 +85,11 @@ def _lists(folder: Path) -> Raw:
     return Raw([write_parquet(folder / "log.parquet", columns(1))])
 
 
+def _two_labels(folder: Path) -> Raw:
+    table = {**without(columns(), "tags"), "bought": [int(row % 5 == 0) for row in range(len(columns()["click"]))]}
+    return Raw([write_csv(folder / "log.csv", table)], ["--label", "click,bought"])
+
+
 def _comments(folder: Path) -> Raw:
     lines = [f"{line} # row {row}" for row, line in enumerate(svm_lines(fields=False, qid=True))]
     return Raw([write_lines(folder / "log.svm", lines)], ["--split-by", "group", "--valid-fraction", "0.2"])
@@ -104,9 +109,7 @@ CASES: dict[str, Callable[[Path], Raw]] = {
     "split by time": of_columns("--split-by", "time", "--test-fraction", "0.2", "--valid-fraction", "0.1"),
     "split after a time": inferred("--time", "when", "--test-after", "1700020000", "--valid-after", "1700010000"),
     "split by group": of_columns("--split-by", "group", "--test-fraction", "0.3"),
-    "two labels": of_columns(
-        label=None, signed=None, labels=["click", "hour"], dense=["price"], categorical=["shop", "city"]
-    ),
+    "two labels": _two_labels,
     "bad rows": _bad_rows,
 }
 
