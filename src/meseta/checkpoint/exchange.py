@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -80,17 +81,23 @@ class Job:
 
 def rounds(jobs: Sequence[Job], limit_bytes: int) -> list[list[Job]]:
     """Consecutive jobs that are exchanged at once, ordered by writer: as many as have no more than `limit_bytes` for
-    each writer, at least one each. A model of thousands of small tables would else wait for the ranks at every table.
+    each writer and from each sender, at least one. A model of thousands of small tables would else wait for the ranks at
+    every table.
     """
     found: list[list[Job]] = []
-    filled: dict[int, int] = {}
+    written, sent = Counter[int](), Counter[int]()
     for job in jobs:
         size = sum(piece.num_bytes for piece in job.pieces)
-        if not found or (job.writer in filled and filled[job.writer] + size > limit_bytes):
+        sends = Counter[int]()
+        for piece in job.pieces:
+            sends[piece.sender] += piece.num_bytes if piece.sender != job.writer else 0
+        is_full = written[job.writer] + size > limit_bytes and written[job.writer] > 0
+        if not found or is_full or any(sent[rank] and sent[rank] + sends[rank] > limit_bytes for rank in sends):
             found.append([])
-            filled = {}
+            written, sent = Counter(), Counter()
         found[-1].append(job)
-        filled[job.writer] = filled.get(job.writer, 0) + size
+        written[job.writer] += size
+        sent += sends
     return [sorted(together, key=lambda job: job.writer) for together in found]
 
 

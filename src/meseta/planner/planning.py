@@ -7,6 +7,7 @@ from functools import partial
 
 from meseta.planner.cost.documented import documented_cost_model
 from meseta.planner.cost.loads import WorkloadLoads
+from meseta.planner.cost.memory import RunBytes
 from meseta.planner.cost.placement import Placement
 from meseta.planner.cost.predict import Prediction, predict
 from meseta.planner.explain.fixes import Fix, PlanTask, fixes, too_much
@@ -72,13 +73,16 @@ def find_plan(
     topology: Topology,
     cost_model: CostModel | None = None,
     constraints: Constraints | None = None,
+    run: RunBytes | None = None,
 ) -> Planned:
-    """`make_plan`, with the prediction, the runners-up and the bound beside the plan."""
+    """`make_plan`, with the prediction, the runners-up and the bound beside the plan. `run` is what a run adds to the
+    memory of its plan."""
     task = PlanTask(
         workload=workload,
         topology=topology,
         cost_model=cost_model or documented_cost_model(topology.device),
         constraints=constraints or Constraints(),
+        run=run,
     )
     task.constraints.check(workload.tables, topology)
     found = _find(task)
@@ -101,7 +105,15 @@ def _find(task: PlanTask) -> Planned | Problem:
     while True:
         for spill in spills:
             make = partial(
-                make_problem, workload, topology, task.cost_model, constraints, spill=spill, kept=kept, loads=loads
+                make_problem,
+                workload,
+                topology,
+                task.cost_model,
+                constraints,
+                spill=spill,
+                kept=kept,
+                loads=loads,
+                run=task.run,
             )
             problem = make()
             found = _best(problem)
@@ -153,4 +165,4 @@ def _best(problem: Problem) -> Planned | None:
 
 def _judge(problem: Problem, assignment: Assignment) -> Prediction:
     plan = problem.plan(assignment)
-    return predict(plan, problem.workload, problem.topology, problem.cost_model, loads=problem.loads)
+    return predict(plan, problem.workload, problem.topology, problem.cost_model, loads=problem.loads, run=problem.run)

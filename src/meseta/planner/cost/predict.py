@@ -10,7 +10,7 @@ import numpy as np
 from meseta.planner.cost.documented import documented_cost_model
 from meseta.planner.cost.exchange import Collective, collectives
 from meseta.planner.cost.loads import Loads, WorkloadLoads
-from meseta.planner.cost.memory import Bytes, memory
+from meseta.planner.cost.memory import BatchLoads, Bytes, RunBytes, memory
 from meseta.planner.cost.neural import collective_ratio, rank_seconds
 from meseta.planner.cost.operators import operator_seconds
 from meseta.planner.cost.placement import Placement
@@ -61,6 +61,7 @@ def predict(
     cost_model: CostModel | None = None,
     *,
     loads: WorkloadLoads | None = None,
+    run: RunBytes | None = None,
 ) -> Prediction:
     """Predict a step of `workload` under a checked `plan`.
 
@@ -71,6 +72,7 @@ def predict(
         cost_model: measured or documented constants, and networks that correct them, if it has any; None: as
             documented for the kind of device.
         loads: of the workload, where they were made before: a search makes them once.
+        run: what a run adds to the memory of a plan and a workload; None: no run is known of.
 
     Raises MesetaError where the plan is for other ranks or hosts than the topology has, or for other tables.
     """
@@ -111,7 +113,7 @@ def predict(
         seconds=seconds,
         step_s=step_s,
         bottleneck=int((lookup + update).argmax()),
-        memory_bytes=memory(placement, sharded, replicated, loads, transfers, share),
+        memory_bytes=memory(BatchLoads(placement, sharded, replicated, loads, transfers), share, run),
         collectives=exchanged,
     )
 

@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from meseta.planner.cost.memory import RunBytes
 from meseta.planner.cost.sizes import cell_bytes
 from meseta.planner.search.assignment import NO_LIMIT, BusySeconds
 from meseta.planner.search.option_costs import OptionCosts
@@ -31,6 +32,8 @@ class PlanTask:
     topology: Topology
     cost_model: CostModel
     constraints: Constraints
+    run: RunBytes | None = None
+    """What a run adds to the memory of its plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +96,9 @@ def fits(task: PlanTask) -> bool:
     topology = task.topology
     for spill in (False, True) if topology.host_bytes or topology.disk_bytes else (False,):
         try:
-            problem = make_problem(task.workload, topology, task.cost_model, task.constraints, spill=spill)
+            problem = make_problem(
+                task.workload, topology, task.cost_model, task.constraints, spill=spill, run=task.run
+            )
         except MesetaError:
             return False
         costs = OptionCosts(problem)
