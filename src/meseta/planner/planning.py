@@ -14,6 +14,7 @@ from meseta.planner.explain.fixes import Fix, PlanTask, fixes, too_much
 from meseta.planner.search.assignment import Assignment
 from meseta.planner.search.keeping import kept_tables, release_one_kept
 from meseta.planner.search.planned import Planned
+from meseta.planner.search.pricing import Prices
 from meseta.planner.search.problem import Problem, make_problem
 from meseta.planner.search.refine import refine_by_prediction
 from meseta.planner.search.search import search
@@ -112,8 +113,7 @@ def _find(task: PlanTask) -> Planned | Problem:
                 constraints,
                 spill=spill,
                 kept=kept,
-                loads=loads,
-                run=task.run,
+                prices=Prices(loads, topology, task.cost_model, run=task.run),
             )
             problem = make()
             found = _best(problem)
@@ -135,7 +135,9 @@ def _again(found: Planned, make: Callable[..., Problem]) -> Planned:
     placement = Placement.of(found.plan, problem.loads, problem.topology.devices_per_host)
     cache_bytes = problem.cost_model.cache.cache_bytes
     held = problem.loads.held_samples(placement.sharded, placement.owner, placement.num_ranks, cache_bytes)
-    other = _best(make(held_samples=float(held[found.prediction.bottleneck])))
+    held_samples = float(held[found.prediction.bottleneck])
+    prices = Prices(problem.loads, problem.topology, problem.cost_model, held_samples, problem.run)
+    other = _best(make(prices=prices))
     return other if other is not None and other.prediction.step_s < found.prediction.step_s else found
 
 

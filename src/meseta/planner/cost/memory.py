@@ -22,19 +22,22 @@ from meseta.spec.transfer import Transfer, step_transfers
 
 Phase = Literal["start", "first step", "steady", "evaluation", "checkpoint"]
 PHASES: tuple[Phase, ...] = ("start", "first step", "steady", "evaluation", "checkpoint")
-MemoryPart = Literal["tables", "optimizer_state", "dense_part", "activations", "reading", "saving", "copies"]
+MemoryPart = Literal["tables", "optimizer_state", "dense_part", "activations", "reading", "saving", "copies", "process"]
 MEMORY_PARTS: tuple[MemoryPart, ...] = (
-    "tables", "optimizer_state", "dense_part", "activations", "reading", "saving", "copies",
+    "tables", "optimizer_state", "dense_part", "activations", "reading", "saving", "copies", "process",
 )  # fmt: skip
 """Rows, and gradients of replicas; state of the rows; parameters, gradients and moments; a batch on its way, with the
 buffers of its exchange; batches made ahead; blocks of a checkpoint on their way to files; what a save in the background
-is written from."""
+is written from; what the process takes beside."""
 DENSE_COPIES = 4
 """A parameter, its gradient, and the two moments of Adam; other optimizers keep fewer."""
 SORT_BYTES = 24
 """Scratch of an id while an update sorts it: row and position, twice, and its bag."""
 FRAME_BYTES = 16384
 """What the file of a block has beside its rows, at most."""
+PROCESS_BYTES = 32 << 20
+"""Of a rank, beside what is counted: stacks of threads, what allocators keep, results of an evaluation; 0 to 25 MB by
+/proc of runs with 1 GB of tables."""
 
 Bytes = Mapping[Phase, Mapping[Memory, Floats]]
 PartBytes = Mapping[Phase, Mapping[Memory, Mapping[MemoryPart, Floats]]]
@@ -57,6 +60,8 @@ class RunBytes:
     """Micro-batches that each rank takes its slice in."""
     reading_bytes: int = 0
     """Decoded windows and batches made ahead, in the host's memory of a rank."""
+    process_bytes: int = 0
+    """What the process takes beside, see PROCESS_BYTES."""
     copies: bool = False
     """Whether checkpoints are written in the background, from copies that are kept: see `copy_bytes`."""
 
@@ -67,50 +72,6 @@ def rows_and_state(table: TableSpec, shard: Shard) -> tuple[int, int]:
     cells = shard.num_rows * shard.num_columns
     state = (per_element * cells + per_row * shard.num_rows) * compute_bytes(table)
     return cells * value_bytes(table), state
-
-
-def replica_bytes(table: TableSpec, shard: Shard) -> int:
-    """Bytes of the gradient of a replica, which ranks add up: every number, and a mark per row."""
-    return shard.num_rows * (shard.num_columns + 1) * compute_bytes(table)
-
-
-def memory(
-    placement: Placement,
-    sharded: Loads,
-    replicated: Loads,
-    workload: WorkloadLoads,
-    transfers: Sequence[Transfer],
-    cached_share: float,
-) -> Bytes:
-    """Bytes of every rank [R] by phase and memory: 'hbm' of its device, 'host' and 'disk' of its host for this rank.
-
-    Rows, state and gradients of replicas are exact. Buffers are those of one step without micro-batches, at their peak:
-    in the forward pass ids, answers on both sides and the bags; in the backward pass gradients on both sides beside the
-    bags' own gradient, and what sorting takes. Between steps they are free again, yet devices keep them reserved.
-    """
-    ranks, dense = placement.num_ranks, workload.workload.dense
-    tables = _stored(placement, sharded, replicated, cached_share)
-    gradients = piece_bytes(transfers, ["replicas"], replicated, placement, ranks).sum()
-    samples = workload.workload.batch_size / ranks
-    activations = dense.activation_bytes_per_sample * samples
-    forward, backward = _buffers(placement, sharded, replicated, workload, transfers)
-    zeros = np.zeros(ranks)
-    on_device: dict[Phase, Floats] = {
-        "start": zeros + dense.parameter_bytes,
-        "evaluation": forward + activations / 2 + gradients + DENSE_COPIES * dense.parameter_bytes,
-        "checkpoint": zeros + gradients + DENSE_COPIES * dense.parameter_bytes,
-    }
-    on_device["first step"] = np.maximum(forward, backward) + activations + on_device["checkpoint"]
-    on_device["steady"] = on_device["first step"]
-    on_host = zeros + CHECKPOINT_BLOCKS * BLOCK_BYTES
-    return {
-        phase: {
-            HBM: tables[HBM] + on_device[phase],
-            HOST: tables[HOST] + (on_host if phase == "checkpoint" else 0.0),
-            DISK: tables[DISK],
-        }
-        for phase in PHASES
-    }
 
 
 def copy_bytes(pieces: Iterable[tuple[TableSpec, Shard]]) -> int:
@@ -216,6 +177,7 @@ def memory_parts(batch: BatchLoads, cached_share: float, run: RunBytes | None = 
             "tables": rows[HOST],
             "optimizer_state": state[HOST],
             "reading": zeros + run.reading_bytes,
+            "process": zeros + run.process_bytes,
             "saving": zeros + (saving if saves else 0),
             "copies": zeros if phase in ("start", "first step") else copies,
         }
@@ -306,4 +268,4 @@ def fixed_bytes(loads: WorkloadLoads, ranks: int, run: RunBytes) -> tuple[int, i
     moving += ids_bytes(loads) * samples / run.num_parts
     saving = save_bytes(loads.workload.tables, ranks, WRITES_IN_FLIGHT if ranks > 1 else 0)
     copied = dense.parameter_bytes if run.copies else 0
-    return int(moving) + dense_bytes, saving + run.reading_bytes + copied
+    return int(moving) + dense_bytes, saving + run.reading_bytes + run.process_bytes + copied

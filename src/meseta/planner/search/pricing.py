@@ -243,7 +243,7 @@ class Prices:
             ]
         )
 
-    def fixed_bytes(self) -> tuple[int, int]:
+    def bytes_anyway(self) -> tuple[int, int]:
         """Bytes of its device and of its host's memory that every rank holds beside tables and what their exchange
         takes."""
         return fixed_bytes(self.loads, self.topology.num_ranks, self.run)

@@ -14,7 +14,7 @@ from meseta.comm.dense_shards import cut_modules
 from meseta.config import CheckpointConfig, RunConfig
 from meseta.data.dataset import Dataset
 from meseta.machine.system import System, free_memory_bytes, read_limits
-from meseta.planner.cost.memory import DENSE_COPIES, PHASES, Phase, RunBytes, plan_memory
+from meseta.planner.cost.memory import DENSE_COPIES, PHASES, PROCESS_BYTES, Phase, RunBytes, plan_memory
 from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, Plan, TableSpec, Workload
 from meseta.telemetry.shown import byte_size
 from meseta.train.setup.outline import score_bytes, step_bytes
@@ -40,6 +40,8 @@ class MemoryNeed:
     """Blocks of a checkpoint on their way to files, in the host's memory."""
     copies: int
     """What a save in the background is written from, in the host's memory."""
+    process: int
+    """Stacks of threads and what allocators keep, in the host's memory."""
 
     @property
     def total(self) -> int:
@@ -48,7 +50,7 @@ class MemoryNeed:
     @property
     def on_device(self) -> MemoryNeed:
         """Without what lies in the memory of the host."""
-        return replace(self, reading=0, saving=0, copies=0)
+        return replace(self, reading=0, saving=0, copies=0, process=0)
 
     def __str__(self) -> str:
         """What there is of each, for the message."""
@@ -93,7 +95,8 @@ def run_bytes(config: RunConfig, dataset: Dataset, outline: nn.Module, num_ranks
     """What a run adds to its plan on so many ranks, `per_host` of them on a host; of the model, `outline` has the
     shapes, as meseta.train.setup.outline makes it."""
     train = config.train
-    part_size = -(-(-(-train.batch_size // num_ranks)) // train.accumulate_steps)
+    batch_size = -(-train.batch_size // num_ranks)
+    part_size = -(-batch_size // train.accumulate_steps)
     lookups = sum(column.statistics.mean_pooling_factor for column in dataset.sparse)
     sample_bytes = 4 * (1 + len(dataset.dense)) + 8 * lookups
     # A window as decoded and as Arrow has it, while the next one is read.
@@ -106,6 +109,7 @@ def run_bytes(config: RunConfig, dataset: Dataset, outline: nn.Module, num_ranks
         eval_batch_size=train.eval_batch_size,
         num_parts=train.accumulate_steps,
         reading_bytes=int(ahead * sample_bytes),
+        process_bytes=PROCESS_BYTES,
         copies=copies_of_run(config.checkpoint.model_copy(update={"keep_best": config.keeps_best})),
     )
 
