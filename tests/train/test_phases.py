@@ -63,6 +63,6 @@ def check(found: list[dict[str, list[int]]]) -> None:
             assert peak <= predicted <= 1.3 * peak, (rank, phase, predicted, peak)
 
 
-@pytest.mark.parametrize("case", sample(CASES, k=1, seed=0))
+@pytest.mark.parametrize("case", sample(CASES, k=1, seed=2))
 def test_phases_hold_what_is_predicted(case: dict[str, object], tiny: Path, tmp_path: Path) -> None:
     check(measure(tmp_path, tiny, **case))  # type: ignore[arg-type]
