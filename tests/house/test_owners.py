@@ -185,3 +185,44 @@ def test_the_rule_of_circles_bites() -> None:
     trees = [(path, ast.parse(text)) for path, text in sources.items()]
     assert circles(trees) == {"meseta.a", "meseta.b", "meseta.d"}
     assert circles(trees[:2]) == set()
+
+
+MEMORY_MODEL = {
+    "planner/cost/memory.py": {
+        "DENSE_COPIES", "SORT_BYTES", "FRAME_BYTES", "PHASES", "RunBytes",
+        "rows_and_state", "copy_bytes", "save_bytes", "fixed_bytes", "memory_parts",
+    },
+    "spec/blocks.py": {"WRITES_IN_FLIGHT"},
+}  # fmt: skip
+"""By module: what bytes of a phase of a run are made of, and the functions that make them."""
+OTHER_PHASES = {"train/verify/steps.py"}
+"""PHASES there are those of a comparison."""
+
+
+def memory_models(trees: Iterable[tuple[str, ast.Module]]) -> set[tuple[str, str]]:
+    """(module, name) of every part of the memory model that stands outside of its module, under its name."""
+    homes = {name: path for path, names in MEMORY_MODEL.items() for name in names}
+    found = set()
+    for path, tree in trees:
+        for node in ast.walk(tree):
+            names = [node.name] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else []
+            if isinstance(node, (ast.Assign, ast.AnnAssign)):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = [target.id for target in targets if isinstance(target, ast.Name)]
+            found |= {(path, name.lstrip("_")) for name in names if homes.get(name.lstrip("_"), path) != path}
+    return {(path, name) for path, name in found if not (path in OTHER_PHASES and name == "PHASES")}
+
+
+def test_one_module_says_what_a_phase_holds() -> None:
+    assert memory_models(modules()) == set()
+    defined = {path: ast.unparse(tree) for path, tree in modules() if path in MEMORY_MODEL}
+    assert all(name in defined[path] for path, names in MEMORY_MODEL.items() for name in names), "a name has gone"
+
+
+def test_the_rule_of_memory_bites() -> None:
+    trees = [
+        ("checkpoint/saving.py", ast.parse("_WRITES_IN_FLIGHT = 6")),
+        ("train/setup/memory.py", ast.parse("DENSE_COPIES: int = 4")),
+        ("planner/search/pricing.py", ast.parse("class Prices:\n    def fixed_bytes(self): pass")),
+    ]
+    assert {name for _, name in memory_models(trees)} == {"WRITES_IN_FLIGHT", "DENSE_COPIES", "fixed_bytes"}

@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 
 from integer_program import Program
 from meseta.planner import documented_cost_model, find_plan, make_plan, predict
+from meseta.planner.cost.loads import WorkloadLoads
+from meseta.planner.cost.memory import RunBytes, plan_memory
 from meseta.planner.search.assignment import NO_LIMIT, Assignment, Machine, Options
 from meseta.planner.search.partition import place_by_differencing, place_greedily
+from meseta.planner.search.pricing import Prices
 from meseta.planner.search.problem import make_problem
 from meseta.planner.search.search import search
 from meseta.spec import (
@@ -228,3 +231,20 @@ def test_tables_that_nothing_reads_and_no_tables_at_all() -> None:
     found = find_plan(unread, topology)
     assert len(found.plan.tables) == 1
     assert found.bound.step_s <= found.prediction.step_s
+
+
+@given(num_ranks=st.integers(1, 4), scheme=st.sampled_from(["table_wise", "row_wise", "column_wise"]))
+@settings(max_examples=8, deadline=None)
+def test_the_closed_form_holds_what_the_one_function_says(num_ranks: int, scheme: str) -> None:
+    """Of a plan without tables: what ranks hold anyway, on device and host, where a run adds to it and where not."""
+    workload = random_workload(6, 11, batch_size=4096)
+    plan = Plan.from_dict({"tables": {"*": scheme}}, workload.tables, num_ranks)
+    runs = (None, RunBytes(dense_bytes=7, step_bytes=1000, evaluation_bytes=0, num_parts=2, reading_bytes=13))
+    for run in runs:
+        topology = Topology(devices_per_host=num_ranks)
+        prices = Prices(WorkloadLoads(workload), topology, documented_cost_model("cpu"), run=run)
+        on_device, on_host = prices.bytes_anyway()
+        parts = plan_memory(plan, workload, num_ranks, run=run)
+        nothing = plan_memory(Plan(num_ranks=num_ranks, tables=()), workload, num_ranks, run=run)
+        assert sum(nothing["steady"]["hbm"].values()).max() <= on_device + 1
+        assert (on_host >= sum(parts["checkpoint"]["host"].values()) - 1).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from meseta.checkpoint.layout import BlockSchema, Column, TableLayout
 from meseta.comm import World
+from meseta.ops.memory import empty
 from meseta.spec import Shard, TablePlan
 from meseta.storage import TableStorage, as_stored
 
@@ -80,24 +82,30 @@ class Job:
 
 def rounds(jobs: Sequence[Job], limit_bytes: int) -> list[list[Job]]:
     """Consecutive jobs that are exchanged at once, ordered by writer: as many as have no more than `limit_bytes` for
-    each writer, at least one each. A model of thousands of small tables would else wait for the ranks at every table.
+    each writer and from each sender, at least one. A model of thousands of small tables would else wait for the ranks
+    at every table.
     """
     found: list[list[Job]] = []
-    filled: dict[int, int] = {}
+    written, sent = Counter[int](), Counter[int]()
     for job in jobs:
         size = sum(piece.num_bytes for piece in job.pieces)
-        if not found or (job.writer in filled and filled[job.writer] + size > limit_bytes):
+        sends = Counter[int]()
+        for piece in job.pieces:
+            sends[piece.sender] += piece.num_bytes if piece.sender != job.writer else 0
+        is_full = written[job.writer] + size > limit_bytes and written[job.writer] > 0
+        if not found or is_full or any(sent[rank] and sent[rank] + sends[rank] > limit_bytes for rank in sends):
             found.append([])
-            filled = {}
+            written, sent = Counter(), Counter()
         found[-1].append(job)
-        filled[job.writer] = filled.get(job.writer, 0) + size
+        written[job.writer] += size
+        sent += sends
     return [sorted(together, key=lambda job: job.writer) for together in found]
 
 
 def pack(world: World, jobs: Sequence[Job], local: LocalShards) -> Tensor:
     """[bytes] uint8 on the world's device: what this rank sends of all jobs, which are ordered by writer."""
     pieces = [piece for job in jobs for piece in job.sent_by(world.rank)]
-    buffer = torch.empty(sum(piece.num_bytes for piece in pieces), dtype=torch.uint8, device=world.device)
+    buffer = empty((sum(piece.num_bytes for piece in pieces),), torch.uint8, world.device, keep=False)
     offset = 0
     for piece in pieces:
         values = _held(local, piece)
@@ -118,7 +126,8 @@ def exchange(world: World, jobs: Sequence[Job], packed: Tensor) -> list[tuple[Jo
     ]
     for _, piece in sent:
         receive_splits[piece.sender] += piece.num_bytes
-    received = world.all_to_all(packed, send_splits, receive_splits, "blocks of a checkpoint").wait().cpu()
+    blocks = world.all_to_all(packed, send_splits, receive_splits, "blocks of a checkpoint", keep=False)
+    received = blocks.wait().cpu()
     parts: list[list[Tensor]] = [[] for _ in mine]
     for (index, _), part in zip(sent, received.split([piece.num_bytes for _, piece in sent]), strict=True):
         parts[index].append(part)
@@ -130,7 +139,7 @@ def unpack(job: Job, received: Sequence[Tensor], local: LocalShards) -> dict[str
     num_rows = job.rows[1] - job.rows[0]
     schema = job.layout.schema
     whole = len(job.pieces) == 1
-    values = {} if whole else {c.name: np.empty(schema.shape(c, num_rows), dtype=c.stored) for c in schema.columns}
+    values = {} if whole else {c.name: _room(schema.shape(c, num_rows), c.stored) for c in schema.columns}
     arrived = iter(received)
     for piece in job.pieces:
         rows = slice(piece.rows[0] - job.rows[0], piece.rows[1] - job.rows[0])
@@ -144,6 +153,12 @@ def unpack(job: Job, received: Sequence[Tensor], local: LocalShards) -> dict[str
             else:
                 values[column.name][rows] = part
     return values
+
+
+def _room(shape: tuple[int, ...], stored: str) -> np.ndarray:
+    """An array whose memory goes back to the system with it: a process would keep that of every block."""
+    room: np.ndarray = empty(shape, getattr(torch, stored), keep=False).numpy()
+    return room
 
 
 def _held(local: LocalShards, piece: Piece) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from meseta.machine.files import file_name, former_file_name, has_controls
 from meseta.spec import MesetaError, TableSpec
+from meseta.spec.blocks import BLOCK_BYTES, ID_BYTES, block_rows
 from meseta.storage import ROW
 
 StoredType = Literal[
@@ -20,9 +21,7 @@ StoredType = Literal[
     "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8",
 ]  # fmt: skip
 """What a column's values may be."""
-BLOCK_BYTES = 32 << 20
-"""A block holds the largest power of two of rows that fits here, so 16 to 32 MiB."""
-MOST_ROW_BYTES = 32 << 20
+MOST_ROW_BYTES = BLOCK_BYTES
 """A row with its id and states may have no more: a block is read whole."""
 STORED_TYPES = get_args(StoredType)
 ID = "id"
@@ -59,12 +58,12 @@ class BlockSchema:
     @property
     def row_bytes(self) -> int:
         """Bytes of one logical row with its id and state."""
-        return 8 + sum(np.dtype(c.stored).itemsize * self.width(c) for c in self.columns)
+        return ID_BYTES + sum(np.dtype(c.stored).itemsize * self.width(c) for c in self.columns)
 
     @property
     def block_rows(self) -> int:
         """Rows of every block but the last."""
-        return 1 << (max(BLOCK_BYTES // self.row_bytes, 1).bit_length() - 1)
+        return block_rows(self.row_bytes, BLOCK_BYTES)
 
     @property
     def frame_bytes(self) -> int:

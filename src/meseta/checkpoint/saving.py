@@ -17,15 +17,12 @@ from meseta.checkpoint.dense import write_dense
 from meseta.checkpoint.directory import begin, checkpoint_path, commit, discard, temporary_path
 from meseta.checkpoint.exchange import Job, LocalShards, exchange, pack, rounds, unpack
 from meseta.checkpoint.failures import on_first, together
-from meseta.checkpoint.layout import BLOCK_BYTES, TableLayout, block_path, table_folder
+from meseta.checkpoint.layout import TableLayout, block_path, table_folder
 from meseta.checkpoint.manifest import build_manifest, check_state, write_manifest
 from meseta.comm import World
 from meseta.spec import MesetaError, Plan
+from meseta.spec.blocks import BLOCK_BYTES, WRITES_IN_FLIGHT
 from meseta.storage import TableStorage
-
-_WRITES_IN_FLIGHT = 6
-"""Rounds that a rank writes while it exchanges the next one: some are summed while the disk takes others.
-Each costs its size in memory twice, as it came and as it goes to the file."""
 
 
 def save(
@@ -125,11 +122,11 @@ def _write_blocks(
     by table, on all ranks."""
     blocks = [(layout, span) for layout in layouts.values() for span in layout.spans()]
     jobs = [Job.of(layout, s, i % world.size, plan[layout.spec.name]) for i, (layout, s) in enumerate(blocks)]
-    with ThreadPoolExecutor(_WRITES_IN_FLIGHT) as pool:
+    with ThreadPoolExecutor(WRITES_IN_FLIGHT) as pool:
         writer = _Writer(temporary, pool, local)
         for round_jobs in rounds(jobs, BLOCK_BYTES):
-            packed = together(world, partial(writer.pack_next, world, round_jobs))
-            writer.submit(exchange(world, round_jobs, packed))
+            # Nothing here keeps what was packed while the next round is.
+            writer.submit(exchange(world, round_jobs, together(world, partial(writer.pack_next, world, round_jobs))))
         together(world, writer.finish)
     entries: dict[str, list[dict[str, Any]]] = {name: [] for name in layouts}
     for own in world.gather_objects(writer.written):
@@ -150,11 +147,13 @@ class _Writer:
 
     def pack_next(self, world: World, jobs: Sequence[Job]) -> Tensor:
         """Make room for one more round, then pack this rank's pieces of it."""
-        self.settle(_WRITES_IN_FLIGHT - 1)
+        self.settle(WRITES_IN_FLIGHT - 1)
         return pack(world, jobs, self._local)
 
     def submit(self, received: Sequence[tuple[Job, Sequence[Tensor]]]) -> None:
         """Begin to write the blocks of a round, each with the bytes that came for it."""
+        if not received:
+            return
         self._in_flight.append(self._pool.submit(lambda: [self._write(job, parts) for job, parts in received]))
 
     def settle(self, limit: int) -> None:

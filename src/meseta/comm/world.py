@@ -97,14 +97,21 @@ class World:
             os.sched_setaffinity(0, _processors.pop())
 
     def all_to_all(
-        self, send: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int], name: str = ""
+        self,
+        send: Tensor,
+        send_splits: Sequence[int],
+        receive_splits: Sequence[int],
+        name: str = "",
+        *,
+        keep: bool = True,
     ) -> Pending:
         """Begin to send `send_splits[r]` leading entries of `send` [n, ...] to rank r; entries arrive ordered by
-        rank. `name` here and below: of the transfer, see `meseta.spec.transfer`."""
+        rank. `name` here and below: of the transfer, see `meseta.spec.transfer`. `keep`: what comes in
+        leaves its memory for the next step, see `meseta.ops.memory.empty`."""
         if self.size == 1:
             return Pending(received=send, send=send, work=None)
         check_listed(name)
-        received = empty((sum(receive_splits), *send.shape[1:]), send.dtype, send.device)
+        received = empty((sum(receive_splits), *send.shape[1:]), send.dtype, send.device, keep=keep)
         send = send.contiguous()
         work = dist.all_to_all_single(
             received, send, list(receive_splits), list(send_splits), self.group, async_op=True

@@ -7,12 +7,14 @@ from functools import partial
 
 from meseta.planner.cost.documented import documented_cost_model
 from meseta.planner.cost.loads import WorkloadLoads
+from meseta.planner.cost.memory import RunBytes
 from meseta.planner.cost.placement import Placement
 from meseta.planner.cost.predict import Prediction, predict
 from meseta.planner.explain.fixes import Fix, PlanTask, fixes, too_much
 from meseta.planner.search.assignment import Assignment
 from meseta.planner.search.keeping import kept_tables, release_one_kept
 from meseta.planner.search.planned import Planned
+from meseta.planner.search.pricing import Prices
 from meseta.planner.search.problem import Problem, make_problem
 from meseta.planner.search.refine import refine_by_prediction
 from meseta.planner.search.search import search
@@ -72,13 +74,16 @@ def find_plan(
     topology: Topology,
     cost_model: CostModel | None = None,
     constraints: Constraints | None = None,
+    run: RunBytes | None = None,
 ) -> Planned:
-    """`make_plan`, with the prediction, the runners-up and the bound beside the plan."""
+    """`make_plan`, with the prediction, the runners-up and the bound beside the plan. `run` is what a run adds to the
+    memory of its plan."""
     task = PlanTask(
         workload=workload,
         topology=topology,
         cost_model=cost_model or documented_cost_model(topology.device),
         constraints=constraints or Constraints(),
+        run=run,
     )
     task.constraints.check(workload.tables, topology)
     found = _find(task)
@@ -101,7 +106,14 @@ def _find(task: PlanTask) -> Planned | Problem:
     while True:
         for spill in spills:
             make = partial(
-                make_problem, workload, topology, task.cost_model, constraints, spill=spill, kept=kept, loads=loads
+                make_problem,
+                workload,
+                topology,
+                task.cost_model,
+                constraints,
+                spill=spill,
+                kept=kept,
+                prices=Prices(loads, topology, task.cost_model, run=task.run),
             )
             problem = make()
             found = _best(problem)
@@ -123,7 +135,9 @@ def _again(found: Planned, make: Callable[..., Problem]) -> Planned:
     placement = Placement.of(found.plan, problem.loads, problem.topology.devices_per_host)
     cache_bytes = problem.cost_model.cache.cache_bytes
     held = problem.loads.held_samples(placement.sharded, placement.owner, placement.num_ranks, cache_bytes)
-    other = _best(make(held_samples=float(held[found.prediction.bottleneck])))
+    held_samples = float(held[found.prediction.bottleneck])
+    prices = Prices(problem.loads, problem.topology, problem.cost_model, held_samples, problem.run)
+    other = _best(make(prices=prices))
     return other if other is not None and other.prediction.step_s < found.prediction.step_s else found
 
 
@@ -153,4 +167,4 @@ def _best(problem: Problem) -> Planned | None:
 
 def _judge(problem: Problem, assignment: Assignment) -> Prediction:
     plan = problem.plan(assignment)
-    return predict(plan, problem.workload, problem.topology, problem.cost_model, loads=problem.loads)
+    return predict(plan, problem.workload, problem.topology, problem.cost_model, loads=problem.loads, run=problem.run)

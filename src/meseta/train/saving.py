@@ -21,6 +21,7 @@ from meseta.config import CheckpointConfig
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
 from meseta.machine.interruption import Interruption, Stopped
 from meseta.machine.ranks import num_local_ranks
+from meseta.planner.cost.memory import copy_bytes
 from meseta.spec import MesetaError
 from meseta.storage import TableStorage
 from meseta.train.setup.memory import free_bytes
@@ -99,8 +100,8 @@ class Saver:
     def _is_in_background(self, shards: Sequence[TableStorage]) -> bool:
         """What the config says; 'auto': where every rank has twice the memory of its copy free. Decided once."""
         if self._copies is None:
-            wanted = 2 * sum(shard.num_bytes() for shard in shards) * num_local_ranks()
-            fits = self._config.background == "always" or wanted <= _free_bytes()
+            copied = copy_bytes((piece.spec, piece.shard) for piece in shards) * num_local_ranks()
+            fits = self._config.background == "always" or 2 * copied <= _free_bytes()
             self._copies = self._config.background != "never" and all(self._world.gather_objects(fits))
         return self._copies
 

@@ -1,8 +1,11 @@
-"""Bytes that a rank holds in every phase of a run."""
+"""Bytes that a rank holds in every phase of a run: the one place that turns a plan, a workload and what a run adds to
+them into bytes. Searches, the check before a run, saves in the background and reports ask it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -11,23 +14,56 @@ from meseta.planner.cost.exchange import Cut, piece_bytes
 from meseta.planner.cost.loads import Loads, WorkloadLoads
 from meseta.planner.cost.placement import Placement
 from meseta.planner.cost.reuse import Floats
-from meseta.planner.cost.sizes import compute_bytes, value_bytes
-from meseta.spec import Shard, TableSpec
+from meseta.planner.cost.sizes import compute_bytes, state_bytes_per_row, value_bytes
+from meseta.spec import Plan, Shard, TableSpec, Workload
+from meseta.spec.blocks import BLOCK_BYTES, ID_BYTES, WRITES_IN_FLIGHT, block_rows
 from meseta.spec.tiers import DISK, HBM, HOST, MEMORIES, Memory, memory_shares
-from meseta.spec.transfer import Transfer
+from meseta.spec.transfer import Transfer, step_transfers
 
 Phase = Literal["start", "first step", "steady", "evaluation", "checkpoint"]
 PHASES: tuple[Phase, ...] = ("start", "first step", "steady", "evaluation", "checkpoint")
+MemoryPart = Literal["tables", "optimizer_state", "dense_part", "activations", "reading", "saving", "copies", "process"]
+MEMORY_PARTS: tuple[MemoryPart, ...] = (
+    "tables", "optimizer_state", "dense_part", "activations", "reading", "saving", "copies", "process",
+)  # fmt: skip
+"""Rows, and gradients of replicas; state of the rows; parameters, gradients and moments; a batch on its way, with the
+buffers of its exchange; batches made ahead; blocks of a checkpoint on their way to files; what a save in the background
+is written from; what the process takes beside."""
 DENSE_COPIES = 4
 """A parameter, its gradient, and the two moments of Adam; other optimizers keep fewer."""
-CHECKPOINT_BLOCKS = 4
-"""Blocks of a checkpoint that a rank packs, receives, joins and writes at a time."""
-BLOCK_BYTES = 32 << 20
-"""Of a block of a checkpoint."""
 SORT_BYTES = 24
 """Scratch of an id while an update sorts it: row and position, twice, and its bag."""
+FRAME_BYTES = 16384
+"""What the file of a block has beside its rows, at most."""
+PROCESS_BYTES = 32 << 20
+"""Of a rank, beside what is counted: stacks of threads, what allocators keep, results of an evaluation; 0 to 25 MB by
+/proc of runs with 1 GB of tables."""
 
 Bytes = Mapping[Phase, Mapping[Memory, Floats]]
+PartBytes = Mapping[Phase, Mapping[Memory, Mapping[MemoryPart, Floats]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunBytes:
+    """What a run adds to a plan and a workload; the defaults are those of a workload that no run is known of."""
+
+    dense_bytes: int | None = None
+    """Of the dense part on a rank, with gradients and moments; None: every parameter DENSE_COPIES times."""
+    step_bytes: int | None = None
+    """Of a micro-batch of a rank forwards and backwards, bags and activations with their gradients, at its peak; None:
+    as the workload says of a sample."""
+    evaluation_bytes: int | None = None
+    """The same of a rank's batch in an evaluation, which has no way back."""
+    eval_batch_size: int | None = None
+    """Samples of an evaluation's batch, over all ranks; None: as many as a step has."""
+    num_parts: int = 1
+    """Micro-batches that each rank takes its slice in."""
+    reading_bytes: int = 0
+    """Decoded windows and batches made ahead, in the host's memory of a rank."""
+    process_bytes: int = 0
+    """What the process takes beside, see PROCESS_BYTES."""
+    copies: bool = False
+    """Whether checkpoints are written in the background, from copies that are kept: see `copy_bytes`."""
 
 
 def rows_and_state(table: TableSpec, shard: Shard) -> tuple[int, int]:
@@ -38,48 +74,116 @@ def rows_and_state(table: TableSpec, shard: Shard) -> tuple[int, int]:
     return cells * value_bytes(table), state
 
 
-def replica_bytes(table: TableSpec, shard: Shard) -> int:
-    """Bytes of the gradient of a replica, which ranks add up: every number, and a mark per row."""
-    return shard.num_rows * (shard.num_columns + 1) * compute_bytes(table)
+def copy_bytes(pieces: Iterable[tuple[TableSpec, Shard]]) -> int:
+    """Bytes of the copy that a save in the background makes of a rank's pieces, in the memory of its host: their rows
+    and state."""
+    return sum(sum(rows_and_state(table, shard)) for table, shard in pieces)
 
 
-def memory(
-    placement: Placement,
-    sharded: Loads,
-    replicated: Loads,
-    workload: WorkloadLoads,
-    transfers: Sequence[Transfer],
-    cached_share: float,
-) -> Bytes:
+def save_bytes(tables: Sequence[TableSpec], num_ranks: int, num_joined: int) -> int:
+    """Bytes that a save holds at a time in the memory of a rank's host, at most: blocks that are being written, as they
+    came and as they go to files, and what the rank sends in a round.
+
+    What travels lies first on a device that is not its host, in memory that steps keep reserved.
+
+    Args:
+        tables: all tables.
+        num_ranks: that write; each has every num_ranks-th block.
+        num_joined: blocks that are put together of several pieces of a table, at most.
+    """
+    block = ids = rest = num_blocks = 0
+    for table in tables:
+        row_bytes = ID_BYTES + table.embedding_dim * value_bytes(table) + state_bytes_per_row(table)
+        rows = block_rows(row_bytes)
+        held = min(rows, table.num_embeddings)
+        block, ids = max(block, held * row_bytes), max(ids, held * ID_BYTES)
+        num_blocks += math.ceil(table.num_embeddings / rows)
+        rest += table.num_embeddings % rows * row_bytes
+    writes = min(WRITES_IN_FLIGHT, math.ceil(num_blocks / num_ranks))
+    written = writes * (block + FRAME_BYTES + ids) + min(writes, num_joined) * block
+    if num_ranks == 1:
+        return written
+    # A round has one whole block for each rank that writes, and last blocks of tables beside it.
+    more = max(BLOCK_BYTES - block, 0)
+    return written + writes * block + min(writes * more, rest) + block + min(more, rest)
+
+
+def plan_memory(
+    plan: Plan, workload: Workload, per_host: int, cached_share: float = 1.0, run: RunBytes | None = None
+) -> PartBytes:
+    """Bytes of every rank [R] by phase, memory and part, of a plan on hosts of `per_host` devices; see `memory`."""
+    loads = WorkloadLoads(workload)
+    placement = Placement.of(plan, loads, per_host)
+    sharded, replicated = (
+        loads.loads(pieces, cached_share=cached_share) for pieces in (placement.sharded, placement.replicated)
+    )
+    transfers = step_transfers(workload, plan, plan.num_ranks, per_host)
+    batch = BatchLoads(placement, sharded, replicated, loads, transfers)
+    return memory_parts(batch, cached_share, run)
+
+
+@dataclass(frozen=True)
+class BatchLoads:
+    """A plan, and what a step under it asks of its pieces."""
+
+    placement: Placement
+    sharded: Loads
+    """Of the pieces with one owner."""
+    replicated: Loads
+    """Of replicas."""
+    workload: WorkloadLoads
+    transfers: Sequence[Transfer]
+    """Of a step under the plan."""
+
+
+def memory(batch: BatchLoads, cached_share: float, run: RunBytes | None = None) -> Bytes:
     """Bytes of every rank [R] by phase and memory: 'hbm' of its device, 'host' and 'disk' of its host for this rank.
 
-    Rows, state and gradients of replicas are exact. Buffers are those of one step without micro-batches, at their peak:
-    in the forward pass ids, answers on both sides and the bags; in the backward pass gradients on both sides beside the
-    bags' own gradient, and what sorting takes. Between steps they are free again, yet devices keep them reserved.
+    Rows, state and gradients of replicas are exact. Buffers are those of one step, at their peak: in the forward pass
+    ids, answers on both sides and the bags; in the backward pass gradients on both sides beside the bags' own gradient,
+    and what sorting takes. Between steps they are free again, yet devices keep them reserved. Training goes on beside a
+    save in the background, whose copies are kept after it.
     """
-    ranks, dense = placement.num_ranks, workload.workload.dense
-    tables = _stored(placement, sharded, replicated, cached_share)
-    gradients = piece_bytes(transfers, ["replicas"], replicated, placement, ranks).sum()
-    samples = workload.workload.batch_size / ranks
-    activations = dense.activation_bytes_per_sample * samples
-    forward, backward = _buffers(placement, sharded, replicated, workload, transfers)
-    zeros = np.zeros(ranks)
-    on_device: dict[Phase, Floats] = {
-        "start": zeros + dense.parameter_bytes,
-        "evaluation": forward + activations / 2 + gradients + DENSE_COPIES * dense.parameter_bytes,
-        "checkpoint": zeros + gradients + DENSE_COPIES * dense.parameter_bytes,
-    }
-    on_device["first step"] = np.maximum(forward, backward) + activations + on_device["checkpoint"]
-    on_device["steady"] = on_device["first step"]
-    on_host = zeros + CHECKPOINT_BLOCKS * BLOCK_BYTES
+    parts = memory_parts(batch, cached_share, run)
+    zeros = np.zeros(batch.placement.num_ranks)
     return {
-        phase: {
-            HBM: tables[HBM] + on_device[phase],
-            HOST: tables[HOST] + (on_host if phase == "checkpoint" else 0.0),
-            DISK: tables[DISK],
-        }
-        for phase in PHASES
+        phase: {held_in: sum(of_phase[held_in].values(), zeros) for held_in in MEMORIES}
+        for phase, of_phase in parts.items()
     }
+
+
+def memory_parts(batch: BatchLoads, cached_share: float, run: RunBytes | None = None) -> PartBytes:
+    """As `memory`, apart by what is held."""
+    run, placement, zeros = run or RunBytes(), batch.placement, np.zeros(batch.placement.num_ranks)
+    parameters = batch.workload.workload.dense.parameter_bytes
+    dense_bytes = DENSE_COPIES * parameters if run.dense_bytes is None else run.dense_bytes
+    rows, state = (_stored(batch, factors, cached_share) for factors in ("row_bytes", "state_bytes"))
+    gradients = piece_bytes(batch.transfers, ["replicas"], batch.replicated, placement, placement.num_ranks).sum()
+    step, evaluation = _activations(batch, run)
+    saving = save_bytes(batch.workload.workload.tables, placement.num_ranks, _num_joined(batch))
+    copies = sum(rows.values(), zeros) + sum(state.values(), zeros) + parameters if run.copies else zeros
+
+    def of(phase: Phase) -> dict[Memory, dict[MemoryPart, Floats]]:
+        is_start, saves = phase == "start", phase == "checkpoint"
+        trains = phase in ("first step", "steady") or (saves and run.copies)
+        moving = step if trains else evaluation if phase == "evaluation" else zeros
+        device: dict[MemoryPart, Floats] = {
+            "tables": rows[HBM] + (0.0 if is_start else gradients),
+            "optimizer_state": state[HBM],
+            "dense_part": zeros + (min(parameters, dense_bytes) if is_start else dense_bytes),
+            "activations": moving,
+        }
+        host: dict[MemoryPart, Floats] = {
+            "tables": rows[HOST],
+            "optimizer_state": state[HOST],
+            "reading": zeros + run.reading_bytes,
+            "process": zeros + run.process_bytes,
+            "saving": zeros + (saving if saves else 0),
+            "copies": zeros if phase in ("start", "first step") else copies,
+        }
+        return {HBM: device, HOST: host, DISK: {"tables": rows[DISK], "optimizer_state": state[DISK]}}
+
+    return {phase: of(phase) for phase in PHASES}
 
 
 def received_bytes(transfers: Sequence[Transfer], load: Loads, cut: Cut, num_ranks: int) -> tuple[Floats, Floats]:
@@ -88,38 +192,80 @@ def received_bytes(transfers: Sequence[Transfer], load: Loads, cut: Cut, num_ran
     return ids, piece_bytes(transfers, ["answers"], load, cut, num_ranks)
 
 
-def _stored(placement: Placement, sharded: Loads, replicated: Loads, cached_share: float) -> dict[Memory, Floats]:
-    """Rows and optimizer state by memory; a cache holds copies."""
-    stored = sharded.stored_bytes
+def _stored(batch: BatchLoads, what: Literal["row_bytes", "state_bytes"], cached_share: float) -> dict[Memory, Floats]:
+    """Rows, or optimizer state, by memory [R]; a cache holds copies."""
+    sharded, replicated = (load.num_rows * getattr(load, what) for load in (batch.sharded, batch.replicated))
     found: dict[Memory, Floats] = {}
     for held_in, factor in zip(MEMORIES, np.array(memory_shares(cached_share)), strict=True):
-        everywhere = (factor[replicated.tier] * replicated.stored_bytes).sum()
-        found[held_in] = placement.by_rank(factor[sharded.tier] * stored) + everywhere
+        everywhere = (factor[batch.replicated.tier] * replicated).sum()
+        found[held_in] = batch.placement.by_rank(factor[batch.sharded.tier] * sharded) + everywhere
     return found
 
 
-def _buffers(
-    placement: Placement,
-    sharded: Loads,
-    replicated: Loads,
-    workload: WorkloadLoads,
-    transfers: Sequence[Transfer],
-) -> tuple[Floats, Floats]:
-    """Peak bytes of a step's exchange buffers in the forward and in the backward pass [R]."""
+def _num_joined(batch: BatchLoads) -> int:
+    """Where rows alone are cut, blocks on the borders of pieces are joined; where columns are, all are."""
+    if (batch.placement.column_parts > 1).any():
+        return WRITES_IN_FLIGHT
+    return batch.placement.num_ranks - 1 if (batch.placement.row_parts > 1).any() else 0
+
+
+def _activations(batch: BatchLoads, run: RunBytes) -> tuple[Floats, Floats]:
+    """Peak bytes of a batch on its way [R]: of a step, and of an evaluation."""
+    loads, ranks = batch.workload, batch.placement.num_ranks
+    whole = loads.workload.batch_size
+    samples, scored = whole / ranks, (run.eval_batch_size or whole) / ranks
+    part, bag_bytes = samples / run.num_parts, bags_bytes(loads)
+    activation_bytes = loads.workload.dense.activation_bytes_per_sample
+    forward, backward = _buffers(batch)
+    step = backward / run.num_parts + (2 * bag_bytes + activation_bytes) * part
+    if run.step_bytes is not None:
+        step = backward / run.num_parts + run.step_bytes
+    if run.num_parts > 1:  # gradients of bags, and ids, which parts of a batch keep until the step
+        step = step + samples * (bag_bytes + 8 * loads.ids_per_sample.sum())
+    evaluation = forward * (scored / samples) + (bag_bytes + activation_bytes / 2) * scored
+    if run.evaluation_bytes is not None:
+        evaluation = forward * (scored / samples) + run.evaluation_bytes
+    return step, evaluation
+
+
+def ids_bytes(loads: WorkloadLoads) -> float:
+    """Bytes of the ids of a sample, and of how many each feature has."""
+    return float(8 * (loads.ids_per_sample.sum() + loads.num_features.sum()))
+
+
+def bags_bytes(loads: WorkloadLoads) -> float:
+    """Bytes of the bags of a sample."""
+    return float((loads.dims * loads.num_pooled).sum() * loads.wide)
+
+
+def _buffers(batch: BatchLoads) -> tuple[Floats, Floats]:
+    """Peak bytes of a step's exchange without its bags, in the forward and in the backward pass [R]."""
+    placement, sharded, replicated = batch.placement, batch.sharded, batch.replicated
     ranks = placement.num_ranks
-    samples = workload.workload.batch_size / ranks
-    wire, answered = received_bytes(transfers, sharded, placement, ranks)
+    wire, answered = received_bytes(batch.transfers, sharded, placement, ranks)
     # Ids of this rank's samples as they came, and for every owner; ids and offsets that it owns, as received, sorted.
-    own_ids = 8 * samples * (workload.ids_per_sample.sum() + workload.num_features.sum())
-    bags = samples * (workload.dims * workload.num_pooled).sum() * workload.wide
+    ids = ids_bytes(batch.workload) * batch.workload.workload.batch_size / ranks + np.zeros(ranks)
+    sorting = placement.by_rank(SORT_BYTES * sharded.ids)
     if ranks == 1:
-        ids = own_ids
-        update = placement.by_rank(SORT_BYTES * sharded.ids)
-        return ids + bags + np.zeros(1), ids + 2 * bags + update
-    sent = (wire.sum() + np.zeros(ranks)) / ranks
-    owned = placement.by_rank(2 * wire + 8 * sharded.lengths)
-    ids = own_ids + sent + owned
-    answers = placement.by_rank(answered)
-    arrived = answered.sum() / ranks
-    sorting = placement.by_rank(SORT_BYTES * sharded.ids) + SORT_BYTES * replicated.ids.sum() / ranks
-    return ids + answers + arrived + bags, ids + answers + arrived + 2 * bags + sorting
+        return ids, ids + sorting
+    sent = wire.sum() / ranks
+    ids = ids + sent + placement.by_rank(2 * wire + 8 * sharded.lengths)
+    answers = placement.by_rank(answered) + answered.sum() / ranks
+    return ids + answers, ids + answers + sorting + SORT_BYTES * replicated.ids.sum() / ranks
+
+
+def fixed_bytes(loads: WorkloadLoads, ranks: int, run: RunBytes) -> tuple[int, int]:
+    """What every rank holds beside pieces of tables and what their exchange takes, wherever they lie: bytes of its
+    device, and of its host's memory. The closed form of `memory`, for searches."""
+    dense = loads.workload.dense
+    dense_bytes = DENSE_COPIES * dense.parameter_bytes if run.dense_bytes is None else run.dense_bytes
+    samples = loads.workload.batch_size / ranks
+    moving = (2 * bags_bytes(loads) + dense.activation_bytes_per_sample) * samples / run.num_parts
+    if run.step_bytes is not None:
+        moving = run.step_bytes
+    if run.num_parts > 1:
+        moving += samples * (bags_bytes(loads) + 8 * loads.ids_per_sample.sum())
+    moving += ids_bytes(loads) * samples / run.num_parts
+    saving = save_bytes(loads.workload.tables, ranks, WRITES_IN_FLIGHT if ranks > 1 else 0)
+    copied = dense.parameter_bytes if run.copies else 0
+    return int(moving) + dense_bytes, saving + run.reading_bytes + run.process_bytes + copied

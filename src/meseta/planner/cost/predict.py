@@ -10,7 +10,7 @@ import numpy as np
 from meseta.planner.cost.documented import documented_cost_model
 from meseta.planner.cost.exchange import Collective, collectives
 from meseta.planner.cost.loads import Loads, WorkloadLoads
-from meseta.planner.cost.memory import Bytes, memory
+from meseta.planner.cost.memory import BatchLoads, Bytes, RunBytes, memory
 from meseta.planner.cost.neural import collective_ratio, rank_seconds
 from meseta.planner.cost.operators import operator_seconds
 from meseta.planner.cost.placement import Placement
@@ -61,6 +61,7 @@ def predict(
     cost_model: CostModel | None = None,
     *,
     loads: WorkloadLoads | None = None,
+    run: RunBytes | None = None,
 ) -> Prediction:
     """Predict a step of `workload` under a checked `plan`.
 
@@ -71,20 +72,19 @@ def predict(
         cost_model: measured or documented constants, and networks that correct them, if it has any; None: as
             documented for the kind of device.
         loads: of the workload, where they were made before: a search makes them once.
+        run: what a run adds to the memory of its plan.
 
     Raises MesetaError where the plan is for other ranks or hosts than the topology has, or for other tables.
     """
     _check(plan, topology)
     cost_model = cost_model or documented_cost_model(topology.device)
     loads = loads or WorkloadLoads(workload)
-    unknown = [entry.table for entry in plan.tables if entry.table not in loads.index]
-    if unknown:
+    if unknown := [entry.table for entry in plan.tables if entry.table not in loads.index]:
         raise MesetaError(f"predict: the plan places table {unknown[0]!r}, which the workload does not have")
-    placement = Placement.of(plan, loads, topology.devices_per_host)
-    share = cost_model.tiers.cached_share
+    placement, share = Placement.of(plan, loads, topology.devices_per_host), cost_model.tiers.cached_share
     held = loads.held_samples(placement.sharded, placement.owner, plan.num_ranks, cost_model.cache.cache_bytes)
-    everywhere = loads.stored_bytes(placement.replicated).sum()
-    rank_bytes = placement.by_rank(loads.stored_bytes(placement.sharded)) + everywhere
+    rank_bytes = placement.by_rank(loads.stored_bytes(placement.sharded))
+    rank_bytes = rank_bytes + loads.stored_bytes(placement.replicated).sum()
     sharded = loads.loads(
         placement.sharded,
         held_samples=held[placement.owner],
@@ -96,12 +96,12 @@ def predict(
     transfers = step_transfers(workload, plan, plan.num_ranks, topology.devices_per_host)
     exchanged = collectives(transfers, placement, sharded, replicated)
     seconds: dict[Component, Floats] = {name: np.zeros(plan.num_ranks) for name in COMPONENTS}
-    seconds["lookup"], seconds["update"] = lookup, update
+    seconds |= {"lookup": lookup, "update": update}
     seconds["dense"] = seconds["dense"] + dense_seconds(workload, topology, cost_model)
     step_s = float((lookup + update).max() + seconds["dense"].max())
     for own in exchanged:
-        spent = own.seconds(cost_model, topology) * collective_ratio(cost_model, topology, own)
-        spent = spent + _packing(own, cost_model)
+        ratio = collective_ratio(cost_model, topology, own)
+        spent = own.seconds(cost_model, topology) * ratio + _packing(own, cost_model)
         if own.name == "ids":
             sorted_ids = (sharded.ids * (placement.row_parts > 1)).sum() / plan.num_ranks
             spent = spent + cost_model.exchange.bucket_id_s * sorted_ids
@@ -111,7 +111,7 @@ def predict(
         seconds=seconds,
         step_s=step_s,
         bottleneck=int((lookup + update).argmax()),
-        memory_bytes=memory(placement, sharded, replicated, loads, transfers, share),
+        memory_bytes=memory(BatchLoads(placement, sharded, replicated, loads, transfers), share, run),
         collectives=exchanged,
     )
 

@@ -8,10 +8,13 @@ from functools import partial
 
 import numpy as np
 
+from meseta.planner.cost.loads import WorkloadLoads
+from meseta.planner.cost.memory import RunBytes, fixed_bytes
 from meseta.planner.cost.sizes import cell_bytes
 from meseta.planner.search.assignment import NO_LIMIT, BusySeconds
 from meseta.planner.search.option_costs import OptionCosts
 from meseta.planner.search.partition import place_greedily
+from meseta.planner.search.pricing import Prices
 from meseta.planner.search.problem import Problem, make_problem
 from meseta.spec import CostModel, MesetaError, ShardingType, TableSpec, Topology, Workload
 from meseta.spec.constraints import Constraints, TableRule
@@ -31,6 +34,8 @@ class PlanTask:
     topology: Topology
     cost_model: CostModel
     constraints: Constraints
+    run: RunBytes | None = None
+    """What a run adds to the memory of its plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +96,12 @@ def _stuck(problem: Problem, costs: OptionCosts) -> list[tuple[str, float]]:
 def fits(task: PlanTask) -> bool:
     """Whether a construction finds room for all tables: a quick yes is sure, a no is not."""
     topology = task.topology
+    prices = Prices(WorkloadLoads(task.workload), topology, task.cost_model, run=task.run)
     for spill in (False, True) if topology.host_bytes or topology.disk_bytes else (False,):
         try:
-            problem = make_problem(task.workload, topology, task.cost_model, task.constraints, spill=spill)
+            problem = make_problem(
+                task.workload, topology, task.cost_model, task.constraints, spill=spill, prices=prices
+            )
         except MesetaError:
             return False
         costs = OptionCosts(problem)
@@ -237,7 +245,8 @@ def _more_machines(task: PlanTask) -> Iterator[tuple[bool, str, PlanTask]]:
     def dram(count: int) -> PlanTask:
         return replace(task, topology=replace(topology, host_bytes=(topology.host_bytes or 0) + count * unit))
 
-    missing = num_bytes // topology.num_hosts - of_host
+    _, held_anyway = fixed_bytes(WorkloadLoads(task.workload), topology.num_ranks, task.run or RunBytes())
+    missing = num_bytes // topology.num_hosts - of_host + held_anyway * topology.devices_per_host
     count = _least_doubling(dram, max(missing // unit, 1))
     if count is not None:
         changed = dram(count)

@@ -41,4 +41,4 @@ class Planned:
 def _priced(plan: Plan, problem: Problem) -> Prediction:
     """By the constants alone."""
     constants = replace(problem.cost_model, neural=None)
-    return predict(plan, problem.workload, problem.topology, constants, loads=problem.loads)
+    return predict(plan, problem.workload, problem.topology, constants, loads=problem.loads, run=problem.run)

@@ -14,7 +14,7 @@ import numpy as np
 
 from meseta.planner.cost.exchange import alike_shares, bytes_of, links, piece_bytes
 from meseta.planner.cost.loads import Loads, Pieces, WorkloadLoads
-from meseta.planner.cost.memory import BLOCK_BYTES, CHECKPOINT_BLOCKS, DENSE_COPIES, SORT_BYTES, received_bytes
+from meseta.planner.cost.memory import SORT_BYTES, RunBytes, fixed_bytes, received_bytes
 from meseta.planner.cost.operators import operator_seconds
 from meseta.planner.cost.placement import Placement
 from meseta.planner.cost.predict import replica_seconds
@@ -66,10 +66,16 @@ class Prices:
     """Prices of one workload on one set of machines."""
 
     def __init__(
-        self, loads: WorkloadLoads, topology: Topology, cost_model: CostModel, held_samples: float | None = None
+        self,
+        loads: WorkloadLoads,
+        topology: Topology,
+        cost_model: CostModel,
+        held_samples: float | None = None,
+        run: RunBytes | None = None,
     ) -> None:
-        """`held_samples`: for how many a cache keeps rows; None: as on a rank with an equal part of all tables."""
-        self.loads, self.topology, self.cost_model = loads, topology, cost_model
+        """`held_samples`: for how many a cache keeps rows; None: as on a rank with an equal part of all tables. `run`:
+        what a run adds to the memory of its plan."""
+        self.loads, self.topology, self.cost_model, self.run = loads, topology, cost_model, run or RunBytes()
         whole = loads.whole()
         owners, cache_bytes = np.zeros(len(whole.table), np.int64), cost_model.cache.cache_bytes * topology.num_ranks
         self._held = loads.held_samples(whole, owners, 1, cache_bytes)[0] if held_samples is None else held_samples
@@ -237,17 +243,10 @@ class Prices:
             ]
         )
 
-    def fixed_bytes(self) -> int:
-        """Bytes that every device holds beside tables and what their exchange takes."""
-        loads, dense = self.loads, self.loads.workload.dense
-        samples = loads.workload.batch_size / self.topology.num_ranks
-        ids = 8 * samples * (loads.ids_per_sample.sum() + loads.num_features.sum())
-        bags = samples * (loads.dims * loads.num_pooled).sum() * loads.wide
-        return int(ids + 2 * bags + dense.activation_bytes_per_sample * samples) + DENSE_COPIES * dense.parameter_bytes
-
-    def host_bytes(self) -> int:
-        """Bytes of its host's DRAM that every rank holds beside tables."""
-        return CHECKPOINT_BLOCKS * BLOCK_BYTES
+    def bytes_anyway(self) -> tuple[int, int]:
+        """Bytes of its device and of its host's memory that every rank holds beside tables and what their exchange
+        takes."""
+        return fixed_bytes(self.loads, self.topology.num_ranks, self.run)
 
 
 _COMPONENT: dict[Way, int] = {"owners": 2, "host": 3, "hosts": 4, "columns": 5}

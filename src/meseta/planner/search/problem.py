@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meseta.planner.cost.loads import Pieces, WorkloadLoads
+from meseta.planner.cost.memory import RunBytes
 from meseta.planner.cost.predict import dense_seconds
 from meseta.planner.search.assignment import NO_LIMIT, Assignment, Floats, Ints, Machine, Mask, Options
 from meseta.planner.search.pricing import COMPONENTS, USES, Cuts, Prices
@@ -47,6 +48,8 @@ class Problem:
     """[n]: seconds of a piece's lookup and update, were it alone on its rank."""
     fixed_s: float
     """Seconds of every plan's step that no assignment changes."""
+    run: RunBytes | None = None
+    """What a run adds to the memory of its plan."""
 
     def plan(self, assignment: Assignment) -> Plan:
         """The plan that a complete assignment stands for; a table costs what all ranks together spend on it."""
@@ -93,8 +96,7 @@ def make_problem(
     *,
     spill: bool,
     kept: Mapping[str, TablePlan] | None = None,
-    loads: WorkloadLoads | None = None,
-    held_samples: float | None = None,
+    prices: Prices | None = None,
 ) -> Problem:
     """Price every option of every table.
 
@@ -105,13 +107,11 @@ def make_problem(
         constraints: checked ones.
         spill: whether tables may lie in any tier that the topology has, where constraints do not say.
         kept: by table, the pieces of an earlier plan that stay.
-        loads: of the workload, where they were made before.
-        held_samples: for how many samples a rank's cache keeps rows; None: as on an average rank.
+        prices: of the workload on these machines; None: as of an average rank, of no run that is known.
 
     Raises MesetaError where constraints leave a table no option at all.
     """
-    loads = loads or WorkloadLoads(workload)
-    prices = Prices(loads, topology, cost_model, held_samples)
+    prices = prices or Prices(WorkloadLoads(workload), topology, cost_model)
     units = _units(workload, constraints)
     machine = _machine(prices, topology, constraints)
     builder = _Builder(prices, machine, constraints, spill, kept or {})
@@ -122,7 +122,7 @@ def make_problem(
         workload=workload,
         topology=topology,
         cost_model=cost_model,
-        loads=loads,
+        loads=prices.loads,
         units=units,
         options=options,
         schemes=tuple(builder.schemes),
@@ -130,6 +130,7 @@ def make_problem(
         machine=machine,
         least_s=least_s,
         fixed_s=_fixed_seconds(prices),
+        run=prices.run,
     )
 
 
@@ -146,7 +147,8 @@ def _units(workload: Workload, constraints: Constraints) -> tuple[tuple[int, ...
 def _machine(prices: Prices, topology: Topology, constraints: Constraints) -> Machine:
     """Room beside what every rank holds anyway; raises MesetaError where that alone is too much."""
     free = constraints.keep_free_bytes
-    taken = {HBM: prices.fixed_bytes(), HOST: prices.host_bytes() * topology.devices_per_host, DISK: 0}
+    on_device, on_host = prices.bytes_anyway()
+    taken = {HBM: on_device, HOST: on_host * topology.devices_per_host, DISK: 0}
     has: dict[Memory, int | None] = {HBM: topology.hbm_bytes}
     has |= {HOST: topology.host_bytes or 0, DISK: topology.disk_bytes or 0}
     room = {

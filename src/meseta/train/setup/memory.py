@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 
 import torch
 from torch import nn
 
 from meseta.comm import World
 from meseta.comm.dense_shards import cut_modules
-from meseta.config import RunConfig
+from meseta.config import CheckpointConfig, RunConfig
 from meseta.data.dataset import Dataset
 from meseta.machine.system import System, free_memory_bytes, read_limits
-from meseta.planner.cost.memory import DENSE_COPIES, SORT_BYTES, replica_bytes, rows_and_state
-from meseta.spec import MesetaError, OptimizerSpec, Plan, TableSpec
+from meseta.planner.cost.memory import DENSE_COPIES, PHASES, PROCESS_BYTES, Phase, RunBytes, plan_memory
+from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, Plan, TableSpec, Workload
 from meseta.telemetry.shown import byte_size
 from meseta.train.setup.outline import score_bytes, step_bytes
+from meseta.train.setup.specs import make_specs
+from meseta.train.setup.workload import make_workload
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNeed:
-    """Bytes that one rank will hold."""
+    """Bytes that one rank holds in one phase of a run."""
 
     tables: int
     """Rows of its shards, and for replicas their gradient: exact."""
@@ -32,65 +33,130 @@ class MemoryNeed:
     dense_part: int
     """Parameters, gradients and moments, at most."""
     activations: int
-    """Of one batch, forwards and backwards, with what sorts its ids; or of one in evaluation, where that takes more."""
+    """Of one batch, forwards and backwards, with the buffers of its exchange; or of one in evaluation."""
     reading: int
     """Decoded windows and batches made ahead, in the host's memory."""
+    saving: int
+    """Blocks of a checkpoint on their way to files, in the host's memory."""
+    copies: int
+    """What a save in the background is written from, in the host's memory."""
+    process: int
+    """Stacks of threads and what allocators keep, in the host's memory."""
 
     @property
     def total(self) -> int:
         return sum(asdict(self).values())
 
+    @property
+    def on_device(self) -> MemoryNeed:
+        """Without what lies in the memory of the host."""
+        return replace(self, reading=0, saving=0, copies=0, process=0)
+
     def __str__(self) -> str:
-        parts = [f"{name.replace('_', ' ')} {byte_size(value)}" for name, value in asdict(self).items()]
-        return ", ".join(parts)
+        """What there is of each, for the message."""
+        parts = asdict(self).items()
+        shown = [(name, value) for name, value in parts if value or name not in ("saving", "copies")]
+        return ", ".join(f"{name.replace('_', ' ')} {byte_size(value)}" for name, value in shown)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunMemory:
+    """What the ranks of a run hold under any plan."""
+
+    workload: Workload
+    """Of its steps."""
+    run: RunBytes
+    """What the run adds to a plan."""
+
+    def needs(self, plan: Plan, tables: Mapping[str, TableSpec] | None = None) -> dict[Phase, list[MemoryNeed]]:
+        """By phase, of every rank; `tables` stand for those of the workload of their names."""
+        workload = self.workload
+        if tables is not None:
+            workload = replace(workload, tables=tuple(tables[table.name] for table in workload.tables))
+        held = plan_memory(plan, workload, plan.per_host, run=self.run)
+
+        def need(phase: Phase, rank: int) -> MemoryNeed:
+            parts = dict.fromkeys(MemoryNeed.__dataclass_fields__, 0)
+            for of_memory in held[phase].values():
+                for name, values in of_memory.items():
+                    parts[name] += int(values[rank])
+            return MemoryNeed(**parts)
+
+        return {phase: [need(phase, rank) for rank in range(plan.num_ranks)] for phase in PHASES}
+
+
+def copies_of_run(config: CheckpointConfig) -> bool:
+    """Whether a run is certain to save in the background: 'auto' does so only where memory is free."""
+    is_on_the_way = config.every_steps or config.every_minutes or config.keep_best
+    return config.background == "always" and bool(is_on_the_way)
+
+
+def run_bytes(config: RunConfig, dataset: Dataset, outline: nn.Module, num_ranks: int, per_host: int) -> RunBytes:
+    """What a run adds to its plan on so many ranks, `per_host` of them on a host; of the model, `outline` has the
+    shapes, as meseta.train.setup.outline makes it."""
+    train = config.train
+    batch_size = -(-train.batch_size // num_ranks)
+    part_size = -(-batch_size // train.accumulate_steps)
+    lookups = sum(column.statistics.mean_pooling_factor for column in dataset.sparse)
+    sample_bytes = 4 * (1 + len(dataset.dense)) + 8 * lookups
+    # A window as decoded and as Arrow has it, while the next one is read.
+    window_rows = min(config.data.shuffle_window_rows, dataset.num_training_rows)
+    ahead = window_rows * 3 + train.batch_size * (1 + config.data.prefetch_batches)
+    return RunBytes(
+        dense_bytes=_dense_bytes(config, outline, num_ranks, per_host),
+        step_bytes=step_bytes(outline, part_size, len(dataset.dense)),
+        evaluation_bytes=score_bytes(outline, -(-train.eval_batch_size // num_ranks), len(dataset.dense)),
+        eval_batch_size=train.eval_batch_size,
+        num_parts=train.accumulate_steps,
+        reading_bytes=int(ahead * sample_bytes),
+        process_bytes=PROCESS_BYTES,
+        copies=copies_of_run(config.checkpoint.model_copy(update={"keep_best": config.keeps_best})),
+    )
+
+
+def run_memory(
+    config: RunConfig,
+    dataset: Dataset,
+    outline: nn.Module,
+    specs: tuple[Sequence[TableSpec], Sequence[FeatureSpec]],
+    plan: Plan,
+) -> RunMemory:
+    """Of a run on the ranks of `plan`, with the tables and features of `specs`."""
+    return RunMemory(
+        workload=make_workload(config, dataset, *specs, outline),
+        run=run_bytes(config, dataset, outline, plan.num_ranks, plan.per_host),
+    )
 
 
 def predict_memory(
     config: RunConfig, dataset: Dataset, outline: nn.Module, plan: Plan, tables: Mapping[str, TableSpec], rank: int
 ) -> MemoryNeed:
-    """What `rank` will hold under `plan`, of `tables` by name; of the model, `outline` has the shapes, as
-    meseta.train.setup.outline makes it."""
-    rows_bytes, state_bytes = 0, 0
-    for placed in plan.tables:
-        table = tables[placed.table]
-        for shard in (shard for shard in placed.shards if rank in shard.ranks):
-            held = rows_and_state(table, shard)
-            rows_bytes, state_bytes = rows_bytes + held[0], state_bytes + held[1]
-            if placed.is_replica(shard) and plan.num_ranks > 1:
-                rows_bytes += replica_bytes(table, shard)
-    batch_size = -(-config.train.batch_size // plan.num_ranks)
-    part_size = -(-batch_size // config.train.accumulate_steps)
-    lookups = sum(column.statistics.mean_pooling_factor for column in dataset.sparse)
-    widths = sum(table.embedding_dim for table in tables.values())
-    # What parts of a batch keep until the step: upstream gradients of bags, and their ids.
-    kept = batch_size * (4 * widths + 8 * lookups) if part_size < batch_size else 0
-    sample_bytes = 4 * (1 + len(dataset.dense)) + 8 * lookups
-    # A window as decoded and as Arrow has it, while the next one is read.
-    window_rows = min(config.data.shuffle_window_rows, dataset.num_training_rows)
-    ahead = window_rows * 3 + config.train.batch_size * (1 + config.data.prefetch_batches)
-    return MemoryNeed(
-        tables=rows_bytes,
-        optimizer_state=state_bytes,
-        dense_part=_dense_bytes(config, outline, plan),
-        activations=max(
-            step_bytes(outline, part_size, len(dataset.dense)) + int(kept + SORT_BYTES * lookups * part_size),
-            score_bytes(outline, -(-config.train.eval_batch_size // plan.num_ranks), len(dataset.dense)),
-        ),
-        reading=int(ahead * sample_bytes),
-    )
+    """What `rank` will hold under `plan` while it trains or evaluates, at most, of `tables` by name."""
+    memory = run_memory(config, dataset, outline, (tuple(tables.values()), make_specs(config, dataset)[1]), plan)
+    return _most([need[rank : rank + 1] for need in _training(memory.needs(plan)).values()])[0]
 
 
-def _dense_bytes(config: RunConfig, model: nn.Module, plan: Plan) -> int:
+def _training(needs: Mapping[Phase, list[MemoryNeed]]) -> dict[Phase, list[MemoryNeed]]:
+    """Without the phase of checkpoints."""
+    return {phase: found for phase, found in needs.items() if phase != "checkpoint"}
+
+
+def _most(needs: Sequence[list[MemoryNeed]]) -> list[MemoryNeed]:
+    """Of the phase in which ranks hold most together."""
+    return max(needs, key=lambda found: sum(need.total for need in found))
+
+
+def _dense_bytes(config: RunConfig, model: nn.Module, num_ranks: int, per_host: int) -> int:
     """Of the dense part on one rank; where it is cut, its share and the largest module while that is gathered."""
 
     def of(module: nn.Module) -> int:
         return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
-    if config.dense.sharding == "replicated" or plan.num_ranks == 1:
+    if config.dense.sharding == "replicated" or num_ranks == 1:
         return of(model) * DENSE_COPIES
     cut = [of(module) for _, module in cut_modules(model, model.get_submodule("embeddings"))]
     left = of(model) - sum(cut)
-    return (left + sum(cut) // plan.per_host) * DENSE_COPIES + 2 * max(cut, default=0)
+    return (left + sum(cut) // per_host) * DENSE_COPIES + 2 * max(cut, default=0)
 
 
 def free_bytes(device: torch.device, system: System | None = None) -> int | None:
@@ -107,33 +173,42 @@ def check_memory(
 ) -> None:
     """Raise MesetaError, on all ranks and with the numbers, where the ranks of a host need more than it has left.
 
-    Collective. On GPUs each rank is held against its own device, without what reading takes of the host.
+    Collective. On GPUs each rank is held against its own device, without what takes the memory of the host.
     """
     plan = replace(plan, devices_per_host=plan.devices_per_host or world.ranks_per_host)
-    predict = partial(predict_memory, config, dataset, outline, plan, rank=world.rank)
-    need = predict(tables)
+    memory = run_memory(config, dataset, outline, (tuple(tables.values()), make_specs(config, dataset)[1]), plan)
     free, host = free_bytes(world.device), socket.gethostname()
-    found = world.gather_objects((host, need, free))
+    hosts = world.gather_objects((host, free))
     if world.device.type == "cuda":
-        together, known = [replace(need, reading=0)], free
+        here, known = [world.rank], free
     else:
-        together = [other for name, other, _ in found if name == host]
-        known = min((left for name, _, left in found if name == host and left is not None), default=None)
-    total = sum(other.total for other in together)
+        here = [rank for rank, (name, _) in enumerate(hosts) if name == host]
+        known = min((left for name, left in hosts if name == host and left is not None), default=None)
+
+    def held(tables: Mapping[str, TableSpec]) -> tuple[list[MemoryNeed], list[MemoryNeed]]:
+        needs = memory.needs(plan, tables)
+        if world.device.type == "cuda":
+            needs = {phase: [need.on_device for need in of_ranks] for phase, of_ranks in needs.items()}
+        of_here = {phase: [of_ranks[rank] for rank in here] for phase, of_ranks in needs.items()}
+        return _most(list(_training(of_here).values())), of_here["checkpoint"]
+
     problem = None
-    if known is not None and total > known:
-        largest = max(tables.values(), key=lambda table: table.num_embeddings * table.embedding_dim)
-        ways = [
-            f"{change} needs {byte_size(total - saved * len(together))}"
-            for change, saved in _savings(predict, tables)
-            if byte_size(total - saved * len(together)) != byte_size(total)
-        ]
-        problem = MesetaError(
-            f"this run needs {byte_size(total)} of memory on {host!r}, and {byte_size(known)} are free "
-            f"({len(together)} ranks there; rank {world.rank} holds: {need}; the largest table is {largest.name!r}, "
-            f"{largest.num_embeddings:,} x {largest.embedding_dim}{_largest_parameter(outline)}). "
-            f"{'; '.join([*ways, 'or ' * bool(ways) + _OTHER_WAYS])}"
-        )
+    for phase, while_so in enumerate(("", " while it saves")):
+        together = held(tables)[phase]
+        total = sum(need.total for need in together)
+        if problem is None and known is not None and total > known:
+            largest = max(tables.values(), key=lambda table: table.num_embeddings * table.embedding_dim)
+            smaller = {
+                change: byte_size(sum(need.total for need in held(changed)[phase]))
+                for change, changed in _lighter(tables).items()
+            }
+            ways = [f"{change} needs {size}" for change, size in smaller.items() if size != byte_size(total)]
+            problem = MesetaError(
+                f"this run needs {byte_size(total)} of memory on {host!r}{while_so}, and {byte_size(known)} are free "
+                f"({len(together)} ranks there; rank {world.rank} holds: {together[here.index(world.rank)]}; the "
+                f"largest table is {largest.name!r}, {largest.num_embeddings:,} x {largest.embedding_dim}"
+                f"{_largest_parameter(outline)}). {'; '.join([*ways, 'or ' * bool(ways) + _OTHER_WAYS])}"
+            )
     world.raise_together(problem)
 
 
@@ -152,16 +227,14 @@ def _largest_parameter(outline: nn.Module) -> str:
     return f", the largest dense parameter {name!r}, {' x '.join(f'{size:,}' for size in parameter.shape)}"
 
 
-def _savings(
-    predict: Callable[[Mapping[str, TableSpec]], MemoryNeed], tables: Mapping[str, TableSpec]
-) -> list[tuple[str, int]]:
-    """Changes of the config, and the bytes that each saves on this rank, whose need `predict` tells."""
-    halved = {name: replace(t, dtype="bfloat16") if t.dtype == "float32" else t for name, t in tables.items()}
-    lighter = {name: replace(t, optimizer=OptimizerSpec(name="rowwise_adagrad")) for name, t in tables.items()}
-    return [
-        (change, predict(tables).total - predict(changed).total)
-        for change, changed in (
-            ("embedding.dtype=bfloat16", halved),
-            ("embedding.optimizer.name=rowwise_adagrad", lighter),
-        )
-    ]
+def _lighter(tables: Mapping[str, TableSpec]) -> dict[str, dict[str, TableSpec]]:
+    """By change of the config, the tables under it."""
+    return {
+        "embedding.dtype=bfloat16": {
+            name: replace(table, dtype="bfloat16") if table.dtype == "float32" else table
+            for name, table in tables.items()
+        },
+        "embedding.optimizer.name=rowwise_adagrad": {
+            name: replace(table, optimizer=OptimizerSpec(name="rowwise_adagrad")) for name, table in tables.items()
+        },
+    }

@@ -17,9 +17,11 @@ from meseta.machine.ranks import note
 from meseta.machine.system import System, read_limits, total_memory_bytes
 from meseta.measure.topology import gpu_kind
 from meseta.planner import Planned, find_plan, predict
+from meseta.planner.cost.memory import RunBytes
 from meseta.spec import CostModel, DeviceKind, MesetaError, Plan, Topology, Workload
 from meseta.spec.constraints import Constraints
 from meseta.telemetry.summary import Predicted
+from meseta.train.setup.memory import run_bytes
 from meseta.train.setup.outline import make_outline
 from meseta.train.setup.specs import make_specs
 from meseta.train.setup.workload import make_workload
@@ -39,6 +41,12 @@ class RunPlanner:
     def workload(self) -> Workload:
         """Of its steps."""
         return make_workload(self.config, self.dataset, self.collection.tables, self.collection.features, self.outline)
+
+    @cached_property
+    def run_bytes(self) -> RunBytes:
+        """What it adds to the memory of its plan."""
+        world = self._world
+        return run_bytes(self.config, self.dataset, self.outline, world.size, world.ranks_per_host)
 
     @cached_property
     def topology(self) -> Topology:
@@ -70,7 +78,7 @@ class RunPlanner:
 
         def search() -> Plan:
             constraints = None if path is None else Constraints.load(path)
-            return find_plan(self.workload, topology, self.cost_model, constraints).plan
+            return find_plan(self.workload, topology, self.cost_model, constraints, self.run_bytes).plan
 
         return self._world.from_first(search)
 
@@ -109,7 +117,10 @@ def find_run_plan(
             raise
         note(f"the dense part is left out, since model {config.model.name!r} cannot be built here: {one_line(error)}")
     workload = make_workload(config, dataset, tables, features, outline)
-    planned = find_plan(workload, device_memory_alone(topology), cost_model, constraints)
+    run = None
+    if outline is not None:
+        run = run_bytes(config, dataset, outline, topology.num_ranks, topology.devices_per_host)
+    planned = find_plan(workload, device_memory_alone(topology), cost_model, constraints, run)
     return planned if topology.num_ranks > 1 else replace(planned, plan=collection.plan)
 
 

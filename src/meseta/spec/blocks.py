@@ -1,0 +1,17 @@
+"""Blocks of a checkpoint: how many rows each has, and how many a save holds at a time; `checkpoint.save` is built of
+these numbers, and memory is predicted by them."""
+
+from __future__ import annotations
+
+BLOCK_BYTES = 32 << 20
+"""A block holds the largest power of two of rows that fits here, so 16 to 32 MiB. What a rank receives in one round of
+an exchange has no more, and neither has what it sends to one rank."""
+WRITES_IN_FLIGHT = 4
+"""Rounds that a rank writes while it exchanges the next one: some are summed while the disk takes others."""
+ID_BYTES = 8
+"""Of the number of a row, which stands before it in a block."""
+
+
+def block_rows(row_bytes: int, block_bytes: int = BLOCK_BYTES) -> int:
+    """Rows of every block but the last, where a row has `row_bytes` with its id and its states."""
+    return 1 << (max(block_bytes // row_bytes, 1).bit_length() - 1)

@@ -1,0 +1,121 @@
+"""One rank of a run, to be started as a process: what it holds in each phase by /proc, and what was predicted.
+
+    python memory_of_phases.py FOLDER    # with RANK, WORLD_SIZE, ... of torchrun
+
+FOLDER has warm.json and config.json: a small run that brings in all code first, then the one that is measured. Prints
+{phase: [predicted, peak]} in bytes as the last line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from meseta.comm import World
+from meseta.config import RunConfig
+from meseta.data.dataset import Dataset
+from meseta.embedding import EmbeddingBagCollection
+from meseta.planner.cost.memory import PHASES, Phase
+from meseta.train import trainer as training
+from meseta.train.setup.memory import run_memory
+from meseta.train.setup.outline import make_outline
+from meseta.train.setup.specs import make_specs
+from meseta.train.trainer import Trainer
+
+
+class Peaks:
+    """The most that this process held in each phase, above what it held before."""
+
+    def __init__(self) -> None:
+        self.found: dict[Phase, int] = {}
+        self.base = 0
+        self._phase: Phase | None = None
+
+    def begin(self) -> None:
+        """What is held now does not count."""
+        self.base = held("VmRSS")
+        self.enter("start")
+
+    def enter(self, phase: Phase | None) -> None:
+        """End the phase before."""
+        if self._phase is not None:
+            self.found[self._phase] = max(self.found.get(self._phase, 0), held("VmHWM") - self.base)
+        Path("/proc/self/clear_refs").write_text("5")
+        self._phase = phase
+
+    def within(self, call: Callable[..., Any], phase: Callable[[], Phase]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self.enter(phase())
+            return call(*args, **kwargs)
+
+        return wrapped
+
+
+def held(name: str) -> int:
+    """Bytes of a line of /proc/self/status."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
+    return 1024 * int(line.split()[1])
+
+
+def measure(config: RunConfig, world: World) -> dict[Phase, int]:
+    """Train, evaluate and save, with a look at every phase."""
+    peaks, plan_model = Peaks(), training.plan_model
+
+    def first_plan_model(*args: Any) -> Any:
+        peaks.begin()
+        return plan_model(*args)
+
+    training.plan_model = first_plan_model
+    trainer = Trainer(config, world)
+    training.plan_model = plan_model
+    trainer.model.embeddings.shards  # noqa: B018  (one rank makes its rows at their first use)
+    background = trainer.saver._background
+
+    def unless_saving(phase: Phase) -> Phase:
+        if trainer.step == config.train.max_steps - 1:
+            background.join()  # so that one step at least is held against what is kept after a save
+        thread = background._thread
+        return "checkpoint" if thread is not None and thread.is_alive() else phase
+
+    trainer._run_step = peaks.within(  # type: ignore[method-assign]
+        trainer._run_step, lambda: unless_saving("steady" if trainer.step else "first step")
+    )
+    trainer._evaluate = peaks.within(trainer._evaluate, lambda: unless_saving("evaluation"))  # type: ignore[method-assign]
+    trainer._save = peaks.within(trainer._save, lambda: "checkpoint")  # type: ignore[method-assign]
+    trainer.run()
+    peaks.enter(None)
+    return peaks.found
+
+
+def predicted(config: RunConfig, world: World) -> dict[Phase, int]:
+    """By phase, on this rank."""
+    dataset = Dataset.load(config.data.dir)
+    specs = make_specs(config, dataset)
+    collection = EmbeddingBagCollection(*specs)
+    from meseta.train.setup.planning import RunPlanner
+
+    outline = make_outline(config, dataset, collection)
+    plan = RunPlanner(config, dataset, collection, outline, world).plan()
+    needs = run_memory(config, dataset, outline, specs, plan).needs(plan)
+    return {phase: needs[phase][world.rank].total for phase in PHASES}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    warm, config = (
+        RunConfig.model_validate(json.loads((folder / f"{name}.json").read_text())) for name in ("warm", "config")
+    )
+    world = World.current()
+    measure(warm, world)
+    needs = predicted(config, world)
+    peaks = measure(config, world)
+    world.barrier()
+    print(json.dumps({phase: [needs[phase], peaks.get(phase, 0)] for phase in PHASES}))
+    World.leave()
+
+
+if __name__ == "__main__":
+    main()

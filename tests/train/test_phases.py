@@ -1,0 +1,68 @@
+"""What runs really hold by /proc in each phase, beside what was predicted of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sampling import product, sample
+from small_run import environment, settings
+
+TABLE_BYTES = 1_000_000_000
+"""Rows of all tables, over all ranks."""
+WIDTH = 64
+CASES = product(ranks=[1, 2], background=["never", "always"])
+
+
+def measure(folder: Path, tiny: Path, ranks: int, background: str) -> list[dict[str, list[int]]]:
+    """By rank and phase: bytes predicted, and held at most."""
+    data = folder / "data"
+    shutil.copytree(tiny, data)
+    described = json.loads((data / "dataset.json").read_text())
+    shares = {"user": 0.5, "item": 0.3, "city": 0.2}
+    for feature in described["sparse"]:
+        if feature["name"] in shares:
+            feature["num_embeddings"] = int(shares[feature["name"]] * TABLE_BYTES / (4 * WIDTH))
+    (data / "dataset.json").write_text(json.dumps(described))
+    for name, where in (("warm", tiny), ("config", data)):
+        document = settings(
+            where,
+            folder / name,
+            plan={"tables": {"*": "row_wise"}},
+            model__embedding_dim=WIDTH,
+            train__max_steps=6,
+            train__eval_every_steps=3,
+            checkpoint={"every_steps": 4 if background == "always" else None, "background": background, "keep_last": 1},
+        )
+        (folder / f"{name}.json").write_text(json.dumps(document))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script, started = Path(__file__).with_name("memory_of_phases.py"), []
+    for rank in range(ranks):
+        variables = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        process = environment() | {name: str(value) for name, value in variables.items()}
+        command = [sys.executable, str(script), str(folder)]
+        started.append(subprocess.Popen(command, env=process, stdout=subprocess.PIPE, text=True))
+    texts = [one.communicate(timeout=300)[0] for one in started]
+    assert [one.returncode for one in started] == [0] * ranks
+    return [json.loads(text.splitlines()[-1]) for text in texts]
+
+
+def check(found: list[dict[str, list[int]]]) -> None:
+    for rank, phases in enumerate(found):
+        for phase, (predicted, peak) in phases.items():
+            print(f"rank {rank} {phase}: predicted {predicted / 1e6:.0f} MB, peak {peak / 1e6:.0f} MB")
+            assert peak <= predicted <= 1.3 * peak, (rank, phase, predicted, peak)
+
+
+@pytest.mark.parametrize("case", sample(CASES, k=1, seed=2))
+def test_phases_hold_what_is_predicted(case: dict[str, object], tiny: Path, tmp_path: Path) -> None:
+    check(measure(tmp_path, tiny, **case))  # type: ignore[arg-type]
