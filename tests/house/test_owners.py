@@ -27,7 +27,7 @@ OWNERS: dict[str, tuple[set[str], set[str]]] = {
         {"machine/processes.py"},
     ),
     "the environment": ({"os.environ", "os.getenv", "os.putenv"}, {"machine/variables.py", PEERS}),
-    "YAML": ({"yaml.load", "yaml.safe_load", "yaml.SafeLoader", "yaml.Loader"}, {"spec/yaml_text.py"}),
+    "YAML": ({"yaml.load", "yaml.safe_load", "yaml.SafeLoader", "yaml.Loader"}, {"machine/yaml_text.py"}),
     "JSON": ({"json.load", "json.loads", "json.JSONDecoder"}, {"machine/files.py", *PIPES}),
     "part files": ({"pq.ParquetFile", "pq.read_table"}, {"data/dataset/part_files.py", "data/formats/parquet.py"}),
 }  # fmt: skip

@@ -18,9 +18,9 @@ from meseta.machine.files import (
     parse_json,
     read_bounded,
 )
+from meseta.machine.yaml_text import parse_yaml
 from meseta.spec import MesetaError
 from meseta.spec.documents import load_document, read_mapping
-from meseta.spec.yaml_text import parse_yaml
 
 
 def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

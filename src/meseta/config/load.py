@@ -10,9 +10,9 @@ from typing import Any, TypeGuard, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from meseta.config.run import RunConfig
+from meseta.machine.yaml_text import parse_yaml
 from meseta.spec import MesetaError, nearest
 from meseta.spec.documents import read_mapping
-from meseta.spec.yaml_text import parse_yaml
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -12,9 +12,9 @@ from meseta.config.load import value_at
 from meseta.data.dataset import FILE_NAME as DATASET_NAME
 from meseta.data.dataset import Dataset
 from meseta.machine.files import parse_json, read_bounded
+from meseta.machine.yaml_text import parse_yaml
 from meseta.spec import MesetaError, Plan
 from meseta.spec.plan_document import PLAN_NAME, read_written_plan
-from meseta.spec.yaml_text import parse_yaml
 from meseta.telemetry.lines import METRICS_NAME, EvalLine, TrainLine, read_lines, told_spoiled
 from meseta.telemetry.summary import ENVIRONMENT_NAME, SUMMARY_NAME, Best, Environment, RunSummary
 

@@ -43,7 +43,7 @@ def _parse(content: bytes) -> Any:
     if content.lstrip().startswith(b"{"):
         with suppress(ValueError):
             return parse_json(content)
-    from meseta.spec.yaml_text import parse_yaml  # Needs PyYAML, which a machine with bare torch lacks.
+    from meseta.machine.yaml_text import parse_yaml  # Needs PyYAML, which a machine with bare torch lacks.
 
     return parse_yaml(content.decode())
 
