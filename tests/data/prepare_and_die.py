@@ -14,7 +14,8 @@ import time
 import traceback
 from pathlib import Path
 
-from meseta.data import PrepareOptions, passes, sources, spool, write
+from meseta.data import PrepareOptions
+from meseta.data.prepare import passes, sources, spool, write
 from meseta.data.prepare import prepare as run
 
 EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.mkdir"}

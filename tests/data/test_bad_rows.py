@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.click_log import make_lines
-from meseta.data import Dataset, PrepareOptions, sources
-from meseta.data.bad_rows import MAX_SHOWN
-from meseta.data.prepare import prepare
+from meseta.data import Dataset, PrepareOptions
+from meseta.data.formats.bad_rows import MAX_SHOWN
+from meseta.data.prepare import prepare, sources
 from meseta.spec import MesetaError
 
 NUM_ROWS = 300

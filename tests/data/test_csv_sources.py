@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from xxhash import xxh64_intdigest
 
 from data.click_log import read_split
-from meseta.data import Dataset, csv_records, sources
-from meseta.data.guess import MISSING, guess_column, guess_label, role_by_name
-from meseta.data.prepare import PrepareOptions, prepare, read_layout
-from meseta.data.schema import schema_text
+from meseta.data import Dataset
+from meseta.data.formats import csv_records
+from meseta.data.prepare import PrepareOptions, prepare, read_layout, sources
+from meseta.data.schema.guess import MISSING, guess_column, guess_label, role_by_name
+from meseta.data.schema.schema import schema_text
 from meseta.spec import MesetaError
 
 HEADER = ["row_id", "Click", "price", "user_id", "city", "note, long", "time"]

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.click_log import hashed, prepare_with, read_split
-from meseta.data import Dataset, Reader, ReaderOptions, sources
-from meseta.data.prepare import PrepareOptions, read_layout
-from meseta.data.schema import schema_text
+from meseta.data import Dataset, Reader, ReaderOptions
+from meseta.data.prepare import PrepareOptions, read_layout, sources
+from meseta.data.schema.schema import schema_text
 from meseta.spec import MesetaError
 
 HEADER = ["click", "age", "city", "user", "genres", "tags"]

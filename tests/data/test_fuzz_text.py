@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meseta.data import sources
-from meseta.data.prepare import PrepareOptions, prepare
+from meseta.data.prepare import PrepareOptions, prepare, sources
 from meseta.spec import MesetaError
 from sampling import sample
 

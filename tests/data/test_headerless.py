@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.click_log import hashed, make_lines, prepare_with, read_split, write_tsv
-from meseta.data import Dataset, sources
-from meseta.data.prepare import PrepareOptions, read_layout
-from meseta.data.schema import schema_text
+from meseta.data import Dataset
+from meseta.data.prepare import PrepareOptions, read_layout, sources
+from meseta.data.schema.schema import schema_text
 from meseta.spec import MesetaError
 
 SCHEMA = "header: [clicked, age, city]\nlabel: clicked\ndense: [age]\ncategorical: [city]\n"

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from data.click_log import DENSE, SPARSE, Oracle, make_lines, read_split, reuse_shares, write_tsv
-from meseta.data import Dataset, sources
+from meseta.data import Dataset
 from meseta.data.counter import random_words
-from meseta.data.prepare import PrepareOptions, prepare
+from meseta.data.prepare import PrepareOptions, prepare, sources
 from meseta.data.synth import ClickLog, SynthOptions, write_click_log
 
 REAL_ROWS = Path(__file__).parents[3] / "shared" / "data" / "criteo_1tb_day0_head.tsv"
@@ -88,7 +88,7 @@ def test_seeded_fraction_depends_on_seed_and_row_alone(tmp_path: Path, monkeypat
 
 
 def test_windows_and_parts_do_not_change_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from meseta.data import spool, write
+    from meseta.data.prepare import spool, write
 
     lines = make_lines(450)
     source = write_tsv(tmp_path / "log.tsv", lines)

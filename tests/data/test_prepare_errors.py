@@ -10,8 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.click_log import make_lines, write_tsv
-from meseta.data import sources
-from meseta.data.prepare import PrepareOptions, prepare
+from meseta.data.prepare import PrepareOptions, prepare, sources
 from meseta.spec import MesetaError
 
 GOOD = make_lines(60)

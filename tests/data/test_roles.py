@@ -18,11 +18,11 @@ from sklearn.datasets import dump_svmlight_file
 from xxhash import xxh64_intdigest
 
 from data.click_log import read_split
-from meseta.data import Dataset, Reader, ReaderOptions, sources
-from meseta.data.guess import guess_column
-from meseta.data.prepare import PrepareOptions, prepare, read_layout
-from meseta.data.schema import schema_text
-from meseta.data.values import group_keys, seconds_of_texts
+from meseta.data import Dataset, Reader, ReaderOptions
+from meseta.data.formats.values import group_keys, seconds_of_texts
+from meseta.data.prepare import PrepareOptions, prepare, read_layout, sources
+from meseta.data.schema.guess import guess_column
+from meseta.data.schema.schema import schema_text
 from meseta.spec import MesetaError
 
 HEADER = ["click", "buy", "weight", "user_id", "price", "time"]

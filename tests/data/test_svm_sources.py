@@ -12,9 +12,10 @@ from sklearn.datasets import dump_svmlight_file, load_svmlight_file
 from xxhash import xxh64_intdigest
 
 from data.click_log import read_split
-from meseta.data import Dataset, Reader, ReaderOptions, sources, svm_layout
-from meseta.data.prepare import PrepareOptions, prepare, read_layout
-from meseta.data.schema import schema_text
+from meseta.data import Dataset, Reader, ReaderOptions
+from meseta.data.formats import svm_layout
+from meseta.data.prepare import PrepareOptions, prepare, read_layout, sources
+from meseta.data.schema.schema import schema_text
 from meseta.spec import MesetaError
 
 

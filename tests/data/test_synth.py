@@ -17,7 +17,6 @@ from sklearn.metrics import log_loss, roc_auc_score
 from typer.testing import CliRunner
 
 from meseta.cli.data import app
-from meseta.data import synth
 from meseta.data.synth import (
     CARDINALITIES,
     CHUNK_ROWS,
@@ -30,10 +29,11 @@ from meseta.data.synth import (
     SynthOptions,
     category_codes,
     encode_tsv,
+    synth,
     write_click_log,
     zipf_probabilities,
 )
-from meseta.data.teacher import NUM_BINS, PAIRS, PROBABILITIES, Tally
+from meseta.data.synth.teacher import NUM_BINS, PAIRS, PROBABILITIES, Tally
 from meseta.spec import MesetaError
 
 LOG = ClickLog(seed=3, scale=0.01)

@@ -24,7 +24,7 @@ PUBLIC = {
     """,
     "meseta.data": "Batch Dataset PrepareOptions Reader ReaderOptions",
     "meseta.data.hash_categories": "feature_seed hash_categories hash_to_rows",
-    "meseta.data.parse_tsv": "parse_tsv",
+    "meseta.data.formats.parse_tsv": "parse_tsv",
     "meseta.embedding": "EmbeddingBagCollection ShardedEmbeddingBagCollection resolve_plan shard",
     "meseta.jagged": "Embeddings JaggedTensor KeyedJaggedTensor KeyedTensor",
     "meseta.models": """

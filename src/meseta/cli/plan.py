@@ -118,7 +118,7 @@ def _read_config(path: str, overrides: list[str]) -> RunConfig | None:
 
 def _tables_of(path: str) -> Sequence[TableSpec]:
     """Of a config, or of a workload file."""
-    from meseta.data.dataset import Dataset
+    from meseta.data.dataset.dataset import Dataset
     from meseta.spec.workload_document import load_workload
     from meseta.train.specs import make_specs
 

@@ -118,7 +118,7 @@ def train(
 def _fill(document: dict[str, Any], options: PrepareOptions) -> Dataset | None:
     """Prepare, and give the config what it leaves open; returns the dataset where the rate of the tables is to be found
     by trial."""
-    from meseta.data.prepare import for_training
+    from meseta.data.prepare.run import for_training
     from meseta.train.raw_files import can_be_tried, choose_settings
 
     dataset = _prepared(for_training(options))
@@ -190,7 +190,7 @@ def _prepared(options: PrepareOptions) -> Dataset:
 
 def _load(options: PrepareOptions) -> Dataset | None:
     """None where it has to be prepared, first or again."""
-    from meseta.data.prepare import load_prepared
+    from meseta.data.prepare.run import load_prepared
 
     try:
         return load_prepared(options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meseta.data.dataset import Dataset, SparseFeature
+from meseta.data.dataset.dataset import Dataset, SparseFeature
 from meseta.report.bars import reuse_bars
 from meseta.report.markup import table, tag, text
 from meseta.report.record import RunRecord

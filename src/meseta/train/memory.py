@@ -13,7 +13,7 @@ from torch import nn
 from meseta.comm import World
 from meseta.comm.dense_shards import cut_modules
 from meseta.config import RunConfig
-from meseta.data.dataset import Dataset
+from meseta.data.dataset.dataset import Dataset
 from meseta.machine.system import System, free_memory_bytes, read_limits
 from meseta.planner.memory import DENSE_COPIES, SORT_BYTES, replica_bytes, rows_and_state
 from meseta.spec import MesetaError, OptimizerSpec, Plan, TableSpec
