@@ -55,7 +55,8 @@ from meseta.data.prepare.encode import Encoder
 from meseta.data.hash_categories import feature_seed
 from meseta.data.schema.find import find_layout
 from meseta.data.prepare import PrepareOptions
-from meseta.data.prepare.sources import find_sources, read_blocks
+from meseta.data.prepare.sources import find_sources
+from meseta.data.formats.format import read_blocks
 from meseta.data.prepare.splitting import Splitter
 from meseta.data.workers import in_order
 from meseta.machine.processors import num_cores

@@ -20,7 +20,8 @@ import pytest
 from data import prepare_and_die
 from data.click_log import make_lines, write_tsv
 from meseta.data import PrepareOptions
-from meseta.data.prepare import passes, prepare, sources, spool, write
+from meseta.data.formats import text as text_format
+from meseta.data.prepare import passes, prepare, spool, write
 from meseta.data.prepare.spool import Spool
 from meseta.data.prepare.staging import staged_folder
 from meseta.spec import MesetaError
@@ -96,7 +97,7 @@ def test_killed_often(tmp_path: Path, kind: str, seed: int) -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks, windows and parts of few rows, and a commit after each."""
-    monkeypatch.setattr(sources, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr(text_format, "BLOCK_BYTES", 5000)
     monkeypatch.setattr(spool, "WINDOW_SAMPLES", 64)
     monkeypatch.setattr(write, "PART_WINDOWS", 1)
     monkeypatch.setattr(passes, "COMMIT_S", 0.0)

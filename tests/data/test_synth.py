@@ -29,10 +29,10 @@ from meseta.data.synth import (
     SynthOptions,
     category_codes,
     encode_tsv,
-    synth,
     write_click_log,
     zipf_probabilities,
 )
+from meseta.data.synth import click_log as synth
 from meseta.data.synth.teacher import NUM_BINS, PAIRS, PROBABILITIES, Tally
 from meseta.spec import MesetaError
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from meseta.errors import shown
 from meseta.machine.files import first_alike, inner_fault, inside, parse_json, read_bounded
@@ -146,7 +147,16 @@ def _check_sign(text: str) -> str:
     return text
 
 
-SourceKind = Literal["tsv", "csv", "libsvm", "libffm", "parquet"]
+def _check_kind(kind: object) -> object:
+    from meseta.data.formats.registry import FORMATS  # above this module, and the only owner of the names
+
+    names = [raw_format.name for raw_format in FORMATS]
+    if kind not in names:
+        choice = f"{', '.join(map(repr, names[:-1]))} or {names[-1]!r}"
+        raise PydanticCustomError("literal_error", "Input should be {choice}", {"choice": choice})
+    return kind
+
+
 Sign = Annotated[str, Field(min_length=1, max_length=1), AfterValidator(_check_sign)]
 ColumnName = Annotated[str, Field(min_length=1)]
 
@@ -154,7 +164,7 @@ ColumnName = Annotated[str, Field(min_length=1)]
 class SourceForm(Record):
     """How the raw files said what the columns of the dataset say: what must be known to read others like them."""
 
-    kind: SourceKind
+    kind: Annotated[str, BeforeValidator(_check_kind)]
     """Of the files. 'tsv' is Criteo's."""
     labels: tuple[ColumnName, ...] = Field(min_length=1)
     """Columns of all labels."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meseta.data.dataset.dataset import DenseFeature, SourceForm, SourceKind, SparseFeature
+from meseta.data.dataset.dataset import DenseFeature, SourceForm, SparseFeature
 from meseta.data.dataset.statistics import FeatureStatistics, Moments
 from meseta.data.dataset.vocabulary import Vocabulary
+from meseta.data.formats.format import RawFormat
 from meseta.data.layout import RawLayout, SparseColumn
 
 
@@ -37,15 +38,15 @@ def describe_sparse(layout: RawLayout, tables: Tables) -> tuple[SparseFeature, .
     return tuple(_describe(column, tables) for column in layout.sparse)
 
 
-def source_form(layout: RawLayout, kind: SourceKind) -> SourceForm:
+def source_form(layout: RawLayout, raw_format: RawFormat) -> SourceForm:
     """What the features alone do not say of the files that they come from."""
     weights = {column.name: column.weight or column.weight_separator for column in layout.sparse}
     return SourceForm(
-        kind=kind,
+        kind=raw_format.name,
         labels=layout.labels,
         group=layout.group,
         delimiter=layout.delimiter,
-        header=layout.header if kind == "csv" else (),
+        header=layout.header if raw_format.is_delimited else (),
         separators={column.name: column.separator for column in layout.sparse if column.separator is not None},
         weights={name: sign for name, sign in weights.items() if sign is not None},
     )

@@ -5,28 +5,25 @@ So whatever a parser refuses is left out, row by row, and nothing else is; a blo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import pyarrow as pa
 
 from meseta.data.dataset.dataset import BadRows
-from meseta.data.formats.csv_records import is_record
-from meseta.data.prepare.sources import Block
+from meseta.data.formats.format import Block
 from meseta.spec import MesetaError
 
 Result = TypeVar("Result")
 MAX_SHOWN = 5
 """Rows whose place and fault are kept."""
-MAX_LINES = 1000
-"""Lines that a record of CSV may have, where one is looked for among bad rows."""
 MIN_ROWS = 100_000
 """Rows from which on a share is held against its limit while the work goes on; before, only at the end."""
 
 
 @dataclass
-class GoodParts(Generic[Result]):
+class ParsedRows(Generic[Result]):
     """What was made of a block without its bad rows."""
 
     results: list[Result] = field(default_factory=list)
@@ -37,15 +34,15 @@ class GoodParts(Generic[Result]):
     """What is wrong with the first few of them, and where."""
 
 
-def good_parts(block: Block, work: Callable[[Block], Result]) -> GoodParts[Result]:
+def parse_good_rows(block: Block, work: Callable[[Block], Result]) -> ParsedRows[Result]:
     """`work` on the whole block, else on its halves and theirs; a single row for which it raises MesetaError is bad."""
     try:
-        return GoodParts([work(block)], block.num_rows)
+        return ParsedRows([work(block)], block.num_rows)
     except MesetaError:
-        found: GoodParts[Result] = GoodParts()
-        ends = range(1, block.num_rows + 1) if isinstance(block.raw, pa.RecordBatch) else _row_ends(block, block.raw)
-        _halve(block, ends, 0, len(ends), work, found)
-        return found
+        parsed: ParsedRows[Result] = ParsedRows()
+        ends = block.source.format.row_ends(block)
+        _halve(block, ends, 0, len(ends), work, parsed)
+        return parsed
 
 
 def _halve(
@@ -54,9 +51,9 @@ def _halve(
     first: int,
     stop: int,
     work: Callable[[Block], Result],
-    found: GoodParts[Result],
+    parsed: ParsedRows[Result],
 ) -> None:
-    """Add what `work` makes of rows first..stop-1 to `found`."""
+    """Add what `work` makes of rows first..stop-1 to `parsed`."""
     start = ends[first - 1] if first else 0
     part = replace(
         block,
@@ -72,15 +69,15 @@ def _halve(
     except MesetaError as error:
         if stop - first > 1:
             middle = (first + stop) // 2
-            _halve(block, ends, first, middle, work, found)
-            _halve(block, ends, middle, stop, work, found)
+            _halve(block, ends, first, middle, work, parsed)
+            _halve(block, ends, middle, stop, work, parsed)
             return
-        found.num_bad += 1
-        if len(found.first) < MAX_SHOWN:
-            found.first.append(str(error).rpartition("; fix")[0] or str(error))
+        parsed.num_bad += 1
+        if len(parsed.first) < MAX_SHOWN:
+            parsed.first.append(str(error).rpartition("; fix")[0] or str(error))
     else:
-        found.results.append(result)
-        found.num_good += stop - first
+        parsed.results.append(result)
+        parsed.num_good += stop - first
 
 
 class BadRowCounter:
@@ -93,7 +90,7 @@ class BadRowCounter:
         self._num_bad = 0
         self._first: list[str] = []
 
-    def add(self, parts: GoodParts[Any]) -> None:
+    def add(self, parts: ParsedRows[Any]) -> None:
         """Count the rows of one more block. Raises MesetaError as `check`."""
         self._num_good += parts.num_good
         self._num_bad += parts.num_bad
@@ -123,35 +120,3 @@ class BadRowCounter:
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `get_state` gave."""
         self._num_good, self._num_bad, self._first = state["num_good"], state["num_bad"], list(state["first"])
-
-
-def _row_ends(block: Block, raw: bytes) -> list[int]:
-    """Where each row ends in `raw`, whole lines.
-
-    Of CSV a quote too many makes lines up to the next one look like one record; where such a record is not whole, its
-    first line is taken for a row, and the next one begins another.
-    """
-    ends = list(_line_ends(raw))
-    if block.source.kind != "csv" or b'"' not in raw:
-        return ends
-    found = []
-    at = 0
-    while at < len(ends):
-        start = ends[at - 1] if at else 0
-        last = at
-        quotes = raw.count(b'"', start, ends[at])
-        while quotes % 2 and last + 1 < min(len(ends), at + MAX_LINES):
-            last += 1
-            quotes += raw.count(b'"', ends[last - 1], ends[last])
-        if last > at and not is_record(raw[start : ends[last]], block.source.delimiter, len(block.header)):
-            last = at
-        found.append(ends[last])
-        at = last + 1
-    return found
-
-
-def _line_ends(raw: bytes) -> Iterator[int]:
-    end = raw.find(b"\n") + 1
-    while end:
-        yield end
-        end = raw.find(b"\n", end) + 1

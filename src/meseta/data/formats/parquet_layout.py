@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from meseta.data.formats.sample import parquet_sample
+from meseta.data.formats.format import Source
+from meseta.data.formats.parquet_files import parquet_sample, parquet_schema
 from meseta.data.layout import RawLayout, SparseColumn
-from meseta.data.prepare.sources import Source, parquet_schema
 from meseta.data.schema.guess import (
     NAMELESS,
     Guess,

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from pyarrow import csv as arrow_csv
 
 from meseta.data.formats.csv_records import header_names, read_header, records
+from meseta.data.formats.format import Block
 from meseta.data.formats.table_rows import read_rows
 from meseta.data.layout import RawLayout, SparseColumn
-from meseta.data.prepare.sources import Block
 from meseta.data.raw_rows import RawRows, RawSparse
 from meseta.data.schema.guess import MISSING, NO, NULLS, YES
 from meseta.errors import one_line
@@ -67,10 +67,11 @@ def _read(block: Block, raw: bytes, layout: RawLayout, places: dict[str, str], *
     ).combine_chunks()
 
 
-def read_texts(block: Block, raw: bytes, header: Sequence[str], names: Sequence[str]) -> list[pa.Array]:
-    """Fields of some columns as they stand in a block of CSV, or of TSV without quotes, that `parse_block` has taken;
-    string [n] each. Bytes that are not UTF-8 become question marks."""
-    is_csv = block.source.kind == "csv"
+def read_texts(
+    raw: bytes, header: Sequence[str], names: Sequence[str], *, delimiter: str = "\t", is_quoted: bool = False
+) -> list[pa.Array]:
+    """Fields of some columns as they stand in lines, or in records of CSV, that were parsed; string [n] each. Bytes
+    that are not UTF-8 become question marks."""
     places = [f"f{list(header).index(name)}" for name in names]
     table = arrow_csv.read_csv(
         pa.BufferReader(raw),
@@ -78,9 +79,9 @@ def read_texts(block: Block, raw: bytes, header: Sequence[str], names: Sequence[
             use_threads=False, block_size=len(raw) + 1, column_names=[f"f{i}" for i in range(len(header))]
         ),
         arrow_csv.ParseOptions(
-            delimiter=block.source.delimiter if is_csv else "\t",
-            quote_char='"' if is_csv else False,
-            newlines_in_values=is_csv,
+            delimiter=delimiter,
+            quote_char='"' if is_quoted else False,
+            newlines_in_values=is_quoted,
             ignore_empty_lines=False,
         ),
         arrow_csv.ConvertOptions(

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from meseta.data.formats.format import Block
 from meseta.data.formats.table_rows import read_rows
 from meseta.data.layout import RawLayout, SparseColumn
-from meseta.data.prepare.sources import Block
 from meseta.data.raw_rows import RawRows, RawSparse
 from meseta.spec import MesetaError
 

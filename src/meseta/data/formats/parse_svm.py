@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from meseta.data.formats.format import Block
 from meseta.data.layout import RawLayout
-from meseta.data.prepare.sources import Block
 from meseta.data.raw_rows import RawRows, RawSparse, is_label
 from meseta.errors import one_line
 from meseta.spec import MesetaError
@@ -26,7 +26,6 @@ LIBSVM_FEATURE = "features"
 QID = "qid"
 """What stands before the group of a row of libsvm, and the name of its column."""
 _FIELD = "field_"
-_FORMS = {"libsvm": "index:value", "libffm": "field:index:value"}
 
 
 @dataclass(frozen=True)
@@ -57,9 +56,8 @@ def has_label(line: bytes) -> bool:
     return b":" not in line.split(maxsplit=1)[0] if line.split() else False
 
 
-def read_pairs(block: Block, raw: bytes) -> Pairs:
+def read_pairs(block: Block, raw: bytes, *, has_fields: bool) -> Pairs:
     """Parse and check every row. Raises MesetaError naming the file, the line and the pair."""
-    has_fields = block.source.kind == "libffm"
     num_parts = 3 if has_fields else 2
     try:
         lines = pc.split_pattern(pa.array([raw]).cast(pa.string()), "\n").flatten()[:-1]
@@ -76,29 +74,29 @@ def read_pairs(block: Block, raw: bytes) -> Pairs:
         if b"qid:" in raw:
             place = first + 1
             if not np.array_equal(np.flatnonzero(pc.starts_with(flat, "qid:")), place):
-                raise _explain(block, raw, "some rows have a qid, and others have none")
+                raise _explain(block, raw, "some rows have a qid, and others have none", has_fields)
             group = pc.utf8_slice_codeunits(flat.take(pa.array(place)), 4).cast(pa.int64()).to_numpy()
             is_pair[place] = False
             lengths -= 1
         parts = pc.split_pattern(flat.filter(pa.array(is_pair)), ":")
         if not (pc.list_value_length(parts).to_numpy() == num_parts).all():
-            raise _explain(block, raw, "a pair has another form")
+            raise _explain(block, raw, "a pair has another form", has_fields)
         columns = [parts.flatten()[at::num_parts] for at in range(num_parts)]
         ids = columns[-2].cast(pa.int64()).cast(pa.string())
         fields = columns[0].cast(pa.int64()).to_numpy() if has_fields else None
         with np.errstate(over="ignore"):  # what overflows is not finite, and told below
             weights = _float64(columns[-1]).astype(np.float32)
     except pa.ArrowInvalid as error:
-        raise _explain(block, raw, one_line(error)) from None
+        raise _explain(block, raw, one_line(error), has_fields) from None
     label[label == -1] = 0  # libsvm calls the classes -1 and +1
     if not is_label(label).all() or not np.isfinite(weights).all():
-        raise _explain(block, raw, "a label is outside 0..1, or a value is not finite")
+        raise _explain(block, raw, "a label is outside 0..1, or a value is not finite", has_fields)
     return Pairs(label.astype(np.float32), lengths - 1, fields, ids, weights, group)
 
 
-def parse_svm(block: Block, raw: bytes, layout: RawLayout) -> RawRows:
+def parse_svm(block: Block, raw: bytes, layout: RawLayout, *, has_fields: bool) -> RawRows:
     """Parse and check every row; fields that the layout lacks are left out. Raises MesetaError as `read_pairs` does."""
-    pairs = read_pairs(block, raw)
+    pairs = read_pairs(block, raw, has_fields=has_fields)
     group = pairs.group if layout.group else None
     if pairs.fields is None:
         sparse = [
@@ -124,13 +122,14 @@ def _float64(column: pa.Array) -> NDArray[np.float64]:
     return np.array(pc.ascii_ltrim(column, "+").cast(pa.float64()).to_numpy())
 
 
-def _explain(block: Block, raw: bytes, detail: str) -> MesetaError:
+def _explain(block: Block, raw: bytes, detail: str, has_fields: bool) -> MesetaError:
     """Go through the lines of a block that did not parse and name the first bad token."""
     source = f"source {str(block.source.path)!r}"
+    form = "field:index:value" if has_fields else "index:value"
     lines = raw.split(b"\n")[:-1]
     has_qid = lines[0].split()[1:2] and lines[0].split()[1].startswith(b"qid:")
     for number, line in enumerate(lines, start=block.first_line + 1):
-        problem = _problem(line, _FORMS[block.source.kind], has_qid=bool(has_qid))
+        problem = _problem(line, form, has_qid=bool(has_qid))
         if problem:
             return MesetaError(f"{source}, line {number}: {problem}; fix or remove the line")
     return MesetaError(f"{source}, after line {block.first_line}: {detail}")

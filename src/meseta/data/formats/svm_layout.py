@@ -10,10 +10,11 @@ from itertools import chain
 
 import numpy as np
 
-from meseta.data.formats.bad_rows import good_parts
+from meseta.data.formats.bad_rows import parse_good_rows
+from meseta.data.formats.format import Block, OnRows, Source, read_blocks
 from meseta.data.formats.parse_svm import LIBSVM_FEATURE, QID, field_name, read_pairs
+from meseta.data.formats.text import raw_text
 from meseta.data.layout import RawLayout, SparseColumn
-from meseta.data.prepare.sources import Block, Source, read_blocks
 from meseta.data.schema.schema import check_names
 from meseta.data.workers import in_order
 from meseta.machine.processors import num_cores
@@ -22,31 +23,34 @@ from meseta.spec import MesetaError
 MAX_FIELDS = 1000
 """More fields than this are taken for a mistake, such as indices where fields belong: each would be a table."""
 
-OnRows = Callable[[int, float], None]
-"""Called with the rows scanned so far, and the share of the bytes that they take, 0 to 1."""
-
 
 def svm_layout(
-    sources: Sequence[Source], wanted: Sequence[str], on_rows: OnRows, *, skip_bad: bool = False
+    sources: Sequence[Source], chosen: Sequence[str], on_rows: OnRows, *, skip_bad: bool, has_fields: bool
 ) -> RawLayout:
-    """One multi-valued feature for each field, in the order of their numbers, or those that `wanted` names.
+    """One multi-valued feature for each field, in the order of their numbers, or those that are `chosen`.
 
     A feature has weights where any of its values is not 1. With `skip_bad` a row that cannot be parsed is passed over.
     Raises MesetaError for a row that cannot be parsed, for a
-    wanted feature that no row has, and for more than 1,000 fields.
+    chosen feature that no row has, and for more than 1,000 fields.
     """
-    weighted, has_groups = _scan(sources, on_rows, skip_bad)
+    weighted_fields, has_groups = _scan(
+        sources, on_rows, partial(_scan_block, skip_bad=skip_bad, has_fields=has_fields)
+    )
     where = f"source {str(sources[0].path)!r}"
+    if has_fields:
+        weighted = {field_name(field): weighted_fields[field] for field in sorted(weighted_fields)}
+    else:
+        weighted = {LIBSVM_FEATURE: any(weighted_fields.values())} if weighted_fields else {}
     if not weighted:
         raise MesetaError(f"{where}: no row has a feature beside its label; there is nothing to learn from")
-    check_names(where, wanted, list(weighted))
-    sparse = tuple(SparseColumn(name=name, multi_valued=True, weighted=weighted[name]) for name in wanted or weighted)
+    check_names(where, chosen, list(weighted))
+    sparse = tuple(SparseColumn(name=name, multi_valued=True, weighted=weighted[name]) for name in chosen or weighted)
     return RawLayout(
         labels=("label",),
         dense=(),
         sparse=sparse,
         group=QID if has_groups else None,
-        ignored=tuple(name for name in weighted if wanted and name not in wanted),
+        ignored=tuple(name for name in weighted if chosen and name not in chosen),
         reasons={name: "ids with weights" if has else "ids; all values are 1" for name, has in weighted.items()},
     )
 
@@ -62,15 +66,17 @@ class _Scanned:
     """Whether rows have a qid."""
 
 
-def _scan(sources: Sequence[Source], on_rows: OnRows, skip_bad: bool) -> tuple[dict[str, bool], bool]:
-    """Features in the order of their fields, and whether any value of theirs is not 1; and whether rows have groups."""
+def _scan(
+    sources: Sequence[Source], on_rows: OnRows, scan_block: Callable[[Block], list[_Scanned]]
+) -> tuple[dict[int, bool], bool]:
+    """Fields and whether any value of theirs is not 1; and whether rows have groups."""
     weighted: dict[int, bool] = {}
     total_bytes = sum(source.size_bytes for source in sources)
     done_bytes: dict[str, int] = {}
     num_rows = 0
     has_groups = False
     pool = ThreadPoolExecutor(num_cores(), thread_name_prefix="meseta-scan")
-    jobs = (partial(_scan_block, block, skip_bad) for source in sources for block in read_blocks(source, []))
+    jobs = (partial(scan_block, block) for source in sources for block in read_blocks(source, []))
     try:
         for scanned in chain.from_iterable(in_order(pool, jobs, num_cores() + 1)):
             block = scanned.block
@@ -80,8 +86,8 @@ def _scan(sources: Sequence[Source], on_rows: OnRows, skip_bad: bool) -> tuple[d
                     f"source {str(block.source.path)!r}, line {block.first_line + 1}: a qid must stand behind the "
                     f"label of every row, or of none; here is {'none' if has_groups else 'one'}, unlike before"
                 )
-            for field, other in scanned.weighted.items():
-                weighted[field] = weighted.get(field, False) or other
+            for field, has_weights in scanned.weighted.items():
+                weighted[field] = weighted.get(field, False) or has_weights
             if len(weighted) > MAX_FIELDS:
                 raise MesetaError(
                     f"source {str(block.source.path)!r}: more than {MAX_FIELDS} fields up to line "
@@ -92,20 +98,18 @@ def _scan(sources: Sequence[Source], on_rows: OnRows, skip_bad: bool) -> tuple[d
             on_rows(num_rows, sum(done_bytes.values()) / total_bytes)
     finally:
         pool.shutdown(cancel_futures=True)
-    if sources[0].kind == "libsvm":
-        return ({LIBSVM_FEATURE: any(weighted.values())} if weighted else {}), has_groups
-    return {field_name(field): weighted[field] for field in sorted(weighted)}, has_groups
+    return weighted, has_groups
 
 
-def _scan_block(block: Block, skip_bad: bool) -> list[_Scanned]:
+def _scan_block(block: Block, *, skip_bad: bool, has_fields: bool) -> list[_Scanned]:
     """The whole block, or each stretch of rows between bad ones."""
-    return good_parts(block, _scan_rows).results if skip_bad else [_scan_rows(block)]
+    scan_rows = partial(_scan_rows, has_fields=has_fields)
+    return parse_good_rows(block, scan_rows).results if skip_bad else [scan_rows(block)]
 
 
-def _scan_rows(block: Block) -> _Scanned:
-    assert isinstance(block.raw, bytes)
-    pairs = read_pairs(block, block.raw)
+def _scan_rows(block: Block, *, has_fields: bool) -> _Scanned:
+    pairs = read_pairs(block, raw_text(block), has_fields=has_fields)
     fields = np.zeros(pairs.weights.size, np.int64) if pairs.fields is None else pairs.fields
     others = set(np.unique(fields[pairs.weights != 1]).tolist())
-    found = {field: field in others for field in np.unique(fields).tolist()}
-    return _Scanned(block, found, pairs.group is not None)
+    weighted = {field: field in others for field in np.unique(fields).tolist()}
+    return _Scanned(block, weighted, pairs.group is not None)

@@ -6,22 +6,14 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from meseta.data.dataset.dataset import Dataset, SourceForm, SparseFeature
-from meseta.data.formats.parquet_layout import parquet_layout_of
-from meseta.data.formats.parse_svm import has_label
-from meseta.data.formats.sample import csv_header, csv_sample, parquet_sample
+from meseta.data.formats.format import Source
+from meseta.data.formats.registry import format_of
 from meseta.data.layout import NO_CATEGORY, BucketRule, RawLayout, SparseColumn
-from meseta.data.prepare.sources import KIND_NAMES, Source, find_sources, first_line
-from meseta.data.schema.find import CRITEO, check_features, column_names
-from meseta.data.schema.guess import MISSING
-from meseta.data.schema.schema import Schema
+from meseta.data.prepare.sources import find_sources
+from meseta.data.schema.find import check_features
 from meseta.spec import MesetaError
 from meseta.spec.checks import doubled
-
-_SVM = ("libsvm", "libffm")
 
 
 def layout_of_dataset(dataset: Dataset) -> RawLayout:
@@ -92,7 +84,7 @@ def _sparse_column(where: str, feature: SparseFeature, form: SourceForm | None) 
             "prepare it again, and train on that"
         )
     weight, separator = (form.weights.get(name), form.separators.get(name)) if form else (None, None)
-    is_text = form is not None and form.kind == "csv"
+    is_text = form is not None and format_of(form.kind).is_delimited
     if is_text and feature.multi_valued and (separator is None or feature.weighted != (weight is not None)):
         raise MesetaError(f"{where}: source_form does not tell how the values of {name!r} are written; {_AGAIN}")
     return SparseColumn(
@@ -115,84 +107,33 @@ def find_alike(dataset: Dataset, patterns: Sequence[str]) -> tuple[tuple[Source,
     files of another kind, and for columns of types that no longer fit.
     """
     layout, form = layout_of_dataset(dataset), dataset.source_form
-    delimiter = layout.delimiter if form and form.kind == "csv" else None
+    delimiter = layout.delimiter if form and format_of(form.kind).is_delimited else None
     sources = find_sources(patterns, {}, rest_is_parted=False, delimiter=delimiter)
     sources = tuple(replace(source, split="test") for source in sources)
-    _check_kind(dataset, layout, sources[0])
-    if layout.header and sources[0].kind == "csv":
-        sources = tuple(_with_header(source, layout) for source in sources)
-    names = [_names(source, layout) for source in sources]
-    empty = _empty_labels(sources, [name for name in layout.labels if any(name in present for present in names)])
+    _check_format(dataset, layout, sources[0])
+    raw_format = sources[0].format
+    sources = tuple(raw_format.with_names_of(source, layout) for source in sources)
+    names = [raw_format.columns_for(source, layout) for source in sources]
+    labels = [name for name in layout.labels if any(name in present for present in names)]
+    empty = raw_format.empty_columns(sources, labels) if labels else set()
     names = [[name for name in present if name not in empty] for present in names]
     layout = _with_samples(sources, names, layout)
     for source, present in zip(sources, names, strict=True):
         _check_columns(source, present, layout)
-    if sources[0].kind == "parquet":
-        for source in sources:
-            _check_types(source, layout, dataset)
+    for source in sources:
+        raw_format.check_types(source, layout, dataset.dir)
     return sources, layout
 
 
-def _check_kind(dataset: Dataset, layout: RawLayout, source: Source) -> None:
-    """Raise MesetaError where files of this kind cannot hold the rows."""
-    kind = dataset.source_form.kind if dataset.source_form else None
-    if source.kind == "tsv":
-        fits = kind in ("tsv", None) and replace(layout, labels=CRITEO.labels) == CRITEO
-    elif source.kind in _SVM:
-        fits = kind in (source.kind, None)
-    else:
-        has_lists = any(column.multi_valued and not column.is_empty for column in layout.sparse)
-        fits = kind == source.kind or (kind not in _SVM and not has_lists)
-    if not fits:
-        known = KIND_NAMES[kind] if kind else "files with other columns"
+def _check_format(dataset: Dataset, layout: RawLayout, source: Source) -> None:
+    """Raise MesetaError where files of this format cannot hold the rows."""
+    earlier = format_of(dataset.source_form.kind) if dataset.source_form else None
+    if not source.format.can_hold(layout, earlier):
+        known = earlier.title if earlier else "files with other columns"
         raise MesetaError(
-            f"source {source.path!r} is {KIND_NAMES[source.kind]}, and dataset {str(dataset.dir)!r} was prepared from "
+            f"source {source.path!r} is {source.format.title}, and dataset {str(dataset.dir)!r} was prepared from "
             f"{known}; give rows of that form"
         )
-
-
-def _with_header(source: Source, layout: RawLayout) -> Source:
-    """CSV that does not begin with names: of all columns, or of all but the labels. One that does has them itself."""
-    first = csv_header(source)
-    if set(layout.feature_columns) <= set(first):
-        return source
-    rest = tuple(name for name in layout.header if name not in layout.labels)
-    for header in (layout.header, rest):
-        if len(header) == len(first):
-            return replace(source, header=header)
-    raise MesetaError(
-        f"source {source.path!r} has {len(first)} columns and no names for them; the earlier files had "
-        f"{len(layout.header)}, or {len(rest)} without the label"
-    )
-
-
-def _names(source: Source, layout: RawLayout) -> Sequence[str]:
-    """Columns of a file; of libsvm and libffm, those that its rows may have."""
-    if source.kind not in _SVM:
-        return column_names(source)
-    line = first_line(source)
-    labels = layout.labels if has_label(line) else ()
-    group = [layout.group] if layout.group is not None and b"qid:" in line else []
-    return [*labels, *group, *layout.feature_columns]
-
-
-def _empty_labels(sources: Sequence[Source], labels: Sequence[str]) -> set[str]:
-    """Those of the labels in the files that stand there without a value, in a sample of the rows."""
-    if not labels:
-        return set()
-    if sources[0].kind == "csv":
-        texts = csv_sample(sources, labels)
-        return {name for name, values in texts.items() if values and all(value in MISSING for value in values)}
-    if sources[0].kind == "parquet":
-        table = parquet_sample(sources, labels)
-        values = {name: table.column(name).combine_chunks() for name in table.column_names}
-        return {name for name, column in values.items() if len(column) and _is_empty(column)}
-    return set()
-
-
-def _is_empty(column: pa.Array) -> bool:
-    is_number = pa.types.is_floating(column.type)
-    return bool(pc.all(pc.is_null(column, nan_is_null=is_number)).as_py())
 
 
 def _with_samples(sources: Sequence[Source], names: Sequence[Sequence[str]], layout: RawLayout) -> RawLayout:
@@ -233,29 +174,3 @@ def _check_columns(source: Source, present: Sequence[str], layout: RawLayout) ->
     for name in layout.columns:
         if list(present).count(name) > 1:
             raise MesetaError(f"source {source.path!r}: {name!r} is the name of two columns; rename one")
-
-
-def _check_types(source: Source, layout: RawLayout, dataset: Dataset) -> None:
-    """Raise MesetaError where columns of Parquet are of types that do not fit their roles."""
-    plain = [column for column in layout.values if not column.cross]
-    wanted = Schema.model_construct(
-        labels=list(layout.labels),
-        weight=layout.weight,
-        group=layout.group,
-        time=layout.time,
-        dense=list(layout.dense),
-        signed=list(layout.signed),
-        categorical=[column.raw for column in plain],
-        weights={column.raw: column.weight for column in plain if column.weight is not None},
-        buckets={c.buckets.column: list(c.buckets.boundaries) for c in layout.sparse if c.buckets},
-        crosses={column.name: list(column.cross) for column in layout.sparse if column.cross},
-    )
-    present = parquet_layout_of(source, wanted)
-    for now, before in zip(present.sparse, layout.sparse, strict=True):
-        if (now.multi_valued, now.weighted) != (before.multi_valued, before.weighted):
-            kinds = {True: "lists", False: "single values"}
-            other = "with weights" if before.weighted else "without weights"
-            raise MesetaError(
-                f"source {source.path!r}: column {before.raw!r} must hold {kinds[before.multi_valued]} {other}, as in "
-                f"dataset {str(dataset.dir)!r}"
-            )

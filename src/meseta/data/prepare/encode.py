@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from meseta.data.dataset.dataset import SPLITS
 from meseta.data.dataset.vocabulary import count_values
-from meseta.data.formats.parse import parse_block
+from meseta.data.formats.format import Block
 from meseta.data.hash_categories import hash_categories, hash_to_rows
 from meseta.data.layout import RawLayout
-from meseta.data.prepare.sources import Block
 from meseta.data.prepare.splitting import TRAIN, Splitter
 from meseta.data.raw_rows import RawRows, RawSparse
 
@@ -47,7 +46,7 @@ class Encoder:
 
     def encode(self, block: Block, first_global_row: int) -> EncodedBlock:
         """Parse, split and encode one block, whose first row is row `first_global_row` of all sources."""
-        rows = parse_block(block, self.layout)
+        rows = block.source.format.parse(block, self.layout)
         split = self.splitter.split_of(block, first_global_row, rows)
         batch = self._record_batch(rows)
         splits = {}

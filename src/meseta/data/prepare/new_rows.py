@@ -13,12 +13,12 @@ import pyarrow as pa
 from meseta.data.dataset.dataset import SPLITS, Dataset, SourceFile
 from meseta.data.dataset.touched import read_touched
 from meseta.data.dataset.vocabulary import load_vocabulary
-from meseta.data.formats.bad_rows import BadRowCounter, GoodParts, good_parts
+from meseta.data.formats.bad_rows import BadRowCounter, ParsedRows, parse_good_rows
+from meseta.data.formats.format import Block, read_blocks
 from meseta.data.formats.raw_columns import RawColumns
 from meseta.data.hash_categories import feature_seed
 from meseta.data.prepare.earlier import find_alike
 from meseta.data.prepare.encode import Encoder
-from meseta.data.prepare.sources import Block, read_blocks
 from meseta.data.prepare.splitting import TEST, Splitter
 from meseta.data.prepare.write import Finisher, split_lists
 from meseta.data.workers import in_order
@@ -169,16 +169,16 @@ class NewRows:
         if not any(self.num_rows.values()):
             raise MesetaError("prepare: no row is left; all of them could not be parsed")
 
-    def _jobs(self) -> Iterator[Callable[[], tuple[int, Block, GoodParts[EncodedRows]]]]:
+    def _jobs(self) -> Iterator[Callable[[], tuple[int, Block, ParsedRows[EncodedRows]]]]:
         columns = list(dict.fromkeys([*self.layout.columns, *(self.key_schema.names if self._keys else ())]))
         for index, source in enumerate(self.sources):
             for block in read_blocks(source, columns):
                 yield lambda index=index, block=block: (index, block, self._encode(block))  # type: ignore[misc]
 
-    def _encode(self, block: Block) -> GoodParts[EncodedRows]:
+    def _encode(self, block: Block) -> ParsedRows[EncodedRows]:
         if self.bad_rows is not None:
-            return good_parts(block, self._encode_part)
-        return GoodParts([self._encode_part(block)], block.num_rows)
+            return parse_good_rows(block, self._encode_part)
+        return ParsedRows([self._encode_part(block)], block.num_rows)
 
     def _encode_part(self, block: Block) -> EncodedRows:
         encoded = self._encoder.encode(block, block.first_row)

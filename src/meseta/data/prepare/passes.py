@@ -16,10 +16,10 @@ from meseta.data.dataset.features import Tables, describe_dense, describe_sparse
 from meseta.data.dataset.statistics import FeatureStatistics
 from meseta.data.dataset.touched import write_touched
 from meseta.data.dataset.vocabulary import VocabularyCounter
-from meseta.data.formats.bad_rows import BadRowCounter, GoodParts, good_parts
+from meseta.data.formats.bad_rows import BadRowCounter, ParsedRows, parse_good_rows
+from meseta.data.formats.format import Block, FilePosition, Source, read_blocks
 from meseta.data.prepare.encode import EncodedBlock, Encoder
 from meseta.data.prepare.options import PrepareOptions
-from meseta.data.prepare.sources import Block, Place, Source, read_blocks
 from meseta.data.prepare.spool import Spool
 from meseta.data.prepare.staging import Staging
 from meseta.data.prepare.write import Finisher, SplitWriter
@@ -44,7 +44,7 @@ class ReadSoFar:
     """Number of the file at hand; that of files, at the end."""
     num_rows: int
     """Rows of all files so far."""
-    place: Place
+    place: FilePosition
     """Where the next row of that file begins."""
     position_bytes: int
     """How far the stored file has been read."""
@@ -125,7 +125,7 @@ class TwoPasses:
             spool.close()
         self._check_splits(at.num_rows)
         if at.source < len(self.sources):
-            self._commit_reading(replace(at, source=len(self.sources), place=Place(), position_bytes=0))
+            self._commit_reading(replace(at, source=len(self.sources), place=FilePosition(), position_bytes=0))
 
     def _check_splits(self, num_rows: int) -> None:
         """Raise MesetaError where a split that training or choosing needs has no row."""
@@ -142,7 +142,7 @@ class TwoPasses:
                 "without it: --valid-fraction 0"
             )
 
-    def _jobs(self, at: ReadSoFar) -> Iterator[Callable[[], tuple[int, Block, GoodParts[EncodedBlock]]]]:
+    def _jobs(self, at: ReadSoFar) -> Iterator[Callable[[], tuple[int, Block, ParsedRows[EncodedBlock]]]]:
         """Each gives the number of its source and the block beside what was made of it."""
         first_row = at.num_rows
         for index, source in enumerate(self.sources[at.source :], at.source):
@@ -150,12 +150,12 @@ class TwoPasses:
                 yield lambda index=index, block=block, row=first_row: (index, block, self._encode(block, row))  # type: ignore[misc]
                 first_row += block.num_rows
 
-    def _encode(self, block: Block, first_global_row: int) -> GoodParts[EncodedBlock]:
+    def _encode(self, block: Block, first_global_row: int) -> ParsedRows[EncodedBlock]:
         rows_before = first_global_row - block.first_row
         if self.options.bad_rows == "skip":
-            return good_parts(block, lambda part: self.encoder.encode(part, rows_before + part.first_row))
+            return parse_good_rows(block, lambda part: self.encoder.encode(part, rows_before + part.first_row))
         try:
-            return GoodParts([self.encoder.encode(block, first_global_row)], block.num_rows)
+            return ParsedRows([self.encoder.encode(block, first_global_row)], block.num_rows)
         except MesetaError as error:
             raise MesetaError(f"{error}, or leave such rows out with --bad-rows skip") from None
 
@@ -163,7 +163,7 @@ class TwoPasses:
         """Take up what was committed of pass 1."""
         state = self.staging.state.get("read")
         if state is None:
-            return ReadSoFar(0, 0, Place(), 0)
+            return ReadSoFar(0, 0, FilePosition(), 0)
         for name, spool in self.spools.items():
             spool.set_state(state["spools"][name])
         for name, counter in self.counters.items():
@@ -171,7 +171,7 @@ class TwoPasses:
         self.rows_of_source.update(zip(self.rows_of_source, state["rows_of_source"], strict=True))
         self.bad_rows.set_state(state["bad_rows"])
         self.not_finite.update(state["not_finite"])
-        return ReadSoFar(state["source"], state["num_rows"], Place(**state["place"]), state["position_bytes"])
+        return ReadSoFar(state["source"], state["num_rows"], FilePosition(**state["place"]), state["position_bytes"])
 
     def _commit_reading(self, at: ReadSoFar) -> None:
         state = {
@@ -246,7 +246,7 @@ class TwoPasses:
             ),
             not_finite=dict(+self.not_finite),
             bad_rows=self.bad_rows.found if options.bad_rows == "skip" else None,
-            source_form=source_form(layout, self.sources[0].kind),
+            source_form=source_form(layout, self.sources[0].format),
             touched=touched,
         )
 

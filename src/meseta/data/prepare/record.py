@@ -9,8 +9,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from meseta.data.formats.format import Source
 from meseta.data.prepare.options import PrepareOptions
-from meseta.data.prepare.sources import Source
 from meseta.machine.remote import is_url
 from meseta.spec import MesetaError
 

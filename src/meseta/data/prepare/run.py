@@ -16,6 +16,7 @@ from typing import cast
 import pyarrow as pa
 
 from meseta.data.dataset.dataset import FILE_NAME, Dataset
+from meseta.data.formats.format import Source
 from meseta.data.formats.values import seconds_of_texts
 from meseta.data.hash_categories import feature_seed
 from meseta.data.layout import RawLayout
@@ -23,11 +24,11 @@ from meseta.data.prepare.encode import Encoder
 from meseta.data.prepare.options import PARTED, PrepareOptions
 from meseta.data.prepare.passes import Progress, TwoPasses, find_teacher
 from meseta.data.prepare.record import difference, load_record, record_of
-from meseta.data.prepare.sources import Source, find_sources
+from meseta.data.prepare.sources import find_sources
 from meseta.data.prepare.splitting import SplitBy, Splitter
 from meseta.data.prepare.staging import Staging, staged_folder
 from meseta.data.prepare.survey import Survey, Surveyor
-from meseta.data.schema.find import find_layout, with_header
+from meseta.data.schema.find import find_layout
 from meseta.data.schema.schema import Schema
 from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError, nearest
@@ -42,7 +43,8 @@ MIN_COUNT = 2
 def read_layout(options: PrepareOptions) -> RawLayout:
     """The layout that `prepare` would use. Raises MesetaError where it cannot be told, or does not fit the files."""
     schema = _schema_of(options)
-    return _layout_of(options, schema, with_header(_find_sources(options, schema)))
+    sources = _find_sources(options, schema)
+    return _layout_of(options, schema, sources[0].format.with_header(sources))
 
 
 def prepare(
@@ -58,7 +60,8 @@ def prepare(
     """
     progress = progress or _no_progress
     schema = _schema_of(options)
-    sources = with_header(_find_sources(options, schema))
+    sources = _find_sources(options, schema)
+    sources = sources[0].format.with_header(sources)
     layout = _layout_of(options, schema, sources, progress)
     if on_layout is not None:
         on_layout(layout)

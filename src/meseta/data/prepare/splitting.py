@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from meseta.data.counter import random_words
 from meseta.data.dataset.dataset import SPLITS
-from meseta.data.prepare.sources import Block
+from meseta.data.formats.format import Block
 from meseta.data.raw_rows import RawRows
 from meseta.spec import MesetaError
 

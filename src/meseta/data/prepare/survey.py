@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meseta.data.formats.bad_rows import good_parts
-from meseta.data.formats.parse import parse_block
+from meseta.data.formats.bad_rows import parse_good_rows
+from meseta.data.formats.format import Block, OnRows, Source, read_blocks
 from meseta.data.layout import RawLayout
 from meseta.data.prepare.order_statistics import count_numbers, order_statistics
-from meseta.data.prepare.sources import Block, Source, read_blocks
 from meseta.data.prepare.splitting import TRAIN, Splitter
 from meseta.data.raw_rows import RawRows
 from meseta.data.workers import in_order
@@ -29,7 +28,6 @@ from meseta.spec import MesetaError
 
 _CHUNK_ROWS = 1 << 20
 
-OnRows = Callable[[int, float], None]
 _Parsed = tuple[RawRows, NDArray[np.int8]]
 """Rows, and their splits as far as these are known."""
 
@@ -146,15 +144,15 @@ class Surveyor:
         whole = self.layout.with_boundaries(dict.fromkeys(self._quantiles_wanted, (0.0,)))
 
         def parse(block: Block, first_row: int) -> _Parsed:
-            rows = parse_block(block, layout)
+            rows = block.source.format.parse(block, layout)
             return rows, self.splitter.split_of(block, first_row, rows)
 
         def parse_good(block: Block, rows_before: int) -> tuple[Block, list[_Parsed]]:
             def parse_part(part: Block) -> _Parsed:
-                parse_block(part, whole)
+                part.source.format.parse(part, whole)
                 return parse(part, rows_before + part.first_row)
 
-            return block, good_parts(block, parse_part).results
+            return block, parse_good_rows(block, parse_part).results
 
         first_row = 0
         for source in self.sources:
