@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from meseta.data.dataset.columns import DataColumn, columns_of
+from meseta.data.dataset.columns import columns_of
 from meseta.data.dataset.dataset import FILE_NAME, DataFile, Dataset, SparseFeature
+from meseta.data.dataset.part_files import PART_ERRORS, open_part
 from meseta.data.dataset.touched import read_touched
+from meseta.data.dataset.value_rules import breaks_rule
 from meseta.data.dataset.vocabulary import digest_of_values, one_chunk
 from meseta.data.prepare.record import RECORD_NAME
 from meseta.data.workers import in_order
@@ -24,7 +25,6 @@ from meseta.errors import one_line
 from meseta.machine.files import inside
 from meseta.machine.processors import num_cores
 from meseta.spec import MesetaError
-from meseta.spec.weights import is_weight
 
 STATISTICS_PAGE = "statistics.html"
 """Where `meseta data stats` writes its page, beside the data."""
@@ -121,9 +121,9 @@ def _stray_files(dataset: Dataset) -> Iterator[Fault]:
 def _open(dataset: Dataset, file: DataFile) -> tuple[pq.FileMetaData | None, list[Fault]]:
     """The metadata of one file, None where its rows cannot be read as they are; and what is wrong with its frame."""
     try:
-        with pq.ParquetFile(inside(dataset.dir, file.path)) as opened:
+        with open_part(inside(dataset.dir, file.path)) as opened:
             metadata, schema = opened.metadata, opened.schema_arrow
-    except (pa.ArrowException, OSError) as error:
+    except PART_ERRORS as error:
         return None, [_unreadable(file.path, error)]
     faults = []
     if metadata.num_rows != file.num_rows:
@@ -159,9 +159,9 @@ def _check_group(dataset: Dataset, path: str, metadata: pq.FileMetaData, index: 
     group = _Group()
     columns = columns_of(dataset)
     try:
-        with pq.ParquetFile(inside(dataset.dir, path), metadata=metadata, page_checksum_verification=True) as file:
+        with open_part(inside(dataset.dir, path), metadata, checks_pages=True) as file:
             table = file.read_row_group(index, columns=[column.name for column in columns], use_threads=False)
-    except (pa.ArrowException, OSError) as error:
+    except PART_ERRORS as error:
         group.found["", "read"] = _unreadable(path, error)
         return group
     group.num_rows = table.num_rows
@@ -175,7 +175,7 @@ def _check_group(dataset: Dataset, path: str, metadata: pq.FileMetaData, index: 
             group.found[column.name, "null"] = fault
             continue
         values = (array.flatten() if column.is_list else array).to_numpy()
-        bad = _breaks_rule(column, values)
+        bad = breaks_rule(column, values)
         if bad is not None:
             at = int(np.argmax(bad))
             row = int(np.searchsorted(_offsets(array), at, side="right")) - 1 if column.is_list else at
@@ -194,21 +194,6 @@ def _check_group(dataset: Dataset, path: str, metadata: pq.FileMetaData, index: 
         if feature.weighted and not {(feature.name, "null"), (f"{feature.name}.weight", "null")} & group.found.keys():
             _check_lengths(group, feature, table, path, first_row)
     return group
-
-
-def _breaks_rule(column: DataColumn, values: NDArray[Any]) -> NDArray[np.bool_] | None:
-    """Where values break the rule of their column; None where none does."""
-    if not values.size or column.role in ("group", "time"):
-        return None
-    if column.role == "weight":
-        fits = is_weight(values)
-        return None if fits.all() else ~fits
-    finite = (-np.finfo(np.float32).max, np.finfo(np.float32).max)
-    low, high = {"label": (0, 1), "ids": (0, column.num_embeddings - 1)}.get(column.role, finite)
-    # NaN fails both comparisons, and makes both extremes NaN.
-    if values.min() >= low and values.max() <= high:
-        return None
-    return ~((values >= low) & (values <= high))
 
 
 def _check_lengths(group: _Group, feature: SparseFeature, table: pa.Table, path: str, first_row: int) -> None:

@@ -171,11 +171,11 @@ class SourceForm(Record):
     group: ColumnName | None = None
     """Column of the groups, whatever the dataset calls it."""
     delimiter: Sign = ","
-    """CSV: what parts the fields."""
+    """CSV: the delimiter of the fields."""
     header: tuple[str, ...] = ()
     """CSV: names of all columns, where files do not begin with them."""
     separators: dict[str, Sign] = {}
-    """CSV: feature -> what parts its values."""
+    """CSV: feature -> the separator of its values."""
     weights: dict[str, ColumnName] = {}
     """Feature -> the sign before its weights in CSV, or the column that holds them in Parquet."""
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from meseta.data.dataset.dataset import Dataset, DenseFeature, SparseFeature
+from meseta.data.dataset.part_files import PART_ERRORS, open_part
 from meseta.data.dataset.vocabulary import read_values
 from meseta.data.raw_rows import signed_exp, signed_log
 from meseta.errors import one_line
@@ -24,10 +24,10 @@ from meseta.spec import MesetaError, Reuse
 
 NUM_BINS = 24
 NUM_TOP = 5
-_SOME = 10
-_MANY = 100
+TOP_10 = 10
+TOP_100 = 100
 
-OnRows = Callable[[float], None]
+OnShare = Callable[[float], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ class Description:
         return document
 
 
-def describe(dataset: Dataset, on_rows: OnRows | None = None) -> Description:
+def describe(dataset: Dataset, on_rows: OnShare | None = None) -> Description:
     """Read all of `dataset` and count.
 
     Memory holds, per core, 4 bytes for each table row that occurs, or 8 for each group. `on_rows` is called with the
@@ -163,11 +163,11 @@ def _read(dataset: Dataset, split: str, column: str) -> Iterator[pa.Array]:
     for file in dataset.splits[split].files if split in dataset.splits else ():
         path = dataset.dir / file.path
         try:
-            with pq.ParquetFile(inside(dataset.dir, file.path)) as opened:
+            with open_part(inside(dataset.dir, file.path)) as opened:
                 for index in range(opened.metadata.num_row_groups):
                     table = opened.read_row_group(index, columns=[column], use_threads=False)
                     yield from table.column(column).chunks
-        except (pa.ArrowException, OSError, KeyError) as error:
+        except (*PART_ERRORS, KeyError) as error:
             reason = one_line(error)
             raise MesetaError(
                 f"dataset file {str(path)!r}: column {column!r} cannot be read ({reason}); "
@@ -306,7 +306,9 @@ def _sparse_figures(dataset: Dataset, feature: SparseFeature) -> SparseFigures:
     present = np.flatnonzero(counts)
     order = present[np.lexsort((present, -counts[present].astype(np.int64)))]
     falling = np.cumsum(counts[order], dtype=np.int64)
-    shares = [float(falling[min(n, falling.size) - 1]) / num_lookups if num_lookups else 0.0 for n in (1, _SOME, _MANY)]
+    shares = [
+        float(falling[min(n, falling.size) - 1]) / num_lookups if num_lookups else 0.0 for n in (1, TOP_10, TOP_100)
+    ]
     unseen_lookups, unseen_uniques = _unseen(dataset, feature, counts)
     names = _names(dataset, feature, order[:NUM_TOP])
     return SparseFigures(

@@ -89,8 +89,8 @@ class Csv(TextFormat):
         check_names(where, layout.columns, names)
         used = layout.columns
         ignored = tuple(name for name in names if name not in used)
-        for other in sources[1:]:
-            check_names(f"source {str(other.path)!r}", layout.columns, self.columns(other))
+        for later in sources[1:]:
+            check_names(f"source {str(later.path)!r}", layout.columns, self.columns(later))
         return replace(layout, ignored=ignored, delimiter=source.delimiter, header=source.header)
 
     def parse(self, block: Block, layout: RawLayout) -> RawRows:

@@ -42,10 +42,10 @@ def read_header(read_line: Callable[[int], bytes]) -> bytes:
 
 def header_names(header: bytes, delimiter: str) -> list[str]:
     """Names in the first record, without spaces around them. Raises ValueError or csv.Error where it is no CSV."""
-    found = list(csv.reader(io.StringIO(header.decode("utf-8-sig"), newline=""), delimiter=delimiter))
-    if len(found) > 1:
+    rows = list(csv.reader(io.StringIO(header.decode("utf-8-sig"), newline=""), delimiter=delimiter))
+    if len(rows) > 1:
         raise csv.Error("a quote is not closed, or stands in a field that is not quoted")
-    return [name.strip() for name in found[0]] if found else []
+    return [name.strip() for name in rows[0]] if rows else []
 
 
 def records(data: bytes, delimiter: str) -> Iterator[tuple[int, bytes, list[str]]]:
@@ -61,12 +61,12 @@ def records(data: bytes, delimiter: str) -> Iterator[tuple[int, bytes, list[str]
 def is_record(data: bytes, delimiter: str, num_fields: int) -> bool:
     """Whether `data` is one whole record with so many fields."""
     try:
-        found = list(
+        rows = list(
             csv.reader(io.StringIO(data.decode(errors="replace"), newline=""), delimiter=delimiter, strict=True)
         )
     except csv.Error:
         return False
-    return len(found) == 1 and len(found[0]) == num_fields
+    return len(rows) == 1 and len(rows[0]) == num_fields
 
 
 def _record_ends(data: bytes) -> NDArray[np.int64]:

@@ -53,11 +53,11 @@ def parquet_layout(sources: Sequence[Source], named: NamedColumns, schema: Schem
 
 
 def _check_same_columns(source: Source, first: Source, expected: Sequence[str]) -> None:
-    found = parquet_schema(source).names
+    names = parquet_schema(source).names
     where = f"source {str(source.path)!r} has other columns than {str(first.path)!r}"
-    for name in [name for name in expected if name not in found][:1]:
+    for name in [name for name in expected if name not in names][:1]:
         raise MesetaError(f"{where}: it lacks {name!r}; name the columns that you want in a --schema file")
-    for name in [name for name in found if name not in expected][:1]:
+    for name in [name for name in names if name not in expected][:1]:
         raise MesetaError(f"{where}: it has {name!r} besides; name the columns that you want in a --schema file")
 
 

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.read.reader import damaged
+from meseta.data.dataset.part_files import opened_part
 from meseta.spec import MesetaError, nearest
 
 BATCH_ROWS = 8192
@@ -66,17 +65,11 @@ class KeyColumns:
 
     def _read(self) -> Iterator[pa.RecordBatch]:
         for path in self._paths:
-            try:
-                with pq.ParquetFile(path) as file:
-                    for batch in file.iter_batches(BATCH_ROWS, columns=self._names):
-                        yield batch.select(self._names).cast(self.schema)
-            except (pa.ArrowException, OSError) as error:
-                raise damaged(path, error) from None
+            with opened_part(path) as file:
+                for batch in file.iter_batches(BATCH_ROWS, columns=self._names):
+                    yield batch.select(self._names).cast(self.schema)
 
 
 def _schema(path: Path) -> pa.Schema:
-    try:
-        with pq.ParquetFile(path) as file:
-            return file.schema_arrow
-    except (pa.ArrowException, OSError) as error:
-        raise damaged(path, error) from None
+    with opened_part(path) as file:
+        return file.schema_arrow

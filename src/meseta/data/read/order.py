@@ -60,6 +60,11 @@ class EpochOrder:
         """The window that holds a row of the epoch."""
         return int(np.searchsorted(self._starts, row, side="right")) - 1
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the epoch."""
+        return int(self._starts[-1])
+
     def __len__(self) -> int:
         return len(self._windows)
 

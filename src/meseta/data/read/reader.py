@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from meseta.data.batch import Batch
 from meseta.data.dataset.dataset import Dataset
-from meseta.data.dataset.value_rules import check_types, check_values
-from meseta.data.read.order import EpochOrder, Window
+from meseta.data.read.cut import EpochRows, slice_of
+from meseta.data.read.decode import SplitFiles
+from meseta.data.read.order import EpochOrder
 from meseta.data.read.prefetch import Prefetch
-from meseta.data.read.rows import Rows, concatenate, decode, pad, to_batch
-from meseta.data.read.selection import LeftOut, Selection
-from meseta.errors import one_line
-from meseta.machine.processors import num_cores
+from meseta.data.read.rows import Rows, pad, to_batch
+from meseta.data.read.selection import Selection
 from meseta.spec import MesetaError
 
 FORMAT = "meseta.reader/1"
@@ -53,20 +48,6 @@ class ReaderOptions:
         for name, least in (("batch_size", 1), ("window_rows", 1), ("prefetch_batches", 0)):
             if getattr(self, name) < least:
                 raise MesetaError(f"reader: {name} must be at least {least}, got {getattr(self, name)}")
-
-
-@dataclass(frozen=True)
-class _RowGroup:
-    file: int
-    """Number of the file in the split."""
-    index: int
-    """Number of the group in the file."""
-    first_row: int
-    """Rows of the file before it."""
-    first_row_of_split: int
-    """Rows of the split before it."""
-    num_rows: int
-    """Rows of it that are read."""
 
 
 class Batches(Iterator[Batch]):
@@ -111,24 +92,18 @@ class Reader:
             raise MesetaError(f"reader: rank must be in 0..{num_ranks - 1}, got {rank}")
         self.dataset = dataset if isinstance(dataset, Dataset) else Dataset.load(dataset)
         self.options = options
-        self._selection = Selection(
+        selection = Selection(
             self.dataset, condition=options.filter, negative_keep=options.negative_keep, seed=options.seed
         )
         self.split = split
         """Name of the split."""
+        self._selects = bool(selection.columns)
         self._rank = rank
         self._num_ranks = num_ranks
-        self._paths = [self.dataset.place(file.path) for file in self.dataset.split(split).files]
-        self._metadata = [
-            self._open_footer(path, file.num_rows)
-            for path, file in zip(self._paths, self.dataset.split(split).files, strict=True)
-        ]
-        self.left_out = LeftOut()
+        self._files = SplitFiles(self.dataset, split, selection)
+        self.left_out = self._files.left_out
         """Rows of the split that the options leave out of every epoch."""
-        self._groups = list(_row_groups(self._metadata))
-        if self._selection.columns:
-            self._groups = self._select(self._groups)
-        self.num_rows = sum(group.num_rows for group in self._groups)
+        self.num_rows = sum(self._files.group_rows)
         """Rows of an epoch."""
         self._epoch = 0
         self._row = 0
@@ -177,7 +152,7 @@ class Reader:
             "shuffle": self.options.shuffle,
             "seed": self.options.seed,
             "window_rows": self.options.window_rows,
-            **(chosen if self._selection.columns else {}),
+            **(chosen if self._selects else {}),
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -209,143 +184,29 @@ class Reader:
         """Batches, each with the position after it."""
         while epoch < num_epochs:
             num_batches = self._num_batches_from(row)
-            with closing(_Pieces(self, epoch)) as pieces:
+            rows = EpochRows(self.order(epoch), self.read_groups, reads_ahead=self.options.prefetch_batches > 0)
+            with closing(rows):
                 for left in range(num_batches, 0, -1):
                     after = (epoch, row + self.options.batch_size) if left > 1 else (epoch + 1, 0)
-                    yield self._make(pieces, row), *after
+                    yield self._make(rows, row), *after
                     row += self.options.batch_size
             epoch, row = epoch + 1, 0
 
-    def _make(self, pieces: _Pieces, row: int) -> Batch:
+    def _make(self, rows: EpochRows, row: int) -> Batch:
         """This rank's part of the global batch that begins at `row`."""
         stop = min(row + self.options.batch_size, self.num_rows)
         size = self.options.batch_size if self.options.last_batch == "pad" else stop - row
         first, last = slice_of(self._rank, self._num_ranks, row, row + size)
-        batch = to_batch(self.dataset, pieces.take(min(first, stop), min(last, stop)))
+        batch = to_batch(self.dataset, rows.take(min(first, stop), min(last, stop)))
         return batch if row + size == stop else pad(batch, last - first)
 
     def order(self, epoch: int) -> EpochOrder:
         """The order of rows in one epoch."""
-        rows = [group.num_rows for group in self._groups]
+        rows = self._files.group_rows
         if self.options.shuffle:
             return EpochOrder(rows, self.options.window_rows, (self.options.seed, epoch))
         return EpochOrder(rows, 1, None)  # a window per row group, which stays in the caches
 
     def read_groups(self, groups: tuple[int, ...]) -> Rows:
         """Decode row groups, by their number in the split. Raises MesetaError for a damaged file."""
-        tables = []
-        columns = list(dict.fromkeys([*self.dataset.columns, *self._selection.columns]))
-        for group in groups:
-            place = self._groups[group]
-            table = self._read_columns(place, columns)
-            check_values(self._paths[place.file], place.first_row, table, self.dataset)
-            if self._selection.columns:
-                mask, _ = self._selection.mask(table, place.first_row_of_split)
-                table = table.filter(pa.array(mask))
-            tables.append(table)
-        return decode(self.dataset, tables, by_row=self.options.shuffle)
-
-    def _read_columns(self, group: _RowGroup, columns: list[str]) -> pa.Table:
-        path = self._paths[group.file]
-        try:
-            with pq.ParquetFile(path, metadata=self._metadata[group.file]) as file:
-                return file.read_row_group(group.index, columns=columns)
-        except (pa.ArrowException, OSError) as error:
-            raise damaged(path, error) from None
-
-    def _select(self, groups: list[_RowGroup]) -> list[_RowGroup]:
-        """Row groups with the numbers of their rows that are read, those without any left out; on all cores."""
-
-        def count(group: _RowGroup) -> tuple[int, LeftOut]:
-            table = self._read_columns(group, self._selection.columns)
-            mask, left_out = self._selection.mask(table, group.first_row_of_split)
-            return int(mask.sum()), left_out
-
-        with ThreadPoolExecutor(num_cores(), thread_name_prefix="meseta-select") as pool:
-            counted = list(pool.map(count, groups))
-        self.left_out = LeftOut(
-            sum(left_out.by_filter for _, left_out in counted), sum(left_out.negatives for _, left_out in counted)
-        )
-        return [replace(group, num_rows=num) for group, (num, _) in zip(groups, counted, strict=True) if num]
-
-    def _open_footer(self, path: Path, num_rows: int) -> pq.FileMetaData:
-        """The metadata of one file, checked against dataset.json."""
-        try:
-            with pq.ParquetFile(path) as file:
-                metadata, schema = file.metadata, file.schema_arrow
-        except (pa.ArrowException, OSError) as error:
-            raise damaged(path, error) from None
-        if metadata.num_rows != num_rows:
-            raise MesetaError(
-                f"dataset file {str(path)!r} holds {metadata.num_rows} rows, but dataset.json says {num_rows}; "
-                "prepare the dataset again"
-            )
-        check_types(path, schema, self.dataset)
-        return metadata
-
-
-def _row_groups(files: Sequence[pq.FileMetaData]) -> Iterator[_RowGroup]:
-    before = 0
-    for file, metadata in enumerate(files):
-        first_row = 0
-        for index in range(metadata.num_row_groups):
-            num_rows = metadata.row_group(index).num_rows
-            yield _RowGroup(file, index, first_row, before + first_row, num_rows)
-            first_row += num_rows
-        before += first_row
-
-
-class _Pieces:
-    """Rows of one epoch by their place in its order; keeps the last decoded window, and decodes the next one ahead."""
-
-    def __init__(self, reader: Reader, epoch: int) -> None:
-        self._reader = reader
-        self._order = reader.order(epoch)
-        self._index = -1
-        self._ahead: dict[int, Future[tuple[Window, Rows]]] = {}
-        self._pool: ThreadPoolExecutor | None = None
-        if reader.options.prefetch_batches:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="meseta-decode")
-
-    def take(self, first: int, last: int) -> Rows:
-        """Rows first..last-1 of the epoch; calls come in ascending order."""
-        parts: list[Rows] = []
-        at = first
-        while at < last or not parts:
-            self._open(self._order.find(min(at, self._reader.num_rows - 1)))
-            start = at - self._window.start
-            stop = min(last - self._window.start, self._window.num_rows)
-            places = self._window.rows
-            parts.append(self._rows.take(slice(start, stop) if places is None else places[start:stop]))
-            at = self._window.start + stop
-        return concatenate(parts)
-
-    def close(self) -> None:
-        """End the thread that decodes ahead; what it has begun is waited for."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-
-    def _open(self, index: int) -> None:
-        if index == self._index:
-            return
-        ahead = self._ahead.pop(index, None)
-        self._window, self._rows = self._decode(index) if ahead is None else ahead.result()
-        self._index = index
-        if self._pool is not None and index + 1 < len(self._order):
-            self._ahead = {index + 1: self._pool.submit(self._decode, index + 1)}
-
-    def _decode(self, index: int) -> tuple[Window, Rows]:
-        window = self._order.window(index)
-        return window, self._reader.read_groups(window.groups)
-
-
-def slice_of(rank: int, num_ranks: int, start: int, stop: int) -> tuple[int, int]:
-    """The rank's contiguous share of rows start..stop-1; the first ranks get one more where it does not divide."""
-    share, more = divmod(stop - start, num_ranks)
-    first = start + rank * share + min(rank, more)
-    return first, first + share + (rank < more)
-
-
-def damaged(path: Path, error: Exception) -> MesetaError:
-    """What is said of a file that pyarrow cannot read."""
-    return MesetaError(f"dataset file {str(path)!r} cannot be read ({one_line(error)}); prepare the dataset again")
+        return self._files.read(groups, by_row=self.options.shuffle)
