@@ -20,6 +20,7 @@ OWNERS: dict[str, tuple[set[str], set[str]]] = {
          "os.execv", "os.posix_spawn", "multiprocessing.get_context", "multiprocessing.Process"},
         {"machine/processes.py"},
     ),
+    "opening Parquet files": ({"pq.ParquetFile"}, {"data/dataset/part_files.py", "data/formats/parquet_files.py"}),
     "the environment": ({"os.environ", "os.getenv", "os.putenv"}, {"machine/variables.py", PEERS}),
 }  # fmt: skip
 
@@ -63,6 +64,7 @@ def test_one_module_does_it_for_all(sources: dict[str, str], rule: str) -> None:
         ("locks", "import fcntl\nfcntl.flock(1, 2)"),
         ("starts of processes", "import subprocess as s, subprocess\nsubprocess.Popen(['a'])"),
         ("starts of processes", "from subprocess import run"),
+        ("opening Parquet files", "import pyarrow.parquet as pq\npq.ParquetFile('a')"),
         ("the environment", "import os\nos.environ['A']"),
     ],
 )
