@@ -51,12 +51,13 @@ IN_MEMORY = (
     """
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from meseta.data.encode import Encoder
+from meseta.data.prepare.encode import Encoder
 from meseta.data.hash_categories import feature_seed
-from meseta.data.layout import find_layout
+from meseta.data.schema.find import find_layout
 from meseta.data.prepare import PrepareOptions
-from meseta.data.sources import find_sources, read_blocks
-from meseta.data.splitting import Splitter
+from meseta.data.prepare.sources import find_sources
+from meseta.data.formats.format import read_blocks
+from meseta.data.prepare.splitting import Splitter
 from meseta.data.workers import in_order
 from meseta.machine.processors import num_cores
 """,

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from meseta.data import Dataset
-from meseta.data.schema import NO_CATEGORY
+from meseta.data.layout import NO_CATEGORY
 
 ROWS = 600
 Output = Callable[..., str]

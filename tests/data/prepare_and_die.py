@@ -14,14 +14,17 @@ import time
 import traceback
 from pathlib import Path
 
-from meseta.data import PrepareOptions, passes, sources, spool, write
+from meseta.data import PrepareOptions
+from meseta.data.formats import parquet
+from meseta.data.formats import text as text_format
+from meseta.data.prepare import passes, spool, write
 from meseta.data.prepare import prepare as run
 
 EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.mkdir"}
 
 
 def make_small() -> None:
-    sources.BLOCK_BYTES, sources.BLOCK_ROWS = 3000, 40
+    text_format.BLOCK_BYTES, parquet.BLOCK_ROWS = 3000, 40
     spool.WINDOW_SAMPLES = 64
     write.PART_WINDOWS = 1
     passes.COMMIT_S = 0.0

@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.click_log import make_lines
-from meseta.data import Dataset, PrepareOptions, sources
-from meseta.data.bad_rows import MAX_SHOWN
+from meseta.data import Dataset, PrepareOptions
+from meseta.data.formats import text as text_format
+from meseta.data.formats.bad_rows import MAX_SHOWN
 from meseta.data.prepare import prepare
 from meseta.spec import MesetaError
 
@@ -64,7 +65,7 @@ def test_text_without_its_bad_rows(
     if name == "log.csv":
         options["dense"] = ["price"]  # with words among its values it would be inferred as text
     clean = prepare(PrepareOptions(**options, sources=[f"{tmp_path}/clean/{name}"], out=tmp_path / "a"))
-    monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(text_format, "BLOCK_BYTES", block_bytes)
     options |= {"bad_rows": "skip", "max_bad_rows": 0.2}
     found = prepare(PrepareOptions(**options, sources=[f"{tmp_path}/spoiled/{name}"], out=tmp_path / "b"))
     assert content(found) == content(clean)
@@ -106,7 +107,7 @@ def test_quantiles_and_the_split_by_time_do_not_see_bad_rows(tmp_path: Path, mon
     (tmp_path / "schema.yaml").write_text("label: click\ntime: ts\nbuckets: {age: 5}\n")
     options = {"schema": tmp_path / "schema.yaml", "split_by": "time", "test_fraction": 0.3}
     clean = prepare(PrepareOptions(sources=[f"{tmp_path}/clean.csv"], out=tmp_path / "a", **options))
-    monkeypatch.setattr(sources, "BLOCK_BYTES", 700)
+    monkeypatch.setattr(text_format, "BLOCK_BYTES", 700)
     skip = {"bad_rows": "skip", "max_bad_rows": 0.2}
     found = prepare(PrepareOptions(sources=[f"{tmp_path}/spoiled.csv"], out=tmp_path / "b", **options, **skip))
     assert found.bad_rows is not None and found.bad_rows.num_rows == sum(row.startswith("7") for row in spoiled) > 10

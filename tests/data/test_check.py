@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from meseta.data import Reader, ReaderOptions
-from meseta.data.check import CheckResult, check
+from meseta.data.dataset.check import CheckResult, check
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.spec import MesetaError
 

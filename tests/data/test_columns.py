@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from meseta.data.guess import guess_column
+from meseta.data.schema.guess import guess_column
 
 ROWS = 5000
 Draw = Callable[[random.Random], object]

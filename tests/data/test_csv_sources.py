@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from xxhash import xxh64_intdigest
 
 from data.click_log import read_split
-from meseta.data import Dataset, csv_records, sources
-from meseta.data.guess import MISSING, guess_column, guess_label, role_by_name
+from meseta.data import Dataset
+from meseta.data.formats import csv_records
+from meseta.data.formats import text as text_format
 from meseta.data.prepare import PrepareOptions, prepare, read_layout
-from meseta.data.schema import schema_text
+from meseta.data.schema.guess import MISSING, guess_column, guess_label, role_by_name
+from meseta.data.schema.schema import schema_text
 from meseta.spec import MesetaError
 
 HEADER = ["row_id", "Click", "price", "user_id", "city", "note, long", "time"]
@@ -77,7 +79,7 @@ def check(tmp_path: Path, rows: list[list[str]], dense: list[str], sparse: list[
 def test_rows_are_those_of_the_csv_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, end: str, block_bytes: int
 ) -> None:
-    monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(text_format, "BLOCK_BYTES", block_bytes)
     path = write_csv(tmp_path / name, make_rows(200), end=end)
     data = gzip.decompress(path.read_bytes()) if name.endswith("gz") else path.read_bytes()
     rows = list(csv.reader(io.StringIO(data.decode(), newline="")))[1:]
@@ -231,7 +233,7 @@ BODY = 'label,price,city\n0,1,"two\nlines"\n1,,b\n'  # lines 1, 2-3, 4
 def test_bad_csv_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str, block_bytes: int
 ) -> None:
-    monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(text_format, "BLOCK_BYTES", block_bytes)
     (tmp_path / "log.csv").write_bytes(text.encode("latin-1"))
     explicit = {"dense": ["price"], "sparse": ["city"]} if text.startswith(BODY) else {}
     with pytest.raises(MesetaError, match=message) as error:
@@ -247,7 +249,7 @@ def test_stray_quotes_never_cut_a_field(tmp_path: Path, monkeypatch: pytest.Monk
     run(tmp_path, label="label")
     expected = [hashed("city", row[2]) for row in csv.reader(io.StringIO(text, newline=""))][1:]
     assert read_split(tmp_path / "out", "train").column("city").to_pylist() == expected
-    monkeypatch.setattr(sources, "BLOCK_BYTES", 24)
+    monkeypatch.setattr(text_format, "BLOCK_BYTES", 24)
     with pytest.raises(MesetaError, match="line 2: a quote is not closed, or stands in a field that is not quoted"):
         run(tmp_path, force=True)
 
@@ -270,7 +272,7 @@ def test_labels_may_be_words(tmp_path: Path, words: tuple[str, str]) -> None:
 def test_a_label_that_is_no_word_and_no_number_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
-    monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(text_format, "BLOCK_BYTES", block_bytes)
     for first, last, problem in (
         ("true", "maybe", "is no label: .* or true or false"),
         ("yes", "2", "is outside 0..1"),

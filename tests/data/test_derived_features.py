@@ -14,9 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.click_log import hashed, prepare_with, read_split
-from meseta.data import Dataset, Reader, ReaderOptions, sources
+from meseta.data import Dataset, Reader, ReaderOptions
+from meseta.data.formats import text as text_format
 from meseta.data.prepare import PrepareOptions, read_layout
-from meseta.data.schema import schema_text
+from meseta.data.schema.schema import schema_text
 from meseta.spec import MesetaError
 
 HEADER = ["click", "age", "city", "user", "genres", "tags"]
@@ -83,7 +84,7 @@ def check(tmp_path: Path, rows: list[list[str]]) -> None:
 
 @pytest.mark.parametrize("block_bytes", [8 << 20, 700])
 def test_features_made_of_csv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
-    monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(text_format, "BLOCK_BYTES", block_bytes)
     rows = make_rows()
     write(tmp_path / "log.csv", rows)
     dataset = run(tmp_path, "log.csv")

@@ -15,10 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from meseta.data import Dataset
-from meseta.data.check import check
-from meseta.data.encoding import Encoding, difference, unknown, with_vocabulary_digests
+from meseta.data.dataset.check import check
+from meseta.data.dataset.encoding import Encoding, difference, unknown, with_vocabulary_digests
 from meseta.data.prepare import PrepareOptions, prepare
-from meseta.data.row_filter import RowFilter
+from meseta.data.read.row_filter import RowFilter
 from meseta.spec import MesetaError
 
 NUM_ROWS = 400

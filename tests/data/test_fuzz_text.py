@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meseta.data import sources
+from meseta.data.formats import text as text_format
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.spec import MesetaError
 from sampling import sample
@@ -82,7 +82,7 @@ def test_spoiled_text_is_prepared_or_refused(tmp_path: Path, monkeypatch: pytest
         name = draw.choice(sorted(FILES))
         data = spoil(FILES[name].encode(), draw)
         (tmp_path / name).write_bytes(data)
-        monkeypatch.setattr(sources, "BLOCK_BYTES", draw.choice([40, 200, 8 << 20]))
+        monkeypatch.setattr(text_format, "BLOCK_BYTES", draw.choice([40, 200, 8 << 20]))
         options = PrepareOptions(
             sources=[str(tmp_path / name)],
             out=tmp_path / "out",

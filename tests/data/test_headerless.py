@@ -10,9 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.click_log import hashed, make_lines, prepare_with, read_split, write_tsv
-from meseta.data import Dataset, sources
+from meseta.data import Dataset
+from meseta.data.formats import text as text_format
 from meseta.data.prepare import PrepareOptions, read_layout
-from meseta.data.schema import schema_text
+from meseta.data.schema.schema import schema_text
 from meseta.spec import MesetaError
 
 SCHEMA = "header: [clicked, age, city]\nlabel: clicked\ndense: [age]\ncategorical: [city]\n"
@@ -27,7 +28,7 @@ def run(tmp_path: Path, name: str, schema: str | None, **options: Any) -> Datase
 def test_the_printed_schema_of_criteos_logs_gives_the_same_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, block_bytes: int
 ) -> None:
-    monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(text_format, "BLOCK_BYTES", block_bytes)
     write_tsv(tmp_path / "plain.tsv", make_lines(120))
     write_tsv(tmp_path / name, make_lines(120))
     run(tmp_path, "plain.tsv", None, out=tmp_path / "plain")

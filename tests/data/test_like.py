@@ -29,12 +29,12 @@ from data.new_files import (
     write_parquet,
 )  # fmt: skip
 from meseta.data import Reader, ReaderOptions
-from meseta.data.check import check
-from meseta.data.dataset import Dataset
-from meseta.data.encoding import Encoding
+from meseta.data.dataset.check import check
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.dataset.encoding import Encoding
 from meseta.data.hash_categories import reference
-from meseta.data.like import LikeOptions, prepare_like
 from meseta.data.prepare import PrepareOptions, prepare
+from meseta.data.prepare.like import LikeOptions, prepare_like
 from meseta.spec import MesetaError
 
 
@@ -99,7 +99,7 @@ def test_several_files_come_in_their_order(tmp_path: Path) -> None:
 
 
 def test_parts_and_row_groups_of_many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from meseta.data import like as module
+    from meseta.data.prepare import like as module
 
     rest, data = two_files(tmp_path)
     monkeypatch.setattr(module, "ROW_GROUP_ROWS", 16)

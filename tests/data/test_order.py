@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meseta.data.counter import permutation, random_words
-from meseta.data.order import EpochOrder
+from meseta.data.read.order import EpochOrder
 
 LITERAL_ORDER = [3, 4, 2, 6, 7, 0, 1, 5]
 LITERAL_WORDS = [5197578548964807871, 12035550249420947055]

@@ -12,7 +12,7 @@ from xxhash import xxh64_intdigest
 from data.click_log import read_split, reuse_shares
 from meseta.data import Dataset, Reader, ReaderOptions
 from meseta.data.prepare import PrepareOptions, prepare, read_layout
-from meseta.data.schema import schema_text
+from meseta.data.schema.schema import schema_text
 from meseta.spec import MesetaError
 
 NUM_ROWS = 200

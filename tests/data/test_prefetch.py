@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meseta.data.prefetch import Prefetch
+from meseta.data.read.prefetch import Prefetch
 
 OTHERS: set[threading.Thread] = set()
 
@@ -65,7 +65,7 @@ def test_closing_early_stops_the_thread() -> None:
 
 
 def test_a_held_iterator_does_not_keep_the_process_alive() -> None:
-    code = "from meseta.data.prefetch import Prefetch; import itertools; p = Prefetch(itertools.count(), 2); next(p)"
+    code = "from meseta.data.read.prefetch import Prefetch as P; import itertools; p = P(itertools.count(), 2); next(p)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from data.click_log import DENSE, SPARSE, Oracle, make_lines, read_split, reuse_shares, write_tsv
-from meseta.data import Dataset, sources
+from meseta.data import Dataset
 from meseta.data.counter import random_words
+from meseta.data.formats import text as text_format
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.data.synth import ClickLog, SynthOptions, write_click_log
 
@@ -77,7 +78,7 @@ def test_seeded_fraction_depends_on_seed_and_row_alone(tmp_path: Path, monkeypat
         write_tsv(tmp_path / f"part_{part}.gz", lines[part * 170 : (part + 1) * 170])
     options = {"test_fraction": 0.3, "seed": 3, "hash_rows": 1000}
     prepare(PrepareOptions(sources=[f"{tmp_path}/whole.tsv"], out=tmp_path / "a", **options))
-    monkeypatch.setattr(sources, "BLOCK_BYTES", 2000)
+    monkeypatch.setattr(text_format, "BLOCK_BYTES", 2000)
     prepare(PrepareOptions(sources=[f"{tmp_path}/part_*.gz"], out=tmp_path / "b", num_threads=3, **options))
     check_split(tmp_path / "a", "train", Oracle.of(training, training, 1000, 3))
     check_split(tmp_path / "a", "test", Oracle.of(testing, training, 1000, 3))
@@ -88,7 +89,7 @@ def test_seeded_fraction_depends_on_seed_and_row_alone(tmp_path: Path, monkeypat
 
 
 def test_windows_and_parts_do_not_change_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from meseta.data import spool, write
+    from meseta.data.prepare import spool, write
 
     lines = make_lines(450)
     source = write_tsv(tmp_path / "log.tsv", lines)

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.click_log import make_lines, write_tsv
-from meseta.data import sources
+from meseta.data.formats import text as text_format
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.spec import MesetaError
 
@@ -55,7 +55,7 @@ def with_field(line: str, place: int, text: str) -> str:
 def test_bad_field_names_file_line_and_field(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str, message: str, block_bytes: int
 ) -> None:
-    monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(text_format, "BLOCK_BYTES", block_bytes)
     write_tsv(tmp_path / "log.tsv", [*GOOD[:40], bad, *GOOD[41:]])
     refuse(tmp_path, message)
 

@@ -19,9 +19,11 @@ import pytest
 
 from data import prepare_and_die
 from data.click_log import make_lines, write_tsv
-from meseta.data import PrepareOptions, passes, prepare, sources, spool, write
-from meseta.data.spool import Spool
-from meseta.data.staging import staged_folder
+from meseta.data import PrepareOptions
+from meseta.data.formats import text as text_format
+from meseta.data.prepare import passes, prepare, spool, write
+from meseta.data.prepare.spool import Spool
+from meseta.data.prepare.staging import staged_folder
 from meseta.spec import MesetaError
 from small_run import environment
 
@@ -95,7 +97,7 @@ def test_killed_often(tmp_path: Path, kind: str, seed: int) -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks, windows and parts of few rows, and a commit after each."""
-    monkeypatch.setattr(sources, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr(text_format, "BLOCK_BYTES", 5000)
     monkeypatch.setattr(spool, "WINDOW_SAMPLES", 64)
     monkeypatch.setattr(write, "PART_WINDOWS", 1)
     monkeypatch.setattr(passes, "COMMIT_S", 0.0)
@@ -114,14 +116,14 @@ def interrupted(options: PrepareOptions, stage: str, after_rows: int = 200) -> N
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare.prepare(options, interrupt)
+        prepare(options, interrupt)
     assert options.out.with_name(f"{options.out.name}.tmp").exists() and not options.out.exists()
 
 
 def first_rows(options: PrepareOptions) -> dict[str, int]:
     """Prepare, and return with how many rows each stage began."""
     calls: dict[str, int] = {}
-    prepare.prepare(options, lambda stage, rows, share: calls.setdefault(stage, rows) and None)
+    prepare(options, lambda stage, rows, share: calls.setdefault(stage, rows) and None)
     return calls
 
 
@@ -132,7 +134,7 @@ def test_what_was_done_is_not_done_again(tmp_path: Path, small: None, stage: str
     begun = first_rows(options)
     assert begun["read"] == 400 if stage == "write" else 0 < begun["read"] < 400
     assert (begun["write"] > 0) == (stage == "write")
-    prepare.prepare(options_of(tmp_path / "other"))
+    prepare(options_of(tmp_path / "other"))
     found, expected = tree(tmp_path / "out"), tree(tmp_path / "other/out")
     assert found.keys() == expected.keys()
     # Two files name the sources.
@@ -154,7 +156,7 @@ def test_other_work_is_begun_anew(tmp_path: Path, small: None) -> None:
 
 def test_a_replacement_goes_on_too(tmp_path: Path, small: None) -> None:
     options = options_of(tmp_path)
-    prepare.prepare(options)
+    prepare(options)
     before = tree(tmp_path / "out")
     again = options_of(tmp_path, force=True, seed=5)
 
@@ -163,7 +165,7 @@ def test_a_replacement_goes_on_too(tmp_path: Path, small: None) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare.prepare(again, interrupt)
+        prepare(again, interrupt)
     assert tree(tmp_path / "out") == before
     # As a kill between the two renames leaves it.
     (tmp_path / "out").rename(tmp_path / "out.old.tmp")
@@ -191,7 +193,7 @@ def test_a_disk_that_fails_keeps_what_is_done_and_a_full_one_does_not(
     with monkeypatch.context() as patch:
         patch.setattr(Spool, "_write", fail)
         with pytest.raises(MesetaError, match=f"{reason}$"):
-            prepare.prepare(options)
+            prepare(options)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out.tmp"] * is_kept
     assert (first_rows(options)["read"] > 0) == is_kept
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log.tsv", "out"]
@@ -201,14 +203,14 @@ def test_two_at_work_on_one_folder(tmp_path: Path) -> None:
     options = options_of(tmp_path)
     with staged_folder(options.out, {}, force=False) as staging:
         with pytest.raises(MesetaError, match=r"another process is at work on .*out\.tmp'; wait for it, or choose"):
-            prepare.prepare(options)
+            prepare(options)
         assert staging.folder.exists()
 
 
 def test_a_leftover_from_before_a_restart_of_the_machine_is_not_used(
     tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from meseta.data import staging
+    from meseta.data.prepare import staging
 
     options = options_of(tmp_path)
     interrupted(options, "read")

@@ -18,11 +18,12 @@ from sklearn.datasets import dump_svmlight_file
 from xxhash import xxh64_intdigest
 
 from data.click_log import read_split
-from meseta.data import Dataset, Reader, ReaderOptions, sources
-from meseta.data.guess import guess_column
+from meseta.data import Dataset, Reader, ReaderOptions
+from meseta.data.formats import text as text_format
+from meseta.data.formats.values import group_keys, seconds_of_texts
 from meseta.data.prepare import PrepareOptions, prepare, read_layout
-from meseta.data.schema import schema_text
-from meseta.data.values import group_keys, seconds_of_texts
+from meseta.data.schema.guess import guess_column
+from meseta.data.schema.schema import schema_text
 from meseta.spec import MesetaError
 
 HEADER = ["click", "buy", "weight", "user_id", "price", "time"]
@@ -87,7 +88,7 @@ def write_parquet(path: Path, rows: list[list[str]]) -> None:
 
 @pytest.mark.parametrize("name", ["log.csv", "log.parquet"])
 def test_a_schema_gives_the_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(sources, "BLOCK_BYTES", 900)
+    monkeypatch.setattr(text_format, "BLOCK_BYTES", 900)
     rows = make_rows(120)
     (write_csv if name == "log.csv" else write_parquet)(tmp_path / name, rows)
     dataset = run(tmp_path, name, schema=write_schema(tmp_path))
@@ -183,7 +184,7 @@ def test_roles_are_guessed_with_care(name: str, values: list[str], role: str) ->
 
 @pytest.mark.parametrize("block_bytes", [8 << 20, 300])
 def test_groups_of_libsvm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
-    monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(text_format, "BLOCK_BYTES", block_bytes)
     draw = np.random.default_rng(0)
     values = (draw.random((80, 9)) < 0.3) * 1.0
     values[3] = 0  # a row without a pair
@@ -197,7 +198,7 @@ def test_groups_of_libsvm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block
 
 
 def test_a_block_without_groups_after_one_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "BLOCK_BYTES", 12)
+    monkeypatch.setattr(text_format, "BLOCK_BYTES", 12)
     (tmp_path / "log.svm").write_text("1 qid:3 1:1\n" * 3 + "0 1:1\n" * 9)
     with pytest.raises(MesetaError, match=r"log.svm', line \d+: .*of every row, or of none; here is none"):
         run(tmp_path, "log.svm")

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meseta.data.dataset import Dataset
+from meseta.data.dataset.dataset import Dataset
 from meseta.data.prepare import PrepareOptions, prepare
-from meseta.data.row_filter import RowFilter
+from meseta.data.read.row_filter import RowFilter
 from meseta.spec import MesetaError
 
 NUM_ROWS = 400

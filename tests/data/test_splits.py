@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from data.click_log import make_lines, read_split, write_tsv
 from data.timed_log import make_rows, rows_in, run, write
-from meseta.data import order_statistics, sources, survey
-from meseta.data.prepare import PrepareOptions, prepare
+from meseta.data.formats import text as text_format
+from meseta.data.prepare import PrepareOptions, order_statistics, prepare, survey
 from meseta.spec import MesetaError
 
 
@@ -84,7 +84,7 @@ def test_the_result_is_a_function_of_the_rows(tmp_path: Path, monkeypatch: pytes
     write(tmp_path, make_rows())
     run(tmp_path, split_by=split_by, test_fraction=0.3)
     write(tmp_path, make_rows(), num_files=3)
-    monkeypatch.setattr(sources, "BLOCK_BYTES", 500)
+    monkeypatch.setattr(text_format, "BLOCK_BYTES", 500)
     run(tmp_path, "parts", split_by=split_by, test_fraction=0.3, num_threads=3)
     for split in ("train", "test"):
         assert read_split(tmp_path / "out", split).equals(read_split(tmp_path / "parts", split))
@@ -96,8 +96,8 @@ def test_what_was_surveyed_is_taken_up(tmp_path: Path, monkeypatch: pytest.Monke
     write(tmp_path, make_rows(), num_files=2)
     shares = {"split_by": "time", "test_fraction": 0.3, "valid_fraction": 0.2}
     run(tmp_path, "whole", **shares)
-    monkeypatch.setattr(sources, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr("meseta.data.passes.COMMIT_S", 0.0)
+    monkeypatch.setattr(text_format, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr("meseta.data.prepare.passes.COMMIT_S", 0.0)
     stages: list[str] = []
 
     def interrupt(at: str, rows: int, share: float) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from meseta.data import statistics
-from meseta.data.statistics import FeatureStatistics
+from meseta.data.dataset import statistics
+from meseta.data.dataset.statistics import FeatureStatistics
 
 
 @pytest.mark.parametrize("num_rows", [1, 37, 5_000, 2**31 + 5, 2**40])

@@ -12,9 +12,11 @@ from sklearn.datasets import dump_svmlight_file, load_svmlight_file
 from xxhash import xxh64_intdigest
 
 from data.click_log import read_split
-from meseta.data import Dataset, Reader, ReaderOptions, sources, svm_layout
+from meseta.data import Dataset, Reader, ReaderOptions
+from meseta.data.formats import svm_layout
+from meseta.data.formats import text as text_format
 from meseta.data.prepare import PrepareOptions, prepare, read_layout
-from meseta.data.schema import schema_text
+from meseta.data.schema.schema import schema_text
 from meseta.spec import MesetaError
 
 
@@ -32,7 +34,7 @@ def hashed(feature: str, value: int) -> int:
 def test_rows_are_those_of_scikit_learn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, block_bytes: int
 ) -> None:
-    monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(text_format, "BLOCK_BYTES", block_bytes)
     draw = np.random.default_rng(0)
     dense = draw.normal(size=(150, 30)) * (draw.random((150, 30)) < 0.2)
     dense[0] = 0  # a label alone
@@ -70,7 +72,7 @@ def test_fields_become_features(
     lines = [space.join([label, *(":".join(map(str, pair)) for pair in pairs)]) + end for label, pairs in rows]
     (folder / "log.txt").write_text("\n".join(lines), newline="")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "BLOCK_BYTES", block_bytes)
+        patch.setattr(text_format, "BLOCK_BYTES", block_bytes)
         dataset = run(folder)
     fields = sorted({field for _, pairs in rows for field, _, _ in pairs})
     weighted = {f for _, pairs in rows for f, _, value in pairs if VALUES[value] != 1}
@@ -151,7 +153,7 @@ SVM, FFM = "1 3:0.5\n0 1:1\n", "1 0:3:0.5\n0 1:1:1\n"
 def test_bad_rows_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str, block_bytes: int
 ) -> None:
-    monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(text_format, "BLOCK_BYTES", block_bytes)
     (tmp_path / "log.txt").write_bytes(text.encode("latin-1"))
     with pytest.raises(MesetaError, match=message) as error:
         run(tmp_path)

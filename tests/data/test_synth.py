@@ -17,7 +17,6 @@ from sklearn.metrics import log_loss, roc_auc_score
 from typer.testing import CliRunner
 
 from meseta.cli.data import app
-from meseta.data import synth
 from meseta.data.synth import (
     CARDINALITIES,
     CHUNK_ROWS,
@@ -33,7 +32,8 @@ from meseta.data.synth import (
     write_click_log,
     zipf_probabilities,
 )
-from meseta.data.teacher import NUM_BINS, PAIRS, PROBABILITIES, Tally
+from meseta.data.synth import click_log as synth
+from meseta.data.synth.teacher import NUM_BINS, PAIRS, PROBABILITIES, Tally
 from meseta.spec import MesetaError
 
 LOG = ClickLog(seed=3, scale=0.01)

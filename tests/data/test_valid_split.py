@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from data.click_log import make_lines, read_split, write_tsv
 from data.timed_log import NUM_ROWS, make_rows, rows_in, run, write
 from meseta.data import Dataset
-from meseta.data.check import check
-from meseta.data.describe import describe
-from meseta.data.encoding import other_rows
+from meseta.data.dataset.check import check
+from meseta.data.dataset.describe import describe
+from meseta.data.dataset.encoding import other_rows
 from meseta.data.prepare import PrepareOptions, for_training, load_prepared, prepare
 from meseta.report.data_page import data_page
 from meseta.spec import MesetaError

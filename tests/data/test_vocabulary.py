@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.click_log import make_lines, read_split, write_tsv
+from meseta.data.dataset.vocabulary import VocabularyCounter, count_values
 from meseta.data.prepare import PrepareOptions, prepare
-from meseta.data.vocabulary import VocabularyCounter, count_values
 
 
 def expected_rows(training: list[str], min_count: int) -> dict[str, int]:

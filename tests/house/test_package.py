@@ -40,7 +40,7 @@ def test_the_wheel_has_every_module_and_no_source_of_the_core(built: Path) -> No
     [wheel] = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert "meseta/data/reader.py" in packed and "meseta/py.typed" in packed
+    assert "meseta/data/read/reader.py" in packed and "meseta/py.typed" in packed
     assert packed == {name for name in package_files() if Path(name).suffix not in CORE_SOURCES}
 
 

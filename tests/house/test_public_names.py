@@ -24,7 +24,13 @@ PUBLIC = {
     """,
     "meseta.data": "Batch Dataset PrepareOptions Reader ReaderOptions",
     "meseta.data.hash_categories": "feature_seed hash_categories hash_to_rows",
-    "meseta.data.parse_tsv": "parse_tsv",
+    "meseta.data.formats.parse_tsv": "parse_tsv",
+    "meseta.data.prepare": "PrepareOptions Progress find_teacher for_training load_prepared prepare read_layout",
+    "meseta.data.synth": """
+        CARDINALITIES CHUNK_ROWS ClickLog DENSE_MEDIANS DENSE_SHIFTED DENSE_SPREAD LogRows MAX_COUNT
+        MISSING_DENSE MISSING_SPARSE NO_COUNT NUM_DENSE NUM_SPARSE SynthOptions ZIPF_EXPONENTS ZIPF_SHIFT
+        category_codes encode_tsv write_click_log zipf_probabilities zipf_ranks
+    """,
     "meseta.embedding": "EmbeddingBagCollection ShardedEmbeddingBagCollection resolve_plan shard",
     "meseta.jagged": "Embeddings JaggedTensor KeyedJaggedTensor KeyedTensor",
     "meseta.models": """

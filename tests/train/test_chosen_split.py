@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from meseta.data.dataset import Dataset
-from meseta.data.reader import Reader, ReaderOptions
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.read.reader import Reader, ReaderOptions
 
 FILE = Path(__file__).parents[2] / "benchmarks/bench_chosen_split.py"
 

@@ -18,7 +18,7 @@ import pytest
 from bad_input.commands import run_here, tree
 from data.new_files import KINDS, NUM_TRAIN, columns, of_csv, part, without, write_csv, write_lines, write_parquet
 from meseta.comm import World
-from meseta.data.dataset import Dataset
+from meseta.data.dataset.dataset import Dataset
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.spec import MesetaError
 from meseta.train.predictions import write_new_predictions, write_predictions
@@ -177,7 +177,7 @@ def test_what_is_refused_leaves_nothing(case: Path, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_leaves_nothing(case: Path, tmp_path: Path) -> None:
-    from meseta.data.new_batches import NewBatches
+    from meseta.data.read.new_batches import NewBatches
 
     whole = NewBatches.take
 

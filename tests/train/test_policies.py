@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from meseta.comm import World
-from meseta.data.selection import calibration_shift
+from meseta.data.read.selection import calibration_shift
 from meseta.spec import MesetaError
 from meseta.train.evaluate import evaluate
 from meseta.train.predictions import write_predictions

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from meseta.comm import World
-from meseta.data.dataset import Dataset
-from meseta.data.key_columns import KeyColumns
-from meseta.data.reader import Reader, ReaderOptions
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.read.key_columns import KeyColumns
+from meseta.data.read.reader import Reader, ReaderOptions
 from meseta.spec import MesetaError
 from meseta.train.predictions import write_predictions
 from meseta.train.trained import load_trained

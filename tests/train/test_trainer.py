@@ -18,8 +18,8 @@ from safetensors.numpy import load_file
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.batch import Batch
-from meseta.data.dataset import Dataset
-from meseta.data.reader import Batches, Reader
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.read.reader import Batches, Reader
 from meseta.measure import step_threads, waiting
 from meseta.pipeline import TrainStep
 from meseta.pipeline.step import Step

@@ -13,7 +13,7 @@ from meseta import checkpoint
 from meseta.checkpoint import saving
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.data.dataset import Dataset
+from meseta.data.dataset.dataset import Dataset
 from meseta.data.prepare import PrepareOptions, prepare
 from meseta.embedding import EmbeddingBagCollection
 from meseta.errors import doubled

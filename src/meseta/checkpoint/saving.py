@@ -20,6 +20,7 @@ from meseta.checkpoint.failures import on_first, together
 from meseta.checkpoint.layout import TableLayout, block_path, table_folder
 from meseta.checkpoint.manifest import build_manifest, check_state, write_manifest
 from meseta.comm import World
+from meseta.machine.system import give_back_freed_memory
 from meseta.spec import MesetaError, Plan
 from meseta.spec.blocks import BLOCK_BYTES, WRITES_IN_FLIGHT
 from meseta.storage import TableStorage
@@ -128,6 +129,7 @@ def _write_blocks(
             # Nothing here keeps what was packed while the next round is.
             writer.submit(exchange(world, round_jobs, together(world, partial(writer.pack_next, world, round_jobs))))
         together(world, writer.finish)
+    give_back_freed_memory()
     entries: dict[str, list[dict[str, Any]]] = {name: [] for name in layouts}
     for own in world.gather_objects(writer.written):
         for name, entry in own:

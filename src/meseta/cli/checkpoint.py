@@ -145,7 +145,7 @@ def diff(first: AnyPath, second: AnyPath) -> None:
     """In which tables, rows and dense tensors two checkpoints differ, and whether in what their ids and dense columns
     mean; exit code 1 if they do."""
     from meseta.checkpoint import compare
-    from meseta.data.encoding import difference as encoding_difference
+    from meseta.data.dataset.encoding import difference as encoding_difference
     from meseta.train.trained_on import encoding_of
 
     differs = False

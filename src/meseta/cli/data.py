@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from meseta.data.describe import Description
+    from meseta.data.dataset.describe import Description
 
 MAX_SHOWN = 50
 
@@ -34,7 +34,7 @@ def synth(
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier log.")] = False,
 ) -> None:
     """Write a Criteo-shaped click log with a known teacher: raw TSV, and teacher.json with the best AUC and NE."""
-    from meseta.data.synth import ClickLog, SynthOptions, write_click_log
+    from meseta.data.synth.click_log import ClickLog, SynthOptions, write_click_log
 
     options = SynthOptions(
         out=out,
@@ -57,7 +57,7 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Hold every file and value of a prepared dataset against its dataset.json; exit code 1, naming each fault."""
-    from meseta.data.check import check as run
+    from meseta.data.dataset.check import check as run
 
     start_s = time.perf_counter()
     with _progress_bar("check", None) as on_rows:
@@ -83,9 +83,9 @@ def stats(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, write no page.")] = False,
 ) -> None:
     """What a prepared dataset holds: splits, dense and sparse features, printed and as a page for a browser."""
-    from meseta.data.check import STATISTICS_PAGE
-    from meseta.data.dataset import Dataset
-    from meseta.data.describe import describe
+    from meseta.data.dataset.check import STATISTICS_PAGE
+    from meseta.data.dataset.dataset import Dataset
+    from meseta.data.dataset.describe import describe
     from meseta.machine.files import write_whole
     from meseta.report.data_page import data_page
 

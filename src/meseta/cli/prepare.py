@@ -15,11 +15,11 @@ import typer
 from meseta.spec import MesetaError
 
 if TYPE_CHECKING:
-    from meseta.data.dataset import Dataset
-    from meseta.data.new_rows import Unseen
-    from meseta.data.options import PrepareOptions
-    from meseta.data.passes import Progress
-    from meseta.data.schema import RawLayout
+    from meseta.data.dataset.dataset import Dataset
+    from meseta.data.layout import RawLayout
+    from meseta.data.prepare.new_rows import Unseen
+    from meseta.data.prepare.options import PrepareOptions
+    from meseta.data.prepare.passes import Progress
 
 MOST_SHARES = 10
 """Lines of a table that is printed of features."""
@@ -163,7 +163,7 @@ def prepare(
         _refuse_beside_like(locals())
         _prepare_like(sources, out, like, force, bad_row_options(bad_rows, max_bad_rows))
         return
-    from meseta.data.options import PrepareOptions
+    from meseta.data.prepare.options import PrepareOptions
 
     rows, rows_by_feature = _read_hash_rows(hash_rows or [])
     options = PrepareOptions(
@@ -202,7 +202,7 @@ def _refuse_beside_like(chosen: Mapping[str, Any]) -> None:
 
 
 def _prepare_like(sources: list[str], out: Path, like: Path, force: bool, bad_rows: dict[str, Any]) -> None:
-    from meseta.data.like import LikeOptions, prepare_like
+    from meseta.data.prepare.like import LikeOptions, prepare_like
 
     options = LikeOptions(sources=sources, out=out, like=like, force=force, **bad_rows)
     start_s = time.perf_counter()
@@ -231,15 +231,15 @@ def print_unseen(unseen: Unseen) -> None:
 
 
 def _print_schema(options: PrepareOptions) -> None:
-    from meseta.data.prepare import read_layout
-    from meseta.data.schema import schema_text
+    from meseta.data.prepare.run import read_layout
+    from meseta.data.schema.schema import schema_text
 
     typer.echo(schema_text(read_layout(options)), nl=False)
 
 
 def run(options: PrepareOptions, command: str = "the same command") -> Dataset:
     """Prepare, and print what the columns are, how to change that with `command`, and what came of it."""
-    from meseta.data.prepare import prepare
+    from meseta.data.prepare.run import prepare
 
     start_s = time.perf_counter()
     with progress_bar() as progress:
@@ -337,8 +337,8 @@ def progress_bar() -> Iterator[Progress]:
 def print_layout(layout: RawLayout, *, given: bool, by_chance: bool = False, command: str = "the same command") -> None:
     """What each column is taken for, as the schema file that says so, and how to change it with `command`; and that
     rows with times could be tested on later ones, where chance splits them."""
-    from meseta.data.guess import OTHER_TIME
-    from meseta.data.schema import schema_text
+    from meseta.data.schema.guess import OTHER_TIME
+    from meseta.data.schema.schema import schema_text
 
     if not layout.reasons and not given:
         return  # Criteo's, which is no guess
@@ -362,7 +362,7 @@ def print_summary(dataset: Dataset, out: Path, elapsed_s: float) -> None:
     """Rows, splits and features of a dataset that took `elapsed_s` seconds."""
     from rich import print as show
 
-    from meseta.data.schema import NO_CATEGORY
+    from meseta.data.layout import NO_CATEGORY
 
     num_rows = sum(split.num_rows for split in dataset.splits.values())
     show(f"{num_rows:,} rows in {elapsed_s:.1f} s ({num_rows / elapsed_s:,.0f} rows/s) to {out}")

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from meseta.data.batch import Batch
-    from meseta.data.dataset import Dataset
-    from meseta.data.options import PrepareOptions
-    from meseta.data.reader import Reader, ReaderOptions
+    from meseta.data.dataset.dataset import Dataset
+    from meseta.data.prepare.options import PrepareOptions
+    from meseta.data.read.reader import Reader, ReaderOptions
 
 _HOME = {
     "Batch": "meseta.data.batch",
-    "Dataset": "meseta.data.dataset",
-    "PrepareOptions": "meseta.data.options",
-    "Reader": "meseta.data.reader",
-    "ReaderOptions": "meseta.data.reader",
+    "Dataset": "meseta.data.dataset.dataset",
+    "PrepareOptions": "meseta.data.prepare.options",
+    "Reader": "meseta.data.read.reader",
+    "ReaderOptions": "meseta.data.read.reader",
 }
 
 __all__ = ["Batch", "Dataset", "PrepareOptions", "Reader", "ReaderOptions"]

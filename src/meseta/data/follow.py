@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 
 from meseta.data.batch import Batch
-from meseta.data.dataset import FILE_NAME, Dataset
-from meseta.data.reader import Reader, ReaderOptions
+from meseta.data.dataset.dataset import FILE_NAME, Dataset
+from meseta.data.read.reader import Reader, ReaderOptions
 from meseta.spec import MesetaError
 
 FORMAT = "meseta.follow/1"

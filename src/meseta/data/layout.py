@@ -1,243 +1,172 @@
-"""Which raw columns are the label, the dense and the sparse features, for all sources together."""
+"""The layout of raw files: what each column is, as inferred or as a schema file says."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
-from meseta.data.guess import guess_column, guess_label, guess_label_by_values, has_negative, is_header
-from meseta.data.parquet_layout import parquet_layout
-from meseta.data.roles import NamedColumns, reasons_of, schema_of
-from meseta.data.sample import csv_header, csv_sample, first_rows
-from meseta.data.schema import RawLayout, Schema, SparseColumn, check_names, layout_of
-from meseta.data.sources import FIELDS_OF_CRITEO, Source, first_line, parquet_schema
-from meseta.data.svm_layout import OnRows, svm_layout
-from meseta.errors import doubled
-from meseta.machine.files import first_alike
-from meseta.spec import MesetaError
-
-_HEADER_ROWS = 100
-"""Rows beside which the first line of CSV is judged."""
-NUM_DENSE = 13
-NUM_SPARSE = 26
-_DENSE = tuple(f"int_{i}" for i in range(NUM_DENSE))
-_SPARSE = tuple(f"cat_{i}" for i in range(NUM_SPARSE))
-CRITEO = RawLayout(
-    labels=("label",),
-    dense=_DENSE,
-    sparse=tuple(SparseColumn(name=name) for name in _SPARSE),
-    delimiter="\t",
-    header=("label", *_DENSE, *_SPARSE),
-)
-"""Both Criteo layouts, Kaggle and 1TB: label, 13 integers, 26 categories."""
+MAX_BUCKETS = 1000
+"""Most buckets that quantiles may cut a column into."""
 
 
-def find_layout(
-    sources: Sequence[Source],
-    named: NamedColumns | None = None,
-    schema: Schema | None = None,
-    on_scan: OnRows | None = None,
-    *,
-    skip_bad: bool = False,
-) -> RawLayout:
-    """The common layout of all sources: as `schema` says, else as `named` says, else inferred.
+@dataclass(frozen=True, kw_only=True)
+class BucketRule:
+    """How a column of numbers is cut: bucket 0 for missing values, then one more than the boundaries."""
 
-    TSV is Criteo's. CSV and Parquet are judged by the names of columns, their types and a sample of the rows, libsvm
-    and libffm by all rows, which `on_scan` follows; with `skip_bad`, by those that can be parsed.
-    Raises MesetaError for a file with other columns, a missing column or one of a wrong type.
-    """
-    named = named or NamedColumns()
-    kind = sources[0].kind
-    if kind == "parquet" and schema and (schema.header or schema.delimiter):
-        raise MesetaError("prepare: header and delimiter of the --schema file are for text; leave them out for Parquet")
-    if kind == "tsv":
-        if named or schema:
-            raise MesetaError(
-                "prepare: --label, --dense, --sparse, --ignore, --time are for CSV and Parquet, and this TSV has the "
-                "columns of Criteo's logs; a --schema gives them other roles if it has their names under header, as "
-                "the one that --print-schema prints, or a delimiter where the file has names of its own in its first "
-                "line"
+    column: str
+    """The column that is cut."""
+    boundaries: tuple[float, ...] = ()
+    """Ascending; a value is in bucket 1 + (boundaries that it reaches or exceeds)."""
+    num_quantiles: int | None = None
+    """Buckets of about equal size, whose boundaries the training rows decide; None: as given."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the feature takes in its table."""
+        return len(self.boundaries) + 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseColumn:
+    """One sparse feature, from a column of the raw files, from its buckets or from a cross of columns."""
+
+    name: str
+    multi_valued: bool = False
+    """A list per sample."""
+    weighted: bool = False
+    """Whether each value has a weight."""
+    weight: str | None = None
+    """Column that holds the weights; None where there are none, or where they stand beside the values."""
+    separator: str | None = None
+    """CSV: what parts the values of a field, where it holds several."""
+    weight_separator: str | None = None
+    """CSV: what parts a value from its weight."""
+    buckets: BucketRule | None = None
+    """For numbers that are cut into buckets."""
+    cross: tuple[str, ...] = ()
+    """Columns whose values are joined to one."""
+    column: str | None = None
+    """The raw column, where the feature has another name."""
+    is_empty: bool = False
+    """Whether no sample has a value: see NO_CATEGORY."""
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether its values are rows of its table already, and neither hashed nor looked up."""
+        return self.is_empty or self.buckets is not None
+
+    @property
+    def raw(self) -> str:
+        """The raw column of a feature that is neither cut into buckets nor a cross."""
+        return self.column or self.name
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The raw columns that it is made of, apart from that of the weights."""
+        if self.is_empty:
+            return ()
+        return (self.buckets.column,) if self.buckets else self.cross or (self.raw,)
+
+    @property
+    def made_of(self) -> tuple[str, ...]:
+        """Those columns where the feature has another name."""
+        return () if self.columns == (self.name,) else self.columns
+
+
+NO_CATEGORY = SparseColumn(name="no_category", multi_valued=True, is_empty=True)
+"""The feature of data without categories: all bags are empty, so that it adds nothing to any model, and models, plans
+and checkpoints need no case for data without tables."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawLayout:
+    """Columns of the raw files: names of labels, dense and sparse features, and of what a sample has beside."""
+
+    labels: tuple[str, ...]
+    dense: tuple[str, ...]
+    sparse: tuple[SparseColumn, ...]
+    signed: tuple[str, ...] = ()
+    """Dense columns whose negative values count; those of others are taken for 0."""
+    weight: str | None = None
+    """Weights of the samples."""
+    group: str | None = None
+    """Group of each sample, such as a user or a request; it may be a feature too."""
+    time: str | None = None
+    """When it happened."""
+    surveyed: tuple[str, ...] = ()
+    """Columns of which the numbers themselves are wanted, before anything is known of them."""
+    ignored: tuple[str, ...] = field(default=(), compare=False)
+    """Columns that are not read."""
+    reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Why a column was taken for what it is, where that was inferred."""
+    delimiter: str = field(default=",", compare=False)
+    """Of the first CSV file, for the schema that is printed."""
+    header: tuple[str, ...] = field(default=(), compare=False)
+    """Names of the columns of text that has no header, for that schema as well."""
+
+    @property
+    def columns(self) -> list[str]:
+        """Every raw column that is read, once."""
+        samples = [name for name in (*self.labels, self.weight, self.group, self.time) if name is not None]
+        return list(dict.fromkeys([*samples, *self.feature_columns, *self.surveyed]))
+
+    @property
+    def numbers(self) -> list[str]:
+        """The raw columns that are read as numbers."""
+        buckets = [column.buckets.column for column in self.sparse if column.buckets]
+        weight = [] if self.weight is None else [self.weight]
+        return list(dict.fromkeys([*self.labels, *weight, *self.dense, *buckets, *self.surveyed]))
+
+    @property
+    def texts(self) -> list[str]:
+        """The raw columns that are read as text, some of them as numbers too."""
+        parts = [name for column in self.values for name in column.columns if self.buckets_of(name) is None]
+        return [name for name in (self.group, self.time, *parts) if name is not None]
+
+    @property
+    def values(self) -> list[SparseColumn]:
+        """The sparse features whose values are hashed or looked up."""
+        return [column for column in self.sparse if not column.has_rows]
+
+    @property
+    def features(self) -> list[str]:
+        """Names of the features, the dense ones first."""
+        return [*self.dense, *(column.name for column in self.sparse if not column.is_empty)]
+
+    @property
+    def feature_columns(self) -> list[str]:
+        """The raw columns that features are made of, once, with those of the weights of ids."""
+        sparse = [name for column in self.sparse for name in column.columns]
+        weights = [column.weight for column in self.sparse if column.weight is not None]
+        return list(dict.fromkeys([*self.dense, *sparse, *weights]))
+
+    @property
+    def label_columns(self) -> tuple[str, ...]:
+        """Columns of the labels in the dataset."""
+        return ("label",) if len(self.labels) == 1 else self.labels
+
+    @property
+    def group_column(self) -> str | None:
+        """Column of the group in the dataset, beside a feature of the same name."""
+        return f"{self.group}.group" if self.group in self.features else self.group
+
+    @property
+    def sample_columns(self) -> list[str]:
+        """Columns of the dataset that are no features."""
+        return [name for name in (*self.label_columns, self.weight, self.group_column, self.time) if name is not None]
+
+    def buckets_of(self, column: str) -> BucketRule | None:
+        """How a raw column is cut, if it is."""
+        return next((s.buckets for s in self.sparse if s.buckets and s.buckets.column == column), None)
+
+    def with_boundaries(self, boundaries: Mapping[str, tuple[float, ...]]) -> RawLayout:
+        """The same with the boundaries of each column's quantiles."""
+        sparse = tuple(
+            replace(
+                column, buckets=BucketRule(column=column.buckets.column, boundaries=boundaries[column.buckets.column])
             )
-        for source in sources:
-            _check_first_line(source)
-        return CRITEO
-    if kind in ("libsvm", "libffm"):
-        wanted = _wanted_fields(named, schema)
-        layout = svm_layout(sources, wanted, on_scan or (lambda rows, share: None), skip_bad=skip_bad)
-    elif kind == "csv":
-        layout = _csv_layout(sources, named, schema)
-        for source in sources[1:]:
-            check_names(f"source {str(source.path)!r}", layout.columns, csv_header(source))
-    else:
-        layout = parquet_layout(sources, named, schema)
-    check_features(f"source {str(sources[0].path)!r}", layout)
-    return layout
-
-
-def with_header(sources: Sequence[Source]) -> tuple[Source, ...]:
-    """The same; CSV that begins with a row instead of names gets column_1, column_2 and so on."""
-    first = sources[0]
-    if first.kind != "csv" or first.header:
-        return tuple(sources)
-    record, rows = first_rows(first, _HEADER_ROWS)
-    if is_header(record, rows):
-        return tuple(sources)
-    header = tuple(f"column_{number}" for number in range(1, len(record) + 1))
-    return tuple(replace(source, header=header) for source in sources)
-
-
-def column_names(source: Source) -> tuple[str, ...]:
-    """Names of the columns of a file that has such: CSV, Parquet, or Criteo's TSV with a label or without.
-
-    Raises MesetaError for TSV with another number of fields in its first line, and for a damaged file.
-    """
-    if source.kind == "csv":
-        return csv_header(source)
-    if source.kind == "parquet":
-        return tuple(parquet_schema(source).names)
-    num_fields = first_line(source).count(b"\t") + 1
-    if num_fields not in FIELDS_OF_CRITEO:
-        raise MesetaError(
-            f"source {source.path!r} has {num_fields} tab-separated fields in its first line, expected 40 with a label "
-            "in front, or 39 without"
+            if column.buckets and column.buckets.column in boundaries
+            else column
+            for column in self.sparse
         )
-    return CRITEO.header[-num_fields:]
-
-
-def _wanted_fields(named: NamedColumns, schema: Schema | None) -> Sequence[str]:
-    """The features that the options or the schema choose of libsvm or libffm; empty for all."""
-    known = {"label", "categorical", "ignore", "group"}
-    if (
-        named.label
-        or named.dense
-        or named.ignore
-        or named.time
-        or (schema and (schema.label != "label" or schema.model_fields_set - known))
-    ):
-        raise MesetaError(
-            "prepare: of libsvm and libffm, --sparse or the categorical of a --schema file may choose features; the "
-            "label is called 'label', nothing is dense, weights are as found, and qid is the group"
-        )
-    if schema and not schema.categorical:
-        raise MesetaError("prepare: the --schema file names no categorical feature; there is nothing to learn from")
-    return schema.categorical if schema else named.sparse
-
-
-def _check_first_line(source: Source) -> None:
-    with_label, without = FIELDS_OF_CRITEO
-    num_fields = first_line(source).count(b"\t") + 1
-    if num_fields == without:
-        raise MesetaError(
-            f"source {str(source.path)!r} has 39 fields in its first line: rows without a label, as in the test.txt of "
-            "the Kaggle contest, can be neither trained on nor evaluated; give files with a label in front (40), "
-            "or let a trained model score these: meseta predict RUN --data"
-        )
-    if num_fields != with_label:
-        raise MesetaError(
-            f"source {str(source.path)!r} has {num_fields} tab-separated fields in its first line, expected 40: "
-            "label, 13 integers, 26 categories; is it a Criteo click log? Other data can come as Parquet, libsvm or "
-            "libffm, as CSV or TSV with a header in files named *.csv or *.tsv (or with .gz), or with any name, "
-            "delimiter and header that a --schema file gives"
-        )
-
-
-def _csv_layout(sources: Sequence[Source], named: NamedColumns, schema: Schema | None) -> RawLayout:
-    """As the schema says, else as `named` says; what that leaves open is inferred from a sample."""
-    source = sources[0]
-    where = f"source {str(source.path)!r}"
-    names = csv_header(source)
-    if len(names) < 2:
-        raise MesetaError(
-            f"{where}, line 1: the header has {len(names)} column; CSV needs several, parted by commas, tabs, ';' or "
-            "'|', or by the delimiter of a --schema file"
-        )
-    if schema:
-        check_names(where, schema.columns, names)
-        layout = _csv_layout_of(schema)
-    else:
-        layout = _guessed_layout(where, sources, names, named)
-    check_names(where, layout.columns, names)
-    used = layout.columns
-    ignored = tuple(name for name in names if name not in used)
-    return replace(layout, ignored=ignored, delimiter=source.delimiter, header=source.header)
-
-
-def _csv_layout_of(schema: Schema) -> RawLayout:
-    for name in schema.weights:
-        if name not in schema.multi_valued:
-            raise MesetaError(
-                f"prepare: the schema has weights for {name!r}, but a field of CSV holds one value, unless it is under "
-                "multi_valued; then weights name the sign between a value and its weight"
-            )
-    plain = (
-        SparseColumn(
-            name=name,
-            multi_valued=name in schema.multi_valued,
-            weighted=name in schema.weights,
-            separator=schema.multi_valued.get(name),
-            weight_separator=schema.weights.get(name),
-        )
-        for name in schema.categorical
-    )
-    return layout_of(schema, plain)
-
-
-def _guessed_layout(where: str, sources: Sequence[Source], names: Sequence[str], named: NamedColumns) -> RawLayout:
-    """From the `names` of the columns and a sample of CSV files."""
-    columns = csv_sample(sources, names)
-    if not any(columns.values()):
-        raise MesetaError(f"{where} holds no rows; leave it out, or fetch it again")
-    labels = named.labels(where, names) or _guessed_labels(where, columns, has_names=not sources[0].header)
-    check_names(where, labels, names)
-    chosen = named.roles(where, [name for name in names if name not in labels])
-    guesses = {
-        name: chosen.get(name) or guess_column(name, values) for name, values in columns.items() if name not in labels
-    }
-    schema = schema_of(labels, guesses, [name for name in guesses if has_negative(columns[name])])
-    reasons = reasons_of(guesses)
-    if sources[0].header and not named.label:
-        reasons[labels[0]] = "0 and 1 alone, in a file without names; --label NAME is another"
-    return replace(_csv_layout_of(schema), reasons=reasons)
-
-
-def _guessed_labels(where: str, columns: Mapping[str, Sequence[str]], *, has_names: bool) -> tuple[str]:
-    label = guess_label(list(columns)) if has_names else guess_label_by_values(columns)
-    if label is None and has_names:
-        raise MesetaError(f"{where}: none of {_listed(list(columns))} has the name of a label; name it with --label")
-    if label is None:
-        raise MesetaError(
-            f"{where}: its first line has no names, so its columns are called {_listed(list(columns))}; no single one "
-            "of them holds 0 and 1 alone, so name the label with --label"
-        )
-    return (label,)
-
-
-def check_features(where: str, layout: RawLayout) -> None:
-    """Raise MesetaError, naming `where`, for a layout without features, and for names that meet in the dataset."""
-    if not layout.features:
-        labels = ", ".join(map(repr, layout.labels))
-        left_out = [f"{name!r}: {layout.reasons[name]}" for name in layout.ignored if name in layout.reasons]
-        why = f" ({'; '.join(left_out[:3])}{'; ...' if len(left_out) > 3 else ''})" if left_out else ""
-        raise MesetaError(
-            f"{where} has no feature beside the label {labels}{why}; name some with --dense and --sparse, or in a "
-            "--schema file"
-        )
-    weights = [f"{column.name}.weight" for column in layout.sparse if column.weighted]
-    written = [*layout.sample_columns, *layout.features, *weights]
-    twice = {*doubled(written), *set(layout.labels).intersection(layout.features)}
-    for name in [*layout.features, *weights, *layout.sample_columns]:
-        if name in twice:
-            raise MesetaError(
-                f"{where}: column {name!r} is used twice (label {layout.labels[0]!r} is written as "
-                f"{layout.label_columns[0]!r}); rename it"
-            )
-    if alike := first_alike(column.name for column in layout.sparse):
-        raise MesetaError(
-            f"{where}: columns {alike[0]!r} and {alike[1]!r} are one name to file systems that ignore case or spell "
-            "accents otherwise, and files are named after them; rename one"
-        )
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(map(repr, names[:10]))
-    return shown if len(names) <= 10 else f"{shown} and {len(names) - 10} more"
+        return replace(self, sparse=sparse)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -111,3 +112,10 @@ def _memory(system: System, folder: str) -> tuple[int, int] | None:
         return None  # version 1 writes "no limit" as a number beyond all memory
     idle = int(system.field(f"{folder}/memory.stat", cache) or 0)
     return limit, max(limit - max((system.number(f"{folder}/{used}") or 0) - idle, 0), 0)
+
+
+def give_back_freed_memory() -> None:
+    """Hand what this process has freed back to the system, where the C library keeps it (glibc): after large work that
+    does not come again soon."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)

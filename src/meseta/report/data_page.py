@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 
 import numpy as np
 
-from meseta.data.dataset import Dataset
-from meseta.data.describe import DenseFigures, Description, SparseFigures, SplitFigures, Values
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.dataset.describe import DenseFigures, Description, SparseFigures, SplitFigures, Values
 from meseta.data.raw_rows import signed_exp, signed_log
 from meseta.report.charts.bars import bars, reuse_bars
 from meseta.report.charts.markup import table, tag, text

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from meseta.config.load import value_at
-from meseta.data.dataset import FILE_NAME as DATASET_NAME
-from meseta.data.dataset import Dataset
+from meseta.data.dataset.dataset import FILE_NAME as DATASET_NAME
+from meseta.data.dataset.dataset import Dataset
 from meseta.machine.files import parse_json, read_bounded
 from meseta.machine.yaml_text import parse_yaml
 from meseta.spec import MesetaError, Plan

@@ -13,7 +13,7 @@ from meseta.telemetry.lines import EvalLine
 from meseta.train.stopping import BestSoFar
 
 if TYPE_CHECKING:
-    from meseta.data.reader import Reader
+    from meseta.data.read.reader import Reader
 
 
 def is_evaluation_due(config: TrainConfig, step: int, reader: Reader) -> bool:

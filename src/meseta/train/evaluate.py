@@ -15,10 +15,10 @@ from torch import nn
 from meseta.comm import World
 from meseta.config import MetricsConfig
 from meseta.data.batch import Batch
-from meseta.data.dataset import Dataset
-from meseta.data.new_batches import NewBatches
-from meseta.data.reader import Reader
-from meseta.data.rows import pad
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.read.new_batches import NewBatches
+from meseta.data.read.reader import Reader
+from meseta.data.read.rows import pad
 from meseta.embedding.flight import IdsOutside
 from meseta.measure.step_threads import StepThreads
 from meseta.pipeline.step import Model
@@ -63,7 +63,7 @@ def predict(
     """This rank's slice of each global batch, in CPU memory, with its logits [B] or [B, T]; without any update,
     and with the model in evaluation mode: no dropout, running statistics.
 
-    `shift` is added to the logits, see meseta.data.selection.calibration_shift; `outside` counts ids outside their
+    `shift` is added to the logits, see meseta.data.read.selection.calibration_shift; `outside` counts ids outside their
     table, those of training are left as they were. A row's logit does not depend on the
     rows beside it: slices of a few rows are filled up, since products of few rows add in another order.
     """

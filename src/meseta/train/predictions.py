@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from meseta.comm import World
-from meseta.data.dataset import Dataset
-from meseta.data.key_columns import KeyColumns
-from meseta.data.new_batches import NewBatches
-from meseta.data.new_rows import Unseen
-from meseta.data.reader import Reader, ReaderOptions
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.prepare.new_rows import Unseen
+from meseta.data.read.key_columns import KeyColumns
+from meseta.data.read.new_batches import NewBatches
+from meseta.data.read.reader import Reader, ReaderOptions
 from meseta.machine.files import move, sync
 from meseta.pipeline.step import Model
 from meseta.spec import MesetaError

@@ -14,8 +14,8 @@ import yaml
 from meseta.checkpoint.directory import NAME, checkpoint_path, newest, remove_all, strangers
 from meseta.comm import World
 from meseta.config import RunConfig, load_config
-from meseta.data.dataset import FILE_NAME, Dataset
-from meseta.data.keep import keep_tables
+from meseta.data.dataset.dataset import FILE_NAME, Dataset
+from meseta.data.prepare.keep import keep_tables
 from meseta.machine.environment import commit, version_of
 from meseta.machine.files import append_whole, json_text, move
 from meseta.machine.locks import FolderLock

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meseta.config import EarlyStoppingConfig
-from meseta.data.dataset import Dataset
+from meseta.data.dataset.dataset import Dataset
 from meseta.spec import MesetaError, nearest
 from meseta.telemetry.figures import RISING
 from meseta.telemetry.lines import EvalLine

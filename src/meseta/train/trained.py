@@ -12,12 +12,12 @@ from typing import Any, Generic, TypeVar
 from meseta import checkpoint
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.data.dataset import Dataset
-from meseta.data.encoding import with_vocabulary_digests
-from meseta.data.new_batches import NewBatches
-from meseta.data.new_rows import NewRows
-from meseta.data.reader import Reader, ReaderOptions
-from meseta.data.selection import calibration_shift
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.dataset.encoding import with_vocabulary_digests
+from meseta.data.prepare.new_rows import NewRows
+from meseta.data.read.new_batches import NewBatches
+from meseta.data.read.reader import Reader, ReaderOptions
+from meseta.data.read.selection import calibration_shift
 from meseta.spec import MesetaError
 from meseta.spec.splits import choosing_split
 from meseta.train.run_dir import RunDir

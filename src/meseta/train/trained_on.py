@@ -11,8 +11,8 @@ from meseta.checkpoint import DamagedCheckpoint
 from meseta.checkpoint.manifest import read_manifest
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.data.dataset import FILE_NAME, Dataset
-from meseta.data.encoding import Encoding, difference, other_rows, unknown, with_vocabulary_digests
+from meseta.data.dataset.dataset import FILE_NAME, Dataset
+from meseta.data.dataset.encoding import Encoding, difference, other_rows, unknown, with_vocabulary_digests
 from meseta.spec import MesetaError
 from meseta.train.run_dir import RunDir
 

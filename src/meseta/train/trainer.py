@@ -19,8 +19,8 @@ from meseta.comm.dense_shards import sum_over_parts
 from meseta.comm.world import Unlisted
 from meseta.config import RunConfig
 from meseta.data.batch import Batch
-from meseta.data.encoding import Encoding
-from meseta.data.selection import calibration_shift
+from meseta.data.dataset.encoding import Encoding
+from meseta.data.read.selection import calibration_shift
 from meseta.measure.step_threads import StepThreads
 from meseta.optim.clip import DenseClip
 from meseta.optim.dense import make_dense_optimizer

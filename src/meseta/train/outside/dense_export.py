@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from meseta.checkpoint.dense import read_dense
 from meseta.checkpoint.manifest import read_manifest
 from meseta.config import RunConfig
-from meseta.data.dataset import Dataset
-from meseta.data.selection import calibration_shift
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.read.selection import calibration_shift
 from meseta.embedding import EmbeddingBagCollection
 from meseta.errors import one_line
 from meseta.machine.files import whole_folder

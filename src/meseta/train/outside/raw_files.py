@@ -9,8 +9,8 @@ from typing import Any
 
 from meseta.config import TrainConfig, set_default
 from meseta.config.load import value_at
-from meseta.data.dataset import Dataset
-from meseta.data.schema import NO_CATEGORY
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.layout import NO_CATEGORY
 from meseta.spec.splits import VALID
 
 WANTED_STEPS = 200

@@ -9,8 +9,8 @@ import torch
 
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.data.dataset import Dataset
-from meseta.data.reader import Reader, ReaderOptions
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.read.reader import Reader, ReaderOptions
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.machine.ranks import local_rank, note, num_local_ranks
 from meseta.optim.schedule import learning_rate_factor

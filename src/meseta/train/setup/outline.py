@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from meseta.comm import BatchSlice, World
 from meseta.config import RunConfig
 from meseta.config.precision import dense_dtype
-from meseta.data.dataset import Dataset
+from meseta.data.dataset.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
 from meseta.embedding.flight import Flight
 from meseta.models import make_model

@@ -10,7 +10,7 @@ from torch import nn
 
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.data.dataset import Dataset
+from meseta.data.dataset.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
 from meseta.errors import one_line
 from meseta.machine.ranks import note

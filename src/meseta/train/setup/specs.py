@@ -7,7 +7,7 @@ from dataclasses import replace
 from meseta.config import RunConfig
 from meseta.config.run import RegularizationConfig
 from meseta.config.widths import wanted_embedding_dim
-from meseta.data.dataset import Dataset
+from meseta.data.dataset.dataset import Dataset
 from meseta.spec import FeatureSpec, InitSpec, MesetaError, OptimizerSpec, TableSpec, nearest
 from meseta.spec.optimizer import USED_FIELDS
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from meseta.config import RunConfig
 from meseta.config.precision import dense_dtype
-from meseta.data.dataset import Dataset, SparseFeature
+from meseta.data.dataset.dataset import Dataset, SparseFeature
 from meseta.spec import DenseLoad, FeatureLoad, FeatureSpec, TableSpec, Workload
 from meseta.spec.workload import DenseExchange
 

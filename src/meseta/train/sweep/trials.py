@@ -9,7 +9,7 @@ from pathlib import Path
 
 from meseta.comm import World
 from meseta.config import RunConfig, check_document
-from meseta.data.dataset import Dataset
+from meseta.data.dataset.dataset import Dataset
 from meseta.machine.files import parse_json, read_bounded
 from meseta.telemetry.lines import EvalLine
 from meseta.train.run_dir import TRIALS, RunDir

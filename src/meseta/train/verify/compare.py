@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.data.dataset import FILE_NAME, Dataset
+from meseta.data.dataset.dataset import FILE_NAME, Dataset
 from meseta.spec import MesetaError, Plan, TableSpec
 from meseta.storage import ROW
 from meseta.train.setup.specs import make_specs

@@ -1,0 +1,295 @@
+"""Does a prepared dataset hold what its dataset.json says? Reads every value, on all cores."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from meseta.data.dataset.columns import columns_of
+from meseta.data.dataset.dataset import FILE_NAME, DataFile, Dataset, SparseFeature
+from meseta.data.dataset.part_files import PART_ERRORS, open_part
+from meseta.data.dataset.touched import read_touched
+from meseta.data.dataset.value_rules import breaks_rule
+from meseta.data.dataset.vocabulary import digest_of_values, one_chunk
+from meseta.data.prepare.record import RECORD_NAME
+from meseta.data.workers import in_order
+from meseta.errors import one_line
+from meseta.machine.files import inside
+from meseta.machine.processors import num_cores
+from meseta.spec import MesetaError
+
+STATISTICS_PAGE = "statistics.html"
+"""Where `meseta data stats` writes its page, beside the data."""
+AGAIN = "prepare the dataset again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One rule that one object breaks, once or more often."""
+
+    object: str
+    """File, with the column and the row (from 0) of the first value that breaks the rule."""
+    rule: str
+    value: str
+    """What was found instead."""
+    count: int = 1
+    """Values of this column and file that break the rule."""
+    way_out: str = AGAIN
+
+    def __str__(self) -> str:
+        more = f" ({self.count:,} such values)" if self.count > 1 else ""
+        return f"{self.object}: {self.rule}, got {self.value}{more}; {self.way_out}"
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What `check` found."""
+
+    num_rows: int
+    """Rows that were read."""
+    num_files: int
+    """Parquet files with rows that dataset.json names."""
+    faults: tuple[Fault, ...]
+    """Empty for a sound dataset; in the order of the files."""
+
+
+@dataclass
+class _Group:
+    """What one row group adds to the findings."""
+
+    num_rows: int = 0
+    found: dict[tuple[str, str], Fault] = field(default_factory=dict)
+    """By column and rule."""
+    sums: dict[str, float] = field(default_factory=dict)
+    """Sum of each label."""
+    lookups: Counter[str] = field(default_factory=Counter)
+    """Ids of each sparse feature."""
+
+
+def check(path: str | Path, on_rows: Callable[[int, int], None] | None = None) -> CheckResult:
+    """Hold every file and every value of the dataset in `path` against its dataset.json.
+
+    `on_rows` is called with the rows just read and the rows in all. Raises MesetaError where dataset.json itself
+    cannot be read; all else that is wrong is in the result.
+    """
+    dataset = Dataset.load(path)
+    faults = [*_stray_files(dataset), *_vocabulary_faults(dataset), *_touched_faults(dataset)]
+    total = sum(split.num_rows for split in dataset.splits.values())
+    num_rows = 0
+    with ThreadPoolExecutor(num_cores(), thread_name_prefix="meseta-check") as pool:
+        for name, split in dataset.splits.items():
+            seen = _Group()
+            in_split: list[Fault] = []
+            for file in split.files:
+                metadata, problems = _open(dataset, file)
+                found: dict[tuple[str, str], Fault] = {}
+                if metadata is not None:
+                    for group in in_order(pool, _jobs(dataset, file, metadata), 2 * num_cores()):
+                        seen.sums = {key: seen.sums.get(key, 0.0) + more for key, more in group.sums.items()}
+                        seen.lookups += group.lookups
+                        num_rows += group.num_rows
+                        _merge(found, group.found)
+                        if on_rows is not None:
+                            on_rows(group.num_rows, total)
+                in_split += [*problems, *found.values()]
+            # Where values are missing or wrong, their totals are too.
+            faults += in_split or _sum_faults(dataset, name, seen)
+    return CheckResult(num_rows, sum(len(split.files) for split in dataset.splits.values()), tuple(faults))
+
+
+def _stray_files(dataset: Dataset) -> Iterator[Fault]:
+    """Files that nothing in dataset.json names."""
+    named = [file.path for split in dataset.splits.values() for file in split.files]
+    known = {FILE_NAME, RECORD_NAME, STATISTICS_PAGE, *named, *(f.vocabulary for f in dataset.sparse if f.vocabulary)}
+    known |= {dataset.touched} if dataset.touched else set()
+    present = sorted(path for path in dataset.dir.rglob("*") if path.is_symlink() or not path.is_dir())
+    for name in (path.relative_to(dataset.dir).as_posix() for path in present):
+        if name not in known:
+            yield Fault(
+                object=name, rule=f"files must be named in {FILE_NAME}", value="a stray file", way_out="move it away"
+            )
+
+
+def _open(dataset: Dataset, file: DataFile) -> tuple[pq.FileMetaData | None, list[Fault]]:
+    """The metadata of one file, None where its rows cannot be read as they are; and what is wrong with its frame."""
+    try:
+        with open_part(inside(dataset.dir, file.path)) as opened:
+            metadata, schema = opened.metadata, opened.schema_arrow
+    except PART_ERRORS as error:
+        return None, [_unreadable(file.path, error)]
+    faults = []
+    if metadata.num_rows != file.num_rows:
+        faults.append(
+            Fault(object=file.path, rule=f"{FILE_NAME} says {file.num_rows} rows", value=f"{metadata.num_rows}")
+        )
+    columns = columns_of(dataset)
+    is_readable = True
+    for column in columns:
+        kinds = [schema.field(place).type for place in schema.get_all_field_indices(column.name)]
+        if len(kinds) != 1 or not column.fits(kinds[0]):
+            found = ", ".join(map(str, kinds)) or "no such column"
+            faults.append(
+                Fault(object=f"{file.path}, column {column.name!r}", rule=f"it must hold {column.what}", value=found)
+            )
+            is_readable = False
+    for name in sorted(set(schema.names) - {column.name for column in columns}):
+        faults.append(
+            Fault(object=f"{file.path}, column {name!r}", rule=f"columns must be named in {FILE_NAME}", value="a stray")
+        )
+    return (metadata if is_readable else None), faults
+
+
+def _jobs(dataset: Dataset, file: DataFile, metadata: pq.FileMetaData) -> Iterator[Callable[[], _Group]]:
+    first = 0
+    for index in range(metadata.num_row_groups):
+        yield lambda index=index, first=first: _check_group(dataset, file.path, metadata, index, first)  # type: ignore[misc]
+        first += metadata.row_group(index).num_rows
+
+
+def _check_group(dataset: Dataset, path: str, metadata: pq.FileMetaData, index: int, first_row: int) -> _Group:
+    """Look at every value of one row group, which begins with row `first_row` of its file."""
+    group = _Group()
+    columns = columns_of(dataset)
+    try:
+        with open_part(inside(dataset.dir, path), metadata, checks_pages=True) as file:
+            table = file.read_row_group(index, columns=[column.name for column in columns], use_threads=False)
+    except PART_ERRORS as error:
+        group.found["", "read"] = _unreadable(path, error)
+        return group
+    group.num_rows = table.num_rows
+    for column in columns:
+        chunked = table.column(column.name)
+        array = pa.concat_arrays(chunked.chunks) if chunked.num_chunks else pa.array([], chunked.type)
+        nulls = array.null_count + (array.values.null_count if column.is_list else 0)
+        if nulls:
+            where = _place(path, column.name, first_row + _first_null(array))
+            fault = Fault(object=where, rule="there must be no missing values", value="a missing one", count=nulls)
+            group.found[column.name, "null"] = fault
+            continue
+        values = (array.flatten() if column.is_list else array).to_numpy()
+        bad = breaks_rule(column, values)
+        if bad is not None:
+            at = int(np.argmax(bad))
+            row = int(np.searchsorted(_offsets(array), at, side="right")) - 1 if column.is_list else at
+            fault = Fault(
+                object=_place(path, column.name, first_row + row),
+                rule=column.rule,
+                value=f"{values[at].item():.6g}" if values.dtype.kind == "f" else str(values[at]),
+                count=int(bad.sum()),
+            )
+            group.found[column.name, "value"] = fault
+        if column.role == "label":
+            group.sums[column.name] = float(values.sum(dtype=np.float64))
+        if column.role == "ids":
+            group.lookups[column.name] += values.size
+    for feature in dataset.sparse:
+        if feature.weighted and not {(feature.name, "null"), (f"{feature.name}.weight", "null")} & group.found.keys():
+            _check_lengths(group, feature, table, path, first_row)
+    return group
+
+
+def _check_lengths(group: _Group, feature: SparseFeature, table: pa.Table, path: str, first_row: int) -> None:
+    """Each id has one weight."""
+    if not feature.multi_valued or not table.num_rows:
+        return
+    name = f"{feature.name}.weight"
+    ids, weights = (np.diff(_offsets(pa.concat_arrays(table.column(n).chunks))) for n in (feature.name, name))
+    different = ids != weights
+    if different.any():
+        row = int(np.argmax(different))
+        group.found[name, "length"] = Fault(
+            object=_place(path, name, first_row + row),
+            rule="each id must have one weight",
+            value=f"{weights[row]} weights for {ids[row]} ids",
+            count=int(different.sum()),
+        )
+
+
+def _offsets(array: pa.ListArray) -> NDArray[np.int64]:
+    """Where each row's values begin in `array.flatten()`, and where the last ends [n + 1]."""
+    offsets = array.offsets.to_numpy().astype(np.int64)
+    return offsets - offsets[0]
+
+
+def _first_null(array: pa.Array) -> int:
+    if array.null_count:
+        return int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
+    inside = np.argmax(array.flatten().is_null().to_numpy(zero_copy_only=False))
+    return int(np.searchsorted(_offsets(array), inside, side="right")) - 1
+
+
+def _merge(found: dict[tuple[str, str], Fault], more: dict[tuple[str, str], Fault]) -> None:
+    """The first place where a rule is broken, and how often it is in all."""
+    for key, fault in more.items():
+        found[key] = replace(found[key], count=found[key].count + fault.count) if key in found else fault
+
+
+def _sum_faults(dataset: Dataset, name: str, seen: _Group) -> Iterator[Fault]:
+    """Totals of a whole split against those of dataset.json."""
+    split = dataset.splits[name]
+    stated = split.positives or {dataset.labels[0]: split.num_positives}
+    for label, total in stated.items():
+        if label in seen.sums and abs(seen.sums[label] - total) > 1e-6 * max(total, 1.0):
+            rule = f"{FILE_NAME} says that its labels {label!r} add up to {total:.8g}"
+            yield Fault(object=f"split {name!r}", rule=rule, value=f"{seen.sums[label]:.8g}")
+    for feature in dataset.sparse if name == "train" else ():
+        if feature.statistics.num_lookups != seen.lookups[feature.name]:
+            rule = f"{FILE_NAME} says {feature.statistics.num_lookups} ids of feature {feature.name!r}"
+            yield Fault(object=f"split {name!r}", rule=rule, value=str(seen.lookups[feature.name]))
+
+
+def _vocabulary_faults(dataset: Dataset) -> Iterator[Fault]:
+    """A vocabulary numbers its values 0, 1, ...; row 0, and no other, has no value."""
+    for feature in dataset.sparse:
+        if feature.encoding != "vocabulary":
+            continue
+        where = feature.vocabulary or FILE_NAME
+        if feature.vocabulary is None:
+            yield Fault(object=where, rule=f"feature {feature.name!r} needs a vocabulary", value="none")
+            continue
+        try:
+            table = pq.read_table(inside(dataset.dir, feature.vocabulary), columns=["value", "id", "count"])
+        except (pa.ArrowException, OSError, KeyError) as error:
+            yield _unreadable(where, error)
+            continue
+        missing = [name for name in ("value", "id", "count") if name not in table.column_names]
+        if missing:
+            yield Fault(object=where, rule="it must have the columns value, id and count", value=f"no {missing[0]!r}")
+        elif table.num_rows != feature.num_embeddings:
+            rule = f"{FILE_NAME} says {feature.num_embeddings} rows"
+            yield Fault(object=where, rule=rule, value=str(table.num_rows))
+        elif not np.array_equal(table["id"].to_numpy(), np.arange(table.num_rows)):
+            yield Fault(object=where, rule="its ids must be 0, 1, 2, ...", value="others")
+        elif table["value"].slice(1).null_count:
+            yield Fault(object=where, rule="only row 0 may be without a value", value="others")
+        elif feature.vocabulary_digest is not None:
+            digest = digest_of_values(one_chunk(table["value"].slice(1)))
+            if digest != feature.vocabulary_digest:
+                rule = f"{FILE_NAME} says that its values have the SHA-256 {feature.vocabulary_digest[:16]}..."
+                yield Fault(object=where, rule=rule, value=f"{digest[:16]}...")
+
+
+def _touched_faults(dataset: Dataset) -> Iterator[Fault]:
+    """Whether it can be read, and is of these tables."""
+    try:
+        read_touched(dataset)
+    except MesetaError as error:
+        rule = "it must have the bits of the tables of hashed features"
+        yield Fault(object=dataset.touched or FILE_NAME, rule=rule, value=str(error).rpartition("; ")[0])
+
+
+def _place(path: str, column: str, row: int) -> str:
+    return f"{path}, column {column!r}, row {row}"
+
+
+def _unreadable(path: str, error: Exception) -> Fault:
+    missing = isinstance(error, FileNotFoundError)
+    return Fault(object=path, rule="the file must be readable", value="no such file" if missing else one_line(error))

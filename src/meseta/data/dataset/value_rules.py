@@ -1,0 +1,120 @@
+"""Whether Parquet files hold what dataset.json says: types by their footer, values as they are read.
+
+Files may be written by other programs than `meseta prepare`, and a value that means nothing must not be trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from meseta.data.dataset.columns import DataColumn, columns_of
+from meseta.data.dataset.dataset import Dataset
+from meseta.spec import MesetaError, weights
+from meseta.spec.weights import is_weight
+
+_WAY_OUT = "prepare the dataset again"
+
+
+def check_types(path: Path, schema: pa.Schema, dataset: Dataset) -> None:
+    """Raise MesetaError, naming the file and the column, for one that is missing or of a type that cannot be read."""
+    types: dict[str, list[pa.DataType]] = {}
+    for field in schema:
+        types.setdefault(field.name, []).append(field.type)
+    for column in _batch_columns(dataset):
+        name = column.name
+        if name not in types:
+            raise MesetaError(f"dataset file {str(path)!r} lacks column {name!r}; {_WAY_OUT}")
+        if len(types[name]) > 1:
+            raise MesetaError(f"dataset file {str(path)!r} has two columns {name!r}; {_WAY_OUT}")
+        [data_type] = types[name]
+        if not column.fits(data_type):
+            raise MesetaError(
+                f"dataset file {str(path)!r}: column {name!r} must hold {column.what}, but is {data_type}; {_WAY_OUT}"
+            )
+
+
+def check_values(path: Path, first_row: int, table: pa.Table, dataset: Dataset) -> None:
+    """Raise MesetaError for values that no type excludes: none at all, labels outside 0..1, weights of samples that
+    are no such weights, and weights of ids that are not finite or not one per id.
+
+    The message names file, column and row, counted from 0 in the file; `first_row` is that of the table's first.
+    """
+    where = f"dataset file {str(path)!r}, row"
+    for data_column in _batch_columns(dataset):
+        name, column = data_column.name, table.column(data_column.name)
+        if column.null_count:
+            row = first_row + pc.index(pc.is_null(column), True).as_py()
+            raise MesetaError(f"{where} {row}: column {name!r} holds no value; fill it, or {_WAY_OUT}")
+        values = pc.list_flatten(column) if data_column.is_list else column
+        if values.null_count:
+            row = first_row + pc.list_parent_indices(column).filter(pc.is_null(values))[0].as_py()
+            raise MesetaError(f"{where} {row}: a list of column {name!r} holds no value; fill it, or {_WAY_OUT}")
+    for role in ("label", "weight"):
+        for column in _batch_columns(dataset):
+            if column.role == role:
+                _check_numbers(where, first_row, table, column)
+    for feature in dataset.sparse:
+        if feature.weighted:
+            _check_weights(where, first_row, table, feature.name)
+
+
+def breaks_rule(column: DataColumn, values: NDArray[Any]) -> NDArray[np.bool_] | None:
+    """Where values [n] break the rule of their column, `DataColumn.rule`; None where none does.
+
+    Labels are 0 to 1, weights of samples as `meseta.spec.weights` has it, ids rows of their table, all else finite.
+    """
+    if not values.size or column.role in ("group", "time"):
+        return None
+    if column.role == "weight":
+        fits = is_weight(values)
+        return None if fits.all() else ~fits
+    finite = (-np.finfo(np.float32).max, np.finfo(np.float32).max)
+    low, high = {"label": (0, 1), "ids": (0, column.num_embeddings - 1)}.get(column.role, finite)
+    # NaN fails both comparisons, and makes both extremes NaN.
+    if values.min() >= low and values.max() <= high:
+        return None
+    return ~((values >= low) & (values <= high))
+
+
+def _check_numbers(where: str, first_row: int, table: pa.Table, column: DataColumn) -> None:
+    """Whether each number of a label, or of the weights of samples, fits."""
+    values = table.column(column.name).to_numpy()
+    bad = breaks_rule(column, values)
+    if bad is not None:
+        place = int(bad.argmax())
+        rule = weights.RULE if column.role == "weight" else "in 0..1"
+        raise MesetaError(
+            f"{where} {first_row + place}: {column.name!r} is {values[place]:g}, and must be {rule}; "
+            f"fix the data, or {_WAY_OUT}"
+        )
+
+
+def _check_weights(where: str, first_row: int, table: pa.Table, name: str) -> None:
+    """As many weights as ids, and all of them finite."""
+    ids, weights = table.column(name), table.column(f"{name}.weight")
+    counts = [pc.list_value_length(column).to_numpy() for column in (ids, weights)]
+    if not np.array_equal(*counts):
+        place = int(np.flatnonzero(counts[0] != counts[1])[0])
+        raise MesetaError(
+            f"{where} {first_row + place}: feature {name!r} has {counts[0][place]} ids and {counts[1][place]} weights; "
+            f"give one weight per id, or {_WAY_OUT}"
+        )
+    values = pc.list_flatten(weights).to_numpy()
+    if not np.isfinite(values).all():
+        bad = int(np.flatnonzero(~np.isfinite(values))[0])
+        place = int(np.searchsorted(np.cumsum(counts[1]), bad, side="right"))
+        raise MesetaError(
+            f"{where} {first_row + place}: a weight of feature {name!r} is {values[bad]}; fix the data, or {_WAY_OUT}"
+        )
+
+
+def _batch_columns(dataset: Dataset) -> Iterator[DataColumn]:
+    """Each column that makes a batch."""
+    return (column for column in columns_of(dataset) if column.role != "time")

@@ -1,0 +1,1 @@
+"""Raw files: one module for each format that `meseta prepare` reads, and what several formats share."""

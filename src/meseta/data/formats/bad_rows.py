@@ -1,0 +1,122 @@
+"""Rows that cannot be parsed: found by halving the block they stand in, left out, counted, and too many refused.
+
+So whatever a parser refuses is left out, row by row, and nothing else is; a block without such rows costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+import pyarrow as pa
+
+from meseta.data.dataset.dataset import BadRows
+from meseta.data.formats.format import Block
+from meseta.spec import MesetaError
+
+Result = TypeVar("Result")
+MAX_SHOWN = 5
+"""Rows whose place and fault are kept."""
+MIN_ROWS = 100_000
+"""Rows from which on a share is held against its limit while the work goes on; before, only at the end."""
+
+
+@dataclass
+class ParsedRows(Generic[Result]):
+    """What was made of a block without its bad rows."""
+
+    results: list[Result] = field(default_factory=list)
+    """One for each stretch of good rows, in order."""
+    num_good: int = 0
+    num_bad: int = 0
+    first: list[str] = field(default_factory=list)
+    """What is wrong with the first few of them, and where."""
+
+
+def parse_good_rows(block: Block, work: Callable[[Block], Result]) -> ParsedRows[Result]:
+    """`work` on the whole block, else on its halves and theirs; a single row for which it raises MesetaError is bad."""
+    try:
+        return ParsedRows([work(block)], block.num_rows)
+    except MesetaError:
+        parsed: ParsedRows[Result] = ParsedRows()
+        ends = block.source.format.row_ends(block)
+        _halve(block, ends, 0, len(ends), work, parsed)
+        return parsed
+
+
+def _halve(
+    block: Block,
+    ends: Sequence[int],
+    first: int,
+    stop: int,
+    work: Callable[[Block], Result],
+    parsed: ParsedRows[Result],
+) -> None:
+    """Add what `work` makes of rows first..stop-1 to `parsed`."""
+    start = ends[first - 1] if first else 0
+    part = replace(
+        block,
+        raw=block.raw.slice(start, stop - first)
+        if isinstance(block.raw, pa.RecordBatch)
+        else block.raw[start : ends[stop - 1]],
+        first_row=block.first_row + first,
+        first_line=block.first_line + (block.raw.count(b"\n", 0, start) if isinstance(block.raw, bytes) else 0),
+        num_rows=stop - first,
+    )
+    try:
+        result = work(part)
+    except MesetaError as error:
+        if stop - first > 1:
+            middle = (first + stop) // 2
+            _halve(block, ends, first, middle, work, parsed)
+            _halve(block, ends, middle, stop, work, parsed)
+            return
+        parsed.num_bad += 1
+        if len(parsed.first) < MAX_SHOWN:
+            parsed.first.append(str(error).rpartition("; fix")[0] or str(error))
+    else:
+        parsed.results.append(result)
+        parsed.num_good += stop - first
+
+
+class BadRowCounter:
+    """Adds up bad rows and stops the work when there are too many."""
+
+    def __init__(self, limit: int | float) -> None:
+        """`limit`: rows as an int, or their share of all rows as a float."""
+        self._limit = limit
+        self._num_good = 0
+        self._num_bad = 0
+        self._first: list[str] = []
+
+    def add(self, parts: ParsedRows[Any]) -> None:
+        """Count the rows of one more block. Raises MesetaError as `check`."""
+        self._num_good += parts.num_good
+        self._num_bad += parts.num_bad
+        self._first += parts.first[: MAX_SHOWN - len(self._first)]
+        if isinstance(self._limit, int) or self._num_good + self._num_bad >= MIN_ROWS:
+            self.check()
+
+    def check(self) -> None:
+        """Raises MesetaError where more rows are bad than the limit allows."""
+        num_rows = self._num_good + self._num_bad
+        if self._num_bad > (self._limit if isinstance(self._limit, int) else self._limit * num_rows):
+            raise MesetaError(
+                f"prepare: {self._num_bad:,} of {num_rows:,} rows cannot be parsed, more than --max-bad-rows "
+                f"{self._limit} allows; mend the files, say what the columns are, or allow more: "
+                + "; ".join(self._first)
+            )
+
+    @property
+    def found(self) -> BadRows:
+        """How many there were, and the first of them."""
+        return BadRows(num_rows=self._num_bad, first=tuple(self._first))
+
+    def get_state(self) -> dict[str, Any]:
+        """Plain data; `set_state` of another one takes it up."""
+        return {"num_good": self._num_good, "num_bad": self._num_bad, "first": self._first}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `get_state` gave."""
+        self._num_good, self._num_bad, self._first = state["num_good"], state["num_bad"], list(state["first"])

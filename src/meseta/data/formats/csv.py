@@ -1,0 +1,240 @@
+"""CSV (RFC 4180) with any delimiter, and with names of its columns in front or without."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pyarrow as pa
+
+from meseta.data.formats.csv_records import count_records, cut_records, header_names, is_record, read_header
+from meseta.data.formats.format import (
+    AskedColumns,
+    Block,
+    ByteLines,
+    FileHead,
+    Source,
+    TextForm,
+    named_errors,
+    open_text,
+)
+from meseta.data.formats.parse_csv import parse_csv, read_texts
+from meseta.data.formats.sample import NUM_PIECES, SMALL_BYTES, rows_per_file, spread
+from meseta.data.formats.text import BLOCK_BYTES, TextFormat, line_ends, raw_text
+from meseta.data.formats.text_columns import guessed_text_layout, text_layout_of
+from meseta.data.formats.tsv import FIELDS_OF_CRITEO
+from meseta.data.layout import RawLayout
+from meseta.data.raw_rows import RawRows
+from meseta.data.schema.guess import MISSING, is_header
+from meseta.data.schema.schema import check_names
+from meseta.machine.remote import is_url
+from meseta.spec import MesetaError
+
+MAX_LINES = 1000
+"""Lines that a record may have, where one is looked for among bad rows."""
+_HEADER_ROWS = 100
+"""Rows beside which the first line is judged."""
+_DELIMITERS = (",", "\t", ";", "|")
+_TSV_NAMES = (".tsv", ".tsv.gz", ".tab", ".tab.gz")
+
+
+class Csv(TextFormat):
+    """Told by what options or the name say; a file named as TSV is CSV where it is not as Criteo's logs are."""
+
+    name = "csv"
+    title = "CSV"
+    is_delimited = True
+    endless_cause = "is a quote not closed?"
+
+    def tell(self, head: FileHead) -> TextForm | None:
+        """With the delimiter as given, else the most frequent one of the first line."""
+        if head.delimiter is not None:
+            return TextForm(head.delimiter, head.header)
+        if head.is_said_to_be_csv:
+            first = re.sub(rb'"[^"]*"', b"", head.text).partition(b"\n")[0]
+            delimiter = max(_DELIMITERS, key=lambda sign: first.count(sign.encode()))  # the first of equals
+            return TextForm(delimiter, head.header)
+        if head.is_named(_TSV_NAMES):
+            fields = head.text.partition(b"\n")[0].rstrip(b"\r").decode(errors="replace").split("\t")
+            if len(fields) > 1 and (is_header(fields) or len(fields) not in FIELDS_OF_CRITEO):
+                return TextForm("\t")
+        return None
+
+    def columns(self, source: Source) -> tuple[str, ...]:
+        """Those given, else the fields of its first record."""
+        if source.header:
+            return source.header
+        with named_errors(source.path), open_text(source.path) as (stream, _):
+            return self.read_header(source, stream.readline)[0]
+
+    def layout(self, sources: Sequence[Source], asked: AskedColumns) -> RawLayout:
+        """As the schema says, else as named; what that leaves open is inferred from a sample."""
+        source = sources[0]
+        where = f"source {str(source.path)!r}"
+        names = self.columns(source)
+        if len(names) < 2:
+            raise MesetaError(
+                f"{where}, line 1: the header has {len(names)} column; CSV needs several, parted by commas, tabs, ';' "
+                "or '|', or by the delimiter of a --schema file"
+            )
+        if asked.schema:
+            check_names(where, asked.schema.columns, names)
+            layout = text_layout_of(asked.schema)
+        else:
+            sample = self._sample(sources, names)
+            layout = guessed_text_layout(where, sample, asked.named, has_names=not source.header)
+        check_names(where, layout.columns, names)
+        used = layout.columns
+        ignored = tuple(name for name in names if name not in used)
+        for later in sources[1:]:
+            check_names(f"source {str(later.path)!r}", layout.columns, self.columns(later))
+        return replace(layout, ignored=ignored, delimiter=source.delimiter, header=source.header)
+
+    def parse(self, block: Block, layout: RawLayout) -> RawRows:
+        """As described by `RawFormat.parse`."""
+        return parse_csv(block, raw_text(block), layout)
+
+    def with_header(self, sources: Sequence[Source]) -> tuple[Source, ...]:
+        """Columns of files that begin with a row are called column_1, column_2 and so on."""
+        first = sources[0]
+        if first.header:
+            return tuple(sources)
+        with named_errors(first.path), open_text(first.path) as (stream, _):
+            record = self.read_header(first, stream.readline)[0]
+            rows = _records(first, _lines(stream, None), _HEADER_ROWS)
+        if is_header(record, rows):
+            return tuple(sources)
+        header = tuple(f"column_{number}" for number in range(1, len(record) + 1))
+        return tuple(replace(source, header=header) for source in sources)
+
+    def with_names_of(self, source: Source, layout: RawLayout) -> Source:
+        """One that does not begin with names has those of all columns, or of all but the labels."""
+        if not layout.header:
+            return source
+        first = self.columns(source)
+        if set(layout.feature_columns) <= set(first):
+            return source
+        rest = tuple(name for name in layout.header if name not in layout.labels)
+        for header in (layout.header, rest):
+            if len(header) == len(first):
+                return replace(source, header=header)
+        raise MesetaError(
+            f"source {source.path!r} has {len(first)} columns and no names for them; the earlier files had "
+            f"{len(layout.header)}, or {len(rest)} without the label"
+        )
+
+    def key_schema(self, where: str, source: Source, names: Sequence[str]) -> pa.Schema:
+        """Strings."""
+        check_names(where, names, self.columns(source))
+        return pa.schema([pa.field(name, pa.string()) for name in names])
+
+    def key_columns(self, block: Block, names: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
+        """Fields as they stand there, without quotes."""
+        texts = read_texts(raw_text(block), block.header, names, delimiter=block.source.delimiter, is_quoted=True)
+        return pa.record_batch(texts, schema)
+
+    def empty_columns(self, sources: Sequence[Source], names: Sequence[str]) -> set[str]:
+        """Those in whose fields nothing stands, or a word for it."""
+        texts = self._sample(sources, names)
+        return {name for name, values in texts.items() if values and all(value in MISSING for value in values)}
+
+    def read_header(self, source: Source, read_line: Callable[[int], bytes]) -> tuple[tuple[str, ...], bytes]:
+        """The first record, where the names are not given; one that is used must be there once: the layout checks."""
+        if source.header:
+            return source.header, b""
+        raw = read_header(read_line)
+        try:
+            return tuple(header_names(raw, source.delimiter)), raw
+        except (ValueError, csv.Error) as error:
+            raise MesetaError(f"source {source.path!r}, line 1: the header is not UTF-8 CSV ({error})") from None
+
+    def num_rows(self, raw: bytes) -> int:
+        """Records."""
+        return count_records(raw)
+
+    def cut(self, before: bytes, data: bytes) -> tuple[bytes, bytes]:
+        """The whole records of both together, and the rest."""
+        data = before + data
+        end = cut_records(data)
+        return data[:end], data[end:]
+
+    def row_ends(self, block: Block) -> Sequence[int]:
+        """A quote too many makes lines up to the next one look like one record; where such a record is not whole, its
+        first line is taken for a row, and the next one begins another."""
+        raw = raw_text(block)
+        ends = line_ends(raw)
+        if b'"' not in raw:
+            return ends
+        record_ends = []
+        at = 0
+        while at < len(ends):
+            start = ends[at - 1] if at else 0
+            last = at
+            quotes = raw.count(b'"', start, ends[at])
+            while quotes % 2 and last + 1 < min(len(ends), at + MAX_LINES):
+                last += 1
+                quotes += raw.count(b'"', ends[last - 1], ends[last])
+            if last > at and not is_record(raw[start : ends[last]], block.source.delimiter, len(block.header)):
+                last = at
+            record_ends.append(ends[last])
+            at = last + 1
+        return record_ends
+
+    def _sample(self, sources: Sequence[Source], names: Sequence[str]) -> dict[str, list[str]]:
+        """Column -> its fields in the sampled rows of files that have it, in the order of the rows; `names` are those
+        of the first file. Raises MesetaError for a damaged file."""
+        chosen = spread(sources)
+        columns: dict[str, list[str]] = {name: [] for name in names}
+        for source in chosen:
+            header, rows = self._sampled_rows(source, rows_per_file(len(names), len(chosen)))
+            places = {name: place for place, name in reversed(list(enumerate(header)))}
+            for name, values in columns.items():
+                place = places.get(name)
+                values.extend([] if place is None else [row[place] for row in rows if place < len(row)])
+        return columns
+
+    def _sampled_rows(self, source: Source, num_rows: int) -> tuple[tuple[str, ...], list[list[str]]]:
+        """The header, and rows of pieces that begin all over a file; of one that is zipped, remote or small, from its
+        beginning."""
+        with named_errors(source.path), open_text(source.path) as (stream, stored):
+            header, raw_header = self.read_header(source, stream.readline)
+            begin, size = len(raw_header), source.size_bytes
+            if stream is not stored or is_url(source.path) or size <= SMALL_BYTES:
+                return header, _records(source, _lines(stream, None), num_rows)
+            sampled: list[list[str]] = []
+            starts = [begin + place * (size - begin) // NUM_PIECES for place in range(NUM_PIECES)]
+            for start, stop in itertools.pairwise([*starts, size]):
+                stream.seek(start)
+                if start > begin:
+                    stream.seek(start - 1)
+                    stream.readline(BLOCK_BYTES)
+                try:
+                    rows = _records(source, _lines(stream, stop), -(-num_rows // NUM_PIECES))
+                except MesetaError:
+                    if start == begin:
+                        raise
+                    continue
+                # A piece that begins within a quoted field is cut wrongly.
+                if start == begin or all(len(row) == len(header) for row in rows):
+                    sampled += rows
+            return header, sampled
+
+
+def _lines(stream: ByteLines, stop: int | None) -> Iterator[str]:
+    """Lines that begin before `stop`."""
+    place = 0 if stop is None else stream.tell()
+    while (stop is None or place < stop) and (line := stream.readline(BLOCK_BYTES)):
+        place += len(line)
+        yield line.decode(errors="replace")
+
+
+def _records(source: Source, lines: Iterator[str], num_rows: int) -> list[list[str]]:
+    try:
+        return list(itertools.islice(csv.reader(lines, delimiter=source.delimiter), num_rows))
+    except csv.Error as error:
+        raise MesetaError(
+            f"source {source.path!r}: a field among the sampled rows is no CSV ({error}); is a quote not closed?"
+        ) from None

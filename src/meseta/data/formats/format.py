@@ -1,0 +1,258 @@
+"""What a raw format is: how its files are told, sampled, laid out, cut into blocks, parsed and explained.
+
+`registry` lists all formats, each in a module of its own; nothing outside of this folder asks which one a file has.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import IO, ClassVar, Protocol, runtime_checkable
+
+import pyarrow as pa
+
+from meseta.data.dataset.dataset import SourceSplit
+from meseta.data.layout import RawLayout
+from meseta.data.raw_rows import RawRows
+from meseta.data.schema.roles import NamedColumns
+from meseta.data.schema.schema import Schema
+from meseta.errors import one_line
+from meseta.machine.remote import is_url, open_file, remote_errors
+from meseta.spec import MesetaError
+
+HEAD_BYTES = 64 << 10
+"""Bytes of text that a format is told by."""
+
+OnRows = Callable[[int, float], None]
+"""Called with the rows scanned so far, and the share of the bytes that they take, 0 to 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One raw file."""
+
+    path: str
+    """As found: a path on this machine, or a URL."""
+    split: SourceSplit
+    """Where its rows go."""
+    format: RawFormat
+    size_bytes: int
+    """As stored, compressed or not."""
+    changed: str
+    """When it was written last, as its file system tells."""
+    delimiter: str = ","
+    """What separates the fields of a line, where the format leaves that open."""
+    header: tuple[str, ...] = ()
+    """Names of the columns of text that could begin with them and does not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilePosition:
+    """Where a row of a file begins."""
+
+    row: int = 0
+    """Rows before it."""
+    line: int = 0
+    """Lines before it, in a text file."""
+    offset: int = 0
+    """Bytes of text before it, unzipped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Consecutive rows of one file."""
+
+    source: Source
+    first_row: int
+    """Rows of the file before this block."""
+    first_line: int = 0
+    """Lines of a text file before this block."""
+    num_rows: int
+    raw: bytes | pa.RecordBatch
+    """Whole lines (of CSV, whole records), or columns of a Parquet file."""
+    header: tuple[str, ...] = ()
+    """Names of the columns of a file that begins with them, or of which they were given."""
+    end: FilePosition
+    """Where the next row begins."""
+    position_bytes: int
+    """How far the stored file has been read, for progress."""
+
+
+@dataclass
+class FileHead:
+    """What a format is told by: the beginning of a file, its name, and what the options say of it."""
+
+    path: str
+    magic: bytes
+    """The first four bytes as stored."""
+    delimiter: str | None = None
+    """That of its fields, where the options give one."""
+    header: tuple[str, ...] = ()
+    """Names of its columns, where the options give them."""
+
+    @cached_property
+    def text(self) -> bytes:
+        """The first 64 KiB, unzipped. Raises MesetaError for a damaged file."""
+        with named_errors(self.path), open_text(self.path) as (stream, _):
+            return stream.read(HEAD_BYTES)
+
+    def is_named(self, endings: tuple[str, ...]) -> bool:
+        """Whether the name of the file has one of these endings, in capital letters or small."""
+        return self.path.lower().endswith(endings)
+
+    @property
+    def is_said_to_be_csv(self) -> bool:
+        """Whether the options or the name of the file leave no other text."""
+        return self.delimiter is not None or bool(self.header) or self.is_named((".csv", ".csv.gz"))
+
+
+@dataclass(frozen=True)
+class TextForm:
+    """How a file writes its columns, where the format leaves that open."""
+
+    delimiter: str = ","
+    header: tuple[str, ...] = ()
+    """As `Source.header`."""
+
+
+@dataclass(frozen=True)
+class AskedColumns:
+    """What options say of the columns, and how the rows may be looked at."""
+
+    named: NamedColumns = field(default_factory=NamedColumns)
+    schema: Schema | None = None
+    on_scan: OnRows = lambda rows, share: None
+    skip_bad: bool = False
+    """Whether a row that cannot be parsed is passed over."""
+
+
+class RawFormat(ABC):
+    """One raw format; it has no state. What a method raises for a file is a MesetaError that names it."""
+
+    name: ClassVar[str] = ""
+    """As dataset.json has it."""
+    title: ClassVar[str] = ""
+    """For people."""
+    is_delimited: ClassVar[bool] = False
+    """Whether its files choose a delimiter, may leave names out, and write several values into one field."""
+    has_columns: ClassVar[bool] = True
+    """Whether values stand in named columns, so that another format with such columns may hold the same rows."""
+
+    @abstractmethod
+    def tell(self, head: FileHead) -> TextForm | None:
+        """How the file writes its columns, or None where it is of another format."""
+
+    @abstractmethod
+    def columns(self, source: Source) -> tuple[str, ...]:
+        """Names of the columns of a file."""
+
+    @abstractmethod
+    def layout(self, sources: Sequence[Source], asked: AskedColumns) -> RawLayout:
+        """The common layout of all files: as asked, else inferred."""
+
+    @abstractmethod
+    def blocks(self, source: Source, columns: Sequence[str], start: FilePosition) -> Iterator[Block]:
+        """Blocks of one file in order, from `start` on; at least `columns` of them are read."""
+
+    @abstractmethod
+    def parse(self, block: Block, layout: RawLayout) -> RawRows:
+        """Parse and check every row of a block. Raises MesetaError naming the file, the line or row, and the field."""
+
+    @abstractmethod
+    def row_ends(self, block: Block) -> Sequence[int]:
+        """Where each row of a block ends: in bytes of text, or in rows [num_rows]."""
+
+    @abstractmethod
+    def key_schema(self, where: str, source: Source, names: Sequence[str]) -> pa.Schema:
+        """Types of some columns as they stand in a file. Raises MesetaError, beginning with `where`, for one that it
+        lacks or has twice."""
+
+    @abstractmethod
+    def key_columns(self, block: Block, names: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
+        """Those columns of a block that was parsed, with `schema`."""
+
+    def with_header(self, sources: Sequence[Source]) -> tuple[Source, ...]:
+        """The same files; where the first begins with a row instead of names, all get such."""
+        return tuple(sources)
+
+    def with_names_of(self, source: Source, layout: RawLayout) -> Source:
+        """The same file with the names that an earlier `layout` gave to columns that had none."""
+        return source
+
+    def columns_for(self, source: Source, layout: RawLayout) -> Sequence[str]:
+        """Columns that rows of a file may have, those of `layout` where the file does not name its own."""
+        return self.columns(source)
+
+    def can_hold(self, layout: RawLayout, earlier: RawFormat | None) -> bool:
+        """Whether files of this format can hold rows of a `layout` whose first files were of the format `earlier`, None
+        where that is not known."""
+        has_lists = any(column.multi_valued and not column.is_empty for column in layout.sparse)
+        return earlier is self or (not has_lists and (earlier is None or earlier.has_columns))
+
+    def empty_columns(self, sources: Sequence[Source], names: Sequence[str]) -> set[str]:
+        """Those of some columns that have no value in a sample of the rows."""
+        return set()
+
+    def check_types(self, source: Source, layout: RawLayout, earlier_dir: Path) -> None:
+        """Raise MesetaError where types of columns do not fit their roles in the `layout` of an earlier dataset."""
+        return
+
+
+def read_blocks(source: Source, columns: Sequence[str], start: FilePosition | None = None) -> Iterator[Block]:
+    """Blocks of one file in order, from `start` on; `columns` are those wanted of a file that can be read by columns.
+
+    Raises MesetaError for a truncated or damaged file.
+    """
+    with named_errors(source.path):
+        yield from source.format.blocks(source, columns, start or FilePosition())
+
+
+@runtime_checkable  # beartype asks for it where the tests check every call
+class ByteLines(Protocol):
+    """What is read of a file of text, zipped or not."""
+
+    def read(self, size: int = -1, /) -> bytes:
+        """So many bytes, or all that are left."""
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        """A line with its end, or so many bytes of it; empty at the end."""
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        """Go to a place."""
+
+    def tell(self) -> int:
+        """Where it stands."""
+
+
+@contextmanager
+def open_text(path: str) -> Iterator[tuple[ByteLines, IO[bytes]]]:
+    """The text of a file, unzipped where it begins as gzip does, and the stored file under it."""
+    with open_file(path) as stored:
+        zipped = stored.read(2) == b"\x1f\x8b"
+        stored.seek(0)
+        yield (gzip.GzipFile(fileobj=stored) if zipped else stored), stored
+
+
+@contextmanager
+def named_errors(path: str) -> Iterator[None]:
+    """Turn what the readers of gzip and Parquet, and file systems, raise into an error that names the file."""
+    try:
+        yield
+    except MesetaError:
+        raise
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise MesetaError(f"source {path!r} is truncated or damaged ({error}); fetch it again") from None
+    except (pa.ArrowException, OSError) as error:
+        detail = one_line(error)
+        raise MesetaError(f"source {path!r} cannot be read ({detail}); fetch it again") from None
+    except Exception:
+        if not is_url(path):
+            raise
+        with remote_errors("source", path, "read"):
+            raise

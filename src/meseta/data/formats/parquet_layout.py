@@ -1,0 +1,237 @@
+"""The layout of Parquet files, from the types of their columns and a sample of their rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import pyarrow as pa
+
+from meseta.data.formats.format import Source
+from meseta.data.formats.parquet_files import parquet_sample, parquet_schema
+from meseta.data.layout import RawLayout, SparseColumn
+from meseta.data.schema.guess import (
+    NAMELESS,
+    Guess,
+    guess_column,
+    guess_label,
+    guess_time,
+    has_negative,
+    other_outcome,
+)
+from meseta.data.schema.roles import NamedColumns, reasons_of, schema_of
+from meseta.data.schema.schema import Schema, check_names, layout_of
+from meseta.spec import MesetaError
+
+_PANDAS_INDEX = re.compile(r"__index_level_\d+__")
+"""Columns in which pandas keeps the labels of rows."""
+
+
+def parquet_layout(sources: Sequence[Source], named: NamedColumns, schema: Schema | None) -> RawLayout:
+    """The common layout of all files: as the schema says, else as `named` says, else by types, names and a sample;
+    weights of ids by their name beside that of a list.
+
+    Raises MesetaError for a missing column, one of a wrong type, and a file that has other columns.
+    """
+    first, *others = sources
+    reasons: dict[str, str] = {}
+    if schema is None:
+        schema, reasons = _guessed(sources, named)
+        expected = parquet_schema(first).names if others else []
+        for source in others:
+            _check_same_columns(source, first, expected)
+    layout = parquet_layout_of(first, schema)
+    for source in others:
+        if parquet_layout_of(source, schema) != layout:
+            raise MesetaError(
+                f"source {str(source.path)!r} has other columns than {str(first.path)!r}: some are lists in one file "
+                "only; leave such a column out with --ignore, or the file"
+            )
+    types = layout.reasons
+    return replace(layout, reasons={name: f"{types[name]}: {reason}" for name, reason in reasons.items()} or types)
+
+
+def _check_same_columns(source: Source, first: Source, expected: Sequence[str]) -> None:
+    names = parquet_schema(source).names
+    where = f"source {str(source.path)!r} has other columns than {str(first.path)!r}"
+    for name in [name for name in expected if name not in names][:1]:
+        raise MesetaError(f"{where}: it lacks {name!r}; name the columns that you want in a --schema file")
+    for name in [name for name in names if name not in expected][:1]:
+        raise MesetaError(f"{where}: it has {name!r} besides; name the columns that you want in a --schema file")
+
+
+def _guessed(sources: Sequence[Source], named: NamedColumns) -> tuple[Schema, dict[str, str]]:
+    """The schema and the reasons for it."""
+    schema = parquet_schema(sources[0])
+    where = f"source {str(sources[0].path)!r}"
+    labels = named.labels(where, schema.names) or (guess_label(schema.names) or "label",)
+    check_names(where, labels, schema.names)
+    names = [name for name in schema.names if name not in labels]
+    check_names(where, names, schema.names)
+    chosen = named.roles(where, names)
+    weights = {
+        weight: name for name in names for weight in [_find_weight(schema, name)] if weight and weight not in chosen
+    }
+    free = [schema.field(place) for place, name in enumerate(schema.names) if name not in labels]
+    scalars = [field.name for field in free if _is_scalar(field.type)]
+    sample = parquet_sample(sources, scalars)
+    texts = {name: _texts(sample.column(name)) for name in scalars}
+    guesses = {
+        field.name: chosen.get(field.name) or _guess(field, texts.get(field.name), weights.get(field.name))
+        for field in free
+    }
+    pairs = {
+        name: weight
+        for weight, name in weights.items()
+        if guesses[name].role == "categorical" and guesses[weight].role == "ignore"
+    }
+    signed = [name for name, values in texts.items() if has_negative(values)]
+    return schema_of(labels, guesses, signed).model_copy(update={"weights": pairs}), reasons_of(guesses)
+
+
+def _guess(field: pa.Field, texts: Sequence[str] | None, weighed: str | None) -> Guess:
+    """Of one column, from its sampled values, if they are single ones; `weighed`: the column whose weights it holds."""
+    kind = field.type
+    if not field.name:
+        return NAMELESS
+    if _PANDAS_INDEX.fullmatch(field.name):
+        return Guess("ignore", "the index of pandas")
+    if weighed is not None:
+        return Guess("ignore", f"the weights of {weighed}")
+    if _is_moment(kind):
+        return guess_time(field.name, "")
+    if _is_list(kind):
+        item = kind.value_type
+        if _is_text(item) or pa.types.is_integer(item) or is_pair(item):
+            return other_outcome(field.name) or Guess("categorical", "lists of ids")
+        return Guess("ignore", "no feature holds such lists; take ids, or a column for each number")
+    if texts is None:
+        return Guess("ignore", "no feature holds that")
+    if pa.types.is_boolean(kind):
+        return other_outcome(field.name) or Guess("dense", "0 and 1")
+    guess = guess_column(field.name, texts)
+    if guess.role in ("dense", "both", "weight") and not _is_number(kind):
+        return Guess("categorical", f"text that looks like numbers; {guess.reason}")
+    if guess.role == "both" and _is_fraction(kind):
+        return Guess("dense", "numbers; --sparse makes whole ones a category")
+    return guess
+
+
+def _texts(column: pa.ChunkedArray) -> list[str]:
+    """Sampled values as CSV has them; a whole number without a point, also where the type has fractions."""
+    if pa.types.is_boolean(column.type) or _is_fraction(column.type):
+        column = column.cast(pa.float64())
+    values = column.to_pylist()
+    if pa.types.is_floating(column.type):
+        return ["" if value is None else f"{value:.17g}" for value in values]
+    return [
+        "" if value is None else value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+        for value in values
+    ]
+
+
+def parquet_layout_of(source: Source, wanted: Schema) -> RawLayout:
+    """The layout that a schema file gives. Raises MesetaError for a missing column or one of a wrong type."""
+    schema = parquet_schema(source)
+    where = f"source {str(source.path)!r}"
+    if wanted.multi_valued:
+        raise MesetaError(f"{where}: multi_valued is for CSV; in Parquet, lists hold several values")
+    check_names(where, [*wanted.columns, *wanted.weights.values()], schema.names)
+    return _checked(where, schema, wanted)
+
+
+def _checked(where: str, schema: pa.Schema, wanted: Schema) -> RawLayout:
+    sparse = [_sparse_column(where, schema, name, wanted.weights.get(name)) for name in wanted.categorical]
+    layout = layout_of(wanted, sparse)
+    crossed = [name for c in layout.sparse for name in c.cross if layout.buckets_of(name) is None]
+    rules: list[tuple[Iterable[str | None], Callable[[pa.DataType], bool], str]] = [
+        (layout.numbers, _is_number, "be a number"),
+        ([layout.time], lambda kind: _is_moment(kind) or _is_text(kind) or _is_number(kind), "be a time"),
+        ([layout.group], lambda kind: _is_text(kind) or _is_number(kind), "hold strings or integers"),
+        (crossed, lambda kind: _is_text(kind) or pa.types.is_integer(kind), "hold strings or integers to be crossed"),
+    ]
+    for names, holds, rule in rules:
+        for name in names:
+            if name is not None and not holds(schema.field(name).type):
+                raise MesetaError(f"{where}: column {name!r} must {rule}, but is {schema.field(name).type}")
+    used = layout.columns
+    return replace(
+        layout,
+        ignored=tuple(name for name in schema.names if name not in used),
+        reasons={f.name: str(f.type) for f in schema},
+    )
+
+
+def _sparse_column(where: str, schema: pa.Schema, name: str, weight: str | None) -> SparseColumn:
+    kind = schema.field(name).type
+    multi_valued = _is_list(kind)
+    item = kind.value_type if multi_valued else kind
+    if multi_valued and is_pair(item):
+        if weight is not None:
+            raise MesetaError(f"{where}: column {name!r} has weights in its lists, and {weight!r} besides; drop one")
+        return SparseColumn(name=name, multi_valued=True, weighted=True)
+    if not (_is_text(item) or pa.types.is_integer(item) or (_is_number(item) and not multi_valued)):
+        raise MesetaError(
+            f"{where}: column {name!r} must hold strings, integers or lists of them, or lists of (id, weight), "
+            f"but is {kind}"
+        )
+    if weight is not None:
+        weight_type = schema.field(weight).type
+        if not multi_valued:
+            raise MesetaError(f"{where}: column {name!r} has weights, so it must hold lists, but is {kind}")
+        if not (_is_list(weight_type) and _is_number(weight_type.value_type)):
+            raise MesetaError(f"{where}: column {weight!r} must hold lists of numbers, but is {weight_type}")
+    return SparseColumn(name=name, multi_valued=multi_valued, weighted=weight is not None, weight=weight)
+
+
+def _find_weight(schema: pa.Schema, name: str) -> str | None:
+    """The column of the weights of `name`: '<name>.weight', or lists of numbers called '<name>_weight(s)'."""
+    kind = schema.field(schema.names.index(name)).type
+    if not _is_list(kind) or is_pair(kind.value_type):
+        return None
+    if f"{name}.weight" in schema.names:
+        return f"{name}.weight"
+    for weight in (f"{name}_weight", f"{name}_weights"):
+        if weight in schema.names:
+            weight_type = schema.field(schema.names.index(weight)).type
+            if _is_list(weight_type) and _is_number(weight_type.value_type):
+                return weight
+    return None
+
+
+def is_pair(kind: pa.DataType) -> bool:
+    """Whether it is a struct of an id (text or integer) and a weight (number)."""
+    if not (pa.types.is_struct(kind) and kind.num_fields == 2):
+        return False
+    value, weight = kind.field(0).type, kind.field(1).type
+    return (_is_text(value) or pa.types.is_integer(value)) and _is_number(weight)
+
+
+def _is_moment(kind: pa.DataType) -> bool:
+    return pa.types.is_timestamp(kind) or pa.types.is_date(kind)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return any(check(kind) for check in (pa.types.is_integer, pa.types.is_boolean, pa.types.is_decimal, _is_fraction))
+
+
+def _is_fraction(kind: pa.DataType) -> bool:
+    return pa.types.is_floating(kind) or (pa.types.is_decimal(kind) and kind.scale > 0)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _is_scalar(kind: pa.DataType) -> bool:
+    return _is_number(kind) or _is_text(kind)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        return _is_text(kind.value_type)
+    return any(
+        check(kind)
+        for check in (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    )

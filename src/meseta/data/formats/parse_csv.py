@@ -1,0 +1,250 @@
+"""One block of CSV to numbers and strings, with errors that name file, line and column."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+from pyarrow import csv as arrow_csv
+
+from meseta.data.formats.csv_records import header_names, read_header, records
+from meseta.data.formats.format import Block
+from meseta.data.formats.table_rows import read_rows
+from meseta.data.layout import RawLayout, SparseColumn
+from meseta.data.raw_rows import RawRows, RawSparse
+from meseta.data.schema.guess import MISSING, NO, NULLS, YES
+from meseta.errors import one_line
+from meseta.spec import MesetaError
+
+
+def parse_csv(block: Block, raw: bytes, layout: RawLayout) -> RawRows:
+    """Parse and check every row. Raises MesetaError naming the file, the line and the column."""
+    # Columns go by place: names of columns that are not read may be empty, or come twice.
+    first = {name: place for place, name in reversed(list(enumerate(block.header)))}
+    places = {name: f"f{first[name]}" for name in layout.columns}
+    words = _begins_with_word(block, raw, layout)
+    try:
+        try:
+            table = _read(block, raw, layout, places, labels_are_words=words)
+        except pa.ArrowInvalid:
+            if words or not layout.labels:
+                raise
+            table = _read(block, raw, layout, places, labels_are_words=True)  # a label further down may be a word
+    except pa.ArrowInvalid as error:
+        raise _explain(block, raw, layout, one_line(error)) from None
+    if table.num_rows != block.num_rows + 1 or table.column(0)[-1].as_py() not in (None, b""):
+        raise _explain(block, raw, layout, f"{block.num_rows} records gave {table.num_rows - 1} rows")
+    return read_rows(_CsvColumns(block, raw, layout, table.slice(0, block.num_rows), places), layout, block.num_rows)
+
+
+def _read(block: Block, raw: bytes, layout: RawLayout, places: dict[str, str], *, labels_are_words: bool) -> pa.Table:
+    """The columns of a block, and a row of missing values at its end. Raises pyarrow.ArrowInvalid."""
+    texts = {*layout.texts, *(layout.labels if labels_are_words else ())}
+    types = {place: pa.binary() if name in texts else pa.float64() for name, place in places.items()}
+    # The row at the end shows that the last one ends where the block does: a quote in a field without quotes misleads
+    # the cut, and the parser takes a field that is never closed for one that is.
+    delimiter = block.source.delimiter
+    guarded = raw + delimiter.encode() * (len(block.header) - 1) + b"\n"
+    return arrow_csv.read_csv(
+        pa.BufferReader(guarded),
+        # One block per call: the caller has cut the file, and parallel calls use the cores.
+        arrow_csv.ReadOptions(
+            use_threads=False, block_size=len(guarded) + 1, column_names=[f"f{i}" for i in range(len(block.header))]
+        ),
+        arrow_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, ignore_empty_lines=False),
+        arrow_csv.ConvertOptions(
+            column_types=types, include_columns=list(types), null_values=NULLS, strings_can_be_null=False
+        ),
+    ).combine_chunks()
+
+
+def read_texts(
+    raw: bytes, header: Sequence[str], names: Sequence[str], *, delimiter: str = "\t", is_quoted: bool = False
+) -> list[pa.Array]:
+    """Fields of some columns as they stand in lines, or in records of CSV, that were parsed; string [n] each. Bytes
+    that are not UTF-8 become question marks."""
+    places = [f"f{list(header).index(name)}" for name in names]
+    table = arrow_csv.read_csv(
+        pa.BufferReader(raw),
+        arrow_csv.ReadOptions(
+            use_threads=False, block_size=len(raw) + 1, column_names=[f"f{i}" for i in range(len(header))]
+        ),
+        arrow_csv.ParseOptions(
+            delimiter=delimiter,
+            quote_char='"' if is_quoted else False,
+            newlines_in_values=is_quoted,
+            ignore_empty_lines=False,
+        ),
+        arrow_csv.ConvertOptions(
+            column_types=dict.fromkeys(places, pa.binary()), include_columns=places, strings_can_be_null=False
+        ),
+    ).combine_chunks()
+    return [_as_text(table.column(place).chunk(0)) for place in places]
+
+
+def _as_text(column: pa.Array) -> pa.Array:
+    try:
+        return column.cast(pa.string())
+    except pa.ArrowInvalid:
+        return pa.array([value.decode(errors="replace") for value in column.to_pylist()], pa.string())
+
+
+@dataclass(frozen=True)
+class _CsvColumns:
+    """The columns of one block, for `read_rows`."""
+
+    block: Block
+    raw: bytes
+    layout: RawLayout
+    table: pa.Table
+    places: dict[str, str]
+    """Name of each column to that in the table."""
+
+    def numbers(self, name: str) -> pa.Array:
+        column = self.table.column(self.places[name]).chunk(0)
+        if not pa.types.is_binary(column.type):
+            return column
+        try:
+            texts = column.cast(pa.string())
+            if name in self.layout.labels:
+                texts = _label_numbers(texts)
+            return pc.if_else(pc.is_in(texts, pa.array(NULLS)), None, texts).cast(pa.float64())
+        except pa.ArrowInvalid as error:
+            raise _explain(self.block, self.raw, self.layout, one_line(error)) from None
+
+    def times(self, name: str) -> pa.Array:
+        return self.texts(name)
+
+    def texts(self, name: str) -> pa.Array:
+        return self.table.column(self.places[name]).chunk(0)
+
+    def sparse(self, column: SparseColumn) -> RawSparse:
+        texts = self.texts(column.raw)
+        if column.separator is None:
+            return RawSparse(texts)
+        lists = pc.split_pattern(texts, column.separator)
+        values = lists.flatten()
+        owner = np.repeat(np.arange(len(texts)), pc.list_value_length(lists).to_numpy())
+        # Nothing between two separators, or in the whole field, is no value.
+        present = pc.not_equal(values, pa.scalar(b"", values.type))
+        values, owner = values.filter(present), owner[present.to_numpy(zero_copy_only=False)]
+        lengths = np.bincount(owner, minlength=len(texts)).astype(np.int64)
+        if column.weight_separator is None:
+            return RawSparse(values, lengths)
+        parts = pc.split_pattern(values, column.weight_separator, max_splits=1, reverse=True)
+        alone = np.flatnonzero(pc.list_value_length(parts).to_numpy() != 2)
+        if alone.size:
+            raise self.error(
+                int(owner[alone[0]]), column.name, f"has a value without {column.weight_separator!r} and a weight"
+            )
+        flat = parts.flatten()
+        return RawSparse(flat[0::2], lengths, self._weights(column, flat[1::2], owner))
+
+    def _weights(self, column: SparseColumn, texts: pa.Array, owner: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Finite, one per value [nnz], whose samples are `owner` [nnz]."""
+        try:
+            numbers = texts.cast(pa.string()).cast(pa.float64()).to_numpy()
+        except pa.ArrowInvalid:
+            numbers = np.array([_number(text) for text in texts.to_pylist()], np.float64)
+        with np.errstate(over="ignore"):  # what overflows is not finite
+            weights = numbers.astype(np.float32)
+        bad = np.flatnonzero(~np.isfinite(weights))
+        if bad.size:
+            raise self.error(int(owner[bad[0]]), column.name, "has a weight that is no finite number")
+        return weights
+
+    def error(self, row: int, name: str, problem: str) -> MesetaError:
+        """Goes through the records up to that of the row, for its line."""
+        source, place = f"source {str(self.block.source.path)!r}", int(self.places[name][1:])
+        with contextlib.suppress(csv.Error):  # a field that is too long for the csv module
+            for line, _, fields in itertools.islice(records(self.raw, self.block.source.delimiter), row, row + 1):
+                where = f"{source}, line {self.block.first_line + line + 1}"
+                if len(fields) != len(self.block.header):  # a blank line, which gives missing values
+                    return MesetaError(f"{where}: {_unequal(self.block, fields)}; fix or remove the line")
+                return MesetaError(
+                    f"{where}, column {name!r}: {fields[place][:40]!r} {problem}; fix or remove the line"
+                )
+        where = f"{source}, row {row + 1} after line {self.block.first_line}"
+        return MesetaError(f"{where}, column {name!r}: the value {problem}; fix or remove the row")
+
+
+def _begins_with_word(block: Block, raw: bytes, layout: RawLayout) -> bool:
+    """Whether a label of the first record is a word, as true or false: then those behind it are, most likely."""
+    with contextlib.suppress(csv.Error, ValueError):
+        fields = header_names(read_header(io.BytesIO(raw).readline), block.source.delimiter)
+        if len(fields) == len(block.header):
+            return any(_is_word(fields[block.header.index(name)]) for name in layout.labels)
+    return False
+
+
+def _is_word(text: str) -> bool:
+    return text.strip().lower() in (*YES, *NO)
+
+
+def _label_numbers(texts: pa.Array) -> pa.Array:
+    """Words as 1 and 0; other texts as they are."""
+    words = pc.utf8_lower(pc.utf8_trim_whitespace(texts))
+    numbers = pc.if_else(pc.is_in(words, pa.array(YES)), "1", texts)
+    return pc.if_else(pc.is_in(words, pa.array(NO)), "0", numbers)
+
+
+def _number(text: bytes) -> float:
+    """What a text says, or NaN."""
+    try:
+        return math.nan if b"_" in text else float(text)
+    except ValueError:
+        return math.nan
+
+
+def _explain(block: Block, raw: bytes, layout: RawLayout, detail: str) -> MesetaError:
+    """Go through the records of a block that did not parse and name the first bad field."""
+    source = f"source {str(block.source.path)!r}"
+    first = block.first_line + 1
+    try:
+        for line, record, fields in records(raw, block.source.delimiter):
+            first = block.first_line + line + 1
+            problem = _problem(block, layout, record, fields)
+            if problem:
+                return MesetaError(f"{source}, line {first}{problem}; fix or remove the line")
+    except csv.Error as error:
+        return MesetaError(f"{source}, at or after line {first}: {error}; is a quote not closed?")
+    return MesetaError(f"{source}, after line {block.first_line}: {detail}")
+
+
+def _problem(block: Block, layout: RawLayout, record: bytes, fields: list[str]) -> str | None:
+    """What is wrong with a record, to follow the number of its line, or None."""
+    if record.count(b'"') % 2:
+        return ": a quote is not closed, or stands in a field that is not quoted"
+    if len(fields) != len(block.header):
+        return f": {_unequal(block, fields)}"
+    for name in layout.numbers:
+        text = fields[block.header.index(name)]
+        rule = _rule_broken(text, is_label=name in layout.labels)
+        if rule:
+            return f", column {name!r}: {text[:40]!r} {rule}"
+    return None
+
+
+def _unequal(block: Block, fields: list[str]) -> str:
+    return f"{len(fields)} fields, but the header has {len(block.header)}"
+
+
+def _rule_broken(text: str, *, is_label: bool) -> str | None:
+    """The rule that a number does not keep as a text; that of its size is checked where it is one."""
+    if text in MISSING or (is_label and _is_word(text)):
+        return None
+    number = _number(text.encode())
+    if math.isnan(number):
+        if is_label:
+            return "is no label: it must be a number from 0 to 1, or true or false (t, f, yes, no, y, n)"
+        return "is not a number; if the column holds categories, say so with --sparse or in a --schema file"
+    return None

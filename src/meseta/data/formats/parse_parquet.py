@@ -1,0 +1,103 @@
+"""One block of Parquet to numbers and strings, with errors that name file, row and column."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from meseta.data.formats.format import Block
+from meseta.data.formats.table_rows import read_rows
+from meseta.data.layout import RawLayout, SparseColumn
+from meseta.data.raw_rows import RawRows, RawSparse
+from meseta.spec import MesetaError
+
+
+def parse_parquet(block: Block, batch: pa.RecordBatch, layout: RawLayout) -> RawRows:
+    """Check and convert every row. Raises MesetaError naming the file, the row and the column."""
+    return read_rows(_ParquetColumns(block, batch), layout, block.num_rows)
+
+
+@dataclass(frozen=True)
+class _ParquetColumns:
+    """The columns of one batch, for `read_rows`."""
+
+    block: Block
+    batch: pa.RecordBatch
+
+    def numbers(self, name: str) -> pa.Array:
+        return self.batch.column(name).cast(pa.float64(), safe=False)
+
+    def times(self, name: str) -> pa.Array:
+        return self.batch.column(name)
+
+    def texts(self, name: str) -> pa.Array:
+        array = self.batch.column(name)
+        if pa.types.is_floating(array.type) or (pa.types.is_decimal(array.type) and array.type.scale > 0):
+            # whole numbers with missing ones among them, as pandas writes them
+            try:
+                numbers = array.cast(pa.float64())
+                present = pc.if_else(pc.is_nan(numbers), pa.scalar(None, pa.float64()), numbers)
+                array = present.cast(pa.int64())
+            except pa.ArrowInvalid:
+                values = _numbers(array)
+                with np.errstate(invalid="ignore"):
+                    bad = np.flatnonzero(~np.isnan(values) & (values != np.trunc(values)) | np.isinf(values))
+                raise self.error(int(bad[0]) if bad.size else 0, name, "is not a whole number") from None
+        return _as_strings(array)
+
+    def sparse(self, column: SparseColumn) -> RawSparse:
+        array = self.batch.column(column.raw)
+        if not column.multi_valued:
+            return RawSparse(self.texts(column.raw))
+        lengths = _list_lengths(array)
+        values = array.flatten()
+        if not column.weighted:
+            return RawSparse(_as_strings(values), lengths)
+        weight_name = column.weight or column.name
+        if column.weight is None:
+            values, weights = pc.struct_field(values, [0]), pc.struct_field(values, [1])
+        else:
+            weight_array = self.batch.column(column.weight)
+            unequal = np.flatnonzero(lengths != _list_lengths(weight_array))
+            if unequal.size:
+                problem = f"a list must be as long as that of {column.name!r}"
+                raise self._error(int(unequal[0]), weight_name, problem)
+            weights = weight_array.flatten()
+        with np.errstate(over="ignore"):  # what overflows is not finite, and told below
+            numbers = _numbers(weights).astype(np.float32)
+        if not np.isfinite(numbers).all():
+            owner = np.searchsorted(np.cumsum(lengths), np.flatnonzero(~np.isfinite(numbers))[0], side="right")
+            raise self._error(int(owner), weight_name, "a weight is missing or not finite")
+        return RawSparse(_as_strings(values), lengths, numbers)
+
+    def error(self, row: int, name: str, problem: str) -> MesetaError:
+        value = self.batch.column(name)[row].as_py()
+        shown = "a missing value" if value is None else repr(value)[:40]
+        return self._error(row, name, f"{shown} {problem}")
+
+    def _error(self, row: int, name: str, problem: str) -> MesetaError:
+        where = f"source {str(self.block.source.path)!r}, row {self.block.first_row + row + 1}"
+        return MesetaError(f"{where}, column {name!r}: {problem}; fix the row")
+
+
+def _numbers(column: pa.Array) -> NDArray[np.float64]:
+    """float64, null as NaN."""
+    return column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+
+
+def _list_lengths(array: pa.Array) -> NDArray[np.int64]:
+    """int64 [n]; a missing list is an empty one."""
+    return pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def _as_strings(array: pa.Array) -> pa.Array:
+    """Integers as decimal text, dictionaries spelled out, missing values as the empty string."""
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if pa.types.is_integer(array.type) or pa.types.is_decimal(array.type) or pa.types.is_boolean(array.type):
+        array = array.cast(pa.string())
+    return array.fill_null(b"" if "binary" in str(array.type) else "") if array.null_count else array

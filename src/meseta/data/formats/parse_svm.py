@@ -1,0 +1,172 @@
+"""One block of libsvm or libffm text to numbers and ids, with errors that name file and line.
+
+libsvm: `label index:value ...`, with `qid:group` behind the labels where rows have groups; libffm:
+`label field:index:value ...` (Juan et al., "Field-aware Factorization Machines for CTR Prediction", RecSys 2016). An
+index is an id, its value the weight; text after '#' is a comment.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from meseta.data.formats.format import Block
+from meseta.data.layout import RawLayout
+from meseta.data.raw_rows import RawRows, RawSparse, is_label
+from meseta.errors import one_line
+from meseta.spec import MesetaError
+
+LIBSVM_FEATURE = "features"
+"""Name of the one feature of libsvm."""
+QID = "qid"
+"""What stands before the group of a row of libsvm, and the name of its column."""
+_FIELD = "field_"
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The ids of n rows and their weights, one row after the other."""
+
+    label: NDArray[np.float32]
+    """[n], 0 to 1."""
+    lengths: NDArray[np.int64]
+    """Ids per row [n]."""
+    fields: NDArray[np.int64] | None
+    """Field of each id [nnz]; None for libsvm."""
+    ids: pa.Array
+    """Decimal text [nnz]."""
+    weights: NDArray[np.float32]
+    """Finite [nnz]."""
+    group: NDArray[np.int64] | None
+    """[n]; None where rows have none."""
+
+
+def field_name(field: int) -> str:
+    """The feature that a field of libffm becomes."""
+    return f"{_FIELD}{field}"
+
+
+def has_label(line: bytes) -> bool:
+    """Whether a line begins with a label, as those of training do, and not with a pair."""
+    return b":" not in line.split(maxsplit=1)[0] if line.split() else False
+
+
+def read_pairs(block: Block, raw: bytes, *, has_fields: bool) -> Pairs:
+    """Parse and check every row. Raises MesetaError naming the file, the line and the pair."""
+    num_parts = 3 if has_fields else 2
+    try:
+        lines = pc.split_pattern(pa.array([raw]).cast(pa.string()), "\n").flatten()[:-1]
+        if b"#" in raw:
+            lines = pc.replace_substring_regex(lines, "#.*", "")
+        tokens = pc.ascii_split_whitespace(pc.ascii_trim_whitespace(lines))
+        lengths = pc.list_value_length(tokens).to_numpy().astype(np.int64)
+        flat = tokens.flatten()
+        first = np.cumsum(lengths) - lengths
+        is_pair = np.ones(len(flat), bool)
+        is_pair[first] = False
+        label = _float64(flat.take(pa.array(first)))
+        group = None
+        if b"qid:" in raw:
+            place = first + 1
+            if not np.array_equal(np.flatnonzero(pc.starts_with(flat, "qid:")), place):
+                raise _explain(block, raw, "some rows have a qid, and others have none", has_fields)
+            group = pc.utf8_slice_codeunits(flat.take(pa.array(place)), 4).cast(pa.int64()).to_numpy()
+            is_pair[place] = False
+            lengths -= 1
+        parts = pc.split_pattern(flat.filter(pa.array(is_pair)), ":")
+        if not (pc.list_value_length(parts).to_numpy() == num_parts).all():
+            raise _explain(block, raw, "a pair has another form", has_fields)
+        columns = [parts.flatten()[at::num_parts] for at in range(num_parts)]
+        ids = columns[-2].cast(pa.int64()).cast(pa.string())
+        fields = columns[0].cast(pa.int64()).to_numpy() if has_fields else None
+        with np.errstate(over="ignore"):  # what overflows is not finite, and told below
+            weights = _float64(columns[-1]).astype(np.float32)
+    except pa.ArrowInvalid as error:
+        raise _explain(block, raw, one_line(error), has_fields) from None
+    label[label == -1] = 0  # libsvm calls the classes -1 and +1
+    if not is_label(label).all() or not np.isfinite(weights).all():
+        raise _explain(block, raw, "a label is outside 0..1, or a value is not finite", has_fields)
+    return Pairs(label.astype(np.float32), lengths - 1, fields, ids, weights, group)
+
+
+def parse_svm(block: Block, raw: bytes, layout: RawLayout, *, has_fields: bool) -> RawRows:
+    """Parse and check every row; fields that the layout lacks are left out. Raises MesetaError as `read_pairs` does."""
+    pairs = read_pairs(block, raw, has_fields=has_fields)
+    group = pairs.group if layout.group else None
+    if pairs.fields is None:
+        sparse = [
+            RawSparse(pairs.ids, pairs.lengths, pairs.weights if column.weighted else None) for column in layout.sparse
+        ]
+        return RawRows([pairs.label], [], sparse, group=group)
+    # A stable sort by field keeps the order of ids within a row.
+    order = np.argsort(pairs.fields, kind="stable")
+    fields = pairs.fields[order]
+    rows = np.repeat(np.arange(pairs.label.size), pairs.lengths)[order]
+    ids, weights = pairs.ids.take(pa.array(order)), pairs.weights[order]
+    sparse = []
+    for column in layout.sparse:
+        field = int(column.name.removeprefix(_FIELD))
+        start, stop = (int(np.searchsorted(fields, field, side)) for side in ("left", "right"))
+        lengths = np.bincount(rows[start:stop], minlength=pairs.label.size).astype(np.int64)
+        sparse.append(RawSparse(ids[start:stop], lengths, weights[start:stop] if column.weighted else None))
+    return RawRows([pairs.label], [], sparse)
+
+
+def _float64(column: pa.Array) -> NDArray[np.float64]:
+    """float64 [n], writable; a leading plus sign is allowed, as in the label +1."""
+    return np.array(pc.ascii_ltrim(column, "+").cast(pa.float64()).to_numpy())
+
+
+def _explain(block: Block, raw: bytes, detail: str, has_fields: bool) -> MesetaError:
+    """Go through the lines of a block that did not parse and name the first bad token."""
+    source = f"source {str(block.source.path)!r}"
+    form = "field:index:value" if has_fields else "index:value"
+    lines = raw.split(b"\n")[:-1]
+    has_qid = lines[0].split()[1:2] and lines[0].split()[1].startswith(b"qid:")
+    for number, line in enumerate(lines, start=block.first_line + 1):
+        problem = _problem(line, form, has_qid=bool(has_qid))
+        if problem:
+            return MesetaError(f"{source}, line {number}: {problem}; fix or remove the line")
+    return MesetaError(f"{source}, after line {block.first_line}: {detail}")
+
+
+def _problem(line: bytes, form: str, *, has_qid: bool) -> str | None:
+    """What is wrong with a line whose pairs are of `form`, behind a qid if the first line of its block has one."""
+    try:
+        text = line.decode()
+    except UnicodeDecodeError:
+        return "it is not text in UTF-8"
+    tokens = text.partition("#")[0].split()
+    if not tokens:
+        return "there is no label on it"
+    label = _number(tokens[0])
+    if label is None or not (0 <= label <= 1 or label == -1):
+        return f"label {tokens[0][:40]!r} must be a number from 0 to 1, or -1, which counts as 0"
+    if any(token.startswith("qid:") for token in tokens[1:2]) != has_qid:
+        return f"a qid must stand behind the label of every row, or of none; here is {'none' if has_qid else 'one'}"
+    if has_qid and not _is_integer(tokens[1][4:]):
+        return f"{tokens[1][:40]!r} must be qid:group, with a whole number"
+    for token in tokens[2 if has_qid else 1 :]:
+        *integers, value = token.split(":")
+        if len(integers) != form.count(":") or not all(map(_is_integer, integers)) or _number(value) is None:
+            return f"{token[:40]!r} must be {form}, with whole numbers before a finite value"
+    return None
+
+
+def _is_integer(text: str) -> bool:
+    digits = text.removeprefix("-")
+    return digits.isascii() and digits.isdigit() and -(2**63) <= int(text) < 2**63
+
+
+def _number(text: str) -> float | None:
+    """The number that a text is, if it is finite in float32."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if "_" not in text and math.isfinite(number) and abs(number) < 2**128 else None

@@ -1,0 +1,16 @@
+"""All raw formats, in the order in which a file is asked whether it is of them."""
+
+from __future__ import annotations
+
+from meseta.data.formats.csv import Csv
+from meseta.data.formats.format import RawFormat
+from meseta.data.formats.parquet import Parquet
+from meseta.data.formats.svm import Libffm, Libsvm
+from meseta.data.formats.tsv import Tsv
+
+FORMATS: tuple[RawFormat, ...] = (Parquet(), Libsvm(), Libffm(), Csv(), Tsv())
+
+
+def format_of(name: str) -> RawFormat:
+    """The format that dataset.json calls `name`, which must be one."""
+    return next(entry for entry in FORMATS if entry.name == name)

@@ -1,0 +1,116 @@
+"""Rows of files with named columns, CSV or Parquet: each column to what the layout takes it for, and checked."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from meseta.data.formats.values import bucket_rows, cross, first_no_time, group_keys, seconds_of_column
+from meseta.data.layout import RawLayout, SparseColumn
+from meseta.data.raw_rows import RawRows, RawSparse, is_label, log1p
+from meseta.spec import MesetaError
+from meseta.spec.weights import RULE, is_weight
+
+
+@runtime_checkable  # beartype asks for it where the tests check every call
+class RowColumns(Protocol):
+    """The columns of one block of n rows."""
+
+    def numbers(self, name: str) -> pa.Array:
+        """float64 [n], missing as null; others may say that they are no number."""
+
+    def times(self, name: str) -> pa.Array:
+        """Text, numbers or times [n]."""
+
+    def texts(self, name: str) -> pa.Array:
+        """Strings or binary [n], missing as the empty string."""
+
+    def sparse(self, column: SparseColumn) -> RawSparse:
+        """The values of a feature that is a column of its own."""
+
+    def error(self, row: int, name: str, problem: str) -> MesetaError:
+        """What to raise for a value; `row` counts from 0 in the block, `problem` follows the value."""
+
+
+def read_rows(columns: RowColumns, layout: RawLayout, num_rows: int) -> RawRows:
+    """Check and convert `num_rows` rows. Raises MesetaError naming the file, the row or line, and the column."""
+    dense = [_dense(columns, layout, name) for name in layout.dense]
+    return RawRows(
+        labels=[_label(columns, name) for name in layout.labels],
+        dense=[logarithms for logarithms, _ in dense],
+        num_not_finite=tuple(number for _, number in dense),
+        sparse=[_sparse(columns, layout, column, num_rows) for column in layout.sparse],
+        weight=None if layout.weight is None else _weight(columns, layout.weight),
+        group=None if layout.group is None else group_keys(columns.texts(layout.group)),
+        time=None if layout.time is None else _time(columns, layout.time),
+        numbers=[_finite(columns, name) for name in layout.surveyed],
+    )
+
+
+def _label(columns: RowColumns, name: str) -> NDArray[np.float32]:
+    label = _floats(columns.numbers(name))
+    bad = np.flatnonzero(~is_label(label))
+    if bad.size:
+        first = int(bad[0])
+        rule = "is no label: it must be a number from 0 to 1" if np.isnan(label[first]) else "is outside 0..1"
+        raise columns.error(first, name, rule)
+    return label.astype(np.float32)
+
+
+def _floats(numbers: pa.Array) -> NDArray[np.float64]:
+    """Missing as NaN."""
+    return numbers.to_numpy(zero_copy_only=False)
+
+
+def _dense(columns: RowColumns, layout: RawLayout, name: str) -> tuple[NDArray[np.float32], int]:
+    """Logarithms [n], and how many values are there and not finite."""
+    numbers = columns.numbers(name)
+    values = _only_finite(_floats(numbers))
+    num_not_finite = int(np.count_nonzero(np.isnan(values))) - numbers.null_count
+    return log1p(values, signed=name in layout.signed), num_not_finite
+
+
+def _only_finite(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What is missing or not finite as NaN, in memory of its own."""
+    return np.where(np.isfinite(values), values, np.nan)
+
+
+def _finite(columns: RowColumns, name: str) -> NDArray[np.float64]:
+    return _only_finite(_floats(columns.numbers(name)))
+
+
+def _weight(columns: RowColumns, name: str) -> NDArray[np.float32]:
+    weight = _floats(columns.numbers(name))
+    bad = np.flatnonzero(~is_weight(weight))
+    if bad.size:
+        rule = f"is no weight of a sample: it must be {RULE}"
+        raise columns.error(int(bad[0]), name, rule)
+    return weight.astype(np.float32)
+
+
+def _time(columns: RowColumns, name: str) -> NDArray[np.float64]:
+    column = columns.times(name)
+    try:
+        return seconds_of_column(column)
+    except pa.ArrowInvalid:
+        rule = "is no time: it must be as 2026-01-31 23:59:59, or a number where the others are; or name the column "
+        rule += "under ignore in a --schema file"
+        raise columns.error(first_no_time(column), name, rule) from None
+
+
+def _sparse(columns: RowColumns, layout: RawLayout, column: SparseColumn, num_rows: int) -> RawSparse:
+    if column.buckets is not None:
+        return RawSparse(bucket_rows(_finite(columns, column.buckets.column), column.buckets.boundaries))
+    if column.is_empty:
+        return RawSparse(pa.array([], pa.int32()), np.zeros(num_rows, np.int64))
+    if column.cross:
+        return RawSparse(cross([_crossed(columns, layout, name) for name in column.cross]))
+    return columns.sparse(column)
+
+
+def _crossed(columns: RowColumns, layout: RawLayout, name: str) -> pa.Array:
+    buckets = layout.buckets_of(name)
+    return columns.texts(name) if buckets is None else bucket_rows(_finite(columns, name), buckets.boundaries)

@@ -1,0 +1,113 @@
+"""What all formats of text share: cutting a file, zipped or not, into blocks of whole rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from meseta.data.formats.format import Block, FilePosition, RawFormat, Source, named_errors, open_text
+from meseta.spec import MesetaError
+
+BLOCK_BYTES = 8 << 20
+"""Bytes of text read at once; a block ends with the last whole line in it."""
+
+
+class TextFormat(RawFormat):
+    """A format whose rows are lines; one whose rows are not, or that begins with names, overrides what differs."""
+
+    @property
+    def endless_cause(self) -> str:
+        """What is wrong, most likely, where no row ends."""
+        return f"this is not {self.title}"
+
+    def read_header(self, source: Source, read_line: Callable[[int], bytes]) -> tuple[tuple[str, ...], bytes]:
+        """Names of the columns, and what was read of the file for them by the `readline` of its stream."""
+        return source.header, b""
+
+    def num_rows(self, raw: bytes) -> int:
+        """Rows in whole lines."""
+        return raw.count(b"\n")
+
+    def cut(self, before: bytes, data: bytes) -> tuple[bytes, bytes]:
+        """The whole rows of `before`, which holds none, and `data`; and the rest. Copies a large `data` once."""
+        end = data.rfind(b"\n") + 1
+        if not end:
+            return b"", before + data
+        return b"".join((before, memoryview(data)[:end])), data[end:]
+
+    def row_ends(self, block: Block) -> Sequence[int]:
+        """Where each row of a block ends, in bytes [num_rows]."""
+        return line_ends(raw_text(block))
+
+    def blocks(self, source: Source, columns: Sequence[str], start: FilePosition) -> Iterator[Block]:
+        """Holds back one block, so that blank lines at the very end of the file can be dropped."""
+        held = rest = b""
+        position_bytes = 0
+
+        def block(raw: bytes) -> Block:
+            num_rows = self.num_rows(raw)
+            line, offset = start.line + raw.count(b"\n"), start.offset + len(held)
+            return Block(
+                source=source,
+                first_row=start.row,
+                first_line=start.line,
+                num_rows=num_rows,
+                raw=raw,
+                header=header,
+                end=FilePosition(row=start.row + num_rows, line=line, offset=offset),
+                position_bytes=position_bytes,
+            )
+
+        with open_text(source.path) as (stream, stored):
+            header, raw_header = self.read_header(source, stream.readline)
+            if not start.offset:
+                start = FilePosition(line=raw_header.count(b"\n"), offset=len(raw_header))
+            stream.seek(start.offset)
+            while data := stream.read(BLOCK_BYTES):
+                whole, rest = self.cut(rest, data)
+                if not whole:
+                    if len(rest) > 4 * BLOCK_BYTES:
+                        line = start.line + held.count(b"\n") + 1
+                        raise MesetaError(
+                            f"source {source.path!r}, line {line}: no row ends within {len(rest):,} bytes; "
+                            f"{self.endless_cause}"
+                        )
+                    continue
+                if held and not held.isspace():
+                    yield (ready := block(held))
+                    start = ready.end
+                    held = b""
+                position_bytes = stored.tell()
+                held += whole
+            position_bytes = stored.tell()
+            held = (held + rest).rstrip(b"\r\n")
+            if held:
+                yield block(held + b"\n")
+            elif not start.row:
+                raise MesetaError(f"source {source.path!r} holds no rows; leave it out, or fetch it again")
+
+
+def raw_text(block: Block) -> bytes:
+    """The lines of a block of text."""
+    assert isinstance(block.raw, bytes)
+    return block.raw
+
+
+def line_ends(raw: bytes) -> list[int]:
+    """Where each line ends, in bytes."""
+    ends = []
+    end = raw.find(b"\n") + 1
+    while end:
+        ends.append(end)
+        end = raw.find(b"\n", end) + 1
+    return ends
+
+
+def first_line(source: Source) -> bytes:
+    """The first line of a text file, without its end. Raises MesetaError for a damaged file."""
+    with named_errors(source.path), open_text(source.path) as (stream, _):
+        return stream.readline(BLOCK_BYTES).rstrip(b"\r\n")
+
+
+def with_first_field(lines: bytes, field: bytes) -> bytes:
+    """Lines with something more in front of each, such as the label that their parser expects."""
+    return field + lines[:-1].replace(b"\n", b"\n" + field) + b"\n"

@@ -1,0 +1,71 @@
+"""Roles of named columns of text, of which the schema says nothing or all: guessed from names and a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from meseta.data.layout import RawLayout, SparseColumn
+from meseta.data.schema.guess import guess_column, guess_label, guess_label_by_values, has_negative
+from meseta.data.schema.roles import NamedColumns, reasons_of, schema_of
+from meseta.data.schema.schema import Schema, check_names, layout_of
+from meseta.spec import MesetaError
+
+
+def text_layout_of(schema: Schema) -> RawLayout:
+    """As a schema says. Raises MesetaError for weights of values that are not several in one field."""
+    for name in schema.weights:
+        if name not in schema.multi_valued:
+            raise MesetaError(
+                f"prepare: the schema has weights for {name!r}, but a field of CSV holds one value, unless it is under "
+                "multi_valued; then weights name the sign between a value and its weight"
+            )
+    plain = (
+        SparseColumn(
+            name=name,
+            multi_valued=name in schema.multi_valued,
+            weighted=name in schema.weights,
+            separator=schema.multi_valued.get(name),
+            weight_separator=schema.weights.get(name),
+        )
+        for name in schema.categorical
+    )
+    return layout_of(schema, plain)
+
+
+def guessed_text_layout(
+    where: str, columns: Mapping[str, Sequence[str]], named: NamedColumns, *, has_names: bool
+) -> RawLayout:
+    """As `named` says, else from the names of the columns and their fields in a sample of the rows; `has_names`:
+    whether the file has the names. Raises MesetaError, beginning with `where`, where that leaves the label open."""
+    names = list(columns)
+    if not any(columns.values()):
+        raise MesetaError(f"{where} holds no rows; leave it out, or fetch it again")
+    labels = named.labels(where, names) or _guessed_labels(where, columns, has_names=has_names)
+    check_names(where, labels, names)
+    chosen = named.roles(where, [name for name in names if name not in labels])
+    guesses = {
+        name: chosen.get(name) or guess_column(name, values) for name, values in columns.items() if name not in labels
+    }
+    schema = schema_of(labels, guesses, [name for name in guesses if has_negative(columns[name])])
+    reasons = reasons_of(guesses)
+    if not has_names and not named.label:
+        reasons[labels[0]] = "0 and 1 alone, in a file without names; --label NAME is another"
+    return replace(text_layout_of(schema), reasons=reasons)
+
+
+def _guessed_labels(where: str, columns: Mapping[str, Sequence[str]], *, has_names: bool) -> tuple[str]:
+    label = guess_label(list(columns)) if has_names else guess_label_by_values(columns)
+    if label is None and has_names:
+        raise MesetaError(f"{where}: none of {_listed(list(columns))} has the name of a label; name it with --label")
+    if label is None:
+        raise MesetaError(
+            f"{where}: its first line has no names, so its columns are called {_listed(list(columns))}; no single one "
+            "of them holds 0 and 1 alone, so name the label with --label"
+        )
+    return (label,)
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:10]))
+    return shown if len(names) <= 10 else f"{shown} and {len(names) - 10} more"

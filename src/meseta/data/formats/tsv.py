@@ -1,0 +1,160 @@
+"""Criteo's logs, Kaggle and 1TB: tab-separated text of a label, 13 integers and 26 categories, without names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pyarrow as pa
+
+from meseta.data.formats.format import AskedColumns, Block, FileHead, RawFormat, Source, TextForm
+from meseta.data.formats.parse_csv import read_texts
+from meseta.data.formats.parse_tsv import parse_tsv
+from meseta.data.formats.text import TextFormat, first_line, raw_text, with_first_field
+from meseta.data.layout import RawLayout, SparseColumn
+from meseta.data.raw_rows import RawRows, is_label
+from meseta.data.schema.schema import check_names
+from meseta.errors import one_line
+from meseta.spec import MesetaError
+
+NUM_DENSE = 13
+NUM_SPARSE = 26
+_DENSE = tuple(f"int_{i}" for i in range(NUM_DENSE))
+_SPARSE = tuple(f"cat_{i}" for i in range(NUM_SPARSE))
+CRITEO = RawLayout(
+    labels=("label",),
+    dense=_DENSE,
+    sparse=tuple(SparseColumn(name=name) for name in _SPARSE),
+    delimiter="\t",
+    header=("label", *_DENSE, *_SPARSE),
+)
+"""Both Criteo layouts, Kaggle and 1TB: label, 13 integers, 26 categories."""
+FIELDS_OF_CRITEO = (40, 39)
+"""Fields of a line of Criteo's logs, with a label and without."""
+_COLUMN_TYPES = {
+    **{name: pa.float32() for name in CRITEO.labels},
+    **{name: pa.int64() for name in CRITEO.dense},
+    **{column.name: pa.binary() for column in CRITEO.sparse},
+}
+_INTEGER = re.compile(rb"-?\d{1,18}")
+
+
+class Tsv(TextFormat):
+    """Text that no other format claims is taken for it; the number of fields in its first line decides."""
+
+    name = "tsv"
+    title = "tab-separated text"
+
+    def tell(self, head: FileHead) -> TextForm | None:
+        """Any text."""
+        return TextForm()
+
+    def columns(self, source: Source) -> tuple[str, ...]:
+        """Those of Criteo's logs, with a label or without. Raises MesetaError for another number of fields in the first
+        line."""
+        num_fields = first_line(source).count(b"\t") + 1
+        if num_fields not in FIELDS_OF_CRITEO:
+            raise MesetaError(
+                f"source {source.path!r} has {num_fields} tab-separated fields in its first line, expected 40 with a "
+                "label in front, or 39 without"
+            )
+        return CRITEO.header[-num_fields:]
+
+    def layout(self, sources: Sequence[Source], asked: AskedColumns) -> RawLayout:
+        """Criteo's. Raises MesetaError where something else is asked for, and for a file with other fields."""
+        if asked.named or asked.schema:
+            raise MesetaError(
+                "prepare: --label, --dense, --sparse, --ignore, --time are for CSV and Parquet, and this TSV has the "
+                "columns of Criteo's logs; a --schema gives them other roles if it has their names under header, as "
+                "the one that --print-schema prints, or a delimiter where the file has names of its own in its first "
+                "line"
+            )
+        for source in sources:
+            _check_first_line(source)
+        return CRITEO
+
+    def can_hold(self, layout: RawLayout, earlier: RawFormat | None) -> bool:
+        """Rows of Criteo's logs alone."""
+        return earlier in (self, None) and replace(layout, labels=CRITEO.labels) == CRITEO
+
+    def parse(self, block: Block, layout: RawLayout) -> RawRows:
+        """As described by `RawFormat.parse`; without labels, lines have 39 fields."""
+        has_labels = bool(layout.labels)
+        raw = raw_text(block) if has_labels else with_first_field(raw_text(block), b"0\t")
+        rows = _parse_tsv(block, raw, has_labels=has_labels)
+        return rows if has_labels else replace(rows, labels=[])
+
+    def key_schema(self, where: str, source: Source, names: Sequence[str]) -> pa.Schema:
+        """Strings."""
+        check_names(where, names, self.columns(source))
+        return pa.schema([pa.field(name, pa.string()) for name in names])
+
+    def key_columns(self, block: Block, names: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
+        """Fields as they stand there."""
+        raw = raw_text(block)
+        header = CRITEO.header[-(raw.partition(b"\n")[0].count(b"\t") + 1) :]
+        return pa.record_batch(read_texts(raw, header, names), schema)
+
+
+def _check_first_line(source: Source) -> None:
+    with_label, without = FIELDS_OF_CRITEO
+    num_fields = first_line(source).count(b"\t") + 1
+    if num_fields == without:
+        raise MesetaError(
+            f"source {str(source.path)!r} has 39 fields in its first line: rows without a label, as in the test.txt of "
+            "the Kaggle contest, can be neither trained on nor evaluated; give files with a label in front (40), "
+            "or let a trained model score these: meseta predict RUN --data"
+        )
+    if num_fields != with_label:
+        raise MesetaError(
+            f"source {str(source.path)!r} has {num_fields} tab-separated fields in its first line, expected 40: "
+            "label, 13 integers, 26 categories; is it a Criteo click log? Other data can come as Parquet, libsvm or "
+            "libffm, as CSV or TSV with a header in files named *.csv or *.tsv (or with .gz), or with any name, "
+            "delimiter and header that a --schema file gives"
+        )
+
+
+def _parse_tsv(block: Block, raw: bytes, *, has_labels: bool) -> RawRows:
+    try:
+        rows = parse_tsv(raw, block.num_rows, _COLUMN_TYPES)
+    except pa.ArrowInvalid as error:
+        raise _explain_tsv(block, raw, one_line(error), has_labels=has_labels) from None
+    [label] = rows.labels
+    if len(label) != block.num_rows:
+        raise _explain_tsv(block, raw, f"{block.num_rows} lines gave {len(label)} rows", has_labels=has_labels)
+    if not is_label(label).all():
+        raise _explain_tsv(block, raw, "a label is outside 0..1", has_labels=has_labels)
+    return rows
+
+
+def _explain_tsv(block: Block, raw: bytes, detail: str, *, has_labels: bool) -> MesetaError:
+    """Go through the lines of a block that did not parse and name the first bad field."""
+    names = list(_COLUMN_TYPES)
+    left_out = 0 if has_labels else 1
+    for number, line in enumerate(raw.split(b"\n")[:-1], start=block.first_row + 1):
+        where = f"source {str(block.source.path)!r}, line {number}"
+        fields = line.rstrip(b"\r").split(b"\t")
+        if len(fields) != len(names):
+            return MesetaError(
+                f"{where}: {len(fields) - left_out} tab-separated fields, expected {len(names) - left_out}: "
+                f"{'label, ' if has_labels else ''}13 integers, 26 categories; fix or remove the line"
+            )
+        for index in range(1 + len(CRITEO.dense)):
+            problem = _field_problem(fields[index], is_label=index == 0)
+            if problem:
+                shown = fields[index][:40].decode(errors="replace")
+                return MesetaError(
+                    f"{where}, field {index + 1 - left_out} ({names[index]}): {shown!r} {problem}; "
+                    "fix or remove the line"
+                )
+    return MesetaError(f"source {str(block.source.path)!r}, after line {block.first_row}: {detail}")
+
+
+def _field_problem(field: bytes, *, is_label: bool) -> str | None:
+    if not is_label:
+        return None if not field or _INTEGER.fullmatch(field) else "is not an integer"
+    try:
+        return None if 0 <= float(field) <= 1 else "is outside 0..1"
+    except ValueError:
+        return "is not a label 0..1"

@@ -1,0 +1,123 @@
+"""Times, keys of groups, buckets and crosses from the values of columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from meseta.data.hash_categories import hash_categories
+from meseta.data.schema.guess import MISSING
+
+CROSS = "\x1f"
+"""Stands between the values of a cross: the unit separator of ASCII, which no click log uses."""
+
+_UNITS = ((1e17, 1e9), (1e14, 1e6), (1e11, 1e3))
+"""Numbers from so large on are nano-, micro- and milliseconds: as seconds, they would lie beyond the year 5138."""
+_WHOLE = r"^(0|-?[1-9][0-9]{0,17})$"
+_ZONED = r":.*(Z|[+-]\d\d(:?\d\d)?)$"
+
+
+def seconds(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Seconds since 1970 [n] of such, or of milli-, micro- or nanoseconds, told by their size; NaN stays."""
+    result = numbers.copy()
+    size = np.abs(numbers)
+    for least, per_second in reversed(_UNITS):
+        large = size >= least
+        result[large] = numbers[large] / per_second
+    return result
+
+
+def seconds_of_texts(texts: pa.Array) -> NDArray[np.float64]:
+    """Seconds since 1970-01-01 UTC [n] of times in ISO 8601, without a zone UTC, or of numbers; NaN where missing.
+
+    Raises pyarrow.ArrowInvalid where one is neither; times and numbers do not mix.
+    """
+    texts = texts.cast(pa.string())
+    present = pc.if_else(pc.is_in(texts, pa.array(MISSING)), None, texts)
+    try:
+        numbers = present.cast(pa.float64())
+    except pa.ArrowInvalid:
+        return _seconds_of_iso(present)
+    values = numbers.to_numpy(zero_copy_only=False)
+    if np.isinf(values).any():
+        raise pa.ArrowInvalid("a time is infinite")
+    return seconds(values)
+
+
+def seconds_of_column(column: pa.Array) -> NDArray[np.float64]:
+    """The same of an Arrow column of numbers, times, dates or text. Raises pyarrow.ArrowInvalid as that does."""
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
+        return _seconds_of_timestamps(column.cast(pa.timestamp("ns", getattr(column.type, "tz", None))))
+    if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
+        return seconds(column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False))
+    return seconds_of_texts(column.fill_null("") if column.null_count else column)
+
+
+def first_no_time(column: pa.Array) -> int:
+    """The place of the first value that is no time, or no number where an earlier one is; for errors."""
+    first: type | None = None
+    for place, value in enumerate(column.to_pylist()):
+        kind = _kind_of_time(value)
+        if kind is None or (first is not None and kind not in (first, type(None))):
+            return place
+        first = first or (None if kind is type(None) else kind)
+    return 0
+
+
+def group_keys(texts: pa.Array) -> NDArray[np.int64]:
+    """Keys [n]: a whole number of at most 18 digits is its own, anything else has its XXH64 with seed 0."""
+    keys = hash_categories(texts).view(np.int64)
+    whole = pc.match_substring_regex(texts, _WHOLE)
+    if not pc.any(whole).as_py():
+        return keys
+    digits = pc.if_else(whole, texts.cast(pa.large_binary()), pa.scalar(b"0", pa.large_binary()))
+    numbers = digits.cast(pa.large_string()).cast(pa.int64()).to_numpy()
+    return np.where(whole.to_numpy(zero_copy_only=False), numbers, keys)
+
+
+def bucket_rows(values: NDArray[np.float64], boundaries: Sequence[float]) -> pa.Array:
+    """int32 [n]: 0 for a missing value, else 1 + (boundaries that are not above it)."""
+    rows = np.searchsorted(np.array(boundaries, np.float64), values, side="right").astype(np.int32) + 1
+    return pa.array(np.where(np.isnan(values), np.int32(0), rows))
+
+
+def cross(columns: Sequence[pa.Array]) -> pa.Array:
+    """The values of several columns [n] of text, binary or integers, joined to one value each, binary [n]."""
+    texts = [(c.cast(pa.string()) if pa.types.is_integer(c.type) else c).cast(pa.binary()) for c in columns]
+    return pc.binary_join_element_wise(*texts, CROSS.encode())
+
+
+def _seconds_of_iso(texts: pa.Array) -> NDArray[np.float64]:
+    zoned = pc.fill_null(pc.match_substring_regex(texts, _ZONED), False)
+    nothing = pa.scalar(None, pa.string())
+    in_utc = _seconds_of_timestamps(pc.if_else(zoned, nothing, texts).cast(pa.timestamp("ns")))
+    with_zone = _seconds_of_timestamps(pc.if_else(zoned, texts, nothing).cast(pa.timestamp("ns", "UTC")))
+    return np.where(zoned.to_numpy(zero_copy_only=False), with_zone, in_utc)
+
+
+def _seconds_of_timestamps(column: pa.Array) -> NDArray[np.float64]:
+    """float64 [n] of timestamps in nanoseconds, missing as NaN."""
+    whole = column.cast(pa.int64())
+    values = pc.fill_null(whole, 0).to_numpy().astype(np.float64) / 1e9
+    values[pc.is_null(whole).to_numpy(zero_copy_only=False)] = np.nan
+    return values
+
+
+def _kind_of_time(value: object) -> type | None:
+    """float for a number, str for ISO 8601, NoneType for a missing value, None for what is no time."""
+    text = value if isinstance(value, str | bytes) else str(value)
+    try:
+        if np.isnan(seconds_of_texts(pa.array([text]))[0]):
+            return type(None)
+    except pa.ArrowInvalid:
+        return None
+    try:
+        return type(float(text))
+    except ValueError:
+        return str

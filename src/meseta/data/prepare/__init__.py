@@ -1,0 +1,24 @@
+"""`meseta prepare`: raw click logs to a dataset directory. Names are imported when first used (PEP 562)."""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meseta.data.prepare.options import PrepareOptions
+    from meseta.data.prepare.passes import Progress, find_teacher
+    from meseta.data.prepare.run import for_training, load_prepared, prepare, read_layout
+
+_HOME = {
+    "PrepareOptions": "meseta.data.prepare.options",
+    "Progress": "meseta.data.prepare.passes",
+    "find_teacher": "meseta.data.prepare.passes",
+    **dict.fromkeys(("for_training", "load_prepared", "prepare", "read_layout"), "meseta.data.prepare.run"),
+}
+
+__all__ = ["PrepareOptions", "Progress", "find_teacher", "for_training", "load_prepared", "prepare", "read_layout"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'meseta.data.prepare' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -1,0 +1,176 @@
+"""The columns of an earlier dataset, to be found again in further raw files."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from meseta.data.dataset.dataset import Dataset, SourceForm, SparseFeature
+from meseta.data.formats.format import Source
+from meseta.data.formats.registry import format_of
+from meseta.data.layout import NO_CATEGORY, BucketRule, RawLayout, SparseColumn
+from meseta.data.prepare.sources import find_sources
+from meseta.data.schema.find import check_features
+from meseta.spec import MesetaError
+from meseta.spec.checks import doubled
+
+
+def layout_of_dataset(dataset: Dataset) -> RawLayout:
+    """The layout that it was prepared with. Raises MesetaError where dataset.json does not tell it, as those of older
+    versions do not tell all, or tells what no layout is."""
+    where = f"dataset {str(dataset.dir)!r}"
+    form = dataset.source_form
+    features = [*(f.name for f in dataset.dense), *(f.name for f in dataset.sparse)]
+    group = dataset.group if form is None else form.group
+    if form is None and group is not None and group not in features:
+        group = group.removesuffix(".group") if group.removesuffix(".group") in features else group
+    for column in dataset.dense:
+        if column.fill != 0:
+            raise MesetaError(
+                f"{where}: missing values of {column.name!r} were filled with {column.fill:g}, and prepare fills with "
+                "0; prepare the new rows as the others were"
+            )
+    layout = RawLayout(
+        labels=_labels(where, dataset),
+        dense=tuple(column.name for column in dataset.dense),
+        signed=tuple(column.name for column in dataset.dense if column.signed),
+        sparse=tuple(_sparse_column(where, feature, form) for feature in dataset.sparse),
+        weight=dataset.weight,
+        group=group,
+        time=dataset.time,
+        delimiter=form.delimiter if form else ",",
+        header=form.header if form else (),
+    )
+    check_features(where, layout)
+    if cut := doubled(column.buckets.column for column in layout.sparse if column.buckets):
+        raise MesetaError(f"{where}: column {sorted(cut)[0]!r} is cut into buckets twice; {_AGAIN}")
+    if layout.group_column != dataset.group:
+        raise MesetaError(
+            f"{where}: the group is column {dataset.group!r}, and source_form tells of another; " + _AGAIN
+        )
+    return layout
+
+
+_AGAIN = "prepare the dataset again"
+
+
+def _labels(where: str, dataset: Dataset) -> tuple[str, ...]:
+    """Columns of all labels, also where the dataset was reduced to some."""
+    labels: tuple[str, ...] = (dataset.label_source,) if dataset.label_source is not None else dataset.labels
+    if dataset.source_form is not None:
+        labels = dataset.source_form.labels
+    if not dataset.can_come_from(labels):
+        raise MesetaError(f"{where}: which columns its labels {', '.join(dataset.labels)} were is not kept; {_AGAIN}")
+    return labels
+
+
+def _sparse_column(where: str, feature: SparseFeature, form: SourceForm | None) -> SparseColumn:
+    name, made_of = feature.name, feature.made_of
+    if feature.encoding == "buckets":
+        boundaries = feature.boundaries or ()
+        if len(made_of) != 1 or not all(a < b for a, b in itertools.pairwise(boundaries)):
+            raise MesetaError(f"{where}: buckets of {name!r} must be of one column and ascend; {_AGAIN}")
+        if feature.num_embeddings != len(boundaries) + 2 or feature.multi_valued:
+            raise MesetaError(f"{where}: {len(boundaries)} boundaries of {name!r} make another table; {_AGAIN}")
+        return SparseColumn(name=name, buckets=BucketRule(column=made_of[0], boundaries=boundaries))
+    if len(made_of) > 1:
+        return SparseColumn(name=name, cross=made_of)
+    if name == NO_CATEGORY.name and feature.multi_valued and not feature.statistics.num_lookups:
+        return NO_CATEGORY
+    if form is None and feature.multi_valued and not name.startswith(("field_", "features")):
+        raise MesetaError(
+            f"{where} was prepared by an older version, which did not keep how the lists of {name!r} are written; "
+            "prepare it again, and train on that"
+        )
+    weight, separator = (form.weights.get(name), form.separators.get(name)) if form else (None, None)
+    is_text = form is not None and format_of(form.kind).is_delimited
+    if is_text and feature.multi_valued and (separator is None or feature.weighted != (weight is not None)):
+        raise MesetaError(f"{where}: source_form does not tell how the values of {name!r} are written; {_AGAIN}")
+    return SparseColumn(
+        name=name,
+        column=made_of[0] if made_of else None,
+        multi_valued=feature.multi_valued,
+        weighted=feature.weighted,
+        weight=None if is_text else weight,
+        separator=separator,
+        weight_separator=weight if is_text else None,
+    )
+
+
+def find_alike(dataset: Dataset, patterns: Sequence[str]) -> tuple[tuple[Source, ...], RawLayout]:
+    """Raw files with the columns of an earlier dataset, in any order and among others; and the layout of their rows.
+
+    It has no labels where no file has them, or none but empty ones, and then no weight; a group and a time are left out
+    where a file lacks them, if there are no labels, for which groups count. All rows are for testing.
+    Raises MesetaError as `find_sources` does, and for a feature or one of several labels that a file lacks, for
+    files of another kind, and for columns of types that no longer fit.
+    """
+    layout, form = layout_of_dataset(dataset), dataset.source_form
+    delimiter = layout.delimiter if form and format_of(form.kind).is_delimited else None
+    sources = find_sources(patterns, {}, rest_is_parted=False, delimiter=delimiter)
+    sources = tuple(replace(source, split="test") for source in sources)
+    _check_format(dataset, layout, sources[0])
+    raw_format = sources[0].format
+    sources = tuple(raw_format.with_names_of(source, layout) for source in sources)
+    names = [raw_format.columns_for(source, layout) for source in sources]
+    labels = [name for name in layout.labels if any(name in present for present in names)]
+    empty = raw_format.empty_columns(sources, labels) if labels else set()
+    names = [[name for name in present if name not in empty] for present in names]
+    layout = _with_samples(sources, names, layout)
+    for source, present in zip(sources, names, strict=True):
+        _check_columns(source, present, layout)
+    for source in sources:
+        raw_format.check_types(source, layout, dataset.dir)
+    return sources, layout
+
+
+def _check_format(dataset: Dataset, layout: RawLayout, source: Source) -> None:
+    """Raise MesetaError where files of this format cannot hold the rows."""
+    earlier = format_of(dataset.source_form.kind) if dataset.source_form else None
+    if not source.format.can_hold(layout, earlier):
+        known = earlier.title if earlier else "files with other columns"
+        raise MesetaError(
+            f"source {source.path!r} is {source.format.title}, and dataset {str(dataset.dir)!r} was prepared from "
+            f"{known}; give rows of that form"
+        )
+
+
+def _with_samples(sources: Sequence[Source], names: Sequence[Sequence[str]], layout: RawLayout) -> RawLayout:
+    """The layout without the labels, if no file has any, and without what goes with them."""
+    lacking = {
+        name: source.path for source, present in zip(sources, names, strict=True) for name in layout.labels
+        if name not in present
+    }  # fmt: skip
+    if not lacking:
+        return layout if layout.time in _common(names) else replace(layout, time=None)
+    if any(name in present for present in names for name in layout.labels):
+        name, path = next(iter(lacking.items()))
+        raise MesetaError(
+            f"source {path!r} has no column {name!r}, and other labels are there; give all labels, or none of them to "
+            "predict without"
+        )
+    common = _common(names)
+    group, time = (name if name in common else None for name in (layout.group, layout.time))
+    return replace(layout, labels=(), weight=None, group=group, time=time)
+
+
+def _common(names: Sequence[Sequence[str]]) -> set[str | None]:
+    return {name for name in names[0] if all(name in present for present in names)}
+
+
+def _check_columns(source: Source, present: Sequence[str], layout: RawLayout) -> None:
+    lacking = [name for name in layout.columns if name not in present]
+    if lacking:
+        shown = ", ".join(map(repr, lacking[:8])) + (f" and {len(lacking) - 8} more" if len(lacking) > 8 else "")
+        roles = {layout.weight: "the weight of samples", layout.group: "the group"}
+        only = [name for name in lacking if name not in layout.feature_columns]
+        way_out = (
+            f"it is {roles.get(only[0], 'no feature')}, which goes with labels: give it, or leave the labels out"
+            if len(only) == len(lacking)
+            else "the model was trained on all features, so each must be there"
+        )
+        raise MesetaError(f"source {source.path!r} lacks {shown}; {way_out}")
+    for name in layout.columns:
+        if list(present).count(name) > 1:
+            raise MesetaError(f"source {source.path!r}: {name!r} is the name of two columns; rename one")

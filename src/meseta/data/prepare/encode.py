@@ -1,0 +1,99 @@
+"""Parsed rows to columns of numbers: hashed rows at once, values of a vocabulary as hashes until it is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from meseta.data.dataset.dataset import SPLITS
+from meseta.data.dataset.vocabulary import count_values
+from meseta.data.formats.format import Block
+from meseta.data.hash_categories import hash_categories, hash_to_rows
+from meseta.data.layout import RawLayout
+from meseta.data.prepare.splitting import TRAIN, Splitter
+from meseta.data.raw_rows import RawRows, RawSparse
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedBlock:
+    """The rows of one block, parted into the splits."""
+
+    splits: dict[str, pa.RecordBatch]
+    """Those of SPLITS that have rows of it."""
+    counted: dict[str, pa.Table]
+    """Values in the training rows of each feature that gets a vocabulary, and their counts."""
+    num_not_finite: tuple[int, ...]
+    """As `RawRows.num_not_finite`."""
+    block: Block
+
+
+class Encoder:
+    """Turns blocks into numbers; holds no state that changes, so any number of threads may call it."""
+
+    def __init__(
+        self, layout: RawLayout, splitter: Splitter, *, hash_seeds: Mapping[str, int], hash_rows: Mapping[str, int]
+    ) -> None:
+        """`hash_seeds`: of each sparse feature; `hash_rows`: table rows of those that are hashed to them, the
+        others have vocabularies."""
+        self.layout = layout
+        self.hash_rows = hash_rows
+        self.hash_seeds = hash_seeds
+        self.splitter = splitter
+
+    def encode(self, block: Block, first_global_row: int) -> EncodedBlock:
+        """Parse, split and encode one block, whose first row is row `first_global_row` of all sources."""
+        rows = block.source.format.parse(block, self.layout)
+        split = self.splitter.split_of(block, first_global_row, rows)
+        batch = self._record_batch(rows)
+        splits = {}
+        for place, name in enumerate(SPLITS):
+            mask = split == place
+            if mask.all():
+                splits[name] = batch
+            elif mask.any():
+                splits[name] = batch.filter(pa.array(mask))
+        counted = {}
+        training = split == TRAIN
+        if training.any():
+            for column, sparse in zip(self.layout.sparse, rows.sparse, strict=True):
+                if column.has_rows or column.name in self.hash_rows:
+                    continue
+                counted[column.name] = count_values(_training_values(sparse, training))
+        return EncodedBlock(splits=splits, counted=counted, num_not_finite=rows.num_not_finite, block=block)
+
+    def _record_batch(self, rows: RawRows) -> pa.RecordBatch:
+        samples = [*rows.labels, *(part for part in (rows.weight, rows.group, rows.time) if part is not None)]
+        columns = dict(zip(self.layout.sample_columns, map(pa.array, samples), strict=True))
+        for name, values in zip(self.layout.dense, rows.dense, strict=True):
+            columns[name] = pa.array(values)
+        for column, sparse in zip(self.layout.sparse, rows.sparse, strict=True):
+            seed = self.hash_seeds[column.name]
+            if column.has_rows:
+                ids = sparse.values
+            elif column.name not in self.hash_rows:
+                ids = pa.array(hash_categories(sparse.values, seed))
+            else:
+                ids = pa.array(hash_to_rows(sparse.values, self.hash_rows[column.name], seed))
+            columns[column.name] = as_lists(ids, sparse.lengths)
+            if sparse.weights is not None:
+                columns[f"{column.name}.weight"] = as_lists(pa.array(sparse.weights), sparse.lengths)
+        return pa.RecordBatch.from_pydict(columns)
+
+
+def as_lists(values: pa.Array, lengths: NDArray[np.int64] | None) -> pa.Array:
+    """`values` themselves, or cut into lists of the given lengths."""
+    if lengths is None:
+        return values
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), values)
+
+
+def _training_values(sparse: RawSparse, training: NDArray[np.bool_]) -> pa.Array:
+    if training.all():
+        return sparse.values
+    keep = training if sparse.lengths is None else np.repeat(training, sparse.lengths)
+    return sparse.values.filter(pa.array(keep))

@@ -1,0 +1,194 @@
+"""Rows of raw files, encoded as those of an earlier dataset: one pass, block by block, in the order of the files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+
+from meseta.data.dataset.dataset import SPLITS, Dataset, SourceFile
+from meseta.data.dataset.touched import read_touched
+from meseta.data.dataset.vocabulary import load_vocabulary
+from meseta.data.formats.bad_rows import BadRowCounter, ParsedRows, parse_good_rows
+from meseta.data.formats.format import Block, read_blocks
+from meseta.data.formats.raw_columns import RawColumns
+from meseta.data.hash_categories import feature_seed
+from meseta.data.prepare.earlier import find_alike
+from meseta.data.prepare.encode import Encoder
+from meseta.data.prepare.splitting import TEST, Splitter
+from meseta.data.prepare.write import Finisher, split_lists
+from meseta.data.workers import in_order
+from meseta.machine.processors import num_cores
+from meseta.spec import MesetaError
+
+Progress = Callable[[int, float], None]
+"""Called with the rows so far, and how much of the files is read, 0 to 1."""
+
+
+@dataclass(kw_only=True)
+class Unseen:
+    """Values that training has never seen, by feature."""
+
+    values: Counter[str] = field(default_factory=Counter)
+    """Those with row 0 of a vocabulary, or a hashed row that no training row looks up."""
+    lookups: Counter[str] = field(default_factory=Counter)
+    """All values, of the features of which that can be told."""
+    unknown: tuple[str, ...] = ()
+    """Hashed features of which it cannot: nothing was kept of the rows that training looks up."""
+
+    def add(self, other: Unseen) -> None:
+        """Count those of other rows as well."""
+        self.values.update(other.values)
+        self.lookups.update(other.lookups)
+
+    def shares(self) -> list[tuple[str, float]]:
+        """Features and their share of values that are new, the largest first; those without any value are left out."""
+        shares = [(name, self.values[name] / number) for name, number in self.lookups.items() if number]
+        return sorted(shares, key=lambda pair: -pair[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedRows:
+    """Consecutive rows, all of one block."""
+
+    batch: pa.RecordBatch
+    """As the files of a dataset have them."""
+    keys: pa.RecordBatch | None
+    """Raw columns of the same rows, where some are wanted."""
+    unseen: Unseen
+    num_not_finite: tuple[int, ...]
+
+
+class NewRows:
+    """Raw files whose rows become what they would have become beside those of `earlier`.
+
+    rows = NewRows(Dataset.load("data/june"), ["july.csv"])
+    for encoded in rows.read():
+        encoded.batch           # columns of rows.dataset
+    rows.unseen.shares()        # once all are read
+    """
+
+    def __init__(
+        self,
+        earlier: Dataset,
+        patterns: Sequence[str],
+        *,
+        keys: Sequence[str] = (),
+        max_bad_rows: int | float | None = None,
+    ) -> None:
+        """`keys`: raw columns to hand through; `max_bad_rows`: rows that cannot be parsed, or their share, up to which
+        they are left out; None: the first is an error.
+
+        Raises MesetaError for files without the columns of `earlier`, and for what is missing or damaged of it.
+        """
+        self.sources, self.layout = find_alike(earlier, patterns)
+        self._keys = RawColumns(self.sources, keys) if keys else None
+        hashed = {f.name: f.num_embeddings for f in earlier.sparse if f.encoding == "hash"}
+        seeds = {
+            f.name: int(f.hash_seed, 16) if f.encoding == "hash" and f.hash_seed else feature_seed(f.name, earlier.seed)
+            for f in earlier.sparse
+        }
+        self._encoder = Encoder(self.layout, Splitter(seed=earlier.seed), hash_seeds=seeds, hash_rows=hashed)
+        self._finisher = Finisher(
+            self.layout,
+            np.array([column.mean for column in earlier.dense]),
+            np.array([column.std for column in earlier.dense]),
+            {
+                f.name: load_vocabulary(earlier.dir, f, seeds[f.name])
+                for f in earlier.sparse
+                if f.encoding == "vocabulary"
+            },
+        )
+        self._touched = read_touched(earlier)
+        looked_up = [column.name for column in self.layout.values]
+        self._tellable = [name for name in looked_up if name not in hashed or name in self._touched]
+        self.unseen = Unseen(unknown=tuple(name for name in looked_up if name not in self._tellable))
+        self.num_rows = dict.fromkeys((source.path for source in self.sources), 0)
+        """Of each file, as far as they are read."""
+        self.not_finite: Counter[str] = Counter()
+        self.bad_rows = None if max_bad_rows is None else BadRowCounter(max_bad_rows)
+        self._earlier = earlier
+
+    @property
+    def dataset(self) -> Dataset:
+        """The description of these rows, as far as they are read, without the files of a split."""
+        has_labels, layout = bool(self.layout.labels), self.layout
+        form = self._earlier.source_form
+        labels = self._earlier.labels if form is None else ("label",) if len(form.labels) == 1 else form.labels
+        return self._earlier.model_copy(
+            update={
+                "labels": labels,
+                "has_labels": has_labels,
+                "weight": layout.weight,
+                "group": layout.group_column,
+                "time": layout.time,
+                "splits": {},
+                "teacher": None,
+                **dict.fromkeys(("test_fraction", "valid_fraction", "split_by", "test_from", "valid_from")),
+                "sources": tuple(
+                    SourceFile(path=path, split="test", num_rows=number) for path, number in self.num_rows.items()
+                ),
+                "not_finite": dict(+self.not_finite),
+                "bad_rows": None if self.bad_rows is None else self.bad_rows.found,
+            }
+        )
+
+    @property
+    def key_schema(self) -> pa.Schema:
+        """Names and types of `EncodedRows.keys`."""
+        return pa.schema([]) if self._keys is None else self._keys.schema
+
+    def read(self, progress: Progress | None = None, num_threads: int | None = None) -> Generator[EncodedRows]:
+        """All rows, which several threads encode, a few blocks ahead. Raises MesetaError for a row that cannot be
+        parsed, for too many of them, and for a damaged file."""
+        num_threads = num_threads or num_cores()
+        total_bytes = sum(source.size_bytes for source in self.sources)
+        if progress is not None:
+            progress(0, 0.0)
+        pool = ThreadPoolExecutor(num_threads, thread_name_prefix="meseta-encode")
+        try:
+            for index, block, parts in in_order(pool, self._jobs(), num_threads + 1):
+                for rows in parts.results:
+                    self.unseen.add(rows.unseen)
+                    self.num_rows[block.source.path] += rows.batch.num_rows
+                    self.not_finite.update(dict(zip(self.layout.dense, rows.num_not_finite, strict=False)))
+                    yield rows
+                if self.bad_rows is not None:
+                    self.bad_rows.add(parts)
+                if progress is not None:
+                    before = sum(source.size_bytes for source in self.sources[:index])
+                    progress(sum(self.num_rows.values()), (before + block.position_bytes) / total_bytes)
+        finally:
+            pool.shutdown(cancel_futures=True)
+        if self.bad_rows is not None:
+            self.bad_rows.check()
+        if not any(self.num_rows.values()):
+            raise MesetaError("prepare: no row is left; all of them could not be parsed")
+
+    def _jobs(self) -> Iterator[Callable[[], tuple[int, Block, ParsedRows[EncodedRows]]]]:
+        columns = list(dict.fromkeys([*self.layout.columns, *(self.key_schema.names if self._keys else ())]))
+        for index, source in enumerate(self.sources):
+            for block in read_blocks(source, columns):
+                yield lambda index=index, block=block: (index, block, self._encode(block))  # type: ignore[misc]
+
+    def _encode(self, block: Block) -> ParsedRows[EncodedRows]:
+        if self.bad_rows is not None:
+            return parse_good_rows(block, self._encode_part)
+        return ParsedRows([self._encode_part(block)], block.num_rows)
+
+    def _encode_part(self, block: Block) -> EncodedRows:
+        encoded = self._encoder.encode(block, block.first_row)
+        batch = self._finisher.finish(encoded.splits[SPLITS[TEST]])
+        unseen = Unseen()
+        for name in self._tellable:
+            rows = split_lists(batch.column(name))[0]
+            unseen.lookups[name] = rows.size
+            bits = self._touched.get(name)
+            is_seen = rows != 0 if bits is None else bits[rows >> 3] >> (rows & 7).astype(np.uint8) & 1
+            unseen.values[name] = rows.size - int(np.count_nonzero(is_seen))
+        keys = None if self._keys is None else self._keys.of(block)
+        return EncodedRows(batch=batch, keys=keys, unseen=unseen, num_not_finite=encoded.num_not_finite)

@@ -1,0 +1,84 @@
+"""From which files, and with which options, a dataset was prepared: `prepare.json` beside its dataset.json."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from meseta.data.formats.format import Source
+from meseta.data.prepare.options import PrepareOptions
+from meseta.machine.remote import is_url
+from meseta.spec import MesetaError
+
+RECORD_NAME = "prepare.json"
+_NO_PART_OF_THE_RESULT = {"sources", "test_files", "valid_files", "out", "force", "num_threads"}
+
+
+def record_of(options: PrepareOptions, sources: Sequence[Source]) -> dict[str, Any]:
+    """All that the rows of a dataset depend on, as plain data: files by name, size and time of change, and options.
+
+    A schema file counts by its text. Raises MesetaError where that cannot be read.
+    """
+    chosen = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in _NO_PART_OF_THE_RESULT}
+    chosen["valid_fraction"] = options.valid_fraction or None  # a share of 0 is no valid split
+    if options.schema is not None:
+        try:
+            chosen["schema"] = options.schema.read_text(errors="replace")
+        except OSError as error:
+            raise MesetaError(f"schema {str(options.schema)!r}: {error.strerror}") from None
+    document: dict[str, Any] = json.loads(json.dumps({"options": chosen, "sources": files_of(sources)}, default=str))
+    return document
+
+
+def files_of(sources: Sequence[Source]) -> dict[str, dict[str, Any]]:
+    """Files by their whole names, with what changes when they do."""
+    return {
+        (source.path if is_url(source.path) else os.path.abspath(source.path)): {
+            "split": source.split,
+            "size_bytes": source.size_bytes,
+            "changed": source.changed,
+        }
+        for source in sources
+    }
+
+
+def save_record(record: Mapping[str, Any], folder: Path) -> None:
+    """Write `folder`/prepare.json."""
+    (folder / RECORD_NAME).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def load_record(folder: Path) -> dict[str, Any] | None:
+    """What `save_record` has written; None where there is no such file, or something else in it."""
+    try:
+        record = json.loads((folder / RECORD_NAME).read_text())
+        return {"options": dict(record["options"]), "sources": dict(record["sources"])}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first difference between two records, for people; None where they agree."""
+    for name, entry in now["sources"].items():
+        if name not in before["sources"]:
+            return f"{name!r} was not among its sources"
+        if entry != before["sources"][name]:
+            return f"{name!r} has changed since, or goes to another split"
+    for name in before["sources"]:
+        if name not in now["sources"]:
+            return f"its source {name!r} is not given now"
+    if list(before["sources"]) != list(now["sources"]):
+        return "its sources were given in another order"
+    for name in {**before["options"], **now["options"]}:
+        was, wanted = before["options"].get(name), now["options"].get(name)
+        if was != wanted and (was or wanted):  # options of later versions are missing in records of earlier ones
+            return f"the option {name} was {_shown(was)} and is {_shown(wanted)} now"
+    return None
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,91 @@
+"""Raw files: finding them, and telling their formats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from meseta.data.dataset.dataset import SourceSplit
+from meseta.data.formats import registry
+from meseta.data.formats.format import FileHead, Source, named_errors
+from meseta.machine.remote import find, is_url, open_file, status
+from meseta.spec import MesetaError
+
+
+def find_sources(
+    patterns: Sequence[str],
+    files_of_splits: Mapping[Literal["valid", "test"], Sequence[str]],
+    *,
+    rest_is_parted: bool,
+    delimiter: str | None = None,
+    header: Sequence[str] = (),
+) -> tuple[Source, ...]:
+    """Files in the given order, what a pattern matches in order of name; those of `files_of_splits` go there as a whole
+    and come last, and the rest to training, or is parted row by row.
+
+    Where a `delimiter` is given, all text is CSV with it; where a `header` is, it is CSV without one.
+    Raises MesetaError for a missing, unreadable, empty or doubled file, for a folder, and for two kinds of files.
+    """
+    whole: dict[str, SourceSplit] = {}
+    for split, named in files_of_splits.items():
+        for path in _expand(named):
+            if path in whole:
+                raise MesetaError(
+                    f"prepare: {path!r} is named by --{whole[path]}-files and by --{split}-files; give it to one"
+                )
+            whole[path] = split
+    rest: SourceSplit = "both" if rest_is_parted else "train"
+    splits = {path: rest for path in _expand(patterns) if path not in whole}
+    if not splits:
+        options = " or ".join(f"--{split}-files" for split, named in files_of_splits.items() if named)
+        raise MesetaError(f"prepare: no source is left for training; every file is named by {options}")
+    sources = tuple(_identify(path, split, delimiter, tuple(header)) for path, split in (splits | whole).items())
+    formats = {source.format: source.path for source in sources}
+    if len(formats) > 1:
+        shown = " and ".join(f"{path!r} is {raw_format.title}" for raw_format, path in formats.items())
+        raise MesetaError(f"prepare: {shown}; give one kind at a time")
+    return sources
+
+
+def _expand(patterns: Sequence[str]) -> list[str]:
+    paths: list[str] = []
+    for pattern in patterns:
+        matches = find(pattern)
+        if not matches:
+            raise MesetaError(f"source {pattern!r}: no such file, and no file matches it as a pattern")
+        for name in matches:
+            path = name if is_url(name) else str(Path(name))
+            if path in paths:
+                raise MesetaError(f"source {name!r} is given twice; its rows would count double")
+            paths.append(path)
+    return paths
+
+
+def _identify(path: str, split: SourceSplit, delimiter: str | None, header: tuple[str, ...]) -> Source:
+    try:
+        stat = status(path)
+        if stat.is_folder:
+            raise MesetaError(f"source {path!r} is a folder; give files or a pattern such as '{path}/*.tsv'")
+        if stat.size_bytes == 0:
+            raise MesetaError(f"source {path!r} is empty; leave it out, or fetch it again")
+        with named_errors(path), open_file(path) as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise MesetaError(f"source {path!r}: {error.strerror}") from None
+    head = FileHead(path, magic, delimiter, header)
+    for raw_format in registry.FORMATS:
+        form = raw_format.tell(head)
+        if form is not None:
+            break
+    else:
+        raise AssertionError("the last format takes any file")
+    return Source(
+        path=path,
+        split=split,
+        format=raw_format,
+        size_bytes=stat.size_bytes or 1,
+        changed=stat.changed,
+        delimiter=form.delimiter,
+        header=form.header,
+    )

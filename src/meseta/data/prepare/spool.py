@@ -1,0 +1,112 @@
+"""Encoded rows between the two passes: an Arrow stream per split, cut into windows of equal size."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from meseta.data.dataset.statistics import WINDOW_SAMPLES, Moments
+from meseta.data.row_queue import RowQueue
+
+
+class Spool:
+    """Takes record batches of any size, in order, and writes windows of exactly 65,536 rows (the last may be shorter).
+
+    So everything computed per window depends on the rows alone, not on how the sources were cut into blocks.
+    """
+
+    def __init__(self, path: Path, dense: tuple[str, ...], labels: tuple[str, ...]) -> None:
+        self._path = path
+        self._labels = labels
+        self._dense = dense
+        self._pending = RowQueue()
+        self._sink: pa.NativeFile | None = None
+        self._writer: pa.ipc.RecordBatchStreamWriter | None = None
+        self._spans: list[tuple[int, int]] = []
+        """Where each window begins and ends in the file."""
+        self._saved: list[Path] = []
+        self.num_rows = 0
+        self.positives = dict.fromkeys(labels, 0.0)
+        """Sum of each label."""
+        self.moments = Moments(len(dense))
+
+    @property
+    def num_windows(self) -> int:
+        return -(-self.num_rows // WINDOW_SAMPLES)
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        self._pending.add(batch)
+        while self._pending.num_rows >= WINDOW_SAMPLES:
+            self._write(WINDOW_SAMPLES)
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._pending.num_rows:
+            self._write(self._pending.num_rows)
+        if self._writer is not None and self._sink is not None:
+            self._writer.close()
+            self._sink.close()
+
+    def windows(self, first: int, stop: int) -> Iterator[pa.RecordBatch]:
+        """Windows first..stop-1, read into fresh memory one by one: a mapped file would count as ours."""
+        with pa.OSFile(str(self._path), "rb") as file:
+            schema = pa.ipc.read_schema(file)
+            for start, end in self._spans[first:stop]:
+                file.seek(start)
+                yield pa.ipc.read_record_batch(pa.py_buffer(file.read(end - start)), schema)
+
+    def get_state(self) -> dict[str, Any]:
+        """Plain data with which `set_state` of another one takes up this file; rows short of a window go beside it."""
+        pending = None
+        if self._pending.num_rows:
+            path = self._path.with_name(f"{self._path.stem}-{self.num_rows + self._pending.num_rows}.arrow")
+            if path not in self._saved:  # else no row has come since, as of a split that other files make
+                batches = self._pending.batches
+                with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, batches[0].schema) as writer:
+                    for batch in batches:
+                        writer.write_batch(batch)
+                self._saved.append(path)
+            pending = path.name
+        while len(self._saved) > 2:  # the last state but one is no longer spoken of
+            self._saved.pop(0).unlink(missing_ok=True)
+        return {
+            "spans": self._spans,
+            "pending": pending,
+            "num_rows": self.num_rows,
+            "positives": self.positives,
+            "moments": self.moments.get_state(),
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `get_state` gave; what was written to the file since is dropped."""
+        self._spans = [(start, end) for start, end in state["spans"]]
+        self.num_rows, self.positives = state["num_rows"], dict(state["positives"])
+        self.moments.set_state(state["moments"])
+        if self._path.exists():
+            os.truncate(self._path, self._spans[-1][1] if self._spans else 0)
+        if state["pending"]:
+            path = self._path.with_name(state["pending"])
+            with pa.OSFile(str(path), "rb") as file:
+                self._pending = RowQueue(pa.ipc.open_stream(file).read_all().to_batches())
+            self._saved = [path]
+
+    def _write(self, num_rows: int) -> None:
+        window = self._pending.take(num_rows).combine_chunks().to_batches()[0]
+        if self._writer is None:
+            self._sink = pa.OSFile(str(self._path), "ab" if self._spans else "wb")
+            self._writer = pa.ipc.new_stream(self._sink, window.schema)
+            # The schema is written with the first batch; an empty one keeps it out of the windows.
+            self._writer.write_batch(window.slice(0, 0))
+        assert self._sink is not None
+        start = self._sink.tell()
+        self._writer.write_batch(window)
+        self._spans.append((start, self._sink.tell()))
+        self.num_rows += num_rows
+        for label in self._labels:
+            self.positives[label] += float(window.column(label).to_numpy().sum(dtype=np.float64))
+        self.moments.add([window.column(name).to_numpy() for name in self._dense])

@@ -1,0 +1,180 @@
+"""A folder that appears whole or not at all, and whose making goes on where it was cut off."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from meseta.data.dataset.dataset import FILE_NAME
+from meseta.data.prepare.record import load_record, save_record
+from meseta.machine.files import is_full, move, sync_all
+from meseta.machine.locks import try_lock
+from meseta.spec import MesetaError
+
+JOURNAL = "meseta-prepare-unfinished.json"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Staging:
+    """The unfinished form of a folder, with a journal of what in it can be relied on."""
+
+    def __init__(self, folder: Path, key: Mapping[str, Any]) -> None:
+        """`key`: all that the work depends on; a journal with another one is of other work."""
+        self.folder = folder
+        self.scratch = folder / "spool"
+        """For files that the finished folder does not have."""
+        self._key = json.loads(json.dumps({**key, "boot": _boot_id()}, default=str))
+        self.state: dict[str, Any] = self._load()
+        """What was committed last, by this process or the one that was cut off; empty: nothing."""
+
+    def _load(self) -> dict[str, Any]:
+        try:
+            journal = json.loads((self.folder / JOURNAL).read_text())
+            return dict(journal["state"]) if journal["key"] == self._key else {}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+
+    def commit(self, state: Mapping[str, Any]) -> None:
+        """From here on the work goes on from `state`, plain data; files that it speaks of are written already."""
+        temporary = self.folder / f"{JOURNAL}.tmp"
+        temporary.write_text(json.dumps({"key": self._key, "state": state}))
+        move(temporary, self.folder / JOURNAL)
+        self.state = dict(state)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all is written, and only the tidying up and the rename are left: the journal goes first."""
+        return not (self.folder / JOURNAL).exists() and load_record(self.folder) == self._key["record"]
+
+    def begin(self) -> None:
+        """Remove what no journal of this work speaks of."""
+        if not self.state:
+            for path in self.folder.iterdir():
+                _remove(path)
+            self.commit({})
+        self.scratch.mkdir(exist_ok=True)
+
+    def finish(self) -> None:
+        """Leave nothing but the finished folder in it; can be cut off and called again."""
+        if (self.folder / JOURNAL).exists():
+            save_record(self._key["record"], self.folder)
+            (self.folder / JOURNAL).unlink()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+@contextmanager
+def staged_folder(out: Path, record: Mapping[str, Any], *, force: bool) -> Iterator[Staging]:
+    """Gives `out`.tmp to write into and renames it to `out` at the end; `record` ends up in it as prepare.json.
+
+    A MesetaError and a full disk remove it. After anything else (an interrupt, a kill, a disk that fails) it stays if
+    something was committed, and the next call with an equal `record` and `force`, on a machine that was not restarted
+    since, is given it with that state. It may be complete already; then there is nothing to write.
+
+    Raises MesetaError where `out` exists, unless `force` and it is a prepared dataset or empty, where `out`.tmp is not
+    a leftover of an earlier run, and where another process is at work on it.
+    """
+    _restore_replaced(out)
+    _check_free(out, force=force)
+    tmp = out.with_name(out.name + ".tmp")
+    try:
+        with _locked(tmp):
+            if any(tmp.iterdir()) and not ((tmp / FILE_NAME).exists() or list(tmp.glob(f"{JOURNAL}*"))):
+                raise MesetaError(
+                    f"prepare: {str(tmp)!r} is in the way and was not made by prepare; move it or change --out"
+                )
+            staging = Staging(tmp, {"record": record, "force": force})
+            with _kept_if_useful(staging):
+                if not staging.is_complete:
+                    staging.begin()
+                yield staging
+                staging.finish()
+                sync_all(tmp)
+                _replace(out, tmp)
+    except OSError as error:
+        kept = "once that is mended, the same command goes on where it was"
+        way_on = kept if tmp.exists() else "make room there, or choose another --out"
+        raise MesetaError(f"prepare: cannot write {str(tmp)!r}: {error.strerror or error}; {way_on}") from None
+
+
+@contextmanager
+def _kept_if_useful(staging: Staging) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        useless = isinstance(error, MesetaError) or (isinstance(error, OSError) and is_full(error))
+        if useless or not (staging.state or staging.is_complete):
+            shutil.rmtree(staging.folder, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Make `folder` if need be and hold it against other processes; the lock ends with this one, however it ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            # Finished and renamed in between, it is another one.
+            taken = not try_lock(descriptor) or not os.path.samestat(os.fstat(descriptor), folder.stat())
+        except FileNotFoundError:
+            taken = True
+        if taken:
+            raise MesetaError(
+                f"prepare: another process is at work on {str(folder)!r}; wait for it, or choose another --out"
+            )
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _boot_id() -> str:
+    """What was written before a machine went down may not have reached the disk: such a leftover is not used."""
+    with suppress(OSError):
+        return _BOOT_ID.read_text().strip()
+    return ""
+
+
+def _check_free(out: Path, *, force: bool) -> None:
+    if not (out.exists() or out.is_symlink()):
+        return
+    if not force:
+        raise MesetaError(f"prepare: {str(out)!r} exists; choose another --out, or --force to replace it")
+    if not out.is_dir() or (any(out.iterdir()) and not (out / FILE_NAME).exists()):
+        raise MesetaError(f"prepare: {str(out)!r} is not a prepared dataset, so --force does not replace it")
+
+
+def _replace(out: Path, tmp: Path) -> None:
+    if not out.exists():
+        move(tmp, out)
+        return
+    old = _replaced(out)
+    move(out, old)
+    move(tmp, out)
+    shutil.rmtree(old)
+
+
+def _restore_replaced(out: Path) -> None:
+    """Undo, or complete, a replacement that was cut off."""
+    old = _replaced(out)
+    if not ((old / FILE_NAME).exists() or (old.is_dir() and not any(old.iterdir()))):
+        return
+    if out.exists():
+        shutil.rmtree(old)
+    else:
+        move(old, out)
+
+
+def _replaced(out: Path) -> Path:
+    return out.with_name(out.name + ".old.tmp")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

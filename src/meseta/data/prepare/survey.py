@@ -1,0 +1,221 @@
+"""What must be known of all rows before the first is encoded: where splits begin in time, and quantiles.
+
+A pass over the columns that decide it, which go to the disk as plain numbers; what is found there is exact, and memory
+does not grow with the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meseta.data.formats.bad_rows import parse_good_rows
+from meseta.data.formats.format import Block, OnRows, Source, read_blocks
+from meseta.data.layout import RawLayout
+from meseta.data.prepare.order_statistics import count_numbers, order_statistics
+from meseta.data.prepare.splitting import TRAIN, Splitter
+from meseta.data.raw_rows import RawRows
+from meseta.data.workers import in_order
+from meseta.spec import MesetaError
+
+_CHUNK_ROWS = 1 << 20
+
+_Parsed = tuple[RawRows, NDArray[np.int8]]
+"""Rows, and their splits as far as these are known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What was found; plain data."""
+
+    test_from: float | None = None
+    """First second of the test split."""
+    valid_from: float | None = None
+    """First second of the valid split."""
+    boundaries: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Of each column that is cut by its quantiles."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; `from_dict` reads it back."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(document: Mapping[str, Any]) -> Survey:
+        """The inverse of `to_dict`."""
+        boundaries = {name: tuple(values) for name, values in document["boundaries"].items()}
+        return Survey(**{**document, "boundaries": boundaries})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surveyor:
+    """Finds what a layout and a splitter leave open."""
+
+    sources: Sequence[Source]
+    layout: RawLayout
+    splitter: Splitter
+    scratch: Path
+    """Folder for 8 bytes per row and column."""
+    pool: ThreadPoolExecutor
+    num_threads: int
+    on_rows: OnRows
+    skip_bad: bool
+    """Whether rows that cannot be parsed are passed over; a column that is not read here can make them bad, too."""
+
+    @property
+    def _seeks_time(self) -> bool:
+        """Whether a split is a share of the time whose first second is not known."""
+        s = self.splitter
+        shares = ((s.test_fraction, s.test_from), (s.valid_fraction, s.valid_from))
+        return s.by == "time" and any(share > 0 and first is None for share, first in shares)
+
+    @property
+    def _quantiles_wanted(self) -> dict[str, int]:
+        """Column to its number of buckets."""
+        cut = {c.buckets.column: c.buckets.num_quantiles for c in self.layout.sparse if c.buckets}
+        return {column: number for column, number in cut.items() if number is not None}
+
+    @property
+    def leaves_all_as_it_is(self) -> bool:
+        """Whether there is nothing to find."""
+        return not (self._quantiles_wanted or self._seeks_time)
+
+    def survey(self) -> Survey:
+        """Read the sources once, if anything is left open.
+
+        Raises MesetaError where times are too equal to be parted, and for a column without a value in training.
+        """
+        wanted = self._quantiles_wanted
+        if self.leaves_all_as_it_is:
+            return Survey(test_from=self.splitter.test_from, valid_from=self.splitter.valid_from)
+        self._read(self._reduced(list(wanted)))
+        splitter = self._with_times() if self._seeks_time else self.splitter
+        ends = [first for first in (splitter.valid_from, splitter.test_from) if first is not None]
+        train_until = min(ends) if self._seeks_time and ends else None
+        boundaries = {
+            column: self._quantiles(column, place, number, train_until)
+            for place, (column, number) in enumerate(wanted.items())
+        }
+        for path in [self._path("time"), *(self._path(place) for place in range(len(wanted)))]:
+            path.unlink(missing_ok=True)
+        return Survey(test_from=splitter.test_from, valid_from=splitter.valid_from, boundaries=boundaries)
+
+    def _reduced(self, columns: Sequence[str]) -> RawLayout:
+        """The layout of the columns that this pass reads."""
+        return RawLayout(
+            labels=(),
+            dense=(),
+            sparse=(),
+            group=self.layout.group if self.splitter.by == "group" else None,
+            time=self.layout.time if self.splitter.by == "time" else None,
+            surveyed=tuple(columns),
+        )
+
+    def _path(self, name: str | int) -> Path:
+        return self.scratch / f"survey-{name}.f64"
+
+    def _read(self, layout: RawLayout) -> None:
+        """Write the times, and the numbers of the training rows as far as these are known."""
+        total_bytes, done_bytes = sum(source.size_bytes for source in self.sources), dict.fromkeys(self.sources, 0)
+        num_rows = 0
+        with ExitStack() as stack:
+            files = [stack.enter_context(self._path(place).open("wb")) for place in range(len(layout.surveyed))]
+            times = stack.enter_context(self._path("time").open("wb"))
+            for block, parts in in_order(self.pool, self._jobs(layout), self.num_threads + 1):
+                for rows, split in parts:
+                    for file, numbers in zip(files, rows.numbers, strict=True):
+                        numbers[split != TRAIN] = np.nan
+                        numbers.tofile(file)
+                    if rows.time is not None:  # those of files that go to one split as a whole do not count
+                        time = rows.time if block.source.split == "both" else np.full_like(rows.time, np.nan)
+                        time.tofile(times)
+                num_rows += block.num_rows
+                done_bytes[block.source] = block.position_bytes
+                self.on_rows(num_rows, sum(done_bytes.values()) / total_bytes)
+
+    def _jobs(self, layout: RawLayout) -> Iterator[Callable[[], tuple[Block, list[_Parsed]]]]:
+        whole = self.layout.with_boundaries(dict.fromkeys(self._quantiles_wanted, (0.0,)))
+
+        def parse(block: Block, first_row: int) -> _Parsed:
+            rows = block.source.format.parse(block, layout)
+            return rows, self.splitter.split_of(block, first_row, rows)
+
+        def parse_good(block: Block, rows_before: int) -> tuple[Block, list[_Parsed]]:
+            def parse_part(part: Block) -> _Parsed:
+                part.source.format.parse(part, whole)
+                return parse(part, rows_before + part.first_row)
+
+            return block, parse_good_rows(block, parse_part).results
+
+        first_row = 0
+        for source in self.sources:
+            for block in read_blocks(source, self.layout.columns if self.skip_bad else layout.columns):
+                if self.skip_bad:
+                    yield partial(parse_good, block, first_row - block.first_row)
+                else:
+                    yield lambda block=block, row=first_row: (block, [parse(block, row)])  # type: ignore[misc]
+                first_row += block.num_rows
+
+    def _chunks(self, name: str | int) -> Iterator[NDArray[np.float64]]:
+        with self._path(name).open("rb") as file:
+            while (chunk := np.fromfile(file, np.float64, _CHUNK_ROWS)).size:
+                yield chunk
+
+    def _with_times(self) -> Splitter:
+        """The splitter with the first seconds of both splits: test's last rows, and valid's just before them."""
+        splitter = self.splitter
+        if splitter.test_from is None:
+            splitter = replace(splitter, test_from=self._first_second("test", splitter.test_fraction, None))
+        if splitter.valid_from is None:
+            valid_from = self._first_second("valid", splitter.valid_fraction, splitter.test_from)
+            splitter = replace(splitter, valid_from=valid_from)
+        splitter.check_order()
+        return splitter
+
+    def _first_second(self, split: str, share: float, until: float | None) -> float | None:
+        """The first time of the last rows before `until`, which are at most this share of all rows; None for no row."""
+
+        def times() -> Iterator[NDArray[np.float64]]:
+            for chunk in self._chunks("time"):
+                yield chunk if until is None else np.where(chunk < until, chunk, np.nan)
+
+        num_rows, num_wanted = count_numbers(times), int(count_numbers(partial(self._chunks, "time")) * share)
+        if not num_wanted:
+            return None
+        if num_wanted >= num_rows:
+            raise MesetaError(
+                f"prepare: before the test split there are {num_rows} rows, of which the valid split would take "
+                f"{num_wanted}; give a smaller --valid-fraction"
+            )
+        [last] = order_statistics(times, [num_rows - num_wanted - 1])
+        later = [float(chunk[chunk > last].min()) for chunk in times() if (chunk > last).any()]
+        if not later:
+            where = "" if until is None else " before the test split"
+            raise MesetaError(
+                f"prepare: the last {share:g} of the rows{where} all have the time {last:.17g}, as rows before them "
+                f"have; give a larger --{split}-fraction, --{split}-after, or split otherwise"
+            )
+        return min(later)
+
+    def _quantiles(self, column: str, place: int, number: int, train_until: float | None) -> tuple[float, ...]:
+        """Boundaries of `number` buckets: value floor(k * n / number) of the n sorted training values, each once.
+        `train_until`: the time from which on rows are not for training; None: the others have no value already."""
+
+        def training() -> Iterator[NDArray[np.float64]]:
+            if train_until is None:
+                yield from self._chunks(place)
+                return
+            for numbers, times in zip(self._chunks(place), self._chunks("time"), strict=True):
+                yield np.where(times >= train_until, np.nan, numbers)
+
+        count = count_numbers(training)
+        if not count:
+            raise MesetaError(f"prepare: column {column!r} has no value in the training rows; leave it out of buckets")
+        return tuple(sorted(set(order_statistics(training, [k * count // number for k in range(1, number)]))))

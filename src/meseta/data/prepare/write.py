@@ -1,0 +1,138 @@
+"""The second pass: spooled rows to standardised Parquet parts, with statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from meseta.data.dataset.dataset import DataFile, Split
+from meseta.data.dataset.statistics import WINDOW_SAMPLES, FeatureStatistics
+from meseta.data.dataset.vocabulary import Vocabulary
+from meseta.data.layout import RawLayout
+from meseta.data.prepare.encode import as_lists
+from meseta.data.prepare.spool import Spool
+
+PART_WINDOWS = 8
+"""Windows of 65,536 rows in a part file: 524,288 rows."""
+ROW_GROUP_ROWS = 32_768
+"""Rows of a Parquet row group, the unit that the reader shuffles."""
+
+
+@dataclass(frozen=True)
+class Finisher:
+    """Turns encoded rows into those of the dataset, each by itself."""
+
+    layout: RawLayout
+    mean: NDArray[np.float64]
+    """Of the dense columns of the training split, in the layout's order."""
+    std: NDArray[np.float64]
+    vocabularies: Mapping[str, Vocabulary]
+    """Empty where ids are hashed."""
+
+    def finish(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+        """Standardise the dense columns and look up vocabularies."""
+        columns: dict[str, pa.Array] = {name: rows.column(name) for name in self.layout.sample_columns}
+        for name, mean, std in zip(self.layout.dense, self.mean, self.std, strict=True):
+            values = rows.column(name).to_numpy().astype(np.float64)
+            columns[name] = pa.array(((values - mean) / std).astype(np.float32))
+        for column in self.layout.sparse:
+            array = rows.column(column.name)
+            if column.name in self.vocabularies:
+                values, lengths = split_lists(array)
+                ids = self.vocabularies[column.name].lookup(values)
+                if self.vocabularies[column.name].num_embeddings <= 2**31:
+                    ids = ids.astype(np.int32)
+                array = as_lists(pa.array(ids), lengths)
+            columns[column.name] = array
+            if column.weighted:
+                columns[f"{column.name}.weight"] = rows.column(f"{column.name}.weight")
+        return pa.RecordBatch.from_pydict(columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitWriter:
+    """Writes the parts of one split; parts are independent, so threads may write them at the same time."""
+
+    layout: RawLayout
+    spool: Spool
+    finisher: Finisher
+    statistics: Mapping[str, FeatureStatistics]
+    """Where to count; empty for all but the training split."""
+    out: Path
+    """Folder of the dataset."""
+    name: str
+    """Name of the split, and of its folder."""
+    on_rows: Callable[[int], None]
+    """Called with the rows of each window written."""
+    files: list[DataFile]
+    """The parts that are written; grows."""
+
+    def write(self, pool: ThreadPoolExecutor, on_part: Callable[[], None]) -> Split:
+        """Write the parts that are left, and call `on_part` after each, in their order."""
+        (self.out / self.name).mkdir(exist_ok=True)
+        if self.statistics:
+            list(pool.map(self._count_part, self.files))
+        starts = range(0, self.spool.num_windows, PART_WINDOWS)
+        for file in pool.map(self._write_part, starts[len(self.files) :]):
+            self.files.append(file)
+            on_part()
+        positives = self.spool.positives
+        return Split(
+            num_rows=self.spool.num_rows,
+            num_positives=next(iter(positives.values())),
+            positives=positives if len(positives) > 1 else {},
+            files=tuple(self.files),
+        )
+
+    def _count_part(self, file: DataFile) -> None:
+        """The statistics of a part that an earlier process has written."""
+        table = pq.read_table(self.out / file.path, columns=[column.name for column in self.layout.sparse])
+        for first in range(0, table.num_rows, WINDOW_SAMPLES):
+            window = table.slice(first, WINDOW_SAMPLES)
+            for column in self.layout.sparse:
+                chunks = window[column.name].chunks
+                ids = [split_lists(chunk)[0] for chunk in chunks]
+                self.statistics[column.name].add_window(np.concatenate(ids), window.num_rows)
+
+    def _write_part(self, first: int) -> DataFile:
+        path = f"{self.name}/part-{first // PART_WINDOWS:05d}.parquet"
+        num_rows = 0
+        writer: pq.ParquetWriter | None = None
+        try:
+            for window in self.spool.windows(first, min(first + PART_WINDOWS, self.spool.num_windows)):
+                batch = self.finisher.finish(window)
+                self._count(batch)
+                writer = writer or part_writer(self.out / path, batch.schema)
+                writer.write_batch(batch, row_group_size=ROW_GROUP_ROWS)
+                num_rows += batch.num_rows
+                self.on_rows(batch.num_rows)
+        finally:
+            if writer is not None:
+                writer.close()
+        return DataFile(path=path, num_rows=num_rows)
+
+    def _count(self, window: pa.RecordBatch) -> None:
+        """The statistics of one window of at most 65,536 rows."""
+        assert window.num_rows <= WINDOW_SAMPLES
+        for column in self.layout.sparse if self.statistics else ():
+            self.statistics[column.name].add_window(split_lists(window.column(column.name))[0], window.num_rows)
+
+
+def part_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
+    """For one file of a dataset."""
+    return pq.ParquetWriter(path, schema, compression="lz4", write_page_checksum=True)
+
+
+def split_lists(array: pa.Array) -> tuple[NDArray[Any], NDArray[np.int64] | None]:
+    """Values, one row after the other, and how many each row has; None: one each."""
+    if not pa.types.is_list(array.type):
+        return array.to_numpy(), None
+    return array.flatten().to_numpy(), np.diff(array.offsets.to_numpy()).astype(np.int64)

@@ -1,0 +1,1 @@
+"""From a prepared dataset to batches: the order of its rows, decoding, cutting."""

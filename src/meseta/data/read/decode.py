@@ -1,0 +1,119 @@
+"""The part files of a split, decoded row group by row group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.dataset.part_files import opened_part
+from meseta.data.dataset.value_rules import check_types, check_values
+from meseta.data.read.rows import Rows, decode
+from meseta.data.read.selection import LeftOut, Selection
+from meseta.machine.processors import num_cores
+from meseta.spec import MesetaError
+
+
+@dataclass(frozen=True)
+class _RowGroup:
+    file: int
+    """Number of the file in the split."""
+    index: int
+    """Number of the group in the file."""
+    first_row: int
+    """Rows of the file before it."""
+    first_row_of_split: int
+    """Rows of the split before it."""
+    num_rows: int
+    """Rows of it that are read."""
+
+
+class SplitFiles:
+    """The row groups of a split that have rows to read."""
+
+    def __init__(self, dataset: Dataset, split: str, selection: Selection) -> None:
+        """Opens every file's footer, and reads the columns that the selection looks at, to count rows.
+
+        Raises MesetaError for a file that is missing, damaged or not what dataset.json says.
+        """
+        files = dataset.split(split).files
+        self._dataset = dataset
+        self._selection = selection
+        self._paths = [dataset.place(file.path) for file in files]
+        self._metadata = [
+            _read_footer(path, file.num_rows, dataset) for path, file in zip(self._paths, files, strict=True)
+        ]
+        self.left_out = LeftOut()
+        """Rows of the split that the selection leaves out."""
+        self._groups = list(_row_groups(self._metadata))
+        if selection.columns:
+            self._groups = self._select(self._groups)
+
+    @property
+    def group_rows(self) -> list[int]:
+        """Rows that are read of each row group."""
+        return [group.num_rows for group in self._groups]
+
+    def read(self, groups: Sequence[int], *, by_row: bool) -> Rows:
+        """Decode row groups, by their place in `group_rows`; `by_row`: whether rows will be taken one by one. Raises
+        MesetaError for a damaged file."""
+        tables = []
+        columns = list(dict.fromkeys([*self._dataset.columns, *self._selection.columns]))
+        for number in groups:
+            group = self._groups[number]
+            table = self._read_columns(group, columns)
+            check_values(self._paths[group.file], group.first_row, table, self._dataset)
+            if self._selection.columns:
+                mask, _ = self._selection.mask(table, group.first_row_of_split)
+                table = table.filter(pa.array(mask))
+            tables.append(table)
+        return decode(self._dataset, tables, by_row=by_row)
+
+    def _read_columns(self, group: _RowGroup, columns: list[str]) -> pa.Table:
+        path = self._paths[group.file]
+        with opened_part(path, self._metadata[group.file]) as file:
+            return file.read_row_group(group.index, columns=columns)
+
+    def _select(self, groups: list[_RowGroup]) -> list[_RowGroup]:
+        """Row groups with the numbers of their rows that are read, those without any left out; on all cores."""
+
+        def count(group: _RowGroup) -> tuple[int, LeftOut]:
+            table = self._read_columns(group, self._selection.columns)
+            mask, left_out = self._selection.mask(table, group.first_row_of_split)
+            return int(mask.sum()), left_out
+
+        with ThreadPoolExecutor(num_cores(), thread_name_prefix="meseta-select") as pool:
+            counted = list(pool.map(count, groups))
+        self.left_out = LeftOut(
+            sum(left_out.by_filter for _, left_out in counted), sum(left_out.negatives for _, left_out in counted)
+        )
+        return [replace(group, num_rows=num) for group, (num, _) in zip(groups, counted, strict=True) if num]
+
+
+def _read_footer(path: Path, num_rows: int, dataset: Dataset) -> pq.FileMetaData:
+    """The metadata of one file, checked against dataset.json."""
+    with opened_part(path) as file:
+        metadata, schema = file.metadata, file.schema_arrow
+    if metadata.num_rows != num_rows:
+        raise MesetaError(
+            f"dataset file {str(path)!r} holds {metadata.num_rows} rows, but dataset.json says {num_rows}; "
+            "prepare the dataset again"
+        )
+    check_types(path, schema, dataset)
+    return metadata
+
+
+def _row_groups(files: Sequence[pq.FileMetaData]) -> Iterator[_RowGroup]:
+    before = 0
+    for file, metadata in enumerate(files):
+        first_row = 0
+        for index in range(metadata.num_row_groups):
+            num_rows = metadata.row_group(index).num_rows
+            yield _RowGroup(file, index, first_row, before + first_row, num_rows)
+            first_row += num_rows
+        before += first_row

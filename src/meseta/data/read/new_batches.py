@@ -1,0 +1,83 @@
+"""Raw rows as a stream of batches, the same stream for any number of ranks: nothing of them goes to the disk."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import closing
+
+import pyarrow as pa
+
+from meseta.data.batch import Batch
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.prepare.new_rows import NewRows
+from meseta.data.read.prefetch import Prefetch
+from meseta.data.read.reader import slice_of
+from meseta.data.read.rows import decode, to_batch
+from meseta.data.row_queue import RowQueue
+
+
+class NewBatches:
+    """Batches of `rows` for one rank, in the order of the files; as those of a Reader of their prepared form.
+
+    Each rank encodes all rows and takes its slice of each global batch. Rows come once.
+    """
+
+    def __init__(
+        self,
+        rows: NewRows,
+        dataset: Dataset,
+        batch_size: int,
+        *,
+        prefetch_batches: int = 4,
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> None:
+        """`dataset`: the description of the rows, with the labels that are wanted; `batch_size`: over all ranks."""
+        self.dataset = dataset
+        self.rows = rows
+        self._batch_size = batch_size
+        self._prefetch_batches = prefetch_batches
+        self._rank, self._num_ranks = rank, num_ranks
+        self._keys: deque[pa.Table] = deque()
+
+    def epoch(self) -> Prefetch[Batch]:
+        """This rank's slice of each global batch. Raises what `NewRows.read` raises."""
+        return Prefetch(self._batches(), self._prefetch_batches)
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Of what `take` returns."""
+        return self.rows.key_schema
+
+    def take(self, num_rows: int) -> pa.Table:
+        """The key columns of the next global batch, which has `num_rows` rows and has been handed over."""
+        if not self.schema.names:
+            return pa.table({})
+        keys = self._keys.popleft()
+        assert keys.num_rows == num_rows
+        return keys
+
+    def _batches(self) -> Iterator[Batch]:
+        for table, keys in self._global_batches():
+            if keys is not None:
+                self._keys.append(keys)
+            start, stop = slice_of(self._rank, self._num_ranks, 0, table.num_rows)
+            yield to_batch(self.dataset, decode(self.dataset, [table]).take(slice(start, stop)))
+
+    def _global_batches(self) -> Iterator[tuple[pa.Table, pa.Table | None]]:
+        """Encoded rows cut anew, and their keys likewise."""
+        waiting, keys = RowQueue(), RowQueue()
+
+        def front(num_rows: int) -> tuple[pa.Table, pa.Table | None]:
+            return waiting.take(num_rows), keys.take(num_rows) if keys.batches else None
+
+        with closing(self.rows.read()) as blocks:
+            for block in blocks:
+                waiting.add(block.batch)
+                if block.keys is not None:
+                    keys.add(block.keys)
+                while waiting.num_rows >= self._batch_size:
+                    yield front(self._batch_size)
+        if waiting.num_rows:
+            yield front(waiting.num_rows)

@@ -1,0 +1,75 @@
+"""The order of rows in an epoch, a function of (seed, epoch) and of the files alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meseta.data.counter import permutation
+
+_GROUPS, _ROWS = 0, 1  # keys of the two kinds of permutation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Row groups that are in memory and shuffled together."""
+
+    start: int
+    """Rows of the epoch before it."""
+    num_rows: int
+    groups: tuple[int, ...]
+    """Row groups, by their number in the split, in the order of reading."""
+    rows: NDArray[np.int64] | None
+    """Row at each place of the window [num_rows]; None: as read."""
+
+
+def group_into_windows(group_rows: Sequence[int], window_rows: int) -> list[list[int]]:
+    """Cut consecutive row groups into windows of at most `window_rows` rows, or of one group where that is larger.
+
+    Returns the places of the groups per window.
+    """
+    windows: list[list[int]] = []
+    held = 0
+    for place, rows in enumerate(group_rows):
+        if not windows or held + rows > window_rows:
+            windows.append([])
+            held = 0
+        windows[-1].append(place)
+        held += rows
+    return windows
+
+
+class EpochOrder:
+    """Windows of one epoch: row groups permuted by (seed, epoch), rows inside a window by (seed, epoch, window)."""
+
+    def __init__(self, group_rows: Sequence[int], window_rows: int, shuffle_key: tuple[int, int] | None) -> None:
+        """`group_rows`: rows of each row group; `shuffle_key`: (seed, epoch), or None for the order of the files."""
+        groups = np.arange(len(group_rows))
+        if shuffle_key is not None:
+            groups = permutation(len(group_rows), *shuffle_key, _GROUPS)
+        rows = np.array(group_rows, np.int64)[groups]
+        self._shuffle_key = shuffle_key
+        self._windows = [groups[places].tolist() for places in group_into_windows(rows.tolist(), window_rows)]
+        sizes = [sum(group_rows[group] for group in window) for window in self._windows]
+        self._starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+    def find(self, row: int) -> int:
+        """The window that holds a row of the epoch."""
+        return int(np.searchsorted(self._starts, row, side="right")) - 1
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the epoch."""
+        return int(self._starts[-1])
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def window(self, index: int) -> Window:
+        """Window `index`, with its permutation worked out."""
+        num_rows = int(self._starts[index + 1] - self._starts[index])
+        rows = None if self._shuffle_key is None else permutation(num_rows, *self._shuffle_key, _ROWS, index)
+        return Window(start=int(self._starts[index]), num_rows=num_rows, groups=tuple(self._windows[index]), rows=rows)

@@ -1,0 +1,229 @@
+"""Conditions on rows, such as "age >= 18 and country != 'ES'": parsed into comparisons of columns, never run as code.
+
+A condition speaks of the values of the sources. Dense columns hold scaled logarithms and sparse ones rows of tables,
+so constants go the way that `meseta prepare` took the values, and are compared there: exactly for dense columns, since
+scaling keeps their order, and as exactly as hashing can for sparse ones.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, NoReturn
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from meseta.data.dataset.columns import DataColumn, columns_of
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.dataset.vocabulary import read_values
+from meseta.data.hash_categories import hash_to_rows
+from meseta.data.raw_rows import log1p
+from meseta.spec import MesetaError, nearest
+
+Mask = NDArray[np.bool_]
+Node = Callable[[pa.Table], Mask]
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>[-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)|(?P<name>[^\W\d][\w.]*)|`(?P<quoted>[^`]+)`"
+    r"|(?P<text>'[^']*'|\"[^\"]*\")|(?P<sign>==|!=|<=|>=|<|>|\(|\)|\[|\]|,))"
+)
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge
+}  # fmt: skip
+_WORDS = ("and", "or", "not", "in")
+_MAX_DEPTH = 50
+
+
+@dataclass(frozen=True)
+class _Token:
+    kind: str
+    """'number', 'name', 'text', 'sign' (words too) or 'end'."""
+    text: str
+    place: int
+    """Where it begins."""
+
+
+class RowFilter:
+    """A condition, ready to be asked of tables."""
+
+    def __init__(self, condition: str, dataset: Dataset) -> None:
+        """Reads `condition` for the columns of `dataset`.
+
+        condition := comparison, joined by `and`, `or`, `not` and parentheses, in the usual order
+        comparison := column (== != < <= > >=) constant, or column [not] in [constant, ...]
+        column := a name, in backticks where it is not made of letters, digits, dots and underscores
+        constant := a number, or a text in single or double quotes
+
+        Raises MesetaError, with the place, for what is no condition, for unknown columns, and for comparisons that a
+        column does not allow.
+        """
+        self.condition = condition
+        self._dataset = dataset
+        self._columns = {column.name: column for column in columns_of(dataset)}
+        self._used: list[str] = []
+        self._tokens = list(self._split())
+        self._at = 0
+        self._depth = 0
+        self._node = self._any()
+        if self._next.kind != "end":
+            self._fail(f"expected 'and', 'or' or the end, got {self._next.text!r}")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that it looks at."""
+        return tuple(dict.fromkeys(self._used))
+
+    def __call__(self, table: pa.Table) -> Mask:
+        """Which rows of a table with at least those columns fulfil it [n]."""
+        return self._node(table)
+
+    def _split(self) -> Sequence[_Token]:
+        tokens, at = [], 0
+        text = self.condition.rstrip()
+        while at < len(text):
+            match = _TOKEN.match(text, at)
+            if match is None:
+                rest = text[at:].lstrip()
+                self._fail(f"cannot read {rest[:10]!r}", len(text) - len(rest))
+            kind = str(match.lastgroup)
+            found = match[kind]
+            begin = match.start(kind)
+            if kind == "name" and found in _WORDS:
+                kind = "sign"
+            tokens.append(_Token("name" if kind == "quoted" else kind, found, begin))
+            at = match.end()
+        return [*tokens, _Token("end", "the end", len(text))]
+
+    def _any(self) -> Node:
+        parts = [self._all()]
+        while self._take("or"):
+            parts.append(self._all())
+        return parts[0] if len(parts) == 1 else lambda table: np.logical_or.reduce([part(table) for part in parts])
+
+    def _all(self) -> Node:
+        parts = [self._one()]
+        while self._take("and"):
+            parts.append(self._one())
+        return parts[0] if len(parts) == 1 else lambda table: np.logical_and.reduce([part(table) for part in parts])
+
+    def _one(self) -> Node:
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            self._fail(f"more than {_MAX_DEPTH} parentheses or 'not' inside each other")
+        if self._take("not"):
+            part = self._one()
+            node: Node = lambda table: ~part(table)  # noqa: E731
+        elif self._take("("):
+            node = self._any()
+            self._expect(")")
+        else:
+            node = self._comparison()
+        self._depth -= 1
+        return node
+
+    def _comparison(self) -> Node:
+        token = self._pop()
+        if token.kind != "name":
+            self._fail(f"expected a column, got {token.text!r}", token.place)
+        column = self._columns.get(token.text)
+        if column is None:
+            self._fail(f"there is no column {token.text!r}; {nearest(token.text, self._columns)}", token.place)
+        self._used.append(column.name)
+        is_not = self._take("not")
+        if is_not or self._next.text == "in":
+            self._expect("in")
+            self._expect("[")
+            constants = [self._constant(column, "==")]
+            while self._take(","):
+                constants.append(self._constant(column, "=="))
+            self._expect("]")
+            return lambda table: np.isin(_values(table, column), constants, invert=is_not)
+        sign = self._pop()
+        if sign.kind != "sign" or sign.text not in _COMPARISONS:
+            self._fail(f"expected a comparison or 'in' after {column.name!r}, got {sign.text!r}", sign.place)
+        compare, constant = _COMPARISONS[sign.text], self._constant(column, sign.text)
+        return lambda table: compare(_values(table, column), constant)
+
+    def _constant(self, column: DataColumn, sign: str) -> Any:
+        """A constant as the column would hold it."""
+        token = self._pop()
+        if token.kind not in ("number", "text"):
+            self._fail(f"expected a number or a text in quotes, got {token.text!r}", token.place)
+        text = token.text[1:-1] if token.kind == "text" else token.text.replace("_", "")
+        if column.role == "ids":
+            return self._id(column, text, sign, token)
+        if column.role == "time" and token.kind == "text":
+            try:
+                moment = datetime.fromisoformat(text)
+            except ValueError:
+                self._fail(f"{text!r} is no time; write it as '2026-01-31 12:00', or in seconds", token.place)
+            return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+        if token.kind == "text":
+            self._fail(f"column {column.name!r} holds numbers, so compare it with a number, not {text!r}", token.place)
+        if column.role == "id weights":
+            self._fail(f"column {column.name!r} holds weights of ids, several per row", token.place)
+        number = float(text)
+        if column.role == "group":
+            # Whole numbers above 2**53 are told apart; those that int64 has not are compared as floats.
+            return (
+                int(text) if abs(number) < 2.0**63 and number.is_integer() and text.lstrip("+-").isdigit() else number
+            )
+        if column.role == "time":
+            return number
+        if column.role != "dense":
+            return np.float32(number)
+        feature = next(feature for feature in self._dataset.dense if feature.name == column.name)
+        if number < 0 and not feature.signed:
+            return np.float32(-np.inf)  # below all values, which prepare took for zero where they were negative
+        return np.float32((float(log1p(np.array([number]), signed=feature.signed)[0]) - feature.mean) / feature.std)
+
+    def _id(self, column: DataColumn, text: str, sign: str, token: _Token) -> int:
+        if column.is_list:
+            self._fail(f"column {column.name!r} holds several ids per row; take one with a single id", token.place)
+        if sign not in ("==", "!="):
+            self._fail(f"categories have no order: compare {column.name!r} by ==, != or in", token.place)
+        feature = next(feature for feature in self._dataset.sparse if feature.name == column.name)
+        if feature.made_of:
+            parts = " and ".join(map(repr, feature.made_of))
+            self._fail(f"column {column.name!r} is made of {parts}; compare those", token.place)
+        if feature.hash_seed is not None:
+            return int(hash_to_rows(pa.array([text]), feature.num_embeddings, int(feature.hash_seed, 16))[0])
+        row = int(pc.index(read_values(self._dataset.dir, feature), text.encode()).as_py())
+        if row < 0:
+            self._fail(
+                f"the vocabulary of {column.name!r} does not hold {text!r}, so its rows cannot be told", token.place
+            )
+        return row
+
+    @property
+    def _next(self) -> _Token:
+        return self._tokens[self._at]
+
+    def _pop(self) -> _Token:
+        token = self._next
+        self._at = min(self._at + 1, len(self._tokens) - 1)
+        return token
+
+    def _take(self, sign: str) -> bool:
+        if self._next.kind == "sign" and self._next.text == sign:
+            self._at += 1
+            return True
+        return False
+
+    def _expect(self, sign: str) -> None:
+        if not self._take(sign):
+            self._fail(f"expected {sign!r}, got {self._next.text!r}")
+
+    def _fail(self, problem: str, place: int | None = None) -> NoReturn:
+        at = self._next.place if place is None else place
+        raise MesetaError(f"filter {self.condition!r}, character {at + 1}: {problem}")
+
+
+def _values(table: pa.Table, column: DataColumn) -> NDArray[Any]:
+    return table.column(column.name).to_numpy()

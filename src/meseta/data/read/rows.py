@@ -1,0 +1,221 @@
+"""Decoded rows in numpy: read from row groups, gathered by index, turned into a Batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from meseta.data.batch import Batch
+from meseta.data.dataset.dataset import Dataset, SparseFeature
+from meseta.jagged import KeyedJaggedTensor
+
+Index = NDArray[np.int64] | slice
+
+
+@dataclass(frozen=True)
+class IdLists:
+    """Ids of one multi-valued feature, one sample after the other."""
+
+    lengths: NDArray[np.int64]
+    """Ids per sample [n]."""
+    values: NDArray[Any]
+    """Ids [nnz]."""
+    weights: NDArray[np.float32] | None
+    """One per id [nnz], or None."""
+
+    def take(self, index: Index) -> IdLists:
+        offsets = np.concatenate([[0], np.cumsum(self.lengths)])
+        lengths = self.lengths[index]
+        if isinstance(index, slice):
+            start, stop, _ = index.indices(self.lengths.size)
+            chosen: Index = slice(int(offsets[start]), int(offsets[max(start, stop)]))
+        else:
+            # Position within the output, minus the output start of its bag, plus the input start of its bag.
+            ends = np.cumsum(lengths)
+            chosen = np.arange(lengths.sum()) + np.repeat(offsets[index] - (ends - lengths), lengths)
+        return IdLists(lengths, self.values[chosen], None if self.weights is None else self.weights[chosen])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """n decoded samples."""
+
+    label: NDArray[np.float32]
+    """[n], or [n, T] where there are T > 1 labels; NaN where the dataset has none."""
+    dense: NDArray[np.float32]
+    """[n, num_dense]."""
+    single: NDArray[Any]
+    """Ids of the single-valued features [num_single, n], int32 or int64, in any order in memory."""
+    bags: tuple[IdLists, ...]
+    """The multi-valued features, in order."""
+    weight: NDArray[np.float32] | None = None
+    """Weights of the samples [n], or None."""
+    group: NDArray[np.int64] | None = None
+    """Keys of their groups [n], or None."""
+
+    def take(self, index: Index) -> Rows:
+        """The rows at `index`; views where it is a slice."""
+        if isinstance(index, slice):
+            dense, single = self.dense[index], self.single[:, index]
+        else:
+            dense, single = self.dense.take(index, axis=0), self.single.T.take(index, axis=0).T
+        return Rows(
+            self.label[index],
+            dense,
+            single,
+            tuple(bags.take(index) for bags in self.bags),
+            None if self.weight is None else self.weight[index],
+            None if self.group is None else self.group[index],
+        )
+
+
+def decode(dataset: Dataset, tables: Sequence[pa.Table], *, by_row: bool = False) -> Rows:
+    """Columns of one or more row groups, one after the other. With `by_row` the ids of a row lie side by side, which is
+    dearer to write and much cheaper to gather from.
+    """
+    num_rows = sum(table.num_rows for table in tables)
+    dense = np.empty((num_rows, len(dataset.dense)), np.float32)
+    singles = [feature for feature in dataset.sparse if not feature.multi_valued]
+    # Ids of one file may be wider than those of another.
+    wide = any(table.schema.field(feature.name).type == pa.int64() for feature in singles for table in tables)
+    shape = (num_rows, len(singles)) if by_row else (len(singles), num_rows)
+    single = np.empty(shape, np.int64 if wide else np.int32)
+    single = single.T if by_row else single
+    start = 0
+    for table in tables:  # group by group, whose columns fit into the caches
+        stop = start + table.num_rows
+        for place, column in enumerate(dataset.dense):
+            dense[start:stop, place] = table.column(column.name).to_numpy()
+        for place, feature in enumerate(singles):
+            single[place, start:stop] = table.column(feature.name).to_numpy()
+        start = stop
+    labels = [_column(tables, name, np.float32) for name in dataset.label_columns]
+    labels = labels or [np.full(num_rows, np.nan, np.float32) for _ in dataset.labels]
+    return Rows(
+        labels[0] if len(labels) == 1 else np.stack(labels, axis=1),
+        dense,
+        single,
+        tuple(_bags(tables, feature) for feature in dataset.sparse if feature.multi_valued),
+        None if dataset.weight is None else _column(tables, dataset.weight, np.float32),
+        None if dataset.group is None else _column(tables, dataset.group, np.int64),
+    )
+
+
+def concatenate(parts: Sequence[Rows]) -> Rows:
+    """Rows of several parts, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    return Rows(
+        np.concatenate([part.label for part in parts]),
+        np.concatenate([part.dense for part in parts]),
+        np.concatenate([part.single for part in parts], axis=1),
+        tuple(_join(bags) for bags in zip(*(part.bags for part in parts), strict=True)),
+        _join_present([part.weight for part in parts]),
+        _join_present([part.group for part in parts]),
+    )
+
+
+def to_batch(dataset: Dataset, rows: Rows) -> Batch:
+    """Tensors of these rows; ids and lengths are int64, feature-major. Views of other arrays are copied, arrays that
+    own their memory are taken over.
+    """
+    num_rows = len(rows.label)
+    keys = tuple(feature.name for feature in dataset.sparse)
+    if not rows.bags:
+        values = rows.single.astype(np.int64, order="C").reshape(-1)
+        lengths = np.ones(values.size, np.int64)
+        weights = None
+    else:
+        values, lengths, weights = _interleave(dataset, rows)
+    sparse = KeyedJaggedTensor(
+        keys=keys,
+        values=torch.from_numpy(values),
+        lengths=torch.from_numpy(lengths),
+        weights=None if weights is None else torch.from_numpy(weights),
+        batch_sizes=(num_rows,) * len(keys),
+    )
+    return Batch(
+        dense=_own(rows.dense),
+        sparse=sparse,
+        label=_own(rows.label),
+        weight=None if rows.weight is None else _own(rows.weight),
+        group=None if rows.group is None else _own(rows.group),
+    )
+
+
+def pad(batch: Batch, batch_size: int) -> Batch:
+    """The batch, filled up to `batch_size` samples that have weight 0, no ids, zeros for all else."""
+    more = batch_size - batch.batch_size
+    sparse, num_keys = batch.sparse, len(batch.sparse.keys)
+    lengths = functional.pad(sparse.lengths.view(num_keys, batch.batch_size), (0, more)).reshape(-1)
+    weight = torch.ones(batch.batch_size) if batch.weight is None else batch.weight
+    return Batch(
+        dense=functional.pad(batch.dense, (0, 0, 0, more)),
+        sparse=KeyedJaggedTensor(
+            keys=sparse.keys,
+            values=sparse.values,
+            lengths=lengths,
+            weights=sparse.weights,
+            batch_sizes=(batch_size,) * num_keys,
+        ),
+        label=functional.pad(batch.label, (*(0, 0) * (batch.label.dim() - 1), 0, more)),
+        weight=functional.pad(weight, (0, more)),
+        group=None if batch.group is None else functional.pad(batch.group, (0, more)),
+        num_padding=more,
+    )
+
+
+def _interleave(
+    dataset: Dataset, rows: Rows
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32] | None]:
+    """Values, lengths and weights of single- and multi-valued features in the dataset's order."""
+    singles, bags = iter(rows.single), iter(rows.bags)
+    ones = np.ones(len(rows.label), np.int64)
+    parts = [next(bags) if f.multi_valued else IdLists(ones, next(singles), None) for f in dataset.sparse]
+    weights = None
+    if any(feature.weighted for feature in dataset.sparse):
+        weights = np.concatenate(
+            [np.ones(p.values.size, np.float32) if p.weights is None else p.weights for p in parts]
+        )
+    values = np.concatenate([part.values for part in parts]).astype(np.int64)
+    return values, np.concatenate([part.lengths for part in parts]), weights
+
+
+def _own(array: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(array if array.flags.owndata and array.flags.writeable else np.array(array))
+
+
+def _column(tables: Sequence[pa.Table], name: str, dtype: type[Any]) -> NDArray[Any]:
+    parts = [table.column(name).to_numpy().astype(dtype, copy=False) for table in tables]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _bags(tables: Sequence[pa.Table], feature: SparseFeature) -> IdLists:
+    def flat(name: str) -> NDArray[Any]:
+        return np.concatenate([chunk.flatten().to_numpy() for table in tables for chunk in table.column(name).chunks])
+
+    chunks = [chunk for table in tables for chunk in table.column(feature.name).chunks]
+    lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks]).astype(np.int64)
+    return IdLists(lengths, flat(feature.name), flat(f"{feature.name}.weight") if feature.weighted else None)
+
+
+def _join_present(parts: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
+    present = [part for part in parts if part is not None]
+    return np.concatenate(present) if present else None
+
+
+def _join(parts: Sequence[IdLists]) -> IdLists:
+    weights = [part.weights for part in parts if part.weights is not None]
+    return IdLists(
+        np.concatenate([part.lengths for part in parts]),
+        np.concatenate([part.values for part in parts]),
+        np.concatenate(weights) if weights else None,
+    )

@@ -1,0 +1,62 @@
+"""Which raw columns are the label, the dense and the sparse features, for all sources together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from meseta.data.formats.format import AskedColumns, OnRows, Source
+from meseta.data.layout import RawLayout
+from meseta.data.schema.roles import NamedColumns
+from meseta.data.schema.schema import Schema
+from meseta.machine.files import first_alike
+from meseta.spec import MesetaError
+from meseta.spec.checks import doubled
+
+
+def find_layout(
+    sources: Sequence[Source],
+    named: NamedColumns | None = None,
+    schema: Schema | None = None,
+    on_scan: OnRows | None = None,
+    *,
+    skip_bad: bool = False,
+) -> RawLayout:
+    """The common layout of all sources: as `schema` says, else as `named` says, else inferred.
+
+    TSV is Criteo's. CSV and Parquet are judged by the names of columns, their types and a sample of the rows, libsvm
+    and libffm by all rows, which `on_scan` follows; with `skip_bad`, by those that can be parsed.
+    Raises MesetaError for a file with other columns, a missing column or one of a wrong type.
+    """
+    asked = AskedColumns(named=named or NamedColumns(), schema=schema, skip_bad=skip_bad)
+    if on_scan is not None:
+        asked = replace(asked, on_scan=on_scan)
+    layout = sources[0].format.layout(sources, asked)
+    check_features(f"source {str(sources[0].path)!r}", layout)
+    return layout
+
+
+def check_features(where: str, layout: RawLayout) -> None:
+    """Raise MesetaError, naming `where`, for a layout without features, and for names that meet in the dataset."""
+    if not layout.features:
+        labels = ", ".join(map(repr, layout.labels))
+        left_out = [f"{name!r}: {layout.reasons[name]}" for name in layout.ignored if name in layout.reasons]
+        why = f" ({'; '.join(left_out[:3])}{'; ...' if len(left_out) > 3 else ''})" if left_out else ""
+        raise MesetaError(
+            f"{where} has no feature beside the label {labels}{why}; name some with --dense and --sparse, or in a "
+            "--schema file"
+        )
+    weights = [f"{column.name}.weight" for column in layout.sparse if column.weighted]
+    written = [*layout.sample_columns, *layout.features, *weights]
+    twice = {*doubled(written), *set(layout.labels).intersection(layout.features)}
+    for name in [*layout.features, *weights, *layout.sample_columns]:
+        if name in twice:
+            raise MesetaError(
+                f"{where}: column {name!r} is used twice (label {layout.labels[0]!r} is written as "
+                f"{layout.label_columns[0]!r}); rename it"
+            )
+    if alike := first_alike(column.name for column in layout.sparse):
+        raise MesetaError(
+            f"{where}: columns {alike[0]!r} and {alike[1]!r} are one name to file systems that ignore case or spell "
+            "accents otherwise, and files are named after them; rename one"
+        )

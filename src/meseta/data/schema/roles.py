@@ -1,0 +1,97 @@
+"""The roles of columns: as options name them, or as inferred where they do not."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from meseta.data.schema.guess import Guess, Role, only_one_each
+from meseta.data.schema.schema import Schema
+from meseta.spec import MesetaError, nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedColumns:
+    """Columns by name, or by patterns of the shell such as 'C*', with the roles that a user gives them."""
+
+    label: Sequence[str] = ()
+    dense: Sequence[str] = ()
+    sparse: Sequence[str] = ()
+    """A column that is here and under `dense` is both."""
+    ignore: Sequence[str] = ()
+    time: Sequence[str] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.label or self.dense or self.sparse or self.ignore or self.time)
+
+    def labels(self, where: str, names: Sequence[str]) -> tuple[str, ...]:
+        """The labels among the columns `names`. Raises MesetaError, naming `where`, for one that is not there."""
+        chosen = [name for entry in self.label for name in _matches(where, entry, names)]
+        return tuple(dict.fromkeys(chosen))
+
+    def roles(self, where: str, names: Sequence[str]) -> dict[str, Guess]:
+        """Those of `names` that are named -> their role.
+
+        A name goes before a pattern, and a pattern of features before one of `ignore`. Raises MesetaError, naming
+        `where`, for a name or pattern without a column, and for a column that is named for two ends.
+        """
+        by_name: dict[str, set[str]] = {}
+        by_pattern: dict[str, set[str]] = {}
+        for role in ("dense", "sparse", "ignore", "time"):
+            for entry in getattr(self, role):
+                table = by_name if entry in names else by_pattern
+                for name in _matches(where, entry, names):
+                    table.setdefault(name, set()).add(role)
+        for name, roles in by_name.items():
+            for alone in ("ignore", "time"):
+                if alone in roles and len(roles) > 1:
+                    raise MesetaError(f"{where}: column {name!r} is named by --{alone} and as a feature; name it once")
+        times = [name for name in names if "time" in by_name.get(name, by_pattern.get(name, ()))]
+        if len(times) > 1:
+            raise MesetaError(f"{where}: --time names {times[0]!r} and {times[1]!r}; rows have one time")
+        chosen = {
+            name: by_name.get(name) or by_pattern[name] for name in names if name in by_name or name in by_pattern
+        }
+        return {name: _role(roles) for name, roles in chosen.items()}
+
+
+def _matches(where: str, entry: str, names: Sequence[str]) -> list[str]:
+    matching = [entry] if entry in names else fnmatch.filter(names, entry)
+    if not matching:
+        raise MesetaError(f"{where} has no column {entry!r}; {nearest(entry, [name for name in names if name])}")
+    return matching
+
+
+_ROLES: dict[str, Role] = {"dense": "dense", "sparse": "categorical", "time": "time", "ignore": "ignore"}
+"""Options that name columns -> roles; the first that names a column counts."""
+
+
+def _role(roles: set[str]) -> Guess:
+    if {"dense", "sparse"} <= roles:
+        return Guess("both", "a category and a measurement, as --sparse and --dense say", is_named=True)
+    option = next(option for option in _ROLES if option in roles)
+    return Guess(_ROLES[option], f"as --{option} says", is_named=True)
+
+
+def schema_of(labels: Sequence[str], guesses: Mapping[str, Guess], signed: Sequence[str]) -> Schema:
+    """The schema that says what `guesses` say; `signed`: columns of numbers with negative values."""
+    guesses = only_one_each(guesses)
+    dense = [name for name, guess in guesses.items() if guess.role in ("dense", "both")]
+    single = {guess.role: name for name, guess in guesses.items() if guess.role in ("weight", "group", "time")}
+    # Not validated: roles are disjoint, and names that a file has twice are told with the file.
+    return Schema.model_construct(
+        label=labels[0] if len(labels) == 1 else None,
+        labels=list(labels) if len(labels) > 1 else [],
+        dense=dense,
+        signed=[name for name in dense if name in signed],
+        categorical=[name for name, guess in guesses.items() if guess.role in ("categorical", "both")],
+        weight=single.get("weight"),
+        group=single.get("group"),
+        time=single.get("time"),
+    )
+
+
+def reasons_of(guesses: Mapping[str, Guess]) -> dict[str, str]:
+    """Column -> why it was taken for what it is."""
+    return {name: guess.reason for name, guess in only_one_each(guesses).items()}

@@ -1,0 +1,273 @@
+"""The schema file: what the columns of raw files are, instead of what would be inferred."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from meseta.data.layout import MAX_BUCKETS, NO_CATEGORY, BucketRule, RawLayout, SparseColumn
+from meseta.spec import MesetaError, nearest
+from meseta.spec.checks import doubled
+from meseta.spec.documents import read_mapping
+
+
+class Schema(BaseModel):
+    """A schema file: what the columns are, instead of what would be inferred."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    label: str | None = None
+    """Column of the label, 0 to 1."""
+    labels: list[str] = []
+    """Columns of several labels, instead of `label`."""
+    weight: str | None = None
+    """Column of the weights of the samples: 0, or 1e-9 to 1e9."""
+    group: str | None = None
+    """Column that tells which samples belong together; it may be under `categorical` too."""
+    time: str | None = None
+    """Column of times: ISO 8601, or seconds since 1970, or milli-, micro- or nanoseconds, by their size."""
+    dense: list[str] = []
+    """Columns of numbers."""
+    signed: list[str] = []
+    """Columns under `dense` whose negative values count; those of others are taken for 0."""
+    categorical: list[str] = []
+    """Columns of categories, or of lists of them; one that is under `dense` too is both, as NAME and NAME.category."""
+    multi_valued: dict[str, str] = {}
+    """CSV: categorical column with several values in a field to what parts them, such as {genres: "|"}."""
+    weights: dict[str, str] = {}
+    """Categorical column to its weights. Parquet: the column of lists that holds them; CSV: the sign before them."""
+    buckets: dict[str, list[float] | int] = {}
+    """Column of numbers to the ascending boundaries at which it is cut, or to a number of buckets of equal size."""
+    crosses: dict[str, list[str]] = {}
+    """New categorical feature to the columns whose values are joined to its value."""
+    ignore: list[str] = []
+    """Columns that are not read; a column that the file does not name is not read either."""
+    delimiter: str | None = Field(default=None, min_length=1, max_length=1)
+    """Text: what parts the fields; None: told by the header, and only of files named as CSV."""
+    header: list[str] = []
+    """Names of all columns of text that does not begin with a line of them, in order."""
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The labels, however many."""
+        return tuple(self.labels) if self.label is None else (self.label,)
+
+    @property
+    def columns(self) -> list[str]:
+        """Every raw column that is named, but for those of weights."""
+        crossed = [name for names in self.crosses.values() for name in names]
+        samples = [name for name in (self.weight, self.group, self.time) if name is not None]
+        features = [*self.dense, *self.categorical, *self.buckets, *crossed]
+        return list(dict.fromkeys([*self.label_names, *samples, *features, *self.ignore]))
+
+    @staticmethod
+    def load(path: str | Path) -> Schema:
+        """Read a YAML file. Raises MesetaError naming the key and the rule, and for a column with two roles."""
+        where = f"schema {str(path)!r}"
+        try:
+            document = read_mapping(path)
+        except MesetaError as error:
+            raise MesetaError(f"{where}: {error}") from None
+        try:
+            # An empty key means none of them, as elsewhere in YAML.
+            schema = Schema.model_validate({key: value for key, value in document.items() if value is not None})
+        except ValidationError as error:
+            # An unknown key first: where 'lable' is given, the fault is not that 'label' is missing.
+            problem = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
+            key = ".".join(map(str, problem["loc"][:2]))
+            if problem["type"] == "extra_forbidden":
+                raise MesetaError(f"{where}: unknown key {key!r}; {nearest(key, list(Schema.model_fields))}") from None
+            raise MesetaError(f"{where}: key {key!r}: {problem['msg'].lower()}") from None
+        broken = _problem(schema)
+        if broken:
+            raise MesetaError(f"{where}: {broken}")
+        return schema
+
+    def derived_columns(self) -> tuple[SparseColumn, ...]:
+        """The features that buckets and crosses make."""
+        cut = [
+            BucketRule(column=name, num_quantiles=how)
+            if isinstance(how, int)
+            else BucketRule(column=name, boundaries=tuple(how))
+            for name, how in self.buckets.items()
+        ]
+        crosses = (SparseColumn(name=name, cross=tuple(columns)) for name, columns in self.crosses.items())
+        return (*(SparseColumn(name=f"{buckets.column}.bucket", buckets=buckets) for buckets in cut), *crosses)
+
+
+def _problem(schema: Schema) -> str | None:
+    """Which rule the keys break together, or None."""
+    if bool(schema.labels) == (schema.label is not None):
+        both = "both are given" if schema.labels else "field required, or 'labels' for several"
+        return f"key 'label': {both}; give one of 'label' and 'labels'"
+    if problem := _problem_of_dense(schema):
+        return problem
+    features = list(dict.fromkeys([*schema.dense, *schema.categorical]))
+    samples = [name for name in (*schema.label_names, schema.weight, schema.time) if name is not None]
+    roles = [*samples, *features, *(n for n in schema.buckets if n not in features), *schema.ignore]
+    roles += [schema.group] if schema.group and schema.group not in schema.categorical else []
+    twice = sorted(doubled(roles))
+    if twice:
+        return f"column {twice[0]!r} is named twice; give it one role"
+    for key in ("multi_valued", "weights"):
+        for name in getattr(schema, key):
+            if name not in schema.categorical:
+                return f"{key} are given for {name!r}, which is not under categorical"
+    for name, separator in schema.multi_valued.items():
+        weight = schema.weights.get(name)
+        if len(separator) != 1 or separator in '"\r\n' or weight == separator:
+            return (
+                f"key 'multi_valued.{name}': {separator!r} must be one character, no quote, line end or sign of weights"
+            )
+    if schema.delimiter is not None and (schema.delimiter in '"\r\n' or not schema.delimiter.isascii()):
+        return f"key 'delimiter': {schema.delimiter!r} must be an ASCII character, and no quote or line end"
+    if len(schema.header) == 1 or not all(schema.header):
+        return f"key 'header': {schema.header} must name all columns, two or more, and none by nothing"
+    return _problem_of_buckets(schema) or _problem_of_crosses(schema)
+
+
+def _problem_of_dense(schema: Schema) -> str | None:
+    for key in ("dense", "categorical", "signed"):
+        if twice := sorted(doubled(getattr(schema, key))):
+            return f"key {key!r}: column {twice[0]!r} is named twice"
+    for name in schema.signed:
+        if name not in schema.dense:
+            return f"key 'signed': column {name!r} is not under dense"
+    for name in schema.dense:
+        if name in schema.multi_valued or name in schema.weights:
+            return f"column {name!r} is under dense, so it holds one number a row; take it from multi_valued or weights"
+    return None
+
+
+def _problem_of_buckets(schema: Schema) -> str | None:
+    for name, how in schema.buckets.items():
+        if name in schema.categorical:
+            return f"key 'buckets.{name}': the column is under categorical; numbers are cut, categories are not"
+        if isinstance(how, int):
+            good = 2 <= how <= MAX_BUCKETS
+        else:
+            ascending = all(a < b for a, b in itertools.pairwise(how))
+            good = len(how) > 0 and ascending and all(map(math.isfinite, how))
+        if not good:
+            return (
+                f"key 'buckets.{name}': {how} must be boundaries in ascending order, such as [18, 25, 35], or a number "
+                f"of buckets, 2..{MAX_BUCKETS}"
+            )
+    return None
+
+
+def _problem_of_crosses(schema: Schema) -> str | None:
+    closed = {*schema.label_names, schema.weight, schema.time, *schema.ignore}
+    for name, columns in schema.crosses.items():
+        if len(columns) < 2 or len(set(columns)) < len(columns):
+            return f"key 'crosses.{name}': {columns} must be two or more different columns"
+        for column in columns:
+            if column in closed:
+                return f"key 'crosses.{name}': column {column!r} has another role"
+            if column in schema.multi_valued:
+                return f"key 'crosses.{name}': column {column!r} has several values in a row, which have no cross"
+            if column in schema.dense and column not in (*schema.buckets, *schema.categorical):
+                return f"key 'crosses.{name}': column {column!r} is dense; cut it under buckets, or make it categorical"
+    return None
+
+
+def layout_of(schema: Schema, plain: Iterable[SparseColumn]) -> RawLayout:
+    """What a schema says, with the `plain` features that its categorical columns make."""
+    named = (
+        replace(column, name=f"{column.name}.category", column=column.name) if column.name in schema.dense else column
+        for column in plain
+    )
+    return RawLayout(
+        labels=schema.label_names,
+        dense=tuple(schema.dense),
+        signed=tuple(name for name in schema.dense if name in schema.signed),
+        sparse=(*named, *schema.derived_columns()) or (NO_CATEGORY,),
+        weight=schema.weight,
+        group=schema.group,
+        time=schema.time,
+    )
+
+
+def schema_text(layout: RawLayout) -> str:
+    """The schema file that says what `layout` says, with the reasons as comments."""
+    reasons = layout.reasons
+    if len(layout.labels) == 1:
+        lines = [_line(f"label: {_scalar(layout.labels[0])}", reasons.get(layout.labels[0]))]
+    else:
+        lines = ["labels:", *(_line(f"  - {_scalar(name)}", reasons.get(name)) for name in layout.labels)]
+    for key in ("weight", "group", "time"):
+        name = getattr(layout, key)
+        lines += [] if name is None else [_line(f"{key}: {_scalar(name)}", reasons.get(name))]
+    plain = [column for column in layout.values if not column.cross]
+    both = {column.raw: column.name for column in plain if column.raw in layout.dense}
+    lists = {
+        "dense": layout.dense,
+        "signed": layout.signed,
+        "categorical": tuple(column.raw for column in plain),
+        "ignore": tuple(name for name in layout.ignored if name),
+    }
+    weights = {c.name: c.weight or c.weight_separator for c in plain}
+    pairs: dict[str, dict[str, str | None]] = {
+        "multi_valued": {column.name: column.separator for column in plain},
+        "weights": weights,
+        "buckets": {c.buckets.column: _cut(c.buckets) for c in layout.sparse if c.buckets},
+        "crosses": {c.name: f"[{', '.join(map(_scalar, c.cross))}]" for c in layout.sparse if c.cross},
+    }
+    for key, names in lists.items():
+        lines += [f"{key}:"] if names else []
+        for name in names:
+            reason = None if key == "signed" else reasons.get(name)
+            if key == "categorical" and name in both:
+                reason = f"under dense too; this feature is called {both[name]}"
+            lines.append(_line(f"  - {_scalar(name)}", reason))
+        if key == "categorical":
+            lines += _mappings(pairs)
+    lines += [] if layout.delimiter == "," else [f"delimiter: {json.dumps(layout.delimiter)}"]
+    lines += [f"header: [{', '.join(map(_scalar, layout.header))}]"] if layout.header else []
+    return "\n".join(lines) + "\n"
+
+
+def _mappings(pairs: Mapping[str, Mapping[str, str | None]]) -> list[str]:
+    """Lines of the keys that hold mappings, without what is None."""
+    lines = []
+    for key, values in pairs.items():
+        given = {name: value for name, value in values.items() if value is not None}
+        lines += [f"{key}:"] if given else []
+        for name, value in given.items():
+            lines.append(f"  {_scalar(name)}: {value if key in ('buckets', 'crosses') else _scalar(value)}")
+    return lines
+
+
+def _cut(buckets: BucketRule) -> str:
+    if buckets.num_quantiles is not None:
+        return str(buckets.num_quantiles)
+    return f"[{', '.join(f'{boundary:.17g}' for boundary in buckets.boundaries)}]"
+
+
+def _line(text: str, reason: str | None) -> str:
+    return f"{text:<30}  # {reason}" if reason else text
+
+
+def _scalar(name: str) -> str:
+    """A name as YAML reads it back: plain where that is safe, else quoted as in JSON, which YAML understands."""
+    plain = re.fullmatch(r"[^\W\d][\w. -]*\w|[^\W\d]", name) is not None and yaml.safe_load(name) == name
+    return name if plain else json.dumps(name, ensure_ascii=False)
+
+
+def check_names(where: str, wanted: Sequence[str], known: Sequence[str]) -> None:
+    """Raises MesetaError, naming `where`, for a column that is wanted and not there, or there twice."""
+    times = Counter(known)
+    for name in wanted:
+        if name not in times:
+            raise MesetaError(f"{where} has no column {name!r}; {nearest(name, [n for n in known if n])}")
+        if times[name] > 1:
+            raise MesetaError(f"{where}: {name!r} is the name of two columns; rename one")

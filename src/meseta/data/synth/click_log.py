@@ -1,0 +1,353 @@
+"""A Criteo-shaped click log with a known teacher, as raw TSV: label, 13 integers, 26 hexadecimal categories.
+
+Row i is a function of (seed, scale, i) alone: rows are drawn in fixed chunks, each from its own counter-based stream.
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from meseta.data.synth.teacher import CLICK_RATE, PAIRS, PROBABILITIES, Tally, Teacher
+from meseta.machine.files import move, sync
+from meseta.spec import MesetaError
+
+CARDINALITIES = (
+    *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
+    *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
+)
+"""Distinct values of C1..C26 in the Criteo Kaggle display advertising log."""
+NUM_DENSE = 13
+NUM_SPARSE = len(CARDINALITIES)
+ZIPF_SHIFT = 2.0
+ZIPF_EXPONENTS = tuple(1.1 + 0.05 * (f % 5) for f in range(NUM_SPARSE))
+"""Popularity rank k = 0, 1, ... has a weight of about (k + 1 + ZIPF_SHIFT) ** -exponent."""
+MISSING_SPARSE = (
+    *(0.0, 0.0, 0.034, 0.034, 0.0, 0.12, 0.0, 0.0, 0.0, 0.0, 0.0, 0.034, 0.0),
+    *(0.0, 0.0, 0.034, 0.0, 0.0, 0.44, 0.44, 0.034, 0.76, 0.0, 0.034, 0.44, 0.44),
+)
+MISSING_DENSE = (0.45, 0.0, 0.21, 0.22, 0.026, 0.22, 0.043, 0.0005, 0.043, 0.45, 0.043, 0.77, 0.22)
+"""Shares of missing values: about those of the Criteo Kaggle log."""
+DENSE_MEDIANS = (1.5, 4.0, 6.0, 5.0, 2800.0, 32.0, 3.5, 8.0, 38.0, 0.6, 1.6, 0.5, 5.0)
+DENSE_SPREAD = (0.8, 1.1, 1.0, 0.7, 1.0, 0.9, 0.8, 0.6, 0.7, 0.5, 0.6, 0.6, 0.7)
+"""Counts are log-logistic, rounded down: median * (u / (1 - u)) ** spread."""
+DENSE_SHIFTED = 1
+"""This integer goes down to -1, as the second one of Criteo's log does."""
+MAX_COUNT = 65_535
+NO_COUNT = np.iinfo(np.int32).min
+"""Marks a missing integer; a missing category has the rank -1."""
+
+CHUNK_ROWS = 32_768
+_CALIBRATION_CHUNK = 2**64 - 1
+_MISSING_STEPS = 2048
+
+
+@dataclass(frozen=True)
+class LogRows:
+    """Consecutive rows of a log."""
+
+    label: NDArray[np.int8]
+    """[n] 0 or 1."""
+    dense: NDArray[np.int32]
+    """[13, n] counts; NO_COUNT where missing."""
+    ids: NDArray[np.int64]
+    """[26, n] popularity ranks, 0 the most frequent; -1 where missing."""
+    bins: NDArray[np.int32]
+    """[n] bins of the true logits."""
+
+    @property
+    def probability(self) -> NDArray[np.float64]:
+        """[n] true click probabilities."""
+        return PROBABILITIES[self.bins]
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+    def __getitem__(self, part: slice) -> LogRows:
+        return LogRows(self.label[part], self.dense[:, part], self.ids[:, part], self.bins[part])
+
+
+@dataclass(frozen=True)
+class ClickLog:
+    """An endless log: its rows are a function of `seed` and `scale`."""
+
+    seed: int = 0
+    scale: float = 0.01
+    """Factor on CARDINALITIES, above 0 and at most 1."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**63:
+            raise MesetaError(f"data synth: seed must lie in 0..2**63-1, got {self.seed}")
+        if not 0 < self.scale <= 1:
+            raise MesetaError(f"data synth: scale must be above 0 and at most 1, got {self.scale}; try 0.01")
+
+    @cached_property
+    def cardinalities(self) -> tuple[int, ...]:
+        """Ids per sparse feature: scaled, but at least 3 (or the true number where that is smaller)."""
+        return tuple(max(min(3, n), round(n * self.scale)) for n in CARDINALITIES)
+
+    @cached_property
+    def teacher(self) -> Teacher:
+        """Calibrated on rows that are never written."""
+        dense, ids, _ = self._inputs(_CALIBRATION_CHUNK)
+        return Teacher(self.seed, dense, ids)
+
+    def chunk(self, index: int) -> LogRows:
+        """Rows index * CHUNK_ROWS to (index + 1) * CHUNK_ROWS - 1."""
+        dense, ids, uniform = self._inputs(index)
+        bins = self.teacher.bins(dense, ids)
+        return LogRows((uniform < PROBABILITIES[bins]).astype(np.int8), dense, ids, bins)
+
+    def rows(self, begin: int, end: int) -> Iterator[LogRows]:
+        """Rows begin to end - 1, in pieces that lie inside one chunk."""
+        for index in range(begin // CHUNK_ROWS, -(-end // CHUNK_ROWS)):
+            first = index * CHUNK_ROWS
+            yield self.chunk(index)[max(begin - first, 0) : min(end - first, CHUNK_ROWS)]
+
+    def _inputs(self, chunk: int) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.float64]]:
+        """dense [13, n], ids [26, n] and one uniform per row [n], from a stream of this chunk alone."""
+        stream = np.random.Philox(key=np.array([self.seed, chunk], np.uint64))
+        dense = np.empty((NUM_DENSE, CHUNK_ROWS), np.int32)
+        ids = np.empty((NUM_SPARSE, CHUNK_ROWS), np.int64)
+        for j in range(NUM_DENSE):
+            uniform, missing = _split(stream.random_raw(CHUNK_ROWS), MISSING_DENSE[j])
+            counts = DENSE_MEDIANS[j] * (uniform / (1.0 - uniform)) ** DENSE_SPREAD[j]
+            dense[j] = np.minimum(counts, MAX_COUNT)
+            dense[j] -= int(j == DENSE_SHIFTED)
+            dense[j][missing] = NO_COUNT
+        for f in range(NUM_SPARSE):
+            uniform, missing = _split(stream.random_raw(CHUNK_ROWS), MISSING_SPARSE[f])
+            ids[f] = zipf_ranks(uniform, self.cardinalities[f], ZIPF_EXPONENTS[f])
+            ids[f][missing] = -1
+        uniform, _ = _split(stream.random_raw(CHUNK_ROWS), 0.0)
+        return dense, ids, uniform
+
+
+def _split(raw: NDArray[np.uint64], missing_share: float) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Uniforms in [0, 1) from the high 53 bits, and a mask of about `missing_share` from the low 11."""
+    missing = (raw & np.uint64(_MISSING_STEPS - 1)) < np.uint64(round(missing_share * _MISSING_STEPS))
+    return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53, missing
+
+
+def zipf_probabilities(num_ids: int, exponent: float) -> NDArray[np.float64]:
+    """[num_ids] probability of each rank: the integral of x ** -exponent over unit steps, a law with closed inverse."""
+    edges = (np.arange(num_ids + 1) + 1.0 + ZIPF_SHIFT) ** (1.0 - exponent)
+    return np.asarray((edges[:-1] - edges[1:]) / (edges[0] - edges[-1]), np.float64)
+
+
+def zipf_ranks(uniform: NDArray[np.float64], num_ids: int, exponent: float) -> NDArray[np.int64]:
+    """Ranks 0..num_ids-1 of zipf_probabilities, by inversion of `uniform` in [0, 1)."""
+    first, last = ((k + 1.0 + ZIPF_SHIFT) ** (1.0 - exponent) for k in (0, num_ids))
+    x = (first + uniform * (last - first)) ** (1.0 / (1.0 - exponent))
+    return np.clip((x - (1.0 + ZIPF_SHIFT)).astype(np.int64), 0, num_ids - 1)
+
+
+def category_codes(feature: int, ids: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """The 32-bit number that stands for each rank, distinct within a feature (MurmurHash3's finaliser, a bijection)."""
+    x = ids.astype(np.uint32) ^ np.uint32(0x9E3779B9 * (feature + 1) & 0xFFFFFFFF)
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> np.uint32(16))
+
+
+@lru_cache(maxsize=1)
+def _text_tables() -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
+    """Text of a tab and each count -1..MAX_COUNT as 8 bytes, and of each 16-bit number as 4 hexadecimal digits."""
+    counts = np.array([b"\t%d" % n for n in range(-1, MAX_COUNT + 1)], "S8").view(np.uint64)
+    return counts, np.array([b"%04x" % n for n in range(65_536)], "S4").view(np.uint32)
+
+
+def encode_tsv(rows: LogRows) -> bytes:
+    """The rows as lines of text: each field in a slot of fixed width padded with NUL, then all NULs removed."""
+    counts, hexadecimal = _text_tables()
+    words = np.zeros((len(rows), 2 + 2 * NUM_DENSE + 3 * NUM_SPARSE), np.uint32)
+    text = words.view(np.uint8)
+    text[:, 0] = rows.label + ord("0")
+    text[:, -4] = ord("\n")
+    for j, column in enumerate(rows.dense):
+        slots = counts[np.maximum(column, -1) + 1]
+        slots[column == NO_COUNT] = ord("\t")
+        words[:, 1 + 2 * j : 3 + 2 * j] = slots.view(np.uint32).reshape(-1, 2)
+    for f, column in enumerate(rows.ids):
+        codes = category_codes(f, column)
+        present = column >= 0
+        slot = 1 + 2 * NUM_DENSE + 3 * f
+        text[:, 4 * slot] = ord("\t")
+        words[:, slot + 1] = np.where(present, hexadecimal[codes >> np.uint32(16)], 0)
+        words[:, slot + 2] = np.where(present, hexadecimal[codes & np.uint32(0xFFFF)], 0)
+    return words.tobytes().translate(None, b"\0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SynthOptions:
+    """What to write; raises MesetaError where a value cannot be met."""
+
+    out: Path
+    """Directory for day_0.tsv, day_1.tsv, ... and teacher.json."""
+    num_rows: int
+    num_files: int = 1
+    """Files of equal length, to within a row."""
+    log: ClickLog = ClickLog()
+    gzip: bool = False
+    """Write day_0.tsv.gz and so on."""
+    probabilities: bool = False
+    """Write day_0.probability.parquet and so on: label (int8) and true probability (float64) of each row."""
+    force: bool = False
+    """Replace an earlier log in `out`; other files there stay."""
+
+    def __post_init__(self) -> None:
+        if self.num_files < 1 or self.num_rows < self.num_files:
+            raise MesetaError(
+                f"data synth: every file needs a row, but rows is {self.num_rows} and files is {self.num_files}; "
+                "give at least one file, and at least as many rows as files"
+            )
+
+    @property
+    def file_names(self) -> list[str]:
+        return [f"day_{k}.tsv" + (".gz" if self.gzip else "") for k in range(self.num_files)]
+
+
+def write_click_log(options: SynthOptions, on_rows: Callable[[int], None] | None = None) -> dict[str, Any]:
+    """Write the log, then teacher.json, whose presence says that the log is whole; returns its content.
+
+    Args:
+        options: what to write.
+        on_rows: called with the number of rows of each piece written.
+
+    Raises MesetaError for a directory in use without `force`, and where writing fails, which leaves nothing of the log.
+    Each file appears under its name when it is whole; an interrupted run leaves no piece of one behind.
+    """
+    out = options.out
+    try:
+        with _whole_log(out, force=options.force):
+            total = Tally.empty()
+            files = {}
+            for k, pieces in itertools.groupby(_pieces(options), key=lambda piece: piece[0]):
+                name = options.file_names[k]
+                tally = _write_file(options, name, (rows for _, rows in pieces), on_rows)
+                files[name] = tally.summary()
+                total.merge(tally)
+            log = options.log
+            document = {
+                "format": "meseta.teacher/1",
+                "all": total.summary(),
+                "files": files,
+                "seed": log.seed,
+                "scale": log.scale,
+                "cardinalities": list(log.cardinalities),
+                "pairs": [{"features": [f"cat_{f}", f"cat_{g}"], "sign": sign} for f, g, sign in PAIRS],
+                "target_click_rate": CLICK_RATE,
+            }
+            with _whole_file(out / _TEACHER) as file:
+                file.write(json.dumps(document, indent=1).encode() + b"\n")
+    except OSError as error:
+        raise MesetaError(
+            f"data synth: cannot write {str(out)!r}: {error.strerror or error}; make room there, or choose another"
+        ) from None
+    return document
+
+
+_TEACHER = "teacher.json"
+_OWN_NAME = re.compile(r"\.?(teacher\.json|day_\d+\.(tsv(\.gz)?|probability\.parquet))(\.tmp)?")
+
+
+@contextmanager
+def _whole_log(out: Path, *, force: bool) -> Iterator[None]:
+    """Where the system refuses to write, nothing stays of what was written."""
+    is_new = not out.exists()
+    _clear(out, force=force)
+    try:
+        yield
+    except OSError:
+        with suppress(OSError):
+            _remove_log(out)
+            if is_new:
+                out.rmdir()
+        raise
+
+
+def _clear(out: Path, *, force: bool) -> None:
+    """Make `out`, or with `force` take the files of an earlier log out of it, teacher.json first."""
+    if out.exists() and not out.is_dir():
+        raise MesetaError(f"data synth: {str(out)!r} is not a directory; choose another --out")
+    if out.is_dir() and any(out.iterdir()):
+        if not force:
+            raise MesetaError(
+                f"data synth: {str(out)!r} is not empty; choose another --out, or --force to replace the log in it"
+            )
+        _remove_log(out)
+    out.mkdir(parents=True, exist_ok=True)
+
+
+def _remove_log(out: Path) -> None:
+    (out / _TEACHER).unlink(missing_ok=True)
+    for path in list(out.iterdir()):
+        if _OWN_NAME.fullmatch(path.name):
+            path.unlink()
+
+
+def _pieces(options: SynthOptions) -> Iterator[tuple[int, LogRows]]:
+    """(file, rows) in order, cut where a file or a chunk ends."""
+    bounds = [k * options.num_rows // options.num_files for k in range(options.num_files + 1)]
+    file = 0
+    for index in range(-(-options.num_rows // CHUNK_ROWS)):
+        first = index * CHUNK_ROWS
+        chunk = options.log.chunk(index)
+        while file < options.num_files and bounds[file] < first + CHUNK_ROWS:
+            yield file, chunk[max(bounds[file] - first, 0) : bounds[file + 1] - first]
+            if bounds[file + 1] > first + CHUNK_ROWS:
+                break
+            file += 1
+
+
+def _write_file(
+    options: SynthOptions, name: str, pieces: Iterator[LogRows], on_rows: Callable[[int], None] | None
+) -> Tally:
+    tally = Tally.empty()
+    with ExitStack() as stack:
+        file = stack.enter_context(_whole_file(options.out / name))
+        write: Callable[[bytes], object] = file.write
+        if options.gzip:
+            # No name and no time in the header: the same log gives the same bytes.
+            write = stack.enter_context(gzip.GzipFile("", "wb", compresslevel=6, fileobj=file, mtime=0)).write
+        sidecar = None
+        if options.probabilities:
+            path = options.out / f"{name.partition('.')[0]}.probability.parquet"
+            schema = pa.schema({"label": pa.int8(), "probability": pa.float64()})
+            sidecar = stack.enter_context(pq.ParquetWriter(stack.enter_context(_whole_file(path)), schema))
+        for rows in pieces:
+            write(encode_tsv(rows))
+            tally.add(rows.bins, rows.label)
+            if sidecar is not None:
+                sidecar.write_batch(
+                    pa.record_batch({"label": rows.label, "probability": rows.probability}, schema=sidecar.schema)
+                )
+            if on_rows is not None:
+                on_rows(len(rows))
+    return tally
+
+
+@contextmanager
+def _whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes its name when it is whole, and leaves nothing behind on any error or interrupt."""
+    tmp = path.with_name(f".{path.name}.tmp")
+    try:
+        with tmp.open("wb") as file:
+            yield file
+        sync(tmp)
+        move(tmp, path)
+    finally:
+        tmp.unlink(missing_ok=True)
