@@ -80,7 +80,7 @@ def verify(
 
 def touched_by(document: dict[str, Any], feature: str, step: int) -> list[int]:
     """Rows of a feature in a global batch, read apart from what is tested."""
-    from meseta.data.dataset import Dataset
+    from meseta.data.dataset.dataset import Dataset
     from meseta.train.setup.build import make_reader
 
     config = RunConfig.model_validate(document)

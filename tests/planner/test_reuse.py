@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from meseta.data.statistics import FeatureStatistics
+from meseta.data.dataset.statistics import FeatureStatistics
 from meseta.planner.cost.reuse import row_classes
 from meseta.spec import Reuse
 

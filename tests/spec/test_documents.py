@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from meseta.config import load_config
-from meseta.data.dataset import Dataset
-from meseta.data.schema import Schema
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.schema.schema import Schema
 from meseta.machine.yaml_text import parse_yaml
 from meseta.planner.cost.documented import documented_cost_model
 from meseta.planner.search.keeping import read_plan_file

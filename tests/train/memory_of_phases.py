@@ -16,7 +16,7 @@ from typing import Any
 
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.data.dataset import Dataset
+from meseta.data.dataset.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
 from meseta.planner.cost.memory import PHASES, Phase
 from meseta.train import trainer as training

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.data.dataset import Dataset
+from meseta.data.dataset.dataset import Dataset
 from meseta.planner.cost.loads import WorkloadLoads
 from meseta.train.setup.build import make_sharded_model, make_specs
 from meseta.train.setup.workload import make_workload

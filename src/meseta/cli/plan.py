@@ -118,7 +118,7 @@ def _read_config(path: str, overrides: list[str]) -> RunConfig | None:
 
 def _tables_of(path: str) -> Sequence[TableSpec]:
     """Of a config, or of a workload file."""
-    from meseta.data.dataset import Dataset
+    from meseta.data.dataset.dataset import Dataset
     from meseta.spec.workload import load_workload
     from meseta.train.setup.specs import make_specs
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meseta.data.dataset import Dataset, SparseFeature
+from meseta.data.dataset.dataset import Dataset, SparseFeature
 from meseta.report.charts.bars import reuse_bars
 from meseta.report.charts.markup import table, tag, text
 from meseta.report.record import RunRecord

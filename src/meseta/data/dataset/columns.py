@@ -8,7 +8,7 @@ from typing import Literal
 import pyarrow as pa
 
 from meseta.data.dataset.dataset import Dataset
-from meseta.spec import weights
+from meseta.data.weights import WEIGHT_RULE
 
 Role = Literal["label", "dense", "ids", "id weights", "weight", "group", "time"]
 
@@ -48,7 +48,7 @@ class DataColumn:
             "dense": "dense values must be finite",
             "ids": f"ids must be in 0..{self.num_embeddings - 1}",
             "id weights": "weights of ids must be finite",
-            "weight": f"weights of samples must be {weights.RULE}",
+            "weight": f"weights of samples must be {WEIGHT_RULE}",
             "group": "keys of groups must be whole numbers",
             "time": "times must be numbers",
         }[self.role]

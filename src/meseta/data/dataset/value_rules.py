@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from meseta.data.dataset.columns import DataColumn, columns_of
 from meseta.data.dataset.dataset import Dataset
-from meseta.spec import MesetaError, weights
-from meseta.spec.weights import is_weight
+from meseta.data.weights import WEIGHT_RULE, is_weight
+from meseta.spec import MesetaError
 
 _WAY_OUT = "prepare the dataset again"
 
@@ -89,7 +89,7 @@ def _check_numbers(where: str, first_row: int, table: pa.Table, column: DataColu
     bad = breaks_rule(column, values)
     if bad is not None:
         place = int(bad.argmax())
-        rule = weights.RULE if column.role == "weight" else "in 0..1"
+        rule = WEIGHT_RULE if column.role == "weight" else "in 0..1"
         raise MesetaError(
             f"{where} {first_row + place}: {column.name!r} is {values[place]:g}, and must be {rule}; "
             f"fix the data, or {_WAY_OUT}"

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from meseta.data.formats.values import bucket_rows, cross, first_no_time, group_keys, seconds_of_column
 from meseta.data.layout import RawLayout, SparseColumn
 from meseta.data.raw_rows import RawRows, RawSparse, is_label, log1p
+from meseta.data.weights import WEIGHT_RULE, is_weight
 from meseta.spec import MesetaError
-from meseta.spec.weights import RULE, is_weight
 
 
 @runtime_checkable  # beartype asks for it where the tests check every call
@@ -86,7 +86,7 @@ def _weight(columns: RowColumns, name: str) -> NDArray[np.float32]:
     weight = _floats(columns.numbers(name))
     bad = np.flatnonzero(~is_weight(weight))
     if bad.size:
-        rule = f"is no weight of a sample: it must be {RULE}"
+        rule = f"is no weight of a sample: it must be {WEIGHT_RULE}"
         raise columns.error(int(bad[0]), name, rule)
     return weight.astype(np.float32)
 

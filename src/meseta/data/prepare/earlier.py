@@ -12,8 +12,8 @@ from meseta.data.formats.registry import format_of
 from meseta.data.layout import NO_CATEGORY, BucketRule, RawLayout, SparseColumn
 from meseta.data.prepare.sources import find_sources
 from meseta.data.schema.find import check_features
+from meseta.errors import doubled
 from meseta.spec import MesetaError
-from meseta.spec.checks import doubled
 
 
 def layout_of_dataset(dataset: Dataset) -> RawLayout:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import Counter
@@ -24,6 +23,7 @@ from meseta.data.prepare.spool import Spool
 from meseta.data.prepare.staging import Staging
 from meseta.data.prepare.write import Finisher, SplitWriter
 from meseta.data.workers import in_order
+from meseta.machine.files import parse_json
 from meseta.spec import MesetaError
 
 Progress = Callable[[str, int, float], None]
@@ -261,7 +261,7 @@ def find_teacher(sources: Sequence[Source]) -> TeacherMetrics | None:
     if len(folders) != 1 or not path.exists():
         return None
     try:
-        document = json.loads(path.read_text())
+        document = parse_json(path.read_bytes())
         test = [source for source in sources if source.split == "test"]
         if test:
             entry = document["files"].get(Path(test[0].path).name) if len(test) == 1 else None

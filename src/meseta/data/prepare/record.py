@@ -11,6 +11,7 @@ from typing import Any
 
 from meseta.data.formats.format import Source
 from meseta.data.prepare.options import PrepareOptions
+from meseta.machine.files import parse_json, plain_data
 from meseta.machine.remote import is_url
 from meseta.spec import MesetaError
 
@@ -30,7 +31,7 @@ def record_of(options: PrepareOptions, sources: Sequence[Source]) -> dict[str, A
             chosen["schema"] = options.schema.read_text(errors="replace")
         except OSError as error:
             raise MesetaError(f"schema {str(options.schema)!r}: {error.strerror}") from None
-    document: dict[str, Any] = json.loads(json.dumps({"options": chosen, "sources": files_of(sources)}, default=str))
+    document: dict[str, Any] = plain_data({"options": chosen, "sources": files_of(sources)})
     return document
 
 
@@ -54,7 +55,7 @@ def save_record(record: Mapping[str, Any], folder: Path) -> None:
 def load_record(folder: Path) -> dict[str, Any] | None:
     """What `save_record` has written; None where there is no such file, or something else in it."""
     try:
-        record = json.loads((folder / RECORD_NAME).read_text())
+        record = parse_json((folder / RECORD_NAME).read_bytes(), finite=False)
         return {"options": dict(record["options"]), "sources": dict(record["sources"])}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -12,7 +12,7 @@ from typing import Any
 
 from meseta.data.dataset.dataset import FILE_NAME
 from meseta.data.prepare.record import load_record, save_record
-from meseta.machine.files import is_full, move, sync_all
+from meseta.machine.files import is_full, move, parse_json, plain_data, sync_all
 from meseta.machine.locks import try_lock
 from meseta.spec import MesetaError
 
@@ -28,13 +28,13 @@ class Staging:
         self.folder = folder
         self.scratch = folder / "spool"
         """For files that the finished folder does not have."""
-        self._key = json.loads(json.dumps({**key, "boot": _boot_id()}, default=str))
+        self._key = plain_data({**key, "boot": _boot_id()})
         self.state: dict[str, Any] = self._load()
         """What was committed last, by this process or the one that was cut off; empty: nothing."""
 
     def _load(self) -> dict[str, Any]:
         try:
-            journal = json.loads((self.folder / JOURNAL).read_text())
+            journal = parse_json((self.folder / JOURNAL).read_bytes(), finite=False)
             return dict(journal["state"]) if journal["key"] == self._key else {}
         except (OSError, ValueError, KeyError, TypeError):
             return {}

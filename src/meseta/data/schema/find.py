@@ -9,9 +9,9 @@ from meseta.data.formats.format import AskedColumns, OnRows, Source
 from meseta.data.layout import RawLayout
 from meseta.data.schema.roles import NamedColumns
 from meseta.data.schema.schema import Schema
+from meseta.errors import doubled
 from meseta.machine.files import first_alike
 from meseta.spec import MesetaError
-from meseta.spec.checks import doubled
 
 
 def find_layout(

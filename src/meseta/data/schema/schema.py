@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from meseta.data.layout import MAX_BUCKETS, NO_CATEGORY, BucketRule, RawLayout, SparseColumn
+from meseta.errors import doubled
+from meseta.machine.yaml_text import parse_yaml
 from meseta.spec import MesetaError, nearest
-from meseta.spec.checks import doubled
 from meseta.spec.documents import read_mapping
 
 
@@ -259,7 +259,7 @@ def _line(text: str, reason: str | None) -> str:
 
 def _scalar(name: str) -> str:
     """A name as YAML reads it back: plain where that is safe, else quoted as in JSON, which YAML understands."""
-    plain = re.fullmatch(r"[^\W\d][\w. -]*\w|[^\W\d]", name) is not None and yaml.safe_load(name) == name
+    plain = re.fullmatch(r"[^\W\d][\w. -]*\w|[^\W\d]", name) is not None and parse_yaml(name) == name
     return name if plain else json.dumps(name, ensure_ascii=False)
 
 

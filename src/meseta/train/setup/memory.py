@@ -12,7 +12,7 @@ from torch import nn
 from meseta.comm import World
 from meseta.comm.dense_shards import cut_modules
 from meseta.config import CheckpointConfig, RunConfig
-from meseta.data.dataset import Dataset
+from meseta.data.dataset.dataset import Dataset
 from meseta.machine.system import System, free_memory_bytes, read_limits
 from meseta.planner.cost.memory import DENSE_COPIES, PHASES, PROCESS_BYTES, Phase, RunBytes, plan_memory
 from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, Plan, TableSpec, Workload

@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 
 from meseta.config import RunConfig, check_document, read_document
-from meseta.data.dataset import Dataset
-from meseta.data.encoding import Encoding, difference, other_rows
+from meseta.data.dataset.dataset import Dataset
+from meseta.data.dataset.encoding import Encoding, difference, other_rows
 from meseta.machine.files import parse_json, plain_data, read_bounded, write_whole
 from meseta.machine.own_code import say_own
 from meseta.machine.yaml_text import parse_yaml
