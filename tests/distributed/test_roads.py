@@ -66,7 +66,23 @@ def test_one_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with calls() as made, pytest.raises(SystemExit) as left:
         main()
     assert not left.value.code
-    assert faults(*road("One plan"), made[made.index(("cli/plan.py", "plan")) :]) == []
+    differing = faults(*road("One plan"), made[made.index(("cli/plan.py", "plan")) :])
+    assert differing == []
+
+
+def test_one_raw_file(tmp_path: Path) -> None:
+    from meseta.data import Dataset, Reader, ReaderOptions
+    from meseta.data.prepare import PrepareOptions, prepare
+
+    rows = [f"{i % 2},u{i % 50},{i * 0.5},{'ab'[i % 2]}{i % 7}" for i in range(3000)]
+    (tmp_path / "log.csv").write_text("\n".join(["label,user,price,city", *rows, ""]))
+    options = PrepareOptions(sources=[str(tmp_path / "log.csv")], out=tmp_path / "out", test_fraction=0.2, hash_rows=99)
+    with calls() as made:
+        prepare(options)
+    assert faults(*road("One raw file"), made[made.index(("data/prepare/run.py", "prepare")) :]) == []
+    with calls() as made:
+        batches = list(Reader(Dataset.load(tmp_path / "out"), "train", ReaderOptions(batch_size=64)).epoch())
+    assert faults(*road("One raw file", table=1), made) == [] and sum(batch.batch_size for batch in batches) > 2000
 
 
 def test_one_checkpoint(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ PUBLIC = {
     """,
     "meseta.data": "Batch Dataset PrepareOptions Reader ReaderOptions",
     "meseta.data.hash_categories": "feature_seed hash_categories hash_to_rows",
-    "meseta.data.formats.parse_tsv": "parse_tsv",
+    "meseta.data.parse_tsv": "parse_tsv",
     "meseta.data.prepare": "PrepareOptions Progress find_teacher for_training load_prepared prepare read_layout",
     "meseta.data.synth": """
         CARDINALITIES CHUNK_ROWS ClickLog DENSE_MEDIANS DENSE_SHIFTED DENSE_SPREAD LogRows MAX_COUNT
