@@ -41,7 +41,13 @@ class ThreadWorld(World):
         self.gate.wait()
 
     def all_to_all(
-        self, send: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int], name: str = ""
+        self,
+        send: Tensor,
+        send_splits: Sequence[int],
+        receive_splits: Sequence[int],
+        name: str = "",
+        *,
+        keep: bool = True,
     ) -> Pending:
         parts = [sent[self.rank] for sent in self.gather_objects(send.split(list(send_splits)))]
         assert [len(part) for part in parts] == list(receive_splits)

@@ -68,7 +68,7 @@ def check_values(path: Path, first_row: int, table: pa.Table, dataset: Dataset) 
 def breaks_rule(column: DataColumn, values: NDArray[Any]) -> NDArray[np.bool_] | None:
     """Where values [n] break the rule of their column, `DataColumn.rule`; None where none does.
 
-    Labels are 0 to 1, weights of samples as `meseta.spec.weights` has it, ids rows of their table, all else finite.
+    Labels are 0 to 1, weights of samples as `meseta.data.weights` has it, ids rows of their table, all else finite.
     """
     if not values.size or column.role in ("group", "time"):
         return None

@@ -10,9 +10,9 @@ import pyarrow as pa
 
 from meseta.data.formats.format import AskedColumns, Block, FileHead, RawFormat, Source, TextForm
 from meseta.data.formats.parse_csv import read_texts
-from meseta.data.parse_tsv import parse_tsv
 from meseta.data.formats.text import TextFormat, first_line, raw_text, with_first_field
 from meseta.data.layout import RawLayout, SparseColumn
+from meseta.data.parse_tsv import parse_tsv
 from meseta.data.raw_rows import RawRows, is_label
 from meseta.data.schema.schema import check_names
 from meseta.errors import one_line

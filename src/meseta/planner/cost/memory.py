@@ -35,9 +35,9 @@ SORT_BYTES = 24
 """Scratch of an id while an update sorts it: row and position, twice, and its bag."""
 FRAME_BYTES = 16384
 """What the file of a block has beside its rows, at most."""
-PROCESS_BYTES = 32 << 20
-"""Of a rank, beside what is counted: stacks of threads, what allocators keep, results of an evaluation; 0 to 25 MB by
-/proc of runs with 1 GB of tables."""
+PROCESS_BYTES = 64 << 20
+"""Of a rank, beside what is counted: stacks of threads, what allocators keep, results of an evaluation; 0 to 52 MB by
+/proc of runs with 1 GB of tables on one rank and on two (tests/train/test_phases.py)."""
 
 Bytes = Mapping[Phase, Mapping[Memory, Floats]]
 PartBytes = Mapping[Phase, Mapping[Memory, Mapping[MemoryPart, Floats]]]
