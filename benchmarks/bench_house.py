@@ -3,6 +3,8 @@
     python benchmarks/bench_house.py --before CHECKOUT [--parts main,runs,...] [--configs 40] [--turns 9]
 
 Each checkout runs by its own .venv, in the same folders, one after the other. Parts:
+- tests: those of the checkout before, made to call what they called where it stands now: by a table of moves that is
+  read from both trees, and one of calls, house_parts/former_tests.txt.
 - main: the main job with a tenth of its rows: raw files, prepared files, checksum, metrics, predictions.
 - runs: sampled configs (models, row optimizers, types, schemes, micro-batches, dropout, batch norm, clipping, fsdp;
   1, 2 and 4 ranks): checksum of the last checkpoint, lines of metrics without times, summary, plan, predictions, and
@@ -30,6 +32,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from house_parts.checkouts import Allowed, Checkout, Ledger, table
+from house_parts.former_tests import compare_tests
 from house_parts.plans import compare_plans
 from house_parts.prepared import compare_prepared
 from house_parts.refused import compare_documents, compare_refused
@@ -74,6 +77,7 @@ def compare_help(before: Checkout, after: Checkout, folder: Path) -> Ledger:
 
 
 PARTS: dict[str, Callable[[Checkout, Checkout, Path], Ledger]] = {
+    "tests": compare_tests,
     "main": compare_main,
     "prepare": compare_prepared,
     "plans": compare_plans,

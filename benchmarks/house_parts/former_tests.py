@@ -9,9 +9,12 @@ import fnmatch
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from xml.etree import ElementTree
+
+from house_parts.checkouts import Checkout, Ledger
 
 CALLS = Path(__file__).with_suffix(".txt")
 FOLDER = "former-tests"
@@ -117,19 +120,28 @@ def write_tests(before: Path, after: Path, commit: str) -> Moves:
     return moves
 
 
-def run_tests(before: Path, after: Path, commit: str, arguments: Sequence[str] = ()) -> int:
-    """Write and run them with the interpreter of `after`; the exit code of pytest."""
-    moves = write_tests(before, after, commit)
+def compare_tests(before: Checkout, after: Checkout, folder: Path) -> Ledger:
+    """What each test of `before` says of `after`, and names that neither table says the place of."""
+    ledger = Ledger("tests")
+    head = ["git", "-C", str(before.root), "rev-parse", "HEAD"]
+    commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
+    moves = write_tests(before.root, after.root, commit)
     try:
         known = {word for call in read_calls() for word in re.findall(r"\w+", call.old)}
         for name, module in sorted(moves.lost.items()):
             if name not in known:
-                print(f"former tests: {module}.{name} is nowhere, and {CALLS.name} does not say what stands for it")
-        command = [str(after / ".venv/bin/python"), "-m", "pytest", "-n", "auto", "--maxprocesses", "4"]
-        paths = ["-o", f"pythonpath={FOLDER} benchmarks", *(arguments or [FOLDER])]
-        return subprocess.run([*command, *paths], cwd=after, check=False).returncode
+                ledger.differ(f"{module}.{name}", "has no place")
+        report = folder / "tests.xml"
+        command = [str(after.root / ".venv/bin/python"), "-m", "pytest", "-n", "auto", "--maxprocesses", "4", FOLDER,
+                   "-o", f"pythonpath={FOLDER} benchmarks", f"--junitxml={report}"]  # fmt: skip
+        subprocess.run(command, cwd=after.root, check=False)
     finally:
-        shutil.rmtree(after / FOLDER, ignore_errors=True)
+        shutil.rmtree(after.root / FOLDER, ignore_errors=True)
+    for case in ElementTree.parse(report).iter("testcase"):
+        where = f"{case.get('classname')}.{case.get('name')}"
+        outcomes = [child for child in case if child.tag in ("failure", "error")]
+        ledger.compare(where, "outcome", "passed", outcomes[0].get("message", "")[:120] if outcomes else "passed")
+    return ledger
 
 
 def _modules(root: Path) -> Iterator[tuple[str, Path]]:
