@@ -11,7 +11,6 @@ from torch import Tensor
 
 from meseta.checkpoint.saving import save
 from meseta.comm import World
-from meseta.machine.system import give_back_freed_memory
 from meseta.storage import TableStorage
 
 
@@ -58,7 +57,6 @@ class BackgroundSave:
             try:
                 save(parent, world=apart, shards=self._copies, dense=frozen, **known)
                 then(apart)
-                give_back_freed_memory()
             except Exception as error:
                 self._error = error
 

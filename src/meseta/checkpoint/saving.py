@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 from torch import Tensor
 
 from meseta.checkpoint.block import sync_block, write_block
@@ -130,7 +129,6 @@ def _write_blocks(
             # Nothing here keeps what was packed while the next round is.
             writer.submit(exchange(world, round_jobs, together(world, partial(writer.pack_next, world, round_jobs))))
         together(world, writer.finish)
-    pa.default_memory_pool().release_unused()
     give_back_freed_memory()
     entries: dict[str, list[dict[str, Any]]] = {name: [] for name in layouts}
     for own in world.gather_objects(writer.written):
