@@ -156,12 +156,24 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
+def predicted_memory(config: RunConfig, dataset: Any, outline: Any, plan: Any, rank: int) -> Any:
+    """What a rank holds under a plan while it trains or evaluates, at most."""
+    from meseta.train.setup.memory import RunMemory, run_bytes
+    from meseta.train.setup.specs import make_specs
+    from meseta.train.setup.workload import make_workload
+
+    workload = make_workload(config, dataset, *make_specs(config, dataset), outline)
+    run = run_bytes(config, dataset, outline, plan.num_ranks, plan.per_host)
+    needs = RunMemory(workload=workload, run=run).needs(plan)
+    of_rank = (of_ranks[rank] for phase, of_ranks in needs.items() if phase != "checkpoint")
+    return max(of_rank, key=lambda need: need.total)
+
+
 def need_and_held(document: dict[str, Any]) -> tuple[int, int, int, int]:
     """Bytes of (tables, states) as predicted on this rank, then as held; importable by every rank of a pool."""
     from meseta.data import Dataset
     from meseta.embedding import EmbeddingBagCollection
     from meseta.train.setup.build import make_sharded_model
-    from meseta.train.setup.memory import predict_memory
     from meseta.train.setup.outline import make_outline
     from meseta.train.setup.specs import make_specs
 
@@ -169,11 +181,8 @@ def need_and_held(document: dict[str, Any]) -> tuple[int, int, int, int]:
     dataset = Dataset.load(config.data.dir)
     model = make_sharded_model(config, dataset, world)
     specs, features = make_specs(config, dataset)
-    tables, outline = (
-        {table.name: table for table in specs},
-        make_outline(config, dataset, EmbeddingBagCollection(specs, features)),
-    )
-    need = predict_memory(config, dataset, outline, model.embeddings.plan, tables, world.rank)
+    outline = make_outline(config, dataset, EmbeddingBagCollection(specs, features))
+    need = predicted_memory(config, dataset, outline, model.embeddings.plan, world.rank)
     shards = model.embeddings.shards
     rows = sum(shard.weight.nbytes for shard in shards)
     states = sum(state.nbytes for shard in shards for state in shard.state.values())

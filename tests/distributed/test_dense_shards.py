@@ -25,9 +25,8 @@ from meseta.jagged import KeyedJaggedTensor
 from meseta.optim.clip import global_norm
 from meseta.spec import FeatureSpec, MesetaError, Plan, TableSpec
 from meseta.train.setup.build import make_specs
-from meseta.train.setup.memory import predict_memory
 from meseta.train.setup.outline import make_outline
-from small_run import settings, train
+from small_run import predicted_memory, settings, train
 
 from .pool import RankPool
 from .test_shard import user_loop
@@ -205,7 +204,7 @@ def predicted_here(document: dict[str, Any]) -> tuple[int, int, list[int]]:
         collection = EmbeddingBagCollection(tables, features)
         plan = Plan.from_dict(HOSTS, tables, 2)
         model = make_outline(config, dataset, collection)
-        need = predict_memory(config, dataset, model, plan, {table.name: table for table in tables}, 0)
+        need = predicted_memory(config, dataset, model, plan, 0)
         needs.append(need.dense_part)
     mlps = [sum(p.nbytes for p in model.get_submodule(name).parameters()) for name in ("bottom_mlp", "top_mlp")]
     return needs[0], needs[1], mlps

@@ -20,7 +20,6 @@ from meseta.data.dataset.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
 from meseta.planner.cost.memory import PHASES, Phase
 from meseta.train import trainer as training
-from meseta.train.setup.memory import run_memory
 from meseta.train.setup.outline import make_outline
 from meseta.train.setup.specs import make_specs
 from meseta.train.trainer import Trainer
@@ -98,8 +97,9 @@ def predicted(config: RunConfig, world: World) -> dict[Phase, int]:
     from meseta.train.setup.planning import RunPlanner
 
     outline = make_outline(config, dataset, collection)
-    plan = RunPlanner(config, dataset, collection, outline, world).plan()
-    needs = run_memory(config, dataset, outline, specs, plan).needs(plan)
+    planner = RunPlanner(config, dataset, collection, outline, world)
+    plan = planner.plan()
+    needs = planner.memory(plan).needs(plan)
     return {phase: needs[phase][world.rank].total for phase in PHASES}
 
 

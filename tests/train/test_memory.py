@@ -26,7 +26,7 @@ from meseta.train.setup.build import make_sharded_model
 from meseta.train.setup.outline import make_dense_part, make_outline, step_bytes
 from meseta.train.setup.specs import make_specs
 from meseta.train.trainer import Trainer
-from small_run import need_and_held, settings
+from small_run import need_and_held, predicted_memory, settings
 
 GIB = 1 << 30
 
@@ -44,8 +44,7 @@ def predicted(data: Path, document: dict[str, Any]) -> memory.MemoryNeed:
     specs, features = make_specs(config, dataset)
     collection = EmbeddingBagCollection(specs, features)
     outline = make_outline(config, dataset, collection)
-    tables = {table.name: table for table in specs}
-    return memory.predict_memory(config, dataset, outline, collection.plan, tables, 0)
+    return predicted_memory(config, dataset, outline, collection.plan, 0)
 
 
 MODELS = {

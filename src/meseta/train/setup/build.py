@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.machine.ranks import local_rank, note, num_local_ranks
 from meseta.optim.schedule import learning_rate_factor
 from meseta.spec import MesetaError, Plan, nearest
-from meseta.train.setup.memory import check_memory
 from meseta.train.setup.outline import make_dense_part, make_outline
 from meseta.train.setup.planning import RunPlanner
 from meseta.train.setup.specs import make_specs
@@ -58,13 +56,12 @@ def plan_model(config: RunConfig, dataset: Dataset, world: World) -> tuple[RunPl
     tables, features = make_specs(config, dataset)
     collection = EmbeddingBagCollection(tables, features, seed=config.seed, device=world.device)
     outline = make_outline(config, dataset, collection)
-    fits = partial(check_memory, config, dataset, outline, {table.name: table for table in tables}, world)
-    if config.check_memory and world.size > 1:  # no plan is searched for what cannot fit without any table
-        fits(Plan(num_ranks=world.size, tables=()))
     planner = RunPlanner(config, dataset, collection, outline, world)
+    if config.check_memory and world.size > 1:  # no plan is searched for what cannot fit without any table
+        planner.check_memory(Plan(num_ranks=world.size, tables=()))
     plan = planner.plan()
     if config.check_memory:
-        fits(plan)
+        planner.check_memory(plan)
     return planner, plan
 
 

@@ -15,11 +15,9 @@ from meseta.config import CheckpointConfig, RunConfig
 from meseta.data.dataset.dataset import Dataset
 from meseta.machine.system import System, free_memory_bytes, read_limits
 from meseta.planner.cost.memory import DENSE_COPIES, PHASES, PROCESS_BYTES, Phase, RunBytes, plan_memory
-from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, Plan, TableSpec, Workload
+from meseta.spec import MesetaError, OptimizerSpec, Plan, TableSpec, Workload
 from meseta.telemetry.shown import byte_size
 from meseta.train.setup.outline import score_bytes, step_bytes
-from meseta.train.setup.specs import make_specs
-from meseta.train.setup.workload import make_workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +101,7 @@ def run_bytes(config: RunConfig, dataset: Dataset, outline: nn.Module, num_ranks
     window_rows = min(config.data.shuffle_window_rows, dataset.num_training_rows)
     ahead = window_rows * 3 + train.batch_size * (1 + config.data.prefetch_batches)
     return RunBytes(
-        dense_bytes=_dense_bytes(config, outline, num_ranks, per_host),
+        dense_bytes=dense_part_bytes(config, outline, num_ranks, per_host),
         step_bytes=step_bytes(outline, part_size, len(dataset.dense)),
         evaluation_bytes=score_bytes(outline, -(-train.eval_batch_size // num_ranks), len(dataset.dense)),
         eval_batch_size=train.eval_batch_size,
@@ -112,28 +110,6 @@ def run_bytes(config: RunConfig, dataset: Dataset, outline: nn.Module, num_ranks
         process_bytes=PROCESS_BYTES,
         copies=copies_of_run(config.checkpoint.model_copy(update={"keep_best": config.keeps_best})),
     )
-
-
-def run_memory(
-    config: RunConfig,
-    dataset: Dataset,
-    outline: nn.Module,
-    specs: tuple[Sequence[TableSpec], Sequence[FeatureSpec]],
-    plan: Plan,
-) -> RunMemory:
-    """Of a run on the ranks of `plan`, with the tables and features of `specs`."""
-    return RunMemory(
-        workload=make_workload(config, dataset, *specs, outline),
-        run=run_bytes(config, dataset, outline, plan.num_ranks, plan.per_host),
-    )
-
-
-def predict_memory(
-    config: RunConfig, dataset: Dataset, outline: nn.Module, plan: Plan, tables: Mapping[str, TableSpec], rank: int
-) -> MemoryNeed:
-    """What `rank` will hold under `plan` while it trains or evaluates, at most, of `tables` by name."""
-    memory = run_memory(config, dataset, outline, (tuple(tables.values()), make_specs(config, dataset)[1]), plan)
-    return _most([need[rank : rank + 1] for need in _training(memory.needs(plan)).values()])[0]
 
 
 def _training(needs: Mapping[Phase, list[MemoryNeed]]) -> dict[Phase, list[MemoryNeed]]:
@@ -146,7 +122,7 @@ def _most(needs: Sequence[list[MemoryNeed]]) -> list[MemoryNeed]:
     return max(needs, key=lambda found: sum(need.total for need in found))
 
 
-def _dense_bytes(config: RunConfig, model: nn.Module, num_ranks: int, per_host: int) -> int:
+def dense_part_bytes(config: RunConfig, model: nn.Module, num_ranks: int, per_host: int) -> int:
     """Of the dense part on one rank; where it is cut, its share and the largest module while that is gathered."""
 
     def of(module: nn.Module) -> int:
@@ -168,15 +144,11 @@ def free_bytes(device: torch.device, system: System | None = None) -> int | None
     return free_memory_bytes(system, read_limits(system))
 
 
-def check_memory(
-    config: RunConfig, dataset: Dataset, outline: nn.Module, tables: Mapping[str, TableSpec], world: World, plan: Plan
-) -> None:
+def check_memory(memory: RunMemory, outline: nn.Module, world: World, plan: Plan) -> None:
     """Raise MesetaError, on all ranks and with the numbers, where the ranks of a host need more than it has left.
 
     Collective. On GPUs each rank is held against its own device, without what takes the memory of the host.
     """
-    plan = replace(plan, devices_per_host=plan.devices_per_host or world.ranks_per_host)
-    memory = run_memory(config, dataset, outline, (tuple(tables.values()), make_specs(config, dataset)[1]), plan)
     free, host = free_bytes(world.device), socket.gethostname()
     hosts = world.gather_objects((host, free))
     if world.device.type == "cuda":
@@ -185,7 +157,7 @@ def check_memory(
         here = [rank for rank, (name, _) in enumerate(hosts) if name == host]
         known = min((left for name, left in hosts if name == host and left is not None), default=None)
 
-    def held(tables: Mapping[str, TableSpec]) -> tuple[list[MemoryNeed], list[MemoryNeed]]:
+    def held(tables: Mapping[str, TableSpec] | None = None) -> tuple[list[MemoryNeed], list[MemoryNeed]]:
         needs = memory.needs(plan, tables)
         if world.device.type == "cuda":
             needs = {phase: [need.on_device for need in of_ranks] for phase, of_ranks in needs.items()}
@@ -193,10 +165,10 @@ def check_memory(
         return _most(list(_training(of_here).values())), of_here["checkpoint"]
 
     problem = None
-    for phase, while_so in enumerate(("", " while it saves")):
-        together = held(tables)[phase]
+    for phase, (together, while_so) in enumerate(zip(held(), ("", " while it saves"), strict=True)):
         total = sum(need.total for need in together)
-        if problem is None and known is not None and total > known:
+        if known is not None and total > known:
+            tables = {table.name: table for table in memory.workload.tables}
             largest = max(tables.values(), key=lambda table: table.num_embeddings * table.embedding_dim)
             smaller = {
                 change: byte_size(sum(need.total for need in held(changed)[phase]))
@@ -209,6 +181,7 @@ def check_memory(
                 f"largest table is {largest.name!r}, {largest.num_embeddings:,} x {largest.embedding_dim}"
                 f"{_largest_parameter(outline)}). {'; '.join([*ways, 'or ' * bool(ways) + _OTHER_WAYS])}"
             )
+            break
     world.raise_together(problem)
 
 

@@ -21,7 +21,7 @@ from meseta.planner.cost.memory import RunBytes
 from meseta.spec import CostModel, DeviceKind, MesetaError, Plan, Topology, Workload
 from meseta.spec.constraints import Constraints
 from meseta.telemetry.summary import Predicted
-from meseta.train.setup.memory import run_bytes
+from meseta.train.setup.memory import RunMemory, check_memory, dense_part_bytes, run_bytes
 from meseta.train.setup.outline import make_outline
 from meseta.train.setup.specs import make_specs
 from meseta.train.setup.workload import make_workload
@@ -47,6 +47,16 @@ class RunPlanner:
         """What it adds to the memory of its plan."""
         world = self._world
         return run_bytes(self.config, self.dataset, self.outline, world.size, world.ranks_per_host)
+
+    def memory(self, plan: Plan) -> RunMemory:
+        """What its ranks hold under any plan for the hosts of `plan`."""
+        dense_bytes = dense_part_bytes(self.config, self.outline, plan.num_ranks, plan.per_host)
+        return RunMemory(workload=self.workload, run=replace(self.run_bytes, dense_bytes=dense_bytes))
+
+    def check_memory(self, plan: Plan) -> None:
+        """Raise MesetaError, on all ranks, where they need more than there is under `plan`. Collective."""
+        plan = replace(plan, devices_per_host=plan.devices_per_host or self._world.ranks_per_host)
+        check_memory(self.memory(plan), self.outline, self._world, plan)
 
     @cached_property
     def topology(self) -> Topology:
