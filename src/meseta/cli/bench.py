@@ -125,7 +125,7 @@ class _Screen:
 
     def end(self) -> None:
         """Exit code 1 where one of ours has no figures."""
-        from meseta.spec import MesetaError
+        from meseta.errors import MesetaError
 
         if self.failed:
             raise MesetaError(f"bench: no figures for {self.failed[0]}")
@@ -150,7 +150,7 @@ def _effort(rounds: int, starts: int, window_s: float, quick: bool) -> Any:
 
 def _choose(kind: str, names: Sequence[str] | None, known: dict[str, Any]) -> list[Any]:
     """The named ones, all where none is named."""
-    from meseta.spec import MesetaError, nearest
+    from meseta.errors import MesetaError, nearest
 
     for name in names or ():
         if name not in known:
@@ -159,7 +159,7 @@ def _choose(kind: str, names: Sequence[str] | None, known: dict[str, Any]) -> li
 
 
 def _number(text: str) -> int:
-    from meseta.spec import MesetaError
+    from meseta.errors import MesetaError
 
     if not text.isdigit() or int(text) < 1:
         raise MesetaError(f"bench: {text!r} must be a whole number, at least 1: --threads 1,2, --layouts 1x2,2x1")

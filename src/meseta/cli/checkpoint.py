@@ -179,7 +179,7 @@ def export_it(
     """
     from meseta.checkpoint import export, summarize
     from meseta.checkpoint.exporting import FORMATS
-    from meseta.spec import MesetaError
+    from meseta.errors import MesetaError
     from meseta.telemetry.shown import byte_size
     from meseta.train.outside.dense_export import DENSE_FORMATS, export_dense
 
@@ -213,7 +213,7 @@ def import_it(
     No pickle is ever loaded: files hold tensors alone.
     """
     from meseta.config import load_config
-    from meseta.spec import MesetaError, nearest
+    from meseta.errors import MesetaError, nearest
     from meseta.train.outside.foreign import LAYOUTS
     from meseta.train.outside.importing import import_model
 

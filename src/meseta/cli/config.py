@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meseta.spec import MesetaError
+from meseta.errors import MesetaError
 
 if TYPE_CHECKING:
     from meseta.config.keys import Key

@@ -140,7 +140,7 @@ def _print_table(columns: list[str], rows: list[list[str]]) -> None:
 
 
 def _number(text: str) -> int:
-    from meseta.spec import MesetaError
+    from meseta.errors import MesetaError
 
     try:
         return int(text)

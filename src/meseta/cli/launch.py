@@ -14,10 +14,10 @@ from types import FrameType
 from typing import IO
 
 from meseta.cli.forked import start_command
+from meseta.errors import MesetaError
 from meseta.machine.processes import STOPPING
 from meseta.machine.ranks import is_launched
 from meseta.machine.rendezvous import Rendezvous
-from meseta.spec import MesetaError
 
 STOP_S = 10
 """Seconds that ranks have to leave by themselves before they are killed."""

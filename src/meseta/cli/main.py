@@ -26,11 +26,10 @@ from meseta.cli.sweep import sweep
 from meseta.cli.topology import app as topology_app
 from meseta.cli.train import train
 from meseta.cli.verify import verify
-from meseta.errors import one_line
+from meseta.errors import MesetaError, one_line
 from meseta.machine.rendezvous import VARIABLE
 from meseta.machine.variables import variables
 from meseta.machine.waiting import choose_waiting
-from meseta.spec import MesetaError
 
 app = typer.Typer(
     name="meseta",

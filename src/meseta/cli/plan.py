@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meseta.spec import MesetaError
-from meseta.spec.stages import COMPONENTS, LABELS
-from meseta.spec.tiers import MEMORIES
+from meseta.errors import MesetaError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -194,6 +192,8 @@ def _print_plan(console: Console, planned: Planned, found: list[Reason], num_tab
 
 def _print_ranks(console: Console, planned: Planned) -> None:
     """Milliseconds by component and the most megabytes by tier, of all ranks or of the busiest."""
+    from meseta.spec.stages import COMPONENTS, LABELS
+    from meseta.spec.tiers import MEMORIES
 
     prediction = planned.prediction
     ranks = sorted(range(prediction.num_ranks), key=lambda rank: -prediction.compute_s[rank])
@@ -212,6 +212,7 @@ def _print_check(names: list[str]) -> None:
     """Predicted and measured milliseconds of a run, by component and rank."""
     from meseta.report.predicted import compare_predicted
     from meseta.report.record import read_run
+    from meseta.spec.stages import LABELS
 
     if len(names) != 1:
         raise MesetaError(f"plan check: name the folder of one run, got {len(names)} names")

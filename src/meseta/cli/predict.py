@@ -11,8 +11,8 @@ import typer
 
 from meseta.cli.launch import run_ranks
 from meseta.cli.prepare import comma_list, print_unseen
+from meseta.errors import MesetaError
 from meseta.machine.ranks import is_launched
-from meseta.spec import MesetaError
 
 _SPLIT = "test"
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meseta.spec import MesetaError
+from meseta.errors import MesetaError
 
 if TYPE_CHECKING:
     from meseta.data.dataset.dataset import Dataset

@@ -12,8 +12,7 @@ import typer
 
 from meseta.cli.forked import start_command
 from meseta.cli.launch import StopSignals
-from meseta.spec import MesetaError
-from meseta.spec.splits import TEST
+from meseta.errors import MesetaError
 
 if TYPE_CHECKING:
     from meseta.train.sweep.sweep import Result, Sweep, Trial
@@ -112,6 +111,7 @@ def _finish(plan: Sweep, trial: Trial, nproc: int, signals: StopSignals, metric:
 
 def _tested(plan: Sweep, result: Result, nproc: int, signals: StopSignals) -> Result:
     """The best trial, with its figures of the test split, which was left alone until now where valid has chosen."""
+    from meseta.spec.splits import TEST
     from meseta.train.sweep.sweep import Result
 
     if result.summary is None or TEST in result.summary.splits:

@@ -33,8 +33,8 @@ from meseta.cli.prepare import (
     column_options,
 )
 from meseta.cli.prepare import run as prepare
+from meseta.errors import MesetaError
 from meseta.machine.ranks import is_first, is_launched
-from meseta.spec import MesetaError
 
 if TYPE_CHECKING:
     from meseta.config import RunConfig

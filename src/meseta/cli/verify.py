@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meseta.cli.launch import run_ranks
+from meseta.errors import MesetaError
 from meseta.machine.processes import become_module
 from meseta.machine.ranks import is_launched
-from meseta.spec import MesetaError, ShardingType
 
 if TYPE_CHECKING:
     from meseta.config import RunConfig
@@ -81,6 +81,7 @@ def _config(path: Path, settings: list[str], plan: str | None, float64: bool) ->
     """The config as both runs take it: on CPUs, unless it asks for a GPU, and never with a dense part in bfloat16."""
     from meseta.config import check_document, read_document
     from meseta.config.load import set_default
+    from meseta.spec import ShardingType
 
     document = read_document(path, settings)
     if plan is not None:
