@@ -52,8 +52,13 @@ ALLOWED: tuple[Allowed, ...] = (
     Allowed("plans", "predicted step, by agree", LISTED),
     Allowed("*", "last digits of a cost", "prices are added up in the order of the list of transfers (c5d2480)"),
     Allowed("plans", "shards, where memory binds", "where memory binds, places may differ"),
+    Allowed("plans", "bytes of checkpoint", "part 9: bytes of the checkpoint phase (5cf9b3a)"),
+    Allowed(
+        "plans", "shards, as dear", "pieces that cost the same to 1e-9: prices are added up in another order (c5d2480)"
+    ),
     Allowed("reports", "page: agree", "part 9: agree is shown, and has a colour"),
     Allowed("reports", "page: names of predicted parts", "part 9: gradient_exchange and row_update (7c9e6d6)"),
+    Allowed("reports", "page: other sizes", "part 9: sizes in one unit, GB and its kin: three digits of another unit"),
     Allowed("reports", "page: units of sizes", "part 9: sizes in one unit, GB and its kin (be51790)"),
     Allowed("reports", "page: predicted times", LISTED),
     Allowed("documents", "words: workload, unknown*", READER),

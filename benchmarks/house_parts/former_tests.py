@@ -69,6 +69,8 @@ class Moves:
         """The module that has a former module's name now; where none has, that which the module became."""
         moved = self.modules.get(module, module)
         homes = self.homes.get(name, [])
+        if (module, name) == ("meseta", "_C"):  # the compiled core, which is no file of the sources
+            return module
         if moved in homes or f"{moved}.{name}" in self.after or re.search(rf"\b{name}\b", self._door(moved)):
             return moved
         near = [home for home in homes if home.split(".")[:2] == moved.split(".")[:2]]
@@ -145,9 +147,11 @@ def compare_tests(before: Checkout, after: Checkout, folder: Path) -> Ledger:
 
 
 def _modules(root: Path) -> Iterator[tuple[str, Path]]:
-    """Name and file of each module."""
+    """Name and file of each module, those of benchmarks in folders too."""
     for path in sorted((root / "src/meseta").rglob("*.py")):
         yield _name(path.relative_to(root / "src")), path
+    for path in sorted((root / "benchmarks").glob("*/*.py")):
+        yield _name(path.relative_to(root / "benchmarks")), path
 
 
 def _name(path: Path) -> str:

@@ -128,8 +128,11 @@ def compare_planned(
     compare_seconds(ledger, name, old, new, machines)
     ledger.num_compared += 1
     peaks = {tier: max(new["peak"][tier], default=0.0) - max(old["peak"][tier], default=0.0) for tier in old["peak"]}
-    if not _are_equal(old["phases"], new["phases"]):
-        ledger.differ(name, "bytes", str(peaks))
+    for phase in old["phases"]:
+        if not _are_equal(old["phases"][phase], new["phases"][phase]):
+            told = {memory: max(new["phases"][phase][memory], default=0.0) - max(held, default=0.0)
+                    for memory, held in old["phases"][phase].items()}  # fmt: skip
+            ledger.differ(name, f"bytes of {phase}", str(told))
     ledger.figures.append(
         f"{name}: {len(old['shards'])} tables, {len(old['compute_s'])} ranks: step {1e3 * old['step_s']:.6g} ms "
         f"{1e3 * (new['step_s'] - old['step_s']):+.6g}, bound {1e3 * (new['bound_s'] - old['bound_s']):+.6g}, peak "

@@ -112,7 +112,10 @@ def test_other_places_seconds_and_bytes_are_found() -> None:
         ({"step_s": now["step_s"]}, ["predicted step"]),
         ({"shards": now["shards"][1:]}, ["shards, as dear"]),
         ({"shards": now["shards"][1:], "step_s": now["step_s"]}, ["shards"]),
-        ({"phases": {**now["phases"], "steady": now["phases"]["start"]}}, ["predicted step, by agree", "bytes"]),
+        (
+            {"phases": {**now["phases"], "steady": now["phases"]["start"]}},
+            ["predicted step, by agree", "bytes of steady"],
+        ),
     ):
         ledger = Ledger("plans")
         compare_planned(ledger, "workload", {**before, **change}, now, machines)
