@@ -124,7 +124,9 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-TIMES = ("time_s", "samples_per_s", "seconds_per_step", "stages_s", "stages_s_by_rank")
+TIMES = (
+    "time_s", "samples_per_s", "seconds_per_step", "stages_s", "stages_s_by_rank", "transfers", "transfers_by_rank"
+)  # fmt: skip
 
 
 def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -28,7 +28,8 @@ from meseta.train.setup.planning import find_run_plan
 
 SCHEMES = (*ShardingType, "auto")
 CUT_BY_COLUMNS = ("column_wise", "table_column_wise", "grid")
-TIMES = {"time_s", "samples_per_s", "seconds_per_step", "stages_s", "stages_s_by_rank", "train_s", "predicted"}
+TIMES = {"time_s", "samples_per_s", "seconds_per_step", "stages_s", "stages_s_by_rank", "train_s", "predicted",
+         "transfers", "transfers_by_rank"}  # fmt: skip
 EXACT = 1e-9
 """Relative error of predicted seconds, of which sums are taken in another order."""
 NUM_STEPS = 40

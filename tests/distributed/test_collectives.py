@@ -49,3 +49,26 @@ def others() -> list[object]:
 def test_gather_broadcast_and_reduce(ranks: Ranks) -> None:
     expected = [[[[1.0, 10.0]], [[2.0, 10.0]]], [2, 0, 3], [[1.0, 10.0]], [[3.0, 20.0]], [0, 1]]
     assert ranks(2).run(others) == [expected, expected]
+
+
+def spans() -> list[tuple[str, int, float, float]]:
+    """Of an all-to-all of float64 on hosts of two ranks, an all-gather and sums, of which one is not waited for."""
+    world = World.current().on_hosts(2)
+    sizes = [world.rank + 1] * world.size
+    send = torch.zeros(sum(sizes), 5, dtype=torch.float64)
+    world.all_to_all(send, sizes, list(range(1, world.size + 1)), "ids").wait()
+    world.all_gather(torch.zeros(3), "batch norm")
+    world.all_reduce(torch.zeros(8), "agree")
+    pending = world.start_all_reduce(torch.zeros(8), "replicas")
+    told = [(one.name, one.num_peers, one.inside_bytes, one.across_bytes) for one in world.transfers.latest]
+    pending.wait()
+    assert all(0 <= one.waited_s <= one.done_s - one.begin_s for one in world.transfers.latest)
+    return told
+
+
+def test_spans_say_what_left_a_rank(ranks: Ranks) -> None:
+    for rank, told in enumerate(ranks(4).run(spans)):
+        size = 40.0 * (rank + 1)
+        # A sum of 32 bytes on two hosts of two: a half inside, there and back, and a half of a half across, likewise.
+        expected = [("ids", 3, size, 2 * size), ("batch norm", 3, 12.0, 24.0), ("agree", 3, 32.0, 16.0)]
+        assert told == expected, "what nobody has waited for has not ended"

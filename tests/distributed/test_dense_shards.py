@@ -236,7 +236,7 @@ def parts_here(plan: dict[str, Any]) -> tuple[int, int, float, float]:
         os.environ["LOCAL_WORLD_SIZE"] = before
     parameters = list(model.parameters())
     held = sum(p.to_local().numel() for p in parameters)  # type: ignore[attr-defined]
-    norm = global_norm(parameters, sum_over_parts(parameters))
+    norm = global_norm(parameters, sum_over_parts(parameters, World.current()))
     flat = torch.cat([whole(p.detach()).reshape(-1).double() for p in parameters])
     ids = KeyedJaggedTensor.from_lists({"f": [[World.current().rank], [3, 4]]})
     model.second(model.first(model.tables(ids).pooled.values)).mean().backward()

@@ -20,6 +20,7 @@ from meseta.pipeline import TrainStep
 from meseta.planner import predict
 from meseta.spec import FeatureLoad, FeatureSpec, OptimizerSpec, Plan, TableSpec, Topology, Workload
 from meseta.spec.transfer import Transfer, step_transfers
+from meseta.telemetry.lines import TrainLine
 from meseta.train.setup.workload import make_workload
 from meseta.train.trainer import Trainer
 from small_run import settings
@@ -98,6 +99,12 @@ def count(plan: Any, optimizer: str, weighted: bool, pooling: str) -> Counted:
         found = embeddings(kjt)
         rows = [found[name].values.sum() for name in ("one",) if pooling == "none"]
         (found.pooled.values.sum() + sum(rows)).backward()
+    spans = [(one.name, one.inside_bytes + one.across_bytes) for one in embeddings.world.transfers.latest]
+    by_hand = zip(counter.names, counter.calls, strict=True)
+    of_two = 2 * (world.size - 1) / world.size
+    assert sorted(spans) == sorted(
+        (name, size if operation == "all_to_all_single" else of_two * size) for name, (operation, size) in by_hand
+    )
     return counter.names, counter.calls
 
 
@@ -162,8 +169,9 @@ def test_predicted_bytes_are_counted_bytes_of_two_hosts(
     check(ranks(4), plan, Topology(num_hosts=2, devices_per_host=2), optimizer, weighted, pooling)
 
 
-def step_of_run(document: dict[str, Any]) -> tuple[Counted, tuple[Transfer, ...]]:
-    """What is counted in the first step of a run, and what is listed of it."""
+def step_of_run(document: dict[str, Any]) -> tuple[Counted, tuple[Transfer, ...], dict[str, float]]:
+    """What is counted in the first step of a run, what is listed of it, and how often its line says that each was
+    done."""
     trainer = Trainer(RunConfig.model_validate(document), World.current())
     embeddings, counter, run = trainer.model.embeddings, Counter(), TrainStep.__call__
     per_host = embeddings.plan.per_host
@@ -180,7 +188,9 @@ def step_of_run(document: dict[str, Any]) -> tuple[Counted, tuple[Transfer, ...]
         trainer.run()
     finally:
         TrainStep.__call__ = run  # type: ignore[method-assign]
-    return (counter.names, counter.calls), listed
+    [line, *_] = [one for one in trainer.run_dir.lines() if isinstance(one, TrainLine)]
+    said = {name: one.num_times for name, one in line.transfers.items()}
+    return (counter.names, counter.calls), listed, said
 
 
 DENSE = {
@@ -199,11 +209,12 @@ def test_a_whole_step_sends_what_is_listed(
 ) -> None:
     plan = {"devices_per_host": 2, "tables": {"*": "table_wise"}}
     document = settings(tiny, tmp_path / "run", train__max_steps=1, plan=plan, **DENSE[name])
-    for rank, ((names, calls), listed) in enumerate(ranks(size).run(step_of_run, document)):
+    for rank, ((names, calls), listed, said) in enumerate(ranks(size).run(step_of_run, document)):
         named = [own for own in listed if own.name not in OF_TORCH]
         order = list(dict.fromkeys(own.name for own in named))
         assert list(dict.fromkeys(names)) == order
         assert {n: names.count(n) for n in order} == {n: sum(t.times for t in named if t.name == n) for n in order}
+        assert said == {n: float(names.count(n)) for n in order}
         by_torch = [own for own in listed if own.name in OF_TORCH]
         assert len(calls) == len(names) + sum(own.times for own in by_torch), rank
         sums = sum(size for operation, size in calls if operation == "all_reduce")

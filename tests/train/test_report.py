@@ -75,6 +75,10 @@ def train_line(step: int, **changes: Any) -> dict[str, Any]:
     return line | {"stages_s": stages} | changes
 
 
+def traffic(**changes: float) -> dict[str, float]:
+    return {"num_times": 1.0, "inside_bytes": 2e6, "across_bytes": 0.0, "seconds": 0.004, "waited_s": 0.001, **changes}
+
+
 def eval_line(step: int, split: str = "test") -> dict[str, Any]:
     labels = [int(i % 4 == 0) for i in range(400)]
     logits = [math.sin(i) + label - 1.5 for i, label in enumerate(labels)]
@@ -457,3 +461,20 @@ def test_opens_in_a_browser_without_a_console_message(tmp_path: Path) -> None:
         assert f"<h2>{heading}</h2>" in result.stdout
     assert result.stdout.count("<svg") >= 12
     assert "CONSOLE" not in result.stderr
+
+
+def test_exchanges_are_means_over_the_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    assert "Exchanges per step" not in write_report(run).read_text()
+    lines = [
+        train_line(10, transfers={"ids": traffic(), "dense": traffic(num_times=2.0, across_bytes=4e9)}),
+        train_line(20, transfers={"ids": traffic(inside_bytes=4e6, waited_s=0.003)}),
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = write_report(run).read_text()
+    table = page[page.index("Exchanges per step") :].partition("</table>")[0]
+    cells = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in table.split("<tr>")[2:]]
+    assert cells == [
+        ["ids", "1", "3.00 MB", "0 B", "4.00", "2.00"],
+        ["dense", "1", "1.00 MB", "2.00 GB", "2.00", "0.50"],
+    ]

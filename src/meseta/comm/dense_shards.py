@@ -138,15 +138,16 @@ def cut_like(value: Tensor, model_tensor: Tensor) -> Tensor:
     return cast(Tensor, placed)
 
 
-def sum_over_parts(parameters: Iterable[Tensor]) -> Callable[[float], float] | None:
-    """A sum over the ranks that hold the parts of a cut parameter, in one order on all; None where none is cut."""
+def sum_over_parts(parameters: Iterable[Tensor], world: World) -> Callable[[float], float] | None:
+    """A sum over the ranks that hold the parts of a cut parameter, in one order on all; None where none is cut.
+    `world` has them all."""
     first = next((cast(Any, parameter) for parameter in parameters if is_cut(parameter)), None)
     if first is None:
         return None
     group, device = first.device_mesh.get_group(first.device_mesh.ndim - 1), first.to_local().device
 
     def add(number: float) -> float:
-        ranks = World(rank=group.rank(), size=group.size(), device=device, group=group)
+        ranks = World(rank=group.rank(), size=group.size(), device=device, group=group, transfers=world.transfers)
         squares = ranks.all_gather(torch.tensor([number], dtype=torch.float64, device=device), "norms")
         parts: Sequence[float] = squares.tolist()
         return math.fsum(cast(Any, part)[0] for part in parts)

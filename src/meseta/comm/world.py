@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,23 +22,30 @@ from meseta.machine.rendezvous import VARIABLE
 from meseta.machine.variables import variables
 from meseta.ops.memory import empty
 from meseta.spec import MesetaError
-from meseta.spec.transfer import BETWEEN_STEPS, OF_STEPS
+from meseta.spec.transfer import BETWEEN_STEPS, OF_STEPS, alike_shares
+from meseta.telemetry.transfers import TransferSpan, TransferTimes
 
 Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Pending:
     """A collective in flight. `send` stays referenced until `wait`, since the transport reads it."""
 
     received: Tensor
     send: Tensor
     work: Any | None
+    end: Callable[[float], None] | None = None
+    """Ends its span, told since when this rank has waited."""
 
     def wait(self) -> Tensor:
         """Block until the data is here (on a GPU: until the stream may use it) and return it."""
         if self.work is not None:
+            start_s = time.perf_counter()
             self.work.wait()
+            self.work = None
+            if self.end is not None:
+                self.end(start_s)
         return self.received
 
 
@@ -50,6 +58,10 @@ class World:
     device: torch.device
     group: Any = None
     """Process group of torch.distributed; None: the one that `current` began."""
+    per_host: int | None = None
+    """Ranks of a host, where a plan says it; None: as they were launched."""
+    transfers: TransferTimes = field(default_factory=TransferTimes, compare=False, repr=False)
+    """What this rank has sent."""
 
     @staticmethod
     def single(device: torch.device | str = "cpu") -> World:
@@ -76,9 +88,15 @@ class World:
 
     @property
     def ranks_per_host(self) -> int:
-        """As torchrun tells every rank; all of them, where nobody did."""
+        """As a plan says, else as torchrun tells every rank; all of them, where nobody did."""
+        if self.per_host is not None:
+            return self.per_host
         count = int(variables.get("LOCAL_WORLD_SIZE", self.size))
         return count if count > 0 and self.size % count == 0 else self.size
+
+    def on_hosts(self, per_host: int | None) -> World:
+        """The same, on hosts of so many ranks, as a plan says it; None: as they were launched."""
+        return self if per_host is None else replace(self, per_host=per_host)
 
     def apart(self) -> World:
         """The same ranks over gloo and on CPUs, for another thread: its collectives never meet those of this one.
@@ -113,30 +131,63 @@ class World:
         check_listed(name)
         received = empty((sum(receive_splits), *send.shape[1:]), send.dtype, send.device, keep=keep)
         send = send.contiguous()
+        host = self.rank - self.rank % self.ranks_per_host
+        inside = sum(send_splits[host : host + self.ranks_per_host]) - send_splits[self.rank]
+        across = sum(send_splits) - send_splits[self.rank] - inside
+        entry_bytes = send[:1].nbytes
+        end = self._begin(name, inside * entry_bytes, across * entry_bytes)
         work = dist.all_to_all_single(
             received, send, list(receive_splits), list(send_splits), self.group, async_op=True
         )
-        return Pending(received=received, send=send, work=work)
+        return Pending(received=received, send=send, work=work, end=end)
 
     def start_all_reduce(self, tensor: Tensor, name: str = "") -> Pending:
         """Begin to sum over ranks, in place; the same bits on every rank."""
-        if self.size > 1:
-            check_listed(name)
-        work = dist.all_reduce(tensor, group=self.group, async_op=True) if self.size > 1 else None
-        return Pending(received=tensor, send=tensor, work=work)
+        if self.size == 1:
+            return Pending(received=tensor, send=tensor, work=None)
+        check_listed(name)
+        end = self._begin_alike(name, tensor, "sum")
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return Pending(received=tensor, send=tensor, work=work, end=end)
 
     def all_reduce(self, tensor: Tensor, name: str = "") -> Tensor:
         """Sum over ranks, in place; the same bits on every rank."""
-        return self.start_all_reduce(tensor, name).wait()
+        if self.size > 1:
+            check_listed(name)
+            end, start_s = self._begin_alike(name, tensor, "sum"), time.perf_counter()
+            dist.all_reduce(tensor, group=self.group)
+            end(start_s)
+        return tensor
 
     def all_gather(self, tensor: Tensor, name: str = "") -> Tensor:
         """[size, *shape]: the tensors of all ranks, which have one shape."""
         if self.size == 1:
             return tensor.unsqueeze(0)
         check_listed(name)
+        end, start_s = self._begin_alike(name, tensor, "gather"), time.perf_counter()
         gathered = tensor.new_empty((self.size * tensor.numel(),))
         dist.all_gather_into_tensor(gathered, tensor.contiguous().view(-1), self.group)
+        end(start_s)
         return gathered.view(self.size, *tensor.shape)
+
+    def _begin(self, name: str, inside_bytes: float, across_bytes: float) -> Callable[[float], None]:
+        """Begin a span; what is returned ends it."""
+        begin_s, transfers = time.perf_counter(), self.transfers
+        step = transfers.step
+
+        def end(start_s: float) -> None:
+            done_s = time.perf_counter()
+            span = TransferSpan(
+                name, step, self.size - 1, inside_bytes, across_bytes, begin_s, done_s, waited_s=done_s - start_s
+            )
+            transfers.add(span)
+
+        return end
+
+    def _begin_alike(self, name: str, tensor: Tensor, way: Literal["sum", "gather"]) -> Callable[[float], None]:
+        """The same of what every rank has alike, by the bytes that a plan is predicted to send."""
+        near, far = alike_shares(way, self.size, self.ranks_per_host)
+        return self._begin(name, near * tensor.nbytes, far * tensor.nbytes)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Rank 0's values, in place on every other rank."""

@@ -153,13 +153,14 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         """Look up what this rank owns, return it to the ranks that asked, put the answers together."""
         flight.enter("finished", after="exchanged")
         legs = flight.parts
-        self._finished(flight, self.world, legs[0].exchanged.batch_sizes)
-        for leg in legs:
-            leg.owned = leg.lookup.unpack(leg.exchanged)
-        self._borrow(flight)
-        lookups = [partial(leg.lookup.look_up, leg.exchanged, leg.owned, flight.stage_timer) for leg in legs]
-        found = UpdateInBackward.apply(self._anchor, lookups, partial(self._run_backward, flight))
-        return self._embeddings(flight, [leg.exchanged.ids for leg in legs], found)
+        with flight.dropped_by_errors():
+            self._finished(flight, self.world, legs[0].exchanged.batch_sizes)
+            for leg in legs:
+                leg.owned = leg.lookup.unpack(leg.exchanged)
+            self._borrow(flight)
+            lookups = [partial(leg.lookup.look_up, leg.exchanged, leg.owned, flight.stage_timer) for leg in legs]
+            found = UpdateInBackward.apply(self._anchor, lookups, partial(self._run_backward, flight))
+            return self._embeddings(flight, [leg.exchanged.ids for leg in legs], found)
 
     def _update(self, flight: Flight[Leg], *gradients: Tensor) -> Sequence[Tensor | None]:
         """Send upstream gradients to the owners of the rows, then step every shard once."""

@@ -60,15 +60,16 @@ def shard(
     world = world or World.current(collection.device)
     if world.size == 1:
         return model
-    sharded = ShardedEmbeddingBagCollection(collection, resolve_plan(plan, collection, world), world)
+    plan = resolve_plan(plan, collection, world)
+    world = world.on_hosts(plan.devices_per_host)
+    sharded = ShardedEmbeddingBagCollection(collection, plan, world)
     owner = model.get_submodule(name.rpartition(".")[0])
     setattr(owner, name.rpartition(".")[2], sharded)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             world.broadcast(tensor)
     if dense == "fsdp":
-        per_host = sharded.plan.devices_per_host or world.ranks_per_host
-        parameters = shard_dense(model, sharded, world, per_host, lambda: sharded.local_share)
+        parameters = shard_dense(model, sharded, world, world.ranks_per_host, lambda: sharded.local_share)
     else:
         parameters = list(model.parameters())
     if parameters:

@@ -93,7 +93,8 @@ class TrainStep:
         """
         self.model = model
         self.optimizer = optimizer
-        self.world = world
+        # That of sharded tables knows the hosts of their plan.
+        self.world = getattr(model.embeddings, "world", world)
         self.task_weights = None if task_weights is None else torch.tensor(task_weights, device=world.device)
         self.clip = clip
         self.accumulate_steps = accumulate_steps
@@ -110,6 +111,11 @@ class TrainStep:
         Raises NonFiniteLoss on all ranks, before any update, when the loss is not finite, and MesetaError for ids
         outside their table.
         """
+        with self.world.transfers.in_step():
+            return self._step(batch, lr_factor, votes)
+
+    def _step(self, batch: Batch, lr_factor: float | None, votes: Sequence[float]) -> Step:
+        """The same."""
         parts = split_batch(batch, self.accumulate_steps)
         # Parts are divided by the weight of all of them, so it has to be known before the first goes back.
         whole = None if len(parts) == 1 else self._agree(None, batch, votes)

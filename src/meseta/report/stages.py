@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from meseta.report.charts.chart import stacked_bars
 from meseta.report.charts.markup import table, tag, text
+from meseta.report.exchanges import exchanges_table
 from meseta.report.record import RunRecord
 from meseta.spec.stages import STAGES
 from meseta.telemetry.lines import TrainLine
@@ -39,12 +40,13 @@ def stages_section(record: RunRecord) -> str:
     rows.append([tag("b", "all stages"), tag("b", text(f"{total:.2f}")), ""])
     chart = stacked_bars("Milliseconds per step by stage", spans, layers)
     caption = tag("h3", "Milliseconds per step, rank 0")
-    return tag("p", text(_intro(record, total))) + tag(
+    pictures = tag(
         "div",
         tag("div", caption, chart),
         tag("div", table(["stage", "mean ms", "share"], rows, {1, 2}, "compact")),
         class_="wide-narrow",
     )
+    return tag("p", text(_intro(record, total))) + pictures + exchanges_table(record)
 
 
 def mean_stages_s(record: RunRecord) -> dict[str, float]:

@@ -356,3 +356,19 @@ class _Step:
 def _alike(name: str, num_bytes: float, times: int = 1, way: Way = "sum") -> Transfer:
     """Of what every rank has alike, so many bytes in a step."""
     return Transfer(name, "dense", (Part("step", num_bytes, way),), times)
+
+
+def alike_shares(way: Way, num_ranks: int, per_host: int) -> tuple[float, float]:
+    """(inside its host, across hosts): what a rank sends of a byte that every rank has alike.
+
+    A sum is a ring all-reduce: 2 (n - 1) / n of the bytes from each of n devices, inside hosts of what lies there and
+    across hosts of a device's share (reduce-scatter, all-reduce, all-gather).
+    """
+    hosts = num_ranks // per_host
+    return {
+        "sum": (2 * (per_host - 1) / per_host, 2 / per_host * (hosts - 1) / hosts),
+        "gather": (per_host - 1, num_ranks - per_host),
+        "host gather": (per_host - 1, 0),
+        "host scatter": (per_host - 1, 0),
+        "hosts sum": (0, 2 * (hosts - 1) / hosts),
+    }[way]

@@ -51,6 +51,20 @@ class TaskProgress(Entry):
     lifetime: Lifetime = Lifetime()
 
 
+class TransferMeans(Entry):
+    """What one rank had of one transfer, per step."""
+
+    num_times: float
+    inside_bytes: float
+    """Sent to ranks of the same host."""
+    across_bytes: float
+    """Sent to ranks of other hosts."""
+    seconds: float
+    """From the beginning to the moment when it was known to be done."""
+    waited_s: float
+    """How long the rank stood still for it."""
+
+
 class TrainLine(Entry):
     """What happened since the line before."""
 
@@ -72,6 +86,8 @@ class TrainLine(Entry):
     lr_sparse: float | None = None
     stages_s: dict[str, float] = {}
     """Seconds per step of each stage."""
+    transfers: dict[str, TransferMeans] = {}
+    """What rank 0 sent, by the name of the transfer; nothing where there is one rank."""
     ids_outside: dict[str, Count] = {}
     """Ids outside their table in the run so far, by feature."""
 

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from meseta.machine.files import parse_json, read_bounded
 from meseta.spec.splits import EVALUATED, TEST, VALID
-from meseta.telemetry.lines import Count, Entry, EvalLine
+from meseta.telemetry.lines import Count, Entry, EvalLine, TransferMeans
 
 SUMMARY_NAME = "summary.json"
 ENVIRONMENT_NAME = "environment.json"
@@ -73,12 +73,14 @@ class RunSummary(Entry):
     checkpoint: str | None = None
     """Of the weights that the run has ended with."""
     stages_s_by_rank: list[dict[str, float]] = Field(default=[])
+    transfers_by_rank: list[dict[str, TransferMeans]] = Field(default=[])
+    """What each rank sent per step, by the name of the transfer."""
     predicted: Predicted | None = None
 
     @property
     def timed(self) -> dict[str, Any]:
         """What it says of the steps' time, measured and predicted, by name."""
-        names = {"stages_s_by_rank", "predicted"} & self.model_fields_set
+        names = {"stages_s_by_rank", "transfers_by_rank", "predicted"} & self.model_fields_set
         return {name: getattr(self, name) for name in names}
 
     def evaluation(self, split: str) -> EvalLine | None:

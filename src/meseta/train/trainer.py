@@ -100,7 +100,7 @@ class Trainer:
         planner, plan = plan_model(config, self.dataset, world)
         self._predicted = planner.predict(plan)
         self.model = place_model(planner, plan, world)
-        over_parts = sum_over_parts(self.model.parameters())
+        over_parts = sum_over_parts(self.model.parameters(), world)
         self.optimizer = make_dense_optimizer(config.dense.optimizer, self.model.parameters(), over_parts)
         weights = task_weights(config, self.dataset)
         clip = DenseClip(value=config.dense.clip_value, norm=config.dense.clip_norm, over_parts=over_parts)
@@ -187,9 +187,11 @@ class Trainer:
                 raise self.saver.stop()
             outside = self._ids_outside()
             evaluations = self._finish(progress)
-        stages = self.world.gather_objects(self.train_step.times.over_life())
+        life = (self.train_step.times.over_life(), self.world.transfers.over_life())
+        stages, transfers = zip(*self.world.gather_objects(life), strict=True)
         if any(stages):
-            timed: dict[str, Any] = {"stages_s_by_rank": stages, "predicted": self._predicted}
+            sent = {"transfers_by_rank": list(transfers)} if any(transfers) else {}
+            timed: dict[str, Any] = {"stages_s_by_rank": list(stages), **sent, "predicted": self._predicted}
         else:  # all steps were done before, and timed then
             timed = {} if former is None or former.num_steps != self.step else former.timed
         summary = self._summary(evaluations, outside, timed)
@@ -302,6 +304,8 @@ class Trainer:
         outside = self._ids_outside()
         if outside:
             figures["ids_outside"] = outside
+        if self.world.size > 1:
+            figures["transfers"] = self.world.transfers.take()
         line = TrainLine(
             kind="train",
             step=self.step,

@@ -13,7 +13,7 @@ from meseta.planner.cost.placement import Placement
 from meseta.planner.cost.reuse import Floats
 from meseta.spec import COLUMN_BLOCK, CostModel, Link, Topology
 from meseta.spec.stages import Component
-from meseta.spec.transfer import ROW_STATISTICS, Each, Part, Transfer, Way
+from meseta.spec.transfer import ROW_STATISTICS, Each, Part, Transfer, Way, alike_shares
 
 
 @dataclass(frozen=True)
@@ -164,19 +164,3 @@ def _levels(way: Way, amounts: Floats, placement: Placement) -> tuple[Floats, Fl
     near, far = alike_shares(way, ranks, per_host)
     inside, across = near * amounts, far * amounts
     return inside, across, inside, across
-
-
-def alike_shares(way: Way, num_ranks: int, per_host: int) -> tuple[float, float]:
-    """(inside its host, across hosts): what a rank sends of a byte that every rank has alike.
-
-    A sum is a ring all-reduce: 2 (n - 1) / n of the bytes from each of n devices, inside hosts of what lies there and
-    across hosts of a device's share (reduce-scatter, all-reduce, all-gather).
-    """
-    hosts = num_ranks // per_host
-    return {
-        "sum": (2 * (per_host - 1) / per_host, 2 / per_host * (hosts - 1) / hosts),
-        "gather": (per_host - 1, num_ranks - per_host),
-        "host gather": (per_host - 1, 0),
-        "host scatter": (per_host - 1, 0),
-        "hosts sum": (0, 2 * (hosts - 1) / hosts),
-    }[way]

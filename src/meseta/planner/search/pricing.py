@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meseta.planner.cost.exchange import alike_shares, bytes_of, links, piece_bytes
+from meseta.planner.cost.exchange import bytes_of, links, piece_bytes
 from meseta.planner.cost.loads import Loads, Pieces, WorkloadLoads
 from meseta.planner.cost.memory import SORT_BYTES, RunBytes, fixed_bytes, received_bytes
 from meseta.planner.cost.operators import operator_seconds
@@ -21,7 +21,7 @@ from meseta.planner.cost.predict import replica_seconds
 from meseta.planner.search.assignment import Floats, Ints
 from meseta.spec import CostModel, Topology
 from meseta.spec.tiers import memory_shares
-from meseta.spec.transfer import ROW_STATISTICS, Transfer, Way, step_transfers
+from meseta.spec.transfer import ROW_STATISTICS, Transfer, Way, alike_shares, step_transfers
 
 COMPONENTS = ("compute", "ids", "answers", "partial bags", "summed bags", "row statistics")
 """What every rank does in step with the others; the slowest ends it."""

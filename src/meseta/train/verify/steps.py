@@ -107,7 +107,7 @@ def _training(
     config: RunConfig, model: Any, world: World, weights: list[float] | None, num_steps: int
 ) -> Callable[[int, Batch, Batch], tuple[float | None, Tensor | None]]:
     """A step as `meseta train` takes it."""
-    over_parts = sum_over_parts(model.parameters())
+    over_parts = sum_over_parts(model.parameters(), world)
     optimizer = make_dense_optimizer(config.dense.optimizer, model.parameters(), over_parts)
     clip = DenseClip(value=config.dense.clip_value, norm=config.dense.clip_norm, over_parts=over_parts)
     parts = config.train.accumulate_steps

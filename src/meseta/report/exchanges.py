@@ -1,0 +1,44 @@
+"""What a step sends to other ranks, by the name of the transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meseta.report.charts.markup import table, tag, text
+from meseta.report.record import RunRecord
+from meseta.telemetry.lines import TrainLine, TransferMeans
+from meseta.telemetry.shown import byte_size, drawable
+
+HEADS = ["transfer", "times", "to its host", "to other hosts", "ms under way", "ms waited for"]
+
+
+def exchanges_table(record: RunRecord) -> str:
+    """Means per step of rank 0 over the whole run; an empty string where nothing was sent."""
+    lines = [line for line in record.train if line.transfers]
+    names = dict.fromkeys(name for line in lines for name in line.transfers)
+    if not names:
+        return ""
+    rows = [[text(name), *_cells(_mean(lines, name))] for name in names]
+    intro = (
+        "What rank 0 sends to others in a step. Under way is from its beginning until it is known to be done; the rank "
+        "computes meanwhile, but for what it waits."
+    )
+    return (
+        tag("h3", "Exchanges per step, rank 0")
+        + tag("p", text(intro))
+        + table(HEADS, rows, set(range(1, len(HEADS))), "compact")
+    )
+
+
+def _mean(lines: Sequence[TrainLine], name: str) -> TransferMeans:
+    found = [line.transfers[name] for line in lines if name in line.transfers]
+    means = {
+        field: sum(v for v in (getattr(one, field) for one in found) if drawable(v)) / len(lines)
+        for field in TransferMeans.model_fields
+    }
+    return TransferMeans(**means)
+
+
+def _cells(mean: TransferMeans) -> list[str]:
+    sizes = (byte_size(mean.inside_bytes), byte_size(mean.across_bytes))
+    return [f"{mean.num_times:.3g}", *map(text, sizes), f"{1e3 * mean.seconds:.2f}", f"{1e3 * mean.waited_s:.2f}"]

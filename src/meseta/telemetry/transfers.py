@@ -1,0 +1,108 @@
+"""What travelled: a span for each collective, and their sums by the name of the transfer."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from meseta.spec.transfer import OF_STEPS
+from meseta.telemetry.lines import TransferMeans
+
+NUM_KEPT = 4096
+"""Spans that are at hand; older ones are in the sums alone."""
+
+
+class TransferSpan(NamedTuple):
+    """One collective of this rank, from its beginning to the moment when what came in was used."""
+
+    name: str
+    """Of the transfer, see meseta.spec.transfer."""
+    step: int | None
+    """Steps that had ended before the one in which it began; None between steps, as in an evaluation."""
+    num_peers: int
+    """Other ranks that took part."""
+    inside_bytes: float
+    """Sent to ranks of the same host."""
+    across_bytes: float
+    """Sent to ranks of other hosts."""
+    begin_s: float
+    """On the clock of time.perf_counter()."""
+    done_s: float
+    """When it was known to be done: at the latest when it was waited for."""
+    waited_s: float
+    """How long this rank stood still for it. On a GPU the stream waits, and the rank does not."""
+
+
+@dataclass
+class _Sum:
+    num_times: int = 0
+    inside_bytes: float = 0.0
+    across_bytes: float = 0.0
+    seconds: float = 0.0
+    waited_s: float = 0.0
+
+    def add(self, other: _Sum) -> None:
+        self.num_times += other.num_times
+        self.inside_bytes += other.inside_bytes
+        self.across_bytes += other.across_bytes
+        self.seconds += other.seconds
+        self.waited_s += other.waited_s
+
+    def each_step(self, num_steps: int) -> TransferMeans:
+        return TransferMeans(
+            num_times=self.num_times / num_steps,
+            inside_bytes=self.inside_bytes / num_steps,
+            across_bytes=self.across_bytes / num_steps,
+            seconds=self.seconds / num_steps,
+            waited_s=self.waited_s / num_steps,
+        )
+
+
+class TransferTimes:
+    """Bytes and seconds by transfer, added up over the spans of steps since the last `take`."""
+
+    def __init__(self) -> None:
+        self.latest: deque[TransferSpan] = deque(maxlen=NUM_KEPT)
+        """The last spans, in the order of their ends."""
+        self.step: int | None = None
+        """Steps that ended before the one under way; None where none is."""
+        self._num_steps = 0
+        self._sums: dict[str, _Sum] = {}
+        self._life: dict[str, _Sum] = {}
+        self._num_taken = 0
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """While a step is under way; one that raises does not count as one."""
+        self.step = self._num_steps
+        try:
+            yield
+            self._num_steps += 1
+        finally:
+            self.step = None
+
+    def add(self, span: TransferSpan) -> None:
+        """One that has ended."""
+        self.latest.append(span)
+        if span.step is not None:
+            one = _Sum(1, span.inside_bytes, span.across_bytes, span.done_s - span.begin_s, span.waited_s)
+            self._sums.setdefault(span.name, _Sum()).add(one)
+
+    def take(self) -> dict[str, TransferMeans]:
+        """Means per step of each transfer since the last call."""
+        num_steps, self._num_taken = self._num_steps - self._num_taken, self._num_steps
+        sums, self._sums = self._sums, {}
+        for name, one in sums.items():
+            self._life.setdefault(name, _Sum()).add(one)
+        return _each_step(sums, num_steps)
+
+    def over_life(self) -> dict[str, TransferMeans]:
+        """Means per step of each transfer, over all that was taken."""
+        return _each_step(self._life, self._num_taken)
+
+
+def _each_step(sums: dict[str, _Sum], num_steps: int) -> dict[str, TransferMeans]:
+    return {name: one.each_step(max(num_steps, 1)) for name, one in sums.items() if name in OF_STEPS}
