@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import pytest
 
 from meseta.telemetry.transfers import NUM_KEPT, TransferSpan, TransferTimes
@@ -18,7 +20,7 @@ def test_means_are_per_step_since_the_last_call() -> None:
             times.add(span(times, "ids", size, 2 * size, 0.5))
             times.add(span(times, "ids", size, 0.0, 0.5))
             times.add(span(times, "answers", 0.0, 8.0, 0.25))
-    assert {name: tuple(one.to_dict().values()) for name, one in times.take().items()} == {
+    assert {name: astuple(one) for name, one in times.take().items()} == {
         "ids": (2.0, 400.0, 400.0, 1.0, 0.5),
         "answers": (1.0, 0.0, 8.0, 0.25, 0.125),
     }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 from meseta.report.charts.markup import table, tag, text
 from meseta.report.record import RunRecord
-from meseta.telemetry.lines import TrainLine, TransferMeans
+from meseta.telemetry.lines import TrainLine
 from meseta.telemetry.shown import byte_size, drawable
+from meseta.telemetry.transfers import TransferMeans
 
 HEADS = ["transfer", "times", "to its host", "to other hosts", "ms under way", "ms waited for"]
 
@@ -33,8 +35,8 @@ def exchanges_table(record: RunRecord) -> str:
 def _mean(lines: Sequence[TrainLine], name: str) -> TransferMeans:
     found = [line.transfers[name] for line in lines if name in line.transfers]
     means = {
-        field: sum(v for v in (getattr(one, field) for one in found) if drawable(v)) / len(lines)
-        for field in TransferMeans.model_fields
+        field.name: sum(v for v in (getattr(one, field.name) for one in found) if drawable(v)) / len(lines)
+        for field in fields(TransferMeans)
     }
     return TransferMeans(**means)
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from meseta.machine.files import DOCUMENT_BYTES, open_regular, parse_json, too_long
+from meseta.telemetry.transfers import TransferMeans
 
 METRICS_NAME = "metrics.jsonl"
 METRICS_BYTES = 1 << 30
@@ -49,20 +50,6 @@ class TaskProgress(Entry):
     ne: float | None = None
     auc: float | None = None
     lifetime: Lifetime = Lifetime()
-
-
-class TransferMeans(Entry):
-    """What one rank had of one transfer, per step."""
-
-    num_times: float
-    inside_bytes: float
-    """Sent to ranks of the same host."""
-    across_bytes: float
-    """Sent to ranks of other hosts."""
-    seconds: float
-    """From the beginning to the moment when it was known to be done."""
-    waited_s: float
-    """How long the rank stood still for it."""
 
 
 class TrainLine(Entry):

@@ -9,7 +9,8 @@ from pydantic import Field
 
 from meseta.machine.files import parse_json, read_bounded
 from meseta.spec.splits import EVALUATED, TEST, VALID
-from meseta.telemetry.lines import Count, Entry, EvalLine, TransferMeans
+from meseta.telemetry.lines import Count, Entry, EvalLine
+from meseta.telemetry.transfers import TransferMeans
 
 SUMMARY_NAME = "summary.json"
 ENVIRONMENT_NAME = "environment.json"

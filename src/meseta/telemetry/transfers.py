@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meseta.spec.transfer import OF_STEPS
-from meseta.telemetry.lines import TransferMeans
 
 NUM_KEPT = 4096
 """Spans that are at hand; older ones are in the sums alone."""
@@ -34,6 +33,21 @@ class TransferSpan(NamedTuple):
     """When it was known to be done: at the latest when it was waited for."""
     waited_s: float
     """How long this rank stood still for it. On a GPU the stream waits, and the rank does not."""
+
+
+@dataclass(frozen=True)
+class TransferMeans:
+    """What one rank had of one transfer, per step."""
+
+    num_times: float
+    inside_bytes: float
+    """Sent to ranks of the same host."""
+    across_bytes: float
+    """Sent to ranks of other hosts."""
+    seconds: float
+    """From the beginning to the moment when it was known to be done."""
+    waited_s: float
+    """How long the rank stood still for it."""
 
 
 @dataclass
