@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from meseta.comm import World
+from meseta.comm.world import TRANSPORT_THREADS
 
 from .pool import RankPool
 
@@ -33,6 +36,22 @@ def exchange(size_of: list[list[int]]) -> bool:
 @pytest.mark.parametrize("sizes", [[[1, 2], [3, 0]], [[0, 0], [0, 0]], [[0, 5], [0, 0]]])
 def test_all_to_all(ranks: Ranks, sizes: list[list[int]]) -> None:
     assert ranks(2).run(exchange, sizes) == [True, True]
+
+
+def policies() -> tuple[int, dict[str, set[int]]]:
+    """How the system schedules this thread, and each kind of thread that carries messages, of both groups."""
+    World.current().apart()
+    tasks = [(task / "comm", int(task.name)) for task in Path("/proc/self/task").glob("*")]
+    found: dict[str, set[int]] = {}
+    for comm, number in tasks:
+        found.setdefault(comm.read_text().strip(), set()).add(os.sched_getscheduler(number))
+    return os.sched_getscheduler(0), {name: found[name] for name in TRANSPORT_THREADS}
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="no such policy here")
+def test_what_carries_messages_interrupts_no_thread_that_computes(ranks: Ranks) -> None:
+    expected = os.SCHED_OTHER, {name: {os.SCHED_BATCH} for name in TRANSPORT_THREADS}
+    assert ranks(2).run(policies) == [expected, expected]
 
 
 def others() -> list[object]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor
 
+from meseta.machine.processors import never_interrupt
 from meseta.machine.rendezvous import VARIABLE
 from meseta.machine.variables import variables
 from meseta.ops.memory import empty
@@ -84,6 +85,7 @@ class World:
             dist.init_process_group(backend, store=_store(size), rank=rank, world_size=size, timeout=TIMEOUT)
         if not dist.is_initialized():
             return World.single(device)
+        never_interrupt(TRANSPORT_THREADS)
         return World(rank=dist.get_rank(), size=dist.get_world_size(), device=torch.device(device))
 
     @property
@@ -104,7 +106,9 @@ class World:
         cpu = torch.device("cpu")
         if self.size == 1:
             return World.single(cpu)
-        return World(rank=self.rank, size=self.size, device=cpu, group=dist.new_group(backend="gloo"))
+        group = dist.new_group(backend="gloo")
+        never_interrupt(TRANSPORT_THREADS)
+        return World(rank=self.rank, size=self.size, device=cpu, group=group)
 
     @staticmethod
     def leave() -> None:
@@ -277,6 +281,9 @@ def check_listed(name: str) -> None:
 
 
 TIMEOUT = timedelta(minutes=10)
+TRANSPORT_THREADS = ("gloo_tcp_loop", "pt_gloo_runloop")
+"""As gloo and torch call those that carry messages: the first reads and writes, and tries for the locks of the others
+without sleeping."""
 _num_groups = itertools.count()
 
 
