@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor
 
-from meseta.machine.processors import never_interrupt
+from meseta.machine.processors import patient_threads
 from meseta.machine.rendezvous import VARIABLE
 from meseta.machine.variables import variables
 from meseta.ops.memory import empty
@@ -76,16 +76,11 @@ class World:
 
         Where torchrun's ranks compute on CPUs, and there are enough for all their threads, each keeps to its share.
         """
-        if not dist.is_initialized() and int(variables.get("WORLD_SIZE", "1")) > 1:
-            backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
-            if backend == "gloo":
-                _keep_to_share()
-            # Of a rank of -1 torch says which variables are missing.
-            size, rank = int(variables["WORLD_SIZE"]), int(variables.get("RANK", "-1"))
-            dist.init_process_group(backend, store=_store(size), rank=rank, world_size=size, timeout=TIMEOUT)
+        with patient_threads(TRANSPORT_THREADS):  # of a group that somebody else has begun, too
+            if not dist.is_initialized() and int(variables.get("WORLD_SIZE", "1")) > 1:
+                _join(device)
         if not dist.is_initialized():
             return World.single(device)
-        never_interrupt(TRANSPORT_THREADS)
         return World(rank=dist.get_rank(), size=dist.get_world_size(), device=torch.device(device))
 
     @property
@@ -106,8 +101,8 @@ class World:
         cpu = torch.device("cpu")
         if self.size == 1:
             return World.single(cpu)
-        group = dist.new_group(backend="gloo")
-        never_interrupt(TRANSPORT_THREADS)
+        with patient_threads():
+            group = dist.new_group(backend="gloo")
         return World(rank=self.rank, size=self.size, device=cpu, group=group)
 
     @staticmethod
@@ -285,6 +280,16 @@ TRANSPORT_THREADS = ("gloo_tcp_loop", "pt_gloo_runloop")
 """As gloo and torch call those that carry messages: the first reads and writes, and tries for the locks of the others
 without sleeping."""
 _num_groups = itertools.count()
+
+
+def _join(device: torch.device | str) -> None:
+    """Begin the process group that the launcher's variables describe."""
+    backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
+    if backend == "gloo":
+        _keep_to_share()
+    # Of a rank of -1 torch says which variables are missing.
+    size, rank = int(variables["WORLD_SIZE"]), int(variables.get("RANK", "-1"))
+    dist.init_process_group(backend, store=_store(size), rank=rank, world_size=size, timeout=TIMEOUT)
 
 
 def _store(size: int) -> dist.Store | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,19 +105,26 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def never_interrupt(names: Sequence[str]) -> None:
-    """Let the threads of this process that are called so wait until a processor is free, where the system can.
+@contextmanager
+def patient_threads(names: Sequence[str] = ()) -> Iterator[None]:
+    """Threads of this process that begin while this is entered, and those that are called so, wait until a processor is
+    free, where the system can.
 
     A thread that wakes up else takes the processor of one that computes. If that one holds a lock, and the other tries
     to have it without sleeping, it goes on trying until its slice ends: 4 ms, on a processor that both share.
     """
+    before = {int(task.name) for task in _TASKS.glob("*")}
+    yield
     if not hasattr(os, "SCHED_BATCH"):
         return
-    for task in Path("/proc/self/task").glob("*"):
+    for task in _TASKS.glob("*"):
         # A thread may end meanwhile; where a system forbids it, it stays as it is.
         with suppress(OSError):
-            if (task / "comm").read_text().strip() in names:
+            if int(task.name) not in before or (task / "comm").read_text().strip() in names:
                 os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
+
+
+_TASKS = Path("/proc/self/task")
 
 
 def _allowed(environment: Mapping[str, str]) -> int:
