@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from meseta.comm import DenseGradients, World
 from meseta.comm.world import _keep_to_share
 from meseta.spec import MesetaError
 from threads import threads
+
+PASSES = SimpleNamespace(local_share=1.0, is_part=False, kept_dense=[])
 
 
 def test_collectives_of_one_rank_return_their_input() -> None:
@@ -92,7 +95,7 @@ def test_on_first_alone_runs_the_action() -> None:
 
 def test_one_rank_leaves_dense_gradients_alone() -> None:
     layer = torch.nn.Linear(2, 1)
-    DenseGradients(list(layer.parameters()), World.single(), lambda: 1.0)
+    DenseGradients(list(layer.parameters()), World.single(), PASSES)
     layer(torch.ones(4, 2)).mean().backward()
     assert layer.weight.grad is not None and layer.weight.grad.tolist() == [[1.0, 1.0]]
 
@@ -100,7 +103,7 @@ def test_one_rank_leaves_dense_gradients_alone() -> None:
 def test_dense_parameters_of_two_dtypes_are_refused() -> None:
     parameters = [torch.nn.Parameter(torch.ones(1, dtype=dtype)) for dtype in (torch.float32, torch.float64)]
     with pytest.raises(MesetaError, match=r"one dtype, got .'torch.float32', 'torch.float64'."):
-        DenseGradients(parameters, World.single(), lambda: 1.0)
+        DenseGradients(parameters, World.single(), PASSES)
 
 
 LEAVES = """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -140,7 +140,7 @@ def train(scenario: Scenario, given_gradients: bool = False) -> dict[str, Any]:
     with torch.no_grad():
         layer.weight.copy_(torch.randn(1, width, generator=generator, dtype=torch.float64) / 10)
         layer.bias.zero_()
-    reducer = DenseGradients(list(layer.parameters()), world, lambda: collection.local_share)
+    reducer = DenseGradients(list(layer.parameters()), world, collection)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     losses, outputs = [], []
     for step in range(scenario.num_steps):
@@ -190,3 +190,12 @@ def whole_tables(results: list[dict[str, Any]], scenario: Scenario) -> dict[str,
         for key, value in parts.items():
             assert not value.isnan().any(), f"{name}.{key} is not covered"
     return tables
+
+
+@dataclass
+class Passes:
+    """Backward passes of which none waits for another."""
+
+    local_share: float
+    is_part: bool = False
+    kept_dense: list[Tensor] = field(default_factory=list)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from meseta.comm import World
 from meseta.comm.world import TRANSPORT_THREADS
+from meseta.spec import MesetaError
 
 from .pool import RankPool
 
@@ -70,6 +72,52 @@ def test_gather_broadcast_and_reduce(ranks: Ranks) -> None:
     assert ranks(2).run(others) == [expected, expected]
 
 
+AGREED: dict[str, list[Any]] = {
+    "sent": [[2, 3], [3, 3]],
+    "expected": [[2, 3], [3, 3]],
+    "dtype": ["float32", "float32"],
+    "name": ["answers", "answers"],
+    "batch": [1, 1],
+}
+"""By rank."""
+
+
+def exchange_as_told(changes: dict[str, list[Any]]) -> tuple[str, bool]:
+    """What is raised where ranks do not agree on a transfer, and whether the next one arrives."""
+    world = World.current()
+    mine = {key: by_rank[world.rank] for key, by_rank in {**AGREED, **changes}.items()}
+    send = torch.zeros(sum(mine["sent"]), dtype=getattr(torch, mine["dtype"]))
+    options = {"tables": ("a", "b"), "batch": mine["batch"]}
+    told = ""
+    try:
+        world.all_to_all(send, mine["sent"], mine["expected"], mine["name"], **options).wait()
+    except MesetaError as error:
+        told = str(error)
+    return told, exchange([[1, 2], [3, 0]])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sent": [[2, 2], [3, 3]]},  # too short: gloo fills a part of the memory
+        {"sent": [[2, 4], [3, 3]]},  # too long: gloo ends the process
+        {"sent": [[2, 0], [3, 3]]},
+        {"expected": [[2, 0], [3, 3]]},
+        {"dtype": ["float32", "float64"]},
+        {"name": ["answers", "gradients"]},
+        {"batch": [1, 2]},
+    ],
+)
+def test_ranks_that_disagree_are_told_before_a_byte_is_used(ranks: Ranks, changes: dict[str, list[Any]]) -> None:
+    for rank, (told, works) in enumerate(ranks(2).run(exchange_as_told, changes)):
+        assert f"rank {rank} is at '" in told and f"with rank {1 - rank}, which is at '" in told
+        assert "of tables a, b" in told and works
+
+
+def test_agreeing_ranks_are_told_nothing(ranks: Ranks) -> None:
+    assert ranks(2).run(exchange_as_told, {}) == [("", True)] * 2
+
+
 def spans() -> list[tuple[str, int, float, float]]:
     """Of an all-to-all of float64 on hosts of two ranks, an all-gather and sums, of which one is not waited for."""
     world = World.current().on_hosts(2)
@@ -77,7 +125,8 @@ def spans() -> list[tuple[str, int, float, float]]:
     send = torch.zeros(sum(sizes), 5, dtype=torch.float64)
     world.all_to_all(send, sizes, list(range(1, world.size + 1)), "ids").wait()
     world.all_gather(torch.zeros(3), "batch norm")
-    world.all_reduce(torch.zeros(8), "agree")
+    world.all_reduce(torch.zeros(8), "dense")
+    world.sum_of_few(torch.zeros(2), "agree")
     pending = world.start_all_reduce(torch.zeros(8), "replicas")
     told = [(one.name, one.num_peers, one.inside_bytes, one.across_bytes) for one in world.transfers.latest]
     pending.wait()
@@ -89,5 +138,5 @@ def test_spans_say_what_left_a_rank(ranks: Ranks) -> None:
     for rank, told in enumerate(ranks(4).run(spans)):
         size = 40.0 * (rank + 1)
         # A sum of 32 bytes on two hosts of two: a half inside, there and back, and a half of a half across, likewise.
-        expected = [("ids", 3, size, 2 * size), ("batch norm", 3, 12.0, 24.0), ("agree", 3, 32.0, 16.0)]
-        assert told == expected, "what nobody has waited for has not ended"
+        expected = [("ids", 3, size, 2 * size), ("batch norm", 3, 12.0, 24.0), ("dense", 3, 32.0, 16.0)]
+        assert told == [*expected, ("agree", 3, 8.0, 16.0)], "what nobody has waited for has not ended"

@@ -14,6 +14,7 @@ from meseta.jagged import KeyedJaggedTensor
 from meseta.spec import FeatureSpec, MesetaError, Plan, TableSpec
 
 from .pool import RankPool
+from .scenario import Passes
 
 Ranks = Callable[[int], RankPool]
 TABLES = [
@@ -190,7 +191,7 @@ class Broken(torch.autograd.Function):
 def reduce_after_a_failure() -> list[list[float]]:
     world = World.current()
     first, last = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
-    kept = DenseGradients([first, last], world, lambda: 0.25 if world.rank == 0 else 0.75)
+    kept = DenseGradients([first, last], world, Passes(0.25 if world.rank == 0 else 0.75))
     with pytest.raises(MesetaError, match="broken"):
         (last * Broken.apply(first * 2)).sum().backward()
     first.grad = last.grad = None

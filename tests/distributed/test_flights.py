@@ -234,6 +234,27 @@ def test_ranks_that_start_batches_in_another_order_are_told(ranks: Ranks) -> Non
         assert texts[2].startswith("a batch under way is dropped and cannot be finished")
 
 
+def other_order_of_ends() -> tuple[list[str], float]:
+    """Rank 1 finishes the second batch first."""
+    model = make_model("sgd")
+    embeddings, rank = model.embeddings, model.embeddings.world.rank
+    flights = [embeddings.start(local_batch(step).sparse, step=step) for step in (0, 1)]
+    for flight in flights:
+        embeddings.exchange(flight)
+    texts = [message_of(lambda flight=flight: embeddings.finish(flight)) for flight in flights[:: 1 - 2 * rank]]
+    texts.append(message_of(lambda: embeddings.finish(flights[0])))
+    assert embeddings.step == 0
+    return texts, good_step(model)
+
+
+def test_ranks_that_finish_batches_in_another_order_are_told(ranks: Ranks) -> None:
+    for rank, (texts, loss) in enumerate(ranks(2).run(other_order_of_ends)):
+        for text in texts[:2]:
+            assert text.startswith(f"rank {rank} is at 'answers' of batch ") and "of tables t0, t1" in text
+            assert f"with rank {1 - rank}, which is at 'answers' of batch " in text and 0 < loss < 10
+        assert texts[2].startswith("a batch under way is dropped and cannot be finished")
+
+
 def refused_on_one() -> tuple[str, str, float]:
     """Rank 1's second batch lacks a feature; the first, which is open, is finished all the same."""
     model = make_model("sgd")

@@ -16,7 +16,7 @@ from meseta.spec import FeatureSpec, OptimizerSpec, TableSpec
 from sampling import product, sample
 
 from .exactness import Ranks, bit_difference
-from .scenario import Scenario, local_slice, whole_tables
+from .scenario import Passes, Scenario, local_slice, whole_tables
 from .test_sharded import differences
 
 TABLES = [
@@ -121,7 +121,7 @@ def accumulated() -> list[Tensor]:
     layer = nn.Linear(3, 2).double()
     nn.init.constant_(layer.weight, 0.5)
     nn.init.constant_(layer.bias, 0.5)
-    kept = DenseGradients(list(layer.parameters()), world, lambda: 1 / world.size)
+    kept = DenseGradients(list(layer.parameters()), world, Passes(1 / world.size))
     for step in range(2):
         x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
         mine = x.chunk(world.size)[world.rank]

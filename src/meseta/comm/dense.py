@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -12,24 +13,41 @@ from meseta.ops.memory import empty
 from meseta.spec import MesetaError
 
 
+@runtime_checkable  # beartype asks for it where the tests check every call
+class BackwardPasses(Protocol):
+    """What is known of the backward pass that runs."""
+
+    kept_dense: list[Tensor]
+    """What earlier passes of its step have left to be added over ranks; dropped with the step."""
+
+    @property
+    def local_share(self) -> float:
+        """B_local / B_global of its batch: what local means weigh in the global mean."""
+
+    @property
+    def is_part(self) -> bool:
+        """Whether its gradients wait for those of the next."""
+
+
 class DenseGradients:
-    """Adds dense gradients over ranks at the end of every backward pass, in one all-reduce.
+    """Adds dense gradients over ranks at the end of a backward pass: of each, or of the last of a step.
 
     DistributedDataParallel rebuilds its buckets after the first step, so a resumed run sums in another order and
     differs in its last bits. Here the buffer holds the parameters in the order given, for ever, followed by one
-    count per parameter: a parameter without gradient on every rank keeps `grad is None`, as in one process.
+    count per parameter: a parameter without gradient on every rank keeps `grad is None`, as in one process. It is added
+    in the order of `meseta.comm.sums`.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], world: World, local_share: Callable[[], float]) -> None:
-        """`local_share()` is B_local / B_global of the batch in hand: what local means weigh in the global mean."""
+    def __init__(self, parameters: Sequence[nn.Parameter], world: World, passes: BackwardPasses) -> None:
         self.world = world
-        self.local_share = local_share
+        self.passes = passes
         self.parameters = [p for p in parameters if p.requires_grad]
         dtypes = {p.dtype for p in self.parameters}
         if len(dtypes) > 1:
             raise MesetaError(
                 f"dense parameters must have one dtype, got {sorted(map(str, dtypes))}; they share one buffer"
             )
+        self._sizes = [p.numel() for p in self.parameters]
         self._backward = -1
         if world.size > 1:
             for parameter in self.parameters:
@@ -43,19 +61,30 @@ class DenseGradients:
             torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
 
     def _reduce(self) -> None:
-        """[every gradient | one count per parameter], summed over ranks, written back."""
-        sizes = [p.numel() for p in self.parameters]
-        first = self.parameters[0]
-        buffer = empty((sum(sizes) + len(sizes),), first.dtype, first.device)
-        *slots, counts = buffer.split([*sizes, len(sizes)])
-        share = self.local_share()
+        """[every gradient | one count per parameter]: kept, or summed over ranks and written back."""
+        buffer, kept = self._weighted(), self.passes.kept_dense
+        if kept:
+            buffer += kept.pop()
+        if self.passes.is_part:
+            kept.append(buffer)
+            for parameter in self.parameters:
+                parameter.grad = None
+            return
+        self.world.all_reduce(buffer, "dense")
+        *slots, counts = buffer.split([*self._sizes, len(self._sizes)])
+        for parameter, slot, count in zip(self.parameters, slots, counts.tolist(), strict=True):
+            if count:
+                parameter.grad = slot.view_as(parameter)
+
+    def _weighted(self) -> Tensor:
+        """What this rank gives: gradients times what its samples weigh, and a 1 for each that there is."""
+        first, share = self.parameters[0], self.passes.local_share
+        buffer = empty((sum(self._sizes) + len(self._sizes),), first.dtype, first.device)
+        *slots, counts = buffer.split([*self._sizes, len(self._sizes)])
         for parameter, slot in zip(self.parameters, slots, strict=True):
             if parameter.grad is None or share == 0:  # The mean over a rank without samples is NaN; it weighs nothing.
                 slot.zero_()
             else:
                 torch.mul(parameter.grad.reshape(-1), share, out=slot)
         counts.copy_(torch.tensor([float(p.grad is not None) for p in self.parameters]))
-        self.world.all_reduce(buffer, "dense")
-        for parameter, slot, count in zip(self.parameters, slots, counts.tolist(), strict=True):
-            if count:
-                parameter.grad = slot.view_as(parameter)
+        return buffer

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from meseta.comm.dense import BackwardPasses
 from meseta.comm.world import World
 from meseta.spec import MesetaError
 
@@ -18,24 +18,24 @@ CALLED_BY_PARTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 """Modules that are not called themselves, or do nothing but call their children."""
 
 
-def shard_dense(
-    model: nn.Module, tables: nn.Module, world: World, devices_per_host: int, local_share: Callable[[], float]
-) -> list[nn.Parameter]:
-    """Cut the dense parameters of `model`, which holds `tables`, in place; returns those that stay whole on every rank.
+def shard_dense(model: nn.Module, tables: nn.Module, world: World, passes: BackwardPasses) -> list[nn.Parameter]:
+    """Cut the dense parameters of `model`, which holds `tables`, over the ranks of each host, in place; returns those
+    that stay whole on every rank.
 
     What is cut is each largest module without tables that is called as one: it is gathered while its `forward` or its
-    way back runs, and a rank keeps 1 / devices_per_host of its parameters, gradients and moments (FSDP2; Zhao et al.,
+    way back runs, and a rank keeps 1 / ranks_per_host of its parameters, gradients and moments (FSDP2; Zhao et al.,
     arXiv 2304.11277; across hosts the hybrid of section 3.2.2). Its gradients are added over ranks, each times its
-    rank's `local_share()`. Parameters of modules that hold tables, and those without a dimension, stay whole.
+    rank's `passes.local_share`, as in `meseta.comm.sums`, after each pass: a rank has no room to keep what is whole.
+    Parameters of modules that hold tables, and those without a dimension, stay whole.
 
     Collective. Raises MesetaError, alike on all ranks, for hosts of one device, for a model without such a module, or
     one in which a parameter belongs to several of them, or that mixes dtypes.
     """
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    hosts, over = divmod(world.size, devices_per_host)
-    if devices_per_host < 2 or over:
+    devices_per_host = world.ranks_per_host
+    if devices_per_host < 2 or world.size % devices_per_host:
         raise MesetaError(
             f"dense 'fsdp': {world.size} ranks on hosts of {devices_per_host} leave nothing to cut a parameter over; "
             "it needs hosts of two devices or more, as the plan (devices_per_host) or the launcher tells them; or use "
@@ -43,8 +43,8 @@ def shard_dense(
         )
     units = dict(cut_modules(model, tables))
     _check(model, units)
-    names, shape = (("shard",), (world.size,)) if hosts == 1 else (("replicate", "shard"), (hosts, devices_per_host))
-    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    # A mesh of this host alone: what torch would add across hosts has an order of its own.
+    mesh = DeviceMesh.from_group(world.host_group(), world.device.type, mesh_dim_names=("shard",))
     cut: set[nn.Parameter] = set()
     for unit in units.values():
         scalars = {parameter for parameter in unit.parameters() if parameter.dim() == 0}
@@ -53,7 +53,7 @@ def shard_dense(
         # By default gradients are averaged, as if the ranks had equal slices of the batch.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
-        sharded.set_custom_reduce_scatter(WeightedReduceScatter(local_share))
+        sharded.set_custom_reduce_scatter(WeightedReduceScatter(world, passes))
     whole = [parameter for parameter in model.parameters() if not is_cut(parameter)]
     for tensor in (*whole, *model.buffers()):
         tensor.data = tensor.data.to(world.device)
@@ -61,25 +61,25 @@ def shard_dense(
 
 
 class WeightedReduceScatter:
-    """How `fully_shard` adds gradients over the ranks of a host: each times what its rank's samples weigh."""
+    """How `fully_shard` adds gradients over all ranks: each times what its rank's samples weigh."""
 
-    def __init__(self, local_share: Callable[[], float]) -> None:
-        self._local_share = local_share
+    def __init__(self, world: World, passes: BackwardPasses) -> None:
+        self._world, self._passes = world, passes
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for what is sent or received."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        """Begin; `input_tensor` holds the gradients of all parts and is the caller's to overwrite."""
-        share = self._local_share()
+        """`input_tensor` holds the gradients of all parts and is the caller's to overwrite."""
+        share, world = self._passes.local_share, self._world
         if share:
             input_tensor.mul_(share)
         else:  # The mean over a rank without samples is NaN; it weighs nothing.
             input_tensor.zero_()
-        # The old name warns where there is a new one.
-        reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-        return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        pieces = input_tensor.view(world.ranks_per_host, -1)
+        world.add_in_host(output_tensor.view(-1), pieces, "gradients of parameters")
+        world.add_over_hosts(output_tensor.view(-1), "gradients of hosts")
 
 
 def cut_modules(module: nn.Module, tables: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -144,7 +144,7 @@ def sum_over_parts(parameters: Iterable[Tensor], world: World) -> Callable[[floa
     first = next((cast(Any, parameter) for parameter in parameters if is_cut(parameter)), None)
     if first is None:
         return None
-    group, device = first.device_mesh.get_group(first.device_mesh.ndim - 1), first.to_local().device
+    group, device = first.device_mesh.get_group(), first.to_local().device
 
     def add(number: float) -> float:
         ranks = World(rank=group.rank(), size=group.size(), device=device, group=group, transfers=world.transfers)

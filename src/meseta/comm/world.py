@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,9 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor
 
+from meseta.comm.lanes import Crossing, Lane
+from meseta.comm.messages import Peer, Swap, swap
+from meseta.comm.sums import OrderedSum, SumPath, add
 from meseta.machine.processors import patient_threads
 from meseta.machine.rendezvous import VARIABLE
 from meseta.machine.variables import variables
@@ -29,24 +33,32 @@ from meseta.telemetry.transfers import TransferSpan, TransferTimes
 Answer = TypeVar("Answer")
 
 
+class Work(Protocol):
+    """What is under way: a collective of torch.distributed, messages, or what a lane does."""
+
+    def wait(self) -> object:
+        """Block until it is done (on a GPU: until the stream may go on)."""
+
+
 @dataclass(eq=False)
 class Pending:
     """A collective in flight. `send` stays referenced until `wait`, since the transport reads it."""
 
     received: Tensor
     send: Tensor
-    work: Any | None
-    end: Callable[[float], None] | None = None
-    """Ends its span, told since when this rank has waited."""
+    work: Work | None
+    end: Callable[[float, float | None], None] | None = None
+    """Ends its span, told since when this rank has waited, and when it was done where that is known."""
 
     def wait(self) -> Tensor:
-        """Block until the data is here (on a GPU: until the stream may use it) and return it."""
+        """Block until the data is here (on a GPU: until the stream may use it) and return it. Raises MesetaError where
+        another rank takes part in another exchange."""
         if self.work is not None:
             start_s = time.perf_counter()
-            self.work.wait()
-            self.work = None
+            work, self.work = self.work, None
+            work.wait()
             if self.end is not None:
-                self.end(start_s)
+                self.end(start_s, getattr(work, "done_s", None))
         return self.received
 
 
@@ -61,6 +73,8 @@ class World:
     """Process group of torch.distributed; None: the one that `current` began."""
     per_host: int | None = None
     """Ranks of a host, where a plan says it; None: as they were launched."""
+    sum_path: SumPath = "twins"
+    """Over which links sums go."""
     transfers: TransferTimes = field(default_factory=TransferTimes, compare=False, repr=False)
     """What this rank has sent."""
 
@@ -108,6 +122,8 @@ class World:
     @staticmethod
     def leave() -> None:
         """End the process group, if there is one; the process may use all its processors again."""
+        while _lanes:
+            _lanes.popitem()[1].end()
         if dist.is_initialized():
             dist.destroy_process_group()
         while _processors:
@@ -120,11 +136,21 @@ class World:
         receive_splits: Sequence[int],
         name: str = "",
         *,
+        tables: Sequence[str] = (),
+        batch: int = 0,
         keep: bool = True,
     ) -> Pending:
-        """Begin to send `send_splits[r]` leading entries of `send` [n, ...] to rank r; entries arrive ordered by
-        rank. `name` here and below: of the transfer, see `meseta.spec.transfer`. `keep`: what comes in
-        leaves its memory for the next step, see `meseta.ops.memory.empty`."""
+        """Begin to send `send_splits[r]` leading entries of `send` [n, ...] to rank r; entries arrive ordered by rank.
+
+        Args:
+            send: its shape behind the first dimension, and its type, are those of all ranks.
+            send_splits: by rank.
+            receive_splits: by rank; what each of them sends to this one.
+            name: of the transfer, here and below; see `meseta.spec.transfer`.
+            tables: whose rows travel, for errors.
+            batch: tells the batch that this belongs to from others, alike on all ranks.
+            keep: what comes in leaves its memory for the next step, see `meseta.ops.memory.empty`.
+        """
         if self.size == 1:
             return Pending(received=send, send=send, work=None)
         check_listed(name)
@@ -135,28 +161,76 @@ class World:
         across = sum(send_splits) - send_splits[self.rank] - inside
         entry_bytes = send[:1].nbytes
         end = self._begin(name, inside * entry_bytes, across * entry_bytes)
-        work = dist.all_to_all_single(
-            received, send, list(receive_splits), list(send_splits), self.group, async_op=True
-        )
-        return Pending(received=received, send=send, work=work, end=end)
+        if send.device.type == "cuda":
+            splits = list(receive_splits), list(send_splits)
+            work = dist.all_to_all_single(received, send, *splits, self.group, async_op=True)
+            return Pending(received=received, send=send, work=work, end=end)
+        there, here = send.split(list(send_splits)), received.split(list(receive_splits))
+        peers = [Peer(r, there[r], here[r]) for r in range(self.size) if r != self.rank]
+        messages = swap(self.rank, peers, name, batch=batch, tables=tables, group=self.group, crossing=_crossing)
+        here[self.rank].copy_(there[self.rank])
+        return Pending(received=received, send=send, work=messages, end=end)
 
     def start_all_reduce(self, tensor: Tensor, name: str = "") -> Pending:
-        """Begin to sum over ranks, in place; the same bits on every rank."""
+        """Begin to sum over ranks, in place, in one order of additions: see `meseta.comm.sums`."""
+        return self._start_sum(tensor, name, by_itself=True)
+
+    def all_reduce(self, tensor: Tensor, name: str = "") -> Tensor:
+        """Sum over ranks, in place, in the same order."""
+        return self._start_sum(tensor, name, by_itself=False).wait()
+
+    def _start_sum(self, tensor: Tensor, name: str, *, by_itself: bool) -> Pending:
         if self.size == 1:
             return Pending(received=tensor, send=tensor, work=None)
         check_listed(name)
-        end = self._begin_alike(name, tensor, "sum")
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        end, buffer = self._begin_alike(name, tensor, "sum"), tensor.view(-1)
+        work = self._in_lane(name, lambda sums: sums.all_reduce(buffer), tensor.device, by_itself=by_itself)
         return Pending(received=tensor, send=tensor, work=work, end=end)
 
-    def all_reduce(self, tensor: Tensor, name: str = "") -> Tensor:
-        """Sum over ranks, in place; the same bits on every rank."""
-        if self.size > 1:
-            check_listed(name)
-            end, start_s = self._begin_alike(name, tensor, "sum"), time.perf_counter()
-            dist.all_reduce(tensor, group=self.group)
-            end(start_s)
-        return tensor
+    def add_in_host(self, total: Tensor, pieces: Tensor, name: str = "") -> None:
+        """[m] and [ranks_per_host, m]: the sum over the ranks of this host of the piece of this rank's place; in the
+        same order."""
+        check_listed(name)
+        end, start_s = self._begin(name, (self.ranks_per_host - 1) * total.nbytes, 0.0), time.perf_counter()
+        self._in_lane(name, lambda sums: sums.add_in_host(total, pieces), total.device, by_itself=False).wait()
+        end(start_s, None)
+
+    def add_over_hosts(self, total: Tensor, name: str = "") -> None:
+        """[m], in place: the sum over the ranks at this place of all hosts; in the same order."""
+        if self.ranks_per_host == self.size:
+            return
+        check_listed(name)
+        _, far = alike_shares("hosts sum", self.size, self.ranks_per_host)
+        end, start_s = self._begin(name, 0.0, far * total.nbytes), time.perf_counter()
+        self._in_lane(name, lambda sums: sums.add_over_hosts(total), total.device, by_itself=False).wait()
+        end(start_s, None)
+
+    def host_group(self) -> Any:
+        """The process group of the ranks of this host. Collective."""
+        with patient_threads():
+            group, _ = dist.new_subgroups(group_size=self.ranks_per_host)
+        return group
+
+    def _in_lane(
+        self, name: str, add_up: Callable[[OrderedSum], None], device: torch.device, *, by_itself: bool
+    ) -> Work:
+        """Begin something in the lane of sums; on a GPU it is begun in the order of the calls, in their stream."""
+        lane = _lane(self.group) if device.type == "cpu" else Lane("sums", self.group)
+
+        def begin(peers: Sequence[Peer]) -> Swap:
+            _crossing.let_pass()
+            return swap(self.rank, peers, name, group=lane.group)
+
+        sums = OrderedSum(self.rank, self.size, self.ranks_per_host, self.sum_path, begin)
+        return lane.begin(lambda: add_up(sums), by_itself=by_itself and device.type == "cpu")
+
+    def sum_of_few(self, numbers: Tensor, name: str = "") -> Tensor:
+        """The same sum of a few numbers, of which every rank sends all to all others."""
+        if self.size == 1:
+            return numbers
+        total = torch.empty_like(numbers)
+        add([*self.all_gather(numbers, name)], total, self.ranks_per_host)
+        return total
 
     def all_gather(self, tensor: Tensor, name: str = "") -> Tensor:
         """[size, *shape]: the tensors of all ranks, which have one shape."""
@@ -164,26 +238,33 @@ class World:
             return tensor.unsqueeze(0)
         check_listed(name)
         end, start_s = self._begin_alike(name, tensor, "gather"), time.perf_counter()
-        gathered = tensor.new_empty((self.size * tensor.numel(),))
-        dist.all_gather_into_tensor(gathered, tensor.contiguous().view(-1), self.group)
-        end(start_s)
+        gathered, mine = tensor.new_empty((self.size, tensor.numel())), tensor.contiguous().view(-1)
+        if tensor.device.type == "cuda":
+            dist.all_gather_into_tensor(gathered.view(-1), mine, self.group)
+        else:
+            peers = [Peer(r, mine, gathered[r]) for r in range(self.size) if r != self.rank]
+            messages = swap(self.rank, peers, name, group=self.group, crossing=_crossing)
+            gathered[self.rank] = mine
+            messages.wait()
+        end(start_s, None)
         return gathered.view(self.size, *tensor.shape)
 
-    def _begin(self, name: str, inside_bytes: float, across_bytes: float) -> Callable[[float], None]:
+    def _begin(self, name: str, inside_bytes: float, across_bytes: float) -> Callable[[float, float | None], None]:
         """Begin a span; what is returned ends it."""
         begin_s, transfers = time.perf_counter(), self.transfers
         step = transfers.step
 
-        def end(start_s: float) -> None:
-            done_s = time.perf_counter()
-            span = TransferSpan(
-                name, step, self.size - 1, inside_bytes, across_bytes, begin_s, done_s, waited_s=done_s - start_s
-            )
+        def end(start_s: float, done_s: float | None) -> None:
+            done_s = time.perf_counter() if done_s is None else done_s
+            waited_s = max(done_s - start_s, 0.0)
+            span = TransferSpan(name, step, self.size - 1, inside_bytes, across_bytes, begin_s, done_s, waited_s)
             transfers.add(span)
 
         return end
 
-    def _begin_alike(self, name: str, tensor: Tensor, way: Literal["sum", "gather"]) -> Callable[[float], None]:
+    def _begin_alike(
+        self, name: str, tensor: Tensor, way: Literal["sum", "gather"]
+    ) -> Callable[[float, float | None], None]:
         """The same of what every rank has alike, by the bytes that a plan is predicted to send."""
         near, far = alike_shares(way, self.size, self.ranks_per_host)
         return self._begin(name, near * tensor.nbytes, far * tensor.nbytes)
@@ -301,6 +382,21 @@ def _store(size: int) -> dist.Store | None:
     store = dist.PrefixStore(str(next(_num_groups)), dist.FileStore(path, size))
     store.set_timeout(TIMEOUT)
     return store
+
+
+_crossing = Crossing()
+"""Of this process."""
+_lanes: WeakKeyDictionary[Any, Lane] = WeakKeyDictionary()
+"""The lane of sums of a process group."""
+
+
+def _lane(group: Any) -> Lane:
+    """Made at the first sum. Collective."""
+    group = dist.group.WORLD if group is None else group
+    if group not in _lanes:
+        with patient_threads():
+            _lanes[group] = Lane("sums", dist.new_group(backend="gloo"))
+    return _lanes[group]
 
 
 _processors: list[set[int]] = []

@@ -84,6 +84,10 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
         self._backward: tuple[int, BatchSlice | None] = (NO_BACKWARD, None)
         """Number of the last backward pass, and the slice of its batch."""
         self._is_accumulating = False
+        self._backward_is_part = NO_BACKWARD, False
+        """Number of the last backward pass that came to the tables, and whether its gradients wait for the next."""
+        self.kept_dense: list[Tensor] = []
+        """What backward passes of `accumulating` have left of dense gradients."""
         self._kept: list[list[GradientSegment]] = []
         """Of each backward pass of `accumulating`: a segment per group."""
         self._table = {table.name: table for table in self.tables}
@@ -221,6 +225,15 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
                 "embeddings.in_hand(flight)"
             )
         self._backward = backward, flight.batch_slice
+        self._backward_is_part = backward, self._waits(flight)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether gradients of the backward pass that runs wait for those of the next."""
+        backward, is_part = self._backward_is_part
+        if backward == torch._C._current_graph_task_id():
+            return is_part
+        return self._is_accumulating if self._in_hand is None else self._waits(self._in_hand)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -243,13 +256,18 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
 
     def forget_kept(self) -> None:
         """Drop what `accumulating` has kept, where its step is not to be taken."""
+        self._forget_rows()
+        self.kept_dense.clear()
+
+    def _forget_rows(self) -> None:
+        """The same of the gradients of rows."""
         self._kept.clear()
 
     def lr(self, flight: Flight[GroupPart], table: TableSpec) -> float:
         """Learning rate of a table in the update of a batch."""
         return table.optimizer.lr * (self.lr_factor if flight.lr_factor is None else flight.lr_factor)
 
-    def is_part(self, flight: Flight[GroupPart]) -> bool:
+    def _waits(self, flight: Flight[GroupPart]) -> bool:
         """Whether the gradients of a batch wait for those of the next."""
         return self._is_accumulating if flight.is_part is None else flight.is_part
 

@@ -190,11 +190,11 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
         given = list(zip(self._lookups, ids, self.by_group(gradients), strict=True))
         of_weights = [lookup.weight_gradient(own, pooled) for lookup, own, (pooled, *_) in given]
         self._kept.append([lookup.segment(own, moved) for lookup, own, moved in given])
-        if self.is_part(flight):
+        if self._waits(flight):
             return of_weights
         with flight.stage_timer("table_update"):
             whole, moved = join_passes(self._kept)
-            self.forget_kept()
+            self._forget_rows()
             for fused in self._fused:
                 step_shards(fused, self.lr(flight, fused.spec), self.step + 1, whole.bags, moved)
         self.step += 1

@@ -23,6 +23,8 @@ from meseta.spec import MesetaError
 class Started:
     """The exchange of counts is in flight."""
 
+    mark: int
+    """Tells the batch from others, alike on all ranks."""
     ids: KeyedJaggedTensor
     """Valid ids of all features."""
     cut: Buckets | None
@@ -39,6 +41,8 @@ class Started:
 class Exchanged:
     """The counts are known, and the exchange of lengths and ids is in flight."""
 
+    mark: int
+    """As in `Started`."""
     ids: KeyedJaggedTensor
     replicated: KeyedJaggedTensor | None
     """Ids of rows that every rank holds, by feature of the routes that stay at home; None where there are none."""

@@ -34,7 +34,7 @@ def send_gradients(
         for route, out in zip(routing.by_rank[r][routing.host_reduced[r].stop :], rows, strict=True):
             own = rows_of_range(unpooled, x, gradients, route)
             torch.mul(own[:, slice(*route.shard.columns)], share, out=out)
-    return world.all_to_all(flat, numbers_in(send), numbers_in(receive), "gradients")
+    return world.all_to_all(flat, numbers_in(send), numbers_in(receive), "gradients", batch=x.mark)
 
 
 def _gradients_of_sums(
@@ -50,7 +50,7 @@ def _gradients_of_sums(
     send, receive = [0] * world.size, [0] * world.size
     for peer, [(_, columns)] in zip(peers, shapes, strict=True):
         send[peer], receive[peer] = own * columns, x.batch_sizes[peer] * width
-    received = world.all_to_all(flat, send, receive, "gradients of whole bags").wait()
+    received = world.all_to_all(flat, send, receive, "gradients of whole bags", batch=x.mark).wait()
     return received.view(sum(x.batch_sizes[peer] for peer in peers), width)
 
 

@@ -170,7 +170,7 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
             leg.gradients = [leg.lookup.group.gradient_of_sums(of_bags, leg.exchanged.ids.lengths), *of_rows]
         with stage_timer("gradient_dist"):
             sent = [leg.lookup.send(leg.exchanged, leg.gradients, share) for leg in legs]
-        if self.is_part(flight):
+        if self._waits(flight):
             self._keep_local(legs, share)
             self._kept.append(self._received(legs, sent, stage_timer))
             return ()
@@ -178,7 +178,7 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         received = self._received(legs, sent, stage_timer)
         with stage_timer("table_update"):
             whole, moved = join_passes([*self._kept, received])
-            self.forget_kept()
+            self._forget_rows()
             for fused in self._fused:
                 step_shards(fused, self.lr(flight, fused.spec), self.step + 1, whole.bags, moved)
             self._update_staged(flight, whole, moved)
@@ -214,9 +214,8 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         if self.replicas.learn:
             self._kept_local.append(self._at_home(legs, share))
 
-    def forget_kept(self) -> None:
-        """Drop what `accumulating` has kept, where its step is not to be taken."""
-        self._kept.clear()
+    def _forget_rows(self) -> None:
+        super()._forget_rows()
         self._kept_local.clear()
 
     @cached_property

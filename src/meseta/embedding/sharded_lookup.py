@@ -59,6 +59,8 @@ class ShardedLookup:
         self.dtype = dtype
         self.routing = make_routing(tables, group.features, plan)
         self.routes = self.routing.by_rank[world.rank]
+        self.tables = tuple(dict.fromkeys(feature.table for feature in group.features))
+        """Whose rows travel."""
         self._rows: Mapping[Shard, TableRows] = {}
         # What this rank knows lies in one tensor, and what goes to each owner is one gather of it:
         #
@@ -105,8 +107,10 @@ class ShardedLookup:
         known = torch.cat(parts if cut is None else [*parts, cut.totals])
         mine = HEADER + len(self.routes)
         splits = [HEADER + len(routes) for routes in self.routing.by_rank]
-        received = self.world.all_to_all(known[self._gather_counts], splits, [mine] * self.world.size, "counts")
-        return Started(ids=ids, cut=cut, counts=known, received=received, failed=failed)
+        received = self.world.all_to_all(
+            known[self._gather_counts], splits, [mine] * self.world.size, "counts", tables=self.tables
+        )
+        return Started(mark=mark, ids=ids, cut=cut, counts=known, received=received, failed=failed)
 
     def _refused(self) -> CheckedIds:
         """No samples, and the mark that tells the other ranks."""
@@ -149,12 +153,16 @@ class ShardedLookup:
             [batch * len(routes) + sum(n) for routes, n in zip(self.routing.by_rank, sent, strict=True)],
             [b * len(self.routes) + sum(n) for b, n in zip(batch_sizes, counts, strict=True)],
             "ids",
+            tables=self.tables,
+            batch=x.mark,
         )
         weights = None
         if self.group.is_weighted:
             packed = slots.pack_weights(self.routing, self.dtype, self.world.device)
-            weights = self.world.all_to_all(packed, [sum(n) for n in sent], [sum(n) for n in counts], "weights")
+            sizes = [sum(n) for n in sent], [sum(n) for n in counts]
+            weights = self.world.all_to_all(packed, *sizes, "weights", tables=self.tables, batch=x.mark)
         return Exchanged(
+            mark=x.mark,
             ids=x.ids,
             replicated=slots.replicated_ids(self.routing, x.ids),
             order=order_of_unpooled(x, self.routing),
@@ -201,7 +209,8 @@ class ShardedLookup:
                 peers = self.routing.peers_across_hosts(r) if r in self.routing.ranks_of_host(rank) else ()
                 parts += [own, *(partial[peer] for peer in peers), *(of_route[r] for of_route in rows_by_rank)]
             send = torch.cat([part.reshape(-1) for part in parts])
-        return self.world.all_to_all(send, numbers_in(shapes), numbers_in(self._answer_shapes(x)), "answers")
+        expected = numbers_in(self._answer_shapes(x))
+        return self.world.all_to_all(send, numbers_in(shapes), expected, "answers", tables=self.tables, batch=x.mark)
 
     def _look_up_bags(self, x: Exchanged, owned: OwnedIds, side: Side) -> Tensor:
         """[B_global, columns] of the routes of one matrix."""
@@ -242,7 +251,9 @@ class ShardedLookup:
         send, receive = [0] * self.world.size, [0] * self.world.size
         for peer, width in zip(peers, routing.host_widths, strict=True):
             send[peer], receive[peer] = x.batch_sizes[peer] * routing.host_widths[host], own * width
-        received = self.world.all_to_all(whole.view(-1), send, receive, "whole bags").wait()
+        received = self.world.all_to_all(
+            whole.view(-1), send, receive, "whole bags", tables=self.tables, batch=x.mark
+        ).wait()
         return [matrix for [matrix] in matrices(received, [[(own, width)] for width in routing.host_widths])]
 
     def _nothing_of_hosts(self, x: Exchanged) -> Sequence[Tensor]:

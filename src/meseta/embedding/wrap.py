@@ -61,19 +61,16 @@ def shard(
     if world.size == 1:
         return model
     plan = resolve_plan(plan, collection, world)
-    world = world.on_hosts(plan.devices_per_host)
+    world = world.on_hosts(plan.devices_per_host or world.ranks_per_host)
     sharded = ShardedEmbeddingBagCollection(collection, plan, world)
     owner = model.get_submodule(name.rpartition(".")[0])
     setattr(owner, name.rpartition(".")[2], sharded)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             world.broadcast(tensor)
-    if dense == "fsdp":
-        parameters = shard_dense(model, sharded, world, world.ranks_per_host, lambda: sharded.local_share)
-    else:
-        parameters = list(model.parameters())
+    parameters = shard_dense(model, sharded, world, sharded) if dense == "fsdp" else list(model.parameters())
     if parameters:
-        model.dense_gradients = DenseGradients(parameters, world, lambda: sharded.local_share)  # type: ignore[assignment]
+        model.dense_gradients = DenseGradients(parameters, world, sharded)  # type: ignore[assignment]
     return model
 
 

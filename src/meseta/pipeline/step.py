@@ -205,7 +205,7 @@ class TrainStep:
         """What all ranks know of a global batch, added in float64; without a loss, before it is computed."""
         weight = batch.batch_size if batch.weight is None else float(total(batch.weight.double()))
         own = [0.0 if local_sum is None else float(local_sum), weight, batch.batch_size, batch.num_padding, *votes]
-        sums = self.world.all_reduce(torch.tensor(own, dtype=torch.float64, device=self.world.device), "agree")
+        sums = self.world.sum_of_few(torch.tensor(own, dtype=torch.float64, device=self.world.device), "agree")
         loss_sum, weight_sum, batch_size, num_padding, *all_votes = sums.tolist()
         if not (math.isfinite(loss_sum) and math.isfinite(weight_sum)):
             raise NonFiniteLoss(

@@ -204,7 +204,7 @@ def step_transfers(workload: Workload, plan: Plan | None, num_ranks: int, per_ho
     )
     parts = step.num_parts
     times = parts + (parts > 1)
-    agree = _alike("agree", times * COUNT_BYTES * (NUM_AGREED + step.dense.num_flags), times)
+    agree = _alike("agree", times * COUNT_BYTES * (NUM_AGREED + step.dense.num_flags), times, "gather")
     return (
         *((agree, _alike("batch sizes", COUNT_BYTES, way="gather")) if parts > 1 else ()),
         *step.forward(),
@@ -300,9 +300,9 @@ class _Step:
         cut = dense.number_bytes * sum(math.prod(shape) for shapes in dense.cut_shapes for shape in shapes)
         norms = dense.cut_shapes and dense.num_norms
         whole, counts = self.parameter_bytes - cut, dense.num_tensors - sum(map(len, dense.cut_shapes))
-        num_bytes = self.num_parts * (whole + max(counts, 0) * dense.number_bytes)
+        num_bytes = whole + max(counts, 0) * dense.number_bytes
         return [
-            *([_alike("dense", num_bytes, self.num_parts)] if whole else []),
+            *([_alike("dense", num_bytes)] if whole else []),
             *([_alike("norms", dense.num_norms * COUNT_BYTES, dense.num_norms, "host gather")] if norms else []),
         ]
 

@@ -113,7 +113,7 @@ def ids_outside(features: Sequence[FeatureSpec], counts: Tensor | None, world: W
     without any are left out. `counts` [F] are this rank's, None before any batch. Collective."""
     if counts is None:
         counts = torch.zeros(len(features), dtype=torch.int64, device=world.device)
-    total = world.all_reduce(counts.clone(), "ids outside").tolist()
+    total = world.sum_of_few(counts, "ids outside").tolist()
     return {feature.name: count for feature, count in zip(features, total, strict=True) if count}
 
 

@@ -1,0 +1,119 @@
+"""Lanes: exchanges of several phases, which go on by themselves while a rank computes and let urgent ones pass.
+
+    lane     process group    carries                                      lets pass
+    ------   --------------   ------------------------------------------   -----------------------------------
+    rows     the run's        ids, rows and their gradients, in the        -
+                              thread that needs them
+    sums     its own          sums of what every rank has alike, in        rows that this rank is waiting for,
+                              pieces, in a thread of its own               before each piece
+
+A lane does one thing after the other, in the order in which they were begun: alike on all ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Any
+
+END_S = 5.0
+"""How long a lane may take to end when a group is left."""
+PASS_S = 0.5
+"""How long a piece holds back at most: ranks that take turns in waiting never wait in a circle."""
+
+
+class Crossing:
+    """Whether a rank stands still for rows, so that sums hold back."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_waiting = 0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While this rank waits for rows."""
+        with self._changed:
+            self._num_waiting += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_waiting -= 1
+                self._changed.notify_all()
+
+    def let_pass(self) -> None:
+        """Return when this rank waits for no rows, or after PASS_S."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_waiting, PASS_S)
+
+
+class LaneWork:
+    """What a lane has begun."""
+
+    def __init__(self, lane: Lane, carry: Callable[[], None]) -> None:
+        self.done_s: float | None = None
+        """When it was done, by time.perf_counter(); None until then."""
+        self._lane, self._carry = lane, carry
+        self._error: BaseException | None = None
+
+    def wait(self) -> None:
+        """Block until it is done; raise what it has raised. What its lane has not come to is done in this thread."""
+        while self.done_s is None:
+            self._lane.go_on()
+        if self._error is not None:
+            raise self._error
+
+    def run(self) -> None:
+        """Do it."""
+        try:
+            self._carry()
+        except BaseException as error:
+            self._error = error
+        del self._carry  # what it sends and receives is the caller's alone
+        self.done_s = time.perf_counter()
+
+
+class Lane:
+    """Exchanges of one kind over a process group of their own, one after the other."""
+
+    def __init__(self, name: str, group: Any) -> None:
+        """`group` is that of torch.distributed."""
+        self.name, self.group = name, group
+        self._begun: deque[LaneWork] = deque()
+        """In their order; whoever has the turn takes the first."""
+        self._turn = threading.Lock()
+        self._calls: SimpleQueue[bool] = SimpleQueue()
+        """For the thread: to go on, or to end."""
+        self._thread: threading.Thread | None = None
+
+    def begin(self, carry: Callable[[], None], *, by_itself: bool = True) -> LaneWork:
+        """Do `carry` after what was begun before: in a thread of this lane, or by whoever waits for it first."""
+        work = LaneWork(self, carry)
+        self._begun.append(work)
+        if by_itself:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=f"meseta-{self.name}", daemon=True)
+                self._thread.start()
+            self._calls.put(True)
+        return work
+
+    def go_on(self) -> None:
+        """Do the next thing, or wait until the one under way is done."""
+        with self._turn:
+            if self._begun:
+                self._begun.popleft().run()
+
+    def end(self) -> None:
+        """Take nothing more. Where it waits for ranks that do not come, it is left behind."""
+        if self._thread is not None:
+            self._calls.put(False)
+            self._thread.join(END_S)
+            self._thread = None
+
+    def _serve(self) -> None:
+        while self._calls.get():
+            self.go_on()

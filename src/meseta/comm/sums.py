@@ -1,0 +1,187 @@
+"""Sums over ranks in one order of additions, whatever way the numbers take.
+
+What a rank adds is x[host, place]. Every number of the sum is
+
+    (x[0,0] + x[0,1] + ...) + (x[1,0] + x[1,1] + ...) + ...
+
+left to right over the ranks of a host, then left to right over hosts. Who adds it, and over which links its terms come,
+changes no bit of it; and neither do the bounds of pieces. Of a buffer on two hosts of two ranks:
+
+    flat         pieces to their owners     | a | b | c | d |   each from all four ranks
+                 added, and back to all
+
+    two_level    inside a host              |   a   |   b   |   each from the two ranks of the host
+                 among twins                | a | a'|           host sums from the two ranks at this place ("twins"),
+                 or along a chain                               or handed on from host to host
+                 inside a host, back        |   a   |   b   |
+
+(arXiv 2104.05158, section 4.2.1; the two levels are those of a hierarchical all-reduce). Two ranks alone send each
+other all they have and both add: the same bytes in one phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from meseta.comm.messages import Peer, Swap
+
+SumPath = Literal["flat", "twins", "chain"]
+"""Flat, or two-level and across hosts among twins directly, or along a chain of hosts."""
+PIECE = 16
+"""Pieces begin at multiples of so many numbers."""
+CHUNK_BYTES = 2**20
+"""Of a long buffer so much is added before other exchanges may pass."""
+CHAIN_PIECES = 8
+"""Of a chunk, along a chain."""
+
+
+@dataclass(frozen=True)
+class OrderedSum:
+    """Adds buffers over `size` ranks on hosts of `per_host`."""
+
+    rank: int
+    size: int
+    per_host: int
+    path: SumPath
+    begin: Callable[[Sequence[Peer]], Swap]
+    """Begins to send each peer something, and to receive something from it."""
+
+    def all_reduce(self, buffer: Tensor) -> None:
+        """[n], in place: the sum, on every rank. In chunks."""
+        for chunk in buffer.split(self._chunk(buffer)):
+            self._add_chunk(chunk)
+
+    def add_in_host(self, total: Tensor, pieces: Tensor) -> None:
+        """[m] and [per_host, m]: the sum over this host of the piece of this rank's place."""
+        place, ranks = self.rank % self.per_host, self._host
+        parts = [pieces[place] if r == self.rank else torch.empty_like(total) for r in ranks]
+        self._exchange([Peer(r, pieces[i], parts[i]) for i, r in enumerate(ranks) if r != self.rank])
+        add(parts, total)
+
+    def add_over_hosts(self, total: Tensor) -> None:
+        """[m], in place: the sum over the ranks at this place of all hosts."""
+        self._among_twins(total)
+
+    @property
+    def _host(self) -> range:
+        first = self.rank - self.rank % self.per_host
+        return range(first, first + self.per_host)
+
+    @property
+    def _twins(self) -> range:
+        return range(self.rank % self.per_host, self.size, self.per_host)
+
+    def _chunk(self, buffer: Tensor) -> int:
+        """Numbers of a chunk: of each rank's part in it CHUNK_BYTES."""
+        parts = self.size if self.size > 2 else 1
+        return max(parts * CHUNK_BYTES // buffer.element_size() // PIECE, 1) * PIECE
+
+    def _add_chunk(self, buffer: Tensor) -> None:
+        if self.path == "flat" or self.per_host in (1, self.size):
+            ranks = range(self.size)
+            if self.path == "chain" and self.per_host == 1:
+                self._along_chain(ranks, buffer)
+            else:
+                self._add_among(ranks, buffer, self.per_host)
+            return
+        place, host = self.rank % self.per_host, self._host
+        cuts = cut(buffer, len(host))
+        mine = self._scattered(host, cuts, len(host))
+        self._among_twins(mine)
+        self._exchange([Peer(r, mine, cuts[i]) for i, r in enumerate(host) if r != self.rank])
+        assert mine.data_ptr() == cuts[place].data_ptr()
+
+    def _among_twins(self, buffer: Tensor) -> None:
+        """Add what the ranks at this place have, in place; each has the sum of its host."""
+        if self.path == "chain":
+            self._along_chain(self._twins, buffer)
+        else:
+            self._add_among(self._twins, buffer, 1)
+
+    def _add_among(self, ranks: range, buffer: Tensor, per_host: int) -> None:
+        """Add what these ranks have, in place; `per_host` of them that follow each other are one host."""
+        if len(ranks) == 1:
+            return
+        if len(ranks) == 2:
+            [peer] = (r for r in ranks if r != self.rank)
+            received = torch.empty_like(buffer)
+            self._exchange([Peer(peer, buffer, received)])
+            add([buffer, received] if self.rank < peer else [received, buffer], buffer)
+            return
+        cuts = cut(buffer, len(ranks))
+        mine = self._scattered(ranks, cuts, per_host)
+        self._exchange([Peer(r, mine, piece) for r, piece in zip(ranks, cuts, strict=True) if r != self.rank])
+
+    def _scattered(self, ranks: range, cuts: Sequence[Tensor], per_host: int) -> Tensor:
+        """The piece of this rank, added over `ranks`, in place."""
+        place = ranks.index(self.rank)
+        mine = cuts[place]
+        parts = [mine if r == self.rank else torch.empty_like(mine) for r in ranks]
+        peers = [Peer(r, piece, part) for r, piece, part in zip(ranks, cuts, parts, strict=True) if r != self.rank]
+        self._exchange(peers)
+        add(parts, mine, per_host)
+        return mine
+
+    def _along_chain(self, ranks: range, buffer: Tensor) -> None:
+        """Add what these ranks have, in place: from each to the next, and the sum back. A piece is on its way from one
+        rank to the next while the piece after it is added."""
+        place, nothing = ranks.index(self.rank), buffer.new_empty(0)
+        before = ranks[place - 1] if place else None
+        after = ranks[place + 1] if place + 1 < len(ranks) else None
+        pieces, sent = cut(buffer, CHAIN_PIECES), list[Swap]()
+        for piece in pieces:
+            if before is not None:
+                received = torch.empty_like(piece)
+                self._exchange([Peer(before, nothing, received)])
+                add([received, piece], piece)
+            if after is not None:
+                sent.append(self.begin([Peer(after, piece, nothing)]))
+        for piece in pieces:
+            if after is not None:
+                self._exchange([Peer(after, nothing, piece)])
+            if before is not None:
+                sent.append(self.begin([Peer(before, piece, nothing)]))
+        for swap in sent:
+            swap.wait()
+
+    def _exchange(self, peers: Sequence[Peer]) -> None:
+        if peers:
+            self.begin(peers).wait()
+
+
+def cut(buffer: Tensor, count: int) -> list[Tensor]:
+    """Views of `buffer` [n], one after the other, as equal as bounds at multiples of PIECE allow."""
+    bounds = [i * buffer.numel() // count // PIECE * PIECE for i in range(count)] + [buffer.numel()]
+    return [buffer[a:b] for a, b in pairwise(bounds)]
+
+
+def add(parts: Sequence[Tensor], out: Tensor, per_host: int | None = None) -> None:
+    """Add parts of one shape left to right, `per_host` of them (None: all) to the sum of a host, and those left to
+    right. `out` may be one of them."""
+    count = len(parts) if per_host is None else per_host
+    if count == 1 or count == len(parts):
+        _add_all(parts, out)
+        return
+    hosts = [torch.empty_like(out) for _ in range(0, len(parts), count)]
+    for host, first in zip(hosts, range(0, len(parts), count), strict=True):
+        _add_all(parts[first : first + count], host)
+    _add_all(hosts, out)
+
+
+def _add_all(parts: Sequence[Tensor], out: Tensor) -> None:
+    """Left to right."""
+    if len(parts) == 1:
+        out.copy_(parts[0])
+    elif len(parts) == 2:
+        torch.add(*parts, out=out)
+    else:
+        total = parts[0] + parts[1]
+        for part in parts[2:]:
+            total += part
+        out.copy_(total)

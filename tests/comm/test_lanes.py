@@ -1,0 +1,83 @@
+"""Lanes: one thing after the other, by whoever comes first, and after what a rank waits for."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from meseta.comm import lanes
+from meseta.comm.lanes import Crossing, Lane
+from meseta.spec import MesetaError
+
+
+def test_a_lane_does_one_thing_after_the_other() -> None:
+    lane, done = Lane("sums", None), list[int]()
+    gate = threading.Event()
+    works = [lane.begin(lambda n=n: (gate.wait(), done.append(n))) for n in range(4)]  # type: ignore[misc]
+    assert done == [] and works[0].done_s is None
+    before_s = time.perf_counter()
+    gate.set()
+    works[2].wait()
+    assert done[:3] == [0, 1, 2]
+    works[3].wait()
+    lane.end()
+    assert done == [0, 1, 2, 3]
+    assert works[2].done_s is not None and before_s <= works[2].done_s <= time.perf_counter()
+
+
+def test_what_is_waited_for_at_once_needs_no_other_thread() -> None:
+    lane, threads = Lane("sums", None), set[str]()
+    lane.begin(lambda: threads.add(threading.current_thread().name), by_itself=False).wait()
+    assert threads == {threading.current_thread().name}
+    later = lane.begin(lambda: threads.add(threading.current_thread().name))
+    while later.done_s is None:
+        time.sleep(0.001)
+    assert threads == {threading.current_thread().name, "meseta-sums"}
+    lane.end()
+    assert not [thread for thread in threading.enumerate() if thread.name == "meseta-sums"]
+    lane.begin(lambda: None).wait()  # one that has ended begins again
+    lane.end()
+
+
+def test_what_a_lane_raises_is_raised_where_it_is_waited_for() -> None:
+    lane, done = Lane("sums", None), list[int]()
+
+    def fail() -> None:
+        raise MesetaError("lost")
+
+    failed, after = lane.begin(fail), lane.begin(lambda: done.append(1))
+    after.wait()
+    for _ in range(2):
+        with pytest.raises(MesetaError, match=r"^lost$"):
+            failed.wait()
+    assert done == [1]
+    lane.end()
+
+
+def test_a_piece_holds_back_while_its_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "PASS_S", 60.0)
+    crossing, order, has_begun = Crossing(), list[str](), threading.Event()
+
+    def piece() -> None:
+        has_begun.set()
+        crossing.let_pass()
+        order.append("sum")
+
+    with crossing.waiting(), crossing.waiting():
+        thread = threading.Thread(target=piece)
+        thread.start()
+        has_begun.wait()
+        time.sleep(0.02)
+        order.append("rows")
+    thread.join()
+    assert order == ["rows", "sum"]
+    crossing.let_pass()
+
+
+def test_a_piece_does_not_hold_back_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "PASS_S", 0.01)
+    crossing = Crossing()
+    with crossing.waiting():
+        crossing.let_pass()

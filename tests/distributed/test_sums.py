@@ -1,0 +1,105 @@
+"""Sums over ranks: one order of additions, whatever way the numbers take, against plain torch in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meseta.comm import World, sums
+from meseta.comm.sums import PIECE, SumPath, cut
+
+from .pool import RankPool
+
+Ranks = Callable[[int], RankPool]
+PATHS: tuple[SumPath, ...] = ("flat", "twins", "chain")
+SIZES = (0, 1, PIECE, 3 * PIECE + 5, 1000, 4099)
+LAYOUTS = [(2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2), (4, 4)]
+"""Ranks, and ranks of a host."""
+
+
+def part(rank: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers of many magnitudes, so that another order of additions is seen."""
+    generator = torch.Generator().manual_seed(rank)
+    exponents = torch.randint(-12, 12, (size,), generator=generator)
+    return (torch.randn(size, generator=generator, dtype=torch.float64) * 2.0**exponents).to(dtype)
+
+
+def by_hand(num_ranks: int, per_host: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Left to right over the ranks of a host, then over hosts."""
+    hosts = []
+    for first in range(0, num_ranks, per_host):
+        total = part(first, size, dtype)
+        for rank in range(first + 1, first + per_host):
+            total = total + part(rank, size, dtype)
+        hosts.append(total)
+    total = hosts[0]
+    for host in hosts[1:]:
+        total = total + host
+    return total
+
+
+def add_up(per_host: int, path: SumPath, chunk_bytes: int, by_itself: bool) -> list[bytes]:
+    """Sums of several sizes, as bytes."""
+    world = replace(World.current().on_hosts(per_host), sum_path=path)
+    before, sums.CHUNK_BYTES = sums.CHUNK_BYTES, chunk_bytes
+    try:
+        tensors = [part(world.rank, size) for size in SIZES]
+        if by_itself:
+            for pending in [world.start_all_reduce(tensor, "dense") for tensor in tensors]:
+                pending.wait()
+        else:
+            for tensor in tensors:
+                world.all_reduce(tensor.view(1, -1), "dense")
+        return [tensor.numpy().tobytes() for tensor in tensors]
+    finally:
+        sums.CHUNK_BYTES = before
+
+
+@pytest.mark.parametrize(("size", "per_host"), LAYOUTS)
+@pytest.mark.parametrize("path", PATHS)
+def test_bits_are_those_of_one_order(ranks: Ranks, path: SumPath, size: int, per_host: int) -> None:
+    expected = [by_hand(size, per_host, n).numpy().tobytes() for n in SIZES]
+    for chunk_bytes, by_itself in ((2**20, False), (256, True)):
+        for rank, found in enumerate(ranks(size).run(add_up, per_host, path, chunk_bytes, by_itself)):
+            assert found == expected, (rank, chunk_bytes)
+
+
+def test_another_order_has_other_bits() -> None:
+    # What the test above would not see if its numbers could be added in any order.
+    assert not torch.equal(by_hand(4, 2, 4099), by_hand(4, 4, 4099))
+    assert not torch.equal(by_hand(4, 2, 4099), by_hand(4, 1, 4099))
+
+
+def other_sums(per_host: int) -> list[Any]:
+    """What a rank keeps of a sum that is cut over its host, and sums of few numbers."""
+    world = World.current().on_hosts(per_host)
+    pieces = part(world.rank, 40 * per_host).view(per_host, 40)
+    total = torch.empty(40)
+    world.add_in_host(total, pieces, "gradients of parameters")
+    world.add_over_hosts(total, "gradients of hosts")
+    few = world.sum_of_few(part(world.rank, 5, torch.float64), "agree")
+    counts = world.sum_of_few(torch.tensor([world.rank, 2**40]), "ids outside")
+    return [total.tolist(), few.tolist(), counts.tolist()]
+
+
+@pytest.mark.parametrize(("size", "per_host"), [(4, 2), (4, 4), (2, 2)])
+def test_a_sum_that_is_cut_over_a_host(ranks: Ranks, size: int, per_host: int) -> None:
+    whole = by_hand(size, per_host, 40 * per_host).view(per_host, 40)
+    few = by_hand(size, per_host, 5, torch.float64)
+    for rank, found in enumerate(ranks(size).run(other_sums, per_host)):
+        assert found == [whole[rank % per_host].tolist(), few.tolist(), [size * (size - 1) // 2, size * 2**40]]
+
+
+@pytest.mark.parametrize("size", [0, 5, 16, 17, 100, 4096])
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_pieces_begin_at_blocks(size: int, count: int) -> None:
+    buffer = torch.arange(size)
+    pieces = cut(buffer, count)
+    assert len(pieces) == count and torch.equal(torch.cat(pieces), buffer)
+    assert all(int(piece[0]) % PIECE == 0 for piece in pieces if piece.numel())
+    assert max(p.numel() for p in pieces) - min(p.numel() for p in pieces) < 2 * PIECE
