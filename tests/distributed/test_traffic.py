@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 import meseta.comm.world as world_module
 from meseta.comm import World
-from meseta.comm.messages import ANNOUNCEMENTS, Announcement
+from meseta.comm.messages import ANNOUNCEMENTS
 from meseta.comm.sums import PIECE
 from meseta.config import RunConfig
 from meseta.embedding import EmbeddingBagCollection, shard
@@ -51,33 +50,36 @@ def specs(optimizer: str, weighted: bool, pooling: str) -> tuple[list[TableSpec]
 
 
 class Counter:
-    """Names and bytes of transfers, as the process group gets them: messages, each announced by the one before it."""
+    """Names and bytes of transfers, as the process group gets them: messages."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
         """In the order of their beginning."""
-        self.sent: dict[int, float] = {}
-        """Bytes by number of the transfer, without announcements."""
+        self.sent: dict[str, float] = {}
+        """Bytes by name, without announcements."""
         self.calls: list[tuple[str, int]] = []
         """Operation, and bytes that this rank sends to others in it."""
-        self._announced = threading.local()
+        self._sending = threading.local()
 
     @property
     def counted(self) -> Counted:
         """What was counted."""
-        numbers = {crc32(name.encode()): name for name in self.names}
-        return self.names, {numbers[number]: size for number, size in self.sent.items()}, self.calls
+        return self.names, {name: self.sent.get(name, 0.0) for name in self.names}, self.calls
 
     def __enter__(self) -> Counter:
-        functions = {name: getattr(dist, name) for name in (*OPERATIONS, "isend")}
+        functions = {name: getattr(dist, name) for name in OPERATIONS}
         self._before = functions | {"check": world_module.check_listed}
+        self._send, self._swap = vars(dist.ProcessGroup)["send"], world_module.swap
         for name in OPERATIONS:
             setattr(dist, name, partial(self._called, name))
-        dist.isend = self._sent
+        send = dist.ProcessGroup.send
+        dist.ProcessGroup.send = lambda group, *arguments: self._sent(send, group, *arguments)
+        world_module.swap = self._swapped
         world_module.check_listed = self._named
         return self
 
     def __exit__(self, *_: object) -> None:
+        dist.ProcessGroup.send, world_module.swap = self._send, self._swap
         world_module.check_listed = self._before.pop("check")
         for name, function in self._before.items():
             setattr(dist, name, function)
@@ -86,13 +88,15 @@ class Counter:
         self._before["check"](name)
         self.names.append(name)
 
-    def _sent(self, tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        if options["tag"] == ANNOUNCEMENTS:
-            self._announced.number = Announcement(*tensor.tolist()).transfer
-            self.sent.setdefault(self._announced.number, 0.0)
-        else:
-            self.sent[self._announced.number] += tensor.nbytes
-        return self._before["isend"](tensor, *arguments, **options)
+    def _swapped(self, rank: int, peers: Any, name: str, **options: Any) -> Any:
+        self._sending.name = name
+        return self._swap(rank, peers, name, **options)
+
+    def _sent(self, send: Any, group: Any, tensors: list[torch.Tensor], to: int, tag: int) -> Any:
+        if tag != ANNOUNCEMENTS:
+            name = self._sending.name
+            self.sent[name] = self.sent.get(name, 0.0) + sum(tensor.nbytes for tensor in tensors)
+        return send(group, tensors, to, tag)
 
     def _called(self, operation: str, *arguments: Any, **options: Any) -> Any:
         output, given = (options.get(name, arguments[k] if k < len(arguments) else None)

@@ -20,6 +20,9 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
+import torch
+from torch import Tensor
+
 END_S = 5.0
 """How long a lane may take to end when a group is left."""
 PASS_S = 0.5
@@ -73,6 +76,7 @@ class LaneWork:
             self._carry()
         except BaseException as error:
             self._error = error
+            self._lane.forget()  # the transport may still write there
         del self._carry  # what it sends and receives is the caller's alone
         self.done_s = time.perf_counter()
 
@@ -89,6 +93,17 @@ class Lane:
         self._calls: SimpleQueue[bool] = SimpleQueue()
         """For the thread: to go on, or to end."""
         self._thread: threading.Thread | None = None
+        self._scratch: Tensor | None = None
+
+    def scratch(self, count: int, like: Tensor) -> Tensor:
+        """[count] numbers as those of `like`: memory for what comes in, until this is called again. It is kept, since
+        fresh pages cost as much as a sum does."""
+        if like.device.type != "cpu":
+            return like.new_empty(count)
+        num_bytes = count * like.element_size()
+        if self._scratch is None or self._scratch.numel() < num_bytes:
+            self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._scratch[:num_bytes].view(like.dtype)
 
     def begin(self, carry: Callable[[], None], *, by_itself: bool = True) -> LaneWork:
         """Do `carry` after what was begun before: in a thread of this lane, or by whoever waits for it first."""
@@ -106,6 +121,10 @@ class Lane:
         with self._turn:
             if self._begun:
                 self._begun.popleft().run()
+
+    def forget(self) -> None:
+        """Take other memory from here."""
+        self._scratch = None
 
     def end(self) -> None:
         """Take nothing more. Where it waits for ranks that do not come, it is left behind."""

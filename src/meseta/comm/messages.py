@@ -51,7 +51,7 @@ class Announcement(NamedTuple):
     transfer: int
     """Of its name, alike on all ranks."""
     batch: int
-    """Tells the batch that it belongs to from others; 0 where it belongs to none."""
+    """Tells the batch, or the length of the sum, that it belongs to from others; 0 where it belongs to none."""
     dtype: int
     """Of its numbers: place in DTYPES."""
     sent: int
@@ -97,7 +97,9 @@ class Swap:
 
     rank: int
     peers: Sequence[Peer]
+    """Those that announce something."""
     announced: Sequence[Announcement]
+    """What this rank announces to them."""
     tables: Sequence[str]
     told: Tensor
     """[peers, 6]: what they announce."""
@@ -105,6 +107,8 @@ class Swap:
     """Those that come in."""
     messages: list[Any]
     crossing: Crossing | None
+    memory: object
+    """What the transport reads and writes."""
 
     def wait(self) -> None:
         """Block until all is here and may be used. Raises MesetaError where a peer is at another transfer than this
@@ -129,6 +133,7 @@ def swap(
     tables: Sequence[str] = (),
     group: Any = None,
     crossing: Crossing | None = None,
+    known: set[int] | None = None,
 ) -> Swap:
     """Begin to send each peer something, and to receive something from it; all of them name this rank as a peer.
 
@@ -138,10 +143,12 @@ def swap(
         rank: this one.
         peers: the tensors are contiguous and of one type.
         name: of the transfer, see `meseta.spec.transfer`.
-        batch: tells the batch that this belongs to from others, alike on all ranks.
+        batch: tells the batch, or the length of the sum, that this belongs to from others, alike on all ranks.
         tables: whose rows travel, for the error.
         group: of torch.distributed.
         crossing: is told while this rank waits for it.
+        known: peers that have announced an exchange of which all that follow are made, as the pieces of a sum of one
+            length are; they announce nothing more. Those of this one are added.
     """
     if peers and peers[0].send.device.type == "cuda":
         operations = [dist.P2POp(dist.isend, p.send, group=group, group_peer=p.rank) for p in peers if p.send.numel()]
@@ -149,25 +156,29 @@ def swap(
             dist.P2POp(dist.irecv, p.receive, group=group, group_peer=p.rank) for p in peers if p.receive.numel()
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
-        return Swap(rank, (), (), tables, torch.empty(0), [], works, None)
+        return Swap(rank, (), (), tables, torch.empty(0), [], works, None, peers)
+    group = dist.group.WORLD if group is None else group
     dtype = peers[0].send.dtype if peers else torch.uint8
-    places = _places.setdefault(dist.group.WORLD if group is None else group, Counter())
-    announced = [Announcement.of(places[p.rank], name, batch, dtype, p.send.numel(), p.receive.numel()) for p in peers]
-    places.update(p.rank for p in peers)
-    told = torch.empty(len(peers), len(Announcement._fields), dtype=torch.int64)
-    tell = torch.tensor(announced)
-    announcements = [
-        dist.irecv(out, group=group, tag=ANNOUNCEMENTS, group_src=p.rank) for p, out in zip(peers, told, strict=True)
-    ]
-    messages = []
-    for p, own in zip(peers, announced, strict=True):
-        if own.expected:
-            messages.append(dist.irecv(p.receive, group=group, tag=own.answer.number(), group_src=p.rank))
-    for p, own, line in zip(peers, announced, tell, strict=True):
-        messages.append(dist.isend(line, group=group, tag=ANNOUNCEMENTS, group_dst=p.rank))
-        if own.sent:
-            messages.append(dist.isend(p.send, group=group, tag=own.number(), group_dst=p.rank))
-    return Swap(rank, peers, announced, tables, told, announcements, messages, crossing)
+    places = _places.setdefault(group, Counter())
+    unknown, said = list[Peer](), list[Announcement]()
+    messages, sends = list[Any](), list[tuple[Tensor, int, int]]()
+    for p in peers:
+        out = Announcement.of(places[p.rank], name, batch, dtype, p.send.numel(), p.receive.numel())
+        places[p.rank] += 1
+        if known is None or p.rank not in known:
+            unknown.append(p)
+            said.append(out)
+        if out.expected:
+            messages.append(group.recv([p.receive], p.rank, out.answer.number()))
+        if out.sent:
+            sends.append((p.send, p.rank, out.number()))
+    if known is not None:
+        known.update(p.rank for p in unknown)
+    lines, told = torch.tensor(said), torch.empty(len(said), len(Announcement._fields), dtype=torch.int64)
+    announcements = [group.recv([told[i]], p.rank, ANNOUNCEMENTS) for i, p in enumerate(unknown)]
+    messages += [group.send([lines[i]], p.rank, ANNOUNCEMENTS) for i, p in enumerate(unknown)]
+    messages += [group.send([tensor], peer, number) for tensor, peer, number in sends]
+    return Swap(rank, unknown, said, tables, told, announcements, messages, crossing, (peers, lines))
 
 
 _places: WeakKeyDictionary[Any, Counter[int]] = WeakKeyDictionary()

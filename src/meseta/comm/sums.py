@@ -16,7 +16,7 @@ changes no bit of it; and neither do the bounds of pieces. Of a buffer on two ho
                  inside a host, back        |   a   |   b   |
 
 (arXiv 2104.05158, section 4.2.1; the two levels are those of a hierarchical all-reduce). Two ranks alone send each
-other all they have and both add: the same bytes in one phase.
+other all they have, where it is short, and both add: the same bytes in one phase.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ PIECE = 16
 """Pieces begin at multiples of so many numbers."""
 CHUNK_BYTES = 2**20
 """Of a long buffer so much is added before other exchanges may pass."""
+ONE_PHASE_BYTES = 2**16
+"""What two ranks send each other whole, and both add: the same bytes as in two phases of halves, and one latency."""
 CHAIN_PIECES = 8
 """Of a chunk, along a chain."""
 
@@ -51,6 +53,8 @@ class OrderedSum:
     path: SumPath
     begin: Callable[[Sequence[Peer]], Swap]
     """Begins to send each peer something, and to receive something from it."""
+    scratch: Callable[[int, Tensor], Tensor]
+    """[n] numbers as those of a tensor, until it is asked again: memory for what comes in."""
 
     def all_reduce(self, buffer: Tensor) -> None:
         """[n], in place: the sum, on every rank. In chunks."""
@@ -59,10 +63,7 @@ class OrderedSum:
 
     def add_in_host(self, total: Tensor, pieces: Tensor) -> None:
         """[m] and [per_host, m]: the sum over this host of the piece of this rank's place."""
-        place, ranks = self.rank % self.per_host, self._host
-        parts = [pieces[place] if r == self.rank else torch.empty_like(total) for r in ranks]
-        self._exchange([Peer(r, pieces[i], parts[i]) for i, r in enumerate(ranks) if r != self.rank])
-        add(parts, total)
+        add(self._parts(self._host, [*pieces]), total)
 
     def add_over_hosts(self, total: Tensor) -> None:
         """[m], in place: the sum over the ranks at this place of all hosts."""
@@ -79,8 +80,7 @@ class OrderedSum:
 
     def _chunk(self, buffer: Tensor) -> int:
         """Numbers of a chunk: of each rank's part in it CHUNK_BYTES."""
-        parts = self.size if self.size > 2 else 1
-        return max(parts * CHUNK_BYTES // buffer.element_size() // PIECE, 1) * PIECE
+        return max(self.size * CHUNK_BYTES // buffer.element_size() // PIECE, 1) * PIECE
 
     def _add_chunk(self, buffer: Tensor) -> None:
         if self.path == "flat" or self.per_host in (1, self.size):
@@ -108,11 +108,8 @@ class OrderedSum:
         """Add what these ranks have, in place; `per_host` of them that follow each other are one host."""
         if len(ranks) == 1:
             return
-        if len(ranks) == 2:
-            [peer] = (r for r in ranks if r != self.rank)
-            received = torch.empty_like(buffer)
-            self._exchange([Peer(peer, buffer, received)])
-            add([buffer, received] if self.rank < peer else [received, buffer], buffer)
+        if len(ranks) == 2 and buffer.nbytes <= ONE_PHASE_BYTES:
+            add(self._parts(ranks, [buffer, buffer]), buffer)
             return
         cuts = cut(buffer, len(ranks))
         mine = self._scattered(ranks, cuts, per_host)
@@ -120,13 +117,17 @@ class OrderedSum:
 
     def _scattered(self, ranks: range, cuts: Sequence[Tensor], per_host: int) -> Tensor:
         """The piece of this rank, added over `ranks`, in place."""
-        place = ranks.index(self.rank)
-        mine = cuts[place]
-        parts = [mine if r == self.rank else torch.empty_like(mine) for r in ranks]
-        peers = [Peer(r, piece, part) for r, piece, part in zip(ranks, cuts, parts, strict=True) if r != self.rank]
-        self._exchange(peers)
-        add(parts, mine, per_host)
+        mine = cuts[ranks.index(self.rank)]
+        add(self._parts(ranks, cuts), mine, per_host)
         return mine
+
+    def _parts(self, ranks: range, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's piece as each of `ranks` has it; each of them gets its own."""
+        mine = pieces[ranks.index(self.rank)]
+        parts = [*self.scratch(len(ranks) * mine.numel(), mine).view(len(ranks), mine.numel())]
+        parts[ranks.index(self.rank)] = mine
+        self._exchange([Peer(r, pieces[i], parts[i]) for i, r in enumerate(ranks) if r != self.rank])
+        return parts
 
     def _along_chain(self, ranks: range, buffer: Tensor) -> None:
         """Add what these ranks have, in place: from each to the next, and the sum back. A piece is on its way from one
@@ -137,7 +138,7 @@ class OrderedSum:
         pieces, sent = cut(buffer, CHAIN_PIECES), list[Swap]()
         for piece in pieces:
             if before is not None:
-                received = torch.empty_like(piece)
+                received = self.scratch(piece.numel(), piece)
                 self._exchange([Peer(before, nothing, received)])
                 add([received, piece], piece)
             if after is not None:

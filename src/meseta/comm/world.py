@@ -90,11 +90,11 @@ class World:
 
         Where torchrun's ranks compute on CPUs, and there are enough for all their threads, each keeps to its share.
         """
-        with patient_threads(TRANSPORT_THREADS):  # of a group that somebody else has begun, too
-            if not dist.is_initialized() and int(variables.get("WORLD_SIZE", "1")) > 1:
-                _join(device)
-        if not dist.is_initialized():
+        if not dist.is_initialized() and int(variables.get("WORLD_SIZE", "1")) <= 1:
             return World.single(device)
+        with patient_threads(TRANSPORT_THREADS):  # of a group that somebody else has begun, too
+            if not dist.is_initialized():
+                _join(device)
         return World(rank=dist.get_rank(), size=dist.get_world_size(), device=torch.device(device))
 
     @property
@@ -184,7 +184,7 @@ class World:
             return Pending(received=tensor, send=tensor, work=None)
         check_listed(name)
         end, buffer = self._begin_alike(name, tensor, "sum"), tensor.view(-1)
-        work = self._in_lane(name, lambda sums: sums.all_reduce(buffer), tensor.device, by_itself=by_itself)
+        work = self._in_lane(name, lambda sums: sums.all_reduce(buffer), buffer, by_itself=by_itself)
         return Pending(received=tensor, send=tensor, work=work, end=end)
 
     def add_in_host(self, total: Tensor, pieces: Tensor, name: str = "") -> None:
@@ -192,7 +192,7 @@ class World:
         same order."""
         check_listed(name)
         end, start_s = self._begin(name, (self.ranks_per_host - 1) * total.nbytes, 0.0), time.perf_counter()
-        self._in_lane(name, lambda sums: sums.add_in_host(total, pieces), total.device, by_itself=False).wait()
+        self._in_lane(name, lambda sums: sums.add_in_host(total, pieces), total, by_itself=False).wait()
         end(start_s, None)
 
     def add_over_hosts(self, total: Tensor, name: str = "") -> None:
@@ -202,7 +202,7 @@ class World:
         check_listed(name)
         _, far = alike_shares("hosts sum", self.size, self.ranks_per_host)
         end, start_s = self._begin(name, 0.0, far * total.nbytes), time.perf_counter()
-        self._in_lane(name, lambda sums: sums.add_over_hosts(total), total.device, by_itself=False).wait()
+        self._in_lane(name, lambda sums: sums.add_over_hosts(total), total, by_itself=False).wait()
         end(start_s, None)
 
     def host_group(self) -> Any:
@@ -211,18 +211,18 @@ class World:
             group, _ = dist.new_subgroups(group_size=self.ranks_per_host)
         return group
 
-    def _in_lane(
-        self, name: str, add_up: Callable[[OrderedSum], None], device: torch.device, *, by_itself: bool
-    ) -> Work:
-        """Begin something in the lane of sums; on a GPU it is begun in the order of the calls, in their stream."""
-        lane = _lane(self.group) if device.type == "cpu" else Lane("sums", self.group)
+    def _in_lane(self, name: str, add_up: Callable[[OrderedSum], None], buffer: Tensor, *, by_itself: bool) -> Work:
+        """Begin a sum of `buffer` in the lane of sums; on a GPU it is begun in the order of the calls, in their
+        stream."""
+        on_cpu, known = buffer.device.type == "cpu", set[int]()
+        lane = _lane(self.group) if on_cpu else Lane("sums", self.group)
 
         def begin(peers: Sequence[Peer]) -> Swap:
             _crossing.let_pass()
-            return swap(self.rank, peers, name, group=lane.group)
+            return swap(self.rank, peers, name, batch=buffer.numel(), group=lane.group, known=known)
 
-        sums = OrderedSum(self.rank, self.size, self.ranks_per_host, self.sum_path, begin)
-        return lane.begin(lambda: add_up(sums), by_itself=by_itself and device.type == "cpu")
+        sums = OrderedSum(self.rank, self.size, self.ranks_per_host, self.sum_path, begin, lane.scratch)
+        return lane.begin(lambda: add_up(sums), by_itself=by_itself and on_cpu)
 
     def sum_of_few(self, numbers: Tensor, name: str = "") -> Tensor:
         """The same sum of a few numbers, of which every rank sends all to all others."""
