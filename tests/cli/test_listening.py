@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -83,3 +85,35 @@ def test_ranks_of_one_machine_listen_on_loopback_alone(tiny: Path, tmp_path: Pat
 def test_one_rank_listens_nowhere(tiny: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "one"))
     assert listened([Command(tmp_path / "1", "train", config)]) == set()
+
+
+def ranks_of(run: str) -> set[int]:
+    """Processes that torchrun has started as ranks of a run."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        try:
+            environment = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
+        except OSError:
+            continue
+        if f"TORCHELASTIC_RUN_ID={run}".encode() in environment:
+            found.add(int(entry.name))
+    return found
+
+
+def test_ranks_of_torchrun_listen_on_the_chosen_interface_alone(tiny: Path, tmp_path: Path) -> None:
+    """Their pairs do; the agent's store, which is torch's and no rank's, listens everywhere (docs/several_ranks.md)."""
+    config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run"))
+    run = f"meseta-{os.getpid()}"
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    place = ["--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", run, "-m", "meseta.cli.main"]
+    command = [sys.executable, *launcher, *place, "train", str(config)]
+    chosen = {**os.environ, "GLOO_SOCKET_IFNAME": socket.if_indextoname(1)}
+    with subprocess.Popen(command, env=chosen, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as agent:
+        found: set[str] = set()
+        while agent.poll() is None:
+            mine = {inode for pid in ranks_of(run) for inode in open_inodes(pid)}
+            found |= {address for inode, address in listening_inodes().items() if inode in mine}
+            time.sleep(0.2)
+        assert agent.returncode == 0, agent.stderr.read() if agent.stderr else ""
+    assert len(found) >= 2
+    assert not [address for address in sorted(found) if not is_loopback(address)]

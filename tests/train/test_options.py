@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,20 @@ def test_what_learns_otherwise_is_told_and_gone_on_with(
         "now: lr of table 'user' was 0.1, is 0.3 (embedding.tables.user.optimizer.lr=0.1 keeps it)\n"
     ) in capsys.readouterr().err
     train(settings(tiny, tmp_path / "run", **{**after, **own, "train__max_steps": 5}))
+    assert "note:" not in capsys.readouterr().err
+
+
+def test_another_layout_of_ranks_is_told(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(settings(tiny, tmp_path / "run", train__max_steps=2))
+    plan = tmp_path / "run" / "plan.json"
+    plan.write_text(json.dumps({**json.loads(plan.read_text()), "num_ranks": 4, "devices_per_host": 2}))
+    capsys.readouterr()
+    train(settings(tiny, tmp_path / "run", train__max_steps=3))
+    assert (
+        "note: from here on sums are added over 1 rank, until now over 4 ranks on 2 hosts: the run goes on to "
+        "tolerance, not to the bit, as one that did not change\n"
+    ) in capsys.readouterr().err
+    train(settings(tiny, tmp_path / "run", train__max_steps=4))
     assert "note:" not in capsys.readouterr().err
 
 

@@ -104,8 +104,7 @@ def _print(found: Verification, config: RunConfig) -> None:
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 10_000  # a file or a pipe has no edge to break lines at
-    ranks = f"{found.plan.num_ranks} rank{'s' * (found.plan.num_ranks > 1)}"
-    print(f"{found.num_steps} steps of {config.train.batch_size:,} samples on {ranks} and in one process, "
+    print(f"{found.num_steps} steps of {config.train.batch_size:,} samples on {found.plan.layout} and in one process, "
           f"{config.embedding.dtype}; largest differences, and what the contract allows")  # fmt: skip
     table = Table(box=None, pad_edge=False)
     heads = ("table", "plan", "embedding alone", "allowed", "training", "its states", "allowed")

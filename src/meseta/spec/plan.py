@@ -150,6 +150,12 @@ class Plan:
         """Ranks of one host."""
         return self.num_ranks if self.devices_per_host is None else self.devices_per_host
 
+    @property
+    def layout(self) -> str:
+        """What sums over ranks depend on, for people: '4 ranks on 2 hosts'."""
+        hosts = self.num_ranks // self.per_host
+        return f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}" + f" on {hosts} hosts" * (hosts > 1)
+
     def __getitem__(self, table: str) -> TablePlan:
         if table not in self._by_name:
             raise MesetaError(f"plan: no table {table!r}; {nearest(table, self._by_name)}")

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import add
 from typing import NamedTuple
 
 from meseta.spec.transfer import OF_STEPS
@@ -37,7 +38,7 @@ class TransferSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class TransferMeans:
-    """What one rank had of one transfer, per step."""
+    """What one rank had of one transfer, per step; or, over one step, in all."""
 
     num_times: float
     inside_bytes: float
@@ -49,30 +50,11 @@ class TransferMeans:
     waited_s: float
     """How long the rank stood still for it."""
 
+    def __add__(self, other: TransferMeans) -> TransferMeans:
+        return TransferMeans(*map(add, vars(self).values(), vars(other).values()))
 
-@dataclass
-class _Sum:
-    num_times: int = 0
-    inside_bytes: float = 0.0
-    across_bytes: float = 0.0
-    seconds: float = 0.0
-    waited_s: float = 0.0
-
-    def add(self, other: _Sum) -> None:
-        self.num_times += other.num_times
-        self.inside_bytes += other.inside_bytes
-        self.across_bytes += other.across_bytes
-        self.seconds += other.seconds
-        self.waited_s += other.waited_s
-
-    def each_step(self, num_steps: int) -> TransferMeans:
-        return TransferMeans(
-            num_times=self.num_times / num_steps,
-            inside_bytes=self.inside_bytes / num_steps,
-            across_bytes=self.across_bytes / num_steps,
-            seconds=self.seconds / num_steps,
-            waited_s=self.waited_s / num_steps,
-        )
+    def __truediv__(self, num_steps: int) -> TransferMeans:
+        return TransferMeans(*(value / num_steps for value in vars(self).values()))
 
 
 class TransferTimes:
@@ -84,8 +66,8 @@ class TransferTimes:
         self.step: int | None = None
         """Steps that ended before the one under way; None where none is."""
         self._num_steps = 0
-        self._sums: dict[str, _Sum] = {}
-        self._life: dict[str, _Sum] = {}
+        self._sums: dict[str, TransferMeans] = {}
+        self._life: dict[str, TransferMeans] = {}
         self._num_taken = 0
 
     @contextmanager
@@ -102,15 +84,16 @@ class TransferTimes:
         """One that has ended."""
         self.latest.append(span)
         if span.step is not None:
-            one = _Sum(1, span.inside_bytes, span.across_bytes, span.done_s - span.begin_s, span.waited_s)
-            self._sums.setdefault(span.name, _Sum()).add(one)
+            seconds = span.done_s - span.begin_s
+            one = TransferMeans(1, span.inside_bytes, span.across_bytes, seconds, span.waited_s)
+            _count(self._sums, span.name, one)
 
     def take(self) -> dict[str, TransferMeans]:
         """Means per step of each transfer since the last call."""
         num_steps, self._num_taken = self._num_steps - self._num_taken, self._num_steps
         sums, self._sums = self._sums, {}
         for name, one in sums.items():
-            self._life.setdefault(name, _Sum()).add(one)
+            _count(self._life, name, one)
         return _each_step(sums, num_steps)
 
     def over_life(self) -> dict[str, TransferMeans]:
@@ -118,5 +101,9 @@ class TransferTimes:
         return _each_step(self._life, self._num_taken)
 
 
-def _each_step(sums: dict[str, _Sum], num_steps: int) -> dict[str, TransferMeans]:
-    return {name: one.each_step(max(num_steps, 1)) for name, one in sums.items() if name in OF_STEPS}
+def _count(sums: dict[str, TransferMeans], name: str, one: TransferMeans) -> None:
+    sums[name] = sums[name] + one if name in sums else one
+
+
+def _each_step(sums: dict[str, TransferMeans], num_steps: int) -> dict[str, TransferMeans]:
+    return {name: one / max(num_steps, 1) for name, one in sums.items() if name in OF_STEPS}

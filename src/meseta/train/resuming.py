@@ -13,7 +13,9 @@ from meseta.checkpoint.directory import checkpoint_path
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.config.load import value_at
-from meseta.spec import MesetaError, TableSpec
+from meseta.spec import MesetaError, Plan, TableSpec
+from meseta.spec.documents import load_document
+from meseta.spec.plan_document import PLAN_NAME, read_written_plan
 from meseta.train.run_dir import RunDir
 
 _MODEL = ("model", "embedding.pooling")
@@ -88,6 +90,15 @@ def meet_changes(
           f"by what is new ({changes}); choose another run_dir, or begin this one anew with --force, to train so from "
           f"the start, or raise {over.key} to go on so from there", file=sys.stderr)  # fmt: skip
     return config.model_copy(update={name: getattr(before, name) for name in _HOW} if before else {})
+
+
+def meet_layout(run: RunDir, plan: Plan) -> None:
+    """Say in one line where numbers are added over other ranks, or hosts, than until now. For rank 0 alone."""
+    with suppress(MesetaError):  # of a version that wrote none, or another one
+        before, _ = load_document("plan", run.path / PLAN_NAME, read_written_plan)
+        if before.layout != plan.layout:
+            print(f"note: from here on sums are added over {plan.layout}, until now over {before.layout}: the run goes "
+                  "on to tolerance, not to the bit, as one that did not change", file=sys.stderr)  # fmt: skip
 
 
 def _config_before(run: RunDir) -> RunConfig | None:

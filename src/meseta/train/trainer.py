@@ -35,7 +35,7 @@ from meseta.train.decisions import Decisions, chosen_by_evaluations, is_evaluati
 from meseta.train.evaluate import check_segments, evaluate
 from meseta.train.outside.tensorboard import TensorBoard
 from meseta.train.progress import TrainProgress
-from meseta.train.resuming import Over, check_best, check_model, meet_changes
+from meseta.train.resuming import Over, check_best, check_model, meet_changes, meet_layout
 from meseta.train.run_dir import RunDir
 from meseta.train.running import RunningFigures
 from meseta.train.saving import Saver
@@ -202,11 +202,13 @@ class Trainer:
 
     def _begin(self) -> None:
         """What is known before the first step, and the metrics up to it."""
-        config, tables, former = self.config, self.model.embeddings.tables, self._former_optimizers
+        config, former, embeddings = self.config, self._former_optimizers, self.model.embeddings
+        tables, plan = embeddings.tables, embeddings.plan
         if former is not None:
             config = meet_changes(self.run_dir, config, former, tables, self._why_over())
-        plan = self.model.embeddings.plan.to_dict()
-        self.run_dir.begin(config, self.dataset, plan, str(self.world.device))
+            if self._why_over() is None:
+                meet_layout(self.run_dir, plan)
+        self.run_dir.begin(config, self.dataset, plan.to_dict(), str(self.world.device))
         self.run_dir.forget_after(self.step, self.num_steps)
         if self.board is not None:
             self.board.begin(self.run_dir.lines())
