@@ -31,6 +31,8 @@ class Scenario:
     batch_size: int = 24
     max_ids: int = 5  # per bag
     seed: int = 0
+    exchange: str = "flat"  # how ids and rows cross hosts
+    per_host: int | None = None  # half of the ranks, where not said
 
     def tables(self) -> list[TableSpec]:
         constants = {"initial_accumulator": 0.01} if "adagrad" in self.optimizer else {}
@@ -59,7 +61,8 @@ class Scenario:
             if name == "hot_replicated":  # of a table of one row, nothing would be cold
                 hot = {"sharding": name, "hot_rows": -(-table.num_embeddings // 3)}
                 entries[table.name] = hot if table.num_embeddings > 1 else "data_parallel"
-        document = {"devices_per_host": max(num_ranks // 2, 1), "tables": entries}
+        per_host = self.per_host or max(num_ranks // 2, 1)
+        document = {"devices_per_host": per_host, "exchange": self.exchange, "tables": entries}
         return Plan.from_dict(document, self.tables(), num_ranks)
 
     def batch(self, step: int) -> KeyedJaggedTensor:

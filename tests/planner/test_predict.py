@@ -57,7 +57,8 @@ def test_ids_and_bags_are_counted() -> None:
     loads = WorkloadLoads(workload()).loads(WorkloadLoads(workload()).whole())
     assert (loads.ids[0], loads.bags[0], loads.rows_out[0]) == (40_960, 4096, 4096)
     assert (loads.row_bytes[0], loads.state_bytes[0]) == (256, 4)
-    cut = Cuts(host_parts=np.zeros(1, np.int64), column_parts=np.ones(1, np.int64), row_parts=np.ones(1, np.int64))
+    one = np.ones(1, np.int64)
+    cut = Cuts(host_parts=0 * one, column_parts=one, host_columns=one, row_parts=one)
     ids, answers = received_bytes(step_transfers(workload(), None, 2, 2), loads, cut, 2)
     assert (ids[0], answers[0]) == (4 * (4096 + 40_960), 4096 * 64 * 4)
 

@@ -67,7 +67,12 @@ def test_prices_count_the_bytes_of_predictions(part: int) -> None:
         work, plan, topology = random_case(seed)
         loads = WorkloadLoads(work)
         placement = Placement.of(plan, loads, topology.devices_per_host)
-        cuts = Cuts(host_parts=placement.host_parts, column_parts=placement.column_parts, row_parts=placement.row_parts)
+        cuts = Cuts(
+            host_parts=placement.host_parts,
+            column_parts=placement.column_parts,
+            host_columns=placement.host_columns,
+            row_parts=placement.row_parts,
+        )
         priced = Prices(loads, topology, documented_cost_model("cpu")).sent_bytes(
             placement.sharded, cuts, placement.replicated
         )

@@ -10,7 +10,7 @@ import pytest
 
 from meseta.config import RunConfig, ScheduleConfig, TrainConfig, check_document
 from meseta.spec import MesetaError
-from meseta.spec.splits import choosing_split, note_flattered
+from meseta.telemetry.splits import choosing_split, note_flattered
 from meseta.telemetry.lines import EvalLine
 from meseta.train.decisions import (
     Decisions,

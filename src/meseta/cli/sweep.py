@@ -49,7 +49,7 @@ def sweep(
     nproc: Annotated[int, typer.Option(min=1, help="Ranks of each trial.")] = 1,
 ) -> None:
     """Train once per combination of settings and rank the runs; started again, keep what is finished and go on."""
-    from meseta.spec.splits import note_flattered
+    from meseta.telemetry.splits import note_flattered
     from meseta.train.sweep.sweep import (
         Result,
         draws,
@@ -111,7 +111,7 @@ def _finish(plan: Sweep, trial: Trial, nproc: int, signals: StopSignals, metric:
 
 def _tested(plan: Sweep, result: Result, nproc: int, signals: StopSignals) -> Result:
     """The best trial, with its figures of the test split, which was left alone until now where valid has chosen."""
-    from meseta.spec.splits import TEST
+    from meseta.telemetry.splits import TEST
     from meseta.train.sweep.sweep import Result
 
     if result.summary is None or TEST in result.summary.splits:

@@ -211,7 +211,7 @@ def _print_chosen(chosen: Mapping[str, Any], dataset: Dataset) -> None:
 
 
 def _print_result(summary: dict[str, Any], run_dir: Path) -> None:
-    from meseta.spec.splits import EVALUATED, TEST, note_flattered
+    from meseta.telemetry.splits import EVALUATED, TEST, note_flattered
 
     teacher, chosen, ends = summary["teacher"], summary.get("chosen", {}), []
     for split in (split for split in EVALUATED if split in summary):

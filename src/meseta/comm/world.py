@@ -139,6 +139,7 @@ class World:
         tables: Sequence[str] = (),
         batch: int = 0,
         keep: bool = True,
+        among: Sequence[int] | None = None,
     ) -> Pending:
         """Begin to send `send_splits[r]` leading entries of `send` [n, ...] to rank r; entries arrive ordered by rank.
 
@@ -150,6 +151,7 @@ class World:
             tables: whose rows travel, for errors.
             batch: tells the batch that this belongs to from others, alike on all ranks.
             keep: what comes in leaves its memory for the next step, see `meseta.ops.memory.empty`.
+            among: this rank and those that it meets, which name the same ranks; nothing goes to others. None: all.
         """
         if self.size == 1:
             return Pending(received=send, send=send, work=None)
@@ -160,13 +162,14 @@ class World:
         inside = sum(send_splits[host : host + self.ranks_per_host]) - send_splits[self.rank]
         across = sum(send_splits) - send_splits[self.rank] - inside
         entry_bytes = send[:1].nbytes
-        end = self._begin(name, inside * entry_bytes, across * entry_bytes)
+        ranks = range(self.size) if among is None else among
+        end = self._begin(name, inside * entry_bytes, across * entry_bytes, len(ranks) - 1)
         if send.device.type == "cuda":
             splits = list(receive_splits), list(send_splits)
             work = dist.all_to_all_single(received, send, *splits, self.group, async_op=True)
             return Pending(received=received, send=send, work=work, end=end)
         there, here = send.split(list(send_splits)), received.split(list(receive_splits))
-        peers = [Peer(r, there[r], here[r]) for r in range(self.size) if r != self.rank]
+        peers = [Peer(r, there[r], here[r]) for r in ranks if r != self.rank]
         messages = swap(self.rank, peers, name, batch=batch, tables=tables, group=self.group, crossing=_crossing)
         here[self.rank].copy_(there[self.rank])
         return Pending(received=received, send=send, work=messages, end=end)
@@ -249,15 +252,17 @@ class World:
         end(start_s, None)
         return gathered.view(self.size, *tensor.shape)
 
-    def _begin(self, name: str, inside_bytes: float, across_bytes: float) -> Callable[[float, float | None], None]:
-        """Begin a span; what is returned ends it."""
+    def _begin(
+        self, name: str, inside_bytes: float, across_bytes: float, num_peers: int | None = None
+    ) -> Callable[[float, float | None], None]:
+        """Begin a span of a transfer with so many other ranks, all where None; what is returned ends it."""
         begin_s, transfers = time.perf_counter(), self.transfers
-        step = transfers.step
+        step, peers = transfers.step, self.size - 1 if num_peers is None else num_peers
 
         def end(start_s: float, done_s: float | None) -> None:
             done_s = time.perf_counter() if done_s is None else done_s
             waited_s = max(done_s - start_s, 0.0)
-            span = TransferSpan(name, step, self.size - 1, inside_bytes, across_bytes, begin_s, done_s, waited_s)
+            span = TransferSpan(name, step, peers, inside_bytes, across_bytes, begin_s, done_s, waited_s)
             transfers.add(span)
 
         return end

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from meseta.comm import Pending
-from meseta.embedding.routes import Routing, Side
+from meseta.embedding.routes import Routing, Side, Slot
 from meseta.jagged import KeyedJaggedTensor
 from meseta.jagged.shapes import Int
 from meseta.ops.bucketize import Buckets, bucketize_features
 from meseta.ops.jagged import lengths_to_offsets, permute, permute_pieces
 from meseta.ops.row_update import Bags
+from meseta.ops.unique import unique
 from meseta.spec import MesetaError
 
 
@@ -33,8 +34,54 @@ class Started:
     """What this rank has to say: batch size, ids of each feature, first refused id, ids of each row range of the
     features that are cut."""
     received: Pending
+    distinct: DistinctRows | None = None
+    """Of features that are not pooled, where each row is asked for once; else None."""
     failed: MesetaError | None = None
     """Why this rank cannot take part; `exchange` raises it on all ranks."""
+
+
+@dataclass(frozen=True)
+class DistinctRows:
+    """What features that are not pooled ask for, each row once, ascending."""
+
+    rows: dict[int, Int[Tensor, " U"]]
+    """By feature."""
+    inverse: dict[int, Int[Tensor, " nnz"]]
+    """By feature: which of them each id of the batch is."""
+    counts: Int[Tensor, " n"]
+    """How many are in each of `Routing.row_slots`."""
+
+    @staticmethod
+    def of(ids: KeyedJaggedTensor, routing: Routing) -> DistinctRows | None:
+        """Of a batch; None where no feature asks so. On a GPU the host waits: their number depends on the ids."""
+        if not routing.row_slots:
+            return None
+        features = sorted({f for f, _ in routing.row_slots})
+        asked = permute(ids, [ids.keys[f] for f in features])
+        found = unique(asked.values, asked.key_offsets)
+        stops, sizes = found.bounds.tolist(), [b - a for a, b in pairwise(asked.key_offsets)]
+        rows = dict(zip(features, (found.rows[a:b] for a, b in pairwise(stops)), strict=True))
+        inverse = zip(features, found.inverse.split(sizes), stops, strict=False)
+        cuts = [rows[f].new_tensor(routing.cuts[f]) for f in features]
+        counts = [torch.searchsorted(rows[f], own).diff() for f, own in zip(features, cuts, strict=True)]
+        return DistinctRows(rows, {f: places - first for f, places, first in inverse}, torch.cat(counts))
+
+
+@dataclass(frozen=True)
+class RouteCounts:
+    """How many ids, or rows, there are on each route; tuples are by route of an owner."""
+
+    asked: Mapping[int, tuple[int, ...]]
+    """By owner: what this rank asks of it."""
+    answered: Mapping[int, tuple[int, ...]]
+    """By rank: what it asks of this one."""
+    passed: Mapping[int, Mapping[int, tuple[int, ...]]]
+    """By rank whose ids and rows pass through this one, by owner: what it asks of it. With two levels these are twins,
+    and owners of this host; else this rank alone, and all owners."""
+
+    def through(self, owner: int) -> dict[int, tuple[int, ...]]:
+        """By rank: what it asks of an owner by way of this one."""
+        return {rank: by_owner[owner] for rank, by_owner in self.passed.items()}
 
 
 @dataclass(frozen=True)
@@ -48,12 +95,14 @@ class Exchanged:
     """Ids of rows that every rank holds, by feature of the routes that stay at home; None where there are none."""
     order: dict[int, Int[Tensor, " nnz"]]
     """Of unpooled features that are cut by rows: where each sorted id stood among the ids of its feature."""
+    distinct: DistinctRows | None
+    """As in `Started`."""
     batch_sizes: tuple[int, ...]
     """Samples of each rank; their sum is the global batch."""
-    sent: tuple[tuple[int, ...], ...]
-    """sent[r][k]: ids for route k of rank r."""
-    received: tuple[tuple[int, ...], ...]
-    """received[r][k]: ids from rank r for this rank's route k."""
+    ids_on: RouteCounts
+    """Ids on each route."""
+    rows_on: RouteCounts
+    """Rows that come back on each route that is not pooled: of each id, or where `distinct` is there, once."""
     range_counts: list[list[int]]
     """Ids of the local slice per feature and row range."""
     payload: Pending
@@ -98,11 +147,11 @@ def sort_cut_features(ids: KeyedJaggedTensor, routing: Routing) -> Buckets | Non
 class Slots:
     """What the local slice has for each (feature, row range)."""
 
-    ids: dict[tuple[int, int], Tensor]
+    ids: dict[Slot, Tensor]
     """Rows, counted from the first of their range."""
-    lengths: dict[tuple[int, int], Tensor]
+    lengths: dict[Slot, Tensor]
     """Ids per sample."""
-    weights: dict[tuple[int, int], Tensor]
+    weights: dict[Slot, Tensor]
     """One per id; empty where the batch has none."""
 
     @staticmethod
@@ -123,14 +172,14 @@ class Slots:
             lengths |= zip(slots, x.cut.lengths.to(dtype), strict=True)
         return Slots(ids, lengths, weights)
 
-    def pack_ids(self, routing: Routing, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """For each rank: the lengths of all its routes, then their ids."""
-        parts = [own[r.slot] for routes in routing.by_rank for own in (self.lengths, self.ids) for r in routes]
+    def pack_ids(self, sent: Sequence[Sequence[Slot]], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """For each rank: the lengths of all slots that are `sent` to it, then their ids."""
+        parts = [numbers[slot] for slots in sent for numbers in (self.lengths, self.ids) for slot in slots]
         return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
 
-    def pack_weights(self, routing: Routing, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def pack_weights(self, sent: Sequence[Sequence[Slot]], dtype: torch.dtype, device: torch.device) -> Tensor:
         """One weight for each id that `pack_ids` packs."""
-        parts = [self.weights[r.slot] for routes in routing.by_rank for r in routes]
+        parts = [self.weights[slot] for slots in sent for slot in slots]
         return torch.cat(parts).to(dtype) if parts else torch.empty(0, dtype=dtype, device=device)
 
     def replicated_ids(self, routing: Routing, ids: KeyedJaggedTensor) -> KeyedJaggedTensor | None:
@@ -159,19 +208,20 @@ def order_of_unpooled(x: Started, routing: Routing) -> dict[int, Tensor]:
     return {f: own - first for f, own, first in found if f not in routing.out_columns}
 
 
-def unpack(x: Exchanged, num_routes: int) -> OwnedIds:
-    """From (rank, lengths | ids) to one list per route in the order of global samples."""
-    ranks, k = range(len(x.batch_sizes)), num_routes
-    sizes = [s for b, n in zip(x.batch_sizes, x.received, strict=True) for s in (*[b] * k, *n)]
-    by_route = [2 * k * r + first + route for first in (0, k) for route in range(k) for r in ranks]
-    both = permute_pieces(x.payload.wait(), sizes, by_route)
+def unpack(x: Exchanged, num_routes: int, arrival: Sequence[int], payload: Tensor, weights: Tensor | None) -> OwnedIds:
+    """From (rank, lengths | ids) and (rank, weights), ranks in the order of `arrival`, to one list per route in the
+    order of global samples."""
+    k, counts = num_routes, [x.ids_on.answered[r] for r in arrival]
+    places = [arrival.index(rank) for rank in range(len(x.batch_sizes))]
+    sizes = [s for r, n in zip(arrival, counts, strict=True) for s in (*[x.batch_sizes[r]] * k, *n)]
+    by_route = [2 * k * at + first + route for first in (0, k) for route in range(k) for at in places]
+    both = permute_pieces(payload, sizes, by_route)
     lengths, ids = both[: k * x.num_samples], both[k * x.num_samples :]
-    weights = None
-    if x.weights is not None:
-        by_route = [k * r + route for route in range(k) for r in ranks]
-        weights = permute_pieces(x.weights.wait(), [n for counts in x.received for n in counts], by_route)
+    if weights is not None:
+        by_route = [k * at + route for route in range(k) for at in places]
+        weights = permute_pieces(weights, [number for n in counts for number in n], by_route)
     bags = Bags(ids, lengths_to_offsets(lengths), x.num_samples, weights)
-    return OwnedIds(bags=bags, lengths=lengths, sizes=tuple(sum(n[route] for n in x.received) for route in range(k)))
+    return OwnedIds(bags=bags, lengths=lengths, sizes=tuple(sum(n[route] for n in counts) for route in range(k)))
 
 
 def matrices(flat: Tensor, shapes: Sequence[Sequence[tuple[int, int]]]) -> list[list[Tensor]]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meseta.comm import Pending, World
 from meseta.embedding.exchange import Exchanged, matrices, numbers_in
+from meseta.embedding.relay import Rows, by_rank, take_from_twins
 from meseta.embedding.routes import Route, Routing, column_groups
 from meseta.ops.columns import place_columns
 from meseta.ops.memory import empty
@@ -23,35 +24,48 @@ def send_gradients(
     a mate also that of its partial bags, and [ids, D] of its routes that are not pooled.
 
     `gradients` are those of the bags of all features, and of each feature of `unpooled`."""
-    of_sums = _gradients_of_sums(routing, world, x, gradients, share) if routing.sums_in_hosts else None
-    send = [routing.answer_shapes(r, world.rank, x.batch_sizes, x.sent[r]) for r in range(world.size)]
-    receive = [routing.answer_shapes(world.rank, r, x.batch_sizes, n) for r, n in enumerate(x.received)]
+    ranks, mates = range(world.size), routing.ranks_of_host(world.rank)
+    of_bags, of_rows = torch.empty(0), Rows()
+    if routing.sums_in_hosts:
+        of_bags, of_rows = _gradients_of_hosts(routing, world, unpooled, x, gradients, share)
+    met = mates if routing.two_level else ranks
+    send = [
+        routing.answer_shapes(r, world.rank, x.batch_sizes, x.ids_on.through(r) if r in met else {}) for r in ranks
+    ]
+    receive = [routing.answer_shapes(world.rank, r, x.batch_sizes, x.ids_on.answered) for r in ranks]
     flat = empty((sum(numbers_in(send)),), gradients[0].dtype, world.device)
     for r, (direct, host_reduced, *rows) in enumerate(matrices(flat, send)):
         place_columns(direct, gradients[:1], routing.gradient_moves[r], share)
-        if of_sums is not None and host_reduced.numel():
-            place_columns(host_reduced, [of_sums], routing.host_reduced_gradient_moves[r])
-        for route, out in zip(routing.by_rank[r][routing.host_reduced[r].stop :], rows, strict=True):
-            own = rows_of_range(unpooled, x, gradients, route)
-            torch.mul(own[:, slice(*route.shard.columns)], share, out=out)
-    return world.all_to_all(flat, numbers_in(send), numbers_in(receive), "gradients", batch=x.mark)
+        if host_reduced.numel():
+            place_columns(host_reduced, [of_bags], routing.host_reduced_gradient_moves[r])
+        for k, out in enumerate(rows, start=routing.host_reduced[r].stop):
+            if not routing.two_level:
+                _put_rows(out, unpooled, x, gradients, routing.by_rank[r][k], share)
+            elif r in mates:
+                out.copy_(of_rows[r, k])
+    return world.all_to_all(flat, numbers_in(send), numbers_in(receive), "gradients", batch=x.mark, among=met)
 
 
-def _gradients_of_sums(
-    routing: Routing, world: World, x: Exchanged, gradients: Sequence[Tensor], share: float
-) -> Tensor:
-    """[samples of this rank and its peers across hosts, columns]: gradient of the whole bags of this host."""
-    peers, own = routing.peers_across_hosts(world.rank), x.batch_sizes[world.rank]
-    shapes = [[(own, width)] for width in routing.host_widths]
+def _gradients_of_hosts(
+    routing: Routing, world: World, unpooled: Sequence[int], x: Exchanged, gradients: Sequence[Tensor], share: float
+) -> tuple[Tensor, Rows]:
+    """Gradients of the whole bags of this host, [samples of this rank and its twins, columns], and of its rows."""
+    batch_size, hosts = x.batch_sizes[world.rank], range(len(routing.host_widths))
+    shapes = [routing.twin_shapes(host, batch_size, x.ids_on.asked) for host in hosts]
     flat = empty((sum(numbers_in(shapes)),), gradients[0].dtype, world.device)
-    for host, [out] in enumerate(matrices(flat, shapes)):
-        place_columns(out, gradients[:1], routing.host_gradient_moves[host], share)
-    width = routing.host_widths[world.rank // routing.per_host]
-    send, receive = [0] * world.size, [0] * world.size
-    for peer, [(_, columns)] in zip(peers, shapes, strict=True):
-        send[peer], receive[peer] = own * columns, x.batch_sizes[peer] * width
-    received = world.all_to_all(flat, send, receive, "gradients of whole bags", batch=x.mark).wait()
-    return received.view(sum(x.batch_sizes[peer] for peer in peers), width)
+    for host, (bags, *rows) in enumerate(matrices(flat, shapes)):
+        place_columns(bags, gradients[:1], routing.host_gradient_moves[host], share)
+        for (r, k), out in zip(routing.host_rows[host], rows, strict=True):
+            _put_rows(out, unpooled, x, gradients, routing.by_rank[r][k], share)
+    return take_from_twins(routing, world, x, flat)
+
+
+def _put_rows(
+    out: Tensor, unpooled: Sequence[int], x: Exchanged, gradients: Sequence[Tensor], route: Route, share: float
+) -> None:
+    """Gradients of a route that is not pooled, times `share`."""
+    rows = rows_of_range(unpooled, x, gradients, route)
+    torch.mul(rows[:, slice(*route.shard.columns)], share, out=out)
 
 
 def rows_of_range(unpooled: Sequence[int], x: Exchanged, gradients: Sequence[Tensor], route: Route) -> Tensor:
@@ -68,7 +82,7 @@ def receive_gradients(
     """Of this owner: [B_global, columns] of its direct and of its partial bags, and [ids, D] of each route that is
     not pooled."""
     rank, flat = world.rank, sent.wait()
-    shapes = [routing.answer_shapes(rank, r, x.batch_sizes, n) for r, n in enumerate(x.received)]
+    shapes = [routing.answer_shapes(rank, r, x.batch_sizes, x.ids_on.answered) for r in range(world.size)]
     host_reduced = flat.new_empty(x.num_samples, routing.host_reduced[rank].width)
     if len(shapes[0]) == 2 and not host_reduced.numel():
         return flat.view(x.num_samples, routing.direct[rank].width), host_reduced, []
@@ -80,7 +94,8 @@ def receive_gradients(
             blocks |= zip(peers, parts[neighbour][1].split([x.batch_sizes[peer] for peer in peers]), strict=True)
         torch.cat([blocks[r] for r in range(len(shapes))], out=host_reduced)
     direct, _, *rows = (list(of_ranks) for of_ranks in zip(*parts, strict=True))
-    return torch.cat(direct), host_reduced, [torch.cat(own) for own in rows]
+    ordered = [by_rank(routing, x, rank, k, own) for k, own in enumerate(rows, start=routing.host_reduced[rank].stop)]
+    return torch.cat(direct), host_reduced, ordered
 
 
 def gather_column_stats(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 
 from meseta.ops.columns import Move, join_moves
 from meseta.spec import FeatureSpec, Plan, Shard, TableSpec
 from meseta.spec.shards import SUMMED_IN_HOST
+
+
+Slot = tuple[int, int]
+"""(feature, row range): what ids are sorted by."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,8 @@ class Route:
         return self.shard.ranks[0]
 
     @property
-    def slot(self) -> tuple[int, int]:
-        """(feature, row range): routes to the column shards of one row range carry the same ids."""
+    def slot(self) -> Slot:
+        """Routes to the column shards of one row range carry the same ids."""
         return self.feature, self.range
 
 
@@ -62,6 +66,13 @@ class Routing:
 
         partial bags   0 -> 1, 1 -> 1    2 -> 3, 3 -> 3    in each host, to the rank with the place that 3 has in its
         whole bags     1 -> 3            3 -> 3            row range 0 + row range 1, to the rank that asked
+
+    With exchange 'two_level' all bags and rows go so, and ids there (the transform of arXiv 2403.00877, section 3.1,
+    that keeps what a model computes). Between hosts a rank then meets its twins alone, and an id that several ranks of a
+    host need crosses once. The ids of the same bag:
+
+        across         3 -> 1            3 stays           rows 1 and 6, once for each host that needs them
+        inside         1 -> 0, 1 -> 1    3 -> 2, 3 -> 3    row 1 to the owner of row range 0, row 6 to that of 1
     """
 
     cuts: tuple[tuple[int, ...], ...]
@@ -81,6 +92,8 @@ class Routing:
     """Columns of each feature's table."""
     per_host: int
     """Ranks of a host."""
+    two_level: bool = False
+    """Whether all that crosses hosts goes by way of the rank that has the place of the one that asked."""
 
     @cached_property
     def cut_features(self) -> tuple[int, ...]:
@@ -108,8 +121,46 @@ class Routing:
 
     @cached_property
     def sums_in_hosts(self) -> bool:
-        """Whether any bag is."""
-        return any(side.width for side in self.host_reduced)
+        """Whether bags or rows go to a rank of the owner's host first."""
+        return self.two_level or any(side.width for side in self.host_reduced)
+
+    @cached_property
+    def host_slots(self) -> tuple[tuple[Slot, ...], ...]:
+        """Of each host: what its ranks look up, each (feature, row range) once."""
+        firsts = range(0, len(self.by_rank), self.per_host)
+        return tuple(
+            tuple(sorted({r.slot for rank in self.ranks_of_host(first) for r in self.by_rank[rank]}))
+            for first in firsts
+        )
+
+    @cached_property
+    def host_rows(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Of each host: (rank, number of its route) of those that are not pooled, where rows go by way of twins."""
+        hosts = []
+        for first in range(0, len(self.by_rank), self.per_host):
+            stops = [(rank, self.host_reduced[rank].stop) for rank in self.ranks_of_host(first) if self.two_level]
+            hosts.append(tuple((rank, k) for rank, stop in stops for k in range(stop, len(self.by_rank[rank]))))
+        return tuple(hosts)
+
+    @cached_property
+    def row_slots(self) -> tuple[Slot, ...]:
+        """Slots of features that are not pooled, where each distinct row is asked for once: with two levels."""
+        routes = (r for of_rank in self.by_rank for r in of_rank)
+        features = sorted({r.feature for r in routes if self.two_level and r.feature not in self.out_columns})
+        return tuple((f, n) for f in features for n in range(len(self.cuts[f]) - 1))
+
+    def sent_slots(self, rank: int) -> tuple[tuple[Slot, ...], ...]:
+        """What ids a rank sends to each rank at first: of its routes; with two levels to twins, of their hosts."""
+        if not self.two_level:
+            return tuple(tuple(r.slot for r in routes) for routes in self.by_rank)
+        twins = self.peers_across_hosts(rank)
+        return tuple(self.host_slots[r // self.per_host] if r in twins else () for r in range(len(self.by_rank)))
+
+    def askers(self, owner: int, rank: int) -> Sequence[int]:
+        """The ranks whose rows an owner gives to `rank`."""
+        if not self.two_level:
+            return (rank,)
+        return self.peers_across_hosts(rank) if rank in self.ranks_of_host(owner) else ()
 
     @cached_property
     def host_columns(self) -> tuple[dict[tuple[int, tuple[int, int]], int], ...]:
@@ -154,19 +205,16 @@ class Routing:
         replicated = {r.slot: r for r in self.pooled_replicated}
         moves = []
         for f, to in self.out_columns.items():
-            for host, found in enumerate(self.host_columns):
-                own = ((columns, at) for (feature, columns), at in found.items() if feature == f)
-                moves += [Move(num_ranks + host, at, to + first, stop - first) for (first, stop), at in own]
             for number, ranges in enumerate(self.pieces[f]):
                 if (f, number) in replicated:
-                    moves.append(
-                        Move(num_ranks + num_hosts, replicated[f, number].column, to, self.dims[f], int(number > 0))
-                    )
+                    moves.append(Move(num_ranks + num_hosts, replicated[f, number].column, to, self.dims[f]))
                 for index, r in ranges:
                     if index < self.direct[r.rank].stop:
-                        start, width = r.shard.columns[0], r.shard.num_columns
-                        moves.append(Move(r.rank, r.column, to + start, width, int(number > 0)))
-        return join_moves(moves)
+                        moves.append(Move(r.rank, r.column, to + r.shard.columns[0], r.shard.num_columns))
+            for host, columns in enumerate(self.host_columns):
+                bags = ((piece, at) for (feature, piece), at in columns.items() if feature == f)
+                moves += [Move(num_ranks + host, at, to + first, stop - first) for (first, stop), at in bags]
+        return join_moves(_added_where_written(moves))
 
     @cached_property
     def host_moves(self) -> tuple[tuple[int, ...], ...]:
@@ -215,21 +263,29 @@ class Routing:
         return tuple(owners)
 
     def answer_shapes(
-        self, owner: int, rank: int, batch_sizes: Sequence[int], counts: Sequence[int]
+        self, owner: int, rank: int, batch_sizes: Sequence[int], counts: Mapping[int, Sequence[int]]
     ) -> list[tuple[int, int]]:
-        """What an owner sends to one rank, with counts[k] ids on its route k: the rank's direct bags; to a rank of its
-        host, partial bags for the samples of the rank and its peers across hosts; then the rows of each route that is
-        not pooled. Gradients come back in the same shapes."""
+        """What an owner sends to one rank, with counts[r][k] rows for rank r on its route k: the rank's direct bags; to
+        a rank of its host, partial bags for the samples of the rank and its peers across hosts; then the rows of each
+        route that is not pooled, for each of `askers`. Gradients come back in the same shapes."""
         direct, host_reduced = self.direct[owner], self.host_reduced[owner]
         num_partial = (
             sum(batch_sizes[peer] for peer in self.peers_across_hosts(rank)) if rank in self.ranks_of_host(owner) else 0
         )
-        unpooled = zip(counts[host_reduced.stop :], self.by_rank[owner][host_reduced.stop :], strict=True)
+        askers, unpooled = self.askers(owner, rank), range(host_reduced.stop, len(self.by_rank[owner]))
         return [
             (batch_sizes[rank], direct.width),
             (num_partial, host_reduced.width),
-            *((n, r.shard.num_columns) for n, r in unpooled),
+            *((sum(counts[r][k] for r in askers), self.by_rank[owner][k].shard.num_columns) for k in unpooled),
         ]
+
+    def twin_shapes(
+        self, host: int, batch_size: int, counts: Mapping[int, Sequence[int]]
+    ) -> list[tuple[int, int]]:
+        """What a host sends to a rank that asked for `batch_size` samples and, of its rank r, counts[r][k] rows on
+        route k: whole bags, and the rows of each of `host_rows`. Gradients come back in the same shapes."""
+        rows = ((counts[rank][k], self.by_rank[rank][k].shard.num_columns) for rank, k in self.host_rows[host])
+        return [(batch_size, self.host_widths[host]), *rows]
 
 
 def make_routing(tables: Sequence[TableSpec], features: Sequence[FeatureSpec], plan: Plan) -> Routing:
@@ -248,7 +304,7 @@ def make_routing(tables: Sequence[TableSpec], features: Sequence[FeatureSpec], p
         entry = plan[feature.table]
         starts = sorted({shard.rows[0] for shard in entry.shards})
         cuts.append((*starts, by_name[feature.table].num_embeddings))
-        is_host_reduced = sums and entry.sharding in SUMMED_IN_HOST
+        is_host_reduced = sums and (plan.is_two_level or entry.sharding in SUMMED_IN_HOST)
         for shard in entry.shards:
             route = Route(index, shard, starts.index(shard.rows[0]), 0)
             if entry.is_replica(shard):
@@ -274,6 +330,7 @@ def make_routing(tables: Sequence[TableSpec], features: Sequence[FeatureSpec], p
         out_columns=dict(zip(pooled, accumulate((dims[f] for f in pooled), initial=0), strict=False)),
         dims=dims,
         per_host=plan.per_host,
+        two_level=plan.is_two_level,
     )
 
 
@@ -297,6 +354,20 @@ def _side_by_side(routes: Sequence[Route]) -> list[Route]:
         placed.append(Route(route.feature, route.shard, route.range, column))
         column += route.shard.num_columns
     return placed
+
+
+def _added_where_written(moves: Sequence[Move]) -> list[Move]:
+    """The same moves, cut where what they bring is written in some columns and added to earlier moves in others."""
+    cut: list[Move] = []
+    written: set[int] = set()
+    for move in moves:
+        columns = range(move.to, move.to + move.width)
+        for is_added, run in groupby(columns, written.__contains__):
+            first, *rest = run
+            start = move.start + first - move.to
+            cut.append(Move(move.source, start, first, 1 + len(rest), int(is_added)))
+        written.update(columns)
+    return cut
 
 
 def _added_after_the_first(moves: Sequence[tuple[tuple[int, tuple[int, int], int], Move]]) -> list[Move]:

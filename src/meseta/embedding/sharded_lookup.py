@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor
 from meseta.comm import Pending, World
 from meseta.embedding.accumulate import GradientSegment, local_segment
 from meseta.embedding.exchange import (
+    DistinctRows,
     Exchanged,
     OwnedIds,
+    RouteCounts,
     Slots,
     Started,
     matrices,
@@ -24,7 +27,8 @@ from meseta.embedding.exchange import (
 from meseta.embedding.feature_group import FeatureGroup
 from meseta.embedding.flight import Timer
 from meseta.embedding.gradients import receive_gradients, rows_of_range, send_gradients
-from meseta.embedding.routes import Route, Side, make_routing
+from meseta.embedding.relay import Relay, give_to_twins
+from meseta.embedding.routes import Route, Side, Slot, make_routing
 from meseta.jagged import KeyedJaggedTensor
 from meseta.ops.columns import place_columns
 from meseta.ops.id_policy import CheckedIds
@@ -32,11 +36,32 @@ from meseta.ops.memory import empty
 from meseta.ops.pooled_lookup import LookupGroup, lookup_group
 from meseta.ops.row_lookup import row_lookup
 from meseta.ops.row_update import FeatureGradient, TableRows
+from meseta.ops.unique import unique
 from meseta.spec import MesetaError, Plan, Shard, TableSpec
 from meseta.spec.transfer import BATCH_SIZES, HEADER, REFUSED, CountsHeader, id_bytes, longest_range
 
 ID_TYPES = {4: torch.int32, 8: torch.int64}
 """By bytes of an id on the way: it is a row of its range, so half the bits are enough for most."""
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """What all ranks have told of their ids."""
+
+    known: Sequence[int]
+    """What this rank has to say."""
+    headers: Sequence[CountsHeader]
+    """By rank."""
+    ids_on: RouteCounts
+    rows_on: RouteCounts
+
+
+def _headers(told: Mapping[int, Sequence[int]]) -> list[CountsHeader]:
+    return [CountsHeader(*told[rank][:HEADER]) for rank in range(len(told))]
+
+
+def _chunks(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [numbers[first : first + size] for first in range(0, len(numbers), size)]
 
 
 class ShardedLookup:
@@ -64,19 +89,29 @@ class ShardedLookup:
         self._rows: Mapping[Shard, TableRows] = {}
         # What this rank knows lies in one tensor, and what goes to each owner is one gather of it:
         #
-        #   known   [mark and   | ids of each | feature, sample, id of | ids of each row range of the
-        #            batch size   feature       the first refused id     features that are cut
-        #            0            1 ... F       F + 1 ... F + 3          F + 4 ...]
+        #   known   [mark and   | ids of each | feature, sample, id of | ids of each row range of the | rows of
+        #            batch size   feature       the first refused id     features that are cut          `row_slots`
+        #            0            1 ... F       F + 1 ... F + 3          F + 4 ...                      ...]
         #
-        #   to r    [CountsHeader: start, feature, sample, id | ids of each route of r ...]
+        #   to r    [CountsHeader: start, feature, sample, id | ids of each slot that is sent to r | their rows]
         num_features = len(group.features)
         at = {(f, 0): 1 + f for f in range(num_features)}
         ranges = [(f, n) for f in self.routing.cut_features for n in range(len(self.routing.cuts[f]) - 1)]
         at |= {slot: HEADER + num_features + index for index, slot in enumerate(ranges)}
+        first = HEADER + num_features + len(ranges)
+        self._at, self._rows_at = at, at | {slot: first + i for i, slot in enumerate(self.routing.row_slots)}
         self._range_counts_at = [[at[f, n] for n in range(len(cuts) - 1)] for f, cuts in enumerate(self.routing.cuts)]
         header = (0, *range(1 + num_features, HEADER + num_features))
-        self._sent_counts_at = [n for routes in self.routing.by_rank for n in (*header, *(at[r.slot] for r in routes))]
-        self._gather_counts = torch.tensor(self._sent_counts_at, device=world.device)
+        self._relay = Relay(self.routing, world, self.tables) if self.routing.two_level else None
+        self._sent_slots = self.routing.sent_slots(world.rank)
+        self._met = range(world.size) if self._relay is None else self._relay.twins
+        """The ranks that ids go to first."""
+        counts_at = [
+            [*header, *(at[s] for s in slots), *(self._rows_at[s] for s in slots if s in self.routing.row_slots)]
+            for slots in (self._sent_slots[r] for r in self._met)
+        ]
+        self._num_sent_counts = [len(places) for places in counts_at]
+        self._gather_counts = torch.tensor([n for places in counts_at for n in places], device=world.device)
         self._id_dtype = ID_TYPES[id_bytes(longest_range(tables, plan))]
 
     def lend(self, rows: Mapping[Shard, TableRows]) -> None:
@@ -103,14 +138,24 @@ class ShardedLookup:
         ids = own.kjt
         cut = sort_cut_features(ids, self.routing)
         counts = [mark * BATCH_SIZES + ids.batch_size, *(b - a for a, b in pairwise(ids.key_offsets))]
+        distinct = DistinctRows.of(ids, self.routing)
         parts = [torch.tensor(counts, device=self.world.device), own.first_error]
-        known = torch.cat(parts if cut is None else [*parts, cut.totals])
-        mine = HEADER + len(self.routes)
-        splits = [HEADER + len(routes) for routes in self.routing.by_rank]
+        parts += [] if cut is None else [cut.totals]
+        known = torch.cat(parts if distinct is None else [*parts, distinct.counts])
+        send, receive = [0] * self.world.size, [0] * self.world.size
+        for rank, size in zip(self._met, self._num_sent_counts, strict=True):
+            send[rank], receive[rank] = size, self._num_told
         received = self.world.all_to_all(
-            known[self._gather_counts], splits, [mine] * self.world.size, "counts", tables=self.tables
+            known[self._gather_counts], send, receive, "counts", tables=self.tables, among=self._met
         )
-        return Started(mark=mark, ids=ids, cut=cut, counts=known, received=received, failed=failed)
+        return Started(
+            mark=mark, ids=ids, cut=cut, counts=known, received=received, distinct=distinct, failed=failed
+        )
+
+    @property
+    def _num_told(self) -> int:
+        """Numbers that each rank that this one meets first tells of its counts."""
+        return HEADER + len(self.routes) if self._relay is None else self._relay.told_by_twin
 
     def _refused(self) -> CheckedIds:
         """No samples, and the mark that tells the other ranks."""
@@ -121,18 +166,93 @@ class ShardedLookup:
 
     def exchange(self, x: Started) -> Exchanged:
         """Read the counts, agree on errors, begin the exchange of lengths and ids."""
-        received = x.received.wait()
-        numbers = torch.cat([x.counts, received]).tolist()  # The one host sync.
-        own, numbers = numbers[: x.counts.numel()], numbers[x.counts.numel() :]
-        known = [own[i] for i in self._sent_counts_at]
-        sent, at = [], 0
-        for routes in self.routing.by_rank:
-            sent.append(tuple(known[at + HEADER : at + HEADER + len(routes)]))
-            at += HEADER + len(routes)
-        size = HEADER + len(self.routes)
-        told = [numbers[r * size : (r + 1) * size] for r in range(self.world.size)]
-        headers = [CountsHeader(*own[:HEADER]) for own in told]
-        batch_sizes = tuple(header.batch_size for header in headers)
+        counts = self._read_counts(x)
+        self._check(x, counts.headers)
+        batch_sizes = tuple(header.batch_size for header in counts.headers)
+        batch = batch_sizes[self.world.rank]
+        range_counts = [[counts.known[i] for i in ranges] for ranges in self._range_counts_at]
+        slots = Slots.of(x, self.routing, range_counts, self._id_dtype)
+        sent = [[counts.known[self._at[slot]] for slot in of_rank] for of_rank in self._sent_slots]
+        came = counts.ids_on.answered if self._relay is None else self._passed_slots(self._relay, counts.ids_on)
+        send, receive = [0] * self.world.size, [0] * self.world.size
+        for rank in self._met:
+            send[rank] = batch * len(sent[rank]) + sum(sent[rank])
+            receive[rank] = batch_sizes[rank] * len(came[rank]) + sum(came[rank])
+        payload = self.world.all_to_all(
+            slots.pack_ids(self._sent_slots, self._id_dtype, self.world.device),
+            send,
+            receive,
+            "ids",
+            tables=self.tables,
+            batch=x.mark,
+            among=self._met,
+        )
+        weights = None
+        if self.group.is_weighted:
+            packed = slots.pack_weights(self._sent_slots, self.dtype, self.world.device)
+            sizes = [sum(n) for n in sent], [sum(came.get(r, ())) for r in range(self.world.size)]
+            weights = self.world.all_to_all(
+                packed, *sizes, "weights", tables=self.tables, batch=x.mark, among=self._met
+            )
+        return Exchanged(
+            mark=x.mark,
+            ids=x.ids,
+            replicated=slots.replicated_ids(self.routing, x.ids),
+            order=order_of_unpooled(x, self.routing),
+            distinct=x.distinct,
+            batch_sizes=batch_sizes,
+            ids_on=counts.ids_on,
+            rows_on=counts.rows_on,
+            range_counts=range_counts,
+            payload=payload,
+            weights=weights,
+        )
+
+    def _passed_slots(self, relay: Relay, ids_on: RouteCounts) -> dict[int, Sequence[int]]:
+        """Of each twin: ids of each slot that this host looks up."""
+        return {twin: relay.slot_counts(by_owner) for twin, by_owner in ids_on.passed.items()}
+
+    def _read_counts(self, x: Started) -> _Counts:
+        """Wait for what all ranks tell of their ids; the one host sync of a step."""
+        received, relay, rank = x.received.wait(), self._relay, self.world.rank
+        parts = [x.counts, received]
+        if relay is not None:
+            parts.append(relay.hand_on_counts(received).wait())
+        numbers = torch.cat(parts).tolist()  # The one host sync.
+        known, first = numbers[: x.counts.numel()], numbers[x.counts.numel() : x.counts.numel() + received.numel()]
+        asked = self._by_route(lambda slot: known[self._at[slot]])
+        rows_asked = self._by_route(lambda slot: known[self._rows_at[slot]])
+        if relay is None:
+            told = dict(enumerate(_chunks(first, self._num_told)))
+            answered = {r: tuple(of_rank[HEADER:]) for r, of_rank in told.items()}
+            counts = RouteCounts(asked, answered, {rank: asked})
+            return _Counts(known, _headers(told), counts, counts)
+        last = numbers[x.counts.numel() + received.numel() :]
+        told = dict(zip(relay.arrival, _chunks(last, relay.numbers_of(rank)), strict=True))
+        ids, rows = dict[int, dict[int, tuple[int, ...]]](), dict[int, dict[int, tuple[int, ...]]]()
+        for twin, of_twin in zip(relay.twins, _chunks(first, relay.told_by_twin), strict=True):
+            ids_of = dict(zip(relay.slots, of_twin[HEADER:], strict=False))
+            rows_of = ids_of | dict(
+                zip(relay.row_slots(relay.slots), of_twin[HEADER + len(relay.slots) :], strict=True)
+            )
+            ids[twin] = {r: own for r, own in self._by_route(ids_of.__getitem__, relay.mates).items()}
+            rows[twin] = {r: own for r, own in self._by_route(rows_of.__getitem__, relay.mates).items()}
+        stop, pooled = HEADER + len(self.routes), self.routing.host_reduced[rank].stop
+        answered = {r: tuple(of_rank[HEADER:stop]) for r, of_rank in told.items()}
+        rows_answered = {r: (*answered[r][:pooled], *of_rank[stop:]) for r, of_rank in told.items()}
+        return _Counts(
+            known, _headers(told), RouteCounts(asked, answered, ids), RouteCounts(rows_asked, rows_answered, rows)
+        )
+
+    def _by_route(
+        self, count: Callable[[Slot], int], owners: Sequence[int] | None = None
+    ) -> dict[int, tuple[int, ...]]:
+        """By owner: the count of each of its routes."""
+        ranks = range(self.world.size) if owners is None else owners
+        return {owner: tuple(count(route.slot) for route in self.routing.by_rank[owner]) for owner in ranks}
+
+    def _check(self, x: Started, headers: Sequence[CountsHeader]) -> None:
+        """Raise MesetaError, on all ranks alike, where a rank is at another batch, or its ids are refused."""
         astray = [rank for rank, header in enumerate(headers) if header.mark != headers[0].mark]
         if astray:
             raise MesetaError(
@@ -143,40 +263,17 @@ class ShardedLookup:
             self.world.raise_together(x.failed)
         for rank, header in enumerate(headers):
             if header.feature >= 0:
-                raise self.group.refuse(header.feature, sum(batch_sizes[:rank]) + header.sample, header.id)
-        counts = tuple(tuple(own[HEADER:]) for own in told)
-        batch = batch_sizes[self.world.rank]
-        range_counts = [[own[i] for i in ranges] for ranges in self._range_counts_at]
-        slots = Slots.of(x, self.routing, range_counts, self._id_dtype)
-        payload = self.world.all_to_all(
-            slots.pack_ids(self.routing, self._id_dtype, self.world.device),
-            [batch * len(routes) + sum(n) for routes, n in zip(self.routing.by_rank, sent, strict=True)],
-            [b * len(self.routes) + sum(n) for b, n in zip(batch_sizes, counts, strict=True)],
-            "ids",
-            tables=self.tables,
-            batch=x.mark,
-        )
-        weights = None
-        if self.group.is_weighted:
-            packed = slots.pack_weights(self.routing, self.dtype, self.world.device)
-            sizes = [sum(n) for n in sent], [sum(n) for n in counts]
-            weights = self.world.all_to_all(packed, *sizes, "weights", tables=self.tables, batch=x.mark)
-        return Exchanged(
-            mark=x.mark,
-            ids=x.ids,
-            replicated=slots.replicated_ids(self.routing, x.ids),
-            order=order_of_unpooled(x, self.routing),
-            batch_sizes=batch_sizes,
-            sent=tuple(sent),
-            received=counts,
-            range_counts=range_counts,
-            payload=payload,
-            weights=weights,
-        )
+                before = sum(of_rank.batch_size for of_rank in headers[:rank])
+                raise self.group.refuse(header.feature, before + header.sample, header.id)
 
     def unpack(self, x: Exchanged) -> OwnedIds:
         """Wait for the ids that this rank looks up."""
-        return unpack(x, len(self.routes))
+        if self._relay is None:
+            weights = None if x.weights is None else x.weights.wait()
+            return unpack(x, len(self.routes), range(self.world.size), x.payload.wait(), weights)
+        payload = self._relay.hand_on_ids(x)
+        weights = None if x.weights is None else self._relay.hand_on_ids(x, weights=True).wait()
+        return unpack(x, len(self.routes), self._relay.arrival, payload.wait(), weights)
 
     def look_up(self, x: Exchanged, owned: OwnedIds, stage_timer: Timer) -> list[Tensor]:
         """[pooled [B_local, sum of D], rows of each unpooled feature ...] for the local slice."""
@@ -184,33 +281,68 @@ class ShardedLookup:
         local_bags = self._look_up_replicated(x.replicated)  # while the answers travel
         with stage_timer("output_dist"):
             answers = matrices(pending.wait(), self._answer_shapes(x))
-            whole = self._add_in_host(x, answers) if self.routing.sums_in_hosts else self._nothing_of_hosts(x)
+            whole, rows = self._nothing_of_hosts(x), dict[tuple[int, int], Tensor]()
+            if self.routing.sums_in_hosts:
+                whole, rows = give_to_twins(self.routing, self.world, x, answers, self.tables)
             pooled = empty((x.batch_sizes[self.world.rank], self.routing.out_width), self.dtype, self.world.device)
             sources = [*(own[0] for own in answers), *whole, *([] if local_bags is None else [local_bags])]
             place_columns(pooled, sources, self.routing.answer_moves)
             self.group.divide_means(pooled, x.ids.lengths.view(len(self.group.features), -1))
-            return [pooled, *(self._assemble_rows(x, f, answers) for f in self.group.unpooled)]
+            rows = rows if self._relay is not None else self._rows_of(answers)
+            return [pooled, *(self._assemble_rows(x, f, rows) for f in self.group.unpooled)]
+
+    def _rows_of(self, answers: Sequence[Sequence[Tensor]]) -> dict[tuple[int, int], Tensor]:
+        """By owner and route: rows of those that are not pooled, as owners have answered."""
+        stops = [side.stop for side in self.routing.host_reduced]
+        return {(r, stops[r] + i): rows for r, (_, _, *of_rank) in enumerate(answers) for i, rows in enumerate(of_rank)}
 
     def _answer(self, x: Exchanged, owned: OwnedIds) -> Pending:
         """Look up what this rank owns, and begin to send each rank the answers for its samples."""
-        rank = self.world.rank
-        direct, host_reduced = self.routing.direct[rank], self.routing.host_reduced[rank]
+        rank, routing = self.world.rank, self.routing
+        direct, host_reduced = routing.direct[rank], routing.host_reduced[rank]
         bags = self._look_up_bags(x, owned, direct)
-        shapes = [self.routing.answer_shapes(rank, r, x.batch_sizes, n) for r, n in enumerate(x.received)]
+        shapes = [routing.answer_shapes(rank, r, x.batch_sizes, x.rows_on.answered) for r in range(self.world.size)]
         send = bags.view(-1)
         if len(self.routes) > direct.stop:
             partial = dict(enumerate(self._look_up_bags(x, owned, host_reduced).split(x.batch_sizes)))
-            tables = [self._rows[r.shard].weight for r in self.routes[host_reduced.stop :]]
-            single, sizes = owned.bags.ids[sum(owned.sizes[: host_reduced.stop]) :], owned.sizes[host_reduced.stop :]
-            rows = row_lookup(tables, single, list(accumulate(sizes, initial=0))) if tables else []
-            rows_by_rank = [own.split([n[host_reduced.stop + k] for n in x.received]) for k, own in enumerate(rows)]
+            rows = self._look_up_rows(x, owned)
             parts = []
             for r, own in enumerate(bags.split(x.batch_sizes)):
-                peers = self.routing.peers_across_hosts(r) if r in self.routing.ranks_of_host(rank) else ()
-                parts += [own, *(partial[peer] for peer in peers), *(of_route[r] for of_route in rows_by_rank)]
+                peers = routing.peers_across_hosts(r) if r in routing.ranks_of_host(rank) else ()
+                parts += [own, *(partial[peer] for peer in peers)]
+                parts += [of_route[asker] for of_route in rows for asker in routing.askers(rank, r)]
             send = torch.cat([part.reshape(-1) for part in parts])
+        among = None if self._relay is None else self._relay.mates
         expected = numbers_in(self._answer_shapes(x))
-        return self.world.all_to_all(send, numbers_in(shapes), expected, "answers", tables=self.tables, batch=x.mark)
+        return self.world.all_to_all(
+            send, numbers_in(shapes), expected, "answers", tables=self.tables, batch=x.mark, among=among
+        )
+
+    def _look_up_rows(self, x: Exchanged, owned: OwnedIds) -> list[tuple[Tensor, ...]]:
+        """Of each route that is not pooled: the rows for each rank, [rows, columns]."""
+        first = self.routing.host_reduced[self.world.rank].stop
+        if first == len(self.routes):
+            return []
+        tables = [self._rows[route.shard].weight for route in self.routes[first:]]
+        counts = [[x.rows_on.answered[r][k] for r in range(self.world.size)] for k in range(first, len(self.routes))]
+        ids = owned.bags.ids[sum(owned.sizes[:first]) :]
+        if x.distinct is not None:
+            sizes = [x.ids_on.answered[r][k] for k in range(first, len(self.routes)) for r in range(self.world.size)]
+            distinct = unique(ids, list(accumulate(sizes, initial=0)))
+            self._check_distinct(distinct.bounds.diff().tolist(), counts)
+            ids = distinct.rows
+        bounds = list(accumulate((sum(of_route) for of_route in counts), initial=0))
+        return [rows.split(sizes) for rows, sizes in zip(row_lookup(tables, ids, bounds), counts, strict=True)]
+
+    def _check_distinct(self, counted: Sequence[int], told: Sequence[Sequence[int]]) -> None:
+        """Raise MesetaError where a rank has told another number of rows than its ids have."""
+        for place, (number, expected) in enumerate(zip(counted, (n for own in told for n in own), strict=True)):
+            if number != expected:
+                rank = place % self.world.size
+                raise MesetaError(
+                    f"rank {rank} asks rank {self.world.rank} for {expected} rows of tables {', '.join(self.tables)}, "
+                    f"but its ids name {number}; every rank must run the same version and plan"
+                )
 
     def _look_up_bags(self, x: Exchanged, owned: OwnedIds, side: Side) -> Tensor:
         """[B_global, columns] of the routes of one matrix."""
@@ -236,42 +368,40 @@ class ShardedLookup:
 
     def _answer_shapes(self, x: Exchanged) -> list[list[tuple[int, int]]]:
         """Of what each owner answers to this rank."""
-        return [self.routing.answer_shapes(r, self.world.rank, x.batch_sizes, n) for r, n in enumerate(x.sent)]
+        rank, ranks = self.world.rank, range(self.world.size)
+        mates = ranks if self._relay is None else self._relay.mates
+        through = {r: x.rows_on.through(r) if r in mates else {} for r in ranks}
+        return [self.routing.answer_shapes(r, rank, x.batch_sizes, through[r]) for r in ranks]
 
-    def _add_in_host(self, x: Exchanged, answers: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-        """Add up the partial bags of this host for the samples of this rank and its peers across hosts, give the peers
-        across hosts theirs, and return [B_local, columns] of every host's whole bags."""
-        rank, routing = self.world.rank, self.routing
-        peers, own = routing.peers_across_hosts(rank), x.batch_sizes[rank]
-        host = rank // routing.per_host
-        whole = empty((sum(x.batch_sizes[t] for t in peers), routing.host_widths[host]), self.dtype, self.world.device)
-        place_columns(
-            whole, [answers[neighbour][1] for neighbour in routing.ranks_of_host(rank)], routing.host_moves[host]
-        )
-        send, receive = [0] * self.world.size, [0] * self.world.size
-        for peer, width in zip(peers, routing.host_widths, strict=True):
-            send[peer], receive[peer] = x.batch_sizes[peer] * routing.host_widths[host], own * width
-        received = self.world.all_to_all(
-            whole.view(-1), send, receive, "whole bags", tables=self.tables, batch=x.mark
-        ).wait()
-        return [matrix for [matrix] in matrices(received, [[(own, width)] for width in routing.host_widths])]
-
-    def _nothing_of_hosts(self, x: Exchanged) -> Sequence[Tensor]:
+    def _nothing_of_hosts(self, x: Exchanged) -> list[Tensor]:
         nothing = torch.empty(x.batch_sizes[self.world.rank], 0, dtype=self.dtype, device=self.world.device)
         return [nothing] * len(self.routing.host_widths)
 
-    def _assemble_rows(self, x: Exchanged, feature: int, answers: Sequence[Sequence[Tensor]]) -> Tensor:
+    def _assemble_rows(self, x: Exchanged, feature: int, rows: Mapping[tuple[int, int], Tensor]) -> Tensor:
         """[nnz_f, D]: rows back in the order of the batch."""
-        ranges = []
-        for pieces in self.routing.pieces[feature]:
+        ranges, is_distinct = [], x.distinct is not None and feature in x.distinct.rows
+        for number, pieces in enumerate(self.routing.pieces[feature]):
             if not pieces:
-                assert x.replicated is not None
-                ranges.append(self._replicated_rows(x.replicated, feature))
+                ranges.append(self._rows_at_home(x, feature, number, is_distinct))
                 continue
-            columns = [answers[r.rank][2 + index - self.routing.host_reduced[r.rank].stop] for index, r in pieces]
+            columns = [rows[r.rank, index] for index, r in pieces]
             ranges.append(torch.cat(columns, dim=1) if len(columns) > 1 else columns[0])
         grouped, order = torch.cat(ranges), x.order.get(feature)
+        if x.distinct is not None and is_distinct:
+            return grouped[x.distinct.inverse[feature]]
         return grouped if order is None else torch.empty_like(grouped).index_copy_(0, order, grouped)
+
+    def _rows_at_home(self, x: Exchanged, feature: int, number: int, is_distinct: bool) -> Tensor:
+        """Rows of a range that every rank holds: of each id, or of each distinct row."""
+        assert x.replicated is not None
+        if x.distinct is None or not is_distinct:
+            return self._replicated_rows(x.replicated, feature)
+        [shard] = (r.shard for r in self.routing.replicated if r.slot == (feature, number))
+        first, stop = self.routing.cuts[feature][number : number + 2]
+        asked = x.distinct.rows[feature]
+        bounds = torch.searchsorted(asked, asked.new_tensor([first, stop])).tolist()
+        ids = asked[bounds[0] : bounds[1]] - first
+        return row_lookup([self._rows[shard].weight], ids, [0, ids.numel()])[0]
 
     def send(self, x: Exchanged, gradients: Sequence[Tensor], share: float) -> Pending:
         """Begin to send gradients of what a lookup returned, times `share`, to the owners of the rows."""
@@ -281,7 +411,8 @@ class ShardedLookup:
         """What came to the rows of this rank."""
         direct, host_reduced, rows = receive_gradients(self.routing, self.world, x, sent)
         unpooled = tuple(range(self.routing.host_reduced[self.world.rank].stop, len(self.routes)))
-        return GradientSegment(owned, x.batch_sizes, x.received, (direct, host_reduced, *rows), unpooled)
+        counts = tuple(x.ids_on.answered[r] for r in range(self.world.size))
+        return GradientSegment(owned, x.batch_sizes, counts, (direct, host_reduced, *rows), unpooled)
 
     def places(self, by_shard: Mapping[Shard, int], position: int, matrix: int) -> dict[int, list[FeatureGradient]]:
         """By index in the collection: where the gradients of a feature's routes come in a `received` segment, of the

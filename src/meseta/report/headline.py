@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meseta.report.record import RunRecord
-from meseta.spec.splits import EVALUATED
+from meseta.telemetry.splits import EVALUATED
 from meseta.telemetry.lines import EvalLine
 from meseta.telemetry.shown import drawable
 

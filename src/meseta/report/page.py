@@ -19,7 +19,7 @@ from meseta.report.predicted import predicted_section
 from meseta.report.record import RUN_FILES, RunRecord, flatten, read_run
 from meseta.report.stages import stages_section
 from meseta.spec import MesetaError
-from meseta.spec.splits import TEST, VALID
+from meseta.telemetry.splits import TEST, VALID
 from meseta.telemetry.shown import count, drawable, duration, fixed, short
 
 

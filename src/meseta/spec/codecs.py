@@ -20,6 +20,11 @@ from typing import Literal
 from meseta.spec.shards import COLUMN_BLOCK
 
 CodecName = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
+Exchange = Literal["flat", "two_level"]
+"""Which way ids, rows and their gradients take between hosts: straight to each rank; or inside a host to the rank with
+the place of the one that asked, and across between ranks of one place alone, see `meseta.embedding.routes`."""
+DensePath = Literal["twins", "chain"]
+"""How sums over hosts go where they go by host: between all ranks of one place, or along a chain of hosts."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from meseta.errors import MesetaError, check_choice, nearest
 from meseta.machine.files import json_text, write_whole
+from meseta.spec.codecs import DensePath, Exchange
 from meseta.spec.documents import load_document
 from meseta.spec.shards import COLUMN_BLOCK, IN_ONE_HOST, Shard, ShardingType, TablePlan
 from meseta.spec.tables import TableSpec
@@ -114,6 +115,8 @@ def _check_replica(where: str, shard: Shard, table: TableSpec, num_ranks: int) -
 
 
 FORMAT = "meseta.plan/1"
+PATH_KEYS = ("devices_per_host", "exchange", "dense_exchange")
+"""What a plan says beside its tables, where it says it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +129,10 @@ class Plan:
     """One entry per table."""
     devices_per_host: int | None = None
     """Ranks of one host: rank r sits in host r // devices_per_host. None: all are in one."""
+    exchange: Exchange | None = None
+    """Which way ids, rows and their gradients take between hosts; None: 'flat', where nobody chooses."""
+    dense_exchange: DensePath | None = None
+    """Which way sums over ranks take between hosts, beside exchange 'two_level' or a codec; None: 'twins'."""
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
@@ -144,6 +151,15 @@ class Plan:
                         f"outside 0..{self.num_ranks - 1}"
                     )
                 check_choice(f"plan: table {entry.table!r}", "tier", shard.tier, get_args(Tier))
+        for key, known in (("exchange", Exchange), ("dense_exchange", DensePath)):
+            if getattr(self, key) is not None:
+                check_choice("plan", key, getattr(self, key), get_args(known))
+
+    @property
+    def is_two_level(self) -> bool:
+        """Whether rows leave a host by way of one rank of it for each place: where it says so, and hosts have several
+        ranks and are several."""
+        return self.exchange == "two_level" and 1 < self.per_host < self.num_ranks
 
     @property
     def per_host(self) -> int:
@@ -183,7 +199,7 @@ class Plan:
         return {
             "format": FORMAT,
             "num_ranks": self.num_ranks,
-            **({} if self.devices_per_host is None else {"devices_per_host": self.devices_per_host}),
+            **{key: getattr(self, key) for key in PATH_KEYS if getattr(self, key) is not None},
             "tables": {
                 entry.table: {
                     "sharding": str(entry.sharding),

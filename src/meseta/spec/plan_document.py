@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from meseta.errors import MesetaError, check_keys, is_whole, nearest
-from meseta.spec.plan import FORMAT, Plan
+from meseta.spec.plan import FORMAT, PATH_KEYS, Plan
 from meseta.spec.shards import IN_ONE_HOST, Shard, ShardingType, TablePlan, cut
 from meseta.spec.tables import VALUE_BYTES, TableSpec
 from meseta.spec.tiers import HBM
 
 PLAN_NAME = "plan.json"
 """Of the file in a folder of a run."""
-_PLAN_KEYS = ("format", "num_ranks", "devices_per_host", "tables")
+_PLAN_KEYS = ("format", "num_ranks", *PATH_KEYS, "tables")
 _TABLE_KEYS = ("sharding", "ranks", "hot_rows", "shards", "cost")
 _SHARD_KEYS = ("rows", "columns", "ranks", "tier")
 
@@ -54,7 +54,8 @@ def read_plan(document: Mapping[Any, Any], tables: Sequence[TableSpec], num_rank
                 f"plan: table {table.name!r} must have a scheme such as 'row_wise', or a mapping, got {entry!r}"
             )
         placed.append(_read_table(table, entry, per_host or num_ranks, held_bytes))
-    plan = Plan(num_ranks=num_ranks, tables=tuple(placed), devices_per_host=per_host)
+    paths = {key: document.get(key) for key in PATH_KEYS}
+    plan = Plan(num_ranks=num_ranks, tables=tuple(placed), **paths)
     plan.check(tables)
     return plan
 

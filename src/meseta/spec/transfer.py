@@ -20,7 +20,16 @@ bytes for each thing of one kind that a batch has. A step under a plan is
                  norms                          all      step
 
 of which those of tables take place only where a table needs them (arXiv 2104.05158, section 4.2: input all-to-all,
-pooled all-to-all, and their mirrors; section 4.2.1 for the sums inside a host).
+pooled all-to-all, and their mirrors; section 4.2.1 for the sums inside a host). With exchange 'two_level' ids come in two
+steps, all bags and rows go as those that a host sums, and a row that is not pooled comes once for each rank that asks:
+
+    input_dist   counts, counts inside          twins, mates   pair of twins or mates, route of a host, route
+                 ids, ids inside                twins, mates   bag and id: once for each host, and for each owner
+                 weights, weights inside        twins, mates   id, likewise
+    output_dist  answers                        mates          number of a bag, number of a distinct row
+                 whole bags                     twins          number of a bag of a host, number of a distinct row
+    backward     gradients of whole bags        twins          number of a bag of a host, number of a row
+                 gradients                      mates          number of a bag, number of a row
 """
 
 from __future__ import annotations
@@ -30,6 +39,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from meseta.spec.codecs import Exchange
 from meseta.spec.plan import Plan
 from meseta.spec.shards import SUMMED_IN_HOST
 from meseta.spec.stages import Component
@@ -42,13 +52,15 @@ the same place in the others; the owners of one row's columns. Of what every ran
 copy of what each has, on all; inside each host, such a copy, and a sum of which each rank gets its part; a sum over the
 ranks that have the same place in all hosts."""
 Each = Literal[
-    "pair", "route", "bag", "id", "weight", "bag number", "partial bag number", "whole bag number", "row number",
+    "pair", "twin pair", "route", "host route", "row route", "host row route", "bag", "host bag", "id", "host id", "weight",
+    "host weight", "bag number", "partial bag number", "whole bag number", "row number", "distinct row number",
     "row statistic", "replica number", "replica row", "step",
 ]  # fmt: skip
-"""What a part counts. A route is a feature that reads a piece of a table: one for each rank that asks. A bag number is
-one column of one bag; partial ones are summed inside a host, to whole ones; a row number is one column of a row that is
-not pooled. A row statistic is a sum over a touched row's part of 16 columns, for each other owner of columns of the
-row."""
+"""What a part counts. A route is a feature that reads a piece of a table: one for each rank that asks; a row route is one
+that is not pooled. A bag number is one column of one bag; partial ones are summed inside a host, to whole ones; a row
+number is one column of a row that is not pooled, a distinct one is counted once for each rank that asks. What is a
+host's is counted once for all pieces of a host that hold columns of the same rows. A row statistic is a sum over a
+touched row's part of 16 columns, for each other owner of columns of the row."""
 
 COUNT_BYTES = 8
 """Of a count, and of a number that ranks agree on."""
@@ -154,8 +166,11 @@ GRADIENTS_OF = {
     "batch norm": "gradients of batch norm",
 }
 """Names of the ways back."""
-OF_TABLES = ("counts", "ids", "weights", "answers", "whole bags", "gradients", "gradients of whole bags", "replicas",
-             "row statistics")  # fmt: skip
+INSIDE = " inside"
+"""Ends the name of what a host hands on among its ranks."""
+HANDED_ON = tuple(name + INSIDE for name in ("counts", "ids", "weights"))
+OF_TABLES = ("counts", "ids", "weights", *HANDED_ON, "answers", "whole bags", "gradients", "gradients of whole bags",
+             "replicas", "row statistics")  # fmt: skip
 """Names of the transfers of tables."""
 OF_STEPS = frozenset((*OF_TABLES, "batch norm", "gradients of batch norm", "agree", "batch sizes", "dense", "norms",
                       "parameters", "gradients of parameters", "gradients of hosts"))  # fmt: skip
@@ -182,7 +197,9 @@ def number_bytes(tables: Sequence[TableSpec]) -> int:
     return 8 if any(table.dtype == "float64" for table in tables) else 4
 
 
-def step_transfers(workload: Workload, plan: Plan | None, num_ranks: int, per_host: int) -> tuple[Transfer, ...]:
+def step_transfers(
+    workload: Workload, plan: Plan | None, num_ranks: int, per_host: int, exchange: Exchange | None = None
+) -> tuple[Transfer, ...]:
     """All transfers of one training step on `num_ranks` ranks, in the order in which they begin; none on one rank.
 
     Args:
@@ -190,9 +207,11 @@ def step_transfers(workload: Workload, plan: Plan | None, num_ranks: int, per_ho
         plan: where tables lie; None: anywhere, so that the list has all that some plan needs.
         num_ranks: all ranks.
         per_host: ranks of a host.
+        exchange: which way they take between hosts; None: as the plan says.
     """
     if num_ranks == 1:
         return ()
+    exchange = exchange or (None if plan is None else plan.exchange)
     step = _Step(
         workload.tables,
         workload.features,
@@ -201,6 +220,7 @@ def step_transfers(workload: Workload, plan: Plan | None, num_ranks: int, per_ho
         per_host,
         workload.dense.parameter_bytes,
         workload.dense_exchange,
+        exchange == "two_level" and 1 < per_host < num_ranks,
     )
     parts = step.num_parts
     times = parts + (parts > 1)
@@ -227,33 +247,62 @@ class _Step:
     per_host: int
     parameter_bytes: int
     dense: DenseExchange
+    two_level: bool
 
     def forward(self) -> list[Transfer]:
         """Ids to the owners of their rows, and what is looked up back."""
         times, id_width = self.num_parts * self.num_batches, id_bytes(longest_range(self.tables, self.plan))
-        counts = (
-            Part("pair", times * HEADER * COUNT_BYTES, "owners"),
-            Part("route", self.num_parts * COUNT_BYTES, "owners"),
-        )
-        ids = (Part("bag", id_width, "owners"), Part("id", id_width, "owners"))
-        found = [Transfer("counts", "input_dist", counts, times), Transfer("ids", "input_dist", ids, times)]
+        header, count = times * HEADER * COUNT_BYTES, self.num_parts * COUNT_BYTES
         weighted = len({feature.batch for feature in self.features if feature.weighted})
-        if weighted:
-            weights = (Part("weight", number_bytes(self.tables), "owners"),)
-            found.append(Transfer("weights", "input_dist", weights, self.num_parts * weighted))
-        return [*found, *self.answers()]
+        weight = number_bytes(self.tables)
+        if not self.two_level:
+            counts = (Part("pair", header, "owners"), Part("route", count, "owners"))
+            ids = (Part("bag", id_width, "owners"), Part("id", id_width, "owners"))
+            found = [Transfer("counts", "input_dist", counts, times), Transfer("ids", "input_dist", ids, times)]
+            if weighted:
+                weights = (Part("weight", weight, "owners"),)
+                found.append(Transfer("weights", "input_dist", weights, self.num_parts * weighted))
+            return [*found, *self.answers()]
+        routes = ("host route", "host row route"), ("route", "row route")
+        parts = {
+            "counts": [
+                (Part("twin pair", header, "hosts"), *(Part(each, count, "hosts") for each in routes[0])),
+                (Part("pair", header, "host"), *(Part(each, count, "host") for each in routes[1])),
+            ],
+            "ids": [
+                (Part("host bag", id_width, "hosts"), Part("host id", id_width, "hosts")),
+                (Part("bag", id_width, "host"), Part("id", id_width, "host")),
+            ],
+            "weights": [(Part("host weight", weight, "hosts"),), (Part("weight", weight, "host"),)],
+        }
+        number = {"counts": times, "ids": times, "weights": self.num_parts * weighted}
+        first = {name: Transfer(name, "input_dist", levels[0], number[name]) for name, levels in parts.items()}
+        second = {
+            name: Transfer(name + INSIDE, "input_dist", levels[1], number[name]) for name, levels in parts.items()
+        }
+        ids_and_weights = ["ids", *(["weights"] if weighted else [])]
+        return [
+            first["counts"],
+            second["counts"],
+            *(first[name] for name in ids_and_weights),
+            *(second[name] for name in ids_and_weights),
+            *self.answers(),
+        ]
 
-    def answers(self) -> list[Transfer]:
-        """Bags and rows to the ranks that asked."""
+    def answers(self, row: Each | None = None) -> list[Transfer]:
+        """Bags and rows to the ranks that asked; with two levels `row` is what rows are counted by."""
         times, number = self.num_parts * self.num_batches, number_bytes(self.tables)
         parts: tuple[Part, ...] = (Part("bag number", number, "owners"), Part("row number", number, "owners"))
-        if not self.sums_in_hosts:
+        if not self.sums_in_hosts and not self.two_level:
             return [Transfer("answers", "output_dist", parts, times, to_owners=False)]
+        whole = [Part("whole bag number", number, "hosts")]
+        if self.two_level:
+            row = row or "distinct row number"
+            parts, whole = (Part(row, number, "host"),), [*whole, Part(row, number, "hosts")]
         parts = (*parts, Part("partial bag number", number, "host"))
-        whole = (Part("whole bag number", number, "hosts"),)
         return [
             Transfer("answers", "output_dist", parts, times, to_owners=False),
-            Transfer("whole bags", "output_dist", whole, times, to_owners=False),
+            Transfer("whole bags", "output_dist", tuple(whole), times, to_owners=False),
         ]
 
     def backward(self) -> list[Transfer]:
@@ -261,7 +310,7 @@ class _Step:
         number = number_bytes(self.tables)
         found = [
             replace(own, name=GRADIENTS_OF[own.name], stage="backward", to_owners=True)
-            for own in reversed(self.answers())
+            for own in reversed(self.answers("row number"))
         ]
         if self.has_replicas:
             parts = (Part("replica number", number, "sum"), Part("replica row", number, "sum"))

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from meseta.machine.files import parse_json, read_bounded
-from meseta.spec.splits import EVALUATED, TEST, VALID
+from meseta.telemetry.splits import EVALUATED, TEST, VALID
 from meseta.telemetry.lines import Count, Entry, EvalLine
 from meseta.telemetry.transfers import TransferMeans
 

@@ -19,7 +19,7 @@ from meseta.data.read.new_batches import NewBatches
 from meseta.data.read.reader import Reader, ReaderOptions
 from meseta.data.read.selection import calibration_shift
 from meseta.spec import MesetaError
-from meseta.spec.splits import choosing_split
+from meseta.telemetry.splits import choosing_split
 from meseta.train.run_dir import RunDir
 from meseta.train.session import session
 from meseta.train.setup.build import make_sharded_model

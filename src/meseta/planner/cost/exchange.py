@@ -66,16 +66,22 @@ class Cut(Protocol):
     def column_parts(self) -> Indices:
         """Ranges of columns."""
 
+    @property
+    def host_columns(self) -> Indices | Floats:
+        """Pieces of the host that hold columns of the same rows."""
+
 
 def counts_of(each: Each, load: Loads, cut: Cut, num_ranks: int) -> Floats:
     """How many of something each piece has [n], over all ranks that ask for its rows; of replicas, on each rank."""
     if each in _OF_PIECES:
         found: Floats = getattr(load, _OF_PIECES[each])
         return found
-    if each == "route":
-        return num_ranks * load.shards
-    if each == "row number":
-        return (load.rows_out - load.bags) * load.columns
+    if each in _OF_HOSTS:
+        return counts_of(_OF_HOSTS[each], load, cut, num_ranks) / np.maximum(cut.host_columns, 1)
+    if each in ("route", "row route"):
+        return num_ranks * (load.shards if each == "route" else load.row_shards)
+    if each in ("row number", "distinct row number"):
+        return (load.rows_asked if each == "distinct row number" else load.rows_out - load.bags) * load.columns
     if each in ("replica number", "replica row"):
         return np.where(load.is_frozen, 0.0, load.num_rows * (load.columns if each == "replica number" else 1.0))
     if each == "row statistic":
@@ -89,6 +95,19 @@ def counts_of(each: Each, load: Loads, cut: Cut, num_ranks: int) -> Floats:
 
 
 _OF_PIECES: dict[Each, str] = {"bag": "lengths", "id": "ids", "weight": "weights"}
+_OF_HOSTS: dict[Each, Each] = {
+    "host bag": "bag", "host id": "id", "host weight": "weight", "host route": "route", "host row route": "row route",
+}  # fmt: skip
+"""What all pieces of a host that hold columns of the same rows have once."""
+
+
+def pair_bytes(part: Part, num_ranks: int, per_host: int) -> float:
+    """Bytes of a part that travels between ranks whatever their pieces are, to one rank from all."""
+    return part.num_bytes * (num_ranks // per_host if part.each == "twin pair" else num_ranks)
+
+
+PAIRS: tuple[Each, ...] = ("pair", "twin pair")
+"""Of parts that travel whatever pieces there are."""
 
 
 def piece_bytes(transfers: Iterable[Transfer], names: Sequence[str], load: Loads, cut: Cut, num_ranks: int) -> Floats:
@@ -115,8 +134,8 @@ def _collective(transfer: Transfer, placement: Placement, sharded: Loads, replic
     for part in transfer.parts:
         if part.each == "step":
             amounts = np.full(ranks, float(part.num_bytes))
-        elif part.each == "pair":
-            amounts = np.full(ranks, float(ranks * part.num_bytes))
+        elif part.each in PAIRS:
+            amounts = np.full(ranks, pair_bytes(part, ranks, placement.per_host))
         elif part.way == "sum":
             amounts = np.full(ranks, bytes_of(part, replicated, _Whole(), ranks).sum())
         else:
@@ -140,7 +159,7 @@ def _collective(transfer: Transfer, placement: Placement, sharded: Loads, replic
 class _Whole:
     """Replicas are not cut."""
 
-    host_parts = column_parts = np.zeros(1, np.int64)
+    host_parts = column_parts = host_columns = np.zeros(1, np.int64)
 
 
 def _levels(way: Way, amounts: Floats, placement: Placement) -> tuple[Floats, Floats, Floats, Floats]:

@@ -73,6 +73,10 @@ class Loads:
     """Bags of all features, pooled or not: a length of each travels with the ids."""
     rows_out: Floats
     """Bags and, of features that are not pooled, rows that are returned."""
+    row_shards: Floats
+    """Features that read the piece and are not pooled."""
+    rows_asked: Floats
+    """Of features that are not pooled, rows, each once for each rank that asks and feature."""
     distinct: Floats
     """Rows looked up at least once."""
     lookup_misses: Floats
@@ -201,6 +205,7 @@ class WorkloadLoads:
         held_samples: Floats | float = 0.0,
         rank_bytes: Floats | float = 0.0,
         cached_share: float = 0.2,
+        num_ranks: int = 1,
     ) -> Loads:
         """What one step asks of each piece.
 
@@ -210,6 +215,7 @@ class WorkloadLoads:
             held_samples: rows of so many samples before the step are still in a cache, as `held_samples` finds; [n].
             rank_bytes: rows and state that the rank of each piece holds together; [n].
             cached_share: share of the rows that tiers 'cached' and 'disk' keep nearby.
+            num_ranks: over which the samples are spread; each asks for its rows.
         """
         samples = float(self.workload.batch_size if num_samples is None else num_samples)
         if samples < 0:
@@ -231,6 +237,8 @@ class WorkloadLoads:
             bags=bags,
             lengths=samples * self.num_features[t],
             rows_out=bags + ids * (1.0 - self.pooled_ids[t] / np.maximum(self.ids_per_sample[t], 1e-12)),
+            row_shards=self.num_features[t] - self.num_pooled[t],
+            rows_asked=self._rows_asked(pieces, samples, num_ranks),
             distinct=touched,
             lookup_misses=np.clip(fresh, 0.0, distinct),
             update_misses=_units(touched, pieces.num_rows, row_bytes) * miss_share,
@@ -253,6 +261,17 @@ class WorkloadLoads:
             tier=pieces.tier,
             optimizers=self.optimizers,
         )
+
+    def _rows_asked(self, pieces: Pieces, samples: float, num_ranks: int) -> Floats:
+        """Rows [n] that features ask for which are not pooled, as in `Loads`."""
+        t = pieces.table
+        features = self.num_features[t] - self.num_pooled[t]
+        if not features.any():
+            return np.zeros(len(t))
+        share = 1.0 - self.pooled_ids[t] / np.maximum(self.ids_per_sample[t], 1e-12)
+        each = np.maximum(features, 1.0)
+        found: Floats = num_ranks * features * self.distinct(pieces, samples / num_ranks * share / each)
+        return found
 
     def held_samples(self, pieces: Pieces, owners: Indices, num_owners: int, cache_bytes: float) -> Floats:
         """Samples whose rows fit together into the cache of each owner [num_owners]: how long a row that is not looked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,8 @@ class Placement:
     host; 0 where bags go straight to the rank that asked [n]."""
     column_parts: Indices
     """How many shards hold columns of the same rows [n]."""
+    host_columns: Indices
+    """How many of those lie in the shard's host [n]."""
     row_parts: Indices
     """How many row ranges the table is cut into, hot rows among them [n]."""
     replicated: Pieces
@@ -42,28 +45,32 @@ class Placement:
         for entry in plan.tables:
             table = loads.index[entry.table]
             single = [shard for shard in entry.shards if not entry.is_replica(shard)]
-            is_summed = entry.sharding in SUMMED_IN_HOST and plan.per_host < plan.num_ranks
+            is_summed = plan.is_two_level or (entry.sharding in SUMMED_IN_HOST and plan.per_host < plan.num_ranks)
             row_parts = len({shard.rows for shard in entry.shards})
             hosts: dict[tuple[int, tuple[int, int]], int] = {}
-            columns: dict[tuple[int, int], int] = {}
+            columns, host_columns = Counter[tuple[int, int]](), Counter[tuple[int, tuple[int, int]]]()
             for shard in single:
-                place = (shard.ranks[0] // per_host, shard.columns)
-                hosts[place] = hosts.get(place, 0) + 1
-                columns[shard.rows] = columns.get(shard.rows, 0) + 1
+                host = shard.ranks[0] // per_host
+                hosts[host, shard.columns] = hosts.get((host, shard.columns), 0) + 1
+                columns[shard.rows] += 1
+                host_columns[host, shard.rows] += 1
             for shard in entry.shards:
                 where = (table, *shard.rows, *shard.columns, TIERS.index(shard.tier))
                 if entry.is_replica(shard):
                     replicas.append(where)
                     continue
-                parts = hosts[shard.ranks[0] // per_host, shard.columns] if is_summed else 0
-                own.append((*where, shard.ranks[0], parts, columns[shard.rows], row_parts))
-        sharded = np.array(own, np.int64).reshape(-1, 10).T
+                host = shard.ranks[0] // per_host
+                parts = hosts[host, shard.columns] if is_summed else 0
+                same_rows = columns[shard.rows], host_columns[host, shard.rows]
+                own.append((*where, shard.ranks[0], parts, *same_rows, row_parts))
+        sharded = np.array(own, np.int64).reshape(-1, 11).T
         return Placement(
             sharded=Pieces(*sharded[:6]),
             owner=sharded[6],
             host_parts=sharded[7],
             column_parts=sharded[8],
-            row_parts=sharded[9],
+            host_columns=sharded[9],
+            row_parts=sharded[10],
             replicated=Pieces(*np.array(replicas, np.int64).reshape(-1, 6).T),
             num_ranks=plan.num_ranks,
             per_host=per_host,

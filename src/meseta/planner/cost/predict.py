@@ -90,6 +90,7 @@ def predict(
         held_samples=held[placement.owner],
         rank_bytes=rank_bytes[placement.owner],
         cached_share=share,
+        num_ranks=plan.num_ranks,
     )
     replicated = loads.loads(placement.replicated, cached_share=share)
     lookup, update = _operators(placement, sharded, replicated, loads, cost_model, topology)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meseta.planner.cost.exchange import bytes_of, links, piece_bytes
+from meseta.planner.cost.exchange import PAIRS, bytes_of, links, pair_bytes, piece_bytes
 from meseta.planner.cost.loads import Loads, Pieces, WorkloadLoads
 from meseta.planner.cost.memory import SORT_BYTES, RunBytes, fixed_bytes, received_bytes
 from meseta.planner.cost.operators import operator_seconds
@@ -40,6 +40,8 @@ class Cuts:
     """Row ranges in the piece's host, of schemes that sum bags there; else 0."""
     column_parts: Ints
     """Ranges of columns."""
+    host_columns: Ints | Floats
+    """Pieces of the piece's host that hold columns of the same rows."""
     row_parts: Ints
     """Ranges of rows that lie on one rank."""
 
@@ -127,7 +129,7 @@ class Prices:
         rows_are_cut, ranks = cuts.row_parts > 1, self.topology.num_ranks
         for transfer in self.transfers:
             for part in transfer.parts:
-                if part.way in _COMPONENT and part.each != "pair":
+                if part.way in _COMPONENT and part.each not in PAIRS:
                     num_bytes = bytes_of(part, load, cuts, ranks)
                     component = _component(transfer, part.way)
                     owner_s, common_s = self._byte_s(part.way)
@@ -151,8 +153,8 @@ class Prices:
         own, everywhere = self.loads.loads(pieces), self.loads.loads(replicas)
         for transfer in self.transfers:
             for part in transfer.parts if transfer.is_of_tables else ():
-                if part.each == "pair":
-                    num_bytes = float(part.num_bytes * ranks**2)
+                if part.each in PAIRS:
+                    num_bytes = ranks * pair_bytes(part, ranks, per_host)
                 else:
                     num_bytes = float(bytes_of(part, everywhere if part.way == "sum" else own, cuts, ranks).sum())
                 share = leaving_share(part.way, ranks, per_host)
@@ -164,7 +166,7 @@ class Prices:
         model, topology, ranks = self.cost_model, self.topology, self.topology.num_ranks
         n, nothing = len(pieces.table), np.zeros(0, np.int64)
         empty = Pieces(*[nothing] * 6)
-        placement = Placement(empty, nothing, nothing, nothing, nothing, pieces, ranks, topology.devices_per_host)
+        placement = Placement(empty, *[nothing] * 5, pieces, ranks, topology.devices_per_host)
         common = np.zeros((n, len(COMPONENTS)))
         common[:, 0] = sum(replica_seconds(self.loads, placement, model, topology))
         load = self.loads.loads(pieces)

@@ -187,7 +187,7 @@ class _Builder:
         self._spill = spill
         whole = loads.whole()
         one = np.ones(len(whole.table), np.int64)
-        priced = prices.pieces(whole, Cuts(host_parts=0 * one, column_parts=one, row_parts=one))
+        priced = prices.pieces(whole, Cuts(host_parts=0 * one, column_parts=one, host_columns=one, row_parts=one))
         self._max_parts = self._count_parts(priced.seconds.sum(axis=1), priced.rank_bytes)
         self.schemes: list[Scheme | None] = []
         self._units: list[int] = []
@@ -382,7 +382,9 @@ class _Builder:
         for index in np.flatnonzero(kept[option]) if len(option) else ():
             entry = self._kept[self._tables[pieces.table[index]].name]
             host_parts[index] = row_parts[index] if entry.sharding in SUMMED_IN_HOST else 0
-        return Cuts(host_parts=host_parts, column_parts=column_parts, row_parts=row_parts)
+        return Cuts(
+            host_parts=host_parts, column_parts=column_parts, host_columns=np.ones_like(row_parts), row_parts=row_parts
+        )
 
     def _apart(self) -> dict[int, tuple[int, ...]]:
         unit_of: dict[str, int] = {}

@@ -11,7 +11,7 @@ from meseta.config import TrainConfig, set_default
 from meseta.config.load import value_at
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.layout import NO_CATEGORY
-from meseta.spec.splits import VALID
+from meseta.telemetry.splits import VALID
 
 WANTED_STEPS = 200
 """Steps of an epoch that a small dataset should have."""

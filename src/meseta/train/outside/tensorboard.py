@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from meseta.machine.files import append_whole
 from meseta.spec import MesetaError
-from meseta.spec.splits import VALID
+from meseta.telemetry.splits import VALID
 from meseta.telemetry.lines import EvalLine, Line
 
 _PLACES = ("kind", "step", "split")

@@ -1,0 +1,189 @@
+"""What a rank hands on where exchanges have two levels: to ranks of its host for its twins, and to twins for its host.
+
+Twins are the ranks of one place in all hosts. On two hosts of two ranks, ids of rank 3 that rank 0 looks up, and what
+comes back:
+
+    ids        3 -> 1 (across: to the twin in the owner's host)    1 -> 0 (inside: to the owner)
+    answers    1 <- 0 (inside: partial bags, rows)                 3 <- 1 (across: whole bags, rows)
+
+(the two steps of arXiv 2403.00877, section 3.1.) What stays inside a host takes the second way alone. Gradients return
+as ids go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from meseta.comm import Pending, World
+from meseta.embedding.exchange import Exchanged, matrices, numbers_in
+from meseta.embedding.routes import Routing, Slot
+from meseta.ops.columns import place_columns
+from meseta.ops.jagged import permute_pieces
+from meseta.ops.memory import empty
+from meseta.spec.transfer import HEADER
+
+Rows = dict[tuple[int, int], Tensor]
+"""By owner and number of its route: [rows, columns] of a route that is not pooled."""
+
+
+class Relay:
+    """The ranks that one rank meets in both levels, and what it hands on between them."""
+
+    def __init__(self, routing: Routing, world: World, tables: Sequence[str]) -> None:
+        """`tables` are those whose rows travel."""
+        self._routing, self._world, self._tables = routing, world, tables
+        self.twins = tuple(routing.peers_across_hosts(world.rank))
+        """This rank and those of its place in the other hosts."""
+        self.mates = tuple(routing.ranks_of_host(world.rank))
+        """All ranks of this host."""
+        self.host = world.rank // routing.per_host
+        self.arrival = tuple(twin for mate in self.mates for twin in routing.peers_across_hosts(mate))
+        """All ranks, in the order in which their counts and ids come: by the mate that hands them on."""
+        self.slots = routing.host_slots[self.host]
+        """What the host looks up, in the order in which twins send it."""
+        self._gather = torch.tensor(self._inside_counts(), device=world.device)
+
+    def row_slots(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Those of some slots that rows are counted of."""
+        return [slot for slot in slots if slot in self._routing.row_slots]
+
+    def numbers_of(self, mate: int) -> int:
+        """Numbers that a rank of this host is told of the counts of one other rank."""
+        slots = [route.slot for route in self._routing.by_rank[mate]]
+        return HEADER + len(slots) + len(self.row_slots(slots))
+
+    @property
+    def told_by_twin(self) -> int:
+        """Numbers that a twin tells of its counts."""
+        return HEADER + len(self.slots) + len(self.row_slots(self.slots))
+
+    def _inside_counts(self) -> list[int]:
+        """Where what is handed on to each mate lies in what all twins have told."""
+        at = {slot: HEADER + index for index, slot in enumerate(self.slots)}
+        rows_at = {slot: HEADER + len(self.slots) + i for i, slot in enumerate(self.row_slots(self.slots))}
+        places = []
+        for mate in self.mates:
+            slots = [route.slot for route in self._routing.by_rank[mate]]
+            told = [*range(HEADER), *(at[slot] for slot in slots), *(rows_at[s] for s in self.row_slots(slots))]
+            places += [twin * self.told_by_twin + place for twin in range(len(self.twins)) for place in told]
+        return places
+
+    def hand_on_counts(self, told: Tensor) -> Pending:
+        """Begin to give each rank of the host what twins have told of its routes."""
+        send, receive = [0] * self._world.size, [0] * self._world.size
+        for mate in self.mates:
+            send[mate] = len(self.twins) * self.numbers_of(mate)
+            receive[mate] = len(self.twins) * self.numbers_of(self._world.rank)
+        return self._world.all_to_all(
+            told[self._gather], send, receive, "counts inside", tables=self._tables, among=self.mates
+        )
+
+    def hand_on_ids(self, x: Exchanged, weights: bool = False) -> Pending:
+        """Wait for the ids of twins (their weights), and begin to give each rank of the host those of its routes."""
+        pending = x.weights if weights else x.payload
+        assert pending is not None
+        num_slots, routes = len(self.slots), self._routing.by_rank
+        index = {slot: number for number, slot in enumerate(self.slots)}
+        sizes, parts = list[int](), 1 if weights else 2
+        for twin in self.twins:
+            sizes += [] if weights else [x.batch_sizes[twin]] * num_slots
+            sizes += self.slot_counts(x.ids_on.passed[twin])
+        order, send, receive = list[int](), [0] * self._world.size, [0] * self._world.size
+        for mate in self.mates:
+            asked = [index[route.slot] for route in routes[mate]]
+            order += [
+                (parts * at + part) * num_slots + slot
+                for at in range(len(self.twins))
+                for part in range(parts)
+                for slot in asked
+            ]
+            send[mate] = sum(self._numbers(x, twin, mate, weights) for twin in self.twins)
+            twins = self._routing.peers_across_hosts(mate)
+            k = 0 if weights else len(routes[self._world.rank])
+            receive[mate] = sum(k * x.batch_sizes[twin] + sum(x.ids_on.answered[twin]) for twin in twins)
+        name = "weights inside" if weights else "ids inside"
+        packed = permute_pieces(pending.wait(), sizes, order)
+        return self._world.all_to_all(
+            packed, send, receive, name, tables=self._tables, batch=x.mark, among=self.mates
+        )
+
+    def _numbers(self, x: Exchanged, twin: int, mate: int, weights: bool) -> int:
+        lengths = 0 if weights else x.batch_sizes[twin] * len(self._routing.by_rank[mate])
+        return lengths + sum(x.ids_on.passed[twin][mate])
+
+    def slot_counts(self, by_owner: Mapping[int, Sequence[int]]) -> list[int]:
+        """Of each of `slots`: its count, told by owner and route."""
+        counts = {
+            route.slot: number
+            for owner, numbers in by_owner.items()
+            for route, number in zip(self._routing.by_rank[owner], numbers, strict=True)
+        }
+        return [counts[slot] for slot in self.slots]
+
+
+def give_to_twins(
+    routing: Routing, world: World, x: Exchanged, answers: Sequence[Sequence[Tensor]], tables: Sequence[str]
+) -> tuple[list[Tensor], Rows]:
+    """Add up the partial bags of this host for the samples of this rank and its twins, and give the twins theirs with
+    the rows for them; returns [B_local, columns] of every host's whole bags, and rows by owner and route."""
+    twins, host = routing.peers_across_hosts(world.rank), world.rank // routing.per_host
+    sizes = [x.batch_sizes[twin] for twin in twins]
+    whole = empty((sum(sizes), routing.host_widths[host]), answers[0][1].dtype, world.device)
+    place_columns(whole, [answers[mate][1] for mate in routing.ranks_of_host(world.rank)], routing.host_moves[host])
+    send, receive = [0] * world.size, [0] * world.size
+    packed = whole.view(-1)
+    if routing.host_rows[host]:
+        rows = [
+            answers[owner][2 + k - routing.host_reduced[owner].stop].split(
+                [x.rows_on.passed[twin][owner][k] for twin in twins]
+            )
+            for owner, k in routing.host_rows[host]
+        ]
+        by_twin = zip(whole.split(sizes), *rows, strict=True)
+        packed = torch.cat([part.reshape(-1) for parts in by_twin for part in parts])
+    shapes = [
+        routing.twin_shapes(h, x.batch_sizes[world.rank], x.rows_on.asked) for h in range(len(routing.host_widths))
+    ]
+    for h, twin in enumerate(twins):
+        [send[twin]] = numbers_in([routing.twin_shapes(host, x.batch_sizes[twin], x.rows_on.passed.get(twin, {}))])
+        [receive[twin]] = numbers_in([shapes[h]])
+    received = world.all_to_all(
+        packed, send, receive, "whole bags", tables=tables, batch=x.mark, among=twins
+    ).wait()
+    bags, rows_by_route = list[Tensor](), Rows()
+    for places, (of_host, *of_routes) in zip(routing.host_rows, matrices(received, shapes), strict=True):
+        bags.append(of_host)
+        rows_by_route |= zip(places, of_routes, strict=True)
+    return bags, rows_by_route
+
+
+def take_from_twins(routing: Routing, world: World, x: Exchanged, flat: Tensor) -> tuple[Tensor, Rows]:
+    """The way back: give each host the gradients of its whole bags and rows, which lie in `flat` as `twin_shapes` says.
+    Returns those of this host: [samples of this rank and its twins, columns], and [ids, columns] by owner and route, by
+    twin."""
+    twins, host = routing.peers_across_hosts(world.rank), world.rank // routing.per_host
+    send, receive = [0] * world.size, [0] * world.size
+    shapes = [routing.twin_shapes(host, x.batch_sizes[twin], x.ids_on.passed.get(twin, {})) for twin in twins]
+    for h, twin in enumerate(twins):
+        [send[twin]] = numbers_in([routing.twin_shapes(h, x.batch_sizes[world.rank], x.ids_on.asked)])
+        [receive[twin]] = numbers_in([shapes[h]])
+    received = world.all_to_all(flat, send, receive, "gradients of whole bags", batch=x.mark, among=twins).wait()
+    if not routing.host_rows[host]:
+        return received.view(sum(x.batch_sizes[twin] for twin in twins), routing.host_widths[host]), {}
+    bags, *rows = (list(of_twins) for of_twins in zip(*matrices(received, shapes), strict=True))
+    return torch.cat(bags), {place: torch.cat(parts) for place, parts in zip(routing.host_rows[host], rows, strict=True)}
+
+
+def by_rank(routing: Routing, x: Exchanged, rank: int, k: int, parts: Sequence[Tensor]) -> Tensor:
+    """Gradients [ids, columns] of route k of this owner in the order of all ranks, where `parts` are by rank that gave
+    them: of its own ids, or of those of its twins, see `Routing.askers`."""
+    if not routing.two_level:
+        return torch.cat(list(parts))
+    pieces: dict[int, Tensor] = {}
+    for mate in routing.ranks_of_host(rank):
+        askers = routing.askers(rank, mate)
+        pieces |= zip(askers, parts[mate].split([x.ids_on.answered[r][k] for r in askers]), strict=True)
+    return torch.cat([pieces[r] for r in range(len(parts))])
