@@ -149,6 +149,8 @@ HOSTS = {
     name: {"devices_per_host": 2, "tables": {"a": name, "b": name}}
     for name in ("table_wise", "row_wise", "table_row_wise", "table_column_wise", "grid")
 }
+HOSTS["data_parallel"] = {"devices_per_host": 2, "tables": {"a": "data_parallel", "b": "table_wise"}}
+HOSTS["column_wise"] = {"devices_per_host": 2, "tables": {"a": "column_wise", "b": "column_wise"}}
 HOSTS["mixed of hosts"] = {"devices_per_host": 2, "tables": {"a": "table_row_wise", "b": "row_wise"}}
 
 
@@ -164,7 +166,9 @@ def check(ranks: RankPool, plan: Any, topology: Topology, optimizer: str, weight
         assert names == [own.name for own in of_tables for _ in range(own.times)]
         for own in of_tables:
             predicted = float(own.sent_inside[rank] + own.sent_across[rank])
-            assert sent[own.name] == pytest.approx(predicted, rel=1e-6, abs=BOUNDS * (own.name == "replicas")), own.name
+            # How many distinct rows some ids have is an expectation.
+            rel = 1e-3 if pooling == "none" and own.name in ("answers", "whole bags") else 1e-6
+            assert sent[own.name] == pytest.approx(predicted, rel=rel, abs=BOUNDS * (own.name == "replicas")), own.name
 
 
 KINDS = [("adam", True, "sum"), ("rowwise_adagrad", False, "none"), ("rowwise_lamb", True, "sum")]
@@ -189,6 +193,15 @@ def test_predicted_bytes_are_counted_bytes_of_two_hosts(
     ranks: Callable[[int], RankPool], name: str, optimizer: str, weighted: bool, pooling: str
 ) -> None:
     plan = {"devices_per_host": 2, **{**PLANS, **HOSTS}[name]}
+    check(ranks(4), plan, Topology(num_hosts=2, devices_per_host=2), optimizer, weighted, pooling)
+
+
+@pytest.mark.parametrize("name", HOSTS)
+@pytest.mark.parametrize(("optimizer", "weighted", "pooling"), KINDS)
+def test_predicted_bytes_are_counted_bytes_of_two_levels(
+    ranks: Callable[[int], RankPool], name: str, optimizer: str, weighted: bool, pooling: str
+) -> None:
+    plan = {"exchange": "two_level", **HOSTS[name]}
     check(ranks(4), plan, Topology(num_hosts=2, devices_per_host=2), optimizer, weighted, pooling)
 
 

@@ -56,7 +56,9 @@ def random_case(seed: int) -> tuple[Workload, Plan, Topology]:
             except MesetaError:  # too few columns for so many ranks
                 continue
             document[table.name] = entry
-    plan = Plan.from_dict({"devices_per_host": per_host, "tables": document}, tables, hosts * per_host)
+    exchange = str(random.choice(["flat", "two_level"]))
+    whole = {"devices_per_host": per_host, "exchange": exchange, "tables": document}
+    plan = Plan.from_dict(whole, tables, hosts * per_host)
     return work, plan, Topology(num_hosts=hosts, devices_per_host=per_host)
 
 
@@ -73,7 +75,7 @@ def test_prices_count_the_bytes_of_predictions(part: int) -> None:
             host_columns=placement.host_columns,
             row_parts=placement.row_parts,
         )
-        priced = Prices(loads, topology, documented_cost_model("cpu")).sent_bytes(
+        priced = Prices(loads, topology, documented_cost_model("cpu"), exchange=plan.exchange).sent_bytes(
             placement.sharded, cuts, placement.replicated
         )
         for own in predict(plan, work, topology).collectives:
@@ -89,10 +91,10 @@ def halved(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Numbers of answers take half their bytes, and those of gradients with them."""
     answers = transfers._Step.answers
 
-    def half(self: transfers._Step) -> list[Transfer]:
+    def half(self: transfers._Step, *row: transfers.Each) -> list[Transfer]:
         return [
             replace(own, parts=tuple(replace(part, num_bytes=part.num_bytes / 2) for part in own.parts))
-            for own in answers(self)
+            for own in answers(self, *row)
         ]
 
     monkeypatch.setattr(transfers._Step, "answers", half)

@@ -1,4 +1,4 @@
-"""How numbers of a transfer are written on the wire: types of 16 bits, and of 8 bits with a scale for each block.
+"""How ranks write what they send each other, and which way it takes: codecs of the wire, and what a run asks for.
 
 codec   a number       a block of 16     a value is written as
 -----   ------------   ---------------   ------------------------------------------------------------------
@@ -15,8 +15,9 @@ A block never depends on where a table lies: 16 columns of a bag, of a row that 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
+from meseta.errors import MesetaError, check_choice
 from meseta.spec.shards import COLUMN_BLOCK
 
 CodecName = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
@@ -59,3 +60,55 @@ CODECS: dict[CodecName, Codec] = {
     for codec in (FP32, Codec("fp16", 2), Codec("bf16", 2), Codec("fp8", 1, 2, 448.0), Codec("int8", 1, 2, 127.0))
 }
 """By name."""
+
+Precision = Literal["fp32", "paper", "fp16", "bf16", "fp8", "int8"]
+Direction = Literal["forward", "backward", "dense"]
+"""What a codec is chosen for: answers; their gradients and those of replicas; sums of dense gradients."""
+PAPER: dict[Direction, CodecName] = {"forward": "fp16", "backward": "bf16", "dense": "bf16"}
+"""Precision 'paper' (arXiv 2104.05158, section 5.3.2)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communication:
+    """How a run's ranks write and route what they send each other."""
+
+    precision: Precision = "fp32"
+    """Codec of all three directions; 'paper': fp16 forward, bf16 backward and dense."""
+    forward: CodecName | None = None
+    """Of answers; None: as `precision` says."""
+    backward: CodecName | None = None
+    """Of gradients of answers and of replicas; None: as `precision` says."""
+    dense: CodecName | None = None
+    """Of sums of dense gradients; None: as `precision` says."""
+    exchange: Literal["auto", "flat", "two_level"] = "auto"
+    """Way between hosts, see Exchange; 'auto': that of the plan, else the one that is predicted to take less."""
+    dense_exchange: Literal["auto", "twins", "chain"] = "auto"
+    """Way of sums between hosts, see DensePath; 'auto': that of the plan, else the one that is predicted to take
+    less."""
+
+    def __post_init__(self) -> None:
+        check_choice("comm", "precision", self.precision, get_args(Precision))
+        for direction in get_args(Direction):
+            if getattr(self, direction) is not None:
+                check_choice("comm", direction, getattr(self, direction), get_args(CodecName))
+        check_choice("comm", "exchange", self.exchange, ("auto", *get_args(Exchange)))
+        check_choice("comm", "dense_exchange", self.dense_exchange, ("auto", *get_args(DensePath)))
+
+    def codec(self, direction: Direction) -> Codec:
+        """That of one direction."""
+        name: CodecName | None = getattr(self, direction)
+        if name is None and self.precision == "paper":
+            name = PAPER[direction]
+        return CODECS[name or self.precision]  # type: ignore[index]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all numbers travel as they were computed."""
+        return all(self.codec(direction).is_whole for direction in get_args(Direction))
+
+    def check_dtype(self, dtype: str) -> None:
+        """Raise MesetaError for codecs beside tables of float64, which are there to verify."""
+        if dtype == "float64" and not self.is_exact:
+            raise MesetaError(
+                "comm: tables of float64 travel as they are; leave precision at 'fp32', or take tables of float32"
+            )

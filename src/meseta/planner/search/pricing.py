@@ -20,6 +20,7 @@ from meseta.planner.cost.placement import Placement
 from meseta.planner.cost.predict import replica_seconds
 from meseta.planner.search.assignment import Floats, Ints
 from meseta.spec import CostModel, Topology
+from meseta.spec.codecs import Exchange
 from meseta.spec.tiers import memory_shares
 from meseta.spec.transfer import ROW_STATISTICS, Transfer, Way, alike_shares, step_transfers
 
@@ -74,16 +75,17 @@ class Prices:
         cost_model: CostModel,
         held_samples: float | None = None,
         run: RunBytes | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         """`held_samples`: for how many a cache keeps rows; None: as on a rank with an equal part of all tables. `run`:
-        what a run adds to the memory of its plan."""
+        what a run adds to the memory of its plan. `exchange`: which way rows take between hosts."""
         self.loads, self.topology, self.cost_model, self.run = loads, topology, cost_model, run or RunBytes()
         whole = loads.whole()
         owners, cache_bytes = np.zeros(len(whole.table), np.int64), cost_model.cache.cache_bytes * topology.num_ranks
         self._held = loads.held_samples(whole, owners, 1, cache_bytes)[0] if held_samples is None else held_samples
         self._rank_bytes = loads.stored_bytes(whole).sum() / topology.num_ranks
         ranks, per_host = topology.num_ranks, topology.devices_per_host
-        self.transfers = step_transfers(loads.workload, None, ranks, per_host)
+        self.transfers = step_transfers(loads.workload, None, ranks, per_host, exchange)
         """All that a plan may need."""
         inside, across = links(cost_model, topology, False)
         self._copy_s = cost_model.exchange.copy_byte_s
@@ -100,7 +102,9 @@ class Prices:
         cache_bytes, n = model.cache.cache_bytes, len(pieces.table)
         held = self._held
         alone = loads.held_samples(pieces, np.arange(n), n, cache_bytes) if n else np.zeros(0)
-        load = loads.loads(pieces, held_samples=held, rank_bytes=self._rank_bytes, cached_share=share)
+        load = loads.loads(
+            pieces, held_samples=held, rank_bytes=self._rank_bytes, cached_share=share, num_ranks=ranks
+        )
         compute = sum(operator_seconds(model, load, per_host))
         least = loads.loads(
             pieces, held_samples=np.maximum(alone, held), rank_bytes=loads.stored_bytes(pieces), cached_share=share
@@ -150,7 +154,7 @@ class Prices:
         """By transfer of tables: what all ranks together send to others for these pieces, as it is priced."""
         found: dict[str, float] = {}
         ranks, per_host = self.topology.num_ranks, self.topology.devices_per_host
-        own, everywhere = self.loads.loads(pieces), self.loads.loads(replicas)
+        own, everywhere = self.loads.loads(pieces, num_ranks=ranks), self.loads.loads(replicas)
         for transfer in self.transfers:
             for part in transfer.parts if transfer.is_of_tables else ():
                 if part.each in PAIRS:
