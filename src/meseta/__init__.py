@@ -7,6 +7,7 @@ import importlib
 
 _HOME = {
     "TableSpec": "meseta.spec",
+    "Communication": "meseta.spec",
     "FeatureSpec": "meseta.spec",
     "InitSpec": "meseta.spec",
     "OptimizerSpec": "meseta.spec",

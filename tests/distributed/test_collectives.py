@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from meseta.comm import World
+from meseta.comm import Scope, World
 from meseta.comm.world import TRANSPORT_THREADS
 from meseta.spec import MesetaError
 
@@ -87,10 +87,10 @@ def exchange_as_told(changes: dict[str, list[Any]]) -> tuple[str, bool]:
     world = World.current()
     mine = {key: by_rank[world.rank] for key, by_rank in {**AGREED, **changes}.items()}
     send = torch.zeros(sum(mine["sent"]), dtype=getattr(torch, mine["dtype"]))
-    options = {"tables": ("a", "b"), "batch": mine["batch"]}
+    scope = Scope(tables=("a", "b"), batch=mine["batch"])
     told = ""
     try:
-        world.all_to_all(send, mine["sent"], mine["expected"], mine["name"], **options).wait()
+        world.all_to_all(send, mine["sent"], mine["expected"], mine["name"], scope=scope).wait()
     except MesetaError as error:
         told = str(error)
     return told, exchange([[1, 2], [3, 0]])

@@ -9,14 +9,14 @@ from source_tree import SOURCE
 
 PUBLIC = {
     "meseta": """
-        EmbeddingBagCollection FeatureLoad FeatureSpec InitSpec JaggedTensor KeyedJaggedTensor OptimizerSpec Plan Shard
-        ShardingType TableSpec Topology Workload __version__ make_plan shard
+        Communication EmbeddingBagCollection FeatureLoad FeatureSpec InitSpec JaggedTensor KeyedJaggedTensor
+        OptimizerSpec Plan Shard ShardingType TableSpec Topology Workload __version__ make_plan shard
     """,
     "meseta.checkpoint": """
         DamagedCheckpoint Difference Loaded Mirror Summary compare export fetch find_checkpoint latest
         list_checkpoints load newest offer_older prune save summarize verify
     """,
-    "meseta.comm": "BatchSlice DenseGradients Pending World",
+    "meseta.comm": "BatchSlice DenseGradients Pending Scope World",
     "meseta.config": """
         CheckpointConfig DataConfig DenseConfig DenseOptimizerConfig EarlyStoppingConfig EmbeddingConfig MetricsConfig
         ModelConfig PlannerConfig RunConfig ScheduleConfig TableConfig TrainConfig
@@ -44,8 +44,8 @@ PUBLIC = {
         COMPONENTS DoesNotFitError Planned Prediction documented_cost_model find_plan make_plan predict
     """,
     "meseta.spec": """
-        COLUMN_BLOCK CostModel DenseLoad DeviceKind FeatureLoad FeatureSpec IdPolicy InitSpec Link MesetaError
-        OptimizerSpec Plan Pooling Reuse Shard ShardingType TablePlan TableSpec Tier Topology Workload check_features
+        COLUMN_BLOCK Communication CostModel DenseLoad DeviceKind FeatureLoad FeatureSpec IdPolicy InitSpec Link
+        MesetaError OptimizerSpec Plan Pooling Reuse Shard ShardingType TablePlan TableSpec Tier Topology Workload check_features
         nearest
     """,
     "meseta.storage": "ROW Lease TableShard TableStorage as_stored make_storage",

@@ -10,8 +10,8 @@ import pytest
 
 from meseta.config import RunConfig, ScheduleConfig, TrainConfig, check_document
 from meseta.spec import MesetaError
-from meseta.telemetry.splits import choosing_split, note_flattered
 from meseta.telemetry.lines import EvalLine
+from meseta.telemetry.splits import choosing_split, note_flattered
 from meseta.train.decisions import (
     Decisions,
     Plateau,

@@ -2,6 +2,6 @@
 
 from meseta.comm.batch_slice import BatchSlice
 from meseta.comm.dense import DenseGradients
-from meseta.comm.world import Pending, World
+from meseta.comm.world import Pending, Scope, World
 
-__all__ = ["BatchSlice", "DenseGradients", "Pending", "World"]
+__all__ = ["BatchSlice", "DenseGradients", "Pending", "Scope", "World"]

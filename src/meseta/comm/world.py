@@ -63,6 +63,21 @@ class Pending:
 
 
 @dataclass(frozen=True)
+class Scope:
+    """Between whom an exchange takes place, and of what."""
+
+    ranks: Sequence[int] | None = None
+    """Those that meet, this one among them: all of them name the same, and nothing goes to others. None: all ranks."""
+    tables: Sequence[str] = ()
+    """Whose rows travel, for errors."""
+    batch: int = 0
+    """Tells the batch that it belongs to from others, alike on all ranks; 0 where it belongs to none."""
+
+
+EVERYWHERE = Scope()
+
+
+@dataclass(frozen=True)
 class World:
     """This rank among `size` ranks. With one rank every collective returns its input and touches no network."""
 
@@ -136,10 +151,8 @@ class World:
         receive_splits: Sequence[int],
         name: str = "",
         *,
-        tables: Sequence[str] = (),
-        batch: int = 0,
+        scope: Scope = EVERYWHERE,
         keep: bool = True,
-        among: Sequence[int] | None = None,
     ) -> Pending:
         """Begin to send `send_splits[r]` leading entries of `send` [n, ...] to rank r; entries arrive ordered by rank.
 
@@ -148,10 +161,8 @@ class World:
             send_splits: by rank.
             receive_splits: by rank; what each of them sends to this one.
             name: of the transfer, here and below; see `meseta.spec.transfer`.
-            tables: whose rows travel, for errors.
-            batch: tells the batch that this belongs to from others, alike on all ranks.
+            scope: between whom, and of what.
             keep: what comes in leaves its memory for the next step, see `meseta.ops.memory.empty`.
-            among: this rank and those that it meets, which name the same ranks; nothing goes to others. None: all.
         """
         if self.size == 1:
             return Pending(received=send, send=send, work=None)
@@ -162,7 +173,7 @@ class World:
         inside = sum(send_splits[host : host + self.ranks_per_host]) - send_splits[self.rank]
         across = sum(send_splits) - send_splits[self.rank] - inside
         entry_bytes = send[:1].nbytes
-        ranks = range(self.size) if among is None else among
+        ranks = range(self.size) if scope.ranks is None else scope.ranks
         end = self._begin(name, inside * entry_bytes, across * entry_bytes, len(ranks) - 1)
         if send.device.type == "cuda":
             splits = list(receive_splits), list(send_splits)
@@ -170,7 +181,9 @@ class World:
             return Pending(received=received, send=send, work=work, end=end)
         there, here = send.split(list(send_splits)), received.split(list(receive_splits))
         peers = [Peer(r, there[r], here[r]) for r in ranks if r != self.rank]
-        messages = swap(self.rank, peers, name, batch=batch, tables=tables, group=self.group, crossing=_crossing)
+        messages = swap(
+            self.rank, peers, name, batch=scope.batch, tables=scope.tables, group=self.group, crossing=_crossing
+        )
         here[self.rank].copy_(there[self.rank])
         return Pending(received=received, send=send, work=messages, end=end)
 

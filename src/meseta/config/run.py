@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_serializer, model_validator
 from meseta.config.schedule import ScheduleConfig
 from meseta.config.section import Count, Depth, Section, Whole, Width
 from meseta.spec import MesetaError, OptimizerSpec, nearest
+from meseta.spec.codecs import CodecName, Communication, DensePath, Exchange, Precision
 from meseta.spec.optimizer import SteppedRows, WeightDecayMode
 from meseta.spec.tables import InitKind, TableDtype
 
@@ -396,6 +397,22 @@ class PlannerConfig(Section):
     """File with what the plan has to keep to; None: nothing."""
 
 
+class CommConfig(Section):
+    """See meseta.Communication for the meaning of the keys."""
+
+    precision: Precision = "fp32"
+    forward: CodecName | None = None
+    backward: CodecName | None = None
+    dense: CodecName | None = None
+    exchange: Literal["auto", Exchange] = "auto"
+    dense_exchange: Literal["auto", DensePath] = "auto"
+
+    @property
+    def communication(self) -> Communication:
+        """The record."""
+        return Communication(**self.model_dump())
+
+
 class RunConfig(Section):
     run_dir: Path
     """Where everything of this run goes."""
@@ -429,6 +446,8 @@ class RunConfig(Section):
     form of meseta.Plan.from_dict)."""
     planner: PlannerConfig = PlannerConfig()
     """What plan 'auto' is made for."""
+    comm: CommConfig = CommConfig()
+    """How ranks write and route what they send each other."""
 
     @property
     def embedding_schedule(self) -> ScheduleConfig:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from meseta.comm import Pending, World
+from meseta.comm import Pending, Scope, World
 from meseta.embedding.exchange import Exchanged, matrices, numbers_in
 from meseta.embedding.relay import Rows, by_rank, take_from_twins
 from meseta.embedding.routes import Route, Routing, column_groups
@@ -29,9 +29,7 @@ def send_gradients(
     if routing.sums_in_hosts:
         of_bags, of_rows = _gradients_of_hosts(routing, world, unpooled, x, gradients, share)
     met = mates if routing.two_level else ranks
-    send = [
-        routing.answer_shapes(r, world.rank, x.batch_sizes, x.ids_on.through(r) if r in met else {}) for r in ranks
-    ]
+    send = [routing.answer_shapes(r, world.rank, x.batch_sizes, x.ids_on.through(r) if r in met else {}) for r in ranks]
     receive = [routing.answer_shapes(world.rank, r, x.batch_sizes, x.ids_on.answered) for r in ranks]
     flat = empty((sum(numbers_in(send)),), gradients[0].dtype, world.device)
     for r, (direct, host_reduced, *rows) in enumerate(matrices(flat, send)):
@@ -43,7 +41,7 @@ def send_gradients(
                 _put_rows(out, unpooled, x, gradients, routing.by_rank[r][k], share)
             elif r in mates:
                 out.copy_(of_rows[r, k])
-    return world.all_to_all(flat, numbers_in(send), numbers_in(receive), "gradients", batch=x.mark, among=met)
+    return world.all_to_all(flat, numbers_in(send), numbers_in(receive), "gradients", scope=Scope(met, batch=x.mark))
 
 
 def _gradients_of_hosts(

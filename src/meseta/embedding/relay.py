@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from meseta.comm import Pending, World
+from meseta.comm import Pending, Scope, World
 from meseta.embedding.exchange import Exchanged, matrices, numbers_in
 from meseta.embedding.routes import Routing, Slot
 from meseta.ops.columns import place_columns
@@ -77,9 +77,8 @@ class Relay:
         for mate in self.mates:
             send[mate] = len(self.twins) * self.numbers_of(mate)
             receive[mate] = len(self.twins) * self.numbers_of(self._world.rank)
-        return self._world.all_to_all(
-            told[self._gather], send, receive, "counts inside", tables=self._tables, among=self.mates
-        )
+        scope = Scope(self.mates, self._tables)
+        return self._world.all_to_all(told[self._gather], send, receive, "counts inside", scope=scope)
 
     def hand_on_ids(self, x: Exchanged, weights: bool = False) -> Pending:
         """Wait for the ids of twins (their weights), and begin to give each rank of the host those of its routes."""
@@ -106,9 +105,7 @@ class Relay:
             receive[mate] = sum(k * x.batch_sizes[twin] + sum(x.ids_on.answered[twin]) for twin in twins)
         name = "weights inside" if weights else "ids inside"
         packed = permute_pieces(pending.wait(), sizes, order)
-        return self._world.all_to_all(
-            packed, send, receive, name, tables=self._tables, batch=x.mark, among=self.mates
-        )
+        return self._world.all_to_all(packed, send, receive, name, scope=Scope(self.mates, self._tables, x.mark))
 
     def _numbers(self, x: Exchanged, twin: int, mate: int, weights: bool) -> int:
         lengths = 0 if weights else x.batch_sizes[twin] * len(self._routing.by_rank[mate])
@@ -150,9 +147,7 @@ def give_to_twins(
     for h, twin in enumerate(twins):
         [send[twin]] = numbers_in([routing.twin_shapes(host, x.batch_sizes[twin], x.rows_on.passed.get(twin, {}))])
         [receive[twin]] = numbers_in([shapes[h]])
-    received = world.all_to_all(
-        packed, send, receive, "whole bags", tables=tables, batch=x.mark, among=twins
-    ).wait()
+    received = world.all_to_all(packed, send, receive, "whole bags", scope=Scope(twins, tables, x.mark)).wait()
     bags, rows_by_route = list[Tensor](), Rows()
     for places, (of_host, *of_routes) in zip(routing.host_rows, matrices(received, shapes), strict=True):
         bags.append(of_host)
@@ -170,11 +165,13 @@ def take_from_twins(routing: Routing, world: World, x: Exchanged, flat: Tensor) 
     for h, twin in enumerate(twins):
         [send[twin]] = numbers_in([routing.twin_shapes(h, x.batch_sizes[world.rank], x.ids_on.asked)])
         [receive[twin]] = numbers_in([shapes[h]])
-    received = world.all_to_all(flat, send, receive, "gradients of whole bags", batch=x.mark, among=twins).wait()
+    received = world.all_to_all(flat, send, receive, "gradients of whole bags", scope=Scope(twins, batch=x.mark)).wait()
     if not routing.host_rows[host]:
         return received.view(sum(x.batch_sizes[twin] for twin in twins), routing.host_widths[host]), {}
     bags, *rows = (list(of_twins) for of_twins in zip(*matrices(received, shapes), strict=True))
-    return torch.cat(bags), {place: torch.cat(parts) for place, parts in zip(routing.host_rows[host], rows, strict=True)}
+    return torch.cat(bags), {
+        place: torch.cat(parts) for place, parts in zip(routing.host_rows[host], rows, strict=True)
+    }
 
 
 def by_rank(routing: Routing, x: Exchanged, rank: int, k: int, parts: Sequence[Tensor]) -> Tensor:

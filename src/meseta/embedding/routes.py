@@ -11,7 +11,6 @@ from meseta.ops.columns import Move, join_moves
 from meseta.spec import FeatureSpec, Plan, Shard, TableSpec
 from meseta.spec.shards import SUMMED_IN_HOST
 
-
 Slot = tuple[int, int]
 """(feature, row range): what ids are sorted by."""
 
@@ -68,8 +67,8 @@ class Routing:
         whole bags     1 -> 3            3 -> 3            row range 0 + row range 1, to the rank that asked
 
     With exchange 'two_level' all bags and rows go so, and ids there (the transform of arXiv 2403.00877, section 3.1,
-    that keeps what a model computes). Between hosts a rank then meets its twins alone, and an id that several ranks of a
-    host need crosses once. The ids of the same bag:
+    that keeps what a model computes). Between hosts a rank then meets its twins alone, and an id that several ranks of
+    a host need crosses once. The ids of the same bag:
 
         across         3 -> 1            3 stays           rows 1 and 6, once for each host that needs them
         inside         1 -> 0, 1 -> 1    3 -> 2, 3 -> 3    row 1 to the owner of row range 0, row 6 to that of 1
@@ -279,9 +278,7 @@ class Routing:
             *((sum(counts[r][k] for r in askers), self.by_rank[owner][k].shard.num_columns) for k in unpooled),
         ]
 
-    def twin_shapes(
-        self, host: int, batch_size: int, counts: Mapping[int, Sequence[int]]
-    ) -> list[tuple[int, int]]:
+    def twin_shapes(self, host: int, batch_size: int, counts: Mapping[int, Sequence[int]]) -> list[tuple[int, int]]:
         """What a host sends to a rank that asked for `batch_size` samples and, of its rank r, counts[r][k] rows on
         route k: whole bags, and the rows of each of `host_rows`. Gradients come back in the same shapes."""
         rows = ((counts[rank][k], self.by_rank[rank][k].shard.num_columns) for rank, k in self.host_rows[host])

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from meseta.comm import Pending, World
+from meseta.comm import Pending, Scope, World
 from meseta.embedding.accumulate import GradientSegment, local_segment
 from meseta.embedding.exchange import (
     DistinctRows,
@@ -146,11 +146,9 @@ class ShardedLookup:
         for rank, size in zip(self._met, self._num_sent_counts, strict=True):
             send[rank], receive[rank] = size, self._num_told
         received = self.world.all_to_all(
-            known[self._gather_counts], send, receive, "counts", tables=self.tables, among=self._met
+            known[self._gather_counts], send, receive, "counts", scope=Scope(self._met, self.tables)
         )
-        return Started(
-            mark=mark, ids=ids, cut=cut, counts=known, received=received, distinct=distinct, failed=failed
-        )
+        return Started(mark=mark, ids=ids, cut=cut, counts=known, received=received, distinct=distinct, failed=failed)
 
     @property
     def _num_told(self) -> int:
@@ -174,7 +172,7 @@ class ShardedLookup:
         slots = Slots.of(x, self.routing, range_counts, self._id_dtype)
         sent = [[counts.known[self._at[slot]] for slot in of_rank] for of_rank in self._sent_slots]
         came = counts.ids_on.answered if self._relay is None else self._passed_slots(self._relay, counts.ids_on)
-        send, receive = [0] * self.world.size, [0] * self.world.size
+        send, receive, scope = [0] * self.world.size, [0] * self.world.size, Scope(self._met, self.tables, x.mark)
         for rank in self._met:
             send[rank] = batch * len(sent[rank]) + sum(sent[rank])
             receive[rank] = batch_sizes[rank] * len(came[rank]) + sum(came[rank])
@@ -183,17 +181,13 @@ class ShardedLookup:
             send,
             receive,
             "ids",
-            tables=self.tables,
-            batch=x.mark,
-            among=self._met,
+            scope=scope,
         )
         weights = None
         if self.group.is_weighted:
             packed = slots.pack_weights(self._sent_slots, self.dtype, self.world.device)
             sizes = [sum(n) for n in sent], [sum(came.get(r, ())) for r in range(self.world.size)]
-            weights = self.world.all_to_all(
-                packed, *sizes, "weights", tables=self.tables, batch=x.mark, among=self._met
-            )
+            weights = self.world.all_to_all(packed, *sizes, "weights", scope=scope)
         return Exchanged(
             mark=x.mark,
             ids=x.ids,
@@ -312,11 +306,9 @@ class ShardedLookup:
                 parts += [own, *(partial[peer] for peer in peers)]
                 parts += [of_route[asker] for of_route in rows for asker in routing.askers(rank, r)]
             send = torch.cat([part.reshape(-1) for part in parts])
-        among = None if self._relay is None else self._relay.mates
+        scope = Scope(None if self._relay is None else self._relay.mates, self.tables, x.mark)
         expected = numbers_in(self._answer_shapes(x))
-        return self.world.all_to_all(
-            send, numbers_in(shapes), expected, "answers", tables=self.tables, batch=x.mark, among=among
-        )
+        return self.world.all_to_all(send, numbers_in(shapes), expected, "answers", scope=scope)
 
     def _look_up_rows(self, x: Exchanged, owned: OwnedIds) -> list[tuple[Tensor, ...]]:
         """Of each route that is not pooled: the rows for each rank, [rows, columns]."""

@@ -22,10 +22,10 @@ from meseta.report.headline import Headline, final_evaluation, headline
 from meseta.report.record import RUN_FILES, RunRecord, read_run
 from meseta.report.stages import mean_stages_s
 from meseta.spec import MesetaError
-from meseta.telemetry.splits import EVALUATED, TEST, VALID, choosing_split
 from meseta.telemetry.figures import METRICS, Metric, metrics_in
 from meseta.telemetry.lines import Figures
 from meseta.telemetry.shown import drawable, fixed
+from meseta.telemetry.splits import EVALUATED, TEST, VALID, choosing_split
 
 WHOLE = ""
 """The part of an evaluation that is all of it."""

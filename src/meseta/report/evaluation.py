@@ -8,10 +8,10 @@ from meseta.report.charts.chart import reliability_plot
 from meseta.report.charts.markup import table, tag, text
 from meseta.report.headline import final_evaluation
 from meseta.report.record import RunRecord
-from meseta.telemetry.splits import note_flattered
 from meseta.telemetry.figures import metrics_in
 from meseta.telemetry.lines import EvalLine, Figures
 from meseta.telemetry.shown import count, drawable, fixed, plural
+from meseta.telemetry.splits import note_flattered
 
 MAX_EVALS = 12
 

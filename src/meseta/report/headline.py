@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meseta.report.record import RunRecord
-from meseta.telemetry.splits import EVALUATED
 from meseta.telemetry.lines import EvalLine
 from meseta.telemetry.shown import drawable
+from meseta.telemetry.splits import EVALUATED
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ from meseta.report.predicted import predicted_section
 from meseta.report.record import RUN_FILES, RunRecord, flatten, read_run
 from meseta.report.stages import stages_section
 from meseta.spec import MesetaError
-from meseta.telemetry.splits import TEST, VALID
 from meseta.telemetry.shown import count, drawable, duration, fixed, short
+from meseta.telemetry.splits import TEST, VALID
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:

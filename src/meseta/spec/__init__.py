@@ -1,6 +1,7 @@
 """What the user says (tables, features, machines) and what the planner decided (shards, plans). No torch here."""
 
 from meseta.errors import MesetaError, nearest
+from meseta.spec.codecs import Communication
 from meseta.spec.cost_model import CostModel
 from meseta.spec.optimizer import OptimizerSpec
 from meseta.spec.plan import Plan
@@ -19,6 +20,7 @@ from meseta.spec.workload import DenseLoad, FeatureLoad, Reuse, Workload
 
 __all__ = [
     "COLUMN_BLOCK",
+    "Communication",
     "CostModel",
     "DenseLoad",
     "DeviceKind",

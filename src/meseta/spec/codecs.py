@@ -33,6 +33,7 @@ class Codec:
     """One way to write numbers."""
 
     name: CodecName
+    """As configs have it."""
     number_bytes: int
     """Of a number on the wire."""
     block_bytes: int = 0

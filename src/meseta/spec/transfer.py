@@ -20,8 +20,9 @@ bytes for each thing of one kind that a batch has. A step under a plan is
                  norms                          all      step
 
 of which those of tables take place only where a table needs them (arXiv 2104.05158, section 4.2: input all-to-all,
-pooled all-to-all, and their mirrors; section 4.2.1 for the sums inside a host). With exchange 'two_level' ids come in two
-steps, all bags and rows go as those that a host sums, and a row that is not pooled comes once for each rank that asks:
+pooled all-to-all, and their mirrors; section 4.2.1 for the sums inside a host). With exchange 'two_level' ids come in
+two steps, all bags and rows go as those that a host sums, and a row that is not pooled comes once for each rank that
+asks:
 
     input_dist   counts, counts inside          twins, mates   pair of twins or mates, route of a host, route
                  ids, ids inside                twins, mates   bag and id: once for each host, and for each owner
@@ -52,12 +53,12 @@ the same place in the others; the owners of one row's columns. Of what every ran
 copy of what each has, on all; inside each host, such a copy, and a sum of which each rank gets its part; a sum over the
 ranks that have the same place in all hosts."""
 Each = Literal[
-    "pair", "twin pair", "route", "host route", "row route", "host row route", "bag", "host bag", "id", "host id", "weight",
-    "host weight", "bag number", "partial bag number", "whole bag number", "row number", "distinct row number",
+    "pair", "twin pair", "route", "host route", "row route", "host row route", "bag", "host bag", "id", "host id",
+    "weight", "host weight", "bag number", "partial bag number", "whole bag number", "row number", "distinct row number",
     "row statistic", "replica number", "replica row", "step",
 ]  # fmt: skip
-"""What a part counts. A route is a feature that reads a piece of a table: one for each rank that asks; a row route is one
-that is not pooled. A bag number is one column of one bag; partial ones are summed inside a host, to whole ones; a row
+"""What a part counts. A route is a feature that reads a piece of a table: one for each rank that asks; a row route is
+one that is not pooled. A bag number is one column of one bag; partial ones are summed inside a host, to whole ones; a row
 number is one column of a row that is not pooled, a distinct one is counted once for each rank that asks. What is a
 host's is counted once for all pieces of a host that hold columns of the same rows. A row statistic is a sum over a
 touched row's part of 16 columns, for each other owner of columns of the row."""
@@ -263,17 +264,18 @@ class _Step:
                 weights = (Part("weight", weight, "owners"),)
                 found.append(Transfer("weights", "input_dist", weights, self.num_parts * weighted))
             return [*found, *self.answers()]
-        routes = ("host route", "host row route"), ("route", "row route")
-        parts = {
-            "counts": [
-                (Part("twin pair", header, "hosts"), *(Part(each, count, "hosts") for each in routes[0])),
-                (Part("pair", header, "host"), *(Part(each, count, "host") for each in routes[1])),
-            ],
-            "ids": [
+        across: list[tuple[Each, float]] = [("twin pair", header), ("host route", count), ("host row route", count)]
+        inside: list[tuple[Each, float]] = [("pair", header), ("route", count), ("row route", count)]
+        parts: dict[str, tuple[tuple[Part, ...], tuple[Part, ...]]] = {
+            "counts": (
+                tuple(Part(each, num_bytes, "hosts") for each, num_bytes in across),
+                tuple(Part(each, num_bytes, "host") for each, num_bytes in inside),
+            ),
+            "ids": (
                 (Part("host bag", id_width, "hosts"), Part("host id", id_width, "hosts")),
                 (Part("bag", id_width, "host"), Part("id", id_width, "host")),
-            ],
-            "weights": [(Part("host weight", weight, "hosts"),), (Part("weight", weight, "host"),)],
+            ),
+            "weights": ((Part("host weight", weight, "hosts"),), (Part("weight", weight, "host"),)),
         }
         number = {"counts": times, "ids": times, "weights": self.num_parts * weighted}
         first = {name: Transfer(name, "input_dist", levels[0], number[name]) for name, levels in parts.items()}

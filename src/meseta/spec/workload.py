@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from meseta.errors import MesetaError, check_number, nearest
+from meseta.spec.codecs import Communication
 from meseta.spec.documents import load_document, read_record, without_format
 from meseta.spec.optimizer import OptimizerSpec
 from meseta.spec.tables import DenseDtype, FeatureSpec, Pooling, TableDtype, TableSpec, check_features
@@ -109,6 +110,8 @@ class Workload:
     """Nothing where not given."""
     dense_exchange: DenseExchange = field(default_factory=DenseExchange)
     """What its layers exchange."""
+    comm: Communication = field(default_factory=Communication)
+    """How ranks write and route it. A run's config says it; no workload's document does."""
 
     def __post_init__(self) -> None:
         check_features(self.tables, self.features)

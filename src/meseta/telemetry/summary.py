@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import Field
 
 from meseta.machine.files import parse_json, read_bounded
-from meseta.telemetry.splits import EVALUATED, TEST, VALID
 from meseta.telemetry.lines import Count, Entry, EvalLine
+from meseta.telemetry.splits import EVALUATED, TEST, VALID
 from meseta.telemetry.transfers import TransferMeans
 
 SUMMARY_NAME = "summary.json"

@@ -8,8 +8,8 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from meseta.config import RunConfig, ScheduleConfig, TrainConfig
-from meseta.telemetry.splits import choosing_split
 from meseta.telemetry.lines import EvalLine
+from meseta.telemetry.splits import choosing_split
 from meseta.train.stopping import BestSoFar
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ from meseta.pipeline import Step, TrainStep
 from meseta.pipeline.step import NonFiniteLoss
 from meseta.report import write_report
 from meseta.spec import MesetaError
-from meseta.telemetry.splits import TEST
 from meseta.telemetry.lines import EvalLine, Line, TrainLine
+from meseta.telemetry.splits import TEST
 from meseta.telemetry.summary import SUMMARY_NAME, Best, Chosen, RunSummary, TeacherFigures, read_summary
 from meseta.train.decisions import Decisions, chosen_by_evaluations, is_evaluation_due
 from meseta.train.evaluate import check_segments, evaluate

@@ -217,19 +217,14 @@ class WorkloadLoads:
             cached_share: share of the rows that tiers 'cached' and 'disk' keep nearby.
             num_ranks: over which the samples are spread; each asks for its rows.
         """
-        samples = float(self.workload.batch_size if num_samples is None else num_samples)
-        if samples < 0:
-            raise MesetaError(f"loads: num_samples must not be negative, got {samples}")
+        samples = self._samples(num_samples)
         t, held = pieces.table, np.broadcast_to(np.asarray(held_samples, np.float64), pieces.table.shape)
         share = self.lookup_share(pieces)
         ids = samples * self.ids_per_sample[t] * share
         distinct = np.minimum(self.distinct(pieces, samples), ids)
-        columns = pieces.num_columns.astype(np.float64)
         touched = np.where(self.steps_all[t], pieces.num_rows, distinct)
         row_bytes, state_bytes = self._row_bytes(pieces)
         miss_share = 1.0 - np.clip(held / max(samples, 1.0), 0.0, 1.0)
-        before, after = self.distinct(pieces, held), self.distinct(pieces, held + samples)
-        fresh = _units(after, pieces.num_rows, row_bytes) - _units(before, pieces.num_rows, row_bytes)
         bags = samples * self.num_pooled[t]
         return Loads(
             shards=self.num_features[t],
@@ -240,27 +235,41 @@ class WorkloadLoads:
             row_shards=self.num_features[t] - self.num_pooled[t],
             rows_asked=self._rows_asked(pieces, samples, num_ranks),
             distinct=touched,
-            lookup_misses=np.clip(fresh, 0.0, distinct),
+            lookup_misses=np.clip(self._fresh_lines(pieces, held, samples), 0.0, distinct),
             update_misses=_units(touched, pieces.num_rows, row_bytes) * miss_share,
             update_bytes=_line_bytes(touched, pieces.num_rows, row_bytes)
             + _line_bytes(touched, pieces.num_rows, state_bytes),
             update_miss_share=miss_share,
             walks=ids * np.log2(1.0 + np.asarray(rank_bytes, np.float64) / FLAT_BYTES),
             tier_misses=self._tier_misses(pieces, samples, distinct, cached_share),
-            columns=columns,
+            columns=pieces.num_columns.astype(np.float64),
             row_bytes=row_bytes,
             state_bytes=state_bytes,
             number_bytes=np.full(len(t), float(self.wide)),
             num_rows=pieces.num_rows.astype(np.float64),
             is_half=self.value_bytes[t] == 2,
             is_unaligned=np.full(len(t), bool((self.dims % COLUMN_BLOCK).any())),
-            is_staged=(columns < self.dims[t]) & self.sums_rows[t],
+            is_staged=(pieces.num_columns < self.dims[t]) & self.sums_rows[t],
             is_frozen=np.array([name == "frozen" for name in self.optimizers], bool)[self.optimizer[t]],
             weights=samples * self.weights_per_sample[t] * share,
             optimizer=self.optimizer[t],
             tier=pieces.tier,
             optimizers=self.optimizers,
         )
+
+    def _samples(self, num_samples: float | None) -> float:
+        """A number of samples; None: of the global batch."""
+        samples = float(self.workload.batch_size if num_samples is None else num_samples)
+        if samples < 0:
+            raise MesetaError(f"loads: num_samples must not be negative, got {samples}")
+        return samples
+
+    def _fresh_lines(self, pieces: Pieces, held: Floats, samples: float) -> Floats:
+        """Lines [n] that a step fetches beside those of the `held` samples before it."""
+        row_bytes, _ = self._row_bytes(pieces)
+        before, after = (_units(self.distinct(pieces, n), pieces.num_rows, row_bytes) for n in (held, held + samples))
+        found: Floats = after - before
+        return found
 
     def _rows_asked(self, pieces: Pieces, samples: float, num_ranks: int) -> Floats:
         """Rows [n] that features ask for which are not pooled, as in `Loads`."""

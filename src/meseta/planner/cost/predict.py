@@ -85,13 +85,8 @@ def predict(
     held = loads.held_samples(placement.sharded, placement.owner, plan.num_ranks, cost_model.cache.cache_bytes)
     rank_bytes = placement.by_rank(loads.stored_bytes(placement.sharded))
     rank_bytes = rank_bytes + loads.stored_bytes(placement.replicated).sum()
-    sharded = loads.loads(
-        placement.sharded,
-        held_samples=held[placement.owner],
-        rank_bytes=rank_bytes[placement.owner],
-        cached_share=share,
-        num_ranks=plan.num_ranks,
-    )
+    of_owner = {"held_samples": held[placement.owner], "rank_bytes": rank_bytes[placement.owner]}
+    sharded = loads.loads(placement.sharded, **of_owner, cached_share=share, num_ranks=plan.num_ranks)
     replicated = loads.loads(placement.replicated, cached_share=share)
     lookup, update = _operators(placement, sharded, replicated, loads, cost_model, topology)
     transfers = step_transfers(workload, plan, plan.num_ranks, topology.devices_per_host)

@@ -102,9 +102,7 @@ class Prices:
         cache_bytes, n = model.cache.cache_bytes, len(pieces.table)
         held = self._held
         alone = loads.held_samples(pieces, np.arange(n), n, cache_bytes) if n else np.zeros(0)
-        load = loads.loads(
-            pieces, held_samples=held, rank_bytes=self._rank_bytes, cached_share=share, num_ranks=ranks
-        )
+        load = loads.loads(pieces, held_samples=held, rank_bytes=self._rank_bytes, cached_share=share, num_ranks=ranks)
         compute = sum(operator_seconds(model, load, per_host))
         least = loads.loads(
             pieces, held_samples=np.maximum(alone, held), rank_bytes=loads.stored_bytes(pieces), cached_share=share
@@ -170,7 +168,9 @@ class Prices:
         model, topology, ranks = self.cost_model, self.topology, self.topology.num_ranks
         n, nothing = len(pieces.table), np.zeros(0, np.int64)
         empty = Pieces(*[nothing] * 6)
-        placement = Placement(empty, *[nothing] * 5, pieces, ranks, topology.devices_per_host)
+        placement = Placement(
+            empty, nothing, nothing, nothing, nothing, nothing, pieces, ranks, topology.devices_per_host
+        )
         common = np.zeros((n, len(COMPONENTS)))
         common[:, 0] = sum(replica_seconds(self.loads, placement, model, topology))
         load = self.loads.loads(pieces)

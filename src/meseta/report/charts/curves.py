@@ -10,10 +10,10 @@ import numpy as np
 from meseta.report.charts.chart import Series, line_chart
 from meseta.report.charts.markup import tag, text
 from meseta.report.record import RunRecord
-from meseta.telemetry.splits import TEST
 from meseta.telemetry.figures import Metric
 from meseta.telemetry.lines import EvalLine, TrainLine
 from meseta.telemetry.shown import drawable
+from meseta.telemetry.splits import TEST
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ from typing import IO, Any
 
 from meseta.machine.files import append_whole
 from meseta.spec import MesetaError
-from meseta.telemetry.splits import VALID
 from meseta.telemetry.lines import EvalLine, Line
+from meseta.telemetry.splits import VALID
 
 _PLACES = ("kind", "step", "split")
 """Keys of a line that say where its figures belong."""

@@ -37,6 +37,7 @@ def make_workload(
         loads={feature.name: feature_load(columns[feature.name], num_samples) for feature in features},
         dense=DenseLoad() if model is None else dense_load(config, model),
         dense_exchange=DenseExchange() if model is None else dense_exchange(config, model),
+        comm=config.comm.communication,
     )
 
 

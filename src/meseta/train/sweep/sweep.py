@@ -23,8 +23,8 @@ from meseta.machine.files import parse_json, plain_data, read_bounded, write_who
 from meseta.machine.own_code import say_own
 from meseta.machine.yaml_text import parse_yaml
 from meseta.spec import MesetaError
-from meseta.telemetry.splits import TEST, VALID, choosing_split
 from meseta.telemetry.figures import RISING
+from meseta.telemetry.splits import TEST, VALID, choosing_split
 from meseta.telemetry.summary import RunSummary, read_summary
 
 FORMAT = "meseta.sweep/1"
