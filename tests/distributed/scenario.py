@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from meseta.comm import DenseGradients, World
+from meseta.comm.coding import DENSE_EXPONENT
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
 from meseta.jagged import JaggedTensor, KeyedJaggedTensor
-from meseta.spec import FeatureSpec, OptimizerSpec, Plan, Shard, TableSpec
+from meseta.spec import Communication, FeatureSpec, OptimizerSpec, Plan, Shard, TableSpec
 from meseta.storage import ROW
 
 DIM = 48  # three blocks of 16 columns: two or three column shards
@@ -33,6 +34,7 @@ class Scenario:
     seed: int = 0
     exchange: str = "flat"  # how ids and rows cross hosts
     per_host: int | None = None  # half of the ranks, where not said
+    comm: Communication = Communication()
 
     def tables(self) -> list[TableSpec]:
         constants = {"initial_accumulator": 0.01} if "adagrad" in self.optimizer else {}
@@ -136,14 +138,19 @@ def train(scenario: Scenario, given_gradients: bool = False) -> dict[str, Any]:
     dtype = getattr(torch, scenario.dtype)
     collection: Any = EmbeddingBagCollection(scenario.tables(), scenario.features(), seed=scenario.seed)
     if world.size > 1:
-        collection = ShardedEmbeddingBagCollection(collection, scenario.plan(world.size), world)
+        plan = scenario.plan(world.size)
+        world = world.under(plan)
+        collection = ShardedEmbeddingBagCollection(collection, plan, world, scenario.comm)
+    else:
+        collection.round_as(scenario.comm)
     generator = torch.Generator().manual_seed(scenario.seed)
     width = DIM * len(scenario.features())
     layer = torch.nn.Linear(width, 1).to(dtype)
     with torch.no_grad():
         layer.weight.copy_(torch.randn(1, width, generator=generator, dtype=torch.float64) / 10)
         layer.bias.zero_()
-    reducer = DenseGradients(list(layer.parameters()), world, collection)
+    coding = collection.make_coding("dense", "dense", DENSE_EXPONENT) if world.size > 1 else None
+    reducer = DenseGradients(list(layer.parameters()), world, collection, coding)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     losses, outputs = [], []
     for step in range(scenario.num_steps):

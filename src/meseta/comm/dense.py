@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from meseta.comm.coding import SumCoding, whole_blocks
 from meseta.comm.world import World
 from meseta.ops.memory import empty
 from meseta.spec import MesetaError
@@ -38,8 +39,16 @@ class DenseGradients:
     in the order of `meseta.comm.sums`.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], world: World, passes: BackwardPasses) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        world: World,
+        passes: BackwardPasses,
+        make_coding: Callable[[int], SumCoding] | None = None,
+    ) -> None:
+        """`make_coding` says how so many numbers cross hosts in this step; then each parameter begins a block."""
         self.world = world
+        self._make_coding = make_coding
         self.passes = passes
         self.parameters = [p for p in parameters if p.requires_grad]
         dtypes = {p.dtype for p in self.parameters}
@@ -47,7 +56,10 @@ class DenseGradients:
             raise MesetaError(
                 f"dense parameters must have one dtype, got {sorted(map(str, dtypes))}; they share one buffer"
             )
-        self._sizes = [p.numel() for p in self.parameters]
+        sizes = [p.numel() for p in self.parameters]
+        self._sizes = sizes if make_coding is None else [whole_blocks(size) for size in sizes]
+        if make_coding is not None and torch.float64 in dtypes:
+            raise MesetaError("comm: dense parameters of float64 travel as they are; leave comm.dense at 'fp32'")
         self._backward = -1
         if world.size > 1:
             for parameter in self.parameters:
@@ -70,11 +82,11 @@ class DenseGradients:
             for parameter in self.parameters:
                 parameter.grad = None
             return
-        self.world.all_reduce(buffer, "dense")
+        self.world.all_reduce(buffer, "dense", None if self._make_coding is None else self._make_coding(sum(self._sizes)))
         *slots, counts = buffer.split([*self._sizes, len(self._sizes)])
         for parameter, slot, count in zip(self.parameters, slots, counts.tolist(), strict=True):
             if count:
-                parameter.grad = slot.view_as(parameter)
+                parameter.grad = slot[: parameter.numel()].view_as(parameter)
 
     def _weighted(self) -> Tensor:
         """What this rank gives: gradients times what its samples weigh, and a 1 for each that there is."""
@@ -85,6 +97,7 @@ class DenseGradients:
             if parameter.grad is None or share == 0:  # The mean over a rank without samples is NaN; it weighs nothing.
                 slot.zero_()
             else:
-                torch.mul(parameter.grad.reshape(-1), share, out=slot)
+                torch.mul(parameter.grad.reshape(-1), share, out=slot[: parameter.numel()])
+                slot[parameter.numel() :].zero_()
         counts.copy_(torch.tensor([float(p.grad is not None) for p in self.parameters]))
         return buffer

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from meseta.comm.coding import SumCoding, whole_blocks
 from meseta.comm.dense import BackwardPasses
 from meseta.comm.world import World
 from meseta.spec import MesetaError
@@ -18,7 +19,13 @@ CALLED_BY_PARTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 """Modules that are not called themselves, or do nothing but call their children."""
 
 
-def shard_dense(model: nn.Module, tables: nn.Module, world: World, passes: BackwardPasses) -> list[nn.Parameter]:
+def shard_dense(
+    model: nn.Module,
+    tables: nn.Module,
+    world: World,
+    passes: BackwardPasses,
+    make_coding: Callable[[int], SumCoding] | None = None,
+) -> list[nn.Parameter]:
     """Cut the dense parameters of `model`, which holds `tables`, over the ranks of each host, in place; returns those
     that stay whole on every rank.
 
@@ -26,7 +33,8 @@ def shard_dense(model: nn.Module, tables: nn.Module, world: World, passes: Backw
     way back runs, and a rank keeps 1 / ranks_per_host of its parameters, gradients and moments (FSDP2; Zhao et al.,
     arXiv 2304.11277; across hosts the hybrid of section 3.2.2). Its gradients are added over ranks, each times its
     rank's `passes.local_share`, as in `meseta.comm.sums`, after each pass: a rank has no room to keep what is whole.
-    Parameters of modules that hold tables, and those without a dimension, stay whole.
+    Parameters of modules that hold tables, and those without a dimension, stay whole. `make_coding` says how so many
+    numbers of such a sum cross hosts.
 
     Collective. Raises MesetaError, alike on all ranks, for hosts of one device, for a model without such a module, or
     one in which a parameter belongs to several of them, or that mixes dtypes.
@@ -53,7 +61,7 @@ def shard_dense(model: nn.Module, tables: nn.Module, world: World, passes: Backw
         # By default gradients are averaged, as if the ranks had equal slices of the batch.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
-        sharded.set_custom_reduce_scatter(WeightedReduceScatter(world, passes))
+        sharded.set_custom_reduce_scatter(WeightedReduceScatter(world, passes, make_coding))
     whole = [parameter for parameter in model.parameters() if not is_cut(parameter)]
     for tensor in (*whole, *model.buffers()):
         tensor.data = tensor.data.to(world.device)
@@ -63,8 +71,10 @@ def shard_dense(model: nn.Module, tables: nn.Module, world: World, passes: Backw
 class WeightedReduceScatter:
     """How `fully_shard` adds gradients over all ranks: each times what its rank's samples weigh."""
 
-    def __init__(self, world: World, passes: BackwardPasses) -> None:
-        self._world, self._passes = world, passes
+    def __init__(
+        self, world: World, passes: BackwardPasses, make_coding: Callable[[int], SumCoding] | None = None
+    ) -> None:
+        self._world, self._passes, self._make_coding = world, passes, make_coding
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for what is sent or received."""
@@ -79,7 +89,9 @@ class WeightedReduceScatter:
             input_tensor.zero_()
         pieces = input_tensor.view(world.ranks_per_host, -1)
         world.add_in_host(output_tensor.view(-1), pieces, "gradients of parameters")
-        world.add_over_hosts(output_tensor.view(-1), "gradients of hosts")
+        total = output_tensor.view(-1)
+        coding = None if self._make_coding is None else self._make_coding(whole_blocks(total.numel()))
+        world.add_over_hosts(total, "gradients of hosts", coding)
 
 
 def cut_modules(module: nn.Module, tables: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -17,18 +17,25 @@ changes no bit of it; and neither do the bounds of pieces. Of a buffer on two ho
 
 (arXiv 2104.05158, section 4.2.1; the two levels are those of a hierarchical all-reduce). Two ranks alone send each
 other all they have, where it is short, and both add: the same bytes in one phase.
+
+With a codec what crosses hosts is rounded, always by the way of twins: the sum of each host is encoded once, what it
+decodes to is added in the order of hosts by the owner of a piece, and the total is encoded once more. All ranks keep what
+that decodes to, the owner and those of one host too:
+
+    total = decode(encode(decode(encode(host 0)) + decode(encode(host 1)) + ...))
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from meseta.comm.coding import SumCoding, in_whole_blocks
 from meseta.comm.messages import Peer, Swap
 
 SumPath = Literal["flat", "twins", "chain"]
@@ -55,10 +62,17 @@ class OrderedSum:
     """Begins to send each peer something, and to receive something from it."""
     scratch: Callable[[int, Tensor], Tensor]
     """[n] numbers as those of a tensor, until it is asked again: memory for what comes in."""
+    coding: SumCoding | None = None
+    """How numbers cross hosts; None: as they are."""
 
     def all_reduce(self, buffer: Tensor) -> None:
         """[n], in place: the sum, on every rank. In chunks."""
-        for chunk in buffer.split(self._chunk(buffer)):
+        num_coded = 0 if self.coding is None else self.coding.num_coded
+        first = 0
+        for chunk in buffer[:num_coded].split(self._chunk(buffer)) if num_coded else ():
+            self._add_coded_chunk(chunk, first)
+            first += chunk.numel()
+        for chunk in buffer[num_coded:].split(self._chunk(buffer)):
             self._add_chunk(chunk)
 
     def add_in_host(self, total: Tensor, pieces: Tensor) -> None:
@@ -67,7 +81,13 @@ class OrderedSum:
 
     def add_over_hosts(self, total: Tensor) -> None:
         """[m], in place: the sum over the ranks at this place of all hosts."""
-        self._among_twins(total)
+        if self.coding is None:
+            self._among_twins(total)
+            return
+        padded = in_whole_blocks(total)
+        self._among_twins_coded(padded, 0)
+        if padded is not total:
+            total.copy_(padded[: total.numel()])
 
     @property
     def _host(self) -> range:
@@ -96,6 +116,41 @@ class OrderedSum:
         self._among_twins(mine)
         self._exchange([Peer(r, mine, cuts[i]) for i, r in enumerate(host) if r != self.rank])
         assert mine.data_ptr() == cuts[place].data_ptr()
+
+    def _add_coded_chunk(self, buffer: Tensor, first: int) -> None:
+        """A part of the buffer that begins at number `first`."""
+        host = self._host
+        if len(host) == 1:
+            self._among_twins_coded(buffer, first)
+            return
+        cuts = cut(buffer, len(host))
+        mine = self._scattered(host, cuts, len(host))
+        before = sum(piece.numel() for piece in cuts[: self.rank - host.start])
+        self._among_twins_coded(mine, first + before)
+        self._exchange([Peer(r, mine, cuts[i]) for i, r in enumerate(host) if r != self.rank])
+
+    def _among_twins_coded(self, buffer: Tensor, first: int) -> None:
+        """Add what the ranks at this place have, in place, encoded on both ways; `buffer` begins at number `first`."""
+        coding, twins, place = self.coding, self._twins, self.rank // self.per_host
+        assert coding is not None
+        pieces = cut(buffer, len(twins))
+        firsts = [first, *accumulate((piece.numel() for piece in pieces), initial=first)][1:]
+        sizes = [coding.num_bytes(piece.numel()) for piece in pieces]
+        memory = self.scratch(sum(sizes) + len(twins) * sizes[place], torch.empty(0, dtype=torch.uint8))
+        coded, came = memory[: sum(sizes)].split(sizes), memory[sum(sizes) :].view(len(twins), sizes[place])
+        for piece, out, number in zip(pieces, coded, firsts, strict=False):
+            coding.encode(piece, out, number, place)
+        came[place] = coded[place]
+        self._exchange([Peer(r, coded[i], came[i]) for i, r in enumerate(twins) if r != self.rank])
+        mine, term = pieces[place], torch.empty_like(pieces[place])
+        coding.decode(came[0], mine)
+        for of_host in came[1:]:
+            coding.decode(of_host, term)
+            mine += term
+        coding.encode(mine, coded[place], firsts[place], None)
+        self._exchange([Peer(r, coded[place], coded[i]) for i, r in enumerate(twins) if r != self.rank])
+        for piece, out in zip(pieces, coded, strict=True):
+            coding.decode(out, piece)
 
     def _among_twins(self, buffer: Tensor) -> None:
         """Add what the ranks at this place have, in place; each has the sum of its host."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor
 
+from meseta.comm.coding import SumCoding
 from meseta.comm.lanes import Crossing, Lane
 from meseta.comm.messages import Peer, Swap, swap
 from meseta.comm.sums import OrderedSum, SumPath, add
@@ -26,7 +27,7 @@ from meseta.machine.processors import patient_threads
 from meseta.machine.rendezvous import VARIABLE
 from meseta.machine.variables import variables
 from meseta.ops.memory import empty
-from meseta.spec import MesetaError
+from meseta.spec import MesetaError, Plan
 from meseta.spec.transfer import BETWEEN_STEPS, OF_STEPS, alike_shares
 from meseta.telemetry.transfers import TransferSpan, TransferTimes
 
@@ -120,6 +121,11 @@ class World:
         count = int(variables.get("LOCAL_WORLD_SIZE", self.size))
         return count if count > 0 and self.size % count == 0 else self.size
 
+    def under(self, plan: Plan) -> World:
+        """The same, on the hosts of a plan, with sums over the links that it names."""
+        path = "flat" if plan.exchange == "flat" else plan.dense_exchange or "twins"
+        return replace(self.on_hosts(plan.devices_per_host), sum_path=path)
+
     def on_hosts(self, per_host: int | None) -> World:
         """The same, on hosts of so many ranks, as a plan says it; None: as they were launched."""
         return self if per_host is None else replace(self, per_host=per_host)
@@ -187,20 +193,21 @@ class World:
         here[self.rank].copy_(there[self.rank])
         return Pending(received=received, send=send, work=messages, end=end)
 
-    def start_all_reduce(self, tensor: Tensor, name: str = "") -> Pending:
-        """Begin to sum over ranks, in place, in one order of additions: see `meseta.comm.sums`."""
-        return self._start_sum(tensor, name, by_itself=True)
+    def start_all_reduce(self, tensor: Tensor, name: str = "", coding: SumCoding | None = None) -> Pending:
+        """Begin to sum over ranks, in place, in one order of additions: see `meseta.comm.sums`. `coding` says how
+        numbers cross hosts."""
+        return self._start_sum(tensor, name, coding, by_itself=True)
 
-    def all_reduce(self, tensor: Tensor, name: str = "") -> Tensor:
+    def all_reduce(self, tensor: Tensor, name: str = "", coding: SumCoding | None = None) -> Tensor:
         """Sum over ranks, in place, in the same order."""
-        return self._start_sum(tensor, name, by_itself=False).wait()
+        return self._start_sum(tensor, name, coding, by_itself=False).wait()
 
-    def _start_sum(self, tensor: Tensor, name: str, *, by_itself: bool) -> Pending:
+    def _start_sum(self, tensor: Tensor, name: str, coding: SumCoding | None, *, by_itself: bool) -> Pending:
         if self.size == 1:
             return Pending(received=tensor, send=tensor, work=None)
         check_listed(name)
-        end, buffer = self._begin_alike(name, tensor, "sum"), tensor.view(-1)
-        work = self._in_lane(name, lambda sums: sums.all_reduce(buffer), buffer, by_itself=by_itself)
+        end, buffer = self._begin_alike(name, tensor, "sum", coding), tensor.view(-1)
+        work = self._in_lane(name, lambda sums: sums.all_reduce(buffer), buffer, coding, by_itself=by_itself)
         return Pending(received=tensor, send=tensor, work=work, end=end)
 
     def add_in_host(self, total: Tensor, pieces: Tensor, name: str = "") -> None:
@@ -211,14 +218,15 @@ class World:
         self._in_lane(name, lambda sums: sums.add_in_host(total, pieces), total, by_itself=False).wait()
         end(start_s, None)
 
-    def add_over_hosts(self, total: Tensor, name: str = "") -> None:
+    def add_over_hosts(self, total: Tensor, name: str = "", coding: SumCoding | None = None) -> None:
         """[m], in place: the sum over the ranks at this place of all hosts; in the same order."""
         if self.ranks_per_host == self.size:
             return
         check_listed(name)
         _, far = alike_shares("hosts sum", self.size, self.ranks_per_host)
-        end, start_s = self._begin(name, 0.0, far * total.nbytes), time.perf_counter()
-        self._in_lane(name, lambda sums: sums.add_over_hosts(total), total, by_itself=False).wait()
+        num_bytes = total.nbytes if coding is None else coding.num_bytes(coding.num_coded)
+        end, start_s = self._begin(name, 0.0, far * num_bytes), time.perf_counter()
+        self._in_lane(name, lambda sums: sums.add_over_hosts(total), total, coding, by_itself=False).wait()
         end(start_s, None)
 
     def host_group(self) -> Any:
@@ -227,7 +235,15 @@ class World:
             group, _ = dist.new_subgroups(group_size=self.ranks_per_host)
         return group
 
-    def _in_lane(self, name: str, add_up: Callable[[OrderedSum], None], buffer: Tensor, *, by_itself: bool) -> Work:
+    def _in_lane(
+        self,
+        name: str,
+        add_up: Callable[[OrderedSum], None],
+        buffer: Tensor,
+        coding: SumCoding | None = None,
+        *,
+        by_itself: bool,
+    ) -> Work:
         """Begin a sum of `buffer` in the lane of sums; on a GPU it is begun in the order of the calls, in their
         stream."""
         on_cpu, known = buffer.device.type == "cpu", set[int]()
@@ -237,7 +253,7 @@ class World:
             _crossing.let_pass()
             return swap(self.rank, peers, name, batch=buffer.numel(), group=lane.group, known=known)
 
-        sums = OrderedSum(self.rank, self.size, self.ranks_per_host, self.sum_path, begin, lane.scratch)
+        sums = OrderedSum(self.rank, self.size, self.ranks_per_host, self.sum_path, begin, lane.scratch, coding)
         return lane.begin(lambda: add_up(sums), by_itself=by_itself and on_cpu)
 
     def sum_of_few(self, numbers: Tensor, name: str = "") -> Tensor:
@@ -281,11 +297,14 @@ class World:
         return end
 
     def _begin_alike(
-        self, name: str, tensor: Tensor, way: Literal["sum", "gather"]
+        self, name: str, tensor: Tensor, way: Literal["sum", "gather"], coding: SumCoding | None = None
     ) -> Callable[[float, float | None], None]:
         """The same of what every rank has alike, by the bytes that a plan is predicted to send."""
         near, far = alike_shares(way, self.size, self.ranks_per_host)
-        return self._begin(name, near * tensor.nbytes, far * tensor.nbytes)
+        across = tensor.nbytes
+        if coding is not None:
+            across += coding.num_bytes(coding.num_coded) - coding.num_coded * tensor.element_size()
+        return self._begin(name, near * tensor.nbytes, far * across)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Rank 0's values, in place on every other rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
 
@@ -15,14 +16,16 @@ from meseta.embedding.base import Collection, UpdateInBackward
 from meseta.embedding.feature_group import FeatureGroup
 from meseta.embedding.flight import Flight
 from meseta.embedding.update import group_shards, step_shards
+from meseta.embedding.wire import GradientDraw, Wire, gradient_exponent
 from meseta.jagged import Embeddings, KeyedJaggedTensor
+from meseta.ops.codec import HalfRange
 from meseta.ops.id_policy import NO_ERROR, CheckedIds
 from meseta.ops.pooled_lookup import LookupGroup, lookup_group
 from meseta.ops.row_lookup import row_lookup
 from meseta.ops.row_update import FeatureGradient, TableRows
 from meseta.ops.weight_gradient import weight_gradient
 from meseta.optim import make_row_optimizer
-from meseta.spec import FeatureSpec, Plan, Shard, ShardingType, TablePlan, TableSpec
+from meseta.spec import Communication, FeatureSpec, Plan, Shard, ShardingType, TablePlan, TableSpec
 from meseta.storage import TableStorage, make_storage
 
 
@@ -53,8 +56,8 @@ class LocalLookup:
         single = ids.select([f.name for f in self.group.row_features])
         return [pooled, *row_lookup(self._single, single.values, single.key_offsets)]
 
-    def segment(self, ids: KeyedJaggedTensor, gradients: Sequence[Tensor]) -> GradientSegment:
-        """Ids and what their rows receive, for the gradients of what a lookup returned."""
+    def segment(self, ids: KeyedJaggedTensor, gradients: Sequence[Tensor], step: int) -> GradientSegment:
+        """Ids and what their rows receive in a step, for the gradients of what a lookup returned."""
         of_bags, *of_rows = gradients
         return local_segment(ids, (self.group.gradient_of_sums(of_bags, ids.lengths), *of_rows), self.group.unpooled)
 
@@ -71,6 +74,39 @@ class LocalLookup:
             start = ids.key_offsets[ids.keys.index(f)]
             whole[start : start + part.numel()] = part
         return whole
+
+
+class RoundedLookup(LocalLookup):
+    """The same, rounded where several ranks round what they send, so that they can be held against it."""
+
+    def __init__(
+        self, group: FeatureGroup, weights: Mapping[str, Tensor], dtype: torch.dtype, comm: Communication, seed: int
+    ) -> None:
+        super().__init__(group, weights, dtype)
+        self._pooled = replace(self._pooled, mean=(False,) * len(group.pooled_features))  # sums travel
+        self._comm, self._seed = comm, seed
+
+    def __call__(self, ids: KeyedJaggedTensor) -> list[Tensor]:
+        pooled, *rows = super().__call__(ids)
+        wire = Wire(self._dtype, pooled.device, self._comm.codec("forward"))
+        sums = wire.rounded(pooled, self.group.pooled_dims)
+        lengths = ids.lengths.view(len(self.group.features), -1)
+        return [self.group.divide_means(sums, lengths), *(wire.rounded(one, (one.shape[1],)) for one in rows)]
+
+    def segment(self, ids: KeyedJaggedTensor, gradients: Sequence[Tensor], step: int) -> GradientSegment:
+        of_bags, *of_rows = gradients
+        half = HalfRange(gradient_exponent(ids.batch_size))
+        wire = Wire(self._dtype, of_bags.device, self._comm.codec("backward"), half=half)
+        names = tuple(feature.name for feature in self.group.features)
+        draw = GradientDraw(self._seed, step, names, 0, ids.lengths) if wire.codec.block_bytes else None
+        features = [f for f in range(len(names)) if f not in self.group.unpooled]
+        rounding = None if draw is None else draw.bags([(f, 0) for f in features])
+        sums = self.group.gradient_of_sums(of_bags, ids.lengths)
+        rounded = [wire.rounded(sums, self.group.pooled_dims, rounding)]
+        for f, gradient in zip(self.group.unpooled, of_rows, strict=True):
+            rounding = None if draw is None else draw.rows(f, 0, draw.row_numbers(f))
+            rounded.append(wire.rounded(gradient, (gradient.shape[1],), rounding))
+        return local_segment(ids, rounded, self.group.unpooled)
 
 
 class EmbeddingBagCollection(Collection[CheckedIds]):
@@ -95,6 +131,7 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
     ) -> None:
         super().__init__(tables, features, seed)
         self.device = torch.device(device)
+        self._comm = Communication()
 
     @cached_property
     def plan(self) -> Plan:
@@ -158,9 +195,20 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
         )
         return self._embeddings(flight, ids, found)
 
+    def round_as(self, comm: Communication) -> None:
+        """Round in training what several ranks under `comm` round before they send it: bags and rows, and their
+        gradients. What they add over ranks, as replicas, is not rounded."""
+        comm.check_dtype(self.tables[0].dtype)
+        self._comm, self._rows = comm, None
+
+    def _lookup(self, group: FeatureGroup, weights: Mapping[str, Tensor]) -> LocalLookup:
+        if self._comm.is_exact:
+            return LocalLookup(group, weights, self.dtype)
+        return RoundedLookup(group, weights, self.dtype, self._comm, self.seed)
+
     def _describe(self, rows: Sequence[TableRows]) -> None:
         weights = {shard.spec.name: lent.weight for shard, lent in zip(self.shards, rows, strict=True)}
-        self._lookups = tuple(LocalLookup(group, weights, self.dtype) for group in self.groups)
+        self._lookups = tuple(self._lookup(group, weights) for group in self.groups)
         """One per group."""
         self._fused = group_shards(self.shards, rows, self._gradients)
 
@@ -189,7 +237,9 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
         ids = [own.kjt for own in flight.take_parts()]
         given = list(zip(self._lookups, ids, self.by_group(gradients), strict=True))
         of_weights = [lookup.weight_gradient(own, pooled) for lookup, own, (pooled, *_) in given]
-        self._kept.append([lookup.segment(own, moved) for lookup, own, moved in given])
+        assert flight.batch_slice is not None
+        step = flight.batch_slice.step
+        self._kept.append([lookup.segment(own, moved, step) for lookup, own, moved in given])
         if self._waits(flight):
             return of_weights
         with flight.stage_timer("table_update"):

@@ -222,14 +222,3 @@ def unpack(x: Exchanged, num_routes: int, arrival: Sequence[int], payload: Tenso
         weights = permute_pieces(weights, [number for n in counts for number in n], by_route)
     bags = Bags(ids, lengths_to_offsets(lengths), x.num_samples, weights)
     return OwnedIds(bags=bags, lengths=lengths, sizes=tuple(sum(n[route] for n in counts) for route in range(k)))
-
-
-def matrices(flat: Tensor, shapes: Sequence[Sequence[tuple[int, int]]]) -> list[list[Tensor]]:
-    """Views of a buffer: for each rank the matrices of these shapes, one behind the other."""
-    pieces = iter(flat.split([a * b for shape in shapes for a, b in shape]))
-    return [[next(pieces).view(size) for size in shape] for shape in shapes]
-
-
-def numbers_in(shapes: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
-    """For each rank: how many numbers its matrices have."""
-    return [sum(a * b for a, b in shape) for shape in shapes]

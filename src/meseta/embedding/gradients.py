@@ -3,94 +3,128 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from meseta.comm import Pending, Scope, World
-from meseta.embedding.exchange import Exchanged, matrices, numbers_in
+from meseta.embedding.exchange import Exchanged
 from meseta.embedding.relay import Rows, by_rank, take_from_twins
 from meseta.embedding.routes import Route, Routing, column_groups
-from meseta.ops.columns import place_columns
-from meseta.ops.memory import empty
+from meseta.embedding.wire import GradientDraw, Matrix, Wire, Wires
 from meseta.spec import COLUMN_BLOCK, Plan, Shard
 from meseta.storage import TableStorage
 
 
-def send_gradients(
-    routing: Routing, world: World, unpooled: Sequence[int], x: Exchanged, gradients: Sequence[Tensor], share: float
-) -> Pending:
-    """The mirror of the answers, times `share`: to every owner the gradient of its direct bags [B_local, columns], to
-    a mate also that of its partial bags, and [ids, D] of its routes that are not pooled.
+@dataclass(frozen=True)
+class SentGradients:
+    """The gradients of one batch on their way to the owners of rows."""
 
-    `gradients` are those of the bags of all features, and of each feature of `unpooled`."""
-    ranks, mates = range(world.size), routing.ranks_of_host(world.rank)
-    of_bags, of_rows = torch.empty(0), Rows()
-    if routing.sums_in_hosts:
-        of_bags, of_rows = _gradients_of_hosts(routing, world, unpooled, x, gradients, share)
-    met = mates if routing.two_level else ranks
-    send = [routing.answer_shapes(r, world.rank, x.batch_sizes, x.ids_on.through(r) if r in met else {}) for r in ranks]
-    receive = [routing.answer_shapes(world.rank, r, x.batch_sizes, x.ids_on.answered) for r in ranks]
-    flat = empty((sum(numbers_in(send)),), gradients[0].dtype, world.device)
-    for r, (direct, host_reduced, *rows) in enumerate(matrices(flat, send)):
-        place_columns(direct, gradients[:1], routing.gradient_moves[r], share)
-        if host_reduced.numel():
-            place_columns(host_reduced, [of_bags], routing.host_reduced_gradient_moves[r])
-        for k, out in enumerate(rows, start=routing.host_reduced[r].stop):
-            if not routing.two_level:
-                _put_rows(out, unpooled, x, gradients, routing.by_rank[r][k], share)
-            elif r in mates:
-                out.copy_(of_rows[r, k])
-    return world.all_to_all(flat, numbers_in(send), numbers_in(receive), "gradients", scope=Scope(met, batch=x.mark))
+    routing: Routing
+    world: World
+    unpooled: Sequence[int]
+    """Features that are not pooled."""
+    x: Exchanged
+    wires: Wires
+    draw: GradientDraw | None
+    """Of stochastic rounding, where numbers are rounded so."""
+    gradients: Sequence[Tensor]
+    """Of the bags of all features, and of each feature of `unpooled`."""
+    share: float
+    """What all are multiplied by."""
 
+    def send(self) -> Pending:
+        """The mirror of the answers: begin to send to every owner the gradient of its direct bags [B_local, columns],
+        to a mate also that of its partial bags, and [ids, D] of its routes that are not pooled."""
+        routing, world, x, wire = self.routing, self.world, self.x, self.wires.near
+        ranks, mates = range(world.size), routing.ranks_of_host(world.rank)
+        of_bags, of_rows = self._of_hosts() if routing.sums_in_hosts else (torch.empty(0), Rows())
+        met = mates if routing.two_level else ranks
+        send = [
+            routing.answer_message(r, world.rank, x.batch_sizes, x.ids_on.through(r) if r in met else {}) for r in ranks
+        ]
+        receive = [routing.answer_message(world.rank, r, x.batch_sizes, x.ids_on.answered) for r in ranks]
+        buffer = wire.empty(send)
+        for r, (direct, host_reduced, *rows) in enumerate(wire.views(buffer, send)):
+            of_direct, of_reduced, *of_routes = send[r]
+            if direct.numel():
+                pieces = [(route.feature, route.shard.columns[0]) for route in routing.routes_of(r, routing.direct[r])]
+                self._put_bags(wire, direct, of_direct, routing.gradient_moves[r], pieces)
+            if host_reduced.numel():
+                wire.put(host_reduced, of_reduced, [of_bags], routing.host_reduced_gradient_moves[r])
+            for k, (out, matrix) in enumerate(zip(rows, of_routes, strict=True), start=routing.host_reduced[r].stop):
+                if not routing.two_level:
+                    self._put_rows(wire, out, matrix, routing.by_rank[r][k])
+                elif r in mates:
+                    out.copy_(of_rows[r, k])
+        scope = Scope(met, batch=x.mark)
+        return world.all_to_all(buffer, wire.sizes(send), wire.sizes(receive), "gradients", scope=scope)
 
-def _gradients_of_hosts(
-    routing: Routing, world: World, unpooled: Sequence[int], x: Exchanged, gradients: Sequence[Tensor], share: float
-) -> tuple[Tensor, Rows]:
-    """Gradients of the whole bags of this host, [samples of this rank and its twins, columns], and of its rows."""
-    batch_size, hosts = x.batch_sizes[world.rank], range(len(routing.host_widths))
-    shapes = [routing.twin_shapes(host, batch_size, x.ids_on.asked) for host in hosts]
-    flat = empty((sum(numbers_in(shapes)),), gradients[0].dtype, world.device)
-    for host, (bags, *rows) in enumerate(matrices(flat, shapes)):
-        place_columns(bags, gradients[:1], routing.host_gradient_moves[host], share)
-        for (r, k), out in zip(routing.host_rows[host], rows, strict=True):
-            _put_rows(out, unpooled, x, gradients, routing.by_rank[r][k], share)
-    return take_from_twins(routing, world, x, flat)
+    def _of_hosts(self) -> tuple[Tensor, Rows]:
+        """Gradients of the whole bags of this host, [samples of this rank and its twins, columns], and of its rows."""
+        routing, x, wire = self.routing, self.x, self.wires.far
+        batch_size, hosts = x.batch_sizes[self.world.rank], range(len(routing.host_widths))
+        messages = [routing.twin_message(host, batch_size, x.ids_on.asked) for host in hosts]
+        buffer = wire.empty(messages)
+        for host, (bags, *rows) in enumerate(wire.views(buffer, messages)):
+            of_bags, *of_routes = messages[host]
+            pieces = [(feature, first) for feature, (first, _) in routing.host_columns[host]]
+            self._put_bags(wire, bags, of_bags, routing.host_gradient_moves[host], pieces)
+            for (r, k), out, matrix in zip(routing.host_rows[host], rows, of_routes, strict=True):
+                self._put_rows(wire, out, matrix, routing.by_rank[r][k])
+        return take_from_twins(routing, self.world, x, buffer, wire)
 
+    def _put_bags(
+        self, wire: Wire, out: Tensor, matrix: Matrix, moves: Sequence[int], pieces: Sequence[tuple[int, int]]
+    ) -> None:
+        """Gradients of bags; `pieces` are (feature, first column)."""
+        rounding = None if self.draw is None else self.draw.bags(pieces)
+        wire.put(out, matrix, self.gradients[:1], moves, self.share, rounding)
 
-def _put_rows(
-    out: Tensor, unpooled: Sequence[int], x: Exchanged, gradients: Sequence[Tensor], route: Route, share: float
-) -> None:
-    """Gradients of a route that is not pooled, times `share`."""
-    rows = rows_of_range(unpooled, x, gradients, route)
-    torch.mul(rows[:, slice(*route.shard.columns)], share, out=out)
+    def _put_rows(self, wire: Wire, out: Tensor, matrix: Matrix, route: Route) -> None:
+        """Gradients of a route that is not pooled."""
+        rows, rounding = rows_of_range(self.unpooled, self.x, self.gradients, route), None
+        if self.draw is not None:
+            numbers = ids_of_range(self.x, self.draw.row_numbers(route.feature), route)
+            rounding = self.draw.rows(route.feature, route.shard.columns[0], numbers)
+        wire.put(out, matrix, [rows[:, slice(*route.shard.columns)]], None, self.share, rounding)
 
 
 def rows_of_range(unpooled: Sequence[int], x: Exchanged, gradients: Sequence[Tensor], route: Route) -> Tensor:
     """[ids, D]: gradients of the rows of one row range, of a feature that is not pooled, in the order of the range."""
+    return ids_of_range(x, gradients[1 + unpooled.index(route.feature)], route)
+
+
+def ids_of_range(x: Exchanged, values: Tensor, route: Route) -> Tensor:
+    """[ids, any]: of what each id of a feature has, that of one row range, in the order of the range."""
     f = route.feature
-    gradient = gradients[1 + unpooled.index(f)]
-    moved = gradient if f not in x.order else gradient[x.order[f]]
+    moved = values if f not in x.order else values[x.order[f]]
     return moved.split(x.range_counts[f])[route.range]
 
 
 def receive_gradients(
-    routing: Routing, world: World, x: Exchanged, sent: Pending
+    routing: Routing, world: World, x: Exchanged, sent: Pending, wire: Wire
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Of this owner: [B_global, columns] of its direct and of its partial bags, and [ids, D] of each route that is
     not pooled."""
-    rank, flat = world.rank, sent.wait()
-    shapes = [routing.answer_shapes(rank, r, x.batch_sizes, x.ids_on.answered) for r in range(world.size)]
-    host_reduced = flat.new_empty(x.num_samples, routing.host_reduced[rank].width)
-    if len(shapes[0]) == 2 and not host_reduced.numel():
-        return flat.view(x.num_samples, routing.direct[rank].width), host_reduced, []
-    parts = matrices(flat, shapes)
+    rank, buffer = world.rank, sent.wait()
+    messages = [routing.answer_message(rank, r, x.batch_sizes, x.ids_on.answered) for r in range(world.size)]
+    host_reduced = torch.empty(x.num_samples, routing.host_reduced[rank].width, dtype=wire.dtype, device=wire.device)
+    if len(messages[0]) == 2 and not host_reduced.numel() and (wire.is_exact or not wire.is_mixed):
+        whole = Matrix(x.num_samples, messages[0][0].pieces)
+        [[view]] = wire.views(buffer, [[whole]])
+        return wire.read(view, whole), host_reduced, []
+    parts = [
+        [wire.read(view, matrix) for view, matrix in zip(views, message, strict=True)]
+        for views, message in zip(wire.views(buffer, messages), messages, strict=True)
+    ]
     if host_reduced.numel():
         blocks: dict[int, Tensor] = {}
         for neighbour in routing.ranks_of_host(rank):
             peers = routing.peers_across_hosts(neighbour)
             blocks |= zip(peers, parts[neighbour][1].split([x.batch_sizes[peer] for peer in peers]), strict=True)
-        torch.cat([blocks[r] for r in range(len(shapes))], out=host_reduced)
+        torch.cat([blocks[r] for r in range(len(messages))], out=host_reduced)
     direct, _, *rows = (list(of_ranks) for of_ranks in zip(*parts, strict=True))
     ordered = [by_rank(routing, x, rank, k, own) for k, own in enumerate(rows, start=routing.host_reduced[rank].stop)]
     return torch.cat(direct), host_reduced, ordered

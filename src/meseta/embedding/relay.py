@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from meseta.comm import Pending, Scope, World
-from meseta.embedding.exchange import Exchanged, matrices, numbers_in
+from meseta.embedding.exchange import Exchanged
 from meseta.embedding.routes import Routing, Slot
-from meseta.ops.columns import place_columns
+from meseta.embedding.wire import Matrix, Wire
 from meseta.ops.jagged import permute_pieces
-from meseta.ops.memory import empty
 from meseta.spec.transfer import HEADER
 
 Rows = dict[tuple[int, int], Tensor]
@@ -122,56 +121,69 @@ class Relay:
 
 
 def give_to_twins(
-    routing: Routing, world: World, x: Exchanged, answers: Sequence[Sequence[Tensor]], tables: Sequence[str]
+    routing: Routing, world: World, x: Exchanged, answers: Sequence[Sequence[Tensor]], wire: Wire, tables: Sequence[str]
 ) -> tuple[list[Tensor], Rows]:
     """Add up the partial bags of this host for the samples of this rank and its twins, and give the twins theirs with
-    the rows for them; returns [B_local, columns] of every host's whole bags, and rows by owner and route."""
+    the rows for them; returns every host's whole bags, as they came, and rows by owner and route."""
     twins, host = routing.peers_across_hosts(world.rank), world.rank // routing.per_host
-    sizes = [x.batch_sizes[twin] for twin in twins]
-    whole = empty((sum(sizes), routing.host_widths[host]), answers[0][1].dtype, world.device)
-    place_columns(whole, [answers[mate][1] for mate in routing.ranks_of_host(world.rank)], routing.host_moves[host])
+    packed = _for_twins(routing, world.rank, x, answers, wire)
     send, receive = [0] * world.size, [0] * world.size
-    packed = whole.view(-1)
-    if routing.host_rows[host]:
-        rows = [
-            answers[owner][2 + k - routing.host_reduced[owner].stop].split(
-                [x.rows_on.passed[twin][owner][k] for twin in twins]
-            )
-            for owner, k in routing.host_rows[host]
-        ]
-        by_twin = zip(whole.split(sizes), *rows, strict=True)
-        packed = torch.cat([part.reshape(-1) for parts in by_twin for part in parts])
-    shapes = [
-        routing.twin_shapes(h, x.batch_sizes[world.rank], x.rows_on.asked) for h in range(len(routing.host_widths))
-    ]
-    for h, twin in enumerate(twins):
-        [send[twin]] = numbers_in([routing.twin_shapes(host, x.batch_sizes[twin], x.rows_on.passed.get(twin, {}))])
-        [receive[twin]] = numbers_in([shapes[h]])
+    hosts, mine = range(len(routing.host_widths)), x.batch_sizes[world.rank]
+    messages = [routing.twin_message(h, mine, x.rows_on.asked) for h in hosts]
+    for message, twin in zip(messages, twins, strict=True):
+        [send[twin]] = wire.sizes([routing.twin_message(host, x.batch_sizes[twin], x.rows_on.passed.get(twin, {}))])
+        [receive[twin]] = wire.sizes([message])
     received = world.all_to_all(packed, send, receive, "whole bags", scope=Scope(twins, tables, x.mark)).wait()
-    bags, rows_by_route = list[Tensor](), Rows()
-    for places, (of_host, *of_routes) in zip(routing.host_rows, matrices(received, shapes), strict=True):
+    bags, rows = list[Tensor](), Rows()
+    for h, (of_host, *of_routes) in zip(hosts, wire.views(received, messages), strict=True):
         bags.append(of_host)
-        rows_by_route |= zip(places, of_routes, strict=True)
-    return bags, rows_by_route
+        for place, view, matrix in zip(routing.host_rows[h], of_routes, messages[h][1:], strict=True):
+            rows[place] = wire.read(view, matrix)
+    return bags, rows
 
 
-def take_from_twins(routing: Routing, world: World, x: Exchanged, flat: Tensor) -> tuple[Tensor, Rows]:
-    """The way back: give each host the gradients of its whole bags and rows, which lie in `flat` as `twin_shapes` says.
-    Returns those of this host: [samples of this rank and its twins, columns], and [ids, columns] by owner and route, by
-    twin."""
+def _for_twins(
+    routing: Routing, rank: int, x: Exchanged, answers: Sequence[Sequence[Tensor]], wire: Wire
+) -> Tensor:
+    """Whole bags of this host and rows, for one twin after the other."""
+    twins, host = routing.peers_across_hosts(rank), rank // routing.per_host
+    sizes = [x.batch_sizes[twin] for twin in twins]
+    partial = [answers[mate][1] for mate in routing.ranks_of_host(rank)]
+    whole = wire.packed(routing.host_bags(host, sum(sizes)), partial, routing.host_moves[host])
+    if not routing.host_rows[host]:
+        return whole.view(-1)
+    rows = []
+    for owner, k in routing.host_rows[host]:
+        came = answers[owner][2 + k - routing.host_reduced[owner].stop]
+        counts = [x.rows_on.passed[twin][owner][k] for twin in twins]
+        rows.append(wire.packed(Matrix(came.shape[0], (came.shape[1],)), [came]).split(counts))
+    by_twin = zip(whole.split(sizes), *rows, strict=True)
+    return torch.cat([part.reshape(-1) for parts in by_twin for part in parts])
+
+
+def take_from_twins(routing: Routing, world: World, x: Exchanged, buffer: Tensor, wire: Wire) -> tuple[Tensor, Rows]:
+    """The way back: give each host the gradients of its whole bags and rows, which lie in `buffer` as `twin_message`
+    says. Returns those of this host: [samples of this rank and its twins, columns], and [ids, columns] by owner and
+    route, by twin."""
     twins, host = routing.peers_across_hosts(world.rank), world.rank // routing.per_host
     send, receive = [0] * world.size, [0] * world.size
-    shapes = [routing.twin_shapes(host, x.batch_sizes[twin], x.ids_on.passed.get(twin, {})) for twin in twins]
+    messages = [routing.twin_message(host, x.batch_sizes[twin], x.ids_on.passed.get(twin, {})) for twin in twins]
     for h, twin in enumerate(twins):
-        [send[twin]] = numbers_in([routing.twin_shapes(h, x.batch_sizes[world.rank], x.ids_on.asked)])
-        [receive[twin]] = numbers_in([shapes[h]])
-    received = world.all_to_all(flat, send, receive, "gradients of whole bags", scope=Scope(twins, batch=x.mark)).wait()
-    if not routing.host_rows[host]:
-        return received.view(sum(x.batch_sizes[twin] for twin in twins), routing.host_widths[host]), {}
-    bags, *rows = (list(of_twins) for of_twins in zip(*matrices(received, shapes), strict=True))
-    return torch.cat(bags), {
-        place: torch.cat(parts) for place, parts in zip(routing.host_rows[host], rows, strict=True)
-    }
+        [send[twin]] = wire.sizes([routing.twin_message(h, x.batch_sizes[world.rank], x.ids_on.asked)])
+        [receive[twin]] = wire.sizes([messages[h]])
+    scope = Scope(twins, batch=x.mark)
+    received = world.all_to_all(buffer, send, receive, "gradients of whole bags", scope=scope).wait()
+    places = routing.host_rows[host]
+    if not places:
+        bags = routing.host_bags(host, sum(x.batch_sizes[twin] for twin in twins))
+        [[view]] = wire.views(received, [[bags]])
+        return wire.read(view, bags), {}
+    of_twins = [
+        [wire.read(view, matrix) for view, matrix in zip(views, message, strict=True)]
+        for views, message in zip(wire.views(received, messages), messages, strict=True)
+    ]
+    whole, *rows = (torch.cat(parts) for parts in zip(*of_twins, strict=True))
+    return whole, dict(zip(places, rows, strict=True))
 
 
 def by_rank(routing: Routing, x: Exchanged, rank: int, k: int, parts: Sequence[Tensor]) -> Tensor:

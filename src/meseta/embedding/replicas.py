@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from meseta.comm import Pending, World
+from meseta.comm.coding import SumCoding, whole_blocks
 from meseta.embedding.exchange import OwnedIds
 from meseta.embedding.sharded_lookup import ShardedLookup
 from meseta.embedding.update import FusedShards, group_shards
 from meseta.ops.row_program.optimizer import Hyper, RowOptimizer, RowState, Value, Values, compute_dtype, row_state
 from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, row_update
-from meseta.spec import Plan, Shard, TableSpec
+from meseta.spec import COLUMN_BLOCK, Plan, Shard, TableSpec
 from meseta.storage import TableStorage
 
 
@@ -28,6 +30,8 @@ def _add(rows: Value, gradient: Value, state: Values, stats: Values, hyper: Hype
     return rows + gradient, {"ranks": state["ranks"] + 1}
 
 
+MakeCoding = Callable[[int], SumCoding]
+"""How so many numbers cross hosts in this step."""
 SUM = RowOptimizer(name="sum", init=_init, update=_add)
 """Adds gradients up instead of learning, and counts the ranks whose batches have the row."""
 
@@ -65,21 +69,69 @@ class Replicas:
         """Whether a table is replicated that is not frozen."""
         return bool(self._learning)
 
-    def start_update(self, replicated: OwnedIds, gradients: Sequence[Tensor], share: float) -> Pending:
+    def start_update(
+        self, replicated: OwnedIds, gradients: Sequence[Tensor], share: float, make_coding: MakeCoding | None
+    ) -> Pending:
         """Add up what each row gets from this rank's samples, times `share`, and begin to add over ranks; `replicated`
         and `gradients` are of the groups that read replicas, one after the other."""
         sums = self._sums
         sums.buffer.zero_()
         row_update(sums.group, 1.0, 1, replicated.bags, gradients)
         sums.buffer[: -sum(own.numel() for own in sums.ranks)] *= share
-        return self.world.start_all_reduce(sums.buffer, "replicas")
+        if make_coding is None:
+            return self.world.start_all_reduce(sums.buffer, "replicas")
+        coding = make_coding(sum(whole.numel() for whole in self._in_blocks))
+        if coding.codec.block_bytes:
+            coding = replace(coding, block_numbers=self._block_numbers)
+        return self.world.start_all_reduce(self._padded(sums), "replicas", coding)
+
+    @cached_property
+    def _in_blocks(self) -> list[Tensor]:
+        """[rows, whole blocks] of each table, one behind the other in a buffer that ends with the ranks."""
+        sums = self._sums
+        widths = [whole_blocks(gradient.shape[1]) for gradient in sums.gradients]
+        sizes = [gradient.shape[0] * width for gradient, width in zip(sums.gradients, widths, strict=True)]
+        num_ranks = sum(own.numel() for own in sums.ranks)
+        self._blocks = sums.buffer if sum(sizes) + num_ranks == sums.buffer.numel() else sums.buffer.new_zeros(
+            sum(sizes) + num_ranks
+        )
+        pieces = self._blocks[: sum(sizes)].split(sizes)
+        return [piece.view(-1, width) for piece, width in zip(pieces, widths, strict=True)]
+
+    @cached_property
+    def _block_numbers(self) -> Tensor:
+        """What the blocks of each table are drawn by: its name, and their place in it."""
+        numbers = []
+        for held, whole in zip(self._learning, self._in_blocks, strict=True):
+            first = (crc32(held.spec.name.encode()) & 0x7FFF) << 48
+            numbers.append(first + torch.arange(whole.numel() // COLUMN_BLOCK, device=whole.device))
+        return torch.cat(numbers)
+
+    def _padded(self, sums: Sums) -> Tensor:
+        """The buffer with the columns of each row rounded up to whole blocks."""
+        whole = self._in_blocks
+        if self._blocks is not sums.buffer:
+            for gradient, blocks in zip(sums.gradients, whole, strict=True):
+                blocks[:, : gradient.shape[1]] = gradient
+            num_ranks = sum(own.numel() for own in sums.ranks)
+            self._blocks[-num_ranks:] = sums.buffer[-num_ranks:]
+        return self._blocks
+
+    def _take_back(self, received: Tensor, sums: Sums) -> None:
+        """Columns of whole blocks, where they were added."""
+        if received is sums.buffer:
+            return
+        for gradient, blocks in zip(sums.gradients, self._in_blocks, strict=True):
+            gradient.copy_(blocks[:, : gradient.shape[1]])
+        num_ranks = sum(own.numel() for own in sums.ranks)
+        sums.buffer[-num_ranks:] = received[-num_ranks:]
 
     def finish_update(self, pending: Pending | None, lr: Callable[[TableSpec], float], step: int) -> None:
         """Wait for the sums of all ranks, and step each replica alike."""
         if pending is None:
             return
-        pending.wait()
         sums = self._sums
+        self._take_back(pending.wait(), sums)
         for shard, own in zip(self._learning, sums.ranks, strict=True):
             if shard.spec.optimizer.stepped_rows == "all":
                 own.fill_(1)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 
-from meseta.ops.columns import Move, join_moves
+from meseta.embedding.wire import Matrix
+from meseta.ops.columns import Move, join_moves, split_moves
 from meseta.spec import FeatureSpec, Plan, Shard, TableSpec
 from meseta.spec.shards import SUMMED_IN_HOST
 
@@ -216,6 +217,18 @@ class Routing:
         return join_moves(_added_where_written(moves))
 
     @cached_property
+    def moves_at_home(self) -> tuple[int, ...]:
+        """Those of `answer_moves` that bring bags at home, from these alone."""
+        last = len(self.by_rank) + len(self.host_widths)
+        return join_moves(move._replace(source=0) for move in split_moves(self.answer_moves) if move.source == last)
+
+    @cached_property
+    def moves_of_others(self) -> tuple[int, ...]:
+        """Those of `answer_moves` that bring what has travelled."""
+        last = len(self.by_rank) + len(self.host_widths)
+        return join_moves(move for move in split_moves(self.answer_moves) if move.source != last)
+
+    @cached_property
     def host_moves(self) -> tuple[tuple[int, ...], ...]:
         """Of each host: from the partial bags of its ranks to whole bags, row ranges from the first to the last."""
         hosts: list[list[tuple[tuple[int, tuple[int, int], int], Move]]] = [[] for _ in self.host_columns]
@@ -261,28 +274,41 @@ class Routing:
             )
         return tuple(owners)
 
-    def answer_shapes(
+    def answer_message(
         self, owner: int, rank: int, batch_sizes: Sequence[int], counts: Mapping[int, Sequence[int]]
-    ) -> list[tuple[int, int]]:
+    ) -> list[Matrix]:
         """What an owner sends to one rank, with counts[r][k] rows for rank r on its route k: the rank's direct bags; to
         a rank of its host, partial bags for the samples of the rank and its peers across hosts; then the rows of each
-        route that is not pooled, for each of `askers`. Gradients come back in the same shapes."""
+        route that is not pooled, for each of `askers`. Gradients come back alike."""
         direct, host_reduced = self.direct[owner], self.host_reduced[owner]
         num_partial = (
             sum(batch_sizes[peer] for peer in self.peers_across_hosts(rank)) if rank in self.ranks_of_host(owner) else 0
         )
         askers, unpooled = self.askers(owner, rank), range(host_reduced.stop, len(self.by_rank[owner]))
+        rows = ((sum(counts[r][k] for r in askers), self.by_rank[owner][k].shard.num_columns) for k in unpooled)
         return [
-            (batch_sizes[rank], direct.width),
-            (num_partial, host_reduced.width),
-            *((sum(counts[r][k] for r in askers), self.by_rank[owner][k].shard.num_columns) for k in unpooled),
+            Matrix(batch_sizes[rank], self.columns_of(owner, direct)),
+            Matrix(num_partial, self.columns_of(owner, host_reduced), stays_inside=True),
+            *(Matrix(number, (columns,)) for number, columns in rows),
         ]
 
-    def twin_shapes(self, host: int, batch_size: int, counts: Mapping[int, Sequence[int]]) -> list[tuple[int, int]]:
+    def routes_of(self, owner: int, side: Side) -> tuple[Route, ...]:
+        """Of one matrix."""
+        return self.by_rank[owner][side.first : side.stop]
+
+    def columns_of(self, owner: int, side: Side) -> tuple[int, ...]:
+        """Of each route of a matrix."""
+        return tuple(route.shard.num_columns for route in self.routes_of(owner, side))
+
+    def twin_message(self, host: int, batch_size: int, counts: Mapping[int, Sequence[int]]) -> list[Matrix]:
         """What a host sends to a rank that asked for `batch_size` samples and, of its rank r, counts[r][k] rows on
-        route k: whole bags, and the rows of each of `host_rows`. Gradients come back in the same shapes."""
+        route k: whole bags, and the rows of each of `host_rows`. Gradients come back alike."""
         rows = ((counts[rank][k], self.by_rank[rank][k].shard.num_columns) for rank, k in self.host_rows[host])
-        return [(batch_size, self.host_widths[host]), *rows]
+        return [self.host_bags(host, batch_size), *(Matrix(number, (columns,)) for number, columns in rows)]
+
+    def host_bags(self, host: int, batch_size: int) -> Matrix:
+        """Whole bags of a host."""
+        return Matrix(batch_size, tuple(stop - first for _, (first, stop) in self.host_columns[host]))
 
 
 def make_routing(tables: Sequence[TableSpec], features: Sequence[FeatureSpec], plan: Plan) -> Routing:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meseta.comm import Pending, World
+from meseta.comm.coding import SumCoding
 from meseta.embedding.accumulate import GradientSegment, join_passes
 from meseta.embedding.base import Collection, UpdateInBackward
 from meseta.embedding.collection import EmbeddingBagCollection
@@ -27,12 +28,15 @@ from meseta.embedding.update import (
     sum_contributions,
     update_rows,
 )
+from meseta.embedding.wire import gradient_exponent
 from meseta.jagged import Embeddings, KeyedJaggedTensor
+from meseta.ops.codec import HalfRange
 from meseta.ops.id_policy import CheckedIds
 from meseta.ops.row_program.optimizer import Hyper
 from meseta.ops.row_update import FeatureGradient, TableRows
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, Plan
+from meseta.spec.codecs import Communication, Direction
 from meseta.spec.tiers import HBM
 from meseta.spec.transfer import INT32_MAX
 from meseta.storage import TableStorage, make_storage
@@ -58,10 +62,19 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
     are scaled by B_local / B_global here. All ranks must call forward and backward in the same order.
     """
 
-    def __init__(self, source: EmbeddingBagCollection, plan: Plan, world: World) -> None:
-        """Allocate this rank's shards of `source`'s tables; the plan must fit the tables and the world."""
+    def __init__(
+        self, source: EmbeddingBagCollection, plan: Plan, world: World, comm: Communication | None = None
+    ) -> None:
+        """Allocate this rank's shards of `source`'s tables; the plan must fit the tables and the world. `comm` says how
+        ranks write what they send; which way it takes is the plan's."""
         super().__init__(source.tables, source.features, source.seed)
         plan.check(self.tables)
+        comm = comm or Communication()
+        comm.check_dtype(self.tables[0].dtype)
+        self.comm = comm
+        """How ranks write what they send."""
+        self.clamped = torch.zeros(1, dtype=torch.int64, device=world.device)
+        """Numbers that were too large for fp16 so far, on this rank."""
         if plan.num_ranks != world.size:
             raise MesetaError(f"plan: it is for {plan.num_ranks} ranks, but this run has {world.size}; make a new plan")
         for shard in (shard for entry in plan.tables for shard in entry.shards):
@@ -84,7 +97,7 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
             for shard in plan[table.name].shards
             if world.rank in shard.ranks
         )
-        self.lookups = tuple(ShardedLookup(group, self.tables, plan, self.dtype, world) for group in self.groups)
+        self.lookups = tuple(ShardedLookup(group, self.tables, plan, self.dtype, world, comm, self.clamped) for group in self.groups)
         """One per group of features."""
         stages = [
             len(make_row_optimizer(t.optimizer).row_stats)
@@ -158,7 +171,11 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
             for leg in legs:
                 leg.owned = leg.lookup.unpack(leg.exchanged)
             self._borrow(flight)
-            lookups = [partial(leg.lookup.look_up, leg.exchanged, leg.owned, flight.stage_timer) for leg in legs]
+            is_evaluation = not torch.is_grad_enabled()
+            lookups = [
+                partial(leg.lookup.look_up, leg.exchanged, leg.owned, flight.stage_timer, is_evaluation=is_evaluation)
+                for leg in legs
+            ]
             found = UpdateInBackward.apply(self._anchor, lookups, partial(self._run_backward, flight))
             return self._embeddings(flight, [leg.exchanged.ids for leg in legs], found)
 
@@ -169,7 +186,7 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         for leg, (of_bags, *of_rows) in zip(legs, self.by_group(gradients), strict=True):
             leg.gradients = [leg.lookup.group.gradient_of_sums(of_bags, leg.exchanged.ids.lengths), *of_rows]
         with stage_timer("gradient_dist"):
-            sent = [leg.lookup.send(leg.exchanged, leg.gradients, share) for leg in legs]
+            sent = [leg.lookup.send(leg.exchanged, leg.gradients, flight.batch_slice, self.seed) for leg in legs]
         if self._waits(flight):
             self._keep_local(legs, share)
             self._kept.append(self._received(legs, sent, stage_timer))
@@ -204,10 +221,24 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         """Begin to add up what the rows get that every rank holds."""
         if not self.replicas.learn:
             return None
+        exponent = gradient_exponent(legs[0].exchanged.num_samples)
+        make_coding = self.make_coding("backward", "replicas", exponent)
         if not self._kept_local:
-            return self.replicas.start_update(*join_passes([self._at_home(legs)]), share)
+            return self.replicas.start_update(*join_passes([self._at_home(legs)]), share, make_coding)
         self._keep_local(legs, share)
-        return self.replicas.start_update(*join_passes(self._kept_local), 1.0)
+        return self.replicas.start_update(*join_passes(self._kept_local), 1.0, make_coding)
+
+    def make_coding(self, direction: Direction, name: str, exponent: int) -> Callable[[int], SumCoding] | None:
+        """What tells how so many numbers of a sum cross hosts in the step of the batch in hand; None: as they are."""
+        codec = self.comm.codec(direction)
+        if codec.is_whole:
+            return None
+
+        def make(num_coded: int) -> SumCoding:
+            step = self.step if self.batch_slice is None else self.batch_slice.step
+            return SumCoding(codec, num_coded, (self.seed, step, name), HalfRange(exponent, self.clamped))
+
+        return make
 
     def _keep_local(self, legs: Sequence[Leg], share: float) -> None:
         """Keep what the replicas get from this rank's samples; micro-batches may differ in `share`."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from meseta.comm import Pending, Scope, World
+from meseta.comm import BatchSlice, Pending, Scope, World
 from meseta.embedding.accumulate import GradientSegment, local_segment
 from meseta.embedding.exchange import (
     DistinctRows,
@@ -18,18 +18,18 @@ from meseta.embedding.exchange import (
     RouteCounts,
     Slots,
     Started,
-    matrices,
-    numbers_in,
     order_of_unpooled,
     sort_cut_features,
     unpack,
 )
 from meseta.embedding.feature_group import FeatureGroup
 from meseta.embedding.flight import Timer
-from meseta.embedding.gradients import receive_gradients, rows_of_range, send_gradients
-from meseta.embedding.relay import Relay, give_to_twins
+from meseta.embedding.gradients import SentGradients, receive_gradients, rows_of_range
+from meseta.embedding.relay import Relay, Rows, give_to_twins
 from meseta.embedding.routes import Route, Side, Slot, make_routing
+from meseta.embedding.wire import GradientDraw, Matrix, Message, Wire, Wires, gradient_exponent
 from meseta.jagged import KeyedJaggedTensor
+from meseta.ops.codec import HalfRange
 from meseta.ops.columns import place_columns
 from meseta.ops.id_policy import CheckedIds
 from meseta.ops.memory import empty
@@ -38,6 +38,7 @@ from meseta.ops.row_lookup import row_lookup
 from meseta.ops.row_update import FeatureGradient, TableRows
 from meseta.ops.unique import unique
 from meseta.spec import MesetaError, Plan, Shard, TableSpec
+from meseta.spec.codecs import FP32, Codec, Communication
 from meseta.spec.transfer import BATCH_SIZES, HEADER, REFUSED, CountsHeader, id_bytes, longest_range
 
 ID_TYPES = {4: torch.int32, 8: torch.int64}
@@ -77,10 +78,15 @@ class ShardedLookup:
         plan: Plan,
         dtype: torch.dtype,
         world: World,
+        comm: Communication,
+        clamped: Tensor,
     ) -> None:
-        """What a lookup returns is of `dtype`; it reads what `lend` was given."""
+        """What a lookup returns is of `dtype`; it reads what `lend` was given. `clamped` counts numbers that are too
+        large for fp16."""
         self.group = group
         self.world = world
+        self.comm = comm
+        self._clamped = clamped
         self.dtype = dtype
         self.routing = make_routing(tables, group.features, plan)
         self.routes = self.routing.by_rank[world.rank]
@@ -269,46 +275,81 @@ class ShardedLookup:
         weights = None if x.weights is None else self._relay.hand_on_ids(x, weights=True).wait()
         return unpack(x, len(self.routes), self._relay.arrival, payload.wait(), weights)
 
-    def look_up(self, x: Exchanged, owned: OwnedIds, stage_timer: Timer) -> list[Tensor]:
-        """[pooled [B_local, sum of D], rows of each unpooled feature ...] for the local slice."""
-        pending = self._answer(x, owned)
+    def look_up(
+        self, x: Exchanged, owned: OwnedIds, stage_timer: Timer, *, is_evaluation: bool = False
+    ) -> list[Tensor]:
+        """[pooled [B_local, sum of D], rows of each unpooled feature ...] for the local slice; in an evaluation they
+        travel as they are."""
+        wires = self._wires(FP32 if is_evaluation else self.comm.codec("forward"))
+        pending = self._answer(x, owned, wires.near)
         local_bags = self._look_up_replicated(x.replicated)  # while the answers travel
         with stage_timer("output_dist"):
-            answers = matrices(pending.wait(), self._answer_shapes(x))
-            whole, rows = self._nothing_of_hosts(x), dict[tuple[int, int], Tensor]()
+            messages = self._answer_messages(x)
+            answers = wires.near.views(pending.wait(), messages)
+            whole, rows = self._nothing_of_hosts(x), Rows()
             if self.routing.sums_in_hosts:
-                whole, rows = give_to_twins(self.routing, self.world, x, answers, self.tables)
-            pooled = empty((x.batch_sizes[self.world.rank], self.routing.out_width), self.dtype, self.world.device)
-            sources = [*(own[0] for own in answers), *whole, *([] if local_bags is None else [local_bags])]
-            place_columns(pooled, sources, self.routing.answer_moves)
-            self.group.divide_means(pooled, x.ids.lengths.view(len(self.group.features), -1))
-            rows = rows if self._relay is not None else self._rows_of(answers)
+                whole, rows = give_to_twins(self.routing, self.world, x, answers, wires.far, self.tables)
+            rows = rows if self._relay is not None else self._rows_of(wires.near, answers, messages)
+            pooled = self._put_together(x, wires.far, [views[0] for views in answers], whole, local_bags)
             return [pooled, *(self._assemble_rows(x, f, rows) for f in self.group.unpooled)]
 
-    def _rows_of(self, answers: Sequence[Sequence[Tensor]]) -> dict[tuple[int, int], Tensor]:
-        """By owner and route: rows of those that are not pooled, as owners have answered."""
-        stops = [side.stop for side in self.routing.host_reduced]
-        return {(r, stops[r] + i): rows for r, (_, _, *of_rank) in enumerate(answers) for i, rows in enumerate(of_rank)}
+    def _put_together(
+        self, x: Exchanged, wire: Wire, direct: Sequence[Tensor], whole: Sequence[Tensor], local_bags: Tensor | None
+    ) -> Tensor:
+        """[B_local, sum of D]: bags of the owners, of hosts, and at home."""
+        batch_size, routing = x.batch_sizes[self.world.rank], self.routing
+        pooled = empty((batch_size, routing.out_width), self.dtype, self.world.device)
+        local = [] if local_bags is None else [local_bags]
+        if wire.is_exact:
+            place_columns(pooled, [*direct, *whole, *local], routing.answer_moves)
+        else:
+            if local:  # rows that every rank holds come first in their table
+                place_columns(pooled, local, routing.moves_at_home)
+            columns = [routing.columns_of(r, side) for r, side in enumerate(routing.direct)]
+            matrices = [Matrix(batch_size, of_owner) for of_owner in columns]
+            matrices += [routing.host_bags(host, batch_size) for host in range(len(whole))]
+            nothing = torch.empty(batch_size, 0, dtype=torch.uint8, device=self.world.device)
+            came = [view if matrix.width else nothing for view, matrix in zip([*direct, *whole], matrices, strict=True)]
+            wire.take(pooled, came, matrices, routing.moves_of_others)
+        return self.group.divide_means(pooled, x.ids.lengths.view(len(self.group.features), -1))
 
-    def _answer(self, x: Exchanged, owned: OwnedIds) -> Pending:
+    def _wires(self, codec: Codec, half: HalfRange | None = None) -> Wires:
+        """How bags and rows, or their gradients, are written by a codec."""
+        far = Wire(self.dtype, self.world.device, codec, half=half or HalfRange(overflows=self._clamped))
+        if self.routing.two_level:
+            return Wires(Wire(self.dtype, self.world.device), far)
+        return Wires(replace(far, is_mixed=self.routing.sums_in_hosts), far)
+
+    def _rows_of(self, wire: Wire, answers: Sequence[Sequence[Tensor]], messages: Sequence[Message]) -> Rows:
+        """By owner and route: rows of those that are not pooled, as owners have answered."""
+        found = Rows()
+        for r, (views, message) in enumerate(zip(answers, messages, strict=True)):
+            for i, (view, matrix) in enumerate(zip(views[2:], message[2:], strict=True)):
+                found[r, self.routing.host_reduced[r].stop + i] = wire.read(view, matrix)
+        return found
+
+    def _answer(self, x: Exchanged, owned: OwnedIds, wire: Wire) -> Pending:
         """Look up what this rank owns, and begin to send each rank the answers for its samples."""
         rank, routing = self.world.rank, self.routing
         direct, host_reduced = routing.direct[rank], routing.host_reduced[rank]
         bags = self._look_up_bags(x, owned, direct)
-        shapes = [routing.answer_shapes(rank, r, x.batch_sizes, x.rows_on.answered) for r in range(self.world.size)]
-        send = bags.view(-1)
-        if len(self.routes) > direct.stop:
+        messages = [routing.answer_message(rank, r, x.batch_sizes, x.rows_on.answered) for r in range(self.world.size)]
+        if len(self.routes) == direct.stop and (wire.is_exact or not wire.is_mixed):
+            send = wire.packed(Matrix(x.num_samples, routing.columns_of(rank, direct)), [bags]).view(-1)
+        else:
+            send = wire.empty(messages)
             partial = dict(enumerate(self._look_up_bags(x, owned, host_reduced).split(x.batch_sizes)))
-            rows = self._look_up_rows(x, owned)
-            parts = []
-            for r, own in enumerate(bags.split(x.batch_sizes)):
+            rows, of_ranks = self._look_up_rows(x, owned), bags.split(x.batch_sizes)
+            for r, views in enumerate(wire.views(send, messages)):
                 peers = routing.peers_across_hosts(r) if r in routing.ranks_of_host(rank) else ()
-                parts += [own, *(partial[peer] for peer in peers)]
-                parts += [of_route[asker] for of_route in rows for asker in routing.askers(rank, r)]
-            send = torch.cat([part.reshape(-1) for part in parts])
+                parts = [[of_ranks[r]], [partial[peer] for peer in peers]]
+                parts += [[of_route[asker] for asker in routing.askers(rank, r)] for of_route in rows]
+                for view, matrix, part in zip(views, messages[r], parts, strict=True):
+                    if view.numel():
+                        wire.put(view, matrix, [torch.cat(part) if len(part) > 1 else part[0]])
         scope = Scope(None if self._relay is None else self._relay.mates, self.tables, x.mark)
-        expected = numbers_in(self._answer_shapes(x))
-        return self.world.all_to_all(send, numbers_in(shapes), expected, "answers", scope=scope)
+        expected = wire.sizes(self._answer_messages(x))
+        return self.world.all_to_all(send, wire.sizes(messages), expected, "answers", scope=scope)
 
     def _look_up_rows(self, x: Exchanged, owned: OwnedIds) -> list[tuple[Tensor, ...]]:
         """Of each route that is not pooled: the rows for each rank, [rows, columns]."""
@@ -358,18 +399,18 @@ class ShardedLookup:
         values = replicated[self.group.features[feature].name].values
         return row_lookup([self._rows[shard].weight], values, [0, values.numel()])[0]
 
-    def _answer_shapes(self, x: Exchanged) -> list[list[tuple[int, int]]]:
+    def _answer_messages(self, x: Exchanged) -> list[list[Matrix]]:
         """Of what each owner answers to this rank."""
         rank, ranks = self.world.rank, range(self.world.size)
         mates = ranks if self._relay is None else self._relay.mates
         through = {r: x.rows_on.through(r) if r in mates else {} for r in ranks}
-        return [self.routing.answer_shapes(r, rank, x.batch_sizes, through[r]) for r in ranks]
+        return [self.routing.answer_message(r, rank, x.batch_sizes, through[r]) for r in ranks]
 
     def _nothing_of_hosts(self, x: Exchanged) -> list[Tensor]:
         nothing = torch.empty(x.batch_sizes[self.world.rank], 0, dtype=self.dtype, device=self.world.device)
         return [nothing] * len(self.routing.host_widths)
 
-    def _assemble_rows(self, x: Exchanged, feature: int, rows: Mapping[tuple[int, int], Tensor]) -> Tensor:
+    def _assemble_rows(self, x: Exchanged, feature: int, rows: Rows) -> Tensor:
         """[nnz_f, D]: rows back in the order of the batch."""
         ranges, is_distinct = [], x.distinct is not None and feature in x.distinct.rows
         for number, pieces in enumerate(self.routing.pieces[feature]):
@@ -395,13 +436,25 @@ class ShardedLookup:
         ids = asked[bounds[0] : bounds[1]] - first
         return row_lookup([self._rows[shard].weight], ids, [0, ids.numel()])[0]
 
-    def send(self, x: Exchanged, gradients: Sequence[Tensor], share: float) -> Pending:
-        """Begin to send gradients of what a lookup returned, times `share`, to the owners of the rows."""
-        return send_gradients(self.routing, self.world, self.group.unpooled, x, gradients, share)
+    def send(self, x: Exchanged, gradients: Sequence[Tensor], batch: BatchSlice, seed: int) -> Pending:
+        """Begin to send gradients of what a lookup returned, times the share of this rank's samples, to the owners of
+        the rows."""
+        wires, draw = self._backward_wires(x), None
+        if wires.far.codec.block_bytes:
+            first = batch.first_sample if self.group.batch == "" else sum(x.batch_sizes[: self.world.rank])
+            names = tuple(feature.name for feature in self.group.features)
+            draw = GradientDraw(seed, batch.step, names, first, x.ids.lengths)
+        share = batch.local_share
+        return SentGradients(self.routing, self.world, self.group.unpooled, x, wires, draw, gradients, share).send()
+
+    def _backward_wires(self, x: Exchanged) -> Wires:
+        half = HalfRange(gradient_exponent(x.num_samples), self._clamped)
+        return self._wires(self.comm.codec("backward"), half)
 
     def received(self, x: Exchanged, owned: OwnedIds, sent: Pending) -> GradientSegment:
         """What came to the rows of this rank."""
-        direct, host_reduced, rows = receive_gradients(self.routing, self.world, x, sent)
+        wire = self._backward_wires(x).near
+        direct, host_reduced, rows = receive_gradients(self.routing, self.world, x, sent, wire)
         unpooled = tuple(range(self.routing.host_reduced[self.world.rank].stop, len(self.routes)))
         counts = tuple(x.ids_on.answered[r] for r in range(self.world.size))
         return GradientSegment(owned, x.batch_sizes, counts, (direct, host_reduced, *rows), unpooled)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,12 +11,13 @@ import torch
 from torch import nn
 
 from meseta.comm import DenseGradients, World
+from meseta.comm.coding import DENSE_EXPONENT
 from meseta.comm.dense_shards import shard_dense
 from meseta.embedding.base import Collection
 from meseta.embedding.collection import EmbeddingBagCollection
 from meseta.embedding.sharded import ShardedEmbeddingBagCollection
 from meseta.planner import make_plan
-from meseta.spec import MesetaError, Plan, Topology, Workload, nearest
+from meseta.spec import Communication, MesetaError, Plan, Topology, Workload, nearest
 
 Model = TypeVar("Model", bound=nn.Module)
 DENSE_SHARDINGS = ("replicated", "fsdp")
@@ -28,6 +30,7 @@ def shard(
     *,
     world: World | None = None,
     dense: str = "replicated",
+    comm: Communication | None = None,
 ) -> Model:
     """Place the model's EmbeddingBagCollection on the ranks of this run; the same code runs on one process.
 
@@ -39,6 +42,9 @@ def shard(
     With `dense` 'fsdp' the dense parameters are cut over the ranks of each host (`devices_per_host` of the plan; as
     the ranks were launched where it has none) and replicated across hosts, see docs/several_ranks.md: optimizers are
     then made of `model.parameters()` after this call, and the model may be on the CPU until it is cut.
+
+    `comm` says in how many bits ranks write what they send, and which way it takes between hosts, see
+    docs/communication.md; evaluations travel as they are.
 
     Raises MesetaError when the model has no EmbeddingBagCollection, or several, the plan does not fit, or the dense
     parameters cannot be cut.
@@ -60,29 +66,37 @@ def shard(
     world = world or World.current(collection.device)
     if world.size == 1:
         return model
-    plan = resolve_plan(plan, collection, world)
-    world = world.on_hosts(plan.devices_per_host or world.ranks_per_host)
-    sharded = ShardedEmbeddingBagCollection(collection, plan, world)
+    comm = comm or Communication()
+    plan = resolve_plan(plan, collection, world, comm)
+    world = world.under(replace(plan, devices_per_host=plan.devices_per_host or world.ranks_per_host))
+    sharded = ShardedEmbeddingBagCollection(collection, plan, world, comm)
     owner = model.get_submodule(name.rpartition(".")[0])
     setattr(owner, name.rpartition(".")[2], sharded)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             world.broadcast(tensor)
-    parameters = shard_dense(model, sharded, world, sharded) if dense == "fsdp" else list(model.parameters())
+    make_coding, parameters = sharded.make_coding("dense", "dense", DENSE_EXPONENT), list(model.parameters())
+    if dense == "fsdp":
+        parameters = shard_dense(model, sharded, world, sharded, make_coding)
     if parameters:
-        model.dense_gradients = DenseGradients(parameters, world, sharded)  # type: ignore[assignment]
+        model.dense_gradients = DenseGradients(parameters, world, sharded, make_coding)  # type: ignore[assignment]
     return model
 
 
-def resolve_plan(plan: Plan | Mapping[str, Any] | str | Path | None, collection: Collection, world: World) -> Plan:
+def resolve_plan(
+    plan: Plan | Mapping[str, Any] | str | Path | None,
+    collection: Collection,
+    world: World,
+    comm: Communication | None = None,
+) -> Plan:
     """A checked Plan from whatever the user gave.
 
     For None it is searched for batches of 2,048 samples with one id per feature; who knows more of the ids gives a
     Workload to `make_plan`.
     """
-    num_ranks = world.size
+    num_ranks, comm = world.size, comm or Communication()
     if plan is None:
-        workload = Workload(tables=collection.tables, features=collection.features, batch_size=2048)
+        workload = Workload(tables=collection.tables, features=collection.features, batch_size=2048, comm=comm)
         per_host = world.ranks_per_host
         plan = make_plan(workload, Topology(num_hosts=num_ranks // per_host, devices_per_host=per_host))
     elif isinstance(plan, (str, Path)):
@@ -92,4 +106,4 @@ def resolve_plan(plan: Plan | Mapping[str, Any] | str | Path | None, collection:
     if plan.num_ranks != num_ranks:
         raise MesetaError(f"plan: it is for {plan.num_ranks} ranks, but this run has {num_ranks}; make a new plan")
     plan.check(collection.tables)
-    return plan
+    return plan.by_way_of(comm)

@@ -94,6 +94,11 @@ class Communication:
                 check_choice("comm", direction, getattr(self, direction), get_args(CodecName))
         check_choice("comm", "exchange", self.exchange, ("auto", *get_args(Exchange)))
         check_choice("comm", "dense_exchange", self.dense_exchange, ("auto", *get_args(DensePath)))
+        if self.dense_exchange == "chain" and not (self.codec("dense").is_whole and self.codec("backward").is_whole):
+            raise MesetaError(
+                "comm: dense_exchange 'chain' would round sums at each host that they pass; take 'twins', or leave "
+                "backward and dense at 'fp32'"
+            )
 
     def codec(self, direction: Direction) -> Codec:
         """That of one direction."""

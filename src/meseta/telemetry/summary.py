@@ -67,6 +67,8 @@ class RunSummary(Entry):
     num_ranks: Count | None = None
     unlisted: Count | None = None
     """Collectives that no list of transfers names."""
+    clamped: Count | None = None
+    """Numbers that were too large for fp16 on their way between ranks, over all ranks; None where none travelled so."""
     ids_outside: dict[str, Count] = Field(default={})
     """Of training, by feature."""
     rows_left_out: dict[str, Count] = Field(default={})

@@ -44,6 +44,12 @@ def join_moves(moves: Iterable[Move]) -> tuple[int, ...]:
     return tuple(number for move in joined for number in move)
 
 
+def split_moves(numbers: Sequence[int]) -> list[Move]:
+    """The moves that `join_moves` has made numbers of."""
+    size = len(Move._fields)
+    return [Move(*numbers[first : first + size]) for first in range(0, len(numbers), size)]
+
+
 def place_columns(out: Tensor, sources: Sequence[Tensor], moves: Sequence[int], scale: float = 1.0) -> None:
     """Write columns of the sources, [B, any] each, times `scale` to `out` [B, columns], in place.
 

@@ -75,6 +75,8 @@ def run_steps(config: RunConfig, world: World, phase: str, num_steps: int, num_r
     tables, features = make_specs(config, dataset)
     ids = EmbeddingBagCollection(tables, features, seed=config.seed)  # holds no rows: it is never looked up
     model = make_sharded_model(config, dataset, world)
+    if world.size == 1 and num_ranks > 1:
+        model.embeddings.round_as(config.comm.communication)
     step: Callable[[int, Batch, Batch], tuple[float | None, Tensor | None]]
     if phase == "training":
         weights = task_weights(config, dataset)

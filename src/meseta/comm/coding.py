@@ -1,0 +1,92 @@
+"""How the numbers of a sum are written where they cross hosts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from meseta.jagged.shapes import Int
+from meseta.ops.codec import HalfRange, Rounding, decode_columns, encode_columns, rounding_key
+from meseta.ops.columns import Move, join_moves
+from meseta.spec import COLUMN_BLOCK
+from meseta.spec.codecs import Codec
+
+ONE_BLOCK = (COLUMN_BLOCK,)
+_ALL = join_moves([Move(0, 0, 0, COLUMN_BLOCK)])
+DENSE_EXPONENT = 10
+"""Dense gradients in fp16 are multiplied by 2 to this: 6e-8 is still exact to 11 bits, and 63 fits."""
+
+
+@dataclass(frozen=True)
+class SumCoding:
+    """Of one buffer, in blocks of COLUMN_BLOCK numbers from its beginning, float32."""
+
+    codec: Codec
+    num_coded: int
+    """Leading numbers that are encoded, a multiple of COLUMN_BLOCK; those behind travel as they are."""
+    key: tuple[int, int, str]
+    """Seed, step and name that stochastic rounding is drawn by."""
+    half: HalfRange
+    """Of fp16."""
+    block_numbers: Int[Tensor, " blocks"] | None = None
+    """What each block is drawn by; None: its place."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Of an encoded block."""
+        return self.codec.row_bytes(ONE_BLOCK)
+
+    def num_bytes(self, count: int) -> int:
+        """Of so many numbers, whole blocks."""
+        return count // COLUMN_BLOCK * self.block_bytes
+
+    def encode(self, piece: Tensor, out: Tensor, first: int, host: int | None) -> None:
+        """Write a piece [n] of the buffer that begins at number `first` to `out`, uint8 [bytes]: what a host has, or
+        where `host` is None, the sum of all."""
+        view, half = out.view(-1, self.block_bytes), self.half if self.codec.name == "fp16" else None
+        rounding = self._rounding(first // COLUMN_BLOCK, view.shape[0], host) if self.codec.block_bytes else None
+        sources = [piece.view(-1, COLUMN_BLOCK)]
+        encode_columns(view, sources, _ALL, self.codec, ONE_BLOCK, rounding=rounding, half=half)
+
+    def decode(self, coded: Tensor, out: Tensor) -> None:
+        """The way back, to `out` [n]."""
+        view, matrix = coded.view(-1, self.block_bytes), out.view(-1, COLUMN_BLOCK)
+        decode_columns(matrix, [view], _ALL, self.codec, [ONE_BLOCK], exponent=self.half.exponent)
+
+    def _rounding(self, first: int, count: int, host: int | None) -> Rounding:
+        """Sums of hosts are drawn apart from each other and from their total, whose errors would else add up."""
+        numbers = first if self.block_numbers is None else self.block_numbers[first : first + count]
+        return Rounding((self._keys.of(host),), (0,), numbers)
+
+    @cached_property
+    def _keys(self) -> _Keys:
+        return _Keys(self.key)
+
+
+class _Keys:
+    """Keys of hosts and of their total."""
+
+    def __init__(self, key: tuple[int, int, str]) -> None:
+        self._key = key
+        self._made: dict[int | None, int] = {}
+
+    def of(self, host: int | None) -> int:
+        """Of what a host has, or of the total."""
+        if host not in self._made:
+            seed, step, name = self._key
+            self._made[host] = rounding_key(seed, step, name if host is None else f"{name} of host {host}")
+        return self._made[host]
+
+
+def whole_blocks(count: int) -> int:
+    """Numbers up to the end of a block."""
+    return -(-count // COLUMN_BLOCK) * COLUMN_BLOCK
+
+
+def in_whole_blocks(buffer: Tensor) -> Tensor:
+    """[n] -> [n or a few more], the last ones 0."""
+    missing = whole_blocks(buffer.numel()) - buffer.numel()
+    return buffer if not missing else torch.cat([buffer, buffer.new_zeros(missing)])

@@ -1,0 +1,222 @@
+"""How the matrices of an exchange lie in what ranks send each other: as numbers, or in the bytes of a codec.
+
+A message to one rank is some matrices, one behind the other. Without a codec a buffer has numbers:
+
+    | direct bags [B, columns] | partial bags [n, columns] | rows of a route [ids, columns] | ...
+
+and with one it has bytes. What stays inside a host travels as it was computed; it comes first, where its numbers are
+aligned:
+
+    | partial bags, float32 | direct bags, encoded | rows of a route, encoded | ... | up to 3 empty bytes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meseta.jagged.shapes import Int
+from meseta.ops.codec import HalfRange, Rounding, decode_columns, encode_columns, rounding_key
+from meseta.ops.columns import Move, join_moves, place_columns
+from meseta.ops.memory import empty
+from meseta.spec.codecs import FP32, Codec
+
+POSITIONS = 2**31
+"""More than the ids of any bag."""
+
+
+class Matrix(NamedTuple):
+    """One matrix of a message."""
+
+    num_rows: int
+    pieces: tuple[int, ...]
+    """Columns of what lies side by side, each in blocks of its own."""
+    stays_inside: bool = False
+    """Whether it travels inside a host alone, as it was computed."""
+
+    @property
+    def width(self) -> int:
+        return sum(self.pieces)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.num_rows, self.width
+
+
+Message = Sequence[Matrix]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How one kind of matrices is written."""
+
+    dtype: torch.dtype
+    """Of numbers as they are computed."""
+    device: torch.device
+    codec: Codec = FP32
+    is_mixed: bool = False
+    """Whether messages have matrices that stay inside beside others."""
+    half: HalfRange = field(default_factory=HalfRange)
+    """Of fp16."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all travels as it was computed."""
+        return self.codec.is_whole
+
+    def sizes(self, messages: Sequence[Message]) -> list[int]:
+        """Entries of each message in a buffer: numbers, or bytes."""
+        return [self._size(message) for message in messages]
+
+    def _size(self, message: Message) -> int:
+        if self.is_exact:
+            return sum(matrix.num_rows * matrix.width for matrix in message)
+        num_bytes = sum(matrix.num_rows * self.row_bytes(matrix) for matrix in message)
+        return -(-num_bytes // 4) * 4 if self.is_mixed else num_bytes
+
+    def row_bytes(self, matrix: Matrix) -> int:
+        """Of a row of a matrix, where there is a codec."""
+        if matrix.stays_inside:
+            return matrix.width * self.dtype.itemsize
+        return self.codec.row_bytes(matrix.pieces)
+
+    def empty(self, messages: Sequence[Message]) -> Tensor:
+        """A buffer for messages, one behind the other."""
+        return empty((sum(self.sizes(messages)),), self.dtype if self.is_exact else torch.uint8, self.device)
+
+    def views(self, buffer: Tensor, messages: Sequence[Message]) -> list[list[Tensor]]:
+        """Of a buffer, for each message its matrices: [rows, columns] of numbers, or uint8 [rows, bytes] where they are
+        encoded."""
+        if self.is_exact:
+            pieces = iter(buffer.split([m.num_rows * m.width for message in messages for m in message]))
+            return [[next(pieces).view(matrix.shape) for matrix in message] for message in messages]
+        parts = buffer.split(self.sizes(messages))
+        return [[*self._views(part, message)] for part, message in zip(parts, messages, strict=True)]
+
+    def _views(self, part: Tensor, message: Message) -> Iterator[Tensor]:
+        places, end = dict[int, Tensor](), 0
+        for index in sorted(range(len(message)), key=lambda index: not message[index].stays_inside):
+            matrix = message[index]
+            row_bytes = self.row_bytes(matrix)
+            piece = part[end : end + matrix.num_rows * row_bytes]
+            end += matrix.num_rows * row_bytes
+            if matrix.stays_inside:
+                places[index] = piece.view(self.dtype).view(matrix.shape)
+            else:
+                places[index] = piece.view(matrix.num_rows, row_bytes)
+        return (places[index] for index in range(len(message)))
+
+    def put(
+        self,
+        view: Tensor,
+        matrix: Matrix,
+        sources: Sequence[Tensor],
+        moves: Sequence[int] | None = None,
+        scale: float = 1.0,
+        rounding: Rounding | None = None,
+    ) -> None:
+        """Write columns of the sources, [rows, any], times `scale` to a matrix of a buffer; without `moves`, all of the
+        one source."""
+        moves = whole_row(matrix.width) if moves is None else moves
+        if self.is_exact or matrix.stays_inside:
+            place_columns(view, sources, moves, scale)
+        else:
+            half = self.half if self.codec.name == "fp16" else None
+            encode_columns(view, sources, moves, self.codec, matrix.pieces, scale=scale, rounding=rounding, half=half)
+
+    def packed(self, matrix: Matrix, sources: Sequence[Tensor], moves: Sequence[int] | None = None) -> Tensor:
+        """A buffer of one matrix alone, by its rows; without `moves`, of all of the one source."""
+        if moves is None and self.is_exact:
+            return sources[0]
+        buffer = self.empty([[matrix]])
+        [[view]] = self.views(buffer, [[matrix]])
+        self.put(view, matrix, sources, moves)
+        return view
+
+    def take(self, out: Tensor, views: Sequence[Tensor], matrices: Sequence[Matrix], moves: Sequence[int]) -> None:
+        """Write columns of matrices of a buffer to `out`, [rows, any]; none of them stays inside, where others do
+        not."""
+        if self.is_exact:
+            place_columns(out, views, moves)
+        else:
+            pieces = [matrix.pieces for matrix in matrices]
+            decode_columns(out, views, moves, self.codec, pieces, exponent=self.half.exponent)
+
+    def read(self, view: Tensor, matrix: Matrix) -> Tensor:
+        """[rows, columns]: a matrix of a buffer as numbers."""
+        if self.is_exact or matrix.stays_inside:
+            return view
+        out = empty(matrix.shape, self.dtype, self.device)
+        self.take(out, [view], [matrix], whole_row(matrix.width))
+        return out
+
+    def rounded(self, values: Tensor, pieces: tuple[int, ...], rounding: Rounding | None = None) -> Tensor:
+        """[rows, columns] as they come out where they have been sent."""
+        if self.is_exact:
+            return values
+        matrix = Matrix(values.shape[0], pieces)
+        buffer = self.empty([[matrix]])
+        [[view]] = self.views(buffer, [[matrix]])
+        self.put(view, matrix, [values], rounding=rounding)
+        return self.read(view, matrix)
+
+
+class Wires(NamedTuple):
+    """How what goes straight between ranks and owners is written, and what goes between twins."""
+
+    near: Wire
+    """With two levels it stays inside a host."""
+    far: Wire
+
+
+def gradient_exponent(num_samples: int) -> int:
+    """Gradients of the mean over so many samples are small by their number; in fp16 they are multiplied by 2 to this."""
+    return max(num_samples - 1, 0).bit_length()
+
+
+def whole_row(width: int) -> tuple[int, ...]:
+    """All columns, where they are."""
+    return join_moves([Move(0, 0, 0, width)])
+
+
+@dataclass(frozen=True)
+class GradientDraw:
+    """What the stochastic rounding of the gradients of one batch is drawn by: seed, step and feature; global sample and
+    column; of what is not pooled, place in the bag too. Where a table lies and which way a number takes does not
+    matter."""
+
+    seed: int
+    step: int
+    names: Sequence[str]
+    """Of the features."""
+    first_sample: int
+    """Place in the global batch of this rank's first sample."""
+    lengths: Int[Tensor, " F_times_B"]
+    """Ids of each bag of this rank, feature after feature."""
+
+    @cached_property
+    def keys(self) -> tuple[int, ...]:
+        """By feature."""
+        return tuple(rounding_key(self.seed, self.step, name) for name in self.names)
+
+    def bags(self, pieces: Sequence[tuple[int, int]]) -> Rounding:
+        """Of a matrix of bags of this rank's samples, whose pieces are (feature, first column)."""
+        keys = tuple(self.keys[feature] for feature, _ in pieces)
+        return Rounding(keys, tuple(column for _, column in pieces), self.first_sample)
+
+    def row_numbers(self, feature: int) -> Int[Tensor, " nnz"]:
+        """Of each id of a feature that is not pooled: its sample and its place in the bag."""
+        lengths = self.lengths.view(len(self.names), -1)[feature].to(torch.int64)
+        firsts = lengths.cumsum(0) - lengths
+        samples = self.first_sample + torch.arange(lengths.numel(), device=lengths.device)
+        bag_numbers = torch.repeat_interleave(samples * POSITIONS - firsts, lengths)
+        return bag_numbers + torch.arange(bag_numbers.numel(), device=lengths.device)
+
+    def rows(self, feature: int, column: int, numbers: Tensor) -> Rounding:
+        """Of rows of a feature that is not pooled, whose `row_numbers` are these."""
+        return Rounding((self.keys[feature],), (column,), numbers)
