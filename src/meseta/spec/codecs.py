@@ -27,6 +27,7 @@ class Codec:
     """One way to write numbers."""
 
     name: CodecName
+    """As configs and plans say it."""
     number_bytes: int
     """Of a number on the wire."""
     block_bytes: int = 0
