@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from meseta import ops
+from meseta.ops.codec.layout import layout_numbers
 from meseta.ops.quantize.reference import FORMATS, row_bytes
 from meseta.ops.row_program.optimizer import Hyper
 from meseta.ops.row_program.program import Program, trace
 from meseta.optim import make_row_optimizer
 from meseta.spec import OptimizerSpec
+from meseta.spec.codecs import CODECS
 from meseta.spec.optimizer import USED_FIELDS
 
 for module in pkgutil.iter_modules(ops.__path__, "meseta.ops."):
@@ -158,6 +160,33 @@ def place_columns(rng: Rng) -> Call:
         start = int(rng.integers(0, sources[source].shape[1] - width + 1))
         moves += [source, start, int(rng.integers(0, 9 - width)), width, int(rng.integers(2))]
     call.arguments = [written(rng, call, floats(rng, num_rows, 8, dtype=dtype)), sources, moves, 0.5]
+    return call
+
+
+def encode_columns(rng: Rng) -> Call:
+    call, placed = Call("encode_columns", []), place_columns(rng)
+    codec, pieces = pick(rng, list(CODECS.values())[1:]), pick(rng, ((8,), (3, 0, 5)))
+    num_rows = len(placed.arguments[0])
+    sources = [source.float() for source in placed.arguments[1]]
+    random: list[int] = []
+    if codec.block_bytes and rng.integers(2):
+        random = [*rng.integers(-(2**63), 2**63, len(pieces)).tolist(), *[16] * len(pieces), 2**33]
+    rows = integers(rng, 0, 2**40, num_rows) if rng.integers(2) else None
+    out = written(rng, call, torch.zeros(num_rows, codec.row_bytes(pieces), dtype=torch.uint8))
+    layout, count = layout_numbers(codec, 3, [pieces]), written(rng, call, torch.zeros(1, dtype=torch.int64))
+    call.arguments = [out, sources, placed.arguments[2], layout, 0.5, random, rows, count]
+    return call
+
+
+def decode_columns(rng: Rng) -> Call:
+    call, placed = Call("decode_columns", []), place_columns(rng)
+    codec, num_rows = pick(rng, list(CODECS.values())[1:]), len(placed.arguments[0])
+    pieces = [(source.shape[1],) for source in placed.arguments[1]]
+    sources = [
+        torch.from_numpy(rng.integers(0, 256, (num_rows, codec.row_bytes(own))).astype("uint8")) for own in pieces
+    ]
+    out = written(rng, call, floats(rng, num_rows, 8))
+    call.arguments = [out, sources, placed.arguments[2], layout_numbers(codec, 3, pieces), 0.5]
     return call
 
 
@@ -301,8 +330,8 @@ CALLS: dict[str, Callable[[Rng], Call]] = {
     make.__name__: make
     for make in (
         pooled_lookup, row_lookup, weight_gradient, coalesce, bucketize, count_outside, fix_ids, unique, permute_keys,
-        place_columns, lengths_to_offsets, hash_ids, quantize_rows, dequantize_rows, relu_backward, dot_interaction,
-        dot_interaction_backward, product, row_update, row_apply,
+        place_columns, encode_columns, decode_columns, lengths_to_offsets, hash_ids, quantize_rows, dequantize_rows,
+        relu_backward, dot_interaction, dot_interaction_backward, product, row_update, row_apply,
     )
 }  # fmt: skip
 

@@ -4,6 +4,7 @@
 void bind_allocator(nanobind::module_& m);
 void bind_bucketize(nanobind::module_& m);
 void bind_coalesce(nanobind::module_& m);
+void bind_codec(nanobind::module_& m);
 void bind_columns(nanobind::module_& m);
 void bind_dot_interaction(nanobind::module_& m);
 void bind_gather_limit(nanobind::module_& m);
@@ -27,6 +28,7 @@ NB_MODULE(MESETA_MODULE, m) {
   bind_allocator(m);
   bind_bucketize(m);
   bind_coalesce(m);
+  bind_codec(m);
   bind_columns(m);
   bind_dot_interaction(m);
   bind_gather_limit(m);

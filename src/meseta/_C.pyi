@@ -124,6 +124,25 @@ def place_columns(
     """Copy or add columns; `out` is (address, rows, columns, numbers from row to row), `sources` the same without rows,
     `moves` (source, first column, first column of `out`, columns, whether to add) of each. `wide`: float64."""
 
+def encode_columns(
+    out: list[int],
+    sources: list[int],
+    moves: list[int],
+    layout: list[int],
+    scale: float,
+    random: list[int],
+    counted: list[int],
+    num_threads: int,
+) -> None:
+    """Place columns and encode them; `out` is (address, rows, bytes of a row), `layout` codec, exponent, and the number
+    of pieces and their widths, `random` keys, first columns and the first row, or nothing, `counted` the addresses of
+    the numbers of rows and of the count of numbers that are too large, or 0."""
+
+def decode_columns(
+    out: list[int], sources: list[int], moves: list[int], layout: list[int], scale: float, num_threads: int
+) -> None:
+    """The way back; `out` is (address, rows, columns, numbers from row to row), `sources` addresses."""
+
 def lengths_to_offsets(lengths: int, count: int, wide: bool, offsets: int, num_threads: int) -> None:
     """Write count + 1 offsets."""
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from fuzz_calls import CALLS, Call, spoil, spoil_code
 from meseta.ops.bucketize import reference as bucketize
 from meseta.ops.coalesce import reference as coalesce
+from meseta.ops.codec import reference as codec
 from meseta.ops.columns import reference as columns
 from meseta.ops.dot_interaction import reference as dot_interaction
 from meseta.ops.hash_ids import reference as hash_ids
@@ -63,6 +64,8 @@ REFERENCES = {
     "unique": unique.unique,
     "permute_keys": jagged.permute_keys,
     "place_columns": columns.place_columns,
+    "encode_columns": codec.encode_columns,
+    "decode_columns": codec.decode_columns,
     "lengths_to_offsets": jagged.lengths_to_offsets,
     "hash_ids": hash_ids.hash_ids,
     "quantize_rows": quantize.quantize_rows,
@@ -187,8 +190,10 @@ def outputs(name: str, result: Any, arguments: list[Any]) -> list[Any]:
     """What an operator returns and what it writes to its arguments."""
     if name == "row_update":
         return [*arguments[0], *arguments[1]]
-    if name == "place_columns":
+    if name in ("place_columns", "decode_columns"):
         return arguments[:1]
+    if name == "encode_columns":
+        return [arguments[0], *arguments[7:]]
     if name == "row_apply":
         return [arguments[0], *arguments[1], *arguments[9:10]]
     if name == "quantize_rows" and arguments[1] in NAN_BYTES:

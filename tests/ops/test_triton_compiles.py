@@ -33,3 +33,8 @@ def test_kernels_compile_for_a_gpu(architecture: int, tmp_path: Path) -> None:
     for name in ("lookup fp32", "lookup fp16", "rows fp32", "rows fp16", "rowwise_adagrad fp32", "adam bf16"):
         assert kernels[name].get(wide), f"{name}: rows are read by 16 bytes, found {kernels[name]}"
     assert wide not in kernels["lookup bf16, odd"]
+    for name in ("fp16", "bf16", "fp8", "int8"):
+        assert kernels[f"encode {name} 0"].get(wide), (
+            f"{name}: columns are read by 16 bytes, {kernels[f'encode {name} 0']}"
+        )
+        assert kernels[f"decode {name}"].get("st.global.v4.b32"), f"{name}: and written so, {kernels[f'decode {name}']}"

@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from meseta.ops import triton_shared
+from meseta.ops.codec import triton_kernels as codec
 from meseta.ops.pooled_lookup import triton as lookup
 from meseta.ops.row_lookup import triton as row_lookup
 from meseta.ops.row_program.program import trace
@@ -104,6 +105,21 @@ def updates(architecture: int) -> dict[str, Any]:
     return found
 
 
+def codecs(architecture: int) -> dict[str, Any]:
+    found = {}
+    common = {"addresses": WORDS, "plan": WORDS, "num_rows": "i32"}
+    for index, name in enumerate(("fp16", "bf16", "fp8", "int8"), start=1):
+        for drawn in (0, 1, 2) if index > 2 else (0,):
+            types = common | {"out": "*u8", "overflows": WORDS if name == "fp16" else None}
+            types |= {"keys": WORDS if drawn else None, "rows": WORDS if drawn == 2 else None}
+            types["FORM"] = codec.form(index, drawn, 4, 4)
+            found[f"encode {name} {drawn}"] = compiled(codec.encode_blocks, types, architecture)
+        types = common | {"out": FLOATS, "stride": "i32", "FORM": codec.form(index, 0, 4, 4)}
+        found[f"decode {name}"] = compiled(codec.decode_blocks, types, architecture)
+    return found
+
+
 if __name__ == "__main__":
     architecture = int(sys.argv[1])
-    print(json.dumps({**lookups(architecture), **rows(architecture), **lists(architecture), **updates(architecture)}))
+    kernels_of = (lookups, rows, lists, updates, codecs)
+    print(json.dumps({name: found for of in kernels_of for name, found in of(architecture).items()}))

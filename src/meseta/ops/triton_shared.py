@@ -83,3 +83,25 @@ def sum_16(values):
     four = tl.sum(tl.reshape(eight, [N, 2, 4]), axis=1)
     two = tl.sum(tl.reshape(four, [N, 2, 2]), axis=1)
     return tl.sum(two, axis=1)
+
+
+@triton.jit
+@no_type_check
+def low_word(value):
+    """The lower half of an int64, uint32."""
+    return (value & 0xFFFFFFFF).to(tl.uint32)
+
+
+@triton.jit
+@no_type_check
+def philox(c0, c1, c2, c3, k0, k1):
+    """Philox4x32-10 (Salmon et al., SC 2011): the four words, uint32, of each counter under its key."""
+    a = tl.zeros_like(c0) + 0xD2511F53
+    b = tl.zeros_like(c0) + 0xCD9E8D57
+    for _ in tl.static_range(10):
+        low0, low2 = a * c0, b * c2
+        high0, high2 = tl.umulhi(a, c0), tl.umulhi(b, c2)
+        c0, c1, c2, c3 = high2 ^ c1 ^ k0, low2, high0 ^ c3 ^ k1, low0
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return c0, c1, c2, c3

@@ -8,9 +8,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "ops/checks.h"
+#include "ops/columns/moves.h"
 #include "ops/parallel.h"
-#include "ops/simd.h"
 
 namespace nb = nanobind;
 using namespace meseta;
@@ -18,54 +17,19 @@ using namespace meseta;
 namespace {
 
 constexpr int64_t kRows = 64;
-constexpr int64_t kAhead = 16, kLine = 64;  // rows; bytes
 constexpr int64_t kBlocksOfThread = 4;  // fewer rows are not worth a second thread
-constexpr size_t kFields = 5, kMatrix = 3;
-
-template <typename T>
-struct Move {
-  const T* from;
-  int64_t stride;  // of the source
-  T* to;
-  int64_t width;
-  bool add;
-};
-
-template <bool kAdd, typename T>
-void move_rows(const Move<T>& move, int64_t first, int64_t last, int64_t stride, T scale) {
-  const T* from = move.from + first * move.stride;
-  T* to = move.to + first * stride;
-  for (int64_t row = first; row < last; ++row, from += move.stride, to += stride) {
-    // Short pieces far from each other: the processor does not see them coming.
-    for (int64_t c = 0; c < move.width; c += kLine / int64_t(sizeof(T))) {
-      prefetch(from + kAhead * move.stride + c);
-      prefetch_write(to + kAhead * stride + c);
-    }
-    for (int64_t c = 0; c < move.width; ++c) to[c] = kAdd ? to[c] + from[c] * scale : from[c] * scale;
-  }
-}
 
 template <typename T>
 void place(std::array<int64_t, 4> out, const std::vector<int64_t>& sources, const std::vector<int64_t>& moves, T scale,
            int num_threads) {
   const auto [address, num_rows, num_columns, stride] = out;
-  const int64_t num_sources = int64_t(sources.size() / kMatrix);
-  std::vector<Move<T>> checked;
-  for (size_t m = 0; m + kFields <= moves.size(); m += kFields) {
-    const int64_t source = moves[m], from = moves[m + 1], to = moves[m + 2], width = moves[m + 3];
-    if (source < 0 || source >= num_sources) refuse("source ", source, " is outside 0..", num_sources - 1);
-    const int64_t *const own = sources.data() + size_t(source) * kMatrix, limit = own[1];
-    if (width < 0 || from < 0 || from > limit - width || to < 0 || to > num_columns - width)
-      refuse(width, " columns from ", from, " of ", limit, " cannot go to ", to, " of ", num_columns);
-    checked.push_back({reinterpret_cast<const T*>(own[0]) + from, own[2], reinterpret_cast<T*>(address) + to, width,
-                       moves[m + 4] != 0});
-  }
+  const std::vector<Strip<T>> strips = checked_strips<T>(sources, moves, num_columns);
   const int64_t num_blocks = (num_rows + kRows - 1) / kRows;
   const int threads = int(std::clamp<int64_t>(num_blocks / kBlocksOfThread, 1, std::max(num_threads, 1)));
+  T* const to = reinterpret_cast<T*>(address);
   parallel_tasks(threads, num_blocks, [&, stride = stride, num_rows = num_rows](int64_t block) {
     const int64_t first = block * kRows, last = std::min(first + kRows, num_rows);
-    for (const Move<T>& move : checked)
-      move.add ? move_rows<true>(move, first, last, stride, scale) : move_rows<false>(move, first, last, stride, scale);
+    place_strips<true>(strips, first, last, to + first * stride, stride, scale);
   });
 }
 

@@ -14,6 +14,7 @@
 #include "ops/checks.h"
 #include "ops/parallel.h"
 #include "ops/philox.h"
+#include "ops/quantize/short_floats.h"
 #include "ops/simd.h"
 
 namespace nb = nanobind;
@@ -29,46 +30,7 @@ int64_t row_bytes(int format, int64_t dim) {
   return format == kE4m3 || format == kE5m2 ? dim + 4 : 2 * dim;
 }
 
-// Sign, exponent and mantissa of a short float whose bits are those of a whole number in the order of its values.
-struct Short {
-  int mantissa, smallest_exponent;
-  uint32_t sign, largest;  // codes; above `largest` a value is infinite, or saturates to it
-};
-constexpr Short kShorts[] = {{}, {}, {3, -6, 0x80, 0x7E}, {2, -14, 0x80, 0x7B}, {10, -14, 0x8000, 0x7C00},
-                             {7, -126, 0x8000, 0x7F80}};
-
-float power_of_two(int exponent) { return bits_to_float(uint32_t(exponent + 127) << 23); }  // -126..127
-
-// To the nearest whole number, ties to even.
-struct Nearest {
-  float operator()(float value, int64_t) const { return std::nearbyint(value); }
-};
-// Up where the random bits, as a fraction, lie below the value's.
-struct Stochastic {
-  const uint32_t* bits;
-  float operator()(float value, int64_t column) const {
-    const float down = std::floor(value);
-    return down + (float(int32_t(bits[column] >> 8)) * 0x1p-24f < value - down ? 1.0f : 0.0f);
-  }
-};
-
-template <typename Round>
-inline uint32_t to_short(float value, const Short& form, const Round& round, int64_t column) {
-  const uint32_t bits = float_to_bits(value), sign = bits >> 31 ? form.sign : 0;
-  const int exponent = std::max(int(bits >> 23 & 0xFF) - 127, form.smallest_exponent);
-  const int step = exponent - form.mantissa, half = step / 2;
-  const float scaled = std::fabs(value) * power_of_two(-half) * power_of_two(half - step);
-  const uint32_t code = (uint32_t(exponent - form.smallest_exponent) << form.mantissa) + uint32_t(int32_t(round(scaled, column)));
-  return sign | std::min(code, form.largest);
-}
-
-float from_short(uint32_t code, const Short& form) {
-  const uint32_t magnitude = code & (form.sign - 1), field = magnitude >> form.mantissa;
-  const uint32_t fraction = magnitude & ((1u << form.mantissa) - 1);
-  const float whole = float(field ? fraction | 1u << form.mantissa : fraction);
-  const float value = whole * power_of_two(int(std::max(field, 1u)) - 1 + form.smallest_exponent - form.mantissa);
-  return code & form.sign ? -value : value;
-}
+constexpr Short kShorts[] = {{}, {}, kShortE4m3, kShortE5m2, kShortHalf, kShortBfloat};  // by format
 
 uint16_t half_bits(float value) {
   if (std::isnan(value)) return 0x7E00;

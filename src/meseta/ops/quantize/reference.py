@@ -40,12 +40,12 @@ def quantize_rows(
         corner = (first_row, first_row + n), (first_column, first_column + dim)
         bits = random_bits(key % 2**64, *corner, device=rows.device)
     if row_format in ("fp16", "bf16"):
-        return _bytes(_to_float(rows, row_format, bits))
+        return _bytes(to_short(rows, row_format, bits))
     if row_format.startswith("fp8"):
         largest = torch.finfo(_TYPES[row_format]).max
         scale = (_amax(rows.abs()) / largest).clamp(min=2.0**-126)
         scale = torch.where(_amax(rows.abs()) == 0, 1.0, scale)
-        codes = _to_float((rows / scale).clamp(-largest, largest), row_format, bits).view(torch.uint8)
+        codes = to_short((rows / scale).clamp(-largest, largest), row_format, bits).view(torch.uint8)
         return torch.cat([codes, _bytes(scale)], dim=1)
     low, high = -_amax(-rows) + 0.0, _amax(rows) + 0.0  # no negative zero
     if row_format == "int8":
@@ -103,8 +103,9 @@ def _round(values: Tensor, bits: Tensor | None) -> Tensor:
     return down + ((bits >> 8).float() * 2.0**-24 < values - down)
 
 
-def _to_float(values: Tensor, row_format: str, bits: Tensor | None) -> Tensor:
-    """Float32 to a shorter float."""
+def to_short(values: Tensor, row_format: str, bits: Tensor | None) -> Tensor:
+    """Float32 to a shorter float: the nearest, or one of its two neighbours: the larger magnitude where `bits`, as a
+    fraction, lie below that of the magnitude."""
     if bits is None:
         return values.to(_TYPES[row_format])
     exponent = (torch.frexp(values).exponent - 1).clamp(min=_SMALLEST_EXPONENT[row_format])

@@ -29,10 +29,14 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Te
 
 def random_bits(key: int, rows: tuple[int, int], columns: tuple[int, int], device: torch.device | str) -> Tensor:
     """See meseta.ops.random_rows.random_bits."""
-    row = torch.arange(*rows, device=device)[:, None]
-    group = torch.arange(columns[0] // 4, -(-columns[1] // 4), device=device)[None, :]
-    row, group = torch.broadcast_tensors(row, group)
-    words = philox((row & _WORD, row >> 32, group, torch.zeros_like(row)), key)
+    return cell_bits(key, torch.arange(*rows, device=device), columns)
+
+
+def cell_bits(key: int, rows: Tensor, columns: tuple[int, int]) -> Tensor:
+    """The same for rows of any numbers, int64 [n]."""
+    group = torch.arange(columns[0] // 4, -(-columns[1] // 4), device=rows.device)[None, :]
+    row, group = torch.broadcast_tensors(rows[:, None], group)
+    words = philox((row & _WORD, (row >> 32) & _WORD, group & _WORD, torch.zeros_like(row)), key)
     bits = torch.stack(words, dim=-1).flatten(1)
     first = columns[0] // 4 * 4
     return bits[:, columns[0] - first : columns[1] - first].contiguous()

@@ -11,7 +11,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from meseta.ops.triton_shared import sum_16
+from meseta.ops.triton_shared import low_word, philox, sum_16
 
 PLAN_WORDS = tl.constexpr(8)
 """At the head of the plan: features, samples, rows of all tables, blocks of samples, where the tables stand in the
@@ -99,35 +99,22 @@ def store_rows(weight, values, inside, words, live, row, steps):
 @triton.jit
 @no_type_check
 def random_halves(words, live, row, step, BLOCKS: tl.constexpr):
-    """Tile of 16 random bits, uint32. Philox4x32-10 (Salmon et al., SC 2011) gives four words for eight columns."""
+    """Tile of 16 random bits, uint32: four words of the generator for eight columns."""
     ROWS: tl.constexpr = row.shape[0]
     key = tl.load(words + 4, mask=live, other=0)
     logical = row + tl.load(words + 5, mask=live, other=0)
     first_column = tl.load(words + 6, mask=live, other=0)
     zeros = tl.zeros([ROWS, BLOCKS, 2], dtype=tl.uint32)
     group = (tl.arange(0, BLOCKS)[:, None] * 2 + tl.arange(0, 2)[None, :])[None, :, :]
-    c0 = _low_word(logical)[:, None, None] + zeros
-    c1 = _low_word(logical >> 32)[:, None, None] + zeros
-    c2 = (_low_word(first_column // 8)[:, None, None] + group.to(tl.uint32)) + zeros
-    c3 = _low_word(step)[:, None, None] + zeros
-    k0 = _low_word(key)[:, None, None] + zeros
-    k1 = _low_word(key >> 32)[:, None, None] + zeros
-    a = zeros + 0xD2511F53
-    b = zeros + 0xCD9E8D57
-    for _ in tl.static_range(10):
-        low0, low2 = a * c0, b * c2
-        high0, high2 = tl.umulhi(a, c0), tl.umulhi(b, c2)
-        c0, c1, c2, c3 = high2 ^ c1 ^ k0, low2, high0 ^ c3 ^ k1, low0
-        k0 += 0x9E3779B9
-        k1 += 0xBB67AE85
+    c0 = low_word(logical)[:, None, None] + zeros
+    c1 = low_word(logical >> 32)[:, None, None] + zeros
+    c2 = (low_word(first_column // 8)[:, None, None] + group.to(tl.uint32)) + zeros
+    c3 = low_word(step)[:, None, None] + zeros
+    k0 = low_word(key)[:, None, None] + zeros
+    k1 = low_word(key >> 32)[:, None, None] + zeros
+    c0, c1, c2, c3 = philox(c0, c1, c2, c3, k0, k1)
     chosen = tl.join(tl.join(c0, c2), tl.join(c1, c3))  # [..., word // 2, word % 2]
     return tl.reshape(tl.join(chosen & 0xFFFF, chosen >> 16), [ROWS, BLOCKS, 16])
-
-
-@triton.jit
-@no_type_check
-def _low_word(value):
-    return (value & 0xFFFFFFFF).to(tl.uint32)
 
 
 @triton.jit

@@ -1,0 +1,206 @@
+"""Encoded columns on a GPU: a program has some rows of a few blocks of 16 columns, places, encodes and stores them.
+
+What a block is made of stands in a table on the device, its plan: a line for each block, then one for each part of a
+move inside a block. Placing, scaling and encoding are one pass over memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import gcd
+from struct import pack, unpack
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from meseta.ops.codec.layout import CODEC_LIST, RowLayout, ScaleBlock, read_draw, read_layouts
+from meseta.ops.codec.triton_kernels import BLOCKS, HEADER_WORDS, ROWS, decode_blocks, encode_blocks, form
+from meseta.ops.columns import Move
+from meseta.ops.device_words import device_words
+from meseta.ops.triton_shared import room_for_addresses, write_addresses
+from meseta.spec import COLUMN_BLOCK, MesetaError
+
+VECTOR = 4
+"""Numbers that a lane loads at once where moves allow it."""
+
+
+class LaunchPlan(NamedTuple):
+    """What a launch needs beside its tensors."""
+
+    words: tuple[int, ...]
+    num_blocks: int
+    vector: int
+    """Of float32 numbers: what divides every place where some begin or end, VECTOR at most."""
+    codes: int
+    """Of encoded ones, likewise."""
+
+
+def encode_columns(
+    out: Tensor,
+    sources: Sequence[Tensor],
+    moves: Sequence[int],
+    layout: Sequence[int],
+    scale: float,
+    random: Sequence[int],
+    rows: Tensor | None,
+    overflows: Tensor | None,
+) -> None:
+    """See meseta.ops.codec.encode_columns; the integers are those of layout.py. Raises MesetaError as it does."""
+    exponent, (row,) = read_layouts("encode_columns", layout)
+    draw = read_draw("encode_columns", row, random)
+    matrices = [source if source.stride(1) == 1 else source.contiguous() for source in sources]
+    shapes = tuple((m.shape[1], m.stride(0), m.data_ptr() // 4 % VECTOR) for m in matrices)
+    plan = _encode_plan(row, tuple(moves), shapes, (0,) * len(row.pieces) if draw is None else draw.columns)
+    if len(out) == 0 or plan.num_blocks == 0:
+        return
+    drawn = 0 if draw is None else 1 if rows is None else 2
+    codes = gcd(plan.codes, out.data_ptr() // row.codec.number_bytes)
+    with torch.cuda.device_of(out):
+        encode_blocks[_grid(len(out), plan)](
+            out,
+            _addresses(matrices, out),
+            _words(plan, exponent, scale, row.num_bytes, out.device),
+            None if draw is None else device_words((draw.first_row, *draw.keys), out.device),
+            rows,
+            overflows if row.codec.name == "fp16" else None,
+            len(out),
+            FORM=form(layout[0], drawn, plan.vector, codes),
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+
+
+def decode_columns(
+    out: Tensor, sources: Sequence[Tensor], moves: Sequence[int], layout: Sequence[int], scale: float
+) -> None:
+    """See meseta.ops.codec.decode_columns. Raises MesetaError for moves outside."""
+    plan = _decode_plan(tuple(layout), tuple(moves), out.shape[1])
+    if len(out) == 0 or plan.num_blocks == 0:
+        return
+    codec = CODEC_LIST[layout[0]]
+    vector = gcd(plan.vector, out.stride(0), out.data_ptr() // 4)
+    codes = gcd(plan.codes, *(matrix.data_ptr() // codec.number_bytes for matrix in sources))
+    with torch.cuda.device_of(out):
+        decode_blocks[_grid(len(out), plan)](
+            out,
+            _addresses(sources, out),
+            _words(plan, -layout[1] if codec.name == "fp16" else 0, scale, 0, out.device),
+            len(out),
+            out.stride(0),
+            FORM=form(layout[0], 0, vector, codes),
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+
+
+def _words(plan: LaunchPlan, exponent: int, scale: float, row_bytes: int, device: torch.device) -> Tensor:
+    """The plan behind what may be another one in another step."""
+    (scale_bits,) = unpack("<i", pack("<f", scale))
+    return device_words((plan.num_blocks, (exponent + 127) << 23, scale_bits, row_bytes, *plan.words), device)
+
+
+def _grid(num_rows: int, plan: LaunchPlan) -> tuple[int, int]:
+    return triton.cdiv(num_rows, ROWS.value), triton.cdiv(plan.num_blocks, BLOCKS.value)
+
+
+def _addresses(matrices: Sequence[Tensor], out: Tensor) -> Tensor:
+    addresses = torch.empty(max(room_for_addresses(len(matrices)), 1), dtype=torch.int64, device=out.device)
+    write_addresses(addresses, matrices)
+    return addresses
+
+
+def _checked(operator: str, moves: tuple[int, ...], widths: Sequence[int], num_columns: int) -> list[Move]:
+    """Raises MesetaError for columns outside."""
+    checked = [Move(*moves[at : at + 5]) for at in range(0, len(moves), 5)]
+    for move in checked:
+        if not 0 <= move.source < len(widths):
+            raise MesetaError(f"{operator}: source {move.source} is outside 0..{len(widths) - 1}")
+        limit = widths[move.source]
+        if move.width < 0 or not 0 <= move.start <= limit - move.width or not 0 <= move.to <= num_columns - move.width:
+            raise MesetaError(
+                f"{operator}: {move.width} columns from {move.start} of {limit} cannot go to {move.to} of {num_columns}"
+            )
+    return [move for move in checked if move.width]
+
+
+def _table(lines: Sequence[tuple[tuple[int, ...], list[tuple[int, ...]]]]) -> tuple[int, ...]:
+    """The line of each block with the first of its parts and how many they are, then all parts."""
+    words: list[int] = []
+    parts: list[int] = []
+    num_words = HEADER_WORDS.value + sum(len(line) + 2 for line, _ in lines)
+    for line, of_block in lines:
+        words += [*line, num_words + len(parts), len(of_block)]
+        parts += [word for part in of_block for word in part]
+    return (*words, *parts)
+
+
+@lru_cache(maxsize=256)
+def _encode_plan(
+    row: RowLayout, moves: tuple[int, ...], shapes: tuple[tuple[int, int, int], ...], columns: tuple[int, ...]
+) -> LaunchPlan:
+    """`shapes`: columns, numbers from row to row, and address in numbers modulo VECTOR of each source. `columns` of the
+    tables that pieces begin with."""
+    checked = _checked("encode_columns", moves, [width for width, _, _ in shapes], row.num_columns)
+    lines, vector, codes = [], VECTOR, gcd(VECTOR, row.num_bytes // row.codec.number_bytes)
+    for index, block in enumerate(row.blocks()):
+        parts: list[tuple[int, ...]] = []
+        for move in checked:
+            low, high = max(move.to, block.first), min(move.to + move.width, block.first + block.width)
+            if low < high:
+                _, stride, place = shapes[move.source]
+                start = move.start - move.to + block.first
+                first, last = low - block.first, high - block.first
+                parts.append((move.source, start, stride, first, last, move.add))
+                vector = gcd(vector, place, start, stride, first, last)
+        codes = gcd(codes, block.first, block.width)
+        is_odd = row.codec.block_bytes and row.num_columns % 2 and index == len(row.blocks()) - 1
+        scale_at = row.scales_at + 2 * index
+        lines.append(
+            (
+                (
+                    block.first,
+                    block.width,
+                    scale_at,
+                    int(bool(is_odd)),
+                    block.piece,
+                    columns[block.piece] + block.inside,
+                ),
+                parts,
+            )
+        )
+    return LaunchPlan(_table(lines), len(lines), vector, codes)
+
+
+@lru_cache(maxsize=256)
+def _decode_plan(layout: tuple[int, ...], moves: tuple[int, ...], num_columns: int) -> LaunchPlan:
+    """Blocks are those of the result, and parts have one scale each."""
+    _, rows = read_layouts("decode_columns", layout)
+    checked = _checked("decode_columns", moves, [row.num_columns for row in rows], num_columns)
+    parts: dict[int, list[tuple[int, ...]]] = {}
+    vector = codes = VECTOR
+    for move in checked:
+        row = rows[move.source]
+        codes = gcd(codes, row.num_bytes // row.codec.number_bytes)
+        for index, block in enumerate(_scaled(row)):
+            low, high = max(move.start, block.first), min(move.start + move.width, block.first + block.width)
+            while low < high:  # in blocks of the result
+                to = move.to + low - move.start
+                first = to % COLUMN_BLOCK
+                last = min(COLUMN_BLOCK, first + high - low)
+                part = (move.source, low - first, row.num_bytes, first, last, move.add, row.scales_at + 2 * index)
+                vector, codes = gcd(vector, first, last), gcd(codes, low - first, first, last)
+                parts.setdefault(to // COLUMN_BLOCK, []).append(part)
+                low += last - first
+    lines = [
+        ((block * COLUMN_BLOCK, int(any(part[5] for part in of_block))), of_block)
+        for block, of_block in sorted(parts.items())
+    ]
+    return LaunchPlan(_table(lines), len(lines), vector, codes)
+
+
+def _scaled(row: RowLayout) -> Sequence[ScaleBlock]:
+    """Columns that share a scale, or all of them."""
+    return row.blocks() if row.codec.block_bytes else (ScaleBlock(0, 0, row.num_columns, 0),)

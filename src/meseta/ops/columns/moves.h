@@ -1,0 +1,82 @@
+// Moves of columns from several matrices to one, checked, and done for some rows.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "ops/checks.h"
+#include "ops/simd.h"
+
+namespace meseta {
+
+struct Move {
+  int64_t source, from, to, width;
+  bool add;
+};
+
+// `moves`: for each (source, first column there, first column of the result, columns, whether to add). `widths`: the
+// columns of each source.
+inline std::vector<Move> checked_moves(const std::vector<int64_t>& moves, const std::vector<int64_t>& widths,
+                                       int64_t num_columns) {
+  constexpr size_t kFields = 5;
+  const int64_t num_sources = int64_t(widths.size());
+  std::vector<Move> checked;
+  for (size_t m = 0; m + kFields <= moves.size(); m += kFields) {
+    const int64_t source = moves[m], from = moves[m + 1], to = moves[m + 2], width = moves[m + 3];
+    if (source < 0 || source >= num_sources) refuse("source ", source, " is outside 0..", num_sources - 1);
+    const int64_t limit = widths[size_t(source)];
+    if (width < 0 || from < 0 || from > limit - width || to < 0 || to > num_columns - width)
+      refuse(width, " columns from ", from, " of ", limit, " cannot go to ", to, " of ", num_columns);
+    checked.push_back({source, from, to, width, moves[m + 4] != 0});
+  }
+  return checked;
+}
+
+// A move from a matrix in memory.
+template <typename T>
+struct Strip {
+  const T* from;
+  int64_t stride;  // of the source
+  int64_t to, width;
+  bool add;
+};
+
+// `sources`: address, columns and numbers from row to row of each.
+template <typename T>
+std::vector<Strip<T>> checked_strips(const std::vector<int64_t>& sources, const std::vector<int64_t>& moves,
+                                     int64_t num_columns) {
+  constexpr size_t kMatrix = 3;
+  std::vector<int64_t> widths;
+  for (size_t s = 0; s + kMatrix <= sources.size(); s += kMatrix) widths.push_back(sources[s + 1]);
+  std::vector<Strip<T>> strips;
+  for (const Move& move : checked_moves(moves, widths, num_columns)) {
+    const int64_t* const matrix = sources.data() + size_t(move.source) * kMatrix;
+    strips.push_back({reinterpret_cast<const T*>(matrix[0]) + move.from, matrix[2], move.to, move.width, move.add});
+  }
+  return strips;
+}
+
+template <bool kAdd, bool kFar, typename T>
+void move_rows(const Strip<T>& strip, int64_t first, int64_t last, T* out, int64_t stride, T scale) {
+  constexpr int64_t kAhead = 16, kLine = 64;  // rows; bytes
+  const T* from = strip.from + first * strip.stride;
+  T* to = out + strip.to;
+  for (int64_t row = first; row < last; ++row, from += strip.stride, to += stride) {
+    // Short pieces far from each other: the processor does not see them coming.
+    for (int64_t c = 0; c < strip.width; c += kLine / int64_t(sizeof(T))) {
+      prefetch(from + kAhead * strip.stride + c);
+      if (kFar) prefetch_write(to + kAhead * stride + c);
+    }
+    for (int64_t c = 0; c < strip.width; ++c) to[c] = kAdd ? to[c] + from[c] * scale : from[c] * scale;
+  }
+}
+
+// Rows [first, last) of the sources to `out`, where the first of them goes. kFar: `out` lies in memory, not in a cache.
+template <bool kFar, typename T>
+void place_strips(const std::vector<Strip<T>>& strips, int64_t first, int64_t last, T* out, int64_t stride, T scale) {
+  for (const Strip<T>& strip : strips)
+    strip.add ? move_rows<true, kFar>(strip, first, last, out, stride, scale)
+              : move_rows<false, kFar>(strip, first, last, out, stride, scale);
+}
+
+}  // namespace meseta
