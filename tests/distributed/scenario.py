@@ -34,7 +34,7 @@ class Scenario:
     seed: int = 0
     exchange: str = "flat"  # how ids and rows cross hosts
     per_host: int | None = None  # half of the ranks, where not said
-    comm: Communication = Communication()
+    comm: Communication = field(default_factory=Communication)
 
     def tables(self) -> list[TableSpec]:
         constants = {"initial_accumulator": 0.01} if "adagrad" in self.optimizer else {}

@@ -45,8 +45,8 @@ PUBLIC = {
     """,
     "meseta.spec": """
         COLUMN_BLOCK Communication CostModel DenseLoad DeviceKind FeatureLoad FeatureSpec IdPolicy InitSpec Link
-        MesetaError OptimizerSpec Plan Pooling Reuse Shard ShardingType TablePlan TableSpec Tier Topology Workload check_features
-        nearest
+        MesetaError OptimizerSpec Plan Pooling Reuse Shard ShardingType TablePlan TableSpec Tier Topology Workload
+        check_features nearest
     """,
     "meseta.storage": "ROW Lease TableShard TableStorage as_stored make_storage",
     "meseta.train.metrics": """

@@ -82,7 +82,9 @@ class DenseGradients:
             for parameter in self.parameters:
                 parameter.grad = None
             return
-        self.world.all_reduce(buffer, "dense", None if self._make_coding is None else self._make_coding(sum(self._sizes)))
+        self.world.all_reduce(
+            buffer, "dense", None if self._make_coding is None else self._make_coding(sum(self._sizes))
+        )
         *slots, counts = buffer.split([*self._sizes, len(self._sizes)])
         for parameter, slot, count in zip(self.parameters, slots, counts.tolist(), strict=True):
             if count:

@@ -19,8 +19,8 @@ changes no bit of it; and neither do the bounds of pieces. Of a buffer on two ho
 other all they have, where it is short, and both add: the same bytes in one phase.
 
 With a codec what crosses hosts is rounded, always by the way of twins: the sum of each host is encoded once, what it
-decodes to is added in the order of hosts by the owner of a piece, and the total is encoded once more. All ranks keep what
-that decodes to, the owner and those of one host too:
+decodes to is added in the order of hosts by the owner of a piece, and the total is encoded once more. All ranks keep
+what that decodes to, the owner and those of one host too:
 
     total = decode(encode(decode(encode(host 0)) + decode(encode(host 1)) + ...))
 """

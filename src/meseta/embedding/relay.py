@@ -142,9 +142,7 @@ def give_to_twins(
     return bags, rows
 
 
-def _for_twins(
-    routing: Routing, rank: int, x: Exchanged, answers: Sequence[Sequence[Tensor]], wire: Wire
-) -> Tensor:
+def _for_twins(routing: Routing, rank: int, x: Exchanged, answers: Sequence[Sequence[Tensor]], wire: Wire) -> Tensor:
     """Whole bags of this host and rows, for one twin after the other."""
     twins, host = routing.peers_across_hosts(rank), rank // routing.per_host
     sizes = [x.batch_sizes[twin] for twin in twins]

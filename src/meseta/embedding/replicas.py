@@ -92,8 +92,10 @@ class Replicas:
         widths = [whole_blocks(gradient.shape[1]) for gradient in sums.gradients]
         sizes = [gradient.shape[0] * width for gradient, width in zip(sums.gradients, widths, strict=True)]
         num_ranks = sum(own.numel() for own in sums.ranks)
-        self._blocks = sums.buffer if sum(sizes) + num_ranks == sums.buffer.numel() else sums.buffer.new_zeros(
-            sum(sizes) + num_ranks
+        self._blocks = (
+            sums.buffer
+            if sum(sizes) + num_ranks == sums.buffer.numel()
+            else sums.buffer.new_zeros(sum(sizes) + num_ranks)
         )
         pieces = self._blocks[: sum(sizes)].split(sizes)
         return [piece.view(-1, width) for piece, width in zip(pieces, widths, strict=True)]

@@ -97,7 +97,9 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
             for shard in plan[table.name].shards
             if world.rank in shard.ranks
         )
-        self.lookups = tuple(ShardedLookup(group, self.tables, plan, self.dtype, world, comm, self.clamped) for group in self.groups)
+        self.lookups = tuple(
+            ShardedLookup(group, self.tables, plan, self.dtype, world, comm, self.clamped) for group in self.groups
+        )
         """One per group of features."""
         stages = [
             len(make_row_optimizer(t.optimizer).row_stats)

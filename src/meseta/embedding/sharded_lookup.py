@@ -235,8 +235,8 @@ class ShardedLookup:
             rows_of = ids_of | dict(
                 zip(relay.row_slots(relay.slots), of_twin[HEADER + len(relay.slots) :], strict=True)
             )
-            ids[twin] = {r: own for r, own in self._by_route(ids_of.__getitem__, relay.mates).items()}
-            rows[twin] = {r: own for r, own in self._by_route(rows_of.__getitem__, relay.mates).items()}
+            ids[twin] = self._by_route(ids_of.__getitem__, relay.mates)
+            rows[twin] = self._by_route(rows_of.__getitem__, relay.mates)
         stop, pooled = HEADER + len(self.routes), self.routing.host_reduced[rank].stop
         answered = {r: tuple(of_rank[HEADER:stop]) for r, of_rank in told.items()}
         rows_answered = {r: (*answered[r][:pooled], *of_rank[stop:]) for r, of_rank in told.items()}

@@ -105,11 +105,17 @@ class Wire:
             row_bytes = self.row_bytes(matrix)
             piece = part[end : end + matrix.num_rows * row_bytes]
             end += matrix.num_rows * row_bytes
-            if matrix.stays_inside:
+            if not piece.numel():  # may lie where no number could
+                places[index] = self._nothing(matrix)
+            elif matrix.stays_inside:
                 places[index] = piece.view(self.dtype).view(matrix.shape)
             else:
                 places[index] = piece.view(matrix.num_rows, row_bytes)
         return (places[index] for index in range(len(message)))
+
+    def _nothing(self, matrix: Matrix) -> Tensor:
+        shape = matrix.shape if matrix.stays_inside else (matrix.num_rows, self.row_bytes(matrix))
+        return torch.empty(shape, dtype=self.dtype if matrix.stays_inside else torch.uint8, device=self.device)
 
     def put(
         self,
@@ -175,7 +181,7 @@ class Wires(NamedTuple):
 
 
 def gradient_exponent(num_samples: int) -> int:
-    """Gradients of the mean over so many samples are small by their number; in fp16 they are multiplied by 2 to this."""
+    """Gradients of the mean over so many samples are small by their number; fp16 has them times 2 to this."""
     return max(num_samples - 1, 0).bit_length()
 
 

@@ -53,13 +53,13 @@ the same place in the others; the owners of one row's columns. Of what every ran
 copy of what each has, on all; inside each host, such a copy, and a sum of which each rank gets its part; a sum over the
 ranks that have the same place in all hosts."""
 Each = Literal[
-    "pair", "twin pair", "route", "host route", "row route", "host row route", "bag", "host bag", "id", "host id",
-    "weight", "host weight", "bag number", "partial bag number", "whole bag number", "row number", "distinct row number",
-    "row statistic", "replica number", "replica row", "step",
+    "pair", "twin pair", "route", "host route", "row route", "host row route", "bag", "host bag", "id",
+    "host id", "weight", "host weight", "bag number", "partial bag number", "whole bag number", "row number",
+    "distinct row number", "row statistic", "replica number", "replica row", "step",
 ]  # fmt: skip
 """What a part counts. A route is a feature that reads a piece of a table: one for each rank that asks; a row route is
-one that is not pooled. A bag number is one column of one bag; partial ones are summed inside a host, to whole ones; a row
-number is one column of a row that is not pooled, a distinct one is counted once for each rank that asks. What is a
+one that is not pooled. A bag number is one column of one bag; partial ones are summed inside a host, to whole ones; a
+row number is one column of a row that is not pooled, a distinct one is counted once for each rank that asks. What is a
 host's is counted once for all pieces of a host that hold columns of the same rows. A row statistic is a sum over a
 touched row's part of 16 columns, for each other owner of columns of the row."""
 
