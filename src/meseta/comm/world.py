@@ -27,7 +27,8 @@ from meseta.machine.rendezvous import VARIABLE
 from meseta.machine.variables import variables
 from meseta.ops.memory import empty
 from meseta.spec import MesetaError
-from meseta.spec.transfer import BETWEEN_STEPS, OF_STEPS, alike_shares
+from meseta.spec.codecs import Way, alike_shares, sum_shares
+from meseta.spec.transfer import BETWEEN_STEPS, OF_STEPS
 from meseta.telemetry.transfers import TransferSpan, TransferTimes
 
 Answer = TypeVar("Answer")
@@ -216,7 +217,8 @@ class World:
         if self.ranks_per_host == self.size:
             return
         check_listed(name)
-        _, far = alike_shares("hosts sum", self.size, self.ranks_per_host)
+        way: Way = "hosts chain" if self.sum_path == "chain" else "hosts sum"
+        _, far = alike_shares(way, self.size, self.ranks_per_host, self.rank // self.ranks_per_host)
         end, start_s = self._begin(name, 0.0, far * total.nbytes), time.perf_counter()
         self._in_lane(name, lambda sums: sums.add_over_hosts(total), total, by_itself=False).wait()
         end(start_s, None)
@@ -284,7 +286,10 @@ class World:
         self, name: str, tensor: Tensor, way: Literal["sum", "gather"]
     ) -> Callable[[float, float | None], None]:
         """The same of what every rank has alike, by the bytes that a plan is predicted to send."""
-        near, far = alike_shares(way, self.size, self.ranks_per_host)
+        per_host = self.ranks_per_host
+        near, far = alike_shares(way, self.size, per_host)
+        if way == "sum":
+            near, far = sum_shares(self.sum_path, self.size, per_host, self.rank // per_host)
         return self._begin(name, near * tensor.nbytes, far * tensor.nbytes)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
