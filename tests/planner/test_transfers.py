@@ -90,7 +90,7 @@ def test_prices_count_the_bytes_of_predictions(comm: Communication, part: int) -
             host_columns=placement.host_columns,
             row_parts=placement.row_parts,
         )
-        prices = Prices(loads, topology, documented_cost_model("cpu"), exchange=exchange, dense_exchange=dense_exchange)
+        prices = Prices(loads, topology, documented_cost_model("cpu"), ways=(exchange, dense_exchange))
         priced = prices.sent_bytes(placement.sharded, cuts, placement.replicated)
         for own in predict(plan, work, topology).collectives:
             if own.stage != "dense":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from meseta.embedding.collection import EmbeddingBagCollection
 from meseta.embedding.sharded import ShardedEmbeddingBagCollection
 from meseta.planner import make_plan
 from meseta.spec import MesetaError, Plan, Topology, Workload, nearest
+from meseta.spec.codecs import FP32, sum_path
 
 Model = TypeVar("Model", bound=nn.Module)
 DENSE_SHARDINGS = ("replicated", "fsdp")
@@ -62,6 +64,7 @@ def shard(
         return model
     plan = resolve_plan(plan, collection, world)
     world = world.on_hosts(plan.devices_per_host or world.ranks_per_host)
+    world = replace(world, sum_path=sum_path(plan.exchange, plan.dense_exchange, FP32))
     sharded = ShardedEmbeddingBagCollection(collection, plan, world)
     owner = model.get_submodule(name.rpartition(".")[0])
     setattr(owner, name.rpartition(".")[2], sharded)

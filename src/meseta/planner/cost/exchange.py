@@ -67,13 +67,13 @@ class Called(Protocol):
         """Of each rank, inside its host and across hosts."""
 
 
-def call_seconds(own: Called, both: tuple[Link, Link], topology: Topology, is_far: bool) -> float:
+def call_seconds(call: Called, both: tuple[Link, Link], topology: Topology, is_far: bool) -> float:
     """Of one collective without its bytes, over the links (inside, across): its latency, that of both levels where a
     sum goes by host, and what its peers take. `is_far`: whether it sends anything to other hosts."""
-    (inside, across), (mates, others) = both, own.peers
-    spent = mates * inside.peer_s + others * across.peer_s
-    if own.path in ("twins", "chain"):
-        steps = topology.num_hosts - 2 + CHAIN_PIECES if own.path == "chain" else 1
+    (inside, across), (mates, far_peers) = both, call.peers
+    spent = mates * inside.peer_s + far_peers * across.peer_s
+    if call.path in ("twins", "chain"):
+        steps = topology.num_hosts - 2 + CHAIN_PIECES if call.path == "chain" else 1
         return spent + (inside.latency_s if mates else 0.0) + steps * across.latency_s
     return spent + (across.latency_s if is_far else inside.latency_s)
 
@@ -188,12 +188,8 @@ def codec_seconds(part: Part, to_owners: bool, cost: ExchangeCost, hosts: int) -
     if part.codec.is_whole:
         return 0.0, 0.0
     write_s, read_s = (part.byte_numbers * each for each in cost.codec_seconds(part.codec.name))
-    if part.way in (
-        "sum",
-        "hosts sum",
-        "hosts chain",
-    ):  # host sums to the owners of pieces; what they add up to, to all
-        return write_s * (1 + 1 / hosts) + 2 * read_s * (hosts - 1) / hosts, 0.0
+    if part.way == "hosts sum":  # the sum of a host, and of a piece the total; both are read whole
+        return write_s * (1 + 1 / hosts) + 2 * read_s, 0.0
     return (read_s, write_s) if to_owners else (write_s, read_s)
 
 

@@ -196,8 +196,8 @@ def received_bytes(transfers: Sequence[Transfer], load: Loads, cut: Cut, num_ran
     cut = _Apart(cut)
     ids = piece_bytes(transfers, ["ids", "weights"], load, cut, num_ranks)
     answers = piece_bytes(transfers, ["answers"], load, cut, num_ranks)
-    relayed = [*HANDED_ON, "whole bags"] if any(own.name in HANDED_ON for own in transfers) else []
-    for part in (part for own in transfers if own.name in ("answers", *relayed) for part in own.parts):
+    relayed = [*HANDED_ON, "whole bags"] if any(one.name in HANDED_ON for one in transfers) else []
+    for part in (part for one in transfers if one.name in ("answers", *relayed) for part in one.parts):
         if not part.codec.is_whole:
             answers = answers + load.number_bytes * counts_of(part.each, load, cut, num_ranks)
     if relayed:
@@ -216,11 +216,9 @@ class _Apart:
 
 def gradient_bytes(transfers: Sequence[Transfer], load: Loads) -> Floats:
     """Bytes of the gradients of each replica [m], which are added over ranks."""
-    each = [part.each for own in transfers if own.name == "replicas" for part in own.parts]
-    if not each:
-        return np.zeros(len(load.ids))
-    found: Floats = load.number_bytes * sum(counts_of(one, load, NOT_CUT, 1) for one in dict.fromkeys(each))
-    return found
+    counted = {part.each for one in transfers if one.name == "replicas" for part in one.parts}
+    numbers = (counts_of(each, load, NOT_CUT, 1) for each in sorted(counted))
+    return load.number_bytes * sum(numbers, np.zeros(len(load.ids)))
 
 
 def _stored(batch: BatchLoads, what: Literal["row_bytes", "state_bytes"], cached_share: float) -> dict[Memory, Floats]:

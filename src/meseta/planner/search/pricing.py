@@ -46,6 +46,10 @@ NUM_AVOIDABLE = 3
 """The first of USES, without which a search tries to do."""
 
 
+Ways = tuple[Exchange | None, DensePath | None]
+"""Which way rows, and sums, take between hosts; None: where nobody chooses, see `meseta.spec.Plan`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cuts:
     """How the table of each piece is cut, [n] each."""
@@ -103,22 +107,20 @@ class Prices:
         cost_model: CostModel,
         held_samples: float | None = None,
         run: RunBytes | None = None,
-        exchange: Exchange | None = None,
-        dense_exchange: DensePath | None = None,
+        ways: Ways = (None, None),
     ) -> None:
         """`held_samples`: for how many a cache keeps rows; None: as on a rank with an equal part of all tables. `run`:
-        what a run adds to the memory of its plan. `exchange`, `dense_exchange`: which way rows and sums take between
-        hosts."""
-        self.exchange, self.dense_exchange = exchange, dense_exchange
+        what a run adds to the memory of its plan. `ways`: which way rows and sums take between hosts."""
+        self.ways = ways
         self.loads, self.topology, self.cost_model, self.run = loads, topology, cost_model, run or RunBytes()
         whole = loads.whole()
         owners, cache_bytes = np.zeros(len(whole.table), np.int64), cost_model.cache.cache_bytes * topology.num_ranks
         self._held = loads.held_samples(whole, owners, 1, cache_bytes)[0] if held_samples is None else held_samples
         self._rank_bytes = loads.stored_bytes(whole).sum() / topology.num_ranks
         ranks, per_host = topology.num_ranks, topology.devices_per_host
-        self.transfers = step_transfers(loads.workload, None, ranks, per_host, exchange, dense_exchange)
+        self.transfers = step_transfers(loads.workload, None, ranks, per_host, *ways)
         """All that a plan may need."""
-        self.is_two_level = exchange == "two_level" and 1 < per_host < ranks
+        self.is_two_level = ways[0] == "two_level" and 1 < per_host < ranks
         inside, across = links(cost_model, topology, False)
         self._copy_s = cost_model.exchange.copy_byte_s
         self._owner_s = max((per_host - 1) / inside.bytes_per_s, (ranks - per_host) / across.bytes_per_s) / ranks
@@ -248,20 +250,20 @@ class Prices:
                 total += float(self._alike_seconds(transfer, [np.array(part.num_bytes) for part in transfer.parts]))
             elif self._is_always(transfer):
                 headers = [part for part in transfer.parts if part.each in PAIRS]
-                total += self._call_s(transfer, is_far=bool(headers))
+                total += self._call_s(transfer, is_far=True) if headers else self._least_call_s(transfer)
                 total += sum(self._header_seconds(part) for part in headers)
         return total
 
     def _call_s(self, transfer: Transfer, *, is_far: bool) -> float:
         """Latencies of a transfer, and what its peers take; `is_far`: where ranks of other hosts are among those."""
         topology, per_host = self.topology, self.topology.devices_per_host
-        own = _Call(transfer.path, peers_of(transfer, topology.num_ranks, per_host))
+        call = _Call(transfer.path, peers_of(transfer, topology.num_ranks, per_host))
         both = links(self.cost_model, topology, transfer.is_sum)
-        return transfer.times * call_seconds(own, both, topology, is_far and own.peers[1] > 0)
+        return transfer.times * call_seconds(call, both, topology, is_far and call.peers[1] > 0)
 
-    def _farther_s(self, transfer: Transfer) -> float:
-        """What it takes longer where something crosses hosts than where nothing does."""
-        return self._call_s(transfer, is_far=True) - self._call_s(transfer, is_far=False)
+    def _least_call_s(self, transfer: Transfer) -> float:
+        """The same, whether anything crosses hosts or not."""
+        return min(self._call_s(transfer, is_far=True), self._call_s(transfer, is_far=False))
 
     def _is_always(self, transfer: Transfer) -> bool:
         """Whether every step has a transfer of tables, wherever they lie."""
@@ -288,8 +290,8 @@ class Prices:
         if transfer.path == "chain":
             far_s = far_s * chain_share(hosts)
         spent = near_s + far_s if transfer.path in ("twins", "chain") else np.maximum(near_s, far_s)
-        found: Floats = spent + 2 * (near + far) * self._copy_s + codec_s
-        return found
+        total: Floats = spent + 2 * (near + far) * self._copy_s + codec_s
+        return total
 
     def uses(self, cuts: Cuts, pieces: Pieces) -> Ints:
         """[n, len(USES)]: 1 where a piece needs the collective."""
@@ -305,17 +307,19 @@ class Prices:
         calls = self.cost_model.lookup.call_s + self.cost_model.update.call_s
         if self.topology.num_ranks == 1:
             return np.array([0.0, 0.0, 0.0, calls, 0.0])
-        found = dict.fromkeys(USES, 0.0)
-        found["owners"] = calls
-        found["replicas"] = 2 * self.cost_model.update.call_s + self.cost_model.lookup.call_s
+        seconds = dict.fromkeys(USES, 0.0)
+        seconds["owners"] = calls
+        seconds["replicas"] = 2 * self.cost_model.update.call_s + self.cost_model.lookup.call_s
         for transfer in self.transfers:
             if transfer.name in ("row statistics", "replicas"):
-                found[transfer.name] += self._call_s(transfer, is_far=True)
+                seconds[transfer.name] += self._call_s(transfer, is_far=True)
             elif transfer.is_of_tables and not self._is_always(transfer):
-                found["partial bags"] += self._call_s(transfer, is_far=True)
+                seconds["partial bags"] += self._call_s(transfer, is_far=True)
             elif transfer.is_of_tables and not any(part.each in PAIRS for part in transfer.parts):
-                found["owners" if transfer.stage == "input_dist" else "answers"] += self._farther_s(transfer)
-        return np.array([found[name] for name in USES])
+                seconds["owners" if transfer.stage == "input_dist" else "answers"] += self._call_s(
+                    transfer, is_far=True
+                ) - self._least_call_s(transfer)
+        return np.array([seconds[name] for name in USES])
 
     def bytes_anyway(self) -> tuple[int, int]:
         """Bytes of its device and of its host's memory that every rank holds beside tables and what their exchange

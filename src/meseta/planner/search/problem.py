@@ -11,7 +11,7 @@ from meseta.planner.cost.loads import Pieces, WorkloadLoads
 from meseta.planner.cost.memory import RunBytes
 from meseta.planner.cost.predict import dense_seconds
 from meseta.planner.search.assignment import NO_LIMIT, Assignment, Floats, Ints, Machine, Mask, Options
-from meseta.planner.search.pricing import COMPONENTS, USES, Cuts, Prices
+from meseta.planner.search.pricing import COMPONENTS, USES, Cuts, Prices, Ways
 from meseta.planner.search.schemes import Scheme, Shape, schemes, table_plan
 from meseta.spec import CostModel, MesetaError, Plan, ShardingType, TablePlan, Topology, Workload
 from meseta.spec.constraints import Constraints, TableRule
@@ -50,6 +50,8 @@ class Problem:
     """Seconds of every plan's step that no assignment changes."""
     run: RunBytes | None = None
     """What a run adds to the memory of its plan."""
+    ways: Ways = (None, None)
+    """Which way rows and sums take between hosts."""
 
     def plan(self, assignment: Assignment) -> Plan:
         """The plan that a complete assignment stands for; a table costs what all ranks together spend on it."""
@@ -66,7 +68,14 @@ class Problem:
         seconds = self.all_seconds(assignment.option)
         cost = {table: float(seconds[unit]) / len(tables) for unit, tables in enumerate(self.units) for table in tables}
         entries = tuple(replace(found[table], cost=cost[table]) for table in range(len(self.workload.tables)))
-        return Plan(num_ranks=num_ranks, tables=entries, devices_per_host=self.topology.devices_per_host)
+        exchange, dense_exchange = self.ways
+        return Plan(
+            num_ranks=num_ranks,
+            tables=entries,
+            devices_per_host=self.topology.devices_per_host,
+            exchange=exchange,
+            dense_exchange=dense_exchange,
+        )
 
     def unit_seconds(self, choice: Ints) -> Floats:
         """[U]: what each unit, in the option of `choice` [U], takes of the rank that it takes most of."""
@@ -131,6 +140,7 @@ def make_problem(
         least_s=least_s,
         fixed_s=_fixed_seconds(prices),
         run=prices.run,
+        ways=prices.ways,
     )
 
 
