@@ -25,7 +25,7 @@ if find_spec("jaxtyping") and find_spec("beartype"):
     # Every call costs; mypy holds the packages whose signatures have no shapes, and `make soak` checks theirs too.
     shaped = ("data.batch", "embedding", "jagged", "models", "ops", "pipeline", "storage")
     checked = ["meseta"] if os.environ.get("MESETA_SOAK") else [f"meseta.{package}" for package in shaped]
-    install_import_hook(checked, "beartype.beartype")
+    install_import_hook(checked, "typed.check")
 
 # Tests compare bits, and a GPU has others: they run on the CPU, but for `pytest tests/gpu`. Workers inherit both.
 if not os.environ.setdefault("MESETA_TEST_GPU", "1" if any("tests/gpu" in argument for argument in sys.argv) else ""):

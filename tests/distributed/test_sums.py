@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from meseta.comm import World, sums
-from meseta.comm.sums import PIECE, SumPath, cut
+from meseta.comm.sums import PIECE, cut
+from meseta.spec.codecs import SumPath
 
 from .pool import RankPool
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from meseta.jagged import KeyedJaggedTensor
 from meseta.pipeline import TrainStep
 from meseta.planner import predict
 from meseta.spec import FeatureLoad, FeatureSpec, OptimizerSpec, Plan, TableSpec, Topology, Workload
-from meseta.spec.transfer import Transfer, alike_shares, step_transfers
+from meseta.spec.codecs import SumPath, alike_shares, sum_shares
+from meseta.spec.transfer import Transfer, step_transfers
 from meseta.telemetry.lines import TrainLine
 from meseta.train.setup.workload import make_workload
 from meseta.train.trainer import Trainer
@@ -203,6 +205,33 @@ def test_predicted_bytes_are_counted_bytes_of_two_levels(
 ) -> None:
     plan = {"exchange": "two_level", **HOSTS[name]}
     check(ranks(4), plan, Topology(num_hosts=2, devices_per_host=2), optimizer, weighted, pooling)
+
+
+NUMBERS = 16_000
+"""Of a buffer that is added."""
+
+
+def sums(path: SumPath, per_host: int) -> list[tuple[str, float, float, float]]:
+    """Of a sum over all ranks and one over hosts: name, bytes counted, bytes inside and across by the span."""
+    world, found = replace(World.current().on_hosts(per_host), sum_path=path), []
+    for name, add in (("dense", world.all_reduce), ("gradients of hosts", world.add_over_hosts)):
+        with Counter() as counter:
+            add(torch.ones(NUMBERS), name)
+        span = world.transfers.latest[-1]
+        found.append((name, counter.sent.get(name, 0.0), span.inside_bytes, span.across_bytes))
+    return found
+
+
+@pytest.mark.parametrize("path", get_args(SumPath))
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_sums_send_what_their_path_says(ranks: Callable[[int], RankPool], path: SumPath, per_host: int) -> None:
+    """Of each rank, the ends of a chain and those between: what is counted, and what spans say of both levels."""
+    for rank, ((_, *of_all), (_, *of_hosts)) in enumerate(ranks(4).run(sums, path, per_host)):
+        near, far = sum_shares(path, 4, per_host, rank // per_host)
+        whole = 4.0 * NUMBERS
+        assert of_all == pytest.approx([(near + far) * whole, near * whole, far * whole], abs=BOUNDS)
+        _, far = alike_shares("hosts chain" if path == "chain" else "hosts sum", 4, per_host, rank // per_host)
+        assert of_hosts == pytest.approx([far * whole, 0.0, far * whole], abs=BOUNDS)
 
 
 def step_of_run(document: dict[str, Any]) -> tuple[Counted, tuple[Transfer, ...], dict[str, float]]:

@@ -22,6 +22,7 @@ from meseta.spec import (
     CostModel,
     FeatureLoad,
     FeatureSpec,
+    Link,
     Plan,
     Reuse,
     ShardingType,
@@ -29,6 +30,7 @@ from meseta.spec import (
     Topology,
     Workload,
 )
+from meseta.spec.codecs import Communication
 from meseta.spec.constraints import Constraints
 from meseta.spec.shards import cut
 from planning_cases import random_workload, skewed_workload
@@ -86,6 +88,41 @@ def test_within_3_percent_of_all_plans_of_three_tables(seed: int) -> None:
     found = find_plan(workload, topology, model)
     assert found.prediction.step_s <= 1.03 * best
     assert found.bound.step_s <= best * (1 + 1e-9)
+
+
+SLOW = Link(bytes_per_s=2e8, latency_s=2e-4)
+"""Between hosts, where ids and bags cross for milliseconds."""
+
+
+@pytest.mark.parametrize("exchange", ["flat", "two_level"])
+@pytest.mark.parametrize("comm", [Communication(), Communication(precision="int8")], ids=["fp32", "int8"])
+def test_no_plan_of_two_hosts_is_below_the_bound(exchange: str, comm: Communication) -> None:
+    """All plans of two tables on 2 x 2 ranks, some columns and rows in one host and some in both."""
+    workload, topology = random_workload(2, 4), Topology(num_hosts=2, devices_per_host=2, across=SLOW)
+    workload = replace(workload, comm=replace(comm, exchange=exchange))
+    model = documented_cost_model("cpu")
+    places = [
+        [cut(table, ShardingType.DATA_PARALLEL, [0, 1, 2, 3])]
+        + [cut(table, ShardingType.TABLE_WISE, [rank]) for rank in range(4)]
+        + [cut(table, sharding, [*ranks]) for ranks in itertools.permutations(range(4))
+           for sharding in (ShardingType.ROW_WISE, ShardingType.COLUMN_WISE)
+           if sharding is ShardingType.ROW_WISE or table.embedding_dim >= 64]
+        + [cut(table, sharding, [*ranks]) for ranks in itertools.permutations(range(4), 2)
+           for sharding in (ShardingType.ROW_WISE, ShardingType.COLUMN_WISE)
+           if sharding is ShardingType.ROW_WISE or table.embedding_dim >= 32]
+        + [cut(table, ShardingType.TABLE_ROW_WISE, ranks) for ranks in ([0, 1], [2, 3])]
+        for table in workload.tables
+    ]  # fmt: skip
+    places = [entries[:5] + entries[5 :: 2 if number else 7] for number, entries in enumerate(places)]
+    plans = (
+        Plan(num_ranks=4, tables=entries, devices_per_host=2, exchange=exchange)  # type: ignore[arg-type]
+        for entries in itertools.product(*places)
+    )
+    best = min(predict(plan, workload, topology, model).step_s for plan in plans)
+    found = find_plan(workload, topology, model)
+    assert found.plan.exchange == exchange
+    assert found.bound.step_s <= best * (1 + 1e-9)
+    assert found.prediction.step_s <= 1.03 * best
 
 
 MAKE = {"plain": random_workload, "skewed": skewed_workload}

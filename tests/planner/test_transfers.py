@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,10 +15,12 @@ from meseta.planner.cost.placement import Placement
 from meseta.planner.search.bound import lower_bound
 from meseta.planner.search.pricing import Cuts, Prices
 from meseta.planner.search.problem import make_problem
-from meseta.spec import DenseLoad, FeatureSpec, MesetaError, OptimizerSpec, Plan, Topology, Workload
+from meseta.spec import DenseLoad, FeatureSpec, MesetaError, OptimizerSpec, Plan, TableSpec, Topology, Workload
 from meseta.spec import transfer as transfers
+from meseta.spec.codecs import Communication, Direction, Precision, SumPath, sum_shares
 from meseta.spec.constraints import Constraints
 from meseta.spec.transfer import Transfer, step_transfers
+from meseta.spec.workload import DenseExchange
 from planning_cases import random_workload
 
 HOSTS = ((1, 2), (1, 4), (2, 2), (2, 4), (4, 2))
@@ -62,11 +65,23 @@ def random_case(seed: int) -> tuple[Workload, Plan, Topology]:
     return work, plan, Topology(num_hosts=hosts, devices_per_host=per_host)
 
 
+WAYS = [("flat", None), ("two_level", "twins"), ("two_level", "chain"), (None, None)]
+"""Of rows, and of sums."""
+WRITTEN = [
+    *(Communication(precision=name) for name in get_args(Precision)),
+    Communication(forward="int8", backward="fp16"),
+    Communication(backward="fp8", dense="int8"),
+]
+
+
 @pytest.mark.parametrize("part", range(4))
-def test_prices_count_the_bytes_of_predictions(part: int) -> None:
-    names = set()
+@pytest.mark.parametrize("comm", WRITTEN, ids=lambda comm: f"{comm.precision}-{comm.forward}-{comm.backward}")
+def test_prices_count_the_bytes_of_predictions(comm: Communication, part: int) -> None:
+    names, of_codecs = set(), set()
     for seed in range(50 * part, 50 * part + 50):
         work, plan, topology = random_case(seed)
+        exchange, dense_exchange = WAYS[(seed + part) % len(WAYS)]
+        work, plan = replace(work, comm=comm), replace(plan, exchange=exchange, dense_exchange=dense_exchange)
         loads = WorkloadLoads(work)
         placement = Placement.of(plan, loads, topology.devices_per_host)
         cuts = Cuts(
@@ -75,15 +90,58 @@ def test_prices_count_the_bytes_of_predictions(part: int) -> None:
             host_columns=placement.host_columns,
             row_parts=placement.row_parts,
         )
-        priced = Prices(loads, topology, documented_cost_model("cpu"), exchange=plan.exchange).sent_bytes(
-            placement.sharded, cuts, placement.replicated
-        )
+        prices = Prices(loads, topology, documented_cost_model("cpu"), ways=(exchange, dense_exchange))
+        priced = prices.sent_bytes(placement.sharded, cuts, placement.replicated)
         for own in predict(plan, work, topology).collectives:
             if own.stage != "dense":
                 sent = float((own.sent_inside + own.sent_across).sum())
                 assert priced[own.name] == pytest.approx(sent, rel=1e-9), (seed, own.name)
                 names.add(own.name)
+            if np.any(own.codec_s):
+                of_codecs.add(own.name)
     assert names == {*transfers.OF_TABLES}
+    written = {
+        "forward": ["answers", "whole bags"],
+        "backward": ["gradients", "gradients of whole bags", "replicas"],
+        "dense": ["dense"],
+    }
+    directions = [one for one in get_args(Direction) if not comm.codec(one).is_whole]
+    assert of_codecs == {name for one in directions for name in written[one]}
+
+
+def test_bytes_of_codecs_by_hand() -> None:
+    """Two hosts of two ranks, 40 columns: what is written for a bag, for a row of a replica, for a dense parameter."""
+    table, other = (TableSpec(name=name, num_embeddings=100, embedding_dim=40) for name in ("a", "b"))
+    features = tuple(FeatureSpec(name=name, table=name) for name in ("a", "b"))
+    dense = DenseLoad(parameter_bytes=4 * 25)
+    layers = DenseExchange(num_tensors=1, num_filling=7)
+    plain = Workload(tables=(table, other), features=features, batch_size=64, dense=dense, dense_exchange=layers)
+    document = {"devices_per_host": 2, "tables": {"a": {"sharding": "table_wise", "ranks": [0]}, "b": "data_parallel"}}
+    plan = Plan.from_dict(document, plain.tables, 4)
+    topology = Topology(num_hosts=2, devices_per_host=2)
+
+    def sent(**comm: str) -> dict[str, tuple[float, float]]:
+        found = predict(plan, replace(plain, comm=Communication(**comm)), topology).collectives
+        return {own.name: (own.sent_inside.sum(), own.sent_across.sum()) for own in found}
+
+    before, after = sent(), sent(forward="int8", backward="fp16", dense="fp8")
+    assert before["answers"] == (16 * 40 * 4, 32 * 40 * 4) and after["answers"] == (16 * (40 + 6), 32 * (40 + 6))
+    assert after["gradients"] == (16 * 40 * 2, 32 * 40 * 2) and after["ids"] == before["ids"]
+    # On each rank 2 (L - 1) / L of all inside its host, and 2 (H - 1) / H of its half across.
+    assert before["replicas"] == (4 * 100 * 41 * 4, 4 * 100 * 41 * 4 / 2)
+    assert after["replicas"] == (4 * 100 * 49 * 4, 4 * 100 * (48 * 2 + 4) / 2)
+    assert before["dense"] == (4 * 4 * 26, 4 * 4 * 26 / 2)
+    assert after["dense"] == pytest.approx((4 * 4 * 33, 4 * (32 * 9 / 8 + 4) / 2))
+
+
+@pytest.mark.parametrize("path", get_args(SumPath))
+def test_the_halves_of_a_sum(path: SumPath) -> None:
+    """A sum sends 2 (R - 1) / R of its bytes from each rank flat; by host the same inside, and on average across."""
+    shares = [sum_shares(path, 6, 2, host) for host in range(3)]
+    by_hand = {"flat": [(1 / 3, 4 / 3)] * 3, "twins": [(1, 2 / 3)] * 3, "chain": [(1, 1 / 2), (1, 1), (1, 1 / 2)]}
+    assert np.array(shares) == pytest.approx(np.array(by_hand[path]))
+    assert sum_shares(path, 4, 4) == (1.5, 0.0)
+    assert sum_shares(path, 4, 1)[1] == 1.5
 
 
 @pytest.fixture
@@ -91,10 +149,10 @@ def halved(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Numbers of answers take half their bytes, and those of gradients with them."""
     answers = transfers._Step.answers
 
-    def half(self: transfers._Step, *row: transfers.Each) -> list[Transfer]:
+    def half(self: transfers._Step, *how: str) -> list[Transfer]:
         return [
             replace(own, parts=tuple(replace(part, num_bytes=part.num_bytes / 2) for part in own.parts))
-            for own in answers(self, *row)
+            for own in answers(self, *how)
         ]
 
     monkeypatch.setattr(transfers._Step, "answers", half)

@@ -30,24 +30,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from meseta.comm.coding import SumCoding, in_whole_blocks
 from meseta.comm.messages import Peer, Swap
+from meseta.spec.codecs import CHAIN_PIECES, SumPath
 
-SumPath = Literal["flat", "twins", "chain"]
-"""Flat, or two-level and across hosts among twins directly, or along a chain of hosts."""
 PIECE = 16
 """Pieces begin at multiples of so many numbers."""
 CHUNK_BYTES = 2**20
 """Of a long buffer so much is added before other exchanges may pass."""
 ONE_PHASE_BYTES = 2**16
 """What two ranks send each other whole, and both add: the same bytes as in two phases of halves, and one latency."""
-CHAIN_PIECES = 8
-"""Of a chunk, along a chain."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,18 +22,20 @@ from torch import Tensor
 from meseta.comm.coding import SumCoding
 from meseta.comm.lanes import Crossing, Lane
 from meseta.comm.messages import Peer, Swap, swap
-from meseta.comm.sums import OrderedSum, SumPath, add
+from meseta.comm.sums import OrderedSum, add
 from meseta.machine.processors import patient_threads
 from meseta.machine.rendezvous import VARIABLE
 from meseta.machine.variables import variables
 from meseta.ops.memory import empty
 from meseta.spec import MesetaError, Plan
-from meseta.spec.transfer import BETWEEN_STEPS, OF_STEPS, alike_shares
+from meseta.spec.codecs import FP32, SumPath, Way, alike_shares, sum_path, sum_shares
+from meseta.spec.transfer import BETWEEN_STEPS, OF_STEPS
 from meseta.telemetry.transfers import TransferSpan, TransferTimes
 
 Answer = TypeVar("Answer")
 
 
+@runtime_checkable  # beartype asks for it where the tests check every call
 class Work(Protocol):
     """What is under way: a collective of torch.distributed, messages, or what a lane does."""
 
@@ -123,7 +125,7 @@ class World:
 
     def under(self, plan: Plan) -> World:
         """The same, on the hosts of a plan, with sums over the links that it names."""
-        path = "flat" if plan.exchange == "flat" else plan.dense_exchange or "twins"
+        path = sum_path(plan.exchange, plan.dense_exchange, FP32)
         return replace(self.on_hosts(plan.devices_per_host), sum_path=path)
 
     def on_hosts(self, per_host: int | None) -> World:
@@ -223,7 +225,8 @@ class World:
         if self.ranks_per_host == self.size:
             return
         check_listed(name)
-        _, far = alike_shares("hosts sum", self.size, self.ranks_per_host)
+        way: Way = "hosts chain" if self.sum_path == "chain" and coding is None else "hosts sum"
+        _, far = alike_shares(way, self.size, self.ranks_per_host, self.rank // self.ranks_per_host)
         num_bytes = total.nbytes if coding is None else coding.num_bytes(coding.num_coded)
         end, start_s = self._begin(name, 0.0, far * num_bytes), time.perf_counter()
         self._in_lane(name, lambda sums: sums.add_over_hosts(total), total, coding, by_itself=False).wait()
@@ -300,8 +303,11 @@ class World:
         self, name: str, tensor: Tensor, way: Literal["sum", "gather"], coding: SumCoding | None = None
     ) -> Callable[[float, float | None], None]:
         """The same of what every rank has alike, by the bytes that a plan is predicted to send."""
-        near, far = alike_shares(way, self.size, self.ranks_per_host)
-        across = tensor.nbytes
+        per_host, across = self.ranks_per_host, float(tensor.nbytes)
+        near, far = alike_shares(way, self.size, per_host)
+        if way == "sum":
+            path = self.sum_path if coding is None else "twins"
+            near, far = sum_shares(path, self.size, per_host, self.rank // per_host)
         if coding is not None:
             across += coding.num_bytes(coding.num_coded) - coding.num_coded * tensor.element_size()
         return self._begin(name, near * tensor.nbytes, far * across)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import get_args
+
+import numpy as np
 
 from meseta.planner.cost.documented import documented_cost_model
 from meseta.planner.cost.loads import WorkloadLoads
@@ -14,11 +18,12 @@ from meseta.planner.explain.fixes import Fix, PlanTask, fixes, too_much
 from meseta.planner.search.assignment import Assignment
 from meseta.planner.search.keeping import kept_tables, release_one_kept
 from meseta.planner.search.planned import Planned
-from meseta.planner.search.pricing import Prices
+from meseta.planner.search.pricing import Prices, Ways
 from meseta.planner.search.problem import Problem, make_problem
 from meseta.planner.search.refine import refine_by_prediction
 from meseta.planner.search.search import search
 from meseta.spec import CostModel, MesetaError, Plan, Topology, Workload
+from meseta.spec.codecs import DensePath, Exchange
 from meseta.spec.constraints import Constraints
 
 MAX_DOUBT = 0.02
@@ -26,7 +31,9 @@ MAX_DOUBT = 0.02
 
 
 MAX_REPEATED = 300
-"""Units of which a search is repeated."""
+"""Units of which a search is repeated, and made for each way between hosts."""
+EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
+DENSE_PATHS: tuple[DensePath, ...] = get_args(DensePath)
 
 
 class DoesNotFitError(MesetaError):
@@ -51,6 +58,9 @@ def make_plan(
     constraints: Constraints | None = None,
 ) -> Plan:
     """Choose a scheme, a tier and ranks for every table, so that the predicted step is as short as found.
+
+    Ranks that several hosts share choose between both exchanges, see `meseta.spec.Plan`, unless `workload.comm` names
+    one: under each a plan is searched, or for many tables one for the flat one that is held against both.
 
     Searched are all sharding types; tiers beside 'hbm' where that is too small, or constraints ask for them. The best
     of several constructions, a beam search and local improvement is taken (`meseta.planner.search.search`). Where the
@@ -97,10 +107,104 @@ def _step_s(task: PlanTask) -> float | None:
     return found.prediction.step_s if isinstance(found, Planned) else None
 
 
+def choose_ways(
+    plan: Plan, workload: Workload, topology: Topology, cost_model: CostModel | None = None, run: RunBytes | None = None
+) -> Plan:
+    """A given plan with the ways between hosts that `workload.comm` asks for; for 'auto' those that it has, else those
+    with the shorter predicted step. As it is where ranks of several hosts do not share them."""
+    comm, per_host = workload.comm, topology.devices_per_host
+    if not 1 < per_host < topology.num_ranks:
+        return plan
+    asked = comm.exchange if comm.exchange != "auto" else plan.exchange
+    sums = comm.dense_exchange if comm.dense_exchange != "auto" else plan.dense_exchange
+    if not comm.codec("dense").is_whole:
+        sums = sums or "twins"
+    exchanges: Sequence[Exchange] = EXCHANGES if asked is None else (asked,)
+    options: list[Ways] = []
+    for exchange in exchanges:
+        paths: Sequence[DensePath] = DENSE_PATHS if sums is None else (sums,)
+        options += [(exchange, None)] if exchange == "flat" else [(exchange, path) for path in paths]
+    plans = [replace(plan, exchange=exchange, dense_exchange=path) for exchange, path in options]
+    if len(plans) == 1:
+        return plans[0]
+    loads = WorkloadLoads(workload)
+    steps = [predict(one, workload, topology, cost_model, loads=loads, run=run).step_s for one in plans]
+    return plans[steps.index(min(steps))]
+
+
 def _find(task: PlanTask) -> Planned | Problem:
     """The best plan; where nothing fits, the problem that was searched last."""
+    comm, loads = task.workload.comm, WorkloadLoads(task.workload)
+    if not 1 < task.topology.devices_per_host < task.topology.num_ranks:
+        first = _search(task, loads, (None, None))
+        return first if isinstance(first, Problem) else first.again()
+    path: DensePath = "twins" if comm.dense_exchange == "auto" else comm.dense_exchange
+    options: list[Ways] = [("flat", None), ("two_level", path)]
+    if comm.exchange != "auto":
+        options = [ways for ways in options if ways[0] == comm.exchange]
+    first = _search(task, loads, options[0])
+    if len(options) == 1 or isinstance(first, Problem):
+        best = first if len(options) == 1 else _search(task, loads, options[1])
+    elif len(first.planned.problem.units) > MAX_REPEATED:
+        best = first.under(options[1])
+    else:
+        second = _search(task, loads, options[1])
+        best = first if isinstance(second, Problem) or second.step_s >= first.step_s else second
+    if isinstance(best, Problem):
+        return best
+    if best.planned.plan.exchange == "two_level" and comm.dense_exchange == "auto" and comm.codec("dense").is_whole:
+        best = best.under(("two_level", "chain"))
+    return best.again()
+
+
+@dataclass(frozen=True)
+class _Searched:
+    """What one search found."""
+
+    planned: Planned
+    make: Callable[..., Problem]
+    """The problem, with other prices."""
+
+    @property
+    def step_s(self) -> float:
+        """Predicted."""
+        return self.planned.prediction.step_s
+
+    def again(self) -> Planned:
+        """Searched once more, where that may help."""
+        return _again(self.planned, self.make)
+
+    def under(self, ways: Ways) -> _Searched:
+        """The same pieces on the same ranks with other ways between hosts, where that is predicted to take less and
+        fits; else this."""
+        planned, problem = self.planned, self.planned.problem
+        plan = replace(planned.plan, exchange=ways[0], dense_exchange=ways[1])
+        prediction = predict(
+            plan, problem.workload, problem.topology, problem.cost_model, loads=problem.loads, run=problem.run
+        )
+        if prediction.step_s >= self.step_s:
+            return self
+        changed = self.make(prices=Prices(problem.loads, problem.topology, problem.cost_model, None, problem.run, ways))
+        keys = zip(changed.options.unit.tolist(), changed.schemes, strict=True)
+        numbers = {key: number for number, key in enumerate(keys)}
+        before = planned.assignment
+        options = [numbers.get((unit, problem.schemes[int(n)])) for unit, n in enumerate(before.option)]
+        choice = [option for option in options if option is not None]
+        if len(choice) < len(options):
+            return self
+        assignment = Assignment(changed.options, changed.machine, np.array(choice, np.int64))
+        for unit, option in enumerate(choice):
+            assignment.add(option, before.ranks[unit])
+        if not assignment.fits():
+            return self
+        plan = changed.plan(assignment)
+        planned = replace(planned, plan=plan, prediction=prediction, problem=changed, assignment=assignment)
+        return _Searched(planned, self.make)
+
+
+def _search(task: PlanTask, loads: WorkloadLoads, ways: Ways) -> _Searched | Problem:
+    """The best plan with these ways between hosts; where nothing fits, the problem that was searched last."""
     workload, topology, constraints = task.workload, task.topology, task.constraints
-    loads = WorkloadLoads(workload)
     kept = {} if constraints.keep is None else kept_tables(constraints.keep, workload.tables, topology)
     spills = (False, True) if topology.host_bytes or topology.disk_bytes else (False,)
     while True:
@@ -113,12 +217,12 @@ def _find(task: PlanTask) -> Planned | Problem:
                 constraints,
                 spill=spill,
                 kept=kept,
-                prices=Prices(loads, topology, task.cost_model, run=task.run),
+                prices=Prices(loads, topology, task.cost_model, None, task.run, ways),
             )
             problem = make()
             found = _best(problem)
             if found is not None:
-                return _again(found, make)
+                return _Searched(found, make)
         if not kept:
             return problem
         kept = release_one_kept(kept, workload.tables, int(problem.machine.rank_room[0, 0]))
@@ -136,7 +240,7 @@ def _again(found: Planned, make: Callable[..., Problem]) -> Planned:
     cache_bytes = problem.cost_model.cache.cache_bytes
     held = problem.loads.held_samples(placement.sharded, placement.owner, placement.num_ranks, cache_bytes)
     held_samples = float(held[found.prediction.bottleneck])
-    prices = Prices(problem.loads, problem.topology, problem.cost_model, held_samples, problem.run)
+    prices = Prices(problem.loads, problem.topology, problem.cost_model, held_samples, problem.run, problem.ways)
     other = _best(make(prices=prices))
     return other if other is not None and other.prediction.step_s < found.prediction.step_s else found
 

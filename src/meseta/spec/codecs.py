@@ -26,6 +26,14 @@ Exchange = Literal["flat", "two_level"]
 the place of the one that asked, and across between ranks of one place alone, see `meseta.embedding.routes`."""
 DensePath = Literal["twins", "chain"]
 """How sums over hosts go where they go by host: between all ranks of one place, or along a chain of hosts."""
+SumPath = Literal["flat", "twins", "chain"]
+"""Which way sums over ranks take: straight between all; or by host, and there as DensePath says."""
+Way = Literal["owners", "host", "hosts", "columns", "sum", "gather", "host gather", "host scatter", "host sum",
+              "hosts sum", "hosts chain"]  # fmt: skip
+"""Between whom: all ranks and the owner of a piece; an owner and the ranks of its host; a host and the ranks that have
+the same place in the others; the owners of one row's columns. Of what every rank has alike: a sum over all ranks; a
+copy of what each has, on all; inside each host, such a copy, a sum of which each rank gets its part, and that with its
+copy on all; a sum over the ranks that have the same place in all hosts, directly or along a chain of them."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,11 @@ class Codec:
     def is_whole(self) -> bool:
         """Whether numbers travel as they were computed."""
         return self.name == "fp32"
+
+    @property
+    def each_bytes(self) -> float:
+        """Of a number in a whole block."""
+        return self.number_bytes + self.block_bytes / COLUMN_BLOCK
 
     def row_bytes(self, pieces: tuple[int, ...]) -> int:
         """Of a row whose columns are those of several pieces side by side, each in blocks from its first column: the
@@ -118,3 +131,46 @@ class Communication:
             raise MesetaError(
                 "comm: tables of float64 travel as they are; leave precision at 'fp32', or take tables of float32"
             )
+
+
+def sum_path(exchange: Exchange | None, dense_exchange: DensePath | None, codec: Codec) -> SumPath:
+    """Which way sums over ranks take between hosts: with a codec they go by host, and it writes what crosses."""
+    if not codec.is_whole:
+        return "twins"
+    if exchange == "flat":
+        return "flat"
+    return "chain" if exchange == "two_level" and dense_exchange == "chain" else "twins"
+
+
+CHAIN_PIECES = 8
+"""Pieces that follow each other along a chain of hosts, as `meseta.comm.sums` cuts them."""
+
+
+def alike_shares(way: Way, num_ranks: int, per_host: int, host: int | None = None) -> tuple[float, float]:
+    """(inside its host, across hosts): what a rank sends of a byte that every rank has alike.
+
+    A sum over n ranks has two halves, in each of which (n - 1) / n of the bytes leave each rank: pieces go to their
+    owners, and back to all. A chain hands all on to the next host, and back: its ends send once, the hosts between
+    twice; the mean where `host`, the number of the rank's, is not given.
+    """
+    hosts = num_ranks // per_host
+    if way == "hosts chain" and host is not None:
+        return 0.0, float((host > 0) + (host < hosts - 1))
+    return {
+        "sum": (2 * (per_host - 1) / num_ranks, 2 * (num_ranks - per_host) / num_ranks),
+        "gather": (per_host - 1, num_ranks - per_host),
+        "host gather": (per_host - 1, 0),
+        "host scatter": (per_host - 1, 0),
+        "host sum": (2 * (per_host - 1) / per_host, 0),
+        "hosts sum": (0, 2 * (hosts - 1) / hosts),
+        "hosts chain": (0, 2 * (hosts - 1) / hosts),
+    }[way]
+
+
+def sum_shares(path: SumPath, num_ranks: int, per_host: int, host: int | None = None) -> tuple[float, float]:
+    """The same of a sum over all ranks by its path: (of a byte as it was computed, of one as it crosses hosts)."""
+    if path == "flat" or per_host == num_ranks:
+        return alike_shares("sum", num_ranks, per_host)
+    near, _ = alike_shares("host sum", num_ranks, per_host)
+    _, far = alike_shares("hosts chain" if path == "chain" else "hosts sum", num_ranks, per_host, host)
+    return near, far / per_host

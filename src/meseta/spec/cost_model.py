@@ -127,7 +127,7 @@ class DenseCost:
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeCost:
-    """Collectives of all ranks, and packing before and after them. Links that a topology gives come before these."""
+    """Collectives, and packing before and after them. Links that a topology gives come before these."""
 
     copy_byte_s: float = 0.0
     """Of a byte that is packed before it is sent, or put in place after it came, in seconds."""
@@ -136,15 +136,27 @@ class ExchangeCost:
     inside_all_to_all: Link = _LINK
     """Between the devices of a host."""
     inside_all_reduce: Link = _LINK
-    """The same; a sum of n bytes sends 2 (R - 1) / R n bytes from each of R ranks."""
+    """The same of sums; one of n bytes sends 2 (R - 1) / R n bytes from each of R ranks."""
     across_all_to_all: Link = _LINK
     """Between hosts."""
     across_all_reduce: Link = _LINK
-    """The same."""
+    """The same of sums."""
+    encode_number_s: Mapping[str, float] = field(default_factory=dict)
+    """Of a number that a codec writes, by its name, in seconds, beside those of copying its bytes; see
+    `codec_seconds`."""
+    decode_number_s: Mapping[str, float] = field(default_factory=dict)
+    """Of a number that it reads."""
     measured: bool = False
     """Whether measured on this machine; else as documented."""
     source: str = ""
     """Where the constants are from."""
+
+    def codec_seconds(self, codec: str) -> tuple[float, float]:
+        """(writing a number, reading it); a codec that is not named costs as the costliest that is."""
+        write_s, read_s = (
+            named.get(codec, max(named.values(), default=0.0)) for named in (self.encode_number_s, self.decode_number_s)
+        )
+        return write_s, read_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +277,7 @@ def _group_to_dict(group: Any) -> dict[str, Any]:
     for entry in fields(group):
         value: Any = getattr(group, entry.name)
         if isinstance(value, Link):
-            document[entry.name] = {"bytes_per_s": value.bytes_per_s, "latency_s": value.latency_s}
+            document[entry.name] = value.to_dict()
         else:
             document[entry.name] = dict(value) if isinstance(value, Mapping) else value
     return document

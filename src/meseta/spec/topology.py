@@ -24,12 +24,20 @@ class Link:
     """What one device sends while it receives as much, in bytes per second."""
     latency_s: float
     """Of one collective, in seconds."""
+    peer_s: float = 0.0
+    """Of each other rank that a rank meets in it over such links, on top, in seconds."""
 
     def __post_init__(self) -> None:
         if check_number("link", "bytes_per_s", self.bytes_per_s) <= 0:
             raise MesetaError(f"link: bytes_per_s must be above 0, got {self.bytes_per_s}")
-        if check_number("link", "latency_s", self.latency_s) < 0:
-            raise MesetaError(f"link: latency_s must not be negative, got {self.latency_s}")
+        for name in ("latency_s", "peer_s"):
+            if check_number("link", name, getattr(self, name)) < 0:
+                raise MesetaError(f"link: {name} must not be negative, got {getattr(self, name)}")
+
+    def to_dict(self) -> dict[str, float]:
+        """Plain data; nothing of peers where they take nothing."""
+        peers = {"peer_s": self.peer_s} if self.peer_s else {}
+        return {"bytes_per_s": self.bytes_per_s, "latency_s": self.latency_s, **peers}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +96,7 @@ class Topology:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None:
-                document[field.name] = _link_to_dict(value) if isinstance(value, Link) else value
+                document[field.name] = value.to_dict() if isinstance(value, Link) else value
         return document
 
     @staticmethod
@@ -104,7 +112,3 @@ class Topology:
     def save(self, path: str | Path) -> None:
         """Write YAML."""
         write_yaml(path, self.to_dict())
-
-
-def _link_to_dict(link: Link) -> dict[str, float]:
-    return {"bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s}

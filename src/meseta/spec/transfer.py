@@ -31,6 +31,10 @@ asks:
                  whole bags                     twins          number of a bag of a host, number of a distinct row
     backward     gradients of whole bags        twins          number of a bag of a host, number of a row
                  gradients                      mates          number of a bag, number of a row
+
+A codec writes numbers that go to owners, to askers or to twins: codec 'forward' those of bags and rows, 'backward'
+their gradients and, between hosts, the sums of replicas, 'dense' the sums of dense gradients, between hosts too. What
+mates exchange travels as it was computed, and so do ids, counts, weights and row statistics everywhere.
 """
 
 from __future__ import annotations
@@ -40,28 +44,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from meseta.spec.codecs import Exchange
+from meseta.spec.codecs import (
+    FP32,
+    Codec,
+    Communication,
+    DensePath,
+    Direction,
+    Exchange,
+    SumPath,
+    Way,
+    sum_path,
+)
 from meseta.spec.plan import Plan
 from meseta.spec.shards import SUMMED_IN_HOST
 from meseta.spec.stages import Component
 from meseta.spec.tables import FeatureSpec, TableSpec
 from meseta.spec.workload import DenseExchange, Workload
 
-Way = Literal["owners", "host", "hosts", "columns", "sum", "gather", "host gather", "host scatter", "hosts sum"]
-"""Between whom: all ranks and the owner of a piece; an owner and the ranks of its host; a host and the ranks that have
-the same place in the others; the owners of one row's columns. Of what every rank has alike: a sum over all ranks; a
-copy of what each has, on all; inside each host, such a copy, and a sum of which each rank gets its part; a sum over the
-ranks that have the same place in all hosts."""
 Each = Literal[
-    "pair", "twin pair", "route", "host route", "row route", "host row route", "bag", "host bag", "id",
-    "host id", "weight", "host weight", "bag number", "partial bag number", "whole bag number", "row number",
-    "distinct row number", "row statistic", "replica number", "replica row", "step",
+    "pair", "twin pair", "route", "host route", "row route", "host row route", "bag", "host bag", "id", "host id",
+    "weight", "host weight", "bag number", "partial bag number", "whole bag number", "row number",
+    "distinct row number", "row statistic", "replica number", "padded replica number", "replica row", "step",
 ]  # fmt: skip
 """What a part counts. A route is a feature that reads a piece of a table: one for each rank that asks; a row route is
 one that is not pooled. A bag number is one column of one bag; partial ones are summed inside a host, to whole ones; a
 row number is one column of a row that is not pooled, a distinct one is counted once for each rank that asks. What is a
 host's is counted once for all pieces of a host that hold columns of the same rows. A row statistic is a sum over a
-touched row's part of 16 columns, for each other owner of columns of the row."""
+touched row's part of 16 columns, for each other owner of columns of the row. Padded are numbers of rows whose columns
+are rounded up to 16."""
 
 COUNT_BYTES = 8
 """Of a count, and of a number that ranks agree on."""
@@ -133,6 +143,15 @@ class Part:
     """Of one of them, in a step."""
     way: Way
     """Between whom they travel."""
+    block_bytes: float = 0.0
+    """Beside those of its numbers, of each 16 columns of a bag or row, the last perhaps fewer."""
+    codec: Codec = FP32
+    """How numbers are written; what is not float32 numbers travels as it is, too."""
+
+    @property
+    def byte_numbers(self) -> float:
+        """How many numbers a codec writes in a byte of this part, in whole blocks; 0 where it writes none."""
+        return 0.0 if self.codec.is_whole else 1.0 / self.codec.each_bytes
 
 
 @dataclass(frozen=True)
@@ -153,7 +172,15 @@ class Transfer:
     @property
     def is_sum(self) -> bool:
         """Whether it is an all-reduce, or half of one."""
-        return any(part.way in ("sum", "hosts sum", "host scatter") for part in self.parts)
+        return any(part.way in ("sum", "host sum", "hosts sum", "hosts chain", "host scatter") for part in self.parts)
+
+    @property
+    def path(self) -> SumPath | None:
+        """Which way a sum takes; None where it is none. One between hosts alone takes that of its second half."""
+        ways = {part.way for part in self.parts}
+        if "hosts chain" in ways:
+            return "chain"
+        return "twins" if "hosts sum" in ways else "flat" if self.is_sum else None
 
     @property
     def is_of_tables(self) -> bool:
@@ -199,7 +226,12 @@ def number_bytes(tables: Sequence[TableSpec]) -> int:
 
 
 def step_transfers(
-    workload: Workload, plan: Plan | None, num_ranks: int, per_host: int, exchange: Exchange | None = None
+    workload: Workload,
+    plan: Plan | None,
+    num_ranks: int,
+    per_host: int,
+    exchange: Exchange | None = None,
+    dense_exchange: DensePath | None = None,
 ) -> tuple[Transfer, ...]:
     """All transfers of one training step on `num_ranks` ranks, in the order in which they begin; none on one rank.
 
@@ -209,10 +241,12 @@ def step_transfers(
         num_ranks: all ranks.
         per_host: ranks of a host.
         exchange: which way they take between hosts; None: as the plan says.
+        dense_exchange: which way sums take there; None: as the plan says.
     """
     if num_ranks == 1:
         return ()
     exchange = exchange or (None if plan is None else plan.exchange)
+    dense_exchange = dense_exchange or (None if plan is None else plan.dense_exchange)
     step = _Step(
         workload.tables,
         workload.features,
@@ -222,12 +256,14 @@ def step_transfers(
         workload.dense.parameter_bytes,
         workload.dense_exchange,
         exchange == "two_level" and 1 < per_host < num_ranks,
+        workload.comm,
+        (exchange, dense_exchange),
     )
     parts = step.num_parts
     times = parts + (parts > 1)
     agree = _alike("agree", times * COUNT_BYTES * (NUM_AGREED + step.dense.num_flags), times, "gather")
     return (
-        *((agree, _alike("batch sizes", COUNT_BYTES, way="gather")) if parts > 1 else ()),
+        *((agree, _alike("batch sizes", COUNT_BYTES, 1, "gather")) if parts > 1 else ()),
         *step.forward(),
         *step.forward_of_dense(),
         *(() if parts > 1 else (agree,)),
@@ -249,6 +285,9 @@ class _Step:
     parameter_bytes: int
     dense: DenseExchange
     two_level: bool
+    comm: Communication
+    ways: tuple[Exchange | None, DensePath | None]
+    """Of the plan, between hosts."""
 
     def forward(self) -> list[Transfer]:
         """Ids to the owners of their rows, and what is looked up back."""
@@ -291,16 +330,21 @@ class _Step:
             *self.answers(),
         ]
 
-    def answers(self, row: Each | None = None) -> list[Transfer]:
+    def answers(self, row: Each | None = None, direction: Direction = "forward") -> list[Transfer]:
         """Bags and rows to the ranks that asked; with two levels `row` is what rows are counted by."""
         times, number = self.num_parts * self.num_batches, number_bytes(self.tables)
-        parts: tuple[Part, ...] = (Part("bag number", number, "owners"), Part("row number", number, "owners"))
+        codec = self.comm.codec(direction)
+
+        def written(each: Each, way: Way) -> Part:
+            return Part(each, number if codec.is_whole else codec.number_bytes, way, codec.block_bytes, codec)
+
+        parts: tuple[Part, ...] = (written("bag number", "owners"), written("row number", "owners"))
         if not self.sums_in_hosts and not self.two_level:
             return [Transfer("answers", "output_dist", parts, times, to_owners=False)]
-        whole = [Part("whole bag number", number, "hosts")]
+        whole = [written("whole bag number", "hosts")]
         if self.two_level:
             row = row or "distinct row number"
-            parts, whole = (Part(row, number, "host"),), [*whole, Part(row, number, "hosts")]
+            parts, whole = (Part(row, number, "host"),), [*whole, written(row, "hosts")]
         parts = (*parts, Part("partial bag number", number, "host"))
         return [
             Transfer("answers", "output_dist", parts, times, to_owners=False),
@@ -312,10 +356,14 @@ class _Step:
         number = number_bytes(self.tables)
         found = [
             replace(own, name=GRADIENTS_OF[own.name], stage="backward", to_owners=True)
-            for own in reversed(self.answers("row number"))
+            for own in reversed(self.answers("row number", "backward"))
         ]
         if self.has_replicas:
-            parts = (Part("replica number", number, "sum"), Part("replica row", number, "sum"))
+            each: Each = "replica number" if self.comm.codec("backward").is_whole else "padded replica number"
+            parts = (
+                *self.summed(each, number, "backward"),
+                *self.summed("replica row", number, "backward", counts=1.0),
+            )
             found.append(Transfer("replicas", "backward", parts))
         if self.num_stages:
             statistics = (Part("row statistic", number, "columns"),)
@@ -342,8 +390,23 @@ class _Step:
                 _alike("gradients of parameters", self.num_parts * size, self.num_parts, "host scatter"),
             ]
             if self.num_ranks > self.per_host:
-                found.append(_alike("gradients of hosts", self.num_parts * size, self.num_parts, "hosts sum"))
+                across = self.summed("step", self.num_parts * size * self.per_host, "dense")[-1]
+                found.append(Transfer("gradients of hosts", "dense", (across,), self.num_parts))
         return found
+
+    def summed(self, each: Each, num_bytes: float, direction: Direction, counts: float = 0.0) -> tuple[Part, ...]:
+        """The parts of a sum over ranks of so many bytes, of which the part `counts` is never encoded."""
+        codec, per_host = self.comm.codec(direction), self.per_host
+        path = sum_path(*self.ways, codec)
+        if path == "flat" or per_host == self.num_ranks:
+            return (Part(each, num_bytes, "sum"),)
+        near = () if per_host == 1 else (Part(each, num_bytes, "host sum"),)
+        across: Way = "hosts chain" if path == "chain" else "hosts sum"
+        if codec.is_whole or counts == 1.0:
+            return (*near, Part(each, num_bytes / per_host, across))
+        width = self.dense.number_bytes if direction == "dense" else number_bytes(self.tables)
+        wire = num_bytes * (counts + (1.0 - counts) * codec.each_bytes / width)
+        return (*near, Part(each, wire / per_host, across, codec=codec))
 
     def sums_of_dense(self) -> list[Transfer]:
         """Gradients of what every rank has whole, each beside a count; the norm of those that are cut."""
@@ -351,9 +414,11 @@ class _Step:
         cut = dense.number_bytes * sum(math.prod(shape) for shapes in dense.cut_shapes for shape in shapes)
         norms = dense.cut_shapes and dense.num_norms
         whole, counts = self.parameter_bytes - cut, dense.num_tensors - sum(map(len, dense.cut_shapes))
-        num_bytes = whole + max(counts, 0) * dense.number_bytes
+        filling = 0 if self.comm.codec("dense").is_whole else dense.num_filling * dense.number_bytes
+        num_bytes = whole + filling + max(counts, 0) * dense.number_bytes
+        parts = self.summed("step", num_bytes, "dense", counts=1.0 - (whole + filling) / max(num_bytes, 1))
         return [
-            *([_alike("dense", num_bytes)] if whole else []),
+            *([Transfer("dense", "dense", parts)] if whole else []),
             *([_alike("norms", dense.num_norms * COUNT_BYTES, dense.num_norms, "host gather")] if norms else []),
         ]
 
@@ -404,22 +469,6 @@ class _Step:
         ]
 
 
-def _alike(name: str, num_bytes: float, times: int = 1, way: Way = "sum") -> Transfer:
+def _alike(name: str, num_bytes: float, times: int, way: Way) -> Transfer:
     """Of what every rank has alike, so many bytes in a step."""
     return Transfer(name, "dense", (Part("step", num_bytes, way),), times)
-
-
-def alike_shares(way: Way, num_ranks: int, per_host: int) -> tuple[float, float]:
-    """(inside its host, across hosts): what a rank sends of a byte that every rank has alike.
-
-    A sum is a ring all-reduce: 2 (n - 1) / n of the bytes from each of n devices, inside hosts of what lies there and
-    across hosts of a device's share (reduce-scatter, all-reduce, all-gather).
-    """
-    hosts = num_ranks // per_host
-    return {
-        "sum": (2 * (per_host - 1) / per_host, 2 / per_host * (hosts - 1) / hosts),
-        "gather": (per_host - 1, num_ranks - per_host),
-        "host gather": (per_host - 1, 0),
-        "host scatter": (per_host - 1, 0),
-        "hosts sum": (0, 2 * (hosts - 1) / hosts),
-    }[way]

@@ -82,6 +82,8 @@ class DenseExchange:
     """Parameters, of each of which it is counted on how many ranks it has a gradient."""
     number_bytes: int = 4
     """Of one number of a parameter."""
+    num_filling: int = 0
+    """Numbers that fill parameters up to multiples of 16, where a codec writes their gradients."""
     norm_widths: tuple[int, ...] = ()
     """Columns of each batch norm."""
     cut_shapes: tuple[tuple[tuple[int, ...], ...], ...] = ()

@@ -70,6 +70,8 @@ def _cpu() -> CostModel:
             inside_all_reduce=Link(bytes_per_s=2.3e9, latency_s=3e-4),
             across_all_to_all=between,
             across_all_reduce=between,
+            encode_number_s={"fp16": 2e-10, "bf16": 2e-10, "fp8": 6e-10, "int8": 5e-10},
+            decode_number_s={"fp16": 1.5e-10, "bf16": 1.5e-10, "fp8": 2.5e-10, "int8": 2e-10},
             source=f"{source}; 25 Gb/s between hosts",
         ),
         tiers=TierCost(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -12,8 +12,10 @@ from meseta.planner.cost.loads import Indices, Loads
 from meseta.planner.cost.placement import Placement
 from meseta.planner.cost.reuse import Floats
 from meseta.spec import COLUMN_BLOCK, CostModel, Link, Topology
+from meseta.spec.codecs import CHAIN_PIECES, SumPath, Way, alike_shares
+from meseta.spec.cost_model import ExchangeCost
 from meseta.spec.stages import Component
-from meseta.spec.transfer import ROW_STATISTICS, Each, Part, Transfer, Way, alike_shares
+from meseta.spec.transfer import ROW_STATISTICS, Each, Part, Transfer
 
 
 @dataclass(frozen=True)
@@ -30,20 +32,68 @@ class Collective:
     """Whether it is an all-reduce."""
     times: int = 1
     """How many of them share these bytes."""
+    path: SumPath | None = None
+    """Which way a sum takes."""
+    peers: tuple[int, int] = (0, 0)
+    """Of each rank: other ranks that it meets inside its host, and across hosts."""
+    codec_s: Floats | float = 0.0
+    """[R]: seconds in which each rank writes and reads encoded numbers."""
 
     def seconds(self, cost_model: CostModel, topology: Topology) -> Floats:
-        """[R]: the latency, and the slower of the levels, on which a rank sends and receives at once."""
-        ranks, per_host = topology.num_ranks, topology.devices_per_host
+        """[R]: the latency, what peers take, and the slower of the levels, on which a rank sends and receives at once;
+        where a sum goes by host, one level after the other."""
+        ranks = topology.num_ranks
         if ranks == 1:
             return np.zeros(1)
         inside, across = links(cost_model, topology, self.reduces)
-        spent = np.maximum(self.sent_inside, self.received_inside) / inside.bytes_per_s
-        latency_s = inside.latency_s if ranks == per_host else across.latency_s
-        if ranks > per_host:
-            if not (self.sent_across.any() or self.received_across.any()):
-                latency_s = inside.latency_s
-            spent = np.maximum(spent, np.maximum(self.sent_across, self.received_across) / across.bytes_per_s)
+        near = np.maximum(self.sent_inside, self.received_inside) / inside.bytes_per_s
+        far = np.maximum(self.sent_across, self.received_across) / across.bytes_per_s
+        latency_s = call_seconds(self, (inside, across), topology, bool(far.any()))
+        if self.path == "chain":
+            far = np.full(ranks, far.max() * chain_share(topology.num_hosts))
+        spent = near + far if self.path in ("twins", "chain") else np.maximum(near, far)
         return spent + self.times * latency_s
+
+
+class Called(Protocol):
+    """What the latency of a collective follows from."""
+
+    @property
+    def path(self) -> SumPath | None:
+        """Which way a sum takes."""
+
+    @property
+    def peers(self) -> tuple[int, int]:
+        """Of each rank, inside its host and across hosts."""
+
+
+def call_seconds(call: Called, both: tuple[Link, Link], topology: Topology, is_far: bool) -> float:
+    """Of one collective without its bytes, over the links (inside, across): its latency, that of both levels where a
+    sum goes by host, and what its peers take. `is_far`: whether it sends anything to other hosts."""
+    (inside, across), (mates, far_peers) = both, call.peers
+    spent = mates * inside.peer_s + far_peers * across.peer_s
+    if call.path in ("twins", "chain"):
+        steps = topology.num_hosts - 2 + CHAIN_PIECES if call.path == "chain" else 1
+        return spent + (inside.latency_s if mates else 0.0) + steps * across.latency_s
+    return spent + (across.latency_s if is_far else inside.latency_s)
+
+
+def chain_share(num_hosts: int) -> float:
+    """How long a chain takes, over what the host that sends most takes to send: pieces follow each other to the last
+    host, and then back."""
+    return (num_hosts - 2 + CHAIN_PIECES) / CHAIN_PIECES * (2.0 if num_hosts == 2 else 1.0)
+
+
+def peers_of(transfer: Transfer, num_ranks: int, per_host: int) -> tuple[int, int]:
+    """(inside its host, across hosts): the ranks that each meets in a transfer."""
+    hosts = num_ranks // per_host
+    mates, twins = (per_host - 1, 0), (0, hosts - 1)
+    of_way: dict[Way, tuple[int, int]] = {
+        "host": mates, "host gather": mates, "host scatter": mates, "host sum": mates,
+        "hosts": twins, "hosts sum": twins, "hosts chain": (0, min(2, hosts - 1)),
+    }  # fmt: skip
+    met = [of_way.get(part.way, (per_host - 1, num_ranks - per_host)) for part in transfer.parts]
+    return max(inside for inside, _ in met), max(across for _, across in met)
 
 
 def links(cost_model: CostModel, topology: Topology, reduces: bool) -> tuple[Link, Link]:
@@ -80,6 +130,9 @@ def counts_of(each: Each, load: Loads, cut: Cut, num_ranks: int) -> Floats:
         return counts_of(_OF_HOSTS[each], load, cut, num_ranks) / np.maximum(cut.host_columns, 1)
     if each in ("route", "row route"):
         return num_ranks * (load.shards if each == "route" else load.row_shards)
+    if each == "padded replica number":
+        padded = COLUMN_BLOCK * np.ceil(load.columns / COLUMN_BLOCK)
+        return np.where(load.is_frozen, 0.0, load.num_rows * padded)
     if each in ("row number", "distinct row number"):
         return (load.rows_asked if each == "distinct row number" else load.rows_out - load.bags) * load.columns
     if each in ("replica number", "replica row"):
@@ -118,29 +171,51 @@ def piece_bytes(transfers: Iterable[Transfer], names: Sequence[str], load: Loads
 
 def bytes_of(part: Part, load: Loads, cut: Cut, num_ranks: int) -> Floats:
     """Bytes of each piece [n] in one part of a transfer."""
-    return part.num_bytes * counts_of(part.each, load, cut, num_ranks)
+    found = part.num_bytes * counts_of(part.each, load, cut, num_ranks)
+    if part.block_bytes:
+        blocks = replace(load, columns=np.ceil(load.columns / COLUMN_BLOCK))
+        found = found + part.block_bytes * counts_of(part.each, blocks, cut, num_ranks)
+    return found
+
+
+OF_REPLICAS: tuple[Each, ...] = ("replica number", "padded replica number", "replica row")
+"""What is counted of replicas."""
+
+
+def codec_seconds(part: Part, to_owners: bool, cost: ExchangeCost, hosts: int) -> tuple[float, float]:
+    """Seconds of writing and reading a byte of a part: on the rank, or in the host, that has the rows, or of a sum on
+    every rank; and together on all ranks that ask."""
+    if part.codec.is_whole:
+        return 0.0, 0.0
+    write_s, read_s = (part.byte_numbers * each for each in cost.codec_seconds(part.codec.name))
+    if part.way == "hosts sum":  # the sum of a host, and of a piece the total; both are read whole
+        return write_s * (1 + 1 / hosts) + 2 * read_s, 0.0
+    return (read_s, write_s) if to_owners else (write_s, read_s)
 
 
 def collectives(
-    transfers: Sequence[Transfer], placement: Placement, sharded: Loads, replicated: Loads
+    transfers: Sequence[Transfer], placement: Placement, sharded: Loads, replicated: Loads, cost: ExchangeCost
 ) -> tuple[Collective, ...]:
     """What each rank sends and receives in the transfers of a step. Every rank has an equal slice of the batch."""
-    return tuple(_collective(transfer, placement, sharded, replicated) for transfer in transfers)
+    return tuple(_collective(transfer, placement, (sharded, replicated), cost) for transfer in transfers)
 
 
-def _collective(transfer: Transfer, placement: Placement, sharded: Loads, replicated: Loads) -> Collective:
-    ranks = placement.num_ranks
+def _collective(transfer: Transfer, placement: Placement, loads: tuple[Loads, Loads], cost: ExchangeCost) -> Collective:
+    ranks, (sharded, replicated), codec_s = placement.num_ranks, loads, np.zeros(placement.num_ranks)
     total = (np.zeros(ranks),) * 4
     for part in transfer.parts:
         if part.each == "step":
             amounts = np.full(ranks, float(part.num_bytes))
         elif part.each in PAIRS:
             amounts = np.full(ranks, pair_bytes(part, ranks, placement.per_host))
-        elif part.way == "sum":
-            amounts = np.full(ranks, bytes_of(part, replicated, _Whole(), ranks).sum())
+        elif part.each in OF_REPLICAS:
+            amounts = np.full(ranks, bytes_of(part, replicated, NOT_CUT, ranks).sum())
         else:
             amounts = placement.by_rank(bytes_of(part, sharded, placement, ranks))
         levels = _levels(part.way, amounts, placement)
+        if not part.codec.is_whole:
+            owner_s, askers_s = codec_seconds(part, transfer.to_owners, cost, ranks // placement.per_host)
+            codec_s = codec_s + owner_s * _held(part.way, amounts, placement) + askers_s * amounts.sum() / ranks
         if not transfer.to_owners:  # the way there, backwards
             levels = levels[2], levels[3], levels[0], levels[1]
         total = total[0] + levels[0], total[1] + levels[1], total[2] + levels[2], total[3] + levels[3]
@@ -153,13 +228,26 @@ def _collective(transfer: Transfer, placement: Placement, sharded: Loads, replic
         received_across=total[3],
         reduces=transfer.is_sum,
         times=transfer.times,
+        path=transfer.path,
+        peers=peers_of(transfer, ranks, placement.per_host),
+        codec_s=codec_s,
     )
+
+
+def _held(way: Way, amounts: Floats, placement: Placement) -> Floats:
+    """[R]: what each rank writes or reads of `amounts` [R]; a host's ranks share what it has summed."""
+    if way != "hosts":
+        return amounts
+    return np.bincount(placement.host, amounts)[placement.host] / placement.per_host
 
 
 class _Whole:
     """Replicas are not cut."""
 
     host_parts = column_parts = host_columns = np.zeros(1, np.int64)
+
+
+NOT_CUT = _Whole()
 
 
 def _levels(way: Way, amounts: Floats, placement: Placement) -> tuple[Floats, Floats, Floats, Floats]:
@@ -180,6 +268,7 @@ def _levels(way: Way, amounts: Floats, placement: Placement) -> tuple[Floats, Fl
         return nothing, sent, nothing, of_host[host] / per_host * (hosts - 1) / hosts
     if way == "columns":
         return (amounts, nothing, amounts, nothing) if hosts == 1 else (nothing, amounts, nothing, amounts)
-    near, far = alike_shares(way, ranks, per_host)
-    inside, across = near * amounts, far * amounts
+    near, _ = alike_shares(way, ranks, per_host)
+    far = np.array([alike_shares(way, ranks, per_host, number)[1] for number in range(hosts)])
+    inside, across = near * amounts, far[host] * amounts
     return inside, across, inside, across

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from meseta.planner.cost.exchange import Cut, piece_bytes
+from meseta.planner.cost.exchange import NOT_CUT, Cut, counts_of, piece_bytes
 from meseta.planner.cost.loads import Loads, WorkloadLoads
 from meseta.planner.cost.placement import Placement
 from meseta.planner.cost.reuse import Floats
@@ -18,7 +18,7 @@ from meseta.planner.cost.sizes import compute_bytes, state_bytes_per_row, value_
 from meseta.spec import Plan, Shard, TableSpec, Workload
 from meseta.spec.blocks import BLOCK_BYTES, ID_BYTES, WRITES_IN_FLIGHT, block_rows
 from meseta.spec.tiers import DISK, HBM, HOST, MEMORIES, Memory, memory_shares
-from meseta.spec.transfer import Transfer, step_transfers
+from meseta.spec.transfer import HANDED_ON, Transfer, step_transfers
 
 Phase = Literal["start", "first step", "steady", "evaluation", "checkpoint"]
 PHASES: tuple[Phase, ...] = ("start", "first step", "steady", "evaluation", "checkpoint")
@@ -160,7 +160,7 @@ def memory_parts(batch: BatchLoads, cached_share: float, run: RunBytes | None = 
     parameters = batch.workload.workload.dense.parameter_bytes
     dense_bytes = DENSE_COPIES * parameters if run.dense_bytes is None else run.dense_bytes
     rows, state = (_stored(batch, factors, cached_share) for factors in ("row_bytes", "state_bytes"))
-    gradients = piece_bytes(batch.transfers, ["replicas"], batch.replicated, placement, placement.num_ranks).sum()
+    gradients = gradient_bytes(batch.transfers, batch.replicated).sum()
     step, evaluation = _activations(batch, run)
     saving = save_bytes(batch.workload.workload.tables, placement.num_ranks, _num_joined(batch))
     copies = sum(rows.values(), zeros) + sum(state.values(), zeros) + parameters if run.copies else zeros
@@ -190,9 +190,35 @@ def memory_parts(batch: BatchLoads, cached_share: float, run: RunBytes | None = 
 
 
 def received_bytes(transfers: Sequence[Transfer], load: Loads, cut: Cut, num_ranks: int) -> tuple[Floats, Floats]:
-    """Bytes of each piece [n] that come in as lengths, ids and weights, and that are answered to all ranks."""
+    """Bytes of each piece [n] that come in as lengths, ids and weights, and that are answered to all ranks; where a
+    codec writes answers, with the numbers that they are written from. What a host hands on is counted for each piece by
+    itself, so that it does not matter which pieces a host has: an upper estimate."""
+    cut = _Apart(cut)
     ids = piece_bytes(transfers, ["ids", "weights"], load, cut, num_ranks)
-    return ids, piece_bytes(transfers, ["answers"], load, cut, num_ranks)
+    answers = piece_bytes(transfers, ["answers"], load, cut, num_ranks)
+    relayed = [*HANDED_ON, "whole bags"] if any(one.name in HANDED_ON for one in transfers) else []
+    for part in (part for one in transfers if one.name in ("answers", *relayed) for part in one.parts):
+        if not part.codec.is_whole:
+            answers = answers + load.number_bytes * counts_of(part.each, load, cut, num_ranks)
+    if relayed:
+        ids = ids + piece_bytes(transfers, HANDED_ON, load, cut, num_ranks)
+        answers = answers + piece_bytes(transfers, ["whole bags"], load, cut, num_ranks)
+    return ids, answers
+
+
+class _Apart:
+    """Pieces as if each were alone in its host."""
+
+    def __init__(self, cut: Cut) -> None:
+        self.host_parts, self.column_parts = np.minimum(cut.host_parts, 1), cut.column_parts
+        self.host_columns = np.ones_like(cut.column_parts)
+
+
+def gradient_bytes(transfers: Sequence[Transfer], load: Loads) -> Floats:
+    """Bytes of the gradients of each replica [m], which are added over ranks."""
+    counted = {part.each for one in transfers if one.name == "replicas" for part in one.parts}
+    numbers = (counts_of(each, load, NOT_CUT, 1) for each in sorted(counted))
+    return load.number_bytes * sum(numbers, np.zeros(len(load.ids)))
 
 
 def _stored(batch: BatchLoads, what: Literal["row_bytes", "state_bytes"], cached_share: float) -> dict[Memory, Floats]:

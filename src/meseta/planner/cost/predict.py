@@ -90,14 +90,14 @@ def predict(
     replicated = loads.loads(placement.replicated, cached_share=share)
     lookup, update = _operators(placement, sharded, replicated, loads, cost_model, topology)
     transfers = step_transfers(workload, plan, plan.num_ranks, topology.devices_per_host)
-    exchanged = collectives(transfers, placement, sharded, replicated)
+    exchanged = collectives(transfers, placement, sharded, replicated, cost_model.exchange)
     seconds: dict[Component, Floats] = {name: np.zeros(plan.num_ranks) for name in COMPONENTS}
     seconds |= {"lookup": lookup, "update": update}
     seconds["dense"] = seconds["dense"] + dense_seconds(workload, topology, cost_model)
     step_s = float((lookup + update).max() + seconds["dense"].max())
     for own in exchanged:
         ratio = collective_ratio(cost_model, topology, own)
-        spent = own.seconds(cost_model, topology) * ratio + _packing(own, cost_model)
+        spent = own.seconds(cost_model, topology) * ratio + _packing(own, cost_model) + own.codec_s
         if own.name == "ids":
             sorted_ids = (sharded.ids * (placement.row_parts > 1)).sum() / plan.num_ranks
             spent = spent + cost_model.exchange.bucket_id_s * sorted_ids

@@ -60,11 +60,12 @@ class _Least:
         options, costs = problem.options, OptionCosts(problem)
         self._problem, self._menu = problem, costs
         self.unit, self._starts = options.unit, np.searchsorted(options.unit, np.arange(options.num_units))
-        pieces = problem.least_s + options.seconds[:, 1:].sum(axis=1)
         common = options.common_seconds.sum(axis=1)
-        self._average = common + np.bincount(options.owner, pieces, len(options.unit)) / problem.machine.num_ranks
+        self._average = (
+            common + np.bincount(options.owner, problem.least_s[:, 0], len(options.unit)) / problem.machine.num_ranks
+        )
         own = np.zeros(len(options.unit))
-        np.maximum.at(own, options.owner, pieces)
+        np.maximum.at(own, options.owner, problem.least_s[:, 1])
         self._own = self._finer(own)
         cheapest = self._by_unit(common)
         self.longest_s = self._own + common + (cheapest.sum() - cheapest[self.unit])

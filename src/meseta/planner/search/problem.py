@@ -11,7 +11,7 @@ from meseta.planner.cost.loads import Pieces, WorkloadLoads
 from meseta.planner.cost.memory import RunBytes
 from meseta.planner.cost.predict import dense_seconds
 from meseta.planner.search.assignment import NO_LIMIT, Assignment, Floats, Ints, Machine, Mask, Options
-from meseta.planner.search.pricing import COMPONENTS, USES, Cuts, Prices
+from meseta.planner.search.pricing import COMPONENTS, USES, Cuts, Prices, Ways
 from meseta.planner.search.schemes import Scheme, Shape, schemes, table_plan
 from meseta.spec import CostModel, MesetaError, Plan, ShardingType, TablePlan, Topology, Workload
 from meseta.spec.constraints import Constraints, TableRule
@@ -45,11 +45,13 @@ class Problem:
     """By table: its pieces where an option keeps them."""
     machine: Machine
     least_s: Floats
-    """[n]: seconds of a piece's lookup and update, were it alone on its rank."""
+    """[n, 2]: seconds that a piece takes at least, of all ranks together, and of the rank that holds it."""
     fixed_s: float
     """Seconds of every plan's step that no assignment changes."""
     run: RunBytes | None = None
     """What a run adds to the memory of its plan."""
+    ways: Ways = (None, None)
+    """Which way rows and sums take between hosts."""
 
     def plan(self, assignment: Assignment) -> Plan:
         """The plan that a complete assignment stands for; a table costs what all ranks together spend on it."""
@@ -66,7 +68,14 @@ class Problem:
         seconds = self.all_seconds(assignment.option)
         cost = {table: float(seconds[unit]) / len(tables) for unit, tables in enumerate(self.units) for table in tables}
         entries = tuple(replace(found[table], cost=cost[table]) for table in range(len(self.workload.tables)))
-        return Plan(num_ranks=num_ranks, tables=entries, devices_per_host=self.topology.devices_per_host)
+        exchange, dense_exchange = self.ways
+        return Plan(
+            num_ranks=num_ranks,
+            tables=entries,
+            devices_per_host=self.topology.devices_per_host,
+            exchange=exchange,
+            dense_exchange=dense_exchange,
+        )
 
     def unit_seconds(self, choice: Ints) -> Floats:
         """[U]: what each unit, in the option of `choice` [U], takes of the rank that it takes most of."""
@@ -131,6 +140,7 @@ def make_problem(
         least_s=least_s,
         fixed_s=_fixed_seconds(prices),
         run=prices.run,
+        ways=prices.ways,
     )
 
 
@@ -326,14 +336,14 @@ class _Builder:
         self._spans.append(np.array(rows, np.int64).reshape(-1, 8))
 
     def finish(self) -> tuple[Options, Floats]:
-        """(options, least seconds of each piece)."""
+        """(options, least seconds of each piece [n, 2])."""
         spans = np.concatenate([*self._spans, np.zeros((0, 8), np.int64)])
         piece, option = spans[:, 0], spans[:, 7]
         pieces = Pieces(*spans[:, 1:7].T)
         cuts = self._cuts(pieces, option)
         priced = self._prices.pieces(pieces, cuts)
         n, num_ways = self._first[-1], len(self.schemes)
-        seconds, least_s = np.zeros((n, len(COMPONENTS))), np.zeros(n)
+        seconds, least_s = np.zeros((n, len(COMPONENTS))), np.zeros((n, 2))
         rank_need, host_need = np.zeros((n, 2), np.int64), np.zeros((n, 2), np.int64)
         common, common_need = np.zeros((num_ways, len(COMPONENTS))), np.zeros((num_ways, 2), np.int64)
         uses = np.zeros((num_ways, len(USES)), np.int64)
@@ -382,8 +392,50 @@ class _Builder:
         for index in np.flatnonzero(kept[option]) if len(option) else ():
             entry = self._kept[self._tables[pieces.table[index]].name]
             host_parts[index] = row_parts[index] if entry.sharding in SUMMED_IN_HOST else 0
+        block = np.maximum(np.array(self._block, np.int64), 1)[option] if len(option) else option
+        if not self._prices.is_two_level:
+            columns = np.ones_like(row_parts)
+            return Cuts(
+                host_parts=host_parts,
+                column_parts=column_parts,
+                host_columns=columns,
+                row_parts=row_parts,
+                together=block,
+            )
+        return self._cuts_of_hosts(key, pieces, option, (row_parts, column_parts, block))
+
+    def _cuts_of_hosts(self, key: Ints, pieces: Pieces, option: Ints, parts: tuple[Ints, Ints, Ints]) -> Cuts:
+        """The same where hosts hand on what is theirs: pieces that may lie anywhere are taken to be spread evenly over
+        hosts, at most one lies on each rank of a host. Pieces of an earlier plan lie where they do."""
+        hosts, per_host, (row_parts, column_parts, block) = (
+            self._topology.num_hosts,
+            self._machine.devices_per_host,
+            parts,
+        )
+        is_apart = np.array(self._block, np.int64)[option] == 0 if len(option) else np.zeros(0, np.bool_)
+        of_grid = np.array([scheme is not None and scheme.sharding is ShardingType.GRID for scheme in self.schemes])
+        in_host = (row_parts, np.where(of_grid[option], 1, column_parts) if len(option) else option)
+        even = [np.where(is_apart, -(-number // hosts), one) for number, one in zip(parts[:2], in_host, strict=True)]
+        most = [
+            np.where(is_apart, np.minimum(number, per_host), one)
+            for number, one in zip(parts[:2], in_host, strict=True)
+        ]
+        for index, ranks in self._fixed.items():
+            mine = np.flatnonzero(option == index)
+            at = key[mine] * hosts + ranks // per_host
+            for number, (first, own) in enumerate(((pieces.first_column, even[0]), (pieces.first_row, even[1]))):
+                _, place, count = np.unique(
+                    np.stack([at, first[mine]]), axis=1, return_inverse=True, return_counts=True
+                )
+                own[mine] = most[number][mine] = count[place.reshape(-1)]
         return Cuts(
-            host_parts=host_parts, column_parts=column_parts, host_columns=np.ones_like(row_parts), row_parts=row_parts
+            host_parts=even[0],
+            column_parts=column_parts,
+            host_columns=even[1],
+            row_parts=row_parts,
+            most_parts=most[0],
+            most_columns=most[1],
+            together=block,
         )
 
     def _apart(self) -> dict[int, tuple[int, ...]]:

@@ -18,6 +18,7 @@ from meseta.machine.system import System, read_limits, total_memory_bytes
 from meseta.measure.topology import gpu_kind
 from meseta.planner import Planned, find_plan, predict
 from meseta.planner.cost.memory import RunBytes
+from meseta.planner.planning import choose_ways
 from meseta.spec import CostModel, DeviceKind, MesetaError, Plan, Topology, Workload
 from meseta.spec.constraints import Constraints
 from meseta.telemetry.summary import Predicted
@@ -73,15 +74,17 @@ class RunPlanner:
         """The plan of the config, checked against the tables and the ranks; the same on every rank. Collective.
 
         'auto' searches one for this run's ranks and hosts, the statistics of the dataset, and the operations of the
-        model. A checkpoint loads under any plan, so a run that goes on on other machines plans anew.
+        model. A checkpoint loads under any plan, so a run that goes on on other machines plans anew. Which way rows and
+        sums take between hosts is what `comm` of the config names, else what the plan says, else what is predicted to
+        take less.
         Raises MesetaError for a plan, topology, cost model or constraints that do not fit, and where nothing fits, with
         what would.
         """
         given, tables = self.config.plan, self.collection.tables
         if isinstance(given, dict):
-            return Plan.from_dict(given, tables, self._world.size)
+            return self._with_ways(Plan.from_dict(given, tables, self._world.size))
         if given != "auto":
-            return Plan.load(given, tables, self._world.size)
+            return self._with_ways(Plan.load(given, tables, self._world.size))
         if self._world.size == 1:
             return self.collection.plan
         topology, path = device_memory_alone(self.topology), self.config.planner.constraints
@@ -92,13 +95,26 @@ class RunPlanner:
 
         return self._world.from_first(search)
 
-    def predict(self, plan: Plan) -> Predicted:
-        """Seconds that a step under `plan` is predicted to take. Collective; raises MesetaError as `plan` does."""
+    def _with_ways(self, plan: Plan) -> Plan:
+        """A plan that was made before, with the ways between hosts of this run. Collective."""
+        per_host = plan.devices_per_host or self._world.ranks_per_host
+        if not 1 < per_host < self._world.size:
+            return plan
+        plan, topology = self._on_hosts(plan)
+        return self._world.from_first(lambda: choose_ways(plan, self.workload, topology, self.cost_model))
+
+    def _on_hosts(self, plan: Plan) -> tuple[Plan, Topology]:
+        """A plan and its machines; one that is written by hand, as if these were other hosts. Collective."""
         topology = self.topology
         if plan.devices_per_host is None:
             plan = replace(plan, devices_per_host=topology.devices_per_host)
-        elif plan.devices_per_host != topology.devices_per_host:  # written by hand, as if these were other hosts
+        elif plan.devices_per_host != topology.devices_per_host:
             topology = replace(topology, num_hosts=plan.num_ranks // plan.per_host, devices_per_host=plan.per_host)
+        return plan, topology
+
+    def predict(self, plan: Plan) -> Predicted:
+        """Seconds that a step under `plan` is predicted to take. Collective; raises MesetaError as `plan` does."""
+        plan, topology = self._on_hosts(plan)
         path = self.config.planner.cost_model
         found = self._world.from_first(lambda: predict(plan, self.workload, topology, self.cost_model))
         return Predicted(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 from meseta.config import RunConfig
 from meseta.config.precision import dense_dtype
 from meseta.data.dataset.dataset import Dataset, SparseFeature
-from meseta.spec import DenseLoad, FeatureLoad, FeatureSpec, TableSpec, Workload
+from meseta.spec import COLUMN_BLOCK, DenseLoad, FeatureLoad, FeatureSpec, TableSpec, Workload
 from meseta.spec.workload import DenseExchange
 
 if TYPE_CHECKING:  # `meseta plan` makes workloads without torch
@@ -87,10 +87,12 @@ def dense_exchange(config: RunConfig, model: nn.Module) -> DenseExchange:
     parameters = [own for own in model.parameters() if own.requires_grad]
     units = cut_modules(model, cast("nn.Module", model.embeddings)) if config.dense.sharding == "fsdp" else ()
     shapes = tuple(tuple(tuple(p.shape) for p in unit.parameters() if p.dim()) for _, unit in units)
+    cut = {id(p) for _, unit in units for p in unit.parameters() if p.dim()}
     norms_of_lamb = 2 * sum(map(len, shapes)) if config.dense.optimizer.name == "lamb" else 0
     return DenseExchange(
         num_tensors=len(parameters),
         number_bytes=max((own.element_size() for own in parameters), default=4),
+        num_filling=sum(-own.numel() % COLUMN_BLOCK for own in parameters if id(own) not in cut),
         norm_widths=tuple(own.weight.numel() for own in model.modules() if isinstance(own, BatchNorm)),
         cut_shapes=shapes,
         num_norms=norms_of_lamb + (config.dense.clip_norm is not None),

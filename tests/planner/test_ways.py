@@ -1,0 +1,102 @@
+"""Which way rows and sums take between hosts: chosen by prediction, kept in the plan, asked for by a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meseta.planner import documented_cost_model, find_plan, make_plan, predict
+from meseta.planner.planning import EXCHANGES, MAX_REPEATED, choose_ways
+from meseta.planner.search.bound import lower_bound
+from meseta.spec import DenseLoad, Link, Plan, Topology, Workload
+from meseta.spec.codecs import CODECS, Communication
+from planning_cases import random_workload
+
+HOSTS = Topology(num_hosts=2, devices_per_host=4)
+FAR = replace(HOSTS, across=Link(bytes_per_s=3e7, latency_s=1e-5))
+"""Bytes that cross hosts are dear, and phases cheap: what a host needs once must cross once."""
+LATE = replace(HOSTS, inside=Link(bytes_per_s=1e10, latency_s=5e-3), across=Link(bytes_per_s=1e10, latency_s=5e-3))
+"""Phases are dear, and bytes nearly free: two of them take twice as long as one."""
+
+
+def many_ids(num_tables: int = 8) -> Workload:
+    """Bags of many ids, which cross once for each host."""
+    work = random_workload(num_tables, 3, batch_size=2048)
+    loads = {name: replace(load, pooling_factor=30.0) for name, load in work.loads.items()}
+    return replace(work, loads=loads, dense=DenseLoad(parameter_bytes=4_000_000))
+
+
+def under(plan: Plan, work: Workload, topology: Topology) -> dict[str, float]:
+    """The predicted step of a plan by exchange."""
+    return {one: predict(replace(plan, exchange=one), work, topology).step_s for one in EXCHANGES}
+
+
+@pytest.mark.parametrize("num_tables", [8, MAX_REPEATED + 20])
+@pytest.mark.parametrize(("topology", "expected"), [(FAR, "two_level"), (LATE, "flat")])
+def test_auto_takes_the_better_way(topology: Topology, expected: str, num_tables: int) -> None:
+    work = many_ids(num_tables)
+    if num_tables > MAX_REPEATED:
+        topology = replace(topology, num_hosts=2, devices_per_host=2)
+    found = find_plan(work, topology)
+    assert found.plan.exchange == expected == found.problem.ways[0]
+    steps = under(found.plan, work, topology)
+    assert found.prediction.step_s == pytest.approx(steps[expected]) and steps[expected] == min(steps.values())
+    assert lower_bound(found.problem).step_s <= found.prediction.step_s
+    for one in EXCHANGES if num_tables < MAX_REPEATED else ():
+        forced = find_plan(replace(work, comm=Communication(exchange=one)), topology)
+        assert forced.plan.exchange == one and found.prediction.step_s <= forced.prediction.step_s
+
+
+def test_one_host_and_one_rank_of_each_host_have_no_choice() -> None:
+    work = many_ids(4)
+    for topology in (Topology(devices_per_host=4), Topology(num_hosts=4), Topology()):
+        forced = replace(work, comm=Communication(exchange="two_level"))
+        plan = make_plan(forced, topology)
+        assert plan.exchange is None and plan.dense_exchange is None
+        assert choose_ways(plan, forced, topology) == plan
+
+
+def test_sums_go_along_a_chain_where_peers_are_dear() -> None:
+    """Seven twins that take a while each, against two neighbours; with a codec there is no chain."""
+    across = Link(bytes_per_s=1e9, latency_s=1e-6, peer_s=1e-3)
+    topology = Topology(num_hosts=8, devices_per_host=2, across=across)
+    work = replace(many_ids(4), comm=Communication(exchange="two_level"))
+    found = find_plan(work, topology)
+    assert found.plan.dense_exchange == "chain"
+    twins = find_plan(replace(work, comm=Communication(exchange="two_level", dense_exchange="twins")), topology)
+    assert twins.plan.dense_exchange == "twins" and found.prediction.step_s < twins.prediction.step_s
+    assert found.bound.step_s <= found.prediction.step_s
+    coded = replace(work, comm=Communication(exchange="two_level", dense="bf16"))
+    assert make_plan(coded, topology).dense_exchange == "twins"
+
+
+def test_a_given_plan_keeps_its_way_unless_a_run_names_one(tmp_path: Path) -> None:
+    work = many_ids(4)
+    plan = Plan.from_dict({"devices_per_host": 4, "tables": {"*": "row_wise"}}, work.tables, 8)
+    steps = under(plan, work, FAR)
+    assert choose_ways(plan, work, FAR).exchange == min(steps, key=steps.__getitem__)
+    for one in EXCHANGES:
+        asked = replace(work, comm=Communication(exchange=one))
+        assert choose_ways(plan, asked, FAR).exchange == one
+        kept = replace(plan, exchange=one)
+        assert choose_ways(kept, work, FAR).exchange == one
+        chosen = choose_ways(kept, work, FAR)
+        chosen.save(tmp_path / "plan.json")
+        assert Plan.load(tmp_path / "plan.json", work.tables, 8) == chosen
+    assert choose_ways(
+        replace(plan, exchange="flat"), replace(work, comm=Communication(exchange="two_level")), FAR
+    ) == (replace(plan, exchange="two_level", dense_exchange="twins"))
+
+
+def test_codecs_make_steps_shorter_where_links_are_slow_and_longer_where_they_are_fast() -> None:
+    work, fast = many_ids(4), replace(HOSTS, inside=Link(bytes_per_s=1e12, latency_s=0), across=None)
+    fast = replace(fast, across=fast.inside)
+    model = documented_cost_model("cpu")
+    plan = Plan.from_dict({"devices_per_host": 4, "tables": {"*": "table_wise"}}, work.tables, 8)
+    model = replace(model, exchange=replace(model.exchange, copy_byte_s=0.0))
+    for name in (name for name, codec in CODECS.items() if not codec.is_whole):
+        coded = replace(work, comm=Communication(precision=name))
+        assert predict(plan, coded, FAR, model).step_s < predict(plan, work, FAR, model).step_s
+        assert predict(plan, coded, fast, model).step_s > predict(plan, work, fast, model).step_s
