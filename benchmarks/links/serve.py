@@ -1,0 +1,50 @@
+"""The process of one rank of a Crew: calls what it is asked, in whichever interpreter it runs.
+
+    python -m links.serve SOCKET [SOURCES]
+
+With SOURCES, the folder of this package in another system's interpreter, what is imported of it is found there, and
+nothing beside it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import sys
+import traceback
+import types
+from multiprocessing.connection import Connection
+
+BIND = "LINKS_BIND"
+"""Set: each rank keeps to one processor, in turns."""
+
+
+def main() -> None:
+    """Serve until the crew goes."""
+    for name, folder in (("meseta", ""), ("meseta.measure", "/measure")) if len(sys.argv) > 2 else ():
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__path__ = [sys.argv[2] + folder]
+    rank = int(os.environ["RANK"])
+    if BIND in os.environ:
+        processors = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {processors[rank % len(processors)]})
+    meeting = socket.socket(socket.AF_UNIX)
+    meeting.connect(sys.argv[1])
+    with Connection(meeting.detach()) as pipe:
+        pipe.send(rank)
+        while True:
+            try:
+                module, name, arguments = pipe.recv()
+            except (EOFError, ConnectionError):
+                break
+            try:
+                reply = True, getattr(importlib.import_module(module), name)(**arguments)
+            except BaseException:
+                reply = False, traceback.format_exc()
+            pipe.send(reply)
+    os._exit(0)  # neither process groups nor tables need an orderly end
+
+
+if __name__ == "__main__":
+    main()
