@@ -41,7 +41,7 @@ def predicted_bytes(shape: shapes.Training, variant: Variant, layout: Layout) ->
     return [float(own) for own in by_rank.reshape(layout.hosts, layout.per_host).sum(axis=1)]
 
 
-def measure_bytes(layout: Layout, options: Options, rate: str = "10gbit") -> bool:
+def measure_bytes(layout: Layout, options: Options, rate: str = "2gbit") -> bool:
     """One layout; whether all are within LIMIT."""
     shape = shapes.training(BATCH)
     chosen = variants(layout)

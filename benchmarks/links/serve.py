@@ -15,6 +15,7 @@ import sys
 import traceback
 import types
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 BIND = "LINKS_BIND"
 """Set: each rank keeps to one processor, in turns."""
@@ -22,9 +23,10 @@ BIND = "LINKS_BIND"
 
 def main() -> None:
     """Serve until the crew goes."""
-    for name, folder in (("meseta", ""), ("meseta.measure", "/measure")) if len(sys.argv) > 2 else ():
-        sys.modules[name] = types.ModuleType(name)
-        sys.modules[name].__path__ = [sys.argv[2] + folder]
+    if len(sys.argv) > 2:
+        _pretend("meseta", sys.argv[2])
+        _pretend("meseta.measure", f"{sys.argv[2]}/measure")
+        _pretend("hosts", str(Path(__file__).parents[1] / "hosts"))
     rank = int(os.environ["RANK"])
     if BIND in os.environ:
         processors = sorted(os.sched_getaffinity(0))
@@ -44,6 +46,12 @@ def main() -> None:
                 reply = False, traceback.format_exc()
             pipe.send(reply)
     os._exit(0)  # neither process groups nor tables need an orderly end
+
+
+def _pretend(name: str, folder: str) -> None:
+    """A package without its __init__.py, which imports what is not there."""
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [folder]
 
 
 if __name__ == "__main__":
