@@ -6,12 +6,12 @@
 
 Parts:
 - bits: checksums of all tables and dense weights after 20 steps: equal over flat and two-level exchanges, twins and
-  chains, orders in which ranks come, lengths of pieces, and tables cut by columns or whole; for each codec, on 2, 4 and 8
-  ranks. Over loopback.
+  chains, orders in which ranks come, lengths of pieces, and tables cut by columns or whole; for each codec, on 2, 4 and
+  8 ranks. Over loopback.
 - bytes: what the kernel counts on the links of hosts within 1 % of what is predicted, per scheme, codec and way.
-- step: seconds of a step over flat fp32, for DLRM `d64` of `meseta bench e2e` with a global batch of 4096, hosts x ranks
-  as --layouts says. The rate of the links is set once for each layout, before any variant runs, such that a flat fp32 step
-  waits 75 to 80 % of its time; variants take turns.
+- step: seconds of a step over flat fp32, for DLRM `d64` of `meseta bench e2e` with a global batch of 4096, hosts x
+  ranks as --layouts says. The rate of the links is set once for each layout, before any variant runs, such that a flat
+  fp32 step waits 75 to 80 % of its time; variants take turns.
 - predicted: predicted over measured step, relative to flat fp32, for more schemes and codecs over the same links.
 - peer: precision 'paper' beside TorchRec with its fp16 codec, over the same links; TorchRec is in the interpreter that
   --peer-python or PEER_PYTHON names.
@@ -20,8 +20,8 @@ Parts:
 - ne: normalised entropy of ten seeds on two ranks by codec, beside fp32, two million test rows; what is done is kept in
   benchmarks/links_ne.json, and the same command goes on from there. It takes hours, and has to be asked for.
 
-Steps need network namespaces, see docs/testbed.md; without them these parts say so. Prints tables, and appends figures to
-benchmarks/results.csv (not with --quick). Exits with 1 where a part misses what it must reach.
+Bytes and steps need network namespaces, see docs/testbed.md; without them these parts say so. Prints tables, and
+appends figures to benchmarks/results.csv (not with --quick). Exits with 1 where a part misses what it must reach.
 """
 
 from __future__ import annotations

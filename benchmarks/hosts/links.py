@@ -94,7 +94,7 @@ def fabric_commands(holders: list[int], num_racks: int) -> Iterator[str]:
 
 
 def shaped(interface: str, rate: str, how: str = "add") -> str:
-    """`tc`: what leaves by this interface leaves at no more than `rate`; 'change' where another rate was said before."""
+    """`tc`: what leaves by this interface leaves at no more than `rate`; 'change' where another was said before."""
     return f"qdisc {how} dev {interface} root tbf rate {rate} {BURST} {QUEUE}"
 
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
 from links import bits_training, training
 from links.crew import crew, here
 from links.timing import Options, table
 from links.variants import Layout, Variant
-from numpy.typing import NDArray
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "int8", "paper")
 LAYOUTS = (Layout(2, 1), Layout(2, 2), Layout(2, 4), Layout(4, 2))
@@ -62,7 +63,9 @@ def compare_bits(options: Options) -> bool:
                 first, *others = sorted(found.items(), key=lambda own: -len(own[1]))
                 said = "" if not others else f"{others[0][1][0]}"
                 rows.append([layout, precision, num_cases, len(found), first[0][:16], said])
-                options.record(f"{layout} {precision}", "checksums", len(found), "of theirs", peer="asked", peer_value=1)
+                options.record(
+                    f"{layout} {precision}", "checksums", len(found), "of theirs", peer="asked", peer_value=1
+                )
     table(
         f"Bits of all tables and dense weights after {bits_training.NUM_STEPS} steps",
         ("hosts x ranks", "codec", "runs", "checksums", "most have", "one that differs"), rows,

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+
 from links import shapes
 from links.training import takes_codecs
-
 from meseta.comm import World, sums
 from meseta.config import DenseOptimizerConfig
 from meseta.data import Batch
@@ -46,9 +46,7 @@ def train(case: Case, layout: Layout) -> dict[str, Any]:
         TableSpec(name=name, num_embeddings=rows, embedding_dim=DIM, optimizer=optimizer) for name, rows in ROWS.items()
     ]
     features = [FeatureSpec(name=f"of {table.name}", table=table.name) for table in tables]
-    model = DLRM(
-        EmbeddingBagCollection(tables, features), num_dense=NUM_DENSE, bottom_mlp=(64, DIM), top_mlp=(128, 64)
-    )
+    model = DLRM(EmbeddingBagCollection(tables, features), num_dense=NUM_DENSE, bottom_mlp=(64, DIM), top_mlp=(128, 64))
     # Ways of sums as the plan says; where meseta.shard hears of no codecs, as the rank's World does.
     world = replace(world, per_host=layout.per_host, sum_path=cast(Any, case.variant.sum_path))
     more: dict[str, Any] = {"comm": shapes.communication(case.variant)} if takes_codecs() else {}
@@ -85,7 +83,11 @@ def plan(tables: list[TableSpec], case: Case, layout: Layout) -> Plan:
         whole = case.variant.sharding == "table_wise"
         some = [ranks[number * layout.per_host % layout.size]] if whole else ranks[: DIM // 16]
         entries[table.name] = {"sharding": case.variant.sharding, "ranks": some}
-    document: dict[str, Any] = {"devices_per_host": layout.per_host, "exchange": case.variant.exchange, "tables": entries}
+    document: dict[str, Any] = {
+        "devices_per_host": layout.per_host,
+        "exchange": case.variant.exchange,
+        "tables": entries,
+    }
     if case.variant.sum_path != "flat":
         document["dense_exchange"] = case.variant.sum_path
     return Plan.from_dict(document, tables, layout.size)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from hosts import Hosts
 from links import shapes, training
 from links.crew import crew, on_hosts
 from links.timing import Options, table
 from links.variants import Layout, Variant, Window
-
-from hosts import Hosts
 from meseta.planner import predict
 from meseta.spec import Topology
 
@@ -23,7 +24,9 @@ PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "int8", "paper")
 def variants(layout: Layout) -> list[Variant]:
     """Every scheme by both ways; every codec with those whose bytes are bags alone, and with sums."""
     found = [Variant(sharding=name, exchange=way) for name in SCHEMES for way in ("flat", "two_level")]
-    found += [Variant(sharding=name, exchange="two_level", dense_path="chain") for name in ("table_wise", "data_parallel")]
+    found += [
+        Variant(sharding=name, exchange="two_level", dense_path="chain") for name in ("table_wise", "data_parallel")
+    ]
     found += [
         Variant(sharding=name, exchange=way, precision=precision)
         for precision in PRECISIONS[1:]
@@ -37,7 +40,7 @@ def predicted_bytes(shape: shapes.Training, variant: Variant, layout: Layout) ->
     """That leave each host in a step, as the planner says."""
     topology = Topology(num_hosts=layout.hosts, devices_per_host=layout.per_host)
     prediction = predict(shapes.plan(shape, variant, layout), shapes.workload(shape, variant), topology)
-    by_rank = sum(own.sent_across for own in prediction.collectives)
+    by_rank = np.sum([own.sent_across for own in prediction.collectives], axis=0)
     return [float(own) for own in by_rank.reshape(layout.hosts, layout.per_host).sum(axis=1)]
 
 

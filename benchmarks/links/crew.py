@@ -15,9 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from links.serve import BIND
-
 from hosts import Hosts
+from links.serve import BIND
 
 BENCHMARKS = Path(__file__).resolve().parent.parent
 START_S = 300.0
@@ -87,7 +86,10 @@ def crew(num_ranks: int, run: Run, *, python: str = sys.executable, sources: str
 
         thread = threading.Thread(target=start, name="crew", daemon=True)
         thread.start()
-        problem = lambda: problems[0] if problems else None if thread.is_alive() else "all ranks have ended"  # noqa: E731
+
+        def problem() -> str | None:
+            return problems[0] if problems else None if thread.is_alive() else "all ranks have ended"
+
         pipes: dict[int, Connection] = {}
         try:
             _meet(door, num_ranks, pipes, problem)
@@ -98,9 +100,7 @@ def crew(num_ranks: int, run: Run, *, python: str = sys.executable, sources: str
             thread.join(START_S)
 
 
-def _meet(
-    door: socket.socket, num_ranks: int, pipes: dict[int, Connection], problem: Callable[[], str | None]
-) -> None:
+def _meet(door: socket.socket, num_ranks: int, pipes: dict[int, Connection], problem: Callable[[], str | None]) -> None:
     stop = time.monotonic() + START_S
     while len(pipes) < num_ranks:
         try:
@@ -138,10 +138,13 @@ def here(num_ranks: int, *, bind: bool) -> Run:
                 }  # fmt: skip
                 environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
                 ranks.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
-            while any(process.poll() is None for process in ranks):
-                if failed := [(rank, own.returncode) for rank, own in enumerate(ranks) if own.returncode]:
-                    raise CrewError("rank {} ended with {}".format(*failed[0]))
+            running = True
+            while running:
                 time.sleep(WATCH_S)
+                running = any([process.poll() is None for process in ranks])
+                for rank, process in enumerate(ranks):
+                    if process.returncode:
+                        raise CrewError(f"rank {rank} ended with {process.returncode}")
         finally:
             for process in ranks:
                 process.kill()

@@ -8,11 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hosts import Hosts
 from links import shapes
 from links.crew import Crew, crew, here, on_hosts
 from links.timing import Options, table
-
-from hosts import Hosts
 
 LIMIT = 1.5
 LEAST = 0.97
@@ -113,7 +112,7 @@ def build_step(shape: dict[str, Any]) -> None:
     """On every rank, in either checkout."""
     import torch
 
-    from meseta.measure.bench.e2e import OursTraining
+    from meseta.train.bench import OursTraining
 
     torch.set_num_threads(1)
     _step[:] = [OursTraining(shape, "sgd")]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
+
+from hosts import Hosts
 from links.crew import Crew
 from links.timing import Options
 from links.variants import Layout
-
-from hosts import Hosts
 from meseta.measure.calibrate.run import fit_link
 from meseta.planner import documented_cost_model
 from meseta.spec import CostModel, Link, Topology
@@ -99,11 +100,15 @@ def time_collective(level: str, kind: str, per_host: int, num_bytes: int, num_ca
     mates = range(first, first + per_host)
     if kind == "all_reduce" and level == "across":
         buffer = torch.zeros(num_bytes // 4)
-        call: Any = lambda: world.all_reduce(buffer, name)  # noqa: E731
+        call: Any = partial(world.all_reduce, buffer, name)
     elif kind == "all_reduce":
         pieces = torch.zeros(per_host, num_bytes // 4 // per_host)
         total = torch.zeros(pieces.shape[1])
-        call = lambda: [world.add_in_host(total, pieces, name) for _ in range(2)]  # noqa: E731
+
+        def call() -> None:
+            for _ in range(2):  # there and back
+                world.add_in_host(total, pieces, name)
+
     else:
         others = [r for r in range(world.size) if (r in mates) == (level == "inside") and r != world.rank]
         each = num_bytes // 4 // len(others)

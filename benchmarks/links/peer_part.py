@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
+from hosts import Hosts
 from links import peer_training, shapes, training
 from links.crew import Crew, crew, on_hosts
 from links.timing import Measured, Options, asker, in_turns, table
-from links.variants import Layout, Variant
-
-from hosts import Hosts
+from links.variants import Layout, Variant, Window
 from meseta.measure import bench
 from meseta.measure.bench.peers import find_peers
 
@@ -18,6 +18,10 @@ LEAST = 1.1
 PORT = 29_500
 """Of the peer's ranks, beside ours."""
 SOURCES = str(Path(bench.__file__).parents[2])
+
+
+def _ask_peer(theirs: Crew, codec: str, num_steps: int) -> list[Window]:
+    return theirs.ask(peer_training.window, codec=codec, num_steps=num_steps)
 
 
 def measure_peer(
@@ -35,7 +39,7 @@ def measure_peer(
         ask = {own.name: asker(ranks, training.window, own) for own in mine}
         names = {f"TorchRec {codec}": codec for codec in ("fp32", "fp16")}
         for title, codec in names.items():
-            ask[title] = lambda steps, codec=codec: theirs.ask(peer_training.window, codec=codec, num_steps=steps)
+            ask[title] = partial(_ask_peer, theirs, codec)
         measured = Measured()
         in_turns(ask, options.rounds, options.window_s, measured)
     rows, good = [], True

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from links.variants import Window
+from hosts.links import own_traffic
 from torch import nn
 
-from hosts.links import own_traffic
+from links.variants import Window
 from meseta.measure.bench.e2e_peers import LR, TorchrecTraining
 
 _jobs: dict[str, Any] = {}

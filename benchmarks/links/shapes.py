@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 from links.variants import Layout, Variant
-
 from meseta.measure.bench.workloads import E2E, small
 from meseta.measure.traffic import Training
 from meseta.spec import Communication, FeatureSpec, InitSpec, OptimizerSpec, Plan, TableSpec, Workload

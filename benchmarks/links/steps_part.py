@@ -1,4 +1,4 @@
-"""Steps: every variant over flat fp32, at one rate of the links; what the cost model says of them; the way of 'auto'."""
+"""Steps: every variant over flat fp32, at one rate of the links; what is predicted of them; what 'auto' takes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from hosts import Hosts
 from links import model, peer_part, shapes, training
 from links.crew import Crew, crew, on_hosts
 from links.timing import FIRST_MBIT, Measured, Options, asker, find_rate, in_turns, table
 from links.variants import Layout, Variant
-
-from hosts import Hosts
 from meseta.planner import predict
 from meseta.spec import CostModel, Topology
 
@@ -92,16 +91,16 @@ def _build_and_time(
     in_turns({own.name: asker(ranks, training.window, own) for own in chosen}, options.rounds, options.window_s, into)
 
 
-def _tell_steps(
-    layout: Layout, rate: str, chosen: Sequence[Variant], measured: Measured, options: Options
-) -> bool:
+def _tell_steps(layout: Layout, rate: str, chosen: Sequence[Variant], measured: Measured, options: Options) -> bool:
     rows, good = [], True
     for variant in chosen:
         base, name = variant.base.name, variant.name
         ratio = measured.step_s(name) / measured.step_s(base)
         sent, of_base = (sum(measured.link_bytes(own, layout)) for own in (name, base))
         wanted = target(variant, layout)
-        met = wanted is None or (ratio <= wanted.time and (wanted.bytes is None or sent / of_base <= 1.05 * wanted.bytes))
+        met = wanted is None or (
+            ratio <= wanted.time and (wanted.bytes is None or sent / of_base <= 1.05 * wanted.bytes)
+        )
         good &= met
         limit = "" if wanted is None else f"{wanted.time:.2f}" + (f", bytes {wanted.bytes}" if wanted.bytes else "")
         rounds = zip(measured.windows[name], measured.windows[base], strict=True)
@@ -109,7 +108,8 @@ def _tell_steps(
         rows.append([
             name, f"{1e3 * measured.step_s(name):.0f}", f"{ratio:.3f}", f"{min(each):.2f} to {max(each):.2f}", limit,
             "" if wanted is None else "yes" if met else "NO", f"{measured.waiting(name):.0%}",
-            f"{measured.busy(name, os.cpu_count() or 1):.0%}", f"{sent / layout.hosts / 1e6:.2f}", f"{sent / of_base:.3f}",
+            f"{measured.busy(name, os.cpu_count() or 1):.0%}", f"{sent / layout.hosts / 1e6:.2f}",
+            f"{sent / of_base:.3f}",
         ])  # fmt: skip
         options.record(
             f"{layout} {name}, {rate}", "step", measured.step_s(name), "s", peer=base, peer_value=measured.step_s(base)
@@ -142,9 +142,16 @@ def _tell_auto(
         best = min(measured.step_s(own.name) for own in ways)
         ratio = measured.step_s(chosen.name) / best
         good &= ratio <= AUTO_LIMIT
-        rows.append([sharding, chosen.exchange, f"{ratio:.3f}", f"{AUTO_LIMIT}", "yes" if ratio <= AUTO_LIMIT else "NO"])
+        rows.append(
+            [sharding, chosen.exchange, f"{ratio:.3f}", f"{AUTO_LIMIT}", "yes" if ratio <= AUTO_LIMIT else "NO"]
+        )
         options.record(
-            f"{layout} {sharding} auto", "step", measured.step_s(chosen.name), "s", peer="the better way", peer_value=best
+            f"{layout} {sharding} auto",
+            "step",
+            measured.step_s(chosen.name),
+            "s",
+            peer="the better way",
+            peer_value=best,
         )
     table(f"Exchange auto, {layout}", ("tables", "takes", "over the better way", "at most", "met"), rows)
     return good
@@ -162,10 +169,10 @@ def _tell_predicted(
     seconds = {own.name: _predicted_s(shape, layout, own, calibrated) for own in chosen}
     base, rows = FLAT.name, []
     errors: dict[str, float] = {}
-    for name in seconds:
-        said, took = seconds[name] / seconds[base], measured.step_s(name) / measured.step_s(base)
+    for name, alone_s in seconds.items():
+        said, took = alone_s / seconds[base], measured.step_s(name) / measured.step_s(base)
         errors[name] = said / took - 1
-        rows.append([name, f"{1e3 * seconds[name]:.0f}", f"{1e3 * measured.step_s(name):.0f}", f"{said:.3f}",
+        rows.append([name, f"{1e3 * alone_s:.0f}", f"{1e3 * measured.step_s(name):.0f}", f"{said:.3f}",
                      f"{took:.3f}", f"{errors[name]:+.1%}"])  # fmt: skip
     head = ("variant", "predicted, ms", "measured, ms", "predicted over flat fp32", "measured", "error")
     table(f"Predicted and measured, {layout}, links of {rate}; {calibrated[0].exchange.source}", head, rows)
@@ -175,6 +182,8 @@ def _tell_predicted(
 def _sum_up(layout: Layout, errors: Mapping[str, float], options: Options) -> None:
     sizes = [abs(own) for own in errors.values()]
     median, largest = statistics.median(sizes), max(sizes)
-    print(f"{layout}: error of predicted over measured, relative to flat fp32: median {median:.1%}, largest {largest:.1%}")
+    print(
+        f"{layout}: error of predicted over measured, relative to flat fp32: median {median:.1%}, largest {largest:.1%}"
+    )
     for name, value in (("median", median), ("largest", largest)):
         options.record(f"{layout} predicted", f"{name} error", value, "of theirs", peer="asked", peer_value=0.1)

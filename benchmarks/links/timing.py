@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from links.crew import Crew
-from links.variants import Layout, Variant, Window
 from record import ROOT, record
 
 from hosts import Hosts
+from links.crew import Crew
+from links.variants import Layout, Variant, Window
 
 WAITING = (0.75, 0.80)
 """Share of a flat fp32 step in which a rank stands still, between which the rate is set."""
@@ -72,7 +72,9 @@ def find_rate(hosts: Hosts, measure: Callable[[], Sequence[Window]]) -> tuple[st
         aimed = sum(WAITING) / 2
         guess = mbit * (share / (1 - share)) / (aimed / (1 - aimed))
         mbit = guess if slow * 1.02 < guess < fast / 1.02 else (slow * fast) ** 0.5
-    raise SystemExit(f"no rate of the links lets a flat fp32 step wait {WAITING[0]:.0%} to {WAITING[1]:.0%} of its time")
+    raise SystemExit(
+        f"no rate of the links lets a flat fp32 step wait {WAITING[0]:.0%} to {WAITING[1]:.0%} of its time"
+    )
 
 
 def in_turns(
@@ -95,9 +97,13 @@ def table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> 
     """Print one, in Markdown."""
     cells = [list(head), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
+    ]
     print(f"\n{title}\n")
-    print("\n".join([lines[0], "| " + " | ".join("-" * width for width in widths) + " |", *lines[1:]]) + "\n", flush=True)
+    print(
+        "\n".join([lines[0], "| " + " | ".join("-" * width for width in widths) + " |", *lines[1:]]) + "\n", flush=True
+    )
 
 
 @dataclass(frozen=True)

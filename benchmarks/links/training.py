@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from links import shapes
-from links.variants import Layout, Variant, Window
+from hosts.links import LinkTraffic
 
 from hosts import own_traffic
-from hosts.links import LinkTraffic
+from links import shapes
+from links.variants import Layout, Variant, Window
 from meseta.comm import World
 from meseta.config import DenseOptimizerConfig
 from meseta.data import Batch
