@@ -79,21 +79,21 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="a checkout with a .venv, whose steps stand beside these")
     parser.add_argument("--seeds", type=int, default=10, help="of part ne")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "links", help="data and runs of part ne")
-    given = parser.parse_args()
-    parts = given.parts.split(",")
+    told = parser.parse_args()
+    parts = told.parts.split(",")
     if unknown := sorted(set(parts) - set(PARTS)):
         parser.error(f"parts {', '.join(unknown)} are unknown; there are {', '.join(PARTS)}")
     options = Options(
-        quick=given.quick,
-        rounds=given.rounds or (2 if given.quick else 5),
-        window_s=given.window or (0.5 if given.quick else 3.0),
-        keep=not (given.quick or given.no_record),
-        peer_python=given.peer_python,
-        before=given.before,
-        seeds=given.seeds,
-        folder=given.folder,
+        quick=told.quick,
+        rounds=told.rounds or (2 if told.quick else 5),
+        window_s=told.window or (0.5 if told.quick else 3.0),
+        keep=not (told.quick or told.no_record),
+        peer_python=told.peer_python,
+        before=told.before,
+        seeds=told.seeds,
+        folder=told.folder,
     )
-    sys.exit(not run(parts, [layout(text) for text in given.layouts.split(",")], options))
+    sys.exit(not run(parts, [layout(text) for text in told.layouts.split(",")], options))
 
 
 if __name__ == "__main__":

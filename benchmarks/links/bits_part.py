@@ -54,18 +54,16 @@ def compare_bits(options: Options) -> bool:
     for layout in LAYOUTS[1:2] if options.quick else LAYOUTS:
         with crew(layout.size, here(layout.size, bind=True)) as ranks:
             for precision in precisions:
-                found: dict[str, list[Case]] = {}
+                runs: dict[str, list[Case]] = {}
                 for case in cases(precision, layout, options.quick):
                     replies = ranks.ask(bits_training.train, case=case, layout=layout)
-                    found.setdefault(checksum(replies), []).append(case)
-                num_cases = sum(map(len, found.values()))
-                good &= len(found) == 1
-                first, *others = sorted(found.items(), key=lambda own: -len(own[1]))
+                    runs.setdefault(checksum(replies), []).append(case)
+                num_cases = sum(map(len, runs.values()))
+                good &= len(runs) == 1
+                first, *others = sorted(runs.items(), key=lambda one: -len(one[1]))
                 said = "" if not others else f"{others[0][1][0]}"
-                rows.append([layout, precision, num_cases, len(found), first[0][:16], said])
-                options.record(
-                    f"{layout} {precision}", "checksums", len(found), "of theirs", peer="asked", peer_value=1
-                )
+                rows.append([layout, precision, num_cases, len(runs), first[0][:16], said])
+                options.record(f"{layout} {precision}", "checksums", len(runs), "of theirs", peer="asked", peer_value=1)
     table(
         f"Bits of all tables and dense weights after {bits_training.NUM_STEPS} steps",
         ("hosts x ranks", "codec", "runs", "checksums", "most have", "one that differs"), rows,

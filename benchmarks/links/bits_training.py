@@ -59,11 +59,11 @@ def train(case: Case, layout: Layout) -> dict[str, Any]:
         step(batch(features, number, world))
     pieces = []
     for held in cast(Any, model).embeddings.shards:
-        own = held.shard
-        shape = (ROWS[own.table], DIM)
-        for key, values in held.read(0, own.num_rows).items():
+        one = held.shard
+        shape = (ROWS[one.table], DIM)
+        for key, values in held.read(0, one.num_rows).items():
             name = "row" if key == ROW else str(key)
-            pieces.append((own.table, shape, own.rows, own.columns, name, values.numpy().copy()))
+            pieces.append((one.table, shape, one.rows, one.columns, name, values.numpy().copy()))
     weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
     return {"pieces": pieces, "dense": weights}
 

@@ -23,25 +23,25 @@ PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "int8", "paper")
 
 def variants(layout: Layout) -> list[Variant]:
     """Every scheme by both ways; every codec with those whose bytes are bags alone, and with sums."""
-    found = [Variant(sharding=name, exchange=way) for name in SCHEMES for way in ("flat", "two_level")]
-    found += [
+    listed = [Variant(sharding=name, exchange=way) for name in SCHEMES for way in ("flat", "two_level")]
+    listed += [
         Variant(sharding=name, exchange="two_level", dense_path="chain") for name in ("table_wise", "data_parallel")
     ]
-    found += [
+    listed += [
         Variant(sharding=name, exchange=way, precision=precision)
         for precision in PRECISIONS[1:]
         for name in SCHEMES
         for way in ("flat", "two_level")
     ]
-    return found
+    return listed
 
 
 def predicted_bytes(shape: shapes.Training, variant: Variant, layout: Layout) -> list[float]:
     """That leave each host in a step, as the planner says."""
     topology = Topology(num_hosts=layout.hosts, devices_per_host=layout.per_host)
     prediction = predict(shapes.plan(shape, variant, layout), shapes.workload(shape, variant), topology)
-    by_rank = np.sum([own.sent_across for own in prediction.collectives], axis=0)
-    return [float(own) for own in by_rank.reshape(layout.hosts, layout.per_host).sum(axis=1)]
+    by_rank = np.sum([one.sent_across for one in prediction.collectives], axis=0)
+    return [float(one) for one in by_rank.reshape(layout.hosts, layout.per_host).sum(axis=1)]
 
 
 def measure_bytes(layout: Layout, options: Options, rate: str = "2gbit") -> bool:
@@ -49,10 +49,10 @@ def measure_bytes(layout: Layout, options: Options, rate: str = "2gbit") -> bool
     shape = shapes.training(BATCH)
     chosen = variants(layout)
     if not training.takes_codecs():
-        chosen = [own for own in chosen if own.precision == "fp32"]
+        chosen = [one for one in chosen if one.precision == "fp32"]
         print("bytes: meseta.shard takes no codecs here, so that fp32 alone is counted")
     if options.quick:
-        chosen = [own for own in chosen if own.sharding in ("table_wise", "row_wise") and not own.dense_path][:4]
+        chosen = [one for one in chosen if one.sharding in ("table_wise", "row_wise") and not one.dense_path][:4]
     num_steps = 2 if options.quick else 4
     rows, good = [], True
     with (
@@ -68,7 +68,7 @@ def measure_bytes(layout: Layout, options: Options, rate: str = "2gbit") -> bool
             rows.append([variant.name, *row])
             good &= abs(error) <= LIMIT
             options.record(
-                f"{layout} {variant.name}", "bytes across", sum(own.sent_bytes for own in windows[:: layout.per_host])
+                f"{layout} {variant.name}", "bytes across", sum(one.sent_bytes for one in windows[:: layout.per_host])
                 / num_steps, "bytes", peer="predicted", peer_value=sum(predicted_bytes(shape, variant, layout)),
             )  # fmt: skip
     head = ("variant", "kernel, MB a step", "predicted", "kernel / predicted - 1", "worst host", "counts, KB",
@@ -80,11 +80,11 @@ def measure_bytes(layout: Layout, options: Options, rate: str = "2gbit") -> bool
 def _compare(windows: Sequence[Window], predicted: Sequence[float], layout: Layout) -> tuple[list[str], float]:
     """Cells of a row, and how far the kernel is from what is predicted."""
     first = windows[:: layout.per_host]
-    counted = [own.sent_bytes / own.num_steps for own in first]
-    told = sum(sum(own.across.values()) for own in windows)
-    counts = sum(own.across.get(name, 0.0) for own in windows for name in ("counts",))
+    counted = [one.sent_bytes / one.num_steps for one in first]
+    told = sum(sum(one.across.values()) for one in windows)
+    counts = sum(one.across.get(name, 0.0) for one in windows for name in ("counts",))
     error = sum(counted) / sum(predicted) - 1
     worst = max((a / b - 1 for a, b in zip(counted, predicted, strict=True)), key=abs)
-    resent = sum(own.resent_packets for own in first)
+    resent = sum(one.resent_packets for one in first)
     cells = [f"{sum(counted) / 1e6:.3f}", f"{sum(predicted) / 1e6:.3f}", f"{error:+.2%}", f"{worst:+.2%}"]
     return [*cells, f"{counts / 1e3:.1f}", f"{(sum(counted) - told) / 1e3:.1f}", str(resent)], error

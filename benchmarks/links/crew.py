@@ -141,7 +141,7 @@ def here(num_ranks: int, *, bind: bool) -> Run:
             running = True
             while running:
                 time.sleep(WATCH_S)
-                running = any([process.poll() is None for process in ranks])
+                running = bool([process for process in ranks if process.poll() is None])
                 for rank, process in enumerate(ranks):
                     if process.returncode:
                         raise CrewError(f"rank {rank} ended with {process.returncode}")

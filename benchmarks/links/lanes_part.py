@@ -38,8 +38,8 @@ def _measure_beside_sums(options: Options) -> bool:
     num_rounds = 2 if options.quick else 7
     with Hosts(2, across=RATE) as hosts, crew(2, on_hosts(hosts)) as ranks:
         told = [ranks.ask(exchange_beside_sum)[0] for _ in range(num_rounds)]
-    alone, beside = (statistics.median(own[place] for own in told) for place in (0, 1))
-    under_way = statistics.median(own[2] for own in told)
+    alone, beside = (statistics.median(one[place] for one in told) for place in (0, 1))
+    under_way = statistics.median(one[2] for one in told)
     row = [f"{1e3 * alone:.1f}", f"{1e3 * beside:.1f}", f"{beside / alone:.2f}", LIMIT, f"{under_way:.0f}"]
     head = ("1 MB of rows alone, ms", "beside a sum of 64 MB, ms", "ratio", "at most", "exchanges while it ran")
     table(f"Lanes: 2 hosts, links of {RATE}, medians of {num_rounds} rounds", head, [row])
@@ -98,7 +98,7 @@ def _measure_beside_before(before: Path, options: Options) -> bool:
             for name in list(crews)[:: 1 if turn % 2 else -1]:
                 spent[name].append(crews[name].ask(time_steps, num_steps=num_steps)[0])
     ratios = [b / a for a, b in zip(spent["now"], spent["before"], strict=True)]
-    now, former, ratio = (statistics.median(own) for own in (spent["now"], spent["before"], ratios))
+    now, former, ratio = (statistics.median(one) for one in (spent["now"], spent["before"], ratios))
     table(
         f"Two ranks without slow links, DLRM d64, fp32, {len(ratios)} rounds in turns",
         ("now, ms a step", "before, ms", "speed now over before", "at least"),

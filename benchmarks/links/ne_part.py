@@ -40,20 +40,20 @@ def compare_ne(options: Options) -> bool:
     data = _data(folder, options.quick)
     names = ("fp32", ULP, *precisions)
     seeds = range(2 if options.quick else options.seeds)
-    found: dict[str, list[float]] = {name: [] for name in names}
+    entropies: dict[str, list[float]] = {name: [] for name in names}
     with crew(2, here(2, bind=False)) as ranks:
         for seed in seeds:
             for name in names:
                 cell = kept.get(f"{seed}/{name}", partial(_train, ranks, data, folder, name, seed))
-                found[name].append(float(cell["ne"]))
+                entropies[name].append(float(cell["ne"]))
                 print(f"seed {seed}, {name}: test NE {cell['ne']:.6f} in {cell['seconds']:.0f} s", flush=True)
-    base = found["fp32"]
+    base = entropies["fp32"]
     rows = [["fp32", f"{statistics.mean(base):.6f}", "", "", ""]]
     for name in names[1:]:
-        mean, half = difference(found[name], base)
-        rows.append([name, f"{statistics.mean(found[name]):.6f}", f"{mean:+.2e}", f"{mean - half:+.2e}",
+        mean, half = difference(entropies[name], base)
+        rows.append([name, f"{statistics.mean(entropies[name]):.6f}", f"{mean:+.2e}", f"{mean - half:+.2e}",
                      f"{mean + half:+.2e}"])  # fmt: skip
-        options.record(f"2 ranks {name}", "test NE", statistics.mean(found[name]), "of theirs", peer="fp32",
+        options.record(f"2 ranks {name}", "test NE", statistics.mean(entropies[name]), "of theirs", peer="fp32",
                        peer_value=statistics.mean(base))  # fmt: skip
     head = ("", "mean test NE", "mean difference to fp32", "95 %, from", "to")
     table(f"Normalised entropy over {len(seeds)} paired seeds, {TEST_ROWS[options.quick]:,} test rows", head, rows)

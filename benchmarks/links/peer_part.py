@@ -30,13 +30,13 @@ def measure_peer(
     """One layout, over links as they are; whether ours is faster by LEAST."""
     peers = find_peers(options.peer_python, wanted=True)
     if "TorchRec" not in peers.found:
-        print(f"peer: left out; {next(own for own in peers.missing if own.startswith('TorchRec'))}")
+        print(f"peer: left out; {next(one for one in peers.missing if one.startswith('TorchRec'))}")
         return True
     with crew(layout.size, on_hosts(hosts, PORT), python=peers.python, sources=SOURCES) as theirs:
         theirs.ask(peer_training.build, shape=asdict(shape), codecs=("fp32", "fp16"))
         mine = [Variant(), *([Variant(precision="paper")] if training.takes_codecs() else [])]
         ranks.ask(training.build, shape=shape, layout=layout, variants=mine)
-        ask = {own.name: asker(ranks, training.window, own) for own in mine}
+        ask = {one.name: asker(ranks, training.window, one) for one in mine}
         names = {f"TorchRec {codec}": codec for codec in ("fp32", "fp16")}
         for title, codec in names.items():
             ask[title] = partial(_ask_peer, theirs, codec)

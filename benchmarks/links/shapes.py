@@ -20,7 +20,7 @@ LR, FILL = 0.001, 0.01
 
 def training(batch_size: int = BATCH) -> Training:
     """`d64` with fewer rows, and another global batch."""
-    shape = next(own for own in E2E if own.name == "d64_8k")
+    shape = next(one for one in E2E if one.name == "d64_8k")
     traffic = small(shape.traffic, max_rows=MAX_ROWS, max_batch=batch_size)
     return replace(shape, traffic=replace(traffic, name="d64", batch_size=batch_size))
 

@@ -57,9 +57,9 @@ def measure_steps(layout: Layout, parts: Sequence[str], options: Options) -> boo
     """Parts 'step', 'peer' and 'predicted' of one layout, over links of the same rate; whether all targets are met."""
     chosen = [*TIMED, *(MATRIX if "predicted" in parts else ())]
     if not training.takes_codecs():
-        left_out = [own.name for own in chosen if own.precision != "fp32"]
+        left_out = [one.name for one in chosen if one.precision != "fp32"]
         print(f"steps: meseta.shard takes no codecs here, so that these are left out: {', '.join(left_out)}")
-        chosen = [own for own in chosen if own.precision == "fp32"]
+        chosen = [one for one in chosen if one.precision == "fp32"]
     shape, good = shapes.training(512 if options.quick else shapes.BATCH), True
     print(f"\n{layout}: DLRM d64, tables of at most {shapes.MAX_ROWS:,} rows, global batch {shape.traffic.batch_size}; "
           f"{layout.size} ranks of one thread on {os.cpu_count()} processors", flush=True)  # fmt: skip
@@ -88,7 +88,7 @@ def _build_and_time(
     ranks: Crew, shape: shapes.Training, layout: Layout, chosen: Sequence[Variant], options: Options, into: Measured
 ) -> None:
     ranks.ask(training.build, shape=shape, layout=layout, variants=list(chosen))
-    in_turns({own.name: asker(ranks, training.window, own) for own in chosen}, options.rounds, options.window_s, into)
+    in_turns({one.name: asker(ranks, training.window, one) for one in chosen}, options.rounds, options.window_s, into)
 
 
 def _tell_steps(layout: Layout, rate: str, chosen: Sequence[Variant], measured: Measured, options: Options) -> bool:
@@ -96,18 +96,16 @@ def _tell_steps(layout: Layout, rate: str, chosen: Sequence[Variant], measured: 
     for variant in chosen:
         base, name = variant.base.name, variant.name
         ratio = measured.step_s(name) / measured.step_s(base)
-        sent, of_base = (sum(measured.link_bytes(own, layout)) for own in (name, base))
-        wanted = target(variant, layout)
-        met = wanted is None or (
-            ratio <= wanted.time and (wanted.bytes is None or sent / of_base <= 1.05 * wanted.bytes)
-        )
+        sent, of_base = (sum(measured.link_bytes(one, layout)) for one in (name, base))
+        asked = target(variant, layout)
+        met = asked is None or (ratio <= asked.time and (asked.bytes is None or sent / of_base <= 1.05 * asked.bytes))
         good &= met
-        limit = "" if wanted is None else f"{wanted.time:.2f}" + (f", bytes {wanted.bytes}" if wanted.bytes else "")
+        limit = "" if asked is None else f"{asked.time:.2f}" + (f", bytes {asked.bytes}" if asked.bytes else "")
         rounds = zip(measured.windows[name], measured.windows[base], strict=True)
         each = [a[0].seconds / a[0].num_steps / (b[0].seconds / b[0].num_steps) for a, b in rounds]
         rows.append([
             name, f"{1e3 * measured.step_s(name):.0f}", f"{ratio:.3f}", f"{min(each):.2f} to {max(each):.2f}", limit,
-            "" if wanted is None else "yes" if met else "NO", f"{measured.waiting(name):.0%}",
+            "" if asked is None else "yes" if met else "NO", f"{measured.waiting(name):.0%}",
             f"{measured.busy(name, os.cpu_count() or 1):.0%}", f"{sent / layout.hosts / 1e6:.2f}",
             f"{sent / of_base:.3f}",
         ])  # fmt: skip
@@ -138,8 +136,8 @@ def _tell_auto(
     rows, good = [], True
     for sharding in ("table_wise", "row_wise"):
         ways = [Variant(sharding=sharding, exchange=way) for way in ("flat", "two_level")]
-        chosen = min(ways, key=lambda own: _predicted_s(shape, layout, own, calibrated))
-        best = min(measured.step_s(own.name) for own in ways)
+        chosen = min(ways, key=lambda one: _predicted_s(shape, layout, one, calibrated))
+        best = min(measured.step_s(one.name) for one in ways)
         ratio = measured.step_s(chosen.name) / best
         good &= ratio <= AUTO_LIMIT
         rows.append(
@@ -166,7 +164,7 @@ def _tell_predicted(
     measured: Measured,
     options: Options,
 ) -> None:
-    seconds = {own.name: _predicted_s(shape, layout, own, calibrated) for own in chosen}
+    seconds = {one.name: _predicted_s(shape, layout, one, calibrated) for one in chosen}
     base, rows = FLAT.name, []
     errors: dict[str, float] = {}
     for name, alone_s in seconds.items():
@@ -176,11 +174,11 @@ def _tell_predicted(
                      f"{took:.3f}", f"{errors[name]:+.1%}"])  # fmt: skip
     head = ("variant", "predicted, ms", "measured, ms", "predicted over flat fp32", "measured", "error")
     table(f"Predicted and measured, {layout}, links of {rate}; {calibrated[0].exchange.source}", head, rows)
-    _sum_up(layout, {name: own for name, own in errors.items() if name != base}, options)
+    _sum_up(layout, {name: one for name, one in errors.items() if name != base}, options)
 
 
 def _sum_up(layout: Layout, errors: Mapping[str, float], options: Options) -> None:
-    sizes = [abs(own) for own in errors.values()]
+    sizes = [abs(one) for one in errors.values()]
     median, largest = statistics.median(sizes), max(sizes)
     print(
         f"{layout}: error of predicted over measured, relative to flat fp32: median {median:.1%}, largest {largest:.1%}"

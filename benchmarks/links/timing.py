@@ -29,28 +29,28 @@ class Measured:
 
     def step_s(self, name: str) -> float:
         """Median over rounds of rank 0's seconds of a step."""
-        return statistics.median(own[0].seconds / own[0].num_steps for own in self.windows[name])
+        return statistics.median(one[0].seconds / one[0].num_steps for one in self.windows[name])
 
     def waiting(self, name: str) -> float:
         """Median over rounds of the share of a step in which a rank stands still, on average over ranks."""
-        return statistics.median(waiting_share(own) for own in self.windows[name])
+        return statistics.median(waiting_share(one) for one in self.windows[name])
 
     def busy(self, name: str, num_processors: int) -> float:
         """The same of processors that ranks keep busy."""
         return statistics.median(
-            sum(rank.busy_s for rank in own) / own[0].seconds / num_processors for own in self.windows[name]
+            sum(rank.busy_s for rank in one) / one[0].seconds / num_processors for one in self.windows[name]
         )
 
     def link_bytes(self, name: str, layout: Layout) -> list[float]:
         """Payload that leaves each host in a step, over all rounds."""
         rounds = self.windows[name]
-        steps = sum(own[0].num_steps for own in rounds)
-        return [sum(own[host * layout.per_host].sent_bytes for own in rounds) / steps for host in range(layout.hosts)]
+        steps = sum(one[0].num_steps for one in rounds)
+        return [sum(one[host * layout.per_host].sent_bytes for one in rounds) / steps for host in range(layout.hosts)]
 
 
 def waiting_share(ranks: Sequence[Window]) -> float:
     """Of one window, on average over ranks."""
-    return statistics.mean(own.waited_s / own.seconds for own in ranks)
+    return statistics.mean(one.waited_s / one.seconds for one in ranks)
 
 
 def find_rate(hosts: Hosts, measure: Callable[[], Sequence[Window]]) -> tuple[str, float]:

@@ -59,7 +59,7 @@ def forget(names: Sequence[str]) -> None:
 
 
 def make_step(shape: Training, layout: Layout, variant: Variant, world: World) -> TrainStep:
-    """The step of one variant, with transfers of its own."""
+    """The step of one variant, with transfers of its one."""
     tables, features = shapes.specs(shape)
     model = DLRM(
         EmbeddingBagCollection(tables, features),
@@ -96,10 +96,10 @@ def window(name: str, num_steps: int, counted: bool = True) -> Window:
         num_steps=num_steps,
         seconds=seconds,
         busy_s=busy_s,
-        waited_s=num_steps * sum(own.waited_s for own in means.values()),
+        waited_s=num_steps * sum(one.waited_s for one in means.values()),
         sent_bytes=sent.payload_bytes,
         resent_packets=sent.resent_packets,
-        across={key: own.across_bytes for key, own in means.items()},
+        across={key: one.across_bytes for key, one in means.items()},
     )
 
 

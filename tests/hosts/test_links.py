@@ -1,4 +1,4 @@
-"""The machinery of benchmarks/bench_links.py: ranks that stay, its plans, a rate that is found, and small runs of it."""
+"""The machinery of benchmarks/bench_links.py: ranks that stay, plans, the rate of links, small runs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from links import bits_part, shapes, timing
 from links.bits_part import Case, cases, checksum
+from links.bytes_part import SCHEMES
 from links.crew import CrewError, crew, here
 from links.ne_part import difference
 from links.steps_part import TIMED, target
@@ -27,7 +28,7 @@ NAMESPACES = pytest.mark.skipif(why_impossible() is not None, reason=f"no networ
 def test_ranks_of_a_crew_stay_and_tell_their_errors() -> None:
     with crew(2, here(2, bind=False)) as ranks:
         assert ranks.ask(statistics.mean, data=[1.0, 2.0]) == [1.5, 1.5]
-        with pytest.raises(CrewError, match="rank 0: (.|\n)*StatisticsError"):
+        with pytest.raises(CrewError, match=r"rank 0: (.|\n)*StatisticsError"):
             ranks.ask(statistics.mean, data=[])
         assert ranks.ask(statistics.mean, data=[4.0]) == [4.0, 4.0]
 
@@ -37,9 +38,7 @@ def test_a_rank_that_cannot_start_ends_the_crew() -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    "sharding", ["table_wise", "row_wise", "column_wise", "data_parallel", "table_row_wise", "grid"]
-)
+@pytest.mark.parametrize("sharding", SCHEMES)
 @pytest.mark.parametrize("layout", [Layout(4, 2), Layout(2, 4)], ids=str)
 def test_plans_use_all_hosts_alike(sharding: str, layout: Layout) -> None:
     shape = shapes.training(64)
@@ -67,7 +66,7 @@ def test_the_dense_part_that_is_predicted_is_that_of_the_model() -> None:
     )
     workload = shapes.workload(shape, Variant())
     parameters = list(model.parameters())
-    assert workload.dense.parameter_bytes == 4 * sum(own.numel() for own in parameters)
+    assert workload.dense.parameter_bytes == 4 * sum(one.numel() for one in parameters)
     assert workload.dense_exchange.num_tensors == len(parameters)
 
 
@@ -116,9 +115,9 @@ def test_variants_take_turns() -> None:
 
 
 def test_bits_are_compared_over_all_ways() -> None:
-    found = list(cases("int8", Layout(2, 4), quick=False))
-    assert len(found) == len(set(found)) == 2 * 3 * 3 * 2
-    assert {case.variant.precision for case in found} == {"int8"}
+    all_cases = list(cases("int8", Layout(2, 4), quick=False))
+    assert len(all_cases) == len(set(all_cases)) == 2 * 3 * 3 * 2
+    assert {case.variant.precision for case in all_cases} == {"int8"}
 
 
 def test_a_checksum_sees_copies_that_differ() -> None:
@@ -133,7 +132,7 @@ def test_a_checksum_sees_copies_that_differ() -> None:
 
 
 def test_targets_are_those_of_the_variants_that_are_timed() -> None:
-    asked = {own.name for own in TIMED if target(own, Layout(2, 4)) is not None}
+    asked = {one.name for one in TIMED if target(one, Layout(2, 4)) is not None}
     assert {"table_wise flat bf16", "table_wise two_level int8", "row_wise two_level fp32"} < asked
     assert target(Variant(), Layout(2, 4)) is None
     assert target(Variant(sharding="row_wise", exchange="two_level"), Layout(4, 2)) is None
@@ -144,15 +143,15 @@ def test_the_interval_of_a_mean_difference() -> None:
     assert mean == pytest.approx(0.8333333) and half == pytest.approx(4.303 * 0.2886751 / 3**0.5)
 
 
-def test_one_case_of_bits_has_one_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_case_of_bits_has_one_checksum() -> None:
     from links import bits_training
 
-    layout, found = Layout(2, 2), set[str]()
+    layout, sums = Layout(2, 2), set[str]()
     with crew(4, here(4, bind=True)) as ranks:
         for sharding, exchange in (("table_wise", "flat"), ("column_wise", "two_level")):
             case = Case(variant=Variant(sharding=sharding, exchange=exchange), order=0, chunk_bytes=bits_part.CHUNKS[1])
-            found.add(checksum(ranks.ask(bits_training.train, case=case, layout=layout)))
-    assert len(found) == 1 and len(found.pop()) == 64
+            sums.add(checksum(ranks.ask(bits_training.train, case=case, layout=layout)))
+    assert len(sums) == 1 and len(sums.pop()) == 64
 
 
 @NAMESPACES
