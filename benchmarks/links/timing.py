@@ -19,6 +19,8 @@ WAITING = (0.75, 0.80)
 FIRST_MBIT = 200.0
 MAX_TRIES = 12
 BENCHMARK = "links"
+OF_BAGS = ("answers", "whole bags", "gradients", "gradients of whole bags")
+"""Names of transfers."""
 
 
 @dataclass
@@ -46,6 +48,10 @@ class Measured:
         rounds = self.windows[name]
         steps = sum(one[0].num_steps for one in rounds)
         return [sum(one[host * layout.per_host].sent_bytes for one in rounds) / steps for host in range(layout.hosts)]
+
+    def bag_bytes(self, name: str) -> float:
+        """Of bags, rows and their gradients alone, that ranks meant to send to other hosts in a step."""
+        return sum(rank.across.get(key, 0.0) for rank in self.windows[name][-1] for key in OF_BAGS)
 
 
 def waiting_share(ranks: Sequence[Window]) -> float:
