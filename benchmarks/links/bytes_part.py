@@ -72,7 +72,7 @@ def measure_bytes(layout: Layout, options: Options, rate: str = "2gbit") -> bool
                 / num_steps, "bytes", peer="predicted", peer_value=sum(predicted_bytes(shape, variant, layout)),
             )  # fmt: skip
     head = ("variant", "kernel, MB a step", "predicted", "kernel / predicted - 1", "worst host", "counts, KB",
-            "announcements, KB", "sent again")  # fmt: skip
+            "beyond transfers, KB", "sent again")  # fmt: skip
     table(f"Bytes across hosts, {layout}, global batch {BATCH}, {num_steps} steps (within {LIMIT:.0%})", head, rows)
     return good
 
