@@ -1,8 +1,8 @@
 """Hosts and racks on one machine, with links as slow as is asked: see docs/testbed.md."""
 
 from hosts.hosts import Failure, Hosts, Outcome
-from hosts.links import LinkTraffic, bits_per_s
+from hosts.links import LinkTraffic, bits_per_s, own_traffic
 from hosts.namespaces import why_impossible
 from hosts.utilisation import write_page
 
-__all__ = ["Failure", "Hosts", "LinkTraffic", "Outcome", "bits_per_s", "why_impossible", "write_page"]
+__all__ = ["Failure", "Hosts", "LinkTraffic", "Outcome", "bits_per_s", "own_traffic", "why_impossible", "write_page"]

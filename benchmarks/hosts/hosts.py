@@ -134,6 +134,15 @@ class Hosts:
         self._hosts = []
         self._made.close()
 
+    def reshape(self, across: str) -> None:
+        """Let each host's link pass another rate from now on, under commands that run as well; links between racks stay
+        as they are."""
+        self.rate = bits_per_s(across)
+        self.across = across
+        self._fabric.configure("tc", [shaped(f"host{host}", across, "change") for host in range(self.num_hosts)])
+        for host in self._hosts:
+            host.configure("tc", [shaped(INTERFACE, across, "change")])
+
     def variables(self, rank: int) -> dict[str, str]:
         """What a rank finds in its environment, in the words of torchrun; gloo takes the link between hosts."""
         host, place = divmod(rank, self.ranks_per_host)

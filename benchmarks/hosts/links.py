@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 INTERFACE = "link0"
 """Of a host, towards the others."""
@@ -92,9 +93,14 @@ def fabric_commands(holders: list[int], num_racks: int) -> Iterator[str]:
             yield f"link set spine{rack} master spine up"
 
 
-def shaped(interface: str, rate: str) -> str:
-    """`tc`: what leaves by this interface leaves at no more than `rate`."""
-    return f"qdisc add dev {interface} root tbf rate {rate} {BURST} {QUEUE}"
+def shaped(interface: str, rate: str, how: str = "add") -> str:
+    """`tc`: what leaves by this interface leaves at no more than `rate`; 'change' where another was said before."""
+    return f"qdisc {how} dev {interface} root tbf rate {rate} {BURST} {QUEUE}"
+
+
+def own_traffic() -> LinkTraffic:
+    """Of the host that this process runs in."""
+    return read_traffic(*(Path(f"/proc/self/net/{name}").read_text() for name in ("dev", "snmp")))
 
 
 def read_traffic(devices: str, protocols: str) -> LinkTraffic:

@@ -1,0 +1,153 @@
+"""Ranks that stay and do what they are asked, on hosts with slow links or on this machine alone."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from hosts import Hosts
+from links.serve import BIND
+
+BENCHMARKS = Path(__file__).resolve().parent.parent
+START_S = 300.0
+"""Until all ranks are there: many import torch on few processors."""
+ANSWER_S = 1800.0
+"""Until all have answered."""
+WATCH_S = 0.2
+"""Between looks whether a rank has ended."""
+FOREVER_S = 1e6
+MESSAGE_CHARACTERS = 1500
+"""Of a rank's traceback, the last ones."""
+Run = Callable[[Sequence[str], Mapping[str, str]], object]
+"""Runs a command as every rank, with these variables beside those of the ranks, to its end."""
+
+
+class CrewError(Exception):
+    """A rank failed, or did not answer in time."""
+
+
+class Crew:
+    """A connection to each rank."""
+
+    def __init__(self, pipes: Mapping[int, Connection], problem: Callable[[], str | None]) -> None:
+        self._pipes, self._problem = pipes, problem
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return len(self._pipes)
+
+    def ask(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
+        """What a function of a module returns on every rank, all of which call it at once. It is found by its name, so
+        that another interpreter may have it. Raises CrewError with the traceback of the first rank that failed."""
+        for pipe in self._pipes.values():
+            pipe.send((function.__module__, function.__qualname__, arguments))
+        stop = time.monotonic() + ANSWER_S
+        replies = []
+        for rank in range(self.size):
+            while not self._pipes[rank].poll(WATCH_S):
+                if (problem := self._problem()) is not None:
+                    raise CrewError(problem)
+                if time.monotonic() > stop:
+                    raise CrewError(f"rank {rank} did not answer {function.__qualname__} within {ANSWER_S:g} s")
+            replies.append(self._pipes[rank].recv())
+        for rank, (is_well, value) in enumerate(replies):
+            if not is_well:
+                raise CrewError(f"rank {rank}: {value[-MESSAGE_CHARACTERS:]}")
+        return [value for _, value in replies]
+
+
+@contextmanager
+def crew(num_ranks: int, run: Run, *, python: str = sys.executable, sources: str = "") -> Iterator[Crew]:
+    """Ranks that `run` starts with an interpreter, for the time of a `with`."""
+    problems: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="meseta-crew-") as folder, socket.socket(socket.AF_UNIX) as door:
+        address = str(Path(folder) / "door")
+        door.bind(address)
+        door.listen(num_ranks)
+        door.settimeout(WATCH_S)
+        command = [python, "-m", "links.serve", address, *([sources] if sources else [])]
+
+        def start() -> None:
+            try:
+                run(command, {"PYTHONPATH": str(BENCHMARKS), "PYTHONDONTWRITEBYTECODE": "1"})
+            except Exception as error:
+                problems.append(str(error))
+
+        thread = threading.Thread(target=start, name="crew", daemon=True)
+        thread.start()
+
+        def problem() -> str | None:
+            return problems[0] if problems else None if thread.is_alive() else "all ranks have ended"
+
+        pipes: dict[int, Connection] = {}
+        try:
+            _meet(door, num_ranks, pipes, problem)
+            yield Crew(pipes, problem)
+        finally:
+            for pipe in pipes.values():
+                pipe.close()
+            thread.join(START_S)
+
+
+def _meet(door: socket.socket, num_ranks: int, pipes: dict[int, Connection], problem: Callable[[], str | None]) -> None:
+    stop = time.monotonic() + START_S
+    while len(pipes) < num_ranks:
+        try:
+            connection, _ = door.accept()
+        except TimeoutError:
+            if (told := problem()) is not None or time.monotonic() > stop:
+                raise CrewError(told or f"{len(pipes)} of {num_ranks} ranks came within {START_S:g} s") from None
+            continue
+        connection.setblocking(True)
+        pipe = Connection(connection.detach())
+        pipes[pipe.recv()] = pipe
+
+
+def on_hosts(hosts: Hosts, port: int | None = None) -> Run:
+    """On hosts with links, each rank on one processor; another port than theirs where other ranks are there too."""
+    more = {BIND: "1"} | ({} if port is None else {"MASTER_PORT": str(port)})
+    return lambda command, added: hosts.run(command, variables={**more, **added}, limit_s=FOREVER_S)
+
+
+def here(num_ranks: int, *, bind: bool) -> Run:
+    """On this machine's loopback, as torchrun starts them; each on one processor in turns, or as the run itself binds
+    them."""
+
+    def run(command: Sequence[str], added: Mapping[str, str]) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        ranks = []
+        try:
+            for rank in range(num_ranks):
+                variables = {
+                    "RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": num_ranks,
+                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": 1,
+                    "OMP_WAIT_POLICY": "passive", **({BIND: 1} if bind else {}), **added,
+                }  # fmt: skip
+                environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
+                ranks.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
+            running = True
+            while running:
+                time.sleep(WATCH_S)
+                running = bool([process for process in ranks if process.poll() is None])
+                for rank, process in enumerate(ranks):
+                    if process.returncode:
+                        raise CrewError(f"rank {rank} ended with {process.returncode}")
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+
+    return run

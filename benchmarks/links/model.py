@@ -1,0 +1,139 @@
+"""The cost model of a testbed: links measured between its ranks as `meseta calibrate` measures them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from hosts import Hosts
+from links.crew import Crew
+from links.timing import Options
+from links.variants import Layout
+from meseta.measure.calibrate.run import fit_link
+from meseta.planner import documented_cost_model
+from meseta.spec import CostModel, Link, Topology
+
+SIZES = (16_384, 131_072, 1_048_576, 4_194_304)
+"""Bytes that each rank sends, or adds."""
+PRODUCT = (512, 512, 256)
+
+
+def calibrated(ranks: Crew, hosts: Hosts, layout: Layout, options: Options) -> tuple[CostModel, Topology]:
+    """Links inside and across hosts and products of matrices, measured on all ranks at once, since they share the
+    processors; operators of tables as documented for one thread, times the ranks of a processor."""
+    sizes = SIZES[:3] if options.quick else SIZES
+    calls = 3 if options.quick else 7
+    links = {
+        (level, kind): _link(ranks, layout, level, kind, sizes, calls)
+        for level in ("inside", "across")
+        for kind in ("all_to_all", "all_reduce")
+    }
+    crowd = max(layout.size / (os.cpu_count() or 1), 1.0)
+    known = documented_cost_model("cpu")
+    product_s = max(ranks.ask(time_product, shape=PRODUCT, num_rounds=9))
+    m, k, n = PRODUCT
+    exchange = replace(
+        known.exchange,
+        copy_byte_s=known.exchange.copy_byte_s * crowd,
+        bucket_id_s=known.exchange.bucket_id_s * crowd,
+        inside_all_to_all=links["inside", "all_to_all"],
+        inside_all_reduce=links["inside", "all_reduce"],
+        across_all_to_all=links["across", "all_to_all"],
+        across_all_reduce=links["across", "all_reduce"],
+        measured=True,
+        source=f"links and products measured on the testbed, operators documented for one thread x {crowd:g}",
+    )
+    dense = replace(known.dense, float32_flops_per_s=2.0 * m * k * n / product_s, call_s=known.dense.call_s * crowd)
+    model = replace(
+        known, exchange=exchange, dense=dense, lookup=_slower(known.lookup, crowd), update=_slower(known.update, crowd)
+    )
+    for (level, kind), link in links.items():
+        print(f"  {level} {kind}: {8 * link.bytes_per_s / 1e6:.0f} Mbit/s a rank, {1e3 * link.latency_s:.2f} ms")
+    share = hosts.rate / 8 / layout.per_host
+    print(f"  products: {dense.float32_flops_per_s / 1e9:.1f} GFLOP/s a rank; a rank's share of a link: "
+          f"{8 * share / 1e6:.0f} Mbit/s", flush=True)  # fmt: skip
+    return model, Topology(num_hosts=layout.hosts, devices_per_host=layout.per_host)
+
+
+def _slower(group: Any, factor: float) -> Any:
+    """Constants of operators whose processor is shared."""
+    changed: dict[str, Any] = {}
+    for entry in fields(group):
+        value = getattr(group, entry.name)
+        if entry.name.endswith("_s") and isinstance(value, float):
+            changed[entry.name] = value * factor
+        elif isinstance(value, Mapping):
+            changed[entry.name] = {key: number * factor for key, number in value.items()}
+    return replace(group, **changed)
+
+
+def _link(ranks: Crew, layout: Layout, level: str, kind: str, sizes: tuple[int, ...], calls: int) -> Link:
+    seconds = [
+        float(np.median(ranks.ask(time_collective, level=level, kind=kind, per_host=layout.per_host, num_bytes=size,
+                                  num_calls=calls)))
+        for size in sizes
+    ]  # fmt: skip
+    hosts = layout.hosts
+    share = {
+        ("inside", "all_reduce"): 2 * (layout.per_host - 1) / layout.per_host,
+        ("across", "all_reduce"): 2 / layout.per_host * (hosts - 1) / hosts,
+    }.get((level, kind), 1.0)
+    return fit_link(np.array(sizes, np.float64) * share, np.array(seconds))
+
+
+def time_collective(level: str, kind: str, per_host: int, num_bytes: int, num_calls: int) -> float:
+    """On every rank: the lower quartile of seconds, of an all-to-all to the ranks of this host or of others, or of a
+    sum in this host or over all by hosts."""
+    from dataclasses import replace as changed
+
+    import torch
+
+    from meseta.comm import World
+
+    world = changed(World.current(), per_host=per_host, sum_path="twins")
+    name, first = "a measurement", world.rank - world.rank % per_host
+    mates = range(first, first + per_host)
+    if kind == "all_reduce" and level == "across":
+        buffer = torch.zeros(num_bytes // 4)
+        call: Any = partial(world.all_reduce, buffer, name)
+    elif kind == "all_reduce":
+        pieces = torch.zeros(per_host, num_bytes // 4 // per_host)
+        total = torch.zeros(pieces.shape[1])
+
+        def call() -> None:
+            for _ in range(2):  # there and back
+                world.add_in_host(total, pieces, name)
+
+    else:
+        others = [r for r in range(world.size) if (r in mates) == (level == "inside") and r != world.rank]
+        each = num_bytes // 4 // len(others)
+        splits = [each if r in others else 0 for r in range(world.size)]
+        buffer = torch.zeros(sum(splits))
+        call = lambda: world.all_to_all(buffer, splits, splits, name).wait()  # noqa: E731
+    return _quartile(call, num_calls, world.barrier)
+
+
+def time_product(shape: tuple[int, int, int], num_rounds: int) -> float:
+    """On every rank, all at once: seconds of [m, k] @ [k, n]."""
+    import torch
+
+    m, k, n = shape
+    left, right = torch.randn(m, k), torch.randn(k, n)
+    return _quartile(lambda: [torch.mm(left, right) for _ in range(40)], num_rounds, lambda: None) / 40
+
+
+def _quartile(call: Any, num_calls: int, barrier: Any) -> float:
+    import time
+
+    spent = []
+    for _ in range(num_calls + 1):
+        barrier()
+        start_s = time.perf_counter()
+        call()
+        spent.append(time.perf_counter() - start_s)
+    return sorted(spent[1:])[(num_calls - 1) // 4]

@@ -1,0 +1,31 @@
+"""A run of the main job on the ranks of a crew."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meseta.comm import World
+from meseta.config import check_document, read_document
+from meseta.train.trainer import Trainer
+
+
+def train(config: str, overrides: list[str], moved: bool) -> dict[str, Any]:
+    """On every rank: figures of the test split; `moved`: after the first weight of the dense part was moved by the
+    least that there is."""
+    torch.set_num_threads(1)
+    start_s = time.perf_counter()
+    with contextlib.redirect_stderr(io.StringIO()):
+        trainer = Trainer(check_document(read_document(Path(config), overrides)), World.current())
+        if moved:
+            with torch.no_grad():
+                first = next(iter(trainer.model.parameters())).view(-1)[:1]
+                first.copy_(torch.nextafter(first, torch.full_like(first, torch.inf)))
+        summary = trainer.run()
+    return {"ne": summary["test"]["ne"], "auc": summary["test"]["auc"], "steps": summary["num_steps"],
+            "seconds": time.perf_counter() - start_s}  # fmt: skip

@@ -1,0 +1,60 @@
+"""Peers: precision 'paper' beside TorchRec with its fp16 codec, without its pipeline, in turns over the same links."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from hosts import Hosts
+from links import peer_training, shapes, training
+from links.crew import Crew, crew, on_hosts
+from links.timing import Measured, Options, asker, in_turns, table
+from links.variants import Layout, Variant, Window
+from meseta.measure import bench
+from meseta.measure.bench.peers import find_peers
+
+LEAST = 1.1
+PORT = 29_500
+"""Of the peer's ranks, beside ours."""
+SOURCES = str(Path(bench.__file__).parents[2])
+
+
+def _ask_peer(theirs: Crew, codec: str, num_steps: int) -> list[Window]:
+    return theirs.ask(peer_training.window, codec=codec, num_steps=num_steps)
+
+
+def measure_peer(
+    hosts: Hosts, ranks: Crew, shape: shapes.Training, layout: Layout, rate: str, options: Options
+) -> bool:
+    """One layout, over links as they are; whether ours is faster by LEAST."""
+    peers = find_peers(options.peer_python, wanted=True)
+    if "TorchRec" not in peers.found:
+        print(f"peer: left out; {next(one for one in peers.missing if one.startswith('TorchRec'))}")
+        return True
+    with crew(layout.size, on_hosts(hosts, PORT), python=peers.python, sources=SOURCES) as theirs:
+        theirs.ask(peer_training.build, shape=asdict(shape), codecs=("fp32", "fp16"))
+        mine = [Variant(), *([Variant(precision="paper")] if training.takes_codecs() else [])]
+        ranks.ask(training.build, shape=shape, layout=layout, variants=mine)
+        ask = {one.name: asker(ranks, training.window, one) for one in mine}
+        names = {f"TorchRec {codec}": codec for codec in ("fp32", "fp16")}
+        for title, codec in names.items():
+            ask[title] = partial(_ask_peer, theirs, codec)
+        measured = Measured()
+        in_turns(ask, options.rounds, options.window_s, measured)
+    rows, good = [], True
+    pairs = {Variant().name: "TorchRec fp32", Variant(precision="paper").name: "TorchRec fp16"}
+    for name in ask:
+        sent = sum(measured.link_bytes(name, layout)) / layout.hosts / 1e6
+        theirs_s = measured.step_s(pairs[name]) if name in pairs else None
+        ratio = "" if theirs_s is None else f"{theirs_s / measured.step_s(name):.2f}"
+        limit = f"{LEAST}" if name == Variant(precision="paper").name else ""
+        good &= not limit or (theirs_s or 0.0) >= LEAST * measured.step_s(name)
+        rows.append([name, f"{1e3 * measured.step_s(name):.0f}", f"{sent:.2f}", ratio, limit])
+        if theirs_s is not None:
+            options.record(
+                f"{layout} {name}, {rate}", "step", measured.step_s(name), "s", peer=pairs[name], peer_value=theirs_s
+            )
+    head = ("", "step, ms", "MB a host and step", "times as fast as TorchRec", "at least")
+    table(f"Beside TorchRec without its pipeline, {layout}, links of {rate}", head, rows)
+    return good

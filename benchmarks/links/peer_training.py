@@ -1,0 +1,79 @@
+"""TorchRec's DLRM on every rank, with a codec of its exchanges; runs in the interpreter of the peer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hosts.links import own_traffic
+from torch import nn
+
+from links.variants import Window
+from meseta.measure.bench.e2e_peers import LR, TorchrecTraining
+
+_jobs: dict[str, Any] = {}
+_calls: dict[str, int] = {}
+
+
+class CodecTraining(TorchrecTraining):
+    """Table-wise, with gradients of the dense part by DistributedDataParallel, as DistributedModelParallel does."""
+
+    def __init__(self, shape: dict[str, Any], codec: str) -> None:
+        self.codec = codec
+        super().__init__(shape, "sgd")
+
+    def join(self) -> None:
+        """Become a rank as torchrun's variables say."""
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+
+    def place(self, model: nn.Module) -> None:
+        """Tables whole, wherever TorchRec's planner likes; the codec both ways."""
+        from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+        from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+        from torchrec.distributed.model_parallel import DistributedModelParallel
+        from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+        from torchrec.distributed.planner.types import ParameterConstraints
+        from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+        from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+        registry = None
+        if self.codec != "fp32":
+            chosen = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.FP16)
+            registry = get_qcomm_codecs_registry(chosen)
+        sharders: Any = [EmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)]
+        topology = Topology(world_size=self.num_ranks, compute_device="cpu", hbm_cap=0, ddr_cap=64 << 30)
+        whole = {f"t{f}": ParameterConstraints(sharding_types=["table_wise"]) for f in range(len(self.keys))}
+        planner = EmbeddingShardingPlanner(topology=topology, constraints=whole)
+        plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+        self.model = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+        dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
+        dense_optimizer = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.SGD(parameters, lr=LR))
+        self.optimizer = CombinedOptimizer([self.model.fused_optimizer, dense_optimizer])
+
+
+def build(shape: dict[str, Any], codecs: Sequence[str]) -> None:
+    """One model per codec. Collective."""
+    torch.set_num_threads(1)
+    for codec in codecs:
+        _jobs[codec], _calls[codec] = CodecTraining(shape, codec), 0
+
+
+def window(codec: str, num_steps: int) -> Window:
+    """Steps of one, between barriers of all ranks."""
+    job = _jobs[codec]
+    dist.barrier()
+    before, busy_s = own_traffic(), time.process_time()
+    dist.barrier()
+    start_s = time.perf_counter()
+    for call in range(_calls[codec], _calls[codec] + num_steps):
+        job.actions["step"](call)
+    dist.barrier()
+    seconds, busy_s = time.perf_counter() - start_s, time.process_time() - busy_s
+    sent = own_traffic().since(before)
+    dist.barrier()
+    _calls[codec] += num_steps
+    return Window(num_steps, seconds, busy_s, 0.0, sent.payload_bytes, sent.resent_packets, {})

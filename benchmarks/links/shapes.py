@@ -1,0 +1,89 @@
+"""DLRM `d64` of `meseta bench e2e`, cut down to fit ten variants of it into memory: its tables, plans and workload."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from links.variants import Layout, Variant
+from meseta.measure.bench.workloads import E2E, small
+from meseta.measure.traffic import Training
+from meseta.spec import Communication, FeatureSpec, InitSpec, OptimizerSpec, Plan, TableSpec, Workload
+from meseta.spec.workload import DenseExchange, DenseLoad
+
+MAX_ROWS = 50_000
+"""Of a table, where `d64` has up to a million: the same bytes travel, and steps of all variants fit into memory."""
+BATCH = 4096
+LR, FILL = 0.001, 0.01
+
+
+def training(batch_size: int = BATCH) -> Training:
+    """`d64` with fewer rows, and another global batch."""
+    shape = next(one for one in E2E if one.name == "d64_8k")
+    traffic = small(shape.traffic, max_rows=MAX_ROWS, max_batch=batch_size)
+    return replace(shape, traffic=replace(traffic, name="d64", batch_size=batch_size))
+
+
+def specs(shape: Training) -> tuple[list[TableSpec], list[FeatureSpec]]:
+    """Tables and the feature of each."""
+    tables = [
+        TableSpec(
+            name=f"t{f}",
+            num_embeddings=rows,
+            embedding_dim=shape.dim,
+            init=InitSpec(kind="constant", scale=FILL),
+            optimizer=OptimizerSpec(name="sgd", lr=LR),
+        )
+        for f, rows in enumerate(shape.traffic.rows)
+    ]
+    return tables, [FeatureSpec(name=f"f{f}", table=table.name) for f, table in enumerate(tables)]
+
+
+def plan(shape: Training, variant: Variant, layout: Layout) -> Plan:
+    """Tables in turns to hosts, and in a host to its ranks, where a table stays whole or in one host."""
+    tables, _ = specs(shape)
+    entries: dict[str, Any] = {}
+    for number, table in enumerate(tables):
+        host, place = number % layout.hosts, number // layout.hosts % layout.per_host
+        ranks: list[int] | None = None
+        if variant.sharding == "table_wise":
+            ranks = [host * layout.per_host + place]
+        elif variant.sharding == "table_row_wise":
+            ranks = [host * layout.per_host + rank for rank in range(layout.per_host)]
+        elif variant.sharding in ("column_wise", "grid"):  # there are fewer blocks of columns than ranks
+            ranks = [(host * layout.per_host + step) % layout.size for step in range(layout.size)]
+        entries[table.name] = {"sharding": variant.sharding} | ({} if ranks is None else {"ranks": ranks})
+    document: dict[str, Any] = {"devices_per_host": layout.per_host, "exchange": variant.exchange, "tables": entries}
+    if variant.sum_path != "flat":
+        document["dense_exchange"] = variant.sum_path
+    return Plan.from_dict(document, tables, layout.size)
+
+
+def communication(variant: Variant) -> Communication:
+    """What a run with the variant asks for."""
+    chosen: Any = {"precision": variant.precision, "exchange": variant.exchange}
+    if variant.sum_path != "flat":
+        chosen["dense_exchange"] = variant.sum_path
+    return Communication(**chosen)
+
+
+def workload(shape: Training, variant: Variant) -> Workload:
+    """What the planner knows of a step."""
+    tables, features = specs(shape)
+    num_vectors = len(tables) + 1
+    bottom = [shape.num_dense, *shape.bottom_mlp, shape.dim]
+    top = [shape.dim + num_vectors * (num_vectors - 1) // 2, *shape.top_mlp, 1]
+    layers = [*pairwise(bottom), *pairwise(top)]
+    products = sum(a * b for a, b in layers)
+    pairs = num_vectors * num_vectors * shape.dim
+    return Workload(
+        tables=tuple(tables),
+        features=tuple(features),
+        batch_size=shape.traffic.batch_size,
+        dense=DenseLoad(
+            flops_per_sample=6.0 * (products + pairs), parameter_bytes=4 * (products + sum(b for _, b in layers))
+        ),
+        dense_exchange=DenseExchange(num_tensors=2 * len(layers)),
+        comm=communication(variant),
+    )

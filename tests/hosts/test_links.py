@@ -1,0 +1,174 @@
+"""The machinery of benchmarks/bench_links.py: ranks that stay, plans, the rate of links, small runs."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from links import bits_part, shapes, timing
+from links.bits_part import Case, cases, checksum
+from links.bytes_part import SCHEMES
+from links.crew import CrewError, crew, here
+from links.ne_part import difference
+from links.steps_part import TIMED, target
+from links.variants import Layout, Variant, Window
+
+from hosts import Hosts, why_impossible
+
+BENCHMARK = str(Path(__file__).parents[2] / "benchmarks" / "bench_links.py")
+NAMESPACES = pytest.mark.skipif(why_impossible() is not None, reason=f"no network namespaces: {why_impossible()}")
+
+
+def test_ranks_of_a_crew_stay_and_tell_their_errors() -> None:
+    with crew(2, here(2, bind=False)) as ranks:
+        assert ranks.ask(statistics.mean, data=[1.0, 2.0]) == [1.5, 1.5]
+        with pytest.raises(CrewError, match=r"rank 0: (.|\n)*StatisticsError"):
+            ranks.ask(statistics.mean, data=[])
+        assert ranks.ask(statistics.mean, data=[4.0]) == [4.0, 4.0]
+
+
+def test_a_rank_that_cannot_start_ends_the_crew() -> None:
+    with pytest.raises(CrewError, match=r"rank \d ended with 1"), crew(2, here(2, bind=False), python="/bin/false"):
+        pass
+
+
+@pytest.mark.parametrize("sharding", SCHEMES)
+@pytest.mark.parametrize("layout", [Layout(4, 2), Layout(2, 4)], ids=str)
+def test_plans_use_all_hosts_alike(sharding: str, layout: Layout) -> None:
+    shape = shapes.training(64)
+    plan = shapes.plan(shape, Variant(sharding=sharding, exchange="two_level"), layout)
+    tables, _ = shapes.specs(shape)
+    assert plan.is_two_level and plan.dense_exchange == "twins"
+    held = np.zeros(layout.hosts)
+    for table, entry in zip(tables, plan.tables, strict=True):
+        for shard in entry.shards:
+            held[[rank // layout.per_host for rank in shard.ranks]] += shard.num_columns / table.embedding_dim
+    assert held.max() <= 1.5 * held.min()
+
+
+def test_the_dense_part_that_is_predicted_is_that_of_the_model() -> None:
+    from meseta.embedding import EmbeddingBagCollection
+    from meseta.models import DLRM
+
+    shape = shapes.training(64)
+    tables, features = shapes.specs(shape)
+    model = DLRM(
+        EmbeddingBagCollection(tables, features),
+        num_dense=shape.num_dense,
+        bottom_mlp=(*shape.bottom_mlp, shape.dim),
+        top_mlp=shape.top_mlp,
+    )
+    workload = shapes.workload(shape, Variant())
+    parameters = list(model.parameters())
+    assert workload.dense.parameter_bytes == 4 * sum(one.numel() for one in parameters)
+    assert workload.dense_exchange.num_tensors == len(parameters)
+
+
+def _window(share: float) -> list[Window]:
+    return [Window(num_steps=1, seconds=1.0, busy_s=0.0, waited_s=share, sent_bytes=0, resent_packets=0, across={})]
+
+
+class FakeHosts:
+    """A step that waits `bits` over the rate, and computes for one second."""
+
+    def __init__(self, bits: float) -> None:
+        self.bits, self.rates = bits, list[float]()
+
+    def reshape(self, across: str) -> None:
+        self.rates.append(float(across.removesuffix("mbit")))
+
+    def measure(self) -> Sequence[Window]:
+        waited = self.bits / self.rates[-1]
+        return _window(waited / (1.0 + waited))
+
+
+@pytest.mark.parametrize("bits", [30.0, 600.0, 20_000.0])
+def test_the_rate_is_found_under_which_steps_wait(bits: float) -> None:
+    fake: Any = FakeHosts(bits)
+    rate, share = timing.find_rate(fake, fake.measure)
+    assert timing.WAITING[0] <= share <= timing.WAITING[1]
+    assert rate == f"{fake.rates[-1]:.1f}mbit"
+
+
+def test_no_rate_helps_a_step_that_never_waits() -> None:
+    fake: Any = FakeHosts(0.0)
+    with pytest.raises(SystemExit, match="75% to 80%"):
+        timing.find_rate(fake, lambda: _window(0.1))
+
+
+def test_variants_take_turns() -> None:
+    asked: list[str] = []
+
+    def ask(name: str) -> Any:
+        return lambda steps: asked.append(name) or _window(0.5) * steps
+
+    measured = timing.Measured()
+    timing.in_turns({name: ask(name) for name in "abc"}, 3, 0.1, measured)
+    assert asked[6:] == list("abcbcacab")
+    assert measured.step_s("b") == 1.0 and measured.waiting("b") == 0.5
+
+
+def test_bits_are_compared_over_all_ways() -> None:
+    all_cases = list(cases("int8", Layout(2, 4), quick=False))
+    assert len(all_cases) == len(set(all_cases)) == 2 * 3 * 3 * 2
+    assert {case.variant.precision for case in all_cases} == {"int8"}
+
+
+def test_a_checksum_sees_copies_that_differ() -> None:
+    rows = np.arange(6, dtype=np.float32).reshape(3, 2)
+    first = {"pieces": [("t", (3, 4), (0, 3), (0, 2), "row", rows)], "dense": b"1"}
+    second = {"pieces": [("t", (3, 4), (0, 3), (2, 4), "row", rows)], "dense": b"1"}
+    assert len(checksum([first, second])) == 64
+    assert checksum([first, first]) == "a table is not whole"
+    assert checksum([first, second, {**first, "dense": b"2"}]) == "dense weights differ between ranks"
+    moved = {"pieces": [("t", (3, 4), (0, 3), (0, 2), "row", rows + 1)], "dense": b"1"}
+    assert checksum([first, second, moved]) == "copies of t.row differ"
+
+
+def test_targets_are_those_of_the_variants_that_are_timed() -> None:
+    asked = {one.name for one in TIMED if target(one, Layout(2, 4)) is not None}
+    assert {"table_wise flat bf16", "table_wise two_level int8", "row_wise two_level fp32"} < asked
+    assert target(Variant(), Layout(2, 4)) is None
+    assert target(Variant(sharding="row_wise", exchange="two_level"), Layout(4, 2)) is None
+
+
+def test_the_interval_of_a_mean_difference() -> None:
+    mean, half = difference([1.0, 2.0, 3.0], [0.0, 1.5, 2.0])
+    assert mean == pytest.approx(0.8333333) and half == pytest.approx(4.303 * 0.2886751 / 3**0.5)
+
+
+def test_one_case_of_bits_has_one_checksum() -> None:
+    from links import bits_training
+
+    layout, sums = Layout(2, 2), set[str]()
+    with crew(4, here(4, bind=True)) as ranks:
+        for sharding, exchange in (("table_wise", "flat"), ("column_wise", "two_level")):
+            case = Case(variant=Variant(sharding=sharding, exchange=exchange), order=0, chunk_bytes=bits_part.CHUNKS[1])
+            sums.add(checksum(ranks.ask(bits_training.train, case=case, layout=layout)))
+    assert len(sums) == 1 and len(sums.pop()) == 64
+
+
+@NAMESPACES
+def test_links_pass_another_rate_while_ranks_stay() -> None:
+    from links.crew import on_hosts
+
+    with Hosts(2, across="100mbit") as hosts, crew(2, on_hosts(hosts)) as ranks:
+        hosts.reshape("250mbit")
+        assert hosts.rate == 250e6
+        assert ranks.ask(statistics.mean, data=[1.0]) == [1.0, 1.0]
+
+
+@NAMESPACES
+def test_bytes_of_a_small_run_are_counted() -> None:
+    command = [sys.executable, BENCHMARK, "--parts", "bytes", "--layouts", "2x1", "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("| table_wise flat fp32")]
+    assert len(lines) == 1, done.stdout + done.stderr
+    kernel, predicted = (float(cell) for cell in lines[0].split("|")[2:4])
+    assert kernel == pytest.approx(predicted, rel=0.02)
