@@ -17,7 +17,7 @@ from meseta.planner.search.pricing import Cuts, Prices
 from meseta.planner.search.problem import make_problem
 from meseta.spec import DenseLoad, FeatureSpec, MesetaError, OptimizerSpec, Plan, TableSpec, Topology, Workload
 from meseta.spec import transfer as transfers
-from meseta.spec.codecs import Communication, Direction, Precision, SumPath, sum_shares
+from meseta.spec.codecs import CodecName, Communication, Direction, Precision, SumPath, sum_shares
 from meseta.spec.constraints import Constraints
 from meseta.spec.transfer import Transfer, step_transfers
 from meseta.spec.workload import DenseExchange
@@ -77,7 +77,9 @@ WRITTEN = [
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("comm", WRITTEN, ids=lambda comm: f"{comm.precision}-{comm.forward}-{comm.backward}")
 def test_prices_count_the_bytes_of_predictions(comm: Communication, part: int) -> None:
-    names, of_codecs = set(), set()
+    names, of_codecs, model = set(), set(), documented_cost_model("cpu")
+    costs = dict.fromkeys(get_args(CodecName), 1e-9)
+    model = replace(model, exchange=replace(model.exchange, encode_number_s=costs, decode_number_s=costs))
     for seed in range(50 * part, 50 * part + 50):
         work, plan, topology = random_case(seed)
         exchange, dense_exchange = WAYS[(seed + part) % len(WAYS)]
@@ -90,9 +92,9 @@ def test_prices_count_the_bytes_of_predictions(comm: Communication, part: int) -
             host_columns=placement.host_columns,
             row_parts=placement.row_parts,
         )
-        prices = Prices(loads, topology, documented_cost_model("cpu"), ways=(exchange, dense_exchange))
+        prices = Prices(loads, topology, model, ways=(exchange, dense_exchange))
         priced = prices.sent_bytes(placement.sharded, cuts, placement.replicated)
-        for own in predict(plan, work, topology).collectives:
+        for own in predict(plan, work, topology, model).collectives:
             if own.stage != "dense":
                 sent = float((own.sent_inside + own.sent_across).sum())
                 assert priced[own.name] == pytest.approx(sent, rel=1e-9), (seed, own.name)

@@ -85,9 +85,8 @@ def test_a_given_plan_keeps_its_way_unless_a_run_names_one(tmp_path: Path) -> No
         chosen = choose_ways(kept, work, FAR)
         chosen.save(tmp_path / "plan.json")
         assert Plan.load(tmp_path / "plan.json", work.tables, 8) == chosen
-    assert choose_ways(
-        replace(plan, exchange="flat"), replace(work, comm=Communication(exchange="two_level")), FAR
-    ) == (replace(plan, exchange="two_level", dense_exchange="twins"))
+    flat, asked = replace(plan, exchange="flat"), replace(work, comm=Communication(exchange="two_level"))
+    assert choose_ways(flat, asked, FAR) == replace(plan, exchange="two_level", dense_exchange="twins")
 
 
 def test_codecs_make_steps_shorter_where_links_are_slow_and_longer_where_they_are_fast() -> None:
@@ -99,4 +98,5 @@ def test_codecs_make_steps_shorter_where_links_are_slow_and_longer_where_they_ar
     for name in (name for name, codec in CODECS.items() if not codec.is_whole):
         coded = replace(work, comm=Communication(precision=name))
         assert predict(plan, coded, FAR, model).step_s < predict(plan, work, FAR, model).step_s
-        assert predict(plan, coded, fast, model).step_s > predict(plan, work, fast, model).step_s
+        step_s, plain_s = (predict(plan, one, fast, model).step_s for one in (coded, work))
+        assert step_s > plain_s if CODECS[name].block_bytes else step_s == pytest.approx(plain_s, rel=1e-3)

@@ -13,6 +13,8 @@ from meseta.spec.neural_cost import NeuralCost
 from meseta.spec.topology import DeviceKind, Link
 
 _FORMAT = "meseta.cost_model/1"
+DRAWN = ", drawn"
+"""Behind the name of a codec: it rounds to one of both neighbours, by a draw."""
 _LINK = Link(bytes_per_s=1e9, latency_s=1e-4)
 
 
@@ -142,8 +144,8 @@ class ExchangeCost:
     across_all_reduce: Link = _LINK
     """The same of sums."""
     encode_number_s: Mapping[str, float] = field(default_factory=dict)
-    """Of a number that a codec writes, by its name, in seconds, beside those of copying its bytes; see
-    `codec_seconds`."""
+    """Of a number that a codec writes, by its name, in seconds, beside those of copying its bytes; of one whose
+    rounding is drawn by its name and DRAWN."""
     decode_number_s: Mapping[str, float] = field(default_factory=dict)
     """Of a number that it reads."""
     measured: bool = False
@@ -151,12 +153,12 @@ class ExchangeCost:
     source: str = ""
     """Where the constants are from."""
 
-    def codec_seconds(self, codec: str) -> tuple[float, float]:
-        """(writing a number, reading it); a codec that is not named costs as the costliest that is."""
-        write_s, read_s = (
-            named.get(codec, max(named.values(), default=0.0)) for named in (self.encode_number_s, self.decode_number_s)
-        )
-        return write_s, read_s
+    def codec_seconds(self, codec: str, *, is_drawn: bool = False) -> tuple[float, float]:
+        """(writing a number, reading it). Roundings of gradients are drawn, where a codec draws any."""
+        write_s = self.encode_number_s.get(codec, 0.0)
+        if is_drawn:
+            write_s = self.encode_number_s.get(codec + DRAWN, write_s)
+        return write_s, self.decode_number_s.get(codec, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

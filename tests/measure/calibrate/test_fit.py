@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from meseta.measure.calibrate.combinations import random_combination
 from meseta.measure.calibrate.fit import errors_of, fit_relative, non_negative
-from meseta.measure.calibrate.run import Measured, error_of, fit_link, fit_operators, loads_of
+from meseta.measure.calibrate.run import Measured, error_of, fit_link, fit_operators, loads_of, with_peers
 from meseta.measure.calibrate.staged import fit_staged, with_staged
 from meseta.measure.calibrate.tasks import Task, TaskTable
 from meseta.planner import documented_cost_model
 from meseta.planner.cost.loads import Pieces, WorkloadLoads
 from meseta.planner.cost.operators import operator_seconds
-from meseta.spec import CostModel
+from meseta.spec import CostModel, Link
 from meseta.spec.cost_model import UpdateCost
 
 
@@ -40,6 +40,12 @@ def test_a_link_is_found() -> None:
     sizes = np.geomspace(1e3, 1e8, 8)
     link = fit_link(sizes, 2e-4 + sizes / 3e9)
     assert (link.latency_s, link.bytes_per_s) == pytest.approx((2e-4, 3e9), rel=1e-6)
+
+
+def test_what_peers_take_is_apart_from_a_latency() -> None:
+    link = with_peers(Link(bytes_per_s=1e9, latency_s=5e-4), 5e-5, 4)
+    assert (link.latency_s, link.peer_s) == pytest.approx((3.5e-4, 5e-5))
+    assert with_peers(Link(bytes_per_s=1e9, latency_s=3e-4), 1e-3, 4).latency_s == pytest.approx(1.5e-4)
 
 
 def test_stages_of_rows_that_are_cut_by_columns_are_fitted_and_predicted() -> None:

@@ -35,4 +35,5 @@ def test_other_work_is_timed() -> None:
     assert timer.time_copy(1 << 12, 1, 1) > 0
     assert timer.time_buckets(800, 1, 1) > 0
     alone = CollectiveTimer()
+    assert alone.time_few(0, 1) > 0
     assert alone.time_collective("all_reduce", 64, 1) > 0 and alone.time_collective("all_to_all", 64, 1) > 0

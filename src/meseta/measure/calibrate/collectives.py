@@ -5,15 +5,22 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from importlib import import_module
+from typing import Any, cast
 
 import torch
 
-from meseta.comm import World
+from meseta.comm import Scope, World
 from meseta.measure.contest.contender import Contender
 from meseta.ops.bucketize import bucketize_features
+from meseta.ops.columns import Move, join_moves
+from meseta.spec.codecs import CODECS, CodecName
 
 NAME = "a measurement"
+FEW_BYTES = 1024
+"""That a rank sends each other one where what peers take is measured."""
+CODED = (2048, 64)
+"""Rows and columns that codecs write and read: more than the caches next to a core hold, less than memory."""
 
 
 class CollectiveTimer(Contender):
@@ -40,6 +47,19 @@ class CollectiveTimer(Contender):
         return _quartile(
             _seconds(lambda: world.all_to_all(buffer, splits, splits, NAME).wait(), num_rounds, world.barrier)
         )
+
+    def time_few(self, num_peers: int, num_rounds: int) -> float:
+        """Seconds, so too, of an all-to-all in which the first ranks send FEW_BYTES to each of so many others; the rest
+        wait."""
+        world, ranks = self.world, range(num_peers + 1)
+        splits = [FEW_BYTES // 4 if rank in ranks and rank != world.rank else 0 for rank in range(world.size)]
+        buffer = torch.zeros(sum(splits))
+
+        def call() -> None:
+            if world.rank in ranks:
+                world.all_to_all(buffer, splits, splits, NAME, scope=Scope(ranks)).wait()
+
+        return _quartile(_seconds(call, num_rounds, world.barrier))
 
     def time_exchange(self, num_bytes: list[list[int]], num_rounds: int) -> float:
         """Seconds, so too, of an all-to-all in which rank p sends `num_bytes[p][r]` to rank r, of the slowest rank."""
@@ -79,6 +99,24 @@ class ComputeTimer(Contender):
         lengths = torch.full((len(ids) // 10,), 10)
         cuts = [tuple(range(0, (1 << 20) + 1, 1 << 18))] * 8
         return _median(lambda: bucketize_features(ids, lengths, cuts), num_rounds)
+
+    def time_codec(self, codec: str, drawn: bool, num_rounds: int, threads: int) -> list[float]:
+        """Median seconds of (writing a number, reading it); empty where this build has no codecs."""
+        try:
+            codecs = import_module("meseta.ops.codec")
+            encode_columns, decode_columns = codecs.encode_columns, codecs.decode_columns
+        except (ImportError, AttributeError):
+            return []
+        torch.set_num_threads(threads)
+        way, (rows, columns) = CODECS[cast("CodecName", codec)], CODED
+        numbers, written = torch.randn(CODED), torch.empty(rows, way.row_bytes((columns,)), dtype=torch.uint8)
+        moves = join_moves([Move(0, 0, 0, columns)])
+        rounding = codecs.Rounding((7,), (0,), 0) if drawn else None
+        encode_s = _median(
+            lambda: encode_columns(written, [numbers], moves, way, (columns,), rounding=rounding), num_rounds
+        )
+        decode_s = _median(lambda: decode_columns(numbers, [written], moves, way, [(columns,)]), num_rounds)
+        return [encode_s / numbers.numel(), decode_s / numbers.numel()]
 
 
 def _median(call: Callable[[], object], num_rounds: int) -> float:

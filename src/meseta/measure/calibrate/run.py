@@ -26,7 +26,8 @@ from meseta.planner import documented_cost_model
 from meseta.planner.cost.loads import Loads, Pieces, WorkloadLoads
 from meseta.planner.cost.operators import lookup_terms, update_terms
 from meseta.spec import CostModel, Link
-from meseta.spec.cost_model import CacheCost, DenseCost, ExchangeCost, LookupCost, UpdateCost
+from meseta.spec.codecs import CODECS
+from meseta.spec.cost_model import DRAWN, CacheCost, DenseCost, ExchangeCost, LookupCost, UpdateCost
 
 MEMORY_BYTES = 3_000_000_000
 """Rows and state of the largest combination; less where the machine has less than four times as much free."""
@@ -269,6 +270,7 @@ def _measure_exchange(
     links: dict[str, Link] = {}
     errors: dict[str, Error] = {}
     with Team(member) as team:
+        peer_s = _peer_seconds(team, num_ranks)
         for kind, share in (("all_to_all", 1.0), ("all_reduce", 2 * (num_ranks - 1) / num_ranks)):
             sizes = np.array(EXCHANGED_BYTES + UNSEEN_BYTES)
             rounds = np.array([
@@ -277,13 +279,34 @@ def _measure_exchange(
             ])  # fmt: skip
             num_bytes, seen = sizes * share, np.arange(len(sizes)) < len(EXCHANGED_BYTES)
             link = fit_link(num_bytes[seen], np.median(rounds, axis=0)[seen])
-            links[kind] = link
+            phases = 2 if kind == "all_reduce" else 1
+            links[kind] = with_peers(
+                link, known.inside_all_to_all.peer_s if peer_s is None else phases * peer_s, num_ranks
+            )
             errors[kind] = error_of(link.latency_s + num_bytes[~seen] / link.bytes_per_s, rounds[:, ~seen])
     exchange = replace(
         known, inside_all_to_all=links["all_to_all"], inside_all_reduce=links["all_reduce"], measured=True,
         source=f"{source}; gloo between {num_ranks} processes; between hosts: {known.source}",
     )  # fmt: skip
     return exchange, errors
+
+
+def _peer_seconds(team: Team, num_ranks: int) -> float | None:
+    """What one more rank takes in an all-to-all of few bytes: among all ranks, over among two; None of two alone."""
+    if num_ranks == 2:
+        return None
+    rounds = [
+        [team.ask("time_few", num_peers=peers, num_rounds=NUM_CALLS) for peers in (1, num_ranks - 1)]
+        for _ in range(NUM_ROUNDS)
+    ]
+    few, many = np.median(np.array(rounds), axis=0)
+    return max(float(many - few) / (num_ranks - 2), 0.0)
+
+
+def with_peers(link: Link, peer_s: float, num_ranks: int) -> Link:
+    """A link that was fitted between so many ranks, with what peers take apart from its latency: half of it at most."""
+    peer_s = min(peer_s, link.latency_s / (2 * (num_ranks - 1)))
+    return replace(link, latency_s=link.latency_s - (num_ranks - 1) * peer_s, peer_s=peer_s)
 
 
 def fit_link(sizes: Floats, seconds: Floats) -> Link:
@@ -309,4 +332,22 @@ def _measure_compute(
         float32_flops_per_s=rates["float32"], bfloat16_flops_per_s=rates["bfloat16"],
         call_s=documented_cost_model("cpu").dense.call_s, measured=True, source=source,
     )  # fmt: skip
+    encode, decode = _measure_codecs(team, num_threads, copy_byte_s, exchange)
+    exchange = replace(exchange, encode_number_s=encode, decode_number_s=decode)
     return dense, replace(exchange, copy_byte_s=copy_byte_s, bucket_id_s=bucket_id_s)
+
+
+def _measure_codecs(
+    team: Team, num_threads: int, copy_byte_s: float, known: ExchangeCost
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of a number that each codec writes, and reads, beside the copy of its bytes; documented ones where a
+    build has no codecs."""
+    encode, decode = dict(known.encode_number_s), dict(known.decode_number_s)
+    for name, codec in CODECS.items():
+        for is_drawn in (False, True) if codec.block_bytes else (False,) if not codec.is_whole else ():
+            seconds = team.ask("time_codec", codec=name, drawn=is_drawn, num_rounds=9, threads=num_threads)
+            if seconds:
+                write_s, read_s = (max(spent - codec.each_bytes * copy_byte_s, 0.0) for spent in seconds)
+                encode[name + DRAWN * is_drawn] = write_s
+                decode[name] = read_s
+    return encode, decode

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from meseta.spec import CostModel, DeviceKind, Link
-from meseta.spec.cost_model import CacheCost, DenseCost, ExchangeCost, LookupCost, TierCost, UpdateCost
+from meseta.spec.cost_model import DRAWN, CacheCost, DenseCost, ExchangeCost, LookupCost, TierCost, UpdateCost
 
 _REACHED = 0.8
 """Share of a data sheet's bandwidth that programs reach: an assumption, of memory and of links alike."""
 _MFU = 0.4
 """Share of a data sheet's tensor throughput that the matrix products of a recommendation model reach: an assumption,
 since its layers are a few hundred to a few thousand wide and fill a GPU in part."""
+
+_PEER_S = 3e-5
+"""What one more rank takes in a collective over gloo: an assumption, a tenth of what was measured between two."""
 
 
 def documented_cost_model(device: DeviceKind) -> CostModel:
@@ -23,11 +26,12 @@ def _cpu() -> CostModel:
     Lookup, update and cache: fitted as `meseta calibrate` does to 600 combinations, the median of three rounds each,
     2026-11-22. The rest was measured on the same machine: gloo on loopback takes 0.15 to 0.4 ms a collective, and moves
     3.4 GB/s all-to-all, 2.3 GB/s all-reduce; matrix products run at 103 GFLOP/s in float32, 225 in bfloat16; a disk
-    gives 95,000 random reads of 4 KB and 1.2 GB a second.
+    gives 95,000 random reads of 4 KB and 1.2 GB a second. Codecs: 2,048 rows of 64 columns on such a core, 2026-11-24,
+    less the copy of their bytes.
     """
     source = "measured on one thread of an AMD EPYC (Zen 4)"
     fitted = "600 combinations on one thread of an AMD EPYC (Zen 4), fitted as meseta calibrate does, 2026-11-22"
-    between = Link(bytes_per_s=25e9 / 8 * _REACHED, latency_s=4e-4)  # 25 Gb/s Ethernet, the common server network
+    between = Link(bytes_per_s=25e9 / 8 * _REACHED, latency_s=4e-4 - _PEER_S, peer_s=_PEER_S)  # 25 Gb/s Ethernet
     return CostModel(
         device="cpu",
         num_threads=1,
@@ -66,12 +70,19 @@ def _cpu() -> CostModel:
         exchange=ExchangeCost(
             copy_byte_s=2.5e-10,
             bucket_id_s=8e-9,
-            inside_all_to_all=Link(bytes_per_s=3.4e9, latency_s=3e-4),
-            inside_all_reduce=Link(bytes_per_s=2.3e9, latency_s=3e-4),
+            inside_all_to_all=Link(bytes_per_s=3.4e9, latency_s=3e-4 - _PEER_S, peer_s=_PEER_S),
+            inside_all_reduce=Link(bytes_per_s=2.3e9, latency_s=3e-4 - _PEER_S, peer_s=_PEER_S),
             across_all_to_all=between,
             across_all_reduce=between,
-            encode_number_s={"fp16": 2e-10, "bf16": 2e-10, "fp8": 6e-10, "int8": 5e-10},
-            decode_number_s={"fp16": 1.5e-10, "bf16": 1.5e-10, "fp8": 2.5e-10, "int8": 2e-10},
+            encode_number_s={
+                "fp16": 0.0,
+                "bf16": 0.0,
+                "fp8": 3.7e-10,
+                "int8": 1.6e-10,
+                f"fp8{DRAWN}": 1.0e-9,
+                f"int8{DRAWN}": 7.5e-10,
+            },
+            decode_number_s={"fp16": 0.0, "bf16": 0.0, "fp8": 3.4e-10, "int8": 7e-11},
             source=f"{source}; 25 Gb/s between hosts",
         ),
         tiers=TierCost(

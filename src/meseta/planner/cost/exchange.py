@@ -187,7 +187,7 @@ def codec_seconds(part: Part, to_owners: bool, cost: ExchangeCost, hosts: int) -
     every rank; and together on all ranks that ask."""
     if part.codec.is_whole:
         return 0.0, 0.0
-    write_s, read_s = (part.byte_numbers * each for each in cost.codec_seconds(part.codec.name))
+    write_s, read_s = (part.byte_numbers * each for each in cost.codec_seconds(part.codec.name, is_drawn=to_owners))
     if part.way == "hosts sum":  # the sum of a host, and of a piece the total; both are read whole
         return write_s * (1 + 1 / hosts) + 2 * read_s, 0.0
     return (read_s, write_s) if to_owners else (write_s, read_s)
