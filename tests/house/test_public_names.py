@@ -41,7 +41,7 @@ PUBLIC = {
     "meseta.optim": "Hyper RowOptimizer element_state make_row_optimizer row_state where",
     "meseta.pipeline": "StageTimes Step TrainStep",
     "meseta.planner": """
-        COMPONENTS DoesNotFitError Planned Prediction documented_cost_model find_plan make_plan predict
+        COMPONENTS DoesNotFitError Planned Prediction choose_ways documented_cost_model find_plan make_plan predict
     """,
     "meseta.spec": """
         COLUMN_BLOCK Communication CostModel DenseLoad DeviceKind FeatureLoad FeatureSpec IdPolicy InitSpec Link

@@ -74,6 +74,8 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
         """Backward passes so far, the global step of bias correction."""
         self.lr_factor = 1.0
         """What a schedule multiplies every table's learning rate by, where a batch brings no factor of its own."""
+        self.clamped: Tensor | None = None
+        """[1]: numbers that were too large for fp16 on their way to other ranks so far; None where none travel so."""
         self._outside = IdsOutside()
         self._in_hand: Flight[GroupPart] | None = None
         self._last_slice: BatchSlice | None = None

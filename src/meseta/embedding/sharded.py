@@ -36,7 +36,7 @@ from meseta.ops.row_program.optimizer import Hyper
 from meseta.ops.row_update import FeatureGradient, TableRows
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, Plan
-from meseta.spec.codecs import Communication, Direction
+from meseta.spec.codecs import DIRECTIONS, Communication, Direction
 from meseta.spec.tiers import HBM
 from meseta.spec.transfer import INT32_MAX
 from meseta.storage import TableStorage, make_storage
@@ -73,8 +73,8 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         comm.check_dtype(self.tables[0].dtype)
         self.comm = comm
         """How ranks write what they send."""
-        self.clamped = torch.zeros(1, dtype=torch.int64, device=world.device)
-        """Numbers that were too large for fp16 so far, on this rank."""
+        if any(comm.codec(direction).name == "fp16" for direction in DIRECTIONS):
+            self.clamped = torch.zeros(1, dtype=torch.int64, device=world.device)
         if plan.num_ranks != world.size:
             raise MesetaError(f"plan: it is for {plan.num_ranks} ranks, but this run has {world.size}; make a new plan")
         for shard in (shard for entry in plan.tables for shard in entry.shards):

@@ -79,7 +79,7 @@ class ShardedLookup:
         dtype: torch.dtype,
         world: World,
         comm: Communication,
-        clamped: Tensor,
+        clamped: Tensor | None,
     ) -> None:
         """What a lookup returns is of `dtype`; it reads what `lend` was given. `clamped` counts numbers that are too
         large for fp16."""

@@ -16,7 +16,7 @@ from meseta.comm.dense_shards import shard_dense
 from meseta.embedding.base import Collection
 from meseta.embedding.collection import EmbeddingBagCollection
 from meseta.embedding.sharded import ShardedEmbeddingBagCollection
-from meseta.planner import make_plan
+from meseta.planner import choose_ways, make_plan
 from meseta.spec import Communication, MesetaError, Plan, Topology, Workload, nearest
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -91,12 +91,12 @@ def resolve_plan(
 ) -> Plan:
     """A checked Plan from whatever the user gave.
 
-    For None it is searched for batches of 2,048 samples with one id per feature; who knows more of the ids gives a
-    Workload to `make_plan`.
+    For None it is searched for batches of 2,048 samples with one id per feature, and for these a way between hosts is
+    chosen where neither plan nor `comm` says one; who knows more of the ids gives a Workload to `make_plan`.
     """
     num_ranks, comm = world.size, comm or Communication()
+    workload = Workload(tables=collection.tables, features=collection.features, batch_size=2048, comm=comm)
     if plan is None:
-        workload = Workload(tables=collection.tables, features=collection.features, batch_size=2048, comm=comm)
         per_host = world.ranks_per_host
         plan = make_plan(workload, Topology(num_hosts=num_ranks // per_host, devices_per_host=per_host))
     elif isinstance(plan, (str, Path)):
@@ -106,4 +106,5 @@ def resolve_plan(
     if plan.num_ranks != num_ranks:
         raise MesetaError(f"plan: it is for {plan.num_ranks} ranks, but this run has {num_ranks}; make a new plan")
     plan.check(collection.tables)
-    return plan.by_way_of(comm)
+    hosts = Topology(num_hosts=num_ranks // plan.per_host, devices_per_host=plan.per_host)
+    return choose_ways(plan, workload, hosts)

@@ -2,7 +2,7 @@
 
 from meseta.planner.cost.documented import documented_cost_model
 from meseta.planner.cost.predict import Prediction, predict
-from meseta.planner.planning import DoesNotFitError, Planned, find_plan, make_plan
+from meseta.planner.planning import DoesNotFitError, Planned, choose_ways, find_plan, make_plan
 from meseta.spec.stages import COMPONENTS
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "DoesNotFitError",
     "Planned",
     "Prediction",
+    "choose_ways",
     "documented_cost_model",
     "find_plan",
     "make_plan",

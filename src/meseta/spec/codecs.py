@@ -50,6 +50,11 @@ class Codec:
     """What a scale maps the largest number of its block to, at most; 0: no scale."""
 
     @property
+    def half_unit(self) -> float:
+        """Of the largest number of a block, what rounding one of them to the nearest changes at most."""
+        return {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp8": 2.0**-4, "int8": (1 + 2.0**-7) / 254}.get(self.name, 0.0)
+
+    @property
     def is_whole(self) -> bool:
         """Whether numbers travel as they were computed."""
         return self.name == "fp32"
@@ -78,6 +83,7 @@ CODECS: dict[CodecName, Codec] = {
 Precision = Literal["fp32", "paper", "fp16", "bf16", "fp8", "int8"]
 Direction = Literal["forward", "backward", "dense"]
 """What a codec is chosen for: answers; their gradients and those of replicas; sums of dense gradients."""
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 PAPER: dict[Direction, CodecName] = {"forward": "fp16", "backward": "bf16", "dense": "bf16"}
 """Precision 'paper' (arXiv 2104.05158, section 5.3.2)."""
 
@@ -102,7 +108,7 @@ class Communication:
 
     def __post_init__(self) -> None:
         check_choice("comm", "precision", self.precision, get_args(Precision))
-        for direction in get_args(Direction):
+        for direction in DIRECTIONS:
             if getattr(self, direction) is not None:
                 check_choice("comm", direction, getattr(self, direction), get_args(CodecName))
         check_choice("comm", "exchange", self.exchange, ("auto", *get_args(Exchange)))
@@ -123,7 +129,7 @@ class Communication:
     @property
     def is_exact(self) -> bool:
         """Whether all numbers travel as they were computed."""
-        return all(self.codec(direction).is_whole for direction in get_args(Direction))
+        return all(self.codec(direction).is_whole for direction in DIRECTIONS)
 
     def check_dtype(self, dtype: str) -> None:
         """Raise MesetaError for codecs beside tables of float64, which are there to verify."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
 from meseta.errors import MesetaError, check_choice, nearest
 from meseta.machine.files import json_text, write_whole
-from meseta.spec.codecs import Communication, DensePath, Exchange
+from meseta.spec.codecs import DensePath, Exchange
 from meseta.spec.documents import load_document
 from meseta.spec.shards import COLUMN_BLOCK, IN_ONE_HOST, Shard, ShardingType, TablePlan
 from meseta.spec.tables import TableSpec
@@ -154,11 +154,6 @@ class Plan:
         for key, known in (("exchange", Exchange), ("dense_exchange", DensePath)):
             if getattr(self, key) is not None:
                 check_choice("plan", key, getattr(self, key), get_args(known))
-
-    def by_way_of(self, comm: Communication) -> Plan:
-        """The same, with the ways between hosts that `comm` asks for, where it asks for one."""
-        asked = {key: getattr(comm, key) for key in ("exchange", "dense_exchange")}
-        return replace(self, **{key: value for key, value in asked.items() if value != "auto"})
 
     @property
     def is_two_level(self) -> bool:

@@ -203,7 +203,7 @@ OF_TABLES = ("counts", "ids", "weights", *HANDED_ON, "answers", "whole bags", "g
 OF_STEPS = frozenset((*OF_TABLES, "batch norm", "gradients of batch norm", "agree", "batch sizes", "dense", "norms",
                       "parameters", "gradients of parameters", "gradients of hosts"))  # fmt: skip
 """Names of all transfers that `step_transfers` may list."""
-BETWEEN_STEPS = frozenset(("blocks of a checkpoint", "ids outside", "a measurement"))
+BETWEEN_STEPS = frozenset(("blocks of a checkpoint", "ids outside", "numbers clamped", "a measurement"))
 """Names of collectives that are part of no step."""
 
 

@@ -117,6 +117,12 @@ def ids_outside(features: Sequence[FeatureSpec], counts: Tensor | None, world: W
     return {feature.name: count for feature, count in zip(features, total, strict=True) if count}
 
 
+def num_clamped(clamped: Tensor | None, world: World) -> int | None:
+    """Numbers that were too large for fp16 on their way between ranks, over all ranks; None where none travelled so.
+    `clamped` [1] are this rank's. Collective."""
+    return None if clamped is None else int(world.sum_of_few(clamped, "numbers clamped"))
+
+
 def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer | None, world: World) -> dict[str, Any]:
     """Fill model and optimizer from a checkpoint, under any plan; returns its state with `step`, `dense` and, by
     table, the constants of the row `optimizers`.

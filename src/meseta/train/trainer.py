@@ -44,6 +44,7 @@ from meseta.train.setup.precision import STATE, note_bfloat16, settle_dense_dtyp
 from meseta.train.state import (
     dense_tensors,
     ids_outside,
+    num_clamped,
     random_state,
     restore,
     set_random_state,
@@ -485,6 +486,7 @@ class Trainer:
             samples_per_s=self.num_samples / self.train_s if self.train_s else None,
             num_ranks=self.world.size,
             unlisted=Unlisted.count - self._unlisted_before,
+            clamped=num_clamped(self.model.embeddings.clamped, self.world),
             ids_outside=outside,
             checkpoint=str(newest if best is None else checkpoint_path(self.run_dir.checkpoints, best[0])),
             **parts,

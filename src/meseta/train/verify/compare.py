@@ -13,7 +13,7 @@ from torch import Tensor
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import FILE_NAME, Dataset
-from meseta.spec import MesetaError, Plan, TableSpec
+from meseta.spec import Communication, MesetaError, Plan, TableSpec
 from meseta.storage import ROW
 from meseta.train.setup.specs import make_specs
 from meseta.train.trained_on import open_dataset
@@ -47,6 +47,8 @@ class Verification:
 
     plan: Plan
     """Of the sharded run."""
+    comm: Communication
+    """How its ranks write what they send."""
     tables: dict[str, dict[str, TableResult]]
     """By phase, then by table."""
     losses: list[tuple[float, float]] = field(default_factory=list)
@@ -78,7 +80,10 @@ def compare(config: RunConfig, folder: Path, num_steps: int, num_ranks: int) -> 
     tables, features = make_specs(config, dataset)
     plan = Plan.load(folder / PLAN_FILE, tables, num_ranks)
     (folder / PLAN_FILE).unlink()
-    result = Verification(plan=plan, tables={phase: {t.name: TableResult() for t in tables} for phase in PHASES})
+    comm = config.comm.communication
+    result = Verification(
+        plan=plan, comm=comm, tables={phase: {t.name: TableResult() for t in tables} for phase in PHASES}
+    )
     alone = config.model_copy(update={"plan": "auto"})
     for phase in PHASES:
         comparison = _Phase(phase, tables, {f.name: f.table for f in features}, folder, result)
@@ -143,6 +148,7 @@ class _Phase:
             longest_bag=self.longest[table.name],
             is_exact_share=self.is_exact_share,
             of=of,
+            comm=self.result.comm,
         )
 
     def _compare_piece(
@@ -215,7 +221,7 @@ class _Phase:
 
     def _compare_losses(self, step: int, got: float, wanted: float) -> None:
         self.result.losses.append((got, wanted))
-        rule = rule_of_loss(list(self.tables.values()), self.result.plan, step)
+        rule = rule_of_loss(list(self.tables.values()), self.result.plan, step, self.result.comm)
         a, b = (torch.tensor([value], dtype=torch.float64) for value in (got, wanted))
         if broken(rule, a, b, largest_difference(a, b)[1], is_state=False).any():
             self._note(

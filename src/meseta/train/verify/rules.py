@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meseta.spec import Plan, TableSpec
+from meseta.spec import Communication, Plan, TableSpec
 from meseta.train.verify.steps import bits
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 1e-5, "bfloat16": 1e-5}
@@ -20,13 +20,17 @@ class Rule:
     """What may differ."""
 
     kind: str
-    """'bits': nothing; 'tolerance'; 'neighbours': values may be next to each other in their dtype; 'free': anything."""
+    """'bits': nothing; 'tolerance'; 'share': a part of the largest value; 'neighbours': values may be next to each
+    other in their dtype; 'free': anything."""
     tolerance: float = 0.0
-    """Largest absolute difference; of a state, in multiples of its magnitude where that is above 1."""
+    """Largest absolute difference; of a state, in multiples of its magnitude where that is above 1; of 'share', in
+    multiples of the largest value that is compared."""
 
     def __str__(self) -> str:
         if self.kind == "tolerance":
             return f"{self.tolerance:.0e}"
+        if self.kind == "share":
+            return f"{self.tolerance:.0e} of the largest"
         return {"bits": "equal bits", "neighbours": "neighbouring values", "free": "no bound"}[self.kind]
 
 
@@ -64,13 +68,25 @@ class Mismatch:
 
 
 def rule_of(
-    table: TableSpec, plan: Plan, *, phase: str, step: int, longest_bag: int, is_exact_share: bool, of: str
+    table: TableSpec,
+    plan: Plan,
+    *,
+    phase: str,
+    step: int,
+    longest_bag: int,
+    is_exact_share: bool,
+    of: str,
+    comm: Communication,
 ) -> Rule:
     """For `of` 'row', 'state' or 'lookup' of a table after `step`.
 
     `longest_bag` is the largest number of ids in a bag of the table so far. Gradients of mean-pooled bags are divided
     before or after they are weighed with a rank's share of the batch, which is the same where the share is a power of
     two (`is_exact_share`).
+
+    With codecs one process rounds as the ranks do, but for each partial bag of what is cut by rows, and for the sums of
+    replicas. In training the last bits of the dense part decide which way a number near the middle is rounded, so that
+    what follows the first forward pass has no bound.
     """
     placed = plan[table.name]
     is_cut = any(shard.num_rows != table.num_embeddings for shard in placed.shards) and longest_bag > 1
@@ -78,6 +94,11 @@ def rule_of(
     is_rounded = is_cut or is_replicated or (longest_bag > 1 and not is_exact_share)
     if plan.num_ranks == 1 or (phase == "embedding" and not is_rounded):
         return Rule("bits")
+    if of == "lookup" and is_cut and not comm.codec("forward").is_whole:
+        parts = len({shard.rows for shard in placed.shards})
+        return Rule("share", 2 * parts * comm.codec("forward").half_unit)
+    if (phase == "training" and not comm.is_exact) or (is_rounded and not comm.codec("backward").is_whole):
+        return Rule("free")
     if table.dtype not in ("float16", "bfloat16"):
         return Rule("tolerance", TOLERANCE[table.dtype])
     if step > 1:
@@ -85,10 +106,12 @@ def rule_of(
     return Rule("neighbours") if of == "row" else Rule("tolerance", TOLERANCE[table.dtype])
 
 
-def rule_of_loss(tables: Sequence[TableSpec], plan: Plan, step: int) -> Rule:
+def rule_of_loss(tables: Sequence[TableSpec], plan: Plan, step: int, comm: Communication) -> Rule:
     """For the loss of `step`."""
     if plan.num_ranks == 1:
         return Rule("bits")
+    if not comm.is_exact:
+        return Rule("free") if step > 1 else Rule("share", max(plan.num_ranks * comm.codec("forward").half_unit, 1e-5))
     dtype = tables[0].dtype
     return Rule("free") if dtype in ("float16", "bfloat16") and step > 1 else Rule("tolerance", TOLERANCE[dtype])
 
@@ -105,6 +128,8 @@ def broken(rule: Rule, got: Tensor, expected: Tensor, difference: Tensor, is_sta
     """Where `got` breaks the rule."""
     if rule.kind == "bits":
         return bits(got) != bits(expected)
+    if rule.kind == "share":
+        return difference > rule.tolerance * expected.double().abs().max()
     if rule.kind == "tolerance":
         allowed = rule.tolerance * (expected.double().abs().clamp(min=1.0) if is_state else 1.0)
         return difference > allowed
