@@ -22,7 +22,7 @@ NUM_TRIES = 3
 
 
 def measure_staged(team: Team, num_threads: int, memory_bytes: float) -> Floats:
-    """The constants [3] of TERMS, by a team of one HandTimer: half of a table's columns, stepped in stages, beside the
+    """The constants [3] of TERMS, by a team of one RankTimer: half of a table's columns, stepped in stages, beside the
     same numbers stepped in one fused pass. Takes some two seconds. Tables of which a half takes more than
     `memory_bytes` are left out."""
     terms, extra_s = [], []
@@ -32,7 +32,7 @@ def measure_staged(team: Team, num_threads: int, memory_bytes: float) -> Floats:
         task = Task(seed=seed, tables=(TaskTable(num_rows=num_rows, dim=dim, pooling=pooling, distribution=seed % 3),))
         pieces = [(0, (0, num_rows), (0, dim // 2))]
         shared = {"task": task.to_dict(), "pieces": pieces, "threads": num_threads}
-        staged_s = min(team.ask("time_hand", **shared, replicas=[], num_ranks=2)[1] for _ in range(NUM_TRIES))
+        staged_s = min(team.ask("time_share", **shared, replicas=[], num_ranks=2)[1] for _ in range(NUM_TRIES))
         fused_s = min(team.ask("time_pieces", **shared, num_rounds=1)[1] for _ in range(NUM_TRIES))
         loads = WorkloadLoads(task.workload())
         load = loads.loads(Pieces.of(0, (0, num_rows), (0, dim // 2)))
