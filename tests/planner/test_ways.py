@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from meseta.planner import documented_cost_model, find_plan, make_plan, predict
+from meseta.planner.explain.gains import gains
 from meseta.planner.planning import EXCHANGES, MAX_REPEATED, choose_ways
 from meseta.planner.search.bound import lower_bound
 from meseta.spec import DenseLoad, Link, Plan, Topology, Workload
-from meseta.spec.codecs import CODECS, Communication
+from meseta.spec.codecs import CODECS, Communication, Precision
 from planning_cases import random_workload
 
 HOSTS = Topology(num_hosts=2, devices_per_host=4)
@@ -47,6 +49,21 @@ def test_auto_takes_the_better_way(topology: Topology, expected: str, num_tables
     for one in EXCHANGES if num_tables < MAX_REPEATED else ():
         forced = find_plan(replace(work, comm=Communication(exchange=one)), topology)
         assert forced.plan.exchange == one and found.prediction.step_s <= forced.prediction.step_s
+
+
+def test_gains_are_predictions_of_the_chosen_plan() -> None:
+    found = find_plan(replace(many_ids(4), comm=Communication(precision="bf16")), FAR)
+    listed = {(one.precision, one.exchange): one for one in gains(found)}
+    assert {*listed} == {(name, way) for name in get_args(Precision) for way in EXCHANGES}
+    chosen = listed["bf16", found.plan.exchange]
+    assert [one for one in listed.values() if one.is_chosen] == [chosen]
+    assert chosen.step_s == pytest.approx(found.prediction.step_s)
+    assert (
+        listed["int8", "flat"].across_bytes < listed["bf16", "flat"].across_bytes < listed["fp32", "flat"].across_bytes
+    )
+    sent = sum(sum(one.across_bytes for one in of_rank.values()) for of_rank in found.prediction.transfers_by_rank)
+    assert sent == pytest.approx(chosen.across_bytes)
+    assert gains(find_plan(many_ids(2), Topology())) == []
 
 
 def test_one_host_and_one_rank_of_each_host_have_no_choice() -> None:

@@ -9,9 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from meseta.cli.main import app
-from meseta.report.predicted import compare_predicted
+from meseta.report.predicted import compare_predicted, compare_transfers
 from meseta.report.record import read_run
 from meseta.spec.stages import COMPONENTS, stages_of
+from meseta.telemetry.summary import read_summary
 from small_run import settings, train
 
 
@@ -33,6 +34,24 @@ def test_every_stage_of_a_step_is_in_one_component(finished: Path) -> None:
     dense = sum(stages[name] for name in ("dense_forward", "agree", "backward", "update"))
     assert found["dense"].measured_s == pytest.approx(dense)
     assert found["lookup"].ratio == pytest.approx(stages["lookup"] / document["predicted"]["seconds"]["lookup"][0])
+
+
+def test_transfers_are_compared_by_name(finished: Path, tmp_path: Path) -> None:
+    """What ranks were predicted to send and did send, in the mean; a transfer that only one of both has is 0."""
+    assert compare_transfers(read_run(finished).summary) == []  # one rank
+    document = json.loads((finished / "summary.json").read_text())
+    one, two = ({"num_times": 1, "inside_bytes": size, "across_bytes": 4e3, "seconds": 2e-3, "waited_s": 1e-3}
+                for size in (1e3, 3e3))  # fmt: skip
+    document["transfers_by_rank"] = [{"ids": one, "answers": one}, {"ids": two, "answers": two}]
+    document["predicted"]["transfers_by_rank"] = [{"ids": two, "dense": one}, {"ids": two, "dense": two}]
+    (tmp_path / "summary.json").write_text(json.dumps(document))
+    found = {one.name: one for one in compare_transfers(read_summary(tmp_path))}
+    assert [*found] == ["ids", "dense", "answers"]
+    assert (found["ids"].predicted.inside_bytes, found["ids"].measured.inside_bytes) == (3e3, 2e3)
+    assert found["dense"].measured.seconds == 0.0 and found["answers"].predicted.across_bytes == 0.0
+    result = CliRunner().invoke(app, ["plan", "check", str(tmp_path)])
+    [row] = [line.split() for line in result.output.splitlines() if line.startswith("ids ")]
+    assert row == ["ids", "2", "2", "3", "2", "4", "4", "1"]
 
 
 def test_the_command_prints_both(finished: Path, tmp_path: Path) -> None:

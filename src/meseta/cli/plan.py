@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from meseta.planner import DoesNotFitError, Planned
     from meseta.planner.explain.reasons import Reason
     from meseta.spec import TableSpec
+    from meseta.telemetry.summary import RunSummary
 
 MAX_RANKS = 16
 """Ranks that are printed; of more, the busiest."""
@@ -171,7 +172,7 @@ def _print_plan(console: Console, planned: Planned, found: list[Reason], num_tab
         alone = f" by the constants alone, which give this one {1e3 * planned.priced_s:.4g} ms"
     lines = [
         f"{len(planned.plan.tables):,} tables on {topology.num_hosts} x {topology.devices_per_host} {topology.device} "
-        f"ranks; constants {origin}",
+        f"ranks{_ways(planned)}; constants {origin}",
         f"step {1e3 * step_s:.4g} ms, {samples:,.0f} samples/s; rank {prediction.bottleneck} has the most lookup and "
         f"update; found by: {planned.origin}",
         f"bound {1e3 * bound.step_s:.4g} ms: no plan of these schemes takes less ({bound.reason}){alone}; gap "
@@ -180,6 +181,7 @@ def _print_plan(console: Console, planned: Planned, found: list[Reason], num_tab
     for line in lines:
         console.print(line, soft_wrap=True)
     _print_ranks(console, planned)
+    _print_gains(console, planned)
     table = _table("tables", ["table", "scheme", "ranks", "ms of a rank", "MB", "runner-up", "ms a step with it"])
     for one in found[:num_tables]:
         other = ("none", "") if one.runner_up is None else (one.runner_up, f"{1e3 * one.runner_up_s:.4g}")
@@ -188,6 +190,12 @@ def _print_plan(console: Console, planned: Planned, found: list[Reason], num_tab
     console.print(table)
     if len(found) > num_tables:
         console.print(f"{len(found) - num_tables:,} tables more that cost less: --all prints them", soft_wrap=True)
+
+
+def _ways(planned: Planned) -> str:
+    """Which way rows and sums take between hosts, where they have a choice."""
+    names = [name for name in (planned.plan.exchange, planned.plan.dense_exchange) if name is not None]
+    return f", exchange {' with sums by '.join(names)}" if names else ""
 
 
 def _print_ranks(console: Console, planned: Planned) -> None:
@@ -209,7 +217,7 @@ def _print_ranks(console: Console, planned: Planned) -> None:
 
 
 def _print_check(names: list[str]) -> None:
-    """Predicted and measured milliseconds of a run, by component and rank."""
+    """Predicted and measured milliseconds of a run, by component and rank, and by transfer with its bytes."""
     from meseta.report.predicted import compare_predicted
     from meseta.report.record import read_run
     from meseta.spec.stages import LABELS
@@ -230,6 +238,7 @@ def _print_check(names: list[str]) -> None:
         times = f"{1e3 * one.predicted_s:.3g}", f"{1e3 * one.measured_s:.3g}", ratio
         table.add_row(LABELS[one.component], str(one.rank), *times)
     console.print(table)
+    _print_transfers(console, summary)
     measured: dict[int, float] = {}
     for one in found:
         measured[one.rank] = measured.get(one.rank, 0.0) + one.measured_s
@@ -238,6 +247,36 @@ def _print_check(names: list[str]) -> None:
         f"slowest rank; constants {summary.predicted.constants}",
         soft_wrap=True,
     )
+
+
+def _print_transfers(console: Console, summary: RunSummary) -> None:
+    """Seconds and bytes of a step by transfer; nothing where ranks exchanged nothing."""
+    from meseta.report.predicted import compare_transfers
+
+    found = compare_transfers(summary)
+    if not found:
+        return
+    heads = ["transfer", *(f"{what} {who}" for what in ("ms", "kB inside", "kB across") for who in ("pred.", "meas."))]
+    table = _table("transfers of a step, mean over ranks", [*heads, "ms waited"])
+    for one in found:
+        both = (one.predicted, one.measured)
+        cells = [f"{1e3 * means.seconds:.3g}" for means in both]
+        cells += [f"{means.inside_bytes / 1e3:,.4g}" for means in both]
+        cells += [f"{means.across_bytes / 1e3:,.4g}" for means in both]
+        table.add_row(one.name, *cells, f"{1e3 * one.measured.waited_s:.3g}")
+    console.print(table)
+
+
+def _print_gains(console: Console, planned: Planned) -> None:
+    """What each codec, and each way between hosts, would make of the step."""
+    from meseta.planner.explain.gains import gain_heads, gain_rows, gains
+
+    found = gains(planned)
+    if found:
+        table = _table("the same plan with other codecs (comm.precision); * as chosen", gain_heads(found))
+        for cells in gain_rows(found):
+            table.add_row(*cells)
+        console.print(table)
 
 
 def _print_difference(files: list[str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from meseta.machine.files import write_whole
 from meseta.planner import Planned
 from meseta.planner.explain.difference import spans
+from meseta.planner.explain.gains import gain_heads, gain_rows, gains
 from meseta.planner.explain.reasons import Reason
 from meseta.report.charts.chart import row_bars
 from meseta.report.charts.markup import table, tag, text
@@ -27,7 +28,7 @@ def write_planned(planned: Planned, found: Sequence[Reason], path: Path) -> Path
     title = f"Plan of {plural(len(planned.plan.tables), 'table')} on {plural(planned.plan.num_ranks, 'rank')}"
     ranks = _drawn(planned)
     parts = [tag("h1", text(title)), _headline(planned), tag("h2", "Time of a step"), _legend(), _times(planned, ranks)]
-    parts += [tag("h2", "Memory"), _memory(planned, ranks)]
+    parts += [*_gains(planned), tag("h2", "Memory"), _memory(planned, ranks)]
     if planned.plan.num_ranks <= MAX_DRAWN:
         boxes = plan_boxes(planned.plan)
         parts += [tag("h2", "Where the rows lie"), boxes] if boxes else []
@@ -72,6 +73,17 @@ def _times(planned: Planned, ranks: Sequence[int]) -> str:
         for rank in ranks
     ]
     return row_bars("Milliseconds of a step by rank and component", rows, "ms")
+
+
+def _gains(planned: Planned) -> list[str]:
+    """A table of what each codec would make of the step; nothing on one rank."""
+    found = gains(planned)
+    if not found:
+        return []
+    heads = gain_heads(found)
+    rows = [[text(cell) for cell in cells] for cells in gain_rows(found)]
+    intro = text("Predicted, all tables where they are; * as chosen.")
+    return [tag("h2", "Codecs"), tag("p", intro), table(heads, rows, set(range(1, len(heads))), "compact")]
 
 
 def _memory(planned: Planned, ranks: Sequence[int]) -> str:

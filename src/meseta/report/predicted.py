@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meseta.report.charts.markup import table, tag, text
 from meseta.report.record import RunRecord
 from meseta.spec.stages import COMPONENTS, LABELS, Component, stages_of
 from meseta.telemetry.summary import RunSummary
+from meseta.telemetry.transfers import TransferMeans
 
 MAX_RANKS = 8
 """Ranks that the page shows; of more, the mean."""
@@ -43,6 +45,35 @@ def compare_predicted(summary: RunSummary | None) -> list[Compared]:
         for rank, stages in enumerate(summary.stages_s_by_rank)
         if rank < len(summary.predicted.seconds.get(component, summary.stages_s_by_rank))
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedTransfer:
+    """One transfer of a step, in the mean over ranks."""
+
+    name: str
+    predicted: TransferMeans
+    measured: TransferMeans
+
+
+def compare_transfers(summary: RunSummary | None) -> list[ComparedTransfer]:
+    """By the name of the transfer, in the order of a step; what only one of both has is 0 in the other. Empty where the
+    summary lacks either."""
+    if summary is None or summary.predicted is None:
+        return []
+    predicted, measured = summary.predicted.transfers_by_rank, summary.transfers_by_rank
+    if not any(predicted) or not any(measured):
+        return []
+    names = dict.fromkeys(name for means in (*predicted, *measured) for name in means)
+    return [
+        ComparedTransfer(name=name, predicted=_mean_over(predicted, name), measured=_mean_over(measured, name))
+        for name in names
+    ]
+
+
+def _mean_over(ranks: Sequence[Mapping[str, TransferMeans]], name: str) -> TransferMeans:
+    nothing = TransferMeans(0.0, 0.0, 0.0, 0.0, 0.0)
+    return sum((means.get(name, nothing) for means in ranks), nothing) / len(ranks)
 
 
 def predicted_section(record: RunRecord) -> str:

@@ -49,6 +49,8 @@ class Predicted(Entry):
     """Of each component on every rank."""
     constants: str
     """Where they are from."""
+    transfers_by_rank: list[dict[str, TransferMeans]] = Field(default=[])
+    """What each rank sends per step, by the name of the transfer; nobody waits in it."""
 
 
 class RunSummary(Entry):

@@ -22,7 +22,7 @@ NUM_TRIES = 3
 
 
 def measure_staged(team: Team, num_threads: int, memory_bytes: float) -> Floats:
-    """The constants [3] of TERMS, by a team of one HandTimer: half of a table's columns, stepped in stages, beside the
+    """The constants [3] of TERMS, by a team of one RankTimer: half of a table's columns, stepped in stages, beside the
     same numbers stepped in one fused pass. Takes some two seconds. Tables of which a half takes more than
     `memory_bytes` are left out."""
     terms, extra_s = [], []

@@ -19,6 +19,7 @@ from meseta.spec import CostModel, MesetaError, Plan, Topology, Workload
 from meseta.spec.stages import COMPONENTS, Component
 from meseta.spec.tiers import HBM, Memory
 from meseta.spec.transfer import step_transfers
+from meseta.telemetry.transfers import TransferMeans
 
 COMPUTE = ("lookup", "update")
 """Parts in which ranks do not wait for each other."""
@@ -39,6 +40,8 @@ class Prediction:
     """By phase and tier, of every rank [R]."""
     collectives: tuple[Collective, ...]
     """With the bytes that every rank sends and receives, by level."""
+    collective_s: tuple[Floats, ...]
+    """Seconds of each of them on every rank [R], with packing, writing and reading."""
 
     @property
     def num_ranks(self) -> int:
@@ -48,6 +51,17 @@ class Prediction:
     def compute_s(self) -> Floats:
         """Lookup and update of every rank [R]."""
         return self.seconds["lookup"] + self.seconds["update"]
+
+    @property
+    def transfers_by_rank(self) -> list[dict[str, TransferMeans]]:
+        """What each rank sends in a step and how long that takes, by the name of the transfer; nobody waits in it."""
+        found: list[dict[str, TransferMeans]] = [{} for _ in range(self.num_ranks)]
+        for one, seconds in zip(self.collectives, self.collective_s, strict=True):
+            for rank, of_rank in enumerate(found):
+                sent = float(one.sent_inside[rank]), float(one.sent_across[rank])
+                means = TransferMeans(one.times, *sent, float(seconds[rank]), 0.0)
+                of_rank[one.name] = of_rank[one.name] + means if one.name in of_rank else means
+        return found
 
     def peak_bytes(self, memory: Memory = HBM) -> Floats:
         """The most that every rank [R] holds in a phase."""
@@ -95,6 +109,7 @@ def predict(
     seconds |= {"lookup": lookup, "update": update}
     seconds["dense"] = seconds["dense"] + dense_seconds(workload, topology, cost_model)
     step_s = float((lookup + update).max() + seconds["dense"].max())
+    each_s: list[Floats] = []
     for own in exchanged:
         ratio = collective_ratio(cost_model, topology, own)
         spent = own.seconds(cost_model, topology) * ratio + _packing(own, cost_model) + own.codec_s
@@ -103,12 +118,14 @@ def predict(
             spent = spent + cost_model.exchange.bucket_id_s * sorted_ids
         seconds[own.stage] = seconds[own.stage] + spent
         step_s += float(spent.max())
+        each_s.append(spent)
     return Prediction(
         seconds=seconds,
         step_s=step_s,
         bottleneck=int((lookup + update).argmax()),
         memory_bytes=memory(BatchLoads(placement, sharded, replicated, loads, transfers), share, run),
         collectives=exchanged,
+        collective_s=tuple(each_s),
     )
 
 

@@ -121,6 +121,7 @@ class RunPlanner:
             step_s=found.step_s,
             seconds={name: values.tolist() for name, values in found.seconds.items()},
             constants=f"documented for {topology.device}" if path is None else f"of {path}",
+            transfers_by_rank=found.transfers_by_rank,
         )
 
 
