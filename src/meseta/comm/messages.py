@@ -25,7 +25,7 @@ from torch import Tensor
 
 from meseta.comm.lanes import Crossing
 from meseta.spec import MesetaError
-from meseta.spec.transfer import BETWEEN_STEPS, OF_STEPS
+from meseta.spec.transfer import BETWEEN_STEPS, MARKS, OF_STEPS
 
 DTYPES = (
     torch.float32,
@@ -51,7 +51,7 @@ class Announcement(NamedTuple):
     transfer: int
     """Of its name, alike on all ranks."""
     batch: int
-    """Tells the batch, or the length of the sum, that it belongs to from others; 0 where it belongs to none."""
+    """Tells the batch that it belongs to from others, or below 0 the length of a sum; 0 where it belongs to none."""
     dtype: int
     """Of its numbers: place in DTYPES."""
     sent: int
@@ -78,7 +78,10 @@ class Announcement(NamedTuple):
         """For people."""
         name = _NAMES.get(self.transfer, "an unlisted transfer")
         dtype = str(DTYPES[self.dtype]).removeprefix("torch.") if 0 <= self.dtype < len(DTYPES) else "unknown"
-        batch = f" of batch {self.batch}" if self.batch else ""
+        step, number = divmod(self.batch, MARKS)
+        batch = f" of batch {number}" + f" at step {step - 1}" * (step > 0) if self.batch else ""
+        if self.batch < 0:
+            batch = f" of {-self.batch} numbers"
         return f"{name}{batch} ({self.sent} {dtype} there, {self.expected} back)"
 
 
@@ -143,7 +146,7 @@ def swap(
         rank: this one.
         peers: the tensors are contiguous and of one type.
         name: of the transfer, see `meseta.spec.transfer`.
-        batch: tells the batch, or the length of the sum, that this belongs to from others, alike on all ranks.
+        batch: tells the batch that this belongs to from others, or below 0 the length of a sum, alike on all ranks.
         tables: whose rows travel, for the error.
         group: of torch.distributed.
         crossing: is told while this rank waits for it.

@@ -254,7 +254,7 @@ class World:
 
         def begin(peers: Sequence[Peer]) -> Swap:
             _crossing.let_pass()
-            return swap(self.rank, peers, name, batch=buffer.numel(), group=lane.group, known=known)
+            return swap(self.rank, peers, name, batch=-buffer.numel(), group=lane.group, known=known)
 
         sums = OrderedSum(self.rank, self.size, self.ranks_per_host, self.sum_path, begin, lane.scratch, coding)
         return lane.begin(lambda: add_up(sums), by_itself=by_itself and on_cpu)

@@ -13,6 +13,7 @@ from meseta.comm import BatchSlice
 from meseta.jagged.shapes import Int
 from meseta.spec import MesetaError
 from meseta.spec.stages import StageName
+from meseta.spec.transfer import MARKS
 from meseta.storage import Lease
 
 FlightStage = Literal["started", "exchanged", "finished", "used", "dropped"]
@@ -88,9 +89,9 @@ class Flight(Generic[GroupPart]):
 
     @property
     def mark(self) -> int:
-        """What ranks compare to see that they are at the same batch: its number, and its step where it brought one, in
-        15 bits each."""
-        return self.number % 2**15 + (0 if self.step is None else (1 + self.step) % 2**15) * 2**15
+        """What ranks compare to see that they are at the same batch: its number from 1, and its step where it brought
+        one, in 15 bits each."""
+        return 1 + self.number % (MARKS - 1) + (0 if self.step is None else (1 + self.step) % MARKS) * MARKS
 
     @property
     def sizes(self) -> tuple[int, ...]:

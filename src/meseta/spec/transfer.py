@@ -127,6 +127,8 @@ class CountsHeader(NamedTuple):
 
 BATCH_SIZES = 2**32
 """More than the samples of any rank."""
+MARKS = 2**15
+"""The mark of a batch is its number below this, and as many times its step."""
 HEADER = len(CountsHeader._fields)
 """Numbers before the counts of the routes."""
 REFUSED = -2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from meseta.comm import Scope, World
 from meseta.measure.contest.contender import Contender
 from meseta.ops.bucketize import bucketize_features
+from meseta.ops.codec import Rounding, decode_columns, encode_columns
 from meseta.ops.columns import Move, join_moves
 from meseta.spec.codecs import CODECS, CodecName
 
@@ -101,17 +101,12 @@ class ComputeTimer(Contender):
         return _median(lambda: bucketize_features(ids, lengths, cuts), num_rounds)
 
     def time_codec(self, codec: str, drawn: bool, num_rounds: int, threads: int) -> list[float]:
-        """Median seconds of (writing a number, reading it); empty where this build has no codecs."""
-        try:
-            codecs = import_module("meseta.ops.codec")
-            encode_columns, decode_columns = codecs.encode_columns, codecs.decode_columns
-        except (ImportError, AttributeError):
-            return []
+        """Median seconds of (writing a number, reading it)."""
         torch.set_num_threads(threads)
         way, (rows, columns) = CODECS[cast("CodecName", codec)], CODED
         numbers, written = torch.randn(CODED), torch.empty(rows, way.row_bytes((columns,)), dtype=torch.uint8)
         moves = join_moves([Move(0, 0, 0, columns)])
-        rounding = codecs.Rounding((7,), (0,), 0) if drawn else None
+        rounding = Rounding((7,), (0,), 0) if drawn else None
         encode_s = _median(
             lambda: encode_columns(written, [numbers], moves, way, (columns,), rounding=rounding), num_rounds
         )

@@ -20,17 +20,22 @@ def documented_cost_model(device: DeviceKind) -> CostModel:
     return _cpu() if device == "cpu" else _gpu(device)
 
 
+_CPU_SOURCE = "measured on one thread of an AMD EPYC (Zen 4)"
+_CPU_ENCODE_S = {
+    "fp16": 0.0, "bf16": 0.0, "fp8": 3.7e-10, "int8": 1.6e-10, f"fp8{DRAWN}": 1.0e-9, f"int8{DRAWN}": 7.5e-10,
+}  # fmt: skip
+"""By codec, and drawn."""
+
+
 def _cpu() -> CostModel:
     """One thread of a Zen 4 core.
 
     Lookup, update and cache: fitted as `meseta calibrate` does to 600 combinations, the median of three rounds each,
     2026-11-22. The rest was measured on the same machine: gloo on loopback takes 0.15 to 0.4 ms a collective, and moves
     3.4 GB/s all-to-all, 2.3 GB/s all-reduce; matrix products run at 103 GFLOP/s in float32, 225 in bfloat16; a disk
-    gives 95,000 random reads of 4 KB and 1.2 GB a second. Codecs: 2,048 rows of 64 columns on such a core, 2026-11-24,
-    less the copy of their bytes.
+    gives 95,000 random reads of 4 KB and 1.2 GB a second. Codecs: 2,048 rows of 64 columns, 2026-11-24, less a copy.
     """
-    source = "measured on one thread of an AMD EPYC (Zen 4)"
-    fitted = "600 combinations on one thread of an AMD EPYC (Zen 4), fitted as meseta calibrate does, 2026-11-22"
+    source, fitted = _CPU_SOURCE, f"600 combinations {_CPU_SOURCE}, fitted as meseta calibrate does, 2026-11-22"
     between = Link(bytes_per_s=25e9 / 8 * _REACHED, latency_s=4e-4 - _PEER_S, peer_s=_PEER_S)  # 25 Gb/s Ethernet
     return CostModel(
         device="cpu",
@@ -74,14 +79,7 @@ def _cpu() -> CostModel:
             inside_all_reduce=Link(bytes_per_s=2.3e9, latency_s=3e-4 - _PEER_S, peer_s=_PEER_S),
             across_all_to_all=between,
             across_all_reduce=between,
-            encode_number_s={
-                "fp16": 0.0,
-                "bf16": 0.0,
-                "fp8": 3.7e-10,
-                "int8": 1.6e-10,
-                f"fp8{DRAWN}": 1.0e-9,
-                f"int8{DRAWN}": 7.5e-10,
-            },
+            encode_number_s=_CPU_ENCODE_S,
             decode_number_s={"fp16": 0.0, "bf16": 0.0, "fp8": 3.4e-10, "int8": 7e-11},
             source=f"{source}; 25 Gb/s between hosts",
         ),
