@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +17,7 @@ from meseta.planner.cost.placement import Placement
 from meseta.planner.cost.predict import Prediction, predict
 from meseta.planner.explain.fixes import Fix, PlanTask, fixes, too_much
 from meseta.planner.search.assignment import Assignment
+from meseta.planner.search.bound import lower_bound
 from meseta.planner.search.keeping import kept_tables, release_one_kept
 from meseta.planner.search.planned import Planned
 from meseta.planner.search.pricing import Prices, Ways
@@ -148,7 +150,7 @@ def _find(task: PlanTask) -> Planned | Problem:
     elif len(first.planned.problem.units) > MAX_REPEATED:
         best = first.under(options[1])
     else:
-        second = _search(task, loads, options[1])
+        second = _search(task, loads, options[1], first.step_s)
         best = first if isinstance(second, Problem) or second.step_s >= first.step_s else second
     if isinstance(best, Problem):
         return best
@@ -202,8 +204,9 @@ class _Searched:
         return _Searched(planned, self.make)
 
 
-def _search(task: PlanTask, loads: WorkloadLoads, ways: Ways) -> _Searched | Problem:
-    """The best plan with these ways between hosts; where nothing fits, the problem that was searched last."""
+def _search(task: PlanTask, loads: WorkloadLoads, ways: Ways, than_s: float = math.inf) -> _Searched | Problem:
+    """The best plan with these ways between hosts; where nothing fits, or no plan can take less than `than_s`, the
+    problem that was searched last."""
     workload, topology, constraints = task.workload, task.topology, task.constraints
     kept = {} if constraints.keep is None else kept_tables(constraints.keep, workload.tables, topology)
     spills = (False, True) if topology.host_bytes or topology.disk_bytes else (False,)
@@ -220,6 +223,9 @@ def _search(task: PlanTask, loads: WorkloadLoads, ways: Ways) -> _Searched | Pro
                 prices=Prices(loads, topology, task.cost_model, None, task.run, ways),
             )
             problem = make()
+            # What networks correct, the bound does not know.
+            if than_s < math.inf and task.cost_model.neural is None and lower_bound(problem).step_s >= than_s:
+                return problem
             found = _best(problem)
             if found is not None:
                 return _Searched(found, make)

@@ -13,18 +13,15 @@ since its layers are a few hundred to a few thousand wide and fill a GPU in part
 
 _PEER_S = 3e-5
 """What one more rank takes in a collective over gloo: an assumption, a tenth of what was measured between two."""
+_ENCODE_S = {"fp16": 0.0, "bf16": 0.0, "fp8": 3.7e-10, "int8": 1.6e-10, f"fp8{DRAWN}": 1.0e-9, f"int8{DRAWN}": 7.5e-10}
+_DECODE_S = {"fp16": 0.0, "bf16": 0.0, "fp8": 3.4e-10, "int8": 7e-11}
+"""Of a number that a codec writes and reads: 2,048 rows of 64 columns on a Zen 4 core, 2026-11-24, less the copy of its
+bytes."""
 
 
 def documented_cost_model(device: DeviceKind) -> CostModel:
     """What stands for a device until `meseta calibrate` has measured it."""
     return _cpu() if device == "cpu" else _gpu(device)
-
-
-_CPU_SOURCE = "measured on one thread of an AMD EPYC (Zen 4)"
-_CPU_ENCODE_S = {
-    "fp16": 0.0, "bf16": 0.0, "fp8": 3.7e-10, "int8": 1.6e-10, f"fp8{DRAWN}": 1.0e-9, f"int8{DRAWN}": 7.5e-10,
-}  # fmt: skip
-"""By codec, and drawn."""
 
 
 def _cpu() -> CostModel:
@@ -33,13 +30,13 @@ def _cpu() -> CostModel:
     Lookup, update and cache: fitted as `meseta calibrate` does to 600 combinations, the median of three rounds each,
     2026-11-22. The rest was measured on the same machine: gloo on loopback takes 0.15 to 0.4 ms a collective, and moves
     3.4 GB/s all-to-all, 2.3 GB/s all-reduce; matrix products run at 103 GFLOP/s in float32, 225 in bfloat16; a disk
-    gives 95,000 random reads of 4 KB and 1.2 GB a second. Codecs: 2,048 rows of 64 columns, 2026-11-24, less a copy.
+    gives 95,000 random reads of 4 KB and 1.2 GB a second.
     """
-    source, fitted = _CPU_SOURCE, f"600 combinations {_CPU_SOURCE}, fitted as meseta calibrate does, 2026-11-22"
+    source = "measured on one thread of an AMD EPYC (Zen 4)"
+    fitted = "600 combinations on one thread of an AMD EPYC (Zen 4), fitted as meseta calibrate does, 2026-11-22"
     between = Link(bytes_per_s=25e9 / 8 * _REACHED, latency_s=4e-4 - _PEER_S, peer_s=_PEER_S)  # 25 Gb/s Ethernet
     return CostModel(
         device="cpu",
-        num_threads=1,
         lookup=LookupCost(
             call_s=6.4e-6,
             shard_s=2.5e-7,
@@ -79,8 +76,8 @@ def _cpu() -> CostModel:
             inside_all_reduce=Link(bytes_per_s=2.3e9, latency_s=3e-4 - _PEER_S, peer_s=_PEER_S),
             across_all_to_all=between,
             across_all_reduce=between,
-            encode_number_s=_CPU_ENCODE_S,
-            decode_number_s={"fp16": 0.0, "bf16": 0.0, "fp8": 3.4e-10, "int8": 7e-11},
+            encode_number_s=_ENCODE_S,
+            decode_number_s=_DECODE_S,
             source=f"{source}; 25 Gb/s between hosts",
         ),
         tiers=TierCost(
