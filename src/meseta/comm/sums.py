@@ -132,7 +132,7 @@ class OrderedSum:
         pieces = cut(buffer, len(twins))
         firsts = [first, *accumulate((piece.numel() for piece in pieces), initial=first)][1:]
         sizes = [coding.num_bytes(piece.numel()) for piece in pieces]
-        memory = self.scratch(sum(sizes) + len(twins) * sizes[place], torch.empty(0, dtype=torch.uint8))
+        memory = self.scratch(sum(sizes) + len(twins) * sizes[place], buffer.new_empty(0, dtype=torch.uint8))
         coded, came = memory[: sum(sizes)].split(sizes), memory[sum(sizes) :].view(len(twins), sizes[place])
         for piece, out, number in zip(pieces, coded, firsts, strict=False):
             coding.encode(piece, out, number, place)

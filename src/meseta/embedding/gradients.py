@@ -49,8 +49,7 @@ class SentGradients:
         for r, (direct, host_reduced, *rows) in enumerate(wire.views(buffer, send)):
             of_direct, of_reduced, *of_routes = send[r]
             if direct.numel():
-                pieces = [(route.feature, route.shard.columns[0]) for route in routing.routes_of(r, routing.direct[r])]
-                self._put_bags(wire, direct, of_direct, routing.gradient_moves[r], pieces)
+                self._put_bags(wire, direct, of_direct, routing.gradient_moves[r], routing.direct_pieces[r])
             if host_reduced.numel():
                 wire.put(host_reduced, of_reduced, [of_bags], routing.host_reduced_gradient_moves[r])
             for k, (out, matrix) in enumerate(zip(rows, of_routes, strict=True), start=routing.host_reduced[r].stop):
@@ -69,8 +68,7 @@ class SentGradients:
         buffer = wire.empty(messages)
         for host, (bags, *rows) in enumerate(wire.views(buffer, messages)):
             of_bags, *of_routes = messages[host]
-            pieces = [(feature, first) for feature, (first, _) in routing.host_columns[host]]
-            self._put_bags(wire, bags, of_bags, routing.host_gradient_moves[host], pieces)
+            self._put_bags(wire, bags, of_bags, routing.host_gradient_moves[host], routing.host_pieces[host])
             for (r, k), out, matrix in zip(routing.host_rows[host], rows, of_routes, strict=True):
                 self._put_rows(wire, out, matrix, routing.by_rank[r][k])
         return take_from_twins(routing, self.world, x, buffer, wire)

@@ -280,25 +280,44 @@ class Routing:
         """What an owner sends to one rank, with counts[r][k] rows for rank r on its route k: the rank's direct bags; to
         a rank of its host, partial bags for the samples of the rank and its peers across hosts; then the rows of each
         route that is not pooled, for each of `askers`. Gradients come back alike."""
-        direct, host_reduced = self.direct[owner], self.host_reduced[owner]
+        host_reduced = self.host_reduced[owner]
         num_partial = (
             sum(batch_sizes[peer] for peer in self.peers_across_hosts(rank)) if rank in self.ranks_of_host(owner) else 0
         )
         askers, unpooled = self.askers(owner, rank), range(host_reduced.stop, len(self.by_rank[owner]))
         rows = ((sum(counts[r][k] for r in askers), self.by_rank[owner][k].shard.num_columns) for k in unpooled)
         return [
-            Matrix(batch_sizes[rank], self.columns_of(owner, direct)),
-            Matrix(num_partial, self.columns_of(owner, host_reduced), stays_inside=True),
+            Matrix(batch_sizes[rank], self.direct_columns[owner]),
+            Matrix(num_partial, self.host_reduced_columns[owner], stays_inside=True),
             *(Matrix(number, (columns,)) for number, columns in rows),
         ]
 
-    def routes_of(self, owner: int, side: Side) -> tuple[Route, ...]:
-        """Of one matrix."""
-        return self.by_rank[owner][side.first : side.stop]
+    @cached_property
+    def direct_columns(self) -> tuple[tuple[int, ...], ...]:
+        """Of each owner: columns of each route of its direct bags."""
+        return tuple(_columns(routes[: side.stop]) for routes, side in zip(self.by_rank, self.direct, strict=True))
 
-    def columns_of(self, owner: int, side: Side) -> tuple[int, ...]:
-        """Of each route of a matrix."""
-        return tuple(route.shard.num_columns for route in self.routes_of(owner, side))
+    @cached_property
+    def host_reduced_columns(self) -> tuple[tuple[int, ...], ...]:
+        """Of each owner: columns of each route of its partial bags."""
+        sides = zip(self.by_rank, self.host_reduced, strict=True)
+        return tuple(_columns(routes[side.first : side.stop]) for routes, side in sides)
+
+    @cached_property
+    def direct_pieces(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Of each owner: (feature, first column) of each route of its direct bags."""
+        owned = zip(self.by_rank, self.direct, strict=True)
+        return tuple(tuple((r.feature, r.shard.columns[0]) for r in routes[: side.stop]) for routes, side in owned)
+
+    @cached_property
+    def host_pieces(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Of each host: (feature, first column) of what lies side by side in its whole bags."""
+        return tuple(tuple((feature, first) for feature, (first, _) in columns) for columns in self.host_columns)
+
+    @cached_property
+    def host_bag_columns(self) -> tuple[tuple[int, ...], ...]:
+        """Of each host: columns of these."""
+        return tuple(tuple(stop - first for _, (first, stop) in columns) for columns in self.host_columns)
 
     def twin_message(self, host: int, batch_size: int, counts: Mapping[int, Sequence[int]]) -> list[Matrix]:
         """What a host sends to a rank that asked for `batch_size` samples and, of its rank r, counts[r][k] rows on
@@ -308,7 +327,7 @@ class Routing:
 
     def host_bags(self, host: int, batch_size: int) -> Matrix:
         """Whole bags of a host."""
-        return Matrix(batch_size, tuple(stop - first for _, (first, stop) in self.host_columns[host]))
+        return Matrix(batch_size, self.host_bag_columns[host])
 
 
 def make_routing(tables: Sequence[TableSpec], features: Sequence[FeatureSpec], plan: Plan) -> Routing:
@@ -368,6 +387,10 @@ def column_groups(shards: Sequence[Shard], plan: Plan) -> list[tuple[Shard, ...]
         tuple(sorted((s for s in plan[table].shards if s.rows == rows), key=lambda s: s.columns))
         for _, table, rows in ranges
     ]
+
+
+def _columns(routes: Sequence[Route]) -> tuple[int, ...]:
+    return tuple(route.shard.num_columns for route in routes)
 
 
 def _side_by_side(routes: Sequence[Route]) -> list[Route]:

@@ -305,8 +305,7 @@ class ShardedLookup:
         else:
             if local:  # rows that every rank holds come first in their table
                 place_columns(pooled, local, routing.moves_at_home)
-            columns = [routing.columns_of(r, side) for r, side in enumerate(routing.direct)]
-            matrices = [Matrix(batch_size, of_owner) for of_owner in columns]
+            matrices = [Matrix(batch_size, columns) for columns in routing.direct_columns]
             matrices += [routing.host_bags(host, batch_size) for host in range(len(whole))]
             nothing = torch.empty(batch_size, 0, dtype=torch.uint8, device=self.world.device)
             came = [view if matrix.width else nothing for view, matrix in zip([*direct, *whole], matrices, strict=True)]
@@ -335,7 +334,7 @@ class ShardedLookup:
         bags = self._look_up_bags(x, owned, direct)
         messages = [routing.answer_message(rank, r, x.batch_sizes, x.rows_on.answered) for r in range(self.world.size)]
         if len(self.routes) == direct.stop and (wire.is_exact or not wire.is_mixed):
-            send = wire.packed(Matrix(x.num_samples, routing.columns_of(rank, direct)), [bags]).view(-1)
+            send = wire.packed(Matrix(x.num_samples, routing.direct_columns[rank]), [bags]).view(-1)
         else:
             send = wire.empty(messages)
             partial = dict(enumerate(self._look_up_bags(x, owned, host_reduced).split(x.batch_sizes)))
