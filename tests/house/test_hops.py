@@ -129,3 +129,12 @@ def test_forward_runs_through_few_files() -> None:
 
 def test_the_count_sees_this_package_alone() -> None:
     assert own_frames(sys._getframe()) == []
+
+
+def test_the_rule_of_frames_bites() -> None:
+    """Frames count by the file that their code says it is from."""
+    known: dict[str, Any] = {"own_frames": own_frames, "sys": sys}
+    code = "def deeper(n):\n    return deeper(n - 1) if n else own_frames(sys._getframe())\n"
+    exec(compile(code, str(SOURCE / "embedding" / "made.py"), "exec"), known)
+    assert known["deeper"](MAX_HOPS - 1) == ["embedding/made.py:deeper"] * MAX_HOPS
+    assert len(known["deeper"](MAX_HOPS)) > MAX_HOPS
