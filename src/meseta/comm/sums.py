@@ -41,7 +41,9 @@ from meseta.spec.codecs import CHAIN_PIECES, SumPath
 PIECE = 16
 """Pieces begin at multiples of so many numbers."""
 CHUNK_BYTES = 2**20
-"""Of a long buffer so much is added before other exchanges may pass."""
+"""Of each rank's part in a buffer so much is added before other exchanges may pass; half as much of a long one."""
+LONG_BYTES = 2**24
+"""More is long: what passes it waits for half a piece on average, and pieces cost it little."""
 ONE_PHASE_BYTES = 2**16
 """What two ranks send each other whole, and both add: the same bytes as in two phases of halves, and one latency."""
 
@@ -95,8 +97,9 @@ class OrderedSum:
         return range(self.rank % self.per_host, self.size, self.per_host)
 
     def _chunk(self, buffer: Tensor) -> int:
-        """Numbers of a chunk: of each rank's part in it CHUNK_BYTES."""
-        return max(self.size * CHUNK_BYTES // buffer.element_size() // PIECE, 1) * PIECE
+        """Numbers of a chunk."""
+        num_bytes = CHUNK_BYTES if buffer.nbytes <= LONG_BYTES else CHUNK_BYTES // 2
+        return max(self.size * num_bytes // buffer.element_size() // PIECE, 1) * PIECE
 
     def _add_chunk(self, buffer: Tensor) -> None:
         if self.path == "flat" or self.per_host in (1, self.size):
