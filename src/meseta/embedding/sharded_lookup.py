@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from meseta.comm import BatchSlice, Pending, Scope, World
 from meseta.embedding.accumulate import GradientSegment, local_segment
+from meseta.embedding.counts import CountsExchange
 from meseta.embedding.exchange import (
     DistinctRows,
     Exchanged,
     OwnedIds,
-    RouteCounts,
     Slots,
     Started,
     order_of_unpooled,
@@ -25,8 +25,8 @@ from meseta.embedding.exchange import (
 from meseta.embedding.feature_group import FeatureGroup
 from meseta.embedding.flight import Timer
 from meseta.embedding.gradients import SentGradients, receive_gradients, rows_of_range
-from meseta.embedding.relay import Relay, Rows, give_to_twins
-from meseta.embedding.routes import Route, Side, Slot, make_routing
+from meseta.embedding.relay import Rows, give_to_twins
+from meseta.embedding.routes import Route, Side, make_routing
 from meseta.embedding.wire import GradientDraw, Matrix, Message, Wire, Wires, gradient_exponent
 from meseta.jagged import KeyedJaggedTensor
 from meseta.ops.codec import HalfRange
@@ -39,30 +39,10 @@ from meseta.ops.row_update import FeatureGradient, TableRows
 from meseta.ops.unique import unique
 from meseta.spec import MesetaError, Plan, Shard, TableSpec
 from meseta.spec.codecs import FP32, Codec, Communication
-from meseta.spec.transfer import BATCH_SIZES, HEADER, REFUSED, CountsHeader, id_bytes, longest_range
+from meseta.spec.transfer import REFUSED, CountsHeader, id_bytes, longest_range
 
 ID_TYPES = {4: torch.int32, 8: torch.int64}
 """By bytes of an id on the way: it is a row of its range, so half the bits are enough for most."""
-
-
-@dataclass(frozen=True)
-class _Counts:
-    """What all ranks have told of their ids."""
-
-    known: Sequence[int]
-    """What this rank has to say."""
-    headers: Sequence[CountsHeader]
-    """By rank."""
-    ids_on: RouteCounts
-    rows_on: RouteCounts
-
-
-def _headers(told: Mapping[int, Sequence[int]]) -> list[CountsHeader]:
-    return [CountsHeader(*told[rank][:HEADER]) for rank in range(len(told))]
-
-
-def _chunks(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
-    return [numbers[first : first + size] for first in range(0, len(numbers), size)]
 
 
 class ShardedLookup:
@@ -93,31 +73,8 @@ class ShardedLookup:
         self.tables = tuple(dict.fromkeys(feature.table for feature in group.features))
         """Whose rows travel."""
         self._rows: Mapping[Shard, TableRows] = {}
-        # What this rank knows lies in one tensor, and what goes to each owner is one gather of it:
-        #
-        #   known   [mark and   | ids of each | feature, sample, id of | ids of each row range of the | rows of
-        #            batch size   feature       the first refused id     features that are cut          `row_slots`
-        #            0            1 ... F       F + 1 ... F + 3          F + 4 ...                      ...]
-        #
-        #   to r    [CountsHeader: start, feature, sample, id | ids of each slot that is sent to r | their rows]
-        num_features = len(group.features)
-        at = {(f, 0): 1 + f for f in range(num_features)}
-        ranges = [(f, n) for f in self.routing.cut_features for n in range(len(self.routing.cuts[f]) - 1)]
-        at |= {slot: HEADER + num_features + index for index, slot in enumerate(ranges)}
-        first = HEADER + num_features + len(ranges)
-        self._at, self._rows_at = at, at | {slot: first + i for i, slot in enumerate(self.routing.row_slots)}
-        self._range_counts_at = [[at[f, n] for n in range(len(cuts) - 1)] for f, cuts in enumerate(self.routing.cuts)]
-        header = (0, *range(1 + num_features, HEADER + num_features))
-        self._relay = Relay(self.routing, world, self.tables) if self.routing.two_level else None
-        self._sent_slots = self.routing.sent_slots(world.rank)
-        self._met = range(world.size) if self._relay is None else self._relay.twins
-        """The ranks that ids go to first."""
-        counts_at = [
-            [*header, *(at[s] for s in slots), *(self._rows_at[s] for s in slots if s in self.routing.row_slots)]
-            for slots in (self._sent_slots[r] for r in self._met)
-        ]
-        self._num_sent_counts = [len(places) for places in counts_at]
-        self._gather_counts = torch.tensor([n for places in counts_at for n in places], device=world.device)
+        self._counts = CountsExchange(self.routing, world, self.tables, len(group.features))
+        self._relay = self._counts.relay
         self._id_dtype = ID_TYPES[id_bytes(longest_range(tables, plan))]
 
     def lend(self, rows: Mapping[Shard, TableRows]) -> None:
@@ -141,58 +98,41 @@ class ShardedLookup:
         """
         failed = checked if isinstance(checked, MesetaError) else None
         own = self._refused() if isinstance(checked, MesetaError) else checked
-        ids = own.kjt
-        cut = sort_cut_features(ids, self.routing)
-        counts = [mark * BATCH_SIZES + ids.batch_size, *(b - a for a, b in pairwise(ids.key_offsets))]
-        distinct = DistinctRows.of(ids, self.routing)
-        parts = [torch.tensor(counts, device=self.world.device), own.first_error]
-        parts += [] if cut is None else [cut.totals]
-        known = torch.cat(parts if distinct is None else [*parts, distinct.counts])
-        send, receive = [0] * self.world.size, [0] * self.world.size
-        for rank, size in zip(self._met, self._num_sent_counts, strict=True):
-            send[rank], receive[rank] = size, self._num_told
-        received = self.world.all_to_all(
-            known[self._gather_counts], send, receive, "counts", scope=Scope(self._met, self.tables)
+        cut, distinct = sort_cut_features(own.kjt, self.routing), DistinctRows.of(own.kjt, self.routing)
+        known = self._counts.known(mark, own.kjt, own.first_error, cut, distinct)
+        return Started(
+            mark=mark,
+            ids=own.kjt,
+            cut=cut,
+            counts=known,
+            received=self._counts.start(known),
+            distinct=distinct,
+            failed=failed,
         )
-        return Started(mark=mark, ids=ids, cut=cut, counts=known, received=received, distinct=distinct, failed=failed)
-
-    @property
-    def _num_told(self) -> int:
-        """Numbers that each rank that this one meets first tells of its counts."""
-        return HEADER + len(self.routes) if self._relay is None else self._relay.told_by_twin
 
     def _refused(self) -> CheckedIds:
         """No samples, and the mark that tells the other ranks."""
-        keys, nothing = tuple(f.name for f in self.group.features), self._gather_counts.new_empty(0)
-        ids = KeyedJaggedTensor(keys=keys, values=nothing, lengths=nothing)
-        mark = self._gather_counts.new_tensor([REFUSED, 0, 0])
+        keys = tuple(f.name for f in self.group.features)
+        mark = torch.tensor([REFUSED, 0, 0], device=self.world.device)
+        ids = KeyedJaggedTensor(keys=keys, values=mark[:0], lengths=mark[:0])
         return CheckedIds(kjt=ids, num_outside=mark.new_zeros(len(keys)), first_error=mark)
 
     def exchange(self, x: Started) -> Exchanged:
         """Read the counts, agree on errors, begin the exchange of lengths and ids."""
-        counts = self._read_counts(x)
+        counts, met, sent_slots = self._counts.read(x.counts, x.received), self._counts.met, self._counts.sent_slots
         self._check(x, counts.headers)
         batch_sizes = tuple(header.batch_size for header in counts.headers)
-        batch = batch_sizes[self.world.rank]
-        range_counts = [[counts.known[i] for i in ranges] for ranges in self._range_counts_at]
-        slots = Slots.of(x, self.routing, range_counts, self._id_dtype)
-        sent = [[counts.known[self._at[slot]] for slot in of_rank] for of_rank in self._sent_slots]
-        came = counts.ids_on.answered if self._relay is None else self._passed_slots(self._relay, counts.ids_on)
-        send, receive, scope = [0] * self.world.size, [0] * self.world.size, Scope(self._met, self.tables, x.mark)
-        for rank in self._met:
-            send[rank] = batch * len(sent[rank]) + sum(sent[rank])
-            receive[rank] = batch_sizes[rank] * len(came[rank]) + sum(came[rank])
-        payload = self.world.all_to_all(
-            slots.pack_ids(self._sent_slots, self._id_dtype, self.world.device),
-            send,
-            receive,
-            "ids",
-            scope=scope,
-        )
+        slots = Slots.of(x, self.routing, counts.range_counts, self._id_dtype)
+        send, receive = [0] * self.world.size, [0] * self.world.size
+        for rank in met:
+            send[rank] = x.ids.batch_size * len(counts.sent[rank]) + sum(counts.sent[rank])
+            receive[rank] = batch_sizes[rank] * len(counts.came[rank]) + sum(counts.came[rank])
+        packed, scope = slots.pack_ids(sent_slots, self._id_dtype, self.world.device), Scope(met, self.tables, x.mark)
+        payload = self.world.all_to_all(packed, send, receive, "ids", scope=scope)
         weights = None
         if self.group.is_weighted:
-            packed = slots.pack_weights(self._sent_slots, self.dtype, self.world.device)
-            sizes = [sum(n) for n in sent], [sum(came.get(r, ())) for r in range(self.world.size)]
+            packed = slots.pack_weights(sent_slots, self.dtype, self.world.device)
+            sizes = [sum(n) for n in counts.sent], [sum(counts.came.get(r, ())) for r in range(self.world.size)]
             weights = self.world.all_to_all(packed, *sizes, "weights", scope=scope)
         return Exchanged(
             mark=x.mark,
@@ -203,53 +143,10 @@ class ShardedLookup:
             batch_sizes=batch_sizes,
             ids_on=counts.ids_on,
             rows_on=counts.rows_on,
-            range_counts=range_counts,
+            range_counts=counts.range_counts,
             payload=payload,
             weights=weights,
         )
-
-    def _passed_slots(self, relay: Relay, ids_on: RouteCounts) -> dict[int, Sequence[int]]:
-        """Of each twin: ids of each slot that this host looks up."""
-        return {twin: relay.slot_counts(by_owner) for twin, by_owner in ids_on.passed.items()}
-
-    def _read_counts(self, x: Started) -> _Counts:
-        """Wait for what all ranks tell of their ids; the one host sync of a step."""
-        received, relay, rank = x.received.wait(), self._relay, self.world.rank
-        parts = [x.counts, received]
-        if relay is not None:
-            parts.append(relay.hand_on_counts(received).wait())
-        numbers = torch.cat(parts).tolist()  # The one host sync.
-        known, first = numbers[: x.counts.numel()], numbers[x.counts.numel() : x.counts.numel() + received.numel()]
-        asked = self._by_route(lambda slot: known[self._at[slot]])
-        rows_asked = self._by_route(lambda slot: known[self._rows_at[slot]])
-        if relay is None:
-            told = dict(enumerate(_chunks(first, self._num_told)))
-            answered = {r: tuple(of_rank[HEADER:]) for r, of_rank in told.items()}
-            counts = RouteCounts(asked, answered, {rank: asked})
-            return _Counts(known, _headers(told), counts, counts)
-        last = numbers[x.counts.numel() + received.numel() :]
-        told = dict(zip(relay.arrival, _chunks(last, relay.numbers_of(rank)), strict=True))
-        ids, rows = dict[int, dict[int, tuple[int, ...]]](), dict[int, dict[int, tuple[int, ...]]]()
-        for twin, of_twin in zip(relay.twins, _chunks(first, relay.told_by_twin), strict=True):
-            ids_of = dict(zip(relay.slots, of_twin[HEADER:], strict=False))
-            rows_of = ids_of | dict(
-                zip(relay.row_slots(relay.slots), of_twin[HEADER + len(relay.slots) :], strict=True)
-            )
-            ids[twin] = self._by_route(ids_of.__getitem__, relay.mates)
-            rows[twin] = self._by_route(rows_of.__getitem__, relay.mates)
-        stop, pooled = HEADER + len(self.routes), self.routing.host_reduced[rank].stop
-        answered = {r: tuple(of_rank[HEADER:stop]) for r, of_rank in told.items()}
-        rows_answered = {r: (*answered[r][:pooled], *of_rank[stop:]) for r, of_rank in told.items()}
-        return _Counts(
-            known, _headers(told), RouteCounts(asked, answered, ids), RouteCounts(rows_asked, rows_answered, rows)
-        )
-
-    def _by_route(
-        self, count: Callable[[Slot], int], owners: Sequence[int] | None = None
-    ) -> dict[int, tuple[int, ...]]:
-        """By owner: the count of each of its routes."""
-        ranks = range(self.world.size) if owners is None else owners
-        return {owner: tuple(count(route.slot) for route in self.routing.by_rank[owner]) for owner in ranks}
 
     def _check(self, x: Started, headers: Sequence[CountsHeader]) -> None:
         """Raise MesetaError, on all ranks alike, where a rank is at another batch, or its ids are refused."""
