@@ -407,6 +407,11 @@ class CommConfig(Section):
     exchange: Literal["auto", Exchange] = "auto"
     dense_exchange: Literal["auto", DensePath] = "auto"
 
+    @model_validator(mode="after")
+    def _check(self) -> CommConfig:
+        Communication(**self.model_dump())
+        return self
+
     @property
     def communication(self) -> Communication:
         """The record."""
