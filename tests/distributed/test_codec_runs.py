@@ -1,4 +1,4 @@
-"""Whole runs in fewer bits: the same bits on every way between hosts, after a resume, and rounded alike in one process."""
+"""Whole runs in fewer bits: one run on every way between hosts, after a resume, and in one process that rounds."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meseta.comm import Pending, Scope, World
 from meseta.embedding.exchange import Exchanged
-from meseta.embedding.relay import Rows, by_rank, take_from_twins
+from meseta.embedding.relay import GradientsOfHost, by_rank, take_from_twins
 from meseta.embedding.routes import Route, Routing, column_groups
 from meseta.embedding.wire import GradientDraw, Matrix, Wire, Wires
 from meseta.spec import COLUMN_BLOCK, Plan, Shard
@@ -39,7 +39,7 @@ class SentGradients:
         to a mate also that of its partial bags, and [ids, D] of its routes that are not pooled."""
         routing, world, x, wire = self.routing, self.world, self.x, self.wires.near
         ranks, mates = range(world.size), routing.ranks_of_host(world.rank)
-        of_bags, of_rows = self._of_hosts() if routing.sums_in_hosts else (torch.empty(0), Rows())
+        of_host = self._of_hosts() if routing.goes_by_twins else GradientsOfHost(torch.empty(0), {}, {})
         met = mates if routing.two_level else ranks
         send = [
             routing.answer_message(r, world.rank, x.batch_sizes, x.ids_on.through(r) if r in met else {}) for r in ranks
@@ -48,28 +48,33 @@ class SentGradients:
         buffer = wire.empty(send)
         for r, (direct, host_reduced, *rows) in enumerate(wire.views(buffer, send)):
             of_direct, of_reduced, *of_routes = send[r]
-            if direct.numel():
+            if direct.numel() and routing.two_level:
+                direct.copy_(of_host.direct[r])
+            elif direct.numel():
                 self._put_bags(wire, direct, of_direct, routing.gradient_moves[r], routing.direct_pieces[r])
             if host_reduced.numel():
-                wire.put(host_reduced, of_reduced, [of_bags], routing.host_reduced_gradient_moves[r])
+                wire.put(host_reduced, of_reduced, [of_host.bags], routing.host_reduced_gradient_moves[r])
             for k, (out, matrix) in enumerate(zip(rows, of_routes, strict=True), start=routing.host_reduced[r].stop):
                 if not routing.two_level:
                     self._put_rows(wire, out, matrix, routing.by_rank[r][k])
                 elif r in mates:
-                    out.copy_(of_rows[r, k])
+                    out.copy_(of_host.rows[r, k])
         scope = Scope(met, batch=x.mark)
         return world.all_to_all(buffer, wire.sizes(send), wire.sizes(receive), "gradients", scope=scope)
 
-    def _of_hosts(self) -> tuple[Tensor, Rows]:
-        """Gradients of the whole bags of this host, [samples of this rank and its twins, columns], and of its rows."""
+    def _of_hosts(self) -> GradientsOfHost:
+        """Give each host the gradients of its bags and rows, and take those of this host."""
         routing, x, wire = self.routing, self.x, self.wires.far
         batch_size, hosts = x.batch_sizes[self.world.rank], range(len(routing.host_widths))
         messages = [routing.twin_message(host, batch_size, x.ids_on.asked) for host in hosts]
         buffer = wire.empty(messages)
-        for host, (bags, *rows) in enumerate(wire.views(buffer, messages)):
-            of_bags, *of_routes = messages[host]
+        for host, (bags, *others) in enumerate(wire.views(buffer, messages)):
+            owners, (of_bags, *of_others) = routing.handing_on(host), messages[host]
             self._put_bags(wire, bags, of_bags, routing.host_gradient_moves[host], routing.host_pieces[host])
-            for (r, k), out, matrix in zip(routing.host_rows[host], rows, of_routes, strict=True):
+            for r, out, matrix in zip(owners, others, of_others, strict=False):
+                self._put_bags(wire, out, matrix, routing.gradient_moves[r], routing.direct_pieces[r])
+            of_routes = zip(routing.host_rows[host], others[len(owners) :], of_others[len(owners) :], strict=True)
+            for (r, k), out, matrix in of_routes:
                 self._put_rows(wire, out, matrix, routing.by_rank[r][k])
         return take_from_twins(routing, self.world, x, buffer, wire)
 
@@ -77,6 +82,8 @@ class SentGradients:
         self, wire: Wire, out: Tensor, matrix: Matrix, moves: Sequence[int], pieces: Sequence[tuple[int, int]]
     ) -> None:
         """Gradients of bags; `pieces` are (feature, first column)."""
+        if not out.numel():
+            return
         rounding = None if self.draw is None else self.draw.bags(pieces)
         wire.put(out, matrix, self.gradients[:1], moves, self.share, rounding)
 
@@ -107,25 +114,27 @@ def receive_gradients(
     """Of this owner: [B_global, columns] of its direct and of its partial bags, and [ids, D] of each route that is
     not pooled."""
     rank, buffer = world.rank, sent.wait()
+    routes = routing.by_rank[rank]
     messages = [routing.answer_message(rank, r, x.batch_sizes, x.ids_on.answered) for r in range(world.size)]
     host_reduced = torch.empty(x.num_samples, routing.host_reduced[rank].width, dtype=wire.dtype, device=wire.device)
-    if len(messages[0]) == 2 and not host_reduced.numel() and (wire.is_exact or not wire.is_mixed):
-        whole = Matrix(x.num_samples, messages[0][0].pieces)
+    columns = routing.direct_columns[rank]
+    if len(messages[0]) == 2 and not (routing.two_level or wire.is_mixed):
+        whole = Matrix(x.num_samples, columns)
         [[view]] = wire.views(buffer, [[whole]])
         return wire.read(view, whole), host_reduced, []
-    parts = [
-        [wire.read(view, matrix) for view, matrix in zip(views, message, strict=True)]
-        for views, message in zip(wire.views(buffer, messages), messages, strict=True)
-    ]
+    direct, partial, *rows = (list(of_ranks) for of_ranks in zip(*wire.views(buffer, messages), strict=True))
     if host_reduced.numel():
         blocks: dict[int, Tensor] = {}
         for neighbour in routing.ranks_of_host(rank):
             peers = routing.peers_across_hosts(neighbour)
-            blocks |= zip(peers, parts[neighbour][1].split([x.batch_sizes[peer] for peer in peers]), strict=True)
+            blocks |= zip(peers, partial[neighbour].split([x.batch_sizes[peer] for peer in peers]), strict=True)
         torch.cat([blocks[r] for r in range(len(messages))], out=host_reduced)
-    direct, _, *rows = (list(of_ranks) for of_ranks in zip(*parts, strict=True))
-    ordered = [by_rank(routing, x, rank, k, own) for k, own in enumerate(rows, start=routing.host_reduced[rank].stop)]
-    return torch.cat(direct), host_reduced, ordered
+    bags = wire.read_all(by_rank(routing, rank, direct, x.batch_sizes), columns)
+    ordered = []
+    for k, parts in enumerate(rows, start=routing.host_reduced[rank].stop):
+        counts = [x.ids_on.answered[r][k] for r in range(world.size)]
+        ordered.append(wire.read_all(by_rank(routing, rank, parts, counts), (routes[k].shard.num_columns,)))
+    return bags, host_reduced, ordered
 
 
 def gather_column_stats(

@@ -13,6 +13,7 @@ as ids go.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from meseta.comm import Pending, Scope, World
 from meseta.embedding.exchange import Exchanged
 from meseta.embedding.routes import Routing, Slot
-from meseta.embedding.wire import Matrix, Wire
+from meseta.embedding.wire import Wire
 from meseta.ops.jagged import permute_pieces
 from meseta.spec.transfer import HEADER
 
@@ -120,11 +121,22 @@ class Relay:
         return [counts[slot] for slot in self.slots]
 
 
+@dataclass(frozen=True)
+class FromHosts:
+    """What came across hosts, as it was written; rows are decoded."""
+
+    bags: list[Tensor]
+    """Of each host: whole bags that it has added up."""
+    direct: dict[int, Tensor]
+    """By owner: bags that its host has handed on."""
+    rows: Rows
+
+
 def give_to_twins(
     routing: Routing, world: World, x: Exchanged, answers: Sequence[Sequence[Tensor]], wire: Wire, tables: Sequence[str]
-) -> tuple[list[Tensor], Rows]:
-    """Add up the partial bags of this host for the samples of this rank and its twins, and give the twins theirs with
-    the rows for them; returns every host's whole bags, as they came, and rows by owner and route."""
+) -> FromHosts:
+    """Add up the partial bags of this host for the samples of this rank and its twins, and give the twins theirs, with
+    the bags and rows that owners of this host have for them."""
     twins, host = routing.peers_across_hosts(world.rank), world.rank // routing.per_host
     packed = _for_twins(routing, world.rank, x, answers, wire)
     send, receive = [0] * world.size, [0] * world.size
@@ -134,35 +146,47 @@ def give_to_twins(
         [send[twin]] = wire.sizes([routing.twin_message(host, x.batch_sizes[twin], x.rows_on.passed.get(twin, {}))])
         [receive[twin]] = wire.sizes([message])
     received = world.all_to_all(packed, send, receive, "whole bags", scope=Scope(twins, tables, x.mark)).wait()
-    bags, rows = list[Tensor](), Rows()
-    for h, (of_host, *of_routes) in zip(hosts, wire.views(received, messages), strict=True):
+    bags, direct, rows = list[Tensor](), dict[int, Tensor](), Rows()
+    for h, (of_host, *others) in zip(hosts, wire.views(received, messages), strict=True):
+        owners = routing.handing_on(h)
         bags.append(of_host)
-        for place, view, matrix in zip(routing.host_rows[h], of_routes, messages[h][1:], strict=True):
-            rows[place] = wire.read(view, matrix)
-    return bags, rows
+        direct |= zip(owners, others, strict=False)
+        of_routes = zip(routing.host_rows[h], others[len(owners) :], messages[h][1 + len(owners) :], strict=True)
+        rows |= {place: wire.read(view, matrix) for place, view, matrix in of_routes}
+    return FromHosts(bags, direct, rows)
 
 
 def _for_twins(routing: Routing, rank: int, x: Exchanged, answers: Sequence[Sequence[Tensor]], wire: Wire) -> Tensor:
-    """Whole bags of this host and rows, for one twin after the other."""
+    """Whole bags of this host, direct bags and rows of its owners, for one twin after the other; what is handed on is
+    left as it was written."""
     twins, host = routing.peers_across_hosts(rank), rank // routing.per_host
     sizes = [x.batch_sizes[twin] for twin in twins]
     partial = [answers[mate][1] for mate in routing.ranks_of_host(rank)]
     whole = wire.packed(routing.host_bags(host, sum(sizes)), partial, routing.host_moves[host])
-    if not routing.host_rows[host]:
+    if not routing.two_level:
         return whole.view(-1)
-    rows = []
+    handed_on = [answers[owner][0].split(sizes) for owner in routing.handing_on(host)]
     for owner, k in routing.host_rows[host]:
-        came = answers[owner][2 + k - routing.host_reduced[owner].stop]
-        counts = [x.rows_on.passed[twin][owner][k] for twin in twins]
-        rows.append(wire.packed(Matrix(came.shape[0], (came.shape[1],)), [came]).split(counts))
-    by_twin = zip(whole.split(sizes), *rows, strict=True)
+        rows = answers[owner][2 + k - routing.host_reduced[owner].stop]
+        handed_on.append(rows.split([x.rows_on.passed[twin][owner][k] for twin in twins]))
+    by_twin = zip(whole.split(sizes), *handed_on, strict=True)
     return torch.cat([part.reshape(-1) for parts in by_twin for part in parts])
 
 
-def take_from_twins(routing: Routing, world: World, x: Exchanged, buffer: Tensor, wire: Wire) -> tuple[Tensor, Rows]:
-    """The way back: give each host the gradients of its whole bags and rows, which lie in `buffer` as `twin_message`
-    says. Returns those of this host: [samples of this rank and its twins, columns], and [ids, columns] by owner and
-    route, by twin."""
+@dataclass(frozen=True)
+class GradientsOfHost:
+    """Gradients that came to this host for the samples of this rank's twins."""
+
+    bags: Tensor
+    """[samples of this rank and its twins, columns]: of the whole bags that the host has added up."""
+    direct: dict[int, Tensor]
+    """By owner, as they were written: [the same samples, any] of its direct bags."""
+    rows: Rows
+    """The same of rows, [ids, any]."""
+
+
+def take_from_twins(routing: Routing, world: World, x: Exchanged, buffer: Tensor, wire: Wire) -> GradientsOfHost:
+    """The way back: give each host the gradients of its bags and rows, which lie in `buffer` as `twin_message` says."""
     twins, host = routing.peers_across_hosts(world.rank), world.rank // routing.per_host
     send, receive = [0] * world.size, [0] * world.size
     messages = [routing.twin_message(host, x.batch_sizes[twin], x.ids_on.passed.get(twin, {})) for twin in twins]
@@ -171,26 +195,23 @@ def take_from_twins(routing: Routing, world: World, x: Exchanged, buffer: Tensor
         [receive[twin]] = wire.sizes([messages[h]])
     scope = Scope(twins, batch=x.mark)
     received = world.all_to_all(buffer, send, receive, "gradients of whole bags", scope=scope).wait()
-    places = routing.host_rows[host]
-    if not places:
-        bags = routing.host_bags(host, sum(x.batch_sizes[twin] for twin in twins))
-        [[view]] = wire.views(received, [[bags]])
-        return wire.read(view, bags), {}
-    of_twins = [
-        [wire.read(view, matrix) for view, matrix in zip(views, message, strict=True)]
-        for views, message in zip(wire.views(received, messages), messages, strict=True)
-    ]
-    whole, *rows = (torch.cat(parts) for parts in zip(*of_twins, strict=True))
-    return whole, dict(zip(places, rows, strict=True))
-
-
-def by_rank(routing: Routing, x: Exchanged, rank: int, k: int, parts: Sequence[Tensor]) -> Tensor:
-    """Gradients [ids, columns] of route k of this owner in the order of all ranks, where `parts` are by rank that gave
-    them: of its own ids, or of those of its twins, see `Routing.askers`."""
+    bags = routing.host_bags(host, sum(x.batch_sizes[twin] for twin in twins))
     if not routing.two_level:
-        return torch.cat(list(parts))
+        [[view]] = wire.views(received, [[bags]])
+        return GradientsOfHost(wire.read(view, bags), {}, {})
+    whole, *handed_on = (torch.cat(parts) for parts in zip(*wire.views(received, messages), strict=True))
+    owners = routing.handing_on(host)
+    rows = zip(routing.host_rows[host], handed_on[len(owners) :], strict=True)
+    return GradientsOfHost(wire.read(whole, bags), dict(zip(owners, handed_on, strict=False)), dict(rows))
+
+
+def by_rank(routing: Routing, rank: int, parts: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+    """What each rank has given to this one, where `parts` are by the rank that has handed it on, counts[r] rows of rank
+    r: its own, or those of its twins, see `Routing.askers`."""
+    if not routing.two_level:
+        return list(parts)
     pieces: dict[int, Tensor] = {}
     for mate in routing.ranks_of_host(rank):
         askers = routing.askers(rank, mate)
-        pieces |= zip(askers, parts[mate].split([x.ids_on.answered[r][k] for r in askers]), strict=True)
-    return torch.cat([pieces[r] for r in range(len(parts))])
+        pieces |= zip(askers, parts[mate].split([counts[r] for r in askers]), strict=True)
+    return [pieces[r] for r in range(len(parts))]

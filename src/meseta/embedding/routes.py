@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,9 +68,9 @@ class Routing:
         partial bags   0 -> 1, 1 -> 1    2 -> 3, 3 -> 3    in each host, to the rank with the place that 3 has in its
         whole bags     1 -> 3            3 -> 3            row range 0 + row range 1, to the rank that asked
 
-    With exchange 'two_level' all bags and rows go so, and ids there (the transform of arXiv 2403.00877, section 3.1,
-    that keeps what a model computes). Between hosts a rank then meets its twins alone, and an id that several ranks of
-    a host need crosses once. The ids of the same bag:
+    With exchange 'two_level' all bags and rows go so, added up or as they are, and ids there (the transform of arXiv
+    2403.00877, section 3.1, that keeps what a model computes). Between hosts a rank then meets its twins alone, and an
+    id that several ranks of a host need crosses once. The ids of the same bag:
 
         across         3 -> 1            3 stays           rows 1 and 6, once for each host that needs them
         inside         1 -> 0, 1 -> 1    3 -> 2, 3 -> 3    row 1 to the owner of row range 0, row 6 to that of 1
@@ -120,9 +121,14 @@ class Routing:
         return range(rank % self.per_host, len(self.by_rank), self.per_host)
 
     @cached_property
-    def sums_in_hosts(self) -> bool:
-        """Whether bags or rows go to a rank of the owner's host first."""
-        return self.two_level or any(side.width for side in self.host_reduced)
+    def sums_bags(self) -> bool:
+        """Whether partial bags are added up inside hosts."""
+        return any(side.width for side in self.host_reduced)
+
+    @property
+    def goes_by_twins(self) -> bool:
+        """Whether bags go to a rank of the owner's host first."""
+        return self.two_level or self.sums_bags
 
     @cached_property
     def host_slots(self) -> tuple[tuple[Slot, ...], ...]:
@@ -277,9 +283,9 @@ class Routing:
     def answer_message(
         self, owner: int, rank: int, batch_sizes: Sequence[int], counts: Mapping[int, Sequence[int]]
     ) -> list[Matrix]:
-        """What an owner sends to one rank, with counts[r][k] rows for rank r on its route k: the rank's direct bags; to
-        a rank of its host, partial bags for the samples of the rank and its peers across hosts; then the rows of each
-        route that is not pooled, for each of `askers`. Gradients come back alike."""
+        """What an owner sends to one rank, with counts[r][k] rows for rank r on its route k: direct bags for each of
+        `askers`; to a rank of its host, partial bags for the samples of the rank and its peers across hosts; then the
+        rows of each route that is not pooled, for each of `askers`. Gradients come back alike."""
         host_reduced = self.host_reduced[owner]
         num_partial = (
             sum(batch_sizes[peer] for peer in self.peers_across_hosts(rank)) if rank in self.ranks_of_host(owner) else 0
@@ -287,7 +293,7 @@ class Routing:
         askers, unpooled = self.askers(owner, rank), range(host_reduced.stop, len(self.by_rank[owner]))
         rows = ((sum(counts[r][k] for r in askers), self.by_rank[owner][k].shard.num_columns) for k in unpooled)
         return [
-            Matrix(batch_sizes[rank], self.direct_columns[owner]),
+            Matrix(sum(batch_sizes[r] for r in askers), self.direct_columns[owner]),
             Matrix(num_partial, self.host_reduced_columns[owner], stays_inside=True),
             *(Matrix(number, (columns,)) for number, columns in rows),
         ]
@@ -321,9 +327,18 @@ class Routing:
 
     def twin_message(self, host: int, batch_size: int, counts: Mapping[int, Sequence[int]]) -> list[Matrix]:
         """What a host sends to a rank that asked for `batch_size` samples and, of its rank r, counts[r][k] rows on
-        route k: whole bags, and the rows of each of `host_rows`. Gradients come back alike."""
+        route k: whole bags that it has added up, with two levels direct bags of each of its ranks, and the rows of each
+        of `host_rows`. Gradients come back alike."""
         rows = ((counts[rank][k], self.by_rank[rank][k].shard.num_columns) for rank, k in self.host_rows[host])
-        return [self.host_bags(host, batch_size), *(Matrix(number, (columns,)) for number, columns in rows)]
+        return [
+            self.host_bags(host, batch_size),
+            *(Matrix(batch_size, self.direct_columns[rank]) for rank in self.handing_on(host)),
+            *(Matrix(number, (columns,)) for number, columns in rows),
+        ]
+
+    def handing_on(self, host: int) -> range:
+        """The ranks of a host whose direct bags go by way of twins."""
+        return self.ranks_of_host(host * self.per_host) if self.two_level else range(0)
 
     def host_bags(self, host: int, batch_size: int) -> Matrix:
         """Whole bags of a host."""
@@ -346,8 +361,11 @@ def make_routing(tables: Sequence[TableSpec], features: Sequence[FeatureSpec], p
         entry = plan[feature.table]
         starts = sorted({shard.rows[0] for shard in entry.shards})
         cuts.append((*starts, by_name[feature.table].num_embeddings))
-        is_host_reduced = sums and (plan.is_two_level or entry.sharding in SUMMED_IN_HOST)
+        parts = Counter((shard.ranks[0] // plan.per_host, shard.columns) for shard in entry.shards)
         for shard in entry.shards:
+            is_host_reduced = sums and entry.sharding in SUMMED_IN_HOST
+            if plan.is_two_level:
+                is_host_reduced = parts[shard.ranks[0] // plan.per_host, shard.columns] > 1
             route = Route(index, shard, starts.index(shard.rows[0]), 0)
             if entry.is_replica(shard):
                 replicated.append(route)

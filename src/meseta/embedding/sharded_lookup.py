@@ -25,7 +25,7 @@ from meseta.embedding.exchange import (
 from meseta.embedding.feature_group import FeatureGroup
 from meseta.embedding.flight import Timer
 from meseta.embedding.gradients import SentGradients, receive_gradients, rows_of_range
-from meseta.embedding.relay import Rows, give_to_twins
+from meseta.embedding.relay import FromHosts, Rows, give_to_twins
 from meseta.embedding.routes import Route, Side, make_routing
 from meseta.embedding.wire import GradientDraw, Matrix, Message, Wire, Wires, gradient_exponent
 from meseta.jagged import KeyedJaggedTensor
@@ -183,11 +183,14 @@ class ShardedLookup:
         with stage_timer("output_dist"):
             messages = self._answer_messages(x)
             answers = wires.near.views(pending.wait(), messages)
-            whole, rows = self._nothing_of_hosts(x), Rows()
-            if self.routing.sums_in_hosts:
-                whole, rows = give_to_twins(self.routing, self.world, x, answers, wires.far, self.tables)
-            rows = rows if self._relay is not None else self._rows_of(wires.near, answers, messages)
-            pooled = self._put_together(x, wires.far, [views[0] for views in answers], whole, local_bags)
+            direct = [views[0] for views in answers]
+            came = FromHosts(self._nothing_of_hosts(x), {}, {})
+            if self.routing.goes_by_twins:
+                came = give_to_twins(self.routing, self.world, x, answers, wires.far, self.tables)
+            if self._relay is not None:
+                direct = [came.direct[owner] for owner in range(self.world.size)]
+            rows = came.rows if self._relay is not None else self._rows_of(wires.near, answers, messages)
+            pooled = self._put_together(x, wires.far, direct, came.bags, local_bags)
             return [pooled, *(self._assemble_rows(x, f, rows) for f in self.group.unpooled)]
 
     def _put_together(
@@ -212,9 +215,7 @@ class ShardedLookup:
     def _wires(self, codec: Codec, half: HalfRange | None = None) -> Wires:
         """How bags and rows, or their gradients, are written by a codec."""
         far = Wire(self.dtype, self.world.device, codec, half=half or HalfRange(overflows=self._clamped))
-        if self.routing.two_level:
-            return Wires(Wire(self.dtype, self.world.device), far)
-        return Wires(replace(far, is_mixed=self.routing.sums_in_hosts), far)
+        return Wires(replace(far, is_mixed=self.routing.sums_bags), far)
 
     def _rows_of(self, wire: Wire, answers: Sequence[Sequence[Tensor]], messages: Sequence[Message]) -> Rows:
         """By owner and route: rows of those that are not pooled, as owners have answered."""
@@ -229,26 +230,28 @@ class ShardedLookup:
         rank, routing = self.world.rank, self.routing
         direct, host_reduced = routing.direct[rank], routing.host_reduced[rank]
         bags = self._look_up_bags(x, owned, direct)
+        bags = wire.packed(Matrix(x.num_samples, routing.direct_columns[rank]), [bags])
         messages = [routing.answer_message(rank, r, x.batch_sizes, x.rows_on.answered) for r in range(self.world.size)]
-        if len(self.routes) == direct.stop and (wire.is_exact or not wire.is_mixed):
-            send = wire.packed(Matrix(x.num_samples, routing.direct_columns[rank]), [bags]).view(-1)
+        if len(self.routes) == direct.stop and not (routing.two_level or wire.is_mixed):
+            send = bags.view(-1)
         else:
-            send = wire.empty(messages)
             partial = dict(enumerate(self._look_up_bags(x, owned, host_reduced).split(x.batch_sizes)))
-            rows, of_ranks = self._look_up_rows(x, owned), bags.split(x.batch_sizes)
+            rows, of_ranks = self._look_up_rows(x, owned, wire), bags.split(x.batch_sizes)
+            send = wire.empty(messages)
             for r, views in enumerate(wire.views(send, messages)):
+                askers = routing.askers(rank, r)
                 peers = routing.peers_across_hosts(r) if r in routing.ranks_of_host(rank) else ()
-                parts = [[of_ranks[r]], [partial[peer] for peer in peers]]
-                parts += [[of_route[asker] for asker in routing.askers(rank, r)] for of_route in rows]
-                for view, matrix, part in zip(views, messages[r], parts, strict=True):
+                parts = [[of_ranks[asker] for asker in askers], [partial[peer] for peer in peers]]
+                parts += [[of_route[asker] for asker in askers] for of_route in rows]
+                for view, part in zip(views, parts, strict=True):
                     if view.numel():
-                        wire.put(view, matrix, [torch.cat(part) if len(part) > 1 else part[0]])
+                        torch.cat(part, out=view)
         scope = Scope(None if self._relay is None else self._relay.mates, self.tables, x.mark)
         expected = wire.sizes(self._answer_messages(x))
         return self.world.all_to_all(send, wire.sizes(messages), expected, "answers", scope=scope)
 
-    def _look_up_rows(self, x: Exchanged, owned: OwnedIds) -> list[tuple[Tensor, ...]]:
-        """Of each route that is not pooled: the rows for each rank, [rows, columns]."""
+    def _look_up_rows(self, x: Exchanged, owned: OwnedIds, wire: Wire) -> list[tuple[Tensor, ...]]:
+        """Of each route that is not pooled: the rows for each rank, [rows, columns], as they are written."""
         first = self.routing.host_reduced[self.world.rank].stop
         if first == len(self.routes):
             return []
@@ -261,7 +264,8 @@ class ShardedLookup:
             self._check_distinct(distinct.bounds.diff().tolist(), counts)
             ids = distinct.rows
         bounds = list(accumulate((sum(of_route) for of_route in counts), initial=0))
-        return [rows.split(sizes) for rows, sizes in zip(row_lookup(tables, ids, bounds), counts, strict=True)]
+        found = zip(row_lookup(tables, ids, bounds), counts, strict=True)
+        return [wire.packed(Matrix(rows.shape[0], (rows.shape[1],)), [rows]).split(sizes) for rows, sizes in found]
 
     def _check_distinct(self, counted: Sequence[int], told: Sequence[Sequence[int]]) -> None:
         """Raise MesetaError where a rank has told another number of rows than its ids have."""

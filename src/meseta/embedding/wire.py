@@ -161,6 +161,17 @@ class Wire:
         self.take(out, [view], [matrix], whole_row(matrix.width))
         return out
 
+    def read_all(self, views: Sequence[Tensor], pieces: tuple[int, ...]) -> Tensor:
+        """[all rows, columns]: matrices of a buffer, of the same columns, as one of numbers."""
+        if self.is_exact:
+            return torch.cat(list(views))
+        sizes = [view.shape[0] for view in views]
+        out = empty((sum(sizes), sum(pieces)), self.dtype, self.device)
+        for part, view in zip(out.split(sizes), views, strict=True):
+            if part.numel():
+                self.take(part, [view], [Matrix(part.shape[0], pieces)], whole_row(sum(pieces)))
+        return out
+
     def rounded(self, values: Tensor, pieces: tuple[int, ...], rounding: Rounding | None = None) -> Tensor:
         """[rows, columns] as they come out where they have been sent."""
         if self.is_exact:
@@ -176,7 +187,7 @@ class Wires(NamedTuple):
     """How what goes straight between ranks and owners is written, and what goes between twins."""
 
     near: Wire
-    """With two levels it stays inside a host."""
+    """Beside it may be what stays inside a host."""
     far: Wire
 
 

@@ -63,11 +63,13 @@ from meseta.spec.workload import DenseExchange, Workload
 
 Each = Literal[
     "pair", "twin pair", "route", "host route", "row route", "host row route", "bag", "host bag", "id", "host id",
-    "weight", "host weight", "bag number", "partial bag number", "whole bag number", "row number",
+    "weight", "host weight", "bag number", "partial bag number", "summed bag number", "handed bag number",
+    "whole bag number", "row number",
     "distinct row number", "row statistic", "replica number", "padded replica number", "replica row", "step",
 ]  # fmt: skip
 """What a part counts. A route is a feature that reads a piece of a table: one for each rank that asks; a row route is
-one that is not pooled. A bag number is one column of one bag; partial ones are summed inside a host, to whole ones; a
+one that is not pooled. A bag number is one column of one bag; partial ones are summed inside a host, to whole ones; of
+these, with two levels, those that are one of several ranges of rows are summed, and others handed on as they are; a
 row number is one column of a row that is not pooled, a distinct one is counted once for each rank that asks. What is a
 host's is counted once for all pieces of a host that hold columns of the same rows. A row statistic is a sum over a
 touched row's part of 16 columns, for each other owner of columns of the row. Padded are numbers of rows whose columns
@@ -344,10 +346,13 @@ class _Step:
         if not self.sums_in_hosts and not self.two_level:
             return [Transfer("answers", "output_dist", parts, times, to_owners=False)]
         whole = [written("whole bag number", "hosts")]
-        if self.two_level:
-            row = row or "distinct row number"
-            parts, whole = (Part(row, number, "host"),), [*whole, written(row, "hosts")]
-        parts = (*parts, Part("partial bag number", number, "host"))
+        partial: Each = "partial bag number"
+        if self.two_level:  # what is handed on is written once, by its owner
+            row, partial = row or "distinct row number", "summed bag number"
+            handed_on = (written(each, "host") for each in ("handed bag number", row))
+            parts = tuple(replace(part, codec=FP32) for part in handed_on)
+            whole.append(written(row, "hosts"))
+        parts = (*parts, Part(partial, number, "host"))
         return [
             Transfer("answers", "output_dist", parts, times, to_owners=False),
             Transfer("whole bags", "output_dist", tuple(whole), times, to_owners=False),

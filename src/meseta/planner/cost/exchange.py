@@ -140,6 +140,9 @@ def counts_of(each: Each, load: Loads, cut: Cut, num_ranks: int) -> Floats:
     if each == "row statistic":
         numbers = np.array([ROW_STATISTICS.get(name, (0, 0))[1] for name in load.optimizers], np.float64)
         return numbers[load.optimizer] * load.distinct * np.ceil(load.columns / COLUMN_BLOCK) * (cut.column_parts - 1.0)
+    if each in ("summed bag number", "handed bag number"):
+        is_one = cut.host_parts == 1 if each == "handed bag number" else cut.host_parts > 1
+        return np.where(is_one, load.bags * load.columns, 0.0)
     is_summed = cut.host_parts > 0
     numbers = load.bags * load.columns
     if each == "bag number":
