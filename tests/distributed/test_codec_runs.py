@@ -85,7 +85,7 @@ def test_verify_sees_another_rounding(
     """One process that does not round is told from ranks that do."""
     from meseta.embedding import EmbeddingBagCollection
 
-    monkeypatch.setattr(EmbeddingBagCollection, "round_as", lambda self, comm: None)
+    monkeypatch.setattr(EmbeddingBagCollection, "round_as", lambda self, *_: None)
     document = settings(tiny, tmp_path / "run", **WIDE, plan=COLUMNS, comm__precision="int8")
     first = verify(ranks, document, tmp_path / "records").first
     assert first is not None and first.phase == "embedding" and first.rule == Rule("bits")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
 
@@ -76,22 +76,38 @@ class LocalLookup:
         return whole
 
 
+@dataclass(frozen=True)
+class Rounds:
+    """What one process rounds as several ranks do."""
+
+    comm: Communication
+    at_home: frozenset[str]
+    """Tables that every rank holds whole, whose rows do not travel."""
+
+
 class RoundedLookup(LocalLookup):
     """The same, rounded where several ranks round what they send, so that they can be held against it."""
 
     def __init__(
-        self, group: FeatureGroup, weights: Mapping[str, Tensor], dtype: torch.dtype, comm: Communication, seed: int
+        self, group: FeatureGroup, weights: Mapping[str, Tensor], dtype: torch.dtype, rounds: Rounds, seed: int
     ) -> None:
         super().__init__(group, weights, dtype)
         self._pooled = replace(self._pooled, mean=(False,) * len(group.pooled_features))  # sums travel
-        self._comm, self._seed = comm, seed
+        self._comm, self._seed = rounds.comm, seed
+        self._travels = [f.table not in rounds.at_home for f in (*group.pooled_features, *group.row_features)]
 
     def __call__(self, ids: KeyedJaggedTensor) -> list[Tensor]:
         pooled, *rows = super().__call__(ids)
         wire = Wire(self._dtype, pooled.device, self._comm.codec("forward"))
-        sums = wire.rounded(pooled, self.group.pooled_dims)
+        of_features = pooled.split(self.group.pooled_dims, dim=1)
+        bags, single = self._travels[: len(of_features)], self._travels[len(of_features) :]
+        sent = wire.rounded(pooled, self.group.pooled_dims).split(self.group.pooled_dims, dim=1)
+        each_bag = zip(sent, of_features, bags, strict=True)
+        sums = torch.cat([pooled[:, :0], *(one if travels else exact for one, exact, travels in each_bag)], dim=1)
         lengths = ids.lengths.view(len(self.group.features), -1)
-        return [self.group.divide_means(sums, lengths), *(wire.rounded(one, (one.shape[1],)) for one in rows)]
+        each = zip(rows, single, strict=True)
+        rounded = [wire.rounded(one, (one.shape[1],)) if travels else one for one, travels in each]
+        return [self.group.divide_means(sums, lengths), *rounded]
 
     def segment(self, ids: KeyedJaggedTensor, gradients: Sequence[Tensor], step: int) -> GradientSegment:
         of_bags, *of_rows = gradients
@@ -131,7 +147,7 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
     ) -> None:
         super().__init__(tables, features, seed)
         self.device = torch.device(device)
-        self._comm = Communication()
+        self._rounds = Rounds(Communication(), frozenset())
 
     @cached_property
     def plan(self) -> Plan:
@@ -195,16 +211,16 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
         )
         return self._embeddings(flight, ids, found)
 
-    def round_as(self, comm: Communication) -> None:
-        """Round in training what several ranks under `comm` round before they send it: bags and rows, and their
-        gradients. What they add over ranks, as replicas, is not rounded."""
+    def round_as(self, comm: Communication, at_home: Iterable[str] = ()) -> None:
+        """Round in training what several ranks under `comm` round before they send it: bags and rows, but of the tables
+        `at_home`, and the gradients of all. What ranks add up, as those of replicas, is not rounded so."""
         comm.check_dtype(self.tables[0].dtype)
-        self._comm, self._rows = comm, None
+        self._rounds, self._rows = Rounds(comm, frozenset(at_home)), None
 
     def _lookup(self, group: FeatureGroup, weights: Mapping[str, Tensor]) -> LocalLookup:
-        if self._comm.is_exact:
+        if self._rounds.comm.is_exact:
             return LocalLookup(group, weights, self.dtype)
-        return RoundedLookup(group, weights, self.dtype, self._comm, self.seed)
+        return RoundedLookup(group, weights, self.dtype, self._rounds, self.seed)
 
     def _describe(self, rows: Sequence[TableRows]) -> None:
         weights = {shard.spec.name: lent.weight for shard, lent in zip(self.shards, rows, strict=True)}

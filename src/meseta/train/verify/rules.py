@@ -94,8 +94,9 @@ def rule_of(
     is_rounded = is_cut or is_replicated or (longest_bag > 1 and not is_exact_share)
     if plan.num_ranks == 1 or (phase == "embedding" and not is_rounded):
         return Rule("bits")
-    if of == "lookup" and is_cut and not comm.codec("forward").is_whole:
-        parts = len({shard.rows for shard in placed.shards})
+    parts = len({shard.rows for shard in placed.shards})
+    is_mixed = is_cut or (is_replicated and parts > 1)
+    if of == "lookup" and is_mixed and not comm.codec("forward").is_whole:
         return Rule("share", 2 * parts * comm.codec("forward").half_unit)
     if (phase == "training" and not comm.is_exact) or (is_rounded and not comm.codec("backward").is_whole):
         return Rule("free")

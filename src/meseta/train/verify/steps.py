@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,9 +61,12 @@ def slice_sizes(batch_size: int, num_ranks: int) -> list[int]:
     return [share + (rank < more) for rank in range(num_ranks)]
 
 
-def run_steps(config: RunConfig, world: World, phase: str, num_steps: int, num_ranks: int) -> Iterator[StepResult]:
+def run_steps(
+    config: RunConfig, world: World, phase: str, num_steps: int, num_ranks: int, at_home: Collection[str] = ()
+) -> Iterator[StepResult]:
     """Train from the beginning for `num_steps`, whatever number of epochs that takes; `num_ranks` is that of the
-    sharded run, also where one process repeats it.
+    sharded run, also where one process repeats it. That rounds as ranks do, but for the tables `at_home`, which all
+    ranks hold whole.
 
     Raises MesetaError, naming the step, for what training meets.
     """
@@ -76,7 +79,7 @@ def run_steps(config: RunConfig, world: World, phase: str, num_steps: int, num_r
     ids = EmbeddingBagCollection(tables, features, seed=config.seed)  # holds no rows: it is never looked up
     model = make_sharded_model(config, dataset, world)
     if world.size == 1 and num_ranks > 1:
-        model.embeddings.round_as(config.comm.communication)
+        model.embeddings.round_as(config.comm.communication, at_home)
     step: Callable[[int, Batch, Batch], tuple[float | None, Tensor | None]]
     if phase == "training":
         weights = task_weights(config, dataset)
