@@ -6,10 +6,9 @@ import statistics
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from hosts import Hosts
-from links import shapes
+from links import plain_steps, shapes
 from links.crew import Crew, crew, here, on_hosts
 from links.timing import Options, table
 
@@ -18,7 +17,6 @@ LEAST = 0.97
 ROWS_BYTES, SUM_BYTES = 1_000_000, 64_000_000
 RATE = "500mbit"
 NAME = "a measurement"
-_step: list[Any] = []
 
 
 def measure_lanes(options: Options, why: str | None) -> bool:
@@ -92,11 +90,11 @@ def _measure_beside_before(before: Path, options: Options) -> bool:
         crews: dict[str, Crew] = {}
         for name, python in pythons.items():
             crews[name] = held.enter_context(crew(2, here(2, bind=False), **python))
-            crews[name].ask(build_step, shape=shape)
+            crews[name].ask(plain_steps.build, shape=shape)
         num_steps = 2 if options.quick else 8
         for turn in range(3 * options.rounds):
             for name in list(crews)[:: 1 if turn % 2 else -1]:
-                spent[name].append(crews[name].ask(time_steps, num_steps=num_steps)[0])
+                spent[name].append(crews[name].ask(plain_steps.time_steps, num_steps=num_steps)[0])
     ratios = [b / a for a, b in zip(spent["now"], spent["before"], strict=True)]
     now, former, ratio = (statistics.median(one) for one in (spent["now"], spent["before"], ratios))
     table(
@@ -106,20 +104,3 @@ def _measure_beside_before(before: Path, options: Options) -> bool:
     )
     options.record("2 ranks fp32, no slow links", "step", now, "s", peer="the commit before", peer_value=former)
     return ratio >= LEAST
-
-
-def build_step(shape: dict[str, Any]) -> None:
-    """On every rank, in either checkout."""
-    import torch
-
-    from meseta.train.bench import OursTraining
-
-    torch.set_num_threads(1)
-    _step[:] = [OursTraining(shape, "sgd")]
-    _step[0].time("step", 0, 2)
-
-
-def time_steps(num_steps: int) -> float:
-    """Seconds of a step."""
-    seconds: float = _step[0].time("step", 0, num_steps)
-    return seconds / num_steps
