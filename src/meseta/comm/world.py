@@ -256,7 +256,8 @@ class World:
             _crossing.let_pass()
             return swap(self.rank, peers, name, batch=-buffer.numel(), group=lane.group, known=known)
 
-        sums = OrderedSum(self.rank, self.size, self.ranks_per_host, self.sum_path, begin, lane.scratch, coding)
+        path = self.sum_path if coding is None else "twins"  # what is never encoded goes the same way
+        sums = OrderedSum(self.rank, self.size, self.ranks_per_host, path, begin, lane.scratch, coding)
         return lane.begin(lambda: add_up(sums), by_itself=by_itself and on_cpu)
 
     def sum_of_few(self, numbers: Tensor, name: str = "") -> Tensor:
