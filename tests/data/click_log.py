@@ -36,7 +36,7 @@ def make_lines(num_rows: int, seed: int = 0, num_values: int = 40) -> list[str]:
 
 def write_tsv(path: Path, lines: list[str], end: str = "\n") -> Path:
     text = end.join(lines) + end
-    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    path.write_bytes(gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text.encode())
     return path
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -58,12 +59,13 @@ def part(table: Table, first: int, stop: int) -> Table:
 
 
 def write_csv(path: Path, table: Table, *, header: bool = True) -> Path:
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "wt", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        if header:
-            writer.writerow(table)
-        writer.writerows(zip(*table.values(), strict=True))
+    file = io.StringIO(newline="")
+    writer = csv.writer(file)
+    if header:
+        writer.writerow(table)
+    writer.writerows(zip(*table.values(), strict=True))
+    text = file.getvalue().encode()
+    path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)  # the same bytes at any time
     return path
 
 

@@ -115,9 +115,11 @@ def test_variants_take_turns() -> None:
 
 
 def test_bits_are_compared_over_all_ways() -> None:
-    all_cases = list(cases("int8", Layout(2, 4), quick=False))
-    assert len(all_cases) == len(set(all_cases)) == 2 * 3 * 3 * 2
-    assert {case.variant.precision for case in all_cases} == {"int8"}
+    """A chain is a way for fp32 alone."""
+    for precision, num_ways in (("fp32", 3), ("int8", 2)):
+        all_cases = list(cases(precision, Layout(2, 4), quick=False))
+        assert len(all_cases) == len(set(all_cases)) == 2 * num_ways * 3 * 2
+        assert {case.variant.precision for case in all_cases} == {precision}
 
 
 def test_a_checksum_sees_copies_that_differ() -> None:
