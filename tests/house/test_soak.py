@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from source_tree import ROOT
+from source_tree import ROOT, SOURCE
 
 sys.path.insert(0, str(ROOT / "tools" / "soak"))
 import soak_parts
@@ -73,3 +74,20 @@ def test_what_has_passed_is_left_out(tmp_path: Path, processes: list[str]) -> No
     assert session(fails=7).startswith("1 passed")
     assert noted() == [0, 1, 2]
     assert "no tests ran" in session(fails=7) or not processes
+
+
+def uncheckable(text: str) -> list[str]:
+    """Protocols that no call can be checked against, as `make soak` checks every one."""
+    return [
+        node.name
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ClassDef)
+        and any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases)
+        and not any(isinstance(mark, ast.Name) and mark.id == "runtime_checkable" for mark in node.decorator_list)
+    ]
+
+
+def test_protocols_can_be_checked_in_every_call() -> None:
+    found = {str(path.relative_to(SOURCE)): uncheckable(path.read_text()) for path in SOURCE.rglob("*.py")}
+    assert {path: names for path, names in found.items() if names} == {}
+    assert uncheckable("class A(Protocol): ...\n@runtime_checkable\nclass B(Protocol): ...") == ["A"]

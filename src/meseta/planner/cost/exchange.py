@@ -55,6 +55,7 @@ class Collective:
         return spent + self.times * latency_s
 
 
+@runtime_checkable  # beartype asks for it where the tests check every call
 class Called(Protocol):
     """What the latency of a collective follows from."""
 
@@ -159,7 +160,7 @@ _OF_HOSTS: dict[Each, Each] = {
 
 def pair_bytes(part: Part, num_ranks: int, per_host: int) -> float:
     """Bytes of a part that travels between ranks whatever their pieces are, to one rank from all."""
-    return part.num_bytes * (num_ranks // per_host if part.each == "twin pair" else num_ranks)
+    return float(part.num_bytes * (num_ranks // per_host if part.each == "twin pair" else num_ranks))
 
 
 PAIRS: tuple[Each, ...] = ("pair", "twin pair")

@@ -247,7 +247,7 @@ class Prices:
         for transfer in self.transfers:
             if not transfer.is_of_tables:
                 total += self._call_s(transfer, is_far=transfer.parts[0].way not in ("host gather", "host scatter"))
-                total += float(self._alike_seconds(transfer, [np.array(part.num_bytes) for part in transfer.parts]))
+                total += float(self._alike_seconds(transfer, [np.array(float(part.num_bytes)) for part in transfer.parts]))
             elif self._is_always(transfer):
                 headers = [part for part in transfer.parts if part.each in PAIRS]
                 total += self._call_s(transfer, is_far=True) if headers else self._least_call_s(transfer)
@@ -290,7 +290,7 @@ class Prices:
         if transfer.path == "chain":
             far_s = far_s * chain_share(hosts)
         spent = near_s + far_s if transfer.path in ("twins", "chain") else np.maximum(near_s, far_s)
-        total: Floats = spent + 2 * (near + far) * self._copy_s + codec_s
+        total: Floats = np.asarray(spent + 2 * (near + far) * self._copy_s + codec_s)
         return total
 
     def uses(self, cuts: Cuts, pieces: Pieces) -> Ints:
