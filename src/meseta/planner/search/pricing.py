@@ -247,7 +247,9 @@ class Prices:
         for transfer in self.transfers:
             if not transfer.is_of_tables:
                 total += self._call_s(transfer, is_far=transfer.parts[0].way not in ("host gather", "host scatter"))
-                total += float(self._alike_seconds(transfer, [np.array(float(part.num_bytes)) for part in transfer.parts]))
+                total += float(
+                    self._alike_seconds(transfer, [np.array(float(part.num_bytes)) for part in transfer.parts])
+                )
             elif self._is_always(transfer):
                 headers = [part for part in transfer.parts if part.each in PAIRS]
                 total += self._call_s(transfer, is_far=True) if headers else self._least_call_s(transfer)
