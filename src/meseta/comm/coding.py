@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -59,26 +58,9 @@ class SumCoding:
     def _rounding(self, first: int, count: int, host: int | None) -> Rounding:
         """Sums of hosts are drawn apart from each other and from their total, whose errors would else add up."""
         numbers = first if self.block_numbers is None else self.block_numbers[first : first + count]
-        return Rounding((self._keys.of(host),), (0,), numbers)
-
-    @cached_property
-    def _keys(self) -> _Keys:
-        return _Keys(self.key)
-
-
-class _Keys:
-    """Keys of hosts and of their total."""
-
-    def __init__(self, key: tuple[int, int, str]) -> None:
-        self._key = key
-        self._made: dict[int | None, int] = {}
-
-    def of(self, host: int | None) -> int:
-        """Of what a host has, or of the total."""
-        if host not in self._made:
-            seed, step, name = self._key
-            self._made[host] = rounding_key(seed, step, name if host is None else f"{name} of host {host}")
-        return self._made[host]
+        seed, step, name = self.key
+        key = rounding_key(seed, step, name if host is None else f"{name} of host {host}")
+        return Rounding((key,), (0,), numbers)
 
 
 def whole_blocks(count: int) -> int:

@@ -116,7 +116,7 @@ class CountsExchange:
             answered = {rank: tuple(of_rank[HEADER:]) for rank, of_rank in told.items()}
             counts = RouteCounts(asked, answered, {self._world.rank: asked})
             return Told(_headers(told), counts, counts, range_counts, sent, answered)
-        told = dict(zip(relay.arrival, _chunks(last, relay.numbers_of(self._world.rank)), strict=True))
+        told = dict(zip(relay.arrival, _chunks(last, relay.numbers_of[self._world.rank]), strict=True))
         of_twins = dict(zip(relay.twins, _chunks(first, relay.told_by_twin), strict=True))
         ids_on, rows_on = self._of_two_levels(relay, mine, told, of_twins)
         came = {twin: relay.slot_counts(by_owner) for twin, by_owner in ids_on.passed.items()}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meseta.comm import Pending, Scope, World
 from meseta.embedding.exchange import Exchanged
-from meseta.embedding.relay import GradientsOfHost, by_rank, take_from_twins
+from meseta.embedding.relay import GradientsOfHost, by_rank, by_twins, take_from_twins
 from meseta.embedding.routes import Route, Routing, column_groups
 from meseta.embedding.wire import GradientDraw, Matrix, Wire, Wires
 from meseta.spec import COLUMN_BLOCK, Plan, Shard
@@ -124,11 +124,7 @@ def receive_gradients(
         return wire.read(view, whole), host_reduced, []
     direct, partial, *rows = (list(of_ranks) for of_ranks in zip(*wire.views(buffer, messages), strict=True))
     if host_reduced.numel():
-        blocks: dict[int, Tensor] = {}
-        for neighbour in routing.ranks_of_host(rank):
-            peers = routing.peers_across_hosts(neighbour)
-            blocks |= zip(peers, partial[neighbour].split([x.batch_sizes[peer] for peer in peers]), strict=True)
-        torch.cat([blocks[r] for r in range(len(messages))], out=host_reduced)
+        torch.cat(by_twins(routing, rank, partial, x.batch_sizes), out=host_reduced)
     bags = wire.read_all(by_rank(routing, rank, direct, x.batch_sizes), columns)
     ordered = []
     for k, parts in enumerate(rows, start=routing.host_reduced[rank].stop):

@@ -44,21 +44,22 @@ class Relay:
         """All ranks, in the order in which their counts and ids come: by the mate that hands them on."""
         self.slots = routing.host_slots[self.host]
         """What the host looks up, in the order in which twins send it."""
+        self.told_by_twin = self._count_numbers(self.slots)
+        """Numbers that a twin tells of its counts."""
+        routes = {mate: [route.slot for route in routing.by_rank[mate]] for mate in self.mates}
+        self.numbers_of = {mate: self._count_numbers(slots) for mate, slots in routes.items()}
+        """Numbers that each rank of this host is told of the counts of one other rank."""
+        index = {slot: number for number, slot in enumerate(self.slots)}
+        self._asked = {mate: [index[slot] for slot in slots] for mate, slots in routes.items()}
+        """Of each rank of this host: places in `slots` of its routes."""
         self._gather = torch.tensor(self._inside_counts(), device=world.device)
 
     def row_slots(self, slots: Sequence[Slot]) -> list[Slot]:
         """Those of some slots that rows are counted of."""
         return [slot for slot in slots if slot in self._routing.row_slots]
 
-    def numbers_of(self, mate: int) -> int:
-        """Numbers that a rank of this host is told of the counts of one other rank."""
-        slots = [route.slot for route in self._routing.by_rank[mate]]
+    def _count_numbers(self, slots: Sequence[Slot]) -> int:
         return HEADER + len(slots) + len(self.row_slots(slots))
-
-    @property
-    def told_by_twin(self) -> int:
-        """Numbers that a twin tells of its counts."""
-        return HEADER + len(self.slots) + len(self.row_slots(self.slots))
 
     def _inside_counts(self) -> list[int]:
         """Where what is handed on to each mate lies in what all twins have told."""
@@ -75,8 +76,8 @@ class Relay:
         """Begin to give each rank of the host what twins have told of its routes."""
         send, receive = [0] * self._world.size, [0] * self._world.size
         for mate in self.mates:
-            send[mate] = len(self.twins) * self.numbers_of(mate)
-            receive[mate] = len(self.twins) * self.numbers_of(self._world.rank)
+            send[mate] = len(self.twins) * self.numbers_of[mate]
+            receive[mate] = len(self.twins) * self.numbers_of[self._world.rank]
         scope = Scope(self.mates, self._tables)
         return self._world.all_to_all(told[self._gather], send, receive, "counts inside", scope=scope)
 
@@ -85,19 +86,17 @@ class Relay:
         pending = x.weights if weights else x.payload
         assert pending is not None
         num_slots, routes = len(self.slots), self._routing.by_rank
-        index = {slot: number for number, slot in enumerate(self.slots)}
         sizes, parts = list[int](), 1 if weights else 2
         for twin in self.twins:
             sizes += [] if weights else [x.batch_sizes[twin]] * num_slots
             sizes += self.slot_counts(x.ids_on.passed[twin])
         order, send, receive = list[int](), [0] * self._world.size, [0] * self._world.size
         for mate in self.mates:
-            asked = [index[route.slot] for route in routes[mate]]
             order += [
                 (parts * at + part) * num_slots + slot
                 for at in range(len(self.twins))
                 for part in range(parts)
-                for slot in asked
+                for slot in self._asked[mate]
             ]
             send[mate] = sum(self._numbers(x, twin, mate, weights) for twin in self.twins)
             twins = self._routing.peers_across_hosts(mate)
@@ -208,10 +207,13 @@ def take_from_twins(routing: Routing, world: World, x: Exchanged, buffer: Tensor
 def by_rank(routing: Routing, rank: int, parts: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
     """What each rank has given to this one, where `parts` are by the rank that has handed it on, counts[r] rows of rank
     r: its own, or those of its twins, see `Routing.askers`."""
-    if not routing.two_level:
-        return list(parts)
+    return by_twins(routing, rank, parts, counts) if routing.two_level else list(parts)
+
+
+def by_twins(routing: Routing, rank: int, parts: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+    """The same of what ranks of this host have handed on for their twins, whatever way all else takes."""
     pieces: dict[int, Tensor] = {}
     for mate in routing.ranks_of_host(rank):
-        askers = routing.askers(rank, mate)
-        pieces |= zip(askers, parts[mate].split([counts[r] for r in askers]), strict=True)
+        twins = routing.peers_across_hosts(mate)
+        pieces |= zip(twins, parts[mate].split([counts[r] for r in twins]), strict=True)
     return [pieces[r] for r in range(len(parts))]

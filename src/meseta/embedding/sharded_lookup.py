@@ -178,10 +178,10 @@ class ShardedLookup:
         """[pooled [B_local, sum of D], rows of each unpooled feature ...] for the local slice; in an evaluation they
         travel as they are."""
         wires = self._wires(FP32 if is_evaluation else self.comm.codec("forward"))
-        pending = self._answer(x, owned, wires.near)
+        messages = self._answer_messages(x)
+        pending = self._answer(x, owned, wires.near, wires.near.sizes(messages))
         local_bags = self._look_up_replicated(x.replicated)  # while the answers travel
         with stage_timer("output_dist"):
-            messages = self._answer_messages(x)
             answers = wires.near.views(pending.wait(), messages)
             direct = [views[0] for views in answers]
             came = FromHosts(self._nothing_of_hosts(x), {}, {})
@@ -225,8 +225,9 @@ class ShardedLookup:
                 found[r, self.routing.host_reduced[r].stop + i] = wire.read(view, matrix)
         return found
 
-    def _answer(self, x: Exchanged, owned: OwnedIds, wire: Wire) -> Pending:
-        """Look up what this rank owns, and begin to send each rank the answers for its samples."""
+    def _answer(self, x: Exchanged, owned: OwnedIds, wire: Wire, expected: Sequence[int]) -> Pending:
+        """Look up what this rank owns, and begin to send each rank the answers for its samples; `expected` are the
+        sizes of those that come."""
         rank, routing = self.world.rank, self.routing
         direct, host_reduced = routing.direct[rank], routing.host_reduced[rank]
         bags = self._look_up_bags(x, owned, direct)
@@ -247,7 +248,6 @@ class ShardedLookup:
                     if view.numel():
                         torch.cat(part, out=view)
         scope = Scope(None if self._relay is None else self._relay.mates, self.tables, x.mark)
-        expected = wire.sizes(self._answer_messages(x))
         return self.world.all_to_all(send, wire.sizes(messages), expected, "answers", scope=scope)
 
     def _look_up_rows(self, x: Exchanged, owned: OwnedIds, wire: Wire) -> list[tuple[Tensor, ...]]:
