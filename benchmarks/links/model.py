@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 
 from hosts import Hosts
+from links import shapes, training
 from links.crew import Crew
 from links.timing import Options
-from links.variants import Layout
+from links.variants import Layout, Variant
 from meseta.measure.calibrate.run import fit_link
-from meseta.planner import documented_cost_model
+from meseta.measure.traffic import Training
+from meseta.planner import documented_cost_model, predict
 from meseta.spec import CostModel, Link, Topology
 
 SIZES = (16_384, 131_072, 1_048_576, 4_194_304)
@@ -23,9 +25,12 @@ SIZES = (16_384, 131_072, 1_048_576, 4_194_304)
 PRODUCT = (512, 512, 256)
 
 
-def calibrated(ranks: Crew, hosts: Hosts, layout: Layout, options: Options) -> tuple[CostModel, Topology]:
-    """Links inside and across hosts and products of matrices, measured on all ranks at once, since they share the
-    processors; operators of tables as documented for one thread, times the ranks of a processor."""
+def calibrated(
+    ranks: Crew, hosts: Hosts, shape: Training, layout: Layout, options: Options
+) -> tuple[CostModel, Topology]:
+    """Links inside and across hosts, products of matrices and what a step takes beside its operators, measured on all
+    ranks at once, since they share the processors; operators of tables and codecs as documented for one thread, times
+    the ranks of a processor."""
     sizes = SIZES[:3] if options.quick else SIZES
     calls = 3 if options.quick else 7
     links = {
@@ -38,25 +43,32 @@ def calibrated(ranks: Crew, hosts: Hosts, layout: Layout, options: Options) -> t
     product_s = max(ranks.ask(time_product, shape=PRODUCT, num_rounds=9))
     m, k, n = PRODUCT
     exchange = replace(
-        known.exchange,
-        copy_byte_s=known.exchange.copy_byte_s * crowd,
-        bucket_id_s=known.exchange.bucket_id_s * crowd,
+        _slower(known.exchange, crowd),
         inside_all_to_all=links["inside", "all_to_all"],
         inside_all_reduce=links["inside", "all_reduce"],
         across_all_to_all=links["across", "all_to_all"],
         across_all_reduce=links["across", "all_reduce"],
         measured=True,
-        source=f"links and products measured on the testbed, operators documented for one thread x {crowd:g}",
+        source=f"links, products and a step alone measured on the testbed, operators documented for one thread x "
+        f"{crowd:g}",
     )
-    dense = replace(known.dense, float32_flops_per_s=2.0 * m * k * n / product_s, call_s=known.dense.call_s * crowd)
+    dense = replace(known.dense, float32_flops_per_s=2.0 * m * k * n / product_s, call_s=0.0)
     model = replace(
         known, exchange=exchange, dense=dense, lookup=_slower(known.lookup, crowd), update=_slower(known.update, crowd)
     )
+    alone = Layout(1, 1)
+    share = shapes.training(shape.traffic.batch_size // layout.size)
+    plan, load = shapes.plan(share, Variant(), alone), shapes.workload(share, Variant())
+    operators_s = predict(plan, load, Topology(num_hosts=1, devices_per_host=1), model).step_s
+    step_s = max(ranks.ask(training.time_alone, shape=share, num_steps=3 if options.quick else 9))
+    model = replace(model, dense=replace(dense, call_s=max(step_s - operators_s, 0.0)))
+    print(f"  a step of {share.traffic.batch_size} samples without other ranks: {1e3 * step_s:.0f} ms, of which "
+          f"operators {1e3 * operators_s:.0f} ms")  # fmt: skip
     for (level, kind), link in links.items():
         print(f"  {level} {kind}: {8 * link.bytes_per_s / 1e6:.0f} Mbit/s a rank, {1e3 * link.latency_s:.2f} ms")
-    share = hosts.rate / 8 / layout.per_host
+    of_link = hosts.rate / 8 / layout.per_host
     print(f"  products: {dense.float32_flops_per_s / 1e9:.1f} GFLOP/s a rank; a rank's share of a link: "
-          f"{8 * share / 1e6:.0f} Mbit/s", flush=True)  # fmt: skip
+          f"{8 * of_link / 1e6:.0f} Mbit/s", flush=True)  # fmt: skip
     return model, Topology(num_hosts=layout.hosts, devices_per_host=layout.per_host)
 
 

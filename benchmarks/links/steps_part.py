@@ -76,7 +76,7 @@ def measure_steps(layout: Layout, parts: Sequence[str], options: Options) -> boo
         if "step" in parts or "predicted" in parts:
             _build_and_time(ranks, shape, layout, chosen, options, measured)
             good &= _tell_steps(layout, rate, chosen, measured, options)
-            calibrated = model.calibrated(ranks, hosts, layout, options)
+            calibrated = model.calibrated(ranks, hosts, shape, layout, options)
             good &= _tell_auto(shape, layout, calibrated, measured, options)
             if "predicted" in parts:
                 _tell_predicted(shape, layout, rate, calibrated, chosen, measured, options)

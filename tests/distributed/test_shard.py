@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import gc
+import weakref
+from typing import Any, cast
 
 import pytest
 import torch
@@ -135,6 +137,30 @@ def test_gradients_accumulate_over_backward_passes(ranks: Ranks) -> None:
     for result in ranks(2).run(accumulated):
         for got, expected in zip(result, alone, strict=True):
             torch.testing.assert_close(got, expected, rtol=0.0, atol=1e-12)
+
+
+def survivors() -> list[str]:
+    """What is left of a model after a step, once its user has dropped it."""
+    world = World.current()
+    model = shard(UserModel(), {"tables": {"user": "data_parallel", "item": "row_wise"}})
+    whole = Scenario(sharding="", pooling="sum", weighted=False, optimizer="sgd", batch_size=8).batch(0)
+    ids = KeyedJaggedTensor(
+        keys=("who", "what", "seen"),
+        values=torch.cat([whole[k].values for k in "cde"]) % 30,
+        lengths=torch.cat([whole[k].lengths for k in "cde"]),
+    )
+    sparse, mine = local_slice(ids, world.rank, world.size)
+    model(torch.ones(8, 2, dtype=torch.float64)[mine], sparse, 1).sum().backward()
+    collection, gradients = model.tower.embeddings, cast(Any, model.dense_gradients)
+    held = {"tables": collection.shards[0].weight, "collection": collection, "dense gradients": gradients}
+    left = {name: weakref.ref(one) for name, one in held.items()}
+    del model, collection, gradients, held
+    gc.collect()
+    return [name for name, one in left.items() if one() is not None]
+
+
+def test_a_model_that_is_dropped_gives_its_tables_back(ranks: Ranks) -> None:
+    assert ranks(2).run(survivors) == [[], []]
 
 
 class MixedPooling(Scenario):

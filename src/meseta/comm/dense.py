@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -62,8 +63,14 @@ class DenseGradients:
             raise MesetaError("comm: dense parameters of float64 travel as they are; leave comm.dense at 'fp32'")
         self._backward = -1
         if world.size > 1:
+            on_gradient = WeakMethod(self._on_gradient)
+
+            def hook(parameter: Tensor) -> None:  # autograd's nodes hold it where no collector looks
+                if (method := on_gradient()) is not None:
+                    method(parameter)
+
             for parameter in self.parameters:
-                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                parameter.register_post_accumulate_grad_hook(hook)
 
     def _on_gradient(self, parameter: Tensor) -> None:
         # Told apart by the number of the pass, since one that raised never came to `_reduce`.

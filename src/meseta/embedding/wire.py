@@ -12,7 +12,7 @@ aligned:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -95,23 +95,30 @@ class Wire:
         if self.is_exact:
             pieces = iter(buffer.split([m.num_rows * m.width for message in messages for m in message]))
             return [[next(pieces).view(matrix.shape) for matrix in message] for message in messages]
-        parts = buffer.split(self.sizes(messages))
-        return [[*self._views(part, message)] for part, message in zip(parts, messages, strict=True)]
+        lengths = list[int]()
+        for message in messages:
+            each = [message[index].num_rows * self.row_bytes(message[index]) for index in self._order(message)]
+            lengths += [*each, -sum(each) % 4] if self.is_mixed else each
+        pieces = iter(buffer.split(lengths))
+        views = list[list[Tensor]]()
+        for message in messages:
+            places = {index: self._view(next(pieces), message[index]) for index in self._order(message)}
+            views.append([places[index] for index in range(len(message))])
+            if self.is_mixed:
+                next(pieces)
+        return views
 
-    def _views(self, part: Tensor, message: Message) -> Iterator[Tensor]:
-        places, end = dict[int, Tensor](), 0
-        for index in sorted(range(len(message)), key=lambda index: not message[index].stays_inside):
-            matrix = message[index]
-            row_bytes = self.row_bytes(matrix)
-            piece = part[end : end + matrix.num_rows * row_bytes]
-            end += matrix.num_rows * row_bytes
-            if not piece.numel():  # may lie where no number could
-                places[index] = self._nothing(matrix)
-            elif matrix.stays_inside:
-                places[index] = piece.view(self.dtype).view(matrix.shape)
-            else:
-                places[index] = piece.view(matrix.num_rows, row_bytes)
-        return (places[index] for index in range(len(message)))
+    def _order(self, message: Message) -> Sequence[int]:
+        """In which the matrices of a message lie."""
+        places = range(len(message))
+        return sorted(places, key=lambda index: not message[index].stays_inside) if self.is_mixed else places
+
+    def _view(self, piece: Tensor, matrix: Matrix) -> Tensor:
+        if not piece.numel():  # may lie where no number could
+            return self._nothing(matrix)
+        if matrix.stays_inside:
+            return piece.view(self.dtype).view(matrix.shape)
+        return piece.view(matrix.num_rows, -1)
 
     def _nothing(self, matrix: Matrix) -> Tensor:
         shape = matrix.shape if matrix.stays_inside else (matrix.num_rows, self.row_bytes(matrix))
@@ -163,14 +170,8 @@ class Wire:
 
     def read_all(self, views: Sequence[Tensor], pieces: tuple[int, ...]) -> Tensor:
         """[all rows, columns]: matrices of a buffer, of the same columns, as one of numbers."""
-        if self.is_exact:
-            return torch.cat(list(views))
-        sizes = [view.shape[0] for view in views]
-        out = empty((sum(sizes), sum(pieces)), self.dtype, self.device)
-        for part, view in zip(out.split(sizes), views, strict=True):
-            if part.numel():
-                self.take(part, [view], [Matrix(part.shape[0], pieces)], whole_row(sum(pieces)))
-        return out
+        joined = torch.cat(list(views))
+        return self.read(joined, Matrix(joined.shape[0], pieces))
 
     def rounded(self, values: Tensor, pieces: tuple[int, ...], rounding: Rounding | None = None) -> Tensor:
         """[rows, columns] as they come out where they have been sent."""

@@ -15,6 +15,7 @@ A block never depends on where a table lies: 16 columns of a bag, of a row that 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, get_args
 
 from meseta.errors import MesetaError, check_choice
@@ -70,7 +71,13 @@ class Codec:
         numbers = sum(pieces) * self.number_bytes
         if not self.block_bytes:
             return numbers
-        return numbers + numbers % 2 + self.block_bytes * sum(-(-width // COLUMN_BLOCK) for width in pieces)
+        return numbers + numbers % 2 + self.block_bytes * num_blocks(pieces)
+
+
+@lru_cache(maxsize=4096)
+def num_blocks(pieces: tuple[int, ...]) -> int:
+    """Scales of a row of pieces; they are few, and asked for in every message."""
+    return sum(-(-width // COLUMN_BLOCK) for width in pieces)
 
 
 FP32 = Codec("fp32", 4)
