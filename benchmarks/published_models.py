@@ -9,23 +9,27 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from meseta.measure.calibrate.tasks import ID_DISTRIBUTIONS
-from meseta.planner import DoesNotFitError, Planned, find_plan
+from meseta.planner import DoesNotFitError, Planned, find_plan, predict
 from meseta.spec import (
+    Communication,
     DenseLoad,
     DeviceKind,
     FeatureLoad,
     FeatureSpec,
     Link,
     OptimizerSpec,
+    Plan,
     TableSpec,
     Topology,
     Workload,
 )
+from meseta.spec.codecs import Exchange, Precision
 
 # MLPerf DLRM-DCNv2: rows and ids per sample of its 26 tables, layers and ranks of its crosses
 # (mlcommons/training_results_v4.0, Apache-2.0).
@@ -146,7 +150,6 @@ def cases() -> list[Case]:
         for count in (1, 8, 64)
     ]
     # About 1,000 tables of 4 to 384 columns, 93 on average.
-    # About 1,000 tables of 4 to 384 columns, 93 on average.
     wide = (4, 16, 32, 64, 92, 128, 192, 4, 16, 32, 64, 92, 176, 384)
     narrow = (92,)
     return [
@@ -189,10 +192,35 @@ def describe(case: Case, planned: Planned, seconds: float) -> list[str]:
     ]
 
 
+WAYS: tuple[Exchange, ...] = ("flat", "two_level")
+PRECISIONS: tuple[Precision, ...] = ("fp32", "paper", "int8")
+
+
+def ways(case: Case, plan: Plan) -> list[str]:
+    """Predicted steps of one plan by precision and way, over flat fp32."""
+    steps = {
+        (precision, way): predict(
+            replace(plan, exchange=way, dense_exchange="twins" if way == "two_level" else None),
+            replace(case.workload, comm=Communication(precision=precision)),
+            case.topology,
+        ).step_s
+        for precision in PRECISIONS
+        for way in WAYS
+    }
+    base = steps["fp32", "flat"]
+    return [case.name, f"{1e3 * base:.3g}", *(f"{step_s / base:.3f}" for step_s in steps.values())]
+
+
+def line(cells: Iterable[str]) -> None:
+    """One of a table in Markdown."""
+    print("| " + " | ".join(cells) + " |", flush=True)
+
+
 def main() -> None:
-    """Plan every case and print the table."""
-    print("| " + " | ".join(HEAD) + " |")
+    """Plan every case and print the tables."""
+    line(HEAD)
     print("| --- " * len(HEAD) + "|")
+    compared = []
     for case in cases():
         start = time.perf_counter()
         try:
@@ -200,7 +228,15 @@ def main() -> None:
         except DoesNotFitError as error:
             print(f"| {case.name} | does not fit: {error} |")
             continue
-        print("| " + " | ".join(describe(case, planned, time.perf_counter() - start)) + " |", flush=True)
+        line(describe(case, planned, time.perf_counter() - start))
+        if case.topology.num_hosts > 1:
+            compared.append(ways(case, planned.plan))
+    head = ["model and cluster", "flat fp32, ms", *(f"{one} {way}" for one in PRECISIONS for way in WAYS)]
+    print()
+    line(head)
+    print("| --- " * len(head) + "|")
+    for row in compared:
+        line(row)
 
 
 if __name__ == "__main__":
