@@ -51,6 +51,31 @@ def test_auto_takes_the_better_way(topology: Topology, expected: str, num_tables
         assert forced.plan.exchange == one and found.prediction.step_s <= forced.prediction.step_s
 
 
+def test_auto_looks_in_every_tier() -> None:
+    """Where tables do not fit into devices under either way, what is too slow without other tiers is not too slow."""
+    work = many_ids(6)
+    work = replace(work, tables=tuple(replace(t, num_embeddings=200 * t.num_embeddings) for t in work.tables))
+    held = sum(4 * table.num_embeddings * table.embedding_dim for table in work.tables)
+    forced = {one: replace(work, comm=Communication(exchange=one)) for one in EXCHANGES}
+    roomy = find_plan(forced["flat"], FAR).prediction
+    topology = replace(FAR, hbm_bytes=int(0.3 * roomy.peak_bytes().max()), host_bytes=10 * held)
+    found = find_plan(work, topology)
+    assert {shard.tier for table in found.plan.tables for shard in table.shards} > {"hbm"}
+    assert found.prediction.step_s <= min(find_plan(one, topology).prediction.step_s for one in forced.values())
+
+
+def test_the_better_way_is_searched_where_the_plan_of_the_other_does_not_fit() -> None:
+    work, topology = many_ids(MAX_REPEATED + 20), replace(FAR, devices_per_host=2)
+    flat = find_plan(replace(work, comm=Communication(exchange="flat")), topology)
+    crossed = predict(replace(flat.plan, exchange="two_level", dense_exchange="twins"), work, topology)
+    assert crossed.step_s < flat.prediction.step_s
+    topology = replace(topology, hbm_bytes=int(1.1 * flat.prediction.peak_bytes().max()))
+    assert crossed.peak_bytes().max() > topology.hbm_bytes
+    found = find_plan(work, topology)
+    assert found.plan.exchange == "two_level" and found.prediction.step_s < flat.prediction.step_s
+    assert found.prediction.peak_bytes().max() <= topology.hbm_bytes
+
+
 def test_gains_are_predictions_of_the_chosen_plan() -> None:
     found = find_plan(replace(many_ids(4), comm=Communication(precision="bf16")), FAR)
     listed = {(one.precision, one.exchange): one for one in gains(found)}

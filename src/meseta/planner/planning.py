@@ -62,7 +62,8 @@ def make_plan(
     """Choose a scheme, a tier and ranks for every table, so that the predicted step is as short as found.
 
     Ranks that several hosts share choose between both exchanges, see `meseta.spec.Plan`, unless `workload.comm` names
-    one: under each a plan is searched, or for many tables one for the flat one that is held against both.
+    one: under each a plan is searched; for many tables one for the flat one, which is held against both, unless it does
+    not fit under the other.
 
     Searched are all sharding types; tiers beside 'hbm' where that is too small, or constraints ask for them. The best
     of several constructions, a beam search and local improvement is taken (`meseta.planner.search.search`). Where the
@@ -147,11 +148,12 @@ def _find(task: PlanTask) -> Planned | Problem:
     first = _search(task, loads, options[0])
     if len(options) == 1 or isinstance(first, Problem):
         best = first if len(options) == 1 else _search(task, loads, options[1])
-    elif len(first.planned.problem.units) > MAX_REPEATED:
-        best = first.under(options[1])
     else:
-        second = _search(task, loads, options[1], first.step_s)
-        best = first if isinstance(second, Problem) or second.step_s >= first.step_s else second
+        best = first.under(options[1])
+        is_quick = len(first.planned.problem.units) <= MAX_REPEATED
+        if is_quick or (best is first and first.predicted(options[1]).step_s < first.step_s):  # but does not fit
+            second = _search(task, loads, options[1], best.step_s)
+            best = second if isinstance(second, _Searched) and second.step_s < best.step_s else best
     if isinstance(best, Problem):
         return best
     if best.planned.plan.exchange == "two_level" and comm.dense_exchange == "auto" and comm.codec("dense").is_whole:
@@ -176,32 +178,47 @@ class _Searched:
         """Searched once more, where that may help."""
         return _again(self.planned, self.make)
 
+    def predicted(self, ways: Ways) -> Prediction:
+        """The same pieces on the same ranks with other ways between hosts."""
+        problem = self.planned.problem
+        plan = replace(self.planned.plan, exchange=ways[0], dense_exchange=ways[1])
+        return predict(
+            plan, problem.workload, problem.topology, problem.cost_model, loads=problem.loads, run=problem.run
+        )
+
     def under(self, ways: Ways) -> _Searched:
         """The same pieces on the same ranks with other ways between hosts, where that is predicted to take less and
         fits; else this."""
         planned, problem = self.planned, self.planned.problem
-        plan = replace(planned.plan, exchange=ways[0], dense_exchange=ways[1])
-        prediction = predict(
-            plan, problem.workload, problem.topology, problem.cost_model, loads=problem.loads, run=problem.run
-        )
+        prediction = self.predicted(ways)
         if prediction.step_s >= self.step_s:
             return self
-        changed = self.make(prices=Prices(problem.loads, problem.topology, problem.cost_model, None, problem.run, ways))
-        keys = zip(changed.options.unit.tolist(), changed.schemes, strict=True)
-        numbers = {key: number for number, key in enumerate(keys)}
         before = planned.assignment
-        options = [numbers.get((unit, problem.schemes[int(n)])) for unit, n in enumerate(before.option)]
-        choice = [option for option in options if option is not None]
-        if len(choice) < len(options):
-            return self
-        assignment = Assignment(changed.options, changed.machine, np.array(choice, np.int64))
-        for unit, option in enumerate(choice):
+        prices = Prices(problem.loads, problem.topology, problem.cost_model, None, problem.run, ways)
+        changed = self.make(prices=prices)
+        choice = _same_options(changed, problem, before)
+        if None in choice:  # other ways have other options: a table that has lost its own stays as it is
+            lost = [i for unit, option in enumerate(choice) if option is None for i in problem.units[unit]]
+            entries = {problem.workload.tables[i].name: planned.plan.tables[i] for i in lost}
+            changed = self.make(prices=prices, kept={**problem.kept, **entries})
+            choice = _same_options(changed, problem, before)
+        options = [option for option in choice if option is not None]
+        assignment = Assignment(changed.options, changed.machine, np.array(options, np.int64))
+        for unit, option in enumerate(options):
             assignment.add(option, before.ranks[unit])
         if not assignment.fits():
             return self
         plan = changed.plan(assignment)
         planned = replace(planned, plan=plan, prediction=prediction, problem=changed, assignment=assignment)
         return _Searched(planned, self.make)
+
+
+def _same_options(changed: Problem, problem: Problem, assignment: Assignment) -> list[int | None]:
+    """By unit: the option of another problem with the scheme that an assignment has chosen, else the one that keeps its
+    pieces; None where there is neither."""
+    numbers = {key: number for number, key in enumerate(zip(changed.options.unit, changed.schemes, strict=True))}
+    chosen = (problem.schemes[int(option)] for option in assignment.option)
+    return [numbers.get((unit, scheme), numbers.get((unit, None))) for unit, scheme in enumerate(chosen)]
 
 
 def _search(task: PlanTask, loads: WorkloadLoads, ways: Ways, than_s: float = math.inf) -> _Searched | Problem:
@@ -211,6 +228,7 @@ def _search(task: PlanTask, loads: WorkloadLoads, ways: Ways, than_s: float = ma
     kept = {} if constraints.keep is None else kept_tables(constraints.keep, workload.tables, topology)
     spills = (False, True) if topology.host_bytes or topology.disk_bytes else (False,)
     while True:
+        is_hopeless = False
         for spill in spills:
             make = partial(
                 make_problem,
@@ -225,11 +243,12 @@ def _search(task: PlanTask, loads: WorkloadLoads, ways: Ways, than_s: float = ma
             problem = make()
             # What networks correct, the bound does not know.
             if than_s < math.inf and task.cost_model.neural is None and lower_bound(problem).step_s >= than_s:
-                return problem
+                is_hopeless = True
+                continue
             found = _best(problem)
             if found is not None:
                 return _Searched(found, make)
-        if not kept:
+        if is_hopeless or not kept:
             return problem
         kept = release_one_kept(kept, workload.tables, int(problem.machine.rank_room[0, 0]))
 
