@@ -60,7 +60,7 @@ def target(variant: Variant, layout: Layout, num_rows: Sequence[int]) -> Target 
 
 def crossing_share(num_rows: Sequence[int], layout: Layout) -> float:
     """Bags that cross under two levels over those that do when flat, of tables of one width cut by rows: a quarter on
-    hosts of four ranks, but for tables that have fewer rows than there are ranks, of which fewer would cross flat."""
+    hosts of four ranks, but for small tables, which have fewer ranges than there are ranks: fewer would cross flat."""
     flat = two_level = 0
     for rows in num_rows:
         num_ranges = -(-rows // -(-rows // layout.size))
