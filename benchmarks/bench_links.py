@@ -18,7 +18,7 @@ Parts:
 - lanes: 1 MB exchanged while 64 MB are added up, beside its time alone; two ranks without slow links beside those of
   another checkout, where --before names one.
 - ne: normalised entropy of ten seeds on two ranks by codec, beside fp32, two million test rows; what is done is kept in
-  benchmarks/links_ne.json, and the same command goes on from there. It takes hours, and has to be asked for.
+  benchmarks/links_ne.json, and the same command goes on from there. It takes half an hour, and has to be asked for.
 
 Bytes and steps need network namespaces, see docs/testbed.md; without them these parts say so. Prints tables, and
 appends figures to benchmarks/results.csv (not with --quick). Exits with 1 where a part misses what it must reach.

@@ -10,26 +10,25 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from meseta.measure.calibrate.tasks import ID_DISTRIBUTIONS
-from meseta.planner import DoesNotFitError, Planned, find_plan, predict
+from meseta.planner import DoesNotFitError, Planned, find_plan
+from meseta.planner.explain.gains import gains
 from meseta.spec import (
-    Communication,
     DenseLoad,
     DeviceKind,
     FeatureLoad,
     FeatureSpec,
     Link,
     OptimizerSpec,
-    Plan,
     TableSpec,
     Topology,
     Workload,
 )
-from meseta.spec.codecs import Exchange, Precision
+from meseta.spec.codecs import Precision
 
 # MLPerf DLRM-DCNv2: rows and ids per sample of its 26 tables, layers and ranks of its crosses
 # (mlcommons/training_results_v4.0, Apache-2.0).
@@ -192,23 +191,15 @@ def describe(case: Case, planned: Planned, seconds: float) -> list[str]:
     ]
 
 
-WAYS: tuple[Exchange, ...] = ("flat", "two_level")
-PRECISIONS: tuple[Precision, ...] = ("fp32", "paper", "int8")
+COMPARED: tuple[Precision, ...] = ("fp32", "paper", "int8")
 
 
-def ways(case: Case, plan: Plan) -> list[str]:
-    """Predicted steps of one plan by precision and way, over flat fp32."""
-    steps = {
-        (precision, way): predict(
-            replace(plan, exchange=way, dense_exchange="twins" if way == "two_level" else None),
-            replace(case.workload, comm=Communication(precision=precision)),
-            case.topology,
-        ).step_s
-        for precision in PRECISIONS
-        for way in WAYS
-    }
-    base = steps["fp32", "flat"]
-    return [case.name, f"{1e3 * base:.3g}", *(f"{step_s / base:.3f}" for step_s in steps.values())]
+def compare(case: Case, planned: Planned) -> tuple[list[str], list[str]]:
+    """Head and cells: predicted steps of one plan by precision and way, over flat fp32."""
+    steps = {f"{one.precision} {one.exchange}": one.step_s for one in gains(planned) if one.precision in COMPARED}
+    base = steps["fp32 flat"]
+    head = ["model and cluster", "flat fp32, ms", *steps]
+    return head, [case.name, f"{1e3 * base:.3g}", *(f"{step_s / base:.3f}" for step_s in steps.values())]
 
 
 def line(cells: Iterable[str]) -> None:
@@ -230,13 +221,12 @@ def main() -> None:
             continue
         line(describe(case, planned, time.perf_counter() - start))
         if case.topology.num_hosts > 1:
-            compared.append(ways(case, planned.plan))
-    head = ["model and cluster", "flat fp32, ms", *(f"{one} {way}" for one in PRECISIONS for way in WAYS)]
+            compared.append(compare(case, planned))
     print()
-    line(head)
-    print("| --- " * len(head) + "|")
-    for row in compared:
-        line(row)
+    line(compared[0][0])
+    print("| --- " * len(compared[0][0]) + "|")
+    for _, cells in compared:
+        line(cells)
 
 
 if __name__ == "__main__":

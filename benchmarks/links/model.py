@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import partial
@@ -16,7 +17,7 @@ from links.crew import Crew
 from links.timing import Options
 from links.variants import Layout, Variant
 from meseta.measure.calibrate.run import fit_link
-from meseta.measure.traffic import Training
+from meseta.measure.traffic import Training, make_samples
 from meseta.planner import documented_cost_model, predict
 from meseta.spec import CostModel, Link, Topology
 
@@ -60,7 +61,7 @@ def calibrated(
     share = shapes.training(shape.traffic.batch_size // layout.size)
     plan, load = shapes.plan(share, Variant(), alone), shapes.workload(share, Variant())
     operators_s = predict(plan, load, Topology(num_hosts=1, devices_per_host=1), model).step_s
-    step_s = max(ranks.ask(training.time_alone, shape=share, num_steps=3 if options.quick else 9))
+    step_s = max(ranks.ask(time_alone, shape=share, num_steps=3 if options.quick else 9))
     model = replace(model, dense=replace(dense, call_s=max(step_s - operators_s, 0.0)))
     print(f"  a step of {share.traffic.batch_size} samples without other ranks: {1e3 * step_s:.0f} ms, of which "
           f"operators {1e3 * operators_s:.0f} ms")  # fmt: skip
@@ -139,7 +140,22 @@ def time_product(shape: tuple[int, int, int], num_rounds: int) -> float:
     return _quartile(lambda: [torch.mm(left, right) for _ in range(40)], num_rounds, lambda: None) / 40
 
 
+def time_alone(shape: Training, num_steps: int) -> float:
+    """On every rank, all at once: seconds of a step of a model of its own, the median."""
+    from meseta.comm import World
+
+    step = training.make_step(shape, Layout(1, 1), Variant(), World.single())
+    samples = make_samples(shape, 0, 1)
+    batches = iter([training.make_batch(samples[call % len(samples)]) for call in range(num_steps + 1)])
+    return statistics.median(_seconds(lambda: step(next(batches)), num_steps, World.current().barrier))
+
+
 def _quartile(call: Any, num_calls: int, barrier: Any) -> float:
+    return sorted(_seconds(call, num_calls, barrier))[(num_calls - 1) // 4]
+
+
+def _seconds(call: Any, num_calls: int, barrier: Any) -> list[float]:
+    """Of each call, after a first one that is not counted."""
     import time
 
     spent = []
@@ -148,4 +164,4 @@ def _quartile(call: Any, num_calls: int, barrier: Any) -> float:
         start_s = time.perf_counter()
         call()
         spent.append(time.perf_counter() - start_s)
-    return sorted(spent[1:])[(num_calls - 1) // 4]
+    return spent[1:]

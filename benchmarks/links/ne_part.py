@@ -1,7 +1,7 @@
 """NE: what codecs cost in quality, over paired seeds on two ranks.
 
-The main job does not show it: on its ids 0.2 to 0.4 % of NE (one standard deviation) lie between runs of one seed whose
-tables were rounded to bfloat16 once, before the first step, since a pair of features is learned sooner or later. So ids
+The main job does not show it: on its ids runs of one seed lie 0.2 % of NE apart (one standard deviation) where tables
+were rounded to bfloat16 once, before the first step, since a pair of features is learned sooner or later. So ids
 are fewer here, and rows begin wider: every pair is learned in time.
 """
 

@@ -14,7 +14,7 @@ from links.crew import Crew, crew, on_hosts
 from links.timing import FIRST_MBIT, Measured, Options, asker, find_rate, in_turns, table
 from links.variants import Layout, Variant
 from meseta.planner import predict
-from meseta.spec import CostModel, Topology
+from meseta.spec import CostModel, Plan, Topology
 
 FLAT = Variant()
 TIMED = (
@@ -46,28 +46,24 @@ class Target:
     """Of bags, rows and their gradients."""
 
 
-def target(variant: Variant, layout: Layout, num_rows: Sequence[int]) -> Target | None:
+def target(variant: Variant, layout: Layout) -> Target | None:
     """None where nothing is asked."""
     if variant.sharding == "row_wise":
         if layout != Layout(2, 4) or variant.exchange == "flat":
             return None
-        return Target(0.45, crossing_share(num_rows, layout) + ROUNDING)
+        plan = shapes.plan(shapes.training(), variant, layout)
+        return Target(0.45, crossing_share(plan, layout) + ROUNDING)
     if variant.exchange == "flat":
         limits = {"fp16": 0.68, "bf16": 0.68, "int8": 0.50}
         return Target(limits[variant.precision]) if variant.precision in limits else None
     return Target(0.50) if variant.precision == "int8" else None
 
 
-def crossing_share(num_rows: Sequence[int], layout: Layout) -> float:
+def crossing_share(plan: Plan, layout: Layout) -> float:
     """Bags that cross under two levels over those that do when flat, of tables of one width cut by rows: a quarter on
     hosts of four ranks, but for small tables, which have fewer ranges than there are ranks: fewer would cross flat."""
-    flat = two_level = 0
-    for rows in num_rows:
-        num_ranges = -(-rows // -(-rows // layout.size))
-        of_hosts = [min(max(num_ranges - host * layout.per_host, 0), layout.per_host) for host in range(layout.hosts)]
-        flat += (layout.hosts - 1) * sum(of_hosts)
-        two_level += (layout.hosts - 1) * sum(ranges > 0 for ranges in of_hosts)
-    return two_level / flat
+    hosts = [[shard.ranks[0] // layout.per_host for shard in table.shards] for table in plan.tables]
+    return sum(len(set(of_table)) for of_table in hosts) / sum(len(of_table) for of_table in hosts)
 
 
 def measure_steps(layout: Layout, parts: Sequence[str], options: Options) -> bool:
@@ -91,7 +87,7 @@ def measure_steps(layout: Layout, parts: Sequence[str], options: Options) -> boo
         measured = Measured()
         if "step" in parts or "predicted" in parts:
             _build_and_time(ranks, shape, layout, chosen, options, measured)
-            good &= _tell_steps(shape, layout, rate, chosen, measured, options)
+            good &= _tell_steps(layout, rate, chosen, measured, options)
             calibrated = model.calibrated(ranks, hosts, shape, layout, options)
             good &= _tell_auto(shape, layout, calibrated, measured, options)
             if "predicted" in parts:
@@ -108,21 +104,14 @@ def _build_and_time(
     in_turns({one.name: asker(ranks, training.window, one) for one in chosen}, options.rounds, options.window_s, into)
 
 
-def _tell_steps(
-    shape: shapes.Training,
-    layout: Layout,
-    rate: str,
-    chosen: Sequence[Variant],
-    measured: Measured,
-    options: Options,
-) -> bool:
+def _tell_steps(layout: Layout, rate: str, chosen: Sequence[Variant], measured: Measured, options: Options) -> bool:
     rows, good = [], True
     for variant in chosen:
         base, name = variant.base.name, variant.name
         ratio = measured.step_s(name) / measured.step_s(base)
         sent, of_base = (sum(measured.link_bytes(one, layout)) for one in (name, base))
         bags = measured.bag_bytes(name) / measured.bag_bytes(base)
-        asked = target(variant, layout, shape.traffic.rows)
+        asked = target(variant, layout)
         met = asked is None or (ratio <= asked.time and (asked.bytes is None or bags <= asked.bytes))
         good &= met
         limit = "" if asked is None else f"{asked.time:.2f}" + (f", bags {asked.bytes:.3f}" if asked.bytes else "")

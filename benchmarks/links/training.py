@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -102,19 +101,6 @@ def window(name: str, num_steps: int, counted: bool = True) -> Window:
         resent_packets=sent.resent_packets,
         across={key: one.across_bytes for key, one in means.items()},
     )
-
-
-def time_alone(shape: Training, num_steps: int) -> float:
-    """On every rank, all at once: seconds of a step of a model of its own, the median."""
-    step = make_step(shape, Layout(1, 1), Variant(), World.single())
-    samples, world, spent = make_samples(shape, 0, 1), World.current(), list[float]()
-    for call in range(num_steps + 1):
-        batch = make_batch(samples[call % len(samples)])
-        world.barrier()
-        start_s = time.perf_counter()
-        step(batch)
-        spent.append(time.perf_counter() - start_s)
-    return statistics.median(spent[1:])
 
 
 def make_batch(samples: Samples) -> Batch:

@@ -76,8 +76,17 @@ class Wire:
     def _size(self, message: Message) -> int:
         if self.is_exact:
             return sum(matrix.num_rows * matrix.width for matrix in message)
-        num_bytes = sum(matrix.num_rows * self.row_bytes(matrix) for matrix in message)
-        return -(-num_bytes // 4) * 4 if self.is_mixed else num_bytes
+        return sum(self._lengths(message))
+
+    def _order(self, message: Message) -> Sequence[int]:
+        """In which the matrices of a message lie, where there is a codec."""
+        places = range(len(message))
+        return sorted(places, key=lambda index: not message[index].stays_inside) if self.is_mixed else places
+
+    def _lengths(self, message: Message) -> list[int]:
+        """Bytes of each matrix in this order, and those that are empty behind them."""
+        lengths = [message[index].num_rows * self.row_bytes(message[index]) for index in self._order(message)]
+        return [*lengths, -sum(lengths) % 4] if self.is_mixed else lengths
 
     def row_bytes(self, matrix: Matrix) -> int:
         """Of a row of a matrix, where there is a codec."""
@@ -95,11 +104,7 @@ class Wire:
         if self.is_exact:
             pieces = iter(buffer.split([m.num_rows * m.width for message in messages for m in message]))
             return [[next(pieces).view(matrix.shape) for matrix in message] for message in messages]
-        lengths = list[int]()
-        for message in messages:
-            each = [message[index].num_rows * self.row_bytes(message[index]) for index in self._order(message)]
-            lengths += [*each, -sum(each) % 4] if self.is_mixed else each
-        pieces = iter(buffer.split(lengths))
+        pieces = iter(buffer.split([length for message in messages for length in self._lengths(message)]))
         views = list[list[Tensor]]()
         for message in messages:
             places = {index: self._view(next(pieces), message[index]) for index in self._order(message)}
@@ -107,11 +112,6 @@ class Wire:
             if self.is_mixed:
                 next(pieces)
         return views
-
-    def _order(self, message: Message) -> Sequence[int]:
-        """In which the matrices of a message lie."""
-        places = range(len(message))
-        return sorted(places, key=lambda index: not message[index].stays_inside) if self.is_mixed else places
 
     def _view(self, piece: Tensor, matrix: Matrix) -> Tensor:
         if not piece.numel():  # may lie where no number could

@@ -149,15 +149,15 @@ def _find(task: PlanTask) -> Planned | Problem:
     if len(options) == 1 or isinstance(first, Problem):
         best = first if len(options) == 1 else _search(task, loads, options[1])
     else:
-        best = first.under(options[1])
-        is_quick = len(first.planned.problem.units) <= MAX_REPEATED
-        if is_quick or (best is first and first.predicted(options[1]).step_s < first.step_s):  # but does not fit
+        same_pieces = first.under(options[1])
+        best = same_pieces or first
+        if same_pieces is None or len(first.planned.problem.units) <= MAX_REPEATED:
             second = _search(task, loads, options[1], best.step_s)
             best = second if isinstance(second, _Searched) and second.step_s < best.step_s else best
     if isinstance(best, Problem):
         return best
     if best.planned.plan.exchange == "two_level" and comm.dense_exchange == "auto" and comm.codec("dense").is_whole:
-        best = best.under(("two_level", "chain"))
+        best = best.under(("two_level", "chain")) or best
     return best.again()
 
 
@@ -178,19 +178,14 @@ class _Searched:
         """Searched once more, where that may help."""
         return _again(self.planned, self.make)
 
-    def predicted(self, ways: Ways) -> Prediction:
-        """The same pieces on the same ranks with other ways between hosts."""
-        problem = self.planned.problem
-        plan = replace(self.planned.plan, exchange=ways[0], dense_exchange=ways[1])
-        return predict(
+    def under(self, ways: Ways) -> _Searched | None:
+        """The same pieces on the same ranks with other ways between hosts, where that is predicted to take less; else
+        this. None where it would take less and does not fit."""
+        planned, problem = self.planned, self.planned.problem
+        plan = replace(planned.plan, exchange=ways[0], dense_exchange=ways[1])
+        prediction = predict(
             plan, problem.workload, problem.topology, problem.cost_model, loads=problem.loads, run=problem.run
         )
-
-    def under(self, ways: Ways) -> _Searched:
-        """The same pieces on the same ranks with other ways between hosts, where that is predicted to take less and
-        fits; else this."""
-        planned, problem = self.planned, self.planned.problem
-        prediction = self.predicted(ways)
         if prediction.step_s >= self.step_s:
             return self
         before = planned.assignment
@@ -207,7 +202,7 @@ class _Searched:
         for unit, option in enumerate(options):
             assignment.add(option, before.ranks[unit])
         if not assignment.fits():
-            return self
+            return None
         plan = changed.plan(assignment)
         planned = replace(planned, plan=plan, prediction=prediction, problem=changed, assignment=assignment)
         return _Searched(planned, self.make)
