@@ -1,7 +1,7 @@
 """What communication between ranks takes on slow links: bits, bytes, steps, and what is predicted of them.
 
-    python benchmarks/bench_links.py [--parts bits,bytes,step,predicted,peer,lanes] [--layouts 4x2,2x4] [--quick]
-        [--rounds 5] [--window 3] [--peer-python PYTHON] [--before CHECKOUT] [--no-record]
+    python benchmarks/bench_links.py [--parts bits,bytes,step,predicted,peer,overlap,lanes] [--layouts 4x2,2x4]
+        [--quick] [--rounds 5] [--window 3] [--peer-python PYTHON] [--before CHECKOUT] [--no-record]
     python benchmarks/bench_links.py --parts ne [--seeds 10] [--folder build/links]
 
 Parts:
@@ -15,6 +15,8 @@ Parts:
 - predicted: predicted over measured step, relative to flat fp32, for more schemes and codecs over the same links.
 - peer: precision 'paper' beside TorchRec with its fp16 codec, over the same links; TorchRec is in the interpreter that
   --peer-python or PEER_PYTHON names.
+- overlap: steps that hide what travels behind what they compute, over links for which half of a flat fp32 step waits:
+  what of the waiting is gone that can be hidden, and the step with micro-batches.
 - lanes: 1 MB exchanged while 64 MB are added up, beside its time alone; two ranks without slow links beside those of
   another checkout, where --before names one.
 - ne: normalised entropy of ten seeds on two ranks by codec, beside fp32, two million test rows; what is done is kept in
@@ -30,7 +32,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from links import bits_part, bytes_part, lanes_part, ne_part, steps_part
+from links import bits_part, bytes_part, lanes_part, ne_part, overlap_part, steps_part
 from links.timing import Options
 from links.variants import Layout
 from record import ROOT
@@ -38,7 +40,7 @@ from record import ROOT
 from hosts import why_impossible
 
 TIMED = ("step", "predicted", "peer")
-PARTS = ("bits", "bytes", *TIMED, "lanes", "ne")
+PARTS = ("bits", "bytes", *TIMED, "overlap", "lanes", "ne")
 
 
 def layout(text: str) -> Layout:
@@ -54,12 +56,14 @@ def run(parts: list[str], layouts: list[Layout], options: Options) -> bool:
         good &= bits_part.compare_bits(options)
     if "lanes" in parts:
         good &= lanes_part.measure_lanes(options, why)
-    if why is not None and {"bytes", *TIMED} & set(parts):
+    if why is not None and {"bytes", "overlap", *TIMED} & set(parts):
         print(f"bytes and steps are left out, since this machine makes no slow links: {why}")
         layouts = []
     for one in layouts:
         if "bytes" in parts:
             good &= bytes_part.measure_bytes(one, options)
+        if "overlap" in parts:
+            good &= overlap_part.measure_overlap(one, options)
         if set(TIMED) & set(parts):
             good &= steps_part.measure_steps(one, parts, options)
     if "ne" in parts:

@@ -105,3 +105,21 @@ class NoModule:
 
 
 number = 3
+
+
+class BeforeAlone(Plain):
+    """Its `score` knows nothing of its `before`."""
+
+    def before(self, dense: Tensor) -> tuple[Tensor]:
+        return (dense * 2.0,)
+
+
+class WithBefore(Plain):
+    """What `before` returns is taken, and the inputs are too."""
+
+    def before(self, dense: Tensor) -> tuple[Tensor]:
+        return (dense.double(),)
+
+    def score(self, dense: Any, pooled: Tensor) -> Tensor:
+        (x,) = dense if isinstance(dense, tuple) else self.before(dense)
+        return super().score(x, pooled)

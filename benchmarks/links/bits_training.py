@@ -18,7 +18,7 @@ from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.jagged import KeyedJaggedTensor
 from meseta.models import DLRM
 from meseta.optim.dense import make_dense_optimizer
-from meseta.pipeline import TrainStep
+from meseta.pipeline import Pipeline
 from meseta.spec import FeatureSpec, OptimizerSpec, Plan, TableSpec
 from meseta.storage import ROW
 
@@ -52,7 +52,7 @@ def train(case: Case, layout: Layout) -> dict[str, Any]:
     more: dict[str, Any] = {"comm": shapes.communication(case.variant)} if takes_codecs() else {}
     model = shard(model, plan(tables, case, layout), world=world, **more)
     dense = make_dense_optimizer(DenseOptimizerConfig(name="adam", lr=0.01), model.parameters())
-    step = TrainStep(cast(Any, model), dense, world)
+    step = Pipeline(cast(Any, model), dense, world)
     place = turned(world.rank, case.order, layout)
     for number in range(NUM_STEPS):
         time.sleep(LATE_S * place)

@@ -144,7 +144,7 @@ def time_alone(shape: Training, num_steps: int) -> float:
     """On every rank, all at once: seconds of a step of a model of its own, the median."""
     from meseta.comm import World
 
-    step = training.make_step(shape, Layout(1, 1), Variant(), World.single())
+    step = training.make_pipeline(shape, Layout(1, 1), Variant(), World.single())
     samples = make_samples(shape, 0, 1)
     batches = iter([training.make_batch(samples[call % len(samples)]) for call in range(num_steps + 1)])
     return statistics.median(_seconds(lambda: step(next(batches)), num_steps, World.current().barrier))

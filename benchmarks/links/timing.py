@@ -62,22 +62,27 @@ def waiting_share(ranks: Sequence[Window]) -> float:
     return statistics.mean(one.waited_s / one.seconds for one in ranks)
 
 
-def find_rate(hosts: Hosts, measure: Callable[[], Sequence[Window]]) -> tuple[str, float]:
-    """The rate under which `measure` finds a waiting share within WAITING, as near to its middle as NEAR_MIDDLE or as
-    MAX_TRIES have brought it, and that share; the links have it then.
+def find_rate(
+    hosts: Hosts,
+    measure: Callable[[], Sequence[Window]],
+    waiting: tuple[float, float] = WAITING,
+    share_of: Callable[[Sequence[Window]], float] = waiting_share,
+) -> tuple[str, float]:
+    """The rate under which `measure` finds a waiting share, as `share_of` tells it, within `waiting`, as near to its
+    middle as NEAR_MIDDLE or as MAX_TRIES have brought it, and that share; the links have it then.
 
     What a step waits besides for the links, a + b / rate, tells where to look next, inside of what is known to be too
     fast and too slow.
     """
-    slow, fast, mbit, middle = 1.0, 20_000.0, FIRST_MBIT, sum(WAITING) / 2
+    slow, fast, mbit, middle = 1.0, 20_000.0, FIRST_MBIT, sum(waiting) / 2
     within: list[tuple[float, float]] = []
     for _ in range(MAX_TRIES):
         hosts.reshape(f"{mbit:.1f}mbit")
         ranks = measure()
-        share = waiting_share(ranks)
+        share = share_of(ranks)
         print(f"  {mbit:.1f} Mbit/s: a flat fp32 step takes {1e3 * ranks[0].seconds / ranks[0].num_steps:.0f} ms, "
               f"{share:.1%} of it waiting", flush=True)  # fmt: skip
-        if WAITING[0] <= share <= WAITING[1]:
+        if waiting[0] <= share <= waiting[1]:
             within.append((share, mbit))
         if abs(share - middle) <= NEAR_MIDDLE:
             break
@@ -86,7 +91,7 @@ def find_rate(hosts: Hosts, measure: Callable[[], Sequence[Window]]) -> tuple[st
         mbit = guess if slow * 1.02 < guess < fast / 1.02 else (slow * fast) ** 0.5
     if not within:
         raise SystemExit(
-            f"no rate of the links lets a flat fp32 step wait {WAITING[0]:.0%} to {WAITING[1]:.0%} of its time"
+            f"no rate of the links lets a flat fp32 step wait {waiting[0]:.0%} to {waiting[1]:.0%} of its time"
         )
     share, mbit = min(within, key=lambda one: abs(one[0] - middle))
     hosts.reshape(f"{mbit:.1f}mbit")

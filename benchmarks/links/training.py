@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import inspect
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import cycle
 from typing import Any, cast
 
 import torch
@@ -23,12 +25,11 @@ from meseta.jagged import KeyedJaggedTensor
 from meseta.measure.traffic import Samples, Training, make_samples
 from meseta.models import DLRM
 from meseta.optim.dense import make_dense_optimizer
-from meseta.pipeline import TrainStep
+from meseta.pipeline import Pipeline, Step
 from meseta.telemetry.transfers import TransferTimes
 
-_steps: dict[str, TrainStep] = {}
-_samples: list[Samples] = []
-_calls: dict[str, int] = {}
+_pipelines: dict[str, Pipeline] = {}
+_steps: dict[str, Iterator[Step]] = {}
 NOTHING = LinkTraffic(0, 0, 0, 0, 0)
 
 
@@ -41,11 +42,11 @@ def build(shape: Training, layout: Layout, variants: Sequence[Variant]) -> None:
     """Models of these variants, beside those that are there. Collective."""
     torch.set_num_threads(1)
     world = World.current()
-    _samples[:] = make_samples(shape, world.rank, world.size)
+    samples = make_samples(shape, world.rank, world.size)
     for variant in variants:
         if variant.name not in _steps:
-            _steps[variant.name] = make_step(shape, layout, variant, world)
-            _calls[variant.name] = 0
+            _pipelines[variant.name] = make_pipeline(shape, layout, variant, world)
+            _steps[variant.name] = _pipelines[variant.name].steps(map(make_batch, cycle(samples)))
     gc.collect()
     gc.freeze()
 
@@ -53,13 +54,13 @@ def build(shape: Training, layout: Layout, variants: Sequence[Variant]) -> None:
 def forget(names: Sequence[str]) -> None:
     """Give the memory of variants back."""
     for name in names:
-        del _steps[name]
+        del _steps[name], _pipelines[name]
     gc.unfreeze()
     gc.collect()
 
 
-def make_step(shape: Training, layout: Layout, variant: Variant, world: World) -> TrainStep:
-    """The step of one variant, with transfers of its one."""
+def make_pipeline(shape: Training, layout: Layout, variant: Variant, world: World) -> Pipeline:
+    """The steps of one variant, with transfers of their own."""
     tables, features = shapes.specs(shape)
     model = DLRM(
         EmbeddingBagCollection(tables, features),
@@ -72,25 +73,28 @@ def make_step(shape: Training, layout: Layout, variant: Variant, world: World) -
     more: dict[str, Any] = {"comm": shapes.communication(variant)} if takes_codecs() else {}
     model = shard(model, shapes.plan(shape, variant, layout), world=world, **more)
     optimizer = make_dense_optimizer(DenseOptimizerConfig(name="sgd", lr=shapes.LR), model.parameters())
-    return TrainStep(cast(Any, model), optimizer, world)
+    return Pipeline(
+        cast(Any, model), optimizer, world, accumulate_steps=variant.accumulate_steps, overlap=variant.overlap
+    )
 
 
 def window(name: str, num_steps: int, counted: bool = True) -> Window:
     """Steps of one variant, between barriers of all ranks; `counted`: on hosts that have a link."""
-    step = _steps[name]
-    world, transfers = step.world, step.world.transfers
+    pipeline, steps = _pipelines[name], _steps[name]
+    world, transfers = pipeline.world, pipeline.world.transfers
     transfers.take()
+    pipeline.times.take()
     world.barrier()
     before, busy_s = own_traffic() if counted else NOTHING, time.process_time()
     world.barrier()
-    start_s, first = time.perf_counter(), _calls[name]
-    for call in range(first, first + num_steps):
-        step(make_batch(_samples[call % len(_samples)]))
+    start_s = time.perf_counter()
+    for _ in range(num_steps):
+        next(steps)
+    pipeline.settle()
     world.barrier()
     seconds, busy_s = time.perf_counter() - start_s, time.process_time() - busy_s
     sent = (own_traffic() if counted else NOTHING).since(before)
     world.barrier()
-    _calls[name] += num_steps
     means = transfers.take()
     return Window(
         num_steps=num_steps,
@@ -100,7 +104,22 @@ def window(name: str, num_steps: int, counted: bool = True) -> Window:
         sent_bytes=sent.payload_bytes,
         resent_packets=sent.resent_packets,
         across={key: one.across_bytes for key, one in means.items()},
+        waits={key: one.waited_s for key, one in means.items()},
+        stages=pipeline.times.take(),
     )
+
+
+def time_before(name: str, num_calls: int) -> float:
+    """Seconds of what the model makes of dense inputs alone, the median of some calls."""
+    pipeline, times = _pipelines[name], list[float]()
+    model: Any = pipeline.model
+    assert pipeline.batch is not None
+    for _ in range(num_calls):
+        pipeline.world.barrier()
+        start_s = time.perf_counter()
+        model.before(pipeline.batch.dense)
+        times.append(time.perf_counter() - start_s)
+    return statistics.median(times)
 
 
 def make_batch(samples: Samples) -> Batch:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from meseta.spec.stages import OVERLAPS, Overlap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +17,10 @@ class Variant:
     exchange: str = "flat"
     dense_path: str = ""
     """Of sums over ranks; empty: 'flat' beside a flat exchange, else 'twins'."""
+    overlap: tuple[Overlap, ...] = ()
+    """What is hidden behind computation."""
+    accumulate_steps: int = 1
+    """Micro-batches of a step."""
 
     @property
     def sum_path(self) -> str:
@@ -25,7 +31,9 @@ class Variant:
     def name(self) -> str:
         """For people, and to tell it from others."""
         path = self.exchange + (f" {self.dense_path}" if self.dense_path else "")
-        return f"{self.sharding} {path} {self.precision}"
+        parts = f" in {self.accumulate_steps} parts" if self.accumulate_steps > 1 else ""
+        hidden = "" if not self.overlap else " overlapped" if self.overlap == OVERLAPS else f" {'+'.join(self.overlap)}"
+        return f"{self.sharding} {path} {self.precision}{parts}{hidden}"
 
     @property
     def base(self) -> Variant:
@@ -64,3 +72,7 @@ class Window:
     resent_packets: int
     across: Mapping[str, float]
     """Bytes to other hosts that it meant to send in a step, by transfer."""
+    waits: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of a step in which it stood still for each transfer."""
+    stages: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of a step in each stage."""

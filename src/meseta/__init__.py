@@ -22,6 +22,7 @@ _HOME = {
     "KeyedJaggedTensor": "meseta.jagged",
     "EmbeddingBagCollection": "meseta.embedding",
     "shard": "meseta.embedding",
+    "ahead": "meseta.pipeline",
 }
 
 __all__ = [*_HOME, "__version__"]  # noqa: PLE0604

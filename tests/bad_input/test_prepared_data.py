@@ -71,7 +71,7 @@ def test_the_place_is_named(tiny: Path, tmp_path: Path, change: Any, message: st
     )
     assert ended.code == 1 and ended.out == ""
     [line] = ended.err.splitlines()
-    where = re.escape(f"error: dataset file {str(data / PART)!r}")
+    where = "error: (step 1: )?" + re.escape(f"dataset file {str(data / PART)!r}")
     assert re.match(f"{where}[,:]? {message} .*prepare the dataset again", line), line
 
 

@@ -172,24 +172,24 @@ def test_a_damaged_data_file(run: Run, tiny: Path, tmp_path: Path) -> None:
 
 
 def test_interrupted(run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from meseta.pipeline import TrainStep
+    from meseta.pipeline import Pipeline
 
-    step = TrainStep.__call__
+    step = Pipeline._train
 
-    def press(self: TrainStep, batch: object, **options: Any) -> object:
+    def press(self: Pipeline, *arguments: Any) -> object:
         if self.model.embeddings.step == 9:
             signal.raise_signal(signal.SIGINT)
-        return step(self, batch, **options)  # type: ignore[arg-type]
+        return step(self, *arguments)
 
     config = write_config(tmp_path / "c.yaml", settings(tiny, tmp_path / "run", checkpoint__every_steps=4))
     with monkeypatch.context() as patch:
-        patch.setattr(TrainStep, "__call__", press)
+        patch.setattr(Pipeline, "_train", press)
         code, out, err = run("train", config)
     assert code == 130 and out == ""
-    saved = tmp_path / "run" / "checkpoints" / "step-000000011"  # the caller had counted its votes for step 10
-    assert err.splitlines()[-1] == f"stopped after step 11, saved in {saved}; the same command goes on from there"
+    saved = tmp_path / "run" / "checkpoints" / "step-000000010"
+    assert err.splitlines()[-1] == f"stopped after step 10, saved in {saved}; the same command goes on from there"
     code, _, err = run("train", config)
-    assert code == 0 and "going on from step 11" in err
+    assert code == 0 and "going on from step 10" in err
 
 
 def test_threads_are_told_how_to_wait_before_torch_is_loaded() -> None:

@@ -203,9 +203,9 @@ def wrong_uses() -> tuple[list[str], float]:
 def test_a_batch_goes_through_each_stage_once(ranks: Ranks, size: int) -> None:
     told = "a batch under way is {} and cannot be {}, which comes once and after {}; {}"
     expected = [
-        told.format("started", "finished", "exchanged", "exchange it next"),
+        told.format("started", "finished", "looked up", "exchange it next"),
         told.format("exchanged", "exchanged", "started", "finish it next"),
-        told.format("finished", "finished", "exchanged", "run its backward pass next, or leave it"),
+        told.format("finished", "finished", "looked up", "run its backward pass next, or leave it"),
         told.format("used", "used", "finished", "start another of the same ids"),
     ]
     for texts, loss in ranks(size).run(wrong_uses):

@@ -47,7 +47,9 @@ def faults(rows: Sequence[Call], beside: set[str], made: Sequence[Call]) -> list
 def third_step(folder: Path) -> list[Call]:
     from meseta.train.trainer import Trainer
 
-    document = settings(folder / "tiny", folder / "run", train__max_steps=4, plan={"tables": {"*": "row_wise"}})
+    document = settings(
+        folder / "tiny", folder / "run", train__max_steps=4, plan={"tables": {"*": "row_wise"}}, pipeline__overlap="off"
+    )
     return first_call_of(Trainer, "_run_step", 3, lambda: train(document))
 
 

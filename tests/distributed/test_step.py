@@ -15,7 +15,7 @@ from meseta.comm import World
 from meseta.data.batch import Batch
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection, shard
 from meseta.jagged import KeyedJaggedTensor
-from meseta.pipeline import TrainStep
+from meseta.pipeline import Pipeline
 from meseta.pipeline.micro_batches import split_batch
 from meseta.spec import FeatureSpec, OptimizerSpec, Plan, TableSpec
 
@@ -99,7 +99,7 @@ def run_steps(
     world = World.current()
     model = make(spec, "float64")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    step = TrainStep(model, optimizer, world, task_weights=[0.5, 2.0], accumulate_steps=accumulate_steps)
+    step = Pipeline(model, optimizer, world, task_weights=[0.5, 2.0], accumulate_steps=accumulate_steps)
     results = [step(slice_of(global_batch(n, size, weighted), world)) for n, size in enumerate(sizes)]
     return {**state_of(model), "losses": [r.loss for r in results], "counts": [r.num_samples for r in results]}
 

@@ -20,7 +20,7 @@ from meseta.comm.sums import PIECE
 from meseta.config import RunConfig
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.jagged import KeyedJaggedTensor
-from meseta.pipeline import TrainStep
+from meseta.pipeline import Pipeline
 from meseta.planner import predict
 from meseta.spec import FeatureLoad, FeatureSpec, OptimizerSpec, Plan, TableSpec, Topology, Workload
 from meseta.spec.codecs import SumPath, alike_shares, sum_shares
@@ -238,21 +238,23 @@ def step_of_run(document: dict[str, Any]) -> tuple[Counted, tuple[Transfer, ...]
     """What is counted in the first step of a run, what is listed of it, and how often its line says that each was
     done."""
     trainer = Trainer(RunConfig.model_validate(document), World.current())
-    embeddings, counter, run = trainer.model.embeddings, Counter(), TrainStep.__call__
+    embeddings, counter, run = trainer.model.embeddings, Counter(), Pipeline._train
     per_host = embeddings.plan.per_host
     work = make_workload(trainer.config, trainer.dataset, embeddings.tables, embeddings.features, trainer.model)
     listed = step_transfers(work, embeddings.plan, trainer.world.size, per_host)
 
-    def first(self: TrainStep, batch: Any, **options: Any) -> Any:
-        TrainStep.__call__ = run  # type: ignore[method-assign]
+    def first(self: Pipeline, *arguments: Any) -> Any:
+        Pipeline._train = run  # type: ignore[method-assign]
         with counter:
-            return run(self, batch, **options)
+            result = run(self, *arguments)
+            self.settle()
+            return result
 
-    TrainStep.__call__ = first  # type: ignore[method-assign]
+    Pipeline._train = first  # type: ignore[method-assign]
     try:
         trainer.run()
     finally:
-        TrainStep.__call__ = run  # type: ignore[method-assign]
+        Pipeline._train = run  # type: ignore[method-assign]
     [line, *_] = [one for one in trainer.run_dir.lines() if isinstance(one, TrainLine)]
     said = {name: one.num_times for name, one in line.transfers.items()}
     return counter.counted, listed, said

@@ -17,7 +17,7 @@ from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.config.run import MODEL_NAMES
 from meseta.data.prepare import PrepareOptions, prepare
-from meseta.pipeline import TrainStep
+from meseta.pipeline import Pipeline
 from meseta.spec import MesetaError
 from meseta.train.evaluate import evaluate
 from meseta.train.predictions import write_predictions
@@ -183,20 +183,20 @@ class Killed(Exception):
 
 def train_until(document: dict[str, Any], when: int) -> None:
     """Run on every rank: end after step `when`, wherever windows and checkpoints are."""
-    step = TrainStep.__call__
+    step = Pipeline._train
 
-    def die(self: TrainStep, batch: Any, **options: Any) -> Any:
-        result = step(self, batch, **options)
+    def die(self: Pipeline, *arguments: Any) -> Any:
+        result = step(self, *arguments)
         if self.model.embeddings.step == when:
             raise Killed
         return result
 
-    TrainStep.__call__ = die  # type: ignore[method-assign]
+    Pipeline._train = die  # type: ignore[method-assign]
     try:
         with pytest.raises(Killed):
             train(document)
     finally:
-        TrainStep.__call__ = step  # type: ignore[method-assign]
+        Pipeline._train = step  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("size", "when"), [(2, 11), (4, 17)])

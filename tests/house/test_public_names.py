@@ -10,13 +10,13 @@ from source_tree import SOURCE
 PUBLIC = {
     "meseta": """
         Communication EmbeddingBagCollection FeatureLoad FeatureSpec InitSpec JaggedTensor KeyedJaggedTensor
-        OptimizerSpec Plan Shard ShardingType TableSpec Topology Workload __version__ make_plan shard
+        OptimizerSpec Plan Shard ShardingType TableSpec Topology Workload __version__ ahead make_plan shard
     """,
     "meseta.checkpoint": """
         DamagedCheckpoint Difference Loaded Mirror Summary compare export fetch find_checkpoint latest
         list_checkpoints load newest offer_older prune save summarize verify
     """,
-    "meseta.comm": "BatchSlice DenseGradients Pending Scope World",
+    "meseta.comm": "BatchSlice DenseGradients Pending Scope Totals World abandon",
     "meseta.config": """
         CheckpointConfig DataConfig DenseConfig DenseOptimizerConfig EarlyStoppingConfig EmbeddingConfig MetricsConfig
         ModelConfig PlannerConfig RunConfig ScheduleConfig TableConfig TrainConfig
@@ -39,7 +39,7 @@ PUBLIC = {
     """,
     "meseta.ops.row_update": "Bags FeatureGradient TableRows UpdateGroup row_update",
     "meseta.optim": "Hyper RowOptimizer element_state make_row_optimizer row_state where",
-    "meseta.pipeline": "StageTimes Step TrainStep",
+    "meseta.pipeline": "Pipeline StageTimes Step ahead",
     "meseta.planner": """
         COMPONENTS DoesNotFitError Planned Prediction choose_ways documented_cost_model find_plan make_plan predict
     """,

@@ -18,8 +18,8 @@ from meseta.jagged import KeyedJaggedTensor
 from meseta.models import DLRM, MLP, MLPOptions, make_model, wanted_embedding_dim
 from meseta.models.global_layers import BatchNorm, dropout, keep_mask
 from meseta.ops.random_rows import random_bits, table_key
-from meseta.pipeline import TrainStep
-from meseta.pipeline.step import NonFiniteLoss
+from meseta.pipeline import Pipeline
+from meseta.pipeline.agreement import NonFiniteLoss
 from meseta.spec import FeatureSpec, MesetaError, TableSpec
 from meseta.train.evaluate import evaluation_mode
 from model_parts import OneRowEach
@@ -235,7 +235,7 @@ def tables(dim: int) -> EmbeddingBagCollection:
 def test_a_loss_that_is_no_number_leaves_the_running_statistics() -> None:
     options = MLPOptions(batch_norm=True)
     model = DLRM(tables(3), num_dense=2, bottom_mlp=(4, 3), top_mlp=(4,), options=options)
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), World.single())
+    step = Pipeline(model, torch.optim.SGD(model.parameters(), lr=0.1), World.single())
 
     def batch(value: float) -> Batch:
         sparse = KeyedJaggedTensor.from_lists({"seen": [[0], [1], [2]]})

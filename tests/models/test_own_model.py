@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from meseta.config import ModelConfig
+from meseta.config.run import MODEL_NAMES
 from meseta.models import make_model
+from meseta.models.base import before_of
 from meseta.spec import MesetaError
 from model_parts import OneRowEach
+from own_models import Plain, WithBefore
 
 
 def make(name: str, labels: tuple[str, ...] = ("label",), seed: int = 0, **options: object) -> torch.nn.Module:
@@ -46,6 +50,7 @@ def test_it_gets_what_the_page_says_and_starts_from_the_seed() -> None:
         ("own_models:NotSqueezed", r"logits \[2\] for 2 samples and 1 labels, but gave float32 \[2, 1\]"),
         ("own_models:FlatForTwo", r"logits \[1\] for 1 samples and 1 labels, but gave float32 \[\]"),
         ("own_models:Listed", "but gave list"),
+        ("own_models:BeforeAlone", "score of what before has returned, on 2 samples of zeros, failed with Attribute"),
         ("own_models:Breaks", r"score, on 2 samples of zeros, failed with RuntimeError: .*shapes.*functional|linear"),
     ],
 )
@@ -53,6 +58,31 @@ def test_what_is_wrong_with_it_is_told_in_one_line(name: str, message: str) -> N
     with pytest.raises(MesetaError, match=message) as caught:
         make(name)
     assert str(caught.value).startswith(f"model.name {name!r}: ")
+
+
+def test_what_comes_before_the_embeddings_is_found_where_score_knows_it() -> None:
+    class OwnScore(WithBefore):
+        def score(self, dense: Any, pooled: torch.Tensor) -> torch.Tensor:
+            return super().score(dense + 1.0, pooled)
+
+    embeddings: Any = OneRowEach([4, 4])
+    options: Any = {"num_dense": 3, "labels": ("label",), "seed": 0}
+    assert before_of(Plain(embeddings, **options)) is None
+    model = WithBefore(embeddings, **options)
+    assert before_of(model) == model.before
+    assert before_of(OwnScore(embeddings, **options)) is None  # its score expects the inputs
+    assert before_of(make("own_models:WithBefore")) is not None
+
+
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_models_of_the_package_score_what_they_have_made_of_dense_inputs(name: str) -> None:
+    widths = {"logistic_regression": 1, "fm": 5, "wide_deep": 5, "deepfm": 5, "xdeepfm": 5}
+    width, torch_dense = widths.get(name, 4), torch.rand(70, 3)
+    document = {"name": name, "embedding_dim": 4, "bottom_mlp": [8, 4], "deep_mlp": [8], "cin_layers": [4]}
+    model: Any = make_model(ModelConfig(**document), OneRowEach([width] * 3), 3, 0)
+    pooled = torch.rand(70, 3 * width)
+    assert torch.equal(model.score(model.before(torch_dense), pooled), model.score(torch_dense, pooled))
+    assert (before_of(model) is None) == (name == "mmoe")  # all its layers read embeddings, too
 
 
 def test_options_that_it_does_not_take_and_modules_that_do_not_load(

@@ -15,17 +15,17 @@ from meseta.embedding import EmbeddingBagCollection
 from meseta.jagged import KeyedJaggedTensor
 from meseta.models import DLRM
 from meseta.optim.clip import DenseClip
-from meseta.pipeline import StageTimes, TrainStep
-from meseta.pipeline.step import NonFiniteLoss
+from meseta.pipeline import Pipeline, StageTimes
+from meseta.pipeline.agreement import NonFiniteLoss
 from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, TableSpec
 
 
-def make() -> tuple[TrainStep, DLRM]:
+def make() -> tuple[Pipeline, DLRM]:
     sgd = OptimizerSpec(name="sgd", lr=0.5)
     tables = [TableSpec(name="item", num_embeddings=5, embedding_dim=3, dtype="float64", optimizer=sgd)]
     embeddings = EmbeddingBagCollection(tables, [FeatureSpec(name="seen", table="item")])
     model = DLRM(embeddings, num_dense=2, bottom_mlp=(3,), top_mlp=(4,)).double()
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.5), World.single())
+    step = Pipeline(model, torch.optim.SGD(model.parameters(), lr=0.5), World.single())
     return step, model
 
 
@@ -112,7 +112,7 @@ def test_the_loss_of_weighted_samples_and_several_tasks(
     num_tasks: int, task_weights: list[float] | None, weight: list[float] | None
 ) -> None:
     model, data = TwoTasks(num_tasks), example(num_tasks, weight)
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.5), World.single(), task_weights=task_weights)
+    step = Pipeline(model, torch.optim.SGD(model.parameters(), lr=0.5), World.single(), task_weights=task_weights)
     table, dense = model.embeddings.shards[0].weight.clone().requires_grad_(), list(model.parameters())
     pooled = torch.stack([table[[0, 4]].sum(0), torch.zeros(3).double(), table[4]])
     logits = model.score(data.dense, pooled)
@@ -135,7 +135,7 @@ def test_only_the_dense_gradients_are_clipped() -> None:
     models = [TwoTasks(2), TwoTasks(2)]
     before = [p.detach().clone() for p in models[0].parameters()]
     for model, clip in zip(models, (None, DenseClip(norm=0.01)), strict=True):
-        TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.5), World.single(), clip=clip)(example(2, None))
+        Pipeline(model, torch.optim.SGD(model.parameters(), lr=0.5), World.single(), clip=clip)(example(2, None))
     moved = [
         torch.cat([(p.detach() - old).flatten() for p, old in zip(m.parameters(), before, strict=True)]) for m in models
     ]
@@ -147,7 +147,7 @@ def test_only_the_dense_gradients_are_clipped() -> None:
 def test_a_batch_of_weight_zero_changes_nothing() -> None:
     model = TwoTasks(2)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
-    step = TrainStep(model, optimizer, World.single())
+    step = Pipeline(model, optimizer, World.single())
     before = [p.detach().clone() for p in model.parameters()] + [model.embeddings.shards[0].weight.clone()]
     result = step(example(2, [0.0, 0.0, 0.0]))
     assert result.loss == 0.0 and result.num_samples == 3 and result.logits.shape == (3, 2)
@@ -162,7 +162,7 @@ def test_a_batch_of_weight_zero_changes_nothing() -> None:
 
 def test_a_model_with_other_outputs_than_labels_is_told() -> None:
     model = TwoTasks(2)
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.5), World.single())
+    step = Pipeline(model, torch.optim.SGD(model.parameters(), lr=0.5), World.single())
     with pytest.raises(MesetaError, match=r"logits \[3, 2\] for labels \[3\]"):
         step(example(1, None))
 
@@ -173,6 +173,7 @@ def test_times_are_means_per_step_and_start_anew() -> None:
     step(batch())
     times = step.times.take()
     assert set(times) == {
+        "data",
         "copy",
         "input_dist",
         "lookup",

@@ -69,7 +69,7 @@ def test_the_better_way_is_searched_where_the_plan_of_the_other_does_not_fit() -
     flat = find_plan(replace(work, comm=Communication(exchange="flat")), topology)
     crossed = predict(replace(flat.plan, exchange="two_level", dense_exchange="twins"), work, topology)
     assert crossed.step_s < flat.prediction.step_s
-    topology = replace(topology, hbm_bytes=int(1.1 * flat.prediction.peak_bytes().max()))
+    topology = replace(topology, hbm_bytes=int(1.2 * flat.prediction.peak_bytes().max()))
     assert crossed.peak_bytes().max() > topology.hbm_bytes
     found = find_plan(work, topology)
     assert found.plan.exchange == "two_level" and found.prediction.step_s < flat.prediction.step_s

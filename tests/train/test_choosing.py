@@ -19,7 +19,7 @@ from meseta.cli.main import app
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.machine.interruption import Stopped
-from meseta.pipeline import TrainStep
+from meseta.pipeline import Pipeline
 from meseta.spec import MesetaError
 from meseta.train import trainer
 from meseta.train.evaluate import evaluate
@@ -177,7 +177,7 @@ def killed(patch: pytest.MonkeyPatch, document: dict[str, Any], owner: Any, name
 
 
 def in_step(step: int) -> tuple[Any, str, Callable[..., bool]]:
-    return TrainStep, "__call__", lambda self, batch, **_: self.model.embeddings.step == step
+    return Pipeline, "_train", lambda self, *_: self.model.embeddings.step == step
 
 
 def in_evaluation(split: str, number: int) -> tuple[Any, str, Callable[..., bool]]:
@@ -236,16 +236,15 @@ def test_stopped_by_a_signal_and_gone_on(
     data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     document = settings(data, tmp_path / "run", **FALLING)
-    step = TrainStep.__call__
+    step = Pipeline._train
 
-    def signalled(self: TrainStep, batch: Any, **options: Any) -> Any:
+    def signalled(self: Pipeline, *arguments: Any) -> Any:
         if self.model.embeddings.step in (10, 16):  # the evaluation that belongs to the step is made before it ends
             own.saver.interruption.number = signal.SIGTERM
-            options["votes"] = own.saver.flags()
-        return step(self, batch, **options)
+        return step(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(TrainStep, "__call__", signalled)
+        patch.setattr(Pipeline, "_train", signalled)
         for at in (11, 17):
             own = Trainer(RunConfig.model_validate(document), World.current())
             with pytest.raises(Stopped):

@@ -475,6 +475,13 @@ def test_exchanges_are_means_over_the_run(tmp_path: Path) -> None:
     table = page[page.index("Exchanges per step") :].partition("</table>")[0]
     cells = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in table.split("<tr>")[2:]]
     assert cells == [
-        ["ids", "1", "3.00 MB", "0 B", "4.00", "2.00"],
-        ["dense", "1", "1.00 MB", "2.00 GB", "2.00", "0.50"],
+        ["ids", "1", "3.00 MB", "0 B", "4.00", "2.00", "2.00"],
+        ["dense", "1", "1.00 MB", "2.00 GB", "2.00", "1.50", "0.50"],
     ]
+    assert "Hidden behind" not in page
+    summary = json.loads((run / "summary.json").read_text())
+    summary["overlap"] = {"hidden": ["ids", "agree"], "left_out": {"answers": "MMoE computes nothing"}}
+    (run / "summary.json").write_text(json.dumps(summary))
+    page = write_report(run).read_text()
+    assert "Hidden behind computation: ids, agree." in page
+    assert "Not hidden: answers, since MMoE computes nothing." in page

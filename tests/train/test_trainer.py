@@ -17,12 +17,10 @@ from safetensors.numpy import load_file
 
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.data.batch import Batch
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.reader import Batches, Reader
 from meseta.measure import step_threads, waiting
-from meseta.pipeline import TrainStep
-from meseta.pipeline.step import Step
+from meseta.pipeline import Pipeline, Step
 from meseta.spec import MesetaError
 from meseta.train.metrics import auc, logloss
 from meseta.train.predictions import write_predictions
@@ -154,11 +152,11 @@ def test_more_threads_give_the_same_bits(criteo_shaped: Path, tmp_path: Path) ->
 def test_threads_that_change_between_steps_change_no_bit(
     criteo_shaped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crowd, counts, step = waiting.Crowd(num_threads=2, num_processors=2), [], TrainStep.__call__
+    crowd, counts, step = waiting.Crowd(num_threads=2, num_processors=2), [], Pipeline._train
 
-    def noted(self: TrainStep, batch: Batch, **options: Any) -> Step:
+    def noted(self: Pipeline, *arguments: Any) -> Step:
         counts.append(torch.get_num_threads())
-        return step(self, batch, **options)
+        return step(self, *arguments)
 
     def run(name: str) -> list[float]:
         shape = {"model__bottom_mlp": [128, 64], "model__top_mlp": [256, 64], "model__embedding_dim": 16}
@@ -166,7 +164,7 @@ def test_threads_that_change_between_steps_change_no_bit(
         train(settings(criteo_shaped, tmp_path / name, **shape, train__batch_size=800, train__log_every_steps=1))
         return [line["loss"] for line in metrics(tmp_path / name) if line["kind"] == "train"]
 
-    monkeypatch.setattr(TrainStep, "__call__", noted)
+    monkeypatch.setattr(Pipeline, "_train", noted)
     monkeypatch.setattr(waiting, "crowd", lambda: crowd)
     monkeypatch.setattr(step_threads, "SLICE_S", 0.0)
     monkeypatch.setattr(step_threads, "NUM_FIRST", 1_000_000)  # steps take turns
@@ -220,16 +218,16 @@ def test_killed_in_a_step_and_gone_on(tiny: Path, tmp_path: Path, when: int, mon
     common = {"train__epochs": 2, "train__eval_every_steps": 7, "checkpoint__every_steps": 3}
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     expected = train(settings(tiny, whole, **common))
-    step = TrainStep.__call__
+    step = Pipeline._train
 
-    def die(self: TrainStep, batch: Any, **options: Any) -> Any:
-        result = step(self, batch, **options)
+    def die(self: Pipeline, *arguments: Any) -> Any:
+        result = step(self, *arguments)
         if self.model.embeddings.step == when:
             raise Killed
         return result
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(TrainStep, "__call__", die)
+        patch.setattr(Pipeline, "_train", die)
         train(settings(tiny, cut, **common))
     torch.manual_seed(99)
     summary = train(settings(tiny, cut, **common))

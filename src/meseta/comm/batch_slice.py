@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from meseta.comm.sums import add
 from meseta.comm.world import World
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Of the samples of one rank in a global batch, or of all of them."""
+
+    num_samples: int
+    """Those that only fill the batch up, too."""
+    num_padding: int
+    """Those that only fill the batch up."""
+    weight: float
+    """The sum of their weights."""
+
+    @staticmethod
+    def over_ranks(totals: Sequence[Totals], per_host: int) -> Totals:
+        """Of a global batch, from those of its ranks; weights are added in the order of `meseta.comm.sums`."""
+        weights = torch.tensor([own.weight for own in totals], dtype=torch.float64)
+        weight = weights.new_empty(1)
+        add(list(weights.split(1)), weight, per_host)
+        return Totals(sum(t.num_samples for t in totals), sum(t.num_padding for t in totals), weight.item())
 
 
 @dataclass(frozen=True, kw_only=True)

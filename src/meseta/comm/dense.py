@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meseta.comm.coding import SumCoding, whole_blocks
-from meseta.comm.world import World
+from meseta.comm.world import Pending, World
 from meseta.ops.memory import empty
 from meseta.spec import MesetaError
 
@@ -62,6 +62,9 @@ class DenseGradients:
         if make_coding is not None and torch.float64 in dtypes:
             raise MesetaError("comm: dense parameters of float64 travel as they are; leave comm.dense at 'fp32'")
         self._backward = -1
+        self.lasts = False
+        """Whether sums go on behind the backward pass, until `finish`."""
+        self._pending: Pending | None = None
         if world.size > 1:
             on_gradient = WeakMethod(self._on_gradient)
 
@@ -80,19 +83,26 @@ class DenseGradients:
             torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
 
     def _reduce(self) -> None:
-        """[every gradient | one count per parameter]: kept, or summed over ranks and written back."""
+        """[every gradient | one count per parameter]: kept, or summed over ranks."""
         buffer, kept = self._weighted(), self.passes.kept_dense
         if kept:
             buffer += kept.pop()
+        for parameter in self.parameters:
+            parameter.grad = None
         if self.passes.is_part:
             kept.append(buffer)
-            for parameter in self.parameters:
-                parameter.grad = None
             return
-        self.world.all_reduce(
-            buffer, "dense", None if self._make_coding is None else self._make_coding(sum(self._sizes))
-        )
-        *slots, counts = buffer.split([*self._sizes, len(self._sizes)])
+        coding = None if self._make_coding is None else self._make_coding(sum(self._sizes))
+        self._pending = self.world.start_all_reduce(buffer, "dense", coding, by_itself=self.lasts)
+        if not self.lasts:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the sum that was begun last, and give each parameter its gradient; nothing where none is open."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        *slots, counts = pending.wait().split([*self._sizes, len(self._sizes)])
         for parameter, slot, count in zip(self.parameters, slots, counts.tolist(), strict=True):
             if count:
                 parameter.grad = slot[: parameter.numel()].view_as(parameter)

@@ -121,7 +121,7 @@ class Swap:
                 work.wait()
             for peer, announced, told in zip(self.peers, self.announced, self.told.tolist(), strict=True):
                 if told != [*announced.answer]:
-                    _abandoned.append(self)  # the transport still knows its memory
+                    abandon(self)
                     raise _astray(self.rank, peer.rank, announced, Announcement(*told), self.tables)
             for work in self.messages:
                 work.wait()
@@ -186,8 +186,12 @@ def swap(
 
 _places: WeakKeyDictionary[Any, Counter[int]] = WeakKeyDictionary()
 """Exchanges with each other rank of a process group so far."""
-_abandoned: list[Swap] = []
-"""Those that ranks did not agree on."""
+_abandoned: list[object] = []
+
+
+def abandon(underway: object) -> None:
+    """Keep what nobody waits for any more: the transport still knows its memory."""
+    _abandoned.append(underway)
 
 
 def _astray(rank: int, peer: int, announced: Announcement, told: Announcement, tables: Sequence[str]) -> MesetaError:

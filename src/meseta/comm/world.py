@@ -195,16 +195,11 @@ class World:
         here[self.rank].copy_(there[self.rank])
         return Pending(received=received, send=send, work=messages, end=end)
 
-    def start_all_reduce(self, tensor: Tensor, name: str = "", coding: SumCoding | None = None) -> Pending:
+    def start_all_reduce(
+        self, tensor: Tensor, name: str = "", coding: SumCoding | None = None, *, by_itself: bool = True
+    ) -> Pending:
         """Begin to sum over ranks, in place, in one order of additions: see `meseta.comm.sums`. `coding` says how
-        numbers cross hosts."""
-        return self._start_sum(tensor, name, coding, by_itself=True)
-
-    def all_reduce(self, tensor: Tensor, name: str = "", coding: SumCoding | None = None) -> Tensor:
-        """Sum over ranks, in place, in the same order."""
-        return self._start_sum(tensor, name, coding, by_itself=False).wait()
-
-    def _start_sum(self, tensor: Tensor, name: str, coding: SumCoding | None, *, by_itself: bool) -> Pending:
+        numbers cross hosts; unless it goes on `by_itself`, whoever waits for it carries it."""
         if self.size == 1:
             return Pending(received=tensor, send=tensor, work=None)
         check_listed(name)
@@ -231,6 +226,10 @@ class World:
         end, start_s = self._begin(name, 0.0, far * num_bytes), time.perf_counter()
         self._in_lane(name, lambda sums: sums.add_over_hosts(total), total, coding, by_itself=False).wait()
         end(start_s, None)
+
+    def all_reduce(self, tensor: Tensor, name: str = "", coding: SumCoding | None = None) -> Tensor:
+        """Sum over ranks, in place, in the same order."""
+        return self.start_all_reduce(tensor, name, coding, by_itself=False).wait()
 
     def host_group(self) -> Any:
         """The process group of the ranks of this host. Collective."""
@@ -262,28 +261,37 @@ class World:
 
     def sum_of_few(self, numbers: Tensor, name: str = "") -> Tensor:
         """The same sum of a few numbers, of which every rank sends all to all others."""
-        if self.size == 1:
-            return numbers
-        total = torch.empty_like(numbers)
-        add([*self.all_gather(numbers, name)], total, self.ranks_per_host)
-        return total
+        return self.start_sum_of_few(numbers, name)()
+
+    def start_sum_of_few(self, numbers: Tensor, name: str = "") -> Callable[[], Tensor]:
+        """Begin it; what is returned waits for it."""
+        pending, total = self.start_all_gather(numbers, name), torch.empty_like(numbers)
+
+        def wait() -> Tensor:
+            add([*pending.wait().view(self.size, *numbers.shape)], total, self.ranks_per_host)
+            return total
+
+        return wait
 
     def all_gather(self, tensor: Tensor, name: str = "") -> Tensor:
         """[size, *shape]: the tensors of all ranks, which have one shape."""
+        return self.start_all_gather(tensor, name).wait().view(self.size, *tensor.shape)
+
+    def start_all_gather(self, tensor: Tensor, name: str = "") -> Pending:
+        """Begin it: [size, numbers]."""
+        mine = tensor.contiguous().view(-1)
         if self.size == 1:
-            return tensor.unsqueeze(0)
+            return Pending(received=mine.unsqueeze(0), send=mine, work=None)
         check_listed(name)
-        end, start_s = self._begin_alike(name, tensor, "gather"), time.perf_counter()
-        gathered, mine = tensor.new_empty((self.size, tensor.numel())), tensor.contiguous().view(-1)
+        end, gathered = self._begin_alike(name, tensor, "gather"), tensor.new_empty((self.size, tensor.numel()))
+        work: Work
         if tensor.device.type == "cuda":
-            dist.all_gather_into_tensor(gathered.view(-1), mine, self.group)
+            work = dist.all_gather_into_tensor(gathered.view(-1), mine, self.group, async_op=True)
         else:
             peers = [Peer(r, mine, gathered[r]) for r in range(self.size) if r != self.rank]
-            messages = swap(self.rank, peers, name, group=self.group, crossing=_crossing)
+            work = swap(self.rank, peers, name, group=self.group, crossing=_crossing)
             gathered[self.rank] = mine
-            messages.wait()
-        end(start_s, None)
-        return gathered.view(self.size, *tensor.shape)
+        return Pending(received=gathered, send=mine, work=work, end=end)
 
     def _begin(
         self, name: str, inside_bytes: float, across_bytes: float, num_peers: int | None = None

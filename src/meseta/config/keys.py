@@ -138,7 +138,7 @@ def _kind(annotation: Any, limits: list[Any]) -> str:
         return " or ".join(f"`{value}`" for value in inside)
     if origin in (Union, types.UnionType):
         return " or ".join(_kind(part, limits) for part in inside if part is not type(None))
-    if origin is tuple:
+    if origin in (tuple, list):
         return f"list: {_kind(inside[0], [])}"
     if origin is dict:
         return "mapping" if inside[1] is Any else f"mapping to {_kind(inside[1], [])}"

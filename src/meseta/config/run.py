@@ -14,6 +14,7 @@ from meseta.config.section import Count, Depth, Section, Whole, Width
 from meseta.spec import MesetaError, OptimizerSpec, nearest
 from meseta.spec.codecs import CodecName, Communication, DensePath, Exchange, Precision
 from meseta.spec.optimizer import SteppedRows, WeightDecayMode
+from meseta.spec.stages import Overlap
 from meseta.spec.tables import InitKind, TableDtype
 
 MODEL_NAMES = ("dlrm", "dlrm_dcnv2", "logistic_regression", "fm", "wide_deep", "deepfm", "xdeepfm", "autoint", "mmoe")
@@ -418,6 +419,19 @@ class CommConfig(Section):
         return Communication(**self.model_dump())
 
 
+class PipelineConfig(Section):
+    overlap: Literal["auto", "off"] | list[Overlap] = "auto"
+    """What travels between ranks while they compute, of ids, answers, gradients, dense and agree, see
+    docs/pipeline.md; no number depends on it. 'auto': all that can."""
+
+    @field_validator("overlap")
+    @classmethod
+    def _once(cls, overlap: str | list[Overlap]) -> str | list[Overlap]:
+        if not isinstance(overlap, str) and len(set(overlap)) < len(overlap):
+            raise ValueError(f"overlap names one of {overlap} twice; name each once")
+        return overlap
+
+
 class RunConfig(Section):
     run_dir: Path
     """Where everything of this run goes."""
@@ -453,6 +467,8 @@ class RunConfig(Section):
     """What plan 'auto' is made for."""
     comm: CommConfig = CommConfig()
     """How ranks write and route what they send each other."""
+    pipeline: PipelineConfig = PipelineConfig()
+    """What of that is hidden behind computation."""
 
     @property
     def embedding_schedule(self) -> ScheduleConfig:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from meseta.jagged import KeyedJaggedTensor
 from meseta.jagged.shapes import Float, Int
+
+
+class Position(NamedTuple):
+    """Where a reader stands: before this row, in the order of this epoch."""
+
+    epoch: int
+    """From 0."""
+    row: int
+    """From 0; 0 where the epoch begins."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +38,18 @@ class Batch:
     """Keys of the groups that the samples belong to, int64, for metrics within groups; None: there are none."""
     num_padding: int = 0
     """Samples at its end that only fill it up, with weight 0 and no ids, and count for nothing."""
+    position: Position | None = None
+    """Where its reader stands after it; None where it came from none."""
 
     @property
     def batch_size(self) -> int:
         """Samples."""
         return self.label.shape[0]
+
+    def find_not_finite(self) -> tuple[int, int, float] | None:
+        """Sample, column and value of the first dense input that is no finite number; None where all are."""
+        places = torch.nonzero(~self.dense.isfinite()).tolist()
+        return None if not places else (*places[0], float(self.dense[tuple(places[0])]))
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """The same on another device."""
@@ -47,4 +64,5 @@ class Batch:
             weight=move(self.weight),
             group=move(self.group),
             num_padding=self.num_padding,
+            position=self.position,
         )

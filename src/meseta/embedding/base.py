@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Generic
 
@@ -12,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meseta.comm import BatchSlice, World
+from meseta.comm import BatchSlice, Totals, World
 from meseta.embedding.accumulate import GradientSegment
 from meseta.embedding.feature_group import group_features
-from meseta.embedding.flight import Flight, GroupPart, IdsOutside, Timer, no_timer
+from meseta.embedding.flight import Flight, GroupPart, IdsOutside, Timer, at_once, no_timer
 from meseta.jagged import Embeddings, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meseta.jagged.shapes import Int
 from meseta.ops.id_policy import CheckedIds
@@ -90,13 +91,18 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
         """Number of the last backward pass that came to the tables, and whether its gradients wait for the next."""
         self.kept_dense: list[Tensor] = []
         """What backward passes of `accumulating` have left of dense gradients."""
-        self._kept: list[list[GradientSegment]] = []
-        """Of each backward pass of `accumulating`: a segment per group."""
+        self._kept: list[Callable[[], Sequence[GradientSegment]]] = []
+        """Of each backward pass of `accumulating`: a segment per group, which may still be on its way."""
         self._table = {table.name: table for table in self.tables}
         self.groups = group_features(self.features, self._table)
         """Features by batch size; the first ones are those that the loss is the mean over."""
         # An input that requires grad makes autograd call `update`; it is not a parameter and holds nothing.
         self._anchor = torch.zeros(0, requires_grad=True)
+
+    @property
+    def num_ranks(self) -> int:
+        """Over which the tables lie."""
+        return 1
 
     @property
     @abstractmethod
@@ -121,30 +127,31 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
         return self.finish(self.exchange(self.start(sparse)) if isinstance(sparse, KeyedJaggedTensor) else sparse)
 
     @abstractmethod
-    def _begin(self, flight: Flight[GroupPart], kjt: KeyedJaggedTensor) -> None:
+    def _begin(self, flight: Flight[GroupPart], kjt: KeyedJaggedTensor | MesetaError) -> None:
         """Give a batch its parts."""
 
     def start(
         self,
-        kjt: KeyedJaggedTensor,
+        kjt: KeyedJaggedTensor | MesetaError,
         *,
         step: int | None = None,
         lr_factor: float | None = None,
-        first_sample: int | None = None,
+        totals: Totals | None = None,
         is_part: bool | None = None,
         stage_timer: Timer = no_timer,
         outside: IdsOutside | None = None,
     ) -> Flight[GroupPart]:
         """Check the ids, begin to send their counts to the owners of rows. No host sync, unless ids are dropped.
 
-        The options are those of Flight; what is not given follows from the collection when it is needed. `outside`
-        counts the ids outside their table of this batch instead of the collection.
+        `kjt` may be what kept this rank from having a batch: `exchange` raises it on all ranks. The options are those
+        of Flight; what is not given follows from the collection when it is needed. `outside` counts the ids outside
+        their table of this batch instead of the collection.
         """
         flight: Flight[GroupPart] = Flight(
             number=self._num_started,
             step=step,
             lr_factor=lr_factor,
-            first_sample=first_sample,
+            totals=totals,
             is_part=is_part,
             stage_timer=stage_timer,
             outside=self._outside if outside is None else outside,
@@ -158,8 +165,30 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
         """Read the counts, agree on errors, begin to send the ids; raises MesetaError for those that are refused."""
 
     @abstractmethod
+    def look_up(self, flight: Flight[GroupPart]) -> Flight[GroupPart]:
+        """Look up, and begin to bring rows or bags to the ranks of the samples."""
+
+    def hand_on(self, flight: Flight[GroupPart]) -> None:
+        """Where they take two levels between hosts, begin the second; `finish` else does it. Collective."""
+
     def finish(self, flight: Flight[GroupPart]) -> Embeddings:
-        """Look up, and bring the rows or bags to the ranks of the samples."""
+        """Wait for the rows or bags of this rank's samples, after looking them up where that was not done before."""
+        if flight.stage == "exchanged":
+            self.look_up(flight)
+        flight.enter("finished", after="looked up")
+        with flight.dropped_by_errors():
+            if flight.meanwhile is not at_once:
+                self.hand_on(flight)
+                flight.meanwhile()
+            return self._finish(flight)
+
+    @abstractmethod
+    def _finish(self, flight: Flight[GroupPart]) -> Embeddings:
+        """The same."""
+
+    def drop(self, flight: Flight[GroupPart]) -> None:
+        """Give up a batch that is not looked up, when what it has under way is there. Collective."""
+        flight.stage, flight.parts = "dropped", ()
 
     @contextmanager
     def in_hand(self, flight: Flight[GroupPart]) -> Iterator[None]:
@@ -195,24 +224,38 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
         if num_outside is not None:
             self._outside.counts = num_outside
 
-    def _finished(self, flight: Flight[GroupPart], world: World, sizes: tuple[int, ...]) -> None:
-        """Note a batch that has been looked up: `sizes` are the samples of each rank."""
+    def _looked_up(
+        self, flight: Flight[GroupPart], world: World, sizes: tuple[int, ...], totals: Sequence[Totals]
+    ) -> None:
+        """Note where samples lie: `sizes` are those of each rank, of its `totals` in the global batch."""
         step = self.step if flight.step is None else flight.step
-        flight.batch_slice = BatchSlice(world=world, step=step, sizes=sizes, first=flight.first_sample)
+        first = sum(own.num_samples for own in totals[: world.rank]) + flight.place
+        flight.batch_slice = BatchSlice(world=world, step=step, sizes=sizes, first=first)
         self._last_slice = flight.batch_slice
         if flight.num_outside is not None:
             flight.outside.add(flight.num_outside)
 
     @abstractmethod
-    def _update(self, flight: Flight[GroupPart], *gradients: Tensor) -> Sequence[Tensor | None]:
-        """Step rows by the gradients of what the lookup of a batch returned, or keep these for its last part; returns
-        the gradients of the weights of ids."""
+    def _send_gradients(
+        self, flight: Flight[GroupPart], *gradients: Tensor
+    ) -> tuple[Sequence[Tensor | None], Callable[[], None]]:
+        """Begin to bring the gradients of what the lookup of a batch returned to its rows. Returns the gradients of the
+        weights of ids, and what steps the rows, or keeps their gradients for the last part of the batch."""
 
     def _run_backward(self, flight: Flight[GroupPart], *gradients: Tensor) -> Sequence[Tensor | None]:
-        """What autograd calls: the update, after which the batch is over."""
+        """What autograd calls; with the update, here or when the pass ends, the batch is over."""
         self._begin_backward(flight)
+        with flight.dropped_by_errors():
+            of_weights, update = self._send_gradients(flight, *gradients)
+        if flight.overlaps:
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, flight, update))
+        else:
+            self._end_backward(flight, update)
+        return of_weights
+
+    def _end_backward(self, flight: Flight[GroupPart], update: Callable[[], None]) -> None:
         try:
-            return self._update(flight, *gradients)
+            update()
         finally:
             flight.give_back()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from meseta.comm import World
+from meseta.comm import Totals, World
 from meseta.embedding.accumulate import GradientSegment, join_passes, local_segment
 from meseta.embedding.base import Collection, UpdateInBackward
 from meseta.embedding.feature_group import FeatureGroup
@@ -25,7 +25,7 @@ from meseta.ops.row_lookup import row_lookup
 from meseta.ops.row_update import FeatureGradient, TableRows
 from meseta.ops.weight_gradient import weight_gradient
 from meseta.optim import make_row_optimizer
-from meseta.spec import Communication, FeatureSpec, Plan, Shard, ShardingType, TablePlan, TableSpec
+from meseta.spec import Communication, FeatureSpec, MesetaError, Plan, Shard, ShardingType, TablePlan, TableSpec
 from meseta.storage import TableStorage, make_storage
 
 
@@ -182,7 +182,9 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
         """B_local / B_global of the batch in hand."""
         return 1.0
 
-    def _begin(self, flight: Flight[CheckedIds], kjt: KeyedJaggedTensor) -> None:
+    def _begin(self, flight: Flight[CheckedIds], kjt: KeyedJaggedTensor | MesetaError) -> None:
+        if isinstance(kjt, MesetaError):
+            raise kjt
         flight.parts = tuple(self.check_ids(kjt))
         flight.num_outside = self.count_outside(flight.parts)
 
@@ -195,14 +197,21 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
                     feature, sample, row = own.first_error.tolist()
                     if feature >= 0:
                         raise group.refuse(feature, sample, row)
+            batch_size = flight.parts[0].kjt.batch_size
+            flight.whole = flight.totals or Totals(batch_size, 0, float(batch_size))
         return flight
 
-    def finish(self, flight: Flight[CheckedIds]) -> Embeddings:
-        """Look up and pool."""
-        flight.enter("finished", after="exchanged")
-        ids = [own.kjt for own in flight.parts]
-        self._finished(flight, World.single(self.device), (ids[0].batch_size,))
+    def look_up(self, flight: Flight[CheckedIds]) -> Flight[CheckedIds]:
+        """Borrow the rows; `finish` looks up, where nothing travels."""
+        flight.enter("looked up", after="exchanged")
+        assert flight.whole is not None
+        sizes = (flight.parts[0].kjt.batch_size,)
+        self._looked_up(flight, World.single(self.device), sizes, [flight.whole])
         self._borrow(flight)
+        return flight
+
+    def _finish(self, flight: Flight[CheckedIds]) -> Embeddings:
+        ids = [own.kjt for own in flight.parts]
         found = UpdateInBackward.apply(
             self._anchor,
             [partial(lookup, own) for lookup, own in zip(self._lookups, ids, strict=True)],
@@ -247,21 +256,22 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
             matrix += 1
         return [places[at] for at in sorted(places)]
 
-    def _update(self, flight: Flight[CheckedIds], *gradients: Tensor) -> list[Tensor | None]:
-        """Add up what each row gets, and step its optimizer. Returns the gradient of each group's weights where it is
-        asked."""
+    def _send_gradients(
+        self, flight: Flight[CheckedIds], *gradients: Tensor
+    ) -> tuple[list[Tensor | None], Callable[[], None]]:
         ids = [own.kjt for own in flight.take_parts()]
         given = list(zip(self._lookups, ids, self.by_group(gradients), strict=True))
         of_weights = [lookup.weight_gradient(own, pooled) for lookup, own, (pooled, *_) in given]
         assert flight.batch_slice is not None
         step = flight.batch_slice.step
-        self._kept.append([lookup.segment(own, moved, step) for lookup, own, moved in given])
-        if self._waits(flight):
-            return of_weights
+        self._kept.append(partial(list, [lookup.segment(own, moved, step) for lookup, own, moved in given]))
+        return of_weights, (lambda: None) if self._waits(flight) else partial(self._update, flight)
+
+    def _update(self, flight: Flight[CheckedIds]) -> None:
+        """Add up what each row gets, and step its optimizer."""
         with flight.stage_timer("table_update"):
-            whole, moved = join_passes(self._kept)
+            whole, moved = join_passes([kept() for kept in self._kept])
             self._forget_rows()
             for fused in self._fused:
                 step_shards(fused, self.lr(flight, fused.spec), self.step + 1, whole.bags, moved)
         self.step += 1
-        return of_weights

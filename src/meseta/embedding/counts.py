@@ -9,14 +9,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from meseta.comm import Pending, Scope, World
+from meseta.comm import Pending, Scope, Totals, World
 from meseta.embedding.exchange import DistinctRows, RouteCounts
 from meseta.embedding.relay import Relay
 from meseta.embedding.routes import Routing, Slot
 from meseta.jagged import KeyedJaggedTensor
 from meseta.jagged.shapes import Int
 from meseta.ops.bucketize import Buckets
-from meseta.spec.transfer import BATCH_SIZES, HEADER, CountsHeader
+from meseta.spec.transfer import BATCH_SIZES, HEADER, NUM_LEADING, CountsHeader, float_bits
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Told:
 class CountsExchange:
     """What a rank knows lies in one tensor, and what goes to each rank that it meets first is one gather of it:
 
-        known   [mark and   | ids of each | feature, sample, id of | ids of each row range of the | rows of
-                 batch size   feature       the first refused id     features that are cut          `row_slots`
-                 0            1 ... F       F + 1 ... F + 3          F + 4 ...                      ...]
+        known   [mark and batch size, | ids of each | feature, sample, id of | ids of each row range of | rows of
+                 the rank's totals      feature       the first refused id     the features that are cut  `row_slots`
+                 0 ... 3                4 ... F + 3   F + 4 ... F + 6          F + 7 ...                  ...]
 
-        to r    [CountsHeader: start, feature, sample, id | ids of each slot that is sent to r | their rows]
+        to r    [CountsHeader: 0 ... 3, F + 4 ... F + 6 | ids of each slot that is sent to r | their rows]
 
     With two levels these are twins, who hand on to each rank of their host what concerns it, see `Relay`.
     """
@@ -51,12 +51,12 @@ class CountsExchange:
     def __init__(self, routing: Routing, world: World, tables: Sequence[str], num_features: int) -> None:
         """`tables` are those whose rows travel."""
         self._routing, self._world, self._tables = routing, world, tables
-        self._at = {(f, 0): 1 + f for f in range(num_features)}
+        self._at = {(f, 0): NUM_LEADING + f for f in range(num_features)}
         ranges = [(f, n) for f in routing.cut_features for n in range(len(routing.cuts[f]) - 1)]
         self._at |= {slot: HEADER + num_features + index for index, slot in enumerate(ranges)}
         first = HEADER + num_features + len(ranges)
         self._rows_at = self._at | {slot: first + index for index, slot in enumerate(routing.row_slots)}
-        header = (0, *range(1 + num_features, HEADER + num_features))
+        header = (*range(NUM_LEADING), *range(NUM_LEADING + num_features, HEADER + num_features))
         self.relay = Relay(routing, world, tables) if routing.two_level else None
         """None: all goes straight to the owners."""
         self.met = range(world.size) if self.relay is None else self.relay.twins
@@ -73,13 +73,21 @@ class CountsExchange:
     def known(
         self,
         mark: int,
+        totals: Totals,
         ids: KeyedJaggedTensor,
         first_error: Int[Tensor, " 3"],
         cut: Buckets | None,
         distinct: DistinctRows | None,
     ) -> Int[Tensor, " n"]:
-        """What this rank knows of a batch, on its device. No host sync."""
-        counts = [mark * BATCH_SIZES + ids.batch_size, *(b - a for a, b in pairwise(ids.key_offsets))]
+        """What this rank knows of a batch, on its device; `totals` are of all its samples in the global batch. No host
+        sync."""
+        leading = (
+            mark * BATCH_SIZES + ids.batch_size,
+            totals.num_samples,
+            totals.num_padding,
+            float_bits(totals.weight),
+        )
+        counts = [*leading, *(b - a for a, b in pairwise(ids.key_offsets))]
         parts = [torch.tensor(counts, device=self._world.device), first_error]
         parts += [] if cut is None else [cut.totals]
         return torch.cat(parts if distinct is None else [*parts, distinct.counts])

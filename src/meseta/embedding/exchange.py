@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from meseta.comm import Pending
+from meseta.comm import Pending, Totals
 from meseta.embedding.routes import Routing, Side, Slot
 from meseta.jagged import KeyedJaggedTensor
 from meseta.jagged.shapes import Int
@@ -98,7 +98,9 @@ class Exchanged:
     distinct: DistinctRows | None
     """As in `Started`."""
     batch_sizes: tuple[int, ...]
-    """Samples of each rank; their sum is the global batch."""
+    """Samples of each rank; their sum is the global batch, or a micro-batch of it."""
+    totals: tuple[Totals, ...]
+    """Of the samples of each rank in the global batch."""
     ids_on: RouteCounts
     """Ids on each route."""
     rows_on: RouteCounts
@@ -111,6 +113,12 @@ class Exchanged:
     @property
     def num_samples(self) -> int:
         return sum(self.batch_sizes)
+
+    def wait(self) -> None:
+        """Until lengths, ids and weights are there."""
+        self.payload.wait()
+        if self.weights is not None:
+            self.weights.wait()
 
 
 @dataclass(frozen=True)

@@ -9,19 +9,20 @@ from typing import Generic, Literal, TypeVar
 
 from torch import Tensor
 
-from meseta.comm import BatchSlice
+from meseta.comm import BatchSlice, Totals
 from meseta.jagged.shapes import Int
 from meseta.spec import MesetaError
 from meseta.spec.stages import StageName
 from meseta.spec.transfer import MARKS
 from meseta.storage import Lease
 
-FlightStage = Literal["started", "exchanged", "finished", "used", "dropped"]
+FlightStage = Literal["started", "exchanged", "looked up", "finished", "used", "dropped"]
 Timer = Callable[[StageName], AbstractContextManager[None]]
 """Called with the name of a stage of a step, and entered while it lasts."""
 AFTER: dict[FlightStage, str] = {
     "started": "exchange it next",
     "exchanged": "finish it next",
+    "looked up": "finish it next",
     "finished": "run its backward pass next, or leave it",
     "used": "start another of the same ids",
     "dropped": "its error was raised: start another",
@@ -32,6 +33,10 @@ AFTER: dict[FlightStage, str] = {
 def no_timer(stage: StageName) -> AbstractContextManager[None]:
     """Nobody times it."""
     return nullcontext()
+
+
+def at_once() -> None:
+    """Nothing is waited for."""
 
 
 class IdsOutside:
@@ -53,9 +58,9 @@ GroupPart = TypeVar("GroupPart")
 class Flight(Generic[GroupPart]):
     """One batch on its way through a collection, made by `start` and carried on by the other stages:
 
-        start        exchange     finish            backward
-        ids -------> counts ----> rows, pooled ---> gradients, update
-          "started"    "exchanged"   "finished"       "used"
+        start        exchange     look_up       finish            backward
+        ids -------> counts ----> rows -------> rows, pooled ---> gradients, update
+          "started"    "exchanged"  "looked up"   "finished"        "used"
 
     Several may be open at once; every rank takes the stages of all its batches in the same order. One whose ids are
     refused, on any rank, is dropped.
@@ -66,13 +71,23 @@ class Flight(Generic[GroupPart]):
     lr_factor: float | None = None
     """What every table's learning rate is multiplied by in its update; None: the collection's when that begins."""
     step: int | None = None
-    """Steps trained before it; None until `finish` asks the collection."""
-    first_sample: int | None = None
-    """Place in the global batch of this rank's first sample, where it is a micro-batch; None: behind the ranks
-    before."""
+    """Steps trained before it; None until `look_up` asks the collection."""
+    totals: Totals | None = None
+    """Of the samples of this rank in the global batch, of which it may be a micro-batch; None: of its own, each of
+    weight 1."""
+    place: int = 0
+    """Of its first sample among these."""
+    whole: Totals | None = None
+    """Of the global batch; None until it is exchanged."""
     is_part: bool | None = None
     """Whether its gradients are kept for the last part of the same global batch; None: whether its backward pass runs
     in `accumulating`."""
+    overlaps: bool = False
+    """Whether its gradients travel while the rest of the backward pass is computed, and its rows move at its end."""
+    meanwhile: Callable[[], object] = at_once
+    """Called by `finish` while its rows and bags are on their way."""
+    before_update: Callable[[], object] = at_once
+    """Called on several ranks when all gradients are there, before the first row moves; none does where it raises."""
     stage_timer: Timer = no_timer
     """Told of 'output_dist', 'gradient_dist' and 'table_update'."""
     outside: IdsOutside = field(default_factory=IdsOutside)
@@ -84,7 +99,7 @@ class Flight(Generic[GroupPart]):
     parts: tuple[GroupPart, ...] = ()
     """What each group of features has on the way; let go with the backward pass."""
     batch_slice: BatchSlice | None = None
-    """Where its samples lie in the global batch; None until it is finished."""
+    """Where its samples lie in the global batch; None until it is looked up."""
     stage: FlightStage = "started"
 
     @property
@@ -95,7 +110,7 @@ class Flight(Generic[GroupPart]):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Samples of each rank, once it is finished."""
+        """Samples of each rank, once it is looked up."""
         return () if self.batch_slice is None else self.batch_slice.sizes
 
     def enter(self, stage: FlightStage, *, after: FlightStage) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,9 +17,9 @@ from meseta.spec import COLUMN_BLOCK, Plan, Shard
 from meseta.storage import TableStorage
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SentGradients:
-    """The gradients of one batch on their way to the owners of rows."""
+    """The gradients of one batch on their way to the owners of rows: begun when this is made."""
 
     routing: Routing
     world: World
@@ -34,12 +34,29 @@ class SentGradients:
     share: float
     """What all are multiplied by."""
 
-    def send(self) -> Pending:
+    _of_hosts: Callable[[], GradientsOfHost] | None = field(init=False, default=None)
+    """Waits for what crosses hosts first, where something does."""
+    _pending: Pending | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.routing.goes_by_twins:
+            self._of_hosts = self._send_to_hosts()
+        else:
+            self._pending = self._send(GradientsOfHost(torch.empty(0), {}, {}))
+
+    def wait(self) -> Tensor:
+        """What came to this rank, as the owner of rows."""
+        if self._of_hosts is not None:
+            take, self._of_hosts = self._of_hosts, None
+            self._pending = self._send(take())
+        assert self._pending is not None
+        return self._pending.wait()
+
+    def _send(self, of_host: GradientsOfHost) -> Pending:
         """The mirror of the answers: begin to send to every owner the gradient of its direct bags [B_local, columns],
         to a mate also that of its partial bags, and [ids, D] of its routes that are not pooled."""
         routing, world, x, wire = self.routing, self.world, self.x, self.wires.near
         ranks, mates = range(world.size), routing.ranks_of_host(world.rank)
-        of_host = self._of_hosts() if routing.goes_by_twins else GradientsOfHost(torch.empty(0), {}, {})
         met = mates if routing.two_level else ranks
         send = [
             routing.answer_message(r, world.rank, x.batch_sizes, x.ids_on.through(r) if r in met else {}) for r in ranks
@@ -62,8 +79,8 @@ class SentGradients:
         scope = Scope(met, batch=x.mark)
         return world.all_to_all(buffer, wire.sizes(send), wire.sizes(receive), "gradients", scope=scope)
 
-    def _of_hosts(self) -> GradientsOfHost:
-        """Give each host the gradients of its bags and rows, and take those of this host."""
+    def _send_to_hosts(self) -> Callable[[], GradientsOfHost]:
+        """Begin to give each host the gradients of its bags and rows; what is returned takes those of this host."""
         routing, x, wire = self.routing, self.x, self.wires.far
         batch_size, hosts = x.batch_sizes[self.world.rank], range(len(routing.host_widths))
         messages = [routing.twin_message(host, batch_size, x.ids_on.asked) for host in hosts]
@@ -109,7 +126,7 @@ def ids_of_range(x: Exchanged, values: Tensor, route: Route) -> Tensor:
 
 
 def receive_gradients(
-    routing: Routing, world: World, x: Exchanged, sent: Pending, wire: Wire
+    routing: Routing, world: World, x: Exchanged, sent: SentGradients, wire: Wire
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Of this owner: [B_global, columns] of its direct and of its partial bags, and [ids, D] of each route that is
     not pooled."""

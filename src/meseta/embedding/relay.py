@@ -12,7 +12,7 @@ as ids go.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -133,9 +133,9 @@ class FromHosts:
 
 def give_to_twins(
     routing: Routing, world: World, x: Exchanged, answers: Sequence[Sequence[Tensor]], wire: Wire, tables: Sequence[str]
-) -> FromHosts:
-    """Add up the partial bags of this host for the samples of this rank and its twins, and give the twins theirs, with
-    the bags and rows that owners of this host have for them."""
+) -> Callable[[], FromHosts]:
+    """Add up the partial bags of this host for the samples of this rank and its twins, and begin to give the twins
+    theirs, with the bags and rows that owners of this host have for them; what is returned waits for what they give."""
     twins, host = routing.peers_across_hosts(world.rank), world.rank // routing.per_host
     packed = _for_twins(routing, world.rank, x, answers, wire)
     send, receive = [0] * world.size, [0] * world.size
@@ -144,15 +144,19 @@ def give_to_twins(
     for message, twin in zip(messages, twins, strict=True):
         [send[twin]] = wire.sizes([routing.twin_message(host, x.batch_sizes[twin], x.rows_on.passed.get(twin, {}))])
         [receive[twin]] = wire.sizes([message])
-    received = world.all_to_all(packed, send, receive, "whole bags", scope=Scope(twins, tables, x.mark)).wait()
-    bags, direct, rows = list[Tensor](), dict[int, Tensor](), Rows()
-    for h, (of_host, *others) in zip(hosts, wire.views(received, messages), strict=True):
-        owners = routing.handing_on(h)
-        bags.append(of_host)
-        direct |= zip(owners, others, strict=False)
-        of_routes = zip(routing.host_rows[h], others[len(owners) :], messages[h][1 + len(owners) :], strict=True)
-        rows |= {place: wire.read(view, matrix) for place, view, matrix in of_routes}
-    return FromHosts(bags, direct, rows)
+    pending = world.all_to_all(packed, send, receive, "whole bags", scope=Scope(twins, tables, x.mark))
+
+    def take() -> FromHosts:
+        bags, direct, rows = list[Tensor](), dict[int, Tensor](), Rows()
+        for h, (of_host, *others) in zip(hosts, wire.views(pending.wait(), messages), strict=True):
+            owners = routing.handing_on(h)
+            bags.append(of_host)
+            direct.update(zip(owners, others, strict=False))
+            of_routes = zip(routing.host_rows[h], others[len(owners) :], messages[h][1 + len(owners) :], strict=True)
+            rows.update({place: wire.read(view, matrix) for place, view, matrix in of_routes})
+        return FromHosts(bags, direct, rows)
+
+    return take
 
 
 def _for_twins(routing: Routing, rank: int, x: Exchanged, answers: Sequence[Sequence[Tensor]], wire: Wire) -> Tensor:
@@ -184,8 +188,11 @@ class GradientsOfHost:
     """The same of rows, [ids, any]."""
 
 
-def take_from_twins(routing: Routing, world: World, x: Exchanged, buffer: Tensor, wire: Wire) -> GradientsOfHost:
-    """The way back: give each host the gradients of its bags and rows, which lie in `buffer` as `twin_message` says."""
+def take_from_twins(
+    routing: Routing, world: World, x: Exchanged, buffer: Tensor, wire: Wire
+) -> Callable[[], GradientsOfHost]:
+    """The way back: begin to give each host the gradients of its bags and rows, which lie in `buffer` as
+    `twin_message` says; what is returned waits for those of this host."""
     twins, host = routing.peers_across_hosts(world.rank), world.rank // routing.per_host
     send, receive = [0] * world.size, [0] * world.size
     messages = [routing.twin_message(host, x.batch_sizes[twin], x.ids_on.passed.get(twin, {})) for twin in twins]
@@ -193,15 +200,19 @@ def take_from_twins(routing: Routing, world: World, x: Exchanged, buffer: Tensor
         [send[twin]] = wire.sizes([routing.twin_message(h, x.batch_sizes[world.rank], x.ids_on.asked)])
         [receive[twin]] = wire.sizes([messages[h]])
     scope = Scope(twins, batch=x.mark)
-    received = world.all_to_all(buffer, send, receive, "gradients of whole bags", scope=scope).wait()
-    bags = routing.host_bags(host, sum(x.batch_sizes[twin] for twin in twins))
-    if not routing.two_level:
-        [[view]] = wire.views(received, [[bags]])
-        return GradientsOfHost(wire.read(view, bags), {}, {})
-    whole, *handed_on = (torch.cat(parts) for parts in zip(*wire.views(received, messages), strict=True))
-    owners = routing.handing_on(host)
-    rows = zip(routing.host_rows[host], handed_on[len(owners) :], strict=True)
-    return GradientsOfHost(wire.read(whole, bags), dict(zip(owners, handed_on, strict=False)), dict(rows))
+    pending = world.all_to_all(buffer, send, receive, "gradients of whole bags", scope=scope)
+
+    def take() -> GradientsOfHost:
+        received, bags = pending.wait(), routing.host_bags(host, sum(x.batch_sizes[twin] for twin in twins))
+        if not routing.two_level:
+            [[view]] = wire.views(received, [[bags]])
+            return GradientsOfHost(wire.read(view, bags), {}, {})
+        whole, *handed_on = (torch.cat(parts) for parts in zip(*wire.views(received, messages), strict=True))
+        owners = routing.handing_on(host)
+        rows = zip(routing.host_rows[host], handed_on[len(owners) :], strict=True)
+        return GradientsOfHost(wire.read(whole, bags), dict(zip(owners, handed_on, strict=False)), dict(rows))
+
+    return take
 
 
 def by_rank(routing: Routing, rank: int, parts: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:

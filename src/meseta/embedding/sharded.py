@@ -9,16 +9,16 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from meseta.comm import Pending, World
+from meseta.comm import Pending, Totals, World, abandon
 from meseta.comm.coding import SumCoding
 from meseta.embedding.accumulate import GradientSegment, join_passes
 from meseta.embedding.base import Collection, UpdateInBackward
 from meseta.embedding.collection import EmbeddingBagCollection
 from meseta.embedding.exchange import Exchanged, OwnedIds, Started
 from meseta.embedding.flight import Flight, Timer
-from meseta.embedding.gradients import gather_column_stats
+from meseta.embedding.gradients import SentGradients, gather_column_stats
 from meseta.embedding.replicas import Replicas
-from meseta.embedding.sharded_lookup import ShardedLookup
+from meseta.embedding.sharded_lookup import Answers, ShardedLookup
 from meseta.embedding.update import (
     Contribution,
     every_row,
@@ -50,6 +50,7 @@ class Leg:
     started: Started
     exchanged: Exchanged = field(init=False)
     owned: OwnedIds = field(init=False)
+    answers: Answers = field(init=False)
     gradients: Sequence[Tensor] = field(init=False)
     """Of the bags [B_local, sum of D] and of the rows of each unpooled feature, before they travel."""
 
@@ -57,7 +58,7 @@ class Leg:
 class ShardedEmbeddingBagCollection(Collection[Leg]):
     """An EmbeddingBagCollection whose tables lie on the ranks that a plan names.
 
-    `forward` is `finish(exchange(start(kjt)))`; a pipeline calls the three itself. Every rank gives its contiguous
+    `forward` is `finish(look_up(exchange(start(kjt))))`; a pipeline calls these itself. Every rank gives its contiguous
     slice of the global batch and gets the embeddings of that slice. Gradients are of the local mean of the loss: they
     are scaled by B_local / B_global here. All ranks must call forward and backward in the same order.
     """
@@ -112,6 +113,10 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         self._kept_local: list[list[GradientSegment]] = []
 
     @property
+    def num_ranks(self) -> int:
+        return self.world.size
+
+    @property
     def shards(self) -> tuple[TableStorage, ...]:
         """The pieces of tables on this rank."""
         return self._shards
@@ -125,16 +130,20 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         self._fused = group_shards(self.shards, rows, places)
         """Shards that need nothing from other ranks."""
 
-    def _begin(self, flight: Flight[Leg], kjt: KeyedJaggedTensor) -> None:
+    def _begin(self, flight: Flight[Leg], kjt: KeyedJaggedTensor | MesetaError) -> None:
         """Sort the ids by owner, begin the exchange of counts. No host sync, unless ids are dropped."""
         checked: Sequence[CheckedIds | MesetaError]
         try:
+            if isinstance(kjt, MesetaError):
+                raise kjt
             self._refuse(kjt)
             checked = accepted = self.check_ids(kjt)
             flight.num_outside = self.count_outside(accepted)
         except MesetaError as error:  # Raised here alone, it would leave the other ranks waiting.
             checked = [error] * len(self.lookups)
-        started = [look.start(own, flight.mark) for look, own in zip(self.lookups, checked, strict=True)]
+        size = 0 if isinstance(checked[0], MesetaError) else checked[0].kjt.batch_size
+        totals = flight.totals or Totals(size, 0, float(size))
+        started = [look.start(own, flight.mark, totals) for look, own in zip(self.lookups, checked, strict=True)]
         flight.parts = tuple(Leg(look, own) for look, own in zip(self.lookups, started, strict=True))
 
     def _refuse(self, kjt: KeyedJaggedTensor) -> None:
@@ -162,50 +171,82 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
             for leg in flight.parts:
                 leg.exchanged = leg.lookup.exchange(leg.started)
                 del leg.started
+            flight.whole = Totals.over_ranks(flight.parts[0].exchanged.totals, self.world.ranks_per_host)
         return flight
 
-    def finish(self, flight: Flight[Leg]) -> Embeddings:
-        """Look up what this rank owns, return it to the ranks that asked, put the answers together."""
-        flight.enter("finished", after="exchanged")
-        legs = flight.parts
+    def drop(self, flight: Flight[Leg]) -> None:
+        for leg in flight.parts:
+            if flight.stage == "started":
+                leg.started.received.wait()
+            elif flight.stage == "exchanged":
+                leg.exchanged.wait()
+        super().drop(flight)
+
+    def look_up(self, flight: Flight[Leg]) -> Flight[Leg]:
+        """Look up what this rank owns, begin to return it to the ranks that asked."""
+        flight.enter("looked up", after="exchanged")
         with flight.dropped_by_errors():
-            self._finished(flight, self.world, legs[0].exchanged.batch_sizes)
-            for leg in legs:
+            exchanged = flight.parts[0].exchanged
+            self._looked_up(flight, self.world, exchanged.batch_sizes, exchanged.totals)
+            for leg in flight.parts:
                 leg.owned = leg.lookup.unpack(leg.exchanged)
             self._borrow(flight)
             is_evaluation = not torch.is_grad_enabled()
-            lookups = [
-                partial(leg.lookup.look_up, leg.exchanged, leg.owned, flight.stage_timer, is_evaluation=is_evaluation)
-                for leg in legs
-            ]
-            found = UpdateInBackward.apply(self._anchor, lookups, partial(self._run_backward, flight))
-            return self._embeddings(flight, [leg.exchanged.ids for leg in legs], found)
+            with torch.no_grad():
+                for leg in flight.parts:
+                    leg.answers = leg.lookup.look_up(leg.exchanged, leg.owned, is_evaluation=is_evaluation)
+        return flight
 
-    def _update(self, flight: Flight[Leg], *gradients: Tensor) -> Sequence[Tensor | None]:
-        """Send upstream gradients to the owners of the rows, then step every shard once."""
+    def hand_on(self, flight: Flight[Leg]) -> None:
+        with flight.stage_timer("output_dist"):
+            for leg in flight.parts:
+                leg.lookup.hand_on(leg.exchanged, leg.answers)
+
+    def _finish(self, flight: Flight[Leg]) -> Embeddings:
+        """Put the answers together."""
+        lookups = [partial(leg.lookup.assemble, leg.exchanged, leg.answers) for leg in flight.parts]
+        with flight.stage_timer("output_dist"):
+            found = UpdateInBackward.apply(self._anchor, lookups, partial(self._run_backward, flight))
+        return self._embeddings(flight, [leg.exchanged.ids for leg in flight.parts], found)
+
+    def _send_gradients(
+        self, flight: Flight[Leg], *gradients: Tensor
+    ) -> tuple[Sequence[Tensor | None], Callable[[], None]]:
+        """Begin to send upstream gradients to the owners of the rows."""
         assert flight.batch_slice is not None
-        legs, share, stage_timer = flight.take_parts(), flight.batch_slice.local_share, flight.stage_timer
+        legs, share = flight.take_parts(), flight.batch_slice.local_share
         for leg, (of_bags, *of_rows) in zip(legs, self.by_group(gradients), strict=True):
             leg.gradients = [leg.lookup.group.gradient_of_sums(of_bags, leg.exchanged.ids.lengths), *of_rows]
-        with stage_timer("gradient_dist"):
+            del leg.answers
+        with flight.stage_timer("gradient_dist"):
             sent = [leg.lookup.send(leg.exchanged, leg.gradients, flight.batch_slice, self.seed) for leg in legs]
-        if self._waits(flight):
-            self._keep_local(legs, share)
-            self._kept.append(self._received(legs, sent, stage_timer))
-            return ()
-        replicated = self._start_replicas(legs, share)
-        received = self._received(legs, sent, stage_timer)
-        with stage_timer("table_update"):
-            whole, moved = join_passes([*self._kept, received])
+        take = partial(self._received, legs, sent, flight.stage_timer)
+        if not self._waits(flight):
+            return (), partial(self._update, flight, self._start_replicas(legs, share), take)
+        self._keep_local(legs, share)
+        if flight.overlaps:
+            self._kept.append(take)
+            return (), lambda: None
+        return (), lambda: self._kept.append(partial(list, take()))
+
+    def _update(
+        self, flight: Flight[Leg], replicated: Pending | None, take: Callable[[], list[GradientSegment]]
+    ) -> None:
+        """Step every shard once, by what came for it."""
+        received = [*(kept() for kept in self._kept), take()]
+        flight.before_update()
+        with flight.stage_timer("table_update"):
+            whole, moved = join_passes(received)
             self._forget_rows()
             for fused in self._fused:
                 step_shards(fused, self.lr(flight, fused.spec), self.step + 1, whole.bags, moved)
             self._update_staged(flight, whole, moved)
             self.replicas.finish_update(replicated, partial(self.lr, flight), self.step + 1)
         self.step += 1
-        return ()
 
-    def _received(self, legs: Sequence[Leg], sent: Sequence[Pending], stage_timer: Timer) -> list[GradientSegment]:
+    def _received(
+        self, legs: Sequence[Leg], sent: Sequence[SentGradients], stage_timer: Timer
+    ) -> list[GradientSegment]:
         """What came to the rows of this rank."""
         with stage_timer("gradient_dist"):
             each = zip(legs, sent, strict=True)
@@ -246,6 +287,11 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         """Keep what the replicas get from this rank's samples; micro-batches may differ in `share`."""
         if self.replicas.learn:
             self._kept_local.append(self._at_home(legs, share))
+
+    def forget_kept(self) -> None:
+        if self._kept:
+            abandon(list(self._kept))
+        super().forget_kept()
 
     def _forget_rows(self) -> None:
         super()._forget_rows()

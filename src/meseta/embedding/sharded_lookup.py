@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from meseta.comm import BatchSlice, Pending, Scope, World
+from meseta.comm import BatchSlice, Pending, Scope, Totals, World
 from meseta.embedding.accumulate import GradientSegment, local_segment
 from meseta.embedding.counts import CountsExchange
 from meseta.embedding.exchange import (
@@ -23,7 +23,6 @@ from meseta.embedding.exchange import (
     unpack,
 )
 from meseta.embedding.feature_group import FeatureGroup
-from meseta.embedding.flight import Timer
 from meseta.embedding.gradients import SentGradients, receive_gradients, rows_of_range
 from meseta.embedding.relay import FromHosts, Rows, give_to_twins
 from meseta.embedding.routes import Route, Side, make_routing
@@ -43,6 +42,20 @@ from meseta.spec.transfer import REFUSED, CountsHeader, id_bytes, longest_range
 
 ID_TYPES = {4: torch.int32, 8: torch.int64}
 """By bytes of an id on the way: it is a row of its range, so half the bits are enough for most."""
+
+
+@dataclass(eq=False)
+class Answers:
+    """What owners have looked up, on its way to the ranks of the samples."""
+
+    wires: Wires
+    messages: Sequence[Message]
+    """Of what each owner answers to this rank, or with two levels each rank of its host."""
+    pending: Pending
+    local_bags: Tensor | None
+    """Of rows that every rank holds."""
+    take_from_hosts: Callable[[], FromHosts] | None = None
+    """Waits for what comes from other hosts, once that is under way."""
 
 
 class ShardedLookup:
@@ -91,15 +104,16 @@ class ShardedLookup:
         weighted = tuple(self.group.features[route.feature].weighted for route in routes)
         return LookupGroup(tuple(self._rows[route.shard].weight for route in routes), weighted)
 
-    def start(self, checked: CheckedIds | MesetaError, mark: int) -> Started:
-        """Sort the ids by owner, begin the exchange of counts and of the batch's mark. No host sync.
+    def start(self, checked: CheckedIds | MesetaError, mark: int, totals: Totals) -> Started:
+        """Sort the ids by owner, begin the exchange of counts, of the batch's mark and of the `totals` of this rank. No
+        host sync.
 
         An error is told to all ranks on the way; `exchange` raises it.
         """
         failed = checked if isinstance(checked, MesetaError) else None
         own = self._refused() if isinstance(checked, MesetaError) else checked
         cut, distinct = sort_cut_features(own.kjt, self.routing), DistinctRows.of(own.kjt, self.routing)
-        known = self._counts.known(mark, own.kjt, own.first_error, cut, distinct)
+        known = self._counts.known(mark, totals, own.kjt, own.first_error, cut, distinct)
         return Started(
             mark=mark,
             ids=own.kjt,
@@ -141,6 +155,7 @@ class ShardedLookup:
             order=order_of_unpooled(x, self.routing),
             distinct=x.distinct,
             batch_sizes=batch_sizes,
+            totals=tuple(Totals(h.slice_size, h.num_padding, h.weight) for h in counts.headers),
             ids_on=counts.ids_on,
             rows_on=counts.rows_on,
             range_counts=counts.range_counts,
@@ -172,26 +187,34 @@ class ShardedLookup:
         weights = None if x.weights is None else self._relay.hand_on_ids(x, weights=True).wait()
         return unpack(x, len(self.routes), self._relay.arrival, payload.wait(), weights)
 
-    def look_up(
-        self, x: Exchanged, owned: OwnedIds, stage_timer: Timer, *, is_evaluation: bool = False
-    ) -> list[Tensor]:
-        """[pooled [B_local, sum of D], rows of each unpooled feature ...] for the local slice; in an evaluation they
-        travel as they are."""
+    def look_up(self, x: Exchanged, owned: OwnedIds, *, is_evaluation: bool = False) -> Answers:
+        """Look up what this rank owns, and begin to send it to the ranks of the samples; in an evaluation it travels as
+        it is."""
         wires = self._wires(FP32 if is_evaluation else self.comm.codec("forward"))
         messages = self._answer_messages(x)
         pending = self._answer(x, owned, wires.near, wires.near.sizes(messages))
-        local_bags = self._look_up_replicated(x.replicated)  # while the answers travel
-        with stage_timer("output_dist"):
-            answers = wires.near.views(pending.wait(), messages)
-            direct = [views[0] for views in answers]
-            came = FromHosts(self._nothing_of_hosts(x), {}, {})
-            if self.routing.goes_by_twins:
-                came = give_to_twins(self.routing, self.world, x, answers, wires.far, self.tables)
-            if self._relay is not None:
-                direct = [came.direct[owner] for owner in range(self.world.size)]
-            rows = came.rows if self._relay is not None else self._rows_of(wires.near, answers, messages)
-            pooled = self._put_together(x, wires.far, direct, came.bags, local_bags)
-            return [pooled, *(self._assemble_rows(x, f, rows) for f in self.group.unpooled)]
+        return Answers(wires, messages, pending, self._look_up_replicated(x.replicated))  # while the answers travel
+
+    def hand_on(self, x: Exchanged, answers: Answers) -> None:
+        """Where answers have two levels, wait for those of this host and begin to give its twins theirs."""
+        if self.routing.goes_by_twins and answers.take_from_hosts is None:
+            views = answers.wires.near.views(answers.pending.wait(), answers.messages)
+            far = answers.wires.far
+            answers.take_from_hosts = give_to_twins(self.routing, self.world, x, views, far, self.tables)
+
+    def assemble(self, x: Exchanged, answers: Answers) -> list[Tensor]:
+        """[pooled [B_local, sum of D], rows of each unpooled feature ...] for the local slice, of what all ranks have
+        answered."""
+        self.hand_on(x, answers)
+        wires, take = answers.wires, answers.take_from_hosts
+        views = wires.near.views(answers.pending.wait(), answers.messages)
+        came = FromHosts(self._nothing_of_hosts(x), {}, {}) if take is None else take()
+        direct = [of_owner[0] for of_owner in views]
+        if self._relay is not None:
+            direct = [came.direct[owner] for owner in range(self.world.size)]
+        rows = came.rows if self._relay is not None else self._rows_of(wires.near, views, answers.messages)
+        pooled = self._put_together(x, wires.far, direct, came.bags, answers.local_bags)
+        return [pooled, *(self._assemble_rows(x, f, rows) for f in self.group.unpooled)]
 
     def _put_together(
         self, x: Exchanged, wire: Wire, direct: Sequence[Tensor], whole: Sequence[Tensor], local_bags: Tensor | None
@@ -336,7 +359,7 @@ class ShardedLookup:
         ids = asked[bounds[0] : bounds[1]] - first
         return row_lookup([self._rows[shard].weight], ids, [0, ids.numel()])[0]
 
-    def send(self, x: Exchanged, gradients: Sequence[Tensor], batch: BatchSlice, seed: int) -> Pending:
+    def send(self, x: Exchanged, gradients: Sequence[Tensor], batch: BatchSlice, seed: int) -> SentGradients:
         """Begin to send gradients of what a lookup returned, times the share of this rank's samples, to the owners of
         the rows."""
         wires, draw = self._backward_wires(x), None
@@ -345,13 +368,13 @@ class ShardedLookup:
             names = tuple(feature.name for feature in self.group.features)
             draw = GradientDraw(seed, batch.step, names, first, x.ids.lengths)
         share = batch.local_share
-        return SentGradients(self.routing, self.world, self.group.unpooled, x, wires, draw, gradients, share).send()
+        return SentGradients(self.routing, self.world, self.group.unpooled, x, wires, draw, gradients, share)
 
     def _backward_wires(self, x: Exchanged) -> Wires:
         half = HalfRange(gradient_exponent(x.num_samples), self._clamped)
         return self._wires(self.comm.codec("backward"), half)
 
-    def received(self, x: Exchanged, owned: OwnedIds, sent: Pending) -> GradientSegment:
+    def received(self, x: Exchanged, owned: OwnedIds, sent: SentGradients) -> GradientSegment:
         """What came to the rows of this rank."""
         wire = self._backward_wires(x).near
         direct, host_reduced, rows = receive_gradients(self.routing, self.world, x, sent, wire)

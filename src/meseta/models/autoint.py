@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -95,9 +96,13 @@ class AutoInt(ScoringModel):
         self.deep_mlp = MLP(widths, relu_last=False, options=options, name="deep_mlp") if deep_mlp else None
         self._set_initial_weights(seed)
 
-    def logits(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
+    def of_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
+        """Their vectors."""
+        return cast(Tensor, self.fields(dense))
+
+    def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
         """The sum above."""
-        fields = attended = self.fields(dense, pooled.view(pooled.shape[0], len(self.dims), self.fields.width))
+        fields = attended = torch.cat([x, pooled.view(pooled.shape[0], len(self.dims), self.fields.width)], dim=1)
         for layer in self.interacting:
             attended = layer(attended)
         logits = self.head(attended.flatten(1)).squeeze(1)

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from meseta.comm import BatchSlice
+from meseta.embedding.flight import Flight
 from meseta.jagged import KeyedJaggedTensor
 from meseta.jagged.shapes import Float
-from meseta.models.layers import check_inputs, pooled_dims
+from meseta.models.layers import check_dense, check_pooled, pooled_dims
+from meseta.spec import TableSpec
+
+
+@dataclass(frozen=True)
+class OfDense:
+    """What a model has made of its dense inputs alone, for `score`."""
+
+    x: Any
+    """As `ScoringModel.of_dense` returns it."""
 
 
 class ScoringModel(nn.Module, ABC):
-    """`forward` looks up and scores; a pipeline looks up by itself and calls `score`."""
+    """`forward` looks up and scores; a pipeline looks up by itself and calls `before` while embeddings travel, and
+    `score` when they are there."""
 
     def __init__(self, embeddings: nn.Module, num_dense: int) -> None:
         """Hold `embeddings`, a module with `tables` and `features` whose call returns an object with `pooled.values`
@@ -27,18 +41,47 @@ class ScoringModel(nn.Module, ABC):
         self.num_dense = num_dense
         self.dims = pooled_dims(type(self).__name__, embeddings)
         self.pooled_width = sum(self.dims.values())
+        tables = cast(Sequence[TableSpec], embeddings.tables)
+        self._pooled_dtype = torch.float64 if any(table.dtype == "float64" for table in tables) else torch.float32
 
-    def forward(self, dense: Float[Tensor, "B num_dense"], sparse: KeyedJaggedTensor) -> Float[Tensor, " B *T"]:
-        """Logits of the click probability; dense inputs are cast to the type of the embeddings."""
+    def forward(
+        self, dense: Float[Tensor, "B num_dense"], sparse: KeyedJaggedTensor | Flight[Any]
+    ) -> Float[Tensor, " B *T"]:
+        """Logits of the click probability; dense inputs are cast to the type of the embeddings. `sparse` may be what
+        `meseta.ahead` puts in its place."""
         return self.score(dense, self.embeddings(sparse).pooled.values)
 
-    def score(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B *T"]:
-        """Logits from embeddings that were looked up before: [B], or [B, T] where a model has several tasks.
+    def before(self, dense: Float[Tensor, "B num_dense"]) -> OfDense:
+        """What needs no embeddings, computed while they travel; `score` takes it in place of the dense inputs.
+
+        Raises MesetaError for inputs of another width than the model was built for.
+        """
+        check_dense(type(self).__name__, dense, self.num_dense)
+        return OfDense(self.of_dense(dense.to(self._pooled_dtype)))
+
+    def score(
+        self, dense: Float[Tensor, "B num_dense"] | OfDense, pooled: Float[Tensor, "B sum_of_D"]
+    ) -> Float[Tensor, " B *T"]:
+        """Logits from embeddings that were looked up: [B], or [B, T] where a model has several tasks. `dense` are the
+        inputs themselves, or what `before` made of them.
 
         Raises MesetaError for inputs of other widths than the model was built for.
         """
-        check_inputs(type(self).__name__, dense, pooled, self.num_dense, self.pooled_width)
-        return self.logits(dense, pooled)
+        name = type(self).__name__
+        if not isinstance(dense, OfDense):
+            check_dense(name, dense, self.num_dense)
+        check_pooled(name, pooled, self.pooled_width)
+        return self.logits(dense.x if isinstance(dense, OfDense) else self.of_dense(dense.to(pooled.dtype)), pooled)
+
+    @property
+    def reads_dense_alone(self) -> bool:
+        """Whether the model has layers that read dense inputs alone."""
+        return type(self).of_dense is not ScoringModel.of_dense
+
+    def of_dense(self, dense: Float[Tensor, "B num_dense"]) -> Any:
+        """What layers that read dense inputs alone make of them, given in the type of the embeddings; the inputs
+        themselves where a model has no such layer."""
+        return dense
 
     @property
     def batch_slice(self) -> BatchSlice | None:
@@ -46,7 +89,20 @@ class ScoringModel(nn.Module, ABC):
         return cast("BatchSlice | None", getattr(self.embeddings, "batch_slice", None))
 
     @abstractmethod
-    def logits(
-        self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]
-    ) -> Float[Tensor, " B *T"]:
-        """What `score` returns for inputs that it has checked."""
+    def logits(self, x: Any, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B *T"]:
+        """What `score` returns, of what `of_dense` has returned."""
+
+
+def before_of(model: Any) -> Callable[[Tensor], Any] | None:
+    """`model.before`, what it makes of dense inputs alone and its `score` takes in their place; None where there is
+    none, where it would compute nothing, or where a class has a `score` of its own below the one that knows it: that
+    expects the inputs."""
+    if not getattr(model, "reads_dense_alone", True):
+        return None
+    order = type(model).__mro__
+    places = {name: next((i for i, cls in enumerate(order) if name in vars(cls)), None) for name in ("before", "score")}
+    before, score = places["before"], places["score"]
+    if before is None or (score is not None and score < before):
+        return None
+    method: Callable[[Tensor], Any] = model.before
+    return method

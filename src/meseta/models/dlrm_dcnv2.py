@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -78,9 +79,12 @@ class DLRMDCNv2(ScoringModel):
         self.top_mlp = MLP([num_crossed, *top_mlp, 1], relu_last=False, options=options, name="top_mlp")
         self._set_initial_weights(seed)
 
-    def logits(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
+    def of_dense(self, dense: Float[Tensor, "B num_dense"]) -> Tensor:
+        """What the bottom MLP makes of them."""
+        return cast(Tensor, self.bottom_mlp(dense, self.batch_slice))
+
+    def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
         """What the top MLP makes of the crossed inputs."""
-        x = self.bottom_mlp(dense.to(pooled.dtype), self.batch_slice)
         return self.top_mlp(self.cross(torch.cat([x, pooled.to(x.dtype)], dim=1)), self.batch_slice).squeeze(1)
 
     @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +29,9 @@ class Fields(nn.Module):
         self.dense_vectors = nn.Parameter(torch.empty(num_dense, width))
         fill_normal(self.dense_vectors, INITIAL_STD, seed, "fields.dense_vectors")
 
-    def forward(
-        self, dense: Float[Tensor, "B num_dense"], vectors: Float[Tensor, "B num_sparse D"]
-    ) -> Float[Tensor, "B num_fields D"]:
-        """Dense inputs first, then the sparse features."""
-        of_dense = dense.to(vectors.dtype)[..., None] * repeat(self.dense_vectors, dense.shape[0])
-        return torch.cat([of_dense, vectors], dim=1)
+    def forward(self, dense: Float[Tensor, "B num_dense"]) -> Float[Tensor, "B num_dense D"]:
+        """Those of the dense inputs; those of sparse features come behind them."""
+        return dense[..., None] * repeat(self.dense_vectors, dense.shape[0])
 
 
 class FirstOrder(nn.Module):
@@ -49,11 +47,9 @@ class FirstOrder(nn.Module):
             self.dense.weight.zero_()
             self.dense.bias.zero_()
 
-    def forward(
-        self, dense: Float[Tensor, "B num_dense"], weights: Float[Tensor, "B num_sparse"]
-    ) -> Float[Tensor, " B"]:
-        """Logits; `weights` are those of the ids, pooled by feature."""
-        return self.dense(dense.to(weights.dtype)).squeeze(1) + weights.sum(dim=1)
+    def forward(self, dense: Float[Tensor, "B num_dense"]) -> Float[Tensor, " B"]:
+        """The weighted sum of dense inputs, and the bias; the weights of ids are added to it."""
+        return cast(Tensor, self.dense(dense)).squeeze(1)
 
 
 def equal_width(model: str, dims: Mapping[str, int], at_least: int = 1) -> int:

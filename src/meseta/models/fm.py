@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from meseta.jagged.shapes import Float
@@ -40,10 +41,15 @@ class FM(ScoringModel):
         self.fields = Fields(num_dense, len(self.dims), width, seed)
         self.first_order = FirstOrder(num_dense)
 
-    def logits(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
+    def of_dense(self, dense: Float[Tensor, "B num_dense"]) -> tuple[Tensor, Tensor]:
+        """Their weighted sum, and their vectors."""
+        return self.first_order(dense), self.fields(dense)
+
+    def logits(self, x: tuple[Tensor, Tensor], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
         """The sum above."""
         vectors, weights = split_weights(pooled, len(self.dims))
-        return self.first_order(dense, weights) + sum_over_pairs(self.fields(dense, vectors))
+        weighted, of_dense = x
+        return weighted + weights.sum(dim=1) + sum_over_pairs(torch.cat([of_dense, vectors], dim=1))
 
 
 class DeepFM(FM):
@@ -75,9 +81,10 @@ class DeepFM(FM):
         self.deep_mlp = MLP(widths, relu_last=False, options=options, name="deep_mlp")
         fill_glorot(self.deep_mlp, seed)
 
-    def logits(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
+    def logits(self, x: tuple[Tensor, Tensor], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
         """The sum above; the MLP in the type of `options`, the rest in that of the embeddings."""
         vectors, weights = split_weights(pooled, len(self.dims))
-        fields = self.fields(dense, vectors)
-        shallow = self.first_order(dense, weights) + sum_over_pairs(fields)
+        weighted, of_dense = x
+        fields = torch.cat([of_dense, vectors], dim=1)
+        shallow = weighted + weights.sum(dim=1) + sum_over_pairs(fields)
         return shallow + self.deep_mlp(fields.flatten(1), self.batch_slice).squeeze(1)

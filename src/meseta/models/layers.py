@@ -163,19 +163,17 @@ def check_widths(model: str, names: str, widths: Sequence[int]) -> None:
             raise MesetaError(f"{model}: widths in {names} must be at least 1, got {list(widths)}")
 
 
-def check_inputs(
-    model: str,
-    dense: Float[Tensor, "B num_dense"],
-    pooled: Float[Tensor, "B sum_of_D"],
-    num_dense: int,
-    pooled_width: int,
-) -> None:
-    """Raise MesetaError unless both inputs have the widths that the model was built for."""
+def check_dense(model: str, dense: Float[Tensor, "B num_dense"], num_dense: int) -> None:
+    """Raise MesetaError unless dense inputs have the width that the model was built for."""
     if dense.shape[1] != num_dense:
         raise MesetaError(
             f"{model}: {dense.shape[1]} dense inputs, but the model was built with num_dense={num_dense}; "
             f"give a tensor [B, {num_dense}]"
         )
+
+
+def check_pooled(model: str, pooled: Float[Tensor, "B sum_of_D"], pooled_width: int) -> None:
+    """Raise MesetaError unless embeddings have the width that the model was built for."""
     if pooled.shape[1] != pooled_width:
         raise MesetaError(
             f"{model}: pooled embeddings have {pooled.shape[1]} columns, but the model was built for {pooled_width}; "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -34,8 +36,10 @@ class LogisticRegression(ScoringModel):
             self.linear.weight.zero_()
             self.linear.bias.zero_()
 
-    def logits(
-        self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B num_features"]
-    ) -> Float[Tensor, " B"]:
+    def of_dense(self, dense: Float[Tensor, "B num_dense"]) -> Float[Tensor, "B 1"]:
+        """Their weighted sum, and the bias."""
+        return cast(Tensor, self.linear(dense))
+
+    def logits(self, x: Float[Tensor, "B 1"], pooled: Float[Tensor, "B num_features"]) -> Float[Tensor, " B"]:
         """The sum of all weights."""
-        return self.linear(dense.to(pooled.dtype)).squeeze(1) + pooled.sum(dim=1)
+        return x.squeeze(1) + pooled.sum(dim=1)

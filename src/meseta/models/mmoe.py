@@ -74,11 +74,9 @@ class MMoE(ScoringModel):
         )
         self._set_initial_weights(seed)
 
-    def logits(
-        self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]
-    ) -> Float[Tensor, " B *T"]:
+    def logits(self, x: Tensor, pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B *T"]:
         """The logits above; gates in the type of the embeddings, MLPs in that of `options`."""
-        x = torch.cat([dense.to(pooled.dtype), pooled], dim=1)
+        x = torch.cat([x, pooled], dim=1)
         seen = torch.stack([expert(x, self.batch_slice) for expert in self.experts], dim=1)  # [B, experts, outputs]
         logits = []
         for gate, tower in zip(self.gates, self.towers, strict=True):

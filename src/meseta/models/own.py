@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from meseta.machine.own_code import import_own
+from meseta.models.base import before_of
 from meseta.models.layers import pooled_dims
 from meseta.spec import MesetaError, nearest
 
@@ -79,13 +80,21 @@ def _try(path: str, model: nn.Module, shape: tuple[int, int], num_labels: int) -
     width = sum(pooled_dims(type(model).__name__, model.get_submodule("embeddings")).values())
     was_training = [(module, module.training) for module in model.modules()]
     model.eval()
+    before, score, pooled = before_of(model), cast(Any, model).score, torch.zeros(batch_size, width)
+    on_zeros = f"on {batch_size} samples of zeros,"
     with torch.no_grad():
-        logits = _calling(
-            f"model.name {path!r}: score, on {batch_size} samples of zeros,",
-            lambda: cast(Any, model).score(torch.zeros(shape), torch.zeros(batch_size, width)),
-        )
+        logits = [_calling(f"model.name {path!r}: score, {on_zeros}", lambda: score(torch.zeros(shape), pooled))]
+        if before is not None:
+            x = _calling(f"model.name {path!r}: before, {on_zeros}", lambda: before(torch.zeros(shape)))
+            of_before = f"model.name {path!r}: score of what before has returned, {on_zeros}"
+            logits.append(_calling(of_before, lambda: score(x, pooled)))
     for module, training in was_training:
         module.training = training
+    for found in logits:
+        _check_logits(path, found, batch_size, num_labels)
+
+
+def _check_logits(path: str, logits: Any, batch_size: int, num_labels: int) -> None:
     wanted = (batch_size,) if num_labels == 1 else (batch_size, num_labels)
     if not isinstance(logits, torch.Tensor) or logits.shape != wanted or not logits.is_floating_point():
         found = type(logits).__name__

@@ -47,8 +47,13 @@ class WideDeep(ScoringModel):
         )
         fill_glorot(self.deep_mlp, seed)
 
-    def logits(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
+    def of_dense(self, dense: Float[Tensor, "B num_dense"]) -> tuple[Tensor, Tensor]:
+        """Their weighted sum, and they themselves."""
+        return self.first_order(dense), dense
+
+    def logits(self, x: tuple[Tensor, Tensor], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
         """The sum above; the MLP in the type of `options`, the rest in that of the embeddings."""
         vectors, weights = split_weights(pooled, len(self.dims))
-        deep = torch.cat([dense.to(pooled.dtype), vectors.flatten(1)], dim=1)
-        return self.first_order(dense, weights) + self.deep_mlp(deep, self.batch_slice).squeeze(1)
+        weighted, dense = x
+        deep = torch.cat([dense, vectors.flatten(1)], dim=1)
+        return weighted + weights.sum(dim=1) + self.deep_mlp(deep, self.batch_slice).squeeze(1)

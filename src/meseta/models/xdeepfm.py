@@ -88,9 +88,14 @@ class XDeepFM(ScoringModel):
         for name, weight in (*self.cin.named_parameters(prefix="cin"), ("cin_head", self.cin_head.weight)):
             fill_normal(weight, math.sqrt(2.0 / sum(weight.shape)), seed, name)
 
-    def logits(self, dense: Float[Tensor, "B num_dense"], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
+    def of_dense(self, dense: Float[Tensor, "B num_dense"]) -> tuple[Tensor, Tensor]:
+        """Their weighted sum, and their vectors."""
+        return self.first_order(dense), self.fields(dense)
+
+    def logits(self, x: tuple[Tensor, Tensor], pooled: Float[Tensor, "B sum_of_D"]) -> Float[Tensor, " B"]:
         """The sum above; the MLP in the type of `options`, the rest in that of the embeddings."""
         vectors, weights = split_weights(pooled, len(self.dims))
-        fields = self.fields(dense, vectors)
-        linear = self.first_order(dense, weights) + self.cin_head(self.cin(fields)).squeeze(1)
+        weighted, of_dense = x
+        fields = torch.cat([of_dense, vectors], dim=1)
+        linear = weighted + weights.sum(dim=1) + self.cin_head(self.cin(fields)).squeeze(1)
         return linear + self.deep_mlp(fields.flatten(1), self.batch_slice).squeeze(1)

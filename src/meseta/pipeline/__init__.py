@@ -1,6 +1,7 @@
-"""One training step as named stages, timed; their overlap comes here."""
+"""Training steps as named stages, timed, one behind the other or hidden behind each other."""
 
-from meseta.pipeline.step import Step, TrainStep
+from meseta.pipeline.ahead import ahead
+from meseta.pipeline.pipeline import Pipeline, Step
 from meseta.telemetry.span import StageTimes
 
-__all__ = ["StageTimes", "Step", "TrainStep"]
+__all__ = ["Pipeline", "StageTimes", "Step", "ahead"]

@@ -11,7 +11,7 @@ from meseta.telemetry.lines import TrainLine
 from meseta.telemetry.shown import byte_size, drawable
 from meseta.telemetry.transfers import TransferMeans
 
-HEADS = ["transfer", "times", "to its host", "to other hosts", "ms under way", "ms waited for"]
+HEADS = ["transfer", "times", "to its host", "to other hosts", "ms under way", "ms hidden", "ms waited for"]
 
 
 def exchanges_table(record: RunRecord) -> str:
@@ -23,13 +23,23 @@ def exchanges_table(record: RunRecord) -> str:
     rows = [[text(name), *_cells(_mean(lines, name))] for name in names]
     intro = (
         "What rank 0 sends to others in a step. Under way is from its beginning until it is known to be done; the rank "
-        "computes meanwhile, but for what it waits."
+        "computes meanwhile, so that this is hidden, but for what it waits."
     )
     return (
         tag("h3", "Exchanges per step, rank 0")
         + tag("p", text(intro))
+        + "".join(tag("p", text(line)) for line in _overlap_lines(record))
         + table(HEADS, rows, set(range(1, len(HEADS))), "compact")
     )
+
+
+def _overlap_lines(record: RunRecord) -> list[str]:
+    """What `pipeline.overlap` has hidden, and what it could not, with the reason."""
+    overlap = None if record.summary is None else record.summary.overlap
+    if overlap is None:
+        return []
+    hidden = f"Hidden behind computation: {', '.join(overlap.hidden) or 'nothing'}."
+    return [hidden, *(f"Not hidden: {name}, since {why}." for name, why in overlap.left_out.items())]
 
 
 def _mean(lines: Sequence[TrainLine], name: str) -> TransferMeans:
@@ -43,4 +53,9 @@ def _mean(lines: Sequence[TrainLine], name: str) -> TransferMeans:
 
 def _cells(mean: TransferMeans) -> list[str]:
     sizes = (byte_size(mean.inside_bytes), byte_size(mean.across_bytes))
-    return [f"{mean.num_times:.3g}", *map(text, sizes), f"{1e3 * mean.seconds:.2f}", f"{1e3 * mean.waited_s:.2f}"]
+    hidden_s = max(mean.seconds - mean.waited_s, 0.0)
+    return [
+        f"{mean.num_times:.3g}",
+        *map(text, sizes),
+        *(f"{1e3 * s:.2f}" for s in (mean.seconds, hidden_s, mean.waited_s)),
+    ]

@@ -13,6 +13,18 @@ backward         computes gradients, and adds up the dense ones      dense
 gradient_dist    sends gradients to the owners of the rows           backward
 table_update     steps the rows that it owns                         update
 update           steps the dense part                                dense
+
+On several ranks what travels may be hidden behind what is computed:
+
+overlap      travels                            while
+---------    -------------------------------    ----------------------------------------------------------------
+ids          counts and ids of batch i + 1      batch i is computed
+answers      rows and bags                      `Model.before(dense)`; with micro-batches, the one before
+gradients    gradients of rows and bags         the rest of the backward pass; with micro-batches, the one after
+dense        sums of dense gradients            the rest of the backward pass, the update of tables, the next lookup
+agree        the sum of the loss                the backward pass, until the first row moves
+
+No row is looked up before the update of the batch before, so that no bit depends on what is hidden.
 """
 
 from __future__ import annotations
@@ -23,6 +35,9 @@ StageName = Literal[
     "data", "copy", "input_dist", "lookup", "output_dist", "dense_forward", "agree", "backward", "gradient_dist",
     "table_update", "update",
 ]  # fmt: skip
+Overlap = Literal["ids", "answers", "gradients", "dense", "agree"]
+OVERLAPS: tuple[Overlap, ...] = ("ids", "answers", "gradients", "dense", "agree")
+"""What may be hidden, in the order in which a batch meets it."""
 Component = Literal["input_dist", "lookup", "output_dist", "dense", "backward", "update"]
 """Parts of a predicted step, as files name them; see LABELS for people."""
 

@@ -40,6 +40,7 @@ mates exchange travels as it was computed, and so do ids, counts, weights and ro
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -77,9 +78,8 @@ are rounded up to 16."""
 
 COUNT_BYTES = 8
 """Of a count, and of a number that ranks agree on."""
-NUM_AGREED = 4
-"""Numbers that ranks agree on in a step, beside the flags that a run adds: sums of losses and of weights, samples, and
-samples that only fill the batch up."""
+NUM_AGREED = 1
+"""Numbers that ranks agree on in a step, beside the flags that a run adds: the sum of losses."""
 MOMENTS = 2
 """Numbers of a column that batch norm adds up, in 64 bits; as many on the way back."""
 INT32_MAX = 2**31 - 1
@@ -97,18 +97,25 @@ ROW_STATISTICS = {
 class CountsHeader(NamedTuple):
     """What a rank tells each owner of rows before the number of ids of each route: `[header | routes ...]`, in 64 bits.
 
-    An id that is outside of its table under policy 'error' is told with its place, so that all ranks raise alike. Of
-    what a rank knows after sorting its ids, with features a and b, b cut into two row ranges:
+    With it all ranks know what the loss of the global batch is divided by, and where their samples lie in it, before
+    any is computed. An id that is outside of its table under policy 'error' is told with its place, so that all ranks
+    raise alike. Of what a rank knows after sorting its ids, with features a and b, b cut into two row ranges:
 
-        place     0       1     2       3         4       5     6          7
-        known     start | a     b     | feature   sample  id  | b range 0  b range 1
+        place     0      1      2        3        4     5     6        7       8    9          10
+        known     start  slice  padding  weight | a     b   | feature  sample  id | b range 0  b range 1
 
-        to the owner of a           [start  feature  sample  id | a        ]
-        to the owner of b, range 1  [start  feature  sample  id | b range 1]
+        to the owner of a           [start  slice  padding  weight  feature  sample  id | a        ]
+        to the owner of b, range 1  [start  slice  padding  weight  feature  sample  id | b range 1]
     """
 
     start: int
     """Samples of this rank, below BATCH_SIZES, and above them the mark of the batch: all ranks must be at one."""
+    slice_size: int
+    """Samples of this rank in the global batch: more than the above where gradients are accumulated."""
+    num_padding: int
+    """Of these, samples that only fill it up."""
+    weight_bits: int
+    """Sum of the weights of these, a float64 as the 64 bits that it is; see `float_bits`."""
     feature: int
     """Index of the feature of the first refused id; -1 where none is, REFUSED where the batch is, as a whole."""
     sample: int
@@ -126,7 +133,20 @@ class CountsHeader(NamedTuple):
         """What tells the batch from those before and after it."""
         return self.start // BATCH_SIZES
 
+    @property
+    def weight(self) -> float:
+        """Sum of the weights of this rank's samples."""
+        [weight] = struct.unpack("<d", struct.pack("<q", self.weight_bits))
+        return float(weight)
 
+
+def float_bits(number: float) -> int:
+    """The bits of a float64 as an integer."""
+    return int.from_bytes(struct.pack("<d", number), "little", signed=True)
+
+
+NUM_LEADING = 4
+"""Numbers of a header that a rank knows before it looks at ids."""
 BATCH_SIZES = 2**32
 """More than the samples of any rank."""
 MARKS = 2**15
@@ -204,9 +224,11 @@ HANDED_ON = tuple(name + INSIDE for name in ("counts", "ids", "weights"))
 OF_TABLES = ("counts", "ids", "weights", *HANDED_ON, "answers", "whole bags", "gradients", "gradients of whole bags",
              "replicas", "row statistics")  # fmt: skip
 """Names of the transfers of tables."""
-OF_STEPS = frozenset((*OF_TABLES, "batch norm", "gradients of batch norm", "agree", "batch sizes", "dense", "norms",
+OF_STEPS = frozenset((*OF_TABLES, "batch norm", "gradients of batch norm", "agree", "dense", "norms",
                       "parameters", "gradients of parameters", "gradients of hosts"))  # fmt: skip
 """Names of all transfers that `step_transfers` may list."""
+OF_LAST_PART = ("replicas", "row statistics")
+"""Names of those of a backward pass that begin with the last micro-batch, whose loss all ranks have agreed on."""
 BETWEEN_STEPS = frozenset(("blocks of a checkpoint", "ids outside", "numbers clamped", "a measurement"))
 """Names of collectives that are part of no step."""
 
@@ -263,18 +285,11 @@ def step_transfers(
         workload.comm,
         (exchange, dense_exchange),
     )
-    parts = step.num_parts
-    times = parts + (parts > 1)
-    agree = _alike("agree", times * COUNT_BYTES * (NUM_AGREED + step.dense.num_flags), times, "gather")
-    return (
-        *((agree, _alike("batch sizes", COUNT_BYTES, 1, "gather")) if parts > 1 else ()),
-        *step.forward(),
-        *step.forward_of_dense(),
-        *(() if parts > 1 else (agree,)),
-        *step.backward_of_dense(),
-        *step.backward(),
-        *step.sums_of_dense(),
-    )
+    agree = _alike("agree", COUNT_BYTES * (NUM_AGREED + step.dense.num_flags), 1, "gather")
+    back = [*step.backward_of_dense(), *step.backward()]
+    early = [] if step.num_parts == 1 else [own for own in back if own.name not in OF_LAST_PART]
+    late = [own for own in back if own not in early]
+    return (*step.forward(), *step.forward_of_dense(), *early, agree, *late, *step.sums_of_dense())
 
 
 @dataclass(frozen=True)
@@ -371,7 +386,8 @@ class _Step:
                 *self.summed(each, number, "backward"),
                 *self.summed("replica row", number, "backward", counts=1.0),
             )
-            found.append(Transfer("replicas", "backward", parts))
+            at = len(found) if len(found) == 1 else 1  # what crosses hosts first is waited for later
+            found.insert(at, Transfer("replicas", "backward", parts))
         if self.num_stages:
             statistics = (Part("row statistic", number, "columns"),)
             found.append(Transfer("row statistics", "backward", statistics, self.num_stages))

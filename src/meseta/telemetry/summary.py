@@ -53,6 +53,14 @@ class Predicted(Entry):
     """What each rank sends per step, by the name of the transfer; nobody waits in it."""
 
 
+class Overlapped(Entry):
+    """What a run lets travel while it computes, by the names of meseta.spec.stages."""
+
+    hidden: list[str] = Field(default=[])
+    left_out: dict[str, str] = Field(default={})
+    """What 'auto' leaves out, and why."""
+
+
 class RunSummary(Entry):
     """What a run leaves when it has ended."""
 
@@ -80,6 +88,8 @@ class RunSummary(Entry):
     stages_s_by_rank: list[dict[str, float]] = Field(default=[])
     transfers_by_rank: list[dict[str, TransferMeans]] = Field(default=[])
     """What each rank sent per step, by the name of the transfer."""
+    overlap: Overlapped | None = None
+    """None where one rank runs alone."""
     predicted: Predicted | None = None
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import cycle
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,8 @@ from meseta.measure.traffic import Samples, Training, make_samples
 from meseta.models import DLRM, MLPOptions
 from meseta.ops.core import instruction_set
 from meseta.optim.dense import make_dense_optimizer
-from meseta.pipeline import TrainStep
+from meseta.pipeline import Pipeline
+from meseta.pipeline.overlap import choose_overlap
 from meseta.spec import FeatureSpec, InitSpec, OptimizerSpec, TableSpec
 from meseta.storage import ROW
 
@@ -29,7 +31,7 @@ TOLERANCE = 1e-5
 
 
 class OursTraining(Contender):
-    """TrainStep on a DLRM; on several ranks through `meseta.shard`."""
+    """A Pipeline on a DLRM, as `meseta train` has it; on several ranks through `meseta.shard`."""
 
     def __init__(self, training: dict[str, Any], optimizer: str, dense_dtype: str = "float32") -> None:
         super().__init__()
@@ -37,8 +39,8 @@ class OursTraining(Contender):
         self.world = World.current()
         # Constant rows are quick to make, and as fast as any others.
         model = _make_model(self.training, optimizer, dense_dtype, LR, InitSpec(kind="constant", scale=FILL))
-        self.step = _make_step(model, LR, self.world)
-        self.samples = make_samples(self.training, self.world.rank, self.world.size)
+        samples = make_samples(self.training, self.world.rank, self.world.size)
+        self.steps = _make_pipeline(model, LR, self.world).steps(map(_make_batch, cycle(samples)))
         self.actions = {"step": self._train}
 
     def facts(self) -> dict[str, Any]:
@@ -52,7 +54,7 @@ class OursTraining(Contender):
         self.world.barrier()
 
     def _train(self, call: int) -> None:
-        self.step(_make_batch(self.samples[call % len(self.samples)]))
+        next(self.steps)
 
 
 class TrainingGate(Contender):
@@ -68,7 +70,7 @@ class TrainingGate(Contender):
         init = InitSpec(kind="uniform", scale=0.1 / math.sqrt(shape.traffic.bag_size))
         model = _make_model(shape, "sgd", "float32", GATE_LR, init)
         twin = _make_twin(model, shape)
-        step, optimizer = _make_step(model, GATE_LR, World.single()), torch.optim.SGD(twin.parameters(), lr=GATE_LR)
+        step, optimizer = _make_pipeline(model, GATE_LR, World.single()), torch.optim.SGD(twin.parameters(), lr=GATE_LR)
         wrong = []
         for index, samples in enumerate(make_samples(shape)[:NUM_CHECKED], start=1):
             ours = step(_make_batch(samples)).loss
@@ -98,11 +100,10 @@ def _make_model(training: Training, optimizer: str, dense_dtype: str, lr: float,
     )
 
 
-def _make_step(model: DLRM, lr: float, world: World) -> TrainStep:
-    model = shard(model, world=world)
-    return TrainStep(
-        cast(Any, model), make_dense_optimizer(DenseOptimizerConfig(name="sgd", lr=lr), model.parameters()), world
-    )
+def _make_pipeline(model: DLRM, lr: float, world: World) -> Pipeline:
+    placed = cast(Any, shard(model, world=world))
+    optimizer = make_dense_optimizer(DenseOptimizerConfig(name="sgd", lr=lr), model.parameters())
+    return Pipeline(placed, optimizer, world, overlap=choose_overlap("auto", placed, world).hidden)
 
 
 def _make_batch(samples: Samples) -> Batch:

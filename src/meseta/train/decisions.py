@@ -5,29 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meseta.config import RunConfig, ScheduleConfig, TrainConfig
 from meseta.telemetry.lines import EvalLine
 from meseta.telemetry.splits import choosing_split
 from meseta.train.stopping import BestSoFar
 
-if TYPE_CHECKING:
-    from meseta.data.read.reader import Reader
 
-
-def is_evaluation_due(config: TrainConfig, step: int, reader: Reader) -> bool:
-    """Whether the config asks for an evaluation after `step` steps, where `reader` stands now.
+def is_evaluation_due(config: TrainConfig, step: int, num_read: int, num_batches: int) -> bool:
+    """Whether the config asks for an evaluation after `step` steps and `num_read` batches, `num_batches` an epoch.
 
     By epochs, after the first step that completes another `eval_every_epochs` of the training split.
     """
     if config.eval_every_steps is not None:
         return step % config.eval_every_steps == 0
-    if config.eval_every_epochs is None or reader.num_batches == 0:
+    if config.eval_every_epochs is None or num_batches == 0:
         return False
-    batches = Fraction(str(config.eval_every_epochs)) * reader.num_batches  # as it was written: 0.1 is a tenth
-    done = (reader.epoch_index + 1) * reader.num_batches - reader.num_batches_left
-    return done // batches > (done - 1) // batches
+    batches = Fraction(str(config.eval_every_epochs)) * num_batches  # as it was written: 0.1 is a tenth
+    return num_read // batches > (num_read - 1) // batches
 
 
 def chosen_by_evaluations(config: RunConfig) -> list[str]:

@@ -21,7 +21,7 @@ from meseta.data.read.reader import Reader
 from meseta.data.read.rows import pad
 from meseta.embedding.flight import IdsOutside
 from meseta.measure.step_threads import StepThreads
-from meseta.pipeline.step import Model
+from meseta.pipeline.model import Model
 from meseta.spec import MesetaError, nearest
 from meseta.train.metrics import Metrics, MetricWindow, Segment, TaskWindows, segments_of, task_figures
 from meseta.train.metrics.tasks import Window

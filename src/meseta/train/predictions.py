@@ -21,7 +21,7 @@ from meseta.data.read.key_columns import KeyColumns
 from meseta.data.read.new_batches import NewBatches
 from meseta.data.read.reader import Reader, ReaderOptions
 from meseta.machine.files import move, sync
-from meseta.pipeline.step import Model
+from meseta.pipeline.model import Model
 from meseta.spec import MesetaError
 from meseta.train.evaluate import gather_windows, predict
 from meseta.train.metrics import MetricWindow, TaskWindows

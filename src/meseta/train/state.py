@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from meseta import checkpoint
 from meseta.comm import World
 from meseta.comm.dense_shards import cut_like, is_cut, whole
+from meseta.data.batch import Batch
+from meseta.data.dataset.dataset import Dataset
 from meseta.errors import shown
 from meseta.spec import FeatureSpec, MesetaError
 
@@ -188,3 +190,18 @@ def _check_momentum(path: Path, optimizer: torch.optim.Optimizer, dense: Mapping
             f"config asks for {'some' if wanted else 'none'}; set dense.optimizer.momentum back, or choose another "
             "run_dir"
         )
+
+
+def find_bad_input(batch: Batch, dataset: Dataset, world: World) -> str | None:
+    """Of a loss that is not finite: the first dense value of the global batch that is not, in words; None where all
+    are. Collective."""
+    start = 0
+    for batch_size, place in world.gather_objects((batch.batch_size, batch.find_not_finite())):
+        if place is not None:
+            sample, column, value = place
+            return (
+                f"the loss is not finite, and nothing was updated: dense feature {dataset.dense[column].name!r} of "
+                f"sample {start + sample} is {value}; fix the data, or prepare them again"
+            )
+        start += batch_size
+    return None

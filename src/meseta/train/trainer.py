@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, astuple
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ from meseta.comm import World
 from meseta.comm.dense_shards import sum_over_parts
 from meseta.comm.world import Unlisted
 from meseta.config import RunConfig
-from meseta.data.batch import Batch
 from meseta.data.dataset.encoding import Encoding
 from meseta.data.read.selection import calibration_shift
 from meseta.measure.step_threads import StepThreads
 from meseta.optim.clip import DenseClip
 from meseta.optim.dense import make_dense_optimizer
-from meseta.pipeline import Step, TrainStep
-from meseta.pipeline.step import NonFiniteLoss
+from meseta.pipeline import Pipeline, Step
+from meseta.pipeline.agreement import NonFiniteLoss
+from meseta.pipeline.overlap import choose_overlap
 from meseta.report import write_report
 from meseta.spec import MesetaError
 from meseta.telemetry.lines import EvalLine, Line, TrainLine
@@ -43,6 +44,7 @@ from meseta.train.setup.build import make_reader, place_model, plan_model, set_l
 from meseta.train.setup.precision import STATE, note_bfloat16, settle_dense_dtype
 from meseta.train.state import (
     dense_tensors,
+    find_bad_input,
     ids_outside,
     num_clamped,
     random_state,
@@ -76,6 +78,8 @@ class Trainer:
         self._meet(checkpoint.newest(self.run_dir.checkpoints))
         self.reader = make_reader(self.config, self.dataset, "train", self.world)
         self._read_from = self._seek()
+        self._trained_to = self.reader.position
+        """Where the reader stands after the last batch that was trained; it may have read further."""
         self.step = 0
         self.num_samples = 0
         self.train_s = 0.0
@@ -105,13 +109,15 @@ class Trainer:
         self.optimizer = make_dense_optimizer(config.dense.optimizer, self.model.parameters(), over_parts)
         weights = task_weights(config, self.dataset)
         clip = DenseClip(value=config.dense.clip_value, norm=config.dense.clip_norm, over_parts=over_parts)
-        self.train_step = TrainStep(
+        self.overlap = choose_overlap(config.pipeline.overlap, self.model, world, config.train.accumulate_steps)
+        self.pipeline = Pipeline(
             self.model,
             self.optimizer,
             world,
             task_weights=weights,
             clip=clip,
             accumulate_steps=config.train.accumulate_steps,
+            overlap=self.overlap.hidden,
         )
         self._step_threads = StepThreads()
         self.decisions = Decisions(config, [name for name, split in self.dataset.splits.items() if split.num_rows])
@@ -188,7 +194,7 @@ class Trainer:
                 raise self.saver.stop()
             outside = self._ids_outside()
             evaluations = self._finish(progress)
-        life = (self.train_step.times.over_life(), self.world.transfers.over_life())
+        life = (self.pipeline.times.over_life(), self.world.transfers.over_life())
         stages, transfers = zip(*self.world.gather_objects(life), strict=True)
         if any(stages):
             sent = {"transfers_by_rank": list(transfers)} if any(transfers) else {}
@@ -243,62 +249,58 @@ class Trainer:
     def _train(self, progress: TrainProgress) -> None:
         """The loop over steps."""
         self._log_from = (self.step, self.num_samples, time.perf_counter())
-        while self.step < self.num_steps and not (self.best.ends_training or self.saver.stopping):
-            falls = self.decisions.num_falls
-            self._lr_factor = set_learning_rates(self.config, self.optimizer, self.step, self.num_steps, falls)
-            with self.train_step.times.stage("data"):
-                batch = next(self._batches)
-            self._record(self._run_step(batch), batch)
-            del batch  # while the reader's thread rests: see Prefetch
-            if self.step % self.config.train.log_every_steps == 0 or self.step == self.num_steps:
-                self._log(progress)
-            progress.step(self.step)
-            for note in self.saver.notes():
-                progress.say(f"warning: {note}")
-            is_due = self.step < self.num_steps
-            if is_due and is_evaluation_due(self.config.train, self.step, self.reader):
-                self._off_the_clock(lambda: self._evaluate(self.decisions.split, progress))
-            if is_due and self.saver.is_due(self.step, is_best=self.best.step == self.step):
-                self._off_the_clock(self._save)
+        batches = islice(self._batches, self.num_steps - self.step)
+        with closing(self.pipeline.steps(batches, schedule=self._set_rates, votes=self.saver.flags)) as steps:
+            while self.step < self.num_steps and not (self.best.ends_training or self.saver.stopping):
+                self._record(self._run_step(steps))
+                if self.step % self.config.train.log_every_steps == 0 or self.step == self.num_steps:
+                    self._log(progress)
+                progress.step(self.step)
+                for note in self.saver.notes():
+                    progress.say(f"warning: {note}")
+                is_due = self.step < self.num_steps
+                if is_due and self._is_evaluation_due():
+                    self._off_the_clock(lambda: self._evaluate(self.decisions.split, progress))
+                if is_due and self.saver.is_due(self.step, is_best=self.best.step == self.step):
+                    self._off_the_clock(self._save)
         if self.best.ends_training and self.step < self.num_steps:
             progress.say(f"stopped at step {self.step}: {self.best}")
 
-    def _run_step(self, batch: Batch) -> Step:
+    def _set_rates(self) -> float:
+        """Those of the step that comes; returns what multiplies those of tables."""
+        falls = self.decisions.num_falls
+        self._lr_factor = set_learning_rates(self.config, self.optimizer, self.step, self.num_steps, falls)
+        return self._lr_factor
+
+    def _is_evaluation_due(self) -> bool:
+        num_read = self.reader.num_batches_until(self._trained_to)
+        return is_evaluation_due(self.config.train, self.step, num_read, self.reader.num_batches)
+
+    def _run_step(self, steps: Iterator[Step]) -> Step:
         """One step; what goes wrong in it is told with its number and the way back."""
         try:
             with self._step_threads:
-                result = self.train_step(batch, lr_factor=self._lr_factor, votes=self.saver.flags())
+                result = next(steps)
             self.saver.apply_agreed(result.votes)
             return result
         except MesetaError as error:
             self.saver.close()
-            cause = self._find_bad_input(batch) if isinstance(error, NonFiniteLoss) else None
+            cause, batch = None, self.pipeline.batch
+            if isinstance(error, NonFiniteLoss) and batch is not None:
+                cause = find_bad_input(batch, self.dataset, self.world)
             saved = checkpoint.latest(self.run_dir.checkpoints)
             back = "there is no checkpoint yet" if saved is None else f"the last checkpoint is {str(saved)!r}"
             raise MesetaError(f"step {self.step + 1}: {cause or error} ({back})") from None
 
-    def _find_bad_input(self, batch: Batch) -> str | None:
-        """The first dense value of the global batch that is not finite, if that is what broke the loss. Collective."""
-        bad = torch.nonzero(~batch.dense.isfinite()).tolist()
-        first = None if not bad else (bad[0][0], self.dataset.dense[bad[0][1]].name, float(batch.dense[tuple(bad[0])]))
-        start = 0
-        for batch_size, found in self.world.gather_objects((batch.batch_size, first)):
-            if found is not None:
-                sample, name, value = found
-                return (
-                    f"the loss is not finite, and nothing was updated: dense feature {name!r} of sample "
-                    f"{start + sample} is {value}; fix the data, or prepare them again"
-                )
-            start += batch_size
-        return None
-
-    def _record(self, result: Step, batch: Batch) -> None:
+    def _record(self, result: Step) -> None:
         self.step += 1
-        self.figures.add(result.logits, batch)
+        self.figures.add(result.logits, result.batch)
         self.num_samples += result.num_samples
+        self._trained_to = result.batch.position or self._trained_to
 
     def _log(self, progress: TrainProgress) -> None:
         """One line of metrics.jsonl over the samples since the last one."""
+        self.pipeline.settle()
         figures = self.figures.take()
         # A window that was taken up from a checkpoint is older than the clock.
         first_step, first_sample, start_s = self._log_from
@@ -319,7 +321,7 @@ class Trainer:
             seconds_per_step=elapsed_s / max(num_steps, 1),
             lr_dense=self.optimizer.param_groups[0]["lr"],
             lr_sparse=self.config.embedding.optimizer.lr * self._lr_factor,
-            stages_s=self.train_step.times.take(),
+            stages_s=self.pipeline.times.take(),
         )
         self._write(line, progress)
         self._log_from = (self.step, self.num_samples, time.perf_counter())
@@ -327,6 +329,7 @@ class Trainer:
     def _evaluate(self, split: str, progress: TrainProgress) -> EvalLine:
         """Metrics over a whole split, one line of metrics.jsonl."""
         start_s = time.perf_counter()
+        self.pipeline.settle()
         shift = calibration_shift(self.config.data.negative_keep)
         found = evaluate(self.model, self.eval_readers[split], self.world, self.config.metrics, shift)
         step, num_samples = self._position
@@ -344,7 +347,7 @@ class Trainer:
 
     def _decide(self, line: EvalLine) -> None:
         """What follows from an evaluation after the steps done."""
-        self.decisions.update(line, on_the_way=is_evaluation_due(self.config.train, self.step, self.reader))
+        self.decisions.update(line, on_the_way=self._is_evaluation_due())
 
     def _write(self, line: Line, progress: TrainProgress) -> None:
         if self.world.rank == 0:
@@ -368,8 +371,9 @@ class Trainer:
     def _save(self) -> None:
         """A checkpoint that goes on bit for bit, in the middle of an epoch and of a metric window too."""
         embeddings = self.model.embeddings
+        self.pipeline.settle()
         state = {
-            "reader": self.reader.get_state(),
+            "reader": self.reader.get_state(self._trained_to),
             "num_samples": self.num_samples,
             "embedding_step": embeddings.step,
             "ids_outside": self._ids_outside(),
@@ -425,6 +429,7 @@ class Trainer:
         if state["reader"] != self._read_from:  # a mirror had it, or it is refused here
             self._stop_reading()
             self.reader.set_state(state["reader"])
+            self._trained_to = self.reader.position
             self._batches = self.reader.epochs(self.config.train.epochs)
         set_random_state(state["random"])
         self.figures.set_tensors(state["dense"])
@@ -474,6 +479,8 @@ class Trainer:
         parts: dict[str, Any] = {**evaluations, **timed}
         if chosen:
             parts["chosen"] = Chosen(split=self.decisions.split, what=chosen)
+        if self.world.size > 1:
+            parts["overlap"] = asdict(self.overlap)
         if any(astuple(self.reader.left_out)):
             parts["rows_left_out"] = asdict(self.reader.left_out)
         best, newest = self._best_position, checkpoint.newest(self.run_dir.checkpoints)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from meseta.data.batch import Batch
+from meseta.data.batch import Batch, Position
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.cut import EpochRows, slice_of
 from meseta.data.read.decode import SplitFiles
@@ -53,9 +53,7 @@ class ReaderOptions:
 class Batches(Iterator[Batch]):
     """Batches in the order of a reader, which moves on with each; reading ahead ends when this is closed or dropped."""
 
-    def __init__(
-        self, ahead: Prefetch[tuple[Batch, int, int]], move_on: Callable[[tuple[Batch, int, int]], Batch]
-    ) -> None:
+    def __init__(self, ahead: Prefetch[Batch], move_on: Callable[[Batch], Batch]) -> None:
         self._ahead, self._move_on = ahead, move_on
 
     def __next__(self) -> Batch:
@@ -105,8 +103,8 @@ class Reader:
         """Rows of the split that the options leave out of every epoch."""
         self.num_rows = sum(self._files.group_rows)
         """Rows of an epoch."""
-        self._epoch = 0
-        self._row = 0
+        self.position = Position(0, 0)
+        """After the last batch handed over."""
 
     @property
     def num_batches(self) -> int:
@@ -116,16 +114,20 @@ class Reader:
     @property
     def num_batches_left(self) -> int:
         """Global batches from the present position to the end of its epoch."""
-        return self._num_batches_from(self._row)
+        return self._num_batches_from(self.position.row)
 
     @property
     def epoch_index(self) -> int:
         """Number of the epoch that the next batch belongs to, from 0."""
-        return self._epoch
+        return self.position.epoch
+
+    def num_batches_until(self, position: Position) -> int:
+        """Global batches from the beginning of the first epoch up to a position."""
+        return (position.epoch + 1) * self.num_batches - self._num_batches_from(position.row)
 
     def epoch(self) -> Batches:
         """The batches from the present position to the end of its epoch."""
-        return self.epochs(self._epoch + 1)
+        return self.epochs(self.position.epoch + 1)
 
     def epochs(self, num_epochs: int) -> Batches:
         """The batches from the present position until `num_epochs` epochs, counted from the first, are complete.
@@ -133,21 +135,23 @@ class Reader:
         Reading begins at once. The position moves on when a batch is handed over, so what prefetch holds does not count
         as consumed; leave the loop early and the next call goes on with the following batch.
         """
-        batches = self._produce(self._epoch, self._row, num_epochs)
+        batches = self._produce(*self.position, num_epochs)
         return Batches(Prefetch(batches, self.options.prefetch_batches), self._move_on)
 
-    def _move_on(self, made: tuple[Batch, int, int]) -> Batch:
-        batch, self._epoch, self._row = made
+    def _move_on(self, batch: Batch) -> Batch:
+        assert batch.position is not None
+        self.position = batch.position
         return batch
 
-    def get_state(self) -> dict[str, Any]:
-        """The position after the last batch handed over, as plain data for JSON; the same on every rank."""
+    def get_state(self, position: Position | None = None) -> dict[str, Any]:
+        """A position, or the one after the last batch handed over, as plain data for JSON; the same on every rank."""
+        epoch, row = position or self.position
         chosen = {"filter": self.options.filter, "negative_keep": self.options.negative_keep}
         return {
             "format": FORMAT,
             "split": self.split,
-            "epoch": self._epoch,
-            "row": self._row,
+            "epoch": epoch,
+            "row": row,
             "num_rows": self.num_rows,
             "shuffle": self.options.shuffle,
             "seed": self.options.seed,
@@ -173,22 +177,21 @@ class Reader:
         epoch, row = state["epoch"], state["row"]
         if not (isinstance(epoch, int) and isinstance(row, int) and epoch >= 0 and 0 <= row <= self.num_rows):
             raise MesetaError(f"reader state: epoch {epoch!r}, row {row!r} is no position among {self.num_rows} rows")
-        self._epoch, self._row = epoch, row
+        self.position = Position(epoch, row)
 
     def _num_batches_from(self, row: int) -> int:
         left = self.num_rows - row
         is_dropped = self.options.last_batch == "drop"
         return left // self.options.batch_size if is_dropped else -(-left // self.options.batch_size)
 
-    def _produce(self, epoch: int, row: int, num_epochs: int) -> Iterator[tuple[Batch, int, int]]:
-        """Batches, each with the position after it."""
+    def _produce(self, epoch: int, row: int, num_epochs: int) -> Iterator[Batch]:
         while epoch < num_epochs:
             num_batches = self._num_batches_from(row)
             rows = EpochRows(self.order(epoch), self.read_groups, reads_ahead=self.options.prefetch_batches > 0)
             with closing(rows):
                 for left in range(num_batches, 0, -1):
                     after = (epoch, row + self.options.batch_size) if left > 1 else (epoch + 1, 0)
-                    yield self._make(rows, row), *after
+                    yield replace(self._make(rows, row), position=Position(*after))
                     row += self.options.batch_size
             epoch, row = epoch + 1, 0
 

@@ -100,6 +100,8 @@ def run_bytes(config: RunConfig, dataset: Dataset, outline: nn.Module, num_ranks
     # A window as decoded and as Arrow has it, while the next one is read.
     window_rows = min(config.data.shuffle_window_rows, dataset.num_training_rows)
     ahead = window_rows * 3 + train.batch_size * (1 + config.data.prefetch_batches)
+    if num_ranks > 1 and config.pipeline.overlap != "off":  # the batch whose ids travel ahead, and those that come
+        ahead += 2 * batch_size
     return RunBytes(
         dense_bytes=dense_part_bytes(config, outline, num_ranks, per_host),
         step_bytes=step_bytes(outline, part_size, len(dataset.dense)),

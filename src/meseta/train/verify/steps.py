@@ -21,7 +21,7 @@ from meseta.jagged import KeyedJaggedTensor
 from meseta.ops.random_rows import initial_rows
 from meseta.optim.clip import DenseClip
 from meseta.optim.dense import make_dense_optimizer
-from meseta.pipeline import TrainStep
+from meseta.pipeline import Pipeline
 from meseta.spec import MesetaError, Plan
 from meseta.storage import ROW, TableStorage
 from meseta.train.run_dir import RunDir
@@ -116,7 +116,7 @@ def _training(
     optimizer = make_dense_optimizer(config.dense.optimizer, model.parameters(), over_parts)
     clip = DenseClip(value=config.dense.clip_value, norm=config.dense.clip_norm, over_parts=over_parts)
     parts = config.train.accumulate_steps
-    train_step = TrainStep(model, optimizer, world, task_weights=weights, clip=clip, accumulate_steps=parts)
+    train_step = Pipeline(model, optimizer, world, task_weights=weights, clip=clip, accumulate_steps=parts)
 
     def step(number: int, local: Batch, whole: Batch) -> tuple[float, None]:
         lr_factor = set_learning_rates(config, optimizer, number - 1, num_steps)

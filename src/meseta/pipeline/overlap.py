@@ -1,0 +1,52 @@
+"""Which parts of a step travel while a rank computes, in a run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from meseta.comm import World
+from meseta.models.base import before_of
+from meseta.pipeline.model import Model
+from meseta.spec import MesetaError
+from meseta.spec.stages import OVERLAPS, Overlap
+
+
+@dataclass(frozen=True)
+class ChosenOverlap:
+    """What is hidden in a run, and what is not."""
+
+    hidden: tuple[Overlap, ...]
+    """In the order of OVERLAPS."""
+    left_out: Mapping[Overlap, str]
+    """Why each that was to be chosen cannot be."""
+
+
+def choose_overlap(
+    asked: Literal["auto", "off"] | Collection[Overlap], model: Model, world: World, accumulate_steps: int = 1
+) -> ChosenOverlap:
+    """What is asked for; 'auto': all that a model on these ranks lets hide.
+
+    Raises MesetaError where one is asked for by name that cannot be.
+    """
+    if asked == "off":
+        return ChosenOverlap((), {})
+    reasons: dict[Overlap, str] = {}
+    if world.size == 1:
+        reasons = dict.fromkeys(OVERLAPS, "one rank sends nothing")
+    else:
+        if before_of(model) is None and accumulate_steps == 1:
+            reasons["answers"] = (
+                f"{type(model).__name__} computes nothing from dense inputs alone (it has no method `before`), and "
+                "there are no micro-batches"
+            )
+        if getattr(model, "dense_gradients", None) is None:
+            reasons["dense"] = "there are no dense gradients that every rank has whole"
+    if asked != "auto":
+        for name in (name for name in OVERLAPS if name in asked and name in reasons):
+            raise MesetaError(
+                f"pipeline.overlap {name!r} cannot be: {reasons[name]}; leave it out, or set pipeline.overlap=auto"
+            )
+        return ChosenOverlap(tuple(name for name in OVERLAPS if name in asked), {})
+    return ChosenOverlap(tuple(name for name in OVERLAPS if name not in reasons), reasons)

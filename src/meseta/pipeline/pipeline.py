@@ -1,0 +1,359 @@
+"""Batches in, steps out: copy, input_dist, lookup, dense forward, agreement on the loss, backward, update; what travels
+goes on while something is computed, where `meseta.spec.stages` lists it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from meseta.comm import DenseGradients, World, abandon
+from meseta.comm.dense_shards import explain_uncalled
+from meseta.data.batch import Batch
+from meseta.embedding.flight import Flight
+from meseta.jagged.shapes import Float
+from meseta.models.base import before_of
+from meseta.ops.allocator import keep_freed_memory
+from meseta.optim.clip import DenseClip
+from meseta.pipeline.agreement import Agreement, loss_sum, totals_of
+from meseta.pipeline.micro_batches import split_batch
+from meseta.pipeline.model import Model
+from meseta.spec import MesetaError
+from meseta.spec.stages import Overlap
+from meseta.telemetry.span import StageTimes
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is left of a step."""
+
+    loss: float
+    """Weighted mean over the global batch; 0 where all weights are 0."""
+    num_samples: int
+    """Samples of the global batch, without those that only fill it up."""
+    logits: Float[Tensor, " B_local *T"]
+    """This rank's predictions, made before the update."""
+    batch: Batch
+    """What they are of."""
+    votes: tuple[float, ...] = ()
+    """Sums over all ranks of what each gave."""
+
+
+@dataclass(eq=False)
+class _MicroBatch:
+    """A micro-batch on its way."""
+
+    batch: Batch | None
+    """On its device; None where it could not be read."""
+    flight: Flight[Any]
+
+    @property
+    def on_device(self) -> Batch:
+        """The samples; a batch that could not be read has raised before."""
+        assert self.batch is not None
+        return self.batch
+
+
+@dataclass(eq=False)
+class _Coming:
+    """A batch that was read."""
+
+    batch: Batch | None
+    """None where it could not be read."""
+    error: Exception | None = None
+    """Why."""
+    refused: MesetaError | None = None
+    """What all ranks were told is wrong with it before its step has come, which raises it."""
+    parts: list[_MicroBatch] = field(default_factory=list)
+    """Empty until it is begun."""
+
+
+class Pipeline:
+    """Trains on batches one after the other; every rank gives its slice of the same global batches.
+
+    The loss is sum(w_i * l_i) / sum(w_i) over the samples of the global batch, where w_i is the weight of a sample (1
+    where the batch has none) and l_i the binary cross-entropy, summed over tasks. A batch whose weights add up to 0
+    changes nothing, and counts as no step of any optimizer.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        optimizer: torch.optim.Optimizer,
+        world: World,
+        *,
+        task_weights: Sequence[float] | None = None,
+        clip: DenseClip | None = None,
+        accumulate_steps: int = 1,
+        overlap: Collection[Overlap] = (),
+    ) -> None:
+        """`optimizer` holds the dense parameters; the tables step inside the backward pass. `task_weights` multiply
+        the losses of the tasks, in the order of the labels; None: all 1. `clip` limits the dense gradients.
+        With `accumulate_steps` k each rank takes its slice in k parts, forward and back one after the other, and every
+        optimizer steps once after the last: the memory of activations is that of a part. `overlap` says what travels
+        while something is computed; it changes no bit.
+
+        On a CPU this process keeps the memory that its steps free, see meseta.ops.allocator.
+        """
+        self.model = model
+        self.optimizer = optimizer
+        # That of sharded tables knows the hosts of their plan.
+        self.world = getattr(model.embeddings, "world", world)
+        self.task_weights = None if task_weights is None else torch.tensor(task_weights, device=world.device)
+        self.clip = clip
+        self.accumulate_steps = accumulate_steps
+        self.overlap = frozenset(overlap)
+        self.times = StageTimes(torch.cuda.synchronize) if world.device.type == "cuda" else StageTimes()
+        self.batch: Batch | None = None
+        """The one that is trained, or was trained last."""
+        self._before = before_of(model)
+        self._dense: DenseGradients | None = getattr(model, "dense_gradients", None)
+        if self._dense is not None:
+            self._dense.lasts = "dense" in self.overlap
+        self._next: _Coming | None = None
+        self._is_open = False
+        """Whether the dense update of the last step is still to come."""
+        if world.device.type == "cpu":
+            keep_freed_memory()
+
+    def __call__(self, batch: Batch, *, lr_factor: float | None = None, votes: Sequence[float] = ()) -> Step:
+        """Train on one batch alone, with all updates in place when it returns.
+
+        `lr_factor` multiplies the learning rates of the tables; None: as their collection says when they are updated.
+        `votes` are numbers that travel with the loss and are summed over ranks; as many on every rank.
+
+        Raises NonFiniteLoss on all ranks, before any update, when the loss is not finite, and MesetaError for ids
+        outside their table.
+        """
+        [step] = self.steps(iter([batch]), schedule=lambda: lr_factor, votes=lambda: votes)
+        return step
+
+    def steps(
+        self,
+        batches: Iterator[Batch],
+        *,
+        schedule: Callable[[], float | None] = lambda: None,
+        votes: Callable[[], Sequence[float]] = tuple,
+    ) -> Generator[Step, None, None]:
+        """Train on one batch after the other; what is wrong with one, or keeps a rank from reading it, is raised at its
+        step, on all ranks.
+
+        A step is given out when its rows have moved; `settle` puts all else in place. Leaving the loop early closes
+        what is open; every rank must leave it after the same step.
+
+        Args:
+            batches: as many on every rank.
+            schedule: called in each step when the updates before it are in place: sets the rates of `optimizer`, and
+                returns what multiplies those of tables; None: as their collection says.
+            votes: called in each step for what `__call__` takes under this name.
+        """
+        coming = self._read(batches)
+        try:
+            while coming is not None:
+                self._next, self.batch = None, coming.batch
+                with self.world.transfers.in_step():
+                    step = self._train(coming, batches, schedule, votes)
+                coming = None  # nothing holds a batch while the next one is waited for
+                yield step
+                del step
+                coming = self._next if "ids" in self.overlap else self._read(batches)
+        except GeneratorExit:
+            for part in [] if self._next is None else self._next.parts:
+                self.model.embeddings.drop(part.flight)
+            raise
+        except BaseException:
+            abandon((coming, self._next))
+            raise
+        finally:
+            self._next = None
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait until every update of the last step is in place: before weights are looked at."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        with self.times.stage("update"):
+            if self._dense is not None:
+                self._dense.finish()
+            if self.clip is not None:
+                self.clip(p for group in self.optimizer.param_groups for p in group["params"])
+            self.optimizer.step()
+
+    def _read(self, batches: Iterator[Batch]) -> _Coming | None:
+        """The next batch; None at their end."""
+        try:
+            with self.times.stage("data"):
+                return _Coming(next(batches))
+        except StopIteration:
+            return None
+        except Exception as error:
+            return _Coming(None, error)
+
+    def _begin(self, coming: _Coming) -> None:
+        """Copy a batch to its device, and begin to tell the owners of rows how many ids come to them."""
+        batch, error, start = coming.batch, coming.error, self.model.embeddings.start
+        if batch is None:
+            assert error is not None
+            if self.world.size == 1:
+                raise error
+            told = error if isinstance(error, MesetaError) else MesetaError(repr(error))  # to all, by `exchange`
+            coming.parts = [_MicroBatch(None, start(told)) for _ in range(self.accumulate_steps)]
+            return
+        parts, totals, place = split_batch(batch, self.accumulate_steps), totals_of(batch), 0
+        for index, part in enumerate(parts):
+            with self.times.stage("copy"):
+                on_device = part.to(self.world.device, non_blocking=True)
+            is_part = index < len(parts) - 1
+            with self.times.stage("input_dist"):
+                flight = start(on_device.sparse, totals=totals, is_part=is_part, stage_timer=self.times.stage)
+            flight.place, flight.overlaps = place, "gradients" in self.overlap
+            coming.parts.append(_MicroBatch(on_device, flight))
+            place += part.batch_size
+
+    def _begin_next(self, batches: Iterator[Batch]) -> None:
+        """Read the batch ahead, where ids travel ahead."""
+        if "ids" in self.overlap:
+            self._next = self._read(batches)
+            if self._next is not None:
+                self._begin(self._next)
+
+    def _exchange_next(self) -> None:
+        """Begin to send its ids. What is wrong with them is raised at its step."""
+        if self._next is not None and self._next.refused is None:
+            try:
+                for part in self._next.parts:
+                    self._exchange(part)
+            except MesetaError as error:
+                self._next.refused = error
+
+    def _exchange(self, part: _MicroBatch) -> None:
+        """Begin to send ids to the owners of rows, where that was not done before."""
+        if part.flight.stage == "started":
+            with self.times.stage("input_dist"):
+                self.model.embeddings.exchange(part.flight)
+
+    def _look_up(self, part: _MicroBatch) -> None:
+        """Begin to send rows and bags to the ranks of the samples, likewise."""
+        self._exchange(part)
+        if part.flight.stage == "exchanged":
+            with self.times.stage("lookup"):
+                self.model.embeddings.look_up(part.flight)
+
+    def _train(
+        self,
+        coming: _Coming,
+        batches: Iterator[Batch],
+        schedule: Callable[[], float | None],
+        votes: Callable[[], Sequence[float]],
+    ) -> Step:
+        """One step; the batch after it is begun on the way where ids travel ahead."""
+        if not coming.parts:
+            self._begin(coming)
+        if coming.refused is not None:
+            raise coming.refused
+        parts, logits, local_loss = coming.parts, list[Tensor](), 0.0
+        try:
+            for index, part in enumerate(parts):
+                is_last = index == len(parts) - 1
+                with _told_by_number(index, len(parts)):
+                    self._look_up(part)
+                    if index == 0:
+                        self._begin_next(batches)
+                    if "answers" in self.overlap:
+                        self.model.embeddings.hand_on(part.flight)
+                    if index == 0:
+                        self.settle()
+                        self._set_rates(parts, schedule())
+                    scores, summed = self._score(part, None if is_last else parts[index + 1])
+                    local_loss += float(summed.detach())
+                    logits.append(scores.detach())
+                    agreement = self._agree(part, local_loss, votes()) if is_last else None
+                    self._backward(part, summed, is_first=index == 0)
+        finally:
+            self.model.embeddings.forget_kept()
+        assert agreement is not None
+        with self.times.stage("agree"):
+            loss, *all_votes = agreement.check()
+        whole = agreement.whole
+        self._is_open = whole.weight > 0
+        if "dense" not in self.overlap:
+            self.settle()
+        self.times.end_step()
+        return Step(
+            loss=loss / (whole.weight or 1.0),
+            num_samples=whole.num_samples - whole.num_padding,
+            logits=torch.cat(logits),
+            batch=cast(Batch, coming.batch),
+            votes=tuple(all_votes),
+        )
+
+    def _set_rates(self, parts: Sequence[_MicroBatch], lr_factor: float | None) -> None:
+        for part in parts:
+            part.flight.lr_factor = lr_factor
+
+    def _score(self, part: _MicroBatch, following: _MicroBatch | None) -> tuple[Tensor, Tensor]:
+        """Logits of a micro-batch, and the sum of its losses; `following` is looked up meanwhile."""
+        embeddings, stage, batch = self.model.embeddings, self.times.stage, part.on_device
+        hides = "answers" in self.overlap
+        with embeddings.in_hand(part.flight):
+            dense: Any = batch.dense
+            if hides and self._before is not None:
+                with stage("dense_forward"), explain_uncalled():
+                    dense = self._before(dense)
+            with stage("lookup"):
+                pooled = embeddings.finish(part.flight).pooled.values
+            self._exchange_next()
+            if hides and following is not None:
+                self._look_up(following)
+            with stage("dense_forward"):
+                with explain_uncalled():
+                    logits = self.model.score(dense, pooled)
+                return logits, loss_sum(logits, batch, self.task_weights)
+
+    def _agree(self, part: _MicroBatch, local_loss: float, votes: Sequence[float]) -> Agreement:
+        """Begin to agree on the loss of a global batch, of which this is the last part; nothing moves before that."""
+        assert part.flight.whole is not None
+        with self.times.stage("agree"):
+            agreement = Agreement.begin(self.world, part.flight.whole, local_loss, votes)
+            if "agree" not in self.overlap:
+                agreement.check()
+
+        def check() -> None:
+            with self.times.stage("agree"):
+                agreement.check()
+
+        part.flight.before_update = check
+        return agreement
+
+    def _backward(self, part: _MicroBatch, summed: Tensor, *, is_first: bool) -> None:
+        """Gradients of a micro-batch; the last one's update of rows."""
+        flight = part.flight
+        assert flight.whole is not None
+        weight, num_samples = flight.whole.weight, sum(flight.sizes)
+        if not weight > 0:
+            return
+        with self.model.embeddings.in_hand(flight), self.times.stage("backward"):
+            if is_first:
+                self.optimizer.zero_grad(set_to_none=True)
+            # The tables and the dense gradients weigh this by B_local / B_global, so that it is divided by the sum of
+            # weights in the end. Without weights the divisor is the local batch size, to the bit.
+            divisor = part.on_device.batch_size * weight / max(num_samples, 1)
+            (summed / (divisor or 1.0)).backward()
+
+
+@contextmanager
+def _told_by_number(index: int, num_parts: int) -> Iterator[None]:
+    """What goes wrong with one of several micro-batches is told with its number."""
+    try:
+        yield
+    except MesetaError as error:
+        if num_parts == 1:
+            raise
+        told = type(error)(f"micro-batch {index + 1} of {num_parts}: {error}")
+        told.rank = error.rank
+        raise told from None

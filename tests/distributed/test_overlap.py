@@ -1,0 +1,305 @@
+"""What travels while ranks compute changes no bit; what is wrong with a batch read ahead is told at its own step."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+
+import meseta
+from meseta.comm import World
+from meseta.data.batch import Batch
+from meseta.embedding import EmbeddingBagCollection, shard
+from meseta.jagged import KeyedJaggedTensor
+from meseta.models import DLRM, MLPOptions
+from meseta.pipeline import Pipeline
+from meseta.pipeline.overlap import choose_overlap
+from meseta.spec import Communication, FeatureSpec, MesetaError, OptimizerSpec, Plan, TableSpec
+from meseta.spec.stages import OVERLAPS, Overlap
+from sampling import product, sample
+
+from .pool import RankPool
+from .scenario import local_slice
+
+Ranks = Callable[[int], RankPool]
+ROWS = {"copied": 6, "whole": 30, "columns": 11, "rows": 40, "host": 24}
+SCHEMES = ("data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise")
+WIDTH = 32
+SIZES = [13, 8, 1, 24, 16, 3]
+"""Of global batches: slices are uneven, and some ranks have none."""
+MIXED: tuple[Overlap, ...] = ("ids", "gradients", "agree")
+
+
+def make_model(
+    exchange: Literal["flat", "two_level"], comm: Communication, options: MLPOptions | None = None
+) -> tuple[Any, World]:
+    world = World.current()
+    spec = OptimizerSpec(name="rowwise_adagrad", lr=0.05)
+    tables = [TableSpec(name=n, num_embeddings=rows, embedding_dim=WIDTH, optimizer=spec) for n, rows in ROWS.items()]
+    features = [FeatureSpec(name=n, table=n, pooling="mean" if n == "rows" else "sum") for n in ROWS]
+    options = options or MLPOptions(dropout=0.3, batch_norm=True, seed=5)
+    model = DLRM(
+        EmbeddingBagCollection(tables, features, seed=3),
+        num_dense=4,
+        bottom_mlp=(8, WIDTH),
+        top_mlp=(16, 8),
+        options=options,
+        seed=1,
+    )
+    document = {"devices_per_host": 2, "exchange": exchange, "tables": dict(zip(ROWS, SCHEMES, strict=True))}
+    plan = Plan.from_dict(document, tables, world.size)
+    return shard(model, plan, world=world, comm=comm), world
+
+
+def global_batch(number: int, size: int) -> Batch:
+    draw = np.random.default_rng(number)
+    lengths = {name: draw.integers(0, 4, size) for name in ROWS}
+    ids = np.concatenate([draw.integers(0, ROWS[name], own.sum()) for name, own in lengths.items()])
+    return Batch(
+        dense=torch.from_numpy(draw.normal(size=(size, 4)).astype(np.float32)),
+        sparse=KeyedJaggedTensor(
+            keys=tuple(ROWS),
+            values=torch.from_numpy(ids),
+            lengths=torch.from_numpy(np.concatenate(list(lengths.values()))),
+        ),
+        label=torch.from_numpy(draw.integers(0, 2, size).astype(np.float32)),
+        weight=torch.from_numpy(draw.random(size).astype(np.float32)) if number % 2 else None,
+    )
+
+
+def slices(world: World, sizes: list[int]) -> Iterator[Batch]:
+    for number, size in enumerate(sizes):
+        batch = global_batch(number, size)
+        sparse, mine = local_slice(batch.sparse, world.rank, world.size)
+        weight = None if batch.weight is None else batch.weight[mine]
+        yield Batch(dense=batch.dense[mine], sparse=sparse, label=batch.label[mine], weight=weight)
+
+
+def checksum(model: Any) -> int:
+    """Of all that this rank has learned."""
+    tensors = [*model.parameters(), *model.buffers()]
+    for piece in model.embeddings.shards:
+        tensors += [piece.weight, *piece.state.values()]
+    return zlib.crc32(b"".join(tensor.detach().numpy().tobytes() for tensor in tensors))
+
+
+def make_pipeline(model: Any, world: World, overlap: tuple[Overlap, ...], accumulate_steps: int = 1) -> Pipeline:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    return Pipeline(model, optimizer, world, accumulate_steps=accumulate_steps, overlap=overlap)
+
+
+def train(
+    exchange: Literal["flat", "two_level"], comm: Communication, accumulate_steps: int, overlap: tuple[Overlap, ...]
+) -> tuple[int, list[float], list[tuple[float, ...]]]:
+    """Checksum, losses and votes of a few steps, with rates that change; run on every rank."""
+    model, world = make_model(exchange, comm)
+    pipeline = make_pipeline(model, world, overlap, accumulate_steps)
+    rates = iter(range(1, 1 + len(SIZES)))
+
+    def schedule() -> float:
+        rate = next(rates)
+        pipeline.optimizer.param_groups[0]["lr"] = 0.01 * rate
+        return 1.0 / rate
+
+    steps = list(pipeline.steps(slices(world, SIZES), schedule=schedule, votes=lambda: (1.0, float(world.rank))))
+    assert [step.num_samples for step in steps] == SIZES
+    return checksum(model), [step.loss for step in steps], [step.votes for step in steps]
+
+
+PRECISIONS = {
+    "fp32": Communication(),
+    "chain": Communication(dense_exchange="chain"),
+    "paper": Communication(precision="paper"),
+    "int8": Communication(precision="int8"),
+}
+
+
+MATRIX = product(size=[2, 4, 8], exchange=["flat", "two_level"], precision=[*PRECISIONS], accumulate_steps=[1, 3])
+
+
+@pytest.mark.parametrize("case", sample(MATRIX, 6, seed=18))
+def test_no_overlap_changes_a_bit(ranks: Ranks, case: dict[str, Any]) -> None:
+    """Over hosts of two ranks; dropout, batch norm, micro-batches of ranks without samples, weights."""
+    size, run = case["size"], (case["exchange"], PRECISIONS[case["precision"]], case["accumulate_steps"])
+    off = ranks(size).run(train, *run, ())
+    assert len({tuple(losses) for _, losses, _ in off}) == 1
+    assert off[0][2] == [(float(size), sum(range(size)))] * len(SIZES)
+    for overlap in (*((name,) for name in OVERLAPS), MIXED, OVERLAPS):
+        assert ranks(size).run(train, *run, overlap) == off, overlap
+
+
+def leave_early(overlap: tuple[Overlap, ...]) -> tuple[int, int]:
+    """Two steps of a longer loop, then one batch alone: checksums after each."""
+    model, world = make_model("two_level", Communication())
+    pipeline = make_pipeline(model, world, overlap)
+    with closing(pipeline.steps(slices(world, SIZES))) as steps:
+        for _ in range(2):
+            next(steps)
+    first = checksum(model)
+    *_, last = slices(world, SIZES)
+    pipeline(last)
+    return first, checksum(model)
+
+
+def test_a_loop_that_is_left_early_closes_what_is_open(ranks: Ranks) -> None:
+    assert ranks(4).run(leave_early, OVERLAPS) == ranks(4).run(leave_early, ())
+
+
+def look_between(overlap: tuple[Overlap, ...]) -> list[int]:
+    """Checksums between steps, and evaluations there."""
+    model, world = make_model("flat", Communication(), MLPOptions())
+    pipeline, found = make_pipeline(model, world, overlap), []
+    for _ in pipeline.steps(slices(world, SIZES)):
+        pipeline.settle()
+        *_, last = slices(world, SIZES)
+        with torch.no_grad():
+            logits = model.score(last.dense, model.embeddings(last.sparse).pooled.values)
+        found += [checksum(model), zlib.crc32(logits.numpy().tobytes())]
+    return found
+
+
+def test_all_is_in_place_between_steps_once_it_is_asked_for(ranks: Ranks) -> None:
+    assert ranks(2).run(look_between, OVERLAPS) == ranks(2).run(look_between, ())
+
+
+def fail_at(what: str, overlap: tuple[Overlap, ...]) -> tuple[str, int, int]:
+    """What is raised where batch 2 is bad on rank 1, the steps before it, and the checksum after it."""
+    model, world = make_model("flat", Communication(), MLPOptions())
+
+    def batches() -> Iterator[Batch]:
+        for number, batch in enumerate(slices(world, SIZES[:1] * 5)):
+            if number == 2 and world.rank == 1:
+                if what == "disk":
+                    raise OSError("the disk is gone")
+                if what == "id":
+                    batch.sparse["whole"].values[0] = 99
+                    batch.sparse.values[batch.sparse.key_offsets[1]] = 99
+                if what == "loss":
+                    batch.dense[1, 2] = torch.inf
+            yield batch
+
+    pipeline, steps = make_pipeline(model, world, overlap), 0
+    before = checksum(model)
+    try:
+        for _ in pipeline.steps(batches()):
+            pipeline.settle()
+            steps, before = steps + 1, checksum(model)
+    except MesetaError as error:
+        assert checksum(model) == before, "something moved"
+        return f"{type(error).__name__}: {error}", steps, before
+    return "nothing", steps, before
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("disk", "MesetaError: rank 1: OSError('the disk is gone')"),
+        ("id", "feature 'whole'"),
+        ("loss", "NonFiniteLoss: the loss is"),
+    ],
+)
+@pytest.mark.parametrize("overlap", [(), OVERLAPS], ids=["off", "all"])
+def test_a_bad_batch_is_told_at_its_step_on_all_ranks(
+    ranks: Ranks, what: str, told: str, overlap: tuple[Overlap, ...]
+) -> None:
+    found = ranks(2).run(fail_at, what, overlap)
+    assert [steps for _, steps, _ in found] == [2, 2]
+    assert all(told in text for text, _, _ in found), found
+    assert [sums for *_, sums in found] == [sums for *_, sums in ranks(2).run(fail_at, what, ())]
+
+
+def own_loop(hides: bool, passed_over: bool, left_at: int | None) -> tuple[int, list[float]]:
+    """A loop of one's own, with and without `meseta.ahead`; checksum and losses."""
+    model, world = make_model("two_level", Communication())
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=0.02), []
+    batches: Any = slices(world, SIZES)
+    for number, batch in enumerate(meseta.ahead(batches, model) if hides else batches):
+        if passed_over and number == 1:
+            continue
+        if number == left_at:
+            break
+        logits = model(batch.dense, batch.sparse)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.label)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return checksum(model), losses
+
+
+@pytest.mark.parametrize(("passed_over", "left_at"), [(False, None), (True, None), (False, 3)])
+def test_a_loop_of_ones_own_with_ids_ahead_is_the_same(ranks: Ranks, passed_over: bool, left_at: int | None) -> None:
+    for plain, ahead in zip(
+        *(ranks(4).run(own_loop, hides, passed_over, left_at) for hides in (False, True)), strict=True
+    ):
+        assert ahead[0] == plain[0]
+        np.testing.assert_array_equal(ahead[1], plain[1])  # a rank without samples has no mean
+
+
+def fail_ahead(what: str) -> tuple[list[int], str]:
+    """Batches that came before the third, which is bad on rank 1, and what was raised."""
+    model, world = make_model("flat", Communication(), MLPOptions())
+    came = []
+
+    def batches() -> Iterator[Any]:
+        for number, batch in enumerate(slices(world, SIZES[:1] * 5)):
+            if number == 2 and world.rank == 1:
+                if what == "disk":
+                    raise OSError("the disk is gone")
+                yield None
+            yield batch
+
+    with pytest.raises((MesetaError, OSError)) as raised:
+        for number, batch in enumerate(meseta.ahead(batches(), model)):
+            came.append(number)
+            model(batch.dense, batch.sparse).sum().backward()
+    return came, str(raised.value)
+
+
+def test_a_bad_batch_ahead_is_told_at_its_turn(ranks: Ranks) -> None:
+    for what, told in (("disk", "the disk is gone"), ("none", "a batch must have `sparse`")):
+        found = ranks(2).run(fail_ahead, what)
+        assert [came for came, _ in found] == [[0, 1]] * 2
+        assert all(told in text for _, text in found)
+    with pytest.raises(MesetaError, match="must have one EmbeddingBagCollection, found 0"):
+        next(meseta.ahead([], torch.nn.Linear(1, 1)))
+
+
+def chosen() -> list[Any]:
+    model, world = make_model("flat", Communication())
+    auto = choose_overlap("auto", model, world)
+    off = choose_overlap("off", model, world)
+    some = choose_overlap(["agree", "ids"], model, world)
+    return [auto.hidden, dict(auto.left_out), off.hidden, some.hidden]
+
+
+def test_auto_hides_all_that_can_be(ranks: Ranks) -> None:
+    assert ranks(2).run(chosen)[0] == [OVERLAPS, {}, (), ("ids", "agree")]
+
+
+class OwnScore(DLRM):
+    """A `score` of its own, which knows nothing of `before`."""
+
+    def score(self, dense: Any, pooled: torch.Tensor) -> torch.Tensor:
+        return super().score(dense * 2.0, pooled)
+
+
+def test_one_rank_hides_nothing_and_says_so() -> None:
+    tables = [TableSpec(name="t", num_embeddings=4, embedding_dim=2)]
+    model: Any = OwnScore(
+        EmbeddingBagCollection(tables, [FeatureSpec(name="f", table="t")]), num_dense=1, bottom_mlp=(2,), top_mlp=(2,)
+    )
+    alone = choose_overlap("auto", model, World.single())
+    assert alone.hidden == () and set(alone.left_out) == set(OVERLAPS)
+    with pytest.raises(MesetaError, match=r"pipeline\.overlap 'ids' cannot be: one rank sends nothing"):
+        choose_overlap(["ids"], model, World.single())
+    two = World(rank=0, size=2, device=torch.device("cpu"))
+    assert "computes nothing from dense inputs alone" in choose_overlap("auto", model, two).left_out["answers"]
+    with pytest.raises(MesetaError, match="'answers' cannot be: OwnScore"):
+        choose_overlap(["answers"], model, two)
+    assert "answers" not in choose_overlap("auto", model, two, accumulate_steps=2).left_out
