@@ -169,7 +169,8 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
         """Look up, and begin to bring rows or bags to the ranks of the samples."""
 
     def hand_on(self, flight: Flight[GroupPart]) -> None:
-        """Where they take two levels between hosts, begin the second; `finish` else does it. Collective."""
+        """Where ids, or rows and bags, take two levels between hosts, begin the second; `look_up` and `finish` else do
+        it. Collective."""
 
     def finish(self, flight: Flight[GroupPart]) -> Embeddings:
         """Wait for the rows or bags of this rank's samples, after looking them up where that was not done before."""

@@ -84,7 +84,7 @@ class RouteCounts:
         return {rank: by_owner[owner] for rank, by_owner in self.passed.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Exchanged:
     """The counts are known, and the exchange of lengths and ids is in flight."""
 
@@ -109,6 +109,13 @@ class Exchanged:
     """Ids of the local slice per feature and row range."""
     payload: Pending
     weights: Pending | None
+    inside: tuple[Pending, Pending | None] | None = None
+    """The same on their second level, once that is under way."""
+
+    @property
+    def last(self) -> tuple[Pending, Pending | None]:
+        """Lengths and ids, and weights, on the level that is under way."""
+        return self.inside or (self.payload, self.weights)
 
     @property
     def num_samples(self) -> int:
@@ -116,9 +123,10 @@ class Exchanged:
 
     def wait(self) -> None:
         """Until lengths, ids and weights are there."""
-        self.payload.wait()
-        if self.weights is not None:
-            self.weights.wait()
+        payload, weights = self.last
+        payload.wait()
+        if weights is not None:
+            weights.wait()
 
 
 @dataclass(frozen=True)

@@ -198,9 +198,13 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         return flight
 
     def hand_on(self, flight: Flight[Leg]) -> None:
-        with flight.stage_timer("output_dist"):
+        is_exchanged = flight.stage == "exchanged"
+        with flight.stage_timer("input_dist" if is_exchanged else "output_dist"):
             for leg in flight.parts:
-                leg.lookup.hand_on(leg.exchanged, leg.answers)
+                if is_exchanged:
+                    leg.lookup.hand_on_ids(leg.exchanged)
+                else:
+                    leg.lookup.hand_on(leg.exchanged, leg.answers)
 
     def _finish(self, flight: Flight[Leg]) -> Embeddings:
         """Put the answers together."""

@@ -178,14 +178,19 @@ class ShardedLookup:
                 before = sum(of_rank.batch_size for of_rank in headers[:rank])
                 raise self.group.refuse(header.feature, before + header.sample, header.id)
 
+    def hand_on_ids(self, x: Exchanged) -> None:
+        """Where ids have two levels, wait for those of twins and begin to give each rank of this host its own."""
+        if self._relay is not None and x.inside is None:
+            payload = self._relay.hand_on_ids(x)
+            x.inside = payload, None if x.weights is None else self._relay.hand_on_ids(x, weights=True)
+
     def unpack(self, x: Exchanged) -> OwnedIds:
         """Wait for the ids that this rank looks up."""
-        if self._relay is None:
-            weights = None if x.weights is None else x.weights.wait()
-            return unpack(x, len(self.routes), range(self.world.size), x.payload.wait(), weights)
-        payload = self._relay.hand_on_ids(x)
-        weights = None if x.weights is None else self._relay.hand_on_ids(x, weights=True).wait()
-        return unpack(x, len(self.routes), self._relay.arrival, payload.wait(), weights)
+        self.hand_on_ids(x)
+        payload, of_ids = x.last
+        arrival = range(self.world.size) if self._relay is None else self._relay.arrival
+        weights = None if of_ids is None else of_ids.wait()
+        return unpack(x, len(self.routes), arrival, payload.wait(), weights)
 
     def look_up(self, x: Exchanged, owned: OwnedIds, *, is_evaluation: bool = False) -> Answers:
         """Look up what this rank owns, and begin to send it to the ranks of the samples; in an evaluation it travels as

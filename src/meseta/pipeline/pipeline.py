@@ -231,6 +231,12 @@ class Pipeline:
             except MesetaError as error:
                 self._next.refused = error
 
+    def _hand_on_next(self) -> None:
+        """Begin the second level of its ids, where they take two."""
+        if self._next is not None and self._next.refused is None:
+            for part in self._next.parts:
+                self.model.embeddings.hand_on(part.flight)
+
     def _exchange(self, part: _MicroBatch) -> None:
         """Begin to send ids to the owners of rows, where that was not done before."""
         if part.flight.stage == "started":
@@ -272,6 +278,8 @@ class Pipeline:
                     scores, summed = self._score(part, None if is_last else parts[index + 1])
                     local_loss += float(summed.detach())
                     logits.append(scores.detach())
+                    if index == 0:
+                        self._hand_on_next()
                     agreement = self._agree(part, local_loss, votes()) if is_last else None
                     self._backward(part, summed, is_first=index == 0)
         finally:
