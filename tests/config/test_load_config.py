@@ -242,3 +242,13 @@ def test_a_table_is_checked_with_what_it_inherits(write: Any) -> None:
         write(SMALL + COMMON), ["embedding.tables.user.optimizer.beta1=0.5"],
         "tables.user.optimizer: row optimizer 'sgd' does not use beta1, which is 0.5",
     )  # fmt: skip
+
+
+def test_what_is_hidden_is_a_word_or_a_list(write: Any) -> None:
+    """YAML reads a bare off as false."""
+    for value, expected in (("off", "off"), ("auto", "auto"), ("[ids, dense]", ["ids", "dense"]), ("[]", [])):
+        assert load_config(write(f"{SMALL}pipeline: {{overlap: {value}}}\n"), []).pipeline.overlap == expected
+        assert load_config(write(SMALL), [f"pipeline.overlap={value}"]).pipeline.overlap == expected
+    refused(write(SMALL), ["pipeline.overlap=[idz]"], "'pipeline.overlap': 'idz' is none of ids, answers")
+    refused(write(SMALL), ["pipeline.overlap=[ids, ids]"], "'ids' is none of ids, answers", "or stands there twice")
+    refused(write(SMALL), ["pipeline.overlap=true"], "True is not 'auto', 'off' or a list of ids, answers")

@@ -14,7 +14,7 @@ from meseta.config.section import Count, Depth, Section, Whole, Width
 from meseta.spec import MesetaError, OptimizerSpec, nearest
 from meseta.spec.codecs import CodecName, Communication, DensePath, Exchange, Precision
 from meseta.spec.optimizer import SteppedRows, WeightDecayMode
-from meseta.spec.stages import Overlap
+from meseta.spec.stages import OVERLAPS, Overlap
 from meseta.spec.tables import InitKind, TableDtype
 
 MODEL_NAMES = ("dlrm", "dlrm_dcnv2", "logistic_regression", "fm", "wide_deep", "deepfm", "xdeepfm", "autoint", "mmoe")
@@ -424,11 +424,16 @@ class PipelineConfig(Section):
     """What travels between ranks while they compute, of ids, answers, gradients, dense and agree, see
     docs/pipeline.md; no number depends on it. 'auto': all that can."""
 
-    @field_validator("overlap")
+    @field_validator("overlap", mode="before")
     @classmethod
-    def _once(cls, overlap: str | list[Overlap]) -> str | list[Overlap]:
-        if not isinstance(overlap, str) and len(set(overlap)) < len(overlap):
-            raise ValueError(f"overlap names one of {overlap} twice; name each once")
+    def _check(cls, overlap: object) -> object:
+        if overlap is False:  # what YAML makes of off
+            return "off"
+        if not isinstance(overlap, list | tuple) and overlap not in ("auto", "off"):
+            raise ValueError(f"{overlap!r} is not 'auto', 'off' or a list of {', '.join(OVERLAPS)}")
+        for name in overlap if isinstance(overlap, list | tuple) else ():
+            if name not in OVERLAPS or list(overlap).count(name) > 1:
+                raise ValueError(f"{name!r} is none of {', '.join(OVERLAPS)}, or stands there twice")
         return overlap
 
 
