@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meseta.comm import DenseGradients, World
 from meseta.comm.coding import DENSE_EXPONENT
+from meseta.data.batch import Batch
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
 from meseta.jagged import JaggedTensor, KeyedJaggedTensor
 from meseta.spec import Communication, FeatureSpec, OptimizerSpec, Plan, Shard, TableSpec
@@ -94,6 +95,20 @@ def local_slice(batch: KeyedJaggedTensor, rank: int, num_ranks: int) -> tuple[Ke
         bounds.append(bounds[-1] + batch.batch_size // num_ranks + (r < batch.batch_size % num_ranks))
     mine = slice(bounds[rank], bounds[rank + 1])
     return samples_of(batch, mine), mine
+
+
+def batch_slice(batch: Batch, world: World) -> Batch:
+    """This rank's slice of a whole batch."""
+    sparse, mine = local_slice(batch.sparse, world.rank, world.size)
+    weight = None if batch.weight is None else batch.weight[mine]
+    return Batch(dense=batch.dense[mine], sparse=sparse, label=batch.label[mine], weight=weight)
+
+
+def random_ids(draw: np.random.Generator, rows: dict[str, int], size: int) -> tuple[Tensor, Tensor]:
+    """Values and lengths of a batch of `size` samples, 0 to 3 ids each, by feature."""
+    lengths = {name: draw.integers(0, 4, size) for name in rows}
+    ids = np.concatenate([draw.integers(0, rows[name], own.sum()) for name, own in lengths.items()])
+    return torch.from_numpy(ids), torch.from_numpy(np.concatenate(list(lengths.values())))
 
 
 def samples_of(batch: KeyedJaggedTensor, mine: slice) -> KeyedJaggedTensor:

@@ -24,7 +24,7 @@ from meseta.spec.stages import OVERLAPS, Overlap
 from sampling import product, sample
 
 from .pool import RankPool
-from .scenario import local_slice
+from .scenario import batch_slice, random_ids
 
 Ranks = Callable[[int], RankPool]
 ROWS = {"copied": 6, "whole": 30, "columns": 11, "rows": 40, "host": 24}
@@ -58,14 +58,13 @@ def make_model(
 
 def global_batch(number: int, size: int) -> Batch:
     draw = np.random.default_rng(number)
-    lengths = {name: draw.integers(0, 4, size) for name in ROWS}
-    ids = np.concatenate([draw.integers(0, ROWS[name], own.sum()) for name, own in lengths.items()])
+    ids, lengths = random_ids(draw, ROWS, size)
     return Batch(
         dense=torch.from_numpy(draw.normal(size=(size, 4)).astype(np.float32)),
         sparse=KeyedJaggedTensor(
             keys=tuple(ROWS),
-            values=torch.from_numpy(ids),
-            lengths=torch.from_numpy(np.concatenate(list(lengths.values()))),
+            values=ids,
+            lengths=lengths,
         ),
         label=torch.from_numpy(draw.integers(0, 2, size).astype(np.float32)),
         weight=torch.from_numpy(draw.random(size).astype(np.float32)) if number % 2 else None,
@@ -74,10 +73,7 @@ def global_batch(number: int, size: int) -> Batch:
 
 def slices(world: World, sizes: list[int]) -> Iterator[Batch]:
     for number, size in enumerate(sizes):
-        batch = global_batch(number, size)
-        sparse, mine = local_slice(batch.sparse, world.rank, world.size)
-        weight = None if batch.weight is None else batch.weight[mine]
-        yield Batch(dense=batch.dense[mine], sparse=sparse, label=batch.label[mine], weight=weight)
+        yield batch_slice(global_batch(number, size), world)
 
 
 def checksum(model: Any) -> int:

@@ -20,7 +20,7 @@ from meseta.pipeline.micro_batches import split_batch
 from meseta.spec import FeatureSpec, OptimizerSpec, Plan, TableSpec
 
 from .pool import RankPool
-from .scenario import Scenario, local_slice, per_sample
+from .scenario import Scenario, batch_slice, local_slice, per_sample, random_ids
 
 Ranks = Callable[[int], RankPool]
 ROWS = {"a": 6, "b": 30, "c": 11, "d": 4}
@@ -60,27 +60,20 @@ def make(optimizer: OptimizerSpec, dtype: str) -> Any:
 
 def global_batch(number: int, size: int, weighted: bool) -> Batch:
     draw = np.random.default_rng(number)
-    lengths = {name: draw.integers(0, 4, size) for name in ROWS}
-    ids = np.concatenate([draw.integers(0, ROWS[name], own.sum()) for name, own in lengths.items()])
+    ids, lengths = random_ids(draw, ROWS, size)
     return Batch(
         dense=torch.from_numpy(draw.normal(size=(size, 2)).astype(np.float32)),
         sparse=KeyedJaggedTensor(
             keys=tuple(ROWS),
-            values=torch.from_numpy(ids),
-            lengths=torch.from_numpy(np.concatenate(list(lengths.values()))),
-            weights=torch.from_numpy(draw.normal(size=ids.size).astype(np.float32)),
+            values=ids,
+            lengths=lengths,
+            weights=torch.from_numpy(draw.normal(size=ids.numel()).astype(np.float32)),
         ),
         label=torch.from_numpy(draw.integers(0, 2, (size, 2)).astype(np.float32)),
         weight=torch.from_numpy((draw.random(size) * (draw.random(size) < 0.7)).astype(np.float32))
         if weighted
         else None,
     )
-
-
-def slice_of(batch: Batch, world: World) -> Batch:
-    sparse, mine = local_slice(batch.sparse, world.rank, world.size)
-    weight = None if batch.weight is None else batch.weight[mine]
-    return Batch(dense=batch.dense[mine], sparse=sparse, label=batch.label[mine], weight=weight)
 
 
 def state_of(model: Any) -> dict[str, Any]:
@@ -100,7 +93,7 @@ def run_steps(
     model = make(spec, "float64")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     step = Pipeline(model, optimizer, world, task_weights=[0.5, 2.0], accumulate_steps=accumulate_steps)
-    results = [step(slice_of(global_batch(n, size, weighted), world)) for n, size in enumerate(sizes)]
+    results = [step(batch_slice(global_batch(n, size, weighted), world)) for n, size in enumerate(sizes)]
     return {**state_of(model), "losses": [r.loss for r in results], "counts": [r.num_samples for r in results]}
 
 

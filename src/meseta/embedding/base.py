@@ -127,12 +127,12 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
         return self.finish(self.exchange(self.start(sparse)) if isinstance(sparse, KeyedJaggedTensor) else sparse)
 
     @abstractmethod
-    def _begin(self, flight: Flight[GroupPart], kjt: KeyedJaggedTensor | MesetaError) -> None:
+    def _begin(self, flight: Flight[GroupPart], kjt: KeyedJaggedTensor | Exception) -> None:
         """Give a batch its parts."""
 
     def start(
         self,
-        kjt: KeyedJaggedTensor | MesetaError,
+        kjt: KeyedJaggedTensor | Exception,
         *,
         step: int | None = None,
         lr_factor: float | None = None,
@@ -143,9 +143,9 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
     ) -> Flight[GroupPart]:
         """Check the ids, begin to send their counts to the owners of rows. No host sync, unless ids are dropped.
 
-        `kjt` may be what kept this rank from having a batch: `exchange` raises it on all ranks. The options are those
-        of Flight; what is not given follows from the collection when it is needed. `outside` counts the ids outside
-        their table of this batch instead of the collection.
+        `kjt` may be what kept this rank from having a batch: in one process it is raised here, else by `exchange`, on
+        all ranks and as a MesetaError. The options are those of Flight; what is not given follows from the collection
+        when it is needed. `outside` counts the ids outside their table of this batch instead of the collection.
         """
         flight: Flight[GroupPart] = Flight(
             number=self._num_started,

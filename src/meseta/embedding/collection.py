@@ -25,7 +25,7 @@ from meseta.ops.row_lookup import row_lookup
 from meseta.ops.row_update import FeatureGradient, TableRows
 from meseta.ops.weight_gradient import weight_gradient
 from meseta.optim import make_row_optimizer
-from meseta.spec import Communication, FeatureSpec, MesetaError, Plan, Shard, ShardingType, TablePlan, TableSpec
+from meseta.spec import Communication, FeatureSpec, Plan, Shard, ShardingType, TablePlan, TableSpec
 from meseta.storage import TableStorage, make_storage
 
 
@@ -182,8 +182,8 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
         """B_local / B_global of the batch in hand."""
         return 1.0
 
-    def _begin(self, flight: Flight[CheckedIds], kjt: KeyedJaggedTensor | MesetaError) -> None:
-        if isinstance(kjt, MesetaError):
+    def _begin(self, flight: Flight[CheckedIds], kjt: KeyedJaggedTensor | Exception) -> None:
+        if isinstance(kjt, Exception):
             raise kjt
         flight.parts = tuple(self.check_ids(kjt))
         flight.num_outside = self.count_outside(flight.parts)
@@ -264,7 +264,8 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
         of_weights = [lookup.weight_gradient(own, pooled) for lookup, own, (pooled, *_) in given]
         assert flight.batch_slice is not None
         step = flight.batch_slice.step
-        self._kept.append(partial(list, [lookup.segment(own, moved, step) for lookup, own, moved in given]))
+        segments = [lookup.segment(own, moved, step) for lookup, own, moved in given]
+        self._kept.append(lambda: segments)
         return of_weights, (lambda: None) if self._waits(flight) else partial(self._update, flight)
 
     def _update(self, flight: Flight[CheckedIds]) -> None:

@@ -130,12 +130,12 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         self._fused = group_shards(self.shards, rows, places)
         """Shards that need nothing from other ranks."""
 
-    def _begin(self, flight: Flight[Leg], kjt: KeyedJaggedTensor | MesetaError) -> None:
+    def _begin(self, flight: Flight[Leg], kjt: KeyedJaggedTensor | Exception) -> None:
         """Sort the ids by owner, begin the exchange of counts. No host sync, unless ids are dropped."""
         checked: Sequence[CheckedIds | MesetaError]
         try:
-            if isinstance(kjt, MesetaError):
-                raise kjt
+            if isinstance(kjt, Exception):
+                raise kjt if isinstance(kjt, MesetaError) else MesetaError(repr(kjt))
             self._refuse(kjt)
             checked = accepted = self.check_ids(kjt)
             flight.num_outside = self.count_outside(accepted)
@@ -228,10 +228,8 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         if not self._waits(flight):
             return (), partial(self._update, flight, self._start_replicas(legs, share), take)
         self._keep_local(legs, share)
-        if flight.overlaps:
-            self._kept.append(take)
-            return (), lambda: None
-        return (), lambda: self._kept.append(partial(list, take()))
+        self._kept.append(take if flight.overlaps else partial(list, take()))
+        return (), lambda: None
 
     def _update(
         self, flight: Flight[Leg], replicated: Pending | None, take: Callable[[], list[GradientSegment]]

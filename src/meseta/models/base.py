@@ -67,11 +67,11 @@ class ScoringModel(nn.Module, ABC):
 
         Raises MesetaError for inputs of other widths than the model was built for.
         """
-        name = type(self).__name__
-        if not isinstance(dense, OfDense):
-            check_dense(name, dense, self.num_dense)
-        check_pooled(name, pooled, self.pooled_width)
-        return self.logits(dense.x if isinstance(dense, OfDense) else self.of_dense(dense.to(pooled.dtype)), pooled)
+        check_pooled(type(self).__name__, pooled, self.pooled_width)
+        if isinstance(dense, OfDense):
+            return self.logits(dense.x, pooled)
+        check_dense(type(self).__name__, dense, self.num_dense)
+        return self.logits(self.of_dense(dense.to(pooled.dtype)), pooled)
 
     @property
     def reads_dense_alone(self) -> bool:

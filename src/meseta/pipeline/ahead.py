@@ -91,13 +91,11 @@ class _Loop:
         self.next = self._read()
         if self.next is None:
             return
-        error = self.next.error
-        told: Any = error if error is None or isinstance(error, MesetaError) else MesetaError(repr(error))
         try:
-            flight = self.embeddings.start(self.next.batch.sparse if told is None else told)
+            flight = self.embeddings.start(self.next.error or self.next.batch.sparse)
             flight.overlaps = self.embeddings.num_ranks > 1
             self.embeddings.exchange(flight)
-        except MesetaError as refused:
+        except Exception as refused:
             self.next.error = self.next.error or refused
         else:
             self.next.flight, self.next.batch = flight, copy.copy(self.next.batch)

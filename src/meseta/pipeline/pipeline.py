@@ -199,10 +199,7 @@ class Pipeline:
         batch, error, start = coming.batch, coming.error, self.model.embeddings.start
         if batch is None:
             assert error is not None
-            if self.world.size == 1:
-                raise error
-            told = error if isinstance(error, MesetaError) else MesetaError(repr(error))  # to all, by `exchange`
-            coming.parts = [_MicroBatch(None, start(told)) for _ in range(self.accumulate_steps)]
+            coming.parts = [_MicroBatch(None, start(error)) for _ in range(self.accumulate_steps)]
             return
         parts, totals, place = split_batch(batch, self.accumulate_steps), totals_of(batch), 0
         for index, part in enumerate(parts):

@@ -386,8 +386,7 @@ class _Step:
                 *self.summed(each, number, "backward"),
                 *self.summed("replica row", number, "backward", counts=1.0),
             )
-            at = len(found) if len(found) == 1 else 1  # what crosses hosts first is waited for later
-            found.insert(at, Transfer("replicas", "backward", parts))
+            found.insert(1, Transfer("replicas", "backward", parts))  # a second level begins when the first is there
         if self.num_stages:
             statistics = (Part("row statistic", number, "columns"),)
             found.append(Transfer("row statistics", "backward", statistics, self.num_stages))
