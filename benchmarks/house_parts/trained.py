@@ -19,7 +19,7 @@ from house_parts.listed import agreement_seconds
 from house_parts.plans import compare_plan_files
 
 from meseta.config import RunConfig
-from meseta.config.run import MODEL_NAMES
+from meseta.config.model import MODEL_NAMES
 from meseta.planner import predict
 from meseta.spec import COLUMN_BLOCK, Plan, ShardingType, Topology
 from meseta.spec.optimizer import USED_FIELDS

@@ -15,7 +15,7 @@ import yaml
 from meseta.config import ModelConfig, RunConfig, check_document
 from meseta.config.example import example
 from meseta.config.keys import all_keys, find_keys
-from meseta.config.run import MODEL_NAMES
+from meseta.config.model import MODEL_NAMES
 from meseta.config.widths import wanted_embedding_dim
 from meseta.models.factory import make_model
 from meseta.spec import MesetaError

@@ -11,7 +11,7 @@ import yaml
 
 from distributed.pool import RankPool
 from meseta.config import RunConfig
-from meseta.config.run import MODEL_NAMES
+from meseta.config.model import MODEL_NAMES
 from meseta.planner import Planned
 from meseta.spec import CostModel, Topology
 from meseta.spec.constraints import Constraints

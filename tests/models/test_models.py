@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meseta.config import ModelConfig
-from meseta.config.run import MODEL_NAMES
+from meseta.config.model import MODEL_NAMES
 from meseta.embedding import EmbeddingBagCollection
 from meseta.models import (
     DLRM,

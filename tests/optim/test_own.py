@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import meseta
-from meseta.config.run import RowOptimizerConfig
+from meseta.config.embedding import RowOptimizerConfig
 from meseta.ops.row_program.optimizer import Hyper, reference_step
 from meseta.optim import RowOptimizer, element_state, make_row_optimizer, row_state
 from meseta.spec import MesetaError, OptimizerSpec

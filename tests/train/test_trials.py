@@ -13,7 +13,7 @@ import pytest
 
 from meseta.comm import World
 from meseta.config import RunConfig, check_document
-from meseta.config.run import MODEL_NAMES
+from meseta.config.model import MODEL_NAMES
 from meseta.data import Dataset, PrepareOptions
 from meseta.data.prepare import prepare
 from meseta.models.factory import make_model

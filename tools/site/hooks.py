@@ -11,7 +11,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-SCHEMA = "<!-- the keys, from src/meseta/config/run.py -->"
+SCHEMA = "<!-- the keys, from src/meseta/config -->"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:

@@ -1,21 +1,20 @@
 """Typed configs of a run. No torch here."""
 
+from meseta.config.embedding import EmbeddingConfig, TableConfig
 from meseta.config.load import check_document, load_config, read_document, set_default
+from meseta.config.model import ModelConfig
 from meseta.config.run import (
     CheckpointConfig,
     DataConfig,
     DenseConfig,
     DenseOptimizerConfig,
     EarlyStoppingConfig,
-    EmbeddingConfig,
     MetricsConfig,
-    ModelConfig,
     PlannerConfig,
     RunConfig,
-    ScheduleConfig,
-    TableConfig,
     TrainConfig,
 )
+from meseta.config.schedule import ScheduleConfig
 
 __all__ = [
     "CheckpointConfig",

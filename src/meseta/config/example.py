@@ -10,8 +10,10 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from meseta.config.embedding import RowOptimizerConfig
 from meseta.config.keys import Key, key_of, plain
-from meseta.config.run import MODEL_NAMES, RowOptimizerConfig, RunConfig
+from meseta.config.model import MODEL_NAMES
+from meseta.config.run import RunConfig
 from meseta.spec import MesetaError, nearest
 from meseta.spec.optimizer import USED_FIELDS
 

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_serializer, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from meseta.config.embedding import EmbeddingConfig
+from meseta.config.model import ModelConfig
 from meseta.config.schedule import ScheduleConfig
-from meseta.config.section import Count, Depth, Section, Whole, Width
-from meseta.spec import MesetaError, OptimizerSpec, nearest
+from meseta.config.section import Count, Section, Whole
 from meseta.spec.codecs import CodecName, Communication, DensePath, Exchange, Precision
-from meseta.spec.optimizer import SteppedRows, WeightDecayMode
 from meseta.spec.stages import OVERLAPS, Overlap
-from meseta.spec.tables import InitKind, TableDtype
-
-MODEL_NAMES = ("dlrm", "dlrm_dcnv2", "logistic_regression", "fm", "wide_deep", "deepfm", "xdeepfm", "autoint", "mmoe")
-"""Models of this package."""
-IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-"""'package.module:Class', a model of the user's own."""
 
 
 class DataConfig(Section):
@@ -48,131 +40,6 @@ class DataConfig(Section):
         if isinstance(value, str) and "://" in value:
             raise ValueError(f"it must be a folder on this machine, got {value!r}; copy the dataset there first")
         return value
-
-
-class RowOptimizerConfig(Section):
-    """See meseta.OptimizerSpec for the meaning of the constants."""
-
-    name: str = "rowwise_adagrad"
-    lr: float = 0.01
-    eps: float = 1e-8
-    beta1: float = 0.9
-    beta2: float = 0.999
-    alpha: float = 0.99
-    momentum: float = 0.0
-    initial_accumulator: float = 0.0
-    trust_coefficient: float = 0.001
-    beta: float = 1.0
-    l1: float = 0.0
-    l2: float = 0.0
-    weight_decay: float = 0.0
-    weight_decay_mode: WeightDecayMode = "coupled"
-    clip_value: float | None = None
-    clip_norm: float | None = None
-    stepped_rows: SteppedRows = "touched"
-    options: dict[str, Any] = Field(default={})
-    element_states: int = 0
-    row_states: int = 0
-
-    @model_validator(mode="after")
-    def _check(self) -> RowOptimizerConfig:
-        OptimizerSpec(**self.model_dump())
-        return self
-
-
-class InitConfig(Section):
-    """See meseta.InitSpec."""
-
-    kind: InitKind = "uniform"
-    scale: float | None = None
-
-
-class Exceptions(Section):
-    """Holds what is given; the rest comes from elsewhere, so that it is not written down either."""
-
-    @model_serializer(mode="wrap")
-    def _given(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        return {key: value for key, value in write(self).items() if key in self.model_fields_set}
-
-
-class TableOptimizerConfig(Exceptions, RowOptimizerConfig):
-    """Constants that are not given are those of `embedding.optimizer`, or, where `name` says another one, its
-    defaults. See meseta.OptimizerSpec for their meaning."""
-
-    @model_validator(mode="after")
-    def _check(self) -> TableOptimizerConfig:
-        return self  # what is given here is checked with the rest
-
-
-class TableInitConfig(Exceptions, InitConfig):
-    """What is not given is that of `embedding.init`, or, where `kind` says another one, its default. See
-    meseta.InitSpec."""
-
-
-class TableConfig(Section):
-    """What one table has of its own; the rest comes from `embedding`."""
-
-    optimizer: TableOptimizerConfig | None = None
-    """Row optimizer: what differs from `embedding.optimizer`; another `name` begins from its own defaults."""
-    init: TableInitConfig | None = None
-    """Initial rows: what differs from `embedding.init`; another `kind` begins from its own default."""
-
-
-class RegularizationConfig(Section):
-    """Penalties that are added to the loss of every step, by their gradients."""
-
-    l2: float = Field(default=0.0, ge=0)
-    """l2 / 2 * (sum of squares of the rows)."""
-    l1: float = Field(default=0.0, ge=0)
-    """l1 * (sum of absolute values of the rows)."""
-    rows: SteppedRows = "touched"
-    """Rows that are penalised: those that a batch reads, or 'all' of the table, which steps every row in every step."""
-
-
-class EmbeddingConfig(Section):
-    dtype: TableDtype = "float32"
-    """Type of the rows: 'float16' and 'bfloat16' take half the memory, and are updated in float32 and rounded
-    stochastically; 'float64' makes the whole run float64, for verification."""
-    optimizer: RowOptimizerConfig = RowOptimizerConfig()
-    """Row optimizer of all tables."""
-    schedule: ScheduleConfig | None = None
-    """Learning-rate schedule of all tables, where it is not that of the section schedule; replaces all of its keys."""
-    regularization: RegularizationConfig = RegularizationConfig()
-    """Penalties on the rows of all tables that learn."""
-    init: InitConfig = InitConfig()
-    """Initial rows of all tables."""
-    pooling: Literal["sum", "mean"] = "sum"
-    """How bags with several ids are reduced."""
-    id_policy: Literal["error", "drop", "clamp", "hash"] = "error"
-    """What happens to an id outside its table."""
-    tables: dict[str, TableConfig] = Field(default={})
-    """Per-table settings, by the name of the feature."""
-
-    @model_validator(mode="after")
-    def _check(self) -> EmbeddingConfig:
-        for table in self.tables:
-            try:
-                OptimizerSpec(**self.optimizer_of(table))
-            except MesetaError as error:
-                raise ValueError(f"tables.{table}.optimizer: {error}") from None
-        return self
-
-    def optimizer_of(self, table: str) -> dict[str, Any]:
-        """The constants of a table's row optimizer, without `regularization`."""
-        own = self.tables.get(table)
-        return _with_exceptions(self.optimizer, own.optimizer if own else None, "name")
-
-    def init_of(self, table: str) -> dict[str, Any]:
-        """How a table's rows start."""
-        own = self.tables.get(table)
-        return _with_exceptions(self.init, own.init if own else None, "kind")
-
-
-def _with_exceptions(common: Section, own: Exceptions | None, kind: str) -> dict[str, Any]:
-    """The keys of `common` under those that `own` gives; where `own` says another `kind`, those it gives alone."""
-    given = {} if own is None else own.model_dump()
-    is_other = given.get(kind, getattr(common, kind)) != getattr(common, kind)
-    return given if is_other else {**common.model_dump(), **given}
 
 
 DenseOptimizerName = Literal["sgd", "adagrad", "adam", "adamw", "lamb"]
@@ -228,70 +95,6 @@ class DenseConfig(Section):
     clip_norm: float | None = Field(default=None, gt=0)
     """All its gradients together are scaled to this norm where theirs is larger; None: no limit. Rows of tables have
     limits of their own, embedding.optimizer.clip_value and clip_norm."""
-
-
-class ModelConfig(Section):
-    name: str = "dlrm"
-    """'dlrm' (arXiv 1906.00091), 'dlrm_dcnv2' (low-rank cross, arXiv 2008.13535), 'logistic_regression' (the linear
-    baseline), 'fm' (Rendle, ICDM 2010), 'wide_deep' (arXiv 1606.07792), 'deepfm' (arXiv 1703.04247), 'xdeepfm' (arXiv
-    1803.05170), 'autoint' (arXiv 1810.11921), or 'mmoe' for several labels (Ma et al., KDD 2018); or
-    'package.module:Class', a model of your own."""
-    options: dict[str, Any] = Field(default={})
-    """An own model: keyword arguments of its constructor."""
-    embedding_dim: Width = 16
-    """All but logistic_regression: columns of every table; fm, deepfm, xdeepfm and wide_deep have one more, the weight
-    of the id by itself, which is all that logistic_regression has."""
-    bottom_mlp: tuple[Width, ...] = (512, 256, 64)
-    """dlrm, dlrm_dcnv2: hidden widths of the bottom MLP; its last layer has embedding_dim outputs and is added."""
-    top_mlp: tuple[Width, ...] = (512, 256)
-    """dlrm, dlrm_dcnv2: hidden widths of the top MLP; the single output is added."""
-    interaction: Literal["dot", "none"] = "dot"
-    """dlrm: pairwise dot products of embeddings, or none (embeddings are only concatenated)."""
-    cross_layers: Depth = 3
-    """dlrm_dcnv2: number of low-rank cross layers."""
-    cross_low_rank: Width = 512
-    """dlrm_dcnv2: rank of each cross layer's matrix."""
-    deep_mlp: tuple[Width, ...] = (512, 256)
-    """wide_deep, deepfm, xdeepfm, autoint: hidden widths of the MLP beside the rest; the single output is added.
-    autoint: empty for none."""
-    cin_layers: tuple[Width, ...] = Field(default=(64, 64), min_length=1)
-    """xdeepfm: rows of each layer of the compressed interaction network."""
-    attention_layers: Depth = 3
-    """autoint: number of interacting layers."""
-    attention_heads: Depth = 2
-    """autoint: heads of each layer."""
-    attention_dim: Width = 32
-    """autoint: columns of each head."""
-    num_experts: Depth = 8
-    """mmoe: experts that all tasks share."""
-    expert_mlp: tuple[Width, ...] = Field(default=(512, 256), min_length=1)
-    """mmoe: widths of each expert's layers."""
-    tower_mlp: tuple[Width, ...] = (128,)
-    """mmoe: hidden widths of each task's tower; the single output is added."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    """All but logistic_regression and fm: share of the outputs of hidden layers that is dropped in training; masks do
-    not depend on the number of ranks."""
-    batch_norm: bool = False
-    """All but logistic_regression and fm: normalise the outputs of hidden layers before ReLU, with statistics of the
-    global batch."""
-
-    @field_validator("name")
-    @classmethod
-    def _known_or_own(cls, name: str) -> str:
-        if name not in MODEL_NAMES and not IMPORT_PATH.fullmatch(name):
-            raise ValueError(
-                f"no model {name!r}; {nearest(name, MODEL_NAMES)}, or give your own as 'package.module:Class'"
-            )
-        return name
-
-    @model_validator(mode="after")
-    def _options_are_of_own_models(self) -> ModelConfig:
-        if self.options and self.name in MODEL_NAMES:
-            raise ValueError(
-                f"'options' are for a model of your own, named as 'package.module:Class'; {self.name!r} has keys of "
-                "its own here"
-            )
-        return self
 
 
 class MetricsConfig(Section):

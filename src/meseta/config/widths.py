@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meseta.config.run import ModelConfig
+from meseta.config.model import ModelConfig
 
 WITH_FIRST_ORDER = frozenset({"fm", "deepfm", "wide_deep", "xdeepfm"})
 """Models whose tables have a column more than `embedding_dim`, the weight of the id in a sum."""

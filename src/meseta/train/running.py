@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,37 @@ from meseta.comm import World
 from meseta.data.batch import Batch
 from meseta.train.evaluate import gather_windows
 from meseta.train.metrics import LifetimeMetrics, LifetimeWindow, Metrics, MetricWindow, TaskWindows
+
+
+class TrainingClock:
+    """Seconds that a run has trained, evaluations and checkpoints apart, in laps from one line to the next."""
+
+    def __init__(self) -> None:
+        self.train_s = 0.0
+        """Up to the end of the last lap."""
+        self._begin_s = time.perf_counter()
+
+    @property
+    def lap_s(self) -> float:
+        """Of the lap under way."""
+        return time.perf_counter() - self._begin_s
+
+    def start(self) -> None:
+        """Begin a lap."""
+        self._begin_s = time.perf_counter()
+
+    def lap(self) -> float:
+        """End it; returns its seconds."""
+        seconds = self.lap_s
+        self.train_s += seconds
+        return seconds
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """While something is done whose time is not training time."""
+        start_s = time.perf_counter()
+        yield
+        self._begin_s += time.perf_counter() - start_s
 
 
 class RunningFigures:

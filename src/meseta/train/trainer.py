@@ -38,9 +38,16 @@ from meseta.train.outside.tensorboard import TensorBoard
 from meseta.train.progress import TrainProgress
 from meseta.train.resuming import Over, check_best, check_model, meet_changes, meet_layout
 from meseta.train.run_dir import RunDir
-from meseta.train.running import RunningFigures
+from meseta.train.running import RunningFigures, TrainingClock
 from meseta.train.saving import Saver
-from meseta.train.setup.build import make_reader, place_model, plan_model, set_learning_rates, task_weights
+from meseta.train.setup.build import (
+    count_steps,
+    make_reader,
+    place_model,
+    plan_model,
+    set_learning_rates,
+    task_weights,
+)
 from meseta.train.setup.precision import STATE, note_bfloat16, settle_dense_dtype
 from meseta.train.state import (
     dense_tensors,
@@ -82,7 +89,7 @@ class Trainer:
         """Where the reader stands after the last batch that was trained; it may have read further."""
         self.step = 0
         self.num_samples = 0
-        self.train_s = 0.0
+        self.clock = TrainingClock()
         self._best_position: tuple[int, int] | None = None
         self._lr_factor = 1.0
         with ExitStack() as held:  # given back when the run ends, or here where it is refused
@@ -95,9 +102,10 @@ class Trainer:
                 held.callback(self.board.close)
             self.world.on_first(self.run_dir.lock)
             self._former_optimizers = self._resume()
-            self.num_steps = self._count_steps()
+            self.num_steps = count_steps(config, self.reader, self.step)
             self._held = held.pop_all()
-        self._log_from = (self.step, self.num_samples, time.perf_counter())
+        self._logged = (self.step, self.num_samples)
+        self.clock.start()
 
     def _make_parts(self, with_test: bool) -> None:
         """Model, step, metrics, saver."""
@@ -248,7 +256,8 @@ class Trainer:
 
     def _train(self, progress: TrainProgress) -> None:
         """The loop over steps."""
-        self._log_from = (self.step, self.num_samples, time.perf_counter())
+        self._logged = (self.step, self.num_samples)
+        self.clock.start()
         batches = islice(self._batches, self.num_steps - self.step)
         with closing(self.pipeline.steps(batches, schedule=self._set_rates, votes=self.saver.flags)) as steps:
             while self.step < self.num_steps and not (self.best.ends_training or self.saver.stopping):
@@ -260,9 +269,11 @@ class Trainer:
                     progress.say(f"warning: {note}")
                 is_due = self.step < self.num_steps
                 if is_due and self._is_evaluation_due():
-                    self._off_the_clock(lambda: self._evaluate(self.decisions.split, progress))
+                    with self.clock.stopped():
+                        self._evaluate(self.decisions.split, progress)
                 if is_due and self.saver.is_due(self.step, is_best=self.best.step == self.step):
-                    self._off_the_clock(self._save)
+                    with self.clock.stopped():
+                        self._save()
         if self.best.ends_training and self.step < self.num_steps:
             progress.say(f"stopped at step {self.step}: {self.best}")
 
@@ -303,9 +314,8 @@ class Trainer:
         self.pipeline.settle()
         figures = self.figures.take()
         # A window that was taken up from a checkpoint is older than the clock.
-        first_step, first_sample, start_s = self._log_from
-        elapsed_s, num_steps = time.perf_counter() - start_s, self.step - first_step
-        self.train_s += elapsed_s
+        first_step, first_sample = self._logged
+        elapsed_s, num_steps = self.clock.lap(), self.step - first_step
         outside = self._ids_outside()
         if outside:
             figures["ids_outside"] = outside
@@ -315,7 +325,7 @@ class Trainer:
             kind="train",
             step=self.step,
             num_samples=self.num_samples,
-            time_s=self.train_s,
+            time_s=self.clock.train_s,
             **figures,
             samples_per_s=(self.num_samples - first_sample) / elapsed_s,
             seconds_per_step=elapsed_s / max(num_steps, 1),
@@ -324,7 +334,8 @@ class Trainer:
             stages_s=self.pipeline.times.take(),
         )
         self._write(line, progress)
-        self._log_from = (self.step, self.num_samples, time.perf_counter())
+        self._logged = (self.step, self.num_samples)
+        self.clock.start()
 
     def _evaluate(self, split: str, progress: TrainProgress) -> EvalLine:
         """Metrics over a whole split, one line of metrics.jsonl."""
@@ -356,13 +367,6 @@ class Trainer:
                 self.board.add(line)
         progress.log(line)
 
-    def _off_the_clock(self, action: Any) -> None:
-        """Do something whose time is not training time."""
-        start_s = time.perf_counter()
-        action()
-        first_step, first_sample, log_start_s = self._log_from
-        self._log_from = (first_step, first_sample, log_start_s + time.perf_counter() - start_s)
-
     def _ids_outside(self) -> dict[str, int]:
         """Of training, by feature, over all ranks. Collective."""
         embeddings = self.model.embeddings
@@ -377,7 +381,7 @@ class Trainer:
             "num_samples": self.num_samples,
             "embedding_step": embeddings.step,
             "ids_outside": self._ids_outside(),
-            "train_s": self.train_s + time.perf_counter() - self._log_from[-1],
+            "train_s": self.clock.train_s + self.clock.lap_s,
             "dense_optimizer": type(self.optimizer).__name__,
             STATE: self.config.dense.dtype,
             "learning_rates": {"embedding": self._lr_factor, "dense": self.optimizer.param_groups[0]["lr"]},
@@ -425,7 +429,7 @@ class Trainer:
         check_model(self.run_dir, self.config, self.world)
         self.step = self.saver.saved_step = state["step"]
         self.num_samples = state["num_samples"]
-        self.train_s = state["train_s"]
+        self.clock.train_s = state["train_s"]
         if state["reader"] != self._read_from:  # a mirror had it, or it is refused here
             self._stop_reading()
             self.reader.set_state(state["reader"])
@@ -452,26 +456,6 @@ class Trainer:
     def _stop_reading(self) -> None:
         self._batches.close()
 
-    def _count_steps(self) -> int:
-        """Steps of the whole run, those before a resume included; the batch size may have changed in between."""
-        if self.reader.num_batches == 0:
-            left_out, num_rows = self.reader.left_out, self.reader.num_rows
-            why = (
-                f"data.last_batch 'drop' leaves out all of its {num_rows} rows" if num_rows
-                else "data.filter and data.negative_keep leave none; ask for more" if any(astuple(left_out))
-                else "prepare it again"
-            )  # fmt: skip
-            raise MesetaError(f"dataset {str(self.config.data.dir)!r} has no rows to train on: {why}")
-        left = (self.config.train.epochs - self.reader.epoch_index - 1) * self.reader.num_batches
-        whole = self.step + left + self.reader.num_batches_left
-        num_steps = min(whole, self.config.train.max_steps or whole)
-        if self.step > num_steps:
-            raise MesetaError(
-                f"run_dir {str(self.config.run_dir)!r} is at step {self.step}, beyond the {max(num_steps, 0)} that the "
-                "config asks for; raise train.epochs or train.max_steps, or choose another run_dir"
-            )
-        return num_steps
-
     def _summary(
         self, evaluations: Mapping[str, EvalLine], outside: dict[str, int], timed: Mapping[str, Any]
     ) -> RunSummary:
@@ -489,8 +473,8 @@ class Trainer:
             teacher=None if teacher is None else TeacherFigures(auc=teacher.auc, ne=teacher.ne),
             num_steps=self.step,
             num_samples=self.num_samples,
-            train_s=self.train_s,
-            samples_per_s=self.num_samples / self.train_s if self.train_s else None,
+            train_s=self.clock.train_s,
+            samples_per_s=self.num_samples / self.clock.train_s if self.clock.train_s else None,
             num_ranks=self.world.size,
             unlisted=Unlisted.count - self._unlisted_before,
             clamped=num_clamped(self.model.embeddings.clamped, self.world),

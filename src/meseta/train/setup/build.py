@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -91,6 +92,28 @@ def make_reader(config: RunConfig, dataset: Dataset, split: str, world: World) -
         negative_keep=data.negative_keep if is_train else 1.0,
     )
     return Reader(dataset, split, options, rank=world.rank, num_ranks=world.size)
+
+
+def count_steps(config: RunConfig, reader: Reader, num_done: int) -> int:
+    """Steps of the whole run, of which `num_done` are done and `reader` has the rest; the batch size may have changed
+    in between. Raises MesetaError where there is nothing to read, or less to do than is done."""
+    if reader.num_batches == 0:
+        left_out, num_rows = reader.left_out, reader.num_rows
+        why = (
+            f"data.last_batch 'drop' leaves out all of its {num_rows} rows" if num_rows
+            else "data.filter and data.negative_keep leave none; ask for more" if any(astuple(left_out))
+            else "prepare it again"
+        )  # fmt: skip
+        raise MesetaError(f"dataset {str(config.data.dir)!r} has no rows to train on: {why}")
+    left = (config.train.epochs - reader.epoch_index - 1) * reader.num_batches
+    whole = num_done + left + reader.num_batches_left
+    num_steps = min(whole, config.train.max_steps or whole)
+    if num_done > num_steps:
+        raise MesetaError(
+            f"run_dir {str(config.run_dir)!r} is at step {num_done}, beyond the {max(num_steps, 0)} that the config "
+            "asks for; raise train.epochs or train.max_steps, or choose another run_dir"
+        )
+    return num_steps
 
 
 def set_learning_rates(

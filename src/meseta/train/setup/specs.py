@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meseta.config import RunConfig
-from meseta.config.run import RegularizationConfig
+from meseta.config.embedding import RegularizationConfig
 from meseta.config.widths import wanted_embedding_dim
 from meseta.data.dataset.dataset import Dataset
 from meseta.spec import FeatureSpec, InitSpec, MesetaError, OptimizerSpec, TableSpec, nearest
