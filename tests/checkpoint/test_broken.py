@@ -195,7 +195,9 @@ def test_other_arrow_files(path: Path, change: Callable[[pa.RecordBatch], list[p
 @pytest.mark.parametrize(
     ("keys", "value", "says"),
     [
-        (["format"], "meseta.checkpoint/2", "has the format 'meseta.checkpoint/2', and this version reads"),
+        (["format"], "meseta.checkpoint/3", "has the format 'meseta.checkpoint/3', and this version reads"),
+        (["format"], "meseta.checkpoint/2", "'features': field required"),
+        (["features"], ["carried"], "'features' is no key of it"),
         (["format"], None, "has the format None"),
         (["tables", "user", "blocks", 0, "path"], "../../etc/passwd", f"must have the path '{BLOCK}', got '../../etc"),
         (["tables", "user", "blocks", 0, "path"], "/etc/passwd", f"must have the path '{BLOCK}', got '/etc/passwd'"),
@@ -222,6 +224,35 @@ def test_manifests_that_mislead(path: Path, keys: list[Any], value: Any, says: s
     except (TypeError, AttributeError):
         manifest["manifest_checksum"] = digest.of_manifest(manifest)
         (path / "manifest.json").write_text(json.dumps(manifest))
+    assert all(says in message for message in refusals(path))
+
+
+CARRIED = {"ids": torch.arange(5), "pooled": torch.rand(5, 24)}
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "says"),
+    [
+        (["features"], ["carried", "towers"], "has the feature 'towers', and this version knows 'carried'"),
+        (["features"], [7], "has the feature 7, and this version knows 'carried'"),
+        (["features"], [], "'features': list should have at least 1 item"),
+        (["features"], "carried", "'features': input should be a valid list"),
+        (["carried"], None, "'carried': input should be"),
+        (["carried", "path"], "../carried.safetensors", "'carried.path': input should be 'carried.safetensors'"),
+        (["carried", "path"], "dense.safetensors", "'carried.path': input should be 'carried.safetensors'"),
+        (["carried", "num_bytes"], 7, "carried.safetensors' must have 7 bytes"),
+        (["carried", "checksum"], "0" * 64, "carried.safetensors' must have the checksum 0000"),
+        (["format"], "meseta.checkpoint/1", "is no key of it"),
+    ],
+)
+def test_answers_that_mislead(tmp_path: Path, keys: list[Any], value: Any, says: str) -> None:
+    path = save_alone(tmp_path, carried=CARRIED)
+    manifest = json.loads((path / "manifest.json").read_text())
+    inner = manifest
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    sign(path, manifest)
     assert all(says in message for message in refusals(path))
 
 

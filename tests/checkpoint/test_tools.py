@@ -13,11 +13,14 @@ from safetensors.torch import load_file
 
 from checkpoint.simulated import Tables, bits, pieces, plain_plan, random_tables, some_specs
 from meseta.checkpoint import (
+    Mirror,
     compare,
     export,
+    fetch,
     find_checkpoint,
     layout,
     list_checkpoints,
+    prune,
     save,
     summarize,
     verify,
@@ -37,13 +40,17 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(
-    parent: Path, step: int, tables: Tables = TABLES, dense: dict[str, torch.Tensor] = DENSE, specs: list = SPECS
+    parent: Path,
+    step: int,
+    tables: Tables = TABLES,
+    dense: dict[str, torch.Tensor] = DENSE,
+    specs: list = SPECS,
+    carried: dict[str, torch.Tensor] | None = None,
 ) -> Path:
     plan = plain_plan(specs, 1, "table_wise")
     shards = pieces(specs, plan, 0, tables)
-    return save(
-        parent, world=World.single(), step=step, plan=plan, shards=shards, dense=dense, state={"reader": {"row": step}}
-    )
+    saved = {"dense": dense, "carried": carried, "state": {"reader": {"row": step}}}
+    return save(parent, world=World.single(), step=step, plan=plan, shards=shards, **saved)
 
 
 def changed(name: str, column: str, rows: list[int]) -> Tables:
@@ -130,6 +137,35 @@ def test_other_tables_and_tensors_are_named(tmp_path: Path) -> None:
     assert found[f"table {SPECS[-1].name!r}"] == f"is only in {str(one)!r}"
     assert found["dense tensor 'old'"] == f"is only in {str(one)!r}"
     assert found["dense tensor 'both'"] == "is float32 [2], and float32 [3]"
+
+
+def test_answers_that_are_carried_are_known_to_all_tools(tmp_path: Path) -> None:
+    """What it is otherwise stays byte for byte: the same model by its checksum, and the same files."""
+    carried = {"ids": torch.arange(3), "pooled": torch.rand(3, 40)}
+    plain, one = write(tmp_path / "plain", 1), write(tmp_path / "one", 1, carried=carried)
+    other = write(tmp_path / "other", 1, carried={**carried, "pooled": carried["pooled"] + 1})
+    assert verify(plain) == verify(one) == verify(other)
+    assert {p.name for p in one.iterdir()} - {p.name for p in plain.iterdir()} == {"carried.safetensors"}
+    assert (one / "dense.safetensors").read_bytes() == (plain / "dense.safetensors").read_bytes()
+    size = (one / "carried.safetensors").stat().st_size
+    assert summarize(one).carried_bytes == size == summarize(one).num_bytes - summarize(plain).num_bytes
+    assert [d.name for d in compare(one, other)] == ["carried tensor 'pooled'"]
+    assert [(d.name, d.text) for d in compare(plain, one)] == [
+        (f"carried tensor {name!r}", f"is only in {str(one)!r}") for name in ("ids", "pooled")
+    ]
+    export(one, tmp_path / "exported", "safetensors")
+    assert not [*(tmp_path / "exported").rglob("carried*")]  # what is served waits for no update
+    Mirror(f"file://{tmp_path}/there").put(one)
+    fetched = fetch(f"file://{tmp_path}/there/{one.name}", tmp_path / "back")
+    assert (fetched / "carried.safetensors").read_bytes() == (one / "carried.safetensors").read_bytes()
+    (fetched / "carried.safetensors").write_bytes(bytes(size))
+    with pytest.raises(MesetaError, match=r"carried.safetensors' is not a whole safetensors file"):
+        verify(fetched)
+    (fetched / "carried.safetensors").unlink()
+    assert [listed.summary for listed in list_checkpoints(tmp_path / "back")] == [None]
+    older = write(tmp_path / "back", 0)
+    prune(tmp_path / "back", 1)
+    assert older.exists()  # the newest that is whole
 
 
 def test_every_bit_through_safetensors(tmp_path: Path) -> None:

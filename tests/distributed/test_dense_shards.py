@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from meseta import checkpoint
-from meseta.checkpoint.dense import read_dense
 from meseta.checkpoint.manifest import read_manifest
+from meseta.checkpoint.tensors import read_tensors
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.config.model import MODEL_NAMES
@@ -49,7 +49,7 @@ def dense_of(run_dir: Path) -> dict[str, torch.Tensor]:
     """What the newest checkpoint says of the dense part, without metrics."""
     path = checkpoint.latest(run_dir / "checkpoints")
     assert path is not None
-    tensors = read_dense(path, read_manifest(path)["dense"])
+    tensors = read_tensors(path, read_manifest(path)["dense"])
     return {name: t for name, t in tensors.items() if name.startswith(("model.", "optimizer."))}
 
 

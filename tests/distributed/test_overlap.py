@@ -51,6 +51,8 @@ def make_model(
         options=options,
         seed=1,
     )
+    if world.size == 1:
+        return model, world
     document = {"devices_per_host": 2, "exchange": exchange, "tables": dict(zip(ROWS, SCHEMES, strict=True))}
     plan = Plan.from_dict(document, tables, world.size)
     return shard(model, plan, world=world, comm=comm), world

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from meseta.checkpoint.block import Values, read_block
-from meseta.checkpoint.dense import read_dense
 from meseta.checkpoint.digest import TABLE_SHAPE
 from meseta.checkpoint.failures import file_of
 from meseta.checkpoint.layout import BlockSchema, widened
-from meseta.checkpoint.manifest import entries_of, read_manifest
+from meseta.checkpoint.manifest import CARRIED, entries_of, read_manifest
+from meseta.checkpoint.tensors import read_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Difference:
 def compare(first: Path | str, second: Path | str) -> Iterator[Difference]:
     """The differences of two checkpoints in what was learned; none: the same model, whatever step and plan.
 
-    Blocks of equal checksum are looked for, but not read; of the others, and of dense tensors, it is told how many rows
+    Blocks of equal checksum are looked for, but not read; of the others, and of other tensors, it is told how many rows
     (elements) differ, which is the first, and by how much at most. Every file that is read is checked. Bits are
     compared, so 0 and -0 differ by 0. Raises MesetaError, naming the file, for a checkpoint that is damaged.
     """
@@ -50,9 +50,12 @@ def compare(first: Path | str, second: Path | str) -> Iterator[Difference]:
             yield Difference(name=label, text=f"is only in {str(there)!r}")
         elif entries[0]["checksum"] != entries[1]["checksum"]:
             yield from _compare_tables(label, roots, (entries[0], entries[1]))
-    if manifests[0]["dense"]["checksum"] != manifests[1]["dense"]["checksum"]:
-        dense = [read_dense(root, manifest["dense"]) for root, manifest in zip(roots, manifests, strict=True)]
-        yield from _compare_dense(roots, dense[0], dense[1])
+    for key in ("dense", CARRIED):
+        sums = [manifest.get(key, {}).get("checksum") for manifest in manifests]
+        if sums[0] != sums[1]:
+            each = zip(roots, manifests, strict=True)
+            one, other = (read_tensors(root, manifest[key]) if key in manifest else {} for root, manifest in each)
+            yield from _compare_tensors(key, roots, one, other)
 
 
 def _compare_tables(
@@ -126,11 +129,11 @@ def _largest(a: np.ndarray, b: np.ndarray) -> float:
     return float(distance.max(initial=0.0))
 
 
-def _compare_dense(
-    roots: tuple[Path, Path], one: Mapping[str, Tensor], other: Mapping[str, Tensor]
+def _compare_tensors(
+    kind: str, roots: tuple[Path, Path], one: Mapping[str, Tensor], other: Mapping[str, Tensor]
 ) -> Iterator[Difference]:
     for name in sorted(set(one) | set(other)):
-        label = f"dense tensor {name!r}"
+        label = f"{kind} tensor {name!r}"
         if name not in one or name not in other:
             yield Difference(name=label, text=f"is only in {str(roots[0] if name in one else roots[1])!r}")
             continue

@@ -16,9 +16,9 @@ from zipfile import ZipFile
 import numpy as np
 
 from meseta.checkpoint.block import read_block
-from meseta.checkpoint.dense import DENSE_PATH, read_dense
 from meseta.checkpoint.layout import BlockSchema, Column, table_folder, widened
 from meseta.checkpoint.manifest import read_manifest
+from meseta.checkpoint.tensors import DENSE_PATH, read_tensors
 from meseta.errors import shown
 from meseta.machine.files import file_name, inner_fault, whole_folder
 from meseta.spec import MesetaError, nearest
@@ -146,7 +146,7 @@ def _safetensors_arrays(
 
 
 def _export_dense(root: Path, entry: Mapping[str, Any], out: Path, form: Format) -> None:
-    tensors = read_dense(root, entry)
+    tensors = read_tensors(root, entry)
     if form == "safetensors":
         shutil.copyfile(root / entry["path"], out / DENSE_PATH)
         return

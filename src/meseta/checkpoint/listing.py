@@ -8,7 +8,7 @@ from typing import Any
 
 from meseta.checkpoint.directory import named, newest
 from meseta.checkpoint.failures import file_of
-from meseta.checkpoint.manifest import MANIFEST_PATH, entries_of, read_manifest
+from meseta.checkpoint.manifest import CARRIED, MANIFEST_PATH, entries_of, read_manifest
 from meseta.spec import MesetaError
 from meseta.storage import ROW
 
@@ -48,6 +48,8 @@ class Summary:
     """By name."""
     dense_bytes: int
     """Of the file of dense tensors."""
+    carried_bytes: int
+    """Of that of answers to the batch to come; 0 where there is none."""
     reader: dict[str, Any] | None
     """Position in the data."""
     checksum: str
@@ -55,8 +57,8 @@ class Summary:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tables and dense tensors."""
-        return self.dense_bytes + sum(table.num_bytes for table in self.tables)
+        """Of all files but the manifest."""
+        return self.dense_bytes + self.carried_bytes + sum(table.num_bytes for table in self.tables)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +121,7 @@ def summarize(path: Path | str) -> Summary:
         num_ranks=manifest["plan"]["num_ranks"],
         tables=tuple(tables),
         dense_bytes=manifest["dense"]["num_bytes"],
+        carried_bytes=manifest[CARRIED]["num_bytes"] if CARRIED in manifest else 0,
         reader=manifest["reader"],
         checksum=manifest["checksum"],
     )

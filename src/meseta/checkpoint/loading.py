@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from meseta.checkpoint.block import Values, read_block
-from meseta.checkpoint.dense import read_dense
 from meseta.checkpoint.directory import latest, named
 from meseta.checkpoint.failures import DamagedCheckpoint, together
 from meseta.checkpoint.layout import BlockSchema, TableLayout
-from meseta.checkpoint.manifest import MANIFEST_PATH, read_manifest
+from meseta.checkpoint.manifest import CARRIED, MANIFEST_PATH, read_manifest
+from meseta.checkpoint.tensors import read_tensors
 from meseta.comm import World
 from meseta.spec import MesetaError
 from meseta.storage import ROW, TableStorage
@@ -35,6 +35,8 @@ class Loaded:
     """Steps that were trained."""
     dense: dict[str, Tensor]
     """Dense tensors by name, on the CPU."""
+    carried: dict[str, Tensor] | None
+    """Answers to the batch to come, likewise; None where it has none."""
     state: dict[str, Any]
     """What the trainer gave to `save`, as JSON gives it back (tuples are lists, keys are strings)."""
     manifest: dict[str, Any]
@@ -56,10 +58,11 @@ def load(path: Path | str, *, world: World, shards: Sequence[TableStorage]) -> L
     held = {name for names in world.gather_objects([piece.spec.name for piece in shards]) for name in names}
     together(world, lambda: _check_tables(path, manifest, held, shards))
     dense = together(world, lambda: _fill(path, manifest, shards))
+    carried = together(world, lambda: read_tensors(path, manifest[CARRIED])) if CARRIED in manifest else None
     state = dict(manifest["state"])
     if manifest["reader"] is not None:
         state["reader"] = manifest["reader"]
-    return Loaded(step=manifest["step"], dense=dense, state=state, manifest=manifest)
+    return Loaded(step=manifest["step"], dense=dense, carried=carried, state=state, manifest=manifest)
 
 
 def verify(path: Path | str) -> str:
@@ -69,7 +72,9 @@ def verify(path: Path | str) -> str:
     """
     path = Path(path)
     manifest = _find(path)
-    read_dense(path, manifest["dense"])
+    for key in ("dense", CARRIED):
+        if key in manifest:
+            read_tensors(path, manifest[key])
     jobs: list[FillJob] = [
         (BlockSchema.from_dict(t), block, []) for t in manifest["tables"].values() for block in t["blocks"]
     ]
@@ -148,7 +153,7 @@ def _fill(path: Path, manifest: Mapping[str, Any], shards: Sequence[TableStorage
                 jobs.append((schema, block, pieces))
 
     _fill_all(path, jobs)
-    return read_dense(path, manifest["dense"])
+    return read_tensors(path, manifest["dense"])
 
 
 def _fill_all(path: Path, jobs: Sequence[FillJob]) -> None:

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from meseta.checkpoint import digest
-from meseta.checkpoint.dense import DensePath
 from meseta.checkpoint.failures import DamagedCheckpoint, malformed, writing
 from meseta.checkpoint.layout import BlockSchema, StoredType, block_path, block_paths, table_folder
+from meseta.checkpoint.tensors import CarriedPath, DensePath
 from meseta.errors import shown
 from meseta.machine.files import (
     DOCUMENT_BYTES,
@@ -28,6 +28,12 @@ from meseta.spec import MesetaError, Plan
 from meseta.spec.tables import TableDtype, table_name_fault
 
 FORMAT = "meseta.checkpoint/1"
+FORMAT_OF_FEATURES = "meseta.checkpoint/2"
+"""Of those that hold more than the first: they name it, so that a version that lacks it says so."""
+CARRIED = "carried"
+"""The feature, and the key, of answers that were looked up before the last update."""
+FEATURES = (CARRIED,)
+"""That this version has."""
 MANIFEST_PATH = "manifest.json"
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 Size = Annotated[int, Field(ge=1, lt=1 << 53)]
@@ -56,6 +62,10 @@ class _BlockEntry(_FileEntry):
 
 class _DenseEntry(_FileEntry):
     path: DensePath
+
+
+class _CarriedEntry(_FileEntry):
+    path: CarriedPath
 
 
 class _ColumnEntry(_Part):
@@ -96,8 +106,19 @@ class _Manifest(_Part):
     manifest_checksum: Sum
 
 
+class _ManifestOfFeatures(_Manifest):
+    features: Annotated[list[str], Field(min_length=1, max_length=1)]
+    carried: _CarriedEntry
+
+
 def build_manifest(
-    *, step: int, tables: Mapping[str, Any], dense: Mapping[str, Any], plan: Plan, state: Mapping[str, Any]
+    *,
+    step: int,
+    tables: Mapping[str, Any],
+    dense: Mapping[str, Any],
+    carried: Mapping[str, Any] | None = None,
+    plan: Plan,
+    state: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The manifest of a checkpoint whose files are written; fills in the checksums of tables, model and manifest.
 
@@ -112,6 +133,8 @@ def build_manifest(
         "reader": state.get("reader"),
         "state": {key: value for key, value in state.items() if key != "reader"},
     }
+    if carried is not None:
+        manifest |= {"format": FORMAT_OF_FEATURES, "features": [CARRIED], CARRIED: dict(carried)}
     manifest["checksum"] = digest.of_model(manifest)
     # What is read back is what was meant: tuples become lists and keys strings before they are summed.
     manifest = plain_data(manifest, finite=True)
@@ -168,11 +191,18 @@ def parse_manifest(where: str, content: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise DamagedCheckpoint(f"{where} is not JSON ({error}); use an older checkpoint") from None
     found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found != FORMAT:
+    if found not in (FORMAT, FORMAT_OF_FEATURES):
         raise MesetaError(
-            f"{where} has the format {shown(found)}, and this version reads {FORMAT!r}; "
+            f"{where} has the format {shown(found)}, and this version reads {FORMAT!r} and {FORMAT_OF_FEATURES!r}; "
             "read it with the version that wrote it"
         )
+    features = manifest.get("features") if found == FORMAT_OF_FEATURES else []
+    for name in features if isinstance(features, list) else ():
+        if name not in FEATURES:
+            raise MesetaError(
+                f"{where} has the feature {shown(name)}, and this version knows {', '.join(map(repr, FEATURES))}; read "
+                "it with the version that wrote it"
+            )
     _check_sum(where, "manifest_checksum", manifest.get("manifest_checksum"), digest.of_manifest(manifest))
     return dict(manifest)
 
@@ -183,7 +213,7 @@ def check_manifest(where: str, manifest: dict[str, Any]) -> dict[str, Any]:
 
     To be called before anything that a manifest says is used: its checksum is right whoever wrote it.
     """
-    _validate(where, "", manifest, _Manifest)
+    _validate(where, "", manifest, _Manifest if manifest.get("format") == FORMAT else _ManifestOfFeatures)
     if odd := manifest["tables"].keys() ^ manifest["plan"]["tables"].keys():
         raise malformed(where, f"its tables and those of its plan differ in {shown(min(odd))}")
     alike = first_alike(table_folder(name) for name in manifest["tables"])
@@ -202,6 +232,8 @@ def check_manifest(where: str, manifest: dict[str, Any]) -> dict[str, Any]:
 def entries_of(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Of every file of a checkpoint but the manifest, with its path, num_bytes and checksum."""
     yield manifest["dense"]
+    if CARRIED in manifest:
+        yield manifest[CARRIED]
     for table in manifest["tables"].values():
         yield from table["blocks"]
 

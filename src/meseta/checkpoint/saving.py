@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from meseta.checkpoint.block import sync_block, write_block
-from meseta.checkpoint.dense import write_dense
 from meseta.checkpoint.directory import begin, checkpoint_path, commit, discard, temporary_path
 from meseta.checkpoint.exchange import Job, LocalShards, exchange, pack, rounds, unpack
 from meseta.checkpoint.failures import on_first, together
 from meseta.checkpoint.layout import TableLayout, block_path, table_folder
 from meseta.checkpoint.manifest import build_manifest, check_state, write_manifest
+from meseta.checkpoint.tensors import CARRIED_PATH, DENSE_PATH, write_tensors
 from meseta.comm import World
 from meseta.machine.system import give_back_freed_memory
 from meseta.spec import MesetaError, Plan
@@ -35,13 +35,15 @@ def save(
     shards: Sequence[TableStorage],
     dense: Mapping[str, Tensor],
     state: Mapping[str, Any],
+    carried: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Write `parent/step-000000500` and return its path; collective, to be called on every rank.
 
     `shards` are the pieces on this rank and `plan` places all of them. `dense` and `state` (anything JSON can hold; its
-    key 'reader' is the position in the data) are the same on all ranks, and those of rank 0 are written. A process
-    killed at any moment leaves the former checkpoints and either nothing or the whole of the new one; an existing
-    checkpoint of the same step is replaced. `parent` must be a directory that all ranks share and one run uses.
+    key 'reader' is the position in the data) are the same on all ranks, and those of rank 0 are written; `carried` are
+    its answers to the batch to come, where that was looked up before the last update. A process killed at any moment
+    leaves the former checkpoints and either nothing or the whole of the new one; an existing checkpoint of the same
+    step is replaced. `parent` must be a directory that all ranks share and one run uses.
 
     Raises MesetaError, on all ranks together, when shards and plan do not agree, the state is no JSON, or a file
     cannot be written, for example on a full disk; what was written so far is then deleted.
@@ -59,7 +61,7 @@ def save(
         blocks = _write_blocks(world, temporary, plan, layouts, local)
         tables = {name: {**layouts[name].to_dict(), "blocks": entries} for name, entries in blocks.items()}
         document = {"step": step, "tables": tables, "plan": plan, "state": state}
-        on_first(world, partial(_finish, temporary, document, dense))
+        on_first(world, partial(_finish, temporary, document, dense, carried))
     except Exception as error:
         if world.size > 1 and not isinstance(error, MesetaError):  # the loss of a rank, with which nobody can meet
             raise
@@ -177,9 +179,13 @@ class _Writer:
         return name, write_block(self._temporary, path, schema, job.rows[0], values)
 
 
-def _finish(temporary: Path, document: Mapping[str, Any], dense: Mapping[str, Tensor]) -> None:
-    """Write the dense tensors and the manifest, and commit."""
-    write_manifest(temporary, build_manifest(dense=write_dense(temporary, dense), **document))
+def _finish(
+    temporary: Path, document: Mapping[str, Any], dense: Mapping[str, Tensor], carried: Mapping[str, Tensor] | None
+) -> None:
+    """Write the tensors beside the tables and the manifest, and commit."""
+    of_dense = write_tensors(temporary, DENSE_PATH, dense)
+    of_carried = None if carried is None else write_tensors(temporary, CARRIED_PATH, carried)
+    write_manifest(temporary, build_manifest(dense=of_dense, carried=of_carried, **document))
     commit(temporary)
 
 

@@ -122,6 +122,8 @@ def inspect(path: AnyPath, as_json: Annotated[bool, typer.Option("--json", help=
         states, size = ", ".join(t.states), byte_size(t.num_bytes)
         shown.add_row(t.name, f"{t.num_embeddings:,}", str(t.embedding_dim), t.dtype, t.optimizer, states, size)
     shown.add_row("dense tensors", "", "", "", "", "", byte_size(summary.dense_bytes))
+    if summary.carried_bytes:
+        shown.add_row("answers carried", "", "", "", "", "", byte_size(summary.carried_bytes))
     Console().print(shown)
     typer.echo(f"in the data: {json.dumps(summary.reader)}")
 

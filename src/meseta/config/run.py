@@ -227,6 +227,11 @@ class PipelineConfig(Section):
     """What travels between ranks while they compute, of ids, answers, gradients, dense and agree, see
     docs/pipeline.md; no number depends on it. 'auto': all that can."""
 
+    stale: Literal[0, 1] = 0
+    """Updates that a lookup does not see. With 1 every batch is looked up before the update of the one before, so that
+    rows and bags travel while that one is computed: other numbers than with 0, alike on any number of ranks; see
+    docs/pipeline.md for what they cost."""
+
     @field_validator("overlap", mode="before")
     @classmethod
     def _check(cls, overlap: object) -> object:

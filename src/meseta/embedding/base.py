@@ -30,7 +30,8 @@ NO_BACKWARD = -1
 
 
 class UpdateInBackward(torch.autograd.Function):
-    """Runs `lookups` forward and `update` backward; tables have no gradient tensor and autograd does not see them.
+    """Gives out `answers` forward and runs `update` backward; tables have no gradient tensor and autograd does not see
+    them.
 
     `update` returns the gradient of each tensor of `weights`, the weights of ids, or None for it.
     """
@@ -39,12 +40,12 @@ class UpdateInBackward(torch.autograd.Function):
     def forward(
         ctx: Any,
         anchor: Tensor,
-        lookups: Sequence[Callable[[], list[Tensor]]],
+        answers: Sequence[Tensor],
         update: Callable[..., Sequence[Tensor | None]],
         *weights: Tensor | None,
     ) -> Any:
         ctx.update = update
-        return tuple(tensor for look_up in lookups for tensor in look_up())
+        return tuple(answers)
 
     @staticmethod
     @once_differentiable
@@ -166,7 +167,7 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
 
     @abstractmethod
     def look_up(self, flight: Flight[GroupPart]) -> Flight[GroupPart]:
-        """Look up, and begin to bring rows or bags to the ranks of the samples."""
+        """Look up the rows as they are now, and begin to bring rows or bags to the ranks of the samples."""
 
     def hand_on(self, flight: Flight[GroupPart]) -> None:
         """Where ids, or rows and bags, take two levels between hosts, begin the second; `look_up` and `finish` else do
@@ -181,15 +182,28 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
             if flight.meanwhile is not at_once:
                 self.hand_on(flight)
                 flight.meanwhile()
+            if flight.num_outside is not None:
+                flight.outside.add(flight.num_outside)
             return self._finish(flight)
 
     @abstractmethod
     def _finish(self, flight: Flight[GroupPart]) -> Embeddings:
         """The same."""
 
+    def answers(self, flight: Flight[GroupPart]) -> Sequence[Tensor]:
+        """Those of a batch that was looked up, which is not finished by that: see Flight."""
+        if flight.answers is None:
+            with torch.no_grad():
+                flight.answers = self._assemble(flight)
+        return flight.answers
+
+    @abstractmethod
+    def _assemble(self, flight: Flight[GroupPart]) -> Sequence[Tensor]:
+        """Wait for them."""
+
     def drop(self, flight: Flight[GroupPart]) -> None:
-        """Give up a batch that is not looked up, when what it has under way is there. Collective."""
-        flight.stage, flight.parts = "dropped", ()
+        """Give up a batch that is not finished, when what it has under way is there."""
+        flight.drop()
 
     @contextmanager
     def in_hand(self, flight: Flight[GroupPart]) -> Iterator[None]:
@@ -233,8 +247,6 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
         first = sum(own.num_samples for own in totals[: world.rank]) + flight.place
         flight.batch_slice = BatchSlice(world=world, step=step, sizes=sizes, first=first)
         self._last_slice = flight.batch_slice
-        if flight.num_outside is not None:
-            flight.outside.add(flight.num_outside)
 
     @abstractmethod
     def _send_gradients(

@@ -202,22 +202,23 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
         return flight
 
     def look_up(self, flight: Flight[CheckedIds]) -> Flight[CheckedIds]:
-        """Borrow the rows; `finish` looks up, where nothing travels."""
+        """Borrow the rows, and look up."""
         flight.enter("looked up", after="exchanged")
         assert flight.whole is not None
         sizes = (flight.parts[0].kjt.batch_size,)
         self._looked_up(flight, World.single(self.device), sizes, [flight.whole])
         self._borrow(flight)
+        self.answers(flight)
         return flight
+
+    def _assemble(self, flight: Flight[CheckedIds]) -> Sequence[Tensor]:
+        each = zip(self._lookups, flight.parts, strict=True)
+        return [tensor for lookup, own in each for tensor in lookup(own.kjt)]
 
     def _finish(self, flight: Flight[CheckedIds]) -> Embeddings:
         ids = [own.kjt for own in flight.parts]
-        found = UpdateInBackward.apply(
-            self._anchor,
-            [partial(lookup, own) for lookup, own in zip(self._lookups, ids, strict=True)],
-            partial(self._run_backward, flight),
-            *(own.weights for own in ids),
-        )
+        answers, update = flight.take_answers(), partial(self._run_backward, flight)
+        found = UpdateInBackward.apply(self._anchor, answers, update, *(own.weights for own in ids))
         return self._embeddings(flight, ids, found)
 
     def round_as(self, comm: Communication, at_home: Iterable[str] = ()) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
@@ -96,6 +96,10 @@ class Flight(Generic[GroupPart]):
     """The same of this batch alone; None where its ids were refused."""
     lease: Lease | None = None
     """Rows that are lent from its lookup to the end of its backward pass."""
+    answers: Sequence[Tensor] | None = None
+    """Of each group, pooled [B_local, sum of D] and the rows of each unpooled feature, once they are here; where they
+    are before `look_up`, of an earlier lookup of the same ids, it takes these."""
+    carried: Callable[[BatchSlice], Sequence[Tensor]] | None = None
     parts: tuple[GroupPart, ...] = ()
     """What each group of features has on the way; let go with the backward pass."""
     batch_slice: BatchSlice | None = None
@@ -122,6 +126,12 @@ class Flight(Generic[GroupPart]):
             )
         self.stage = stage
 
+    def take_answers(self) -> Sequence[Tensor]:
+        """Its answers, which it holds no longer."""
+        assert self.answers is not None
+        answers, self.answers = self.answers, None
+        return answers
+
     def take_parts(self) -> tuple[GroupPart, ...]:
         """Its parts, which it holds no longer."""
         parts, self.parts = self.parts, ()
@@ -133,9 +143,13 @@ class Flight(Generic[GroupPart]):
         try:
             yield
         except BaseException:
-            self.stage, self.parts = "dropped", ()
-            self.give_back()
+            self.drop()
             raise
+
+    def drop(self) -> None:
+        """Let go of all that it has."""
+        self.stage, self.parts, self.answers = "dropped", (), None
+        self.give_back()
 
     def give_back(self) -> None:
         """End the lease of rows, if there is one."""

@@ -50,7 +50,8 @@ class Leg:
     started: Started
     exchanged: Exchanged = field(init=False)
     owned: OwnedIds = field(init=False)
-    answers: Answers = field(init=False)
+    answers: Answers | None = field(init=False, default=None)
+    """None where none are on the way."""
     gradients: Sequence[Tensor] = field(init=False)
     """Of the bags [B_local, sum of D] and of the rows of each unpooled feature, before they travel."""
 
@@ -180,6 +181,8 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
                 leg.started.received.wait()
             elif flight.stage == "exchanged":
                 leg.exchanged.wait()
+        if flight.stage == "looked up":
+            self.answers(flight)
         super().drop(flight)
 
     def look_up(self, flight: Flight[Leg]) -> Flight[Leg]:
@@ -193,7 +196,7 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
             self._borrow(flight)
             is_evaluation = not torch.is_grad_enabled()
             with torch.no_grad():
-                for leg in flight.parts:
+                for leg in flight.parts if flight.answers is None else ():
                     leg.answers = leg.lookup.look_up(leg.exchanged, leg.owned, is_evaluation=is_evaluation)
         return flight
 
@@ -203,14 +206,21 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
             for leg in flight.parts:
                 if is_exchanged:
                     leg.lookup.hand_on_ids(leg.exchanged)
-                else:
+                elif leg.answers is not None:
                     leg.lookup.hand_on(leg.exchanged, leg.answers)
 
+    def _assemble(self, flight: Flight[Leg]) -> Sequence[Tensor]:
+        """Put what all ranks have answered together."""
+        each = [leg.lookup.assemble(leg.exchanged, leg.answers) for leg in flight.parts if leg.answers is not None]
+        for leg in flight.parts:
+            leg.answers = None
+        return [tensor for of_group in each for tensor in of_group]
+
     def _finish(self, flight: Flight[Leg]) -> Embeddings:
-        """Put the answers together."""
-        lookups = [partial(leg.lookup.assemble, leg.exchanged, leg.answers) for leg in flight.parts]
         with flight.stage_timer("output_dist"):
-            found = UpdateInBackward.apply(self._anchor, lookups, partial(self._run_backward, flight))
+            self.answers(flight)
+            update = partial(self._run_backward, flight)
+            found = UpdateInBackward.apply(self._anchor, flight.take_answers(), update)
         return self._embeddings(flight, [leg.exchanged.ids for leg in flight.parts], found)
 
     def _send_gradients(
@@ -221,7 +231,6 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         legs, share = flight.take_parts(), flight.batch_slice.local_share
         for leg, (of_bags, *of_rows) in zip(legs, self.by_group(gradients), strict=True):
             leg.gradients = [leg.lookup.group.gradient_of_sums(of_bags, leg.exchanged.ids.lengths), *of_rows]
-            del leg.answers
         with flight.stage_timer("gradient_dist"):
             sent = [leg.lookup.send(leg.exchanged, leg.gradients, flight.batch_slice, self.seed) for leg in legs]
         take = partial(self._received, legs, sent, flight.stage_timer)

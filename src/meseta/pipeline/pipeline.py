@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,7 @@ from meseta.models.base import before_of
 from meseta.ops.allocator import keep_freed_memory
 from meseta.optim.clip import DenseClip
 from meseta.pipeline.agreement import Agreement, loss_sum, totals_of
+from meseta.pipeline.carried import Carried
 from meseta.pipeline.micro_batches import split_batch
 from meseta.pipeline.model import Model
 from meseta.spec import MesetaError
@@ -107,6 +109,11 @@ class Pipeline:
         self.clip = clip
         self.accumulate_steps = accumulate_steps
         self.overlap = frozenset(overlap)
+        self.stale = False
+        """Whether every batch is looked up before the update of the one before moves a row, so that answers too travel
+        a batch ahead; to be set before the first step."""
+        self.carried: Carried | None = None
+        """Answers of the batch to come, which it takes, where it was looked up before this loop."""
         self.times = StageTimes(torch.cuda.synchronize) if world.device.type == "cuda" else StageTimes()
         self.batch: Batch | None = None
         """The one that is trained, or was trained last."""
@@ -160,7 +167,7 @@ class Pipeline:
                 coming = None  # nothing holds a batch while the next one is waited for
                 yield step
                 del step
-                coming = self._next if "ids" in self.overlap else self._read(batches)
+                coming = self._next if self._reads_ahead else self._read(batches)
         except GeneratorExit:
             for part in [] if self._next is None else self._next.parts:
                 self.model.embeddings.drop(part.flight)
@@ -183,6 +190,18 @@ class Pipeline:
             if self.clip is not None:
                 self.clip(p for group in self.optimizer.param_groups for p in group["params"])
             self.optimizer.step()
+
+    def carry(self) -> Carried | None:
+        """Between two steps, the answers of the batch to come that were looked up before the last update, on rank 0 of
+        all ranks; None where there are none. Later loops begin with them. Collective."""
+        if self.stale and self._next is not None and self._next.batch is not None and self._next.refused is None:
+            answers = [self.model.embeddings.answers(part.flight)[0] for part in self._next.parts]
+            self.carried = Carried.gather(self.world, self._next.batch, torch.cat(answers))
+        return self.carried
+
+    @property
+    def _reads_ahead(self) -> bool:
+        return self.stale or "ids" in self.overlap
 
     def _read(self, batches: Iterator[Batch]) -> _Coming | None:
         """The next batch; None at their end."""
@@ -212,27 +231,39 @@ class Pipeline:
             coming.parts.append(_MicroBatch(on_device, flight))
             place += part.batch_size
 
+    def _give(self, carried: Carried, coming: _Coming) -> None:
+        """Give a batch the answers of an earlier lookup."""
+        for part in coming.parts:
+            self._exchange(part)
+        assert coming.batch is not None
+        answers = carried.slice_of(self.world, coming.batch)
+        for part in coming.parts:
+            part.flight.answers = [answers[part.flight.place :][: part.on_device.batch_size]]
+
     def _begin_next(self, batches: Iterator[Batch]) -> None:
         """Read the batch ahead, where ids travel ahead."""
-        if "ids" in self.overlap:
+        if self._reads_ahead:
             self._next = self._read(batches)
             if self._next is not None:
                 self._begin(self._next)
 
-    def _exchange_next(self) -> None:
-        """Begin to send its ids. What is wrong with them is raised at its step."""
+    def _for_next(self, carry_on: Callable[[_MicroBatch], object]) -> None:
+        """Carry on with it. What is wrong with it is raised at its step."""
         if self._next is not None and self._next.refused is None:
             try:
                 for part in self._next.parts:
-                    self._exchange(part)
+                    carry_on(part)
             except MesetaError as error:
                 self._next.refused = error
 
-    def _hand_on_next(self) -> None:
-        """Begin the second level of its ids, where they take two."""
-        if self._next is not None and self._next.refused is None:
-            for part in self._next.parts:
-                self.model.embeddings.hand_on(part.flight)
+    def _hand_on_ids(self, part: _MicroBatch) -> None:
+        """Begin the second level of ids, where they take two."""
+        self.model.embeddings.hand_on(part.flight)
+
+    def _look_up_ahead(self, step: int, part: _MicroBatch) -> None:
+        """Look up a batch whose step comes after `step` others, of which one is under way."""
+        part.flight.step = step
+        self._look_up(part)
 
     def _exchange(self, part: _MicroBatch) -> None:
         """Begin to send ids to the owners of rows, where that was not done before."""
@@ -255,8 +286,11 @@ class Pipeline:
         votes: Callable[[], Sequence[float]],
     ) -> Step:
         """One step; the batch after it is begun on the way where ids travel ahead."""
+        carried, self.carried = self.carried, None
         if not coming.parts:
             self._begin(coming)
+            if carried is not None:
+                self._give(carried, coming)
         if coming.refused is not None:
             raise coming.refused
         parts, logits, local_loss = coming.parts, list[Tensor](), 0.0
@@ -276,7 +310,9 @@ class Pipeline:
                     local_loss += float(summed.detach())
                     logits.append(scores.detach())
                     if index == 0:
-                        self._hand_on_next()
+                        self._for_next(self._hand_on_ids)
+                        if self.stale:
+                            self._for_next(partial(self._look_up_ahead, self._num_steps_after(part)))
                     agreement = self._agree(part, local_loss, votes()) if is_last else None
                     self._backward(part, summed, is_first=index == 0)
         finally:
@@ -297,6 +333,11 @@ class Pipeline:
             votes=tuple(all_votes),
         )
 
+    def _num_steps_after(self, part: _MicroBatch) -> int:
+        """Steps trained when the one of a batch that was looked up is over."""
+        assert part.flight.whole is not None and part.flight.batch_slice is not None
+        return part.flight.batch_slice.step + (part.flight.whole.weight > 0)
+
     def _set_rates(self, parts: Sequence[_MicroBatch], lr_factor: float | None) -> None:
         for part in parts:
             part.flight.lr_factor = lr_factor
@@ -312,7 +353,7 @@ class Pipeline:
                     dense = self._before(dense)
             with stage("lookup"):
                 pooled = embeddings.finish(part.flight).pooled.values
-            self._exchange_next()
+            self._for_next(self._exchange)
             if hides and following is not None:
                 self._look_up(following)
             with stage("dense_forward"):

@@ -229,7 +229,9 @@ OF_STEPS = frozenset((*OF_TABLES, "batch norm", "gradients of batch norm", "agre
 """Names of all transfers that `step_transfers` may list."""
 OF_LAST_PART = ("replicas", "row statistics")
 """Names of those of a backward pass that begin with the last micro-batch, whose loss all ranks have agreed on."""
-BETWEEN_STEPS = frozenset(("blocks of a checkpoint", "ids outside", "numbers clamped", "a measurement"))
+BETWEEN_STEPS = frozenset(
+    ("blocks of a checkpoint", "carried answers", "ids outside", "numbers clamped", "a measurement")
+)
 """Names of collectives that are part of no step."""
 
 

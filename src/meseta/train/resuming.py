@@ -20,10 +20,17 @@ from meseta.train.run_dir import RunDir
 
 _MODEL = ("model", "embedding.pooling")
 """Keys, or sections of them, that say what is trained."""
-_LEARNING = ("dense.optimizer", "dense.schedule", "dense.clip_value", "dense.clip_norm", "embedding.schedule")
+_LEARNING = (
+    "dense.optimizer",
+    "dense.schedule",
+    "dense.clip_value",
+    "dense.clip_norm",
+    "embedding.schedule",
+    "pipeline.stale",
+)
 """Keys that say how; those of row optimizers stand, table by table, in the checkpoint. A schedule is the one that
 holds, wherever it is written."""
-_HOW = ("embedding", "dense", "schedule")
+_HOW = ("embedding", "dense", "schedule", "pipeline")
 """Sections that these keys are in."""
 _SHOWN = 4
 """Changes, and tables of one, that a message lists."""

@@ -81,13 +81,15 @@ class Saver:
         best_step: int | None,
         *,
         is_last: bool,
+        carried: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Write a checkpoint, then remove older ones, but not that of `best_step`. Collective.
+        """Write a checkpoint, then remove older ones, but not that of `best_step`; `carried` are new tensors of this
+        save alone. Collective.
 
         Training goes on while it is written, unless it is the last one or memory for a copy is short. Raises, on all
         ranks, what this save or the one before it met.
         """
-        known: dict[str, Any] = {"step": step, "plan": embeddings.plan, "state": state}
+        known: dict[str, Any] = {"step": step, "plan": embeddings.plan, "state": state, "carried": carried}
         prune = partial(self._prune, best_step if self._config.keep_best else None)
         if not (is_last or self.stopping) and self._is_in_background(embeddings.shards):
             self._background.start(self._folder, shards=embeddings.shards, dense=dense, then=prune, **known)

@@ -126,8 +126,8 @@ def num_clamped(clamped: Tensor | None, world: World) -> int | None:
 
 
 def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer | None, world: World) -> dict[str, Any]:
-    """Fill model and optimizer from a checkpoint, under any plan; returns its state with `step`, `dense` and, by
-    table, the constants of the row `optimizers`.
+    """Fill model and optimizer from a checkpoint, under any plan; returns its state with `step`, `dense`, `carried`
+    and, by table, the constants of the row `optimizers`.
 
     Without an optimizer, for a model that does not train on, its moments are left in the file. Raises MesetaError, on
     all ranks, where the checkpoint is damaged, with the newest older one that is not, and where it is of another model
@@ -151,7 +151,8 @@ def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer | None, wor
         counts = torch.tensor(told, device=world.device)
     embeddings.go_on_from(loaded.state["embedding_step"], counts)
     optimizers = {name: entry["optimizer"] for name, entry in loaded.manifest["tables"].items()}
-    return {**loaded.state, "step": loaded.step, "dense": loaded.dense, "optimizers": optimizers}
+    tensors = {"dense": loaded.dense, "carried": loaded.carried}
+    return {**loaded.state, **tensors, "step": loaded.step, "optimizers": optimizers}
 
 
 def _check_state(path: Path, state: Mapping[str, Any]) -> None:

@@ -20,12 +20,14 @@ from meseta.comm.dense_shards import sum_over_parts
 from meseta.comm.world import Unlisted
 from meseta.config import RunConfig
 from meseta.data.dataset.encoding import Encoding
+from meseta.data.read.reader import Batches
 from meseta.data.read.selection import calibration_shift
 from meseta.measure.step_threads import StepThreads
 from meseta.optim.clip import DenseClip
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import Pipeline, Step
 from meseta.pipeline.agreement import NonFiniteLoss
+from meseta.pipeline.carried import Carried
 from meseta.pipeline.overlap import choose_overlap
 from meseta.report import write_report
 from meseta.spec import MesetaError
@@ -95,7 +97,7 @@ class Trainer:
         with ExitStack() as held:  # given back when the run ends, or here where it is refused
             held.callback(self.run_dir.unlock)
             held.callback(self._stop_reading)
-            self._batches = self.reader.epochs(config.train.epochs)  # it reads while the model is made
+            self._batches = self._begin_to_read()  # while the model is made
             self._make_parts(with_test)
             held.callback(self.saver.close)
             if self.board is not None:
@@ -127,6 +129,7 @@ class Trainer:
             accumulate_steps=config.train.accumulate_steps,
             overlap=self.overlap.hidden,
         )
+        self.pipeline.stale = bool(config.pipeline.stale)
         self._step_threads = StepThreads()
         self.decisions = Decisions(config, [name for name, split in self.dataset.splits.items() if split.num_rows])
         self.best = self.decisions.best
@@ -258,7 +261,7 @@ class Trainer:
         """The loop over steps."""
         self._logged = (self.step, self.num_samples)
         self.clock.start()
-        batches = islice(self._batches, self.num_steps - self.step)
+        batches = islice(self._batches, self.num_steps - self.step + self.config.pipeline.stale)
         with closing(self.pipeline.steps(batches, schedule=self._set_rates, votes=self.saver.flags)) as steps:
             while self.step < self.num_steps and not (self.best.ends_training or self.saver.stopping):
                 self._record(self._run_step(steps))
@@ -274,6 +277,7 @@ class Trainer:
                 if is_due and self.saver.is_due(self.step, is_best=self.best.step == self.step):
                     with self.clock.stopped():
                         self._save()
+            self.pipeline.carry()
         if self.best.ends_training and self.step < self.num_steps:
             progress.say(f"stopped at step {self.step}: {self.best}")
 
@@ -391,7 +395,9 @@ class Trainer:
         }
         dense = {**dense_tensors(self.model, self.optimizer, self.world), **self.figures.tensors()}
         is_last = self.step == self.num_steps or self.best.ends_training
-        self.saver.save(self.step, embeddings, dense, state, self.best.step, is_last=is_last)
+        answers = self.pipeline.carry()
+        carried = None if answers is None else answers.tensors()
+        self.saver.save(self.step, embeddings, dense, state, self.best.step, is_last=is_last, carried=carried)
 
     def _meet(self, path: Path | None) -> None:
         """Raise MesetaError, on all ranks, where the checkpoint that is to be gone on with is of other data."""
@@ -434,7 +440,9 @@ class Trainer:
             self._stop_reading()
             self.reader.set_state(state["reader"])
             self._trained_to = self.reader.position
-            self._batches = self.reader.epochs(self.config.train.epochs)
+            self._batches = self._begin_to_read()
+        if self.config.pipeline.stale and state["carried"] is not None:
+            self.pipeline.carried = Carried.of_tensors(path, state["carried"], self.model.embeddings)
         set_random_state(state["random"])
         self.figures.set_tensors(state["dense"])
         self.decisions.set_state(state)
@@ -452,6 +460,10 @@ class Trainer:
         if self.best.ends_training:
             return Over(f"stopped early at step {self.step:,}, since {self.best}", "train.early_stopping.patience")
         return None
+
+    def _begin_to_read(self) -> Batches:
+        """The batches of the run; where lookups are one update late, and one more."""
+        return self.reader.epochs(self.config.train.epochs + self.config.pipeline.stale)
 
     def _stop_reading(self) -> None:
         self._batches.close()

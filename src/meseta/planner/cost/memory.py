@@ -52,8 +52,8 @@ class RunBytes:
     dense_bytes: int | None = None
     """Of the dense part on a rank, with gradients and moments; None: every parameter DENSE_COPIES times."""
     step_bytes: int | None = None
-    """Of a micro-batch of a rank forwards and backwards, bags and activations with their gradients, at its peak; None:
-    as the workload says of a sample."""
+    """Of a micro-batch of a rank forwards and backwards, bags and activations with their gradients, at its peak, and of
+    bags that were looked up ahead; None: as the workload says of a sample."""
     evaluation_bytes: int | None = None
     """The same of a rank's batch in an evaluation, which has no way back."""
     eval_batch_size: int | None = None

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from meseta.checkpoint.dense import read_dense
 from meseta.checkpoint.manifest import read_manifest
+from meseta.checkpoint.tensors import read_tensors
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.selection import calibration_shift
@@ -60,7 +60,7 @@ def load_dense_part(path: Path) -> tuple[DensePart, dict[str, Any]]:
     collection = EmbeddingBagCollection(tables, features, seed=config.seed)
     model = make_model(config.model, collection, len(dataset.dense), config.seed, labels=dataset.labels)
     model.to(dtype=collection.dtype)
-    set_dense_part(model, read_dense(path, read_manifest(path)["dense"]))
+    set_dense_part(model, read_tensors(path, read_manifest(path)["dense"]))
     part = DensePart(model, calibration_shift(config.data.negative_keep)).eval()
     return part, _describe(config, dataset, collection)
 

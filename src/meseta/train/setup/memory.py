@@ -17,7 +17,7 @@ from meseta.machine.system import System, free_memory_bytes, read_limits
 from meseta.planner.cost.memory import DENSE_COPIES, PHASES, PROCESS_BYTES, Phase, RunBytes, plan_memory
 from meseta.spec import MesetaError, OptimizerSpec, Plan, TableSpec, Workload
 from meseta.telemetry.shown import byte_size
-from meseta.train.setup.outline import score_bytes, step_bytes
+from meseta.train.setup.outline import answers_bytes, score_bytes, step_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +100,12 @@ def run_bytes(config: RunConfig, dataset: Dataset, outline: nn.Module, num_ranks
     # A window as decoded and as Arrow has it, while the next one is read.
     window_rows = min(config.data.shuffle_window_rows, dataset.num_training_rows)
     ahead = window_rows * 3 + train.batch_size * (1 + config.data.prefetch_batches)
-    if num_ranks > 1 and config.pipeline.overlap != "off":  # the batch whose ids travel ahead, and those that come
+    is_stale, overlaps = bool(config.pipeline.stale), num_ranks > 1 and config.pipeline.overlap != "off"
+    if overlaps or is_stale:  # the batch whose ids travel ahead, and those that come
         ahead += 2 * batch_size
     return RunBytes(
         dense_bytes=dense_part_bytes(config, outline, num_ranks, per_host),
-        step_bytes=step_bytes(outline, part_size, len(dataset.dense)),
+        step_bytes=step_bytes(outline, part_size, len(dataset.dense)) + is_stale * answers_bytes(outline, batch_size),
         evaluation_bytes=score_bytes(outline, -(-train.eval_batch_size // num_ranks), len(dataset.dense)),
         eval_batch_size=train.eval_batch_size,
         num_parts=train.accumulate_steps,

@@ -81,6 +81,11 @@ class _Ledger(TorchDispatchMode):
         return most
 
 
+def answers_bytes(outline: nn.Module, batch_size: int) -> int:
+    """Of the bags of `batch_size` samples."""
+    return batch_size * _columns(outline) * _embeddings(outline).dtype.itemsize
+
+
 def step_bytes(outline: nn.Module, batch_size: int, num_dense: int) -> int:
     """The most bytes that scoring `batch_size` samples and the way back take at once: bags, activations, gradients of
     both, and what products need beside. Parameters and their gradients are counted elsewhere.

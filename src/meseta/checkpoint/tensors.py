@@ -1,4 +1,4 @@
-"""The dense tensors of a model: one safetensors file."""
+"""Named tensors of a checkpoint: a safetensors file for the dense part, and one for answers that it carries."""
 
 from __future__ import annotations
 
@@ -18,25 +18,28 @@ from meseta.spec import MesetaError
 
 DensePath = Literal["dense.safetensors"]
 DENSE_PATH: DensePath = "dense.safetensors"
+CarriedPath = Literal["carried.safetensors"]
+CARRIED_PATH: CarriedPath = "carried.safetensors"
 _HEADER_BYTES = 16 << 20
 """The most for names, types and shapes: the library takes memory many times their text."""
 
 
-def write_dense(root: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Write and fsync; returns the entry in the manifest. Raises MesetaError, for example on a full disk."""
+def write_tensors(root: Path, name: DensePath | CarriedPath, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Write and fsync the file of this name; returns its entry in the manifest. Raises MesetaError, for example on a
+    full disk."""
     # The format refuses tensors that share memory; a clone of each has its own.
-    own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    path = root / DENSE_PATH
+    own = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
+    path = root / name
     try:
         save_file(own, path)
         sync(path)
         num_bytes = path.stat().st_size
     except (SafetensorError, OSError) as error:
         raise MesetaError(f"checkpoint file {str(path)!r} cannot be written ({error}); make room there") from None
-    return {"path": DENSE_PATH, "num_bytes": num_bytes, "checksum": digest.of_tensors(own)}
+    return {"path": name, "num_bytes": num_bytes, "checksum": digest.of_tensors(own)}
 
 
-def read_dense(root: Path, entry: Mapping[str, Any]) -> dict[str, Tensor]:
+def read_tensors(root: Path, entry: Mapping[str, Any]) -> dict[str, Tensor]:
     """Tensors by name, on the CPU; raises MesetaError when the file is missing, truncated or has other content."""
     path = file_of(root, entry)
     try:

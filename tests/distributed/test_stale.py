@@ -1,0 +1,211 @@
+"""Lookups one update late: against a plain loop that keeps the former rows, over ranks, and over checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from meseta.comm import World
+from meseta.data.batch import Batch
+from meseta.pipeline import Pipeline
+from meseta.pipeline.micro_batches import split_batch
+from meseta.spec import MesetaError
+from meseta.spec.stages import OVERLAPS, Overlap
+from meseta.storage import ROW
+from sampling import product, sample
+from small_run import final_checksum, metrics, settings, train, without_times
+
+from .pool import RankPool
+from .test_overlap import PRECISIONS, SIZES, checksum, make_model, slices
+from .test_training import MIXED, WIDE, message_of, train_on, train_until
+
+Ranks = Callable[[int], RankPool]
+CASES = product(size=[2, 4, 8], exchange=["flat", "two_level"], precision=[*PRECISIONS], accumulate_steps=[1, 3])
+
+
+def make(exchange: str, precision: str) -> tuple[Any, World]:
+    return make_model(exchange, PRECISIONS[precision])  # type: ignore[arg-type]
+
+
+def make_pipeline(model: Any, world: World, accumulate_steps: int, *, overlap: Any = (), stale: bool) -> Pipeline:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    pipeline = Pipeline(model, optimizer, world, accumulate_steps=accumulate_steps, overlap=overlap)
+    pipeline.stale = stale
+    return pipeline
+
+
+def train_late(exchange: str, precision: str, accumulate_steps: int, overlap: tuple[Overlap, ...]) -> Any:
+    """Checksum and losses; run on every rank."""
+    model, world = make(exchange, precision)
+    pipeline = make_pipeline(model, world, accumulate_steps, overlap=overlap, stale=True)
+    return [step.loss for step in pipeline.steps(slices(world, SIZES))], checksum(model)
+
+
+def train_plainly(exchange: str, precision: str, accumulate_steps: int) -> Any:
+    """The same by a loop without look-ahead: each batch is scored on what a second model looks up, which holds the rows
+    of one update before."""
+    model, world = make(exchange, precision)
+    former, _ = make(exchange, precision)
+    pipeline, score = make_pipeline(model, world, accumulate_steps, stale=False), model.score
+    parts: Iterator[Batch]
+
+    def score_late(dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+        pooled.data.copy_(former.embeddings(next(parts).sparse).pooled.values.detach())
+        return score(dense, pooled)  # type: ignore[no-any-return]
+
+    model.score, losses = score_late, []
+    for batch in slices(world, SIZES):
+        parts = iter(split_batch(batch, accumulate_steps))
+        rows = [shard.read(0, shard.shard.num_rows) for shard in model.embeddings.shards]
+        rows = [{name: value.clone() for name, value in one.items()} for one in rows]
+        losses.append(pipeline(batch).loss)
+        for shard, one in zip(former.embeddings.shards, rows, strict=True):
+            shard.write(0, {ROW: one[ROW].numpy()})
+    return losses, checksum(model)
+
+
+def test_one_process_looks_up_one_update_late() -> None:
+    expected = train_plainly("flat", "fp32", 1)
+    assert train_late("flat", "fp32", 1, ()) == expected
+    model, world = make("flat", "fp32")
+    plain = make_pipeline(model, world, 1, stale=False)
+    fresh = [step.loss for step in plain.steps(slices(world, SIZES))]
+    assert fresh[:1] == expected[0][:1] and fresh[2:] != expected[0][2:]  # the first has no update before it
+
+
+@pytest.mark.parametrize("case", sample(CASES, 3, seed=18))
+def test_ranks_look_up_one_update_late(ranks: Ranks, case: dict[str, Any]) -> None:
+    """What travels when is another matter: nothing of it changes a bit."""
+    size, run = case["size"], (case["exchange"], case["precision"], case["accumulate_steps"])
+    plain = ranks(size).run(train_plainly, *run)
+    for overlap in ((), ("answers", "agree"), OVERLAPS):
+        assert ranks(size).run(train_late, *run, overlap) == plain, overlap
+
+
+def leave_and_go_on(overlap: tuple[Overlap, ...]) -> Any:
+    """Two loops over the batches, with what the first has looked up."""
+    model, world = make("two_level", "paper")
+    pipeline, batches = make_pipeline(model, world, 2, overlap=overlap, stale=True), [*slices(world, SIZES)]
+    losses = []
+    with closing(pipeline.steps(iter(batches))) as steps:
+        losses += [next(steps).loss for _ in range(3)]
+        pipeline.carry()
+    losses += [step.loss for step in pipeline.steps(iter(batches[3:]))]
+    return losses, checksum(model)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_loop_goes_on_with_the_answers_of_the_one_before(ranks: Ranks, size: int) -> None:
+    expected = ranks(size).run(train_late, "two_level", "paper", 2, ())
+    assert ranks(size).run(leave_and_go_on, ()) == expected
+    assert ranks(size).run(leave_and_go_on, OVERLAPS) == expected
+
+
+def give_other_batch() -> str:
+    """On rank 0 alone the batch that comes is another one than was looked up."""
+    model, world = make("flat", "fp32")
+    pipeline, batches = make_pipeline(model, world, 1, stale=True), [*slices(world, SIZES)]
+    with closing(pipeline.steps(iter(batches))) as steps:
+        next(steps)
+        pipeline.carry()
+    if world.rank == 0:
+        batches[1].sparse.values[0] = (batches[1].sparse.values[0] + 1) % 6
+    return message_of(lambda: [*pipeline.steps(iter(batches[1:]))])
+
+
+def test_answers_for_another_batch_are_refused_on_all_ranks(ranks: Ranks) -> None:
+    [first, second] = ranks(2).run(give_other_batch)
+    assert (
+        first == second and "another one than that whose answers were carried" in first and "pipeline.stale=0" in first
+    )
+
+
+# Runs
+
+COMMON = {
+    **WIDE,
+    "train__epochs": 2,
+    "checkpoint__every_steps": 3,
+    "checkpoint__keep_last": 9,
+    "pipeline__stale": 1,
+}
+
+
+def manifest(run_dir: Path, step: int) -> dict[str, Any]:
+    path = run_dir / "checkpoints" / f"step-{step:09}" / "manifest.json"
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document
+
+
+@pytest.mark.parametrize(("size", "when"), [(1, 11), (2, 16)])
+def test_a_run_cut_off_goes_on_to_the_bit(ranks: Ranks, tiny: Path, tmp_path: Path, size: int, when: int) -> None:
+    common = {**COMMON, "plan": MIXED if size > 1 else "auto"}
+    train_on(ranks, size, settings(tiny, tmp_path / "whole", **common))
+    if size == 1:
+        train_until(settings(tiny, tmp_path / "cut", **common), when)
+    else:
+        ranks(size).run(train_until, settings(tiny, tmp_path / "cut", **common), when)
+    train_on(ranks, size, settings(tiny, tmp_path / "cut", **common))
+    assert without_times(metrics(tmp_path / "cut")) == without_times(metrics(tmp_path / "whole"))
+    assert final_checksum(tmp_path / "cut") == final_checksum(tmp_path / "whole")
+    for step in (6, 9, 15):
+        mine, other = (manifest(tmp_path / name, step) for name in ("cut", "whole"))
+        assert mine["carried"] == other["carried"] and mine["format"] == "meseta.checkpoint/2"
+        assert mine["features"] == ["carried"]
+
+
+def test_a_run_that_ends_and_is_given_more_steps_is_one_that_never_ended(tiny: Path, tmp_path: Path) -> None:
+    """By steps in the middle of an epoch, and by a whole epoch."""
+    train(settings(tiny, tmp_path / "whole", **COMMON))
+    for limit in ({"train__max_steps": 7}, {"train__epochs": 1}, {}):
+        train(settings(tiny, tmp_path / "more", **{**COMMON, **limit}))
+    assert final_checksum(tmp_path / "more") == final_checksum(tmp_path / "whole")
+
+
+def test_another_number_of_ranks_takes_what_was_carried(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    """In float64, where sums over other ranks differ by less than a lookup that sees one more update."""
+    common = {**COMMON, "embedding__dtype": "float64", "train__log_every_steps": 1}
+    train(settings(tiny, tmp_path / "alone", **common))
+    train_on(ranks, 4, settings(tiny, tmp_path / "moved", **common, plan=MIXED, train__max_steps=9))
+    train_on(ranks, 2, settings(tiny, tmp_path / "moved", **common, plan={"tables": {"*": "row_wise"}}))
+    [mine, other] = ([line["loss"] for line in metrics(tmp_path / n) if "loss" in line] for n in ("moved", "alone"))
+    assert mine == pytest.approx(other, abs=1e-9)
+    [moved, alone] = (
+        load_file(tmp_path / name / "checkpoints" / f"step-{12:09}" / "carried.safetensors")
+        for name in ("moved", "alone")
+    )
+    assert torch.equal(moved["ids"], alone["ids"])
+    torch.testing.assert_close(moved["pooled"], alone["pooled"], rtol=0, atol=1e-9)
+
+
+def test_a_run_of_fresh_lookups_is_written_as_ever(tiny: Path, tmp_path: Path) -> None:
+    """And leaves alone what a checkpoint carries, where stale was turned off."""
+    train(settings(tiny, tmp_path / "run", **{**COMMON, "train__max_steps": 6}))
+    train(settings(tiny, tmp_path / "run", **{**COMMON, "pipeline__stale": 0}))
+    assert manifest(tmp_path / "run", 9)["format"] == "meseta.checkpoint/1"
+    assert manifest(tmp_path / "run", 9).keys() & {"carried", "features"} == set()
+    assert not (tmp_path / "run/checkpoints" / f"step-{9:09}" / "carried.safetensors").exists()
+
+
+def test_what_carries_nothing_that_can_be_used_is_refused(tiny: Path, tmp_path: Path) -> None:
+    from meseta.checkpoint import digest
+
+    document = settings(tiny, tmp_path / "run", **{**COMMON, "train__max_steps": 6})
+    train(document)
+    folder = tmp_path / "run/checkpoints" / f"step-{6:09}"
+    tensors = {**load_file(folder / "carried.safetensors"), "pooled": torch.zeros(3, 2)}
+    save_file(tensors, folder / "carried.safetensors")
+    written = manifest(tmp_path / "run", 6)
+    size = (folder / "carried.safetensors").stat().st_size
+    written["carried"] |= {"num_bytes": size, "checksum": digest.of_tensors(tensors)}
+    written["manifest_checksum"] = digest.of_manifest(written)
+    (folder / "manifest.json").write_text(json.dumps(written))
+    with pytest.raises(MesetaError, match=r"it carries pooled embeddings \[3, 2\].*must be \[B, 128\]"):
+        train({**document, "train": {**document["train"], "max_steps": 8}})
