@@ -36,23 +36,23 @@ MOST_TRIES = 20
 
 
 @pytest.fixture(scope="session")
-def whole(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Callable[[int], Path]:
-    """`whole(2)`: the folder of a run on so many ranks that nothing disturbed. torchrun starts it, and `--nproc` what
-    is compared with it: both give the same run."""
-    runs: dict[int, Path] = {}
+def whole(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Callable[..., Path]:
+    """`whole(2)`, `whole(2, stale=1)`: the folder of a run on so many ranks that nothing disturbed. torchrun starts it,
+    and `--nproc` what is compared with it: both give the same run."""
+    runs: dict[tuple[int, int], Path] = {}
 
-    def get(size: int) -> Path:
-        if size not in runs:
-            folder = tmp_path_factory.mktemp(f"whole-{size}")
-            document = settings(tiny, folder / "run", **COMMON)
+    def get(size: int, stale: int = 0) -> Path:
+        if (size, stale) not in runs:
+            folder = tmp_path_factory.mktemp(f"whole-{size}-{stale}")
+            document = settings(tiny, folder / "run", **COMMON, pipeline__stale=stale)
             if size == 1:
                 train(document)
             else:
                 config = write_config(folder / "c.yaml", document)
                 torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size))
                 Command(folder, "train", config, launcher=torchrun).succeed()
-            runs[size] = folder
-        return runs[size]
+            runs[size, stale] = folder
+        return runs[size, stale]
 
     return get
 
@@ -160,11 +160,11 @@ def kill_run(folder: Path, arguments: tuple[object, ...], moment: str, draw: ran
     raise AssertionError(f"the run was over before it was killed, {MOST_TRIES} times")
 
 
-def killed_and_gone_on(folder: Path, tiny: Path, size: int, moments: list[str], seed: int) -> Path:
+def killed_and_gone_on(folder: Path, tiny: Path, size: int, moments: list[str], seed: int, **options: object) -> Path:
     """The run directory of a run that was killed, all its processes at once, at each of `moments`."""
     draw = random.Random(seed)
     run_dir = folder / "run"
-    config = write_config(folder / "c.yaml", settings(tiny, run_dir, **COMMON))
+    config = write_config(folder / "c.yaml", settings(tiny, run_dir, **COMMON, **options))
     for number, moment in enumerate(moments):
         kill_run(folder / str(number), (config, "--nproc", size), moment, draw)
     Command(folder / "last", "train", config, "--nproc", size).succeed()
@@ -191,6 +191,20 @@ def test_a_hundred_kills(
     check_equal_data(prepared_under_kills(tmp_path, raw, 2, draw), raw / "whole")
     moments = [draw.choice(["start-up", "training", "saving", "evaluating"]) for _ in range(5)]
     check_equal(killed_and_gone_on(tmp_path, tiny, size, moments, seed=seed), whole(size) / "run")
+
+
+@pytest.mark.parametrize(
+    ("size", "seed"),
+    [(2, 0), *(pytest.param(size, seed, marks=pytest.mark.soak) for size in (2, 4) for seed in range(1, 4))],
+)
+def test_killed_with_answers_in_flight(
+    whole: Callable[..., Path], tiny: Path, tmp_path: Path, size: int, seed: int
+) -> None:
+    """All that can travel ahead does, answers among it: 6 x 5 kills, and one more."""
+    draw = random.Random(f"ahead/{size}/{seed}")
+    moments = [draw.choice(["start-up", "training", "saving", "evaluating"]) for _ in range(5 if seed else 1)]
+    run_dir = killed_and_gone_on(tmp_path, tiny, size, moments, seed=seed, pipeline__stale=1)
+    check_equal(run_dir, whole(size, stale=1) / "run")
 
 
 def test_killed_while_preparing(raw: Path, tmp_path: Path) -> None:

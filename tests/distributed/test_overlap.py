@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import meseta
-from meseta.comm import World
+from meseta.comm import World, dense
 from meseta.data.batch import Batch
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.jagged import KeyedJaggedTensor
@@ -94,9 +94,15 @@ def make_pipeline(model: Any, world: World, overlap: tuple[Overlap, ...], accumu
 def train(
     exchange: Literal["flat", "two_level"], comm: Communication, accumulate_steps: int, overlap: tuple[Overlap, ...]
 ) -> tuple[int, list[float], list[tuple[float, ...]]]:
-    """Checksum, losses and votes of a few steps, with rates that change; run on every rank."""
+    """Checksum, losses and votes of a few steps, with rates that change, and dense sums in several buckets; run on
+    every rank."""
     model, world = make_model(exchange, comm)
     pipeline = make_pipeline(model, world, overlap, accumulate_steps)
+    with small_buckets(model):
+        return steps_of(pipeline, world)
+
+
+def steps_of(pipeline: Pipeline, world: World) -> tuple[int, list[float], list[tuple[float, ...]]]:
     rates = iter(range(1, 1 + len(SIZES)))
 
     def schedule() -> float:
@@ -106,7 +112,18 @@ def train(
 
     steps = list(pipeline.steps(slices(world, SIZES), schedule=schedule, votes=lambda: (1.0, float(world.rank))))
     assert [step.num_samples for step in steps] == SIZES
-    return checksum(model), [step.loss for step in steps], [step.votes for step in steps]
+    return checksum(pipeline.model), [step.loss for step in steps], [step.votes for step in steps]
+
+
+@contextmanager
+def small_buckets(model: Any) -> Iterator[None]:
+    """While the sums of dense gradients are cut in two: the top MLP, and the rest."""
+    whole, dense.BUCKET_BYTES = dense.BUCKET_BYTES, 2048
+    try:
+        _ = model.dense_gradients._buckets
+        yield
+    finally:
+        dense.BUCKET_BYTES = whole
 
 
 PRECISIONS = {
@@ -129,6 +146,32 @@ def test_no_overlap_changes_a_bit(ranks: Ranks, case: dict[str, Any]) -> None:
     assert off[0][2] == [(float(size), sum(range(size)))] * len(SIZES)
     for overlap in (*((name,) for name in OVERLAPS), MIXED, OVERLAPS):
         assert ranks(size).run(train, *run, overlap) == off, overlap
+
+
+def begun_in_backward(overlap: tuple[Overlap, ...]) -> list[str]:
+    """What happens in a step: a gradient comes to the first layer, the sum of so many numbers is begun."""
+    model, world = make_model("flat", Communication())
+    pipeline, events, start = make_pipeline(model, world, overlap), list[str](), World.start_all_reduce
+    first = next(iter(model.bottom_mlp.parameters()))
+    first.register_post_accumulate_grad_hook(lambda p: events.append("gradient of the first layer"))
+
+    def note(self: World, tensor: Any, *arguments: Any, **options: Any) -> Any:
+        events.extend(["sum"] if arguments[0] == "dense" else [])
+        return start(self, tensor, *arguments, **options)
+
+    World.start_all_reduce = note  # type: ignore[method-assign]
+    try:
+        with small_buckets(model):
+            [*_] = pipeline.steps(slices(world, SIZES[:1]))
+    finally:
+        World.start_all_reduce = start  # type: ignore[method-assign]
+    return events
+
+
+def test_dense_sums_begin_inside_the_backward_pass(ranks: Ranks) -> None:
+    for events in ranks(2).run(begun_in_backward, OVERLAPS):
+        assert events == ["sum", "gradient of the first layer", "sum"]
+    assert ranks(2).run(begun_in_backward, ()) == [["gradient of the first layer", "sum"]] * 2
 
 
 def leave_early(overlap: tuple[Overlap, ...]) -> tuple[int, int]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
 from typing import Protocol, runtime_checkable
 from weakref import WeakMethod
 
@@ -12,7 +15,10 @@ from torch import Tensor, nn
 from meseta.comm.coding import SumCoding, whole_blocks
 from meseta.comm.world import Pending, World
 from meseta.ops.memory import empty
-from meseta.spec import MesetaError
+from meseta.spec import COLUMN_BLOCK, MesetaError
+
+BUCKET_BYTES = 2**20
+"""What is worth an exchange of its own: 1 MiB takes 0.1 ms at 10 GB/s, some times as long as its messages wait."""
 
 
 @runtime_checkable  # beartype asks for it where the tests check every call
@@ -20,7 +26,7 @@ class BackwardPasses(Protocol):
     """What is known of the backward pass that runs."""
 
     kept_dense: list[Tensor]
-    """What earlier passes of its step have left to be added over ranks; dropped with the step."""
+    """What earlier passes of its step have left to be added over ranks, by bucket; dropped with the step."""
 
     @property
     def local_share(self) -> float:
@@ -33,6 +39,14 @@ class BackwardPasses(Protocol):
 
 class DenseGradients:
     """Adds dense gradients over ranks at the end of a backward pass: of each, or of the last of a step.
+
+    Where sums go on behind the pass they begin inside it, in buckets: autograd comes to the last parameters first, and
+    a bucket is on its way when it has all of its gradients and those before it are. With two buckets
+
+        parameters     | bottom MLP       | top MLP          |
+        buffers        | bucket 1 | counts |   | bucket 0     |     begun when the pass ends; in its middle
+
+    no number of the sum is another: each is added by itself, in blocks of its own where it is encoded.
 
     DistributedDataParallel rebuilds its buckets after the first step, so a resumed run sums in another order and
     differs in its last bits. Here the buffer holds the parameters in the order given, for ever, followed by one
@@ -61,10 +75,16 @@ class DenseGradients:
         self._sizes = sizes if make_coding is None else [whole_blocks(size) for size in sizes]
         if make_coding is not None and torch.float64 in dtypes:
             raise MesetaError("comm: dense parameters of float64 travel as they are; leave comm.dense at 'fp32'")
+        self._places: dict[Tensor, int] = {parameter: place for place, parameter in enumerate(self.parameters)}
         self._backward = -1
         self.lasts = False
-        """Whether sums go on behind the backward pass, until `finish`."""
-        self._pending: Pending | None = None
+        """Whether sums go on behind the backward pass, until `finish`; to be set before the first."""
+        self._missing: list[set[int]] = []
+        """Places of gradients that each bucket still waits for, in the pass that runs."""
+        self._pending: list[Pending] = []
+        """Of each bucket that is on its way."""
+        self._has_gradient: list[bool] = []
+        """Of each parameter whose bucket has been filled."""
         if world.size > 1:
             on_gradient = WeakMethod(self._on_gradient)
 
@@ -79,44 +99,91 @@ class DenseGradients:
         # Told apart by the number of the pass, since one that raised never came to `_reduce`.
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
-            self._backward = backward
+            self._backward, self._pending = backward, []
+            self._missing = [set(bucket) for bucket in self._buckets]
+            self._has_gradient = [False] * len(self.parameters)
             torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
+        place = self._places[parameter]
+        index = next(i for i, bucket in enumerate(self._buckets) if place in bucket)
+        if index < len(self._pending):
+            raise MesetaError(
+                f"a backward pass came twice to dense parameter {place} {list(parameter.shape)}, whose gradient is on "
+                "its way to other ranks; run the passes through it one by one, or set pipeline.overlap without dense"
+            )
+        self._missing[index].discard(place)
+        if not self.passes.is_part:
+            while len(self._pending) < len(self._buckets) - 1 and not self._missing[len(self._pending)]:
+                self._begin(len(self._pending))
+
+    @cached_property
+    def _buckets(self) -> list[range]:
+        """Places of parameters, those that come first in a backward pass before others; the last one has what is
+        left."""
+        bounds, num_bytes = [len(self.parameters)], 0
+        for place in reversed(range(1, len(self.parameters) if self.lasts else 0)):
+            num_bytes += self._sizes[place] * self.parameters[0].element_size()
+            if num_bytes >= BUCKET_BYTES:
+                bounds.append(place)
+                num_bytes = 0
+        return [range(a, b) for b, a in pairwise([*bounds, 0])]
 
     def _reduce(self) -> None:
-        """[every gradient | one count per parameter]: kept, or summed over ranks."""
-        buffer, kept = self._weighted(), self.passes.kept_dense
-        if kept:
-            buffer += kept.pop()
-        for parameter in self.parameters:
-            parameter.grad = None
+        """[gradients | in the last bucket, one count per parameter], each bucket: kept, or summed over ranks."""
         if self.passes.is_part:
-            kept.append(buffer)
+            buffers = [self._weighted(index) for index in range(len(self._buckets))]
+            self.passes.kept_dense[:] = buffers
             return
-        coding = None if self._make_coding is None else self._make_coding(sum(self._sizes))
-        self._pending = self.world.start_all_reduce(buffer, "dense", coding, by_itself=self.lasts)
+        for index in range(len(self._pending), len(self._buckets)):
+            self._begin(index)
+        self.passes.kept_dense.clear()
         if not self.lasts:
             self.finish()
 
-    def finish(self) -> None:
-        """Wait for the sum that was begun last, and give each parameter its gradient; nothing where none is open."""
-        if self._pending is None:
-            return
-        pending, self._pending = self._pending, None
-        *slots, counts = pending.wait().split([*self._sizes, len(self._sizes)])
-        for parameter, slot, count in zip(self.parameters, slots, counts.tolist(), strict=True):
-            if count:
-                parameter.grad = slot[: parameter.numel()].view_as(parameter)
+    def _begin(self, index: int) -> None:
+        """Begin the sum of a bucket."""
+        buffer, bucket, coding = self._weighted(index), self._buckets[index], None
+        if self._make_coding is not None:
+            num_coded = sum(self._sizes[place] for place in bucket)
+            coding = self._make_coding(num_coded)
+            first = sum(self._sizes[: bucket.start]) // COLUMN_BLOCK
+            blocks = torch.arange(first, first + num_coded // COLUMN_BLOCK, device=buffer.device)
+            coding = replace(coding, block_numbers=blocks) if len(self._buckets) > 1 else coding
+        self._pending.append(self.world.start_all_reduce(buffer, "dense", coding, by_itself=self.lasts))
 
-    def _weighted(self) -> Tensor:
-        """What this rank gives: gradients times what its samples weigh, and a 1 for each that there is."""
-        first, share = self.parameters[0], self.passes.local_share
-        buffer = empty((sum(self._sizes) + len(self._sizes),), first.dtype, first.device)
-        *slots, counts = buffer.split([*self._sizes, len(self._sizes)])
-        for parameter, slot in zip(self.parameters, slots, strict=True):
+    def finish(self) -> None:
+        """Wait for the sums that were begun last, and give each parameter its gradient; nothing where none is open."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        sums = [of_bucket.wait() for of_bucket in pending]
+        counts = sums[-1][-len(self.parameters) :].tolist()
+        for bucket, total in zip(self._buckets, sums, strict=True):
+            slots = total[: sum(self._sizes[place] for place in bucket)].split([self._sizes[place] for place in bucket])
+            for place, slot in zip(bucket, slots, strict=True):
+                parameter = self.parameters[place]
+                if counts[place]:
+                    parameter.grad = slot[: parameter.numel()].view_as(parameter)
+
+    def _weighted(self, index: int) -> Tensor:
+        """What this rank gives to a bucket, which its parameters no longer hold: gradients times what its samples
+        weigh, and at the end of the last bucket a 1 for each that there is; with what earlier passes of the step left.
+        """
+        first, share, kept = self.parameters[0], self.passes.local_share, self.passes.kept_dense
+        bucket, is_last = self._buckets[index], index == len(self._buckets) - 1
+        sizes = [self._sizes[place] for place in bucket]
+        num_counts = len(self.parameters) if is_last else 0
+        buffer = empty((sum(sizes) + num_counts,), first.dtype, first.device)
+        for place, slot in zip(bucket, buffer[: sum(sizes)].split(sizes), strict=True):
+            parameter = self.parameters[place]
             if parameter.grad is None or share == 0:  # The mean over a rank without samples is NaN; it weighs nothing.
                 slot.zero_()
             else:
                 torch.mul(parameter.grad.reshape(-1), share, out=slot[: parameter.numel()])
                 slot[parameter.numel() :].zero_()
-        counts.copy_(torch.tensor([float(p.grad is not None) for p in self.parameters]))
+            self._has_gradient[place] = parameter.grad is not None
+            parameter.grad = None
+        if is_last:
+            buffer[sum(sizes) :].copy_(torch.tensor([float(there) for there in self._has_gradient]))
+        if kept:
+            buffer += kept[index]
         return buffer
