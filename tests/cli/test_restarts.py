@@ -39,7 +39,9 @@ def step_of(path: Path) -> int:
 
 
 def copied_at(run_dir: Path, out: Path, step: int) -> Path:
-    """The folder of a run as it was when it had a checkpoint of this step and no later one."""
+    """The folder of a run as it was when it had a checkpoint of this step and no later one; at step 0 none at all."""
+    if not step:
+        return out
     shutil.copytree(run_dir, out)
     for path in (out / "checkpoints").glob("step-*"):
         if step_of(path) > step:
@@ -71,9 +73,9 @@ def lose_ranks(folder: Path, tiny: Path, seed: int) -> None:
     command.succeed()
     assert command.members() == []
     restarts = [RESTART.fullmatch(line) for line in command.err.read_text().splitlines() if line.startswith("note: ra")]
-    (_, *one), (_, *two) = [[own[0], own[2], own[3], int(own[4])] for own in restarts if own]
-    assert one[:2] == ["1", "3"] and two[:2] == ["2", "1"] and 0 < one[2] < two[2]
-    assert f"going on from step {one[2]}," in command.err.read_text()
+    one, two = [(own[2], own[3], int(own[4] or 0)) for own in restarts if own]
+    assert one[:2] == ("1", "3") and two[:2] == ("2", "1") and one[2] < two[2]
+    assert (f"going on from step {one[2]}," in command.err.read_text()) == (one[2] > 0)  # else nothing was saved yet
 
     by_hand = copied_at(run_dir, folder / "three", one[2])
     Command(folder / "by-hand", "train", config, f"run_dir={by_hand}", "--nproc", 3).succeed()
