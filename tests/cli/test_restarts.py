@@ -59,43 +59,48 @@ def kill(command: Command, shown_step: int, ranks: Sequence[int], later_s: float
         os.kill(of[rank], signal.SIGKILL)
 
 
-def lose_ranks(folder: Path, tiny: Path, seed: int) -> None:
-    """Four ranks, of which one is killed at a random step, and two of the three that are left at a later one: the bits
-    of the two resumed runs that do so by hand."""
+def lose_ranks(folder: Path, tiny: Path, seed: int, least_ranks: int) -> None:
+    """Four ranks, of which one is killed at a random step, and two of those that go on at a later one: the bits of
+    resuming so by hand, each time from the same checkpoint on the same number of ranks."""
     draw = random.Random(seed)
     first, second = draw.randrange(4, 25, 4), draw.randrange(32, 57, 4)
     run_dir = folder / "run"
     config = write_config(folder / "c.yaml", settings(tiny, run_dir, **COMMON))
-    command = Command(folder / "itself", "train", config, "--nproc", 4, "--restarts", 2, "--min-nproc", 1)
+    fewer = ("--restarts", 2, "--min-nproc", least_ranks)
+    command = Command(folder / "itself", "train", config, "--nproc", 4, *fewer)
     kill(command, first, [draw.randrange(4)], draw.uniform(0, 0.03))
     command.until(lambda: "restart 1 of 2" in command.err.read_text(), "a restart")
     kill(command, second, [0, 2], draw.uniform(0, 0.03))
     command.succeed()
     assert command.members() == []
     restarts = [RESTART.fullmatch(line) for line in command.err.read_text().splitlines() if line.startswith("note: ra")]
-    one, two = [(own[2], own[3], int(own[4] or 0)) for own in restarts if own]
-    assert one[:2] == ("1", "3") and two[:2] == ("2", "1") and one[2] < two[2]
-    assert (f"going on from step {one[2]}," in command.err.read_text()) == (one[2] > 0)  # else nothing was saved yet
+    one, two = [(int(own[3]), int(own[4] or 0)) for own in restarts if own]
+    assert [one[0], two[0]] == [max(3, least_ranks), max(1, least_ranks)] and one[1] < two[1]
+    assert (f"going on from step {one[1]}," in command.err.read_text()) == (one[1] > 0)  # else nothing was saved yet
 
-    by_hand = copied_at(run_dir, folder / "three", one[2])
-    Command(folder / "by-hand", "train", config, f"run_dir={by_hand}", "--nproc", 3).succeed()
-    at_second = f"checkpoints/step-{two[2]:09d}"
+    by_hand = copied_at(run_dir, folder / "one", one[1])
+    Command(folder / "by-hand-1", "train", config, f"run_dir={by_hand}", "--nproc", one[0]).succeed()
+    at_second = f"checkpoints/step-{two[1]:09d}"
     assert checkpoint.verify(by_hand / at_second) == checkpoint.verify(run_dir / at_second)
-    on_one = copied_at(by_hand, folder / "one", two[2])
-    train(settings(tiny, on_one, **COMMON))
-    assert final_checksum(on_one) == final_checksum(run_dir)
-    assert without_times(metrics(on_one)) == without_times(metrics(run_dir))
+    again = copied_at(by_hand, folder / "two", two[1])
+    if two[0] == 1:
+        train(settings(tiny, again, **COMMON))
+    else:
+        Command(folder / "by-hand-2", "train", config, f"run_dir={again}", "--nproc", two[0]).succeed()
+    assert final_checksum(again) == final_checksum(run_dir)
+    assert without_times(metrics(again)) == without_times(metrics(run_dir))
     assert step_of(checkpoint.latest(run_dir / "checkpoints") or Path()) == NUM_STEPS
 
 
 def test_a_run_goes_on_on_the_ranks_that_are_left(tiny: Path, tmp_path: Path) -> None:
-    lose_ranks(tmp_path, tiny, 18)
+    lose_ranks(tmp_path, tiny, seed=18, least_ranks=1)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("seed", range(10))
-def test_runs_that_lose_ranks_at_random_steps(tiny: Path, tmp_path: Path, seed: int) -> None:
-    lose_ranks(tmp_path, tiny, seed)
+@pytest.mark.parametrize("least_ranks", [1, 3, 4])
+@pytest.mark.parametrize("seed", range(5))
+def test_runs_that_lose_ranks_at_random_steps(tiny: Path, tmp_path: Path, seed: int, least_ranks: int) -> None:
+    lose_ranks(tmp_path, tiny, seed, least_ranks)
 
 
 @pytest.fixture
