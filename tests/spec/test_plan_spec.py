@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meseta.spec import MesetaError, Plan, Shard, ShardingType, TablePlan, TableSpec
+from meseta.spec.plan_document import why_not_on
 from meseta.spec.shards import cut
 
 USER = TableSpec(name="user", num_embeddings=10, embedding_dim=40)
@@ -327,3 +328,29 @@ def test_plans_built_in_python_are_checked() -> None:
         with pytest.raises(MesetaError) as caught:
             make()
         assert words in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"tables": {"*": "row_wise"}},
+        {"num_ranks": 4, "tables": {"*": "row_wise"}},
+        {"devices_per_host": 2, "tables": {"*": "row_wise"}},
+        {"tables": {"*": "row_wise", "t": {"sharding": "table_wise", "ranks": 2}}},
+        {"tables": {"*": "row_wise", "t": {"sharding": "table_wise", "ranks": [1]}}},
+        {"tables": {"*": {"sharding": "row_wise", "ranks": [0, 3]}}},
+        {"tables": {"t": {"sharding": "row_wise", "shards": [
+            {"rows": [0, 5], "columns": [0, 16], "ranks": [0]}, {"rows": [5, 10], "columns": [0, 16], "ranks": [1]}
+        ]}, "u": "table_wise"}},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_what_keeps_a_plan_from_a_number_of_ranks(document: Any, num_ranks: int) -> None:
+    """Told without the tables; as the plan itself is refused with them."""
+    tables = [TableSpec(name=name, num_embeddings=10, embedding_dim=16) for name in "tu"]
+    try:
+        Plan.from_dict(document, tables, num_ranks)
+    except MesetaError:
+        assert why_not_on(document, num_ranks) is not None
+    else:
+        assert why_not_on(document, num_ranks) is None

@@ -44,7 +44,7 @@ PARTS = {
     "distributed": Part("everything else on several ranks", ("tests/distributed",)),
     "kill": Part(
         "`kill -9` at random moments of preparing, starting, training, saving and evaluating, then to the end",
-        ("tests/cli/test_kill.py", "tests/data/test_resume_prepare.py"),
+        ("tests/cli/test_kill.py", "tests/cli/test_restarts.py", "tests/data/test_resume_prepare.py"),
     ),
     "configs": Part("5,000 spoiled configs and overrides", ("tests/bad_input/test_fuzz_config.py",)),
     "files": Part("spoiled and hostile data, plans, checkpoints and runs, through every command", ("tests/bad_input",)),

@@ -8,6 +8,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -17,7 +19,8 @@ from meseta.cli.forked import start_command
 from meseta.errors import MesetaError
 from meseta.machine.processes import STOPPING
 from meseta.machine.ranks import is_launched
-from meseta.machine.rendezvous import Rendezvous
+from meseta.machine.rendezvous import VARIABLE, Rendezvous
+from meseta.machine.variables import variables
 
 STOP_S = 10
 """Seconds that ranks have to leave by themselves before they are killed."""
@@ -42,6 +45,11 @@ _LOSSES = (
 def is_loss_of_peer(error: RuntimeError) -> bool:
     """Whether a collective failed because another rank has gone; torch has no class of its own for that."""
     return is_launched() and any(text in str(error) for text in _LOSSES)
+
+
+def is_rank() -> bool:
+    """Whether `run_attempt` has started this process, be it as the only rank."""
+    return VARIABLE in variables
 
 
 def way_on() -> str:
@@ -73,6 +81,24 @@ class StopSignals:
             self.again = True
 
 
+@dataclass(frozen=True)
+class Ended:
+    """How a command on several ranks ended."""
+
+    code: int
+    """For the shell."""
+    loss: str = ""
+    """In words, where a rank was lost: by a signal that nobody sent to the command, or by its connection."""
+    killed: tuple[int, ...] = ()
+    """Ranks that such signals have ended."""
+
+    def tell(self, when: str = "") -> int:
+        """Say of a loss what nobody has said yet; returns the code."""
+        if self.loss:
+            print(f"error: {self.loss}{when}; all ranks are stopped{way_on()}", file=sys.stderr)
+        return self.code
+
+
 def run_ranks(arguments: Sequence[str], num_ranks: int) -> int:
     """Run `meseta ARGUMENTS` on `num_ranks` ranks and return the exit code.
 
@@ -80,37 +106,49 @@ def run_ranks(arguments: Sequence[str], num_ranks: int) -> int:
     named with its last words. SIGTERM and Ctrl-C reach the ranks as SIGTERM and are waited for: training saves a
     checkpoint first; a second one ends all at once. Under torchrun, which starts ranks itself, this is not used.
     """
+    signals = StopSignals()
+    signals.install()
+    return run_attempt(arguments, num_ranks, signals).tell()
+
+
+def run_attempt(arguments: Sequence[str], num_ranks: int, signals: StopSignals) -> Ended:
+    """The same, told `signals` that come meanwhile; what is left to be said of a loss is not said yet."""
     if num_ranks < 1:
         raise MesetaError(f"--nproc must be at least 1, got {num_ranks}")
-    errors: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(num_ranks)]  # noqa: SIM115 (they outlive this line)
-    signals = StopSignals()
+    with ExitStack() as files:
+        errors = [files.enter_context(tempfile.TemporaryFile()) for _ in range(num_ranks)]
+        return _attempt(arguments, errors, signals)
+
+
+def _attempt(arguments: Sequence[str], errors: Sequence[IO[bytes]], signals: StopSignals) -> Ended:
+    """The same on a rank for each of `errors`, where all but rank 0 write what they say."""
     ranks: list[BaseProcess] = []
     try:
-        signals.install()
         _start(ranks, arguments, errors)
         blamed = _wait(ranks, signals)
+        killed = tuple(rank for rank, process in enumerate(ranks) if (process.exitcode or 0) < 0)
     finally:
         _stop(ranks)
     if blamed is None:
-        return 0
+        return Ended(0)
     code = ranks[blamed].exitcode or 0
     # Outside of training a rank leaves by the signal itself, whoever has sent it.
     number = signal.SIGTERM if signals.number is None and code == -signal.SIGTERM else signals.number
     if number is not None and (code in (LOST_CONNECTION, 128 + signal.SIGTERM) or code < 0):
         if code != 128 + signal.SIGTERM:  # such a rank has told where it saved
             print(f"interrupted{way_on()}", file=sys.stderr)
-        return 128 + number
+        return Ended(128 + number)
     if code < 0:
-        name = signal.Signals(-code).name
-        print(f"error: rank {blamed} was killed by {name}; all ranks are stopped{way_on()}", file=sys.stderr)
-    elif code == LOST_CONNECTION:
-        text = f"error: rank {blamed} lost its connection to the other ranks; all ranks are stopped{way_on()}"
-        print(text, file=sys.stderr)
-    elif blamed != 0:
+        # Others that abort were waiting for one that died.
+        killed = tuple(r for r in killed if r == blamed or ranks[r].exitcode != -signal.SIGABRT)
+        return Ended(1, f"rank {blamed} was killed by {signal.Signals(-code).name}", killed)
+    if code == LOST_CONNECTION:
+        return Ended(code, f"rank {blamed} lost its connection to the other ranks")
+    if blamed != 0:
         errors[blamed].seek(0)
         sys.stderr.buffer.write(errors[blamed].read()[-20_000:])
         sys.stderr.flush()
-    return code if code > 0 else 1
+    return Ended(code)
 
 
 def _start(ranks: list[BaseProcess], arguments: Sequence[str], errors: Sequence[IO[bytes]]) -> None:

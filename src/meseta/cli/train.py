@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meseta.cli.figures import figures
-from meseta.cli.launch import run_ranks
+from meseta.cli.launch import is_rank, run_ranks
 from meseta.cli.prepare import (
     BadRows,
     Dense,
@@ -33,6 +33,7 @@ from meseta.cli.prepare import (
     column_options,
 )
 from meseta.cli.prepare import run as prepare
+from meseta.cli.restarts import Restarts, run_with_restarts
 from meseta.errors import MesetaError
 from meseta.machine.ranks import is_first, is_launched
 
@@ -82,6 +83,10 @@ def train(
     bad_rows: BadRows = "error",
     max_bad_rows: MaxBadRows = None,
     nproc: Annotated[int, typer.Option(help="Ranks on this machine. torchrun works too.")] = 1,
+    restarts: Annotated[int, typer.Option(help="Go on by itself so often where ranks of --nproc are lost.")] = 0,
+    min_nproc: Annotated[
+        int | None, typer.Option(help="Go on without the ranks that were killed, on so many at least; else on all.")
+    ] = None,
     no_test: _NoTest = False,
     force: _Force = False,
 ) -> None:
@@ -104,8 +109,8 @@ def train(
     )
     _choose_folders(document, data or [], said)
     settings = check_document(document, config)
-    if nproc != 1 and not is_launched():
-        sys.exit(run_ranks(sys.argv[1:], nproc))
+    if not is_rank():
+        _launch(nproc, restarts, min_nproc, settings)
     tried_on = None
     if data:
         from meseta.data import PrepareOptions
@@ -113,6 +118,20 @@ def train(
         tried_on = _fill(document, PrepareOptions(sources=data, out=settings.data.dir, force=force, **said))
         settings = check_document(document, config)
     _run(settings, with_test=not no_test, anew=force, tried_on=tried_on)
+
+
+def _launch(nproc: int, restarts: int, min_nproc: int | None, settings: RunConfig) -> None:
+    """Be the launcher of this command's ranks, where it has several or is started again; comes back where it has
+    not."""
+    if is_launched():
+        if restarts or min_nproc is not None:
+            raise MesetaError("--restarts and --min-nproc are for --nproc; torchrun has --max-restarts and --nnodes")
+        return
+    how = Restarts.of(restarts, min_nproc, nproc, settings)
+    if how.most:
+        sys.exit(run_with_restarts(sys.argv[1:], nproc, how, settings))
+    if nproc != 1:
+        sys.exit(run_ranks(sys.argv[1:], nproc))
 
 
 def _fill(document: dict[str, Any], options: PrepareOptions) -> Dataset | None:

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from meseta.comm import BatchSlice, Totals, World
 from meseta.embedding.accumulate import GradientSegment
 from meseta.embedding.feature_group import group_features
-from meseta.embedding.flight import Flight, GroupPart, IdsOutside, Timer, at_once, no_timer
+from meseta.embedding.flight import Flight, GroupPart, IdsOutside, RanOut, Timer, at_once, no_timer
 from meseta.jagged import Embeddings, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meseta.jagged.shapes import Int
 from meseta.ops.id_policy import CheckedIds
@@ -128,12 +128,12 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
         return self.finish(self.exchange(self.start(sparse)) if isinstance(sparse, KeyedJaggedTensor) else sparse)
 
     @abstractmethod
-    def _begin(self, flight: Flight[GroupPart], kjt: KeyedJaggedTensor | Exception) -> None:
+    def _begin(self, flight: Flight[GroupPart], kjt: KeyedJaggedTensor | RanOut | Exception) -> None:
         """Give a batch its parts."""
 
     def start(
         self,
-        kjt: KeyedJaggedTensor | Exception,
+        kjt: KeyedJaggedTensor | RanOut | Exception,
         *,
         step: int | None = None,
         lr_factor: float | None = None,
@@ -145,8 +145,9 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
         """Check the ids, begin to send their counts to the owners of rows. No host sync, unless ids are dropped.
 
         `kjt` may be what kept this rank from having a batch: in one process it is raised here, else by `exchange`, on
-        all ranks and as a MesetaError. The options are those of Flight; what is not given follows from the collection
-        when it is needed. `outside` counts the ids outside their table of this batch instead of the collection.
+        all ranks and as a MesetaError; or that there is none any more, which all ranks know from `exchange` on. The
+        options are those of Flight; what is not given follows from the collection when it is needed. `outside` counts
+        the ids outside their table of this batch instead of the collection.
         """
         flight: Flight[GroupPart] = Flight(
             number=self._num_started,
@@ -332,6 +333,12 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
     def check_ids(self, kjt: KeyedJaggedTensor) -> list[CheckedIds]:
         """Select each group's features, check weights, and apply the id policies."""
         return [group.check_ids(kjt) for group in self.groups]
+
+    def _no_samples(self, device: torch.device) -> KeyedJaggedTensor:
+        """Ids of all features, of no sample."""
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        weights = nothing.to(self.dtype) if any(group.is_weighted for group in self.groups) else None
+        return KeyedJaggedTensor(tuple(feature.name for feature in self.features), nothing, nothing, weights)
 
     def count_outside(self, checked: Sequence[CheckedIds]) -> Int[Tensor, " F"]:
         """Ids outside their table, per feature in the order of the collection."""

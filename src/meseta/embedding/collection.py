@@ -14,7 +14,7 @@ from meseta.comm import Totals, World
 from meseta.embedding.accumulate import GradientSegment, join_passes, local_segment
 from meseta.embedding.base import Collection, UpdateInBackward
 from meseta.embedding.feature_group import FeatureGroup
-from meseta.embedding.flight import Flight
+from meseta.embedding.flight import Flight, RanOut
 from meseta.embedding.update import group_shards, step_shards
 from meseta.embedding.wire import GradientDraw, Wire, gradient_exponent
 from meseta.jagged import Embeddings, KeyedJaggedTensor
@@ -182,9 +182,11 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
         """B_local / B_global of the batch in hand."""
         return 1.0
 
-    def _begin(self, flight: Flight[CheckedIds], kjt: KeyedJaggedTensor | Exception) -> None:
+    def _begin(self, flight: Flight[CheckedIds], kjt: KeyedJaggedTensor | RanOut | Exception) -> None:
         if isinstance(kjt, Exception):
             raise kjt
+        if isinstance(kjt, RanOut):
+            flight.ran_out, kjt = {0: kjt}, self._no_samples(self.device)
         flight.parts = tuple(self.check_ids(kjt))
         flight.num_outside = self.count_outside(flight.parts)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meseta.comm import Pending, Totals
+from meseta.embedding.flight import RanOut
 from meseta.embedding.routes import Routing, Side, Slot
 from meseta.jagged import KeyedJaggedTensor
 from meseta.jagged.shapes import Int
@@ -101,6 +102,8 @@ class Exchanged:
     """Samples of each rank; their sum is the global batch, or a micro-batch of it."""
     totals: tuple[Totals, ...]
     """Of the samples of each rank in the global batch."""
+    ran_out: Mapping[int, RanOut]
+    """Ranks that have no batch left."""
     ids_on: RouteCounts
     """Ids on each route."""
     rows_on: RouteCounts

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 from meseta.comm import BatchSlice, Totals
 from meseta.jagged.shapes import Int
 from meseta.spec import MesetaError
 from meseta.spec.stages import StageName
-from meseta.spec.transfer import MARKS
+from meseta.spec.transfer import MARKS, RAN_OUT, CountsHeader
 from meseta.storage import Lease
 
 FlightStage = Literal["started", "exchanged", "looked up", "finished", "used", "dropped"]
@@ -51,6 +52,34 @@ class IdsOutside:
         self.counts = counts if self.counts is None else self.counts + counts
 
 
+UNEVEN = ("error", "join", "drop")
+"""What may come of a loop whose ranks run out of batches unevenly: it ends with an error, goes on without the samples
+of those that have none, or ends for all."""
+
+
+@dataclass(frozen=True)
+class RanOut:
+    """Stands for the ids of a rank that has no batch left: it takes part without samples, and tells so with its
+    counts."""
+
+    num_batches: int
+    """Those that it has had."""
+    uneven: str
+
+    def told(self, device: torch.device) -> Int[Tensor, " 3"]:
+        """[feature, sample, id] of its header."""
+        return torch.tensor([RAN_OUT, UNEVEN.index(self.uneven), self.num_batches], device=device)
+
+    @staticmethod
+    def of(headers: Sequence[CountsHeader]) -> dict[int, RanOut]:
+        """By rank: those that have none left."""
+        return {
+            rank: RanOut(header.id, UNEVEN[header.sample])
+            for rank, header in enumerate(headers)
+            if header.feature == RAN_OUT
+        }
+
+
 GroupPart = TypeVar("GroupPart")
 
 
@@ -79,6 +108,8 @@ class Flight(Generic[GroupPart]):
     """Of its first sample among these."""
     whole: Totals | None = None
     """Of the global batch; None until it is exchanged."""
+    ran_out: Mapping[int, RanOut] = field(default_factory=dict)
+    """By rank: those that have no batch left; of all ranks once it is exchanged."""
     is_part: bool | None = None
     """Whether its gradients are kept for the last part of the same global batch; None: whether its backward pass runs
     in `accumulating`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import torch
@@ -15,7 +15,7 @@ from meseta.embedding.accumulate import GradientSegment, join_passes
 from meseta.embedding.base import Collection, UpdateInBackward
 from meseta.embedding.collection import EmbeddingBagCollection
 from meseta.embedding.exchange import Exchanged, OwnedIds, Started
-from meseta.embedding.flight import Flight, Timer
+from meseta.embedding.flight import Flight, RanOut, Timer
 from meseta.embedding.gradients import SentGradients, gather_column_stats
 from meseta.embedding.replicas import Replicas
 from meseta.embedding.sharded_lookup import Answers, ShardedLookup
@@ -131,15 +131,18 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         self._fused = group_shards(self.shards, rows, places)
         """Shards that need nothing from other ranks."""
 
-    def _begin(self, flight: Flight[Leg], kjt: KeyedJaggedTensor | Exception) -> None:
+    def _begin(self, flight: Flight[Leg], kjt: KeyedJaggedTensor | RanOut | Exception) -> None:
         """Sort the ids by owner, begin the exchange of counts. No host sync, unless ids are dropped."""
         checked: Sequence[CheckedIds | MesetaError]
         try:
             if isinstance(kjt, Exception):
                 raise kjt if isinstance(kjt, MesetaError) else MesetaError(repr(kjt))
-            self._refuse(kjt)
-            checked = accepted = self.check_ids(kjt)
+            ids = self._no_samples(self.world.device) if isinstance(kjt, RanOut) else kjt
+            self._refuse(ids)
+            checked = accepted = self.check_ids(ids)
             flight.num_outside = self.count_outside(accepted)
+            if isinstance(kjt, RanOut):
+                checked = [replace(own, first_error=kjt.told(self.world.device)) for own in accepted]
         except MesetaError as error:  # Raised here alone, it would leave the other ranks waiting.
             checked = [error] * len(self.lookups)
         size = 0 if isinstance(checked[0], MesetaError) else checked[0].kjt.batch_size
@@ -172,7 +175,9 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
             for leg in flight.parts:
                 leg.exchanged = leg.lookup.exchange(leg.started)
                 del leg.started
-            flight.whole = Totals.over_ranks(flight.parts[0].exchanged.totals, self.world.ranks_per_host)
+            exchanged = flight.parts[0].exchanged
+            flight.whole = Totals.over_ranks(exchanged.totals, self.world.ranks_per_host)
+            flight.ran_out = exchanged.ran_out
         return flight
 
     def drop(self, flight: Flight[Leg]) -> None:

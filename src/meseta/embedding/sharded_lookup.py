@@ -23,6 +23,7 @@ from meseta.embedding.exchange import (
     unpack,
 )
 from meseta.embedding.feature_group import FeatureGroup
+from meseta.embedding.flight import RanOut
 from meseta.embedding.gradients import SentGradients, receive_gradients, rows_of_range
 from meseta.embedding.relay import FromHosts, Rows, give_to_twins
 from meseta.embedding.routes import Route, Side, make_routing
@@ -156,6 +157,7 @@ class ShardedLookup:
             distinct=x.distinct,
             batch_sizes=batch_sizes,
             totals=tuple(Totals(h.slice_size, h.num_padding, h.weight) for h in counts.headers),
+            ran_out=RanOut.of(counts.headers),
             ids_on=counts.ids_on,
             rows_on=counts.rows_on,
             range_counts=counts.range_counts,

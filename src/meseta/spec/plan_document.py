@@ -72,6 +72,32 @@ def read_written_plan(document: Mapping[Any, Any]) -> tuple[Plan, tuple[TableSpe
     return read_plan(document, specs, num_ranks), specs
 
 
+def why_not_on(document: Mapping[Any, Any], num_ranks: int) -> str | None:
+    """What keeps a plan, as people write it, from so many ranks, whatever its tables are; None where nothing does."""
+    fixed, per_host = document.get("num_ranks", num_ranks), document.get("devices_per_host")
+    if fixed != num_ranks:
+        return f"is for {fixed} ranks"
+    if isinstance(per_host, int) and per_host > 0 and num_ranks % per_host:
+        return f"is for hosts of {per_host} ranks"
+    entries = document.get("tables")
+    for name, entry in entries.items() if isinstance(entries, Mapping) else ():
+        far = [rank for rank in _named_ranks(entry) if rank >= num_ranks]
+        if far:
+            return f"places table {name!r} on rank {far[0]}"
+    return None
+
+
+def _named_ranks(entry: Any) -> list[int]:
+    """Ranks that the entry of a table names, itself or in its shards."""
+    if not isinstance(entry, Mapping):
+        return []
+    shards, ranks = entry.get("shards"), entry.get("ranks")
+    named = [rank for rank in (ranks if isinstance(ranks, list | tuple) else [ranks]) if isinstance(rank, int)]
+    for shard in shards if isinstance(shards, list | tuple) else ():
+        named += _named_ranks(shard)
+    return named
+
+
 def _spec(name: str, entry: object) -> TableSpec:
     """Rows and columns of a table, from its shards."""
     try:

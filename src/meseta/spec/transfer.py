@@ -117,11 +117,12 @@ class CountsHeader(NamedTuple):
     weight_bits: int
     """Sum of the weights of these, a float64 as the 64 bits that it is; see `float_bits`."""
     feature: int
-    """Index of the feature of the first refused id; -1 where none is, REFUSED where the batch is, as a whole."""
+    """Index of the feature of the first refused id; -1 where none is, REFUSED where the batch is, as a whole, RAN_OUT
+    where there is none any more."""
     sample: int
-    """Of the first refused id, on this rank."""
+    """Of the first refused id, on this rank; or what is to come of a loop whose ranks run out unevenly."""
     id: int
-    """The first refused id."""
+    """The first refused id; or the batches that the rank has had."""
 
     @property
     def batch_size(self) -> int:
@@ -153,8 +154,8 @@ MARKS = 2**15
 """The mark of a batch is its number below this, and as many times its step."""
 HEADER = len(CountsHeader._fields)
 """Numbers before the counts of the routes."""
-REFUSED = -2
-"""Stands for the feature where a batch was refused as a whole."""
+REFUSED, RAN_OUT = -2, -3
+"""Stand for the feature where a batch was refused as a whole, and where a rank has no batch left."""
 
 
 @dataclass(frozen=True)

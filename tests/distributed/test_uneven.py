@@ -1,0 +1,292 @@
+"""Loops of one's own whose ranks run out of batches unevenly: what each sample and each rank comes to."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import redirect_stderr
+from dataclasses import dataclass, field
+from itertools import cycle, repeat
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+import meseta
+from meseta.comm import World
+from meseta.data.batch import Batch, Position
+from meseta.embedding import EmbeddingBagCollection, shard
+from meseta.embedding.flight import UNEVEN
+from meseta.jagged import JaggedTensor, KeyedJaggedTensor
+from meseta.models import DLRM, MLPOptions
+from meseta.pipeline import uneven as uneven_module
+from meseta.pipeline.uneven import without_samples
+from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, Plan, TableSpec
+
+from .pool import RankPool
+from .scenario import random_ids, samples_of
+from .test_overlap import checksum
+
+Ranks = Callable[[int], RankPool]
+ROWS = {"copied": 6, "columns": 11, "rows": 40}
+SCHEMES = ("data_parallel", "column_wise", "row_wise")
+WIDTH = 32
+SLICES = {2: ((5, 3, 2, 4), (6, 1)), 4: ((2, 3), (4, 0, 1, 3), (5,), (1, 2, 3))}
+"""By number of ranks, of each rank: samples of its batches."""
+EVEN = {2: ((5, 3), (6, 1)), 4: ((2,), (4,), (5,), (1,))}
+"""Of these, those that every rank has."""
+Slices = tuple[tuple[int, ...], ...]
+
+
+def make_model(world: World) -> Any:
+    spec = OptimizerSpec(name="rowwise_adagrad", lr=0.05)
+    tables = [TableSpec(name=n, num_embeddings=rows, embedding_dim=WIDTH, optimizer=spec) for n, rows in ROWS.items()]
+    features = [FeatureSpec(name=n, table=n, weighted=n == "rows") for n in ROWS]
+    model = DLRM(
+        EmbeddingBagCollection(tables, features, seed=3),
+        num_dense=4,
+        bottom_mlp=(8, WIDTH),
+        top_mlp=(16, 8),
+        options=MLPOptions(dropout=0.3, batch_norm=True, seed=5),
+        seed=1,
+    )
+    if world.size == 1:
+        return model
+    document = {"devices_per_host": 2, "exchange": "two_level", "tables": dict(zip(ROWS, SCHEMES, strict=True))}
+    return shard(model, Plan.from_dict(document, tables, world.size), world=world)
+
+
+def global_batch(number: int, slices: Slices) -> tuple[Batch, list[int]]:
+    """Batch `number` of all ranks that have one, and where the samples of each begin in it."""
+    sizes = [own[number] if number < len(own) else 0 for own in slices]
+    draw, size = np.random.default_rng(number), sum(sizes)
+    ids, lengths = random_ids(draw, ROWS, size)
+    sparse = KeyedJaggedTensor(tuple(ROWS), ids, lengths, torch.from_numpy(draw.random(len(ids)).astype(np.float32)))
+    dense = torch.from_numpy(draw.normal(size=(size, 4)).astype(np.float32))
+    label = torch.from_numpy(draw.integers(0, 2, size).astype(np.float32))
+    return Batch(dense=dense, sparse=sparse, label=label), [0, *np.cumsum(sizes).tolist()]
+
+
+def batches_of(rank: int, slices: Slices, num_batches: int) -> Iterator[Batch]:
+    """The slices of one rank, empty where it has none."""
+    for number in range(num_batches):
+        whole, firsts = global_batch(number, slices)
+        mine = slice(firsts[rank], firsts[rank + 1])
+        yield Batch(dense=whole.dense[mine], sparse=samples_of(whole.sparse, mine), label=whole.label[mine])
+
+
+def train(model: Any, batches: Iterable[Any]) -> list[int]:
+    """Samples of each batch that came."""
+    optimizer, sizes = torch.optim.SGD(model.parameters(), lr=0.05), []
+    for batch in batches:
+        loss = binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.label)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        sizes.append(batch.batch_size)
+    return sizes
+
+
+def ahead_of(slices: Slices, uneven: str, epochs: int = 1) -> tuple[int, list[int], str]:
+    """Checksum, sizes of the batches of this rank, and what was said, after loops of these slices."""
+    world, said = World.current(), io.StringIO()
+    model, sizes = make_model(world), []
+    with redirect_stderr(said):
+        for _ in range(epochs):
+            mine = batches_of(world.rank, slices, len(slices[world.rank]))
+            sizes += train(model, meseta.ahead(mine, model, uneven=uneven))
+    return checksum(model), sizes, said.getvalue()
+
+
+def by_hand(slices: Slices, epochs: int = 1) -> tuple[int, list[int], str]:
+    """The same with empty slices given by hand, and nothing ahead."""
+    world = World.current()
+    model, most = make_model(world), max(map(len, slices))
+    sizes = [train(model, batches_of(world.rank, slices, most)) for _ in range(epochs)]
+    return checksum(model), [size for own in sizes for size in own], ""
+
+
+def learned(model: Any) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
+
+
+def learned_ahead(slices: Slices) -> list[torch.Tensor]:
+    model = make_model(World.current())
+    rank = World.current().rank
+    train(model, meseta.ahead(batches_of(rank, slices, len(slices[rank])), model, uneven="join"))
+    return learned(model)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_have_run_out_join_with_empty_slices(ranks: Ranks, size: int) -> None:
+    """Two loops one after the other: nothing of the first is left open."""
+    slices = SLICES[size]
+    for rank, (ahead, plain) in enumerate(
+        zip(ranks(size).run(ahead_of, slices, "join", 2), ranks(size).run(by_hand, slices, 2), strict=True)
+    ):
+        assert ahead == plain
+        own = [*slices[rank], *[0] * (max(map(len, slices)) - len(slices[rank]))]
+        assert ahead[1] == 2 * own
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_join_is_one_process_that_trains_each_sample_once(ranks: Ranks, size: int) -> None:
+    slices, model = SLICES[size], make_model(World.single())
+    whole = [global_batch(number, slices)[0] for number in range(max(map(len, slices)))]
+    assert train(model, whole) == [batch.batch_size for batch in whole]
+    for found in ranks(size).run(learned_ahead, slices):
+        for tensor, expected in zip(found, learned(model), strict=True):
+            torch.testing.assert_close(tensor, expected)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_drop_ends_all_with_the_shortest_and_says_what_is_left(ranks: Ranks, size: int) -> None:
+    found = ranks(size).run(ahead_of, SLICES[size], "drop")
+    assert [own[:2] for own in found] == [own[:2] for own in ranks(size).run(ahead_of, EVEN[size], "error")]
+    told = {
+        2: "rank 1 has run out after 2 batches, and the loop ends there; 2 batches of others are left untrained "
+        "(rank 0: 2)",
+        4: "rank 2 has run out after 1 batch, and the loop ends there; 6 batches of others are left untrained "
+        "(rank 0: 1, rank 1: 3, rank 3: 2)",
+    }
+    assert [text for *_, text in found] == [f"note: meseta.ahead: {told[size]}\n", *[""] * (size - 1)]
+
+
+def endless() -> str:
+    """What is said where rank 1 has batches without end."""
+    world, said, before = World.current(), io.StringIO(), uneven_module.COUNT_S
+    model, [batch] = make_model(world), batches_of(world.rank, ((2,), (2,)), 1)
+    uneven_module.COUNT_S = 0.01
+    try:
+        with redirect_stderr(said):
+            train(model, meseta.ahead(repeat(batch, 3) if world.rank == 0 else cycle([batch]), model, uneven="drop"))
+    finally:
+        uneven_module.COUNT_S = before
+    return said.getvalue()
+
+
+def test_batches_without_end_are_counted_for_a_moment(ranks: Ranks) -> None:
+    told = ranks(2).run(endless)[0]
+    assert "rank 0 has run out after 3 batches, and the loop ends there; at least " in told
+    assert "(rank 1: at least " in told
+
+
+def refused(slices: Slices, ways: tuple[str, ...]) -> tuple[int, str]:
+    """Batches that came before an error, and the error."""
+    world = World.current()
+    model, came = make_model(world), 0
+    mine = batches_of(world.rank, slices, len(slices[world.rank]))
+    with pytest.raises(MesetaError) as caught:
+        for batch in meseta.ahead(mine, model, uneven=ways[world.rank]):
+            came += 1
+            model(batch.dense, batch.sparse).sum().backward()
+    return came, str(caught.value)
+
+
+def test_error_names_the_first_that_ran_out(ranks: Ranks) -> None:
+    told = (
+        "meseta.ahead: rank 2 has run out after 1 batch, and not all ranks have; give each as many, or say "
+        "uneven='join', to train what the others have too, or uneven='drop'"
+    )
+    assert ranks(4).run(refused, SLICES[4], ("error",) * 4) == [(1, told)] * 4
+
+
+def test_a_rank_without_any_batch_cannot_join(ranks: Ranks) -> None:
+    told = (
+        "meseta.ahead: rank 1 has no batch at all, so that none without samples can be made like its last one; give it "
+        "one, which may be empty, or say uneven='drop'"
+    )
+    assert ranks(2).run(refused, ((2, 2), ()), ("join",) * 2) == [(0, told)] * 2
+    assert [sizes for _, sizes, _ in ranks(2).run(ahead_of, ((), ()), "join")] == [[], []]
+    assert [sizes for _, sizes, _ in ranks(2).run(ahead_of, ((2,), ()), "drop")] == [[], []]
+
+
+def test_ranks_that_mean_different_ends_are_told(ranks: Ranks) -> None:
+    for came, text in ranks(2).run(refused, ((2,), (2,)), ("join", "drop")):
+        assert came == 1 and text.startswith("meseta.ahead: uneven is '") and text.endswith("give all ranks the same")
+
+
+def passed_over(how: str) -> tuple[int, str, bool]:
+    """Batches that came, the error, and whether the next step of all ranks works."""
+    world = World.current()
+    model, came, slices = make_model(world), 0, ((2,) * 4, (3,) * 4)
+    loop = meseta.ahead(batches_of(world.rank, slices[: world.size] or slices, 4), model)
+    text = "nothing"
+    try:
+        for batch in loop:
+            came += 1
+            if came == 2:
+                model.embeddings.look_up(batch.sparse)
+                if how == "left":
+                    break
+                continue
+            model(batch.dense, batch.sparse).sum().backward()
+    except MesetaError as error:
+        text = str(error)
+    loop.close()
+    return came, text, train(model, batches_of(world.rank, slices, 2)) == [(2, 3)[world.rank]] * 2
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_batch_that_was_looked_up_and_passed_over_is_named(ranks: Ranks, size: int) -> None:
+    told = (
+        "meseta.ahead: batch 1, counted from 0, was looked up and then passed over, so that the next one has not "
+        "begun; give what look_up has returned to model.embeddings(...), pass batches over before it, and let errors "
+        "end the loop"
+    )
+    assert ranks(size).run(passed_over, "passed over") == [(2, told, True)] * size
+    assert ranks(size).run(passed_over, "left") == [(2, "nothing", True)] * size
+
+
+@pytest.mark.parametrize("uneven", UNEVEN)
+def test_one_process_ends_with_its_batches(uneven: str) -> None:
+    plain, ahead = make_model(World.single()), make_model(World.single())
+    slices = ((3, 0, 2),)
+    assert train(plain, batches_of(0, slices, 3)) == [3, 0, 2]
+    assert train(ahead, meseta.ahead(batches_of(0, slices, 3), ahead, uneven=uneven)) == [3, 0, 2]
+    assert checksum(ahead) == checksum(plain)
+    assert train(ahead, meseta.ahead([], ahead, uneven=uneven)) == []
+
+
+def test_an_unknown_end_is_refused() -> None:
+    model: Any = make_model(World.single())
+    with pytest.raises(MesetaError, match=r"meseta\.ahead: uneven 'joined' is unknown; did you mean 'join'"):
+        next(meseta.ahead([], model, uneven="joined"))
+
+
+class Pair(NamedTuple):
+    one: torch.Tensor
+    other: str
+
+
+class Slotted:
+    __slots__ = ("sparse", "x")
+
+
+@dataclass
+class OwnBatch:
+    sparse: KeyedJaggedTensor
+    x: torch.Tensor
+    parts: dict[str, Any] = field(default_factory=dict)
+
+
+def test_a_batch_without_samples_is_like_the_one_it_is_made_of() -> None:
+    sparse = KeyedJaggedTensor(("a", "b"), torch.arange(3), torch.tensor([1, 1, 1, 0]))
+    parts = {"pair": Pair(torch.ones(2, 5), "name"), "list": [torch.ones(2)], "of all": torch.ones(3), "number": 4}
+    parts |= {"bags": JaggedTensor(torch.ones(3, 2), torch.tensor([1, 2])), "ids": sparse, "scalar": torch.tensor(2)}
+    batch = OwnBatch(sparse, torch.ones(2, 7, dtype=torch.int32), parts)
+    empty = without_samples(batch, sparse.batch_sizes)
+    assert empty.x.shape == (0, 7) and empty.x.dtype == torch.int32 and batch.x.shape == (2, 7)
+    assert empty.parts["pair"].one.shape == (0, 5) and empty.parts["pair"].other == "name"
+    assert empty.parts["list"][0].shape == (0,) and empty.parts["of all"].shape == (3,) and empty.parts["number"] == 4
+    assert empty.parts["bags"].values.shape == (0, 2) and empty.parts["bags"].lengths.shape == (0,)
+    assert empty.parts["ids"].keys == ("a", "b") and empty.parts["ids"].batch_size == 0
+    assert empty.parts["scalar"] == 2
+    slotted = Slotted()
+    slotted.x = torch.ones(2, 3)
+    assert without_samples(slotted, (2,)).x.shape == (0, 3)
+    of_reader = Batch(torch.ones(2, 1), sparse, torch.ones(2), num_padding=1, position=Position(0, 7))
+    last = without_samples(of_reader, sparse.batch_sizes)
+    assert (last.batch_size, last.num_padding, last.position) == (0, 0, Position(0, 7))
