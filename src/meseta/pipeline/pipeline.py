@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,7 +25,7 @@ from meseta.pipeline.micro_batches import split_batch
 from meseta.pipeline.model import Model
 from meseta.spec import MesetaError
 from meseta.spec.stages import Overlap
-from meseta.telemetry.span import StageTimes
+from meseta.telemetry.span import DeviceClock, StageTimes
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Pipeline:
         self.clip = clip
         self.accumulate_steps = accumulate_steps
         self.overlap = frozenset(overlap)
-        self.times = StageTimes(torch.cuda.synchronize) if world.device.type == "cuda" else StageTimes()
+        self.times = StageTimes(_device_clock() if world.device.type == "cuda" else None)
         self.batch: Batch | None = None
         """The one that is trained, or was trained last."""
         self._before = before_of(model)
@@ -151,6 +152,7 @@ class Pipeline:
                 returns what multiplies those of tables; None: as their collection says.
             votes: called in each step for what `__call__` takes under this name.
         """
+        self.times.begin_step()
         coming = self._read(batches)
         try:
             while coming is not None:
@@ -159,6 +161,7 @@ class Pipeline:
                     step = self._train(coming, batches, schedule, votes)
                 coming = None  # nothing holds a batch while the next one is waited for
                 yield step
+                self.times.begin_step()
                 del step
                 coming = self._next if "ids" in self.overlap else self._read(batches)
         except GeneratorExit:
@@ -201,7 +204,8 @@ class Pipeline:
             assert error is not None
             coming.parts = [_MicroBatch(None, start(error)) for _ in range(self.accumulate_steps)]
             return
-        parts, totals, place = split_batch(batch, self.accumulate_steps), totals_of(batch), 0
+        with self.times.stage("copy"):
+            parts, totals, place = split_batch(batch, self.accumulate_steps), totals_of(batch), 0
         for index, part in enumerate(parts):
             with self.times.stage("copy"):
                 on_device = part.to(self.world.device, non_blocking=True)
@@ -349,6 +353,11 @@ class Pipeline:
             # weights in the end. Without weights the divisor is the local batch size, to the bit.
             divisor = part.on_device.batch_size * weight / max(num_samples, 1)
             (summed / (divisor or 1.0)).backward()
+
+
+def _device_clock() -> DeviceClock:
+    """Of this rank's GPU."""
+    return DeviceClock(partial(torch.cuda.Event, enable_timing=True), torch.cuda.synchronize)
 
 
 @contextmanager

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from meseta.spec.stages import StageName
+
+Mark = TypeVar("Mark")
+"""A moment, as a clock marks it."""
 
 
 class Span(NamedTuple):
     """One piece of measured time."""
 
-    stage: StageName
+    stage: StageName | Literal["step"]
+    """'step': a whole one, from the moment when it was asked for."""
     step: int
     """Steps that were timed before it."""
     begin_s: float
@@ -28,42 +34,134 @@ class Span(NamedTuple):
         return self.end_s - self.begin_s - self.inside_s
 
 
+class Clock(Protocol[Mark]):
+    """Marks moments now, and tells later when they were."""
+
+    def mark(self) -> Mark:
+        """This moment."""
+
+    def is_known(self, mark: Mark) -> bool:
+        """Whether `seconds` can tell it, and all that were marked before, without waiting."""
+
+    def seconds(self, mark: Mark) -> float:
+        """When it was, on the clock of time.perf_counter()."""
+
+    def wait(self) -> object:
+        """Until all that was marked is known."""
+
+
+class HostClock:
+    """Of a processor, where a stage has ended when its last line has run."""
+
+    def mark(self) -> float:
+        """Now."""
+        return time.perf_counter()
+
+    def is_known(self, mark: float) -> bool:
+        """Always."""
+        return True
+
+    def seconds(self, mark: float) -> float:
+        """Itself."""
+        return mark
+
+    def wait(self) -> None:
+        """Nothing is waited for."""
+
+
+class DeviceClock:
+    """Of a stream of a device, whose work is only begun by the lines of a stage: a mark is an event in the stream, and
+    is read when the device has passed it anyway. Nobody waits in a step, but at the very first mark.
+
+    A stage is as long as its stream took between its two events, so that what a busy device hides takes no time, and a
+    device that stands idle while the host does something counts as that.
+    """
+
+    def __init__(self, new_event: Callable[[], Any], wait: Callable[[], object]) -> None:
+        """`new_event` makes an event as torch.cuda.Event(enable_timing=True) does; `wait` waits for the device."""
+        self._new_event, self.wait = new_event, wait
+        self._last: Any = None
+        self._last_s = 0.0
+
+    def mark(self) -> Any:
+        """An event in the current stream."""
+        if self._last is None:  # an idle stream passes an event at once: so the two clocks are aligned
+            self.wait()
+            self._last = self._new_event()
+            self._last.record()
+            self._last_s = time.perf_counter()
+        event = self._new_event()
+        event.record()
+        return event
+
+    def is_known(self, mark: Any) -> bool:
+        """Whether the device has passed it."""
+        return bool(mark.query())
+
+    def seconds(self, mark: Any) -> float:
+        """By the event that was asked for before: differences between events are in 32 bits, and few seconds fit."""
+        self._last_s += 1e-3 * self._last.elapsed_time(mark)
+        self._last = mark
+        return self._last_s
+
+
+@dataclass(eq=False)
+class _Timed(Generic[Mark]):
+    """A stage, or a step, whose moments are marked."""
+
+    stage: StageName | Literal["step"]
+    begin: Mark
+    end: Mark | None = None
+    inside: list[_Timed[Mark]] = field(default_factory=list)
+
+
 class StageTimes:
     """Seconds by stage, added up over spans since the last `take`. The time of a stage inside another is not the
     other's."""
 
-    def __init__(self, wait: Callable[[], object] = lambda: None) -> None:
-        """`wait` waits for what was begun on a device: a stage ends with it, so stages do not hide in each other."""
-        self.spans: list[Span] = []
-        """Of the step under way, in the order of their ends."""
-        self._wait = wait
+    def __init__(self, clock: Clock[Any] | None = None) -> None:
+        """`clock` is that of what computes; None: of the host."""
+        self._recorded: list[Span] | None = None
+        self._clock: Clock[Any] = HostClock() if clock is None else clock
+        self._ended: deque[_Timed[Any]] = deque()
+        """In the order of their ends; not added up yet."""
+        self._inside: deque[_Timed[Any]] | list[_Timed[Any]] = self._ended
+        """Where a stage goes when it has ended."""
+        self._begin: Any = None
         self._seconds: dict[str, float] = {}
         self._life: dict[str, float] = {}
         self._num_steps = self._num_taken = 0
-        self._inside: list[float] = []
+        self._of_step: list[Span] = []
+        """Stages, in no other, since the step that was added up last."""
 
     @contextmanager
     def stage(self, name: StageName) -> Iterator[None]:
-        """Time a stage; one that raises counts for nothing."""
-        begin_s = time.perf_counter()
-        self._inside.append(0.0)
+        """Time a stage; one that raises counts for nothing, but for what has ended in it."""
+        timed: _Timed[Any] = _Timed(name, self._clock.mark())
+        outer, self._inside = self._inside, timed.inside
         try:
             yield
+        except BaseException:
+            outer.extend(timed.inside)
+            raise
         finally:
-            inside_s = self._inside.pop()
-        self._wait()
-        end_s = time.perf_counter()
-        self.spans.append(Span(name, self._num_steps, begin_s, end_s, inside_s))
-        if self._inside:
-            self._inside[-1] += end_s - begin_s
+            self._inside = outer
+        timed.end = self._clock.mark()
+        outer.append(timed)
+
+    def begin_step(self) -> None:
+        """A step is asked for; what was timed since the end of the one before lies between them."""
+        self._begin = self._clock.mark()
 
     def end_step(self) -> None:
         """One more step is behind us."""
+        end = self._clock.mark()
+        self._ended.append(_Timed("step", end if self._begin is None else self._begin, end))
+        self._begin = None
         self._add_up()
-        self._num_steps += 1
 
     def take(self) -> dict[str, float]:
-        """Mean seconds per step of each stage since the last call."""
+        """Mean seconds per step of each stage since the last call; of a device, over the steps that it has ended."""
         self._add_up()
         num_steps, self._num_taken = self._num_steps - self._num_taken, self._num_steps
         seconds, self._seconds = self._seconds, {}
@@ -75,7 +173,45 @@ class StageTimes:
         """Mean seconds per step of each stage, over all that was taken."""
         return {name: spent_s / max(self._num_taken, 1) for name, spent_s in self._life.items()}
 
+    def record(self) -> None:
+        """Keep spans from now on, until `recorded`."""
+        self._clock.wait()
+        self._add_up()
+        self._recorded = []
+
+    def recorded(self) -> list[Span]:
+        """Those since `record`, stages and steps, what lies in another before it."""
+        self._clock.wait()
+        self._add_up()
+        spans, self._recorded = self._recorded or [], None
+        return spans
+
     def _add_up(self) -> None:
-        for span in self.spans:
-            self._seconds[span.stage] = self._seconds.get(span.stage, 0.0) + span.own_s
-        self.spans.clear()
+        """What is known of all that has ended."""
+        while self._ended and self._clock.is_known(self._ended[0].end):
+            timed = self._ended.popleft()
+            if timed.stage == "step":
+                self._end(timed)
+            else:
+                self._of_step.append(self._add(timed))
+
+    def _add(self, timed: _Timed[Any]) -> Span:
+        """Count a stage, and before it those inside."""
+        begin_s = self._clock.seconds(timed.begin)
+        inside_s = sum(inner.end_s - inner.begin_s for inner in map(self._add, timed.inside))
+        span = Span(timed.stage, self._num_steps, begin_s, self._clock.seconds(timed.end), inside_s)
+        self._seconds[span.stage] = self._seconds.get(span.stage, 0.0) + span.own_s
+        self._keep(span)
+        return span
+
+    def _end(self, timed: _Timed[Any]) -> None:
+        """Count a step."""
+        begin_s, end_s = self._clock.seconds(timed.begin), self._clock.seconds(timed.end)
+        inside_s = sum(span.end_s - span.begin_s for span in self._of_step if span.begin_s >= begin_s)
+        self._keep(Span("step", self._num_steps, begin_s, end_s, inside_s))
+        self._of_step.clear()
+        self._num_steps += 1
+
+    def _keep(self, span: Span) -> None:
+        if self._recorded is not None:
+            self._recorded.append(span)

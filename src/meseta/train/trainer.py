@@ -32,8 +32,10 @@ from meseta.spec import MesetaError
 from meseta.telemetry.lines import EvalLine, Line, TrainLine
 from meseta.telemetry.splits import TEST
 from meseta.telemetry.summary import SUMMARY_NAME, Best, Chosen, RunSummary, TeacherFigures, read_summary
+from meseta.telemetry.timeline import StepRange
 from meseta.train.decisions import Decisions, chosen_by_evaluations, is_evaluation_due
 from meseta.train.evaluate import check_segments, evaluate
+from meseta.train.outside.profile import Profiler, choose_steps
 from meseta.train.outside.tensorboard import TensorBoard
 from meseta.train.progress import TrainProgress
 from meseta.train.resuming import Over, check_best, check_model, meet_changes, meet_layout
@@ -68,10 +70,13 @@ SHOWN_FIGURES = {"auc", "ne", "logloss", "calibration", "num_samples"}
 class Trainer:
     """One run of one config. Every rank builds one and calls `run`."""
 
-    def __init__(self, config: RunConfig, world: World, *, with_test: bool = True) -> None:
+    def __init__(
+        self, config: RunConfig, world: World, *, with_test: bool = True, profile: StepRange | bool = False
+    ) -> None:
         """Open the data, place the tables, take up the newest checkpoint of run_dir if there is one.
 
-        Unless `with_test`, the test split is left alone where the data have a split valid, which then decides.
+        Unless `with_test`, the test split is left alone where the data have a split valid, which then decides. Of some
+        steps, where `profile` says so, a timeline is written.
         Raises MesetaError, on all ranks, for data, plans or checkpoints that do not fit the config, for a new run in
         bfloat16 where that does not pay, and for a run_dir in which another run is at work.
         """
@@ -103,6 +108,8 @@ class Trainer:
             self.world.on_first(self.run_dir.lock)
             self._former_optimizers = self._resume()
             self.num_steps = count_steps(config, self.reader, self.step)
+            profiled = choose_steps(profile, self.step, self.num_steps, self._why_over())
+            self.profiler = Profiler(profiled, self.run_dir, world, self.pipeline.times, self.step)
             self._held = held.pop_all()
         self._logged = (self.step, self.num_samples)
         self.clock.start()
@@ -261,6 +268,9 @@ class Trainer:
         batches = islice(self._batches, self.num_steps - self.step)
         with closing(self.pipeline.steps(batches, schedule=self._set_rates, votes=self.saver.flags)) as steps:
             while self.step < self.num_steps and not (self.best.ends_training or self.saver.stopping):
+                if self.profiler.is_due(self.step):
+                    with self.clock.stopped():
+                        self.profiler.turn(self.step, progress.say)
                 self._record(self._run_step(steps))
                 if self.step % self.config.train.log_every_steps == 0 or self.step == self.num_steps:
                     self._log(progress)
@@ -274,6 +284,8 @@ class Trainer:
                 if is_due and self.saver.is_due(self.step, is_best=self.best.step == self.step):
                     with self.clock.stopped():
                         self._save()
+        with self.clock.stopped():
+            self.profiler.close(self.step, progress.say)
         if self.best.ends_training and self.step < self.num_steps:
             progress.say(f"stopped at step {self.step}: {self.best}")
 
