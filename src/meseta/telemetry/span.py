@@ -123,10 +123,10 @@ class StageTimes:
         """`clock` is that of what computes; None: of the host."""
         self._recorded: list[Span] | None = None
         self._clock: Clock[Any] = HostClock() if clock is None else clock
-        self._ended: deque[_Timed[Any]] = deque()
-        """In the order of their ends; not added up yet."""
-        self._inside: deque[_Timed[Any]] | list[_Timed[Any]] = self._ended
-        """Where a stage goes when it has ended."""
+        self._ended: deque[list[_Timed[Any]]] = deque()
+        """What is not added up yet: of each step what lies in no other stage, in the order of their ends, then it."""
+        self._inside: list[_Timed[Any]] = []
+        """Where a stage goes when it has ended: of the stage, or the step, under way."""
         self._begin: Any = None
         self._seconds: dict[str, float] = {}
         self._life: dict[str, float] = {}
@@ -156,13 +156,15 @@ class StageTimes:
     def end_step(self) -> None:
         """One more step is behind us."""
         end = self._clock.mark()
-        self._ended.append(_Timed("step", end if self._begin is None else self._begin, end))
-        self._begin = None
+        self._inside.append(_Timed("step", end if self._begin is None else self._begin, end))
+        self._ended.append(self._inside)
+        self._inside, self._begin = [], None
         self._add_up()
 
     def take(self) -> dict[str, float]:
-        """Mean seconds per step of each stage since the last call; of a device, over the steps that it has ended."""
-        self._add_up()
+        """Mean seconds per step of each stage since the last call; of a device, over the steps that it has ended. To be
+        called between steps."""
+        self._add_up_rest()
         num_steps, self._num_taken = self._num_steps - self._num_taken, self._num_steps
         seconds, self._seconds = self._seconds, {}
         for name, spent_s in seconds.items():
@@ -174,26 +176,33 @@ class StageTimes:
         return {name: spent_s / max(self._num_taken, 1) for name, spent_s in self._life.items()}
 
     def record(self) -> None:
-        """Keep spans from now on, until `recorded`."""
+        """Keep spans from now on, until `recorded`. Both are to be called between steps."""
         self._clock.wait()
-        self._add_up()
+        self._add_up_rest()
         self._recorded = []
 
     def recorded(self) -> list[Span]:
         """Those since `record`, stages and steps, what lies in another before it."""
         self._clock.wait()
-        self._add_up()
+        self._add_up_rest()
         spans, self._recorded = self._recorded or [], None
         return spans
 
     def _add_up(self) -> None:
-        """What is known of all that has ended."""
-        while self._ended and self._clock.is_known(self._ended[0].end):
-            timed = self._ended.popleft()
-            if timed.stage == "step":
-                self._end(timed)
-            else:
-                self._of_step.append(self._add(timed))
+        """What is known of steps that have ended."""
+        while self._ended and self._clock.is_known(self._ended[0][-1].end):
+            for timed in self._ended.popleft():
+                if timed.stage == "step":
+                    self._end(timed)
+                else:
+                    self._of_step.append(self._add(timed))
+
+    def _add_up_rest(self) -> None:
+        """The same, and what was timed since the last one, where nothing is under way."""
+        self._add_up()
+        if not self._ended and self._inside and self._clock.is_known(self._inside[-1].end):
+            self._of_step += map(self._add, self._inside)
+            self._inside = []
 
     def _add(self, timed: _Timed[Any]) -> Span:
         """Count a stage, and before it those inside."""

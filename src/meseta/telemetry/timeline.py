@@ -5,8 +5,8 @@
               backward         |                     ████      ████                                           ...
               table_update     |                         ██████
               in no stage      | ▌     ▌           ▌                █
-              ids (sent)       |        ──────────────────────────                     of batch 12, while 11 is computed
-              answers (sent)   |       ──────▓▓▓▓                                      ▓ waiting
+              ids under way    |        ──────────────────────────                     of batch 12, while 11 is computed
+              answers under way|       ──────▓▓▓▓                                      ▓ waiting
 
 A rank is in one stage at a time: a stage is drawn without what lies in others inside it, and "in no stage" is what is
 left of a step. So the slices of a rank's stages in a step add up to it.
@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from meseta.errors import MesetaError
-from meseta.spec.stages import STAGES
+from meseta.spec.stages import STAGE_NAMES
+from meseta.spec.transfer import OF_TABLES
 from meseta.telemetry.span import Span
 from meseta.telemetry.transfers import TransferSpan
 
@@ -140,7 +141,7 @@ def rank_tracks(
 
     timed = [Slice(span.stage, ns(span.begin_s), ns(span.end_s), first + span.step + 1) for span in spans]
     steps = sorted((one for one in timed if one.name == STEP), key=lambda one: one.begin_ns)
-    by_name: dict[str, list[Slice]] = {name: [] for name in (*(stage.name for stage in STAGES), IN_NO_STAGE)}
+    by_name: dict[str, list[Slice]] = {name: [] for name in (*STAGE_NAMES, IN_NO_STAGE)}
     for piece in own_pieces(timed):
         by_name[IN_NO_STAGE if piece.name == STEP else piece.name].append(piece)
     tracks = [
@@ -162,9 +163,11 @@ def rank_tracks(
         waiting_ns = max(ns(one.done_s - one.waited_s), begin_ns)
         if waiting_ns < end_ns:
             slices.append(Slice(WAITING, waiting_ns, end_ns, number))
-    for name, slices in of_transfers.items():
-        for index, apart in enumerate(_apart(slices)):
-            tracks.append(Track(rank, f"{name} (sent)" + f" {index + 1}" * (index > 0), "transfer", tuple(apart)))
+    listed = [*(name for name in OF_TABLES if name in of_transfers), *of_transfers]
+    for name in dict.fromkeys(listed):
+        for index, apart in enumerate(_apart(of_transfers[name])):
+            shown = f"{name} under way" + f" ({index + 1})" * (index > 0)
+            tracks.append(Track(rank, shown, "transfer", tuple(apart)))
     return [track for track in tracks if track.slices]
 
 
@@ -205,7 +208,7 @@ def _with_gaps(steps: Sequence[Slice]) -> Iterator[Slice]:
     for step in steps:
         if before is not None and before.end_ns < step.begin_ns:
             yield Slice(BETWEEN_STEPS, before.end_ns, step.begin_ns, None)
-        yield step
+        yield step._replace(name=f"step {step.step}")
         before = step
 
 
