@@ -106,7 +106,13 @@ def test_a_timeline_changes_no_number_and_is_written_where_a_run_is_stopped(
     assert not (tmp_path / "plain/timeline.json").exists()
     document = settings(tiny, tmp_path / "run")
     ranks(2).run(profile, document, StepRange(3, 60), 6)
-    assert [one.step for one in read(tmp_path / "run").steps(1)] == [3, 4, 5, 6, 7]  # its votes travel with the loss of a step
+    assert [one.step for one in read(tmp_path / "run").steps(1)] == [
+        3,
+        4,
+        5,
+        6,
+        7,
+    ]  # its votes travel with the loss of a step
     ranks(2).run(profile, document, StepRange(9, 10))
     assert [one.step for one in read(tmp_path / "run").steps(1)] == [9, 10]
     train = [[line for line in metrics(tmp_path / name) if line["kind"] == "train"] for name in ("plain", "run")]

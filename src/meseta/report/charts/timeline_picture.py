@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from statistics import median_low
+from typing import NamedTuple
 
 from meseta.report.charts.axis import Axis, make_axis
 from meseta.report.charts.markup import label, number, picture, tag, text
 from meseta.spec.stages import STAGE_NAMES
-from meseta.telemetry.shown import byte_size, plural
+from meseta.telemetry.shown import byte_size, count, plural
 from meseta.telemetry.timeline import IN_NO_STAGE, TIMELINE_NAME, WAITING, Slice, Timeline, Track
 
-MAX_RANKS = 4
-"""Ranks that are drawn; the file has all."""
+MAX_RANKS, MAX_ROWS = 4, 40
+"""Ranks that are drawn, and transfers of each; the file has all."""
 WIDTH, LEFT, RIGHT = 1072.0, 190.0, 12.0
-STAGE_HEIGHT, LINE_HEIGHT, GAP = 20.0, 12.0, 14.0
-NAME_WIDTH = 6.2
-"""Of a character, in pixels."""
+STAGE_HEIGHT, ROW_HEIGHT, GAP = 20.0, 12.0, 14.0
+CHARACTER_WIDTH = 6.2
+NARROWEST = 0.5
+"""What is narrower, in pixels, is drawn where there is room for it."""
+
+
+class _Box(NamedTuple):
+    """A slice as it is drawn."""
+
+    of: Slice
+    top: float
+    height: float
+    class_: str
+    hover: str
+    name: str = ""
+    """Written into it where it fits."""
 
 
 def timeline_section(timeline: Timeline | None) -> str:
@@ -27,12 +41,11 @@ def timeline_section(timeline: Timeline | None) -> str:
     median_ns = median_low(step.end_ns - step.begin_ns for step in steps)
     chosen = next(step for step in steps if step.end_ns - step.begin_ns == median_ns)
     num_more = len(timeline.ranks) - MAX_RANKS
+    more = f", and {plural(num_more, 'more rank')}" if num_more > 0 else ""
     intro = (
-        f"Step {chosen.step:,}, the one of median length of the {plural(len(steps), 'step')} that --profile has kept. "
-        "The upper row of a rank is what it computes; below is what was under way meanwhile, hatched where the rank "
-        f"waited for it. {TIMELINE_NAME} has all steps"
-        + (f", and {plural(num_more, 'more rank')}" if num_more > 0 else "")
-        + ": open it in ui.perfetto.dev, which keeps it on your machine."
+        f"Step {count(chosen.step)}, that of median length among the {plural(len(steps), 'step')} that --profile has "
+        "kept. The upper row of a rank is what it does; below is what is under way meanwhile, hatched where the rank "
+        f"waits for it. {TIMELINE_NAME}, which ui.perfetto.dev opens, has all steps{more}."
     )
     return tag("h3", "A step over time") + tag("p", text(intro)) + _step_picture(timeline, chosen)
 
@@ -41,35 +54,25 @@ def _step_picture(timeline: Timeline, step: Slice) -> str:
     axis = make_axis([0.0, (step.end_ns - step.begin_ns) / 1e6], LEFT, WIDTH - RIGHT, num_ticks=8, widen=False)
     marks, y = list[str](), 0.0
     for rank in range(min(len(timeline.ranks), MAX_RANKS)):
-        rows = [track for track in timeline.of(rank, "transfer") if any(_in(step, one) for one in track.slices)]
         marks.append(label(LEFT - 8, y + 14, f"rank {rank}", "row-name", "end"))
-        stages = [(track, one) for track in timeline.of(rank, "stage") for one in track.slices if _in(step, one)]
-        marks += [_box(axis, step, one, y, STAGE_HEIGHT, _stage_class(track), one.name) for track, one in stages]
+        stages = [box for track in timeline.of(rank, "stage") for box in _stage_boxes(track, y)]
+        marks += _drawn(axis, step, stages)
         y += STAGE_HEIGHT + 3
-        for track in rows:
-            marks += _transfer_row(axis, step, track, y)
-            y += LINE_HEIGHT
+        tracks = [track for track in timeline.of(rank, "transfer") if any(_in(step, one) for one in track.slices)]
+        for track in tracks[:MAX_ROWS]:
+            marks.append(label(LEFT - 8, y + 9, track.name.replace(" under way", ""), "tick", "end"))
+            marks += _drawn(axis, step, _transfer_boxes(track, y))
+            y += ROW_HEIGHT
         y += GAP
     ticks = []
     for tick, name in zip(axis.ticks, axis.labels, strict=True):
         x = axis.place(tick)
         ticks.append(tag("path", d=f"M{number(x)} 0V{number(y - GAP + 4)}", class_="grid"))
         ticks.append(label(x, y + 4, name if tick else "0 ms", anchor="middle"))
-    hatching = tag(
-        "pattern",
-        tag("path", d="M-1 5L5 -1M1 7L7 1", class_="hatch"),
-        id="waiting",
-        width=6,
-        height=6,
-        patternUnits="userSpaceOnUse",
-    )
-    return tag(
-        "div",
-        picture(
-            WIDTH, y + 10, f"Step {step.step} over time", tag("defs", hatching), *ticks, *marks, class_="chart timeline"
-        ),
-        class_="scroll",
-    )
+    lines = tag("path", d="M-1 5L5 -1M1 7L7 1", class_="hatch")
+    hatching = tag("pattern", lines, id="waiting", width=6, height=6, patternUnits="userSpaceOnUse")
+    title, children = f"Step {step.step} over time", [tag("defs", hatching), *ticks, *marks]
+    return tag("div", picture(WIDTH, y + 10, title, *children, class_="chart timeline"), class_="scroll")
 
 
 def _in(step: Slice, one: Slice) -> bool:
@@ -77,32 +80,41 @@ def _in(step: Slice, one: Slice) -> bool:
     return one.begin_ns < step.end_ns and one.end_ns > step.begin_ns
 
 
-def _stage_class(track: Track) -> str:
+def _stage_boxes(track: Track, y: float) -> Iterator[_Box]:
     if track.name == IN_NO_STAGE:
-        return "stage stage-none"
-    return f"stage stage-{track.name}" if track.name in STAGE_NAMES else "stage stage-spare-0"
+        class_, name = "stage-none", ""
+    else:
+        class_, name = f"stage-{track.name}" if track.name in STAGE_NAMES else "stage-spare-0", track.name
+    for one in track.slices:
+        yield _Box(one, y, STAGE_HEIGHT, f"stage {class_}", track.name, name)
 
 
-def _transfer_row(axis: Axis, step: Slice, track: Track, y: float) -> Iterator[str]:
-    yield label(LEFT - 8, y + 9, track.name.replace(" under way", ""), "tick", "end")
-    for one in (one for one in track.slices if _in(step, one)):
+def _transfer_boxes(track: Track, y: float) -> Iterator[_Box]:
+    for one in track.slices:
         if one.name == WAITING:
-            yield _box(axis, step, one, y + 1, LINE_HEIGHT - 4, "waiting", f"{track.name}, waited for")
+            yield _Box(one, y + 1, ROW_HEIGHT - 4, "waiting", f"{track.name}, waited for")
             continue
-        sent = " and ".join(
+        sizes = [
             f"{byte_size(one.figures[name])} {name.removeprefix('bytes ')}"
             for name in ("bytes to its host", "bytes to other hosts")
-            if one.figures.get(name)
-        )
-        yield _box(axis, step, one, y + 2, LINE_HEIGHT - 6, "under-way", f"{one.name}, {sent or 'nothing'} sent")
+            if one.figures.get(name, 0.0) > 0
+        ]
+        yield _Box(one, y + 2, ROW_HEIGHT - 6, "under-way", ", ".join((track.name, *sizes)))
 
 
-def _box(axis: Axis, step: Slice, one: Slice, y: float, height: float, class_: str, name: str) -> str:
-    """A slice, cut where the step ends."""
-    begin, end = (axis.place((min(max(ns, step.begin_ns), step.end_ns) - step.begin_ns) / 1e6)
-                  for ns in (one.begin_ns, one.end_ns))  # fmt: skip
-    milliseconds = (one.end_ns - one.begin_ns) / 1e6
-    hover = tag("title", text(f"{name}: {milliseconds:.3g} ms"))
-    box = tag("rect", hover, x=begin, y=y, width=max(end - begin, 0.4), height=height, class_=class_)
-    has_room = class_.startswith("stage") and end - begin > NAME_WIDTH * len(name) + 6
-    return box + (label((begin + end) / 2, y + height / 2 + 4, name, "in-box", "middle") if has_room else "")
+def _drawn(axis: Axis, step: Slice, boxes: Iterable[_Box]) -> Iterator[str]:
+    """Those of one row, cut where the step begins and ends."""
+    inside = sorted((box for box in boxes if _in(step, box.of)), key=lambda box: box.of.begin_ns)
+    drawn_to: dict[str, float] = {}
+    for box in inside:
+        begin, end = (axis.place((min(max(ns, step.begin_ns), step.end_ns) - step.begin_ns) / 1e6)
+                      for ns in (box.of.begin_ns, box.of.end_ns))  # fmt: skip
+        row = "waiting" if box.class_ == "waiting" else ""  # which lies upon another
+        if end - begin < NARROWEST and begin < drawn_to.get(row, 0.0):
+            continue
+        drawn_to[row] = max(end, begin + NARROWEST)
+        hover = tag("title", text(f"{box.hover}: {(box.of.end_ns - box.of.begin_ns) / 1e6:.3g} ms"))
+        size = {"width": max(end - begin, NARROWEST), "height": box.height}
+        yield tag("rect", hover, x=begin, y=box.top, class_=box.class_, **size)
+        if box.name and end - begin > CHARACTER_WIDTH * len(box.name) + 6:
+            yield label((begin + end) / 2, box.top + box.height / 2 + 4, box.name, "in-box", "middle")
