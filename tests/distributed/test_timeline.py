@@ -18,6 +18,7 @@ from meseta.machine.interruption import Stopped
 from meseta.report import write_report
 from meseta.telemetry.timeline import IN_NO_STAGE, WAITING, StepRange, Timeline
 from meseta.telemetry.trace_events import TraceDocument
+from meseta.train.run_dir import RunDir
 from meseta.train.trainer import Trainer
 from small_run import metrics, settings, without_times
 
@@ -126,6 +127,8 @@ def test_one_process_has_stages_alone(tiny: Path, tmp_path: Path) -> None:
     assert seconds(timeline, 0, "lookup") > 0
     events = json.loads((tmp_path / "run/timeline.json").read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"}
+    RunDir(tmp_path / "run").drop()
+    assert not (tmp_path / "run/timeline.json").exists()
 
 
 def clocks_apart(ahead_s: float) -> tuple[float, float]:

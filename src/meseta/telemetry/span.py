@@ -6,13 +6,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from meseta.spec.stages import StageName
-
-Mark = TypeVar("Mark")
-"""A moment, as a clock marks it."""
 
 
 class Span(NamedTuple):
@@ -34,41 +30,6 @@ class Span(NamedTuple):
         return self.end_s - self.begin_s - self.inside_s
 
 
-class Clock(Protocol[Mark]):
-    """Marks moments now, and tells later when they were."""
-
-    def mark(self) -> Mark:
-        """This moment."""
-
-    def is_known(self, mark: Mark) -> bool:
-        """Whether `seconds` can tell it, and all that were marked before, without waiting."""
-
-    def seconds(self, mark: Mark) -> float:
-        """When it was, on the clock of time.perf_counter()."""
-
-    def wait(self) -> object:
-        """Until all that was marked is known."""
-
-
-class HostClock:
-    """Of a processor, where a stage has ended when its last line has run."""
-
-    def mark(self) -> float:
-        """Now."""
-        return time.perf_counter()
-
-    def is_known(self, mark: float) -> bool:
-        """Always."""
-        return True
-
-    def seconds(self, mark: float) -> float:
-        """Itself."""
-        return mark
-
-    def wait(self) -> None:
-        """Nothing is waited for."""
-
-
 class DeviceClock:
     """Of a stream of a device, whose work is only begun by the lines of a stage: a mark is an event in the stream, and
     is read when the device has passed it anyway. Nobody waits in a step, but at the very first mark.
@@ -85,14 +46,18 @@ class DeviceClock:
 
     def mark(self) -> Any:
         """An event in the current stream."""
-        if self._last is None:  # an idle stream passes an event at once: so the two clocks are aligned
-            self.wait()
-            self._last = self._new_event()
-            self._last.record()
-            self._last_s = time.perf_counter()
+        if self._last is None:
+            self.align()
         event = self._new_event()
         event.record()
         return event
+
+    def align(self) -> None:
+        """Set it by the host's clock, when all that was marked is told: an idle stream passes an event at once."""
+        self.wait()
+        self._last = self._new_event()
+        self._last.record()
+        self._last_s = time.perf_counter()
 
     def is_known(self, mark: Any) -> bool:
         """Whether the device has passed it."""
@@ -105,27 +70,27 @@ class DeviceClock:
         return self._last_s
 
 
-@dataclass(eq=False)
-class _Timed(Generic[Mark]):
-    """A stage, or a step, whose moments are marked."""
+class _Timed:
+    """A stage, or a step, whose moments are marked: in seconds, or by events of a device."""
 
-    stage: StageName | Literal["step"]
-    begin: Mark
-    end: Mark | None = None
-    inside: list[_Timed[Mark]] = field(default_factory=list)
+    __slots__ = ("begin", "end", "inside", "stage")
+
+    def __init__(self, stage: StageName | Literal["step"], begin: Any, end: Any = None) -> None:
+        self.stage, self.begin, self.end = stage, begin, end
+        self.inside: list[_Timed] = []
 
 
 class StageTimes:
     """Seconds by stage, added up over spans since the last `take`. The time of a stage inside another is not the
     other's."""
 
-    def __init__(self, clock: Clock[Any] | None = None) -> None:
-        """`clock` is that of what computes; None: of the host."""
+    def __init__(self, clock: DeviceClock | None = None) -> None:
+        """`clock` is that of the device that computes; None: the host does, where a stage ends with its last line."""
         self._recorded: list[Span] | None = None
-        self._clock: Clock[Any] = HostClock() if clock is None else clock
-        self._ended: deque[list[_Timed[Any]]] = deque()
+        self._clock = clock
+        self._ended: deque[list[_Timed]] = deque()
         """What is not added up yet: of each step what lies in no other stage, in the order of their ends, then it."""
-        self._inside: list[_Timed[Any]] = []
+        self._inside: list[_Timed] = []
         """Where a stage goes when it has ended: of the stage, or the step, under way."""
         self._begin: Any = None
         self._seconds: dict[str, float] = {}
@@ -137,7 +102,7 @@ class StageTimes:
     @contextmanager
     def stage(self, name: StageName) -> Iterator[None]:
         """Time a stage; one that raises counts for nothing, but for what has ended in it."""
-        timed: _Timed[Any] = _Timed(name, self._clock.mark())
+        timed = _Timed(name, self._mark())
         outer, self._inside = self._inside, timed.inside
         try:
             yield
@@ -146,16 +111,16 @@ class StageTimes:
             raise
         finally:
             self._inside = outer
-        timed.end = self._clock.mark()
+        timed.end = self._mark()
         outer.append(timed)
 
     def begin_step(self) -> None:
         """A step is asked for; what was timed since the end of the one before lies between them."""
-        self._begin = self._clock.mark()
+        self._begin = self._mark()
 
     def end_step(self) -> None:
         """One more step is behind us."""
-        end = self._clock.mark()
+        end = self._mark()
         self._inside.append(_Timed("step", end if self._begin is None else self._begin, end))
         self._ended.append(self._inside)
         self._inside, self._begin = [], None
@@ -176,21 +141,35 @@ class StageTimes:
         return {name: spent_s / max(self._num_taken, 1) for name, spent_s in self._life.items()}
 
     def record(self) -> None:
-        """Keep spans from now on, until `recorded`. Both are to be called between steps."""
-        self._clock.wait()
-        self._add_up_rest()
+        """Keep spans from now on, until `recorded`. Both are to be called between steps, and wait for a device."""
+        self._add_up_all()
+        if self._clock is not None:
+            self._clock.align()
         self._recorded = []
 
     def recorded(self) -> list[Span]:
         """Those since `record`, stages and steps, what lies in another before it."""
-        self._clock.wait()
-        self._add_up_rest()
+        self._add_up_all()
         spans, self._recorded = self._recorded or [], None
         return spans
 
+    def _mark(self) -> Any:
+        return time.perf_counter() if self._clock is None else self._clock.mark()
+
+    def _is_known(self, mark: Any) -> bool:
+        return self._clock is None or self._clock.is_known(mark)
+
+    def _seconds_of(self, mark: Any) -> float:
+        return mark if self._clock is None else self._clock.seconds(mark)
+
+    def _add_up_all(self) -> None:
+        if self._clock is not None:
+            self._clock.wait()
+        self._add_up_rest()
+
     def _add_up(self) -> None:
         """What is known of steps that have ended."""
-        while self._ended and self._clock.is_known(self._ended[0][-1].end):
+        while self._ended and self._is_known(self._ended[0][-1].end):
             for timed in self._ended.popleft():
                 if timed.stage == "step":
                     self._end(timed)
@@ -200,27 +179,27 @@ class StageTimes:
     def _add_up_rest(self) -> None:
         """The same, and what was timed since the last one, where nothing is under way."""
         self._add_up()
-        if not self._ended and self._inside and self._clock.is_known(self._inside[-1].end):
+        if not self._ended and self._inside and self._is_known(self._inside[-1].end):
             self._of_step += map(self._add, self._inside)
             self._inside = []
 
-    def _add(self, timed: _Timed[Any]) -> Span:
+    def _add(self, timed: _Timed) -> Span:
         """Count a stage, and before it those inside."""
-        begin_s = self._clock.seconds(timed.begin)
-        inside_s = sum(inner.end_s - inner.begin_s for inner in map(self._add, timed.inside))
-        span = Span(timed.stage, self._num_steps, begin_s, self._clock.seconds(timed.end), inside_s)
+        begin_s, inside_s = self._seconds_of(timed.begin), 0.0
+        for inner in timed.inside:
+            span = self._add(inner)
+            inside_s += span.end_s - span.begin_s
+        span = Span(timed.stage, self._num_steps, begin_s, self._seconds_of(timed.end), inside_s)
         self._seconds[span.stage] = self._seconds.get(span.stage, 0.0) + span.own_s
-        self._keep(span)
-        return span
-
-    def _end(self, timed: _Timed[Any]) -> None:
-        """Count a step."""
-        begin_s, end_s = self._clock.seconds(timed.begin), self._clock.seconds(timed.end)
-        inside_s = sum(span.end_s - span.begin_s for span in self._of_step if span.begin_s >= begin_s)
-        self._keep(Span("step", self._num_steps, begin_s, end_s, inside_s))
-        self._of_step.clear()
-        self._num_steps += 1
-
-    def _keep(self, span: Span) -> None:
         if self._recorded is not None:
             self._recorded.append(span)
+        return span
+
+    def _end(self, timed: _Timed) -> None:
+        """Count a step."""
+        begin_s, end_s = self._seconds_of(timed.begin), self._seconds_of(timed.end)
+        inside_s = sum(span.end_s - span.begin_s for span in self._of_step if span.begin_s >= begin_s)
+        if self._recorded is not None:
+            self._recorded.append(Span("step", self._num_steps, begin_s, end_s, inside_s))
+        self._of_step.clear()
+        self._num_steps += 1

@@ -109,7 +109,7 @@ class Trainer:
             self._former_optimizers = self._resume()
             self.num_steps = count_steps(config, self.reader, self.step)
             profiled = choose_steps(profile, self.step, self.num_steps, self._why_over())
-            self.profiler = Profiler(profiled, self.run_dir, world, self.pipeline.times, self.step)
+            self.profiler = Profiler(profiled, self.run_dir, world, self.pipeline.times, self.step, self.clock)
             self._held = held.pop_all()
         self._logged = (self.step, self.num_samples)
         self.clock.start()
@@ -268,9 +268,7 @@ class Trainer:
         batches = islice(self._batches, self.num_steps - self.step)
         with closing(self.pipeline.steps(batches, schedule=self._set_rates, votes=self.saver.flags)) as steps:
             while self.step < self.num_steps and not (self.best.ends_training or self.saver.stopping):
-                if self.profiler.is_due(self.step):
-                    with self.clock.stopped():
-                        self.profiler.turn(self.step, progress.say)
+                self.profiler.reach(self.step, progress.say)
                 self._record(self._run_step(steps))
                 if self.step % self.config.train.log_every_steps == 0 or self.step == self.num_steps:
                     self._log(progress)
@@ -284,8 +282,7 @@ class Trainer:
                 if is_due and self.saver.is_due(self.step, is_best=self.best.step == self.step):
                     with self.clock.stopped():
                         self._save()
-        with self.clock.stopped():
-            self.profiler.close(self.step, progress.say)
+        self.profiler.close(self.step, progress.say)
         if self.best.ends_training and self.step < self.num_steps:
             progress.say(f"stopped at step {self.step}: {self.best}")
 

@@ -12,6 +12,7 @@ from meseta.telemetry.timeline import TIMELINE_NAME, RankPlace, StepRange, Timel
 from meseta.telemetry.trace_events import trace_document
 from meseta.train.resuming import Over
 from meseta.train.run_dir import RunDir
+from meseta.train.running import TrainingClock
 
 
 def choose_steps(asked: StepRange | bool, done: int, num_steps: int, over: Over | None) -> StepRange | None:
@@ -40,30 +41,38 @@ class Profiler:
     """Keeps what is timed in some steps of a run, and writes it when the last of them is done, or the run ends before.
     Every rank has one and calls it alike."""
 
-    def __init__(self, steps: StepRange | None, run_dir: RunDir, world: World, times: StageTimes, done: int) -> None:
-        """`steps`: which; None: none at all. `times` are those of the pipeline, which has `done` steps behind it.
+    def __init__(
+        self,
+        steps: StepRange | None,
+        run_dir: RunDir,
+        world: World,
+        times: StageTimes,
+        done: int,
+        clock: TrainingClock,
+    ) -> None:
+        """`steps`: which; None: none at all. `times` are those of the pipeline, of a run that has `done` steps behind
+        it; `clock` stands still while the file is written.
 
         Raises MesetaError, on all ranks, where something else has the place of the file.
         """
         self._steps = steps
         self._run_dir, self._world, self._times = run_dir, world, times
-        self._done = done
+        self._done, self._clock = done, clock
         self._is_recording = False
         if steps is not None:
             world.on_first(self._check_place)
 
-    def is_due(self, step: int) -> bool:
-        """Whether there is something to do after `step` steps."""
-        return self._steps is not None and step == (self._steps.last if self._is_recording else self._steps.first - 1)
-
-    def turn(self, step: int, say: Callable[[str], None]) -> None:
-        """Begin, or end as `close` does. Collective."""
-        if self._is_recording:
-            self.close(step, say)
+    def reach(self, step: int, say: Callable[[str], None]) -> None:
+        """To be called between steps, when `step` are done: begins before the first one of `steps`, and ends as `close`
+        does after the last one. Collective."""
+        if self._steps is None:
             return
-        self._is_recording = True
-        self._times.record()
-        self._world.transfers.record()
+        if self._is_recording and step == self._steps.last:
+            self.close(step, say)
+        elif step == self._steps.first - 1:
+            self._is_recording = True
+            self._times.record()
+            self._world.transfers.record()
 
     def close(self, step: int, say: Callable[[str], None]) -> None:
         """Write what there is after `step` steps, if anything is, tell where, and take in no more. Collective.
@@ -76,14 +85,19 @@ class Profiler:
         if not self._is_recording or step < steps.first:
             say(f"no timeline: training has ended at step {step:,}, before step {steps.first:,}")
             return
+        with self._clock.stopped():
+            self._write(steps.first, step)
+        say(f"timeline of steps {steps.first:,} to {step:,}: {self._run_dir.path / TIMELINE_NAME}")
+
+    def _write(self, first: int, last: int) -> None:
+        """What was kept of all ranks."""
         spans, transfers = self._times.recorded(), self._world.transfers.recorded()
         clocks, rank = rank_clocks(self._world), self._world.rank
         mine = rank_tracks(rank, spans, transfers, clocks[rank].offset_s, self._done)
         of_ranks = self._world.gather_objects(mine)
         places = tuple(RankPlace(clock.host, clock.offset_s, clock.error_s) for clock in clocks)
-        timeline = Timeline(steps.first, step, places, tuple(track for tracks in of_ranks for track in tracks))
+        timeline = Timeline(first, last, places, tuple(track for tracks in of_ranks for track in tracks))
         self._world.on_first(lambda: self._run_dir.write_json(TIMELINE_NAME, trace_document(timeline)))
-        say(f"timeline of steps {steps.first:,} to {step:,}: {self._run_dir.path / TIMELINE_NAME}")
 
     def _check_place(self) -> None:
         path = self._run_dir.path / TIMELINE_NAME
