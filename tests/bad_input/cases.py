@@ -208,9 +208,28 @@ def unwritable_predictions(place: Place) -> list[Any]:
     return ["predict", place.run(), "--out", place.folder / "nowhere/p.parquet"]
 
 
+def no_step_to_profile(place: Place) -> list[Any]:
+    place.run()
+    return [*place.train(), "--profile"]
+
+
+def other_steps_to_profile(place: Place) -> list[Any]:
+    return [*place.train(), "--profile-steps", "15:20"]
+
+
+def steps_to_profile_ill_typed(place: Place) -> list[Any]:
+    return [*place.train(), "--profile-steps", "3-5"]
+
+
+def folder_for_a_timeline(place: Place) -> list[Any]:
+    (place.run() / "timeline.json").mkdir()
+    return [*place.train(train__epochs=2), "--profile"]
+
+
 PREPARING = (missing_column, unparsable_row, fields_missing, label_outside, empty_file, header_alone)
 PREPARING += (truncated_gzip, truncated_parquet)
 TRAINING = (unknown_key, ill_typed_value, no_yaml, key_given_twice, plan_of_other_tables, plan_for_other_ranks)
 TRAINING += (no_dataset, prepared_column_missing, prepared_file_truncated, prepared_label_outside, id_outside)
 TRAINING += (nan_in_dense, loss_without_bound, damaged_checkpoint, partial_checkpoint, checkpoint_of_another_model)
 TRAINING += (run_on_other_data, not_a_run, unwritable_run_dir, unwritable_predictions)
+TRAINING += (no_step_to_profile, other_steps_to_profile, steps_to_profile_ill_typed, folder_for_a_timeline)

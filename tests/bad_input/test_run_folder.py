@@ -258,6 +258,7 @@ HARMS: dict[str, Callable[[Path], None]] = {
 }
 NAMES = (
     "config.yaml", "dataset.json", "plan.json", "environment.json", "metrics.jsonl", "summary.json", "report.html",
+    "timeline.json",
     ".lock", "checkpoints", "tensorboard", "checkpoints/step-000000099", "checkpoints/.tmp-mine", ".config.yaml.tmp",
 )  # fmt: skip
 COMMANDS: dict[str, tuple[str, ...]] = {

@@ -214,8 +214,7 @@ def test_a_leftover_from_before_a_restart_of_the_machine_is_not_used(
 
     options = options_of(tmp_path)
     interrupted(options, "read")
-    (tmp_path / "boot").write_text("another")
-    monkeypatch.setattr(staging, "_BOOT_ID", tmp_path / "boot")
+    monkeypatch.setattr(staging, "boot_id", lambda: "another")
     assert first_rows(options)["read"] == 0
 
 

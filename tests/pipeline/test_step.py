@@ -188,7 +188,7 @@ def test_times_are_means_per_step_and_start_anew() -> None:
 
 
 def test_a_stage_that_comes_twice_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 1.0, 10.0, 12.0])
+    clock = iter([0.0, 1.0, 10.0, 12.0, 13.0, 14.0])
     monkeypatch.setattr("meseta.telemetry.span.time.perf_counter", lambda: next(clock))
     times = StageTimes()
     with times.stage("data"):
@@ -201,7 +201,7 @@ def test_a_stage_that_comes_twice_is_added_up(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_stage_inside_another_is_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 1.0, 4.0, 10.0, 20.0, 21.0])
+    clock = iter([0.0, 1.0, 4.0, 10.0, 11.0, 20.0, 21.0, 22.0])
     monkeypatch.setattr("meseta.telemetry.span.time.perf_counter", lambda: next(clock))
     times = StageTimes()
     with times.stage("backward"), times.stage("table_update"):

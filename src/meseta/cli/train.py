@@ -40,7 +40,14 @@ from meseta.machine.ranks import is_first, is_launched
 if TYPE_CHECKING:
     from meseta.config import RunConfig
     from meseta.data import Dataset, PrepareOptions
+    from meseta.telemetry.timeline import StepRange
 
+_Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[CONFIG] [KEY=VALUE]...", help="YAML config of the run, and settings such as train.batch_size=4096."
+    ),
+]
 _FILES = "Raw files, prepared first if that was not done yet"
 _Data = Annotated[
     list[str] | None,
@@ -55,17 +62,23 @@ _Force = Annotated[
     bool,
     typer.Option("--force", help="Begin anew: drop the run in run_dir, and prepare again what was prepared otherwise."),
 ]
+_Nproc = Annotated[int, typer.Option(help="Ranks on this machine. torchrun works too.")]
+_Restarts = Annotated[int, typer.Option(help="Go on by itself so often where ranks of --nproc are lost.")]
+_MinNproc = Annotated[
+    int | None, typer.Option(help="Go on without the ranks that were killed, on so many at least; else on all.")
+]
+_Profile = Annotated[
+    bool,
+    typer.Option("--profile", help="Write timeline.json, for ui.perfetto.dev: what every rank did in ten steps."),
+]
+_ProfileSteps = Annotated[
+    str | None, typer.Option(metavar="FIRST:LAST", help="The same of these steps, counted from 1; 100 at most.")
+]
 _NoTest = Annotated[bool, typer.Option("--no-test", help="Leave the test split unread where there is a split valid.")]
 
 
 def train(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[CONFIG] [KEY=VALUE]...",
-            help="YAML config of the run, and settings such as train.batch_size=4096.",
-        ),
-    ] = None,
+    arguments: _Arguments = None,
     data: _Data = None,
     test_fraction: TestFraction = None,
     test_files: TestFiles = None,
@@ -82,17 +95,19 @@ def train(
     schema: SchemaFile = None,
     bad_rows: BadRows = "error",
     max_bad_rows: MaxBadRows = None,
-    nproc: Annotated[int, typer.Option(help="Ranks on this machine. torchrun works too.")] = 1,
-    restarts: Annotated[int, typer.Option(help="Go on by itself so often where ranks of --nproc are lost.")] = 0,
-    min_nproc: Annotated[
-        int | None, typer.Option(help="Go on without the ranks that were killed, on so many at least; else on all.")
-    ] = None,
+    nproc: _Nproc = 1,
+    restarts: _Restarts = 0,
+    min_nproc: _MinNproc = None,
     no_test: _NoTest = False,
+    profile: _Profile = False,
+    profile_steps: _ProfileSteps = None,
     force: _Force = False,
 ) -> None:
     """Train a model, evaluate it, and write a report; started again, go on from the newest checkpoint."""
     from meseta.config import check_document, read_document
+    from meseta.telemetry.timeline import StepRange
 
+    profiled = profile if profile_steps is None else StepRange.parse(profile_steps)
     config, overrides = _split(arguments or [])
     document = read_document(config, overrides)
     said = _said(
@@ -117,7 +132,7 @@ def train(
 
         tried_on = _fill(document, PrepareOptions(sources=data, out=settings.data.dir, force=force, **said))
         settings = check_document(document, config)
-    _run(settings, with_test=not no_test, anew=force, tried_on=tried_on)
+    _run(settings, with_test=not no_test, profile=profiled, anew=force, tried_on=tried_on)
 
 
 def _launch(nproc: int, restarts: int, min_nproc: int | None, settings: RunConfig) -> None:
@@ -163,7 +178,9 @@ def _choose_folders(document: dict[str, Any], data: Sequence[str], said: Mapping
         raise MesetaError("train: nothing to train on; give a config file, or raw files as --data FILE")
 
 
-def _run(settings: RunConfig, *, with_test: bool, anew: bool, tried_on: Dataset | None) -> None:
+def _run(
+    settings: RunConfig, *, with_test: bool, profile: StepRange | bool, anew: bool, tried_on: Dataset | None
+) -> None:
     """Train to the end, from the first step on if `anew`, and print what came of it; on `tried_on`, the rate of the
     tables is found by trial first."""
     from meseta.machine.interruption import Stopped
@@ -178,7 +195,7 @@ def _run(settings: RunConfig, *, with_test: bool, anew: bool, tried_on: Dataset 
                 drop_run(settings, world)
             if tried_on is not None:
                 settings = settle_table_rate(settings, tried_on, world)
-            summary = Trainer(settings, world, with_test=with_test).run()
+            summary = Trainer(settings, world, with_test=with_test, profile=profile).run()
     except Stopped as stopped:
         raise typer.Exit(stopped.exit_code) from None
     if world.rank == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -39,6 +40,23 @@ class System:
         """A field in kB, as in /proc/meminfo, in bytes."""
         words = (self.field(path, name) or "").split()
         return int(words[0]) * 1024 if words and words[0].isdigit() else None
+
+
+def boot_id(system: System | None = None) -> str:
+    """Of this kernel since it was started: containers share it; empty where the kernel does not tell."""
+    return (system or System()).read("proc/sys/kernel/random/boot_id") or ""
+
+
+def clock_id(system: System | None = None) -> str:
+    """Processes that read one CLOCK_MONOTONIC, which time.perf_counter() is, have one: those of a kernel, in a
+    namespace of time (time_namespaces(7)). Empty where the kernel does not tell."""
+    system = system or System()
+    try:
+        namespace = os.readlink(system.root / "proc/self/ns/time")
+    except OSError:  # a kernel without them
+        namespace = ""
+    boot = boot_id(system)
+    return boot and f"{boot} {namespace}"
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from meseta.pipeline.micro_batches import split_batch
 from meseta.pipeline.model import Model
 from meseta.spec import MesetaError
 from meseta.spec.stages import Overlap
-from meseta.telemetry.span import StageTimes
+from meseta.telemetry.span import DeviceClock, StageTimes
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Pipeline:
         a batch ahead; to be set before the first step."""
         self.carried: Carried | None = None
         """Answers of the batch to come, which it takes, where it was looked up before this loop."""
-        self.times = StageTimes(torch.cuda.synchronize) if world.device.type == "cuda" else StageTimes()
+        self.times = StageTimes(_device_clock() if world.device.type == "cuda" else None)
         self.batch: Batch | None = None
         """The one that is trained, or was trained last."""
         self._before = before_of(model)
@@ -158,6 +158,7 @@ class Pipeline:
                 returns what multiplies those of tables; None: as their collection says.
             votes: called in each step for what `__call__` takes under this name.
         """
+        self.times.begin_step()
         coming = self._read(batches)
         try:
             while coming is not None:
@@ -166,6 +167,7 @@ class Pipeline:
                     step = self._train(coming, batches, schedule, votes)
                 coming = None  # nothing holds a batch while the next one is waited for
                 yield step
+                self.times.begin_step()
                 del step
                 coming = self._next if self._reads_ahead else self._read(batches)
         except GeneratorExit:
@@ -220,7 +222,8 @@ class Pipeline:
             assert error is not None
             coming.parts = [_MicroBatch(None, start(error)) for _ in range(self.accumulate_steps)]
             return
-        parts, totals, place = split_batch(batch, self.accumulate_steps), totals_of(batch), 0
+        with self.times.stage("copy"):
+            parts, totals, place = split_batch(batch, self.accumulate_steps), totals_of(batch), 0
         for index, part in enumerate(parts):
             with self.times.stage("copy"):
                 on_device = part.to(self.world.device, non_blocking=True)
@@ -390,6 +393,11 @@ class Pipeline:
             # weights in the end. Without weights the divisor is the local batch size, to the bit.
             divisor = part.on_device.batch_size * weight / max(num_samples, 1)
             (summed / (divisor or 1.0)).backward()
+
+
+def _device_clock() -> DeviceClock:
+    """Of this rank's GPU."""
+    return DeviceClock(partial(torch.cuda.Event, enable_timing=True), torch.cuda.synchronize)
 
 
 @contextmanager

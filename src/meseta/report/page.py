@@ -21,14 +21,15 @@ from meseta.report.stages import stages_section
 from meseta.spec import MesetaError
 from meseta.telemetry.shown import count, drawable, duration, fixed, short
 from meseta.telemetry.splits import TEST, VALID
+from meseta.telemetry.timeline import TIMELINE_NAME
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """Write the page of a run, whole or not at all, to `out` or to `report.html` in its directory; returns the path.
 
     Reads only the files of the directory (config.yaml, dataset.json, plan.json, environment.json, metrics.jsonl,
-    summary.json); the page says which are absent. Raises MesetaError for a directory without a run, or a file that
-    cannot be written.
+    summary.json and, where there is one, timeline.json); the page says which are absent. Raises MesetaError for a
+    directory without a run, or a file that cannot be written.
     """
     run_dir = Path(run_dir)
     path = run_dir / "report.html" if out is None else Path(out)
@@ -123,7 +124,7 @@ def _problems(record: RunRecord) -> str:
     if record.summary is None and record.problems.get("summary.json", "").startswith("it is not"):
         step = f"The last line of its metrics is of step {record.train[-1].step:,}. " if record.train else ""
         notes.append(f"This run has not ended, or was interrupted. {step}Figures are those so far.")
-    notes += [f"{name}: {record.problems[name]}." for name in RUN_FILES if name in record.problems]
+    notes += [f"{name}: {record.problems[name]}." for name in (*RUN_FILES, TIMELINE_NAME) if name in record.problems]
     return tag("ul", *(tag("li", text(note)) for note in notes), class_="problems") if notes else ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,8 @@ from meseta.spec import MesetaError, Plan
 from meseta.spec.plan_document import PLAN_NAME, read_written_plan
 from meseta.telemetry.lines import METRICS_NAME, EvalLine, TrainLine, read_lines, told_spoiled
 from meseta.telemetry.summary import ENVIRONMENT_NAME, SUMMARY_NAME, Best, Environment, RunSummary
+from meseta.telemetry.timeline import TIMELINE_NAME, Timeline
+from meseta.telemetry.trace_events import TraceDocument
 
 RUN_FILES = ("config.yaml", DATASET_NAME, PLAN_NAME, ENVIRONMENT_NAME, METRICS_NAME, SUMMARY_NAME)
 _OWN_FILES = ("config.yaml", PLAN_NAME, METRICS_NAME, SUMMARY_NAME)  # no prepared dataset has these
@@ -40,6 +43,8 @@ class RunRecord:
     """By step; where a resumed run repeated a step, its later line."""
     evals: tuple[EvalLine, ...]
     """As `train`, one per step and split."""
+    timeline: Timeline | None
+    """None where no step was profiled."""
     problems: dict[str, str]
     """File name -> why the page does without it, or without a part of it."""
 
@@ -76,6 +81,7 @@ def read_run(run_dir: Path) -> RunRecord:
         summary=_entry(run_dir, SUMMARY_NAME, RunSummary, problems),
         train=train,
         evals=evals,
+        timeline=_timeline(run_dir, problems),
         problems=problems,
     )
 
@@ -129,6 +135,14 @@ def _plan(run_dir: Path, problems: dict[str, str]) -> Plan | None:
             problems[PLAN_NAME] = str(error)
     problems.setdefault(PLAN_NAME, "it does not hold a mapping")
     return None
+
+
+def _timeline(run_dir: Path, problems: dict[str, str]) -> Timeline | None:
+    """None without a problem where there is no such file: most runs have none."""
+    if not os.path.lexists(run_dir / TIMELINE_NAME):
+        return None
+    document = _entry(run_dir, TIMELINE_NAME, TraceDocument, problems)
+    return None if document is None else document.timeline()
 
 
 def _explain(error: ValidationError) -> str:

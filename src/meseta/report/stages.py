@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from meseta.report.charts.chart import stacked_bars
 from meseta.report.charts.markup import table, tag, text
+from meseta.report.charts.timeline_picture import timeline_section
 from meseta.report.exchanges import exchanges_table
 from meseta.report.record import RunRecord
-from meseta.spec.stages import STAGES
+from meseta.spec.stages import STAGE_NAMES
 from meseta.telemetry.lines import TrainLine
 from meseta.telemetry.shown import count, drawable, share
 
-KNOWN_STAGES = tuple(stage.name for stage in STAGES)
 NUM_SPARE_COLOURS = 3
 MAX_BARS = 48
 
@@ -46,7 +46,8 @@ def stages_section(record: RunRecord) -> str:
         tag("div", table(["stage", "mean ms", "share"], rows, {1, 2}, "compact")),
         class_="wide-narrow",
     )
-    return tag("p", text(_intro(record, total))) + pictures + exchanges_table(record)
+    over_time = exchanges_table(record) + timeline_section(record.timeline)
+    return tag("p", text(_intro(record, total))) + pictures + over_time
 
 
 def mean_stages_s(record: RunRecord) -> dict[str, float]:
@@ -70,14 +71,14 @@ def _intro(record: RunRecord, total_ms: float) -> str:
 
 def ordered(names: set[str]) -> list[str]:
     """Names of stages: the road of a batch first, then those that this page does not know."""
-    return [name for name in KNOWN_STAGES if name in names] + sorted(names - set(KNOWN_STAGES))
+    return [name for name in STAGE_NAMES if name in names] + sorted(names - set(STAGE_NAMES))
 
 
 def stage_colour(names: Sequence[str], name: str) -> str:
     """The class that colours a stage among those of `names`."""
-    if name in KNOWN_STAGES:
+    if name in STAGE_NAMES:
         return f"stage-{name}"
-    unknown = [other for other in names if other not in KNOWN_STAGES]
+    unknown = [other for other in names if other not in STAGE_NAMES]
     return f"stage-spare-{unknown.index(name) % NUM_SPARE_COLOURS}"
 
 

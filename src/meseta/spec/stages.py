@@ -65,6 +65,7 @@ STAGES = (
     Stage("update", "dense"),
 )
 """All of them, in their order."""
+STAGE_NAMES = tuple(stage.name for stage in STAGES)
 LABELS: dict[Component, str] = {
     "input_dist": "input_dist",
     "lookup": "lookup",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from meseta.spec.stages import StageName
 
@@ -13,7 +14,8 @@ from meseta.spec.stages import StageName
 class Span(NamedTuple):
     """One piece of measured time."""
 
-    stage: StageName
+    stage: StageName | Literal["step"]
+    """'step': a whole one, from the moment when it was asked for."""
     step: int
     """Steps that were timed before it."""
     begin_s: float
@@ -28,43 +30,106 @@ class Span(NamedTuple):
         return self.end_s - self.begin_s - self.inside_s
 
 
+class DeviceClock:
+    """Of a stream of a device, whose work is only begun by the lines of a stage: a mark is an event in the stream, and
+    is read when the device has passed it anyway. Nobody waits in a step, but at the very first mark.
+
+    A stage is as long as its stream took between its two events, so that what a busy device hides takes no time, and a
+    device that stands idle while the host does something counts as that.
+    """
+
+    def __init__(self, new_event: Callable[[], Any], wait: Callable[[], object]) -> None:
+        """`new_event` makes an event as torch.cuda.Event(enable_timing=True) does; `wait` waits for the device."""
+        self._new_event, self.wait = new_event, wait
+        self._last: Any = None
+        self._last_s = 0.0
+
+    def mark(self) -> Any:
+        """An event in the current stream."""
+        if self._last is None:
+            self.align()
+        event = self._new_event()
+        event.record()
+        return event
+
+    def align(self) -> None:
+        """Set it by the host's clock, when all that was marked is told: an idle stream passes an event at once."""
+        self.wait()
+        self._last = self._new_event()
+        self._last.record()
+        self._last_s = time.perf_counter()
+
+    def is_known(self, mark: Any) -> bool:
+        """Whether the device has passed it."""
+        return bool(mark.query())
+
+    def seconds(self, mark: Any) -> float:
+        """By the event that was asked for before: differences between events are in 32 bits, and few seconds fit."""
+        self._last_s += 1e-3 * self._last.elapsed_time(mark)
+        self._last = mark
+        return self._last_s
+
+
+class _Timed:
+    """A stage, or a step, whose moments are marked: in seconds, or by events of a device."""
+
+    __slots__ = ("begin", "end", "inside", "stage")
+
+    def __init__(self, stage: StageName | Literal["step"], begin: Any, end: Any = None) -> None:
+        self.stage, self.begin, self.end = stage, begin, end
+        self.inside: list[_Timed] = []
+
+
 class StageTimes:
     """Seconds by stage, added up over spans since the last `take`. The time of a stage inside another is not the
     other's."""
 
-    def __init__(self, wait: Callable[[], object] = lambda: None) -> None:
-        """`wait` waits for what was begun on a device: a stage ends with it, so stages do not hide in each other."""
-        self.spans: list[Span] = []
-        """Of the step under way, in the order of their ends."""
-        self._wait = wait
+    def __init__(self, clock: DeviceClock | None = None) -> None:
+        """`clock` is that of the device that computes; None: the host does, where a stage ends with its last line."""
+        self._recorded: list[Span] | None = None
+        self._clock = clock
+        self._ended: deque[list[_Timed]] = deque()
+        """What is not added up yet: of each step what lies in no other stage, in the order of their ends, then it."""
+        self._inside: list[_Timed] = []
+        """Where a stage goes when it has ended: of the stage, or the step, under way."""
+        self._begin: Any = None
         self._seconds: dict[str, float] = {}
         self._life: dict[str, float] = {}
         self._num_steps = self._num_taken = 0
-        self._inside: list[float] = []
+        self._of_step: list[Span] = []
+        """Stages, in no other, since the step that was added up last."""
 
     @contextmanager
     def stage(self, name: StageName) -> Iterator[None]:
-        """Time a stage; one that raises counts for nothing."""
-        begin_s = time.perf_counter()
-        self._inside.append(0.0)
+        """Time a stage; one that raises counts for nothing, but for what has ended in it."""
+        timed = _Timed(name, self._mark())
+        outer, self._inside = self._inside, timed.inside
         try:
             yield
+        except BaseException:
+            outer.extend(timed.inside)
+            raise
         finally:
-            inside_s = self._inside.pop()
-        self._wait()
-        end_s = time.perf_counter()
-        self.spans.append(Span(name, self._num_steps, begin_s, end_s, inside_s))
-        if self._inside:
-            self._inside[-1] += end_s - begin_s
+            self._inside = outer
+        timed.end = self._mark()
+        outer.append(timed)
+
+    def begin_step(self) -> None:
+        """A step is asked for; what was timed since the end of the one before lies between them."""
+        self._begin = self._mark()
 
     def end_step(self) -> None:
         """One more step is behind us."""
+        end = self._mark()
+        self._inside.append(_Timed("step", end if self._begin is None else self._begin, end))
+        self._ended.append(self._inside)
+        self._inside, self._begin = [], None
         self._add_up()
-        self._num_steps += 1
 
     def take(self) -> dict[str, float]:
-        """Mean seconds per step of each stage since the last call."""
-        self._add_up()
+        """Mean seconds per step of each stage since the last call; of a device, over the steps that it has ended. To be
+        called between steps."""
+        self._add_up_rest()
         num_steps, self._num_taken = self._num_steps - self._num_taken, self._num_steps
         seconds, self._seconds = self._seconds, {}
         for name, spent_s in seconds.items():
@@ -75,7 +140,66 @@ class StageTimes:
         """Mean seconds per step of each stage, over all that was taken."""
         return {name: spent_s / max(self._num_taken, 1) for name, spent_s in self._life.items()}
 
+    def record(self) -> None:
+        """Keep spans from now on, until `recorded`. Both are to be called between steps, and wait for a device."""
+        self._add_up_all()
+        if self._clock is not None:
+            self._clock.align()
+        self._recorded = []
+
+    def recorded(self) -> list[Span]:
+        """Those since `record`, stages and steps, what lies in another before it."""
+        self._add_up_all()
+        spans, self._recorded = self._recorded or [], None
+        return spans
+
+    def _mark(self) -> Any:
+        return time.perf_counter() if self._clock is None else self._clock.mark()
+
+    def _is_known(self, mark: Any) -> bool:
+        return self._clock is None or self._clock.is_known(mark)
+
+    def _seconds_of(self, mark: Any) -> float:
+        return mark if self._clock is None else self._clock.seconds(mark)
+
+    def _add_up_all(self) -> None:
+        if self._clock is not None:
+            self._clock.wait()
+        self._add_up_rest()
+
     def _add_up(self) -> None:
-        for span in self.spans:
-            self._seconds[span.stage] = self._seconds.get(span.stage, 0.0) + span.own_s
-        self.spans.clear()
+        """What is known of steps that have ended."""
+        while self._ended and self._is_known(self._ended[0][-1].end):
+            for timed in self._ended.popleft():
+                if timed.stage == "step":
+                    self._end(timed)
+                else:
+                    self._of_step.append(self._add(timed))
+
+    def _add_up_rest(self) -> None:
+        """The same, and what was timed since the last one, where nothing is under way."""
+        self._add_up()
+        if not self._ended and self._inside and self._is_known(self._inside[-1].end):
+            self._of_step += map(self._add, self._inside)
+            self._inside = []
+
+    def _add(self, timed: _Timed) -> Span:
+        """Count a stage, and before it those inside."""
+        begin_s, inside_s = self._seconds_of(timed.begin), 0.0
+        for inner in timed.inside:
+            span = self._add(inner)
+            inside_s += span.end_s - span.begin_s
+        span = Span(timed.stage, self._num_steps, begin_s, self._seconds_of(timed.end), inside_s)
+        self._seconds[span.stage] = self._seconds.get(span.stage, 0.0) + span.own_s
+        if self._recorded is not None:
+            self._recorded.append(span)
+        return span
+
+    def _end(self, timed: _Timed) -> None:
+        """Count a step."""
+        begin_s, end_s = self._seconds_of(timed.begin), self._seconds_of(timed.end)
+        inside_s = sum(span.end_s - span.begin_s for span in self._of_step if span.begin_s >= begin_s)
+        if self._recorded is not None:
+            self._recorded.append(Span("step", self._num_steps, begin_s, end_s, inside_s))
+        self._of_step.clear()
+        self._num_steps += 1

@@ -65,6 +65,7 @@ class TransferTimes:
         """The last spans, in the order of their ends."""
         self.step: int | None = None
         """Steps that ended before the one under way; None where none is."""
+        self._recorded: list[TransferSpan] | None = None
         self._num_steps = 0
         self._sums: dict[str, TransferMeans] = {}
         self._life: dict[str, TransferMeans] = {}
@@ -83,10 +84,21 @@ class TransferTimes:
     def add(self, span: TransferSpan) -> None:
         """One that has ended."""
         self.latest.append(span)
+        if self._recorded is not None:
+            self._recorded.append(span)
         if span.step is not None:
             seconds = span.done_s - span.begin_s
             one = TransferMeans(1, span.inside_bytes, span.across_bytes, seconds, span.waited_s)
             _count(self._sums, span.name, one)
+
+    def record(self) -> None:
+        """Keep all spans from now on, until `recorded`."""
+        self._recorded = []
+
+    def recorded(self) -> list[TransferSpan]:
+        """Those that have ended since `record`, in the order of their ends."""
+        spans, self._recorded = self._recorded or [], None
+        return spans
 
     def take(self) -> dict[str, TransferMeans]:
         """Means per step of each transfer since the last call."""

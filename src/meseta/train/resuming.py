@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from meseta.checkpoint.directory import checkpoint_path
@@ -17,6 +18,7 @@ from meseta.spec import MesetaError, Plan, TableSpec
 from meseta.spec.documents import load_document
 from meseta.spec.plan_document import PLAN_NAME, read_written_plan
 from meseta.train.run_dir import RunDir
+from meseta.train.stopping import BestSoFar
 
 _MODEL = ("model", "embedding.pooling")
 """Keys, or sections of them, that say what is trained."""
@@ -59,6 +61,25 @@ class Over:
     """In words, after its name."""
     key: str
     """Of the config, which gives it more steps where it is raised."""
+
+    @staticmethod
+    def of(config: RunConfig, step: int, num_steps: int, best: BestSoFar) -> Over | None:
+        """Of a run that has done `step` of `num_steps`; None where there are steps left."""
+        if step == num_steps:
+            key = "train.epochs" if config.train.max_steps is None else "train.max_steps"
+            return Over(f"has done its {step:,} steps", key)
+        if best.ends_training:
+            return Over(f"stopped early at step {step:,}, since {best}", "train.early_stopping.patience")
+        return None
+
+
+def check_resume(config: RunConfig, path: Path) -> None:
+    """Raise MesetaError where a run_dir has the checkpoint `path`, and the config says that none is taken up."""
+    if config.checkpoint.resume == "never":
+        raise MesetaError(
+            f"run_dir {str(config.run_dir)!r} holds a checkpoint ({path.name}) and checkpoint.resume is 'never'; "
+            "choose another run_dir, begin this one anew with --force, or set checkpoint.resume=auto"
+        )
 
 
 def check_best(run: RunDir, best_step: int | None, step: int, world: World) -> None:

@@ -33,6 +33,7 @@ from meseta.telemetry.lines import (
     told_spoiled,
 )
 from meseta.telemetry.summary import ENVIRONMENT_NAME, SUMMARY_NAME, Environment, Versions, read_summary
+from meseta.telemetry.timeline import TIMELINE_NAME
 
 TRIALS = "trials"
 """Folder of short runs before a run, see meseta.train.sweep.trials."""
@@ -98,7 +99,7 @@ class RunDir:
             with self._writing():
                 remove_all(self.checkpoints)
                 shutil.rmtree(self.path / TRIALS, ignore_errors=True)
-                for name in (METRICS_NAME, SUMMARY_NAME, "report.html"):
+                for name in (METRICS_NAME, SUMMARY_NAME, TIMELINE_NAME, "report.html"):
                     (self.path / name).unlink(missing_ok=True)
         finally:
             self.unlock()

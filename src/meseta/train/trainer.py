@@ -34,11 +34,13 @@ from meseta.spec import MesetaError
 from meseta.telemetry.lines import EvalLine, Line, TrainLine
 from meseta.telemetry.splits import TEST
 from meseta.telemetry.summary import SUMMARY_NAME, Best, Chosen, RunSummary, TeacherFigures, read_summary
+from meseta.telemetry.timeline import StepRange
 from meseta.train.decisions import Decisions, chosen_by_evaluations, is_evaluation_due
 from meseta.train.evaluate import check_segments, evaluate
+from meseta.train.outside.profile import Profiler, choose_steps
 from meseta.train.outside.tensorboard import TensorBoard
 from meseta.train.progress import TrainProgress
-from meseta.train.resuming import Over, check_best, check_model, meet_changes, meet_layout
+from meseta.train.resuming import Over, check_best, check_model, check_resume, meet_changes, meet_layout
 from meseta.train.run_dir import RunDir
 from meseta.train.running import RunningFigures, TrainingClock
 from meseta.train.saving import Saver
@@ -70,10 +72,13 @@ SHOWN_FIGURES = {"auc", "ne", "logloss", "calibration", "num_samples"}
 class Trainer:
     """One run of one config. Every rank builds one and calls `run`."""
 
-    def __init__(self, config: RunConfig, world: World, *, with_test: bool = True) -> None:
+    def __init__(
+        self, config: RunConfig, world: World, *, with_test: bool = True, profile: StepRange | bool = False
+    ) -> None:
         """Open the data, place the tables, take up the newest checkpoint of run_dir if there is one.
 
-        Unless `with_test`, the test split is left alone where the data have a split valid, which then decides.
+        Unless `with_test`, the test split is left alone where the data have a split valid, which then decides. Of some
+        steps, where `profile` says so, a timeline is written.
         Raises MesetaError, on all ranks, for data, plans or checkpoints that do not fit the config, for a new run in
         bfloat16 where that does not pay, and for a run_dir in which another run is at work.
         """
@@ -105,6 +110,8 @@ class Trainer:
             self.world.on_first(self.run_dir.lock)
             self._former_optimizers = self._resume()
             self.num_steps = count_steps(config, self.reader, self.step)
+            profiled = choose_steps(profile, self.step, self.num_steps, self._why_over())
+            self.profiler = Profiler(profiled, self.run_dir, world, self.pipeline.times, self.step, self.clock)
             self._held = held.pop_all()
         self._logged = (self.step, self.num_samples)
         self.clock.start()
@@ -264,6 +271,7 @@ class Trainer:
         batches = islice(self._batches, self.num_steps - self.step + self.config.pipeline.stale)
         with closing(self.pipeline.steps(batches, schedule=self._set_rates, votes=self.saver.flags)) as steps:
             while self.step < self.num_steps and not (self.best.ends_training or self.saver.stopping):
+                self.profiler.reach(self.step, progress.say)
                 self._record(self._run_step(steps))
                 if self.step % self.config.train.log_every_steps == 0 or self.step == self.num_steps:
                     self._log(progress)
@@ -278,6 +286,7 @@ class Trainer:
                     with self.clock.stopped():
                         self._save()
             self.pipeline.carry()
+        self.profiler.close(self.step, progress.say)
         if self.best.ends_training and self.step < self.num_steps:
             progress.say(f"stopped at step {self.step}: {self.best}")
 
@@ -424,11 +433,7 @@ class Trainer:
         path = self.world.gather_objects(path)[0]
         if path is None:
             return None
-        if self.config.checkpoint.resume == "never":
-            raise MesetaError(
-                f"run_dir {str(self.config.run_dir)!r} holds a checkpoint ({path.name}) and checkpoint.resume is "
-                "'never'; choose another run_dir, begin this one anew with --force, or set checkpoint.resume=auto"
-            )
+        check_resume(self.config, path)
         if path != self._met:  # a mirror had it
             self._meet(path)
         state = restore(path, self.model, self.optimizer, self.world)
@@ -453,13 +458,7 @@ class Trainer:
         return dict(state["optimizers"])
 
     def _why_over(self) -> Over | None:
-        """Why there is no step left to do."""
-        if self.step == self.num_steps:
-            key = "train.epochs" if self.config.train.max_steps is None else "train.max_steps"
-            return Over(f"has done its {self.step:,} steps", key)
-        if self.best.ends_training:
-            return Over(f"stopped early at step {self.step:,}, since {self.best}", "train.early_stopping.patience")
-        return None
+        return Over.of(self.config, self.step, self.num_steps, self.best)
 
     def _begin_to_read(self) -> Batches:
         """The batches of the run; where lookups are one update late, and one more."""

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ from meseta.data.dataset.dataset import FILE_NAME
 from meseta.data.prepare.record import load_record, save_record
 from meseta.machine.files import is_full, move, parse_json, plain_data, sync_all
 from meseta.machine.locks import try_lock
+from meseta.machine.system import boot_id
 from meseta.spec import MesetaError
 
 JOURNAL = "meseta-prepare-unfinished.json"
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Staging:
@@ -28,7 +28,8 @@ class Staging:
         self.folder = folder
         self.scratch = folder / "spool"
         """For files that the finished folder does not have."""
-        self._key = plain_data({**key, "boot": _boot_id()})
+        # What was written before a machine went down may not have reached the disk: such a leftover is not used.
+        self._key = plain_data({**key, "boot": boot_id()})
         self.state: dict[str, Any] = self._load()
         """What was committed last, by this process or the one that was cut off; empty: nothing."""
 
@@ -130,13 +131,6 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _boot_id() -> str:
-    """What was written before a machine went down may not have reached the disk: such a leftover is not used."""
-    with suppress(OSError):
-        return _BOOT_ID.read_text().strip()
-    return ""
 
 
 def _check_free(out: Path, *, force: bool) -> None:

@@ -1,0 +1,120 @@
+"""One step as a picture: a row of stages for each rank, and below it what was under way meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from statistics import median_low
+from typing import NamedTuple
+
+from meseta.report.charts.axis import Axis, make_axis
+from meseta.report.charts.markup import label, number, picture, tag, text
+from meseta.spec.stages import STAGE_NAMES
+from meseta.telemetry.shown import byte_size, count, plural
+from meseta.telemetry.timeline import IN_NO_STAGE, TIMELINE_NAME, WAITING, Slice, Timeline, Track
+
+MAX_RANKS, MAX_ROWS = 4, 40
+"""Ranks that are drawn, and transfers of each; the file has all."""
+WIDTH, LEFT, RIGHT = 1072.0, 190.0, 12.0
+STAGE_HEIGHT, ROW_HEIGHT, GAP = 20.0, 12.0, 14.0
+CHARACTER_WIDTH = 6.2
+NARROWEST = 0.5
+"""What is narrower, in pixels, is drawn where there is room for it."""
+
+
+class _Box(NamedTuple):
+    """A slice as it is drawn."""
+
+    of: Slice
+    top: float
+    height: float
+    class_: str
+    hover: str
+    name: str = ""
+    """Written into it where it fits."""
+
+
+def timeline_section(timeline: Timeline | None) -> str:
+    """The step of median length on rank 0; an empty string where none was profiled."""
+    steps = [] if timeline is None else timeline.steps(0)
+    if timeline is None or not steps:
+        return ""
+    median_ns = median_low(step.end_ns - step.begin_ns for step in steps)
+    chosen = next(step for step in steps if step.end_ns - step.begin_ns == median_ns)
+    num_more = len(timeline.ranks) - MAX_RANKS
+    more = f", and {plural(num_more, 'more rank')}" if num_more > 0 else ""
+    intro = (
+        f"Step {count(chosen.step)}, that of median length among the {plural(len(steps), 'step')} that --profile has "
+        "kept. The upper row of a rank is what it does; below is what is under way meanwhile, hatched where the rank "
+        f"waits for it. {TIMELINE_NAME}, which ui.perfetto.dev opens, has all steps{more}."
+    )
+    return tag("h3", "A step over time") + tag("p", text(intro)) + _step_picture(timeline, chosen)
+
+
+def _step_picture(timeline: Timeline, step: Slice) -> str:
+    axis = make_axis([0.0, (step.end_ns - step.begin_ns) / 1e6], LEFT, WIDTH - RIGHT, num_ticks=8, widen=False)
+    marks, y = list[str](), 0.0
+    for rank in range(min(len(timeline.ranks), MAX_RANKS)):
+        marks.append(label(LEFT - 8, y + 14, f"rank {rank}", "row-name", "end"))
+        stages = [box for track in timeline.of(rank, "stage") for box in _stage_boxes(track, y)]
+        marks += _drawn(axis, step, stages)
+        y += STAGE_HEIGHT + 3
+        tracks = [track for track in timeline.of(rank, "transfer") if any(_in(step, one) for one in track.slices)]
+        for track in tracks[:MAX_ROWS]:
+            marks.append(label(LEFT - 8, y + 9, track.name.replace(" under way", ""), "tick", "end"))
+            marks += _drawn(axis, step, _transfer_boxes(track, y))
+            y += ROW_HEIGHT
+        y += GAP
+    ticks = []
+    for tick, name in zip(axis.ticks, axis.labels, strict=True):
+        x = axis.place(tick)
+        ticks.append(tag("path", d=f"M{number(x)} 0V{number(y - GAP + 4)}", class_="grid"))
+        ticks.append(label(x, y + 4, name if tick else "0 ms", anchor="middle"))
+    lines = tag("path", d="M-1 5L5 -1M1 7L7 1", class_="hatch")
+    hatching = tag("pattern", lines, id="waiting", width=6, height=6, patternUnits="userSpaceOnUse")
+    title, children = f"Step {step.step} over time", [tag("defs", hatching), *ticks, *marks]
+    return tag("div", picture(WIDTH, y + 10, title, *children, class_="chart timeline"), class_="scroll")
+
+
+def _in(step: Slice, one: Slice) -> bool:
+    """Whether some of a slice lies in a step."""
+    return one.begin_ns < step.end_ns and one.end_ns > step.begin_ns
+
+
+def _stage_boxes(track: Track, y: float) -> Iterator[_Box]:
+    if track.name == IN_NO_STAGE:
+        class_, name = "stage-none", ""
+    else:
+        class_, name = f"stage-{track.name}" if track.name in STAGE_NAMES else "stage-spare-0", track.name
+    for one in track.slices:
+        yield _Box(one, y, STAGE_HEIGHT, f"stage {class_}", track.name, name)
+
+
+def _transfer_boxes(track: Track, y: float) -> Iterator[_Box]:
+    for one in track.slices:
+        if one.name == WAITING:
+            yield _Box(one, y + 1, ROW_HEIGHT - 4, "waiting", f"{track.name}, waited for")
+            continue
+        sizes = [
+            f"{byte_size(one.figures[name])} {name.removeprefix('bytes ')}"
+            for name in ("bytes to its host", "bytes to other hosts")
+            if one.figures.get(name, 0.0) > 0
+        ]
+        yield _Box(one, y + 2, ROW_HEIGHT - 6, "under-way", ", ".join((track.name, *sizes)))
+
+
+def _drawn(axis: Axis, step: Slice, boxes: Iterable[_Box]) -> Iterator[str]:
+    """Those of one row, cut where the step begins and ends."""
+    inside = sorted((box for box in boxes if _in(step, box.of)), key=lambda box: box.of.begin_ns)
+    drawn_to: dict[str, float] = {}
+    for box in inside:
+        begin, end = (axis.place((min(max(ns, step.begin_ns), step.end_ns) - step.begin_ns) / 1e6)
+                      for ns in (box.of.begin_ns, box.of.end_ns))  # fmt: skip
+        row = "waiting" if box.class_ == "waiting" else ""  # which lies upon another
+        if end - begin < NARROWEST and begin < drawn_to.get(row, 0.0):
+            continue
+        drawn_to[row] = max(end, begin + NARROWEST)
+        hover = tag("title", text(f"{box.hover}: {(box.of.end_ns - box.of.begin_ns) / 1e6:.3g} ms"))
+        size = {"width": max(end - begin, NARROWEST), "height": box.height}
+        yield tag("rect", hover, x=begin, y=box.top, class_=box.class_, **size)
+        if box.name and end - begin > CHARACTER_WIDTH * len(box.name) + 6:
+            yield label((begin + end) / 2, box.top + box.height / 2 + 4, box.name, "in-box", "middle")

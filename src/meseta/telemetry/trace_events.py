@@ -1,0 +1,167 @@
+"""A timeline as the JSON that ui.perfetto.dev and chrome://tracing open, and back.
+
+The format is Chrome's, "Trace Event Format", in the form of a JSON object. A rank is a process there and a track a
+thread; a slice is a complete event (ph X), whose times are microseconds; names and the order of tracks are metadata (ph
+M); an arrow from the stage that began a transfer to the moment when it was waited for is a flow (ph s and f):
+
+    {"ph": "X", "name": "ids", "cat": "transfer", "pid": 1, "tid": 1015, "ts": 120.5, "dur": 900.25,
+     "args": {"step": 11, "bytes to its host": 4096.0, "ms waited for": 0.0}}
+
+Threads have numbers of their own over all processes, 0 is nobody's. Time begins with the first slice.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, FiniteFloat
+
+from meseta.telemetry.lines import Count, Entry
+from meseta.telemetry.timeline import WAITING, RankPlace, Slice, Timeline, Track
+
+FORMAT = "meseta.timeline/1"
+_TRACKS_OF_RANK = 1000
+"""Numbers of threads that a rank has; no more than some dozens are used."""
+_Microseconds = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+
+
+class _Place(Entry):
+    host: str
+    clock_offset_s: FiniteFloat
+    clock_error_s: FiniteFloat
+
+
+class _About(Entry):
+    format: Literal["meseta.timeline/1"]
+    first_step: Count
+    last_step: Count
+    ranks: list[_Place] = Field(min_length=1)
+
+
+class _Arguments(Entry):
+    name: str = ""
+    """Of metadata: that of the process or thread."""
+    step: Count | None = None
+
+
+class _Event(Entry):
+    ph: str
+    name: str
+    cat: str = ""
+    pid: Count = 0
+    tid: Count = 0
+    ts: _Microseconds = 0.0
+    dur: _Microseconds = 0.0
+    args: _Arguments = _Arguments()
+
+
+class TraceDocument(Entry):
+    """The file, as it is read again."""
+
+    otherData: _About
+    traceEvents: list[_Event]
+
+    def timeline(self) -> Timeline:
+        """What was written, but for where time begins. Tracks without a name, and what is of no rank, are left out."""
+        about = self.otherData
+        names = {
+            (event.pid, event.tid): event.args.name
+            for event in self.traceEvents
+            if (event.ph, event.name) == ("M", "thread_name") and 0 < event.pid <= len(about.ranks)
+        }
+        kinds: dict[tuple[int, int], Any] = {}
+        slices: dict[tuple[int, int], list[Slice]] = {thread: [] for thread in names}
+        for event in self.traceEvents:
+            thread = event.pid, event.tid
+            if event.ph == "X" and thread in names and event.cat in ("step", "stage", "transfer"):
+                begin_ns = round(1e3 * event.ts)
+                figures = {
+                    name: float(value)
+                    for name, value in (event.args.model_extra or {}).items()
+                    if isinstance(value, int | float)
+                }
+                one = Slice(event.name, begin_ns, begin_ns + round(1e3 * event.dur), event.args.step, figures)
+                slices[thread].append(one)
+                kinds.setdefault(thread, event.cat)
+        return Timeline(
+            about.first_step,
+            about.last_step,
+            tuple(RankPlace(one.host, one.clock_offset_s, one.clock_error_s) for one in about.ranks),
+            tuple(
+                Track(thread[0] - 1, names[thread], kinds[thread], tuple(found))
+                for thread, found in slices.items()
+                if found
+            ),
+        )
+
+
+def trace_document(timeline: Timeline) -> dict[str, Any]:
+    """Plain data for JSON."""
+    begin_ns = min((one.begin_ns for track in timeline.tracks for one in track.slices), default=0)
+    events: list[dict[str, Any]] = []
+    for rank, place in enumerate(timeline.ranks):
+        events += _named(rank, 0, "process", f"rank {rank} on {place.host}", rank)
+        tracks = [track for track in timeline.tracks if track.rank == rank]
+        for index, track in enumerate(tracks):
+            thread = _thread(rank, index)
+            events += _named(rank, thread, "thread", track.name, index)
+            events += [_complete(rank, thread, track, one, begin_ns) for one in track.slices]
+        events += _flows(rank, tracks, begin_ns)
+    ranks = [{"host": one.host, "clock_offset_s": one.offset_s, "clock_error_s": one.error_s} for one in timeline.ranks]
+    about = {"format": FORMAT, "first_step": timeline.first, "last_step": timeline.last, "ranks": ranks}
+    return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
+
+
+def _thread(rank: int, index: int) -> int:
+    return rank * _TRACKS_OF_RANK + index + 1
+
+
+def _named(rank: int, thread: int, what: str, name: str, place: int) -> list[dict[str, Any]]:
+    """Metadata: a name, and its place among others."""
+    at = {"ph": "M", "pid": rank + 1, "tid": thread}
+    return [
+        {**at, "name": f"{what}_name", "args": {"name": name}},
+        {**at, "name": f"{what}_sort_index", "args": {"sort_index": place}},
+    ]
+
+
+def _complete(rank: int, thread: int, track: Track, one: Slice, begin_ns: int) -> dict[str, Any]:
+    step = {} if one.step is None else {"step": one.step}
+    return {
+        "ph": "X",
+        "name": one.name,
+        "cat": track.kind,
+        "pid": rank + 1,
+        "tid": thread,
+        "ts": (one.begin_ns - begin_ns) / 1e3,
+        "dur": (one.end_ns - one.begin_ns) / 1e3,
+        "args": {**step, **one.figures},
+    }
+
+
+def _flows(rank: int, tracks: list[Track], begin_ns: int) -> Iterator[dict[str, Any]]:
+    """From the stage in which a transfer was begun to where it is waited for."""
+    stages = sorted(
+        (one.begin_ns, one.end_ns, _thread(rank, index))
+        for index, track in enumerate(tracks)
+        if track.kind == "stage"
+        for one in track.slices
+    )
+    number = rank << 32
+    for index, track in enumerate(tracks):
+        if track.kind != "transfer":
+            continue
+        begun_ns = 0
+        for one in track.slices:
+            if one.name != WAITING:
+                begun_ns = one.begin_ns
+                continue
+            place = bisect_right(stages, (begun_ns, float("inf"), 0)) - 1
+            if place < 0 or stages[place][1] <= begun_ns:
+                continue  # by no stage
+            number += 1
+            flow = {"name": "waited for", "cat": "flow", "id": number, "pid": rank + 1}
+            yield {**flow, "ph": "s", "tid": stages[place][2], "ts": (begun_ns - begin_ns) / 1e3}
+            yield {**flow, "ph": "f", "bp": "e", "tid": _thread(rank, index), "ts": (one.begin_ns - begin_ns) / 1e3}

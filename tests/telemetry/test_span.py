@@ -1,0 +1,141 @@
+"""Times of stages: what lies in a stage and in a step, and how a device is timed without being waited for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from meseta.telemetry.span import DeviceClock, Span, StageTimes
+
+
+class Stream:
+    """A device with one stream, on a clock of its own: work takes its time behind what was begun before it."""
+
+    def __init__(self) -> None:
+        self.host_s = 100.0
+        self.done_s = 0.0
+        """When all that was begun is done."""
+        self.num_waits = self.num_asked_early = 0
+
+    def compute(self, seconds: float) -> None:
+        """Begin work; the host goes on."""
+        self.done_s = max(self.done_s, self.host_s) + seconds
+
+    def wait(self) -> None:
+        self.num_waits += 1
+        self.host_s = max(self.host_s, self.done_s)
+
+
+class Event:
+    """As torch.cuda.Event(enable_timing=True): its differences have 32 bits."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.passed_s = stream, -1.0
+
+    def record(self) -> None:
+        self.passed_s = max(self.stream.done_s, self.stream.host_s)
+
+    def query(self) -> bool:
+        return self.stream.host_s >= self.passed_s
+
+    def elapsed_time(self, other: Event) -> float:
+        self.stream.num_asked_early += not (self.query() and other.query())  # torch raises
+        return float(np.float32(1e3 * (other.passed_s - self.passed_s)))
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    stream = Stream()
+    monkeypatch.setattr("meseta.telemetry.span.time.perf_counter", lambda: stream.host_s)
+    return stream
+
+
+def timed(stream: Stream) -> StageTimes:
+    return StageTimes(DeviceClock(lambda: Event(stream), stream.wait))
+
+
+def step(times: StageTimes, stream: Stream) -> None:
+    """1 s of forward, 2 s of backward with 3 s of update in it, and a host that is done with all of it after 0.4 s."""
+    times.begin_step()
+    with times.stage("dense_forward"):
+        stream.compute(1.0)
+        stream.host_s += 0.1
+    with times.stage("backward"):
+        stream.compute(1.5)
+        with times.stage("table_update"):
+            stream.host_s += 0.2
+            stream.compute(3.0)
+        stream.compute(0.5)
+    stream.compute(0.25)
+    stream.host_s += 0.1
+    times.end_step()
+
+
+def test_a_device_is_timed_by_its_own_stream_and_never_waited_for(stream: Stream) -> None:
+    times = timed(stream)
+    for _ in range(3):
+        step(times, stream)
+    assert times.take() == {}  # the host is 18 s ahead
+    stream.host_s += 7.0
+    assert times.take() == pytest.approx({"dense_forward": 1.0, "backward": 2.0, "table_update": 3.0})
+    stream.host_s += 1000.0
+    step(times, stream)
+    stream.host_s += 10.0
+    assert times.take() == pytest.approx({"dense_forward": 1.0, "backward": 2.0, "table_update": 3.0})
+    assert times.over_life() == pytest.approx({"dense_forward": 1.0, "backward": 2.0, "table_update": 3.0})
+    assert stream.num_waits == 1 and not stream.num_asked_early  # before the very first stage
+
+
+def test_a_device_that_stands_idle_counts_for_the_stage_of_the_host(stream: Stream) -> None:
+    times = timed(stream)
+    times.begin_step()
+    with times.stage("data"):
+        stream.host_s += 2.0
+    times.end_step()
+    assert times.take() == {"data": pytest.approx(2.0)}
+
+
+def test_what_is_recorded_of_a_device_lies_on_the_clock_of_the_host(stream: Stream) -> None:
+    """After days, too: the difference of two events has few digits."""
+    times = timed(stream)
+    step(times, stream)
+    stream.host_s += 300_000.125
+    times.record()
+    began_s = stream.host_s
+    step(times, stream)
+    spans = times.recorded()
+    assert [(span.stage, span.step) for span in spans] == [
+        ("dense_forward", 1), ("table_update", 1), ("backward", 1), ("step", 1)
+    ]  # fmt: skip
+    assert spans[0].begin_s == pytest.approx(began_s, abs=0.02)
+    assert [span.end_s - spans[0].begin_s for span in spans] == pytest.approx([1.0, 5.5, 6.0, 6.25], abs=1e-5)
+    assert spans[-1].own_s == pytest.approx(0.25, abs=1e-5)
+    step(times, stream)
+    assert times.recorded() == []
+
+
+def test_a_step_has_its_stages_and_not_those_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr("meseta.telemetry.span.time.perf_counter", lambda: float(next(clock)))
+    times = StageTimes()
+    times.record()
+    for _ in range(2):
+        times.begin_step()
+        with times.stage("lookup"):
+            pass
+        with times.stage("backward"), pytest.raises(ValueError, match="refused"), times.stage("agree"):
+            with times.stage("gradient_dist"):
+                pass
+            raise ValueError("refused")
+        times.end_step()
+        with times.stage("update"):
+            pass
+    spans = times.recorded()
+    assert spans[:5] == [
+        Span("lookup", 0, 1.0, 2.0, 0.0),
+        Span("gradient_dist", 0, 5.0, 6.0, 0.0),
+        Span("backward", 0, 3.0, 7.0, 1.0),  # 'agree' has raised and counts for nothing
+        Span("step", 0, 0.0, 8.0, 5.0),
+        Span("update", 1, 9.0, 10.0, 0.0),
+    ]
+    assert spans[-2] == Span("step", 1, 11.0, 19.0, 5.0)
