@@ -14,10 +14,13 @@ from types import FrameType
 from typing import IO
 
 from meseta.cli.forked import start_command
+from meseta.cli.watch import RankWatch
 from meseta.errors import MesetaError
 from meseta.machine.processes import STOPPING
 from meseta.machine.ranks import is_launched
 from meseta.machine.rendezvous import Rendezvous
+from meseta.machine.time_limits import TimeLimits
+from meseta.telemetry.diagnosis import Trouble
 
 STOP_S = 10
 """Seconds that ranks have to leave by themselves before they are killed."""
@@ -27,6 +30,10 @@ SAME_CALL_S = 1.0
 """Signals this soon after the first are the same call, told to this process and to its group."""
 LOST_CONNECTION = 75
 """Exit code of a rank that failed because another one went away."""
+HUNG = 76
+"""Exit code of a command that was ended because its ranks did not go on."""
+KILL_S = 10.0
+"""Seconds that the system has to end a process that was killed; one that waits for a dead disk may take for ever."""
 _LOSSES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -73,24 +80,31 @@ class StopSignals:
             self.again = True
 
 
-def run_ranks(arguments: Sequence[str], num_ranks: int) -> int:
+def run_ranks(
+    arguments: Sequence[str], num_ranks: int, limits: TimeLimits | None = None, run_dir: Path | None = None
+) -> int:
     """Run `meseta ARGUMENTS` on `num_ranks` ranks and return the exit code.
 
     Rank 0 writes to this terminal. When a rank dies, the others are stopped within seconds, and the one to blame is
-    named with its last words. SIGTERM and Ctrl-C reach the ranks as SIGTERM and are waited for: training saves a
-    checkpoint first; a second one ends all at once. Under torchrun, which starts ranks itself, this is not used.
+    named with its last words. A rank that does not run any more, that is at another transfer than the others, or for
+    which they wait for longer than `limits` allow, is named, and all are killed. SIGTERM and Ctrl-C reach the ranks as
+    SIGTERM and are waited for: training saves a checkpoint first; a second one ends all at once. Under torchrun, which
+    starts ranks itself, this is not used. What ranks record of themselves may get a name below `run_dir`.
     """
     if num_ranks < 1:
         raise MesetaError(f"--nproc must be at least 1, got {num_ranks}")
     errors: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(num_ranks)]  # noqa: SIM115 (they outlive this line)
     signals = StopSignals()
     ranks: list[BaseProcess] = []
-    try:
-        signals.install()
-        _start(ranks, arguments, errors)
-        blamed = _wait(ranks, signals)
-    finally:
-        _stop(ranks)
+    with RankWatch(num_ranks, limits or TimeLimits(), run_dir) as watch:
+        try:
+            signals.install()
+            _start(ranks, arguments, errors, watch)
+            blamed = _wait(ranks, signals, watch)
+        finally:
+            _stop(ranks)
+    if isinstance(blamed, Trouble):
+        return HUNG
     if blamed is None:
         return 0
     code = ranks[blamed].exitcode or 0
@@ -113,28 +127,47 @@ def run_ranks(arguments: Sequence[str], num_ranks: int) -> int:
     return code if code > 0 else 1
 
 
-def _start(ranks: list[BaseProcess], arguments: Sequence[str], errors: Sequence[IO[bytes]]) -> None:
+def _start(ranks: list[BaseProcess], arguments: Sequence[str], errors: Sequence[IO[bytes]], watch: RankWatch) -> None:
     """Start one process per entry of `errors` and append it to `ranks`."""
     with Rendezvous(len(errors)) as meeting, Path(os.devnull).open("wb") as nowhere:
         for rank, file in enumerate(errors):
             streams = {} if rank == 0 else {"out": nowhere.fileno(), "err": file.fileno()}
-            ranks.append(start_command(arguments, f"meseta rank {rank}", variables=meeting.variables(rank), **streams))
+            variables = {**meeting.variables(rank), **watch.variables(rank)}
+            ranks.append(start_command(arguments, f"meseta rank {rank}", variables=variables, **streams))
 
 
-def _wait(ranks: Sequence[BaseProcess], signals: StopSignals) -> int | None:
-    """None when every rank succeeded, else the rank to blame. Passes signals on to the ranks."""
+def _wait(ranks: Sequence[BaseProcess], signals: StopSignals, watch: RankWatch | None = None) -> int | Trouble | None:
+    """None when every rank succeeded, else the rank to blame, or why they did not go on, which is told and for which
+    all are killed. Passes signals on to the ranks."""
     passed_on = None
     while True:
         codes = [rank.exitcode for rank in ranks]
         if any(code not in (None, 0) for code in codes):
             return _find_culprit(ranks)
         if all(code == 0 for code in codes):
-            return None
+            trouble = None if watch is None else watch.astray()
+            if trouble is not None:
+                print(f"error: {trouble.text}; mend that, and begin anew with --force", file=sys.stderr)
+            return trouble
         if signals.again or signals.number != passed_on:
             passed_on = signals.number
             for rank in ranks:
                 rank.kill() if signals.again else rank.terminate()
+        if watch is not None:
+            trouble, warning = watch.look([code is None for code in codes])
+            if trouble is not None:
+                _end(ranks, trouble)
+                return trouble
+            if warning is not None:
+                print(f"warning: {warning}", file=sys.stderr, flush=True)
         time.sleep(0.05)
+
+
+def _end(ranks: Sequence[BaseProcess], trouble: Trouble) -> None:
+    """Tell why, and kill all: they may be stopped, or wait for each other where they hear nothing."""
+    for rank in ranks:
+        rank.kill()
+    print(f"error: {trouble.text}; all ranks are stopped{way_on()}", file=sys.stderr, flush=True)
 
 
 def _find_culprit(ranks: Sequence[BaseProcess]) -> int:
@@ -165,4 +198,6 @@ def _stop(ranks: Sequence[BaseProcess]) -> None:
         rank.join(max(deadline - time.monotonic(), 0.1))
         if rank.exitcode is None:
             rank.kill()
-            rank.join()
+            rank.join(KILL_S)
+            if rank.exitcode is None:
+                print(f"warning: process {rank.pid} does not end: the system holds it", file=sys.stderr, flush=True)

@@ -30,6 +30,7 @@ from meseta.errors import MesetaError, one_line
 from meseta.machine.rendezvous import VARIABLE
 from meseta.machine.variables import variables
 from meseta.machine.waiting import choose_waiting
+from meseta.telemetry.rank_record import VARIABLE as RANK_RECORD
 
 app = typer.Typer(
     name="meseta",
@@ -69,6 +70,10 @@ def main() -> None:
     rank = variables.get("RANK", "0")
     where = "error: " if rank == "0" else f"error: rank {rank}: "
     try:
+        if RANK_RECORD in variables:  # of a rank that `--nproc` has started, which has torch
+            from meseta.comm.recording import begin_record
+
+            begin_record()
         _run()
     except MesetaError as error:
         _leave(1, f"{where if error.rank is None else 'error: '}{error}")

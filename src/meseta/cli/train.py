@@ -105,7 +105,7 @@ def train(
     _choose_folders(document, data or [], said)
     settings = check_document(document, config)
     if nproc != 1 and not is_launched():
-        sys.exit(run_ranks(sys.argv[1:], nproc))
+        sys.exit(run_ranks(sys.argv[1:], nproc, settings.comm.time_limits, settings.run_dir))
     tried_on = None
     if data:
         from meseta.data import PrepareOptions

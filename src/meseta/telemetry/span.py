@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from meseta.spec.stages import StageName
+from meseta.telemetry.rank_record import Own
 
 
 class Span(NamedTuple):
@@ -45,12 +46,16 @@ class StageTimes:
     @contextmanager
     def stage(self, name: StageName) -> Iterator[None]:
         """Time a stage; one that raises counts for nothing."""
-        begin_s = time.perf_counter()
+        begin_s, record = time.perf_counter(), Own.record
         self._inside.append(0.0)
+        if record is not None:
+            record.enter(name, self._num_steps)
         try:
             yield
         finally:
             inside_s = self._inside.pop()
+            if record is not None:
+                record.leave()
         self._wait()
         end_s = time.perf_counter()
         self.spans.append(Span(name, self._num_steps, begin_s, end_s, inside_s))
