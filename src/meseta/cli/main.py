@@ -17,6 +17,7 @@ from meseta.cli.data import app as data_app
 from meseta.cli.doctor import doctor
 from meseta.cli.eager import leave_dynamo_out
 from meseta.cli.evaluate import evaluate
+from meseta.cli.hang import hang
 from meseta.cli.launch import LOST_CONNECTION, is_loss_of_peer, way_on
 from meseta.cli.plan import plan
 from meseta.cli.predict import predict
@@ -50,6 +51,7 @@ app.add_typer(bench_app, name="bench")
 app.command(name="eval")(evaluate)
 app.command()(predict)
 app.command()(report)
+app.command()(hang)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(topology_app, name="topology")
 app.command()(calibrate)

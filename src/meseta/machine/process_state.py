@@ -54,4 +54,4 @@ def catches(pid: int, number: int) -> bool:
         caught = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
     except (OSError, IndexError, ValueError, StopIteration):
         return False
-    return bool(caught >> (number - 1) & 1)
+    return 0 < number <= 64 and bool(caught >> (number - 1) & 1)

@@ -21,6 +21,8 @@ from meseta.telemetry.shown import duration
 
 States = Mapping[int, RankState]
 """By rank."""
+MISSED_S = 3.0
+"""A heart that has not beaten for so long has missed beats: the system is slow, or the rank does not run."""
 BACKGROUND = "background"
 """Lane of a thread beside the one that trains."""
 _NS = 1e9
@@ -107,6 +109,20 @@ def find_stuck(states: States, now_ns: int, after_s: float) -> Trouble | None:
         text = f"{named(states, rank)} has been at {place(states[rank])} for {duration(idle[rank])}"
         return Trouble("stuck", (rank,), text, idle[rank])
     return None
+
+
+def find_end(states: States) -> Trouble | None:
+    """What has ended ranks of which none is there any more, as far as their records tell: the one whose heart stopped
+    before those of the others, or that was astray, or that others waited for."""
+    last_ns = max(max(state.beat_ns, state.moved_ns) for state in states.values())
+    silent = {rank: (last_ns - state.beat_ns) / _NS for rank, state in states.items()}
+    return find_silent(states, silent, MISSED_S) or find_astray(states) or find_stuck(states, last_ns, MISSED_S)
+
+
+def told(state: RankState, now_ns: int | None) -> str:
+    """Where a rank is, and what it waits for, with how long where its clock is known."""
+    since = "" if now_ns is None else f", for {duration((now_ns - state.moved_ns) / _NS)}"
+    return f"{place(state)}{_last(state)}{since}"
 
 
 def find_trouble(states: States, silent: Mapping[int, float], now_ns: int, limits: TimeLimits) -> Trouble | None:

@@ -55,8 +55,10 @@ _HEAD = struct.Struct("<8sIIiiqqqqd64s64s")
 _BEAT = struct.Struct("<qq")
 _PLACE = struct.Struct("<16sqq")
 _WAIT = struct.Struct("<qqq")
-_AGREED = struct.Struct("<qqqq32s12s")
-_TRANSFER = struct.Struct(f"<q{_AGREED.size}sIqqhh12s80s32s")
+_AGREED = struct.Struct("<qqqq44s")
+_KIND = struct.Struct("<32s12s")
+_ABOUT = struct.Struct("<hh12s80s32s")
+_TRANSFER = struct.Struct(f"<q{_AGREED.size}sIqq{_ABOUT.size}s")
 _DONE_AT = _TRANSFER_BYTES - 8
 _SUM_BYTES = 4
 _NONE = -1
@@ -207,22 +209,14 @@ class RankRecord:
         before the one that it belongs to."""
         index, number = next(self._indices), lane[0] % NUM_LANES
         self._places[number] = place = self._places[number] + 1
-        name, dtype, numbers, batch, num_bytes, num_peers, tables, ranks = sending
-        agreed = _AGREED.pack(
-            place,
-            _NONE if step is None else self.first_step + step + 1,
-            batch,
-            _NONE if numbers is None else numbers,
-            _text(name, 32),
-            _text(dtype, 12),
-        )
+        kind, about = _described(lane, sending.name, sending.dtype, sending.num_peers, sending.tables, sending.ranks)
+        numbers = _NONE if sending.numbers is None else sending.numbers
+        of_step = _NONE if step is None else self.first_step + step + 1
+        agreed = _AGREED.pack(place, of_step, sending.batch, numbers, kind)
         self._pasts[number] = past = crc32(agreed, self._pasts[number])
-        about_peers = min(num_peers, 32767), _text(lane[1], 12), _joined(tuple(tables), 80)
-        between = b"" if ranks is None else _joined(tuple(ranks), 32)
-        times = int(num_bytes), time.monotonic_ns()
         at = _RING_AT + index % NUM_KEPT * _TRANSFER_BYTES
-        self._write(at, _TRANSFER.pack(index, agreed, past, *times, lane[0], *about_peers, between))
-        _DONE.pack_into(self._memory, at + _DONE_AT, 0)
+        begun_ns = time.monotonic_ns()
+        self._write(at, _TRANSFER.pack(index, agreed, past, int(sending.num_bytes), begun_ns, about), _NOT_DONE)
         return BegunTransfer(self, lane[0], place, index)
 
     def wait(self, lane: int, place: int) -> None:
@@ -247,11 +241,14 @@ class RankRecord:
         stage, step = self._stages[-1] if self._stages else (b"", _NONE)
         self._write(_PLACE_AT, _PLACE.pack(stage, step, time.monotonic_ns()))
 
-    def _write(self, at: int, content: bytes) -> None:
-        self._memory[at : at + len(content) + _SUM_BYTES] = content + crc32(content).to_bytes(_SUM_BYTES, "little")
+    def _write(self, at: int, content: bytes, more: bytes = b"") -> None:
+        """With its checksum, and what comes behind that."""
+        whole = content + crc32(content).to_bytes(_SUM_BYTES, "little") + more
+        self._memory[at : at + len(whole)] = whole
 
 
 _DONE = struct.Struct("<q")
+_NOT_DONE = bytes(_TRANSFER_BYTES - _TRANSFER.size - _SUM_BYTES)
 
 
 class BegunTransfer:
@@ -281,12 +278,29 @@ class Own:
     record: RankRecord | None = None
 
 
-@lru_cache(maxsize=1024)
-def _joined(names: tuple[object, ...], length: int) -> bytes:
+def _described(
+    lane: tuple[int, str], name: str, dtype: str, num_peers: int, tables: Sequence[str], ranks: Sequence[int] | None
+) -> tuple[bytes, bytes]:
+    """(what all ranks agree on, the rest) of what a transfer has alike in all steps."""
+    try:
+        return _packed(lane, name, dtype, num_peers, tables, ranks)
+    except TypeError:  # lists have no hash
+        return _packed(lane, name, dtype, num_peers, tuple(tables), None if ranks is None else tuple(ranks))
+
+
+@lru_cache(maxsize=4096)
+def _packed(
+    lane: tuple[int, str], name: str, dtype: str, num_peers: int, tables: tuple[str, ...], ranks: tuple[int, ...] | None
+) -> tuple[bytes, bytes]:
+    between = b"" if ranks is None else _joined(ranks, 32)
+    about = lane[0], min(num_peers, 32767), _text(lane[1], 12), _joined(tables, 80), between
+    return _KIND.pack(_text(name, 32), _text(dtype, 12)), _ABOUT.pack(*about)
+
+
+def _joined(names: Sequence[object], length: int) -> bytes:
     return _text(", ".join(map(str, names)), length)
 
 
-@lru_cache(maxsize=1024)
 def _text(text: str, length: int) -> bytes:
     """In so many bytes of UTF-8 at most."""
     encoded = text.encode(errors="replace")
@@ -349,9 +363,10 @@ def _transfers(content: bytes) -> tuple[KeptTransfer, ...]:
         entry = _checked(content, at, _TRANSFER)
         if entry is None:
             continue
-        index, agreed, past, num_bytes, begun_ns, lane, num_peers = entry[:7]
-        place, step, batch, numbers, name, dtype = _AGREED.unpack(agreed)
-        lane_name, tables, ranks = map(_shown, entry[7:])
+        index, agreed, past, num_bytes, begun_ns, about = entry
+        place, step, batch, numbers, kind = _AGREED.unpack(agreed)
+        (name, dtype), (lane, num_peers, *texts) = _KIND.unpack(kind), _ABOUT.unpack(about)
+        lane_name, tables, ranks = map(_shown, texts)
         kept = KeptTransfer(
             index=index,
             lane=lane,
