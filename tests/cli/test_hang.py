@@ -16,7 +16,7 @@ import pytest
 
 import faulty_model
 from cli.processes import Command
-from meseta.cli.launch import HUNG
+from meseta.machine.time_limits import HUNG
 from sampling import product, sample
 from small_run import settings, write_config
 

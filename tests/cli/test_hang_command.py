@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from forked import forking
-from meseta.cli.launch import HUNG
+from meseta.machine.time_limits import HUNG
 from meseta.telemetry.rank_record import FOLDER, SIZE, VARIABLE, Own, RankRecord, Sending, record_path
 
 Run = Callable[..., tuple[int, str, str]]

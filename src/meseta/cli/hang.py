@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from meseta.cli.launch import HUNG
+from meseta.machine.time_limits import HUNG
 from meseta.telemetry.diagnosis import MISSED_S, Trouble, find_astray, find_end, find_silent, find_stuck, told
 from meseta.telemetry.rank_folder import FoundRank, ask_for_stacks, find_ranks
 

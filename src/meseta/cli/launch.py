@@ -19,7 +19,7 @@ from meseta.errors import MesetaError
 from meseta.machine.processes import STOPPING
 from meseta.machine.ranks import is_launched
 from meseta.machine.rendezvous import Rendezvous
-from meseta.machine.time_limits import TimeLimits
+from meseta.machine.time_limits import HUNG, TimeLimits
 from meseta.telemetry.diagnosis import Trouble
 
 STOP_S = 10
@@ -30,8 +30,6 @@ SAME_CALL_S = 1.0
 """Signals this soon after the first are the same call, told to this process and to its group."""
 LOST_CONNECTION = 75
 """Exit code of a rank that failed because another one went away."""
-HUNG = 76
-"""Exit code of a command that was ended because its ranks did not go on."""
 KILL_S = 10.0
 """Seconds that the system has to end a process that was killed; one that waits for a dead disk may take for ever."""
 _LOSSES = (

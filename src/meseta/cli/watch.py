@@ -13,17 +13,14 @@ from types import TracebackType
 from meseta.errors import MesetaError
 from meseta.machine.files import unnamed_file
 from meseta.machine.time_limits import TimeLimits
-from meseta.telemetry.diagnosis import Trouble, find_astray, find_stuck, find_trouble
+from meseta.telemetry.diagnosis import Settling, Trouble, find_astray, find_stuck, find_trouble
+from meseta.telemetry.hearts import Hearts
 from meseta.telemetry.rank_record import SIZE, VARIABLE, RankState, has_begun, read_state
 
 PERIOD_S = 1.0
 """Between looks at the records."""
-PAUSE_S = 3.0
-"""Looks further apart than this say that the launcher itself did not run, as after Ctrl-Z: nobody is blamed for it."""
 BEGIN_S = 60.0
 """A rank that has just been started and has not come to its first line is waited for at least so long."""
-SETTLE_S = 3.0
-"""Ranks that are at different transfers have so long to say so themselves, which most do within milliseconds."""
 
 
 class RankWatch:
@@ -36,9 +33,8 @@ class RankWatch:
         for descriptor in self._files:
             os.ftruncate(descriptor, SIZE)
         self._looked_s = time.monotonic()
-        self._heard_s = [self._looked_s] * num_ranks
-        self._beats = [0] * num_ranks
-        self._astray: tuple[str, float] | None = None
+        self._hearts = Hearts(range(num_ranks), self._looked_s)
+        self._settling = Settling()
         self._warned: set[tuple[int, ...]] = set()
 
     def variables(self, rank: int) -> dict[str, str]:
@@ -49,21 +45,17 @@ class RankWatch:
         """Once a second, at the records of those that have not ended: (what is wrong, a warning), None where nothing
         is, or where it is not time yet."""
         now_s = time.monotonic()
-        passed_s = now_s - self._looked_s
-        if passed_s < PERIOD_S:
+        if now_s - self._looked_s < PERIOD_S:
             return None, None
         self._looked_s = now_s
         states = {rank: state for rank, state in self.states().items() if running[rank]}
-        for rank in range(len(self._files)):
-            beat = states[rank].beat_ns if rank in states else 0
-            if beat != self._beats[rank]:
-                self._beats[rank], self._heard_s[rank] = beat, now_s
-            elif passed_s > PAUSE_S:
-                self._heard_s[rank] += passed_s
-        silent = {rank: now_s - heard_s for rank, heard_s in enumerate(self._heard_s) if running[rank]}
-        silent = {r: s for r, s in silent.items() if self._beats[r] or s > max(self.limits.silent_s, BEGIN_S)}
+        silent = self._hearts.listen({rank: state.beat_ns for rank, state in states.items()}, now_s)
+        first_s = max(self.limits.silent_s, BEGIN_S)
+        silent = {r: s for r, s in silent.items() if running[r] and (self._hearts.has_beaten(r) or s > first_s)}
         now_ns = time.monotonic_ns()
-        return self._lasting(find_trouble(states, silent, now_ns, self.limits), now_s), self._warning(states, now_ns)
+        return self._settling.lasting(find_trouble(states, silent, now_ns, self.limits), now_s), self._warning(
+            states, now_ns
+        )
 
     def _warning(self, states: Mapping[int, RankState], now_ns: int) -> str | None:
         """Once for each rank that keeps others waiting for long, but not yet for too long."""
@@ -88,15 +80,6 @@ class RankWatch:
                 with suppress(MesetaError):  # it is being written
                     states[rank] = read_state(content, f"of rank {rank}")
         return states
-
-    def _lasting(self, trouble: Trouble | None, now_s: float) -> Trouble | None:
-        """Ranks that are astray are given the time to say so themselves."""
-        if trouble is None or trouble.kind != "astray":
-            self._astray = None
-            return trouble
-        if self._astray is None or self._astray[0] != trouble.text:
-            self._astray = trouble.text, now_s
-        return trouble if now_s - self._astray[1] >= SETTLE_S else None
 
     def __enter__(self) -> RankWatch:
         return self

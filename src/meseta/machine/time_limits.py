@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from meseta.errors import MesetaError
 
+HUNG = 76
+"""Exit code of a command that was ended because its ranks did not go on."""
 WARN_S = 30.0
 """A rank that has waited so long is told of, where it may wait that long."""
 SPARE_S = 120.0

@@ -9,6 +9,7 @@ Only ranks are compared that have a record; a transfer that is not kept any more
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from meseta.telemetry.shown import duration
 
 States = Mapping[int, RankState]
 """By rank."""
+SETTLE_S = 3.0
+"""How long ranks are left alone that are at different transfers."""
 MISSED_S = 3.0
 """A heart that has not beaten for so long has missed beats: the system is slow, or the rank does not run."""
 BACKGROUND = "background"
@@ -40,6 +43,23 @@ class Trouble:
     """In one line, without what is done about it."""
     seconds: float = 0.0
     """How long it has been so."""
+
+
+class Settling:
+    """Ranks that are astray are given the time to say so themselves, which most do within milliseconds."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._since_s = 0.0
+
+    def lasting(self, trouble: Trouble | None, now_s: float) -> Trouble | None:
+        """What is to be told of what was found now."""
+        if trouble is None or trouble.kind != "astray":
+            self._text = ""
+            return trouble
+        if trouble.text != self._text:
+            self._text, self._since_s = trouble.text, now_s
+        return trouble if now_s - self._since_s >= SETTLE_S else None
 
 
 def find_silent(states: States, silent: Mapping[int, float], silent_s: float) -> Trouble | None:
@@ -93,16 +113,42 @@ def _find_circle(states: States) -> Trouble | None:
     return Trouble("astray", blamed, text)
 
 
-def find_stuck(states: States, now_ns: int, after_s: float) -> Trouble | None:
-    """What keeps ranks waiting for one transfer, or a rank in one stage of a step, for longer than `after_s`."""
+def find_unheard(states: States, silent: Mapping[int, float], own: int, silent_s: float) -> Trouble | None:
+    """Hosts of which this one, that of rank `own`, hears no rank any more; `silent` holds the seconds of each other
+    rank. Where the hosts have one rank each, a rank that is stopped looks the same as a link that is cut."""
+    hosts: dict[str, list[int]] = {}
+    for rank in silent:
+        hosts.setdefault(states[rank].host, []).append(rank)
+    here, unheard = hosts.pop(states[own].host, None), dict[str, list[int]]()
+    for host, ranks in hosts.items():
+        longest_s, shortest_s = max(silent[r] for r in ranks), min(silent[r] for r in ranks)
+        if longest_s > silent_s and shortest_s > silent_s - MISSED_S and (len(ranks) > 1 or here is None):
+            unheard[host] = ranks
+    if not unheard:
+        return None
+    blamed = [rank for ranks in unheard.values() for rank in ranks]
+    longest_s, first = max(silent[rank] for rank in blamed), states[blamed[0]]
+    listed = " and ".join(f"ranks {', '.join(map(str, ranks))} on {host}" for host, ranks in unheard.items())
+    text = (
+        f"rank {own} on {states[own].host} has not heard {listed} for {duration(longest_s)}; rank {blamed[0]} was at "
+        f"{place(first)}{_last(first)}{_and_who(states, blamed)}; the link between {states[own].host} and "
+        f"{' and '.join(unheard)} is cut, or nothing runs there"
+    )
+    return Trouble("silent", tuple(blamed), text, longest_s)
+
+
+def find_stuck(states: States, now_ns: int | None, after_s: float) -> Trouble | None:
+    """What keeps ranks waiting for one transfer, or a rank in one stage of a step, for longer than `after_s`. Without
+    `now_ns`, of ranks of several hosts, each is asked up to its last heartbeat."""
+    until = {rank: state.beat_ns if now_ns is None else now_ns for rank, state in states.items()}
     waits = {rank: wait for rank, state in states.items() for wait in [_longest_wait(state)] if wait is not None}
-    waited = {rank: (now_ns - wait.since_ns) / _NS for rank, wait in waits.items()}
+    waited = {rank: (until[rank] - wait.since_ns) / _NS for rank, wait in waits.items()}
     waiting = [rank for rank, seconds in waited.items() if seconds > after_s]
     if waiting:
         first = max(waiting, key=lambda rank: waited[rank])
         blamed = _late(states, first, waits[first]) or (first,)
         return Trouble("stuck", blamed, _stuck_text(states, blamed, waits, waited[first]), waited[first])
-    idle = {r: (now_ns - s.moved_ns) / _NS for r, s in states.items() if s.stage and not s.waits}
+    idle = {r: (until[r] - s.moved_ns) / _NS for r, s in states.items() if s.stage and not s.waits}
     slow = [rank for rank, seconds in idle.items() if seconds > after_s]
     if slow and len(states) > 1:
         rank = max(slow, key=lambda r: idle[r])
@@ -125,7 +171,7 @@ def told(state: RankState, now_ns: int | None) -> str:
     return f"{place(state)}{_last(state)}{since}"
 
 
-def find_trouble(states: States, silent: Mapping[int, float], now_ns: int, limits: TimeLimits) -> Trouble | None:
+def find_trouble(states: States, silent: Mapping[int, float], now_ns: int | None, limits: TimeLimits) -> Trouble | None:
     """The first of these, in the order of this page."""
     return (
         find_silent(states, silent, limits.silent_s)
@@ -212,7 +258,7 @@ def _silent_text(states: States, rank: int, seconds: float) -> str:
     state = states.get(rank)
     if state is None:
         return f"rank {rank} has not begun to run within {duration(seconds)}"
-    process = state_of(state.pid)
+    process = state_of(state.pid) if state.host == socket.gethostname() else None
     held = process.held if process is not None and process.start == state.start else ""
     text = f"{named(states, rank)} has been silent for {duration(seconds)}{f', {held}' * bool(held)}, at {place(state)}"
     return text + _last(state) + _and_who(states, (rank,))

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from meseta.comm import World
+from meseta.comm.peer_watch import watch_peers
 from meseta.comm.recording import begin_record
 from meseta.comm.time_out import Patience
 from meseta.config import RunConfig
@@ -29,9 +30,12 @@ def session(config: RunConfig) -> Iterator[World]:
     Patience.limits = config.comm.time_limits
     begin_record(config.run_dir)
     world = World.current(choose_device(config))
+    watch = watch_peers(world)
     with sleep_when_crowded(num_threads, min_threads=1 if _threads_change_no_bit(config, num_threads) else num_threads):
         yield world
     world.barrier()
+    if watch is not None:
+        watch.end()
     World.leave()
 
 
