@@ -47,9 +47,9 @@ PARTS = {
         ("tests/cli/test_kill.py", "tests/data/test_resume_prepare.py"),
     ),
     "hang": Part(
-        "ranks killed, stopped and astray at random moments on 2, 4 and 8 ranks: the right one named within 30 s, no "
-        "process left",
-        ("tests/cli/test_hang.py",),
+        "ranks killed, stopped and astray, and links cut, at random moments on 2, 4 and 8 ranks: the right one named "
+        "within 30 s, no process left",
+        ("tests/cli/test_hang.py", "tests/cli/test_hang_links.py"),
     ),
     "configs": Part("5,000 spoiled configs and overrides", ("tests/bad_input/test_fuzz_config.py",)),
     "files": Part("spoiled and hostile data, plans, checkpoints and runs, through every command", ("tests/bad_input",)),

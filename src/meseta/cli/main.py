@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from types import FrameType
 
 import typer
@@ -32,6 +33,10 @@ from meseta.machine.rendezvous import VARIABLE
 from meseta.machine.variables import variables
 from meseta.machine.waiting import choose_waiting
 from meseta.telemetry.rank_record import VARIABLE as RANK_RECORD
+from meseta.telemetry.rank_record import Own
+
+LAST_WORDS_S = 5.0
+"""How long a rank that has lost another one may take to find out why."""
 
 app = typer.Typer(
     name="meseta",
@@ -88,7 +93,9 @@ def main() -> None:
             _leave(1, f"{where}not enough memory ({one_line(error)}); {way_out}")
         if not (isinstance(error, RuntimeError) and is_loss_of_peer(error)):
             raise
-        # The launcher names the rank that went away.
+        # The launcher names the rank that went away, or the thread that watches the others, which then ends this one.
+        if Own.record is not None and VARIABLE not in variables:
+            time.sleep(LAST_WORDS_S)
         _leave(LOST_CONNECTION, "" if VARIABLE in variables else f"error: lost the connection to another rank: {error}")
     except Interrupted:
         _leave(130, f"interrupted{way_on()}")

@@ -25,7 +25,7 @@ from meseta.errors import MesetaError, one_line
 from meseta.machine.rendezvous import VARIABLE as RENDEZVOUS
 from meseta.machine.time_limits import HUNG, TimeLimits
 from meseta.machine.variables import variables
-from meseta.telemetry.diagnosis import MISSED_S, Settling, Trouble, find_silent, find_trouble, find_unheard, named
+from meseta.telemetry.diagnosis import Settling, Trouble, find_silent, find_trouble, find_unheard, named
 from meseta.telemetry.hearts import Hearts
 from meseta.telemetry.rank_record import SIZE, Own, RankRecord, RankState, read_state
 
@@ -35,6 +35,8 @@ RANKS_A_SECOND = 16
 """Records that a rank takes from the store in a second; where there are more ranks, it looks less often."""
 STORE = -1
 """In the place of a rank: the store."""
+STORE_SHARE = 0.75
+"""Of the longest silence: where nothing has come from the store for nearly as long, it is the store's."""
 STORE_S = 10.0
 """How long the store may take for one answer."""
 TELL_S = 2.0
@@ -110,7 +112,8 @@ class PeerWatch:
         own, store_s = self._record.rank, silent.pop(STORE)
         silent = {rank: seconds for rank, seconds in silent.items() if rank in states and rank != own}
         # Where nothing comes from the store, nothing comes from anybody.
-        if max([store_s, *silent.values()]) > self._limits.silent_s and store_s > self._limits.silent_s - MISSED_S:
+        longest_s = max([store_s, *silent.values()])
+        if longest_s > self._limits.silent_s and store_s > STORE_SHARE * longest_s:
             return self._unreached(states, store_s)
         trouble = find_unheard(states, silent, own, self._limits.silent_s)
         trouble = trouble or find_silent(states, silent, self._limits.silent_s)

@@ -226,6 +226,8 @@ def give_name(descriptor: int, path: Path) -> bool:
     """Let an `unnamed_file` be found under a path, whose former file goes; whether the system can."""
     folder = os.open(path.parent, os.O_RDONLY)
     try:
+        if path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor)):
+            return True
         path.unlink(missing_ok=True)
         # A folder to begin at makes Python follow the link, as the kernel asks for here; the source is absolute.
         os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=folder, follow_symlinks=True)
