@@ -141,7 +141,13 @@ def _wait(ranks: Sequence[BaseProcess], signals: StopSignals, watch: RankWatch |
     while True:
         codes = [rank.exitcode for rank in ranks]
         if any(code not in (None, 0) for code in codes):
-            return _find_culprit(ranks)
+            culprit = _find_culprit(ranks)
+            # gloo aborts a rank that gets more than it expects, whoever has sent it.
+            is_victim = ranks[culprit].exitcode in (-signal.SIGABRT, LOST_CONNECTION)
+            trouble = watch.astray() if watch is not None and is_victim else None
+            if trouble is not None:
+                _end(ranks, trouble)
+            return culprit if trouble is None else trouble
         if all(code == 0 for code in codes):
             trouble = None if watch is None else watch.astray()
             if trouble is not None:
