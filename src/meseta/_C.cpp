@@ -10,6 +10,7 @@ void bind_dot_interaction(nanobind::module_& m);
 void bind_gather_limit(nanobind::module_& m);
 void bind_hash_categories(nanobind::module_& m);
 void bind_hash_ids(nanobind::module_& m);
+void bind_heartbeat(nanobind::module_& m);
 void bind_id_policy(nanobind::module_& m);
 void bind_jagged(nanobind::module_& m);
 void bind_memory(nanobind::module_& m);
@@ -34,6 +35,7 @@ NB_MODULE(MESETA_MODULE, m) {
   bind_gather_limit(m);
   bind_hash_categories(m);
   bind_hash_ids(m);
+  bind_heartbeat(m);
   bind_id_policy(m);
   bind_jagged(m);
   bind_memory(m);

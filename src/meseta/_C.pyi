@@ -34,6 +34,12 @@ def parse_tsv(
 def random_bits(key: int, first_row: int, first_column: int, out: NDArray[np.int64], num_threads: int) -> None:
     """Fill out [rows, columns] with the Philox4x32-10 words of its cells."""
 
+def begin_heartbeat(descriptor: int, place: int, period_s: float) -> None:
+    """Begin a thread that writes (monotonic time, processor time) in ns to 16 bytes of an open file."""
+
+def end_heartbeat() -> None:
+    """End it, if there is one."""
+
 def coalesce_float32(
     ids: NDArray[np.int64],
     source: NDArray[np.int64],

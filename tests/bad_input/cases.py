@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data.click_log import make_lines
+from meseta.telemetry.rank_record import SIZE, record_path
 from small_run import settings, write_config
 
 PART = "train/part-00000.parquet"
@@ -226,6 +227,18 @@ def folder_for_a_timeline(place: Place) -> list[Any]:
     return [*place.train(train__epochs=2), "--profile"]
 
 
+def no_records_of_ranks(place: Place) -> list[Any]:
+    return ["hang", place.run()]
+
+
+def foreign_record_of_a_rank(place: Place) -> list[Any]:
+    run = place.run()
+    path = record_path(run, 0)
+    path.parent.mkdir()
+    path.write_bytes(b"PK" * SIZE)
+    return ["hang", run]
+
+
 PREPARING = (missing_column, unparsable_row, fields_missing, label_outside, empty_file, header_alone)
 PREPARING += (truncated_gzip, truncated_parquet)
 TRAINING = (unknown_key, ill_typed_value, no_yaml, key_given_twice, plan_of_other_tables, plan_for_other_ranks)
@@ -233,3 +246,4 @@ TRAINING += (no_dataset, prepared_column_missing, prepared_file_truncated, prepa
 TRAINING += (nan_in_dense, loss_without_bound, damaged_checkpoint, partial_checkpoint, checkpoint_of_another_model)
 TRAINING += (run_on_other_data, not_a_run, unwritable_run_dir, unwritable_predictions)
 TRAINING += (no_step_to_profile, other_steps_to_profile, steps_to_profile_ill_typed, folder_for_a_timeline)
+TRAINING += (no_records_of_ranks, foreign_record_of_a_rank)

@@ -14,6 +14,8 @@ import pytest
 
 from forked import forking
 from meseta.cli import launch
+from meseta.cli.watch import RankWatch
+from meseta.machine.time_limits import TimeLimits
 
 
 def ranks_that(*programs: str) -> list[BaseProcess]:
@@ -44,7 +46,8 @@ def test_the_rank_that_failed_for_a_reason_of_its_own(
     monkeypatch.setattr(launch, "SETTLE_S", 2)
     ranks = ranks_that(*programs)
     try:
-        assert launch._wait(ranks, launch.StopSignals()) == blamed
+        with RankWatch(len(ranks), TimeLimits()) as watch:
+            assert launch._wait(ranks, launch.StopSignals(), watch) == blamed
     finally:
         launch._stop(ranks)
     assert all(rank.exitcode is not None for rank in ranks)

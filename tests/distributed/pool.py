@@ -59,7 +59,7 @@ def _serve(pipe: Connection, variables: dict[str, str]) -> None:
     import torch
 
     from meseta.comm import World
-    from meseta.comm.world import Unlisted
+    from meseta.comm.listed import Unlisted
 
     Unlisted.is_error = True
     torch.set_num_threads(1)

@@ -46,6 +46,11 @@ PARTS = {
         "`kill -9` at random moments of preparing, starting, training, saving and evaluating, then to the end",
         ("tests/cli/test_kill.py", "tests/cli/test_restarts.py", "tests/data/test_resume_prepare.py"),
     ),
+    "hang": Part(
+        "ranks killed, stopped and astray, and links cut, at random moments on 2, 4 and 8 ranks: the right one named "
+        "within 30 s, no process left",
+        ("tests/cli/test_hang.py", "tests/cli/test_hang_links.py"),
+    ),
     "configs": Part("5,000 spoiled configs and overrides", ("tests/bad_input/test_fuzz_config.py",)),
     "files": Part("spoiled and hostile data, plans, checkpoints and runs, through every command", ("tests/bad_input",)),
     "operators": Part("hostile calls of every operator, and 200 random examples per property", ("tests/ops",)),

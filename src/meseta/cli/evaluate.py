@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from meseta.cli.launch import run_ranks
+from meseta.cli.watch import limits_of
 from meseta.machine.ranks import is_launched
 
 
@@ -30,7 +31,7 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint of a run over every row of a split; prints JSON."""
     if nproc != 1 and not is_launched():
-        sys.exit(run_ranks(sys.argv[1:], nproc))
+        sys.exit(run_ranks(sys.argv[1:], nproc, limits_of(run_dir)))
 
     from meseta.train.evaluate import evaluate as run
     from meseta.train.trained import open_trained

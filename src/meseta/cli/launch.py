@@ -16,11 +16,14 @@ from types import FrameType
 from typing import IO
 
 from meseta.cli.forked import start_command
+from meseta.cli.watch import RankWatch
 from meseta.errors import MesetaError
 from meseta.machine.processes import STOPPING
 from meseta.machine.ranks import is_launched
 from meseta.machine.rendezvous import VARIABLE, Rendezvous
+from meseta.machine.time_limits import HUNG, TimeLimits
 from meseta.machine.variables import variables
+from meseta.telemetry.diagnosis import Trouble
 
 STOP_S = 10
 """Seconds that ranks have to leave by themselves before they are killed."""
@@ -30,6 +33,8 @@ SAME_CALL_S = 1.0
 """Signals this soon after the first are the same call, told to this process and to its group."""
 LOST_CONNECTION = 75
 """Exit code of a rank that failed because another one went away."""
+KILL_S = 10.0
+"""Seconds that the system has to end a process that was killed; one that waits for a dead disk may take for ever."""
 _LOSSES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -88,47 +93,66 @@ class Ended:
     code: int
     """For the shell."""
     loss: str = ""
-    """In words, where a rank was lost: by a signal that nobody sent to the command, or by its connection."""
+    """In words, where a rank was lost: by a signal that nobody sent to the command, its connection, or silence."""
     killed: tuple[int, ...] = ()
-    """Ranks that such signals have ended."""
+    """Ranks that such signals have ended, or that do not run any more."""
 
     def tell(self, when: str = "") -> int:
         """Say of a loss what nobody has said yet; returns the code."""
         if self.loss:
-            print(f"error: {self.loss}{when}; all ranks are stopped{way_on()}", file=sys.stderr)
+            print(f"error: {self.loss}{when}; all ranks are stopped{way_on()}", file=sys.stderr, flush=True)
         return self.code
 
 
-def run_ranks(arguments: Sequence[str], num_ranks: int) -> int:
+def run_ranks(
+    arguments: Sequence[str], num_ranks: int, limits: TimeLimits | None = None, run_dir: Path | None = None
+) -> int:
     """Run `meseta ARGUMENTS` on `num_ranks` ranks and return the exit code.
 
     Rank 0 writes to this terminal. When a rank dies, the others are stopped within seconds, and the one to blame is
-    named with its last words. SIGTERM and Ctrl-C reach the ranks as SIGTERM and are waited for: training saves a
-    checkpoint first; a second one ends all at once. Under torchrun, which starts ranks itself, this is not used.
+    named with its last words. A rank that does not run any more, that is at another transfer than the others, or for
+    which they wait for longer than `limits` allow, is named, and all are killed. SIGTERM and Ctrl-C reach the ranks as
+    SIGTERM and are waited for: training saves a checkpoint first; a second one ends all at once. Under torchrun, which
+    starts ranks itself, this is not used. What ranks record of themselves may get a name below `run_dir`.
     """
     signals = StopSignals()
     signals.install()
-    return run_attempt(arguments, num_ranks, signals).tell()
+    return run_attempt(arguments, num_ranks, signals, limits, run_dir).tell()
 
 
-def run_attempt(arguments: Sequence[str], num_ranks: int, signals: StopSignals) -> Ended:
+def run_attempt(
+    arguments: Sequence[str],
+    num_ranks: int,
+    signals: StopSignals,
+    limits: TimeLimits | None = None,
+    run_dir: Path | None = None,
+) -> Ended:
     """The same, told `signals` that come meanwhile; what is left to be said of a loss is not said yet."""
     if num_ranks < 1:
         raise MesetaError(f"--nproc must be at least 1, got {num_ranks}")
     with ExitStack() as files:
         errors = [files.enter_context(tempfile.TemporaryFile()) for _ in range(num_ranks)]
-        return _attempt(arguments, errors, signals)
+        return _attempt(arguments, errors, signals, limits or TimeLimits(), run_dir)
 
 
-def _attempt(arguments: Sequence[str], errors: Sequence[IO[bytes]], signals: StopSignals) -> Ended:
+def _attempt(
+    arguments: Sequence[str],
+    errors: Sequence[IO[bytes]],
+    signals: StopSignals,
+    limits: TimeLimits,
+    run_dir: Path | None,
+) -> Ended:
     """The same on a rank for each of `errors`, where all but rank 0 write what they say."""
     ranks: list[BaseProcess] = []
-    try:
-        _start(ranks, arguments, errors)
-        blamed = _wait(ranks, signals)
-        killed = tuple(rank for rank, process in enumerate(ranks) if (process.exitcode or 0) < 0)
-    finally:
-        _stop(ranks)
+    with RankWatch(len(errors), limits, run_dir) as watch:
+        try:
+            _start(ranks, arguments, errors, watch)
+            blamed = _wait(ranks, signals, watch)
+            killed = tuple(rank for rank, process in enumerate(ranks) if (process.exitcode or 0) < 0)
+        finally:
+            _stop(ranks)
+    if isinstance(blamed, Ended):
+        return blamed
     if blamed is None:
         return Ended(0)
     code = ranks[blamed].exitcode or 0
@@ -151,28 +175,53 @@ def _attempt(arguments: Sequence[str], errors: Sequence[IO[bytes]], signals: Sto
     return Ended(code)
 
 
-def _start(ranks: list[BaseProcess], arguments: Sequence[str], errors: Sequence[IO[bytes]]) -> None:
+def _start(ranks: list[BaseProcess], arguments: Sequence[str], errors: Sequence[IO[bytes]], watch: RankWatch) -> None:
     """Start one process per entry of `errors` and append it to `ranks`."""
     with Rendezvous(len(errors)) as meeting, Path(os.devnull).open("wb") as nowhere:
         for rank, file in enumerate(errors):
             streams = {} if rank == 0 else {"out": nowhere.fileno(), "err": file.fileno()}
-            ranks.append(start_command(arguments, f"meseta rank {rank}", variables=meeting.variables(rank), **streams))
+            variables = {**meeting.variables(rank), **watch.variables(rank)}
+            ranks.append(start_command(arguments, f"meseta rank {rank}", variables=variables, **streams))
 
 
-def _wait(ranks: Sequence[BaseProcess], signals: StopSignals) -> int | None:
-    """None when every rank succeeded, else the rank to blame. Passes signals on to the ranks."""
+def _wait(ranks: Sequence[BaseProcess], signals: StopSignals, watch: RankWatch) -> int | Ended | None:
+    """None when every rank succeeded, else the rank to blame, or how they ended that did not go on. Passes signals on
+    to the ranks."""
     passed_on = None
     while True:
         codes = [rank.exitcode for rank in ranks]
         if any(code not in (None, 0) for code in codes):
-            return _find_culprit(ranks)
+            culprit = _find_culprit(ranks)
+            # gloo aborts a rank that gets more than it expects, whoever has sent it.
+            is_victim = ranks[culprit].exitcode in (-signal.SIGABRT, LOST_CONNECTION)
+            trouble = watch.astray() if is_victim else None
+            return culprit if trouble is None else _end(ranks, trouble)
         if all(code == 0 for code in codes):
-            return None
+            trouble = watch.astray()
+            if trouble is None:
+                return None
+            print(f"error: {trouble.text}; mend that, and begin anew with --force", file=sys.stderr)
+            return Ended(HUNG)
         if signals.again or signals.number != passed_on:
             passed_on = signals.number
             for rank in ranks:
                 rank.kill() if signals.again else rank.terminate()
+        trouble, warning = watch.look([code is None for code in codes])
+        if trouble is not None:
+            return _end(ranks, trouble)
+        if warning is not None:
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
         time.sleep(0.05)
+
+
+def _end(ranks: Sequence[BaseProcess], trouble: Trouble) -> Ended:
+    """Kill all: they may be stopped, or wait for each other where they hear nothing. A rank that is silent is lost;
+    ranks that are astray would be so again."""
+    for rank in ranks:
+        rank.kill()
+    if trouble.kind == "astray":
+        return Ended(Ended(HUNG, trouble.text).tell())
+    return Ended(HUNG, trouble.text, trouble.ranks if trouble.kind == "silent" else ())
 
 
 def _find_culprit(ranks: Sequence[BaseProcess]) -> int:
@@ -203,4 +252,6 @@ def _stop(ranks: Sequence[BaseProcess]) -> None:
         rank.join(max(deadline - time.monotonic(), 0.1))
         if rank.exitcode is None:
             rank.kill()
-            rank.join()
+            rank.join(KILL_S)
+            if rank.exitcode is None:
+                print(f"warning: process {rank.pid} does not end: the system holds it", file=sys.stderr, flush=True)

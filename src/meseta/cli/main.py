@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from types import FrameType
 
 import typer
@@ -17,6 +18,7 @@ from meseta.cli.data import app as data_app
 from meseta.cli.doctor import doctor
 from meseta.cli.eager import leave_dynamo_out
 from meseta.cli.evaluate import evaluate
+from meseta.cli.hang import hang
 from meseta.cli.launch import LOST_CONNECTION, is_loss_of_peer, way_on
 from meseta.cli.plan import plan
 from meseta.cli.predict import predict
@@ -30,6 +32,11 @@ from meseta.errors import MesetaError, one_line
 from meseta.machine.rendezvous import VARIABLE
 from meseta.machine.variables import variables
 from meseta.machine.waiting import choose_waiting
+from meseta.telemetry.rank_record import VARIABLE as RANK_RECORD
+from meseta.telemetry.rank_record import Own
+
+LAST_WORDS_S = 5.0
+"""How long a rank that has lost another one may take to find out why."""
 
 app = typer.Typer(
     name="meseta",
@@ -49,6 +56,7 @@ app.add_typer(bench_app, name="bench")
 app.command(name="eval")(evaluate)
 app.command()(predict)
 app.command()(report)
+app.command()(hang)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(topology_app, name="topology")
 app.command()(calibrate)
@@ -69,6 +77,10 @@ def main() -> None:
     rank = variables.get("RANK", "0")
     where = "error: " if rank == "0" else f"error: rank {rank}: "
     try:
+        if RANK_RECORD in variables:  # of a rank that `--nproc` has started, which has torch
+            from meseta.comm.recording import begin_record
+
+            begin_record()
         _run()
     except MesetaError as error:
         _leave(1, f"{where if error.rank is None else 'error: '}{error}")
@@ -81,7 +93,9 @@ def main() -> None:
             _leave(1, f"{where}not enough memory ({one_line(error)}); {way_out}")
         if not (isinstance(error, RuntimeError) and is_loss_of_peer(error)):
             raise
-        # The launcher names the rank that went away.
+        # The launcher names the rank that went away, or the thread that watches the others, which then ends this one.
+        if Own.record is not None and VARIABLE not in variables:
+            time.sleep(LAST_WORDS_S)
         _leave(LOST_CONNECTION, "" if VARIABLE in variables else f"error: lost the connection to another rank: {error}")
     except Interrupted:
         _leave(130, f"interrupted{way_on()}")

@@ -11,6 +11,7 @@ import typer
 
 from meseta.cli.launch import run_ranks
 from meseta.cli.prepare import comma_list, print_unseen
+from meseta.cli.watch import limits_of
 from meseta.errors import MesetaError
 from meseta.machine.ranks import is_launched
 
@@ -50,7 +51,7 @@ def predict(
 
     check_suffix(out)
     if nproc != 1 and not is_launched():
-        sys.exit(run_ranks(sys.argv[1:], nproc))
+        sys.exit(run_ranks(sys.argv[1:], nproc, limits_of(run_dir)))
 
     names = comma_list(keys)
     if data and not _is_dataset(data):

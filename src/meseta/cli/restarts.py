@@ -55,7 +55,8 @@ def run_with_restarts(arguments: Sequence[str], num_ranks: int, restarts: Restar
     """Run `meseta ARGUMENTS` on ranks of this machine, again each time that ranks are lost; returns the exit code of
     the last time.
 
-    A rank is lost where a signal kills it, and where its connection to the others breaks off. What a rank says itself,
+    A rank is lost where a signal kills it, where its connection to the others breaks off, and where it does not run any
+    more or does not come to what the others wait for. What a rank says itself,
     as a wrong input or a loss that is not finite, would come again: it ends the run, and so does SIGTERM or Ctrl-C.
     """
     signals = StopSignals()
@@ -63,7 +64,7 @@ def run_with_restarts(arguments: Sequence[str], num_ranks: int, restarts: Restar
     # With --force a run begins anew, once: what was there before is none of its checkpoints.
     former = set(_checkpoints(settings)) if FORCE in arguments else set()
     for number in range(1, restarts.most + 1):
-        ended = run_attempt(arguments, num_ranks, signals)
+        ended = run_attempt(arguments, num_ranks, signals, settings.comm.time_limits, settings.run_dir)
         if not ended.loss or signals.number is not None:
             return ended.tell()
         num_ranks, place = restarts.next_ranks(num_ranks, ended), "the first step"
@@ -71,7 +72,8 @@ def run_with_restarts(arguments: Sequence[str], num_ranks: int, restarts: Restar
             place, arguments = f"step {max(steps)}", [word for word in arguments if word != FORCE]
         print(f"note: {ended.loss}; restart {number} of {restarts.most}, on {num_ranks} rank{'s' * (num_ranks > 1)}, "
               f"from {place}", file=sys.stderr, flush=True)  # fmt: skip
-    return run_attempt(arguments, num_ranks, signals).tell(" after the last restart")
+    ended = run_attempt(arguments, num_ranks, signals, settings.comm.time_limits, settings.run_dir)
+    return ended.tell(" after the last restart")
 
 
 def _checkpoints(settings: RunConfig) -> dict[tuple[int, int], int]:

@@ -146,7 +146,7 @@ def _launch(nproc: int, restarts: int, min_nproc: int | None, settings: RunConfi
     if how.most:
         sys.exit(run_with_restarts(sys.argv[1:], nproc, how, settings))
     if nproc != 1:
-        sys.exit(run_ranks(sys.argv[1:], nproc))
+        sys.exit(run_ranks(sys.argv[1:], nproc, settings.comm.time_limits, settings.run_dir))
 
 
 def _fill(document: dict[str, Any], options: PrepareOptions) -> Dataset | None:

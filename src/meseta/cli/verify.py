@@ -67,7 +67,7 @@ def _compare(config: RunConfig, arguments: list[str], steps: int, nproc: int) ->
     """Run the ranks with these arguments of this command, then one process; leaves with the code of ranks that fail."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with tempfile.TemporaryDirectory(prefix="meseta-verify-") as folder:
-        code = run_ranks([*arguments, "--record-to", folder], nproc)
+        code = run_ranks([*arguments, "--record-to", folder], nproc, config.comm.time_limits)
         if code:
             sys.exit(code)
         for number, handler in handlers.items():  # those of `run_ranks` only note a signal

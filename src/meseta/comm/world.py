@@ -6,8 +6,8 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -21,15 +21,18 @@ from torch import Tensor
 
 from meseta.comm.coding import SumCoding
 from meseta.comm.lanes import Crossing, Lane
+from meseta.comm.listed import check_listed
 from meseta.comm.messages import Peer, Swap, swap
+from meseta.comm.recording import NOT_KEPT, dtype_name, keep, name_lane
 from meseta.comm.sums import OrderedSum, add
+from meseta.comm.time_out import time_out
 from meseta.machine.processors import patient_threads
 from meseta.machine.rendezvous import VARIABLE
 from meseta.machine.variables import variables
 from meseta.ops.memory import empty
 from meseta.spec import MesetaError, Plan
 from meseta.spec.codecs import FP32, SumPath, Way, alike_shares, sum_path, sum_shares
-from meseta.spec.transfer import BETWEEN_STEPS, OF_STEPS
+from meseta.telemetry.rank_record import Own, Sending
 from meseta.telemetry.transfers import TransferSpan, TransferTimes
 
 Answer = TypeVar("Answer")
@@ -52,6 +55,8 @@ class Pending:
     work: Work | None
     end: Callable[[float, float | None], None] | None = None
     """Ends its span, told since when this rank has waited, and when it was done where that is known."""
+    kept: AbstractContextManager[None] = NOT_KEPT
+    """Its place in the record of this rank."""
 
     def wait(self) -> Tensor:
         """Block until the data is here (on a GPU: until the stream may use it) and return it. Raises MesetaError where
@@ -59,7 +64,8 @@ class Pending:
         if self.work is not None:
             start_s = time.perf_counter()
             work, self.work = self.work, None
-            work.wait()
+            with self.kept:
+                work.wait()
             if self.end is not None:
                 self.end(start_s, getattr(work, "done_s", None))
         return self.received
@@ -138,8 +144,9 @@ class World:
         cpu = torch.device("cpu")
         if self.size == 1:
             return World.single(cpu)
-        with patient_threads():
-            group = dist.new_group(backend="gloo")
+        with patient_threads(), self._kept("new group"):
+            group = dist.new_group(backend="gloo", timeout=time_out())
+        name_lane(group, "background")
         return World(rank=self.rank, size=self.size, device=cpu, group=group)
 
     @staticmethod
@@ -183,17 +190,18 @@ class World:
         entry_bytes = send[:1].nbytes
         ranks = range(self.size) if scope.ranks is None else scope.ranks
         end = self._begin(name, inside * entry_bytes, across * entry_bytes, len(ranks) - 1)
+        kept = self._kept(name, send, "rows", scope, (inside + across) * entry_bytes)
         if send.device.type == "cuda":
             splits = list(receive_splits), list(send_splits)
             work = dist.all_to_all_single(received, send, *splits, self.group, async_op=True)
-            return Pending(received=received, send=send, work=work, end=end)
+            return Pending(received=received, send=send, work=work, end=end, kept=kept)
         there, here = send.split(list(send_splits)), received.split(list(receive_splits))
         peers = [Peer(r, there[r], here[r]) for r in ranks if r != self.rank]
         messages = swap(
             self.rank, peers, name, batch=scope.batch, tables=scope.tables, group=self.group, crossing=_crossing
         )
         here[self.rank].copy_(there[self.rank])
-        return Pending(received=received, send=send, work=messages, end=end)
+        return Pending(received=received, send=send, work=messages, end=end, kept=kept)
 
     def start_all_reduce(
         self, tensor: Tensor, name: str = "", coding: SumCoding | None = None, *, by_itself: bool = True
@@ -204,15 +212,17 @@ class World:
             return Pending(received=tensor, send=tensor, work=None)
         check_listed(name)
         end, buffer = self._begin_alike(name, tensor, "sum", coding), tensor.view(-1)
+        kept = self._kept(name, tensor, lane="sums")
         work = self._in_lane(name, lambda sums: sums.all_reduce(buffer), buffer, coding, by_itself=by_itself)
-        return Pending(received=tensor, send=tensor, work=work, end=end)
+        return Pending(received=tensor, send=tensor, work=work, end=end, kept=kept)
 
     def add_in_host(self, total: Tensor, pieces: Tensor, name: str = "") -> None:
         """[m] and [ranks_per_host, m]: the sum over the ranks of this host of the piece of this rank's place; in the
         same order."""
         check_listed(name)
         end, start_s = self._begin(name, (self.ranks_per_host - 1) * total.nbytes, 0.0), time.perf_counter()
-        self._in_lane(name, lambda sums: sums.add_in_host(total, pieces), total, by_itself=False).wait()
+        with self._kept(name, total, lane="sums"):
+            self._in_lane(name, lambda sums: sums.add_in_host(total, pieces), total, by_itself=False).wait()
         end(start_s, None)
 
     def add_over_hosts(self, total: Tensor, name: str = "", coding: SumCoding | None = None) -> None:
@@ -224,7 +234,8 @@ class World:
         _, far = alike_shares(way, self.size, self.ranks_per_host, self.rank // self.ranks_per_host)
         num_bytes = total.nbytes if coding is None else coding.num_bytes(coding.num_coded)
         end, start_s = self._begin(name, 0.0, far * num_bytes), time.perf_counter()
-        self._in_lane(name, lambda sums: sums.add_over_hosts(total), total, coding, by_itself=False).wait()
+        with self._kept(name, total, lane="sums"):
+            self._in_lane(name, lambda sums: sums.add_over_hosts(total), total, coding, by_itself=False).wait()
         end(start_s, None)
 
     def all_reduce(self, tensor: Tensor, name: str = "", coding: SumCoding | None = None) -> Tensor:
@@ -233,8 +244,8 @@ class World:
 
     def host_group(self) -> Any:
         """The process group of the ranks of this host. Collective."""
-        with patient_threads():
-            group, _ = dist.new_subgroups(group_size=self.ranks_per_host)
+        with patient_threads(), self._kept("new group"):
+            group, _ = dist.new_subgroups(group_size=self.ranks_per_host, timeout=time_out())
         return group
 
     def _in_lane(
@@ -284,6 +295,7 @@ class World:
             return Pending(received=mine.unsqueeze(0), send=mine, work=None)
         check_listed(name)
         end, gathered = self._begin_alike(name, tensor, "gather"), tensor.new_empty((self.size, tensor.numel()))
+        kept = self._kept(name, tensor)
         work: Work
         if tensor.device.type == "cuda":
             work = dist.all_gather_into_tensor(gathered.view(-1), mine, self.group, async_op=True)
@@ -291,7 +303,7 @@ class World:
             peers = [Peer(r, mine, gathered[r]) for r in range(self.size) if r != self.rank]
             work = swap(self.rank, peers, name, group=self.group, crossing=_crossing)
             gathered[self.rank] = mine
-        return Pending(received=gathered, send=mine, work=work, end=end)
+        return Pending(received=gathered, send=mine, work=work, end=end, kept=kept)
 
     def _begin(
         self, name: str, inside_bytes: float, across_bytes: float, num_peers: int | None = None
@@ -307,6 +319,22 @@ class World:
             transfers.add(span)
 
         return end
+
+    def _kept(
+        self, name: str, like: Tensor | None = None, lane: str = "rows", scope: Scope | None = None, sent: float = 0.0
+    ) -> AbstractContextManager[None]:
+        """The place of a transfer that begins in the record of this rank; numbers as those of `like`, as many on all
+        ranks unless there is a `scope`."""
+        if Own.record is None:
+            return NOT_KEPT
+        dtype, numbers = ("", None) if like is None else (dtype_name(like.dtype), like.numel())
+        if scope is None:
+            about = Sending(name, dtype, numbers, num_peers=self.size - 1)
+        else:
+            ranks = scope.ranks
+            num_peers = (self.size if ranks is None else len(ranks)) - 1
+            about = Sending(name, dtype, None, scope.batch, sent, num_peers, scope.tables, ranks)
+        return keep(self.group, about, self.transfers.step, lane)
 
     def _begin_alike(
         self, name: str, tensor: Tensor, way: Literal["sum", "gather"], coding: SumCoding | None = None
@@ -324,7 +352,8 @@ class World:
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Rank 0's values, in place on every other rank."""
         if self.size > 1:
-            dist.broadcast(tensor, 0, self.group)
+            with self._kept("broadcast", tensor):
+                dist.broadcast(tensor, 0, self.group)
         return tensor
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -332,13 +361,15 @@ class World:
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, self.group)
+        with self._kept("objects"):
+            dist.all_gather_object(gathered, value, self.group)
         return gathered
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
-            dist.barrier(self.group)
+            with self._kept("barrier"):
+                dist.barrier(self.group)
 
     def on_first(self, action: Callable[[], object]) -> None:
         """Run `action` on rank 0 alone; a MesetaError there is raised on all ranks. Collective."""
@@ -388,27 +419,6 @@ class World:
                 raise told from error
 
 
-class Unlisted:
-    """Collectives of this process that are in no list: no plan's costs know them. A model of one's own may have such.
-
-    Tests set `is_error`, and then they are refused.
-    """
-
-    count: int = 0
-    is_error: bool = False
-
-
-def check_listed(name: str) -> None:
-    """Count a collective whose name is none of a transfer."""
-    if name not in OF_STEPS and name not in BETWEEN_STEPS:
-        Unlisted.count += 1
-        if Unlisted.is_error:
-            raise MesetaError(
-                f"a collective is called {name!r}, which meseta.spec.transfer does not list; name it there"
-            )
-
-
-TIMEOUT = timedelta(minutes=10)
 TRANSPORT_THREADS = ("gloo_tcp_loop", "pt_gloo_runloop")
 """As gloo and torch call those that carry messages: the first reads and writes, and tries for the locks of the others
 without sleeping."""
@@ -422,7 +432,8 @@ def _join(device: torch.device | str) -> None:
         _keep_to_share()
     # Of a rank of -1 torch says which variables are missing.
     size, rank = int(variables["WORLD_SIZE"]), int(variables.get("RANK", "-1"))
-    dist.init_process_group(backend, store=_store(size), rank=rank, world_size=size, timeout=TIMEOUT)
+    with keep(None, Sending("join")):
+        dist.init_process_group(backend, store=_store(size), rank=rank, world_size=size, timeout=time_out())
 
 
 def _store(size: int) -> dist.Store | None:
@@ -432,7 +443,7 @@ def _store(size: int) -> dist.Store | None:
         return None
     # The file keeps what former groups of these processes wrote.
     store = dist.PrefixStore(str(next(_num_groups)), dist.FileStore(path, size))
-    store.set_timeout(TIMEOUT)
+    store.set_timeout(time_out())
     return store
 
 
@@ -446,8 +457,8 @@ def _lane(group: Any) -> Lane:
     """Made at the first sum. Collective."""
     group = dist.group.WORLD if group is None else group
     if group not in _lanes:
-        with patient_threads():
-            _lanes[group] = Lane("sums", dist.new_group(backend="gloo"))
+        with patient_threads(), keep(group, Sending("new group")):
+            _lanes[group] = Lane("sums", dist.new_group(backend="gloo", timeout=time_out()))
     return _lanes[group]
 
 

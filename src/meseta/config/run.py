@@ -11,6 +11,7 @@ from meseta.config.embedding import EmbeddingConfig
 from meseta.config.model import ModelConfig
 from meseta.config.schedule import ScheduleConfig
 from meseta.config.section import Count, Section, Whole
+from meseta.machine.time_limits import TimeLimits
 from meseta.spec.codecs import CodecName, Communication, DensePath, Exchange, Precision
 from meseta.spec.stages import OVERLAPS, Overlap
 
@@ -210,16 +211,27 @@ class CommConfig(Section):
     dense: CodecName | None = None
     exchange: Literal["auto", Exchange] = "auto"
     dense_exchange: Literal["auto", DensePath] = "auto"
+    silent_s: float = TimeLimits.silent_s
+    """Seconds without a sign of life of a rank, which comes each second, after which the run is ended and the rank
+    named: it is stopped, swapping, or held up by a disk."""
+    stall_s: float = TimeLimits.stall_s
+    """Seconds for which a rank may wait for one and the same transfer, or be in one stage of a step; then the run is
+    ended, and the rank named that keeps the others waiting. A warning comes after 30."""
 
     @model_validator(mode="after")
     def _check(self) -> CommConfig:
-        Communication(**self.model_dump())
+        _ = self.communication, self.time_limits
         return self
 
     @property
     def communication(self) -> Communication:
-        """The record."""
-        return Communication(**self.model_dump())
+        """How ranks write and route."""
+        return Communication(**self.model_dump(exclude=set(TimeLimits.__dataclass_fields__)))
+
+    @property
+    def time_limits(self) -> TimeLimits:
+        """How long they wait."""
+        return TimeLimits(silent_s=self.silent_s, stall_s=self.stall_s)
 
 
 class PipelineConfig(Section):

@@ -209,6 +209,35 @@ def nameless_file(name: str) -> IO[bytes]:
     return tempfile.TemporaryFile()
 
 
+def unnamed_file(folder: Path) -> int:
+    """An open file, to be read, written at its end and mapped, that `give_name` may put below `folder`, which need not
+    be there yet: it lies in its file system, without a name, and goes with its last user. Where the system has none of
+    this kind, one that gets no name. It is inherited by programs that a process becomes."""
+    flags = os.O_TMPFILE | os.O_RDWR | os.O_APPEND if hasattr(os, "O_TMPFILE") else 0
+    place = next((above for above in (folder, *folder.resolve().parents) if above.is_dir()), folder)
+    with suppress(OSError):
+        if flags:
+            return os.open(place, flags, 0o666)
+    with nameless_file("meseta-unnamed") as file:
+        return os.dup(file.fileno())
+
+
+def give_name(descriptor: int, path: Path) -> bool:
+    """Let an `unnamed_file` be found under a path, whose former file goes; whether the system can."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        if path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor)):
+            return True
+        path.unlink(missing_ok=True)
+        # A folder to begin at makes Python follow the link, as the kernel asks for here; the source is absolute.
+        os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=folder, follow_symlinks=True)
+    except OSError:
+        return False
+    finally:
+        os.close(folder)
+    return True
+
+
 def is_full(error: OSError) -> bool:
     """Whether the system had no room for a write: on the disk, in the user's share of it, or in one file."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -13,7 +13,17 @@ from meseta.machine.variables import variables
 
 def is_first() -> bool:
     """Whether this is rank 0, or the only process."""
-    return _number("RANK", 0) == 0
+    return rank_number() == 0
+
+
+def rank_number() -> int:
+    """Of this process; 0 where it is the only one."""
+    return _number("RANK", 0)
+
+
+def num_ranks() -> int:
+    """Of all hosts together."""
+    return _number("WORLD_SIZE", 1)
 
 
 def note(text: str) -> None:
@@ -34,7 +44,7 @@ def num_local_ranks() -> int:
 
 def is_launched() -> bool:
     """Whether it is one of several, which torchrun or `run_ranks` has started."""
-    return "RANK" in variables and _number("WORLD_SIZE", 1) > 1
+    return "RANK" in variables and num_ranks() > 1
 
 
 def _number(name: str, default: int) -> int:

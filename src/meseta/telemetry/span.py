@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 from meseta.spec.stages import StageName
+from meseta.telemetry.rank_record import Own
 
 
 class Span(NamedTuple):
@@ -102,8 +103,10 @@ class StageTimes:
     @contextmanager
     def stage(self, name: StageName) -> Iterator[None]:
         """Time a stage; one that raises counts for nothing, but for what has ended in it."""
-        timed = _Timed(name, self._mark())
+        timed, record = _Timed(name, self._mark()), Own.record
         outer, self._inside = self._inside, timed.inside
+        if record is not None:
+            record.enter(name, self._num_steps + len(self._ended))
         try:
             yield
         except BaseException:
@@ -111,6 +114,8 @@ class StageTimes:
             raise
         finally:
             self._inside = outer
+            if record is not None:
+                record.leave()
         timed.end = self._mark()
         outer.append(timed)
 

@@ -32,6 +32,7 @@ from meseta.telemetry.lines import (
     read_lines,
     told_spoiled,
 )
+from meseta.telemetry.rank_record import FOLDER
 from meseta.telemetry.summary import ENVIRONMENT_NAME, SUMMARY_NAME, Environment, Versions, read_summary
 from meseta.telemetry.timeline import TIMELINE_NAME
 
@@ -64,6 +65,10 @@ class RunDir:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
             self.checkpoints.mkdir(exist_ok=True)
+            for path in (self.path / FOLDER).glob("*.record"):  # of the ranks before
+                path.unlink()
+            if plan["num_ranks"] > 1:
+                (self.path / FOLDER).mkdir(exist_ok=True)
             for path in self.path.glob(".*.tmp"):  # what killed runs left half-written
                 if not path.is_dir():
                     path.unlink()

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 import torch
 
 from meseta.comm import World
+from meseta.comm.peer_watch import watch_peers
+from meseta.comm.recording import begin_record
+from meseta.comm.time_out import Patience
 from meseta.config import RunConfig
 from meseta.machine.processors import num_cores
 from meseta.machine.ranks import num_local_ranks
@@ -17,16 +20,22 @@ from meseta.train.setup.build import choose_device
 
 @contextmanager
 def session(config: RunConfig) -> Iterator[World]:
-    """The ranks of this run, with threads and device as the config says; leaves the process group at a good end.
+    """The ranks of this run, with threads, device and time limits as the config says; leaves the process group at a
+    good end.
 
     After an error the group is left as it is: the other ranks may be anywhere, and the process is about to end.
     """
     num_threads = config.num_threads or max(1, num_cores() // num_local_ranks())
     torch.set_num_threads(num_threads)
+    Patience.limits = config.comm.time_limits
+    begin_record(config.run_dir)
     world = World.current(choose_device(config))
+    watch = watch_peers(world)
     with sleep_when_crowded(num_threads, min_threads=1 if _threads_change_no_bit(config, num_threads) else num_threads):
         yield world
     world.barrier()
+    if watch is not None:
+        watch.end()
     World.leave()
 
 

@@ -17,7 +17,8 @@ from meseta.checkpoint.directory import checkpoint_path
 from meseta.checkpoint.manifest import read_manifest
 from meseta.comm import World
 from meseta.comm.dense_shards import sum_over_parts
-from meseta.comm.world import Unlisted
+from meseta.comm.listed import Unlisted
+from meseta.comm.recording import show_record
 from meseta.config import RunConfig
 from meseta.data.dataset.encoding import Encoding
 from meseta.data.read.reader import Batches
@@ -192,6 +193,7 @@ class Trainer:
     def _run(self) -> RunSummary:
         former = self.world.from_first(lambda: read_summary(self.run_dir.path))
         self.world.on_first(self._begin)
+        show_record(self.run_dir.path, self.step)
         first = self.step
         with TrainProgress(self.num_steps, first_step=first, shown=self.world.rank == 0) as progress:
             if first:

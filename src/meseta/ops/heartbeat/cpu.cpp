@@ -1,0 +1,103 @@
+// A thread of no interpreter that writes the time into the memory of a file.
+#include <nanobind/nanobind.h>
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <csignal>
+#include <cstdint>
+#include <ctime>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+
+namespace nb = nanobind;
+
+namespace {
+
+int64_t nanoseconds(clockid_t clock) {
+  timespec now{};
+  clock_gettime(clock, &now);
+  return now.tv_sec * int64_t{1'000'000'000} + now.tv_nsec;
+}
+
+// What it writes to is mapped by itself and belongs to the process, so that a thread which is never ended, as where a
+// process leaves at once, finds its memory to the last.
+class Heartbeat {
+ public:
+  Heartbeat(int descriptor, size_t place, double period_s) : period_(period_s) {
+    num_bytes_ = place + 2 * sizeof(int64_t);
+    memory_ = mmap(nullptr, num_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+    if (memory_ == MAP_FAILED) throw std::runtime_error("the file of a heartbeat cannot be mapped");
+    time_ = reinterpret_cast<int64_t*>(static_cast<char*>(memory_) + place);
+    write();
+    // Signals are the interpreter's.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    thread_ = std::thread([this] { run(); });
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
+  void end() {
+    {
+      std::lock_guard lock(mutex_);
+      ended_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+    munmap(memory_, num_bytes_);
+  }
+
+ private:
+  void write() {
+    std::atomic_ref<int64_t>(time_[1]).store(nanoseconds(CLOCK_PROCESS_CPUTIME_ID), std::memory_order_relaxed);
+    std::atomic_ref<int64_t>(time_[0]).store(nanoseconds(CLOCK_MONOTONIC), std::memory_order_release);
+  }
+
+  void run() {
+    std::unique_lock lock(mutex_);
+    while (!changed_.wait_for(lock, std::chrono::duration<double>(period_), [this] { return ended_; })) write();
+  }
+
+  double period_;
+  size_t num_bytes_ = 0;
+  void* memory_ = nullptr;
+  int64_t* time_ = nullptr;  // [2] monotonic, and processor time of the process, in nanoseconds
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool ended_ = false;
+  std::thread thread_;
+};
+
+Heartbeat* beating = nullptr;  // of this process; never destroyed with it
+
+void end_heartbeat() {
+  if (beating == nullptr) return;
+  Heartbeat* ending = beating;
+  beating = nullptr;
+  nb::gil_scoped_release release;
+  ending->end();
+  delete ending;
+}
+
+void begin_heartbeat(int descriptor, size_t place, double period_s) {
+  if (place % sizeof(int64_t) != 0 || !(period_s > 0) || period_s > 3600)
+    throw std::invalid_argument("begin_heartbeat: place must be a multiple of 8, and period_s in 0..3600");
+  const off_t size = lseek(descriptor, 0, SEEK_END);
+  if (size < 0 || static_cast<size_t>(size) < 2 * sizeof(int64_t) ||
+      place > static_cast<size_t>(size) - 2 * sizeof(int64_t))
+    throw std::invalid_argument("begin_heartbeat: the file is too short for this place, or is none");
+  end_heartbeat();
+  beating = new Heartbeat(descriptor, place, period_s);
+}
+
+}  // namespace
+
+void bind_heartbeat(nb::module_& m) {
+  m.def("begin_heartbeat", &begin_heartbeat, nb::arg("descriptor"), nb::arg("place"), nb::arg("period_s"));
+  m.def("end_heartbeat", &end_heartbeat);
+}

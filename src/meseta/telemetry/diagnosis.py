@@ -1,0 +1,302 @@
+"""From the records of all ranks to the one that keeps the others waiting, and why.
+
+    silent    its heart has not beaten for silent_s: it does not run
+    astray    it is at another transfer than the others are, at the same place of a lane
+    stuck     for stall_s a rank has waited for one transfer, or is in one stage of a step
+
+Only ranks are compared that have a record; a transfer that is not kept any more is not judged.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from meseta.machine.process_state import state_of
+from meseta.machine.time_limits import TimeLimits
+from meseta.telemetry.rank_record import KeptTransfer, RankState, Wait
+from meseta.telemetry.shown import duration
+
+States = Mapping[int, RankState]
+"""By rank."""
+SETTLE_S = 3.0
+"""How long ranks are left alone that are at different transfers."""
+MISSED_S = 3.0
+"""A heart that has not beaten for so long has missed beats: the system is slow, or the rank does not run."""
+BACKGROUND = "background"
+"""Lane of a thread beside the one that trains."""
+_NS = 1e9
+_SAME_ORDER = "every rank must take the same transfers, of the same types and lengths, in the same order"
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Why a run does not go on."""
+
+    kind: Literal["silent", "astray", "stuck"]
+    ranks: tuple[int, ...]
+    """Those to blame."""
+    text: str
+    """In one line, without what is done about it."""
+    seconds: float = 0.0
+    """How long it has been so."""
+
+
+class Settling:
+    """Ranks that are astray are given the time to say so themselves, which most do within milliseconds."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._since_s = 0.0
+
+    def lasting(self, trouble: Trouble | None, now_s: float) -> Trouble | None:
+        """What is to be told of what was found now."""
+        if trouble is None or trouble.kind != "astray":
+            self._text = ""
+            return trouble
+        if trouble.text != self._text:
+            self._text, self._since_s = trouble.text, now_s
+        return trouble if now_s - self._since_s >= SETTLE_S else None
+
+
+def find_silent(states: States, silent: Mapping[int, float], silent_s: float) -> Trouble | None:
+    """The rank whose heart has not beaten for longest, of those for which that is longer than `silent_s`; `silent`
+    holds the seconds of each."""
+    rank = max(silent, key=lambda r: silent[r], default=None)
+    if rank is None or silent[rank] <= silent_s:
+        return None
+    return Trouble("silent", (rank,), _silent_text(states, rank, silent[rank]), silent[rank])
+
+
+def find_astray(states: States) -> Trouble | None:
+    """Ranks that are at another transfer than most are, at the first place of a lane where they differ, or have been
+    before; else ranks that wait for each other in a circle."""
+    kept: dict[tuple[int, int], dict[int, KeptTransfer]] = {}
+    for rank, state in states.items():
+        for transfer in state.transfers:
+            kept.setdefault((transfer.lane, transfer.place), {})[rank] = transfer
+    parted = [by_rank for _, by_rank in sorted(kept.items()) if len({t.past for t in by_rank.values()}) > 1]
+    by_rank = next((b for b in parted if len({t.agreed for t in b.values()}) > 1), parted[0] if parted else None)
+    if by_rank is None:
+        return _find_circle(states)
+    usual = Counter(transfer.past for transfer in by_rank.values()).most_common(1)[0][0]
+    others = [rank for rank, transfer in by_rank.items() if transfer.past == usual]
+    blamed = tuple(rank for rank in by_rank if rank not in others)
+    return Trouble("astray", blamed, _astray_text(states, by_rank, blamed[0], others))
+
+
+def _find_circle(states: States) -> Trouble | None:
+    """Ranks of which each waits for a transfer that the next one has not begun, since it waits, too. Transfers of other
+    threads than the main one do not count: the rank that waits for one goes on."""
+    waits = {rank: wait for rank, state in states.items() for wait in [_main_wait(state)] if wait is not None}
+    behind = {r: [o for o in _behind(states, r, wait) if o in waits] for r, wait in waits.items()}
+    while True:  # those that wait for ranks which are not in a circle, or which nobody in one waits for, are left out
+        awaited = {o for others in behind.values() for o in others}
+        left = {r: [o for o in others if o in behind] for r, others in behind.items() if r in awaited}
+        left = {r: others for r, others in left.items() if others}
+        if left == behind:
+            break
+        behind = left
+    if not behind:
+        return None
+    counts = Counter((waits[rank].lane, waits[rank].place) for rank in behind)
+    usual = max(sorted(counts), key=lambda at: counts[at])
+    blamed = tuple(r for r in sorted(behind) if (waits[r].lane, waits[r].place) != usual) or tuple(sorted(behind))
+    rank = blamed[-1]
+    text = (
+        f"{named(states, rank)} is at {place(states[rank])}{_last(states[rank])}, number {waits[rank].place} of its "
+        f"lane, which others do not begin before it comes to theirs{_and_who(states, (rank,))}; {_SAME_ORDER}"
+    )
+    return Trouble("astray", blamed, text)
+
+
+def find_unheard(states: States, silent: Mapping[int, float], own: int, silent_s: float) -> Trouble | None:
+    """Hosts of which this one, that of rank `own`, hears no rank any more; `silent` holds the seconds of each other
+    rank. Where the hosts have one rank each, a rank that is stopped looks the same as a link that is cut."""
+    hosts: dict[str, list[int]] = {}
+    for rank in silent:
+        hosts.setdefault(states[rank].host, []).append(rank)
+    here, unheard = hosts.pop(states[own].host, None), dict[str, list[int]]()
+    for host, ranks in hosts.items():
+        longest_s, shortest_s = max(silent[r] for r in ranks), min(silent[r] for r in ranks)
+        if longest_s > silent_s and shortest_s > silent_s - MISSED_S and (len(ranks) > 1 or here is None):
+            unheard[host] = ranks
+    if not unheard:
+        return None
+    blamed = [rank for ranks in unheard.values() for rank in ranks]
+    longest_s, first = max(silent[rank] for rank in blamed), states[blamed[0]]
+    listed = " and ".join(f"ranks {', '.join(map(str, ranks))} on {host}" for host, ranks in unheard.items())
+    text = (
+        f"rank {own} on {states[own].host} has not heard {listed} for {duration(longest_s)}; rank {blamed[0]} was at "
+        f"{place(first)}{_last(first)}{_and_who(states, blamed)}; the link between {states[own].host} and "
+        f"{' and '.join(unheard)} is cut, or nothing runs there"
+    )
+    return Trouble("silent", tuple(blamed), text, longest_s)
+
+
+def find_stuck(states: States, now_ns: int | None, after_s: float) -> Trouble | None:
+    """What keeps ranks waiting for one transfer, or a rank in one stage of a step, for longer than `after_s`. Without
+    `now_ns`, of ranks of several hosts, each is asked up to its last heartbeat."""
+    until = {rank: state.beat_ns if now_ns is None else now_ns for rank, state in states.items()}
+    waits = {rank: wait for rank, state in states.items() for wait in [_longest_wait(state)] if wait is not None}
+    waited = {rank: (until[rank] - wait.since_ns) / _NS for rank, wait in waits.items()}
+    waiting = [rank for rank, seconds in waited.items() if seconds > after_s]
+    if waiting:
+        first = max(waiting, key=lambda rank: waited[rank])
+        blamed = _late(states, first, waits[first]) or (first,)
+        return Trouble("stuck", blamed, _stuck_text(states, blamed, waits, waited[first]), waited[first])
+    idle = {r: (until[r] - s.moved_ns) / _NS for r, s in states.items() if s.stage and not s.waits}
+    slow = [rank for rank, seconds in idle.items() if seconds > after_s]
+    if slow and len(states) > 1:
+        rank = max(slow, key=lambda r: idle[r])
+        text = f"{named(states, rank)} has been at {place(states[rank])} for {duration(idle[rank])}"
+        return Trouble("stuck", (rank,), text, idle[rank])
+    return None
+
+
+def find_end(states: States) -> Trouble | None:
+    """What has ended ranks of which none is there any more, as far as their records tell: the one whose heart stopped
+    before those of the others, or that was astray, or that others waited for."""
+    last_ns = max(max(state.beat_ns, state.moved_ns) for state in states.values())
+    silent = {rank: (last_ns - state.beat_ns) / _NS for rank, state in states.items()}
+    return find_silent(states, silent, MISSED_S) or find_astray(states) or find_stuck(states, last_ns, MISSED_S)
+
+
+def told(state: RankState, now_ns: int | None) -> str:
+    """Where a rank is, and what it waits for, with how long where its clock is known."""
+    since = "" if now_ns is None else f", for {duration((now_ns - state.moved_ns) / _NS)}"
+    return f"{place(state)}{_last(state)}{since}"
+
+
+def find_trouble(states: States, silent: Mapping[int, float], now_ns: int | None, limits: TimeLimits) -> Trouble | None:
+    """The first of these, in the order of this page."""
+    return (
+        find_silent(states, silent, limits.silent_s)
+        or find_astray(states)
+        or find_stuck(states, now_ns, limits.stall_s)
+    )
+
+
+def named(states: States, rank: int) -> str:
+    """Rank, host and process."""
+    state = states.get(rank)
+    return f"rank {rank}" if state is None else f"rank {rank} on {state.host} (process {state.pid})"
+
+
+def place(state: RankState) -> str:
+    """Step and stage."""
+    if not state.stage:
+        last = next((kept.step for kept in reversed(state.transfers) if kept.step is not None), None)
+        return "the beginning of its run" if last is None else f"a place after step {last}, outside of its stages"
+    return f"step {state.step}, stage {state.stage}"
+
+
+def waited_for(state: RankState, wait: Wait) -> KeptTransfer | None:
+    """What it waits for."""
+    return state.at(wait.lane, wait.place)
+
+
+def who_waits(states: States, blamed: Iterable[int]) -> str:
+    """Which other ranks wait, and for what; '' where none does."""
+    by_transfer: dict[str, list[int]] = {}
+    left_out = set(blamed)
+    for rank, state in sorted(states.items()):
+        wait = _longest_wait(state)
+        transfer = None if wait is None else waited_for(state, wait)
+        if transfer is not None and rank not in left_out:
+            by_transfer.setdefault(transfer.shown(), []).append(rank)
+    return ", ".join(f"{ranks_told(ranks)} for {shown}" for shown, ranks in by_transfer.items())
+
+
+def ranks_told(ranks: Sequence[int]) -> str:
+    """rank 3 waits; ranks 0, 1, 2 wait."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} waits"
+    listed = ", ".join(map(str, ranks[:8])) + f" and {len(ranks) - 8} more" * (len(ranks) > 8)
+    return f"ranks {listed} wait"
+
+
+def _longest_wait(state: RankState) -> Wait | None:
+    return min(state.waits.values(), key=lambda wait: wait.since_ns, default=None)
+
+
+def _main_wait(state: RankState) -> Wait | None:
+    """Of the thread that trains."""
+    waits = [wait for wait in state.waits.values() if _lane_name(state, wait) != BACKGROUND]
+    return min(waits, key=lambda wait: wait.since_ns, default=None)
+
+
+def _lane_name(state: RankState, wait: Wait) -> str:
+    transfer = waited_for(state, wait)
+    return BACKGROUND if transfer is None else transfer.lane_name
+
+
+def _behind(states: States, rank: int, wait: Wait) -> list[int]:
+    """The other ranks that take part in what a rank waits for, and have not begun it."""
+    transfer = waited_for(states[rank], wait)
+    others = [r for r in states if r != rank and (transfer is None or _takes_part(transfer, r))]
+    return [r for r in others if states[r].num_begun(wait.lane) < wait.place]
+
+
+def _late(states: States, rank: int, wait: Wait) -> tuple[int, ...]:
+    """The ranks that another one waits for: those that have not begun its transfer; else those that have not come to
+    wait for it, and stand still for nothing else."""
+    behind = _behind(states, rank, wait)
+    free = [r for r in behind or states if r != rank and not states[r].waits]
+    return tuple(free or behind)
+
+
+def _takes_part(transfer: KeptTransfer, rank: int) -> bool:
+    listed = transfer.ranks.split(", ")
+    return not transfer.ranks or transfer.ranks.endswith("...") or str(rank) in listed
+
+
+def _silent_text(states: States, rank: int, seconds: float) -> str:
+    state = states.get(rank)
+    if state is None:
+        return f"rank {rank} has not begun to run within {duration(seconds)}"
+    process = state_of(state.pid) if state.host == socket.gethostname() else None
+    held = process.held if process is not None and process.start == state.start else ""
+    text = f"{named(states, rank)} has been silent for {duration(seconds)}{f', {held}' * bool(held)}, at {place(state)}"
+    return text + _last(state) + _and_who(states, (rank,))
+
+
+def _last(state: RankState) -> str:
+    """The transfer that it waits for, or has begun last."""
+    wait = _longest_wait(state)
+    transfer = None if wait is None else waited_for(state, wait)
+    if transfer is not None:
+        return f", waiting for {transfer.shown()}"
+    return f", after it began {state.transfers[-1].shown()}" if state.transfers else ""
+
+
+def _and_who(states: States, blamed: Sequence[int]) -> str:
+    waiting = who_waits(states, blamed)
+    return f"; {waiting}" if waiting else ""
+
+
+def _astray_text(states: States, by_rank: Mapping[int, KeptTransfer], blamed: int, others: Sequence[int]) -> str:
+    mine, its = by_rank[blamed], by_rank[others[0]]
+    rest = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others[:8]))}{' and others' * (len(others) > 8)}"
+    at = f"{named(states, blamed)} is at {place(states[blamed])}"
+    if mine.agreed == its.agreed:
+        where = f"and has taken other transfers of lane {mine.lane_name} than {rest} before its number {mine.place}"
+    else:
+        where = (
+            f"where transfer {mine.place} of lane {mine.lane_name} is {mine.shown_exactly()}, and on {rest} "
+            f"{its.shown_exactly()}"
+        )
+    return f"{at}, {where}{_and_who(states, (blamed,))}; {_SAME_ORDER}"
+
+
+def _stuck_text(states: States, blamed: Sequence[int], waits: Mapping[int, Wait], seconds: float) -> str:
+    rank = blamed[0]
+    if rank not in waits:
+        text = f"{named(states, rank)} has kept others waiting for {duration(seconds)}, at {place(states[rank])}"
+    else:
+        text = f"{named(states, rank)} has been stuck for {duration(seconds)}, at {place(states[rank])}"
+    more = f", and so {'has rank' if len(blamed) == 2 else 'have ranks'} {', '.join(map(str, blamed[1:9]))}"
+    return text + _last(states[rank]) + more * (len(blamed) > 1) + _and_who(states, blamed)

@@ -1,0 +1,402 @@
+"""What a rank does, in a file that outlives it: its stage, what it waits for, and its last transfers.
+
+    byte         what                                               written
+    ---------    -----------------------------------------------    ------------------------------------------
+    0 ...        head: which rank of how many, process, host        as it begins
+    512          heartbeat: the time, processor time                each second, by a thread of the core
+    576          place: stage, step                                 with each stage
+    1024 ...     waits: for each lane, what is waited for           with each wait
+    4096 ...     ring: the last transfers                           with each transfer
+    SIZE ...     Python stacks, one after the other                 when `meseta hang` asks for them
+
+The file is mapped, so that what was written is there however the process ends; nothing is flushed, and no system call
+made. What the rank itself writes ends in a CRC-32: who reads in the middle of a write sees that, and what is damaged is
+not believed. Times are of CLOCK_MONOTONIC in nanoseconds, which all processes of a host share.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+from zlib import crc32
+
+from meseta.errors import MesetaError
+from meseta.machine.files import has_controls
+from meseta.machine.process_state import start_of
+
+VARIABLE = "MESETA_RANK_RECORD"
+"""Names the file to a rank whose launcher has made it."""
+FOLDER = "ranks"
+"""In the folder of a run."""
+MAGIC = b"MESETARR"
+VERSION = 1
+BEAT_AT = 512
+"""Where the core writes two int64: the time and the processor time."""
+_PLACE_AT, _WAITS_AT, _RING_AT = 576, 1024, 4096
+NUM_LANES = 8
+"""Lanes whose waits are kept; later ones take the places of earlier ones."""
+_WAIT_BYTES = 64
+NUM_KEPT = 128
+"""Transfers that are kept."""
+_TRANSFER_BYTES = 256
+SIZE = _RING_AT + NUM_KEPT * _TRANSFER_BYTES
+
+_HEAD = struct.Struct("<8sIIiiqqqqd64s64s")
+_BEAT = struct.Struct("<qq")
+_PLACE = struct.Struct("<16sqq")
+_WAIT = struct.Struct("<qqq")
+_AGREED = struct.Struct("<qqqq44s")
+_KIND = struct.Struct("<32s12s")
+_ABOUT = struct.Struct("<hh12s80s32s")
+_TRANSFER = struct.Struct(f"<q{_AGREED.size}sIqq{_ABOUT.size}s")
+_DONE_AT = _TRANSFER_BYTES - 8
+_SUM_BYTES = 4
+_NONE = -1
+
+
+class Sending(NamedTuple):
+    """What a rank sends, as a transfer begins."""
+
+    name: str
+    dtype: str = ""
+    numbers: int | None = None
+    """Numbers, where all ranks have as many."""
+    batch: int = 0
+    """Tells the batch that it belongs to from others, alike on all ranks; 0: it belongs to none."""
+    num_bytes: float = 0.0
+    """That this rank sends."""
+    num_peers: int = 0
+    """Other ranks that take part."""
+    tables: Sequence[str] = ()
+    """Whose rows travel."""
+    ranks: Sequence[int] | None = None
+    """Between whom; None: all."""
+
+
+@dataclass(frozen=True)
+class KeptTransfer:
+    """A transfer that a rank has begun."""
+
+    index: int
+    """Of all that it has begun."""
+    lane: int
+    """Group of ranks that it is of."""
+    place: int
+    """Which one of its lane, counted from 1; alike on all ranks."""
+    name: str
+    step: int | None
+    """The one under way, counted from 1; None between steps."""
+    batch: int
+    """Tells the batch from others, alike on all ranks; 0 where there is none."""
+    dtype: str
+    count: int | None
+    """Numbers, where all ranks have as many."""
+    num_bytes: int
+    """That this rank sends."""
+    num_peers: int
+    """Other ranks that take part."""
+    tables: str
+    """Whose rows travel."""
+    ranks: str
+    """Between whom, where not all."""
+    lane_name: str
+    past: int
+    """Of it and all before it in its lane, by what all ranks have alike: ranks that ever differed have others."""
+    begun_ns: int
+    done_ns: int
+    """0 where it is not done."""
+
+    @property
+    def agreed(self) -> tuple[object, ...]:
+        """What all ranks have alike."""
+        return (self.name, self.step, self.batch, self.dtype, self.count)
+
+    def shown(self) -> str:
+        """'ids' of tables user, item."""
+        return f"{self.name!r}" + (f" of tables {self.tables}" if self.tables else "")
+
+    def shown_exactly(self) -> str:
+        """With what ranks must have alike."""
+        numbers = "" if not self.dtype else f"{self.dtype}" if self.count is None else f"{self.count} {self.dtype}"
+        step = "" if self.step is None else f" at step {self.step}"
+        return f"{self.shown()}{f' ({numbers})' if numbers else ''}{step}"
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a rank stands still for."""
+
+    lane: int
+    place: int
+    since_ns: int
+
+
+@dataclass(frozen=True)
+class RankState:
+    """A record, as it was read."""
+
+    rank: int
+    num_ranks: int
+    pid: int
+    start: int
+    """When the process began, as the kernel counts it: another one of this number has another."""
+    host: str
+    command: str
+    begun_s: float
+    """When it began, since 1970."""
+    signal: int
+    """To ask it for its stacks."""
+    beat_ns: int
+    """0 where its heart has not begun."""
+    processor_ns: int
+    stage: str
+    """'' outside of stages."""
+    step: int | None
+    """Of its place."""
+    since_ns: int
+    """When it came to its place."""
+    waits: Mapping[int, Wait]
+    """By lane."""
+    transfers: Sequence[KeptTransfer]
+    """The last ones, in the order in which they began."""
+
+    def num_begun(self, lane: int) -> int:
+        """Transfers of a lane that it has begun, as far as they are kept."""
+        return max((kept.place for kept in self.transfers if kept.lane == lane), default=0)
+
+    def at(self, lane: int, place: int) -> KeptTransfer | None:
+        """One of its transfers, where it is still kept."""
+        return next((kept for kept in self.transfers if (kept.lane, kept.place) == (lane, place)), None)
+
+    @property
+    def moved_ns(self) -> int:
+        """When it came to where it is, or began or ended a transfer, last."""
+        times = (max(kept.begun_ns, kept.done_ns) for kept in self.transfers)
+        return max([self.since_ns, *(wait.since_ns for wait in self.waits.values()), *times])
+
+
+class RankRecord:
+    """What this process writes; every call costs a microsecond or two."""
+
+    def __init__(self, descriptor: int, rank: int, num_ranks: int, signal: int = 0) -> None:
+        """In an open file of SIZE bytes, whose descriptor is kept. Raises OSError where it cannot be mapped."""
+        self.descriptor, self.rank = descriptor, rank
+        self.first_step = 0
+        """Steps that the run had done when this process began."""
+        self._memory = mmap.mmap(descriptor, SIZE)
+        self._indices = count(1)
+        self._places, self._pasts = [0] * NUM_LANES, [0] * NUM_LANES
+        self._stages: list[tuple[bytes, int]] = []
+        pid, now_ns = os.getpid(), time.monotonic_ns()
+        command = " ".join(["meseta", *sys.argv[1:2]])
+        head = _HEAD.pack(MAGIC, VERSION, SIZE, rank, num_ranks, pid, start_of(pid) or 0, signal, now_ns,
+                          time.time(), _text(socket.gethostname(), 64), _text(command, 64))  # fmt: skip
+        self._write(_PLACE_AT, _PLACE.pack(b"", _NONE, now_ns))
+        self._write(0, head)
+
+    def begin(self, lane: tuple[int, str], step: int | None, sending: Sending) -> BegunTransfer:
+        """Keep a transfer that begins, in a lane by number and name; `step` counts those that this process has done
+        before the one that it belongs to."""
+        index, number = next(self._indices), lane[0] % NUM_LANES
+        self._places[number] = place = self._places[number] + 1
+        kind, about = _described(lane, sending.name, sending.dtype, sending.num_peers, sending.tables, sending.ranks)
+        numbers = _NONE if sending.numbers is None else sending.numbers
+        of_step = _NONE if step is None else self.first_step + step + 1
+        agreed = _AGREED.pack(place, of_step, sending.batch, numbers, kind)
+        self._pasts[number] = past = crc32(agreed, self._pasts[number])
+        at = _RING_AT + index % NUM_KEPT * _TRANSFER_BYTES
+        begun_ns = time.monotonic_ns()
+        self._write(at, _TRANSFER.pack(index, agreed, past, int(sending.num_bytes), begun_ns, about), _NOT_DONE)
+        return BegunTransfer(self, lane[0], place, index)
+
+    def wait(self, lane: int, place: int) -> None:
+        """This rank stands still for a transfer; 0: for none of this lane."""
+        at = _WAITS_AT + lane % NUM_LANES * _WAIT_BYTES
+        self._write(at, _WAIT.pack(lane, place, time.monotonic_ns()))
+
+    def done(self, index: int) -> None:
+        """A transfer is done; where its place was taken meanwhile, nobody asks for it any more."""
+        at = _RING_AT + index % NUM_KEPT * _TRANSFER_BYTES
+        if self._memory[at : at + 8] == index.to_bytes(8, "little"):
+            _DONE.pack_into(self._memory, at + _DONE_AT, time.monotonic_ns())
+
+    def enter(self, stage: str, step: int) -> None:
+        """A stage of a step begins, of this process's steps, from 0."""
+        self._stages.append((stage.encode(), self.first_step + step + 1))
+        self._write(_PLACE_AT, _PLACE.pack(*self._stages[-1], time.monotonic_ns()))
+
+    def leave(self) -> None:
+        """It ends; the one around it goes on."""
+        self._stages.pop()
+        stage, step = self._stages[-1] if self._stages else (b"", _NONE)
+        self._write(_PLACE_AT, _PLACE.pack(stage, step, time.monotonic_ns()))
+
+    def _write(self, at: int, content: bytes, more: bytes = b"") -> None:
+        """With its checksum, and what comes behind that."""
+        whole = content + crc32(content).to_bytes(_SUM_BYTES, "little") + more
+        self._memory[at : at + len(whole)] = whole
+
+
+_DONE = struct.Struct("<q")
+_NOT_DONE = bytes(_TRANSFER_BYTES - _TRANSFER.size - _SUM_BYTES)
+
+
+class BegunTransfer:
+    """A transfer under way: a context manager around the wait for it."""
+
+    __slots__ = ("_index", "_lane", "_place", "_record")
+
+    def __init__(self, record: RankRecord, lane: int, place: int, index: int) -> None:
+        self._record, self._lane, self._place, self._index = record, lane, place, index
+
+    def __enter__(self) -> None:
+        self._record.wait(self._lane, self._place)
+
+    def __exit__(self, *_: object) -> None:
+        self._record.wait(self._lane, 0)
+        self._record.done(self._index)
+
+
+def record_path(run_dir: Path, rank: int) -> Path:
+    """Of a rank of a run; its folder is not made."""
+    return run_dir / FOLDER / f"rank-{rank:05d}.record"
+
+
+class Own:
+    """The record of this process; None where it keeps none."""
+
+    record: RankRecord | None = None
+
+
+def _described(
+    lane: tuple[int, str], name: str, dtype: str, num_peers: int, tables: Sequence[str], ranks: Sequence[int] | None
+) -> tuple[bytes, bytes]:
+    """(what all ranks agree on, the rest) of what a transfer has alike in all steps."""
+    try:
+        return _packed(lane, name, dtype, num_peers, tables, ranks)
+    except TypeError:  # lists have no hash
+        return _packed(lane, name, dtype, num_peers, tuple(tables), None if ranks is None else tuple(ranks))
+
+
+@lru_cache(maxsize=4096)
+def _packed(
+    lane: tuple[int, str], name: str, dtype: str, num_peers: int, tables: tuple[str, ...], ranks: tuple[int, ...] | None
+) -> tuple[bytes, bytes]:
+    between = b"" if ranks is None else _joined(ranks, 32)
+    about = lane[0], min(num_peers, 32767), _text(lane[1], 12), _joined(tables, 80), between
+    return _KIND.pack(_text(name, 32), _text(dtype, 12)), _ABOUT.pack(*about)
+
+
+def _joined(names: Sequence[object], length: int) -> bytes:
+    return _text(", ".join(map(str, names)), length)
+
+
+def _text(text: str, length: int) -> bytes:
+    """In so many bytes of UTF-8 at most."""
+    encoded = text.encode(errors="replace")
+    if len(encoded) <= length:
+        return encoded
+    return encoded[: length - 3].decode(errors="ignore").encode() + b"..."
+
+
+def has_begun(content: bytes) -> bool:
+    """Whether a rank has written anything into its record."""
+    return any(content[: len(MAGIC)])
+
+
+def read_state(content: bytes, source: str) -> RankState:
+    """Of the first SIZE bytes of a record. Raises MesetaError, naming `source`, where they are none."""
+
+    def refuse(reason: str) -> MesetaError:
+        return MesetaError(f"record of a rank {source!r}: {reason}; it is no such record, or damaged: move it away")
+
+    if len(content) < SIZE:
+        raise refuse(f"it has {len(content):,} bytes, and must have {SIZE:,} at least")
+    if content[: len(MAGIC)] != MAGIC:
+        raise refuse("it does not begin as one")
+    version, size = struct.unpack_from("<II", content, len(MAGIC))
+    if (version, size) != (VERSION, SIZE):
+        raise refuse(f"it is of version {version} with {size:,} bytes, and this program reads {VERSION} with {SIZE:,}")
+    head = _checked(content, 0, _HEAD)
+    if head is None:
+        raise refuse("its head does not match its checksum")
+    _, _, _, rank, num_ranks, pid, start, signal, _, begun_s, host, command = head
+    if not (0 <= rank < num_ranks and pid > 0):
+        raise refuse(f"it is of rank {rank} of {num_ranks}, process {pid}")
+    beat_ns, processor_ns = _BEAT.unpack_from(content, BEAT_AT)
+    stage, step, since_ns = _checked(content, _PLACE_AT, _PLACE) or (b"", _NONE, 0)
+    waits = (_checked(content, _WAITS_AT + n * _WAIT_BYTES, _WAIT) for n in range(NUM_LANES))
+    return RankState(
+        rank=rank,
+        num_ranks=num_ranks,
+        pid=pid,
+        start=start,
+        host=_shown(host),
+        command=_shown(command),
+        begun_s=begun_s,
+        signal=signal,
+        beat_ns=beat_ns,
+        processor_ns=processor_ns,
+        stage=_shown(stage),
+        step=None if step == _NONE else step,
+        since_ns=since_ns,
+        waits={wait[0]: Wait(*wait) for wait in waits if wait is not None and wait[1] > 0},
+        transfers=_transfers(content),
+    )
+
+
+def _transfers(content: bytes) -> tuple[KeptTransfer, ...]:
+    """Those of the ring that are whole, in the order of their beginnings."""
+    found = []
+    for number in range(NUM_KEPT):
+        at = _RING_AT + number * _TRANSFER_BYTES
+        entry = _checked(content, at, _TRANSFER)
+        if entry is None:
+            continue
+        index, agreed, past, num_bytes, begun_ns, about = entry
+        place, step, batch, numbers, kind = _AGREED.unpack(agreed)
+        (name, dtype), (lane, num_peers, *texts) = _KIND.unpack(kind), _ABOUT.unpack(about)
+        lane_name, tables, ranks = map(_shown, texts)
+        kept = KeptTransfer(
+            index=index,
+            lane=lane,
+            place=place,
+            name=_shown(name),
+            step=None if step == _NONE else step,
+            batch=batch,
+            dtype=_shown(dtype),
+            count=None if numbers == _NONE else numbers,
+            num_bytes=num_bytes,
+            num_peers=num_peers,
+            tables=tables,
+            ranks=ranks,
+            lane_name=lane_name,
+            past=past,
+            begun_ns=begun_ns,
+            done_ns=_DONE.unpack_from(content, at + _DONE_AT)[0],
+        )
+        found.append(kept)
+    return tuple(sorted(found, key=lambda kept: kept.index))
+
+
+def _checked(content: bytes, at: int, layout: struct.Struct) -> tuple[Any, ...] | None:
+    """What is written there; None where it is not whole, or nothing."""
+    written = content[at : at + layout.size]
+    if int.from_bytes(content[at + layout.size : at + layout.size + _SUM_BYTES], "little") != crc32(written):
+        return None
+    return layout.unpack(written) if any(written) else None
+
+
+def _shown(written: bytes) -> str:
+    text = written.rstrip(b"\0").decode(errors="replace")
+    return text if not has_controls(text) else "".join(c if not has_controls(c) else "?" for c in text)

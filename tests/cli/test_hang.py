@@ -1,0 +1,115 @@
+"""Real ranks of which one does not go on: it is named in one line, with the others that wait, and nobody is left."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import faulty_model
+from cli.processes import Command
+from meseta.machine.time_limits import HUNG
+from sampling import product, sample
+from small_run import settings, write_config
+
+SILENT_S, STALL_S = 2.0, 60.0
+SOON_S = 30.0
+"""Within which a rank is to be named."""
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+TOLD = ("without objects", "swapped", "twice", "other broadcast")
+"""Faults that nobody but the watch can see."""
+SAID = ("without gather", "without sum", "shorter", "longer", "other dtype")
+"""Those that the ranks themselves tell."""
+
+
+def begin(folder: Path, tiny: Path, size: int, **options: object) -> Command:
+    """Four ranks and more lie on hosts of two."""
+    folder.mkdir()
+    shutil.copy(faulty_model.__file__, folder)
+    limits = {"silent_s": SILENT_S, "stall_s": STALL_S}
+    document = settings(tiny, folder / "run", train__epochs=50, checkpoint__every_steps=1000, comm=limits)
+    document["model"] = {"embedding_dim": 4, "name": "faulty_model:Faulty", "options": options}
+    document["plan"] = {"tables": {"*": "row_wise"}, **({"devices_per_host": 2} if size > 2 else {})}
+    return Command(folder, "train", write_config(folder / "c.yaml", document), "--nproc", size)
+
+
+def check_told(command: Command, rank: int, since_s: float) -> str:
+    """The command ends soon, with one error, which names the rank first; no process is left. Returns the error.
+
+    Where two ranks are at different transfers, nobody can tell which one is right, and both are named.
+    """
+    assert command.wait() == HUNG, command.err.read_text()
+    assert time.monotonic() - since_s < SOON_S
+    errors = [line for line in command.err.read_text().splitlines() if line.startswith("error: ")]
+    blamed = (0, 1) if " and on rank " in errors[0] else (rank,)
+    assert len(errors) == 1 and errors[0].startswith(tuple(f"error: rank {r} on " for r in blamed)), errors
+    assert "Traceback" not in command.err.read_text()
+    assert command.members() == []
+    return errors[0]
+
+
+def moments(k: int, seed: int, **kinds: Sequence[str]) -> list[Any]:
+    """Random moments: ten on two hosts of two ranks, three on four hosts, and ten on two ranks, of which `k` of all
+    belong to every run of the tests."""
+    each = [{"size": size, "number": n} for size, count in ((4, 10), (8, 3), (2, 10)) for n in range(count)]
+    return sample([{**kind, **moment} for kind in product(**kinds) for moment in each], k=k, seed=seed)
+
+
+@pytest.mark.parametrize("case", moments(k=1, seed=3, kind=["stop", "kill"]))
+def test_a_rank_that_does_not_run(case: dict[str, Any], tmp_path: Path, tiny: Path) -> None:
+    kind, size = case["kind"], case["size"]
+    draw = random.Random(str(case))
+    command = begin(tmp_path / "a", tiny, size)
+    command.until(lambda: "step 4/" in command.err.read_text(), "the first line")
+    time.sleep(draw.uniform(0, 2))
+    rank = draw.choice([0, draw.randrange(size)])
+    ranks, since_s = command.ranks(), time.monotonic()
+    os.kill(ranks[rank], SIGNALS[kind])
+    if kind == "kill":
+        assert command.wait() == 1
+        assert f"error: rank {rank} was killed by SIGKILL; all ranks are stopped" in command.err.read_text()
+        assert command.members() == []
+        return
+    error = check_told(command, rank, since_s)
+    words = (rf"\(process {ranks[rank]}\) has been silent for \d.* s, stopped by a signal, at ", "step", "wait")
+    assert re.search(".*".join(words), error), error
+
+
+@pytest.mark.parametrize("case", moments(k=1, seed=1, fault=TOLD))
+def test_a_rank_that_is_astray(case: dict[str, Any], tmp_path: Path, tiny: Path) -> None:
+    fault, size = case["fault"], case["size"]
+    draw = random.Random(str(case))
+    rank, step = draw.randrange(size), draw.randrange(3, 40)
+    begun_s = time.monotonic()
+    error = check_told(begin(tmp_path / "a", tiny, size, fault=fault, fault_rank=rank, fault_step=step), rank, begun_s)
+    assert "every rank must take the same transfers, of the same types and lengths, in the same order" in error
+    assert f"at step {step}, stage dense_forward" in error or "gradient_dist" in error or "lane rows" in error, error
+
+
+@pytest.mark.parametrize("case", moments(k=0, seed=0, fault=SAID))
+def test_a_rank_that_says_so_itself(case: dict[str, Any], tmp_path: Path, tiny: Path) -> None:
+    fault, size = case["fault"], case["size"]
+    draw = random.Random(str(case))
+    rank, step = draw.randrange(size), draw.randrange(3, 40)
+    begun_s = time.monotonic()
+    command = begin(tmp_path / "a", tiny, size, fault=fault, fault_rank=rank, fault_step=step)
+    assert command.wait() in (1, HUNG), command.err.read_text()
+    assert time.monotonic() - begun_s < SOON_S + 30
+    assert f"rank {rank}" in command.err.read_text().splitlines()[-1] and command.members() == []
+
+
+def test_a_late_reader_ends_nothing(tmp_path: Path, tiny: Path) -> None:
+    folder = tmp_path / "a"
+    command = begin(folder, tiny, 2, fault="late reader", seconds=2 * SILENT_S)
+    command.until(lambda: "step 16/" in command.err.read_text(), "a step after it")
+    command.send(signal.SIGTERM, to_all=False)
+    assert command.wait() == 128 + signal.SIGTERM
+    assert "error" not in command.err.read_text()

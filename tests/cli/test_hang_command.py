@@ -1,0 +1,118 @@
+"""`meseta hang`: of ranks at work, of one that is stopped, and of a run that has ended; and what is no record."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from forked import forking
+from meseta.machine.time_limits import HUNG
+from meseta.telemetry.rank_record import FOLDER, SIZE, VARIABLE, Own, RankRecord, Sending, record_path
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def be_rank(rank: int, run_dir: Path) -> None:
+    """A rank that waits for the counts of a batch, but for the last one of three, which is about to begin them."""
+    from meseta.comm.recording import begin_record
+
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": "3", VARIABLE: str(record_path(run_dir, rank))})
+    begin_record()
+    record = Own.record
+    assert record is not None
+    record.enter("input_dist" if rank < 2 else "data", 6)
+    if rank < 2:
+        with record.begin((0, "rows"), 6, Sending("counts", "int64", num_peers=2, tables=("user", "item"))):
+            time.sleep(120)
+    time.sleep(120)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[list[BaseProcess]]:
+    """Three of them, at work in `run`."""
+    (tmp_path / "run" / FOLDER).mkdir(parents=True)
+    processes = []
+    for rank in range(3):
+        record_path(tmp_path / "run", rank).write_bytes(bytes(SIZE))
+        process: BaseProcess = forking().Process(target=be_rank, args=(rank, tmp_path / "run"))
+        process.start()
+        processes.append(process)
+    for rank in range(3):  # their hearts beat
+        while not any(record_path(tmp_path / "run", rank).read_bytes()[512:520]):
+            time.sleep(0.01)
+    yield processes
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def test_ranks_at_work_stopped_and_ended(
+    run: Run, ranks: list[BaseProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    monkeypatch.setattr(importlib.import_module("meseta.cli.hang"), "STUCK_S", 60.0)  # the machine may be slow
+    code, out, _ = run("hang", folder)
+    assert (code, out.splitlines()[0].endswith(", at work")) == (0, True), out
+    for rank, process in enumerate(ranks):
+        assert re.search(
+            rf"^rank {rank} on \S+, process {process.pid}: step 7, stage .*; heartbeat \d\.\d s ago$", out, re.M
+        )
+        [stacks] = re.findall(rf"stacks of rank {rank}:\n((?:.+\n|\n(?=Thread|Current))+)", out)
+        assert "in be_rank" in stacks
+    pid = ranks[2].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(2)
+    code, out, _ = run("hang", folder)
+    assert (code, out.splitlines()[0].endswith(", stuck")) == (HUNG, True), out
+    told = r"^silent: rank 2 on \S+ \(process \d+\) has been silent for [\d.]+ s, stopped by a signal, at step 7, "
+    told += "stage data; ranks 0, 1 wait for 'counts' of tables user, item$"
+    assert re.search(told, out, re.MULTILINE), out
+    assert f"no stacks of rank 2: it is stopped by a signal, and cannot answer; `kill -CONT {pid}` lets it go on" in out
+    assert "stacks of rank 1:" in out and ranks[0].is_alive() and ranks[1].is_alive()
+    for process in ranks:
+        process.kill()
+        process.join()
+    code, out, _ = run("hang", folder)
+    assert code == 0 and out.splitlines()[0].endswith(", ended") and "silent: rank 2 on " in out
+    assert (
+        "rank 0 on" in out
+        and "ended, last at step 7, stage input_dist, waiting for 'counts' of tables user, item" in out
+    )
+
+
+@pytest.mark.parametrize("kind", ["nothing", "another number", "another size", "a link", "a folder", "short"])
+def test_what_is_no_record_is_refused(kind: str, error_of: Callable[..., str], tmp_path: Path) -> None:
+    paths = [record_path(tmp_path, rank) for rank in range(2)]
+    paths[0].parent.mkdir()
+    for rank, path in enumerate(paths):
+        path.write_bytes(bytes(SIZE))
+        descriptor = os.open(path, os.O_RDWR)
+        RankRecord(descriptor, 0 if kind == "another number" else rank, rank + 2 if kind == "another size" else 2)
+        os.close(descriptor)
+    if kind == "nothing":
+        for path in paths:
+            path.unlink()
+    if kind in ("a link", "a folder"):
+        paths[1].unlink()
+        paths[1].mkdir() if kind == "a folder" else paths[1].symlink_to(paths[0])
+    if kind == "short":
+        os.truncate(paths[1], 1000)
+    error = error_of("hang", tmp_path)
+    words = {
+        "nothing": "has no records of ranks in 'ranks'; give the run_dir of a training on several ranks",
+        "another number": "it is of rank 0 of 2, and does not belong to its name or to the others; move it away",
+        "another size": "it is of rank 0 of 2, and does not belong to its name or to the others; move it away",
+        "a link": "Too many levels of symbolic links; move it away",
+        "a folder": "Is a directory; move it away",
+        "short": "it has 1,000 bytes, and must have 36,864 at least",
+    }
+    assert words[kind] in error

@@ -1,0 +1,109 @@
+"""Ranks that watch each other over a store: one that is silent, a host that is not heard, a store out of reach."""
+
+from __future__ import annotations
+
+import os
+import struct
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from meseta.comm.peer_watch import PeerWatch
+from meseta.machine.time_limits import TimeLimits
+from meseta.telemetry.diagnosis import Trouble
+from meseta.telemetry.rank_record import BEAT_AT, SIZE, RankRecord, Sending
+
+LIMITS = TimeLimits(silent_s=10.0, stall_s=600.0)
+HOSTS = ("north", "north", "south", "south")
+
+
+class Ranks:
+    """Four of them on two hosts, in this process, whose clocks and hearts are the test's."""
+
+    def __init__(self) -> None:
+        self.records, self.watches = list[RankRecord](), list[PeerWatch]()
+        self.now_s, self.beats = time.monotonic(), [0] * len(HOSTS)
+        self.found: list[Trouble | None] = []
+        for rank, host in enumerate(HOSTS):
+            with tempfile.TemporaryFile() as file, mock.patch("socket.gethostname", return_value=host):
+                os.ftruncate(file.fileno(), SIZE)
+                self.records.append(RankRecord(os.dup(file.fileno()), rank, len(HOSTS)))
+        with mock.patch("time.monotonic", return_value=self.now_s):
+            self.watches = [PeerWatch(record, len(HOSTS), LIMITS) for record in self.records]
+
+    def pass_seconds(self, count: int, *, silent: tuple[int, ...] = (), cut: tuple[int, ...] = ()) -> None:
+        """Hearts beat, and records are traded, each second; but for some."""
+        for _ in range(count):
+            self.now_s += 1
+            for rank, record in enumerate(self.records):
+                self.beats[rank] += rank not in silent
+                os.pwrite(record.descriptor, struct.pack("<q", self.beats[rank] * 10**9), BEAT_AT)
+            for rank, watch in enumerate(self.watches):
+                if rank not in cut:
+                    watch._trade()
+            self.found = [watch._find(self.now_s) for watch in self.watches]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    ranks = Ranks()
+    yield ranks
+    for record in ranks.records:
+        os.close(record.descriptor)
+
+
+def test_nothing_is_wrong_with_ranks_that_beat(ranks: Ranks) -> None:
+    ranks.pass_seconds(30)
+    assert ranks.found == [None] * 4
+    ranks.watches[3].end()  # in good order
+    ranks.pass_seconds(30, silent=(3,), cut=(3,))
+    assert ranks.found[:3] == [None] * 3
+
+
+def test_a_rank_that_is_silent_is_named_by_the_others(ranks: Ranks) -> None:
+    ranks.pass_seconds(3)
+    for rank in (0, 2, 3):
+        record = ranks.records[rank]
+        record.enter("backward", 41)
+        record.begin((0, "rows"), 41, Sending("gradients", num_peers=3, tables=("user",))).__enter__()
+    ranks.records[1].enter("dense_forward", 41)
+    ranks.pass_seconds(8, silent=(1,))
+    assert ranks.found == [None] * 4
+    ranks.pass_seconds(5, silent=(1,))
+    for rank in (0, 2, 3):
+        trouble = ranks.found[rank]
+        assert trouble is not None and trouble.ranks == (1,)
+        text = trouble.text
+        assert text.startswith("rank 1 on north (process ") and ", at step 42, stage dense_forward" in text
+        assert text.endswith("; ranks 0, 2, 3 wait for 'gradients' of tables user")
+
+
+def test_a_host_that_is_not_heard_is_named_with_the_link(ranks: Ranks) -> None:
+    ranks.pass_seconds(3)
+    ranks.pass_seconds(14, silent=(2, 3), cut=(2, 3))
+    for rank in (0, 1):
+        trouble = ranks.found[rank]
+        assert trouble is not None and trouble.ranks == (2, 3)
+        assert trouble.text.startswith(f"rank {rank} on north has not heard ranks 2, 3 on south for ")
+        assert trouble.text.endswith("the link between north and south is cut, or nothing runs there")
+    for rank in (2, 3):  # on the other side the store is out of reach, and so are those behind it
+        trouble = ranks.found[rank]
+        assert trouble is not None and trouble.ranks == (0, 1)
+        assert " has not reached the store at 127.0.0.1:" in trouble.text
+        assert ", and hears nothing of ranks 0, 1; the link from south to 127.0.0.1:" in trouble.text
+
+
+def test_what_is_no_record_is_not_believed(ranks: Ranks) -> None:
+    ranks.pass_seconds(2)
+    ranks.watches[0]._store.set("meseta-record-2", b"\x78\x9c" + b"x" * 100)
+    ranks.watches[0]._store.set("meseta-record-3", os.urandom(100))
+    ranks.watches[0]._trade()
+    assert sorted(ranks.watches[0]._states) == [0, 1]
