@@ -34,7 +34,8 @@ class Rows:
 
 class Program:
     """Variables, in this order: z[piece, rank] and y[option], 0 or 1; h[block, host], 0 or 1, for pieces that share
-    one; the slowest rank of each component; whether each avoidable collective is used."""
+    one; the slowest rank of each component; whether each avoidable collective is used; the longest path, where some
+    components are hidden behind others."""
 
     def __init__(self, problem: Problem) -> None:
         options, machine = problem.options, problem.machine
@@ -51,13 +52,16 @@ class Program:
         self.h = self.y + len(options.unit)
         self.top = self.h + len(self.blocks) * self.hosts
         self.use = self.top + options.seconds.shape[1]
-        self.size = self.use + len(options.use_s)
+        self.step = self.use + len(options.use_s)
+        self.size = self.step + (options.paths is not None)
         self.rows = Rows()
         self._choose()
         self._share_hosts()
         self._measure()
         self._keep_to_room()
         self._order_ranks()
+        if options.paths is not None:
+            self._follow_paths()
 
     def z(self, piece: int, rank: int) -> int:
         return piece * self.ranks + rank
@@ -123,22 +127,40 @@ class Program:
             second = {self.z(p, other): float(s) for p, s in enumerate(compute) if s}
             self.rows.add({**first, **second}, -np.inf, 0.0)
 
+    def _follow_paths(self) -> None:
+        """No path is longer than the step, in milliseconds; those that need a collective count where that is used: with
+        it, no step is longer than the sum of all that there is."""
+        paths, common = self.options.paths, 1e3 * self.options.common_seconds
+        assert paths is not None
+        longest = 1e3 * (self.options.seconds.sum() + np.abs(paths.fixed_s).max() + paths.use_s.sum()) + common.sum()
+        for coefs, fixed_s, use_s, needs in zip(paths.coefs, paths.fixed_s, paths.use_s, paths.needs, strict=True):
+            own = {self.top + part: float(share) for part, share in enumerate(coefs)}
+            own |= {self.y + option: float(spent) for option, spent in enumerate(common @ coefs)}
+            own |= {self.use + number: 1e3 * float(spent) for number, spent in enumerate(use_s)}
+            for number in np.flatnonzero(needs):
+                own[self.use + int(number)] += float(longest)
+            self.rows.add({**own, self.step: -1.0}, -np.inf, -1e3 * float(fixed_s) + needs.sum() * float(longest))
+
     def solve(self, limit_s: float, gap: float) -> tuple[float, float]:
         """Seconds of (the best assignment found, the bound below which no assignment goes), beside what is fixed."""
         cost = np.zeros(self.size)
-        cost[self.y : self.h] = 1e3 * self.options.common_seconds.sum(axis=1)
-        cost[self.top : self.use] = 1.0
-        cost[self.use :] = 1e3 * self.options.use_s
+        if self.options.paths is None:
+            cost[self.y : self.h] = 1e3 * self.options.common_seconds.sum(axis=1)
+            cost[self.top : self.use] = 1.0
+            cost[self.use :] = 1e3 * self.options.use_s
+        else:
+            cost[self.step] = 1.0
         whole = np.ones(self.size)
         whole[self.top :] = 0.0
-        highest = np.ones(self.size)
-        highest[self.top : self.use] = np.inf
+        highest, lowest = np.ones(self.size), np.zeros(self.size)
+        highest[self.top : self.use] = highest[self.step :] = np.inf
+        lowest[self.step :] = -np.inf
         rows = self.rows
         solved = milp(
             cost,
             constraints=LinearConstraint(rows.matrix(self.size).tocsr(), rows.low, rows.high),
             integrality=whole,
-            bounds=Bounds(0.0, highest),
+            bounds=Bounds(lowest, highest),
             options={"time_limit": limit_s, "mip_rel_gap": gap},
         )
         best = np.inf if solved.x is None else float(solved.fun)

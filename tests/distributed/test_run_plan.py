@@ -31,6 +31,8 @@ MORE: dict[str, dict[str, Any]] = {
     "own model": {"model": {"name": "own_models:Regularised", "embedding_dim": 4}},
     "constraints": {"planner__constraints": "constraints"},
     "room": {"planner__topology": "small"},
+    "nothing hidden": {"pipeline__overlap": "off"},
+    "some hidden": {"pipeline__overlap": ["ids", "dense"], "train__accumulate_steps": 2},
 }
 CASES = {**{name: {"model__name": name} for name in MODEL_NAMES}, **MORE}
 FILES: dict[str, dict[str, Any]] = {
@@ -63,6 +65,7 @@ def test_a_run_makes_the_plan_that_was_shown(
     assert (tmp_path / "run/plan.json").read_bytes() == (tmp_path / "plan.json").read_bytes()
     assert summary["predicted"]["step_s"] == before.prediction.step_s
     assert summary["predicted"]["seconds"] == {key: list(value) for key, value in before.prediction.seconds.items()}
+    assert summary["predicted"]["overlap"] == list(before.problem.workload.overlap) == summary["overlap"]["hidden"]
 
 
 def test_of_one_process_too(tiny: Path, tmp_path: Path) -> None:

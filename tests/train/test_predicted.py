@@ -51,7 +51,18 @@ def test_transfers_are_compared_by_name(finished: Path, tmp_path: Path) -> None:
     assert found["dense"].measured.seconds == 0.0 and found["answers"].predicted.across_bytes == 0.0
     result = CliRunner().invoke(app, ["plan", "check", str(tmp_path)])
     [row] = [line.split() for line in result.output.splitlines() if line.startswith("ids ")]
-    assert row == ["ids", "2", "2", "3", "2", "4", "4", "1"]
+    assert row == ["ids", "2", "2", "1", "1", "3", "2", "4", "4"]
+    assert "hidden" not in result.output.splitlines()[-1]
+    document["overlap"] = {"hidden": ["ids", "dense"]}
+    document["predicted"]["overlap"] = ["ids", "dense"]
+    (tmp_path / "summary.json").write_text(json.dumps(document))
+    assert CliRunner().invoke(app, ["plan", "check", str(tmp_path)]).output.strip().endswith("hidden: ids, dense")
+    del document["predicted"]["overlap"]  # of a former version, which hid nothing in what it predicted
+    (tmp_path / "summary.json").write_text(json.dumps(document))
+    result = CliRunner().invoke(app, ["plan", "check", str(tmp_path)])
+    [row] = [line.split() for line in result.output.splitlines() if line.startswith("ids ")]
+    assert row == ["ids", "2", "2", "1", "3", "2", "4", "4"]
+    assert "a prediction of a former version does not know" in result.output
 
 
 def test_the_command_prints_both(finished: Path, tmp_path: Path) -> None:

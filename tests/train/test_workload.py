@@ -2,11 +2,18 @@
 
 from pathlib import Path
 
+import pytest
+from torch.nn import Linear
+
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
+from meseta.embedding import EmbeddingBagCollection
 from meseta.planner.cost.loads import WorkloadLoads
+from meseta.spec import MesetaError
+from meseta.spec.workload import read_workload
 from meseta.train.setup.build import make_sharded_model, make_specs
+from meseta.train.setup.outline import before_flops, make_outline
 from meseta.train.setup.workload import make_workload
 from small_run import settings
 
@@ -33,3 +40,35 @@ def test_distinct_rows_of_the_split_are_those_that_prepare_counted(tiny: Path, t
     found = loads.distinct(loads.whole(), float(dataset.split("train").num_rows))
     for distinct, column in zip(found, dataset.sparse, strict=True):
         assert abs(distinct - column.statistics.num_uniques) <= 0.1 * column.statistics.num_uniques + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "has_layers"),
+    [("dlrm", True), ("dlrm_dcnv2", True), ("own_models:Regularised", False)],
+)
+def test_operations_of_layers_that_read_dense_inputs_alone(
+    tiny: Path, tmp_path: Path, name: str, has_layers: bool
+) -> None:
+    """Those of the bottom MLP, forwards and twice back: 13 inputs, 8 hidden, 4 outputs and what follows them."""
+    config = RunConfig.model_validate(settings(tiny, tmp_path, model__name=name))
+    dataset = Dataset.load(tiny)
+    outline = make_outline(config, dataset, EmbeddingBagCollection(*make_specs(config, dataset)))
+    found = before_flops(outline, len(dataset.dense))
+    layers = [own for path, own in outline.named_modules() if path.startswith("bottom") and isinstance(own, Linear)]
+    assert found == 3 * sum(2 * own.in_features * own.out_features for own in layers)
+    assert (found > 0) is has_layers
+
+
+def test_a_workload_file_may_say_what_is_hidden() -> None:
+    document = {"batch_size": 8, "tables": {"t": {"num_embeddings": 3, "embedding_dim": 4}}}
+    dense = {"flops_per_sample": 100.0, "before_flops_per_sample": 20.0}
+    found = read_workload({**document, "dense": dense, "overlap": ["dense", "ids"]})
+    assert found.overlap == ("ids", "dense") and found.dense.before_flops_per_sample == 20.0
+    assert read_workload(document).overlap == ()
+    for wrong, words in (
+        ({"overlap": ["idz"]}, "overlap 'idz' is unknown; did you mean 'ids'"),
+        ({"overlap": "auto"}, "overlap must be a list"),
+        ({"dense": {**dense, "before_flops_per_sample": 200.0}}, r"before_flops_per_sample must be in 0\.\.flops"),
+    ):
+        with pytest.raises(MesetaError, match=words):
+            read_workload({**document, **wrong})

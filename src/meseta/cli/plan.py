@@ -181,6 +181,7 @@ def _print_plan(console: Console, planned: Planned, found: list[Reason], num_tab
     for line in lines:
         console.print(line, soft_wrap=True)
     _print_ranks(console, planned)
+    _print_hidden(console, planned)
     _print_gains(console, planned)
     table = _table("tables", ["table", "scheme", "ranks", "ms of a rank", "MB", "runner-up", "ms a step with it"])
     for one in found[:num_tables]:
@@ -216,6 +217,19 @@ def _print_ranks(console: Console, planned: Planned) -> None:
     console.print(table)
 
 
+def _print_hidden(console: Console, planned: Planned) -> None:
+    """What of the transfers is hidden; nothing where none is."""
+    from meseta.planner.explain.hidden import HIDDEN_HEADS, hidden_rows, hidden_title
+
+    rows = hidden_rows(planned.prediction)
+    if not rows or not planned.problem.workload.overlap:
+        return
+    table = _table(hidden_title(planned), list(HIDDEN_HEADS))
+    for cells in rows:
+        table.add_row(*cells)
+    console.print(table)
+
+
 def _print_check(names: list[str]) -> None:
     """Predicted and measured milliseconds of a run, by component and rank, and by transfer with its bytes."""
     from meseta.report.predicted import compare_predicted
@@ -244,9 +258,19 @@ def _print_check(names: list[str]) -> None:
         measured[one.rank] = measured.get(one.rank, 0.0) + one.measured_s
     console.print(
         f"step predicted {1e3 * summary.predicted.step_s:.4g} ms, timed {1e3 * max(measured.values()):.4g} ms on the "
-        f"slowest rank; constants {summary.predicted.constants}",
+        f"slowest rank; constants {summary.predicted.constants}{_hidden_of(summary)}",
         soft_wrap=True,
     )
+
+
+def _hidden_of(summary: RunSummary) -> str:
+    """What is hidden in a run, and where its prediction is of another step."""
+    hidden = [] if summary.overlap is None else summary.overlap.hidden
+    predicted = summary.predicted.overlap if summary.predicted is not None else None
+    told = f"; hidden: {', '.join(hidden)}" if hidden else ""
+    if hidden and predicted is None:
+        told += ", which a prediction of a former version does not know"
+    return told
 
 
 def _print_transfers(console: Console, summary: RunSummary) -> None:
@@ -256,14 +280,18 @@ def _print_transfers(console: Console, summary: RunSummary) -> None:
     found = compare_transfers(summary)
     if not found:
         return
-    heads = ["transfer", *(f"{what} {who}" for what in ("ms", "kB inside", "kB across") for who in ("pred.", "meas."))]
-    table = _table("transfers of a step, mean over ranks", [*heads, "ms waited"])
+    whats = ("ms", "ms exposed", "kB inside", "kB across")
+    heads = ["transfer", *(f"{what} {who}" for what in whats for who in ("pred.", "meas."))]
+    table = _table("transfers of a step, mean over ranks", heads)
+    knows_waits = summary.predicted is not None and summary.predicted.overlap is not None
     for one in found:
         both = (one.predicted, one.measured)
         cells = [f"{1e3 * means.seconds:.3g}" for means in both]
+        waits = [f"{1e3 * means.waited_s:.3g}" for means in both]
+        cells += waits if knows_waits else ["", waits[1]]
         cells += [f"{means.inside_bytes / 1e3:,.4g}" for means in both]
         cells += [f"{means.across_bytes / 1e3:,.4g}" for means in both]
-        table.add_row(one.name, *cells, f"{1e3 * one.measured.waited_s:.3g}")
+        table.add_row(one.name, *cells)
     console.print(table)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from meseta.comm import World
 from meseta.models.base import before_of
@@ -30,10 +30,24 @@ def choose_overlap(
 
     Raises MesetaError where one is asked for by name that cannot be.
     """
+    sums_dense = getattr(model, "dense_gradients", None) is not None
+    return foresee_overlap(asked, model, world.size, accumulate_steps, sums_dense=sums_dense)
+
+
+def foresee_overlap(
+    asked: Literal["auto", "off"] | Collection[Overlap],
+    model: Any,
+    num_ranks: int,
+    accumulate_steps: int = 1,
+    *,
+    sums_dense: bool,
+) -> ChosenOverlap:
+    """The same for a model, or its outline, that is not placed yet, on so many ranks. `sums_dense`: whether there will
+    be dense gradients that every rank has whole."""
     if asked == "off":
         return ChosenOverlap((), {})
     reasons: dict[Overlap, str] = {}
-    if world.size == 1:
+    if num_ranks == 1:
         reasons = dict.fromkeys(OVERLAPS, "one rank sends nothing")
     else:
         if before_of(model) is None and accumulate_steps == 1:
@@ -41,7 +55,7 @@ def choose_overlap(
                 f"{type(model).__name__} computes nothing from dense inputs alone (it has no method `before`), and "
                 "there are no micro-batches"
             )
-        if getattr(model, "dense_gradients", None) is None:
+        if not sums_dense:
             reasons["dense"] = "there are no dense gradients that every rank has whole"
     if asked != "auto":
         for name in (name for name in OVERLAPS if name in asked and name in reasons):

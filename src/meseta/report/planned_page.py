@@ -9,6 +9,7 @@ from meseta.machine.files import write_whole
 from meseta.planner import Planned
 from meseta.planner.explain.difference import spans
 from meseta.planner.explain.gains import gain_heads, gain_rows, gains
+from meseta.planner.explain.hidden import HIDDEN_HEADS, hidden_rows, hidden_title
 from meseta.planner.explain.reasons import Reason
 from meseta.report.charts.chart import row_bars
 from meseta.report.charts.markup import table, tag, text
@@ -28,7 +29,7 @@ def write_planned(planned: Planned, found: Sequence[Reason], path: Path) -> Path
     title = f"Plan of {plural(len(planned.plan.tables), 'table')} on {plural(planned.plan.num_ranks, 'rank')}"
     ranks = _drawn(planned)
     parts = [tag("h1", text(title)), _headline(planned), tag("h2", "Time of a step"), _legend(), _times(planned, ranks)]
-    parts += [*_gains(planned), tag("h2", "Memory"), _memory(planned, ranks)]
+    parts += [*_hidden(planned), *_gains(planned), tag("h2", "Memory"), _memory(planned, ranks)]
     if planned.plan.num_ranks <= MAX_DRAWN:
         boxes = plan_boxes(planned.plan)
         parts += [tag("h2", "Where the rows lie"), boxes] if boxes else []
@@ -73,6 +74,15 @@ def _times(planned: Planned, ranks: Sequence[int]) -> str:
         for rank in ranks
     ]
     return row_bars("Milliseconds of a step by rank and component", rows, "ms")
+
+
+def _hidden(planned: Planned) -> list[str]:
+    """A table of what each transfer is waited for; nothing where none is hidden."""
+    rows = [[text(cell) for cell in cells] for cells in hidden_rows(planned.prediction)]
+    if not rows or not planned.problem.workload.overlap:
+        return []
+    intro = tag("p", text(f"Predicted, {hidden_title(planned)}."))
+    return [tag("h2", "Transfers"), intro, table(list(HIDDEN_HEADS), rows, {1, 2, 3}, "compact")]
 
 
 def _gains(planned: Planned) -> list[str]:

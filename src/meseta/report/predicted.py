@@ -94,7 +94,19 @@ def predicted_section(record: RunRecord) -> str:
         f"Milliseconds per step, predicted and measured; constants {record.summary.predicted.constants}. Exchanges are "
         "measured with the waiting for the slowest rank; dense holds the sum of gradients over ranks."
     )
-    return tag("p", text(intro)) + table(heads, rows, set(range(1, len(heads))), "compact")
+    if hidden := record.summary.predicted.overlap:
+        intro += f" Both are of a step that hides {', '.join(hidden)}: exchanges count for what is waited for."
+    components = table(heads, rows, set(range(1, len(heads))), "compact")
+    return tag("p", text(intro)) + components + _waits(record.summary)
+
+
+def _waits(summary: RunSummary) -> str:
+    """What ranks stand still for, predicted and measured; an empty string where either says nothing."""
+    found = compare_transfers(summary)
+    if not found or summary.predicted is None or summary.predicted.overlap is None:
+        return ""
+    rows = [[text(one.name), _cell(one.predicted.waited_s, one.measured.waited_s)] for one in found]
+    return table(["transfer", "ms waited for, mean over ranks"], rows, {1}, "compact")
 
 
 def _cell(predicted_s: float, measured_s: float) -> str:

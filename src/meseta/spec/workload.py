@@ -12,6 +12,7 @@ from meseta.errors import MesetaError, check_number, nearest
 from meseta.spec.codecs import Communication
 from meseta.spec.documents import load_document, read_record, without_format
 from meseta.spec.optimizer import OptimizerSpec
+from meseta.spec.stages import OVERLAPS, Overlap
 from meseta.spec.tables import DenseDtype, FeatureSpec, Pooling, TableDtype, TableSpec, check_features
 
 
@@ -72,6 +73,16 @@ class DenseLoad:
     """What the forward pass keeps for the backward pass."""
     dtype: DenseDtype = "float32"
     """Type that matrix products compute in."""
+    before_flops_per_sample: float = 0.0
+    """Of `flops_per_sample`, those of layers that read dense inputs alone: what `before` of a model computes, and its
+    way back."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.before_flops_per_sample <= self.flops_per_sample:
+            raise MesetaError(
+                f"dense: before_flops_per_sample must be in 0..flops_per_sample ({self.flops_per_sample:g}), got "
+                f"{self.before_flops_per_sample:g}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +125,8 @@ class Workload:
     """What its layers exchange."""
     comm: Communication = field(default_factory=Communication)
     """How ranks write and route it. A run's config says it; no workload's document does."""
+    overlap: tuple[Overlap, ...] = ()
+    """What travels while ranks compute, in the order of OVERLAPS."""
 
     def __post_init__(self) -> None:
         check_features(self.tables, self.features)
@@ -184,6 +197,7 @@ class _Document:
     tables: Mapping[str, _Table]
     features: Mapping[str, _Feature] = field(default_factory=dict)
     dense: DenseLoad = field(default_factory=DenseLoad)
+    overlap: tuple[Overlap, ...] = ()
 
 
 def is_workload(document: Mapping[Any, Any]) -> bool:
@@ -198,7 +212,8 @@ def read_workload(document: Mapping[Any, Any]) -> Workload:
 
     A table may have a `dtype`, an `optimizer` (a name, or the fields of OptimizerSpec) and `copies`, tables name_0,
     name_1 and so on. `features` reads `{name: {table: ..., pooling_factor: ...}}`; a table that none reads gets one of
-    its own name with the `pooling_factor` of the table, 1 where it has none. `dense` has the fields of DenseLoad.
+    its own name with the `pooling_factor` of the table, 1 where it has none. `dense` has the fields of DenseLoad;
+    `overlap` names what travels while ranks compute.
     Raises MesetaError for an unknown or missing key, and a value that breaks its rule.
     """
     document = without_format("workload", document, FORMAT)
@@ -228,6 +243,7 @@ def read_workload(document: Mapping[Any, Any]) -> Workload:
         batch_size=written.batch_size,
         loads=loads,
         dense=written.dense,
+        overlap=tuple(name for name in OVERLAPS if name in written.overlap),
     )
 
 

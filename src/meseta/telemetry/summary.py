@@ -50,7 +50,10 @@ class Predicted(Entry):
     constants: str
     """Where they are from."""
     transfers_by_rank: list[dict[str, TransferMeans]] = Field(default=[])
-    """What each rank sends per step, by the name of the transfer; nobody waits in it."""
+    """What each rank sends per step and waits for, by the name of the transfer."""
+    overlap: list[str] | None = None
+    """What it takes to be hidden behind computation; None in summaries of former versions, which hid nothing and told
+    no waiting."""
 
 
 class Overlapped(Entry):

@@ -29,7 +29,6 @@ from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import Pipeline, Step
 from meseta.pipeline.agreement import NonFiniteLoss
 from meseta.pipeline.carried import Carried
-from meseta.pipeline.overlap import choose_overlap
 from meseta.report import write_report
 from meseta.spec import MesetaError
 from meseta.telemetry.lines import EvalLine, Line, TrainLine
@@ -127,7 +126,7 @@ class Trainer:
         self.optimizer = make_dense_optimizer(config.dense.optimizer, self.model.parameters(), over_parts)
         weights = task_weights(config, self.dataset)
         clip = DenseClip(value=config.dense.clip_value, norm=config.dense.clip_norm, over_parts=over_parts)
-        self.overlap = choose_overlap(config.pipeline.overlap, self.model, world, config.train.accumulate_steps)
+        self.overlap = planner.overlap
         self.pipeline = Pipeline(
             self.model,
             self.optimizer,

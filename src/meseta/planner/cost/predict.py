@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from meseta.planner.cost.documented import documented_cost_model
 from meseta.planner.cost.exchange import Collective, collectives
+from meseta.planner.cost.exposed import Exposed, Sent, dense_pieces, schedule_of
 from meseta.planner.cost.loads import Loads, WorkloadLoads
 from meseta.planner.cost.memory import BatchLoads, Bytes, RunBytes, memory
 from meseta.planner.cost.neural import collective_ratio, rank_seconds
 from meseta.planner.cost.operators import operator_seconds
 from meseta.planner.cost.placement import Placement
 from meseta.planner.cost.reuse import Floats
+from meseta.planner.cost.schedule import SUMS
 from meseta.spec import CostModel, MesetaError, Plan, Topology, Workload
 from meseta.spec.stages import COMPONENTS, Component
 from meseta.spec.tiers import HBM, Memory
@@ -30,10 +32,10 @@ class Prediction:
     """What a plan is predicted to cost."""
 
     seconds: Mapping[Component, Floats]
-    """Of each component on every rank [R]; COMPONENTS are the keys."""
+    """Of each component on every rank [R], with transfers for what they are waited for; COMPONENTS are the keys."""
     step_s: float
-    """Of a training step: the slowest rank's lookup and update, every collective at its slowest rank, and the dense
-    part."""
+    """Of a training step: the slowest rank's lookup and update, the dense part, and every collective at its slowest
+    rank; where some are hidden (`Workload.overlap`), the longest cycle of them all, see `planner.cost.schedule`."""
     bottleneck: int
     """Rank with the most lookup and update."""
     memory_bytes: Bytes
@@ -42,6 +44,10 @@ class Prediction:
     """With the bytes that every rank sends and receives, by level."""
     collective_s: tuple[Floats, ...]
     """Seconds of each of them on every rank [R], with packing, writing and reading."""
+    link_s: tuple[Floats, ...]
+    """Of these, on links [R]: in all others a rank packs, writes and reads."""
+    waited_s: tuple[Floats, ...]
+    """What of them every rank [R] stands still for: all that is on links where nothing is hidden."""
 
     @property
     def num_ranks(self) -> int:
@@ -54,12 +60,12 @@ class Prediction:
 
     @property
     def transfers_by_rank(self) -> list[dict[str, TransferMeans]]:
-        """What each rank sends in a step and how long that takes, by the name of the transfer; nobody waits in it."""
+        """What each rank sends in a step, how long that takes, and how long it waits, by the name of the transfer."""
         found: list[dict[str, TransferMeans]] = [{} for _ in range(self.num_ranks)]
-        for one, seconds in zip(self.collectives, self.collective_s, strict=True):
+        for one, seconds, waited in zip(self.collectives, self.collective_s, self.waited_s, strict=True):
             for rank, of_rank in enumerate(found):
                 sent = float(one.sent_inside[rank]), float(one.sent_across[rank])
-                means = TransferMeans(one.times, *sent, float(seconds[rank]), 0.0)
+                means = TransferMeans(one.times, *sent, float(seconds[rank]), float(waited[rank]))
                 of_rank[one.name] = of_rank[one.name] + means if one.name in of_rank else means
         return found
 
@@ -105,28 +111,52 @@ def predict(
     lookup, update = _operators(placement, sharded, replicated, loads, cost_model, topology)
     transfers = step_transfers(workload, plan, plan.num_ranks, topology.devices_per_host)
     exchanged = collectives(transfers, placement, sharded, replicated, cost_model.exchange)
+    dense_s = dense_seconds(workload, topology, cost_model)
+    sorted_ids = float((sharded.ids * (placement.row_parts > 1)).sum()) / plan.num_ranks
+    each_s = [_sent(own, cost_model, topology, sorted_ids) for own in exchanged]
+    step_s, hidden_s = _step(workload, (lookup, update), dense_s, each_s)
     seconds: dict[Component, Floats] = {name: np.zeros(plan.num_ranks) for name in COMPONENTS}
     seconds |= {"lookup": lookup, "update": update}
-    seconds["dense"] = seconds["dense"] + dense_seconds(workload, topology, cost_model)
-    step_s = float((lookup + update).max() + seconds["dense"].max())
-    each_s: list[Floats] = []
-    for own in exchanged:
-        ratio = collective_ratio(cost_model, topology, own)
-        spent = own.seconds(cost_model, topology) * ratio + _packing(own, cost_model) + own.codec_s
-        if own.name == "ids":
-            sorted_ids = (sharded.ids * (placement.row_parts > 1)).sum() / plan.num_ranks
-            spent = spent + cost_model.exchange.bucket_id_s * sorted_ids
-        seconds[own.stage] = seconds[own.stage] + spent
-        step_s += float(spent.max())
-        each_s.append(spent)
+    seconds["dense"] = seconds["dense"] + dense_s
+    exposed_s = [one.exposed(hidden) for one, hidden in zip(each_s, hidden_s, strict=True)]
+    for own, exposed in zip(exchanged, exposed_s, strict=True):
+        seconds[own.stage] = seconds[own.stage] + exposed
     return Prediction(
         seconds=seconds,
         step_s=step_s,
         bottleneck=int((lookup + update).argmax()),
         memory_bytes=memory(BatchLoads(placement, sharded, replicated, loads, transfers), share, run),
         collectives=exchanged,
-        collective_s=tuple(each_s),
+        collective_s=tuple(one.seconds for one in each_s),
+        link_s=tuple(one.link_s for one in each_s),
+        waited_s=tuple(np.maximum(own - one.packing_s, 0.0) for own, one in zip(exposed_s, each_s, strict=True)),
     )
+
+
+def _sent(own: Collective, cost_model: CostModel, topology: Topology, sorted_ids: float) -> Sent:
+    """Its seconds on links, and those of packing, codecs, and the sorting of `sorted_ids` by owner. What a lane of its
+    own carries is encoded there."""
+    link_s = own.seconds(cost_model, topology) * collective_ratio(cost_model, topology, own)
+    spent = link_s + _packing(own, cost_model) + own.codec_s
+    if own.name == "ids":
+        spent = spent + cost_model.exchange.bucket_id_s * sorted_ids
+    return Sent(own.name, spent, link_s + own.codec_s if own.name in SUMS else link_s)
+
+
+def _step(
+    workload: Workload, computed: tuple[Floats, Floats], dense_s: float, sent: Sequence[Sent]
+) -> tuple[float, Sequence[float]]:
+    """(seconds of a step, and of each transfer those that are hidden), from lookup and update of every rank, and the
+    dense part."""
+    step_s = float((computed[0] + computed[1]).max() + dense_s)
+    for one in sent:
+        step_s += float(one.seconds.max())
+    schedule = schedule_of(workload, [one.name for one in sent])
+    if schedule is not None:
+        found = Exposed.of(schedule, computed, dense_pieces(workload, dense_s), sent)
+        if found.step_s < step_s:
+            return found.step_s, found.hidden_s
+    return step_s, [0.0] * len(sent)
 
 
 def _check(plan: Plan, topology: Topology) -> None:

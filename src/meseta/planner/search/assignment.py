@@ -2,7 +2,8 @@
 
 A unit is a table, or several that must stay together. An option is one manner to cut a unit: pieces that need places,
 and perhaps replicas that every rank holds. Seconds come in K components, each of which ends with its slowest rank: an
-assignment costs the sum over components of the maximum over ranks.
+assignment costs the sum over components of the maximum over ranks; where some are hidden behind others, the longest of
+several such sums.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ Mask = NDArray[np.bool_]
 
 NO_LIMIT = 2**62
 """Room where nothing is checked."""
+CLOSE = 0.01
+"""Paths that are shorter than the longest by no more than this share of it are looked at with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,29 @@ class Machine:
     @property
     def num_ranks(self) -> int:
         return len(self.rank_room)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPaths:
+    """P sums of components, the longest of which is the step: what is hidden behind others is on another path."""
+
+    coefs: Floats
+    """[P, K]: how often a path meets each component."""
+    fixed_s: Floats
+    """[P]: seconds of a path, beside those of a step without any table."""
+    use_s: Floats
+    """[P, C]: seconds of a path where something is used."""
+    needs: Mask
+    """[P, C]: what has to be used for a path to be there."""
+    weights: Floats
+    """[K]: what a second of each component is worth while nobody knows which path is the longest."""
+
+    def each(self, seconds: Floats, is_used: Mask) -> Floats:
+        """[..., P]: seconds of every path, from those of components [..., K] and what is used [..., C]."""
+        is_missing = ~is_used @ self.needs.T
+        of_uses = np.where(is_missing, -np.inf, is_used @ self.use_s.T + self.fixed_s)
+        found: Floats = seconds @ self.coefs.T + of_uses
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +105,51 @@ class Options:
     """By unit: the ranks [R] that it may lie on, where these are not all."""
     apart: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """By unit: units that must not share a rank with it."""
+    paths: StepPaths | None = None
+    """What a step is the longest of; None: the sum of all components."""
+
+    def step_s(self, busy: Floats, common: Floats, is_used: Mask) -> Floats:
+        """[...]: seconds of a step, beside what is fixed, from those of the slowest rank [..., K], of every rank
+        [..., K], and what is used [..., C]."""
+        if self.paths is None:
+            added: Floats = busy.sum(axis=-1) + (common.sum(axis=-1) + is_used @ self.use_s)
+            return added
+        longest: Floats = self.paths.each(busy + common, is_used).max(axis=-1)
+        return longest
+
+    def weighed(self, seconds: Floats) -> Floats:
+        """[...]: what seconds of components [..., K] are worth, added up."""
+        if self.paths is None:
+            return seconds.sum(axis=-1)
+        return seconds @ self.paths.weights
+
+    def exchanged(self, seconds: Floats) -> Floats:
+        """[...]: the same of exchanges alone."""
+        first = self.num_compute
+        if self.paths is None:
+            return seconds[..., first:].sum(axis=-1)
+        return seconds[..., first:] @ self.paths.weights[first:]
+
+    def spent(self, seconds: Floats) -> Floats:
+        """[...]: all that ranks do and wait for, were nothing hidden, of seconds of components [..., K]."""
+        if self.paths is None:
+            return seconds.sum(axis=-1)
+        return seconds[..., 0] + seconds[..., self.num_compute :].sum(axis=-1)
+
+    @property
+    def num_compute(self) -> int:
+        """Components that ranks compute in, see `pricing.COMPONENTS` and `paths.COMPUTE`."""
+        return 1 if self.paths is None else 3
+
+    @cached_property
+    def piece_s(self) -> Floats:
+        """[n]: what each piece is worth on its rank."""
+        return self.weighed(self.seconds)
+
+    @cached_property
+    def common_s(self) -> Floats:
+        """[W]: what each option is worth on every rank."""
+        return self.weighed(self.common_seconds)
 
     @cached_property
     def owner(self) -> Ints:
@@ -146,8 +217,15 @@ class Assignment:
     @property
     def cost(self) -> float:
         """Seconds of a step: each component ends with its slowest rank."""
-        shared = self.common.sum() + self.options.use_s @ (self.uses > 0)
-        return float(self.load.max(axis=1).sum() + shared)
+        return float(self.options.step_s(self.load.max(axis=1), self.common, self.uses > 0))
+
+    def cost_of(self, busy: Floats) -> Floats:
+        """[...]: the same, were the slowest rank of each component so busy [..., K]; without what is common, where all
+        is added up."""
+        if self.options.paths is None:
+            added: Floats = busy.sum(axis=-1)
+            return added
+        return self.options.step_s(busy, self.common, self.uses > 0)
 
     @property
     def spread(self) -> float:
@@ -197,8 +275,12 @@ class Assignment:
         )
 
     def busiest_ranks(self) -> Ints:
-        """Ranks that end some component last, ascending."""
-        return np.unique(self.load.argmax(axis=1)[self.load.any(axis=1)])
+        """Ranks that end some component last, ascending; none that is hidden."""
+        counts, paths = self.load.any(axis=1), self.options.paths
+        if paths is not None:
+            each = paths.each(self.load.max(axis=1) + self.common, self.uses > 0)
+            counts &= (paths.coefs[each >= each.max() - CLOSE * abs(each.max())] > 0).any(axis=0)
+        return np.unique(self.load.argmax(axis=1)[counts])
 
     def busiest_units(self) -> list[int]:
         """Units with a piece on a rank that ends some component last, those with most seconds there first."""
@@ -210,8 +292,8 @@ class Assignment:
         place = np.arange(len(owner)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         on = np.flatnonzero(busy[np.concatenate(self.ranks)])
         pieces = options.first[self.option[owner[on]]] + place[on]
-        weights = options.common_seconds[self.option].sum(axis=1)
-        np.maximum.at(weights, owner[on], options.seconds[pieces].sum(axis=1))
+        weights = options.common_s[self.option]
+        np.maximum.at(weights, owner[on], options.piece_s[pieces])
         order = np.argsort(-weights, kind="stable")
         return [int(unit) for unit in order if weights[unit] > 0.0] or [0]
 
@@ -274,7 +356,7 @@ class Assignment:
             return None
         ranks = ranks[np.argsort(values[ranks], kind="stable")[:size]]
         places = np.empty(size, np.int64)
-        places[np.argsort(-options.seconds[pieces].sum(axis=1), kind="stable")] = ranks
+        places[np.argsort(-options.piece_s[pieces], kind="stable")] = ranks
         return places
 
     def _check_fixed(self, pieces: slice, need: Ints, ranks: Ints, mask: Mask | None) -> Ints | None:
@@ -292,7 +374,7 @@ class Assignment:
         free = np.ones(self.machine.num_ranks, np.bool_) if mask is None else mask.copy()
         places = np.empty(pieces.stop - pieces.start, np.int64)
         try:
-            for piece in np.argsort(-options.seconds[pieces].sum(axis=1), kind="stable"):
+            for piece in np.argsort(-options.piece_s[pieces], kind="stable"):
                 index = pieces.start + piece
                 room = self._room(options.rank_need[index] + need, options.host_need[index]) & free
                 rank = int(np.where(room, values, np.inf).argmin())
@@ -324,8 +406,8 @@ class Assignment:
             mine = np.where(room, values, np.inf)[host * per_host : (host + 1) * per_host]
             ranks = host * per_host + np.argsort(mine, kind="stable")[:size]
             chosen = np.empty(size, np.int64)
-            chosen[np.argsort(-options.seconds[block].sum(axis=1), kind="stable")] = ranks
-            values[chosen] += options.seconds[block].sum(axis=1)
+            chosen[np.argsort(-options.piece_s[block], kind="stable")] = ranks
+            values[chosen] += options.piece_s[block]
             rank_used[chosen] += options.rank_need[block]
             host_used[host] += options.host_need[block].sum(axis=0)
             places.append(chosen)
@@ -351,9 +433,10 @@ class BusySeconds(Score):
         self._limit_s = exchange_limit_s
 
     def __call__(self, assignment: Assignment, seconds: Floats) -> Floats:
-        busy: Floats = assignment.load.sum(axis=0)
+        options = assignment.options
+        busy: Floats = options.weighed(assignment.load.T)
         if np.isfinite(self._limit_s):
-            exchange = assignment.load[1:].sum(axis=0) + seconds[:, 1:].sum(axis=1).max()
+            exchange = options.exchanged(assignment.load.T) + options.exchanged(seconds).max()
             busy = np.where(exchange > self._limit_s, busy + 1e9, busy)
         return busy
 
@@ -364,7 +447,7 @@ class AddedCost(Score):
     def __call__(self, assignment: Assignment, seconds: Floats) -> Floats:
         added = assignment.load + seconds.max(axis=0)[:, None]
         busiest = assignment.load.max(axis=1, keepdims=True)
-        return np.maximum(added, busiest).sum(axis=0) + 1e-6 * added.sum(axis=0)
+        return assignment.cost_of(np.maximum(added, busiest).T) + 1e-6 * assignment.options.weighed(added.T)
 
 
 class UsedBytes(Score):

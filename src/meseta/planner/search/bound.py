@@ -9,8 +9,11 @@ import numpy as np
 
 from meseta.planner.search.assignment import Floats, Mask
 from meseta.planner.search.option_costs import OptionCosts
+from meseta.planner.search.paths import best_mix
 from meseta.planner.search.problem import Problem
 
+NUM_ALONE = 2
+"""Paths that are tried by themselves, beside the best mix."""
 _STEPS = 40
 """Halvings of an interval: more than a float can tell apart."""
 
@@ -37,10 +40,40 @@ def lower_bound(problem: Problem) -> Bound:
     to through a price of bytes, of which any is valid (the dual of J. Lagrange; M. L. Fisher, Management Science 27,
     1981). Beside that, of num_ranks + 1 tables two share a rank. Every piece is taken to have a cache for itself, and
     to be cut into any number of parts between those that the search knows.
+
+    Where something is hidden, a step is as long as the longest of its paths, and so no shorter than any mix of them
+    whose weights add up to 1. In such a mix each component has a weight of at most 1, and a path meets the slowest rank
+    of each: the average rank, and the rank of any piece, take no more. So all of the above holds with seconds that are
+    weighed so, and the bound is the highest of a few mixes. Where ranks differ so much in what they pack that nothing
+    is gained, a step takes the sum of all components, which is not below the weighed one either.
     """
     if not problem.options.num_units:
         return Bound(step_s=problem.fixed_s, reason="the dense part and latencies")
-    least = _Least(problem)
+    bounds = [_lower_bound(problem, mix) for mix in _mixes(problem)]
+    return max(bounds, key=lambda bound: bound.step_s)
+
+
+def _mixes(problem: Problem) -> list[Floats | None]:
+    """Weights of paths [P] that are tried: those under which the average rank takes most, and the paths alone that say
+    most about it; None where there are no paths."""
+    options, paths = problem.options, problem.options.paths
+    if paths is None:
+        return [None]
+    least = options.common_seconds.copy()
+    np.add.at(least, options.owner, problem.least_s[:, 0] / problem.machine.num_ranks)
+    starts = np.searchsorted(options.unit, np.arange(options.num_units))
+    values = least @ paths.coefs.T
+    alone = np.minimum.reduceat(values, starts).sum(axis=0) + paths.fixed_s
+    alone[paths.needs.any(axis=1)] = -np.inf
+    return [best_mix(paths, values, starts), *np.eye(len(alone))[np.argsort(-alone, kind="stable")[:NUM_ALONE]]]
+
+
+def _lower_bound(problem: Problem, mix: Floats | None) -> Bound:
+    """That of one mix of paths [P]; None: of the sum of all components."""
+    paths, fixed_s = problem.options.paths, problem.fixed_s
+    if paths is not None and mix is not None:
+        fixed_s += float(mix @ paths.fixed_s)
+    least = _Least(problem, None if paths is None or mix is None else mix @ paths.coefs)
     low = least.average_s(np.ones(len(least.unit), np.bool_))
     reason = "what the average rank has to do"
     high = max(2.0 * low, float(least.longest_s.max()))
@@ -50,22 +83,26 @@ def lower_bound(problem: Problem) -> Bound:
         low, high = (low, middle) if least.allows(middle) else (middle, high)
     if low > first * (1.0 + 1e-6):
         reason = f"pieces of table {least.tightest(low)!r} are no shorter, unless they cost all ranks more"
-    return Bound(step_s=problem.fixed_s + low, reason=reason)
+    return Bound(step_s=fixed_s + low, reason=reason)
 
 
 class _Least:
     """What every option takes at least."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, weights: Floats | None = None) -> None:
+        """`weights` [K] are those of components; None: 1 each."""
         options, costs = problem.options, OptionCosts(problem)
         self._problem, self._menu = problem, costs
         self.unit, self._starts = options.unit, np.searchsorted(options.unit, np.arange(options.num_units))
-        common = options.common_seconds.sum(axis=1)
+        if weights is None:
+            common, least_s = options.common_seconds.sum(axis=1), problem.least_s.sum(axis=2)
+        else:
+            common, least_s = options.common_seconds @ weights, problem.least_s @ weights
         self._average = (
-            common + np.bincount(options.owner, problem.least_s[:, 0], len(options.unit)) / problem.machine.num_ranks
+            common + np.bincount(options.owner, least_s[:, 0], len(options.unit)) / problem.machine.num_ranks
         )
         own = np.zeros(len(options.unit))
-        np.maximum.at(own, options.owner, problem.least_s[:, 1])
+        np.maximum.at(own, options.owner, least_s[:, 1])
         self._own = self._finer(own)
         cheapest = self._by_unit(common)
         self.longest_s = self._own + common + (cheapest.sum() - cheapest[self.unit])

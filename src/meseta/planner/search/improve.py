@@ -95,10 +95,10 @@ def _least_costs(assignment: Assignment, unit: int, span: slice) -> Floats:
     """[w]: costs below which no place for a unit in each of its options can go: every piece on the least busy rank."""
     options, counted = assignment.options, int(assignment.counted[unit])
     load = assignment.load
-    busy = np.maximum(load.max(axis=1), load.min(axis=1) + options.longest[span]).sum(axis=1)
-    common = (assignment.common - options.common_seconds[counted] + options.common_seconds[span]).sum(axis=1)
+    busy = np.maximum(load.max(axis=1), load.min(axis=1) + options.longest[span])
+    common = assignment.common - options.common_seconds[counted] + options.common_seconds[span]
     uses = assignment.uses - options.uses[counted] + options.uses[span]
-    return busy + common + (uses > 0) @ options.use_s
+    return options.step_s(busy, common, uses > 0)
 
 
 def _move_one(assignment: Assignment) -> bool:
@@ -129,10 +129,10 @@ def _swap_one(assignment: Assignment) -> bool:
     ranks = np.array([assignment.ranks[unit][0] for unit in single])
     pieces = options.first[assignment.option[units]]
     best = None
-    now = float(assignment.load.max(axis=1).sum())
+    now = float(assignment.cost_of(assignment.load.max(axis=1)))
     for rank in assignment.busiest_ranks():
         mine = np.flatnonzero(ranks == rank)
-        for one in mine[np.argsort(-options.seconds[pieces[mine]].sum(axis=1), kind="stable")][:MAX_SWAPPED]:
+        for one in mine[np.argsort(-options.piece_s[pieces[mine]], kind="stable")][:MAX_SWAPPED]:
             costs = _swapped_costs(assignment, int(rank), ranks, pieces, int(one))
             if costs.min() >= (now * (1 - TOLERANCE) if best is None else best[0]):
                 continue
@@ -150,8 +150,8 @@ def _swap_one(assignment: Assignment) -> bool:
 
 
 def _swapped_costs(assignment: Assignment, rank: int, ranks: Ints, pieces: Ints, one: int) -> Floats:
-    """[n]: the cost of the assignment, less what is common, when piece `one` of `rank` changes places with each
-    piece."""
+    """[n]: the cost of the assignment, as `Assignment.cost_of` gives it, when piece `one` of `rank` changes places with
+    each piece."""
     seconds = assignment.options.seconds
     change = seconds[pieces] - seconds[pieces[one]]  # [n, K]
     load = assignment.load
@@ -162,7 +162,7 @@ def _swapped_costs(assignment: Assignment, rank: int, ranks: Ints, pieces: Ints,
     others[np.arange(len(top)), top] = -np.inf
     second = others.max(axis=1)
     rest = np.where(ranks[:, None] == top[None, :], second[None, :], first[None, :])
-    return np.maximum(rest, np.maximum(load[:, rank] + change, load[:, ranks].T - change)).sum(axis=1)
+    return assignment.cost_of(np.maximum(rest, np.maximum(load[:, rank] + change, load[:, ranks].T - change)))
 
 
 def _may_swap(assignment: Assignment, units: Ints, ranks: Ints, pieces: Ints, one: int) -> np.ndarray:

@@ -28,9 +28,9 @@ class OptionCosts:
         options, machine = problem.options, problem.machine
         self.unit, ranks = options.unit, machine.num_ranks
         self._starts = np.searchsorted(options.unit, np.arange(options.num_units))
-        seconds = options.seconds.sum(axis=1)
+        seconds = options.piece_s
         sums = _sum_by_option(np.column_stack([seconds, options.rank_need[:, 0], options.host_need]), options.first)
-        self.average_s = options.common_seconds.sum(axis=1) + sums[:, 0] / ranks
+        self.average_s = options.common_s + sums[:, 0] / ranks
         """[W]: seconds that an option adds to the average rank."""
         self.longest_s = _max_by_option(seconds, options.first)
         """[W]: seconds of its longest piece."""

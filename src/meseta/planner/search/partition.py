@@ -45,7 +45,7 @@ def place_greedily(options: Options, machine: Machine, choice: Ints, score: Scor
 
 def by_seconds(options: Options, choice: Ints) -> Ints:
     """Units, the one with the longest piece first; given ranks, then those that hosts share, before all others."""
-    longest = _largest(options, choice, options.seconds.sum(axis=1))
+    longest = _largest(options, choice, options.piece_s)
     free = np.array([option not in options.fixed for option in choice.tolist()], np.int64)
     return np.lexsort((np.arange(len(choice)), -longest, free * (1 + (options.block[choice] == 0))))
 
@@ -127,7 +127,7 @@ def _difference(assignment: Assignment, options: Options, choice: Ints, units: S
     pieces = [range(options.pieces(int(choice[unit])).start, options.pieces(int(choice[unit])).stop) for unit in units]
     owner = np.repeat(np.arange(len(units)), [len(span) for span in pieces])
     index = np.array([piece for span in pieces for piece in span], np.int64)
-    seconds = options.seconds[index].sum(axis=1)
+    seconds = options.piece_s[index]
     chain = np.full(len(index) + num_ranks, -1, np.int64)  # the next piece of a part; ranks stand after the pieces
     starts = np.searchsorted(owner, np.arange(len(units) + 1))
     tuples = []
@@ -135,7 +135,7 @@ def _difference(assignment: Assignment, options: Options, choice: Ints, units: S
         mine = np.arange(starts[unit], starts[unit + 1])
         mine = mine[np.argsort(-seconds[mine], kind="stable")]
         tuples.append(_Parts(seconds[mine], mine, mine))
-    base = assignment.load.sum(axis=0)
+    base = options.weighed(assignment.load.T)
     order = np.argsort(-base, kind="stable")
     tuples.append(_Parts(base[order], len(index) + order, len(index) + order))
     heap = [(-_difference_of(parts, num_ranks), number, parts) for number, parts in enumerate(tuples)]

@@ -8,7 +8,7 @@ the host's. Beside its seconds a piece has what it takes at least, wherever its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,16 +25,19 @@ from meseta.planner.cost.exchange import (
     pair_bytes,
     peers_of,
 )
+from meseta.planner.cost.exposed import dense_pieces, schedule_of
 from meseta.planner.cost.loads import Loads, Pieces, WorkloadLoads
 from meseta.planner.cost.memory import SORT_BYTES, RunBytes, fixed_bytes, gradient_bytes, received_bytes
 from meseta.planner.cost.operators import operator_seconds
 from meseta.planner.cost.placement import Placement
-from meseta.planner.cost.predict import replica_seconds
-from meseta.planner.search.assignment import Floats, Ints
-from meseta.spec import CostModel, Topology
+from meseta.planner.cost.predict import dense_seconds, replica_seconds
+from meseta.planner.cost.schedule import PACKING, WHOLE, WITH_IDS, Schedule
+from meseta.planner.search.assignment import Floats, Ints, Mask, Options, StepPaths
+from meseta.planner.search.paths import COMPUTE, Durations, find_paths
+from meseta.spec import CostModel, Topology, Workload
 from meseta.spec.codecs import DensePath, Exchange, SumPath, Way, alike_shares
 from meseta.spec.tiers import memory_shares
-from meseta.spec.transfer import ROW_STATISTICS, Each, Part, Transfer, step_transfers
+from meseta.spec.transfer import GRADIENTS_OF, ROW_STATISTICS, Each, Part, Transfer, step_transfers
 
 COMPONENTS = ("compute", "ids", "answers", "partial bags", "summed bags", "row statistics")
 """What every rank does in step with the others; the slowest ends it. With two levels 'answers' are the ids that cross
@@ -46,6 +49,8 @@ NUM_AVOIDABLE = 3
 """The first of USES, without which a search tries to do."""
 
 
+Column = tuple[int, float, float]
+"""A component, and the seconds of a byte there: of the rank that has the piece, and of every rank."""
 Ways = tuple[Exchange | None, DensePath | None]
 """Which way rows, and sums, take between hosts; None: where nobody chooses, see `meseta.spec.Plan`."""
 
@@ -85,8 +90,8 @@ class Priced:
     seconds: Floats
     """[n, K]: of the rank that holds the piece."""
     least_s: Floats
-    """[n, 2]: at least, were the piece alone on its rank: what all ranks together have more to do, and the rank that
-    holds it."""
+    """[n, 2, L]: at least, were the piece alone on its rank: what all ranks together have more to do, and the rank that
+    holds it; L is K where something is hidden, else 1, of all together."""
     common_seconds: Floats
     """[n, K]: of every rank."""
     rank_bytes: Ints
@@ -121,6 +126,10 @@ class Prices:
         self.transfers = step_transfers(loads.workload, None, ranks, per_host, *ways)
         """All that a plan may need."""
         self.is_two_level = ways[0] == "two_level" and 1 < per_host < ranks
+        self.schedules = hidden_schedules(loads.workload, self.transfers, self.is_two_level)
+        """Where something is hidden: of a step, and of one that uses more; with what of USES each needs."""
+        self.components = COMPONENTS if self.schedules is None else hidden_components(self.transfers)
+        """K of them; where something is hidden, the names that a schedule has for their seconds, by way."""
         inside, across = links(cost_model, topology, False)
         self._copy_s = cost_model.exchange.copy_byte_s
         self._owner_s = max((per_host - 1) / inside.bytes_per_s, (ranks - per_host) / across.bytes_per_s) / ranks
@@ -134,15 +143,15 @@ class Prices:
         held = self._held
         alone = loads.held_samples(pieces, np.arange(n), n, cache_bytes) if n else np.zeros(0)
         load = loads.loads(pieces, held_samples=held, rank_bytes=self._rank_bytes, cached_share=share, num_ranks=ranks)
-        compute = sum(operator_seconds(model, load, per_host))
+        both = operator_seconds(model, load, per_host)
         least = loads.loads(
             pieces, held_samples=np.maximum(alone, held), rank_bytes=loads.stored_bytes(pieces), cached_share=share
         )
-        least_s = sum(operator_seconds(model, least, per_host))
-        own, common = (np.zeros((n, len(COMPONENTS))) for _ in range(2))
+        least_of_both = operator_seconds(model, least, per_host)
+        own, common = (np.zeros((n, len(self.components))) for _ in range(2))
         saved_s, shared_s = self._exchange(load, cuts, own, common)
-        own[:, 0] = compute
-        least_s = np.minimum(least_s, compute) + own[:, 1:].sum(axis=1) - saved_s
+        self._put_computed(own, both)
+        least_s = self._least(own, both, least_of_both) - saved_s
         wire, answered = received_bytes(self.transfers, load, cuts, ranks)
         device, host, disk = np.array(memory_shares(share))[:, pieces.tier]
         buffers = SORT_BYTES * load.ids
@@ -159,33 +168,88 @@ class Prices:
         )
 
     def _exchange(self, load: Loads, cuts: Cuts, own: Floats, common: Floats) -> tuple[Floats, Floats]:
-        """Add the seconds of the transfers: their bytes, at what a byte takes on its way. Returns [n] and [n]: what of
-        them may be less, and what other ranks of the host may take on."""
+        """Add the seconds of the transfers: their bytes, at what a byte takes on its way. Returns [n, L] and [n, L]:
+        what of them may be less, and what other ranks of the host may take on."""
         rows_are_cut, ranks, per_host = cuts.row_parts > 1, self.topology.num_ranks, self.topology.devices_per_host
-        saved_s, shared_s, cost = np.zeros(len(load.ids)), np.zeros(len(load.ids)), self.cost_model.exchange
+        width = 1 if self.schedules is None else len(self.components)
+        (saved_s, shared_s), cost = np.zeros((2, len(load.ids), width)), self.cost_model.exchange
         for transfer in self.transfers:
             for part in transfer.parts:
                 if part.way in _COMPONENT and part.each not in PAIRS:
                     num_bytes = bytes_of(part, load, cuts, ranks)
-                    component = self._component(transfer, part.way)
-                    owner_s, common_s = self._byte_s(part.way)
-                    holder_s, askers_s = codec_seconds(part, transfer.to_owners, cost, self.topology.num_hosts)
-                    own[:, component] += num_bytes * (owner_s + holder_s)
-                    common[:, component] += num_bytes * (common_s + askers_s / ranks)
-                    if part.way == "hosts":
-                        least = num_bytes * (owner_s + holder_s) * cuts.least_share(part.each)
-                        saved_s += num_bytes * (owner_s + holder_s) - least
-                        shared_s += least * (1.0 - cuts.together / per_host)
-                    elif part.way == "host":  # what the rank itself asks for is less where it holds more
-                        shared_s += num_bytes * self._copy_s * leaving_share("host", ranks, per_host)
+                    for component, owner_s, common_s in self._columns(transfer, part):
+                        own[:, component] += num_bytes * owner_s
+                        common[:, component] += num_bytes * common_s
+                        column = component if width > 1 else 0
+                        if part.way == "hosts":
+                            least = num_bytes * owner_s * cuts.least_share(part.each)
+                            saved_s[:, column] += num_bytes * owner_s - least
+                            shared_s[:, column] += least * (1.0 - cuts.together / per_host)
+                    if part.way == "host":  # what the rank itself asks for is less where it holds more
+                        shared_s[:, column] += num_bytes * self._copy_s * leaving_share("host", ranks, per_host)
             if transfer.name == "ids":
-                common[:, 1] += cost.bucket_id_s * load.ids * rows_are_cut / ranks
+                column = 1 if self.schedules is None else self.components.index(PACKING + "ids")
+                common[:, column] += cost.bucket_id_s * load.ids * rows_are_cut / ranks
         return saved_s, shared_s
+
+    def _columns(self, transfer: Transfer, part: Part) -> list[Column]:
+        """Where the bytes of a part go: on links, and then in packing, where these are told apart."""
+        ranks, cost = self.topology.num_ranks, self.cost_model.exchange
+        owner_s, common_s = self._byte_s(part.way)
+        holder_s, askers_s = codec_seconds(part, transfer.to_owners, cost, self.topology.num_hosts)
+        if self.schedules is None:
+            component = self._component(transfer, part.way)
+            return [(component, owner_s + holder_s, common_s + askers_s / ranks)]
+        link_s, first = self._link_byte_s(part.way), WITH_IDS.get(transfer.name, transfer.name)
+        link, packing = self.components.index(first), self.components.index(PACKING + first)
+        return [(link, link_s, 0.0), (packing, owner_s - link_s + holder_s, common_s + askers_s / ranks)]
 
     def _component(self, transfer: Transfer, way: Way) -> int:
         if transfer.stage != "input_dist":
             return _COMPONENT[way]
         return COMPONENTS.index("answers" if self.is_two_level and way == "hosts" else "ids")
+
+    def _put_computed(self, found: Floats, both: tuple[Floats, Floats]) -> None:
+        """Seconds of lookup and of update, [n] each, into components [n, K]."""
+        found[:, 0] = both[0] + both[1]
+        if self.schedules is not None:
+            found[:, 1], found[:, 2] = both
+
+    def _least(self, own: Floats, both: tuple[Floats, Floats], least: tuple[Floats, Floats]) -> Floats:
+        """[n, L]: of seconds `own` [n, K], what is left where lookup and update take their `least`. No more than that
+        is known of the update alone."""
+        together = np.minimum(least[0] + least[1], both[0] + both[1])
+        if self.schedules is None:
+            added: Floats = together + own[:, 1:].sum(axis=1)
+            return added[:, None]
+        return np.column_stack([together, np.minimum(least[0], both[0]), np.zeros(len(own)), own[:, 3:]])
+
+    def spent(self, seconds: Floats) -> Floats:
+        """[n]: all that is done for pieces, and waited for, were nothing hidden."""
+        if self.schedules is None:
+            return seconds.sum(axis=1)
+        return seconds[:, 0] + seconds[:, len(COMPUTE) :].sum(axis=1)
+
+    def paths(self, options: Options) -> tuple[StepPaths, float]:
+        """What a step of these options is the longest of, and its seconds without any table."""
+        assert self.schedules is not None
+        uses = self._use_parts()
+        durations = Durations(
+            components=self.components, fixed_s=self._fixed_parts(), use_s=[uses[name] for name in USES]
+        )
+        averages = options.total / self.topology.num_ranks + options.common_seconds
+        starts = np.searchsorted(options.unit, np.arange(options.num_units))
+        if not len(starts):
+            expected = np.zeros((1, len(self.components)))
+        else:
+            whole = self.spent(averages)
+            least = np.minimum.reduceat(whole, starts)
+            cheapest = np.unique(options.unit[whole == least[options.unit]], return_index=True)[1]
+            chosen = np.flatnonzero(whole == least[options.unit])[cheapest]
+            sizes = np.diff(np.append(starts, len(whole)))
+            mean = (np.add.reduceat(averages, starts) / sizes[:, None]).sum(axis=0)
+            expected = np.stack([averages[chosen].sum(axis=0), mean])
+        return find_paths(self.schedules, durations, expected, (averages, starts))
 
     def _byte_s(self, way: Way) -> tuple[float, float]:
         """Seconds of a byte on its way: of the rank that has the piece, and of every rank."""
@@ -197,6 +261,15 @@ class Prices:
             return (self._across_s * (hosts - 1) + copy_s * (hosts - 2)) / hosts, copy_s / ranks
         link_s = self._inside_s if way == "host" or self.topology.num_hosts == 1 else self._across_s
         return (link_s + 2.0 * copy_s) * leaving_share(way, ranks, per_host), 0.0
+
+    def _link_byte_s(self, way: Way) -> float:
+        """Of these of the rank that has the piece, those on links."""
+        if way == "owners":
+            return self._owner_s
+        if way == "hosts":
+            return self._across_s * (self.topology.num_hosts - 1) / self.topology.num_hosts
+        link_s = self._inside_s if way == "host" or self.topology.num_hosts == 1 else self._across_s
+        return link_s * leaving_share(way, self.topology.num_ranks, self.topology.devices_per_host)
 
     def sent_bytes(self, pieces: Pieces, cuts: Cuts, replicas: Pieces) -> dict[str, float]:
         """By transfer of tables: what all ranks together send to others for these pieces, as it is priced."""
@@ -223,17 +296,22 @@ class Prices:
         placement = Placement(
             empty, nothing, nothing, nothing, nothing, nothing, pieces, ranks, topology.devices_per_host
         )
-        common = np.zeros((n, len(COMPONENTS)))
-        common[:, 0] = sum(replica_seconds(self.loads, placement, model, topology))
+        common = np.zeros((n, len(self.components)))
+        self._put_computed(common, replica_seconds(self.loads, placement, model, topology))
         load = self.loads.loads(pieces)
         gradients = gradient_bytes(self.transfers, load)
         for transfer in self.transfers:
             if transfer.name == "replicas":
                 amounts = [bytes_of(part, load, NOT_CUT, ranks) for part in transfer.parts]
-                common[:, 5] = self._alike_seconds(transfer, amounts)
+                link_s, packing_s, codec_s = self._alike_seconds(transfer, amounts)
+                if self.schedules is None:
+                    common[:, 5] = link_s + packing_s + codec_s
+                else:
+                    common[:, self.components.index("replicas")] = link_s + codec_s
+                    common[:, self.components.index(PACKING + "replicas")] = packing_s
         return Priced(
-            seconds=np.zeros((n, len(COMPONENTS))),
-            least_s=np.zeros((n, 2)),
+            seconds=np.zeros((n, len(self.components))),
+            least_s=np.zeros((n, 2, 1)),
             common_seconds=common,
             rank_bytes=np.zeros(n, np.int64),
             host_bytes=np.zeros((n, 2), np.int64),
@@ -241,20 +319,37 @@ class Prices:
         )
 
     def fixed_seconds(self) -> float:
-        """Of what every plan sends: the least latencies of the transfers of tables that it cannot do without, their
-        headers, and the transfers of the dense part."""
-        total = 0.0
+        """Of every plan, added up: the dense part, the least latencies of the transfers of tables that it cannot do
+        without, their headers, and the transfers of the dense part."""
+        workload = self.loads.workload
+        return dense_seconds(workload, self.topology, self.cost_model) + sum(s for _, s in self._fixed())
+
+    def _fixed(self) -> Iterator[tuple[str, float]]:
+        """Seconds of transfers that every plan has, with the name of a schedule for each."""
         for transfer in self.transfers:
+            name = WITH_IDS.get(transfer.name, transfer.name)
             if not transfer.is_of_tables:
-                total += self._call_s(transfer, is_far=transfer.parts[0].way not in ("host gather", "host scatter"))
-                total += float(
-                    self._alike_seconds(transfer, [np.array(float(part.num_bytes)) for part in transfer.parts])
-                )
+                is_far = transfer.parts[0].way not in ("host gather", "host scatter")
+                yield name, self._call_s(transfer, is_far=is_far)
+                amounts = [np.array(float(part.num_bytes)) for part in transfer.parts]
+                link_s, packing_s, codec_s = self._alike_seconds(transfer, amounts)
+                yield name, float(link_s + codec_s)
+                yield PACKING + name, float(packing_s)
             elif self._is_always(transfer):
                 headers = [part for part in transfer.parts if part.each in PAIRS]
-                total += self._call_s(transfer, is_far=True) if headers else self._least_call_s(transfer)
-                total += sum(self._header_seconds(part) for part in headers)
-        return total
+                yield name, self._call_s(transfer, is_far=True) if headers else self._least_call_s(transfer)
+                for part in headers:
+                    on_links_s = self._header_link_seconds(part)
+                    yield name, on_links_s
+                    yield PACKING + name, self._header_seconds(part) - on_links_s
+
+    def _fixed_parts(self) -> dict[str, float]:
+        """The same by the names of a schedule, with the dense part."""
+        workload = self.loads.workload
+        found = dense_pieces(workload, dense_seconds(workload, self.topology, self.cost_model))
+        for name, seconds in self._fixed():
+            found[name] = found.get(name, 0.0) + seconds
+        return found
 
     def _call_s(self, transfer: Transfer, *, is_far: bool) -> float:
         """Latencies of a transfer, and what its peers take; `is_far`: where ranks of other hosts are among those."""
@@ -279,8 +374,13 @@ class Prices:
         owner_s, common_s = self._byte_s(part.way)
         return pair_bytes(part, ranks, self.topology.devices_per_host) * (owner_s + ranks * common_s)
 
-    def _alike_seconds(self, transfer: Transfer, amounts: Sequence[Floats]) -> Floats:
-        """Of the bytes of each part that every rank has alike, without latencies."""
+    def _header_link_seconds(self, part: Part) -> float:
+        """The same on links."""
+        num_bytes = pair_bytes(part, self.topology.num_ranks, self.topology.devices_per_host)
+        return num_bytes * self._link_byte_s(part.way)
+
+    def _alike_seconds(self, transfer: Transfer, amounts: Sequence[Floats]) -> tuple[Floats, Floats, Floats]:
+        """Of the bytes of each part that every rank has alike, without latencies: on links, in packing, in codecs."""
         ranks, per_host, hosts = self.topology.num_ranks, self.topology.devices_per_host, self.topology.num_hosts
         inside, across = links(self.cost_model, self.topology, transfer.is_sum)
         near = far = codec_s = np.zeros(())
@@ -292,8 +392,7 @@ class Prices:
         if transfer.path == "chain":
             far_s = far_s * chain_share(hosts)
         spent = near_s + far_s if transfer.path in ("twins", "chain") else np.maximum(near_s, far_s)
-        total: Floats = np.asarray(spent + 2 * (near + far) * self._copy_s + codec_s)
-        return total
+        return np.asarray(spent), np.asarray(2 * (near + far) * self._copy_s), np.asarray(codec_s)
 
     def uses(self, cuts: Cuts, pieces: Pieces) -> Ints:
         """[n, len(USES)]: 1 where a piece needs the collective."""
@@ -306,22 +405,32 @@ class Prices:
 
     def use_seconds(self) -> Floats:
         """[len(USES)]: of these collectives forwards and backwards, and of calls."""
-        calls = self.cost_model.lookup.call_s + self.cost_model.update.call_s
+        parts = self._use_parts()
+        return np.array([float(sum(parts[name].values())) for name in USES])
+
+    def _use_parts(self) -> dict[str, dict[str, float]]:
+        """The same, of each use by the names of a schedule."""
+        lookup_s, update_s = self.cost_model.lookup.call_s, self.cost_model.update.call_s
+        found: dict[str, dict[str, float]] = {name: {} for name in USES}
+        found["owners"] = {"lookup": lookup_s, "update": update_s}
         if self.topology.num_ranks == 1:
-            return np.array([0.0, 0.0, 0.0, calls, 0.0])
-        seconds = dict.fromkeys(USES, 0.0)
-        seconds["owners"] = calls
-        seconds["replicas"] = 2 * self.cost_model.update.call_s + self.cost_model.lookup.call_s
+            return found
+        found["replicas"] = {"update": 2 * update_s, "lookup": lookup_s}
+
+        def add(use: str, transfer: Transfer, seconds: float) -> None:
+            name = WITH_IDS.get(transfer.name, transfer.name)
+            found[use][name] = found[use].get(name, 0.0) + seconds
+
         for transfer in self.transfers:
+            far_s = self._call_s(transfer, is_far=True)
             if transfer.name in ("row statistics", "replicas"):
-                seconds[transfer.name] += self._call_s(transfer, is_far=True)
+                add(transfer.name, transfer, far_s)
             elif transfer.is_of_tables and not self._is_always(transfer):
-                seconds["partial bags"] += self._call_s(transfer, is_far=True)
+                add("partial bags", transfer, far_s)
             elif transfer.is_of_tables and not any(part.each in PAIRS for part in transfer.parts):
-                seconds["owners" if transfer.stage == "input_dist" else "answers"] += self._call_s(
-                    transfer, is_far=True
-                ) - self._least_call_s(transfer)
-        return np.array([seconds[name] for name in USES])
+                use = "owners" if transfer.stage == "input_dist" else "answers"
+                add(use, transfer, far_s - self._least_call_s(transfer))
+        return found
 
     def bytes_anyway(self) -> tuple[int, int]:
         """Bytes of its device and of its host's memory that every rank holds beside tables and what their exchange
@@ -339,6 +448,33 @@ class _Call:
 
     path: SumPath | None
     peers: tuple[int, int]
+
+
+def hidden_schedules(
+    workload: Workload, transfers: Sequence[Transfer], is_two_level: bool
+) -> list[tuple[Schedule, Mask]] | None:
+    """Of a step that uses nothing which only some tables need; and of those that add up bags inside hosts, exchange row
+    statistics, or both, each with what of USES it needs. None where nothing is hidden."""
+    found = []
+    names = [transfer.name for transfer in transfers]
+    partial = () if is_two_level else (WHOLE, GRADIENTS_OF[WHOLE])
+    optional = {"partial bags": partial, "row statistics": ("row statistics",)}
+    for needed in ((), ("partial bags",), ("row statistics",), ("partial bags", "row statistics")):
+        if any(not set(optional[use]) & set(names) for use in needed):
+            continue
+        absent = {name for use, of_use in optional.items() if use not in needed for name in of_use}
+        schedule = schedule_of(workload, [name for name in names if name not in absent])
+        if schedule is None:
+            return None
+        found.append((schedule, np.isin(USES, needed)))
+    return found
+
+
+def hidden_components(transfers: Sequence[Transfer]) -> tuple[str, ...]:
+    """What ranks do in step with each other where something is hidden: lookups, updates, and of each transfer of tables
+    what is on links and what is not."""
+    names = dict.fromkeys(WITH_IDS.get(one.name, one.name) for one in transfers if one.is_of_tables)
+    return (*COMPUTE, *(prefix + name for name in names for prefix in ("", PACKING)))
 
 
 def leaving_share(way: Way, num_ranks: int, per_host: int) -> float:

@@ -9,9 +9,8 @@ import numpy as np
 
 from meseta.planner.cost.loads import Pieces, WorkloadLoads
 from meseta.planner.cost.memory import RunBytes
-from meseta.planner.cost.predict import dense_seconds
 from meseta.planner.search.assignment import NO_LIMIT, Assignment, Floats, Ints, Machine, Mask, Options
-from meseta.planner.search.pricing import COMPONENTS, USES, Cuts, Prices, Ways
+from meseta.planner.search.pricing import USES, Cuts, Prices, Ways
 from meseta.planner.search.schemes import Scheme, Shape, schemes, table_plan
 from meseta.spec import CostModel, MesetaError, Plan, ShardingType, TablePlan, Topology, Workload
 from meseta.spec.constraints import Constraints, TableRule
@@ -45,7 +44,8 @@ class Problem:
     """By table: its pieces where an option keeps them."""
     machine: Machine
     least_s: Floats
-    """[n, 2]: seconds that a piece takes at least, of all ranks together, and of the rank that holds it."""
+    """[n, 2, L]: seconds that a piece takes at least, of all ranks together, and of the rank that holds it: of each
+    component where some are hidden, else of all together."""
     fixed_s: float
     """Seconds of every plan's step that no assignment changes."""
     run: RunBytes | None = None
@@ -81,15 +81,16 @@ class Problem:
         """[U]: what each unit, in the option of `choice` [U], takes of the rank that it takes most of."""
         options = self.options
         longest = np.zeros(len(options.unit))
-        np.maximum.at(longest, np.repeat(np.arange(len(longest)), np.diff(options.first)), options.seconds.sum(axis=1))
-        return longest[choice] + options.common_seconds[choice].sum(axis=1)
+        seconds = options.spent(options.seconds)
+        np.maximum.at(longest, np.repeat(np.arange(len(longest)), np.diff(options.first)), seconds)
+        return longest[choice] + options.spent(options.common_seconds[choice])
 
     def all_seconds(self, choice: Ints) -> Floats:
         """[U]: what all ranks together spend on each unit in the option of `choice` [U]."""
         options = self.options
         owner = np.repeat(np.arange(len(options.unit)), np.diff(options.first))
-        pieces = np.bincount(owner, options.seconds.sum(axis=1), len(options.unit))
-        return pieces[choice] + self.machine.num_ranks * options.common_seconds[choice].sum(axis=1)
+        pieces = np.bincount(owner, options.spent(options.seconds), len(options.unit))
+        return pieces[choice] + self.machine.num_ranks * options.spent(options.common_seconds[choice])
 
     def describe(self, option: int) -> str:
         """The scheme of an option, in a few words."""
@@ -126,7 +127,7 @@ def make_problem(
     builder = _Builder(prices, machine, constraints, spill, kept or {})
     for unit in units:
         builder.add_unit(unit)
-    options, least_s = builder.finish()
+    options, least_s, fixed_s = builder.finish()
     return Problem(
         workload=workload,
         topology=topology,
@@ -138,7 +139,7 @@ def make_problem(
         kept=dict(kept or {}),
         machine=machine,
         least_s=least_s,
-        fixed_s=_fixed_seconds(prices),
+        fixed_s=fixed_s,
         run=prices.run,
         ways=prices.ways,
     )
@@ -179,12 +180,6 @@ def _machine(prices: Prices, topology: Topology, constraints: Constraints) -> Ma
     )
 
 
-def _fixed_seconds(prices: Prices) -> float:
-    """The dense part, and what every step sends."""
-    model, topology, workload = prices.cost_model, prices.topology, prices.loads.workload
-    return dense_seconds(workload, topology, model) + prices.fixed_seconds()
-
-
 class _Builder:
     """Collects options unit by unit, and prices all their pieces at once."""
 
@@ -198,7 +193,7 @@ class _Builder:
         whole = loads.whole()
         one = np.ones(len(whole.table), np.int64)
         priced = prices.pieces(whole, Cuts(host_parts=0 * one, column_parts=one, host_columns=one, row_parts=one))
-        self._max_parts = self._count_parts(priced.seconds.sum(axis=1), priced.rank_bytes)
+        self._max_parts = self._count_parts(prices.spent(priced.seconds), priced.rank_bytes)
         self.schemes: list[Scheme | None] = []
         self._units: list[int] = []
         self._first, self._block = [0], list[int]()
@@ -335,17 +330,17 @@ class _Builder:
         self._fixed[option] = np.array(ranks, np.int64)
         self._spans.append(np.array(rows, np.int64).reshape(-1, 8))
 
-    def finish(self) -> tuple[Options, Floats]:
-        """(options, least seconds of each piece [n, 2])."""
+    def finish(self) -> tuple[Options, Floats, float]:
+        """(options, least seconds of each piece [n, 2, L], seconds of every plan)."""
         spans = np.concatenate([*self._spans, np.zeros((0, 8), np.int64)])
         piece, option = spans[:, 0], spans[:, 7]
         pieces = Pieces(*spans[:, 1:7].T)
         cuts = self._cuts(pieces, option)
         priced = self._prices.pieces(pieces, cuts)
-        n, num_ways = self._first[-1], len(self.schemes)
-        seconds, least_s = np.zeros((n, len(COMPONENTS))), np.zeros((n, 2))
+        n, num_ways, width = self._first[-1], len(self.schemes), len(self._prices.components)
+        seconds, least_s = np.zeros((n, width)), np.zeros((n, *priced.least_s.shape[1:]))
         rank_need, host_need = np.zeros((n, 2), np.int64), np.zeros((n, 2), np.int64)
-        common, common_need = np.zeros((num_ways, len(COMPONENTS))), np.zeros((num_ways, 2), np.int64)
+        common, common_need = np.zeros((num_ways, width)), np.zeros((num_ways, 2), np.int64)
         uses = np.zeros((num_ways, len(USES)), np.int64)
         np.add.at(seconds, piece, priced.seconds)
         np.add.at(least_s, piece, priced.least_s)
@@ -377,7 +372,10 @@ class _Builder:
             allowed=self._allowed,
             apart=self._apart(),
         )
-        return options, least_s
+        if self._prices.schedules is None:
+            return options, least_s, self._prices.fixed_seconds()
+        paths, fixed_s = self._prices.paths(options)
+        return replace(options, paths=paths), least_s, fixed_s
 
     def _cuts(self, pieces: Pieces, option: Ints) -> Cuts:
         """From the pieces of each option and table: ranges of rows, of columns, and of rows within a host."""

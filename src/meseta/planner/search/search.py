@@ -116,10 +116,11 @@ def _best(found: Sequence[Candidate], count: int) -> list[Candidate]:
 def _grid(problem: Problem, choice: Ints) -> list[Candidate]:
     """Greedy placements that bound what a rank exchanges by each of a few limits."""
     options, num_ranks = problem.options, problem.machine.num_ranks
-    exchanged = sum(float(options.seconds[options.pieces(int(option)), 1:].sum()) for option in choice) / num_ranks
+    exchanged = sum(options.exchanged(options.seconds[options.pieces(int(one))]).sum() for one in choice) / num_ranks
     found = []
     for factor in EXCHANGE_LIMITS if num_ranks > 1 else ():
-        assignment = place_greedily(options, problem.machine, choice, BusySeconds(factor * exchanged))
+        limit_s = factor * exchanged if np.isfinite(factor) else np.inf
+        assignment = place_greedily(options, problem.machine, choice, BusySeconds(limit_s))
         if assignment is not None:
             found.append(Candidate(assignment=assignment, origin="greedy grid"))
     return found
@@ -136,8 +137,8 @@ def _may_cost_less(problem: Problem, choice: Ints, cost: float) -> bool:
     busy = np.maximum(
         options.total[choice].sum(axis=0) / problem.machine.num_ranks, options.longest[choice].max(axis=0)
     )
-    shared = options.common_seconds[choice].sum() + options.use_s @ options.uses[choice].any(axis=0)
-    return bool(busy.sum() + shared < cost)
+    common, is_used = options.common_seconds[choice].sum(axis=0), options.uses[choice].max(axis=0) > 0
+    return bool(options.step_s(busy, common, is_used) < cost)
 
 
 def _beam(problem: Problem, states: Sequence[Candidate], breadth: Breadth) -> list[Candidate]:

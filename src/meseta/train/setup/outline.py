@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -18,9 +19,10 @@ from meseta.data.dataset.dataset import Dataset
 from meseta.embedding import EmbeddingBagCollection
 from meseta.embedding.flight import Flight
 from meseta.models import make_model
-from meseta.models.base import ScoringModel
+from meseta.models.base import OfDense, ScoringModel, before_of
 from meseta.models.own import own_model_class
 from meseta.spec import MesetaError
+from meseta.train.setup.workload import PASSES, forward_flops
 
 
 def make_dense_part(config: RunConfig, dataset: Dataset, collection: EmbeddingBagCollection) -> nn.Module:
@@ -101,6 +103,34 @@ def step_bytes(outline: nn.Module, batch_size: int, num_dense: int) -> int:
         return _by_linear_layers(outline, batch_size)
 
 
+def before_flops(outline: nn.Module, num_dense: int) -> float:
+    """Operations of a sample, forwards and backwards, in the linear layers that what `before` of the model returns
+    depends on; 0 without it, and for a model of the user's own that cannot be followed without numbers."""
+    before = before_of(outline)
+    if before is None or not all(parameter.is_meta for parameter in outline.parameters()):
+        return 0.0
+    try:
+        with _of_one_rank(outline, 2):
+            found = before(torch.empty(2, num_dense, device="meta"))
+        learned = _learned_from(found.x if isinstance(found, OfDense) else found, outline)
+    except Exception:
+        if isinstance(outline, ScoringModel):
+            raise
+        return 0.0
+    layers = (layer for layer in outline.modules() if isinstance(layer, nn.Linear) and layer.weight in learned)
+    return float(PASSES * sum(map(forward_flops, layers)))
+
+
+def _learned_from(outputs: Any, outline: nn.Module) -> set[nn.Parameter]:
+    """The parameters that tensors, in lists and mappings of any depth, depend on."""
+    tensors = [tensor for tensor in tree_leaves(outputs) if isinstance(tensor, Tensor) and tensor.requires_grad]
+    if not tensors:
+        return set()
+    parameters = [parameter for parameter in outline.parameters() if parameter.requires_grad]
+    gradients = torch.autograd.grad(tensors, parameters, [torch.ones_like(t) for t in tensors], allow_unused=True)
+    return {parameter for parameter, gradient in zip(parameters, gradients, strict=True) if gradient is not None}
+
+
 def _followed_step(outline: nn.Module, batch_size: int, num_dense: int) -> int:
     parameters = [parameter for parameter in outline.parameters() if parameter.requires_grad]
     with _Ledger(_tensors(outline)) as ledger:
@@ -151,8 +181,13 @@ def _columns(outline: nn.Module) -> int:
     return sum(width[feature.table] for feature in embeddings.features if feature.pooling != "none")
 
 
-def _score(outline: nn.Module, dense: Tensor, pooled: Tensor, batch_size: int) -> Tensor:
+def _of_one_rank(outline: nn.Module, batch_size: int) -> AbstractContextManager[None]:
+    """While this is entered, layers are told of samples that all lie on one rank."""
     batch_slice = BatchSlice(world=World.single("meta"), step=0, sizes=(batch_size,))
-    with _embeddings(outline).in_hand(Flight(batch_slice=batch_slice)):
+    return _embeddings(outline).in_hand(Flight(batch_slice=batch_slice))
+
+
+def _score(outline: nn.Module, dense: Tensor, pooled: Tensor, batch_size: int) -> Tensor:
+    with _of_one_rank(outline, batch_size):
         logits: Tensor = cast(Any, outline).score(dense, pooled)
     return logits

@@ -16,14 +16,16 @@ from meseta.errors import one_line
 from meseta.machine.ranks import note
 from meseta.machine.system import System, read_limits, total_memory_bytes
 from meseta.measure.topology import gpu_kind
+from meseta.pipeline.overlap import ChosenOverlap, foresee_overlap
 from meseta.planner import Planned, find_plan, predict
 from meseta.planner.cost.memory import RunBytes
 from meseta.planner.planning import choose_ways
 from meseta.spec import CostModel, DeviceKind, MesetaError, Plan, Topology, Workload
 from meseta.spec.constraints import Constraints
+from meseta.spec.transfer import step_transfers
 from meseta.telemetry.summary import Predicted
 from meseta.train.setup.memory import RunMemory, check_memory, dense_part_bytes, run_bytes
-from meseta.train.setup.outline import make_outline
+from meseta.train.setup.outline import before_flops, make_outline
 from meseta.train.setup.specs import make_specs
 from meseta.train.setup.workload import make_workload
 
@@ -41,6 +43,16 @@ class RunPlanner:
     @cached_property
     def workload(self) -> Workload:
         """Of its steps."""
+        return with_overlap(self._workload, self.overlap, before_flops(self.outline, len(self.dataset.dense)))
+
+    @cached_property
+    def overlap(self) -> ChosenOverlap:
+        """What travels while it computes. Raises MesetaError, on all ranks, for an overlap that cannot be."""
+        return run_overlap(self.config, self._workload, self.outline, self._world.size)
+
+    @cached_property
+    def _workload(self) -> Workload:
+        """With nothing hidden."""
         return make_workload(self.config, self.dataset, self.collection.tables, self.collection.features, self.outline)
 
     @cached_property
@@ -122,6 +134,7 @@ class RunPlanner:
             seconds={name: values.tolist() for name, values in found.seconds.items()},
             constants=f"documented for {topology.device}" if path is None else f"of {path}",
             transfers_by_rank=found.transfers_by_rank,
+            overlap=list(self.workload.overlap),
         )
 
 
@@ -146,9 +159,25 @@ def find_run_plan(
     workload = make_workload(config, dataset, tables, features, outline)
     run = None
     if outline is not None:
+        overlap = run_overlap(config, workload, outline, topology.num_ranks)
+        workload = with_overlap(workload, overlap, before_flops(outline, len(dataset.dense)))
         run = run_bytes(config, dataset, outline, topology.num_ranks, topology.devices_per_host)
     planned = find_plan(workload, device_memory_alone(topology), cost_model, constraints, run)
     return planned if topology.num_ranks > 1 else replace(planned, plan=collection.plan)
+
+
+def run_overlap(config: RunConfig, workload: Workload, outline: nn.Module, num_ranks: int) -> ChosenOverlap:
+    """What a run on so many ranks hides, of its workload with nothing hidden. Raises MesetaError as `choose_overlap`
+    does."""
+    names = [transfer.name for transfer in step_transfers(workload, None, num_ranks, num_ranks)]
+    asked, num_parts = config.pipeline.overlap, config.train.accumulate_steps
+    return foresee_overlap(asked, outline, num_ranks, num_parts, sums_dense="dense" in names)
+
+
+def with_overlap(workload: Workload, overlap: ChosenOverlap, before_flops_per_sample: float) -> Workload:
+    """The workload of a run that hides so much, and computes so much from dense inputs alone."""
+    dense = replace(workload.dense, before_flops_per_sample=before_flops_per_sample)
+    return replace(workload, dense=dense, overlap=overlap.hidden)
 
 
 def device_memory_alone(topology: Topology) -> Topology:

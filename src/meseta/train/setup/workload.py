@@ -16,7 +16,7 @@ from meseta.spec.workload import DenseExchange
 if TYPE_CHECKING:  # `meseta plan` makes workloads without torch
     from torch import nn
 
-_PASSES = 3
+PASSES = 3
 """A product forwards, and two as large backwards: for the gradients of inputs and of weights."""
 
 
@@ -55,6 +55,11 @@ def feature_load(column: SparseFeature, num_samples: int) -> FeatureLoad:
     )
 
 
+def forward_flops(layer: nn.Linear) -> int:
+    """Operations of one sample forwards."""
+    return 2 * layer.in_features * layer.out_features
+
+
 def dense_load(config: RunConfig, model: nn.Module) -> DenseLoad:
     """Operations and bytes of everything that is not a table, from the sizes of its linear layers; and the products of
     pairs of a DLRM."""
@@ -64,14 +69,14 @@ def dense_load(config: RunConfig, model: nn.Module) -> DenseLoad:
 
     parameters = [own for own in model.parameters() if own.requires_grad]
     layers = [own for own in model.modules() if isinstance(own, nn.Linear)]
-    flops = sum(2 * own.in_features * own.out_features for own in layers)
+    flops = sum(map(forward_flops, layers))
     widths = sum(own.out_features for own in layers)
     if isinstance(model, DLRM):
         widths += model.pooled_width
         if model.interaction == "dot":
             flops += 2 * math.comb(len(model.dims) + 1, 2) * max(model.dims.values(), default=0)
     return DenseLoad(
-        flops_per_sample=float(_PASSES * flops),
+        flops_per_sample=float(PASSES * flops),
         parameter_bytes=sum(own.numel() * own.element_size() for own in parameters),
         activation_bytes_per_sample=8 * widths,  # an output and its gradient
         dtype=dense_dtype(config),

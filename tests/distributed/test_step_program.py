@@ -1,0 +1,62 @@
+"""The program that predictions follow has the transfers of a real step, begun and waited for in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any
+
+import pytest
+
+from meseta.models import MLPOptions
+from meseta.planner.cost.schedule import step_program
+from meseta.spec import Communication
+from meseta.spec.stages import OVERLAPS, Overlap
+from meseta.spec.transfer import INSIDE, OF_STEPS
+from sampling import product, sample
+
+from .pool import RankPool
+from .test_overlap import make_model, make_pipeline, slices
+
+SIZES = [13, 11, 16, 12, 14]
+FLAT = ("counts", "ids", "answers", "whole bags", "agree", "replicas", "gradients", "gradients of whole bags",
+        "row statistics", "dense")  # fmt: skip
+TWO_LEVEL = (*FLAT, "counts" + INSIDE, "ids" + INSIDE)
+STEP = 2
+"""The one that is looked at; it has others on both sides."""
+CASES = product(
+    exchange=["flat", "two_level"],
+    overlap=[*((name,) for name in OVERLAPS), ("ids", "gradients"), ("answers", "dense", "agree"), OVERLAPS],
+    accumulate_steps=[1, 3],
+)
+
+
+def orders(exchange: Any, accumulate_steps: int, overlap: tuple[Overlap, ...]) -> tuple[list[str], list[str]]:
+    """Names of the transfers that are begun in one step, and of those that are waited for in it; run on every rank."""
+    model, world = make_model(exchange, Communication(), MLPOptions(dropout=0.3, seed=5))
+    pipeline, marks = make_pipeline(model, world, overlap, accumulate_steps), []
+    times = pipeline.world.transfers
+    times.latest.clear()
+    for _ in pipeline.steps(slices(pipeline.world, SIZES)):
+        marks.append(len(times.latest))
+    spans = [span for span in times.latest if span.name in OF_STEPS]
+    begun = sorted((span for span in spans if span.step == STEP), key=lambda span: span.begin_s)
+    waited = list(times.latest)[marks[STEP - 1] : marks[STEP]]
+    return [span.name for span in begun], [span.name for span in waited if span.name in OF_STEPS]
+
+
+def once(names: list[str]) -> list[str]:
+    """One of several in a row: micro-batches' counts and ids that go one after the other are one transfer there."""
+    return [name for name, _ in groupby(names)]
+
+
+@pytest.mark.parametrize("case", sample(CASES, 6, seed=7))
+def test_a_step_does_what_its_program_says(ranks: Callable[[int], RankPool], case: dict[str, Any]) -> None:
+    overlap, num_parts = case["overlap"], case["accumulate_steps"]
+    names = TWO_LEVEL if case["exchange"] == "two_level" else FLAT
+    if num_parts > 1 and "ids" in overlap:  # ids of all micro-batches after the first are taken together there
+        names = tuple(name for name in names if not name.startswith(("counts", "ids")))
+    program = step_program(overlap, num_parts, names)
+    begun, waited = (once([action.name for action in program if action.kind == kind]) for kind in ("begin", "wait"))
+    for found in ranks(4).run(orders, case["exchange"], num_parts, overlap):
+        assert [once([name for name in one if name in names]) for one in found] == [begun, waited]
