@@ -21,6 +21,7 @@ share processors they stand still for each other too, which no overlap can hide.
 UNLIMITED = "20000mbit"
 OFF = Variant()
 ON = Variant(overlap=OVERLAPS)
+LATE = Variant(overlap=OVERLAPS, stale=True)
 IN_PARTS = Variant(accumulate_steps=4)
 FEWER_BYTES = Variant(precision="int8", exchange="two_level", overlap=OVERLAPS)
 HIDDEN_AT_LEAST, IN_PARTS_AT_MOST = 0.80, 0.75
@@ -38,7 +39,7 @@ def measure_overlap(layout: Layout, options: Options) -> bool:
     """Steps of one layout; whether all targets are met."""
     shape, singles = shapes.training(512 if options.quick else shapes.BATCH), [Variant(overlap=(o,)) for o in OVERLAPS]
     parts_on = replace(IN_PARTS, overlap=OVERLAPS)
-    chosen = [OFF, ON, *singles, IN_PARTS, parts_on, FEWER_BYTES]
+    chosen = [OFF, ON, LATE, *singles, IN_PARTS, parts_on, FEWER_BYTES]
     with ExitStack() as held:
         hosts = held.enter_context(Hosts(layout.hosts, ranks=layout.per_host, across=f"{FIRST_MBIT}mbit"))
         ranks = held.enter_context(crew(layout.size, on_hosts(hosts)))

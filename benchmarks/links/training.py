@@ -73,9 +73,11 @@ def make_pipeline(shape: Training, layout: Layout, variant: Variant, world: Worl
     more: dict[str, Any] = {"comm": shapes.communication(variant)} if takes_codecs() else {}
     model = shard(model, shapes.plan(shape, variant, layout), world=world, **more)
     optimizer = make_dense_optimizer(DenseOptimizerConfig(name="sgd", lr=shapes.LR), model.parameters())
-    return Pipeline(
+    pipeline = Pipeline(
         cast(Any, model), optimizer, world, accumulate_steps=variant.accumulate_steps, overlap=variant.overlap
     )
+    pipeline.stale = variant.stale
+    return pipeline
 
 
 def window(name: str, num_steps: int, counted: bool = True) -> Window:

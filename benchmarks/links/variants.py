@@ -21,6 +21,8 @@ class Variant:
     """What is hidden behind computation."""
     accumulate_steps: int = 1
     """Micro-batches of a step."""
+    stale: bool = False
+    """Whether lookups are one update late."""
 
     @property
     def sum_path(self) -> str:
@@ -33,7 +35,7 @@ class Variant:
         path = self.exchange + (f" {self.dense_path}" if self.dense_path else "")
         parts = f" in {self.accumulate_steps} parts" if self.accumulate_steps > 1 else ""
         hidden = "" if not self.overlap else " overlapped" if self.overlap == OVERLAPS else f" {'+'.join(self.overlap)}"
-        return f"{self.sharding} {path} {self.precision}{parts}{hidden}"
+        return f"{self.sharding} {path} {self.precision}{parts}{hidden}{' stale' * self.stale}"
 
     @property
     def base(self) -> Variant:

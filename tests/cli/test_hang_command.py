@@ -15,7 +15,7 @@ import pytest
 
 from forked import forking
 from meseta.machine.time_limits import HUNG
-from meseta.telemetry.rank_record import FOLDER, SIZE, VARIABLE, Own, RankRecord, Sending, record_path
+from meseta.telemetry.rank_record import FOLDER, SIZE, VARIABLE, RankRecord, Sending, ThisProcess, record_path
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -26,7 +26,7 @@ def be_rank(rank: int, run_dir: Path) -> None:
 
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": "3", VARIABLE: str(record_path(run_dir, rank))})
     begin_record()
-    record = Own.record
+    record = ThisProcess.record
     assert record is not None
     record.enter("input_dist" if rank < 2 else "data", 6)
     if rank < 2:

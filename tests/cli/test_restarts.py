@@ -113,7 +113,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[tup
     def plan(programs: Sequence[Sequence[str]]) -> list[tuple[list[str], int]]:
         made: list[tuple[list[str], int]] = []
 
-        def start(ranks: list[BaseProcess], arguments: Sequence[str], errors: Sequence[Any]) -> None:
+        def start(ranks: list[BaseProcess], arguments: Sequence[str], errors: Sequence[Any], watch: Any) -> None:
             ranks.extend(ranks_that(*programs[len(made)]))
             made.append(([*arguments], len(errors)))
 

@@ -81,3 +81,20 @@ def test_a_piece_does_not_hold_back_for_ever(monkeypatch: pytest.MonkeyPatch) ->
     crossing = Crossing()
     with crossing.waiting():
         crossing.let_pass()
+
+
+def test_who_waits_is_not_kept_by_what_comes_behind_it() -> None:
+    """The second thing may need another rank, which needs this one to go on."""
+    lane, gates = Lane("sums", None), [threading.Event(), threading.Event()]
+    first, second = (lane.begin(lambda gate=gate: gate.wait(20)) for gate in gates)  # type: ignore[misc]
+    waiter = threading.Thread(target=first.wait)
+    waiter.start()
+    time.sleep(0.2)  # until it waits
+    gates[0].set()
+    waiter.join(10)
+    try:
+        assert not waiter.is_alive() and second.done_s is None
+    finally:
+        gates[1].set()
+        second.wait()
+        lane.end()

@@ -189,7 +189,7 @@ def test_the_command(
     document = settings(tiny, tmp_path / "run", **WIDE)
     path, given = write_config(tmp_path / "run.yaml", document), []
 
-    def start(arguments: list[str], num_ranks: int) -> int:
+    def start(arguments: list[str], num_ranks: int, limits: object) -> int:
         given.append(arguments)
         folder = Path(arguments[arguments.index("--record-to") + 1])
         wide = {"embedding__dtype": "float64"} if "--float64" in arguments else {}

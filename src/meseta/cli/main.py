@@ -33,7 +33,7 @@ from meseta.machine.rendezvous import VARIABLE
 from meseta.machine.variables import variables
 from meseta.machine.waiting import choose_waiting
 from meseta.telemetry.rank_record import VARIABLE as RANK_RECORD
-from meseta.telemetry.rank_record import Own
+from meseta.telemetry.rank_record import ThisProcess
 
 LAST_WORDS_S = 5.0
 """How long a rank that has lost another one may take to find out why."""
@@ -94,7 +94,7 @@ def main() -> None:
         if not (isinstance(error, RuntimeError) and is_loss_of_peer(error)):
             raise
         # The launcher names the rank that went away, or the thread that watches the others, which then ends this one.
-        if Own.record is not None and VARIABLE not in variables:
+        if ThisProcess.record is not None and VARIABLE not in variables:
             time.sleep(LAST_WORDS_S)
         _leave(LOST_CONNECTION, "" if VARIABLE in variables else f"error: lost the connection to another rank: {error}")
     except Interrupted:

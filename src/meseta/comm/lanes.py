@@ -66,7 +66,7 @@ class LaneWork:
     def wait(self) -> None:
         """Block until it is done; raise what it has raised. What its lane has not come to is done in this thread."""
         while self.done_s is None:
-            self._lane.go_on()
+            self._lane.go_on(self)
         if self._error is not None:
             raise self._error
 
@@ -88,8 +88,9 @@ class Lane:
         """`group` is that of torch.distributed."""
         self.name, self.group = name, group
         self._begun: deque[LaneWork] = deque()
-        """In their order; whoever has the turn takes the first."""
-        self._turn = threading.Lock()
+        """In their order; whoever comes when nothing is under way takes the first."""
+        self._changed = threading.Condition()
+        self._is_busy = False
         self._calls: SimpleQueue[bool] = SimpleQueue()
         """For the thread: to go on, or to end."""
         self._thread: threading.Thread | None = None
@@ -116,11 +117,20 @@ class Lane:
             self._calls.put(True)
         return work
 
-    def go_on(self) -> None:
-        """Do the next thing, or wait until the one under way is done."""
-        with self._turn:
-            if self._begun:
-                self._begun.popleft().run()
+    def go_on(self, awaited: LaneWork | None = None) -> None:
+        """Do the next thing, when none is under way. Who waits for `awaited` is not kept by what comes behind it: other
+        ranks may be held up for this one meanwhile."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_busy or (awaited is not None and awaited.done_s is not None))
+            if self._is_busy or not self._begun or (awaited is not None and awaited.done_s is not None):
+                return
+            work, self._is_busy = self._begun.popleft(), True
+        try:
+            work.run()
+        finally:
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
 
     def forget(self) -> None:
         """Take other memory from here."""

@@ -27,7 +27,7 @@ from meseta.machine.time_limits import HUNG, TimeLimits
 from meseta.machine.variables import variables
 from meseta.telemetry.diagnosis import Settling, Trouble, find_silent, find_trouble, find_unheard, named
 from meseta.telemetry.hearts import Hearts
-from meseta.telemetry.rank_record import SIZE, Own, RankRecord, RankState, read_state
+from meseta.telemetry.rank_record import SIZE, RankRecord, RankState, ThisProcess, read_state
 
 LOOK_S = 1.0
 """Between two looks."""
@@ -137,7 +137,7 @@ _STORE_LIMIT = timedelta(seconds=STORE_S)
 def watch_peers(world: World) -> PeerWatch | None:
     """Let the ranks watch each other from now on, where no launcher does it and they have met in a store of theirs.
     Collective."""
-    record = Own.record
+    record = ThisProcess.record
     if world.size == 1 or record is None or RENDEZVOUS in variables or "MASTER_ADDR" not in variables:
         return None
     watch = PeerWatch(record, world.size, Patience.limits)

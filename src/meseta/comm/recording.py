@@ -19,7 +19,7 @@ from meseta.machine.files import give_name, unnamed_file
 from meseta.machine.ranks import is_launched, num_ranks, rank_number
 from meseta.machine.variables import variables
 from meseta.ops.heartbeat import begin_heartbeat
-from meseta.telemetry.rank_record import BEAT_AT, SIZE, VARIABLE, Own, RankRecord, Sending, record_path
+from meseta.telemetry.rank_record import BEAT_AT, SIZE, VARIABLE, RankRecord, Sending, ThisProcess, record_path
 
 STACKS = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """Asks a rank for its Python stacks; signals that users know are left to them."""
@@ -34,7 +34,7 @@ def begin_record(folder: Path | None = None) -> None:
     process that is no rank, or has one. Raises OSError where the system refuses.
     """
     path = variables.pop(VARIABLE, None)  # not that of processes which this one starts
-    if Own.record is not None or not is_launched() or (path is None and folder is None):
+    if ThisProcess.record is not None or not is_launched() or (path is None and folder is None):
         return
     descriptor = None
     if path is None:
@@ -45,16 +45,16 @@ def begin_record(folder: Path | None = None) -> None:
     opened = os.open(path, os.O_RDWR | os.O_APPEND)
     if descriptor is not None:
         os.close(descriptor)
-    Own.record = RankRecord(opened, rank_number(), num_ranks(), int(STACKS))
+    ThisProcess.record = RankRecord(opened, rank_number(), num_ranks(), int(STACKS))
     begin_heartbeat(opened, BEAT_AT)
     faulthandler.register(STACKS, file=opened, all_threads=True)
 
 
 def show_record(run_dir: Path, first_step: int) -> None:
     """Let `meseta hang` find the record of this rank in the folder of its run, which goes on after `first_step`."""
-    if Own.record is not None:
-        Own.record.first_step = first_step
-        give_name(Own.record.descriptor, record_path(run_dir, Own.record.rank))
+    if ThisProcess.record is not None:
+        ThisProcess.record.first_step = first_step
+        give_name(ThisProcess.record.descriptor, record_path(run_dir, ThisProcess.record.rank))
 
 
 def keep(group: Any, sending: Sending, step: int | None = None, lane: str = "rows") -> AbstractContextManager[None]:
@@ -66,7 +66,7 @@ def keep(group: Any, sending: Sending, step: int | None = None, lane: str = "row
         step: those of this process that were done before the one it belongs to; None: it belongs to none.
         lane: 'rows' or 'sums', see meseta.comm.lanes.
     """
-    return NOT_KEPT if Own.record is None else Own.record.begin(_lane_of(group, lane), step, sending)
+    return NOT_KEPT if ThisProcess.record is None else ThisProcess.record.begin(_lane_of(group, lane), step, sending)
 
 
 @cache

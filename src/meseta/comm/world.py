@@ -32,7 +32,7 @@ from meseta.machine.variables import variables
 from meseta.ops.memory import empty
 from meseta.spec import MesetaError, Plan
 from meseta.spec.codecs import FP32, SumPath, Way, alike_shares, sum_path, sum_shares
-from meseta.telemetry.rank_record import Own, Sending
+from meseta.telemetry.rank_record import Sending, ThisProcess
 from meseta.telemetry.transfers import TransferSpan, TransferTimes
 
 Answer = TypeVar("Answer")
@@ -325,7 +325,7 @@ class World:
     ) -> AbstractContextManager[None]:
         """The place of a transfer that begins in the record of this rank; numbers as those of `like`, as many on all
         ranks unless there is a `scope`."""
-        if Own.record is None:
+        if ThisProcess.record is None:
             return NOT_KEPT
         dtype, numbers = ("", None) if like is None else (dtype_name(like.dtype), like.numel())
         if scope is None:

@@ -272,7 +272,7 @@ def record_path(run_dir: Path, rank: int) -> Path:
     return run_dir / FOLDER / f"rank-{rank:05d}.record"
 
 
-class Own:
+class ThisProcess:
     """The record of this process; None where it keeps none."""
 
     record: RankRecord | None = None

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 from meseta.spec.stages import StageName
-from meseta.telemetry.rank_record import Own
+from meseta.telemetry.rank_record import ThisProcess
 
 
 class Span(NamedTuple):
@@ -103,7 +103,7 @@ class StageTimes:
     @contextmanager
     def stage(self, name: StageName) -> Iterator[None]:
         """Time a stage; one that raises counts for nothing, but for what has ended in it."""
-        timed, record = _Timed(name, self._mark()), Own.record
+        timed, record = _Timed(name, self._mark()), ThisProcess.record
         outer, self._inside = self._inside, timed.inside
         if record is not None:
             record.enter(name, self._num_steps + len(self._ended))

@@ -115,6 +115,7 @@ def _drawn(axis: Axis, step: Slice, boxes: Iterable[_Box]) -> Iterator[str]:
         drawn_to[row] = max(end, begin + NARROWEST)
         hover = tag("title", text(f"{box.hover}: {(box.of.end_ns - box.of.begin_ns) / 1e6:.3g} ms"))
         size = {"width": max(end - begin, NARROWEST), "height": box.height}
-        yield tag("rect", hover, x=begin, y=box.top, class_=box.class_, **size)
+        hatched = {"fill": "url(#waiting)"} if box.class_ == "waiting" else {}
+        yield tag("rect", hover, x=begin, y=box.top, class_=box.class_, **size, **hatched)
         if box.name and end - begin > CHARACTER_WIDTH * len(box.name) + 6:
             yield label((begin + end) / 2, box.top + box.height / 2 + 4, box.name, "in-box", "middle")
