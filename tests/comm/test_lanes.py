@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -85,8 +86,14 @@ def test_a_piece_does_not_hold_back_for_ever(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_who_waits_is_not_kept_by_what_comes_behind_it() -> None:
     """The second thing may need another rank, which needs this one to go on."""
-    lane, gates = Lane("sums", None), [threading.Event(), threading.Event()]
-    first, second = (lane.begin(lambda gate=gate: gate.wait(20)) for gate in gates)  # type: ignore[misc]
+    lane, has_begun, gates = Lane("sums", None), threading.Event(), [threading.Event(), threading.Event()]
+
+    def carry(gate: threading.Event) -> None:
+        has_begun.set()
+        gate.wait(20)
+
+    first, second = (lane.begin(partial(carry, gate)) for gate in gates)
+    has_begun.wait(20)  # in the thread of the lane
     waiter = threading.Thread(target=first.wait)
     waiter.start()
     time.sleep(0.2)  # until it waits
