@@ -86,7 +86,11 @@ def test_a_rank_that_is_silent_is_named_by_the_others(ranks: Ranks) -> None:
         assert text.endswith("; ranks 0, 2, 3 wait for 'gradients' of tables user")
 
 
-def test_a_host_that_is_not_heard_is_named_with_the_link(ranks: Ranks) -> None:
+@pytest.mark.parametrize("holder", ["torchrun", "rank 0"])
+def test_a_host_that_is_not_heard_is_named_with_the_link(
+    ranks: Ranks, holder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(holder == "torchrun"))
     ranks.pass_seconds(3)
     ranks.pass_seconds(14, silent=(2, 3), cut=(2, 3))
     for rank in (0, 1):
@@ -97,7 +101,9 @@ def test_a_host_that_is_not_heard_is_named_with_the_link(ranks: Ranks) -> None:
     for rank in (2, 3):  # on the other side the store is out of reach, and so are those behind it
         trouble = ranks.found[rank]
         assert trouble is not None and trouble.ranks == (0, 1)
-        assert " has not reached the store at 127.0.0.1:" in trouble.text
+        said = " has not reached the store at " if holder == "torchrun" else " holds the store at "
+        assert f"{said}127.0.0.1:" in trouble.text
+        assert trouble.text.startswith("rank 0 on north (process " if holder == "rank 0" else f"rank {rank} on south")
         assert ", and hears nothing of ranks 0, 1; the link from south to 127.0.0.1:" in trouble.text
 
 

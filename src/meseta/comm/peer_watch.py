@@ -41,6 +41,8 @@ STORE_S = 10.0
 """How long the store may take for one answer."""
 TELL_S = 2.0
 """Between the line and the end: the other ranks say theirs, before a launcher ends them for this one's sake."""
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""'True' where torchrun itself holds the store."""
 _GONE = b"-"
 """In the place of a record: a rank has ended in good order."""
 
@@ -124,11 +126,20 @@ class PeerWatch:
         host = states[own].host
         others = [rank for rank, state in states.items() if state.host != host]
         unheard = f", and hears nothing of ranks {', '.join(map(str, others))}" if others else ""
+        link = f"the link from {host} to {self._address} is cut"
+        if variables.get(AGENT_STORE) == "True" or 0 not in states:
+            text = (
+                f"{named(states, own)} has not reached the store at {self._address} for {seconds:.0f} s{unheard}; "
+                f"{link}, or the store has ended"
+            )
+            return Trouble("silent", tuple(others), text, seconds)
+        # The store is in the process of rank 0, and stops with it.
+        why = "it does not run" if states[0].host == host else f"{link}, or it does not run"
         text = (
-            f"{named(states, own)} has not reached the store at {self._address} for {seconds:.0f} s{unheard}; the link "
-            f"from {host} to {self._address} is cut, or the store has ended"
+            f"{named(states, 0)} holds the store at {self._address}, and has not answered rank {own} on {host} for "
+            f"{seconds:.0f} s{unheard}; {why}"
         )
-        return Trouble("silent", tuple(others), text, seconds)
+        return Trouble("silent", (0, *(rank for rank in others if rank)), text, seconds)
 
 
 _STORE_LIMIT = timedelta(seconds=STORE_S)

@@ -119,12 +119,15 @@ def find_unheard(states: States, silent: Mapping[int, float], own: int, silent_s
     hosts: dict[str, list[int]] = {}
     for rank in silent:
         hosts.setdefault(states[rank].host, []).append(rank)
-    here, unheard = hosts.pop(states[own].host, None), dict[str, list[int]]()
-    for host, ranks in hosts.items():
-        longest_s, shortest_s = max(silent[r] for r in ranks), min(silent[r] for r in ranks)
-        if longest_s > silent_s and shortest_s > silent_s - MISSED_S and (len(ranks) > 1 or here is None):
-            unheard[host] = ranks
-    if not unheard:
+    here = hosts.pop(states[own].host, None)
+    # Beats come once a second, so that of one cut some hosts are heard for a little longer than others.
+    nearly_s = max(silent_s - MISSED_S, silent_s / 2)
+    unheard = {host: ranks for host, ranks in hosts.items() if min(silent[rank] for rank in ranks) > nearly_s}
+    is_told = any(
+        max(silent[rank] for rank in ranks) > silent_s and (len(ranks) > 1 or here is None)
+        for ranks in unheard.values()
+    )
+    if not is_told:
         return None
     blamed = [rank for ranks in unheard.values() for rank in ranks]
     longest_s, first = max(silent[rank] for rank in blamed), states[blamed[0]]
