@@ -17,7 +17,7 @@ from meseta.telemetry.span import Span
 from meseta.telemetry.timeline import (
     IN_NO_STAGE,
     WAITING,
-    RankPlace,
+    RankClock,
     Slice,
     StepRange,
     Timeline,
@@ -83,7 +83,7 @@ def test_stages_without_what_lies_in_others_add_up_to_the_step(spans: list[Span]
 @given(nested(), transfers)
 def test_the_file_keeps_to_its_format_and_is_read_again(spans: list[Span], sent: list[TransferSpan]) -> None:
     tracks = [*rank_tracks(0, spans, sent), *rank_tracks(1, spans, sent, offset_s=-3e-9, first=10)]
-    written = Timeline(1, 11, (RankPlace("a", 0.0, 0.0), RankPlace("b", -3e-9, 1e-9)), tuple(tracks))
+    written = Timeline(1, 11, (RankClock("a", 0.0, 0.0), RankClock("b", -3e-9, 1e-9)), tuple(tracks))
     text = json_text(trace_document(written))
     check_format(json.loads(text))
     read = TraceDocument.model_validate(parse_json(text.encode())).timeline()
@@ -155,7 +155,7 @@ def test_steps_have_their_numbers_in_the_run_and_what_lies_between_them() -> Non
     assert [(one.name, one.step) for one in steps.slices] == [
         ("step 101", 101), ("between steps", None), ("step 102", 102)
     ]  # fmt: skip
-    timeline = Timeline(101, 102, (RankPlace("a", 0.0, 0.0),) * 3, (steps, update, no_stage))
+    timeline = Timeline(101, 102, (RankClock("a", 0.0, 0.0),) * 3, (steps, update, no_stage))
     assert [one.step for one in timeline.steps(2)] == [101, 102] and timeline.steps(0) == []
     assert (update.name, no_stage.name, len(no_stage.slices)) == ("update", IN_NO_STAGE, 2)
 

@@ -14,7 +14,7 @@ from meseta.report import write_report
 from meseta.report.charts.timeline_picture import LEFT, RIGHT, WIDTH, timeline_section
 from meseta.report.record import read_run
 from meseta.telemetry.span import Span
-from meseta.telemetry.timeline import RankPlace, Timeline, rank_tracks
+from meseta.telemetry.timeline import RankClock, Timeline, rank_tracks
 from meseta.telemetry.trace_events import trace_document
 from meseta.telemetry.transfers import TransferSpan
 
@@ -28,7 +28,7 @@ def three_steps(num_ranks: int = 2) -> Timeline:
         Span("step", 2, 1.060, 1.080, 0.005),
     ]
     sent = [TransferSpan("ids", 2, 1, 2e6, 0.0, 1.068, 1.076, 0.004)]
-    places = (RankPlace("a", 0.0, 0.0),) * num_ranks
+    places = (RankClock("a", 0.0, 0.0),) * num_ranks
     return Timeline(1, 3, places, tuple(t for rank in range(num_ranks) for t in rank_tracks(rank, spans, sent)))
 
 
@@ -58,7 +58,7 @@ def test_ranks_that_are_not_drawn_are_told() -> None:
 def test_many_slices_of_a_step_give_a_small_picture() -> None:
     spans = [Span("lookup", 0, 1 + k / 1e5, 1 + (k + 0.5) / 1e5, 0.0) for k in range(20_000)]
     tracks = rank_tracks(0, [*spans, Span("step", 0, 1.0, 1.2, 0.1)], [])
-    markup = timeline_section(Timeline(1, 1, (RankPlace("a", 0.0, 0.0),), tuple(tracks)))
+    markup = timeline_section(Timeline(1, 1, (RankClock("a", 0.0, 0.0),), tuple(tracks)))
     assert len(markup) < 500_000 and boxes(markup, "stage stage-lookup")
 
 

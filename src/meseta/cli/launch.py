@@ -219,9 +219,8 @@ def _end(ranks: Sequence[BaseProcess], trouble: Trouble) -> Ended:
     ranks that are astray would be so again."""
     for rank in ranks:
         rank.kill()
-    if trouble.kind == "astray":
-        return Ended(Ended(HUNG, trouble.text).tell())
-    return Ended(HUNG, trouble.text, trouble.ranks if trouble.kind == "silent" else ())
+    ended = Ended(HUNG, trouble.text, trouble.ranks if trouble.kind == "silent" else ())
+    return Ended(ended.tell()) if trouble.kind == "astray" else ended
 
 
 def _find_culprit(ranks: Sequence[BaseProcess]) -> int:

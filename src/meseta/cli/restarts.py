@@ -56,8 +56,8 @@ def run_with_restarts(arguments: Sequence[str], num_ranks: int, restarts: Restar
     the last time.
 
     A rank is lost where a signal kills it, where its connection to the others breaks off, and where it does not run any
-    more or does not come to what the others wait for. What a rank says itself,
-    as a wrong input or a loss that is not finite, would come again: it ends the run, and so does SIGTERM or Ctrl-C.
+    more or does not come to what the others wait for. What a rank says itself, as a wrong input or a loss that is not
+    finite, would come again: it ends the run, and so does SIGTERM or Ctrl-C.
     """
     signals = StopSignals()
     signals.install()

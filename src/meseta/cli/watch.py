@@ -11,11 +11,10 @@ from pathlib import Path
 from types import TracebackType
 
 from meseta.errors import MesetaError
-from meseta.machine.files import unnamed_file
 from meseta.machine.time_limits import TimeLimits
 from meseta.telemetry.diagnosis import Settling, Trouble, find_astray, find_stuck, find_trouble
 from meseta.telemetry.hearts import Hearts
-from meseta.telemetry.rank_record import SIZE, VARIABLE, RankState, has_begun, read_state
+from meseta.telemetry.rank_record import SIZE, VARIABLE, RankState, has_begun, read_state, record_file
 
 PERIOD_S = 1.0
 """Between looks at the records."""
@@ -29,9 +28,7 @@ class RankWatch:
     def __init__(self, num_ranks: int, limits: TimeLimits, run_dir: Path | None = None) -> None:
         """With `run_dir` their files may get names there."""
         self.limits = limits
-        self._files = [unnamed_file(run_dir or Path(tempfile.gettempdir())) for _ in range(num_ranks)]
-        for descriptor in self._files:
-            os.ftruncate(descriptor, SIZE)
+        self._files = [record_file(run_dir or Path(tempfile.gettempdir())) for _ in range(num_ranks)]
         self._looked_s = time.monotonic()
         self._hearts = Hearts(range(num_ranks), self._looked_s)
         self._settling = Settling()

@@ -15,29 +15,17 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from meseta.comm.world import World
 from meseta.machine.system import clock_id
+from meseta.telemetry.timeline import RankClock
 
 NUM_EXCHANGES = 16
 """The narrowest bounds are those of the exchange that was held up least."""
 Moments = Sequence[tuple[float, float]]
 """When a rank has entered each exchange, and left it, by its clock."""
-
-
-@dataclass(frozen=True)
-class RankClock:
-    """The clock of a rank."""
-
-    host: str
-    """Where it is, as that calls itself."""
-    offset_s: float
-    """What is added to its time.perf_counter() to have that of rank 0."""
-    error_s: float
-    """How far that may be off; 0 where both are one clock."""
 
 
 def rank_clocks(world: World) -> list[RankClock]:

@@ -132,14 +132,14 @@ class PeerWatch:
                 f"{named(states, own)} has not reached the store at {self._address} for {seconds:.0f} s{unheard}; "
                 f"{link}, or the store has ended"
             )
-            return Trouble("silent", tuple(others), text, seconds)
+            return Trouble("silent", tuple(others), text)
         # The store is in the process of rank 0, and stops with it.
         why = "it does not run" if states[0].host == host else f"{link}, or it does not run"
         text = (
             f"{named(states, 0)} holds the store at {self._address}, and has not answered rank {own} on {host} for "
             f"{seconds:.0f} s{unheard}; {why}"
         )
-        return Trouble("silent", (0, *(rank for rank in others if rank)), text, seconds)
+        return Trouble("silent", (0, *(rank for rank in others if rank)), text)
 
 
 _STORE_LIMIT = timedelta(seconds=STORE_S)

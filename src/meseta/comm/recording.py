@@ -15,11 +15,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from meseta.machine.files import give_name, unnamed_file
+from meseta.machine.files import give_name
 from meseta.machine.ranks import is_launched, num_ranks, rank_number
 from meseta.machine.variables import variables
 from meseta.ops.heartbeat import begin_heartbeat
-from meseta.telemetry.rank_record import BEAT_AT, SIZE, VARIABLE, RankRecord, Sending, ThisProcess, record_path
+from meseta.telemetry.rank_record import BEAT_AT, VARIABLE, RankRecord, Sending, ThisProcess, record_file, record_path
 
 STACKS = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """Asks a rank for its Python stacks; signals that users know are left to them."""
@@ -39,8 +39,7 @@ def begin_record(folder: Path | None = None) -> None:
     descriptor = None
     if path is None:
         assert folder is not None
-        descriptor = unnamed_file(folder)
-        os.ftruncate(descriptor, SIZE)
+        descriptor = record_file(folder)
         path = f"/proc/self/fd/{descriptor}"
     opened = os.open(path, os.O_RDWR | os.O_APPEND)
     if descriptor is not None:

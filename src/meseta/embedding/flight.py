@@ -130,7 +130,6 @@ class Flight(Generic[GroupPart]):
     answers: Sequence[Tensor] | None = None
     """Of each group, pooled [B_local, sum of D] and the rows of each unpooled feature, once they are here; where they
     are before `look_up`, of an earlier lookup of the same ids, it takes these."""
-    carried: Callable[[BatchSlice], Sequence[Tensor]] | None = None
     parts: tuple[GroupPart, ...] = ()
     """What each group of features has on the way; let go with the backward pass."""
     batch_slice: BatchSlice | None = None

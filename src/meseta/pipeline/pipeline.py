@@ -196,9 +196,10 @@ class Pipeline:
     def carry(self) -> Carried | None:
         """Between two steps, the answers of the batch to come that were looked up before the last update, on rank 0 of
         all ranks; None where there are none. Later loops begin with them. Collective."""
-        if self.stale and self._next is not None and self._next.batch is not None and self._next.refused is None:
-            answers = [self.model.embeddings.answers(part.flight)[0] for part in self._next.parts]
-            self.carried = Carried.gather(self.world, self._next.batch, torch.cat(answers))
+        coming = self._next
+        if self.stale and self.carried is None and coming and coming.batch is not None and coming.refused is None:
+            answers = [self.model.embeddings.answers(part.flight)[0] for part in coming.parts]
+            self.carried = Carried.gather(self.world, coming.batch, torch.cat(answers))
         return self.carried
 
     @property

@@ -41,8 +41,6 @@ class Trouble:
     """Those to blame."""
     text: str
     """In one line, without what is done about it."""
-    seconds: float = 0.0
-    """How long it has been so."""
 
 
 class Settling:
@@ -68,7 +66,7 @@ def find_silent(states: States, silent: Mapping[int, float], silent_s: float) ->
     rank = max(silent, key=lambda r: silent[r], default=None)
     if rank is None or silent[rank] <= silent_s:
         return None
-    return Trouble("silent", (rank,), _silent_text(states, rank, silent[rank]), silent[rank])
+    return Trouble("silent", (rank,), _silent_text(states, rank, silent[rank]))
 
 
 def find_astray(states: States) -> Trouble | None:
@@ -137,7 +135,7 @@ def find_unheard(states: States, silent: Mapping[int, float], own: int, silent_s
         f"{place(first)}{_last(first)}{_and_who(states, blamed)}; the link between {states[own].host} and "
         f"{' and '.join(unheard)} is cut, or nothing runs there"
     )
-    return Trouble("silent", tuple(blamed), text, longest_s)
+    return Trouble("silent", tuple(blamed), text)
 
 
 def find_stuck(states: States, now_ns: int | None, after_s: float) -> Trouble | None:
@@ -150,13 +148,13 @@ def find_stuck(states: States, now_ns: int | None, after_s: float) -> Trouble | 
     if waiting:
         first = max(waiting, key=lambda rank: waited[rank])
         blamed = _late(states, first, waits[first]) or (first,)
-        return Trouble("stuck", blamed, _stuck_text(states, blamed, waits, waited[first]), waited[first])
+        return Trouble("stuck", blamed, _stuck_text(states, blamed, waits, waited[first]))
     idle = {r: (until[r] - s.moved_ns) / _NS for r, s in states.items() if s.stage and not s.waits}
     slow = [rank for rank, seconds in idle.items() if seconds > after_s]
     if slow and len(states) > 1:
         rank = max(slow, key=lambda r: idle[r])
         text = f"{named(states, rank)} has been at {place(states[rank])} for {duration(idle[rank])}"
-        return Trouble("stuck", (rank,), text, idle[rank])
+        return Trouble("stuck", (rank,), text)
     return None
 
 

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from meseta.errors import MesetaError
-from meseta.machine.files import has_controls
+from meseta.machine.files import has_controls, unnamed_file
 from meseta.machine.process_state import start_of
 
 VARIABLE = "MESETA_RANK_RECORD"
@@ -152,13 +152,10 @@ class RankState:
     """When the process began, as the kernel counts it: another one of this number has another."""
     host: str
     command: str
-    begun_s: float
-    """When it began, since 1970."""
     signal: int
     """To ask it for its stacks."""
     beat_ns: int
     """0 where its heart has not begun."""
-    processor_ns: int
     stage: str
     """'' outside of stages."""
     step: int | None
@@ -267,6 +264,13 @@ class BegunTransfer:
         self._record.done(self._index)
 
 
+def record_file(folder: Path) -> int:
+    """An `unnamed_file` with room for a record, which `record_path` may name. Raises OSError where there is none."""
+    descriptor = unnamed_file(folder)
+    os.ftruncate(descriptor, SIZE)
+    return descriptor
+
+
 def record_path(run_dir: Path, rank: int) -> Path:
     """Of a rank of a run; its folder is not made."""
     return run_dir / FOLDER / f"rank-{rank:05d}.record"
@@ -295,6 +299,15 @@ def _packed(
     between = b"" if ranks is None else _joined(ranks, 32)
     about = lane[0], min(num_peers, 32767), _text(lane[1], 12), _joined(tables, 80), between
     return _KIND.pack(_text(name, 32), _text(dtype, 12)), _ABOUT.pack(*about)
+
+
+@lru_cache(maxsize=4096)
+def _unpacked(kind: bytes, about: bytes) -> tuple[str, str, int, int, str, str, str]:
+    """The way back, of each kind of transfer once: name, dtype, lane, other ranks, name of the lane, tables, ranks."""
+    name, dtype = map(_shown, _KIND.unpack(kind))
+    lane, num_peers, *texts = _ABOUT.unpack(about)
+    lane_name, tables, ranks = map(_shown, texts)
+    return name, dtype, lane, num_peers, lane_name, tables, ranks
 
 
 def _joined(names: Sequence[object], length: int) -> bytes:
@@ -330,10 +343,10 @@ def read_state(content: bytes, source: str) -> RankState:
     head = _checked(content, 0, _HEAD)
     if head is None:
         raise refuse("its head does not match its checksum")
-    _, _, _, rank, num_ranks, pid, start, signal, _, begun_s, host, command = head
+    _, _, _, rank, num_ranks, pid, start, signal, _, _, host, command = head
     if not (0 <= rank < num_ranks and pid > 0):
         raise refuse(f"it is of rank {rank} of {num_ranks}, process {pid}")
-    beat_ns, processor_ns = _BEAT.unpack_from(content, BEAT_AT)
+    beat_ns, _ = _BEAT.unpack_from(content, BEAT_AT)
     stage, step, since_ns = _checked(content, _PLACE_AT, _PLACE) or (b"", _NONE, 0)
     waits = (_checked(content, _WAITS_AT + n * _WAIT_BYTES, _WAIT) for n in range(NUM_LANES))
     return RankState(
@@ -343,10 +356,8 @@ def read_state(content: bytes, source: str) -> RankState:
         start=start,
         host=_shown(host),
         command=_shown(command),
-        begun_s=begun_s,
         signal=signal,
         beat_ns=beat_ns,
-        processor_ns=processor_ns,
         stage=_shown(stage),
         step=None if step == _NONE else step,
         since_ns=since_ns,
@@ -365,16 +376,15 @@ def _transfers(content: bytes) -> tuple[KeptTransfer, ...]:
             continue
         index, agreed, past, num_bytes, begun_ns, about = entry
         place, step, batch, numbers, kind = _AGREED.unpack(agreed)
-        (name, dtype), (lane, num_peers, *texts) = _KIND.unpack(kind), _ABOUT.unpack(about)
-        lane_name, tables, ranks = map(_shown, texts)
+        name, dtype, lane, num_peers, lane_name, tables, ranks = _unpacked(kind, about)
         kept = KeptTransfer(
             index=index,
             lane=lane,
             place=place,
-            name=_shown(name),
+            name=name,
             step=None if step == _NONE else step,
             batch=batch,
-            dtype=_shown(dtype),
+            dtype=dtype,
             count=None if numbers == _NONE else numbers,
             num_bytes=num_bytes,
             num_peers=num_peers,

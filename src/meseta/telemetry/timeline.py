@@ -59,14 +59,15 @@ class Track:
 
 
 @dataclass(frozen=True)
-class RankPlace:
-    """A rank, and how its clock was read."""
+class RankClock:
+    """The clock of a rank."""
 
     host: str
+    """Where it is, as that calls itself."""
     offset_s: float
-    """What was added to its times to have them on the clock of rank 0."""
+    """What is added to its time.perf_counter() to have that of rank 0."""
     error_s: float
-    """How far that may be off."""
+    """How far that may be off; 0 where both are one clock."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Timeline:
     first: int
     """Of these steps, by their number in the run, from 1."""
     last: int
-    ranks: tuple[RankPlace, ...]
+    ranks: tuple[RankClock, ...]
     tracks: tuple[Track, ...] = field(repr=False)
 
     def of(self, rank: int, kind: Kind) -> list[Track]:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, FiniteFloat
 
 from meseta.telemetry.lines import Count, Entry
-from meseta.telemetry.timeline import WAITING, RankPlace, Slice, Timeline, Track
+from meseta.telemetry.timeline import WAITING, RankClock, Slice, Timeline, Track
 
 FORMAT = "meseta.timeline/1"
 _TRACKS_OF_RANK = 1000
@@ -88,7 +88,7 @@ class TraceDocument(Entry):
         return Timeline(
             about.first_step,
             about.last_step,
-            tuple(RankPlace(one.host, one.clock_offset_s, one.clock_error_s) for one in about.ranks),
+            tuple(RankClock(one.host, one.clock_offset_s, one.clock_error_s) for one in about.ranks),
             tuple(
                 Track(thread[0] - 1, names[thread], kinds[thread], tuple(found))
                 for thread, found in slices.items()

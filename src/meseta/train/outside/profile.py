@@ -8,7 +8,7 @@ from meseta.comm import World
 from meseta.comm.clocks import rank_clocks
 from meseta.spec import MesetaError
 from meseta.telemetry.span import StageTimes
-from meseta.telemetry.timeline import TIMELINE_NAME, RankPlace, StepRange, Timeline, rank_tracks
+from meseta.telemetry.timeline import TIMELINE_NAME, StepRange, Timeline, rank_tracks
 from meseta.telemetry.trace_events import trace_document
 from meseta.train.resuming import Over
 from meseta.train.run_dir import RunDir
@@ -95,8 +95,7 @@ class Profiler:
         clocks, rank = rank_clocks(self._world), self._world.rank
         mine = rank_tracks(rank, spans, transfers, clocks[rank].offset_s, self._done)
         of_ranks = self._world.gather_objects(mine)
-        places = tuple(RankPlace(clock.host, clock.offset_s, clock.error_s) for clock in clocks)
-        timeline = Timeline(first, last, places, tuple(track for tracks in of_ranks for track in tracks))
+        timeline = Timeline(first, last, tuple(clocks), tuple(track for tracks in of_ranks for track in tracks))
         self._world.on_first(lambda: self._run_dir.write_json(TIMELINE_NAME, trace_document(timeline)))
 
     def _check_place(self) -> None:
