@@ -313,7 +313,7 @@ def test_a_bad_batch_ahead_is_told_at_its_turn(ranks: Ranks) -> None:
 
 def chosen() -> list[Any]:
     model, world = make_model("flat", Communication())
-    auto = choose_overlap("auto", model, world)
+    auto = choose_overlap("auto", model, world.on_hosts(1))
     off = choose_overlap("off", model, world)
     some = choose_overlap(["agree", "ids"], model, world)
     return [auto.hidden, dict(auto.left_out), off.hidden, some.hidden]
@@ -321,6 +321,15 @@ def chosen() -> list[Any]:
 
 def test_auto_hides_all_that_can_be(ranks: Ranks) -> None:
     assert ranks(2).run(chosen)[0] == [OVERLAPS, {}, (), ("ids", "agree")]
+
+
+def test_auto_reads_no_ids_ahead_where_processors_copy_them() -> None:
+    model, _ = make_model("flat", Communication())
+    inside = World(rank=0, size=2, device=torch.device("cpu"), per_host=2)
+    auto, asked = choose_overlap("auto", model, inside), choose_overlap(["ids"], model, inside)
+    assert "costs more than it hides" in auto.left_out["ids"] and "ids" not in auto.hidden
+    assert asked.hidden == ("ids",) and not asked.left_out
+    assert "ids" in choose_overlap("auto", model, inside.on_hosts(1)).hidden
 
 
 class OwnScore(DLRM):

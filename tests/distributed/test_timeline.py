@@ -16,6 +16,7 @@ from meseta.comm import World, clocks
 from meseta.config import RunConfig
 from meseta.machine.interruption import Stopped
 from meseta.report import write_report
+from meseta.spec.stages import OVERLAPS
 from meseta.telemetry.timeline import IN_NO_STAGE, WAITING, StepRange, Timeline
 from meseta.telemetry.trace_events import TraceDocument
 from meseta.train.run_dir import RunDir
@@ -59,7 +60,8 @@ def seconds(timeline: Timeline, rank: int, name: str) -> float:
 
 def test_stages_and_transfers_are_those_of_metrics_jsonl(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     """Of steps 5 to 8, which are those of its second line."""
-    document = settings(tiny, tmp_path / "run", train__accumulate_steps=2, train__max_steps=10)
+    sizes = {"train__accumulate_steps": 2, "train__max_steps": 10}
+    document = settings(tiny, tmp_path / "run", **sizes, pipeline__overlap=list(OVERLAPS))
     ranks(2).run(profile, document, StepRange(5, 8))
     line = next(line for line in metrics(tmp_path / "run") if line["kind"] == "train" and line["step"] == 8)
     timeline = read(tmp_path / "run")
@@ -83,7 +85,7 @@ def test_stages_and_transfers_are_those_of_metrics_jsonl(ranks: Ranks, tiny: Pat
 def test_lanes_of_an_overlapped_step_add_up_to_it(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     """Those of stages that have a name to 98 %, on every rank, where a step is as long as those of real runs."""
     sizes = {"train__batch_size": 300, "model__bottom_mlp": [512, 256], "model__top_mlp": [2048, 1024]}
-    document = settings(tiny, tmp_path / "run", **sizes, train__epochs=3, pipeline__overlap="auto")
+    document = settings(tiny, tmp_path / "run", **sizes, train__epochs=3, pipeline__overlap=list(OVERLAPS))
     ranks(2).run(profile, document, True)
     timeline = read(tmp_path / "run")
     assert [one.step for one in timeline.steps(0)] == list(range(8, 16))

@@ -129,6 +129,11 @@ class World:
         count = int(variables.get("LOCAL_WORLD_SIZE", self.size))
         return count if count > 0 and self.size % count == 0 else self.size
 
+    @property
+    def is_one_cpu_host(self) -> bool:
+        """Whether nothing leaves a host, and the processors that compute copy what travels in it."""
+        return self.device.type == "cpu" and self.ranks_per_host == self.size
+
     def under(self, plan: Plan) -> World:
         """The same, on the hosts of a plan, with sums over the links that it names."""
         path = sum_path(plan.exchange, plan.dense_exchange, FP32)

@@ -31,7 +31,8 @@ def choose_overlap(
     Raises MesetaError where one is asked for by name that cannot be.
     """
     sums_dense = getattr(model, "dense_gradients", None) is not None
-    return foresee_overlap(asked, model, world.size, accumulate_steps, sums_dense=sums_dense)
+    copies = world.is_one_cpu_host
+    return foresee_overlap(asked, model, world.size, accumulate_steps, sums_dense=sums_dense, copies=copies)
 
 
 def foresee_overlap(
@@ -41,12 +42,15 @@ def foresee_overlap(
     accumulate_steps: int = 1,
     *,
     sums_dense: bool,
+    copies: bool,
 ) -> ChosenOverlap:
     """The same for a model, or its outline, that is not placed yet, on so many ranks. `sums_dense`: whether there will
-    be dense gradients that every rank has whole."""
+    be dense gradients that every rank has whole. `copies`: whether nothing leaves a host, and the processors that
+    compute copy what travels in it."""
     if asked == "off":
         return ChosenOverlap((), {})
     reasons: dict[Overlap, str] = {}
+    costs: dict[Overlap, str] = {"ids": "on the processors of one host, reading a batch ahead costs more than it hides"}
     if num_ranks == 1:
         reasons = dict.fromkeys(OVERLAPS, "one rank sends nothing")
     else:
@@ -63,4 +67,6 @@ def foresee_overlap(
                 f"pipeline.overlap {name!r} cannot be: {reasons[name]}; leave it out, or set pipeline.overlap=auto"
             )
         return ChosenOverlap(tuple(name for name in OVERLAPS if name in asked), {})
+    if copies:
+        reasons = costs | reasons
     return ChosenOverlap(tuple(name for name in OVERLAPS if name not in reasons), reasons)

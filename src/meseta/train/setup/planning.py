@@ -48,7 +48,8 @@ class RunPlanner:
     @cached_property
     def overlap(self) -> ChosenOverlap:
         """What travels while it computes. Raises MesetaError, on all ranks, for an overlap that cannot be."""
-        return run_overlap(self.config, self._workload, self.outline, self._world.size)
+        world = self._world
+        return run_overlap(self.config, self._workload, self.outline, world.size, copies=world.is_one_cpu_host)
 
     @cached_property
     def _workload(self) -> Workload:
@@ -159,19 +160,21 @@ def find_run_plan(
     workload = make_workload(config, dataset, tables, features, outline)
     run = None
     if outline is not None:
-        overlap = run_overlap(config, workload, outline, topology.num_ranks)
+        copies = topology.device == "cpu" and topology.num_hosts == 1
+        overlap = run_overlap(config, workload, outline, topology.num_ranks, copies=copies)
         workload = with_overlap(workload, overlap, before_flops(outline, len(dataset.dense)))
         run = run_bytes(config, dataset, outline, topology.num_ranks, topology.devices_per_host)
     planned = find_plan(workload, device_memory_alone(topology), cost_model, constraints, run)
     return planned if topology.num_ranks > 1 else replace(planned, plan=collection.plan)
 
 
-def run_overlap(config: RunConfig, workload: Workload, outline: nn.Module, num_ranks: int) -> ChosenOverlap:
-    """What a run on so many ranks hides, of its workload with nothing hidden. Raises MesetaError as `choose_overlap`
-    does."""
+def run_overlap(
+    config: RunConfig, workload: Workload, outline: nn.Module, num_ranks: int, *, copies: bool
+) -> ChosenOverlap:
+    """What a run on so many ranks hides, of its workload with nothing hidden; see `foresee_overlap`."""
     names = [transfer.name for transfer in step_transfers(workload, None, num_ranks, num_ranks)]
     asked, num_parts = config.pipeline.overlap, config.train.accumulate_steps
-    return foresee_overlap(asked, outline, num_ranks, num_parts, sums_dense="dense" in names)
+    return foresee_overlap(asked, outline, num_ranks, num_parts, sums_dense="dense" in names, copies=copies)
 
 
 def with_overlap(workload: Workload, overlap: ChosenOverlap, before_flops_per_sample: float) -> Workload:
