@@ -277,3 +277,21 @@ def allocate(bytes: int, keep: bool) -> Any:
 
 def keep_freed_memory() -> None:
     """Tell glibc to keep what is freed."""
+
+def directory(capacity: int, wide: bool) -> object:
+    """A map from 64-bit keys to slots; slots reach 2**32 - 2, `wide` 2**63 - 2."""
+
+def directory_find(directory: object, keys: NDArray[np.int64], slots: NDArray[np.int64], num_threads: int) -> None:
+    """Write the slot of each key, -1 where it is absent."""
+
+def directory_insert(directory: object, keys: NDArray[np.int64], slots: NDArray[np.int64], num_threads: int) -> int:
+    """Put keys; how many are new."""
+
+def directory_remove(directory: object, keys: NDArray[np.int64], slots: NDArray[np.int64], num_threads: int) -> None:
+    """Take keys out, and write the slot that each had."""
+
+def directory_items(directory: object, keys: NDArray[np.int64], slots: NDArray[np.int64]) -> int:
+    """Write all keys and slots; how many there are."""
+
+def directory_size(directory: object) -> int: ...
+def directory_bytes(directory: object) -> int: ...
