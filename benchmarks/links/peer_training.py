@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from links.variants import Window
 from meseta.measure.bench.e2e_peers import LR, TorchrecTraining
 
+PIPELINED = " pipelined"
 _jobs: dict[str, Any] = {}
 _calls: dict[str, int] = {}
 
@@ -21,9 +23,16 @@ _calls: dict[str, int] = {}
 class CodecTraining(TorchrecTraining):
     """Table-wise, with gradients of the dense part by DistributedDataParallel, as DistributedModelParallel does."""
 
-    def __init__(self, shape: dict[str, Any], codec: str) -> None:
+    def __init__(self, shape: dict[str, Any], codec: str, *, pipelined: bool) -> None:
+        """`pipelined`: by TorchRec's TrainPipelineSparseDist, which sends ids of the next batch during a step."""
         self.codec = codec
         super().__init__(shape, "sgd")
+        if pipelined:
+            from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+            pipeline: Any = TrainPipelineSparseDist(self.model, self.optimizer, torch.device("cpu"))
+            batches = map(self.batch, cycle(self.samples))
+            self.actions["step"] = lambda call: pipeline.progress(batches)
 
     def join(self) -> None:
         """Become a rank as torchrun's variables say."""
@@ -55,25 +64,26 @@ class CodecTraining(TorchrecTraining):
         self.optimizer = CombinedOptimizer([self.model.fused_optimizer, dense_optimizer])
 
 
-def build(shape: dict[str, Any], codecs: Sequence[str]) -> None:
-    """One model per codec. Collective."""
+def build(shape: dict[str, Any], names: Sequence[str]) -> None:
+    """One model per name, which is a codec, with PIPELINED behind it where its pipeline drives it. Collective."""
     torch.set_num_threads(1)
-    for codec in codecs:
-        _jobs[codec], _calls[codec] = CodecTraining(shape, codec), 0
+    for name in names:
+        codec = name.removesuffix(PIPELINED)
+        _jobs[name], _calls[name] = CodecTraining(shape, codec, pipelined=codec != name), 0
 
 
-def window(codec: str, num_steps: int) -> Window:
+def window(name: str, num_steps: int) -> Window:
     """Steps of one, between barriers of all ranks."""
-    job = _jobs[codec]
+    job = _jobs[name]
     dist.barrier()
     before, busy_s = own_traffic(), time.process_time()
     dist.barrier()
     start_s = time.perf_counter()
-    for call in range(_calls[codec], _calls[codec] + num_steps):
+    for call in range(_calls[name], _calls[name] + num_steps):
         job.actions["step"](call)
     dist.barrier()
     seconds, busy_s = time.perf_counter() - start_s, time.process_time() - busy_s
     sent = own_traffic().since(before)
     dist.barrier()
-    _calls[codec] += num_steps
+    _calls[name] += num_steps
     return Window(num_steps, seconds, busy_s, 0.0, sent.payload_bytes, sent.resent_packets, {})

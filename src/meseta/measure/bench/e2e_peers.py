@@ -173,13 +173,17 @@ class TorchrecTraining(TrainingPeer):
         dense_optimizer = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.SGD(parameters, lr=LR))
         self.optimizer = CombinedOptimizer([self.model.fused_optimizer, dense_optimizer])
 
-    def step(self, samples: Samples) -> Tensor:
+    def batch(self, samples: Samples) -> Any:
+        """As TorchRec's models take it."""
         from torchrec.datasets.utils import Batch
 
         ids = torch.from_numpy(samples.ids.reshape(-1))
         sparse = self.make_ids(self.keys, ids, lengths=self.lengths, stride=samples.label.shape[0])
         label = torch.from_numpy(samples.label).int()
-        batch = Batch(dense_features=torch.from_numpy(samples.dense), sparse_features=sparse, labels=label)
+        return Batch(dense_features=torch.from_numpy(samples.dense), sparse_features=sparse, labels=label)
+
+    def step(self, samples: Samples) -> Tensor:
+        batch = self.batch(samples)
         self.optimizer.zero_grad()
         loss, _ = self.model(batch)
         loss.backward()
