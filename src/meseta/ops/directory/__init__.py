@@ -52,8 +52,8 @@ class Directory:
         return slots
 
     def insert(self, keys: Int[Tensor, " n"], slots: Int[Tensor, " m"]) -> int:
-        """Put keys with their slots; of a key that is there, or that comes twice, the last slot counts. Returns how many
-        are new. Raises MesetaError for slots outside 0..max_slot, and puts none then."""
+        """Put keys with their slots; of a key that is there, or comes twice, the last slot counts. Returns how many are
+        new. Raises MesetaError for slots outside 0..max_slot, and puts none then."""
         keys, slots = _plain("keys", keys), _plain("slots", slots)
         if keys.numel() != slots.numel():
             raise MesetaError(f"directory: {keys.numel()} keys and {slots.numel()} slots; give one for each key")
@@ -80,6 +80,6 @@ class Directory:
 def _plain(name: str, numbers: Tensor) -> Tensor:
     if numbers.dim() != 1 or numbers.dtype != torch.int64 or numbers.device.type != "cpu":
         raise MesetaError(
-            f"directory: {name} are {numbers.dtype} {list(numbers.shape)} on {numbers.device}; give int64 [n] on the CPU"
+            f"directory: {name} are {numbers.dtype} {list(numbers.shape)} on {numbers.device}; give int64 [n] on a CPU"
         )
     return numbers.contiguous()
