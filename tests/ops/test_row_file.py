@@ -17,20 +17,12 @@ from torch import Tensor
 
 from meseta.ops.core import core
 from meseta.ops.row_file import DiskEngine, FrozenRows, RowFile
-from meseta.ops.row_file.engine import IO_URING, THREADS, why_no_io_uring
 from meseta.ops.row_file.reference import RowsInMemory
 from meseta.spec import MesetaError
+from row_file_cases import ENGINES, records_of
 
-ENGINES = [
-    THREADS,
-    pytest.param(IO_URING, marks=pytest.mark.skipif(why_no_io_uring() is not None, reason="io_uring is not to be had")),
-]
 SMALL = 4096
 """Bytes of a segment, so that few rows make many."""
-
-
-def records_of(count: int, width: int, seed: int) -> Tensor:
-    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (count, width), np.uint8))
 
 
 @pytest.fixture(params=ENGINES)
@@ -79,7 +71,7 @@ def actions(draw: st.DrawFn) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize("record_bytes", [1, 68, 260, 1032, 5000])
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=actions(), num_rows=st.sampled_from([1, 50, 5000]))
 def test_it_holds_what_a_dict_holds(
     engine: DiskEngine, record_bytes: int, steps: list[tuple[str, int, int]], num_rows: int
@@ -117,8 +109,8 @@ def wait_for(is_so: Callable[[], bool], most_s: float = 60) -> None:
 
 @pytest.mark.parametrize("record_bytes", [68, 260, 1032])
 def test_a_file_takes_one_and_a_half_of_its_rows(engine: DiskEngine, record_bytes: int) -> None:
-    num_rows = 6_000_000 // record_bytes
-    file = RowFile(engine, "t", num_rows=num_rows, record_bytes=record_bytes, segment_bytes=4 * SMALL)
+    num_rows = 3_000_000 // record_bytes
+    file = RowFile(engine, "t", num_rows=num_rows, record_bytes=record_bytes, segment_bytes=2 * SMALL)
     both = Both(file, RowsInMemory(num_rows, record_bytes))
     generator = torch.Generator().manual_seed(1)
     most = 1.5 * num_rows * record_bytes
@@ -232,7 +224,7 @@ def test_a_read_outlives_what_asked_for_it(engine: DiskEngine) -> None:
     file = RowFile(engine, "t", num_rows=20_000, record_bytes=260)
     file.write(torch.arange(20_000), records_of(20_000, 260, 3))
     file.flush()
-    for _ in range(20):
+    for _ in range(5):
         file.read(torch.randperm(20_000), torch.zeros(20_000, 260, dtype=torch.uint8))  # and its arrays are gone
     file.close()
 
