@@ -295,3 +295,57 @@ def directory_items(directory: object, keys: NDArray[np.int64], slots: NDArray[n
 
 def directory_size(directory: object) -> int: ...
 def directory_bytes(directory: object) -> int: ...
+def io_uring_error() -> int:
+    """0 where the system makes a ring for io_uring, else its error; -1 where the core was built without."""
+
+def open_row_engine(io_uring: bool, depth: int, max_reads_per_s: float) -> object:
+    """An engine with that many reads in flight at most; 0 reads a second are no limit."""
+
+def limit_row_engine(engine: object, max_reads_per_s: float) -> None:
+    """Change the limit of an engine."""
+
+def row_engine_latencies(engine: object) -> list[int]:
+    """Reads by what they took: eight steps for each power of two of nanoseconds, from 8 on."""
+
+def row_engine_bytes(engine: object) -> int:
+    """Memory of its buffers."""
+
+def open_row_log(engine: object, descriptor: int, rows: int, sizes: Sequence[int], salt: int) -> object:
+    """Rows in an open file, none so far; `sizes` are bytes of a record, of a block and, at least, of a segment."""
+
+def write_rows(log: object, rows: NDArray[np.int64], records: NDArray[np.uint8]) -> list[int]:
+    """Put rows; a failure (see `wait_rows`), and how many were taken."""
+
+def read_rows(log: object, rows: NDArray[np.int64], out: NDArray[np.uint8], present: NDArray[np.bool_]) -> object:
+    """Begin to read rows into `out` and `present`."""
+
+def read_frozen_rows(frozen: object, first: int, out: NDArray[np.uint8], present: NDArray[np.bool_]) -> object:
+    """Begin to read as many consecutive frozen rows as `out` has."""
+
+def wait_rows(reading: object) -> list[int]:
+    """Wait for a read; its failure: kind, 0 for none, error of the system, row, byte of the file, whether written."""
+
+def rows_are_read(reading: object) -> bool:
+    """Whether waiting would take no time."""
+
+def freeze_rows(log: object) -> object:
+    """The rows as they are, until this dies."""
+
+def forget_frozen_rows(frozen: object, stop: int) -> None:
+    """Frozen rows before `stop` are read no more."""
+
+def flush_rows(log: object) -> list[int]:
+    """Send all to disk and wait; a failure as of `wait_rows`."""
+
+def close_row_log(log: object) -> None:
+    """Wait for what is in flight; the file may be closed then."""
+
+def row_log_numbers(log: object) -> list[int]:
+    """Memory, bytes of the file, rows, and the counters."""
+
+def row_layout(record_bytes: int, block_bytes: int, segment_bytes: int) -> list[int]:
+    """Bytes of an entry and a group, entries of a group, bytes and entries of a segment, and the sum of the bytes that
+    are read for each entry of a segment alone."""
+
+def crc32c(data: NDArray[np.uint8], begin: int, by_table: bool) -> int:
+    """The checksum of bytes, begun with another; `by_table`: without the processor's instruction."""

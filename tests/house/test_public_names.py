@@ -37,6 +37,7 @@ PUBLIC = {
         AutoInt DLRM DLRMDCNv2 DeepFM FM LogisticRegression MLP MLPOptions MMoE WideDeep XDeepFM fill_glorot make_model
         wanted_embedding_dim
     """,
+    "meseta.ops.row_file": "DiskEngine EngineFacts FrozenRows RowFile RowFileCounters RowRead engine_facts",
     "meseta.ops.row_update": "Bags FeatureGradient TableRows UpdateGroup row_update",
     "meseta.optim": "Hyper RowOptimizer element_state make_row_optimizer row_state where",
     "meseta.pipeline": "Pipeline StageTimes Step ahead",

@@ -16,12 +16,13 @@ from meseta.errors import MesetaError
 NAME = ".lock"
 
 
-def try_lock(descriptor: int) -> bool:
-    """Lock an open file or folder; whether nobody else has. A file system without locks locks nothing."""
+def try_lock(descriptor: int, *, without_locks: bool = True) -> bool:
+    """Lock an open file or folder; whether nobody else has. A file system without locks locks nothing, and answers
+    `without_locks`."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+        return without_locks and error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
     return True
 
 

@@ -1,0 +1,231 @@
+"""Files of rows: a table's rows with their optimizer state on a disk, read and written by row outside the interpreter's
+lock. docs/tiers.md says how they lie there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meseta.errors import MesetaError
+from meseta.ops.core import core
+from meseta.ops.row_file.engine import DiskEngine, EngineFacts, engine_facts
+from meseta.ops.row_file.scratch_file import ScratchFile
+
+__all__ = ["DiskEngine", "EngineFacts", "FrozenRows", "RowFile", "RowFileCounters", "RowRead", "engine_facts"]
+
+SEGMENT_BYTES = 256 << 10
+"""What is written at once, at least."""
+MAX_ROWS = 1 << 31
+"""Of a file: an index entry has 4 bytes."""
+MAX_RECORD_BYTES = (256 << 10) - 2 * 4096
+_COUNTERS = (
+    "reads", "read_bytes", "rows_read", "rows_from_memory", "rows_absent", "writes", "written_bytes", "rows_written",
+    "rows_cleaned", "cleaned_bytes", "wait_ns",
+)  # fmt: skip
+_NONE, _SYSTEM, _SHORT, _CHECKSUM = range(4)
+
+
+@dataclass(frozen=True)
+class RowFileCounters:
+    """What a file has done so far."""
+
+    reads: int
+    """Requests to the disk; rows that lie together share one."""
+    read_bytes: int
+    rows_read: int
+    """Rows that came from the disk."""
+    rows_from_memory: int
+    """Rows that were read while they were on their way out."""
+    rows_absent: int
+    """Rows that were asked for and had never been written."""
+    writes: int
+    """Requests, those of cleaning among them."""
+    written_bytes: int
+    rows_written: int
+    """Rows that were pushed out."""
+    rows_cleaned: int
+    """Rows that were moved to make room."""
+    cleaned_bytes: int
+    """Read for it."""
+    wait_s: float
+    """Seconds that reads were waited for."""
+
+
+class RowRead:
+    """A read on its way."""
+
+    def __init__(self, file: RowFile, handle: object, present: Tensor) -> None:
+        self._file, self._handle, self._present = file, handle, present
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` takes no time."""
+        return bool(core().rows_are_read(self._handle))
+
+    def wait(self) -> Tensor:
+        """Wait until the rows are there: bool [n], which of them were ever written; records of others are not touched.
+
+        Raises MesetaError where the disk failed; records are then not to be used.
+        """
+        self._file.check(core().wait_rows(self._handle))
+        return self._present
+
+
+class RowFile:
+    """Rows 0..num_rows-1, a record of `record_bytes` bytes each, in a scratch file. A row that was never written takes
+    no room.
+
+    Each record lies beside its row's number and a CRC-32C of both, which are checked at every read. Rows are written
+    as in a log-structured file system (Rosenblum and Ousterhout, 1992), whole segments at a time.
+    """
+
+    def __init__(
+        self,
+        engine: DiskEngine,
+        name: str,
+        *,
+        num_rows: int,
+        record_bytes: int,
+        owner: str | None = None,
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
+        """A new file. Messages name `owner`, such as "table 'user', rows 0..99". Raises MesetaError."""
+        self.owner = owner or f"table {name!r}"
+        if not 0 <= num_rows <= MAX_ROWS:
+            raise MesetaError(f"{self.owner}: a file has up to {MAX_ROWS:,} rows, not {num_rows:,}; cut it into shards")
+        if not 1 <= record_bytes <= MAX_RECORD_BYTES:
+            raise MesetaError(
+                f"{self.owner}: a row and its state have 1 to {MAX_RECORD_BYTES:,} bytes in a file, not "
+                f"{record_bytes:,}; cut its columns into shards"
+            )
+        self.num_rows, self.record_bytes, self.engine = num_rows, record_bytes, engine
+        facts = engine.facts
+        self._scratch = ScratchFile(engine.folder, name, self.owner, os.O_DIRECT if facts.direct else 0)
+        sizes = [record_bytes, facts.block_bytes, segment_bytes]
+        self._log = core().open_row_log(engine.handle, self._scratch.descriptor, num_rows, sizes, secrets.randbits(32))
+        self._is_open = True
+
+    @property
+    def path(self) -> str:
+        """Of the scratch file."""
+        return str(self._scratch.path)
+
+    def read(self, rows: Tensor, out: Tensor) -> RowRead:
+        """Begin to read rows, int64 [n], into `out`, uint8 [n, record_bytes]; both on the CPU, and left alone until the
+        read is waited for.
+
+        It sees what was written before it began. Raises MesetaError for rows that the file has not.
+        """
+        present = torch.empty(len(rows), dtype=torch.bool)
+        handle = self._call("read_rows", rows.numpy(), out.numpy(), present.numpy())
+        return RowRead(self, handle, present)
+
+    def write(self, rows: Tensor, records: Tensor) -> None:
+        """Put rows, int64 [n], with records, uint8 [n, record_bytes], which are copied; of a row that comes twice the
+        last counts. Waits while too much is on its way to the disk.
+
+        Raises MesetaError where the disk fails or is full. Rows that were taken before are not lost then: they are read
+        from memory, and the next write or flush sends them again.
+        """
+        *failure, _ = self._call("write_rows", rows.numpy(), records.numpy())
+        self.check(failure)
+
+    def flush(self) -> None:
+        """Send everything to the disk, and wait for it. Raises MesetaError as `write`."""
+        self.check(self._call("flush_rows"))
+
+    def freeze(self) -> FrozenRows:
+        """The rows as they are now, whatever is written later."""
+        return FrozenRows(self, self._call("freeze_rows"))
+
+    @property
+    def num_present(self) -> int:
+        """Rows that were ever written."""
+        return int(self._numbers()[2])
+
+    @property
+    def file_bytes(self) -> int:
+        """What the file takes on the disk: 1.5 times the records of its rows at most, apart from six segments; more
+        while rows are frozen."""
+        return int(self._numbers()[1])
+
+    def num_bytes(self) -> int:
+        """Memory of the index, the marks of segments, and the buffers that are in use now."""
+        return int(self._numbers()[0])
+
+    @property
+    def counters(self) -> RowFileCounters:
+        """What it has done so far."""
+        counts = dict(zip(_COUNTERS, self._numbers()[3:], strict=True))
+        return RowFileCounters(wait_s=counts.pop("wait_ns") / 1e9, **counts)
+
+    def close(self) -> None:
+        """Wait for what is in flight, and remove the file; a second call does nothing."""
+        if self._is_open:
+            self._is_open = False
+            core().close_row_log(self._log)
+            self._scratch.close()
+
+    def check(self, failure: list[int]) -> None:
+        """Raise MesetaError for a failure of the core: kind, error of the system, row, byte of the file, whether it was
+        written."""
+        kind, code, row, place, is_writing = failure
+        if kind != _NONE:
+            at = f"{self.owner}: file {self.path!r}, byte {place:,}"
+            raise MesetaError(f"{at}: {_reason(kind, code, row, bool(is_writing))}")
+
+    def _numbers(self) -> list[int]:
+        return core().row_log_numbers(self._log)
+
+    def _call(self, function: str, *arguments: object) -> Any:
+        if not self._is_open:
+            raise MesetaError(f"{self.owner}: its file {self.path!r} is closed")
+        try:
+            return getattr(core(), function)(self._log, *arguments)
+        except ValueError as error:
+            raise MesetaError(f"{self.owner}: {error}") from None
+
+
+def _reason(kind: int, code: int, row: int, is_writing: bool) -> str:
+    again = "go on from the last checkpoint, with storage.dir on a disk that works"
+    if kind == _CHECKSUM:
+        return f"the checksum of row {row} is wrong: the disk, or another program, has changed it; {again}"
+    if kind == _SHORT:
+        return f"it ends early: another program has cut it, or the disk has failed; {again}"
+    done = "written" if is_writing else "read"
+    if code in (errno.ENOSPC, errno.EDQUOT):
+        return f"it cannot be written: {os.strerror(code)}; make room on the disk, or set storage.dir to another one"
+    return f"it cannot be {done}: {os.strerror(code)}; {again}"
+
+
+class FrozenRows:
+    """The rows of a file as they were, for a save beside training. What it needs of the file stays until it is closed,
+    so the file may grow meanwhile by what is written."""
+
+    def __init__(self, file: RowFile, handle: object) -> None:
+        self._file, self._handle = file, handle
+        self._rows = file.num_rows
+
+    def read(self, first: int, out: Tensor) -> RowRead:
+        """Begin to read rows first, first + 1, ... into `out`, uint8 [n, record_bytes], as `RowFile.read` does; reads
+        of rows as they are go before. Raises MesetaError for rows that the file has not, or that are forgotten."""
+        present = torch.empty(len(out), dtype=torch.bool)
+        try:
+            handle = core().read_frozen_rows(self._handle, first, out.numpy(), present.numpy())
+        except ValueError as error:
+            raise MesetaError(f"{self._file.owner}: {error}") from None
+        return RowRead(self._file, handle, present)
+
+    def forget(self, stop: int) -> None:
+        """Rows before `stop` are read no more: memory of their index is given back."""
+        core().forget_frozen_rows(self._handle, stop)
+
+    def close(self) -> None:
+        """Let the file use its room again; a second call does nothing. Reads that are on their way end first."""
+        self._handle = None

@@ -1,0 +1,277 @@
+// Files of rows: binding. What they are stands in log.h, how transfers are made in engine.h.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+
+#include "ops/checks.h"
+#include "ops/row_file/log.h"
+#include "ops/row_file/ring.h"
+#include "ops/row_file/threads.h"
+
+namespace nb = nanobind;
+using namespace meseta;
+using namespace meseta::row_file;
+
+namespace {
+
+using Rows = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Records = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Out = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Present = nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Answer = std::vector<int64_t>;
+
+// Objects of C++ in capsules, by name; a process that was forked has none of their threads and leaves them alone.
+template <typename T>
+struct Held {
+  std::shared_ptr<T> object;
+  pid_t process = getpid();
+};
+
+template <typename T>
+nb::capsule hold(std::shared_ptr<T> object, const char* name) {
+  return nb::capsule(new Held<T>{std::move(object)}, name, [](void* memory) noexcept {
+    auto* held = static_cast<Held<T>*>(memory);
+    if (held->process != getpid()) return;
+    nb::gil_scoped_release unlocked;
+    delete held;
+  });
+}
+
+template <typename T>
+std::shared_ptr<T> held(const nb::capsule& capsule, const char* name) {
+  if (capsule.name() == nullptr || std::string(capsule.name()) != name) refuse("this is no ", name);
+  auto* held = static_cast<Held<T>*>(capsule.data());
+  if (held->process != getpid()) refuse("the ", name, " belongs to the process that has forked this one");
+  return held->object;
+}
+
+constexpr const char* kEngine = "row engine";
+constexpr const char* kLog = "row log";
+constexpr const char* kFrozen = "frozen rows";
+constexpr const char* kTicket = "row read";
+
+Answer answer(const Failure& f) { return {f.kind, f.code, f.row, f.place, f.writing}; }
+
+// 0, or why the system makes no ring: its error; -1 where it has never heard of one.
+int io_uring_error() {
+#if defined(MESETA_IO_URING)
+  try {
+    const Ring ring(8);
+    return 0;
+  } catch (const std::system_error& error) {
+    return error.code().value();
+  }
+#else
+  return -1;
+#endif
+}
+
+nb::capsule open_row_engine(bool io_uring, int depth, double max_reads_per_s) {
+  if (depth < 1 || depth > 1024 || !(max_reads_per_s >= 0)) refuse("open_row_engine: depth is not in 1..1024");
+  std::shared_ptr<Engine> engine;
+  if (io_uring) {
+#if defined(MESETA_IO_URING)
+    engine = std::make_shared<RingEngine>(depth, max_reads_per_s);
+#else
+    refuse("open_row_engine: this core was built without io_uring");
+#endif
+  } else {
+    engine = std::make_shared<ThreadEngine>(depth, max_reads_per_s);
+  }
+  return hold(std::move(engine), kEngine);
+}
+
+nb::capsule open_row_log(nb::capsule engine, int descriptor, int64_t rows, std::vector<int64_t> sizes, uint32_t salt) {
+  if (sizes.size() != 3) refuse("open_row_log: sizes are those of a record, a block and a segment");
+  const auto [record, block, segment] = std::array{sizes[0], sizes[1], sizes[2]};
+  if (rows < 0 || rows > int64_t{1} << 31 || record < 1 || block < 512 || block > 4096 || (block & (block - 1)) != 0 ||
+      segment < 0 || segment > int64_t{1} << 30 || record + 2 * block > int64_t(kLargeBytes))
+    refuse("open_row_log: ", rows, " rows of ", record, " bytes, blocks of ", block, ", are out of range");
+  const Layout layout = Layout::of(size_t(record), size_t(block), size_t(segment));
+  return hold(std::make_shared<RowLog>(held<Engine>(engine, kEngine), descriptor, rows, layout, salt), kLog);
+}
+
+void check(const RowLog& log, Rows rows, size_t records, size_t width) {
+  if (records != rows.shape(0) || width != log.layout().record_bytes)
+    refuse("records are [", records, ", ", width, "]; ", rows.shape(0), " rows need [", rows.shape(0), ", ",
+           log.layout().record_bytes, "]");
+  for (size_t i = 0; i < rows.shape(0); ++i)
+    if (rows.data()[i] < 0 || rows.data()[i] >= log.num_rows())
+      refuse("rows[", i, "] is ", rows.data()[i], "; the file has rows 0..", log.num_rows() - 1);
+}
+
+Answer write_rows(nb::capsule log, Rows rows, Records records) {
+  const auto file = held<RowLog>(log, kLog);
+  nb::gil_scoped_release unlocked;
+  check(*file, rows, records.shape(0), records.shape(1));
+  int64_t taken;
+  Answer result = answer(file->write(rows.data(), records.data(), int64_t(rows.shape(0)), taken));
+  result.push_back(taken);
+  return result;
+}
+
+// A read, with the arrays that it writes to.
+struct Reading {
+  std::shared_ptr<RowLog> log;
+  Ticket ticket;
+  Rows rows;
+  Out out;
+  Present present;
+  void start() {
+    ticket.parts.resize(size_t(ticket.count));
+    log->counters.ticket_bytes += ticket.count * int64_t(sizeof(uint64_t));
+    ticket.client = log.get();
+    ticket.out = out.data();
+    ticket.present = present.data();
+    log->submit(ticket);
+  }
+  Failure wait() {
+    const auto begun = Clock::now();
+    const Failure failure = ticket.wait();
+    log->counters.wait_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begun).count();
+    return failure;
+  }
+};
+
+nb::capsule hold_reading(Reading* reading) {
+  return nb::capsule(new std::pair(reading, getpid()), kTicket, [](void* memory) noexcept {
+    auto* held = static_cast<std::pair<Reading*, pid_t>*>(memory);
+    if (held->second != getpid()) return;
+    {
+      nb::gil_scoped_release unlocked;
+      held->first->ticket.wait();
+      held->first->log->counters.ticket_bytes -= held->first->ticket.count * int64_t(sizeof(uint64_t));
+      held->first->ticket.frozen.reset();
+    }
+    delete held->first;
+    delete held;
+  });
+}
+
+Reading& reading_of(const nb::capsule& capsule) {
+  if (capsule.name() == nullptr || std::string(capsule.name()) != kTicket) refuse("this is no ", kTicket);
+  auto* held = static_cast<std::pair<Reading*, pid_t>*>(capsule.data());
+  if (held->second != getpid()) refuse("the ", kTicket, " belongs to the process that has forked this one");
+  return *held->first;
+}
+
+nb::capsule read_rows(nb::capsule log, Rows rows, Out out, Present present) {
+  auto reading = std::make_unique<Reading>();
+  reading->log = held<RowLog>(log, kLog);
+  check(*reading->log, rows, out.shape(0), out.shape(1));
+  if (present.shape(0) != rows.shape(0)) refuse("present has ", present.shape(0), " entries for ", rows.shape(0), " rows");
+  reading->rows = rows;
+  reading->out = out;
+  reading->present = present;
+  reading->ticket.rows = rows.data();
+  reading->ticket.count = int64_t(rows.shape(0));
+  reading->start();
+  return hold_reading(reading.release());
+}
+
+nb::capsule read_frozen_rows(nb::capsule frozen, int64_t first, Out out, Present present) {
+  auto reading = std::make_unique<Reading>();
+  const auto rows = held<Frozen>(frozen, kFrozen);
+  reading->log = rows->log;
+  const auto count = int64_t(out.shape(0));
+  if (first < rows->first || count > rows->log->num_rows() - first || out.shape(1) != rows->log->layout().record_bytes ||
+      int64_t(present.shape(0)) != count)
+    refuse("rows ", first, "..", first + count - 1, " of ", out.shape(1), " bytes are not among the frozen rows ",
+           rows->first, "..", rows->log->num_rows() - 1);
+  reading->out = out;
+  reading->present = present;
+  reading->ticket.frozen = rows;
+  reading->ticket.first = first;
+  reading->ticket.count = count;
+  reading->start();
+  return hold_reading(reading.release());
+}
+
+Answer wait_rows(nb::capsule reading) {
+  Reading& one = reading_of(reading);
+  nb::gil_scoped_release unlocked;
+  return answer(one.wait());
+}
+
+bool rows_are_read(nb::capsule reading) { return reading_of(reading).ticket.done(); }
+
+nb::capsule freeze_rows(nb::capsule log) { return hold(held<RowLog>(log, kLog)->freeze(), kFrozen); }
+
+void forget_frozen_rows(nb::capsule frozen, int64_t stop) {
+  const auto rows = held<Frozen>(frozen, kFrozen);
+  if (stop < 0 || stop > rows->log->num_rows()) refuse("there is no frozen row ", stop);
+  rows->log->forget(*rows, stop);
+}
+
+Answer flush_rows(nb::capsule log) {
+  const auto file = held<RowLog>(log, kLog);
+  nb::gil_scoped_release unlocked;
+  return answer(file->flush());
+}
+
+void close_row_log(nb::capsule log) {
+  const auto file = held<RowLog>(log, kLog);
+  nb::gil_scoped_release unlocked;
+  file->close();
+}
+
+std::vector<int64_t> row_log_numbers(nb::capsule log) {
+  const auto file = held<RowLog>(log, kLog);
+  const auto sizes = file->sizes();
+  const Counters& c = file->counters;
+  return {sizes.memory_bytes, sizes.file_bytes, sizes.rows, c.reads,        c.read_bytes,   c.rows_read,
+          c.rows_from_memory, c.rows_absent,    c.writes,   c.written_bytes, c.rows_written, c.rows_cleaned,
+          c.cleaned_bytes,    c.wait_ns};
+}
+
+std::vector<int64_t> row_engine_latencies(nb::capsule engine) {
+  const Latencies latencies = held<Engine>(engine, kEngine)->latencies();
+  return {latencies.counts.begin(), latencies.counts.end()};
+}
+
+int64_t row_engine_bytes(nb::capsule engine) { return held<Engine>(engine, kEngine)->num_bytes(); }
+
+void limit_row_engine(nb::capsule engine, double max_reads_per_s) {
+  held<Engine>(engine, kEngine)->limit(max_reads_per_s);
+}
+
+std::vector<int64_t> row_layout(int64_t record_bytes, int64_t block_bytes, int64_t segment_bytes) {
+  const Layout layout = Layout::of(size_t(record_bytes), size_t(block_bytes), size_t(segment_bytes));
+  int64_t read = 0;
+  for (uint32_t i = 0; i < layout.segment_entries; ++i) read += int64_t(layout.span(layout.place(i)));
+  return {int64_t(layout.entry_bytes), int64_t(layout.group_bytes), layout.group_entries,
+          int64_t(layout.segment_bytes), layout.segment_entries, read};
+}
+
+uint32_t checksum(nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> data, uint32_t begin,
+                  bool by_table) {
+  return by_table ? crc32c_by_table(begin, data.data(), data.size()) : crc32c(begin, data.data(), data.size());
+}
+
+}  // namespace
+
+void bind_row_file(nb::module_& m) {
+  m.def("io_uring_error", &io_uring_error);
+  m.def("open_row_engine", &open_row_engine, nb::arg("io_uring"), nb::arg("depth"), nb::arg("max_reads_per_s"));
+  m.def("limit_row_engine", &limit_row_engine, nb::arg("engine"), nb::arg("max_reads_per_s"));
+  m.def("row_engine_latencies", &row_engine_latencies, nb::arg("engine"));
+  m.def("row_engine_bytes", &row_engine_bytes, nb::arg("engine"));
+  m.def("open_row_log", &open_row_log, nb::arg("engine"), nb::arg("descriptor"), nb::arg("rows"), nb::arg("sizes"),
+        nb::arg("salt"));
+  m.def("write_rows", &write_rows, nb::arg("log"), nb::arg("rows"), nb::arg("records"));
+  m.def("read_rows", &read_rows, nb::arg("log"), nb::arg("rows"), nb::arg("out"), nb::arg("present"));
+  m.def("read_frozen_rows", &read_frozen_rows, nb::arg("frozen"), nb::arg("first"), nb::arg("out"),
+        nb::arg("present"));
+  m.def("wait_rows", &wait_rows, nb::arg("reading"));
+  m.def("rows_are_read", &rows_are_read, nb::arg("reading"));
+  m.def("freeze_rows", &freeze_rows, nb::arg("log"));
+  m.def("forget_frozen_rows", &forget_frozen_rows, nb::arg("frozen"), nb::arg("stop"));
+  m.def("flush_rows", &flush_rows, nb::arg("log"));
+  m.def("close_row_log", &close_row_log, nb::arg("log"));
+  m.def("row_log_numbers", &row_log_numbers, nb::arg("log"));
+  m.def("row_layout", &row_layout, nb::arg("record_bytes"), nb::arg("block_bytes"), nb::arg("segment_bytes"));
+  m.def("crc32c", &checksum, nb::arg("data"), nb::arg("begin"), nb::arg("by_table"));
+}

@@ -1,0 +1,195 @@
+"""What reads and writes files of rows: io_uring where the system allows it, else threads; direct where the file system
+does."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meseta.errors import MesetaError, check_choice, one_line
+from meseta.ops.core import core
+from meseta.ops.row_file.scratch_file import remove_leftovers
+
+AUTO, IO_URING, THREADS = "auto", "io_uring", "threads"
+ENGINES = (AUTO, IO_URING, THREADS)
+DEPTHS = {IO_URING: 64, THREADS: 32}
+"""Reads in flight at most. More give no more reads a second on disks that a host shares out, and take memory."""
+BLOCKS = (512, 1024, 2048, 4096)
+"""Of devices, in bytes."""
+_STEPS, _FIRST_POWER = 8, 3
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """How files of a folder are read, and why not better."""
+
+    engine: str
+    """'io_uring' or 'threads'."""
+    direct: bool
+    """Whether the system's page cache is passed by."""
+    block_bytes: int
+    """The least that is read."""
+    why_threads: str | None = None
+    """Why not by io_uring."""
+    why_buffered: str | None = None
+    """Why not directly."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        how = self.engine + (f" ({self.why_threads})" if self.why_threads else "")
+        if self.direct:
+            return f"{how}, direct, blocks of {self.block_bytes:,} bytes"
+        return f"{how}, through the page cache ({self.why_buffered})"
+
+
+def why_no_io_uring() -> str | None:
+    """Why the system makes no ring; None where it does."""
+    error = core().io_uring_error()
+    if error == 0:
+        return None
+    if error < 0:
+        return "the core was built on a system without io_uring"
+    reasons = {
+        errno.EPERM: "the system forbids io_uring, as profiles of containers and kernel.io_uring_disabled do",
+        errno.EACCES: "the system forbids io_uring",
+        errno.ENOSYS: "this kernel has no io_uring, or one before Linux 5.11",
+        errno.ENOMEM: "no memory may be locked for io_uring; raise `ulimit -l`",
+    }
+    return reasons.get(error, f"io_uring cannot be set up: {os.strerror(error)}")
+
+
+def engine_facts(folder: Path, engine: str = AUTO) -> EngineFacts:
+    """How files of rows in a folder would be read; a file without a name is written for it.
+
+    Raises MesetaError where the folder cannot be written, and for `io_uring` where there is none.
+    """
+    check_choice("storage", "engine", engine, ENGINES)
+    why_threads = "as it was asked for" if engine == THREADS else why_no_io_uring()
+    if engine == IO_URING and why_threads is not None:
+        raise MesetaError(f"storage: engine 'io_uring' is not to be had: {why_threads}; set storage.engine to auto")
+    try:
+        block_bytes, why_buffered = _block_bytes(folder)
+    except OSError as error:
+        raise MesetaError(
+            f"storage: {str(folder)!r} cannot be written ({one_line(error)}); set storage.dir to a folder on a disk"
+        ) from None
+    return EngineFacts(
+        engine=IO_URING if why_threads is None else THREADS,
+        direct=why_buffered is None,
+        block_bytes=block_bytes,
+        why_threads=why_threads,
+        why_buffered=why_buffered,
+    )
+
+
+def _block_bytes(folder: Path) -> tuple[int, str | None]:
+    """The least that can be read directly from a file in a folder, by trying; and why nothing can."""
+    if not hasattr(os, "O_DIRECT"):
+        return BLOCKS[0], "this system has no direct transfers"
+    with tempfile.NamedTemporaryFile(dir=folder) as file, mmap.mmap(-1, BLOCKS[-1]) as memory:
+        file.write(bytes(2 * BLOCKS[-1]))
+        file.flush()
+        os.fsync(file.fileno())
+        try:
+            descriptor = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
+        except OSError as error:
+            return BLOCKS[0], f"its file system has no direct transfers: {one_line(error)}"
+        try:
+            for block in BLOCKS:
+                try:
+                    with memoryview(memory) as view, view[:block] as part:
+                        if os.preadv(descriptor, [part], block) == block:
+                            return block, None
+                except OSError:
+                    continue
+        finally:
+            os.close(descriptor)
+    return BLOCKS[0], "its file system refuses direct reads of up to 4,096 bytes"
+
+
+class DiskEngine:
+    """Reads and writes the files of rows of one folder, for all tables of a process; see docs/tiers.md."""
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        engine: str = AUTO,
+        *,
+        max_reads_per_s: float | None = None,
+        depth: int | None = None,
+    ) -> None:
+        """Make the folder where there is none, and remove what killed processes have left in it.
+
+        `max_reads_per_s` limits the reads of all files together, `depth` those in flight. Raises MesetaError as
+        `engine_facts`.
+        """
+        self.folder = Path(folder)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise MesetaError(f"storage: {str(folder)!r} cannot be made ({one_line(error)}); set storage.dir") from None
+        self.removed = remove_leftovers(self.folder)
+        """Files that killed processes had left."""
+        self.facts = engine_facts(self.folder, engine)
+        self._max_reads_per_s = _checked_limit(max_reads_per_s)
+        self.depth = depth or DEPTHS[self.facts.engine]
+        is_ring = self.facts.engine == IO_URING
+        self.handle = core().open_row_engine(is_ring, self.depth, self._max_reads_per_s)
+
+    @property
+    def max_reads_per_s(self) -> float | None:
+        """The limit of all files together; None: none."""
+        return self._max_reads_per_s or None
+
+    @max_reads_per_s.setter
+    def max_reads_per_s(self, limit: float | None) -> None:
+        self._max_reads_per_s = _checked_limit(limit)
+        core().limit_row_engine(self.handle, self._max_reads_per_s)
+
+    def num_bytes(self) -> int:
+        """Memory of its buffers; files have their own."""
+        return int(core().row_engine_bytes(self.handle))
+
+    def latencies(self) -> Latencies:
+        """What reads took, since the engine was made."""
+        return Latencies(np.array(core().row_engine_latencies(self.handle), np.int64))
+
+
+def _checked_limit(limit: float | None) -> float:
+    if limit is not None and not 0 < limit < 1e12:
+        raise MesetaError(f"storage: max_reads_per_s must be greater than 0, got {limit!r}; leave it out for no limit")
+    return float(limit or 0)
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """Reads by the time from handing one to the system until its answer."""
+
+    counts: np.ndarray[Any, np.dtype[np.int64]]
+    """By length: eight steps for each power of two of nanoseconds, from 8 on."""
+
+    def __sub__(self, earlier: Latencies) -> Latencies:
+        """Those that came after."""
+        return Latencies(self.counts - earlier.counts)
+
+    def quantiles(self, shares: Sequence[float]) -> list[float]:
+        """Seconds that these shares of the reads did not exceed, by the upper ends of the steps: up to an eighth too
+        much. NaN without reads."""
+        sums = np.cumsum(self.counts)
+        if not len(sums) or sums[-1] == 0:
+            return [float("nan")] * len(shares)
+        steps = [int(np.searchsorted(sums, share * sums[-1])) for share in shares]
+        return [(_STEPS + step % _STEPS + 1) * 2.0 ** (step // _STEPS) * 1e-9 for step in steps]

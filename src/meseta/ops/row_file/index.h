@@ -1,0 +1,65 @@
+// Where each row lies, 4 bytes a row, in chunks that frozen indices share until they are written to.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace meseta::row_file {
+
+constexpr uint32_t kAbsent = ~uint32_t{0};
+constexpr int64_t kChunkRows = 4096;
+
+struct Chunk {
+  explicit Chunk(std::atomic<int64_t>& chunks) : count(chunks) {
+    std::fill_n(slots, kChunkRows, kAbsent);
+    ++count;
+  }
+  Chunk(const Chunk& other) : count(other.count) {
+    std::copy_n(other.slots, kChunkRows, slots);
+    ++count;
+  }
+  ~Chunk() { --count; }
+  uint32_t slots[kChunkRows];
+  std::atomic<int64_t>& count;
+};
+
+// The lock of the file is held by whoever calls it.
+class Index {
+ public:
+  explicit Index(int64_t rows) : chunks_(size_t((rows + kChunkRows - 1) / kChunkRows)) {}
+
+  uint32_t operator[](int64_t row) const {
+    const Chunk* chunk = chunks_[size_t(row / kChunkRows)].get();
+    return chunk == nullptr ? kAbsent : chunk->slots[row % kChunkRows];
+  }
+
+  // Puts a row somewhere; where it was.
+  uint32_t move(int64_t row, uint32_t slot, std::atomic<int64_t>& count) {
+    std::shared_ptr<Chunk>& chunk = chunks_[size_t(row / kChunkRows)];
+    if (chunk == nullptr)
+      chunk = std::make_shared<Chunk>(count);
+    else if (chunk.use_count() > 1)
+      chunk = std::make_shared<Chunk>(*chunk);
+    return std::exchange(chunk->slots[row % kChunkRows], slot);
+  }
+
+  // Rows before `row` are needed no longer.
+  void forget(int64_t row) {
+    const auto end = chunks_.begin() + row / kChunkRows;
+    for (auto chunk = chunks_.begin(); chunk != end; ++chunk) chunk->reset();
+  }
+
+  void clear() { chunks_.clear(); }
+  int64_t num_bytes() const { return int64_t(chunks_.capacity() * sizeof(chunks_[0])); }
+
+ private:
+  std::vector<std::shared_ptr<Chunk>> chunks_;
+};
+
+// What a chunk takes of memory: itself, and what is kept beside it.
+constexpr int64_t kChunkBytes = sizeof(Chunk) + 2 * sizeof(void*);
+
+}  // namespace meseta::row_file

@@ -1,0 +1,417 @@
+// A file of rows, written like a log: rows that are pushed out go into the segment that is being filled, wherever they
+// were before, and whole segments go to disk. Segments with few rows left are cleaned: their rows move on.
+//
+// Rosenblum and Ousterhout, The Design and Implementation of a Log-Structured File System, 1992.
+#pragma once
+
+#include <cstring>
+#include <utility>
+
+#include <unistd.h>
+
+#include "ops/row_file/checksum.h"
+#include "ops/row_file/engine.h"
+#include "ops/row_file/index.h"
+#include "ops/row_file/segments.h"
+
+namespace meseta::row_file {
+
+constexpr int kSealed = 4;               // segments on their way to disk; whoever fills one more waits
+constexpr size_t kGapBytes = 4 << 10;    // read along between rows that are wanted, rather than asked for apart
+constexpr int64_t kKeptForCleaning = 2;  // segments
+constexpr int64_t kLockedRows = 256;     // written before others get the lock
+
+struct Counters {
+  std::atomic<int64_t> reads{0}, read_bytes{0}, rows_read{0}, rows_from_memory{0}, rows_absent{0};
+  std::atomic<int64_t> writes{0}, written_bytes{0}, rows_written{0}, rows_cleaned{0}, cleaned_bytes{0};
+  std::atomic<int64_t> wait_ns{0}, ticket_bytes{0};
+};
+
+class RowLog;
+
+// Rows as they were. What it needs of the file stays until it goes.
+class Frozen {
+ public:
+  Frozen(std::shared_ptr<RowLog> log, Index index, uint64_t freeze)
+      : log(std::move(log)), index(std::move(index)), freeze(freeze) {}
+  ~Frozen();
+  const std::shared_ptr<RowLog> log;
+  Index index;
+  const uint64_t freeze;
+  int64_t first = 0;  // rows before it are forgotten
+};
+
+class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
+ public:
+  RowLog(std::shared_ptr<Engine> engine, int file, int64_t rows, const Layout& layout, uint32_t salt)
+      : engine_(std::move(engine)),
+        file_(file),
+        layout_(layout),
+        salt_(salt),
+        num_rows_(rows),
+        index_(rows),
+        segments_(file, layout) {}
+  ~RowLog() override { close(); }
+
+  // Waits for transfers. The file may be closed then.
+  void close() {
+    engine_->leave(*this);
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return sealed_ == 0; });
+    closed_ = true;
+  }
+
+  // Takes rows [count] with records [count, record_bytes], the last of a row counts. What the disk does not take is kept
+  // in memory, and the failure is told, also to the next that writes if it fails once more.
+  Failure write(const int64_t* rows, const uint8_t* records, int64_t count, int64_t& taken) {
+    const std::lock_guard one_by_one(writing_);
+    std::unique_lock lock(mutex_);
+    taken = 0;
+    if (const Failure failure = retry(lock)) return failure;
+    for (; taken < count; ++taken) {
+      if (const Failure failure = append(lock, rows[taken], records + size_t(taken) * layout_.record_bytes, kPushed))
+        return failure;
+      if (taken % kLockedRows == kLockedRows - 1) {
+        lock.unlock();
+        lock.lock();
+      }
+    }
+    counters.rows_written += count;
+    return {};
+  }
+
+  // Everything written so far goes to disk; waits for it.
+  Failure flush() {
+    const std::lock_guard one_by_one(writing_);
+    std::unique_lock lock(mutex_);
+    if (const Failure failure = retry(lock)) return failure;
+    if (filling_[kPushed] != nullptr) seal(kPushed);
+    if (filling_[kMoved] != nullptr) seal(kMoved);
+    changed_.wait(lock, [this] { return sealed_ == 0; });
+    return failure_;
+  }
+
+  std::shared_ptr<Frozen> freeze() {
+    const std::lock_guard lock(mutex_);
+    return std::make_shared<Frozen>(shared_from_this(), index_, segments_.freeze());
+  }
+  void forget(Frozen& frozen, int64_t row) {
+    const std::lock_guard lock(mutex_);
+    frozen.index.forget(row);
+    frozen.first = std::max(frozen.first, row / kChunkRows * kChunkRows);
+  }
+  void thaw(Frozen& frozen) {
+    const std::lock_guard lock(mutex_);
+    frozen.index.clear();
+    segments_.thaw(frozen.freeze);
+    engine_->ask_cleaning(*this);
+  }
+
+  void submit(Ticket& ticket) { engine_->submit(ticket); }
+  int64_t num_rows() const { return num_rows_; }
+  const Layout& layout() const { return layout_; }
+
+  struct Sizes {
+    int64_t memory_bytes, file_bytes, rows;
+  };
+  Sizes sizes() {
+    const std::lock_guard lock(mutex_);
+    const int64_t buffers = (sealed_ + int64_t(failed_.size()) + (filling_[0] != nullptr) + (filling_[1] != nullptr) +
+                             (unused_ != nullptr)) * int64_t(layout_.segment_bytes);
+    const int64_t index = index_.num_bytes() + chunks_.load() * kChunkBytes;
+    return {int64_t(sizeof(RowLog)) + index + segments_.num_bytes() + buffers + counters.ticket_bytes.load(),
+            segments_.file_bytes(), live_};
+  }
+  Counters counters;
+
+  int descriptor() const override { return file_; }
+  size_t segment_bytes() const override { return layout_.segment_bytes; }
+
+  void plan(Ticket& ticket, int64_t begin, int64_t end, std::vector<Request>& requests) override {
+    const std::lock_guard lock(mutex_);
+    const Index& index = ticket.frozen == nullptr ? index_ : ticket.frozen->index;
+    int64_t absent = 0, from_memory = 0;
+    uint64_t* const first = ticket.parts.data() + begin;
+    uint64_t* last = first;
+    for (int64_t at = begin; at < end; ++at) {
+      const uint32_t slot = index[ticket.row(at)];
+      ticket.present[at] = slot != kAbsent;
+      if (slot == kAbsent) {
+        ++absent;
+        continue;
+      }
+      const Segment& segment = segments_.of(slot);
+      if (segment.buffer != nullptr) {
+        std::memcpy(ticket.out + size_t(at) * layout_.record_bytes, entry(segment, slot), layout_.record_bytes);
+        ++from_memory;
+      } else {
+        *last++ = uint64_t(slot) << 32 | uint64_t(at);
+      }
+    }
+    counters.rows_absent += absent;
+    counters.rows_from_memory += from_memory;
+    std::sort(first, last);
+    cut(ticket, first, last, requests);
+  }
+
+  void end_read(const Request& request, const Failure& failure) override {
+    ++counters.reads;
+    counters.read_bytes += int64_t(request.done);
+    if (failure) {
+      request.ticket->fail(failure);
+    } else {
+      for (const uint64_t* part = request.first; part != request.last; ++part) take(request, *part);
+      counters.rows_read += request.last - request.first;
+    }
+    request.segment->readers.fetch_sub(1, std::memory_order_release);
+  }
+
+  void end_write(const Request& request, const Failure& failure) override {
+    const std::lock_guard lock(mutex_);
+    Segment& segment = *request.segment;
+    --sealed_;
+    ++counters.writes;
+    counters.written_bytes += int64_t(request.done);
+    if (failure) {
+      failed_.push_back(&segment);
+      failure_ = failure;
+    } else {
+      segment.on_disk = true;
+      unused_ = std::move(segment.buffer);
+      segment.buffer = nullptr;
+      if (segment.live == 0) segments_.release(segment);
+    }
+    changed_.notify_all();
+  }
+
+  bool clean(uint8_t* buffer) override;
+
+ private:
+  enum Stream { kPushed, kMoved };
+
+  uint8_t* entry(const Segment& segment, uint32_t slot) const {
+    return segment.buffer.get() + layout_.place(slot % layout_.segment_entries);
+  }
+  uint32_t checksum(const Segment& segment, const uint8_t* entry) const {
+    return crc32c(salt_ ^ segment.generation, entry, layout_.record_bytes + sizeof(uint32_t));
+  }
+  // The row that an entry says it is, or none where its checksum is wrong.
+  std::optional<uint32_t> row_of(const Segment& segment, const uint8_t* entry) const {
+    uint32_t row, sum;
+    std::memcpy(&row, entry + layout_.record_bytes, sizeof(row));
+    std::memcpy(&sum, entry + layout_.record_bytes + sizeof(row), sizeof(sum));
+    if (sum != checksum(segment, entry)) return std::nullopt;
+    return row;
+  }
+
+  void take(const Request& request, uint64_t part) {
+    Ticket& ticket = *request.ticket;
+    const size_t place = layout_.place(static_cast<uint32_t>(part >> 32) % layout_.segment_entries);
+    const auto at = static_cast<int64_t>(part & ~uint32_t{0});
+    const uint64_t in_file = segments_.place(*request.segment) + place;
+    const uint8_t* entry = request.buffer + (in_file - request.place);
+    const auto row = row_of(*request.segment, entry);
+    if (row.has_value() && int64_t(*row) == ticket.row(at)) {
+      std::memcpy(ticket.out + size_t(at) * layout_.record_bytes, entry, layout_.record_bytes);
+      return;
+    }
+    Failure failure;
+    failure.kind = Failure::kChecksum;
+    failure.row = ticket.row(at);
+    failure.place = int64_t(in_file);
+    ticket.fail(failure);
+  }
+
+  // Cuts sorted parts into requests: rows that lie together are read together.
+  void cut(Ticket& ticket, const uint64_t* part, const uint64_t* last, std::vector<Request>& requests) {
+    const bool scans = ticket.rows == nullptr;
+    const size_t most = scans ? kLargeBytes : kSmallBytes;
+    while (part != last) {
+      const auto slot = static_cast<uint32_t>(*part >> 32);
+      Segment& segment = segments_.of(slot);
+      const uint64_t next_segment = (uint64_t(segment.number) + 1) * layout_.segment_entries;
+      size_t place = layout_.place(slot % layout_.segment_entries);
+      const size_t begin = layout_.block_begin(place);
+      size_t end = layout_.block_end(place);
+      const uint64_t* stop = part + 1;
+      for (; stop != last && *stop >> 32 < next_segment; ++stop) {
+        place = layout_.place(static_cast<uint32_t>(*stop >> 32) % layout_.segment_entries);
+        if (layout_.block_begin(place) > end + kGapBytes || layout_.block_end(place) - begin > most) break;
+        end = std::max(end, layout_.block_end(place));
+      }
+      segment.readers.fetch_add(1, std::memory_order_relaxed);
+      Request& request = requests.emplace_back();
+      request.kind = scans ? Request::Kind::scan : Request::Kind::read;
+      request.small = end - begin <= kSmallBytes;
+      request.client = this;
+      request.ticket = &ticket;
+      request.segment = &segment;
+      request.first = part;
+      request.last = part = stop;
+      request.place = segments_.place(segment) + begin;
+      request.bytes = end - begin;
+    }
+  }
+
+  Failure append(std::unique_lock<std::mutex>& lock, int64_t row, const uint8_t* record, Stream stream) {
+    if (filling_[stream] == nullptr)
+      if (const Failure failure = start(lock, stream)) return failure;
+    Segment& segment = *filling_[stream];
+    const uint32_t slot = segment.number * layout_.segment_entries + segment.filled;
+    uint8_t* at = entry(segment, slot);
+    const auto stored = static_cast<uint32_t>(row);
+    std::memcpy(at, record, layout_.record_bytes);
+    std::memcpy(at + layout_.record_bytes, &stored, sizeof(stored));
+    const uint32_t sum = checksum(segment, at);
+    std::memcpy(at + layout_.record_bytes + sizeof(stored), &sum, sizeof(sum));
+    ++segment.filled;
+    ++segment.live;
+    ++live_;
+    leave(index_.move(row, slot, chunks_));
+    if (segment.filled == layout_.segment_entries) seal(stream);
+    return {};
+  }
+
+  // An entry that is no row any more.
+  void leave(uint32_t slot) {
+    if (slot == kAbsent) return;
+    Segment& segment = segments_.of(slot);
+    --live_;
+    if (--segment.live == 0 && segment.on_disk) {
+      segments_.release(segment);
+      changed_.notify_all();
+    }
+  }
+
+  // A segment to fill. May let go of the lock and wait: for the disk, or for room that cleaning makes.
+  Failure start(std::unique_lock<std::mutex>& lock, Stream stream) {
+    changed_.wait(lock, [this] { return sealed_ < kSealed || failure_; });
+    // What is free is cleaning's own, in the end: it makes more of it.
+    while (stream == kPushed && !failure_ && !cleaning_failure_ && segments_.spare(live_) <= kKeptForCleaning &&
+           segments_.emptiest() != nullptr) {
+      engine_->ask_cleaning(*this);
+      changed_.wait(lock);
+    }
+    if (failure_) return failure_;
+    Segment* segment = segments_.reuse();
+    if (segment == nullptr) {
+      int error;
+      segment = segments_.grow(error);
+      if (segment == nullptr) {
+        Failure failure;
+        failure.kind = Failure::kSystem;
+        failure.code = error;
+        failure.writing = 1;
+        return failure;
+      }
+    }
+    segment->buffer = unused_ != nullptr ? std::move(unused_) : make_buffer(layout_.segment_bytes);
+    unused_ = nullptr;
+    std::memset(segment->buffer.get(), 0, layout_.segment_bytes);  // nothing else of this process goes to disk
+    filling_[stream] = segment;
+    return {};
+  }
+
+  void seal(Stream stream) {
+    send(*std::exchange(filling_[stream], nullptr));
+    if (segments_.spare(live_) < kSpareSegments) engine_->ask_cleaning(*this);
+  }
+
+  void send(Segment& segment) {
+    Request request;
+    request.kind = Request::Kind::write;
+    request.client = this;
+    request.segment = &segment;
+    request.place = segments_.place(segment);
+    request.bytes = layout_.segment_bytes;
+    request.buffer = segment.buffer.get();
+    ++sealed_;
+    engine_->submit_write(request);
+  }
+
+  // What the disk has not taken is sent once more.
+  Failure retry(std::unique_lock<std::mutex>& lock) {
+    cleaning_failure_ = {};
+    if (failed_.empty()) return {};
+    failure_ = {};
+    for (Segment* segment : std::exchange(failed_, {})) send(*segment);
+    changed_.wait(lock, [this] { return sealed_ == 0; });
+    return failure_;
+  }
+
+  std::shared_ptr<Engine> engine_;
+  const int file_;
+  const Layout layout_;
+  const uint32_t salt_;
+  const int64_t num_rows_;
+  std::mutex writing_;  // taken before mutex_: one writes at a time
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  Index index_;
+  std::atomic<int64_t> chunks_{0};  // of this index and of frozen ones
+  Segments segments_;
+  Segment* filling_[2] = {nullptr, nullptr};  // rows that were pushed out, and rows that cleaning has moved
+  int sealed_ = 0;                            // segments on their way to disk
+  std::vector<Segment*> failed_;              // that it did not take
+  Failure failure_;
+  Failure cleaning_failure_;
+  Buffer unused_;
+  int64_t live_ = 0;
+  bool closed_ = false;
+};
+
+inline Frozen::~Frozen() { log->thaw(*this); }
+
+// Moves the rows of the segment that has the fewest, where room is short.
+inline bool RowLog::clean(uint8_t* buffer) {
+  std::unique_lock lock(mutex_);
+  const auto is_short = [this] {
+    return segments_.spare(live_) < kSpareSegments || segments_.in_file() > segments_.allowed(live_);
+  };
+  if (closed_ || failure_ || cleaning_failure_) return false;
+  while (segments_.in_file() > segments_.allowed(live_) && segments_.num_free() > kSpareSegments)
+    if (!segments_.punch()) break;
+  Segment* const segment = is_short() ? segments_.emptiest() : nullptr;
+  if (segment == nullptr) {
+    changed_.notify_all();
+    return false;
+  }
+  segment->readers.fetch_add(1, std::memory_order_relaxed);
+  const uint64_t place = segments_.place(*segment);
+  lock.unlock();
+  size_t done = 0;
+  int error = 0;
+  while (done < layout_.segment_bytes) {
+    const ssize_t bytes = pread(file_, buffer + done, layout_.segment_bytes - done, off_t(place + done));
+    if (bytes < 0 && errno == EINTR) continue;
+    if (bytes <= 0) {
+      error = bytes < 0 ? errno : EIO;
+      break;
+    }
+    done += size_t(bytes);
+  }
+  lock.lock();
+  counters.cleaned_bytes += int64_t(done);
+  bool stopped = false;
+  if (error != 0) segment->damaged = true;
+  for (uint32_t i = 0; i < segment->filled && error == 0 && !stopped && segment->live > 0; ++i) {
+    const uint8_t* at = buffer + layout_.place(i);
+    const std::optional<uint32_t> row = row_of(*segment, at);
+    if (!row.has_value() || *row >= num_rows_) continue;
+    if (index_[*row] != segment->number * layout_.segment_entries + i) continue;
+    cleaning_failure_ = append(lock, *row, at, kMoved);
+    stopped = bool(cleaning_failure_);
+    counters.rows_cleaned += !stopped;
+    if (i % kLockedRows == kLockedRows - 1) {
+      lock.unlock();
+      lock.lock();
+    }
+  }
+  segment->readers.fetch_sub(1, std::memory_order_release);
+  // Rows that cannot be read stay where they are: whoever asks for them is told.
+  if (segment->live > 0 && !stopped) segment->damaged = true;
+  changed_.notify_all();
+  return !stopped && is_short();
+}
+
+}  // namespace meseta::row_file

@@ -1,0 +1,81 @@
+"""Scratch files of a process: for its user alone, locked, removed at the end, or at the next start if it was killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import socket
+import stat
+import weakref
+from pathlib import Path
+
+from meseta.errors import MesetaError, one_line
+from meseta.machine.files import file_name
+from meseta.machine.locks import try_lock
+
+SUFFIX = ".meseta-rows"
+
+
+def _host() -> str:
+    return file_name(socket.gethostname())
+
+
+class ScratchFile:
+    """An open file that no other process opens: mode 0600, locked with flock(2) for as long as this process lives."""
+
+    def __init__(self, folder: Path, name: str, owner: str, flags: int = 0) -> None:
+        """A new file in `folder`, named after `name`. Raises MesetaError, naming `owner`, where there can be none."""
+        self.path = folder / f"{file_name(name)[:100]}.{_host()[:60]}.{os.getpid()}.{secrets.token_hex(4)}{SUFFIX}"
+        try:
+            self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | flags, 0o600)
+        except OSError as error:
+            raise MesetaError(
+                f"{owner}: its file in {str(folder)!r} cannot be made ({one_line(error)}); "
+                f"set storage.dir to a folder that can be written, on a disk with room"
+            ) from None
+        try_lock(self.descriptor)
+        self._end = weakref.finalize(self, _remove, self.path, self.descriptor, os.getpid())
+
+    def close(self) -> None:
+        """Close and remove it; a second call does nothing. At the end of the interpreter it is called too."""
+        self._end()
+
+
+def _remove(path: Path, descriptor: int, process: int) -> None:
+    if os.getpid() == process:  # not a fork of it
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+def remove_leftovers(folder: Path) -> list[Path]:
+    """Remove what killed processes of this user on this host have left in a folder, and say which files these were.
+
+    Files of living processes are locked and stay, and so do those of other users and other hosts.
+    """
+    pattern = re.compile(rf".+\.{re.escape(_host()[:60])}\.\d+\.[0-9a-f]{{8}}{re.escape(SUFFIX)}")
+    removed = []
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        if pattern.fullmatch(path.name) and _is_left(path):
+            with contextlib.suppress(OSError):
+                path.unlink()
+                removed.append(path)
+    return removed
+
+
+def _is_left(path: Path) -> bool:
+    """Whether it is a file of this user that nobody has locked. Where that cannot be known it is not."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o600:
+            return False
+        return try_lock(descriptor, without_locks=False)
+    finally:
+        os.close(descriptor)

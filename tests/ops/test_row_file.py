@@ -1,0 +1,235 @@
+"""Files of rows hold what a dict holds, by either engine, whatever is written, cleaned and frozen meanwhile."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from meseta.ops.core import core
+from meseta.ops.row_file import DiskEngine, FrozenRows, RowFile
+from meseta.ops.row_file.reference import RowsInMemory
+from meseta.spec import MesetaError
+from row_file_cases import ENGINES, records_of
+
+SMALL = 4096
+"""Bytes of a segment, so that few rows make many."""
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> DiskEngine:
+    return DiskEngine(tmp_path / "tier", request.param)
+
+
+@dataclass
+class Both:
+    """A file and its oracle, with rows frozen of both."""
+
+    file: RowFile
+    oracle: RowsInMemory
+    frozen: list[tuple[FrozenRows, RowsInMemory]] = field(default_factory=list)
+
+    def write(self, rows: Tensor, seed: int) -> None:
+        records = records_of(len(rows), self.file.record_bytes, seed)
+        self.file.write(rows, records)
+        self.oracle.write(rows, records)
+
+    def check(self, rows: Tensor) -> None:
+        here, there = (torch.zeros(len(rows), self.file.record_bytes, dtype=torch.uint8) for _ in range(2))
+        assert torch.equal(self.file.read(rows, here).wait(), self.oracle.read(rows, there))
+        assert torch.equal(here, there)
+
+    def freeze(self) -> None:
+        self.frozen.append((self.file.freeze(), self.oracle.freeze()))
+
+    def check_frozen(self, first: int, stop: int) -> None:
+        for rows, oracle in self.frozen:
+            here, there = (torch.zeros(stop - first, self.file.record_bytes, dtype=torch.uint8) for _ in range(2))
+            present = rows.read(first, here).wait()
+            assert torch.equal(present, oracle.read(torch.arange(first, stop), there))
+            assert torch.equal(here, there)
+
+    def thaw(self) -> None:
+        if self.frozen:
+            self.frozen.pop(0)[0].close()
+
+
+@st.composite
+def actions(draw: st.DrawFn) -> list[tuple[str, int, int]]:
+    """What to do, with a seed and how many rows."""
+    kinds = st.sampled_from(["write", "write", "write", "read", "freeze", "read frozen", "thaw", "flush"])
+    return draw(st.lists(st.tuples(kinds, st.integers(0, 1 << 30), st.integers(0, 300)), min_size=5, max_size=40))
+
+
+@pytest.mark.parametrize("record_bytes", [1, 68, 260, 1032, 5000])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=actions(), num_rows=st.sampled_from([1, 50, 5000]))
+def test_it_holds_what_a_dict_holds(
+    engine: DiskEngine, record_bytes: int, steps: list[tuple[str, int, int]], num_rows: int
+) -> None:
+    file = RowFile(engine, "t", num_rows=num_rows, record_bytes=record_bytes, segment_bytes=SMALL)
+    both = Both(file, RowsInMemory(num_rows, record_bytes))
+    for kind, seed, count in steps:
+        rows = torch.from_numpy(np.random.default_rng(seed).integers(0, num_rows, count))
+        first = seed % (num_rows + 1)
+        match kind:
+            case "write":
+                both.write(rows, seed)
+            case "read":
+                both.check(rows)
+            case "freeze":
+                both.freeze()
+            case "read frozen":
+                both.check_frozen(first, min(num_rows, first + count))
+            case "thaw":
+                both.thaw()
+            case "flush":
+                file.flush()
+    both.check(torch.arange(num_rows))
+    both.check_frozen(0, num_rows)
+    assert file.num_present == len(both.oracle.records)
+    file.close()
+
+
+def wait_for(is_so: Callable[[], bool], most_s: float = 60) -> None:
+    end_s = time.monotonic() + most_s
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("record_bytes", [68, 260, 1032])
+def test_a_file_takes_one_and_a_half_of_its_rows(engine: DiskEngine, record_bytes: int) -> None:
+    num_rows = 3_000_000 // record_bytes
+    file = RowFile(engine, "t", num_rows=num_rows, record_bytes=record_bytes, segment_bytes=2 * SMALL)
+    both = Both(file, RowsInMemory(num_rows, record_bytes))
+    generator = torch.Generator().manual_seed(1)
+    most = 1.5 * num_rows * record_bytes
+    both.write(torch.arange(num_rows), 0)
+    for seed in range(1, 13):
+        both.write(torch.randperm(num_rows, generator=generator)[: num_rows // 4], seed)
+        assert file.file_bytes <= most
+    assert os.stat(file.path).st_blocks * 512 <= most
+    frozen = file.freeze()
+    for seed in range(13, 17):
+        both.write(torch.randperm(num_rows, generator=generator)[: num_rows // 4], seed)
+    assert file.file_bytes > most  # what is frozen stays
+    frozen.close()
+    for seed in range(17, 21):
+        both.write(torch.randperm(num_rows, generator=generator)[: num_rows // 4], seed)
+    wait_for(lambda: file.file_bytes <= most)  # room is given back in the background
+    both.check(torch.arange(num_rows))
+    counters = file.counters
+    assert counters.rows_written == num_rows + 20 * (num_rows // 4) and counters.rows_cleaned > 0
+    assert counters.written_bytes < 4.5 * counters.rows_written * record_bytes
+    file.close()
+
+
+def test_rows_that_were_never_written_take_no_room(engine: DiskEngine) -> None:
+    file = RowFile(engine, "t", num_rows=1 << 31, record_bytes=68)
+    rows = torch.tensor([0, 5, (1 << 31) - 1])
+    file.write(rows, records_of(3, 68, 0))
+    out = torch.full((4, 68), 7, dtype=torch.uint8)
+    present = file.read(torch.tensor([5, 6, (1 << 31) - 1, 0]), out).wait()
+    assert present.tolist() == [True, False, True, True]
+    assert torch.equal(out[[3, 0, 2]], records_of(3, 68, 0)) and out[1].eq(7).all()
+    assert file.file_bytes < 2e6 and file.num_bytes() < 12e6  # 8 bytes of each 4096 rows are 4 MB, twice
+    file.close()
+
+
+def test_memory_that_is_used_is_told(engine: DiskEngine) -> None:
+    file = RowFile(engine, "t", num_rows=1 << 20, record_bytes=16)
+    empty = file.num_bytes()
+    file.write(torch.arange(1 << 20), torch.zeros(1 << 20, 16, dtype=torch.uint8))
+    file.flush()
+    index = file.num_bytes() - empty
+    assert 4 * (1 << 20) <= index < 4 * (1 << 20) * 1.02 + 300_000  # and one buffer
+    frozen = file.freeze()
+    file.write(torch.arange(0, 1 << 20, 4096), torch.zeros(256, 16, dtype=torch.uint8))
+    assert file.num_bytes() - empty > 2 * 4 * (1 << 20)  # each chunk was written to
+    frozen.forget(1 << 20)
+    assert file.num_bytes() - empty < index * 1.2 + 600_000
+    frozen.close()
+    file.close()
+
+
+def test_reads_are_limited(engine: DiskEngine) -> None:
+    engine.max_reads_per_s = 2000
+    file = RowFile(engine, "t", num_rows=100_000, record_bytes=1032)
+    file.write(torch.arange(10_000), records_of(10_000, 1032, 0))
+    file.flush()
+    out = torch.zeros(200, 1032, dtype=torch.uint8)
+    before = file.counters
+    file.read(torch.arange(0, 10_000, 50), out).wait()
+    after = file.counters
+    assert after.reads - before.reads == 200
+    assert after.wait_s - before.wait_s > 0.09  # 198 of them at the rate
+    engine.max_reads_per_s = None
+    file.close()
+
+
+def test_crc32c_is_castagnolis() -> None:
+    data = np.frombuffer(b"123456789", np.uint8)
+    ones = (1 << 32) - 1
+    assert core().crc32c(data, ones, True) ^ ones == 0xE3069283  # RFC 3720, and the usual check value
+    longer = np.random.default_rng(0).integers(0, 256, 1040, np.uint8)
+    for size in (0, 1, 7, 8, 9, 1040):
+        assert core().crc32c(longer[:size], 5, True) == core().crc32c(longer[:size], 5, False)
+
+
+@pytest.mark.parametrize(("record_bytes", "most"), [(68, 1.16), (260, 1.07), (1032, 1.06)])
+def test_few_rows_lie_across_blocks_and_little_is_lost(record_bytes: int, most: float) -> None:
+    entry, group, entries, segment, in_segment, read = core().row_layout(record_bytes, 512, 256 << 10)
+    assert entry == record_bytes + 8 and group % 512 == 0 and segment % 4096 == 0 and segment >= 256 << 10
+    assert entries * entry <= group and in_segment == segment // group * entries
+    assert segment / (in_segment * record_bytes) < most
+    anywhere = 512 + entry - 1  # bytes of the blocks of an entry that begins anywhere
+    assert read / in_segment < anywhere
+
+
+def test_what_is_wrong_is_named(engine: DiskEngine) -> None:
+    file = RowFile(engine, "t", num_rows=10, record_bytes=8, owner="table 't', rows 0..9")
+    out = torch.zeros(1, 8, dtype=torch.uint8)
+    with pytest.raises(MesetaError, match=r"table 't', rows 0..9: rows\[0\] is 10; the file has rows 0..9"):
+        file.read(torch.tensor([10]), out)
+    with pytest.raises(MesetaError, match=r"rows\[0\] is -1"):
+        file.write(torch.tensor([-1]), out)
+    with pytest.raises(MesetaError, match=r"records are \[1, 8\]; 2 rows need \[2, 8\]"):
+        file.write(torch.tensor([0, 1]), out)
+    frozen = file.freeze()
+    with pytest.raises(MesetaError, match="not among the frozen rows"):
+        frozen.read(10, out)
+    file.close()
+    file.close()
+    with pytest.raises(MesetaError, match="is closed"):
+        file.flush()
+    with pytest.raises(MesetaError, match="cut it into shards"):
+        RowFile(engine, "t", num_rows=(1 << 31) + 1, record_bytes=8)
+    with pytest.raises(MesetaError, match="cut its columns into shards"):
+        RowFile(engine, "t", num_rows=1, record_bytes=1 << 20)
+    with pytest.raises(MesetaError, match="max_reads_per_s"):
+        DiskEngine(engine.folder, max_reads_per_s=0)
+
+
+def test_a_read_outlives_what_asked_for_it(engine: DiskEngine) -> None:
+    file = RowFile(engine, "t", num_rows=20_000, record_bytes=260)
+    file.write(torch.arange(20_000), records_of(20_000, 260, 3))
+    file.flush()
+    for _ in range(5):
+        file.read(torch.randperm(20_000), torch.zeros(20_000, 260, dtype=torch.uint8))  # and its arrays are gone
+    file.close()
+
+
+@pytest.fixture(autouse=True)
+def no_file_stays(tmp_path: Path) -> Iterator[None]:
+    yield
+    assert [path.name for path in tmp_path.rglob("*.meseta-rows")] == []

@@ -1,0 +1,248 @@
+"""What a disk, another program or a kill does to files of rows: a named error or a removed file, never a wrong row."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from meseta.ops.row_file import DiskEngine, RowFile, engine_facts
+from meseta.ops.row_file.engine import THREADS, why_no_io_uring
+from meseta.spec import MesetaError
+from row_file_cases import ENGINES, records_of
+
+WIDTH, ROWS = 260, 4000
+
+
+@pytest.fixture(params=ENGINES)
+def file(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RowFile]:
+    """Of rows that lie on disk, but for the last ones."""
+    file = RowFile(
+        DiskEngine(tmp_path, request.param), "t", num_rows=ROWS, record_bytes=WIDTH, owner="table 't', rows 0..3999",
+        segment_bytes=4096,
+    )  # fmt: skip
+    file.write(torch.arange(ROWS), records_of(ROWS, WIDTH, 0))
+    yield file
+    file.close()
+
+
+def read(file: RowFile, rows: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros(len(rows), WIDTH, dtype=torch.uint8)
+    assert file.read(rows, out).wait().all()
+    return out
+
+
+@contextmanager
+def in_its_place(file: RowFile, other: str) -> Iterator[None]:
+    """The descriptor leads to another file meanwhile."""
+    descriptor = next(
+        int(fd) for fd in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{fd}") == file.path
+    )
+    kept, there = os.dup(descriptor), os.open(other, os.O_RDONLY if Path(other).is_dir() else os.O_RDWR)
+    os.dup2(there, descriptor)
+    os.close(there)
+    try:
+        yield
+    finally:
+        os.dup2(kept, descriptor)
+        os.close(kept)
+
+
+def named(file: RowFile, reason: str) -> str:
+    return rf"table 't', rows 0\.\.3999: file '{re.escape(file.path)}', byte [\d,]+: {reason}"
+
+
+def test_a_byte_that_changes_is_found_and_its_row_is_named(file: RowFile) -> None:
+    file.flush()
+    records = records_of(ROWS, WIDTH, 0)
+    with open(file.path, "r+b") as raw:
+        content = raw.read()
+        place = content.index(bytes(records[77].tolist())) + 100
+        raw.seek(place)
+        raw.write(bytes([content[place] ^ 1]))
+        os.fsync(raw.fileno())
+    with pytest.raises(MesetaError, match=named(file, "the checksum of row 77 is wrong.*last checkpoint")):
+        read(file, torch.tensor([3, 77, 1000]))
+    others = torch.tensor([row for row in range(ROWS) if row != 77])
+    assert torch.equal(read(file, others), records[others])
+
+
+def test_an_older_state_of_the_file_is_not_taken_for_the_present_one(file: RowFile) -> None:
+    file.flush()
+    before = Path(file.path).read_bytes()
+    for seed in range(1, 9):  # every segment is written again
+        file.write(torch.arange(ROWS), records_of(ROWS, WIDTH, seed))
+    file.flush()
+    with open(file.path, "r+b") as raw:
+        raw.write(before)
+        os.fsync(raw.fileno())
+    with pytest.raises(MesetaError, match="checksum of row"):
+        read(file, torch.arange(ROWS))
+
+
+def test_a_file_that_was_cut_is_named(file: RowFile) -> None:
+    file.flush()
+    os.truncate(file.path, 8192)
+    with pytest.raises(MesetaError, match=named(file, "it ends early")):
+        read(file, torch.arange(ROWS))
+
+
+def test_an_error_of_the_system_is_named_and_the_rest_goes_on(file: RowFile, tmp_path: Path) -> None:
+    file.flush()
+    with in_its_place(file, str(tmp_path)), pytest.raises(MesetaError, match=named(file, "it cannot be read: .*direc")):
+        read(file, torch.arange(ROWS))
+    if file.engine.facts.engine == THREADS:  # /proc/self/mem has no byte there
+        with in_its_place(file, "/proc/self/mem"), pytest.raises(MesetaError, match="Input/output error"):
+            read(file, torch.arange(ROWS))
+    assert torch.equal(read(file, torch.arange(ROWS)), records_of(ROWS, WIDTH, 0))
+
+
+def test_rows_that_a_full_disk_has_not_taken_are_kept(file: RowFile) -> None:
+    file.flush()
+    newer = records_of(ROWS, WIDTH, 1)
+    file.write(torch.arange(10), newer[:10])  # begins a segment
+    with in_its_place(file, "/dev/full"):
+        with pytest.raises(MesetaError, match=named(file, "it cannot be written: No space left.*make room")):
+            file.flush()
+        with pytest.raises(MesetaError, match="No space left"):
+            file.write(torch.arange(10, 20), newer[10:20])
+        assert torch.equal(read(file, torch.arange(10)), newer[:10])
+    file.write(torch.arange(20, 30), newer[20:30])  # sends them again
+    file.flush()
+    assert torch.equal(read(file, torch.arange(10)), newer[:10])
+    assert torch.equal(read(file, torch.arange(10, 20)), records_of(ROWS, WIDTH, 0)[10:20])  # refused, so not taken
+    assert torch.equal(read(file, torch.arange(20, 30)), newer[20:30])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_disk_fills_up(engine: str, tmp_path: Path) -> None:
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)], check=False, capture_output=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip("no file system can be mounted here")
+    try:
+        file = RowFile(DiskEngine(tmp_path, engine), "t", num_rows=8 * ROWS, record_bytes=WIDTH, segment_bytes=16384)
+        records = records_of(8 * ROWS, WIDTH, 0)
+        done = 0
+        with pytest.raises(MesetaError, match="No space left"):
+            for done in range(0, 8 * ROWS, 100):
+                file.write(torch.arange(done, done + 100), records[done : done + 100])
+        assert 0 < done < 8 * ROWS
+        assert torch.equal(read(file, torch.arange(done)), records[:done])
+        subprocess.run(["mount", "-o", "remount,size=32m", str(tmp_path)], check=True)
+        file.write(torch.arange(done, 8 * ROWS), records[done:])
+        assert torch.equal(read(file, torch.arange(8 * ROWS)), records)
+        file.close()
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_rows_that_cleaning_cannot_read_stay_and_are_named(file: RowFile) -> None:
+    file.flush()
+    with open(file.path, "r+b") as raw:
+        raw.write(bytes(40_000))
+        os.fsync(raw.fileno())
+    newer = records_of(ROWS, WIDTH, 1)
+    for _ in range(6):
+        file.write(torch.arange(0, ROWS, 2), newer[::2])
+    with pytest.raises(MesetaError, match="checksum of row"):
+        read(file, torch.arange(1, ROWS, 2))
+    assert torch.equal(read(file, torch.arange(0, ROWS, 2)), newer[::2])
+
+
+CHILD = """
+import signal, sys, torch
+from meseta.ops.row_file import DiskEngine, RowFile
+file = RowFile(DiskEngine(sys.argv[1]), "a/b", num_rows=10_000, record_bytes=260)
+file.write(torch.arange(10_000), torch.zeros(10_000, 260, dtype=torch.uint8))
+print(file.path, flush=True)
+if len(sys.argv) == 2:
+    signal.pause()
+"""
+
+
+def test_files_of_a_killed_process_go_at_the_next_start_and_others_stay(tmp_path: Path) -> None:
+    living, killed = (
+        subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    )
+    try:
+        paths = [Path((child.stdout.readline() if child.stdout else "").strip()) for child in (living, killed)]
+        assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 and path.parent == tmp_path for path in paths)
+        stranger = paths[1].with_name(f"t.otherhost.1.00000000{paths[1].suffix}")
+        stranger.write_bytes(b"")
+        stranger.chmod(0o600)
+        (tmp_path / "notes.meseta-rows").write_text("mine")
+        assert DiskEngine(tmp_path).removed == []
+        killed.kill()
+        killed.wait()
+        assert DiskEngine(tmp_path).removed == [paths[1]]
+        assert paths[0].exists() and stranger.exists() and (tmp_path / "notes.meseta-rows").exists()
+        living.send_signal(signal.SIGINT)
+        living.wait()
+        assert not paths[0].exists()
+    finally:
+        for child in (living, killed):
+            child.kill()
+            child.wait()
+            if child.stdout:
+                child.stdout.close()
+
+
+def test_the_end_of_a_process_removes_its_files(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", CHILD, str(tmp_path), "end"], check=True, capture_output=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fork_leaves_files_to_its_parent(file: RowFile) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            file.num_bytes()
+        except ValueError as error:
+            os._exit(0 if "forked" in str(error) else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(read(file, torch.arange(ROWS)), records_of(ROWS, WIDTH, 0))
+
+
+FORBIDDEN = """
+import ctypes, struct, sys
+libc, filters = ctypes.CDLL(None), b"".join(
+    struct.pack("HBBI", *one) for one in ((0x20, 0, 0, 0), (0x15, 0, 1, 425), (6, 0, 0, 0x50001), (6, 0, 0, 0x7FFF0000))
+)  # io_uring_setup: EPERM
+memory = ctypes.create_string_buffer(filters)
+program = struct.pack("HxxxxxxQ", 4, ctypes.addressof(memory))
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0
+from meseta.ops.row_file import engine_facts
+from pathlib import Path
+print(engine_facts(Path(sys.argv[1])).text)
+engine_facts(Path(sys.argv[1]), "io_uring")
+"""
+
+
+@pytest.mark.skipif(why_no_io_uring() is not None, reason="io_uring is forbidden already")
+def test_threads_serve_where_the_system_forbids_io_uring(tmp_path: Path) -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", FORBIDDEN, str(tmp_path)], check=False, capture_output=True, text=True
+    )
+    assert child.stdout.startswith("threads (the system forbids io_uring, as profiles of containers")
+    assert "MesetaError: storage: engine 'io_uring' is not to be had: the system forbids io_uring" in child.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MesetaError, match=r"storage: '.*file/tier' cannot be made .*; set storage.dir"):
+        DiskEngine(tmp_path / "file" / "tier")
+    with pytest.raises(MesetaError, match="engine 'fast' is unknown"):
+        engine_facts(tmp_path, "fast")

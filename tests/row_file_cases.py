@@ -1,0 +1,20 @@
+"""What tests of files of rows share."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from meseta.ops.row_file.engine import IO_URING, THREADS, why_no_io_uring
+
+ENGINES = [
+    THREADS,
+    pytest.param(IO_URING, marks=pytest.mark.skipif(why_no_io_uring() is not None, reason="io_uring is not to be had")),
+]
+
+
+def records_of(count: int, width: int, seed: int) -> Tensor:
+    """uint8 [count, width] at random."""
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (count, width), np.uint8))
