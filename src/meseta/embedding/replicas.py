@@ -16,6 +16,7 @@ from meseta.comm.coding import SumCoding, whole_blocks
 from meseta.embedding.exchange import OwnedIds
 from meseta.embedding.sharded_lookup import ShardedLookup
 from meseta.embedding.update import FusedShards, group_shards
+from meseta.jagged.shapes import Float
 from meseta.ops.row_program.optimizer import Hyper, RowOptimizer, RowState, Value, Values, compute_dtype, row_state
 from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, row_update
 from meseta.spec import COLUMN_BLOCK, Plan, Shard, TableSpec
@@ -128,8 +129,14 @@ class Replicas:
         num_ranks = sum(own.numel() for own in sums.ranks)
         sums.buffer[-num_ranks:] = received[-num_ranks:]
 
-    def finish_update(self, pending: Pending | None, lr: Callable[[TableSpec], float], step: int) -> None:
-        """Wait for the sums of all ranks, and step each replica alike."""
+    def finish_update(
+        self,
+        pending: Pending | None,
+        lr: Callable[[TableSpec], float],
+        step: int,
+        found_inf: Float[Tensor, ""] | None = None,
+    ) -> None:
+        """Wait for the sums of all ranks, and step each replica alike; none where `found_inf` is not 0."""
         if pending is None:
             return
         sums = self._sums
@@ -145,7 +152,7 @@ class Replicas:
         gradients = [total[own] for total, own in zip(sums.gradients, rows, strict=True)]
         bags = Bags(torch.cat(rows), bounds, 1)
         for fused in self._fused:
-            row_update(fused.group, lr(fused.spec), step, bags, gradients)
+            row_update(fused.group, lr(fused.spec), step, bags, gradients, found_inf)
 
     def lend(self, rows: Mapping[Shard, TableRows]) -> None:
         """Step the rows of these shards from now on; what each touched row gets is one row of its table's matrix."""
