@@ -10,6 +10,7 @@ from torch import Tensor
 
 from meseta.jagged.shapes import Float, Int
 from meseta.ops.coalesce import BLOCK_SAMPLES, coalesce
+from meseta.ops.device_words import device_words
 from meseta.ops.row_program.optimizer import Hyper, compute_dtype, sum_blocks
 from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, row_update
 from meseta.ops.row_update.staged import TouchedRows, stage_sums, update_given
@@ -77,7 +78,7 @@ def _with_every_row(group: UpdateGroup, bags: Bags, gradients: list[Tensor]) -> 
     num_features = (bags.offsets.numel() - 1) // bags.num_samples
     sizes = [table.weight.shape[0] for table in group.tables]
     rows = [torch.arange(size, dtype=bags.ids.dtype, device=bags.ids.device) for size in sizes]
-    ends = bags.ids.numel() + torch.tensor(sizes, device=bags.offsets.device).cumsum(0)
+    ends = bags.ids.numel() + device_words(tuple(sizes), bags.offsets.device).cumsum(0)
     zeros = [gradients[0].new_zeros(1, table.weight.shape[1]).expand(table.weight.shape) for table in group.tables]
     places = [
         FeatureGradient(num_features + table, table, len(gradients) + table, per_id=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -36,3 +37,10 @@ def _copy(words: tuple[int, ...], device: torch.device) -> Tensor:
             "once before the capture, with the same tables"
         )
     return torch.tensor(words, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+
+
+def on_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[len(numbers)] on the device, for numbers that are others in every step. The host does not wait."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=dtype, device=device)
+    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
