@@ -14,8 +14,7 @@ from meseta.comm import Totals, World
 from meseta.data.batch import Batch
 from meseta.embedding.flight import at_once
 from meseta.jagged.shapes import Float
-from meseta.ops.device_words import on_device
-from meseta.ops.host_copy import HostCopy
+from meseta.ops.device_words import HostCopy, on_device
 from meseta.ops.sums import total
 from meseta.spec import MesetaError
 

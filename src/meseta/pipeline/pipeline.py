@@ -391,12 +391,7 @@ class Pipeline:
         finally:
             self.model.embeddings.forget_kept()
         assert agreement is not None
-        self._tell(agreement, parts[-1].flight)
-        found_inf = parts[-1].flight.found_inf
-        if found_inf is None:
-            self._heard = tuple(agreement.check()[1:])
-        else:
-            self._unheard = UnheardStep(agreement, found_inf, coming.batch, former_step)
+        self._take_in(agreement, coming, former_step)
         whole = agreement.whole
         self._is_open = whole.weight > 0
         if "dense" not in self.overlap:
@@ -410,6 +405,15 @@ class Pipeline:
             batch=cast(Batch, coming.batch),
             votes=votes_heard,
         )
+
+    def _take_in(self, agreement: Agreement, coming: _Coming, former_step: int) -> None:
+        """The votes of a step, where the host waits for them; else it is told later, see `_hear`."""
+        flight = coming.parts[-1].flight
+        self._tell(agreement, flight)
+        if flight.found_inf is None:
+            self._heard = tuple(agreement.check()[1:])
+        else:
+            self._unheard = UnheardStep(agreement, flight.found_inf, coming.batch, former_step)
 
     def _num_steps_after(self, part: _MicroBatch) -> int:
         """Steps trained when the one of a batch that was looked up is over."""

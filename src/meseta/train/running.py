@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meseta.comm import World
 from meseta.data.batch import Batch
-from meseta.ops.host_copy import HostCopy
+from meseta.ops.device_words import HostCopy
 from meseta.train.evaluate import gather_windows
 from meseta.train.metrics import LifetimeMetrics, LifetimeWindow, Metrics, MetricWindow, TaskWindows
 
