@@ -16,6 +16,7 @@ from meseta.ops.row_update.call import ApplyCall, TableRows, UpdateCall
 from meseta.ops.row_update.staged import TouchedRows, stage_sums, update_given
 from meseta.optim import make_row_optimizer
 from optim.specs import SPECS
+from sampling import product, sample
 from triton_cases import TYPES, check_found_inf, copied, update_case
 
 NUMBERS = (None, 0.0, 1.0, torch.nan)
@@ -83,10 +84,15 @@ def test_the_update_in_stages(optimizer: str, dtype: torch.dtype, monkeypatch: p
     check(run, (weight, *state.values()))
 
 
+KERNELS = product(optimizer=LEARNING, dtype=TYPES)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here: see tests/gpu")
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("optimizer", LEARNING)
+@pytest.mark.parametrize(
+    "case", [*sample(KERNELS, 12, seed=2), *(pytest.param(case, marks=pytest.mark.soak) for case in KERNELS)]
+)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_the_kernels_under_the_interpreter(optimizer: str, dtype: torch.dtype) -> None:
+def test_the_kernels_under_the_interpreter(case: dict[str, Any]) -> None:
     pytest.importorskip("triton")
-    check_found_inf(update_case(make_row_optimizer(SPECS[optimizer]), 6, dims=(5,), dtype=dtype), "cpu")
+    optimizer = make_row_optimizer(SPECS[case["optimizer"]])
+    check_found_inf(update_case(optimizer, 6, dims=(5,), dtype=case["dtype"]), "cpu")

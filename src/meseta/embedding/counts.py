@@ -109,7 +109,8 @@ class CountsExchange:
         return HEADER + len(self._routing.by_rank[self._world.rank])
 
     def read(self, known: Int[Tensor, " n"], pending: Pending) -> Told:
-        """Wait for what all ranks tell; the one host sync of a step before the loss is agreed on."""
+        """Wait for what all ranks tell; the one host sync of a step, behind which the loss of the one
+        before is read."""
         received, relay = pending.wait(), self.relay
         parts = [known, received] + ([] if relay is None else [relay.hand_on_counts(received).wait()])
         numbers = torch.cat(parts).tolist()  # The host sync.
