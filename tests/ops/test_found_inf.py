@@ -88,9 +88,7 @@ KERNELS = product(optimizer=LEARNING, dtype=TYPES)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here: see tests/gpu")
-@pytest.mark.parametrize(
-    "case", [*sample(KERNELS, 12, seed=2), *(pytest.param(case, marks=pytest.mark.soak) for case in KERNELS)]
-)
+@pytest.mark.parametrize("case", sample(KERNELS, 12, seed=2))
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_the_kernels_under_the_interpreter(case: dict[str, Any]) -> None:
     pytest.importorskip("triton")
