@@ -86,6 +86,17 @@ def criteo_shaped_data(folder: Path) -> Path:
     return out
 
 
+def spoil(data: Path, split: str, column: str, row: int, value: Any) -> None:
+    """Overwrite one value of one row of a split."""
+    path = sorted((data / split).glob("*.parquet"))[0]
+    table = pq.read_table(path)
+    values = table[column].to_pylist()
+    values[row] = value
+    index = table.schema.get_field_index(column)
+    field = table.schema.field(index)
+    pq.write_table(table.set_column(index, field, pa.array(values, field.type)), path)
+
+
 def settings(data: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
     """A config document; keys of `changes` are written as `train__max_steps`."""
     document: dict[str, Any] = {

@@ -193,6 +193,14 @@ def updated(call: UpdateCall, device: str) -> list[Tensor]:
     return [tensor.cpu() for tensor in (*moved.tables, *moved.states)]
 
 
+def check_found_inf(call: UpdateCall, device: str) -> None:
+    """0: the bits of no flag; else the bits of before."""
+    before, plain = (*call.tables, *call.states), updated(call, device)
+    for number, expected in ((0.0, plain), (1.0, before), (torch.nan, before)):
+        got = updated(replace(call, found_inf=torch.tensor(number, device=device)), device)
+        assert all(torch.equal(mine, other) for mine, other in zip(got, expected, strict=True)), number
+
+
 def check_update(call: UpdateCall, device: str) -> None:
     """The kernels on `device` against the reference and float64."""
     # The references stay on the device: on a CPU they call the compiled core, which a GPU's machine may lack.

@@ -20,6 +20,7 @@ from optim.specs import SPECS
 from sampling import product, sample
 from triton_cases import (
     TYPES,
+    check_found_inf,
     check_lookup,
     check_row_lookup,
     check_update,
@@ -89,7 +90,9 @@ def test_lookups(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("optimizer", SPECS)
 def test_optimizers_and_types_of_rows(optimizer: str, dtype: torch.dtype) -> None:
-    check_update(update_case(make_row_optimizer(SPECS[optimizer]), 5, dtype=dtype), "cuda")
+    case = update_case(make_row_optimizer(SPECS[optimizer]), 5, dtype=dtype)
+    check_update(case, "cuda")
+    check_found_inf(case, "cuda")
 
 
 @pytest.mark.parametrize("case", sample(UPDATES, 40, seed=1))
@@ -108,6 +111,7 @@ def test_the_host_does_not_wait() -> None:
     lookup = lookup_case(0, [16, 33]).to("cuda")
     weighted, mean = [bool(flag & 1) for flag in lookup.flags], [bool(flag & 2) for flag in lookup.flags]
     call = copied(update_case(make_row_optimizer(SPECS["adam"]), dtype=torch.bfloat16), "cuda")
+    call = replace(call, found_inf=torch.zeros((), device="cuda"))
     for _ in range(2):
         with no_wait():
             pooled_lookup(lookup.tables, lookup.ids, lookup.offsets, lookup.weights, weighted, mean)

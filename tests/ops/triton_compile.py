@@ -101,7 +101,8 @@ def updates(architecture: int) -> dict[str, Any]:
         types: dict[str, Any] = common | {"scales": FLOATS, "group": "i32", "NUM_UNIFORMS": len(program.uniforms) + 1}
         types |= {"ROW": row, "ROWS": max(1, 32 // blocks), "BLOCKS": blocks}
         types |= {"VECTOR": vector, "LINE_VECTOR": min(vector, 4)}
-        found[f"{name} {row}"] = compiled(kernel, types, architecture)
+        for found_inf, told in ((None, ""), (FLOATS, " found_inf")):
+            found[f"{name} {row}{told}"] = compiled(kernel, types | {"found_inf": found_inf}, architecture)
     return found
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from meseta.telemetry.span import DeviceClock, Span, StageTimes
+from meseta.telemetry.timeline import rank_tracks
 
 
 class Stream:
@@ -139,3 +140,38 @@ def test_a_step_has_its_stages_and_not_those_between_steps(monkeypatch: pytest.M
         Span("update", 1, 9.0, 10.0, 0.0),
     ]
     assert spans[-2] == Span("step", 1, 11.0, 19.0, 5.0)
+
+
+def test_copies_on_a_side_stream_lie_on_the_clock_of_the_host_too(stream: Stream) -> None:
+    """Beside the stages, which are as long as without them, and also before the last event that was read."""
+    side, current = Stream(), [stream]
+    times = StageTimes(DeviceClock(lambda: Event(current[0]), stream.wait))
+    step(times, stream)
+    with times.copying(7):  # before anything is kept
+        pass
+    stream.host_s += 100.0
+    times.record()
+    began_s = stream.host_s
+    for number in range(2):
+        side.host_s, current[0] = stream.host_s, side
+        with times.copying(1000 + number):
+            side.compute(0.5)
+        current[0] = stream
+        step(times, stream)
+    spans = times.recorded()
+    side.host_s = stream.host_s
+    copies = times.recorded_copies()
+    assert [(one.step, one.num_bytes) for one in copies] == [(1, 1000), (2, 1001)]
+    assert [one.begin_s - began_s for one in copies] == pytest.approx([0.0, 0.4 + 0.1], abs=0.11)
+    assert [one.end_s - one.begin_s for one in copies] == pytest.approx([0.5, 0.5], abs=1e-4)
+    assert [span.stage for span in spans].count("step") == 2
+    tracks = rank_tracks(0, spans, [], copies=copies, first=10)
+    [track] = [track for track in tracks if track.kind == "transfer"]
+    assert track.name == "copies under way"
+    assert [(one.step, one.figures) for one in track.slices] == [
+        (12, {"bytes to the device": 1000}),
+        (13, {"bytes to the device": 1001}),
+    ]
+    assert times.recorded_copies() == []
+    times.record()
+    assert times.recorded_copies() == []

@@ -33,6 +33,7 @@ from small_run import (
     manifest,
     metrics,
     settings,
+    spoil,
     table_checksums,
     train,
     without_times,
@@ -401,17 +402,6 @@ def test_ids_outside_are_counted_apart_in_training_and_evaluation(tiny: Path, tm
 def copy_of(data: Path, target: Path) -> Path:
     shutil.copytree(data, target)
     return target
-
-
-def spoil(data: Path, split: str, column: str, row: int, value: Any) -> None:
-    """Overwrite one value of one row of a split."""
-    path = sorted((data / split).glob("*.parquet"))[0]
-    table = pq.read_table(path)
-    values = table[column].to_pylist()
-    values[row] = value
-    index = table.schema.get_field_index(column)
-    field = table.schema.field(index)
-    pq.write_table(table.set_column(index, field, pa.array(values, field.type)), path)
 
 
 def test_a_broken_dense_value_is_named_and_nothing_is_updated(tiny: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meseta.comm.coding import SumCoding, whole_blocks
 from meseta.comm.world import Pending, World
+from meseta.ops.device_words import on_device
 from meseta.ops.memory import empty
 from meseta.spec import COLUMN_BLOCK, MesetaError
 
@@ -156,7 +157,9 @@ class DenseGradients:
         if not pending:
             return
         sums = [of_bucket.wait() for of_bucket in pending]
-        counts = sums[-1][-len(self.parameters) :].tolist()
+        counts: Sequence[float] = [1.0] * len(self.parameters)
+        if not all(self._has_gradient):  # what has a gradient here is known to have one: no GPU is waited for
+            counts = sums[-1][-len(self.parameters) :].tolist()
         for bucket, total in zip(self._buckets, sums, strict=True):
             slots = total[: sum(self._sizes[place] for place in bucket)].split([self._sizes[place] for place in bucket])
             for place, slot in zip(bucket, slots, strict=True):
@@ -183,7 +186,8 @@ class DenseGradients:
             self._has_gradient[place] = parameter.grad is not None
             parameter.grad = None
         if is_last:
-            buffer[sum(sizes) :].copy_(torch.tensor([float(there) for there in self._has_gradient]))
+            there = [float(has_gradient) for has_gradient in self._has_gradient]
+            buffer[sum(sizes) :].copy_(on_device(there, torch.float32, first.device))
         if kept:
             buffer += kept[index]
         return buffer

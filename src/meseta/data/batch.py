@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -46,10 +46,35 @@ class Batch:
         """Samples."""
         return self.label.shape[0]
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that it has."""
+        all_of_it = (
+            self.dense,
+            self.sparse.values,
+            self.sparse.lengths,
+            self.sparse.weights,
+            self.label,
+            self.weight,
+            self.group,
+        )
+        return tuple(tensor for tensor in all_of_it if tensor is not None)
+
     def find_not_finite(self) -> tuple[int, int, float] | None:
         """Sample, column and value of the first dense input that is no finite number; None where all are."""
         places = torch.nonzero(~self.dense.isfinite()).tolist()
         return None if not places else (*places[0], float(self.dense[tuple(places[0])]))
+
+    def pin_memory(self) -> Batch:
+        """The same in memory that a GPU reads by itself."""
+        return replace(
+            self,
+            dense=self.dense.pin_memory(),
+            sparse=self.sparse.pin_memory(),
+            label=self.label.pin_memory(),
+            weight=None if self.weight is None else self.weight.pin_memory(),
+            group=None if self.group is None else self.group.pin_memory(),
+        )
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """The same on another device."""

@@ -19,6 +19,7 @@ from meseta.embedding.feature_group import group_features
 from meseta.embedding.flight import Flight, GroupPart, IdsOutside, RanOut, Timer, at_once, no_timer
 from meseta.jagged import Embeddings, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meseta.jagged.shapes import Int
+from meseta.ops.device_words import device_words
 from meseta.ops.id_policy import CheckedIds
 from meseta.ops.row_program.optimizer import compute_dtype
 from meseta.ops.row_update import TableRows
@@ -345,7 +346,7 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
         if len(checked) == 1:
             return checked[0].num_outside
         counts = torch.cat([of_group.num_outside for of_group in checked])
-        order = torch.tensor([f for group in self.groups for f in group.at], device=counts.device)
+        order = device_words(tuple(f for group in self.groups for f in group.at), counts.device)
         return torch.empty_like(counts).index_copy_(0, order, counts)
 
     def _embeddings(

@@ -277,5 +277,5 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
             whole, moved = join_passes([kept() for kept in self._kept])
             self._forget_rows()
             for fused in self._fused:
-                step_shards(fused, self.lr(flight, fused.spec), self.step + 1, whole.bags, moved)
+                step_shards(fused, self.lr(flight, fused.spec), self.step + 1, whole.bags, moved, flight.found_inf)
         self.step += 1

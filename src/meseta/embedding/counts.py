@@ -16,6 +16,7 @@ from meseta.embedding.routes import Routing, Slot
 from meseta.jagged import KeyedJaggedTensor
 from meseta.jagged.shapes import Int
 from meseta.ops.bucketize import Buckets
+from meseta.ops.device_words import on_device
 from meseta.spec.transfer import BATCH_SIZES, HEADER, NUM_LEADING, CountsHeader, float_bits
 
 
@@ -88,7 +89,7 @@ class CountsExchange:
             float_bits(totals.weight),
         )
         counts = [*leading, *(b - a for a, b in pairwise(ids.key_offsets))]
-        parts = [torch.tensor(counts, device=self._world.device), first_error]
+        parts = [on_device(counts, torch.int64, self._world.device), first_error]
         parts += [] if cut is None else [cut.totals]
         return torch.cat(parts if distinct is None else [*parts, distinct.counts])
 
@@ -108,7 +109,8 @@ class CountsExchange:
         return HEADER + len(self._routing.by_rank[self._world.rank])
 
     def read(self, known: Int[Tensor, " n"], pending: Pending) -> Told:
-        """Wait for what all ranks tell; the one host sync of a step before the loss is agreed on."""
+        """Wait for what all ranks tell; the one host sync of a step, behind which the loss of the one
+        before is read."""
         received, relay = pending.wait(), self.relay
         parts = [known, received] + ([] if relay is None else [relay.hand_on_counts(received).wait()])
         numbers = torch.cat(parts).tolist()  # The host sync.

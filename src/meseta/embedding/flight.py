@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meseta.comm import BatchSlice, Totals
-from meseta.jagged.shapes import Int
+from meseta.jagged.shapes import Float, Int
 from meseta.spec import MesetaError
 from meseta.spec.stages import StageName
 from meseta.spec.transfer import MARKS, RAN_OUT, CountsHeader
@@ -119,6 +119,9 @@ class Flight(Generic[GroupPart]):
     """Called by `finish` while its rows and bags are on their way."""
     before_update: Callable[[], object] = at_once
     """Called on several ranks when all gradients are there, before the first row moves; none does where it raises."""
+    found_inf: Float[Tensor, ""] | None = None
+    """On the device of the rows, float32: no row moves where it is not 0, and the host need not know. None: all
+    move."""
     stage_timer: Timer = no_timer
     """Told of 'output_dist', 'gradient_dist' and 'table_update'."""
     outside: IdsOutside = field(default_factory=IdsOutside)

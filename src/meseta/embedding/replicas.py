@@ -16,8 +16,11 @@ from meseta.comm.coding import SumCoding, whole_blocks
 from meseta.embedding.exchange import OwnedIds
 from meseta.embedding.sharded_lookup import ShardedLookup
 from meseta.embedding.update import FusedShards, group_shards
+from meseta.jagged.shapes import Float
+from meseta.ops.device_words import device_words
 from meseta.ops.row_program.optimizer import Hyper, RowOptimizer, RowState, Value, Values, compute_dtype, row_state
 from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, row_update
+from meseta.ops.tables import KINDS
 from meseta.spec import COLUMN_BLOCK, Plan, Shard, TableSpec
 from meseta.storage import TableStorage
 
@@ -63,6 +66,8 @@ class Replicas:
         read = dict.fromkeys(route.shard.table for look in lookups for route in look.routing.replicated)
         self._learning = [held[table] for table in read if held[table].spec.optimizer.name != "frozen"]
         self._fused: tuple[FusedShards, ...] = ()
+        self.picks_on_device = world.device.type == "cuda" and all(s.dtype in KINDS for s in self._learning)
+        """Whether the kernels themselves leave out the rows that nobody has touched; else the host counts these."""
 
     @property
     def learn(self) -> bool:
@@ -128,8 +133,14 @@ class Replicas:
         num_ranks = sum(own.numel() for own in sums.ranks)
         sums.buffer[-num_ranks:] = received[-num_ranks:]
 
-    def finish_update(self, pending: Pending | None, lr: Callable[[TableSpec], float], step: int) -> None:
-        """Wait for the sums of all ranks, and step each replica alike."""
+    def finish_update(
+        self,
+        pending: Pending | None,
+        lr: Callable[[TableSpec], float],
+        step: int,
+        found_inf: Float[Tensor, ""] | None = None,
+    ) -> None:
+        """Wait for the sums of all ranks, and step each replica alike; none where `found_inf` is not 0."""
         if pending is None:
             return
         sums = self._sums
@@ -137,15 +148,24 @@ class Replicas:
         for shard, own in zip(self._learning, sums.ranks, strict=True):
             if shard.spec.optimizer.stepped_rows == "all":
                 own.fill_(1)
-        touched = torch.cat(sums.ranks).nonzero().squeeze(1)
+        bags, gradients = self._touched(sums)
+        for fused in self._fused:
+            row_update(fused.group, lr(fused.spec), step, bags, gradients, found_inf)
+
+    def _touched(self, sums: Sums) -> tuple[Bags, list[Tensor]]:
+        """Rows of each table that a rank has touched, as one sample has them, and what each gets."""
         first_rows = list(accumulate((own.numel() for own in sums.ranks), initial=0))
+        if self.picks_on_device:
+            each = [torch.arange(own.numel(), device=own.device) for own in sums.ranks]
+            marked = [torch.where(own > 0, rows, -1) for own, rows in zip(sums.ranks, each, strict=True)]
+            bounds = device_words(tuple(first_rows), sums.buffer.device)
+            return Bags(torch.cat(marked), bounds, 1), sums.gradients
+        touched = torch.cat(sums.ranks).nonzero().squeeze(1)
         bounds = torch.searchsorted(touched, torch.tensor(first_rows, device=touched.device))
         stops = bounds.tolist()
         rows = [touched[a:b] - first for (a, b), first in zip(pairwise(stops), first_rows, strict=False)]
         gradients = [total[own] for total, own in zip(sums.gradients, rows, strict=True)]
-        bags = Bags(torch.cat(rows), bounds, 1)
-        for fused in self._fused:
-            row_update(fused.group, lr(fused.spec), step, bags, gradients)
+        return Bags(torch.cat(rows), bounds, 1), gradients
 
     def lend(self, rows: Mapping[Shard, TableRows]) -> None:
         """Step the rows of these shards from now on; what each touched row gets is one row of its table's matrix."""

@@ -255,9 +255,9 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
             whole, moved = join_passes(received)
             self._forget_rows()
             for fused in self._fused:
-                step_shards(fused, self.lr(flight, fused.spec), self.step + 1, whole.bags, moved)
+                step_shards(fused, self.lr(flight, fused.spec), self.step + 1, whole.bags, moved, flight.found_inf)
             self._update_staged(flight, whole, moved)
-            self.replicas.finish_update(replicated, partial(self.lr, flight), self.step + 1)
+            self.replicas.finish_update(replicated, partial(self.lr, flight), self.step + 1, flight.found_inf)
         self.step += 1
 
     def _received(
@@ -363,4 +363,4 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         gather = partial(gather_column_stats, self.plan, self.world, self.dtype, used)
         assert flight.lease is not None
         rows = [flight.lease.rows[i] for i in sorted(parts)]
-        update_rows(used, rows, sums, hypers, gather, self.num_stat_exchanges)
+        update_rows(used, rows, sums, hypers, gather, self.num_stat_exchanges, flight.found_inf)

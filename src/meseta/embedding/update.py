@@ -10,6 +10,7 @@ from torch import Tensor
 
 from meseta.jagged.shapes import Float, Int
 from meseta.ops.coalesce import BLOCK_SAMPLES, coalesce
+from meseta.ops.device_words import device_words
 from meseta.ops.row_program.optimizer import Hyper, compute_dtype, sum_blocks
 from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, row_update
 from meseta.ops.row_update.staged import TouchedRows, stage_sums, update_given
@@ -52,12 +53,20 @@ def group_shards(
     return tuple(groups)
 
 
-def step_shards(fused: FusedShards, lr: float, step: int, bags: Bags, gradients: Sequence[Tensor]) -> None:
-    """Step the rows that the bags touch, or every row where the optimizer asks for it."""
+def step_shards(
+    fused: FusedShards,
+    lr: float,
+    step: int,
+    bags: Bags,
+    gradients: Sequence[Tensor],
+    found_inf: Float[Tensor, ""] | None = None,
+) -> None:
+    """Step the rows that the bags touch, or every row where the optimizer asks for it; none where `found_inf` is not
+    0."""
     group, moved = fused.group, list(gradients)
     if fused.spec.optimizer.stepped_rows == "all" and bags.num_samples:
         group, bags, moved = _with_every_row(group, bags, moved)
-    row_update(group, lr, step, bags, moved)
+    row_update(group, lr, step, bags, moved, found_inf)
 
 
 def _with_every_row(group: UpdateGroup, bags: Bags, gradients: list[Tensor]) -> tuple[UpdateGroup, Bags, list[Tensor]]:
@@ -69,7 +78,7 @@ def _with_every_row(group: UpdateGroup, bags: Bags, gradients: list[Tensor]) -> 
     num_features = (bags.offsets.numel() - 1) // bags.num_samples
     sizes = [table.weight.shape[0] for table in group.tables]
     rows = [torch.arange(size, dtype=bags.ids.dtype, device=bags.ids.device) for size in sizes]
-    ends = bags.ids.numel() + torch.tensor(sizes, device=bags.offsets.device).cumsum(0)
+    ends = bags.ids.numel() + device_words(tuple(sizes), bags.offsets.device).cumsum(0)
     zeros = [gradients[0].new_zeros(1, table.weight.shape[1]).expand(table.weight.shape) for table in group.tables]
     places = [
         FeatureGradient(num_features + table, table, len(gradients) + table, per_id=True)
@@ -159,8 +168,10 @@ def update_rows(
     hypers: Sequence[Hyper],
     gather_stats: Callable[[list[Tensor | None]], list[Tensor | None]] = list,
     num_exchanges: int = 0,
+    found_inf: Float[Tensor, ""] | None = None,
 ) -> None:
-    """Apply each shard's optimizer once to its touched rows, in place; `rows` are those that each has lent.
+    """Apply each shard's optimizer once to its touched rows, in place, but not where `found_inf` is not 0; `rows` are
+    those that each has lent.
 
     `gather_stats` turns the statistics of this rank's shards, [n U, blocks] each for n statistics, into those of whole
     rows; it is called for each of the first `num_exchanges` stages, on every rank alike.
@@ -181,4 +192,4 @@ def update_rows(
                 stats[k] = torch.cat([stats[k], sum_blocks(part).view(own.shape[:2])])
     for shard, touched_rows, stat in zip(shards, touched, stats, strict=True):
         if shard.spec.optimizer.name != "frozen":
-            update_given(shard.optimizer, touched_rows, stat)
+            update_given(shard.optimizer, touched_rows, stat, found_inf)

@@ -237,6 +237,17 @@ class KeyedJaggedTensor:
         moved.__dict__["key_offsets"] = self.key_offsets
         return moved
 
+    def pin_memory(self) -> KeyedJaggedTensor:
+        """The same in memory that a GPU reads by itself."""
+        return self._derived(
+            keys=self.keys,
+            values=self.values.pin_memory(),
+            lengths=self.lengths.pin_memory(),
+            weights=None if self.weights is None else self.weights.pin_memory(),
+            batch_sizes=self.batch_sizes,
+            key_offsets=self.key_offsets,
+        )
+
     def with_values(self, values: Int[Tensor, " nnz"]) -> KeyedJaggedTensor:
         """The same bags with other ids."""
         if values.shape != self.values.shape or values.dtype not in (torch.int32, torch.int64):

@@ -1,8 +1,11 @@
-"""Small tables of integers that kernels on a GPU read: addresses, sizes and flags of many tensors in one tensor."""
+"""Small tensors that go to a GPU or come from it while the host goes on: tables of integers that kernels read, such as
+addresses, sizes and flags of many tensors; numbers of a step; and what is learned of it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,3 +39,33 @@ def _copy(words: tuple[int, ...], device: torch.device) -> Tensor:
             "once before the capture, with the same tables"
         )
     return torch.tensor(words, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+
+
+def on_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[len(numbers)] on the device, for numbers that are others in every step. The host does not wait."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=dtype, device=device)
+    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+class HostCopy:
+    """A tensor on its way to the memory of the host, behind the work of the current stream.
+
+    Who has waited for later work of that stream meanwhile, for whatever reason, reads it without waiting.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        """On a CPU it is there at once: the same memory."""
+        self._host = tensor
+        self._passed: Any = None
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._passed = torch.cuda.current_stream(tensor.device).record_event()
+
+    def read(self) -> Tensor:
+        """The tensor, on the CPU, once the stream has come to it."""
+        if self._passed is not None:
+            self._passed.synchronize()
+            self._passed = None
+        return self._host

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meseta.config import DenseOptimizerConfig
-from meseta.optim.clip import OverParts
+from meseta.optim.clip import OverParts, local_part
 from meseta.optim.lamb import Lamb
 
 
@@ -42,3 +42,49 @@ def make_dense_optimizer(
     if config.name == "adamw":
         return torch.optim.AdamW(groups, fused=True, **common)
     return Lamb(groups, over_parts=over_parts, **common)
+
+
+def step_unless(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> Callable[[], None]:
+    """Step, but where `found_inf`, one float32 beside the parameters, is 1 and not 0: there parameters, moments and
+    counts of steps keep their bits. No wait for the device.
+
+    What is returned undoes what the host alone keeps of a step: moments that were not there before it, and counts that
+    lie on the CPU. It is to be called where the host learns that `found_inf` was 1.
+
+    torch's fused forms read such a number themselves, as torch.amp.GradScaler gives it. Of others, which step
+    all the same, everything is copied before, and put back by the device.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    fresh = [parameter for parameter in parameters if not optimizer.state.get(parameter)]
+
+    def forget_fresh() -> None:
+        for parameter in fresh:
+            optimizer.state.pop(parameter, None)
+
+    is_fused = all(group.get("fused") for group in optimizer.param_groups)
+    if is_fused and not any(hasattr(parameter, "to_local") for parameter in parameters):
+        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+        return forget_fresh
+    lasting = [local_part(parameter.detach()) for parameter in parameters]
+    for parameter in parameters:
+        moments = optimizer.state.get(parameter, {}).values()
+        lasting += [local_part(moment) for moment in moments if isinstance(moment, Tensor)]
+    before = [tensor.clone() for tensor in lasting]
+    optimizer.step()
+    on_host: list[tuple[Tensor, Tensor]] = []
+    for tensor, former in zip(lasting, before, strict=True):
+        if tensor.device == found_inf.device:
+            tensor.copy_(torch.where(found_inf == 0, tensor, former))
+        else:
+            on_host.append((tensor, former))
+
+    def undo() -> None:
+        forget_fresh()
+        for tensor, former in on_host:
+            tensor.copy_(former)
+
+    return undo

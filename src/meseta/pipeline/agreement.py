@@ -12,12 +12,20 @@ from torch.nn import functional
 
 from meseta.comm import Totals, World
 from meseta.data.batch import Batch
+from meseta.embedding.flight import at_once
+from meseta.jagged.shapes import Float
+from meseta.ops.device_words import HostCopy, on_device
 from meseta.ops.sums import total
 from meseta.spec import MesetaError
 
 
 class NonFiniteLoss(MesetaError):
     """The loss of a global batch is no number; raised on all ranks before any update."""
+
+
+class LateNonFiniteLoss(NonFiniteLoss):
+    """That of the step before the one under way, or of the last one between steps: the device has known it in time, and
+    updated nothing."""
 
 
 @dataclass(eq=False)
@@ -27,18 +35,30 @@ class Agreement:
     whole: Totals
     """Of the global batch."""
     wait: Callable[[], Tensor]
+    _copy: HostCopy | None = field(default=None, init=False)
     _sums: list[float] | None = field(default=None, init=False)
 
     @staticmethod
-    def begin(world: World, whole: Totals, loss_sum: float, votes: Sequence[float]) -> Agreement:
-        """Begin to add this rank's `loss_sum` and `votes` to those of the others, in float64."""
-        mine = torch.tensor([loss_sum, *votes], dtype=torch.float64, device=world.device)
+    def begin(world: World, whole: Totals, loss_sum: float | Tensor, votes: Sequence[float]) -> Agreement:
+        """Begin to add this rank's `loss_sum`, which may lie on its device, and `votes` to those of the others, in
+        float64."""
+        if isinstance(loss_sum, Tensor):
+            mine = torch.cat([loss_sum.double().view(1), on_device(votes, torch.float64, world.device)])
+        else:
+            mine = torch.tensor([loss_sum, *votes], dtype=torch.float64, device=world.device)
         return Agreement(whole, world.start_sum_of_few(mine, "agree"))
+
+    def found_inf(self) -> Float[Tensor, ""]:
+        """float32 on the device: 1 where `check` will raise NonFiniteLoss, else 0. Waits on the device alone; a copy of
+        the sums is then on its way to the host, for `check`."""
+        sums = self.wait()
+        self._copy = HostCopy(sums)
+        return (~sums[0].isfinite() | (not math.isfinite(self.whole.weight))).float()
 
     def check(self) -> list[float]:
         """Wait for the sums of the loss and of the votes; raises NonFiniteLoss where the loss is no number."""
         if self._sums is None:
-            self._sums = self.wait().tolist()
+            self._sums = (self.wait() if self._copy is None else self._copy.read()).tolist()
         loss_sum, weight = self._sums[0], self.whole.weight
         if not (math.isfinite(loss_sum) and math.isfinite(weight)):
             raise NonFiniteLoss(
@@ -46,6 +66,34 @@ class Agreement:
                 "in the dense inputs, or lower the learning rates"
             )
         return self._sums
+
+    @property
+    def loss(self) -> float:
+        """Weighted mean over the global batch; 0 where all weights are 0. Waits and raises as `check` does."""
+        return self.check()[0] / (self.whole.weight or 1.0)
+
+
+@dataclass(eq=False)
+class UnheardStep:
+    """A step of which the host does not know yet whether its loss is a number; its update has begun."""
+
+    agreement: Agreement
+    found_inf: Float[Tensor, ""]
+    """The same on the device, see `Agreement.found_inf`."""
+    batch: Batch | None
+    """What it was of."""
+    step: int
+    """Steps of the tables before it."""
+    undo: Callable[[], None] = at_once
+    """Puts back what of its update the host has done, where the device has done nothing."""
+
+    def votes(self) -> tuple[float, ...]:
+        """Those of the step. Raises LateNonFiniteLoss where its loss is no number."""
+        try:
+            return tuple(self.agreement.check()[1:])
+        except NonFiniteLoss as error:
+            self.undo()
+            raise LateNonFiniteLoss(str(error)) from None
 
 
 def totals_of(batch: Batch) -> Totals:

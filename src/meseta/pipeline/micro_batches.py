@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -9,6 +11,8 @@ from torch import Tensor
 
 from meseta.data.batch import Batch
 from meseta.jagged import KeyedJaggedTensor
+from meseta.pipeline.agreement import LateNonFiniteLoss
+from meseta.spec import MesetaError
 
 
 def split_batch(batch: Batch, num_parts: int) -> list[Batch]:
@@ -51,3 +55,18 @@ def split_batch(batch: Batch, num_parts: int) -> list[Batch]:
             zip(pairwise(bounds.tolist()), cut(batch.weight), cut(batch.group), strict=True)
         )
     ]
+
+
+@contextmanager
+def told_by_number(index: int, num_parts: int) -> Iterator[None]:
+    """What goes wrong with one of several micro-batches is told with its number; not what is of the step before."""
+    try:
+        yield
+    except LateNonFiniteLoss:
+        raise
+    except MesetaError as error:
+        if num_parts == 1:
+            raise
+        told = type(error)(f"micro-batch {index + 1} of {num_parts}: {error}")
+        told.rank = error.rank
+        raise told from None

@@ -4,8 +4,7 @@ goes on while something is computed, where `meseta.spec.stages` lists it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -20,10 +19,12 @@ from meseta.jagged.shapes import Float
 from meseta.models.base import before_of
 from meseta.ops.allocator import keep_freed_memory
 from meseta.optim.clip import DenseClip
-from meseta.pipeline.agreement import Agreement, loss_sum, totals_of
+from meseta.optim.dense import step_unless
+from meseta.pipeline.agreement import Agreement, LateNonFiniteLoss, UnheardStep, loss_sum, totals_of
 from meseta.pipeline.carried import Carried
-from meseta.pipeline.micro_batches import split_batch
+from meseta.pipeline.micro_batches import split_batch, told_by_number
 from meseta.pipeline.model import Model
+from meseta.pipeline.side_copy import SideCopies
 from meseta.spec import MesetaError
 from meseta.spec.stages import Overlap
 from meseta.telemetry.span import DeviceClock, StageTimes
@@ -33,8 +34,8 @@ from meseta.telemetry.span import DeviceClock, StageTimes
 class Step:
     """What is left of a step."""
 
-    loss: float
-    """Weighted mean over the global batch; 0 where all weights are 0."""
+    agreement: Agreement = field(repr=False)
+    """What all ranks have agreed on."""
     num_samples: int
     """Samples of the global batch, without those that only fill it up."""
     logits: Float[Tensor, " B_local *T"]
@@ -42,7 +43,13 @@ class Step:
     batch: Batch
     """What they are of."""
     votes: tuple[float, ...] = ()
-    """Sums over all ranks of what each gave."""
+    """Sums over all ranks of what each gave; on a GPU those of the step before, and none in the first."""
+
+    @property
+    def loss(self) -> float:
+        """Weighted mean over the global batch; 0 where all weights are 0. On a GPU, which is waited for, raises
+        NonFiniteLoss where it is no number."""
+        return self.agreement.loss
 
 
 @dataclass(eq=False)
@@ -70,6 +77,8 @@ class _Coming:
     """Why."""
     refused: MesetaError | None = None
     """What all ranks were told is wrong with it before its step has come, which raises it."""
+    copies: list[Callable[[], Batch]] = field(default_factory=list)
+    """Gives each micro-batch on the device; empty until copies are begun."""
     parts: list[_MicroBatch] = field(default_factory=list)
     """Empty until it is begun."""
 
@@ -114,7 +123,16 @@ class Pipeline:
         a batch ahead; to be set before the first step."""
         self.carried: Carried | None = None
         """Answers of the batch to come, which it takes, where it was looked up before this loop."""
-        self.times = StageTimes(_device_clock() if world.device.type == "cuda" else None)
+        self.learns_late = world.device.type != "cpu"
+        """Whether the device itself keeps all as it is where a loss is no number, while the host learns of it, and of
+        the votes, in the next step or in `settle`; to be set before the first step."""
+        self._unheard: UnheardStep | None = None
+        self._heard: tuple[float, ...] = ()
+        """Votes that no step has given out yet."""
+        is_gpu = world.device.type == "cuda"
+        self.times = StageTimes(_device_clock() if is_gpu else None)
+        self.side_copies = SideCopies(world.device, self.times) if is_gpu else None
+        """Copy each batch to the device while the one before is computed; None: each is copied when its step comes."""
         self.batch: Batch | None = None
         """The one that is trained, or was trained last."""
         self._before = before_of(model)
@@ -131,12 +149,15 @@ class Pipeline:
         """Train on one batch alone, with all updates in place when it returns.
 
         `lr_factor` multiplies the learning rates of the tables; None: as their collection says when they are updated.
-        `votes` are numbers that travel with the loss and are summed over ranks; as many on every rank.
+        `votes` are numbers that travel with the loss and are summed over ranks; as many on every rank. On a GPU it is
+        waited for.
 
         Raises NonFiniteLoss on all ranks, before any update, when the loss is not finite, and MesetaError for ids
         outside their table.
         """
         [step] = self.steps(iter([batch]), schedule=lambda: lr_factor, votes=lambda: votes)
+        if self.learns_late:
+            step, self._heard = replace(step, votes=self._heard), ()
         return step
 
     def steps(
@@ -149,8 +170,9 @@ class Pipeline:
         """Train on one batch after the other; what is wrong with one, or keeps a rank from reading it, is raised at its
         step, on all ranks.
 
-        A step is given out when its rows have moved; `settle` puts all else in place. Leaving the loop early closes
-        what is open; every rank must leave it after the same step.
+        A step is given out when its rows have moved, on a GPU when their update has begun; `settle` puts all else in
+        place. Leaving the loop early closes what is open; every rank must leave it after the same step. On a GPU a loss
+        that is no number is raised in the step behind it, or by `settle`, as LateNonFiniteLoss.
 
         Args:
             batches: as many on every rank.
@@ -174,6 +196,11 @@ class Pipeline:
             for part in [] if self._next is None else self._next.parts:
                 self.model.embeddings.drop(part.flight)
             raise
+        except LateNonFiniteLoss:
+            for late in (coming, self._next):
+                for part in [] if late is None else late.parts:
+                    self.model.embeddings.drop(part.flight)
+            raise
         except BaseException:
             abandon((coming, self._next))
             raise
@@ -182,7 +209,26 @@ class Pipeline:
             self.settle()
 
     def settle(self) -> None:
-        """Wait until every update of the last step is in place: before weights are looked at."""
+        """Wait until every update of the last step is in place: before weights are looked at. Raises LateNonFiniteLoss
+        where there is none, since its loss is no number."""
+        self._finish_update()
+        self._hear()
+
+    def _hear(self) -> None:
+        """What all ranks agreed on in the step before, whose update has begun; where its loss is no number, raises, and
+        all is as it was before that step."""
+        unheard, self._unheard = self._unheard, None
+        if unheard is None:
+            return
+        try:
+            with self.times.stage("agree"):
+                self._heard = unheard.votes()
+        except LateNonFiniteLoss:
+            self.model.embeddings.step, self.batch = unheard.step, unheard.batch
+            raise
+
+    def _finish_update(self) -> None:
+        """Step the dense part, where that is still to come."""
         if not self._is_open:
             return
         self._is_open = False
@@ -190,8 +236,13 @@ class Pipeline:
             if self._dense is not None:
                 self._dense.finish()
             if self.clip is not None:
+                if self.clip.norm is not None:  # which the host reads, and refuses where it is no number
+                    self._hear()
                 self.clip(p for group in self.optimizer.param_groups for p in group["params"])
-            self.optimizer.step()
+            if self._unheard is None:
+                self.optimizer.step()
+            else:
+                self._unheard.undo = step_unless(self.optimizer, self._unheard.found_inf)
 
     def carry(self) -> Carried | None:
         """Between two steps, the answers of the batch to come that were looked up before the last update, on rank 0 of
@@ -203,8 +254,12 @@ class Pipeline:
         return self.carried
 
     @property
-    def _reads_ahead(self) -> bool:
+    def _begins_ahead(self) -> bool:
         return self.stale or "ids" in self.overlap
+
+    @property
+    def _reads_ahead(self) -> bool:
+        return self._begins_ahead or self.side_copies is not None
 
     def _read(self, batches: Iterator[Batch]) -> _Coming | None:
         """The next batch; None at their end."""
@@ -216,6 +271,15 @@ class Pipeline:
         except Exception as error:
             return _Coming(None, error)
 
+    def _copy(self, coming: _Coming) -> None:
+        """Begin to copy a batch to its device, where that was not done before."""
+        if coming.batch is None or coming.copies:
+            return
+        with self.times.stage("copy"):
+            for part in split_batch(coming.batch, self.accumulate_steps):
+                now = partial(part.to, self.world.device, non_blocking=True)
+                coming.copies.append(now if self.side_copies is None else self.side_copies.begin(part))
+
     def _begin(self, coming: _Coming) -> None:
         """Copy a batch to its device, and begin to tell the owners of rows how many ids come to them."""
         batch, error, start = coming.batch, coming.error, self.model.embeddings.start
@@ -223,17 +287,18 @@ class Pipeline:
             assert error is not None
             coming.parts = [_MicroBatch(None, start(error)) for _ in range(self.accumulate_steps)]
             return
-        with self.times.stage("copy"):
-            parts, totals, place = split_batch(batch, self.accumulate_steps), totals_of(batch), 0
-        for index, part in enumerate(parts):
+        self._copy(coming)
+        totals, place = totals_of(batch), 0
+        for index, take in enumerate(coming.copies):
             with self.times.stage("copy"):
-                on_device = part.to(self.world.device, non_blocking=True)
-            is_part = index < len(parts) - 1
+                on_device = take()
+            is_part = index < self.accumulate_steps - 1
             with self.times.stage("input_dist"):
                 flight = start(on_device.sparse, totals=totals, is_part=is_part, stage_timer=self.times.stage)
             flight.place, flight.overlaps = place, "gradients" in self.overlap
             coming.parts.append(_MicroBatch(on_device, flight))
-            place += part.batch_size
+            place += on_device.batch_size
+        coming.copies.clear()
 
     def _give(self, carried: Carried, coming: _Coming) -> None:
         """Give a batch the answers of an earlier lookup."""
@@ -245,11 +310,13 @@ class Pipeline:
             part.flight.answers = [answers[part.flight.place :][: part.on_device.batch_size]]
 
     def _begin_next(self, batches: Iterator[Batch]) -> None:
-        """Read the batch ahead, where ids travel ahead."""
+        """Read the batch ahead, where its ids or its copy travel ahead."""
         if self._reads_ahead:
             self._next = self._read(batches)
-            if self._next is not None:
+            if self._next is not None and self._begins_ahead:
                 self._begin(self._next)
+            elif self._next is not None:
+                self._copy(self._next)
 
     def _for_next(self, carry_on: Callable[[_MicroBatch], object]) -> None:
         """Carry on with it. What is wrong with it is raised at its step."""
@@ -297,21 +364,23 @@ class Pipeline:
                 self._give(carried, coming)
         if coming.refused is not None:
             raise coming.refused
-        parts, logits, local_loss = coming.parts, list[Tensor](), 0.0
+        parts, logits, former_step = coming.parts, list[Tensor](), self.model.embeddings.step
+        local_loss: float | Tensor = 0.0
         try:
             for index, part in enumerate(parts):
                 is_last = index == len(parts) - 1
-                with _told_by_number(index, len(parts)):
+                with told_by_number(index, len(parts)):
                     self._look_up(part)
                     if index == 0:
                         self._begin_next(batches)
                     if "answers" in self.overlap:
                         self.model.embeddings.hand_on(part.flight)
                     if index == 0:
-                        self.settle()
+                        self._finish_update()
                         self._set_rates(parts, schedule())
                     scores, summed = self._score(part, None if is_last else parts[index + 1])
-                    local_loss += float(summed.detach())
+                    own_loss = summed.detach()
+                    local_loss = local_loss + (own_loss.double() if self.learns_late else float(own_loss))
                     logits.append(scores.detach())
                     if index == 0:
                         self._for_next(self._hand_on_ids)
@@ -322,20 +391,29 @@ class Pipeline:
         finally:
             self.model.embeddings.forget_kept()
         assert agreement is not None
-        with self.times.stage("agree"):
-            loss, *all_votes = agreement.check()
+        self._take_in(agreement, coming, former_step)
         whole = agreement.whole
         self._is_open = whole.weight > 0
         if "dense" not in self.overlap:
-            self.settle()
+            self._finish_update()
         self.times.end_step()
+        votes_heard, self._heard = self._heard, ()
         return Step(
-            loss=loss / (whole.weight or 1.0),
+            agreement=agreement,
             num_samples=whole.num_samples - whole.num_padding,
             logits=torch.cat(logits),
             batch=cast(Batch, coming.batch),
-            votes=tuple(all_votes),
+            votes=votes_heard,
         )
+
+    def _take_in(self, agreement: Agreement, coming: _Coming, former_step: int) -> None:
+        """The votes of a step, where the host waits for them; else it is told later, see `_hear`."""
+        flight = coming.parts[-1].flight
+        self._tell(agreement, flight)
+        if flight.found_inf is None:
+            self._heard = tuple(agreement.check()[1:])
+        else:
+            self._unheard = UnheardStep(agreement, flight.found_inf, coming.batch, former_step)
 
     def _num_steps_after(self, part: _MicroBatch) -> int:
         """Steps trained when the one of a batch that was looked up is over."""
@@ -358,6 +436,7 @@ class Pipeline:
             with stage("lookup"):
                 pooled = embeddings.finish(part.flight).pooled.values
             self._for_next(self._exchange)
+            self._hear()  # behind the counts, for which the host has waited
             if hides and following is not None:
                 self._look_up(following)
             with stage("dense_forward"):
@@ -365,20 +444,23 @@ class Pipeline:
                     logits = self.model.score(dense, pooled)
                 return logits, loss_sum(logits, batch, self.task_weights)
 
-    def _agree(self, part: _MicroBatch, local_loss: float, votes: Sequence[float]) -> Agreement:
+    def _agree(self, part: _MicroBatch, local_loss: float | Tensor, votes: Sequence[float]) -> Agreement:
         """Begin to agree on the loss of a global batch, of which this is the last part; nothing moves before that."""
         assert part.flight.whole is not None
         with self.times.stage("agree"):
             agreement = Agreement.begin(self.world, part.flight.whole, local_loss, votes)
-            if "agree" not in self.overlap:
-                agreement.check()
-
-        def check() -> None:
-            with self.times.stage("agree"):
-                agreement.check()
-
-        part.flight.before_update = check
+        if "agree" not in self.overlap:
+            self._tell(agreement, part.flight)
+        part.flight.before_update = partial(self._tell, agreement, part.flight)
         return agreement
+
+    def _tell(self, agreement: Agreement, flight: Flight[Any]) -> None:
+        """Tell a flight whether its rows may move: the host, or the device alone."""
+        with self.times.stage("agree"):
+            if not self.learns_late:
+                agreement.check()
+            elif flight.found_inf is None:
+                flight.found_inf = agreement.found_inf()
 
     def _backward(self, part: _MicroBatch, summed: Tensor, *, is_first: bool) -> None:
         """Gradients of a micro-batch; the last one's update of rows."""
@@ -399,16 +481,3 @@ class Pipeline:
 def _device_clock() -> DeviceClock:
     """Of this rank's GPU."""
     return DeviceClock(partial(torch.cuda.Event, enable_timing=True), torch.cuda.synchronize)
-
-
-@contextmanager
-def _told_by_number(index: int, num_parts: int) -> Iterator[None]:
-    """What goes wrong with one of several micro-batches is told with its number."""
-    try:
-        yield
-    except MesetaError as error:
-        if num_parts == 1:
-            raise
-        told = type(error)(f"micro-batch {index + 1} of {num_parts}: {error}")
-        told.rank = error.rank
-        raise told from None

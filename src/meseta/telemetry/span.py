@@ -31,6 +31,17 @@ class Span(NamedTuple):
         return self.end_s - self.begin_s - self.inside_s
 
 
+class CopySpan(NamedTuple):
+    """A batch on its way to a device, beside what that computes."""
+
+    step: int
+    """Steps that were timed before the one in which it began."""
+    num_bytes: int
+    begin_s: float
+    """On the clock of time.perf_counter()."""
+    end_s: float
+
+
 class DeviceClock:
     """Of a stream of a device, whose work is only begun by the lines of a stage: a mark is an event in the stream, and
     is read when the device has passed it anyway. Nobody waits in a step, but at the very first mark.
@@ -44,6 +55,8 @@ class DeviceClock:
         self._new_event, self.wait = new_event, wait
         self._last: Any = None
         self._last_s = 0.0
+        self._aligned: tuple[Any, float] = None, 0.0
+        """The event by which it was set, and when that was."""
 
     def mark(self) -> Any:
         """An event in the current stream."""
@@ -59,6 +72,7 @@ class DeviceClock:
         self._last = self._new_event()
         self._last.record()
         self._last_s = time.perf_counter()
+        self._aligned = self._last, self._last_s
 
     def is_known(self, mark: Any) -> bool:
         """Whether the device has passed it."""
@@ -69,6 +83,12 @@ class DeviceClock:
         self._last_s += 1e-3 * self._last.elapsed_time(mark)
         self._last = mark
         return self._last_s
+
+    def seconds_beside(self, mark: Any) -> float:
+        """Of an event in any stream, in any order, by the event that the clock was set by last, which is not long
+        ago."""
+        event, at_s = self._aligned
+        return at_s + 1e-3 * float(event.elapsed_time(mark))
 
 
 class _Timed:
@@ -88,6 +108,8 @@ class StageTimes:
     def __init__(self, clock: DeviceClock | None = None) -> None:
         """`clock` is that of the device that computes; None: the host does, where a stage ends with its last line."""
         self._recorded: list[Span] | None = None
+        self._copies: list[tuple[int, int, Any, Any]] = []
+        """Those since `record`: the fields of a CopySpan, with marks in place of seconds."""
         self._clock = clock
         self._ended: deque[list[_Timed]] = deque()
         """What is not added up yet: of each step what lies in no other stage, in the order of their ends, then it."""
@@ -118,6 +140,14 @@ class StageTimes:
                 record.leave()
         timed.end = self._mark()
         outer.append(timed)
+
+    @contextmanager
+    def copying(self, num_bytes: int) -> Iterator[None]:
+        """Time a copy in a stream beside that of the stages, which is the current one inside; kept since `record`."""
+        begin = None if self._recorded is None else self._mark()
+        yield
+        if begin is not None:
+            self._copies.append((self._num_steps + len(self._ended), num_bytes, begin, self._mark()))
 
     def begin_step(self) -> None:
         """A step is asked for; what was timed since the end of the one before lies between them."""
@@ -157,6 +187,12 @@ class StageTimes:
         self._add_up_all()
         spans, self._recorded = self._recorded or [], None
         return spans
+
+    def recorded_copies(self) -> list[CopySpan]:
+        """The copies of the same time; to be called behind `recorded`."""
+        copies, self._copies = self._copies, []
+        seconds = self._seconds_of if self._clock is None else self._clock.seconds_beside
+        return [CopySpan(step, size, seconds(begin), seconds(end)) for step, size, begin, end in copies]
 
     def _mark(self) -> Any:
         return time.perf_counter() if self._clock is None else self._clock.mark()

@@ -21,11 +21,13 @@ from typing import Literal, NamedTuple
 from meseta.errors import MesetaError
 from meseta.spec.stages import STAGE_NAMES
 from meseta.spec.transfer import OF_TABLES
-from meseta.telemetry.span import Span
+from meseta.telemetry.span import CopySpan, Span
 from meseta.telemetry.transfers import TransferSpan
 
 TIMELINE_NAME = "timeline.json"
 STEP, BETWEEN_STEPS, IN_NO_STAGE, WAITING = "step", "between steps", "in no stage", "waiting"
+COPIES = "copies under way"
+"""Of batches to a GPU, on a stream of their own, where one is after the other."""
 MOST_STEPS = 100
 """Of a timeline: some thousand slices a step on eight ranks."""
 NUM_STEPS, WARM_UP = 10, 10
@@ -125,7 +127,12 @@ class StepRange(NamedTuple):
 
 
 def rank_tracks(
-    rank: int, spans: Sequence[Span], transfers: Sequence[TransferSpan], offset_s: float = 0.0, first: int = 0
+    rank: int,
+    spans: Sequence[Span],
+    transfers: Sequence[TransferSpan],
+    offset_s: float = 0.0,
+    first: int = 0,
+    copies: Sequence[CopySpan] = (),
 ) -> list[Track]:
     """The tracks of one rank, those without slices left out.
 
@@ -135,6 +142,7 @@ def rank_tracks(
         transfers: as `TransferTimes.recorded` gives them.
         offset_s: added to all times.
         first: steps of the run before the one that counts as 0 in spans and transfers.
+        copies: as `StageTimes.recorded_copies` gives them.
     """
 
     def ns(seconds: float) -> int:
@@ -149,6 +157,11 @@ def rank_tracks(
         Track(rank, STEP, "step", tuple(_with_gaps(steps))),
         *(Track(rank, name, "stage", tuple(slices)) for name, slices in by_name.items()),
     ]
+    copied = [
+        Slice("copy", ns(one.begin_s), ns(one.end_s), first + one.step + 1, {"bytes to the device": one.num_bytes})
+        for one in copies
+    ]
+    tracks.append(Track(rank, COPIES, "transfer", tuple(copied)))
     of_transfers: dict[str, list[Slice]] = {}
     for one in sorted(transfers, key=lambda one: one.begin_s):
         slices = of_transfers.setdefault(one.name, [])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from meseta.comm import World
 from meseta.data.batch import Batch
+from meseta.ops.device_words import HostCopy
 from meseta.train.evaluate import gather_windows
 from meseta.train.metrics import LifetimeMetrics, LifetimeWindow, Metrics, MetricWindow, TaskWindows
 
@@ -58,14 +59,26 @@ class RunningFigures:
         self._task_weights = [1.0] * len(self.tasks) if task_weights is None else list(task_weights)
         self._world = world
         self._window = TaskWindows(tasks, MetricWindow)
+        self._unread: tuple[HostCopy, Batch] | None = None
         # Rank 0 alone knows the run so far, as the others know of the line before: the sums are of whole numbers.
         self._lifetime = TaskWindows(tasks, LifetimeWindow)
 
     def add(self, logits: Tensor, batch: Batch) -> None:
         """Add a step: this rank's logits [B] or [B, T], and its slice of the batch."""
+        self._read()
+        self._unread = HostCopy(logits[: batch.batch_size - batch.num_padding]), batch
+        if logits.device.type == "cpu":
+            self._read()
+
+    def _read(self) -> None:
+        """Take in the step before, whose predictions have come from the device meanwhile."""
+        unread, self._unread = self._unread, None
+        if unread is None:
+            return
+        logits, batch = unread
         num_real = batch.batch_size - batch.num_padding
         weight = None if batch.weight is None else batch.weight[:num_real].numpy()
-        self._window.add(logits[:num_real].cpu().numpy(), batch.label[:num_real].numpy(), weight)
+        self._window.add(logits.read().numpy(), batch.label[:num_real].numpy(), weight)
 
     def take(self) -> dict[str, Any]:
         """The figures of a line, plain data for JSON; the next line begins. Collective, the same on every rank.
@@ -73,6 +86,7 @@ class RunningFigures:
         "ne", "auc" and, where it is not the loss, "logloss" are the first task's, "lifetime" holds what is known over
         the whole run, and "tasks" each task's own where there are several.
         """
+        self._read()
         window = gather_windows(self._window, self._world)
         self._window.reset()
         metrics = {task: window[task].compute() for task in self.tasks}
@@ -96,6 +110,7 @@ class RunningFigures:
         Collective. The window is sorted: its figures do not depend on the order of samples, and a run that was resumed
         in the middle of a window holds them in another order than one that was not.
         """
+        self._read()
         window = gather_windows(self._window, self._world).get_state()
         kept = {"window": {task: _sorted(state) for task, state in window.items()}, "lifetime": {}}
         if self._world.rank == 0:

@@ -48,6 +48,9 @@ class Saver:
         self._world = world
         self._saved_s = time.monotonic()
         self._minutes_passed = False
+        self._minutes_told = False
+        """Whether rank 0 has told since the last checkpoint that it is time for one: what is known a step later is told
+        once."""
         self._background = BackgroundSave(world)
         self._copies: bool | None = None
         self._mirror = checkpoint.Mirror(config.mirror) if config.mirror and world.rank == 0 else None
@@ -58,10 +61,14 @@ class Saver:
         the background met an error."""
         every = self._config.every_minutes
         passed = self._world.rank == 0 and every is not None and time.monotonic() - self._saved_s >= 60 * every
+        passed, self._minutes_told = passed and not self._minutes_told, passed
         return float(self.interruption.number is not None), float(passed), float(self._background.failed)
 
     def apply_agreed(self, flags: Sequence[float]) -> None:
-        """Take the sums of all ranks' flags; raises, on all of them, what a save in the background met."""
+        """Take the sums of all ranks' flags, if there are any; raises, on all of them, what a save in the background
+        met."""
+        if not flags:
+            return
         self.stopping, self._minutes_passed, failed = (flag > 0 for flag in flags)
         if failed:
             self._background.wait()
@@ -97,7 +104,7 @@ class Saver:
             self._background.wait()
             checkpoint.save(self._folder, world=self._world, shards=embeddings.shards, dense=dense, **known)
             prune(self._world)
-        self.saved_step, self._saved_s = step, time.monotonic()
+        self.saved_step, self._saved_s, self._minutes_told = step, time.monotonic(), False
 
     def _is_in_background(self, shards: Sequence[TableStorage]) -> bool:
         """What the config says; 'auto': where every rank has twice the memory of its copy free. Decided once."""

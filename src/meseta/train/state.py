@@ -16,6 +16,7 @@ from meseta.comm.dense_shards import cut_like, is_cut, whole
 from meseta.data.batch import Batch
 from meseta.data.dataset.dataset import Dataset
 from meseta.errors import shown
+from meseta.pipeline.agreement import LateNonFiniteLoss, NonFiniteLoss
 from meseta.spec import FeatureSpec, MesetaError
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
@@ -98,6 +99,20 @@ def set_dense_part(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 "use the config that it was trained with"
             )
     model.load_state_dict({name.removeprefix("model."): cut_like(t, expected[name]) for name, t in saved.items()})
+
+
+def told_of_step(
+    error: MesetaError, done: int, batch: Batch | None, dataset: Dataset, folder: Path, world: World
+) -> MesetaError:
+    """What went wrong behind `done` steps, with the number of its step, what `batch` has to do with it, and the way
+    back to the checkpoints of `folder`. Collective."""
+    cause = None
+    if isinstance(error, NonFiniteLoss) and batch is not None:
+        cause = find_bad_input(batch, dataset, world)
+    saved = checkpoint.latest(folder)
+    back = "there is no checkpoint yet" if saved is None else f"the last checkpoint is {str(saved)!r}"
+    number = done if isinstance(error, LateNonFiniteLoss) else done + 1
+    return MesetaError(f"step {number}: {cause or error} ({back})")
 
 
 def random_state() -> str:

@@ -27,7 +27,7 @@ from meseta.measure.step_threads import StepThreads
 from meseta.optim.clip import DenseClip
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import Pipeline, Step
-from meseta.pipeline.agreement import NonFiniteLoss
+from meseta.pipeline.agreement import LateNonFiniteLoss
 from meseta.pipeline.carried import Carried
 from meseta.report import write_report
 from meseta.spec import MesetaError
@@ -55,12 +55,12 @@ from meseta.train.setup.build import (
 from meseta.train.setup.precision import STATE, note_bfloat16, settle_dense_dtype
 from meseta.train.state import (
     dense_tensors,
-    find_bad_input,
     ids_outside,
     num_clamped,
     random_state,
     restore,
     set_random_state,
+    told_of_step,
 )
 from meseta.train.stopping import check_stopping
 from meseta.train.trained_on import STATE_KEY, check_encoding, check_rows, open_dataset
@@ -101,7 +101,7 @@ class Trainer:
         self._lr_factor = 1.0
         with ExitStack() as held:  # given back when the run ends, or here where it is refused
             held.callback(self.run_dir.unlock)
-            held.callback(self._stop_reading)
+            held.callback(lambda: self._batches.close())  # noqa: PLW0108  `_resume` may begin others
             self._batches = self._begin_to_read()  # while the model is made
             self._make_parts(with_test)
             held.callback(self.saver.close)
@@ -286,6 +286,7 @@ class Trainer:
                 if is_due and self.saver.is_due(self.step, is_best=self.best.step == self.step):
                     with self.clock.stopped():
                         self._save()
+            self._settle()
             self.pipeline.carry()
         self.profiler.close(self.step, progress.say)
         if self.best.ends_training and self.step < self.num_steps:
@@ -309,13 +310,19 @@ class Trainer:
             self.saver.apply_agreed(result.votes)
             return result
         except MesetaError as error:
-            self.saver.close()
-            cause, batch = None, self.pipeline.batch
-            if isinstance(error, NonFiniteLoss) and batch is not None:
-                cause = find_bad_input(batch, self.dataset, self.world)
-            saved = checkpoint.latest(self.run_dir.checkpoints)
-            back = "there is no checkpoint yet" if saved is None else f"the last checkpoint is {str(saved)!r}"
-            raise MesetaError(f"step {self.step + 1}: {cause or error} ({back})") from None
+            raise self._told_of_step(error) from None
+
+    def _settle(self) -> None:
+        """Put every update in place; raises MesetaError where a GPU has left out the last one."""
+        try:
+            self.pipeline.settle()
+        except LateNonFiniteLoss as error:
+            raise self._told_of_step(error) from None
+
+    def _told_of_step(self, error: MesetaError) -> MesetaError:
+        self.saver.close()
+        batch = self.pipeline.batch
+        return told_of_step(error, self.step, batch, self.dataset, self.run_dir.checkpoints, self.world)
 
     def _record(self, result: Step) -> None:
         self.step += 1
@@ -325,7 +332,7 @@ class Trainer:
 
     def _log(self, progress: TrainProgress) -> None:
         """One line of metrics.jsonl over the samples since the last one."""
-        self.pipeline.settle()
+        self._settle()
         figures = self.figures.take()
         # A window that was taken up from a checkpoint is older than the clock.
         first_step, first_sample = self._logged
@@ -354,7 +361,7 @@ class Trainer:
     def _evaluate(self, split: str, progress: TrainProgress) -> EvalLine:
         """Metrics over a whole split, one line of metrics.jsonl."""
         start_s = time.perf_counter()
-        self.pipeline.settle()
+        self._settle()
         shift = calibration_shift(self.config.data.negative_keep)
         found = evaluate(self.model, self.eval_readers[split], self.world, self.config.metrics, shift)
         step, num_samples = self._position
@@ -389,7 +396,7 @@ class Trainer:
     def _save(self) -> None:
         """A checkpoint that goes on bit for bit, in the middle of an epoch and of a metric window too."""
         embeddings = self.model.embeddings
-        self.pipeline.settle()
+        self._settle()
         state = {
             "reader": self.reader.get_state(self._trained_to),
             "num_samples": self.num_samples,
@@ -443,7 +450,7 @@ class Trainer:
         self.num_samples = state["num_samples"]
         self.clock.train_s = state["train_s"]
         if state["reader"] != self._read_from:  # a mirror had it, or it is refused here
-            self._stop_reading()
+            self._batches.close()
             self.reader.set_state(state["reader"])
             self._trained_to = self.reader.position
             self._batches = self._begin_to_read()
@@ -464,9 +471,6 @@ class Trainer:
     def _begin_to_read(self) -> Batches:
         """The batches of the run; where lookups are one update late, and one more."""
         return self.reader.epochs(self.config.train.epochs + self.config.pipeline.stale)
-
-    def _stop_reading(self) -> None:
-        self._batches.close()
 
     def _summary(
         self, evaluations: Mapping[str, EvalLine], outside: dict[str, int], timed: Mapping[str, Any]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from meseta.ops.device_words import device_words
 from meseta.ops.hash_ids.reference import multiply_high, splitmix64
 
 
@@ -38,7 +39,7 @@ def owners_of(ids: Tensor, cuts: Sequence[int]) -> tuple[Tensor, Tensor]:
     if len(cuts) == 1:
         block = torch.div(ids, cuts[0], rounding_mode="floor")
         return (ids % cuts[0] + multiply_high(splitmix64(block.to(torch.int64)), cuts[0])) % cuts[0], block
-    edges = torch.tensor(cuts, dtype=ids.dtype, device=ids.device)
+    edges = device_words(tuple(cuts), ids.device).to(ids.dtype)
     owner = torch.bucketize(ids.contiguous(), edges[1:-1], right=True)
     return owner, ids - edges[owner]
 

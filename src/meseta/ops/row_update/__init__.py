@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meseta.jagged.shapes import Float
 from meseta.ops.core import core
 from meseta.ops.library import register, takes_shortcut
 from meseta.ops.row_update import reference
@@ -31,7 +32,14 @@ ONLY_CHECK = 3
 """The core's number for rows that it does not step: it checks the call, and the reference steps them."""
 
 
-def row_update(group: UpdateGroup, lr: float, step: int, bags: Bags, gradients: Sequence[Tensor]) -> None:
+def row_update(
+    group: UpdateGroup,
+    lr: float,
+    step: int,
+    bags: Bags,
+    gradients: Sequence[Tensor],
+    found_inf: Float[Tensor, ""] | None = None,
+) -> None:
     """Step every row that the bags touch, in place; rows without an id, and their state, stand still.
 
     `lr` is the learning rate of this step and `step` its number from 1. Contributions to a row are ordered by (feature
@@ -39,6 +47,9 @@ def row_update(group: UpdateGroup, lr: float, step: int, bags: Bags, gradients: 
     to right. So neither threads nor the way a table is cut change a bit. Gradients are float32, [B, columns] or [ids of
     the feature, columns], with contiguous columns. Rows of 16 bits are rounded stochastically by Philox4x32-10 with the
     counter (low and high word of the row, column // 8, step); each of eight columns has sixteen bits of the result.
+
+    Where `found_inf`, float32 beside the rows, is not 0, nothing is written: a device reads it when it comes to that,
+    and the host need not know it.
 
     No gradient tensor is made for a table (arXiv 2104.05158, the fused backward pass). Raises MesetaError for offsets
     that fall and tensors that do not fit together, before anything is written; and for ids outside their table, which
@@ -60,6 +71,7 @@ def row_update(group: UpdateGroup, lr: float, step: int, bags: Bags, gradients: 
         gradients if isinstance(gradients, list) else list(gradients),
         bags.weights,
         step,
+        found_inf,
     )
     if takes_shortcut(bags.ids):
         _step(UpdateCall(*call), group.core_fields)
@@ -75,6 +87,8 @@ def _cpu(*arguments: Any) -> None:
 
 def _step(call: UpdateCall, fields: CoreFields) -> None:
     _check(0 <= call.step < 1 << 32, f"step is {call.step}; it must be in 0..2**32-1")
+    if call.found_inf is not None and call.found_inf.item():
+        return
     dtype = call.tables[0].dtype
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     ids = plain_ids("row_update", call.ids)
@@ -144,7 +158,7 @@ def _fake(*_: Any) -> None:
 _operator = register(
     "row_update(Tensor(a!)[] tables, Tensor(b!)[] states, Tensor code, Tensor uniforms, bool[] state_is_row, "
     "int[] origins, int[] features, Tensor ids, Tensor offsets, int num_bags, Tensor[] gradients, Tensor? weights, "
-    "int step) -> ()",
+    "int step, Tensor? found_inf=None) -> ()",
     cpu=_cpu,
     cuda=_gpu,
     fake=_fake,

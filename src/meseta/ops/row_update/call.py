@@ -144,6 +144,8 @@ class UpdateCall:
     gradients: list[Tensor]
     weights: Tensor | None
     step: int
+    found_inf: Tensor | None = None
+    """float32, one number beside the rows: where it is not 0, nothing is written."""
 
 
 def read_features(numbers: Sequence[int]) -> list[FeatureGradient]:
@@ -203,6 +205,8 @@ class ApplyCall:
     stats: Tensor
     sums: Tensor | None
     step: int
+    found_inf: Tensor | None = None
+    """As that of UpdateCall; `sums` are written all the same."""
 
 
 def check_program(operator: str, code: Tensor, uniforms: Tensor, num_tables: int, step: int) -> None:

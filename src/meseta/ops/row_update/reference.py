@@ -27,9 +27,10 @@ def row_update(call: UpdateCall) -> None:
         program = Code(instructions=call.code, num_element_registers=0, num_row_registers=0)
         done = run_code(program, call.uniforms[t].tolist(), table[rows].to(sums.dtype), sums, picked, [])
         first_row, first_column, key = call.origins[3 * t : 3 * t + 3]
-        table[rows] = round_rows(done.weight, table.dtype, rows + first_row, first_column, key, call.step)
+        stepped = round_rows(done.weight, table.dtype, rows + first_row, first_column, key, call.step)
+        _write(call.found_inf, table, rows, stepped)
         for state, value in zip(kept, done.state, strict=True):
-            state[rows] = value if state.dim() == 2 else value.squeeze(1)
+            _write(call.found_inf, state, rows, value if state.dim() == 2 else value.squeeze(1))
 
 
 def row_apply(call: ApplyCall) -> None:
@@ -43,9 +44,15 @@ def row_apply(call: ApplyCall) -> None:
         call.sums.copy_(torch.stack([block_sums(summand) for summand in done.summands]))
         return
     first_row, first_column, key = call.origin
-    call.table[rows] = round_rows(done.weight, call.table.dtype, rows + first_row, first_column, key, call.step)
+    stepped = round_rows(done.weight, call.table.dtype, rows + first_row, first_column, key, call.step)
+    _write(call.found_inf, call.table, rows, stepped)
     for state, value in zip(call.states, done.state, strict=True):
-        state[rows] = value if state.dim() == 2 else value.squeeze(1)
+        _write(call.found_inf, state, rows, value if state.dim() == 2 else value.squeeze(1))
+
+
+def _write(found_inf: Tensor | None, target: Tensor, rows: Tensor, values: Tensor) -> None:
+    """target[rows] = values, unless `found_inf` is not 0; the host does not ask."""
+    target[rows] = values if found_inf is None else torch.where(found_inf == 0, values, target[rows])
 
 
 def _sum_gradients(call: UpdateCall, table: Tensor, features: Sequence[FeatureGradient]) -> tuple[Tensor, Tensor]:

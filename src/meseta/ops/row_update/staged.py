@@ -45,13 +45,26 @@ def stage_sums(
     return sums
 
 
-def update_given(optimizer: RowOptimizer, touched: TouchedRows, stats: Float[Tensor, "S U"]) -> None:
-    """Step the touched rows in place, given the statistics of whole rows."""
+def update_given(
+    optimizer: RowOptimizer,
+    touched: TouchedRows,
+    stats: Float[Tensor, "S U"],
+    found_inf: Float[Tensor, ""] | None = None,
+) -> None:
+    """Step the touched rows in place, given the statistics of whole rows; not where `found_inf`, float32 beside the
+    rows, is not 0."""
     program = trace(optimizer)
-    _apply(program, program.given, touched, stats, None)
+    _apply(program, program.given, touched, stats, found_inf=found_inf)
 
 
-def _apply(program: Program, code: Code, touched: TouchedRows, stats: Tensor, sums: Tensor | None) -> None:
+def _apply(
+    program: Program,
+    code: Code,
+    touched: TouchedRows,
+    stats: Tensor,
+    sums: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
     table = touched.table
     if touched.rows.numel() == 0:
         return
@@ -67,12 +80,15 @@ def _apply(program: Program, code: Code, touched: TouchedRows, stats: Tensor, su
         stats,
         sums,
         touched.hyper.step,
+        found_inf,
     )
 
 
 def _cpu(*arguments: Any) -> None:
     call = ApplyCall(*arguments)
     _check(call)
+    if call.sums is None and call.found_inf is not None and call.found_inf.item():
+        return
     if call.table.dtype not in KINDS:
         if call.rows.numel() and (call.rows[0] < 0 or call.rows[-1] >= len(call.table) or (call.rows.diff() < 1).any()):
             raise MesetaError(f"row update: rows must ascend and lie in 0..{len(call.table) - 1}")
@@ -143,7 +159,8 @@ def _fake(*_: Any) -> None:
 
 _operator = register(
     "row_apply(Tensor(a!) table, Tensor(b!)[] states, Tensor code, Tensor uniforms, bool[] state_is_row, "
-    "int[] origin, Tensor rows, Tensor gradient, Tensor stats, Tensor(c!)? sums, int step) -> ()",
+    "int[] origin, Tensor rows, Tensor gradient, Tensor stats, Tensor(c!)? sums, int step, "
+    "Tensor? found_inf=None) -> ()",
     cpu=_cpu,
     cuda=_fallback,
     fake=_fake,

@@ -92,7 +92,7 @@ def row_update(call: UpdateCall) -> None:
         found = _find(bags, layout, _starts(bags, launch.num_features, gradients))
         sums = _sum_runs(bags, found, layout.group_blocks[-1] * COLUMN_BLOCK, launch.line_vector)
         kernel = update_kernel(tuple(map(tuple, call.code.tolist())), tuple(call.state_is_row))
-        _update(kernel, bags, layout, found, _uniforms(call), launch.line_vector)
+        _update(kernel, bags, layout, found, _uniforms(call), call.found_inf, launch.line_vector)
         del sums  # the items point into it
 
 
@@ -321,9 +321,16 @@ def _sum_runs(bags: _Bags, found: _Contributions, columns: int, vector: int) -> 
 
 
 def _update(
-    kernel: Any, bags: _Bags, layout: _Layout, found: _Contributions, uniforms: Tensor, line_vector: int
+    kernel: Any,
+    bags: _Bags,
+    layout: _Layout,
+    found: _Contributions,
+    uniforms: Tensor,
+    found_inf: Tensor | None,
+    line_vector: int,
 ) -> None:
-    """One launch for each group of tables of similar width."""
+    """One launch for each group of tables of similar width. They alone write what lasts, so they alone ask
+    `found_inf`."""
     for group, blocks in enumerate(layout.group_blocks):
         rows = max(1, TILE // (blocks * COLUMN_BLOCK))
         most = min(bags.limit, layout.bounds[group + 1] - layout.bounds[group])
@@ -335,6 +342,7 @@ def _update(
             found.scales,
             found.segments,
             found.ranges,
+            found_inf,
             group,
             NUM_UNIFORMS=uniforms.shape[1],
             ROW=ROW_TYPES[layout.dtype],

@@ -19,11 +19,13 @@ Instructions = tuple[tuple[int, int, int, int, int], ...]
 """Rows of Code.instructions."""
 
 HEAD = """@triton.jit(do_not_specialize=["group"])
-def update(plan, uniforms, keys, items, scales, segments, ranges, group, NUM_UNIFORMS: tl.constexpr,
+def update(plan, uniforms, keys, items, scales, segments, ranges, found_inf, group, NUM_UNIFORMS: tl.constexpr,
            ROW: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTOR: tl.constexpr,
            LINE_VECTOR: tl.constexpr):
     first = tl.load(ranges + group) + tl.program_id(0) * ROWS
     last = tl.load(ranges + group + 1)
+    if found_inf is not None:
+        last = tl.where(tl.load(found_inf) == 0.0, last, first)
     if first >= last:
         return
     segment = first + tl.arange(0, ROWS)

@@ -92,8 +92,9 @@ class Profiler:
     def _write(self, first: int, last: int) -> None:
         """What was kept of all ranks."""
         spans, transfers = self._times.recorded(), self._world.transfers.recorded()
+        copies = self._times.recorded_copies()
         clocks, rank = rank_clocks(self._world), self._world.rank
-        mine = rank_tracks(rank, spans, transfers, clocks[rank].offset_s, self._done)
+        mine = rank_tracks(rank, spans, transfers, clocks[rank].offset_s, self._done, copies)
         of_ranks = self._world.gather_objects(mine)
         timeline = Timeline(first, last, tuple(clocks), tuple(track for tracks in of_ranks for track in tracks))
         self._world.on_first(lambda: self._run_dir.write_json(TIMELINE_NAME, trace_document(timeline)))

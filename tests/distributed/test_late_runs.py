@@ -1,0 +1,90 @@
+"""Whole runs that learn of a loss, and of a signal, one step later, as on a GPU: their files are those of others."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meseta.comm import World
+from meseta.config import RunConfig
+from meseta.machine.interruption import Stopped
+from meseta.spec import MesetaError
+from meseta.train.trainer import Trainer
+from small_run import final_checksum, metrics, settings, spoil, without_times
+
+from .pool import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+
+def run(document: dict[str, Any], late: bool, asked_at: int | None = None) -> tuple[str, int]:
+    """What ends a run, and its step; the last rank gets SIGTERM in the step `asked_at`."""
+    world = World.current()
+    trainer = Trainer(RunConfig.model_validate(document), world)
+    trainer.pipeline.learns_late = late
+    flags = trainer.saver.flags
+
+    def asked() -> tuple[float, float, float]:
+        if world.rank == world.size - 1 and trainer.step + 1 == asked_at:
+            trainer.saver.interruption.number = signal.SIGTERM
+        return flags()
+
+    trainer.saver.flags = asked  # type: ignore[method-assign]
+    try:
+        trainer.run()
+    except Stopped:
+        return "stopped", trainer.step
+    except MesetaError as error:
+        return str(error), trainer.step
+    return "end", trainer.step
+
+
+def saved(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_run_and_one_that_is_stopped_and_gone_on(ranks: Ranks, tiny: Path, tmp_path: Path, size: int) -> None:
+    changes = {"train__log_every_steps": 3, "train__eval_every_steps": 5, "checkpoint__every_steps": 4}
+    changes |= {"checkpoint__keep_last": 9}
+    ends = {
+        name: ranks(size).run(run, settings(tiny, tmp_path / name, **changes), late, asked_at)
+        for name, late, asked_at in (("at once", False, None), ("late", True, None), ("stopped", True, 6))
+    }
+    assert ends["late"] == ends["at once"] and ends["late"][0][0] == "end"
+    assert ends["stopped"] == [("stopped", 7)] * size
+    assert saved(tmp_path / "stopped") == ["step-000000004", "step-000000007"]
+    assert ranks(size).run(run, settings(tiny, tmp_path / "stopped", **changes), True) == ends["late"]
+    told = [without_times(metrics(tmp_path / name)) for name in ends]
+    assert told[0] == told[1] == told[2]
+    assert saved(tmp_path / "late") == saved(tmp_path / "at once")
+    assert len({final_checksum(tmp_path / name) for name in ends}) == 1
+
+
+@pytest.mark.parametrize("log_every", [1, 50])
+def test_a_loss_that_is_no_number_is_told_with_its_own_step(
+    ranks: Ranks, tiny: Path, tmp_path: Path, log_every: int
+) -> None:
+    """Where the host looks behind each step, and where the step behind it does."""
+    data, told = Path(shutil.copytree(tiny, tmp_path / "data")), list[Any]()
+    spoil(data, "train", "price", 555, float("nan"))
+    changes = {"data__shuffle": False, "checkpoint__every_steps": 6, "train__log_every_steps": log_every}
+    for late in (False, True):
+        document = settings(data, tmp_path / str(late), **changes)
+        told.append([text for text, _ in ranks(2).run(run, document, late)])
+        assert saved(tmp_path / str(late)) == ["step-000000006"]
+    assert [text.replace("/True/", "/False/") for text in told[1]] == told[0]
+    assert told[0][0].startswith("step 7: the loss is not finite, and nothing was updated: dense feature 'price'")
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_checkpoint_by_the_clock_is_not_written_twice(tiny: Path, tmp_path: Path, late: bool) -> None:
+    changes = {"train__max_steps": 6, "checkpoint__every_minutes": 1e-9, "checkpoint__keep_last": 9}
+    run(settings(tiny, tmp_path / "run", **changes), late)
+    steps = [int(name.removeprefix("step-")) for name in saved(tmp_path / "run")]
+    assert steps == ([2, 4, 6] if late else [1, 2, 3, 4, 5, 6])

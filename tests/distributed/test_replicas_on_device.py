@@ -1,0 +1,63 @@
+"""Rows that every rank holds, where kernels leave out those that nobody has touched and the host counts none: the bits
+of the way over the host, under Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from meseta.embedding import replicas
+from meseta.ops.row_update.call import Bags, UpdateCall, UpdateGroup
+
+from .pool import RankPool
+from .scenario import Scenario, train
+
+Ranks = Callable[[int], RankPool]
+if torch.cuda.is_available():
+    pytest.skip("Triton compiles for the GPU here", allow_module_level=True)
+
+
+def by_kernels(
+    group: UpdateGroup,
+    lr: float,
+    step: int,
+    bags: Bags,
+    gradients: Sequence[Tensor],
+    found_inf: Tensor | None = None,
+) -> None:
+    """What the operator does on a GPU."""
+    from meseta.ops.row_update import triton
+
+    tables = group.weights, group.states, group.program.whole.instructions, group.uniforms(lr, step)
+    fields = group.state_is_row, group.origins, group.feature_fields
+    batch = bags.ids, bags.offsets, bags.num_samples, list(gradients), bags.weights
+    triton.row_update(UpdateCall(*tables, *fields, *batch, step, found_inf))
+
+
+def train_by_kernels(scenario: Scenario) -> dict[str, Any]:
+    """The same with the rows picked on the device."""
+    made = replicas.Replicas.__init__
+
+    def make(self: replicas.Replicas, *arguments: Any) -> None:
+        made(self, *arguments)
+        self.picks_on_device = True
+
+    with mock.patch.object(replicas, "row_update", by_kernels), mock.patch.object(replicas.Replicas, "__init__", make):
+        return train(scenario)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("sharding", "optimizer"), [("data_parallel", "adam"), ("hot_replicated", "rowwise_adagrad")])
+def test_rows_are_picked_on_the_device(ranks: Ranks, sharding: str, optimizer: str) -> None:
+    pytest.importorskip("triton")
+    scenario = Scenario(sharding, "sum", weighted=False, optimizer=optimizer, num_steps=2, batch_size=8)
+    plain, picked = ranks(2).run(train, scenario), ranks(2).run(train_by_kernels, scenario)
+    for mine, other in zip(picked, plain, strict=True):
+        for (place, weight, state), (same, expected, kept) in zip(mine["shards"], other["shards"], strict=True):
+            assert place == same and torch.equal(weight, expected)
+            assert all(torch.equal(state[name], kept[name]) for name in kept)
