@@ -96,7 +96,7 @@ def _transfer_boxes(track: Track, y: float) -> Iterator[_Box]:
             continue
         sizes = [
             f"{byte_size(one.figures[name])} {name.removeprefix('bytes ')}"
-            for name in ("bytes to its host", "bytes to other hosts")
+            for name in ("bytes to its host", "bytes to other hosts", "bytes to the device")
             if one.figures.get(name, 0.0) > 0
         ]
         yield _Box(one, y + 2, ROW_HEIGHT - 6, "under-way", ", ".join((track.name, *sizes)))
