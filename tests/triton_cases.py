@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from meseta.ops.row_lookup import reference as rows_reference
 from meseta.ops.row_program.optimizer import Hyper, RowOptimizer
 from meseta.ops.row_program.program import trace
 from meseta.ops.row_update import reference as update_reference
-from meseta.ops.row_update.call import UpdateCall
+from meseta.ops.row_update.call import UpdateCall, read_features
 from meseta.ops.weight_gradient import reference as weights_reference
 
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -178,6 +178,7 @@ def copied(call: UpdateCall, device: str = "cpu", dtype: torch.dtype | None = No
         tables=copy(call.tables),
         states=copy(call.states),
         gradients=copy(call.gradients),
+        row_ids=None if call.row_ids is None else [ids.to(device) for ids in call.row_ids],
         ids=call.ids.to(device),
         offsets=call.offsets.to(device),
         weights=None if call.weights is None else call.weights.to(device),
@@ -199,6 +200,50 @@ def check_found_inf(call: UpdateCall, device: str) -> None:
     for number, expected in ((0.0, plain), (1.0, before), (torch.nan, before)):
         got = updated(replace(call, found_inf=torch.tensor(number, device=device)), device)
         assert all(torch.equal(mine, other) for mine, other in zip(got, expected, strict=True)), number
+
+
+def in_slots(call: UpdateCall, seed: int = 0) -> tuple[UpdateCall, list[Tensor]]:
+    """The same with the rows of every other table in slots of any order, among slots of no row; and of each table the
+    slot of each row."""
+    random, num_states = np.random.default_rng(seed), len(call.state_is_row)
+    tables, states, row_ids, slots, ids = [], [], [], [], call.ids.clone()
+    positions = {feature.position: feature.table for feature in read_features(call.features)}
+    for t, table in enumerate(call.tables):
+        own = call.states[t * num_states : (t + 1) * num_states]
+        if t % 2:
+            tables, states = [*tables, table], [*states, *own]
+            row_ids.append(torch.empty(0, dtype=torch.int64))
+            slots.append(torch.arange(len(table)))
+            continue
+        of_row = torch.from_numpy(random.permutation(len(table) + 5))[: len(table)]
+        of_slot = torch.full((len(table) + 5,), -1)
+        of_slot[of_row] = torch.arange(len(table))
+        row_ids.append(of_slot)
+        slots.append(of_row)
+        for target, value in ((tables, table), *((states, state) for state in own)):
+            spread = torch.full((len(table) + 5, *value.shape[1:]), -3.0, dtype=value.dtype)
+            spread[of_row] = value
+            target.append(spread)
+        for position in (position for position, of in positions.items() if of == t):
+            begin, end = (
+                call.offsets[position * call.num_bags].item(),
+                call.offsets[(position + 1) * call.num_bags].item(),
+            )
+            ids[begin:end] = of_row[call.ids[begin:end]]
+    return replace(call, tables=tables, states=states, ids=ids, row_ids=row_ids), slots
+
+
+def check_slots(call: UpdateCall, run: Callable[[UpdateCall], Sequence[Tensor]]) -> None:
+    """Rows that lie in slots are stepped as those at their own places are; `run` returns rows, then states."""
+    num_states, (moved, slots) = len(call.state_is_row), in_slots(call)
+    expected, got = run(call), run(moved)
+    of_tables = [*slots, *(slots[t] for t in range(len(slots)) for _ in range(num_states))]
+    for mine, other, of_row in zip(got, expected, of_tables, strict=True):
+        assert torch.equal(mine[of_row], other)
+        if len(mine) > len(other):
+            rest = torch.ones(len(mine), dtype=torch.bool)
+            rest[of_row] = False
+            assert bool((mine[rest] == -3.0).all())
 
 
 def check_update(call: UpdateCall, device: str) -> None:

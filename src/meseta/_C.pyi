@@ -34,6 +34,16 @@ def parse_tsv(
 def random_bits(key: int, first_row: int, first_column: int, out: NDArray[np.int64], num_threads: int) -> None:
     """Fill out [rows, columns] with the Philox4x32-10 words of its cells."""
 
+def uniform_rows_of(
+    key: int,
+    rows: NDArray[np.int64],
+    first_column: int,
+    scale: float,
+    out: NDArray[np.float32] | NDArray[np.float64],
+    num_threads: int,
+) -> None:
+    """As `uniform_rows`, of any rows."""
+
 def begin_heartbeat(descriptor: int, place: int, period_s: float) -> None:
     """Begin a thread that writes (monotonic time, processor time) in ns to 16 bytes of an open file."""
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meseta.ops.random_rows import CHUNK_CELLS, initial_rows, random_bits, reference, table_key
+from meseta.ops.random_rows import CHUNK_CELLS, initial_rows, initial_rows_of, random_bits, reference, table_key
 from meseta.spec import InitSpec, MesetaError, TableSpec
 from threads import threads
 
@@ -93,6 +93,30 @@ def test_compiled_uniform_rows_equal_reference(
     bits = reference.random_bits(table_key(3, "t"), rows, columns, "cpu")
     expected = torch.empty(bits.shape, dtype=getattr(torch, dtype)).copy_(reference.uniform(bits, scale))
     assert torch.equal(got, expected)
+
+
+@given(
+    data=st.data(),
+    kind=st.sampled_from(["uniform", "normal", "constant"]),
+    dtype=st.sampled_from(["float32", "float64", "float16", "bfloat16"]),
+)
+def test_any_rows_are_those_of_the_whole(data: st.DataObject, kind: str, dtype: str) -> None:
+    table = spec(kind, data.draw(st.integers(1, 300)), data.draw(st.integers(1, 50)), dtype)
+    c0 = data.draw(st.integers(0, table.embedding_dim - 1))
+    columns = c0, data.draw(st.integers(c0 + 1, table.embedding_dim))
+    rows = data.draw(st.lists(st.integers(0, table.num_embeddings - 1), max_size=40))
+    found = initial_rows_of(table, torch.tensor(rows, dtype=torch.int64), columns=columns, seed=3)
+    assert torch.equal(found, cut(table, (0, table.num_embeddings), columns)[rows])
+
+
+@pytest.mark.parametrize("kind", ["uniform", "normal"])
+def test_many_rows_far_apart_on_several_threads(kind: str) -> None:
+    table, rows = spec(kind, 2**40, 24), torch.arange(0, 2**40, 2**26 + 12345)[:9000]
+    with threads(3):
+        found = initial_rows_of(table, rows, columns=(5, 24), seed=3)
+    for place in (0, 1, 4097, 8999):
+        row = int(rows[place])
+        assert torch.equal(found[place], cut(table, (row, row + 1), (5, 24))[0])
 
 
 def test_rows_are_spread_over_threads() -> None:

@@ -21,8 +21,9 @@ struct Origin {
   uint64_t key, row, column;
 };
 
-template <typename T, typename Convert>
-void fill(const Origin& origin, const Cells<T>& out, int num_threads, Convert convert) {
+// body(first row of `out`, the one behind the last, its cells) for the share of each thread.
+template <typename T, typename Body>
+void share(const Cells<T>& out, int num_threads, Body body) {
   const int64_t num_rows = int64_t(out.shape(0)), width = int64_t(out.shape(1));
   T* const cells = out.data();
   if (width == 0) return;
@@ -30,10 +31,22 @@ void fill(const Origin& origin, const Cells<T>& out, int num_threads, Convert co
   const int64_t threads = std::clamp<int64_t>(num_rows * width / kCellsPerThread, 1, std::max(num_threads, 1));
   meseta::parallel(int(threads), [&](int64_t thread) {
     const int64_t first = num_rows * thread / threads, last = num_rows * (thread + 1) / threads;
-    meseta::random_words(origin.key, origin.row + uint64_t(first), last - first, origin.column, width,
-                         cells + first * width, convert);
+    body(first, last, cells + first * width);
   });
 }
+
+template <typename T, typename Convert>
+void fill(const Origin& origin, const Cells<T>& out, int num_threads, Convert convert) {
+  const int64_t width = int64_t(out.shape(1));
+  share(out, num_threads, [&](int64_t first, int64_t last, T* cells) {
+    meseta::random_words(origin.key, origin.row + uint64_t(first), last - first, origin.column, width, cells, convert);
+  });
+}
+
+struct Uniform {
+  double scale;
+  double operator()(uint32_t word) const { return (double(int32_t(word >> 8)) * 0x1p-23 - 1.0) * scale; }
+};
 
 void random_bits(uint64_t key, uint64_t first_row, uint64_t first_column, Cells<int64_t> out, int num_threads) {
   fill(Origin{key, first_row, first_column}, out, num_threads, [](uint32_t word) { return int64_t(word); });
@@ -41,8 +54,22 @@ void random_bits(uint64_t key, uint64_t first_row, uint64_t first_column, Cells<
 
 template <typename T>
 void uniform_rows(uint64_t key, uint64_t first_row, uint64_t first_column, double scale, Cells<T> out, int num_threads) {
-  fill(Origin{key, first_row, first_column}, out, num_threads,
-       [scale](uint32_t word) { return T((double(int32_t(word >> 8)) * 0x1p-23 - 1.0) * scale); });
+  const Uniform uniform{scale};
+  fill(Origin{key, first_row, first_column}, out, num_threads, [&](uint32_t word) { return T(uniform(word)); });
+}
+
+template <typename T>
+void uniform_rows_of(uint64_t key, nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> rows,
+                     uint64_t first_column, double scale, Cells<T> out, int num_threads) {
+  if (rows.shape(0) != out.shape(0)) throw std::invalid_argument("there must be a row number for each row");
+  const Uniform uniform{scale};
+  const int64_t width = int64_t(out.shape(1));
+  const int64_t* const numbers = rows.data();
+  share(out, num_threads, [&](int64_t first, int64_t last, T* cells) {
+    for (int64_t r = first; r < last; ++r, cells += width)
+      meseta::random_words(key, uint64_t(numbers[r]), 1, first_column, width, cells,
+                           [&](uint32_t word) { return T(uniform(word)); });
+  });
 }
 
 }  // namespace
@@ -54,6 +81,12 @@ void bind_random_rows(nb::module_& m) {
     m.def("uniform_rows", function, nb::arg("key"), nb::arg("first_row"), nb::arg("first_column"), nb::arg("scale"),
           nb::arg("out").noconvert(), nb::arg("num_threads"));
   };
+  const auto bind_uniform_of = [&m](auto function) {
+    m.def("uniform_rows_of", function, nb::arg("key"), nb::arg("rows"), nb::arg("first_column"), nb::arg("scale"),
+          nb::arg("out").noconvert(), nb::arg("num_threads"));
+  };
+  bind_uniform_of(&uniform_rows_of<float>);
+  bind_uniform_of(&uniform_rows_of<double>);
   bind_uniform(&uniform_rows<float>);
   bind_uniform(&uniform_rows<double>);
 }

@@ -30,6 +30,9 @@ class TableRows:
     """Row of the whole table that is row 0 here; the random bits go by the rows of the whole table."""
     first_column: int = 0
     """Likewise; a multiple of 16."""
+    row_ids: Int[Tensor, " rows"] | None = None
+    """int64, contiguous and beside the rows: which row, counted from `first_row`, each row of `weight` is now; random
+    bits go by it. None: each is at its own place."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,13 @@ class UpdateGroup:
         return [n for t in self.tables for n in (t.first_row, t.first_column, signed(t.key))]
 
     @cached_property
+    def row_ids(self) -> list[Tensor] | None:
+        """Of each table; empty where rows are at their own places, None where all are."""
+        if all(table.row_ids is None for table in self.tables):
+            return None
+        return [t.weight.new_empty(0, dtype=torch.int64) if t.row_ids is None else t.row_ids for t in self.tables]
+
+    @cached_property
     def feature_fields(self) -> list[int]:
         """For each feature: the fields of FeatureGradient."""
         return [n for f in self.features for n in (f.position, f.table, f.gradient, f.column, f.per_id, f.weighted)]
@@ -114,7 +124,7 @@ class UpdateGroup:
     @cached_property
     def core_fields(self) -> CoreFields:
         """What the core is told of the tables and states."""
-        return core_fields(self.weights, self.states, self.state_is_row, self.origins)
+        return core_fields(self.weights, self.states, self.state_is_row, self.origins, self.row_ids)
 
     def uniforms(self, lr: float, step: int) -> Tensor:
         """The uniforms of each table in this step, float64 [tables, uniforms]."""
@@ -146,6 +156,13 @@ class UpdateCall:
     step: int
     found_inf: Tensor | None = None
     """float32, one number beside the rows: where it is not 0, nothing is written."""
+    row_ids: list[Tensor] | None = None
+    """As those of UpdateGroup."""
+
+    def logical(self, table: int, rows: Tensor) -> Tensor:
+        """Which rows of a whole table these are."""
+        row_ids = None if self.row_ids is None or not self.row_ids[table].numel() else self.row_ids[table]
+        return (rows if row_ids is None else row_ids[rows]) + self.origins[3 * table]
 
 
 def read_features(numbers: Sequence[int]) -> list[FeatureGradient]:
@@ -155,11 +172,16 @@ def read_features(numbers: Sequence[int]) -> list[FeatureGradient]:
 
 
 CoreFields = tuple[list[int], list[int]]
-"""For each table: address, rows, columns, first row, first column, key; and the address of each state."""
+"""For each table: address, rows, columns, first row, first column, key, address of its row ids or 0; and the address of
+each state."""
 
 
 def core_fields(
-    tables: Sequence[Tensor], states: Sequence[Tensor], state_is_row: Sequence[bool], origins: Sequence[int]
+    tables: Sequence[Tensor],
+    states: Sequence[Tensor],
+    state_is_row: Sequence[bool],
+    origins: Sequence[int],
+    row_ids: Sequence[Tensor] | None,
 ) -> CoreFields:
     """What the core is told of tables and states; raises MesetaError for one of another type or shape."""
     dtype = tables[0].dtype
@@ -174,6 +196,7 @@ def core_fields(
         origin = origins[3 * t : 3 * t + 3]
         check_origin("row_update", origin)
         fields += [table.data_ptr(), table.size(0), table.size(1), origin[0], origin[1], origin[2] % (1 << 64)]
+        fields.append(0 if row_ids is None else row_ids_address(table, row_ids[t]))
         for is_row, state in zip(state_is_row, states[t * len(state_is_row) :], strict=False):
             wanted = table.shape[:1] if is_row else table.shape
             if state.dtype != exact or state.shape != wanted or not state.is_contiguous():
@@ -183,6 +206,19 @@ def core_fields(
                 )
             addresses.append(state.data_ptr())
     return fields, addresses
+
+
+def row_ids_address(table: Tensor, row_ids: Tensor | None) -> int:
+    """0 where there are none; raises MesetaError for those that do not fit the table."""
+    if row_ids is None or not row_ids.numel():
+        return 0
+    if row_ids.dtype != torch.int64 or row_ids.shape != table.shape[:1] or not row_ids.is_contiguous():
+        raise MesetaError(
+            f"row_update: row ids are {row_ids.dtype} {list(row_ids.shape)}; give contiguous int64 [{table.size(0)}]"
+        )
+    if row_ids.device != table.device:
+        raise MesetaError(f"row_update: row ids are on {row_ids.device}, and rows on {table.device}; put them there")
+    return row_ids.data_ptr()
 
 
 FEATURE_FIELDS = 6
@@ -207,6 +243,13 @@ class ApplyCall:
     step: int
     found_inf: Tensor | None = None
     """As that of UpdateCall; `sums` are written all the same."""
+    row_ids: Tensor | None = None
+    """As that of TableRows."""
+
+    @property
+    def logical(self) -> Tensor:
+        """Which rows of the whole table `rows` are."""
+        return (self.rows if self.row_ids is None else self.row_ids[self.rows]) + self.origin[0]
 
 
 def check_program(operator: str, code: Tensor, uniforms: Tensor, num_tables: int, step: int) -> None:

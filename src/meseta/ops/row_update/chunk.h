@@ -44,6 +44,7 @@ struct Target {
   uint64_t key;
   std::vector<float*> state;      // [rows, dim] or [rows]
   const float* uniforms;
+  const int64_t* row_ids;         // [rows]: which row each is, from first_row; null: each is at its own place
 };
 
 // out[k] = the sum of row k of `summands` [n, blocks, 16]: lanes as sum_lanes adds them, then blocks from left to right.
@@ -188,6 +189,11 @@ class Chunk {
   float* buffer(int index) const { return elements_.data() + index * cells_; }
   void draw(const int64_t* rows, int64_t n, uint32_t step) {
     random_.reserve(size_t(n * width_));
+    int64_t ids[kMaxRows];
+    if (target_->row_ids != nullptr) {
+      for (int64_t k = 0; k < n; ++k) ids[k] = target_->row_ids[rows[k]];
+      rows = ids;
+    }
     random_halves(target_->key, step, rows, n, target_->first_row, target_->first_column, width_, random_.data());
   }
 

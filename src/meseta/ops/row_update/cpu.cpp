@@ -159,8 +159,8 @@ void run(const std::vector<Task>& tasks, const Batch& batch, const Program& prog
                  : run<T, int32_t>(tasks, batch, program, num_threads);
 }
 
-// The tables of a call: for each (weight, rows, columns, first row, first column, key).
-constexpr size_t kTableFields = 6;
+// The tables of a call: for each (weight, rows, columns, first row, first column, key, row ids or 0).
+constexpr size_t kTableFields = 7;
 std::vector<Table> read_tables(const std::vector<uint64_t>& fields, const std::vector<uint64_t>& states,
                                size_t num_states, const float* uniforms, size_t num_uniforms) {
   std::vector<Table> tables;
@@ -168,7 +168,8 @@ std::vector<Table> read_tables(const std::vector<uint64_t>& fields, const std::v
     const uint64_t* x = fields.data() + t * kTableFields;
     Table table{};
     table.target = {reinterpret_cast<void*>(x[0]), int64_t(x[1]), int64_t(x[2]), int64_t(x[3]), int64_t(x[4]),
-                    x[5],                          {},            uniforms + t * num_uniforms};
+                    x[5],                          {},            uniforms + t * num_uniforms,
+                    reinterpret_cast<const int64_t*>(x[6])};
     if (table.target.dim < 1) throw std::invalid_argument("a table has no columns");
     for (size_t s = 0; s < num_states; ++s)
       table.target.state.push_back(reinterpret_cast<float*>(states.at(t * num_states + s)));

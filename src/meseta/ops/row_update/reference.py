@@ -26,8 +26,8 @@ def row_update(call: UpdateCall) -> None:
         picked = [state[rows] if state.dim() == 2 else state[rows][:, None] for state in kept]
         program = Code(instructions=call.code, num_element_registers=0, num_row_registers=0)
         done = run_code(program, call.uniforms[t].tolist(), table[rows].to(sums.dtype), sums, picked, [])
-        first_row, first_column, key = call.origins[3 * t : 3 * t + 3]
-        stepped = round_rows(done.weight, table.dtype, rows + first_row, first_column, key, call.step)
+        _, first_column, key = call.origins[3 * t : 3 * t + 3]
+        stepped = round_rows(done.weight, table.dtype, call.logical(t, rows), first_column, key, call.step)
         _write(call.found_inf, table, rows, stepped)
         for state, value in zip(kept, done.state, strict=True):
             _write(call.found_inf, state, rows, value if state.dim() == 2 else value.squeeze(1))
@@ -43,8 +43,8 @@ def row_apply(call: ApplyCall) -> None:
     if call.sums is not None:
         call.sums.copy_(torch.stack([block_sums(summand) for summand in done.summands]))
         return
-    first_row, first_column, key = call.origin
-    stepped = round_rows(done.weight, call.table.dtype, rows + first_row, first_column, key, call.step)
+    _, first_column, key = call.origin
+    stepped = round_rows(done.weight, call.table.dtype, call.logical, first_column, key, call.step)
     _write(call.found_inf, call.table, rows, stepped)
     for state, value in zip(call.states, done.state, strict=True):
         _write(call.found_inf, state, rows, value if state.dim() == 2 else value.squeeze(1))

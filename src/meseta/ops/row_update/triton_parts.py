@@ -16,9 +16,9 @@ from meseta.ops.triton_shared import low_word, philox, sum_16
 PLAN_WORDS = tl.constexpr(8)
 """At the head of the plan: features, samples, rows of all tables, blocks of samples, where the tables stand in the
 plan and how many words each has, where the first keys of the groups stand, groups."""
-TABLE_WORDS = tl.constexpr(7)
-"""Of a table: address, columns, rows, first key, key of its random bits, first row, first column; then the addresses
-of its states."""
+TABLE_WORDS = tl.constexpr(8)
+"""Of a table: address, columns, rows, first key, key of its random bits, first row, first column, address of its row
+ids or 0; then the addresses of its states."""
 FEATURE_WORDS = tl.constexpr(7)
 """Of a feature: position in the offsets, table, gradient matrix, first column and stride there, per_id, weighted."""
 
@@ -102,7 +102,9 @@ def random_halves(words, live, row, step, BLOCKS: tl.constexpr):
     """Tile of 16 random bits, uint32: four words of the generator for eight columns."""
     ROWS: tl.constexpr = row.shape[0]
     key = tl.load(words + 4, mask=live, other=0)
-    logical = row + tl.load(words + 5, mask=live, other=0)
+    ids = tl.load(words + 7, mask=live, other=0)
+    moved = tl.load((ids + row * 8).to(tl.pointer_type(tl.int64)), mask=live & (ids != 0), other=0)
+    logical = tl.where(ids != 0, moved, row) + tl.load(words + 5, mask=live, other=0)
     first_column = tl.load(words + 6, mask=live, other=0)
     zeros = tl.zeros([ROWS, BLOCKS, 2], dtype=tl.uint32)
     group = (tl.arange(0, BLOCKS)[:, None] * 2 + tl.arange(0, 2)[None, :])[None, :, :]
