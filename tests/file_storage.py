@@ -18,6 +18,7 @@ from torch import Tensor
 from meseta.ops.random_rows import table_key
 from meseta.ops.row_program.optimizer import RowOptimizer
 from meseta.ops.row_update import TableRows
+from meseta.optim import make_row_optimizer
 from meseta.spec import Shard, TableSpec
 from meseta.storage import ROW, TableShard, TableStorage, as_stored
 
@@ -110,13 +111,16 @@ def files_for_rows() -> Iterator[list[FileStorage]]:
     """Every table that is made inside lies in files; yields its pieces as they are made."""
     made: list[FileStorage] = []
 
-    def make(*arguments: Any, **named: Any) -> FileStorage:
-        folder = Path(root) / str(len(made))
-        folder.mkdir()
-        made.append(FileStorage(folder, *arguments, **named))
-        return made[-1]
+    def make(pieces: Any, *, seed: int, device: Any, options: Any) -> tuple[FileStorage, ...]:
+        first = len(made)
+        for spec, shard in pieces:
+            folder = Path(root) / str(len(made))
+            folder.mkdir()
+            optimizer = make_row_optimizer(spec.optimizer)
+            made.append(FileStorage(folder, spec, shard, optimizer, seed=seed, device=device))
+        return tuple(made[first:])
 
     with tempfile.TemporaryDirectory(prefix="meseta-rows-") as root, pytest.MonkeyPatch.context() as patch:
         for module in ("collection", "sharded"):
-            patch.setattr(f"meseta.embedding.{module}.make_storage", make)
+            patch.setattr(f"meseta.embedding.{module}.make_storages", make)
         yield made

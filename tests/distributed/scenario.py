@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from meseta.data.batch import Batch
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
 from meseta.jagged import JaggedTensor, KeyedJaggedTensor
 from meseta.spec import Communication, FeatureSpec, OptimizerSpec, Plan, Shard, TableSpec
+from meseta.spec.tiers import StorageOptions
 from meseta.storage import ROW
 
 DIM = 48  # three blocks of 16 columns: two or three column shards
@@ -36,6 +38,9 @@ class Scenario:
     exchange: str = "flat"  # how ids and rows cross hosts
     per_host: int | None = None  # half of the ranks, where not said
     comm: Communication = field(default_factory=Communication)
+    tier: str = "hbm"  # of rows that no other rank has copies of
+    near_rows: int | None = None  # of each piece
+    folder: str | None = None  # for tier "disk"
 
     def tables(self) -> list[TableSpec]:
         constants = {"initial_accumulator": 0.01} if "adagrad" in self.optimizer else {}
@@ -64,6 +69,8 @@ class Scenario:
             if name == "hot_replicated":  # of a table of one row, nothing would be cold
                 hot = {"sharding": name, "hot_rows": -(-table.num_embeddings // 3)}
                 entries[table.name] = hot if table.num_embeddings > 1 else "data_parallel"
+            elif self.tier != "hbm" and name != "data_parallel":
+                entries[table.name] = {"sharding": name, "tier": self.tier, "near_rows": self.near_rows}
         per_host = self.per_host or max(num_ranks // 2, 1)
         document = {"devices_per_host": per_host, "exchange": self.exchange, "tables": entries}
         return Plan.from_dict(document, self.tables(), num_ranks)
@@ -155,7 +162,8 @@ def train(scenario: Scenario, given_gradients: bool = False) -> dict[str, Any]:
     if world.size > 1:
         plan = scenario.plan(world.size)
         world = world.under(plan)
-        collection = ShardedEmbeddingBagCollection(collection, plan, world, scenario.comm)
+        storage = StorageOptions(dir=None if scenario.folder is None else Path(scenario.folder))
+        collection = ShardedEmbeddingBagCollection(collection, plan, world, scenario.comm, storage)
     else:
         collection.round_as(scenario.comm)
     generator = torch.Generator().manual_seed(scenario.seed)

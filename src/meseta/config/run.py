@@ -14,6 +14,7 @@ from meseta.config.section import Count, Section, Whole
 from meseta.machine.time_limits import TimeLimits
 from meseta.spec.codecs import CodecName, Communication, DensePath, Exchange, Precision
 from meseta.spec.stages import OVERLAPS, Overlap
+from meseta.spec.tiers import EngineName, StorageOptions
 
 
 class DataConfig(Section):
@@ -257,6 +258,24 @@ class PipelineConfig(Section):
         return overlap
 
 
+class StorageConfig(Section):
+    dir: Path | None = None
+    """Folder on a local disk for rows of tier 'disk', in scratch files that a run removes; None: none lies there."""
+    near_bytes: Literal["auto"] | Count = "auto"
+    """Memory of each rank for rows of tiers 'cached' and 'disk' that lie near, shared out to the pieces of tables for
+    which the plan has no near_rows. 'auto': a fifth of their bytes."""
+    engine: EngineName = "auto"
+    """What reads and writes the disk; 'auto' takes io_uring where the system allows it, else threads."""
+    max_reads_per_s: float | None = Field(default=None, gt=0)
+    """Reads of the disk a second that each rank makes at most; None: no limit."""
+
+    @property
+    def options(self) -> StorageOptions:
+        """The same for `meseta.shard`."""
+        near_bytes = None if self.near_bytes == "auto" else self.near_bytes
+        return StorageOptions(**{**self.model_dump(), "near_bytes": near_bytes})
+
+
 class RunConfig(Section):
     run_dir: Path
     """Where everything of this run goes."""
@@ -290,6 +309,8 @@ class RunConfig(Section):
     form of meseta.Plan.from_dict)."""
     planner: PlannerConfig = PlannerConfig()
     """What plan 'auto' is made for."""
+    storage: StorageConfig = StorageConfig()
+    """Room for rows that the plan puts into tiers 'cached' and 'disk'."""
     comm: CommConfig = CommConfig()
     """How ranks write and route what they send each other."""
     pipeline: PipelineConfig = PipelineConfig()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any, Generic
 
@@ -95,6 +95,8 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
         """What backward passes of `accumulating` have left of dense gradients."""
         self._kept: list[Callable[[], Sequence[GradientSegment]]] = []
         """Of each backward pass of `accumulating`: a segment per group, which may still be on its way."""
+        self._kept_leases: list[Lease] = []
+        """Of these passes, whose rows move with the next."""
         self._table = {table.name: table for table in self.tables}
         self.groups = group_features(self.features, self._table)
         """Features by batch size; the first ones are those that the loss is the mean over."""
@@ -115,13 +117,24 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
     def _describe(self, rows: Sequence[TableRows]) -> None:
         """Make what operators are told of the rows of each shard, where others were lent before."""
 
-    def _borrow(self, flight: Flight[GroupPart]) -> None:
-        """Borrow all rows until the backward pass of a batch is over."""
-        flight.lease = Lease(self.shards)
+    def _borrow(self, flight: Flight[GroupPart], looked_up: Sequence[tuple[int, Tensor]] = ()) -> list[Tensor]:
+        """Borrow all rows until the backward pass of a batch is over. `looked_up` are rows that it looks up, each with
+        the index of its shard; returned is where they lie in what is lent."""
+        far = {index: [rows for of, rows in looked_up if of == index] for index in self._far}
+        of_shards = {index: torch.cat(rows) for index, rows in far.items() if rows}
+        flight.lease = Lease(self.shards, of_shards, to_read=not torch.is_grad_enabled())
         rows = flight.lease.rows
         if self._rows is None or any(lent is not former for lent, former in zip(rows, self._rows, strict=True)):
             self._rows = rows
             self._describe(rows)
+        sizes = {index: [own.numel() for own in of_shard] for index, of_shard in far.items()}
+        places = {index: iter(own.split(sizes[index])) for index, own in flight.lease.places.items()}
+        return [next(places[index]).to(rows) if index in places else rows for index, rows in looked_up]
+
+    @cached_property
+    def _far(self) -> tuple[int, ...]:
+        """Shards, by index, whose rows are lent only while a batch needs them."""
+        return tuple(index for index, shard in enumerate(self.shards) if shard.lies_far)
 
     def forward(self, sparse: KeyedJaggedTensor | Flight[GroupPart]) -> Embeddings:
         """Rows for the ids of this rank's slice (of a batch that may hold other features too), or for a batch that was
@@ -269,10 +282,16 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
         return of_weights
 
     def _end_backward(self, flight: Flight[GroupPart], update: Callable[[], None]) -> None:
+        waits = self._waits(flight)
         try:
             update()
         finally:
-            flight.give_back()
+            if waits and flight.lease is not None:
+                self._kept_leases.append(flight.lease)
+                flight.lease = None
+            else:
+                flight.give_back()
+                self._end_kept_leases()
 
     def _begin_backward(self, flight: Flight[GroupPart]) -> None:
         """Note whose backward pass runs; raises MesetaError where dense gradients have been weighed as another's."""
@@ -317,11 +336,17 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
     def forget_kept(self) -> None:
         """Drop what `accumulating` has kept, where its step is not to be taken."""
         self._forget_rows()
+        self._end_kept_leases()
         self.kept_dense.clear()
 
     def _forget_rows(self) -> None:
         """The same of the gradients of rows."""
         self._kept.clear()
+
+    def _end_kept_leases(self) -> None:
+        leases, self._kept_leases = self._kept_leases, []
+        for lease in leases:
+            lease.end()
 
     def lr(self, flight: Flight[GroupPart], table: TableSpec) -> float:
         """Learning rate of a table in the update of a batch."""

@@ -24,9 +24,9 @@ from meseta.ops.pooled_lookup import LookupGroup, lookup_group
 from meseta.ops.row_lookup import row_lookup
 from meseta.ops.row_update import FeatureGradient, TableRows
 from meseta.ops.weight_gradient import weight_gradient
-from meseta.optim import make_row_optimizer
-from meseta.spec import Communication, FeatureSpec, Plan, Shard, ShardingType, TablePlan, TableSpec
-from meseta.storage import TableStorage, make_storage
+from meseta.spec import Communication, FeatureSpec, MesetaError, Plan, Shard, ShardingType, TablePlan, TableSpec
+from meseta.spec.tiers import HBM, StorageOptions
+from meseta.storage import TableStorage, make_storages
 
 
 class LocalLookup:
@@ -125,6 +125,26 @@ class RoundedLookup(LocalLookup):
         return local_segment(ids, rounded, self.group.unpooled)
 
 
+def _whole(table: TableSpec, pieces: Sequence[Shard] = ()) -> TablePlan:
+    """A table in one piece on rank 0, in the tier of its pieces. Raises MesetaError where they have several."""
+    tiers = sorted({piece.tier for piece in pieces}) or [HBM]
+    if len(tiers) > 1:
+        raise MesetaError(
+            f"plan: table {table.name!r} has rows in tiers {', '.join(tiers)}, and lies in one piece in one process; "
+            "name one tier for all of it"
+        )
+    near_rows = [piece.near_rows for piece in pieces if piece.near_rows is not None]
+    whole = Shard(
+        table=table.name,
+        rows=(0, table.num_embeddings),
+        columns=(0, table.embedding_dim),
+        ranks=(0,),
+        tier=tiers[0],
+        near_rows=min(sum(near_rows), table.num_embeddings) if near_rows else None,
+    )
+    return TablePlan(table=table.name, sharding=ShardingType.TABLE_WISE, shards=(whole,))
+
+
 class EmbeddingBagCollection(Collection[CheckedIds]):
     """Embedding tables whose rows learn inside `loss.backward()`, one optimizer step per touched row.
 
@@ -148,34 +168,29 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
         super().__init__(tables, features, seed)
         self.device = torch.device(device)
         self._rounds = Rounds(Communication(), frozenset())
+        self._storage = StorageOptions()
 
-    @cached_property
-    def plan(self) -> Plan:
+        self.plan = Plan(num_ranks=1, tables=tuple(_whole(table) for table in self.tables))
         """Every table whole on rank 0."""
-        whole = [
-            Shard(table=t.name, rows=(0, t.num_embeddings), columns=(0, t.embedding_dim), ranks=(0,))
-            for t in self.tables
-        ]
-        return Plan(
-            num_ranks=1,
-            tables=tuple(
-                TablePlan(table=shard.table, sharding=ShardingType.TABLE_WISE, shards=(shard,)) for shard in whole
-            ),
-        )
 
     @cached_property
     def shards(self) -> tuple[TableStorage, ...]:
         """One whole shard per table, in the order of the tables."""
-        return tuple(
-            make_storage(
-                table,
-                self.plan[table.name].shards[0],
-                make_row_optimizer(table.optimizer),
-                seed=self.seed,
-                device=self.device,
-            )
-            for table in self.tables
-        )
+        pieces = [(table, self.plan[table.name].shards[0]) for table in self.tables]
+        return make_storages(pieces, seed=self.seed, device=self.device, options=self._storage)
+
+    def place(self, plan: Plan, storage: StorageOptions | None = None) -> None:
+        """Put the rows into the tiers of a plan, before they are used; the pieces of a table are one here.
+
+        Raises MesetaError where the plan does not fit the tables, or `storage` has no room for it.
+        """
+        plan.check(self.tables)
+        storage = storage or StorageOptions()
+        plan.check_room(storage)
+        whole = Plan(num_ranks=1, tables=tuple(_whole(table, plan[table.name].shards) for table in self.tables))
+        if whole != self.plan and "shards" in self.__dict__:
+            raise MesetaError("meseta.shard: the rows of these tables are in use; place them before the first batch")
+        self.plan, self._storage = whole, storage
 
     @property
     def local_share(self) -> float:
@@ -209,9 +224,30 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
         assert flight.whole is not None
         sizes = (flight.parts[0].kjt.batch_size,)
         self._looked_up(flight, World.single(self.device), sizes, [flight.whole])
-        self._borrow(flight)
+        if self._far:
+            self._borrow_far(flight)
+        else:
+            self._borrow(flight)
         self.answers(flight)
         return flight
+
+    def _borrow_far(self, flight: Flight[CheckedIds]) -> None:
+        """The same, where ids become the places of their rows."""
+        looked_up = []
+        for group, own in zip(self.groups, flight.parts, strict=True):
+            ids = own.kjt.values.split([b - a for a, b in pairwise(own.kjt.key_offsets)])
+            looked_up += [(self._shard_of[f.table], rows) for f, rows in zip(group.features, ids, strict=True)]
+        places = iter(self._borrow(flight, looked_up))
+        parts = []
+        for group, own in zip(self.groups, flight.parts, strict=True):
+            values = torch.cat([next(places) for _ in group.features])
+            parts.append(replace(own, kjt=own.kjt.with_values(values)))
+        flight.parts = tuple(parts)
+
+    @cached_property
+    def _shard_of(self) -> dict[str, int]:
+        """Index of each table's."""
+        return {shard.spec.name: index for index, shard in enumerate(self.shards)}
 
     def _assemble(self, flight: Flight[CheckedIds]) -> Sequence[Tensor]:
         each = zip(self._lookups, flight.parts, strict=True)
@@ -243,12 +279,11 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
     @cached_property
     def _gradients(self) -> list[FeatureGradient]:
         """Of each group, gradients of pooled features come side by side in a matrix, others one by one."""
-        shard_of = {shard.spec.name: index for index, shard in enumerate(self.shards)}
         places, position, matrix = {}, 0, 0
         for group in self.groups:
             pooled, column = matrix, 0
             for at, feature, width in zip(group.at, group.features, group.dims, strict=True):
-                shard = shard_of[feature.table]
+                shard = self._shard_of[feature.table]
                 if feature.pooling == "none":
                     matrix += 1
                     places[at] = FeatureGradient(position, shard, matrix, per_id=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -142,6 +142,13 @@ class OwnedIds:
     """Ids per global sample of each route."""
     sizes: tuple[int, ...]
     """Ids of each route."""
+    rows: Int[Tensor, " nnz"] | None = None
+    """Row of each id, where ids are the places of their rows; None: ids are rows."""
+
+    def at(self, places: Sequence[Int[Tensor, " n"]]) -> OwnedIds:
+        """The same, by route, with the places of the rows as ids."""
+        ids = torch.cat([self.bags.ids[:0], *places])
+        return replace(self, bags=replace(self.bags, ids=ids), rows=self.bags.ids)
 
     def ids(self) -> tuple[Tensor, ...]:
         """By route."""

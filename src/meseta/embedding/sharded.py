@@ -35,11 +35,11 @@ from meseta.ops.id_policy import CheckedIds
 from meseta.ops.row_program.optimizer import Hyper
 from meseta.ops.row_update import FeatureGradient, TableRows
 from meseta.optim import make_row_optimizer
-from meseta.spec import MesetaError, Plan
+from meseta.spec import MesetaError, Plan, Shard
 from meseta.spec.codecs import DIRECTIONS, Communication, Direction
-from meseta.spec.tiers import HBM
+from meseta.spec.tiers import CACHED, DISK, StorageOptions
 from meseta.spec.transfer import INT32_MAX
-from meseta.storage import TableStorage, make_storage
+from meseta.storage import TableStorage, make_storages
 
 
 @dataclass(eq=False)
@@ -65,10 +65,15 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
     """
 
     def __init__(
-        self, source: EmbeddingBagCollection, plan: Plan, world: World, comm: Communication | None = None
+        self,
+        source: EmbeddingBagCollection,
+        plan: Plan,
+        world: World,
+        comm: Communication | None = None,
+        storage: StorageOptions | None = None,
     ) -> None:
         """Allocate this rank's shards of `source`'s tables; the plan must fit the tables and the world. `comm` says how
-        ranks write what they send; which way it takes is the plan's."""
+        ranks write what they send; which way it takes is the plan's. `storage` has room for rows that lie far."""
         super().__init__(source.tables, source.features, source.seed)
         plan.check(self.tables)
         comm = comm or Communication()
@@ -79,26 +84,13 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
             self.clamped = torch.zeros(1, dtype=torch.int64, device=world.device)
         if plan.num_ranks != world.size:
             raise MesetaError(f"plan: it is for {plan.num_ranks} ranks, but this run has {world.size}; make a new plan")
-        for shard in (shard for entry in plan.tables for shard in entry.shards):
-            if shard.tier != HBM:
-                raise MesetaError(
-                    f"plan: table {shard.table!r} has rows in tier {shard.tier!r}, but they can be in 'hbm' alone; "
-                    "place them there"
-                )
+        storage = storage or StorageOptions()
+        plan.check_room(storage)
         self.plan = plan
         self.world = world
-        self._shards = tuple(
-            make_storage(
-                table,
-                shard,
-                make_row_optimizer(table.optimizer),
-                seed=self.seed,
-                device=world.device,
-            )
-            for table in self.tables
-            for shard in plan[table.name].shards
-            if world.rank in shard.ranks
-        )
+        pieces = [(table, shard) for table in self.tables for shard in plan[table.name].shards]
+        pieces = [(table, shard) for table, shard in pieces if world.rank in shard.ranks]
+        self._shards = make_storages(pieces, seed=self.seed, device=world.device, options=storage)
         self.lookups = tuple(
             ShardedLookup(group, self.tables, plan, self.dtype, world, comm, self.clamped) for group in self.groups
         )
@@ -198,12 +190,43 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
             self._looked_up(flight, self.world, exchanged.batch_sizes, exchanged.totals)
             for leg in flight.parts:
                 leg.owned = leg.lookup.unpack(leg.exchanged)
-            self._borrow(flight)
+            if self._lies_far:
+                self._borrow_far(flight)
+            else:
+                self._borrow(flight)
             is_evaluation = not torch.is_grad_enabled()
             with torch.no_grad():
                 for leg in flight.parts if flight.answers is None else ():
                     leg.answers = leg.lookup.look_up(leg.exchanged, leg.owned, is_evaluation=is_evaluation)
         return flight
+
+    def _borrow_far(self, flight: Flight[Leg]) -> None:
+        """The same, where ids become the places of their rows. What keeps a rank from having its rows is raised on all.
+        Collective."""
+        looked_up, found, problem = [], list[Tensor](), None
+        for leg in flight.parts:
+            of_routes = zip(leg.lookup.routes, leg.owned.ids(), strict=True)
+            looked_up += [(self._shard_of[route.shard], rows) for route, rows in of_routes]
+        try:
+            found = self._borrow(flight, looked_up)
+        except MesetaError as error:
+            problem = error
+        failures = torch.tensor([0.0 if problem is None else 1.0])
+        if self.world.sum_of_few(failures.to(self.world.device), "agree").item():
+            self.world.raise_together(problem)
+        places = iter(found)
+        for leg in flight.parts:
+            leg.owned = leg.owned.at([next(places) for _ in leg.lookup.routes])
+
+    @cached_property
+    def _lies_far(self) -> bool:
+        """Whether rows of any rank are lent only while a batch needs them."""
+        return any(shard.tier in (CACHED, DISK) for entry in self.plan.tables for shard in entry.shards)
+
+    @cached_property
+    def _shard_of(self) -> dict[Shard, int]:
+        """Index of each."""
+        return {storage.shard: index for index, storage in enumerate(self.shards)}
 
     def hand_on(self, flight: Flight[Leg]) -> None:
         is_exchanged = flight.stage == "exchanged"
@@ -316,11 +339,10 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
     @cached_property
     def _gradients(self) -> tuple[FeatureGradient, ...]:
         """Where the gradient of each route comes, ordered by feature as in one process."""
-        by_shard = {s.shard: index for index, s in enumerate(self.shards)}
         found: dict[int, list[FeatureGradient]] = {}
         position = matrix = 0
         for look in self.lookups:
-            found |= look.places(by_shard, position, matrix)
+            found |= look.places(self._shard_of, position, matrix)
             position += len(look.routes)
             matrix += 2 + len(look.routes) - look.routing.host_reduced[self.world.rank].stop
         return tuple(place for at in sorted(found) for place in found[at])

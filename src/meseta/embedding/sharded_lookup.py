@@ -287,12 +287,18 @@ class ShardedLookup:
             return []
         tables = [self._rows[route.shard].weight for route in self.routes[first:]]
         counts = [[x.rows_on.answered[r][k] for r in range(self.world.size)] for k in range(first, len(self.routes))]
-        ids = owned.bags.ids[sum(owned.sizes[:first]) :]
+        begin = sum(owned.sizes[:first])
+        ids = owned.bags.ids[begin:]
         if x.distinct is not None:
+            rows = ids if owned.rows is None else owned.rows[begin:]
             sizes = [x.ids_on.answered[r][k] for k in range(first, len(self.routes)) for r in range(self.world.size)]
-            distinct = unique(ids, list(accumulate(sizes, initial=0)))
+            distinct = unique(rows, list(accumulate(sizes, initial=0)))
             self._check_distinct(distinct.bounds.diff().tolist(), counts)
-            ids = distinct.rows
+            ids = (
+                distinct.rows
+                if owned.rows is None
+                else torch.empty_like(distinct.rows).index_copy_(0, distinct.inverse, ids.to(torch.int64))
+            )
         bounds = list(accumulate((sum(of_route) for of_route in counts), initial=0))
         found = zip(row_lookup(tables, ids, bounds), counts, strict=True)
         return [wire.packed(Matrix(rows.shape[0], (rows.shape[1],)), [rows]).split(sizes) for rows, sizes in found]

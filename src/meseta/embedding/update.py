@@ -174,22 +174,32 @@ def update_rows(
     those that each has lent.
 
     `gather_stats` turns the statistics of this rank's shards, [n U, blocks] each for n statistics, into those of whole
-    rows; it is called for each of the first `num_exchanges` stages, on every rank alike.
+    rows; it is called for each of the first `num_exchanges` stages, on every rank alike. They are listed by row, since
+    ranks may have the columns of a row in slots of other order.
     """
     touched = [
         TouchedRows(lent, g.rows, g.gradient, hyper) for lent, g, hyper in zip(rows, gradients, hypers, strict=True)
     ]
     stats = [g.gradient.new_empty(0, g.rows.numel()) for g in gradients]
+    orders = [
+        None if lent.row_ids is None else lent.row_ids[g.rows].argsort()
+        for lent, g in zip(rows, gradients, strict=True)
+    ]
     for stage in range(max([num_exchanges, *(len(shard.optimizer.row_stats) for shard in shards)])):
         sums: list[Tensor | None] = [
             stage_sums(shard.optimizer, stage, touched[k], stats[k]) if stage < len(shard.optimizer.row_stats) else None
             for k, shard in enumerate(shards)
         ]
-        parts = [None if own is None else own.flatten(0, 1) for own in sums]
+        of_rows = [
+            own if own is None or order is None else own[:, order] for own, order in zip(sums, orders, strict=True)
+        ]
+        parts = [None if own is None else own.flatten(0, 1) for own in of_rows]
         for k, part in enumerate(gather_stats(parts) if stage < num_exchanges else parts):
             own = sums[k]
             if part is not None and own is not None:
-                stats[k] = torch.cat([stats[k], sum_blocks(part).view(own.shape[:2])])
+                whole, order = sum_blocks(part).view(own.shape[:2]), orders[k]
+                whole = whole if order is None else torch.empty_like(whole).index_copy_(1, order, whole)
+                stats[k] = torch.cat([stats[k], whole])
     for shard, touched_rows, stat in zip(shards, touched, stats, strict=True):
         if shard.spec.optimizer.name != "frozen":
             update_given(shard.optimizer, touched_rows, stat, found_inf)

@@ -18,6 +18,7 @@ from meseta.embedding.collection import EmbeddingBagCollection
 from meseta.embedding.sharded import ShardedEmbeddingBagCollection
 from meseta.planner import choose_ways, make_plan
 from meseta.spec import Communication, MesetaError, Plan, Topology, Workload, nearest
+from meseta.spec.tiers import StorageOptions
 
 Model = TypeVar("Model", bound=nn.Module)
 DENSE_SHARDINGS = ("replicated", "fsdp")
@@ -31,20 +32,21 @@ def shard(
     world: World | None = None,
     dense: str = "replicated",
     comm: Communication | None = None,
+    storage: StorageOptions | None = None,
 ) -> Model:
     """Place the model's EmbeddingBagCollection on the ranks of this run; the same code runs on one process.
 
-    Started plainly, the model is returned as it is. Under torchrun the collection is replaced by a sharded one (by
-    `plan`: a Plan, a plan document, a plan file, or None for the planner's), dense parameters are taken from rank 0,
-    and from then on `loss.backward()` leaves every rank with the gradient of the global mean of the loss, when each
-    rank's loss is the mean over its slice of the batch.
+    Started plainly, the model is returned as it is, its rows in the tiers of `plan` where there is one. Under torchrun
+    the collection is replaced by a sharded one (by `plan`: a Plan, a plan document, a plan file, or None for the
+    planner's), dense parameters are taken from rank 0, and from then on `loss.backward()` leaves every rank with the
+    gradient of the global mean of the loss, when each rank's loss is the mean over its slice of the batch.
 
     With `dense` 'fsdp' the dense parameters are cut over the ranks of each host (`devices_per_host` of the plan; as
     the ranks were launched where it has none) and replicated across hosts, see docs/several_ranks.md: optimizers are
     then made of `model.parameters()` after this call, and the model may be on the CPU until it is cut.
 
     `comm` says in how many bits ranks write what they send, and which way it takes between hosts, see
-    docs/communication.md; evaluations travel as they are.
+    docs/communication.md; evaluations travel as they are. `storage` has room for rows that lie far, see docs/tiers.md.
 
     Raises MesetaError when the model has no EmbeddingBagCollection, or several, the plan does not fit, or the dense
     parameters cannot be cut.
@@ -65,11 +67,13 @@ def shard(
         )
     world = world or World.current(collection.device)
     if world.size == 1:
+        if plan is not None:
+            collection.place(resolve_plan(plan, collection, world), storage)
         return model
     comm = comm or Communication()
     plan = resolve_plan(plan, collection, world, comm)
     world = world.under(replace(plan, devices_per_host=plan.devices_per_host or world.ranks_per_host))
-    sharded = ShardedEmbeddingBagCollection(collection, plan, world, comm)
+    sharded = ShardedEmbeddingBagCollection(collection, plan, world, comm, storage)
     owner = model.get_submodule(name.rpartition(".")[0])
     setattr(owner, name.rpartition(".")[2], sharded)
     with torch.no_grad():

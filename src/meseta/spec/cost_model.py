@@ -10,6 +10,7 @@ from typing import Any, get_args
 from meseta.errors import MesetaError, check_choice, check_number
 from meseta.spec.documents import load_document, read_record, without_format, write_yaml
 from meseta.spec.neural_cost import NeuralCost
+from meseta.spec.tiers import CACHED_SHARE
 from meseta.spec.topology import DeviceKind, Link
 
 _FORMAT = "meseta.cost_model/1"
@@ -173,7 +174,7 @@ class TierCost:
     """Of a host's disks, read or written."""
     disk_row_s: float = 1e-5
     """Of a row read or written, in seconds, many being under way: one over the operations a second of a host."""
-    cached_share: float = 0.2
+    cached_share: float = CACHED_SHARE
     """Share of its rows that a 'cached' table keeps on the device, and a table on 'disk' in the host's DRAM."""
     measured: bool = False
     """Whether measured on this machine; else as documented."""

@@ -8,13 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
-from meseta.errors import MesetaError, check_choice, nearest
+from meseta.errors import MesetaError, check_choice, is_whole, nearest
 from meseta.machine.files import json_text, write_whole
 from meseta.spec.codecs import DensePath, Exchange
 from meseta.spec.documents import load_document
 from meseta.spec.shards import COLUMN_BLOCK, IN_ONE_HOST, Shard, ShardingType, TablePlan
-from meseta.spec.tables import TableSpec
-from meseta.spec.tiers import Tier
+from meseta.spec.tables import VALUE_BYTES, TableSpec
+from meseta.spec.tiers import CACHED, CACHED_SHARE, DISK, HBM, StorageOptions, Tier
 
 
 def check_tiling(table: TableSpec, entry: TablePlan) -> None:
@@ -151,6 +151,7 @@ class Plan:
                         f"outside 0..{self.num_ranks - 1}"
                     )
                 check_choice(f"plan: table {entry.table!r}", "tier", shard.tier, get_args(Tier))
+                _check_near_rows(shard)
         for key, known in (("exchange", Exchange), ("dense_exchange", DensePath)):
             if getattr(self, key) is not None:
                 check_choice("plan", key, getattr(self, key), get_args(known))
@@ -193,6 +194,31 @@ class Plan:
         for table in tables:
             check_tiling(table, self[table.name])
             check_scheme(table, self[table.name], self.num_ranks, self.per_host)
+            _check_tiers(table, self[table.name])
+
+    def check_room(self, storage: StorageOptions) -> None:
+        """Raise MesetaError where rows lie where `storage` has no room for them."""
+        for entry in self.tables:
+            if storage.dir is None and any(shard.tier == DISK for shard in entry.shards):
+                raise MesetaError(
+                    f"plan: table {entry.table!r} has rows in tier 'disk', and there is no folder for them; set "
+                    "storage.dir to one on a local disk, or place them in 'hbm'"
+                )
+
+    def near_share(self, storage: StorageOptions, tables: Sequence[TableSpec]) -> float:
+        """Of the rows in tiers 'cached' and 'disk', by their bytes: those that lie near; 1 where there are none."""
+        far = near = shared = 0.0
+        for table in tables if self.tables else ():
+            for shard in self[table.name].shards:
+                if shard.tier in (CACHED, DISK):
+                    row_bytes = shard.num_columns * VALUE_BYTES[table.dtype]
+                    far += shard.num_rows * row_bytes
+                    near += (shard.near_rows or 0) * row_bytes
+                    shared += 0 if shard.near_rows else shard.num_rows * row_bytes
+        room = CACHED_SHARE * shared
+        if storage.near_bytes is not None:
+            room = min(storage.near_bytes * self.num_ranks, shared)
+        return min((near + room) / far, 1.0) if far else 1.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON or YAML, every shard written out; `from_dict` reads it back."""
@@ -204,10 +230,7 @@ class Plan:
                 entry.table: {
                     "sharding": str(entry.sharding),
                     "cost": entry.cost,
-                    "shards": [
-                        {"rows": list(s.rows), "columns": list(s.columns), "ranks": list(s.ranks), "tier": s.tier}
-                        for s in entry.shards
-                    ],
+                    "shards": [_written(shard) for shard in entry.shards],
                 }
                 for entry in self.tables
             },
@@ -236,3 +259,44 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write JSON with every shard spelled out, whole or not at all; raises MesetaError where it cannot be."""
         write_whole(path, json_text(self.to_dict()))
+
+
+def _written(shard: Shard) -> dict[str, Any]:
+    """A shard in a document."""
+    near = {} if shard.near_rows is None else {"near_rows": shard.near_rows}
+    places = {"rows": list(shard.rows), "columns": list(shard.columns), "ranks": list(shard.ranks)}
+    return {**places, "tier": shard.tier, **near}
+
+
+def _check_near_rows(shard: Shard) -> None:
+    near_rows = shard.near_rows
+    if near_rows is None:
+        return
+    if shard.tier not in (CACHED, DISK):
+        raise MesetaError(
+            f"plan: table {shard.table!r} has near_rows {near_rows!r} in tier {shard.tier!r}; rows lie near and far in "
+            f"{CACHED!r} and {DISK!r} alone: leave it out, or name one of these"
+        )
+    if not is_whole(near_rows) or not 1 <= near_rows <= max(shard.num_rows, 1):
+        raise MesetaError(
+            f"plan: table {shard.table!r}, rows {list(shard.rows)}: near_rows must be 1 to {shard.num_rows:,}, its "
+            f"rows, got {near_rows!r}"
+        )
+
+
+def _check_tiers(table: TableSpec, entry: TablePlan) -> None:
+    """Raise MesetaError where pieces of a table lie in a tier that they cannot be in."""
+    for shard in entry.shards:
+        where = f"plan: table {table.name!r} has rows in tier {shard.tier!r}"
+        if shard.tier == HBM:
+            continue
+        if entry.is_replica(shard) or entry.sharding is ShardingType.HOT_REPLICATED:
+            raise MesetaError(
+                f"{where}, but {entry.sharding} keeps copies of rows in the memory of each rank; place it in 'hbm', or "
+                "take another scheme"
+            )
+        if table.optimizer.stepped_rows == "all":
+            raise MesetaError(
+                f"{where}, but its optimizer steps all rows in each step (stepped_rows 'all'); place it in 'hbm', or "
+                "set stepped_rows to 'touched'"
+            )

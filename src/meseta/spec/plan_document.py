@@ -15,8 +15,8 @@ from meseta.spec.tiers import HBM
 PLAN_NAME = "plan.json"
 """Of the file in a folder of a run."""
 _PLAN_KEYS = ("format", "num_ranks", *PATH_KEYS, "tables")
-_TABLE_KEYS = ("sharding", "ranks", "hot_rows", "shards", "cost")
-_SHARD_KEYS = ("rows", "columns", "ranks", "tier")
+_TABLE_KEYS = ("sharding", "ranks", "hot_rows", "tier", "near_rows", "shards", "cost")
+_SHARD_KEYS = ("rows", "columns", "ranks", "tier", "near_rows")
 
 
 def read_plan(document: Mapping[Any, Any], tables: Sequence[TableSpec], num_ranks: int) -> Plan:
@@ -120,10 +120,10 @@ def _read_table(table: TableSpec, entry: Mapping[Any, Any], per_host: int, held_
         )
     sharding = ShardingType(entry["sharding"])
     if "shards" in entry:
-        for key in ("ranks", "hot_rows"):
+        for key in ("ranks", "hot_rows", "tier", "near_rows"):
             if key in entry:
                 raise MesetaError(
-                    f"{where}: {key!r} and 'shards' exclude each other; shards name their own rows, ranks"
+                    f"{where}: {key!r} and 'shards' exclude each other; shards name their own rows, ranks, tiers"
                 )
         if not isinstance(entry["shards"], list | tuple):
             raise MesetaError(f"{where}: 'shards' must be a list, got {entry['shards']!r}")
@@ -143,6 +143,9 @@ def _read_table(table: TableSpec, entry: Mapping[Any, Any], per_host: int, held_
             devices_per_host=per_host,
             hot_rows=hot_rows,
         )
+        tier, near_rows = str(entry.get("tier", HBM)), entry.get("near_rows")
+        pieces = (replace(s, tier=tier, near_rows=_at_most(near_rows, s.num_rows)) for s in placed.shards)
+        placed = replace(placed, shards=tuple(pieces))
     for shard in placed.shards:
         for rank in shard.ranks:
             if 0 <= rank < len(held_bytes):
@@ -184,7 +187,13 @@ def _read_shard(where: str, table: str, piece: Any) -> Shard:
         columns=(columns[0], columns[1]),
         ranks=_read_integers(f"{where}: ranks", piece["ranks"]),
         tier=str(piece.get("tier", HBM)),
+        near_rows=piece.get("near_rows"),
     )
+
+
+def _at_most(near_rows: Any, num_rows: int) -> Any:
+    """Of each piece of a table, where a small one has fewer."""
+    return min(near_rows, max(num_rows, 1)) if is_whole(near_rows) else near_rows
 
 
 def _read_integers(where: str, value: Any) -> tuple[int, ...]:

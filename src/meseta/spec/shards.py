@@ -57,6 +57,8 @@ class Shard:
     tier: str = HBM
     """Memory that holds the rows: 'hbm', the memory of the rank's device (on a CPU rank, DRAM); 'host', the DRAM of its
     host; 'cached', that with the frequent rows in 'hbm'; 'disk', a local disk."""
+    near_rows: int | None = None
+    """Of tiers 'cached' and 'disk': rows that lie near at most, in 'hbm' or in DRAM; None: as there is room."""
 
     @property
     def num_rows(self) -> int:

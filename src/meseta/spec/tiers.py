@@ -11,7 +11,12 @@ disk      -                   the cached      all
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, get_args
+
+from meseta.errors import MesetaError, check_choice, is_whole
 
 Tier = Literal["hbm", "host", "cached", "disk"]
 Memory = Literal["hbm", "host", "disk"]
@@ -24,6 +29,8 @@ CACHED: Final = "cached"
 DISK: Final = "disk"
 """A local disk, with the frequent rows in DRAM too."""
 TIERS: tuple[Tier, ...] = (HBM, HOST, CACHED, DISK)
+CACHED_SHARE = 0.2
+"""Of a piece's rows that a cache holds, where nobody says more."""
 MEMORIES: tuple[Memory, ...] = (HBM, HOST, DISK)
 """Those of the device, of its host, and disks."""
 
@@ -32,3 +39,33 @@ def memory_shares(cached_share: float) -> tuple[tuple[float, ...], ...]:
     """Of each of MEMORIES, for each of TIERS: the part of a piece's rows and states that lies there. A cache holds
     copies of a `cached_share` of them."""
     return (1.0, 0.0, cached_share, 0.0), (0.0, 1.0, 1.0, cached_share), (0.0, 0.0, 0.0, 1.0)
+
+
+EngineName = Literal["auto", "io_uring", "threads"]
+"""What reads a disk: 'auto' takes io_uring where the system allows it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageOptions:
+    """Room for rows of tiers 'cached' and 'disk'."""
+
+    dir: Path | None = None
+    """Folder on a local disk for the scratch files of tier 'disk'; None: no row may lie on a disk."""
+    near_bytes: int | None = None
+    """Memory of each rank for rows that lie near, with their states and what is known of them; it is shared out to the
+    pieces whose plan has no `near_rows`, by their bytes. None: a fifth of these."""
+    engine: EngineName = "auto"
+    """What reads and writes the disk."""
+    max_reads_per_s: float | None = None
+    """Reads of the disk a second that a rank makes at most; None: no limit."""
+
+    def __post_init__(self) -> None:
+        check_choice("storage", "engine", self.engine, get_args(EngineName))
+        if self.near_bytes is not None and (not is_whole(self.near_bytes) or self.near_bytes < 1):
+            raise MesetaError(f"storage: near_bytes must be at least 1, or None for a share, got {self.near_bytes!r}")
+
+    def near_rows(self, row_bytes: Sequence[int], num_rows: Sequence[int]) -> list[int]:
+        """Of pieces of one rank, with so many bytes for a row that lies near, and so many rows: how many may."""
+        whole = sum(of_row * count for of_row, count in zip(row_bytes, num_rows, strict=True))
+        share = CACHED_SHARE if self.near_bytes is None else min(self.near_bytes / max(whole, 1), 1.0)
+        return [min(max(int(count * share), 1), count) for count in num_rows]

@@ -15,6 +15,7 @@ from meseta.jagged.shapes import Int
 from meseta.ops.row_program.optimizer import RowOptimizer
 from meseta.ops.row_update import TableRows
 from meseta.spec import Shard, TableSpec
+from meseta.storage.near_slots import Pinned
 
 ROW = "row"
 """Name of the rows among the optimizer's states."""
@@ -57,6 +58,24 @@ class TableStorage(ABC):
     def end(self) -> None:
         """Undo one `begin`; what operators have written is the table's."""
 
+    lies_far: bool = False
+    """Whether rows are lent only while they are pinned, in places that `pin` tells; else all are, each at its own."""
+
+    def pin(self, rows: Int[Tensor, " n"], *, to_read: bool) -> Pinned:
+        """Make rows of a piece that lies far ready to be lent, until `unpin`. Those that are pinned `to_read` are not
+        stepped, and push none out.
+
+        Raises MesetaError where there is no room for them, or they cannot be had.
+        """
+        raise NotImplementedError
+
+    def unpin(self, pinned: Pinned) -> None:
+        """Undo one `pin`."""
+        raise NotImplementedError
+
+    def close(self) -> None:  # noqa: B027  (most have nothing)
+        """Let go of files and memory; the rows are needed no longer."""
+
     @abstractmethod
     def read(self, first: int, stop: int) -> dict[str, Tensor]:
         """Rows first..stop-1 by name, on any device. Not to be written to; may be what lies there, not a copy."""
@@ -96,19 +115,39 @@ class TableStorage(ABC):
 class Lease:
     """Pieces whose rows are lent together, until `end` or until nobody has the lease any more."""
 
-    def __init__(self, shards: Sequence[TableStorage]) -> None:
-        self._shards: Sequence[TableStorage] = shards
+    def __init__(
+        self, shards: Sequence[TableStorage], looked_up: Mapping[int, Tensor] | None = None, *, to_read: bool = False
+    ) -> None:
+        """`looked_up` are rows of pieces, by index, that lie far, as `TableStorage.pin` takes them."""
+        self._lent: Sequence[TableStorage] = ()
+        self._pinned: list[tuple[TableStorage, Pinned]] = []
+        self.places: dict[int, Int[Tensor, " n"]] = {}
+        """Where the rows that are looked up lie in what is lent, by the index of their piece."""
+        for index, rows in ({} if looked_up is None else looked_up).items():
+            pinned = shards[index].pin(rows, to_read=to_read)
+            self._pinned.append((shards[index], pinned))
+            self.places[index] = pinned.places
         self.rows = tuple(shard.begin() for shard in shards)
         """Of each piece."""
+        self._lent = shards
 
     def end(self) -> None:
         """Give all back, once."""
-        shards, self._shards = self._shards, ()
-        for shard in shards:
+        lent, self._lent = self._lent, ()
+        pinned, self._pinned = self._pinned, []
+        for shard, rows in pinned:
+            shard.unpin(rows)
+        for shard in lent:
             shard.end()
 
     def __del__(self) -> None:
         self.end()
+
+
+def from_stored(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
+    """The way back; a copy where the array cannot be written to."""
+    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+    return tensor.view(dtype) if dtype == torch.bfloat16 else tensor
 
 
 def as_stored(tensor: Tensor) -> Tensor:

@@ -73,7 +73,8 @@ def place_model(planner: RunPlanner, plan: Plan, world: World) -> Any:
     # What is cut goes to its device module by module, since all of it may not fit there.
     is_whole = config.dense.sharding == "replicated" or world.size == 1
     model.to(device=world.device if is_whole else "cpu", dtype=collection.dtype)
-    return shard(model, plan, world=world, dense=config.dense.sharding, comm=config.comm.communication)
+    comm, storage = config.comm.communication, config.storage.options
+    return shard(model, plan, world=world, dense=config.dense.sharding, comm=comm, storage=storage)
 
 
 def make_reader(config: RunConfig, dataset: Dataset, split: str, world: World) -> Reader:

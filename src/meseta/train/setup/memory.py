@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from meseta.data.dataset.dataset import Dataset
 from meseta.machine.system import System, free_memory_bytes, read_limits
 from meseta.planner.cost.memory import DENSE_COPIES, PHASES, PROCESS_BYTES, Phase, RunBytes, plan_memory
 from meseta.spec import MesetaError, OptimizerSpec, Plan, TableSpec, Workload
+from meseta.spec.tiers import HBM, HOST, StorageOptions
 from meseta.telemetry.shown import byte_size
 from meseta.train.setup.outline import answers_bytes, score_bytes, step_bytes
 
@@ -65,18 +66,21 @@ class RunMemory:
     """Of its steps."""
     run: RunBytes
     """What the run adds to a plan."""
+    storage: StorageOptions = field(default_factory=StorageOptions)
+    """Room for rows that lie near, of those that do not all."""
 
     def needs(self, plan: Plan, tables: Mapping[str, TableSpec] | None = None) -> dict[Phase, list[MemoryNeed]]:
         """By phase, of every rank; `tables` stand for those of the workload of their names."""
         workload = self.workload
         if tables is not None:
             workload = replace(workload, tables=tuple(tables[table.name] for table in workload.tables))
-        held = plan_memory(plan, workload, plan.per_host, run=self.run)
+        near = plan.near_share(self.storage, workload.tables)
+        held = plan_memory(plan, workload, plan.per_host, near, run=self.run)
 
         def need(phase: Phase, rank: int) -> MemoryNeed:
             parts = dict.fromkeys(MemoryNeed.__dataclass_fields__, 0)
-            for of_memory in held[phase].values():
-                for name, values in of_memory.items():
+            for memory in (HBM, HOST):
+                for name, values in held[phase][memory].items():
                     parts[name] += int(values[rank])
             return MemoryNeed(**parts)
 

@@ -65,7 +65,8 @@ class RunPlanner:
     def memory(self, plan: Plan) -> RunMemory:
         """What its ranks hold under any plan for the hosts of `plan`."""
         dense_bytes = dense_part_bytes(self.config, self.outline, plan.num_ranks, plan.per_host)
-        return RunMemory(workload=self.workload, run=replace(self.run_bytes, dense_bytes=dense_bytes))
+        run = replace(self.run_bytes, dense_bytes=dense_bytes)
+        return RunMemory(workload=self.workload, run=run, storage=self.config.storage.options)
 
     def check_memory(self, plan: Plan) -> None:
         """Raise MesetaError, on all ranks, where they need more than there is under `plan`. Collective."""

@@ -1,0 +1,102 @@
+"""Where rows lie that are not near: records by row, read and written some at a time."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from meseta.jagged.shapes import Bool, Int, Shaped
+from meseta.ops.memory import empty
+
+
+@runtime_checkable  # beartype asks for it where the tests check every call
+class ReadAhead(Protocol):
+    """A read on its way."""
+
+    def wait(self) -> Bool[Tensor, " n"]:
+        """Wait for it: which of the rows were ever written; records of others mean nothing. Raises MesetaError where
+        the rows cannot be had."""
+
+
+@runtime_checkable  # beartype asks for it where the tests check every call
+class FarSnapshot(Protocol):
+    """Rows as they were at one moment."""
+
+    def read(self, first: int, out: Shaped[Tensor, "n bytes"]) -> ReadAhead:
+        """Begin to read rows first, first + 1, ... into `out`, likewise."""
+
+    def close(self) -> None:
+        """They are needed no longer."""
+
+
+@runtime_checkable  # beartype asks for it where the tests check every call
+class FarRows(Protocol):
+    """Records of rows 0..n-1, uint8, in the memory of the host or on a disk. One that was never written is absent."""
+
+    def read(self, rows: Int[Tensor, " n"], out: Shaped[Tensor, "n bytes"]) -> ReadAhead:
+        """Begin to read rows into `out`, which is left alone until that is waited for; what was written before is
+        seen."""
+
+    def write(self, rows: Int[Tensor, " n"], records: Shaped[Tensor, "n bytes"]) -> None:
+        """Put rows, which are copied. Raises MesetaError where they cannot be kept; then none is lost that was there
+        before."""
+
+    def freeze(self) -> FarSnapshot:
+        """The rows as they are now, whatever is written later."""
+
+    def num_bytes(self) -> int:
+        """Of memory that it takes."""
+
+    def close(self) -> None:
+        """Let go of all."""
+
+
+class _Done:
+    """A read that took no time."""
+
+    def __init__(self, present: Tensor) -> None:
+        self._present = present
+
+    def wait(self) -> Tensor:
+        return self._present
+
+
+class HostRows:
+    """Rows in the memory of the host; a page that no row was written to takes none."""
+
+    def __init__(self, num_rows: int, record_bytes: int) -> None:
+        self._records = empty((num_rows, record_bytes), torch.uint8, keep=False)
+        self._is_present = torch.zeros(num_rows, dtype=torch.bool)
+
+    def read(self, rows: Tensor, out: Tensor) -> _Done:
+        torch.index_select(self._records, 0, rows, out=out)
+        return _Done(self._is_present[rows])
+
+    def write(self, rows: Tensor, records: Tensor) -> None:
+        self._records.index_copy_(0, rows, records)
+        self._is_present[rows] = True
+
+    def freeze(self) -> FrozenHostRows:
+        return FrozenHostRows(self._records.clone(), self._is_present.clone())
+
+    def num_bytes(self) -> int:
+        return self._records.numel() + self._is_present.numel()
+
+    def close(self) -> None:
+        self._records, self._is_present = self._records[:0], self._is_present[:0]
+
+
+class FrozenHostRows:
+    """A copy of them."""
+
+    def __init__(self, records: Tensor, is_present: Tensor) -> None:
+        self._records, self._is_present = records, is_present
+
+    def read(self, first: int, out: Tensor) -> _Done:
+        out.copy_(self._records[first : first + len(out)])
+        return _Done(self._is_present[first : first + len(out)])
+
+    def close(self) -> None:
+        self._records = self._records[:0]

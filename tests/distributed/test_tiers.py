@@ -1,0 +1,104 @@
+"""Rows that lie near and far on several ranks, and in whole runs: the bits of rows that all lie in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meseta.spec import Communication, MesetaError
+from meseta.spec.optimizer import USED_FIELDS
+from meseta.spec.stages import OVERLAPS
+from sampling import product, sample
+from small_run import final_checksum, metrics, settings, tiny_data, train, without_times
+
+from .pool import RankPool
+from .scenario import Scenario
+from .scenario import train as train_scenario
+
+Ranks = Callable[[int], RankPool]
+CELLS = product(
+    optimizer=sorted(USED_FIELDS),
+    dtype=["float32", "float64"],
+    sharding=["mixed", "mixed of hosts", "column_wise", "row_wise", "grid", "table_wise"],
+    tier=["cached", "disk"],
+    pooling=["mean", "none"],
+)
+FAR = {"user": "row_wise", "item": "table_wise", "city": "column_wise", "tags": "row_wise"}
+WIDE = {"model__embedding_dim": 32, "model__bottom_mlp": [8, 32]}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_data(tmp_path_factory.getbasetemp() / "data")
+
+
+@pytest.mark.parametrize("cell", sample(CELLS, 12, seed=1))
+def test_pieces_of_any_scheme_have_the_bits_of_resident_ones(
+    ranks: Ranks, cell: dict[str, Any], tmp_path: Path
+) -> None:
+    """With two levels between hosts in every other cell, and codecs where they go."""
+    kinds = {"optimizer": cell["optimizer"], "dtype": cell["dtype"], "sharding": cell["sharding"]}
+    scenario = Scenario(weighted=cell["pooling"] != "none", pooling=cell["pooling"], **kinds)
+    if cell["optimizer"] < "l":
+        scenario = scenario.but(exchange="two_level")
+    if cell["dtype"] == "float32" and cell["tier"] == "disk":
+        scenario = scenario.but(comm=Communication(precision="int8"))
+    size = 2 if cell["sharding"] in ("mixed", "row_wise") else 4
+    tiered = scenario.but(tier=cell["tier"], near_rows=72, folder=str(tmp_path))
+    expected, found = (ranks(size).run(train_scenario, one) for one in (scenario, tiered))
+    for got, resident in zip(found, expected, strict=True):
+        assert got["losses"] == resident["losses"]
+        for (place, weight, state), (other, rows, states) in zip(got["shards"], resident["shards"], strict=True):
+            assert (place.table, place.rows, place.columns) == (other.table, other.rows, other.columns)
+            assert torch.equal(weight, rows) and state.keys() == states.keys()
+            assert all(torch.equal(state[name], value) for name, value in states.items())
+    assert not [*tmp_path.iterdir()] or cell["tier"] == "disk"
+
+
+def fails(scenario: Scenario) -> str:
+    with pytest.raises(MesetaError) as raised:
+        train_scenario(scenario)
+    return str(raised.value)
+
+
+def test_all_ranks_are_told_of_one_that_has_no_room(ranks: Ranks, tmp_path: Path) -> None:
+    """Table 'wide', which is cut by rows, has one slot on each; 'tiny' has one row, and lies on rank 0 alone."""
+    scenario = Scenario("row_wise", "sum", False, "sgd", tier="cached", near_rows=1)
+    first, second = ranks(2).run(fails, scenario)
+    assert first == second and first.startswith("rank 0: table 'small', rows 0..3: a batch looks up ")
+    assert "but 1 rows lie near; give the table" in first
+
+
+def document(tiny: Path, run: Path, size: int, tier: str, **changes: Any) -> dict[str, Any]:
+    """Of a run whose tables lie so; `near_rows` are little more than those of a batch."""
+    far = {} if tier == "hbm" else {"tier": tier, "near_rows": 150}
+    tables = {name: {"sharding": sharding, **far} for name, sharding in FAR.items()}
+    return settings(tiny, run, **WIDE, **changes, plan={"tables": tables}, storage={"dir": str(run.parent / "scratch")})
+
+
+@pytest.mark.parametrize("overlap", ["off", list(OVERLAPS)], ids=["off", "all"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_run_ends_with_the_checksum_of_one_in_memory(
+    ranks: Ranks, tiny: Path, tmp_path: Path, size: int, overlap: Any
+) -> None:
+    """In two parts, in different tiers, with micro-batches, saves in the background, evaluations; no file is left."""
+    common = {
+        "train__accumulate_steps": 2,
+        "train__eval_every_steps": 3,
+        "checkpoint__every_steps": 2,
+        "checkpoint__background": "always",
+        "embedding__dtype": "bfloat16",
+        **({} if size == 1 else {"pipeline__overlap": overlap}),
+    }
+    for tiers in (("hbm", "hbm"), ("disk", "cached"), ("cached", "disk")):
+        run = tmp_path / "-".join(tiers)
+        for tier, last in zip(tiers, (5, 9), strict=True):
+            one = document(tiny, run, size, tier, **common, train__max_steps=last)
+            _ = [train(one)] if size == 1 else ranks(size).run(train, one)
+    runs = [run for run in sorted(tmp_path.iterdir()) if run.name != "scratch"]
+    first, *others = [(final_checksum(run), without_times(metrics(run))) for run in runs]
+    assert all(found == first for found in others)

@@ -1,0 +1,203 @@
+"""Rows that lie near and far: the bits of rows that all lie in memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from meseta import EmbeddingBagCollection, FeatureSpec, KeyedJaggedTensor, OptimizerSpec, Plan, TableSpec
+from meseta.optim import make_row_optimizer, row_state
+from meseta.spec import MesetaError
+from meseta.spec.optimizer import USED_FIELDS
+from meseta.spec.tiers import StorageOptions
+from meseta.storage import ROW, TieredShard, as_stored
+from meseta.storage.tiered import check_init
+from sampling import sample
+
+ROWS = {"big": 500, "small": 40}
+FEATURES = ("pooled", "mean", "weighted", "single", "other")
+CELLS = [
+    {"optimizer": optimizer, "dtype": dtype, "tier": tier, "near": near}
+    for optimizer in sorted(USED_FIELDS)
+    for dtype in ("float32", "float16", "bfloat16", "float64")
+    for tier in ("cached", "disk")
+    for near in ("tight", "half")
+]
+
+
+def tables(optimizer: str, dtype: str, width: int = 24) -> list[TableSpec]:
+    named: Any = {"name": optimizer} | ({} if optimizer == "frozen" else {"lr": 0.05})
+    spec = OptimizerSpec(**named)
+    kind: Any = dtype
+    return [
+        TableSpec(name=name, num_embeddings=rows, embedding_dim=width, dtype=kind, optimizer=spec)
+        for name, rows in ROWS.items()
+    ]
+
+
+def features() -> list[FeatureSpec]:
+    return [
+        FeatureSpec(name="pooled", table="big"),
+        FeatureSpec(name="mean", table="big", pooling="mean"),
+        FeatureSpec(name="weighted", table="small", weighted=True),
+        FeatureSpec(name="single", table="big", pooling="none"),
+        FeatureSpec(name="other", table="small"),
+    ]
+
+
+def batch(number: int, size: int = 6, drift: int = 37) -> KeyedJaggedTensor:
+    """Ids that drift: most were not in the batch before."""
+    random = np.random.default_rng(number)
+    lengths = random.integers(0, 4, (len(FEATURES), size))
+    rows = [ROWS["big"], ROWS["big"], ROWS["small"], ROWS["big"], ROWS["small"]]
+    ids = [(drift * number + random.zipf(1.6, of.sum()) * 7) % count for of, count in zip(lengths, rows, strict=True)]
+    values = torch.from_numpy(np.concatenate(ids))
+    weights = torch.from_numpy(random.standard_normal(len(values)).astype(np.float32))
+    return KeyedJaggedTensor(FEATURES, values, torch.from_numpy(lengths.reshape(-1)), weights)
+
+
+def collection(optimizer: str, dtype: str) -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(tables(optimizer, dtype), features(), seed=7)
+
+
+def placed(tier: str, near_rows: dict[str, int], optimizer: str, dtype: str, folder: Path) -> EmbeddingBagCollection:
+    made = collection(optimizer, dtype)
+    entries = {name: {"sharding": "table_wise", "tier": tier, "near_rows": rows} for name, rows in near_rows.items()}
+    made.place(Plan.from_dict({"tables": entries}, made.tables, 1), StorageOptions(dir=folder))
+    return made
+
+
+def loss_of(made: EmbeddingBagCollection, kjt: KeyedJaggedTensor) -> Tensor:
+    found = made(replace(kjt, weights=None if kjt.weights is None else kjt.weights.to(made.dtype)))
+    single: Any = found["single"]
+    return (found.pooled.values.square().sum() + single.values.sin().sum()) / kjt.batch_size
+
+
+def train(made: EmbeddingBagCollection, num_steps: int = 12) -> list[float]:
+    """Losses of steps; every third takes its batch in two parts, and an evaluation is in between."""
+    losses = []
+    for step in range(num_steps):
+        if step % 3 == 2:
+            with made.accumulating():
+                loss_of(made, batch(1000 + step)).backward()
+        loss = loss_of(made, batch(step))
+        loss.backward()
+        losses.append(float(loss.detach()))
+        if step % 4 == 1:
+            with torch.no_grad():
+                losses.append(float(loss_of(made, batch(500 + step, size=40))))
+    return losses
+
+
+def contents(made: EmbeddingBagCollection) -> list[dict[str, Tensor]]:
+    return [shard.read(0, shard.shard.num_rows) for shard in made.shards]
+
+
+def same(a: list[dict[str, Tensor]], b: list[dict[str, Tensor]]) -> bool:
+    each = zip(a, b, strict=True)
+    return all(x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x) for x, y in each)
+
+
+@pytest.mark.parametrize("cell", sample(CELLS, 14, seed=0), ids=lambda cell: " ".join(cell.values()))
+def test_losses_rows_and_states_are_those_of_resident_tables(cell: dict[str, Any], tmp_path: Path) -> None:
+    """With slots for little more than a step, and for half of the rows."""
+    near = {"big": 80, "small": 36} if cell["near"] == "tight" else {"big": 250, "small": 40}
+    resident = collection(cell["optimizer"], cell["dtype"])
+    tiered = placed(cell["tier"], near, cell["optimizer"], cell["dtype"], tmp_path)
+    assert train(tiered) == train(resident)
+    assert all(isinstance(shard, TieredShard) for shard in tiered.shards)
+    assert same(contents(tiered), contents(resident))
+
+
+@pytest.mark.parametrize("tier", ["cached", "disk"])
+def test_writes_reads_and_copies_for_saves(tier: str, tmp_path: Path) -> None:
+    """Of all names and of some, over rows that lie near and far; a copy stays as it was while training goes on."""
+    resident = collection("adam", "bfloat16")
+    tiered = placed(tier, {"big": 90, "small": 40}, "adam", "bfloat16", tmp_path)
+    for made in (resident, tiered):
+        train(made, 5)
+        values = {name: as_stored(value[3:70] * 0.5).numpy() for name, value in contents(made)[0].items()}
+        made.shards[0].write(3, values)
+        made.shards[0].write(40, {ROW: values[ROW][:20]})
+    assert same(contents(tiered), contents(resident))
+    frozen = [made.shards[0].freeze() for made in (resident, tiered)]
+    before = [{name: value.clone() for name, value in one.read(0, ROWS["big"]).items()} for one in frozen]
+    for made in (resident, tiered):
+        train(made, 5)
+    assert same(contents(tiered), contents(resident))
+    after = [one.read(0, ROWS["big"]) for one in frozen]
+    assert same([before[0]], [before[1]]) and same(before, after)
+    rows = torch.tensor([0, 5, 77, 401])
+    taken = [made.shards[0].take(rows) for made in (resident, tiered)]
+    assert same([taken[0]], [taken[1]])
+
+
+def test_a_batch_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    tiered = placed("cached", {"big": 4, "small": 36}, "sgd", "float32", tmp_path)
+    told = (
+        r"table 'big', rows 0\.\.499: a batch looks up \d+ distinct rows, but 4 rows lie near; give the table .*_rows"
+    )
+    with pytest.raises(MesetaError, match=told):
+        loss_of(tiered, batch(0))
+    assert same(contents(tiered), contents(collection("sgd", "float32")))
+    with torch.no_grad():  # rows that are read alone have room of their own
+        assert float(loss_of(tiered, batch(0))) == float(loss_of(collection("sgd", "float32"), batch(0)))
+
+
+def test_a_pass_that_never_comes_back_pins_nothing(tmp_path: Path) -> None:
+    tiered = placed("cached", {"big": 80, "small": 40}, "sgd", "float32", tmp_path)
+    for number in range(40):
+        loss_of(tiered, batch(number))
+    assert train(tiered) == train(collection("sgd", "float32"))
+
+
+def test_an_evaluation_pushes_nothing_out(tmp_path: Path) -> None:
+    tiered = placed("cached", {"big": 100, "small": 40}, "sgd", "float32", tmp_path)
+    train(tiered, 6)
+    [big, _] = tiered.shards
+    assert isinstance(big, TieredShard)
+    before = big.near_rows()
+    with torch.no_grad():
+        for number in range(20):
+            loss_of(tiered, batch(900 + number, size=50))
+    assert torch.equal(before, big.near_rows())
+
+
+def test_plans_that_cannot_be_are_named() -> None:
+    made = collection("sgd", "float32")
+    one = partial(Plan.from_dict, tables=made.tables, num_ranks=1)
+    with pytest.raises(MesetaError, match="data_parallel keeps copies of rows in the memory of each rank"):
+        Plan.from_dict({"tables": {"*": {"sharding": "data_parallel", "tier": "disk"}}}, made.tables, 2)
+    with pytest.raises(
+        MesetaError, match=r"table 'big' has rows in tier 'disk', and there is no folder .*storage\.dir"
+    ):
+        made.place(one({"tables": {"*": {"sharding": "table_wise", "tier": "disk"}}}))
+    all_rows = [replace(t, optimizer=OptimizerSpec(name="adam", lr=0.1, stepped_rows="all")) for t in made.tables]
+    with pytest.raises(MesetaError, match="its optimizer steps all rows in each step"):
+        Plan.from_dict({"tables": {"*": {"sharding": "table_wise", "tier": "cached"}}}, all_rows, 1)
+    with pytest.raises(MesetaError, match="rows lie near and far in 'cached' and 'disk' alone"):
+        one({"tables": {"*": {"sharding": "table_wise", "near_rows": 3}}})
+    with pytest.raises(MesetaError, match="near_rows must be 1 to 500"):
+        one({"tables": {"*": {"sharding": "table_wise", "tier": "cached", "near_rows": 0}}})
+
+
+def test_an_optimizer_whose_states_cannot_be_made_row_by_row_is_named() -> None:
+    spec = tables("adam", "float32")[0]
+    sound = make_row_optimizer(spec.optimizer)
+    check_init(spec, sound)
+    for init in (
+        lambda weight: {"mean": row_state(weight, float(weight.mean()))},
+        lambda weight: {"count": torch.zeros(3)},
+        lambda weight: {"first": row_state(weight)} if len(weight) > 3 else {},
+    ):
+        with pytest.raises(
+            MesetaError, match=r"table 'big': .* `init` of optimizer 'adam' gives a row another state alone"
+        ):
+            check_init(spec, replace(sound, init=init))
