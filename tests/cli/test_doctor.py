@@ -20,7 +20,7 @@ from source_tree import ROOT
 
 TOPICS = [
     "meseta", "torch", "packages", "core", "processor", "bfloat16", "cores", "waiting", "memory", "pages",
-    "shared memory", "open files", "GPU", "triton", "nccl", "gloo", "disk", "extras",
+    "shared memory", "open files", "GPU", "triton", "nccl", "gloo", "disk", "row files", "extras",
 ]  # fmt: skip
 
 

@@ -220,6 +220,14 @@ def test_what_is_wrong_is_named(engine: DiskEngine) -> None:
         DiskEngine(engine.folder, max_reads_per_s=0)
 
 
+def test_a_file_that_is_dropped_ends_as_one_that_is_closed(engine: DiskEngine) -> None:
+    file = RowFile(engine, "t", num_rows=20_000, record_bytes=260, segment_bytes=SMALL)
+    file.write(torch.arange(20_000), records_of(20_000, 260, 3))  # and some of it is on its way
+    path = file.path
+    del file
+    assert not os.path.exists(path)
+
+
 def test_a_read_outlives_what_asked_for_it(engine: DiskEngine) -> None:
     file = RowFile(engine, "t", num_rows=20_000, record_bytes=260)
     file.write(torch.arange(20_000), records_of(20_000, 260, 3))

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import math
+import mmap
 import os
 import shutil
 import stat
@@ -27,6 +28,8 @@ DOCUMENT_DEPTH = 64
 """How deeply a document may be nested."""
 STRING_LENGTH = 1 << 20
 """The longest string in it: names, digests and states of generators are far shorter."""
+BLOCKS = (512, 1024, 2048, 4096)
+"""Of devices, in bytes."""
 _NAME_BYTES, _PATH_BYTES = 255, 4096
 _STEM_BYTES = 150
 """The longest name that `file_name` gives: room for a prefix and a suffix, also where file systems encrypt names."""
@@ -344,3 +347,34 @@ def write_whole(path: str | Path, text: str) -> None:
             reason = error.strerror or error
             raise MesetaError(f"{str(path)!r} cannot be written: {reason}; choose another") from None
         raise
+
+
+def direct_block_bytes(folder: Path) -> tuple[int, str | None]:
+    """The least that can be read directly from a file in a folder, found by trying; and why nothing can, where nothing
+    can. Raises OSError where the folder cannot be written."""
+    if not hasattr(os, "O_DIRECT"):
+        return BLOCKS[0], "this system has no direct transfers"
+    with tempfile.NamedTemporaryFile(dir=folder) as file, mmap.mmap(-1, BLOCKS[-1]) as memory:
+        file.write(bytes(2 * BLOCKS[-1]))
+        file.flush()
+        os.fsync(file.fileno())
+        try:
+            descriptor = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
+        except OSError as error:
+            return BLOCKS[0], f"its file system has no direct transfers: {error.strerror}"
+        try:
+            for block in BLOCKS:
+                if _can_read(descriptor, memory, block):
+                    return block, None
+        finally:
+            os.close(descriptor)
+    return BLOCKS[0], f"its file system refuses direct reads of up to {BLOCKS[-1]:,} bytes"
+
+
+def _can_read(descriptor: int, memory: mmap.mmap, block: int) -> bool:
+    """Whether the second block can be read alone."""
+    try:
+        with memoryview(memory) as view, view[:block] as part:
+            return os.preadv(descriptor, [part], block) == block
+    except OSError:
+        return False

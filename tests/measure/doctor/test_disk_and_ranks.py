@@ -36,6 +36,24 @@ def test_a_small_measurement(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_how_rows_are_read_is_told_with_why_not_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = disk.check_row_files(tmp_path, {"why_not": "it is forbidden"})
+    assert found.text.startswith("tables on this disk are read by threads (it is forbidden), ")
+    assert found.figures["io_uring"] is False and found.figures["block_bytes"] in (512, 1024, 2048, 4096)
+    assert list(tmp_path.iterdir()) == []
+    real_open = os.open
+
+    def refuse(path: Any, flags: int, *more: Any, **named: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real_open(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    found = disk.check_row_files(tmp_path, {"why_not": None})
+    assert found.state == "note" and "by io_uring, through the page cache: its file system has no direct" in found.text
+    assert "cannot be written" in disk.check_row_files(tmp_path / "no", {"error": "ImportError: x"}).text
+
+
 def test_all_that_was_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock that stands at one second per look, rates are counts of bytes."""
     ticks = iter(range(10_000))

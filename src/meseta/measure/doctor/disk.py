@@ -1,4 +1,4 @@
-"""Check of a folder: room, and sequential speed of writing to it durably and of reading back."""
+"""Checks of a folder: room, sequential speed of writing to it durably and of reading back, and how rows are read."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from meseta.machine.files import direct_block_bytes
 from meseta.machine.system import System
 from meseta.measure.doctor.finding import Finding, note, ok, problem
 from meseta.telemetry.shown import byte_size
@@ -107,6 +109,22 @@ def check_disk(folder: Path, system: System) -> Finding:
     if free < LITTLE_BYTES:
         return note("disk", f"{text}: little room for data and checkpoints", elsewhere, **figures)
     return ok("disk", text, **figures)
+
+
+def check_row_files(folder: Path, fact: Mapping[str, Any]) -> Finding:
+    """How tables on a disk would be read in a folder, and why not better; `fact` is the probe's."""
+    figures: dict[str, Any] = {"io_uring": "error" not in fact and fact.get("why_not") is None}
+    how = "io_uring" if figures["io_uring"] else f"threads ({fact.get('error') or fact.get('why_not')})"
+    try:
+        block_bytes, why_buffered = direct_block_bytes(folder)
+    except OSError as error:
+        return note("row files", f"{how}; {str(folder)!r} cannot be written: {error.strerror or error}", **figures)
+    figures |= {"direct": why_buffered is None, "block_bytes": block_bytes}
+    if why_buffered is not None:
+        text = f"tables on this disk are read by {how}, through the page cache: {why_buffered}"
+        return note("row files", text, "name a folder on another disk with --dir", **figures)
+    text = f"tables on this disk are read by {how}, directly, in blocks of {block_bytes:,} bytes"
+    return ok("row files", text, **figures)
 
 
 def _file_system(folder: Path, system: System) -> str | None:

@@ -44,6 +44,7 @@ def examine(folder: Path, system: System | None = None) -> Iterator[Finding]:
         "nccl": lambda: devices.check_nccl(facts["nccl"], len(gpus)),
         "gloo": lambda: ranks.check_gloo(torch),
         "disk": lambda: disk.check_disk(folder, system),
+        "row files": lambda: disk.check_row_files(folder, facts["io_uring"]),
         "extras": lambda: packages.check_optional(installed),
     }
     for topic, check in checks.items():

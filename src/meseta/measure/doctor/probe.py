@@ -107,6 +107,12 @@ def _core() -> Fact:
     return {"instruction_set": chosen}
 
 
+def _io_uring() -> Fact:
+    from meseta.ops.row_file.engine import why_no_io_uring
+
+    return {"why_not": why_no_io_uring()}
+
+
 def _pages() -> Fact:
     """How much of a large tensor lies on 2 MB pages."""
     import torch
@@ -177,13 +183,14 @@ STAGES: dict[str, Callable[[], Fact]] = {
     "torch": _torch,
     "processor": _processor,
     "core": _core,
+    "io_uring": _io_uring,
     "pages": _pages,
     "gpu": _gpu,
     "nccl": _nccl,
     "triton": _triton,
     **{f"import {module}": _importer(module) for module in MODULES.values() if module != "torch"},
 }
-NEED_TORCH = ("processor", "core", "pages", "gpu", "nccl", "triton")
+NEED_TORCH = ("processor", "core", "io_uring", "pages", "gpu", "nccl", "triton")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +110,8 @@ class RowFile:
         self._scratch = ScratchFile(engine.folder, name, self.owner, os.O_DIRECT if facts.direct else 0)
         sizes = [record_bytes, facts.block_bytes, segment_bytes]
         self._log = core().open_row_log(engine.handle, self._scratch.descriptor, num_rows, sizes, secrets.randbits(32))
-        self._is_open = True
+        # Before the descriptor is closed, which another file may get, however the object ends.
+        self._end = weakref.finalize(self, _close, self._log, self._scratch, os.getpid())
 
     @property
     def path(self) -> str:
@@ -167,10 +169,7 @@ class RowFile:
 
     def close(self) -> None:
         """Wait for what is in flight, and remove the file; a second call does nothing."""
-        if self._is_open:
-            self._is_open = False
-            core().close_row_log(self._log)
-            self._scratch.close()
+        self._end()
 
     def check(self, failure: list[int]) -> None:
         """Raise MesetaError for a failure of the core: kind, error of the system, row, byte of the file, whether it was
@@ -184,12 +183,18 @@ class RowFile:
         return core().row_log_numbers(self._log)
 
     def _call(self, function: str, *arguments: object) -> Any:
-        if not self._is_open:
+        if not self._end.alive:
             raise MesetaError(f"{self.owner}: its file {self.path!r} is closed")
         try:
             return getattr(core(), function)(self._log, *arguments)
         except ValueError as error:
             raise MesetaError(f"{self.owner}: {error}") from None
+
+
+def _close(log: object, scratch: ScratchFile, process: int) -> None:
+    if os.getpid() == process:  # not a fork of it
+        core().close_row_log(log)
+        scratch.close()
 
 
 def _reason(kind: int, code: int, row: int, is_writing: bool) -> str:

@@ -4,9 +4,7 @@ does."""
 from __future__ import annotations
 
 import errno
-import mmap
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,15 +13,14 @@ from typing import Any
 import numpy as np
 
 from meseta.errors import MesetaError, check_choice, one_line
+from meseta.machine.files import direct_block_bytes
 from meseta.ops.core import core
 from meseta.ops.row_file.scratch_file import remove_leftovers
 
 AUTO, IO_URING, THREADS = "auto", "io_uring", "threads"
 ENGINES = (AUTO, IO_URING, THREADS)
-DEPTHS = {IO_URING: 64, THREADS: 32}
-"""Reads in flight at most. More give no more reads a second on disks that a host shares out, and take memory."""
-BLOCKS = (512, 1024, 2048, 4096)
-"""Of devices, in bytes."""
+DEPTHS = {IO_URING: 256, THREADS: 32}
+"""Reads in flight at most, 8 KB of memory each: with many at once the system is called less often for each."""
 _STEPS, _FIRST_POWER = 8, 3
 
 
@@ -81,7 +78,7 @@ def engine_facts(folder: Path, engine: str = AUTO) -> EngineFacts:
     if engine == IO_URING and why_threads is not None:
         raise MesetaError(f"storage: engine 'io_uring' is not to be had: {why_threads}; set storage.engine to auto")
     try:
-        block_bytes, why_buffered = _block_bytes(folder)
+        block_bytes, why_buffered = direct_block_bytes(folder)
     except OSError as error:
         raise MesetaError(
             f"storage: {str(folder)!r} cannot be written ({one_line(error)}); set storage.dir to a folder on a disk"
@@ -93,31 +90,6 @@ def engine_facts(folder: Path, engine: str = AUTO) -> EngineFacts:
         why_threads=why_threads,
         why_buffered=why_buffered,
     )
-
-
-def _block_bytes(folder: Path) -> tuple[int, str | None]:
-    """The least that can be read directly from a file in a folder, by trying; and why nothing can."""
-    if not hasattr(os, "O_DIRECT"):
-        return BLOCKS[0], "this system has no direct transfers"
-    with tempfile.NamedTemporaryFile(dir=folder) as file, mmap.mmap(-1, BLOCKS[-1]) as memory:
-        file.write(bytes(2 * BLOCKS[-1]))
-        file.flush()
-        os.fsync(file.fileno())
-        try:
-            descriptor = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
-        except OSError as error:
-            return BLOCKS[0], f"its file system has no direct transfers: {one_line(error)}"
-        try:
-            for block in BLOCKS:
-                try:
-                    with memoryview(memory) as view, view[:block] as part:
-                        if os.preadv(descriptor, [part], block) == block:
-                            return block, None
-                except OSError:
-                    continue
-        finally:
-            os.close(descriptor)
-    return BLOCKS[0], "its file system refuses direct reads of up to 4,096 bytes"
 
 
 class DiskEngine:

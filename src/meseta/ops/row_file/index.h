@@ -36,6 +36,11 @@ class Index {
     return chunk == nullptr ? kAbsent : chunk->slots[row % kChunkRows];
   }
 
+  void prefetch(int64_t row) const {
+    const Chunk* chunk = chunks_[size_t(row / kChunkRows)].get();
+    if (chunk != nullptr) __builtin_prefetch(chunk->slots + row % kChunkRows);
+  }
+
   // Puts a row somewhere; where it was.
   uint32_t move(int64_t row, uint32_t slot, std::atomic<int64_t>& count) {
     std::shared_ptr<Chunk>& chunk = chunks_[size_t(row / kChunkRows)];

@@ -133,6 +133,7 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
     int64_t absent = 0, from_memory = 0;
     uint64_t* const first = ticket.parts.data() + begin;
     uint64_t* last = first;
+    for (int64_t at = begin; at < end; ++at) index.prefetch(ticket.row(at));
     for (int64_t at = begin; at < end; ++at) {
       const uint32_t slot = index[ticket.row(at)];
       ticket.present[at] = slot != kAbsent;
@@ -193,7 +194,7 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
     return segment.buffer.get() + layout_.place(slot % layout_.segment_entries);
   }
   uint32_t checksum(const Segment& segment, const uint8_t* entry) const {
-    return crc32c(salt_ ^ segment.generation, entry, layout_.record_bytes + sizeof(uint32_t));
+    return entry_checksum(salt_ ^ segment.generation, entry, layout_.record_bytes + sizeof(uint32_t));
   }
   // The row that an entry says it is, or none where its checksum is wrong.
   std::optional<uint32_t> row_of(const Segment& segment, const uint8_t* entry) const {

@@ -88,8 +88,8 @@ class Ring {
     ++unsent_;
   }
 
-  // Sends what was asked for, and waits for an answer: until `when`, or for ever.
-  void enter(bool wait, Clock::time_point when) {
+  // Sends what was asked for, and waits for so many answers: until `when`, or for ever.
+  void enter(unsigned wanted, Clock::time_point when) {
     io_uring_getevents_arg more{};
     struct {
       int64_t seconds, nanoseconds;
@@ -101,7 +101,7 @@ class Ring {
       limit.nanoseconds %= 1'000'000'000;
       more.ts = reinterpret_cast<uint64_t>(&limit);
     }
-    const long sent = syscall(__NR_io_uring_enter, descriptor_, unsent_, wait ? 1 : 0,
+    const long sent = syscall(__NR_io_uring_enter, descriptor_, unsent_, wanted,
                               IORING_ENTER_GETEVENTS | IORING_ENTER_EXT_ARG, &more, sizeof(more));
     if (sent > 0) unsent_ -= static_cast<unsigned>(sent);
   }
@@ -175,6 +175,7 @@ class RingEngine : public Engine {
   }
 
  private:
+  static constexpr int kAnswersPart = 8;
   static constexpr uint64_t kEvent = ~uint64_t{0};
   static constexpr uint16_t kSmallMemory = 0, kLargeMemory = 1;
 
@@ -214,7 +215,8 @@ class RingEngine : public Engine {
       if (ended_ && idle) return;
       sleeping_ = !ended_;
       lock.unlock();
-      ring.enter(true, when);
+      // While there is more to read than may be in flight, answers are taken by the dozen.
+      ring.enter(unused.size() <= kLargeBuffers + kWritesAtOnce ? std::max(1, depth_ / kAnswersPart) : 1, when);
       lock.lock();
       sleeping_ = false;
       lock.unlock();

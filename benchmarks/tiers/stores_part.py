@@ -1,0 +1,105 @@
+"""Our files of rows beside what else keeps rows on a disk, each in a memory control group of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from record import record
+
+OURS = "meseta"
+STORES = {OURS: None, "memmap": None, "lmdb": "lmdb", "rocksdb": "rocksdict"}
+"""With the package that each needs."""
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """What to measure."""
+
+    folder: Path
+    gigabytes: float
+    widths: tuple[int, ...]
+    limit_mb: int
+    keep: bool
+
+
+@contextmanager
+def memory_group(limit_bytes: int) -> Iterator[Path]:
+    """A new memory control group, of either version; raises OSError where none can be made."""
+    for root, name in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        group = Path(root, f"meseta-bench-{uuid.uuid4().hex[:8]}")
+        if not Path(root).is_dir() or (root.endswith("cgroup") and not Path(root, "cgroup.controllers").exists()):
+            continue
+        group.mkdir()
+        try:
+            (group / name).write_text(str(limit_bytes))
+            yield group
+        finally:
+            with contextlib.suppress(OSError):
+                group.rmdir()
+        return
+    raise OSError("there is no control group of memory")
+
+
+def measure_store(kind: str, width: int, options: StoreOptions) -> dict[str, float]:
+    """Rows a second, by 'read' and 'read and write back'."""
+    num_rows = int(options.gigabytes * 1e9 / width)
+    with memory_group(options.limit_mb << 20) as group:
+        command = [sys.executable, str(Path(__file__).with_name("store_process.py")), kind, str(options.folder),
+                   str(width), str(num_rows), str(group)]  # fmt: skip
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+        if done.returncode != 0:
+            print(f"  {kind} failed: {done.stderr.strip().splitlines()[-1:]}")
+            return {}
+        rates: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+        print(f"  {kind}: " + ", ".join(f"{name} {rate:,.0f} rows/s" for name, rate in rates.items()), flush=True)
+        return rates
+
+
+def measure_stores(options: StoreOptions) -> bool:
+    """All widths; whether ours is three times the best."""
+    options.folder.mkdir(parents=True, exist_ok=True)
+    good = True
+    try:
+        with memory_group(options.limit_mb << 20):
+            pass
+    except OSError as error:
+        print(f"stores are left out, since no memory control group can be made here: {error}")
+        return True
+    for width in options.widths:
+        print(f"{width} bytes, {options.gigabytes:g} GB, {options.limit_mb} MB of memory")
+        rates = {}
+        for kind, package in STORES.items():
+            if package is not None and importlib.util.find_spec(package) is None:
+                print(f"  {kind} is left out: pip install {package}")
+            else:
+                rates[kind] = measure_store(kind, width, options)
+        good &= compare(rates, f"{width} bytes, {options.gigabytes:g} GB in {options.limit_mb} MB", options.keep)
+    return good
+
+
+def compare(rates: dict[str, dict[str, float]], case: str, keep: bool) -> bool:
+    """Ours, which one process reads, beside each of the others, read by one and by many; whether it is three times what
+    one process has of the others."""
+    good = True
+    for kind, found in rates.items():
+        for name, other in found.items():
+            what, _, readers = name.partition(", ")
+            if kind == OURS or not what.startswith("read"):
+                continue
+            rate = rates[OURS].get(f"{what}, 1 reader", 0.0)
+            print(f"  {what}: {rate / other:.1f} x {kind}, {readers}")
+            if keep:
+                record("tiers", case, what, rate, "rows/s", peer=f"{kind}, {readers}", peer_value=other)
+            good &= readers != "1 reader" or rate >= 3 * other
+    return good
