@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meseta import EmbeddingBagCollection, FeatureSpec, KeyedJaggedTensor, OptimizerSpec, Plan, TableSpec
+from meseta import EmbeddingBagCollection, FeatureSpec, KeyedJaggedTensor, OptimizerSpec, Plan, TableSpec, ahead
 from meseta.optim import make_row_optimizer, row_state
 from meseta.spec import MesetaError
 from meseta.spec.optimizer import USED_FIELDS
@@ -74,10 +74,24 @@ def placed(tier: str, near_rows: dict[str, int], optimizer: str, dtype: str, fol
     return made
 
 
+@dataclass
+class Sparse:
+    sparse: Any
+
+
+def weighed(made: EmbeddingBagCollection, kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    assert kjt.weights is not None
+    return replace(kjt, weights=kjt.weights.to(made.dtype))
+
+
 def loss_of(made: EmbeddingBagCollection, kjt: KeyedJaggedTensor) -> Tensor:
-    found = made(replace(kjt, weights=None if kjt.weights is None else kjt.weights.to(made.dtype)))
+    return loss_of_flight(made, weighed(made, kjt))
+
+
+def loss_of_flight(made: EmbeddingBagCollection, sparse: Any) -> Tensor:
+    found = made(sparse)
     single: Any = found["single"]
-    return (found.pooled.values.square().sum() + single.values.sin().sum()) / kjt.batch_size
+    return (found.pooled.values.square().sum() + single.values.sin().sum()) / len(found.pooled.values)
 
 
 def train(made: EmbeddingBagCollection, num_steps: int = 12) -> list[float]:
@@ -201,3 +215,54 @@ def test_an_optimizer_whose_states_cannot_be_made_row_by_row_is_named() -> None:
             MesetaError, match=r"table 'big': .* `init` of optimizer 'adam' gives a row another state alone"
         ):
             check_init(spec, replace(sound, init=init))
+
+
+@pytest.mark.parametrize("tier", ["cached", "disk"])
+@pytest.mark.parametrize("near", [120, 250])
+def test_rows_that_are_brought_while_another_batch_is_trained(tier: str, near: int, tmp_path: Path) -> None:
+    """Two batches ahead, of which many share rows; a row of both is one slot. Evaluations, reads and frozen copies come
+    in between, and some batches are given up."""
+    resident = collection("adam", "bfloat16")
+    tiered = placed(tier, {"big": near, "small": 40}, "adam", "bfloat16", tmp_path)
+    found = []
+    for made in (resident, tiered):
+        open_: list[Any] = []
+        losses, copies = [], []
+        for number in range(14):
+            flight = made.exchange(made.start(weighed(made, batch(number, drift=11))))
+            made.fetch(flight)
+            open_.append(flight)
+            if number % 5 == 3:
+                given_up = made.exchange(made.start(weighed(made, batch(300 + number))))
+                made.fetch(given_up)
+                made.drop(given_up)
+            if len(open_) < 3:
+                continue
+            if number % 4 == 0:
+                with torch.no_grad():
+                    losses.append(float(loss_of(made, batch(700 + number, size=30))))
+                frozen = made.shards[0].freeze()
+                copies.append({name: value.clone() for name, value in frozen.read(0, ROWS["big"]).items()})
+            loss = loss_of_flight(made, open_.pop(0))
+            loss.backward()
+            losses.append(float(loss.detach()))
+        found.append((losses, copies, contents(made)))
+    assert found[0][0] == found[1][0]
+    assert same(found[0][1], found[1][1]) and same(found[0][2], found[1][2])
+
+
+def test_a_loop_of_ones_own_reads_ahead(tmp_path: Path) -> None:
+    losses = []
+    for made in (
+        collection("adagrad", "float16"),
+        placed("disk", {"big": 120, "small": 40}, "adagrad", "float16", tmp_path),
+    ):
+        model, batches = torch.nn.Module(), [Sparse(weighed(made, batch(number))) for number in range(12)]
+        model.embeddings = made
+        of_model = []
+        for one in ahead(batches, model):
+            loss = loss_of_flight(made, one.sparse)
+            loss.backward()
+            of_model.append(float(loss.detach()))
+        losses.append((of_model, contents(made)))
+    assert losses[0][0] == losses[1][0] and same(losses[0][1], losses[1][1])

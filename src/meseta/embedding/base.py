@@ -131,6 +131,15 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
         places = {index: iter(own.split(sizes[index])) for index, own in flight.lease.places.items()}
         return [next(places[index]).to(rows) if index in places else rows for index, rows in looked_up]
 
+    @property
+    def lies_far(self) -> bool:
+        """Whether rows of any rank are lent only while a batch needs them."""
+        return bool(self._far)
+
+    def fetch(self, flight: Flight[GroupPart]) -> None:
+        """Begin to bring the rows of a batch that was exchanged, where they lie far, while others are trained; what
+        there is no room for yet is left to `look_up`. Collective."""
+
     @cached_property
     def _far(self) -> tuple[int, ...]:
         """Shards, by index, whose rows are lent only while a batch needs them."""

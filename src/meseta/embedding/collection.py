@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -226,13 +227,22 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
         self._looked_up(flight, World.single(self.device), sizes, [flight.whole])
         if self._far:
             self._borrow_far(flight)
+            assert flight.lease is not None
+            flight.lease.wait()
         else:
             self._borrow(flight)
         self.answers(flight)
         return flight
 
+    def fetch(self, flight: Flight[CheckedIds]) -> None:
+        if self._far and flight.stage == "exchanged":
+            with suppress(MesetaError):
+                self._borrow_far(flight)
+
     def _borrow_far(self, flight: Flight[CheckedIds]) -> None:
-        """The same, where ids become the places of their rows."""
+        """The same, where ids become the places of their rows, unless that was done before."""
+        if flight.lease is not None:
+            return
         looked_up = []
         for group, own in zip(self.groups, flight.parts, strict=True):
             ids = own.kjt.values.split([b - a for a, b in pairwise(own.kjt.key_offsets)])

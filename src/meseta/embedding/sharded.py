@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -37,7 +38,7 @@ from meseta.ops.row_update import FeatureGradient, TableRows
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, Plan, Shard
 from meseta.spec.codecs import DIRECTIONS, Communication, Direction
-from meseta.spec.tiers import CACHED, DISK, StorageOptions
+from meseta.spec.tiers import FAR_TIERS, StorageOptions
 from meseta.spec.transfer import INT32_MAX
 from meseta.storage import TableStorage, make_storages
 
@@ -188,9 +189,9 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         with flight.dropped_by_errors():
             exchanged = flight.parts[0].exchanged
             self._looked_up(flight, self.world, exchanged.batch_sizes, exchanged.totals)
-            for leg in flight.parts:
-                leg.owned = leg.lookup.unpack(leg.exchanged)
-            if self._lies_far:
+            if flight.lease is None:
+                self._unpack(flight)
+            if self.lies_far:
                 self._borrow_far(flight)
             else:
                 self._borrow(flight)
@@ -200,28 +201,48 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
                     leg.answers = leg.lookup.look_up(leg.exchanged, leg.owned, is_evaluation=is_evaluation)
         return flight
 
-    def _borrow_far(self, flight: Flight[Leg]) -> None:
-        """The same, where ids become the places of their rows. What keeps a rank from having its rows is raised on all.
-        Collective."""
-        looked_up, found, problem = [], list[Tensor](), None
+    def _unpack(self, flight: Flight[Leg]) -> None:
+        """Wait for the ids that this rank looks up."""
+        for leg in flight.parts:
+            leg.owned = leg.lookup.unpack(leg.exchanged)
+
+    def fetch(self, flight: Flight[Leg]) -> None:
+        if not self.lies_far or flight.stage != "exchanged":
+            return
+        self.hand_on(flight)
+        if self._far and flight.lease is None:
+            self._unpack(flight)
+            with suppress(MesetaError):
+                self._borrow_rows(flight)
+
+    def _borrow_rows(self, flight: Flight[Leg]) -> None:
+        """Borrow rows where ids become the places of their rows, unless that was done before."""
+        if flight.lease is not None:
+            return
+        looked_up = []
         for leg in flight.parts:
             of_routes = zip(leg.lookup.routes, leg.owned.ids(), strict=True)
             looked_up += [(self._shard_of[route.shard], rows) for route, rows in of_routes]
+        places = iter(self._borrow(flight, looked_up))
+        for leg in flight.parts:
+            leg.owned = leg.owned.at([next(places) for _ in leg.lookup.routes])
+
+    def _borrow_far(self, flight: Flight[Leg]) -> None:
+        """The same, and wait for them. What keeps a rank from having its rows is raised on all. Collective."""
+        problem = None
         try:
-            found = self._borrow(flight, looked_up)
+            self._borrow_rows(flight)
+            assert flight.lease is not None
+            flight.lease.wait()
         except MesetaError as error:
             problem = error
         failures = torch.tensor([0.0 if problem is None else 1.0])
         if self.world.sum_of_few(failures.to(self.world.device), "agree").item():
             self.world.raise_together(problem)
-        places = iter(found)
-        for leg in flight.parts:
-            leg.owned = leg.owned.at([next(places) for _ in leg.lookup.routes])
 
     @cached_property
-    def _lies_far(self) -> bool:
-        """Whether rows of any rank are lent only while a batch needs them."""
-        return any(shard.tier in (CACHED, DISK) for entry in self.plan.tables for shard in entry.shards)
+    def lies_far(self) -> bool:
+        return any(shard.tier in FAR_TIERS for entry in self.plan.tables for shard in entry.shards)
 
     @cached_property
     def _shard_of(self) -> dict[Shard, int]:

@@ -109,6 +109,7 @@ class _Loop:
             flight = self.embeddings.start(ids)
             flight.overlaps = self.embeddings.num_ranks > 1
             self.embeddings.exchange(flight)
+            self.embeddings.fetch(flight)
         except Exception as refused:
             coming.error = ids if isinstance(ids, Exception) else refused
             return

@@ -255,7 +255,7 @@ class Pipeline:
 
     @property
     def _begins_ahead(self) -> bool:
-        return self.stale or "ids" in self.overlap
+        return self.stale or "ids" in self.overlap or self.model.embeddings.lies_far
 
     @property
     def _reads_ahead(self) -> bool:
@@ -313,8 +313,11 @@ class Pipeline:
         """Read the batch ahead, where its ids or its copy travel ahead."""
         if self._reads_ahead:
             self._next = self._read(batches)
-            if self._next is not None and self._begins_ahead:
-                self._begin(self._next)
+            if self._next is not None and self._begins_ahead and (self._next.batch is not None or self.world.size > 1):
+                try:
+                    self._begin(self._next)
+                except MesetaError as error:
+                    self._next.refused = error
             elif self._next is not None:
                 self._copy(self._next)
 
@@ -328,8 +331,11 @@ class Pipeline:
                 self._next.refused = error
 
     def _hand_on_ids(self, part: _MicroBatch) -> None:
-        """Begin the second level of ids, where they take two."""
+        """Begin the second level of ids, where they take two, and bring rows that lie far."""
         self.model.embeddings.hand_on(part.flight)
+        if self.model.embeddings.lies_far:
+            with self.times.stage("lookup"):
+                self.model.embeddings.fetch(part.flight)
 
     def _look_up_ahead(self, step: int, part: _MicroBatch) -> None:
         """Look up a batch whose step comes after `step` others, of which one is under way."""

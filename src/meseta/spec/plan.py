@@ -14,7 +14,7 @@ from meseta.spec.codecs import DensePath, Exchange
 from meseta.spec.documents import load_document
 from meseta.spec.shards import COLUMN_BLOCK, IN_ONE_HOST, Shard, ShardingType, TablePlan
 from meseta.spec.tables import VALUE_BYTES, TableSpec
-from meseta.spec.tiers import CACHED, CACHED_SHARE, DISK, HBM, StorageOptions, Tier
+from meseta.spec.tiers import CACHED_SHARE, DISK, FAR_TIERS, HBM, StorageOptions, Tier
 
 
 def check_tiling(table: TableSpec, entry: TablePlan) -> None:
@@ -210,7 +210,7 @@ class Plan:
         far = near = shared = 0.0
         for table in tables if self.tables else ():
             for shard in self[table.name].shards:
-                if shard.tier in (CACHED, DISK):
+                if shard.tier in FAR_TIERS:
                     row_bytes = shard.num_columns * VALUE_BYTES[table.dtype]
                     far += shard.num_rows * row_bytes
                     near += (shard.near_rows or 0) * row_bytes
@@ -272,10 +272,10 @@ def _check_near_rows(shard: Shard) -> None:
     near_rows = shard.near_rows
     if near_rows is None:
         return
-    if shard.tier not in (CACHED, DISK):
+    if shard.tier not in FAR_TIERS:
         raise MesetaError(
             f"plan: table {shard.table!r} has near_rows {near_rows!r} in tier {shard.tier!r}; rows lie near and far in "
-            f"{CACHED!r} and {DISK!r} alone: leave it out, or name one of these"
+            f"{' and '.join(map(repr, FAR_TIERS))} alone: leave it out, or name one of these"
         )
     if not is_whole(near_rows) or not 1 <= near_rows <= max(shard.num_rows, 1):
         raise MesetaError(

@@ -28,6 +28,8 @@ CACHED: Final = "cached"
 """That, with the frequent rows in the memory of the device too."""
 DISK: Final = "disk"
 """A local disk, with the frequent rows in DRAM too."""
+FAR_TIERS: tuple[Tier, ...] = (CACHED, DISK)
+"""Whose rows lie far, and near while batches need them."""
 TIERS: tuple[Tier, ...] = (HBM, HOST, CACHED, DISK)
 CACHED_SHARE = 0.2
 """Of a piece's rows that a cache holds, where nobody says more."""

@@ -9,7 +9,7 @@ import torch
 from meseta.ops.row_file import DiskEngine, RowFile
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, Shard, TableSpec
-from meseta.spec.tiers import CACHED, DISK, HOST, StorageOptions
+from meseta.spec.tiers import DISK, FAR_TIERS, HOST, StorageOptions
 from meseta.storage.far import FarRows, HostRows
 from meseta.storage.near_slots import SLOT_BYTES
 from meseta.storage.records import RecordLayout
@@ -33,7 +33,7 @@ def make_storages(
     cannot lie far, and where `options` has no room, or no disk.
     """
     options, is_cpu = options or StorageOptions(), torch.device(device).type == "cpu"
-    far = [number for number, (_, shard) in enumerate(pieces) if shard.tier in (CACHED, DISK)]
+    far = [number for number, (_, shard) in enumerate(pieces) if shard.tier in FAR_TIERS]
     optimizers = [make_row_optimizer(spec.optimizer) for spec, _ in pieces]
     bytes_of = {n: RecordLayout(values_like(*pieces[n], optimizers[n])).num_bytes for n in far}
     shared = [number for number in far if pieces[number][1].near_rows is None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,19 @@ class Pinned:
     """Where each lies."""
     inverse: Int[Tensor, " n"]
     """Which of them each row is that was asked for."""
+    finish: Callable[[], None] | None = None
+    """Waits for those that are on their way, and puts them into their slots; None: all are there."""
+    after: tuple[Pinned, ...] = ()
+    """Those who brought rows before that are on their way still."""
+
+    def wait(self) -> None:
+        """Until all rows are in their slots. Raises MesetaError where they cannot be had."""
+        earlier, self.after = self.after, ()
+        for pinned in earlier:
+            pinned.wait()
+        finish, self.finish = self.finish, None
+        if finish is not None:
+            finish()
 
     @property
     def places(self) -> Int[Tensor, " n"]:
@@ -138,6 +152,10 @@ class NearSlots:
         self._directory.remove(rows[rows != EMPTY])
         self.rows[slots] = EMPTY
         self.is_dirty[slots] = False
+
+    def clean(self, slots: Int[Tensor, " n"]) -> None:
+        """The far side has the values of these; batches under way will change theirs all the same."""
+        self.is_dirty[slots] = self._num_pins[slots] > 0
 
     @property
     def num_free(self) -> int:

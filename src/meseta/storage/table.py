@@ -62,10 +62,10 @@ class TableStorage(ABC):
     """Whether rows are lent only while they are pinned, in places that `pin` tells; else all are, each at its own."""
 
     def pin(self, rows: Int[Tensor, " n"], *, to_read: bool) -> Pinned:
-        """Make rows of a piece that lies far ready to be lent, until `unpin`. Those that are pinned `to_read` are not
-        stepped, and push none out.
+        """Begin to make rows of a piece that lies far ready to lend, until `unpin`; `Pinned.wait` ends it. Those that
+        are pinned `to_read` are not stepped, and push none out.
 
-        Raises MesetaError where there is no room for them, or they cannot be had.
+        Raises MesetaError where there is no room for them, or others cannot be pushed out.
         """
         raise NotImplementedError
 
@@ -130,6 +130,11 @@ class Lease:
         self.rows = tuple(shard.begin() for shard in shards)
         """Of each piece."""
         self._lent = shards
+
+    def wait(self) -> None:
+        """Until the rows that are looked up lie where they are lent. Raises MesetaError where they cannot be had."""
+        for _, pinned in self._pinned:
+            pinned.wait()
 
     def end(self) -> None:
         """Give all back, once."""

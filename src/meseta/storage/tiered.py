@@ -88,6 +88,8 @@ class TieredShard(_Rows):
         super().__init__(spec, shard, optimizer, seed, like)
         self.far = far
         self._slots = NearSlots(num_slots, min(MAX_TO_READ, shard.num_rows))
+        self._under_way: list[Pinned] = []
+        """Who brings rows."""
         count = len(self._slots.rows)
 
         def near(value: Tensor) -> Tensor:
@@ -132,6 +134,8 @@ class TieredShard(_Rows):
 
     def pin(self, rows: Int[Tensor, " n"], *, to_read: bool) -> Pinned:
         pinned, places = self._slots.pin(rows.to("cpu", torch.int64))
+        self._under_way = [other for other in self._under_way if other.finish is not None]
+        pinned.after = tuple(self._under_way)
         try:
             if places.numel():
                 self._bring(pinned, places, to_read=to_read)
@@ -143,19 +147,33 @@ class TieredShard(_Rows):
         return pinned
 
     def unpin(self, pinned: Pinned) -> None:
-        self._slots.unpin(pinned)
+        try:
+            pinned.wait()  # who comes next takes what lies there
+        finally:
+            self._slots.unpin(pinned)
+
+    def _settle(self) -> None:
+        """Wait for all rows that are on their way."""
+        for pinned in self._under_way:
+            pinned.wait()
 
     def _bring(self, pinned: Pinned, places: Tensor, *, to_read: bool) -> None:
-        """Make rows near that lie far."""
+        """Begin to make rows near that lie far."""
         count, rows = places.numel(), pinned.rows[places]
         slots = self._slots.take_to_read(count) if to_read else self._slots.take(count)
         if slots is None:
             raise self._no_room(pinned, count)
         if not to_read:
             self._push_out(slots)
-        records = torch.empty(count, self._layout.num_bytes, dtype=torch.uint8)
-        is_present = self.far.read(rows, records).wait()
-        values = self._layout.unpack(records)
+        records = empty((count, self._layout.num_bytes), torch.uint8)
+        reading = self.far.read(rows, records)
+        self._slots.give(pinned, places, slots)
+        pinned.finish = partial(self._take_in, rows, slots, records, reading)
+        self._under_way.append(pinned)
+
+    def _take_in(self, rows: Tensor, slots: Tensor, records: Tensor, reading: ReadAhead) -> None:
+        """Put rows that have come into their slots; those that were never written are made."""
+        is_present, values = reading.wait(), self._layout.unpack(records)
         absent = torch.nonzero(~is_present).squeeze(1)
         if absent.numel():
             weight = initial_rows_of(
@@ -164,7 +182,6 @@ class TieredShard(_Rows):
             for name, value in {ROW: weight, **self.optimizer.init(weight)}.items():
                 values[name][absent] = value
         self._put(slots, values)
-        self._slots.give(pinned, places, slots)
 
     def _no_room(self, pinned: Pinned, count: int) -> MesetaError:
         needed, under_way = len(pinned.rows), self._slots.num_slots - self._slots.num_free - (len(pinned.rows) - count)
@@ -188,7 +205,7 @@ class TieredShard(_Rows):
             where = some.to(self.device)
             values = {name: value.detach()[where] for name, value in self._near.items()}
             self.far.write(self._slots.rows[some], self._layout.pack(values))
-        self._slots.is_dirty[slots] = False
+        self._slots.clean(slots)
 
     def _put(self, slots: Tensor, values: Mapping[str, Tensor]) -> None:
         """Values into some slots."""
@@ -199,6 +216,7 @@ class TieredShard(_Rows):
 
     def read(self, first: int, stop: int) -> dict[str, Tensor]:
         """Copies."""
+        self._settle()
         rows = torch.arange(first, stop)
         values = self._read_range(partial(self.far.read, rows), first, stop)
         slots = self._slots.find(rows)
@@ -209,6 +227,7 @@ class TieredShard(_Rows):
         return values
 
     def write(self, first: int, values: Mapping[str, NDArray[Any]]) -> None:
+        self._settle()
         num_rows = len(next(iter(values.values())))
         for start in range(0, num_rows, MOVED_ROWS):
             stop = min(start + MOVED_ROWS, num_rows)
@@ -225,6 +244,7 @@ class TieredShard(_Rows):
         """What lies near is written to the far side first; no copy of the table is made where that is a disk."""
         if isinstance(reuse, FrozenShard):
             reuse.close()
+        self._settle()
         self._write_back(self._slots.dirty())
         return FrozenShard(self.spec, self.shard, self.optimizer, self.far.freeze(), seed=self.seed, like=self._like)
 
