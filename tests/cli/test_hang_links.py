@@ -21,7 +21,7 @@ from meseta.machine.time_limits import HUNG
 from sampling import sample
 from small_run import environment, settings, write_config
 
-SILENT_S, SOON_S, PATIENCE_S = 4.0, 30.0, 120.0
+SILENT_S, SOON_S, PATIENCE_S = 6.0, 30.0, 120.0
 NAMED = ["unshare", "--uts", "sh", "-c", 'hostname host$GROUP_RANK && exec "$@"', "sh"]
 """Hosts of the testbed share everything but their network: give them names."""
 COMMAND = [*NAMED, sys.executable, "-P", "-m", "meseta.cli.main"]

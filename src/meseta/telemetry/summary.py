@@ -132,6 +132,8 @@ class Environment(Entry):
     num_ranks: Count | None = None
     commit: str | None = None
     """Of the source tree; None outside one."""
+    row_files: str | None = None
+    """How tables on a disk are read, and why not better; None where none lies there."""
 
 
 def read_summary(run_dir: Path) -> RunSummary | None:

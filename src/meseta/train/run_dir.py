@@ -21,7 +21,9 @@ from meseta.machine.files import append_whole, json_text, move
 from meseta.machine.locks import FolderLock
 from meseta.machine.processors import num_cores, this_processor
 from meseta.machine.ranks import note
+from meseta.ops.row_file import engine_facts
 from meseta.spec import MesetaError
+from meseta.spec.tiers import DISK
 from meseta.telemetry.lines import (
     METRICS_NAME,
     EvalLine,
@@ -79,7 +81,12 @@ class RunDir:
         self.write("config.yaml", yaml.safe_dump(document, sort_keys=False))
         self.write_json(FILE_NAME, dataset.to_dict())
         self.write_json("plan.json", plan)
-        self.write_json(ENVIRONMENT_NAME, environment(device, plan["num_ranks"]).to_dict())
+        noted = environment(device, plan["num_ranks"])
+        if any(shard["tier"] == DISK for entry in plan["tables"].values() for shard in entry["shards"]):
+            assert config.storage.dir is not None
+            facts = engine_facts(config.storage.dir, config.storage.engine)
+            noted = noted.model_copy(update={"row_files": facts.text})
+        self.write_json(ENVIRONMENT_NAME, noted.to_dict())
 
     @property
     def has_begun(self) -> bool:
