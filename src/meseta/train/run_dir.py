@@ -21,7 +21,7 @@ from meseta.machine.files import append_whole, json_text, move
 from meseta.machine.locks import FolderLock
 from meseta.machine.processors import num_cores, this_processor
 from meseta.machine.ranks import note
-from meseta.ops.row_file import engine_facts
+from meseta.ops.row_file import DiskEngine
 from meseta.spec import MesetaError
 from meseta.spec.tiers import DISK
 from meseta.telemetry.lines import (
@@ -84,7 +84,7 @@ class RunDir:
         noted = environment(device, plan["num_ranks"])
         if any(shard["tier"] == DISK for entry in plan["tables"].values() for shard in entry["shards"]):
             assert config.storage.dir is not None
-            facts = engine_facts(config.storage.dir, config.storage.engine)
+            facts = DiskEngine(config.storage.dir, config.storage.engine).facts  # which makes the folder
             noted = noted.model_copy(update={"row_files": facts.text})
         self.write_json(ENVIRONMENT_NAME, noted.to_dict())
 
