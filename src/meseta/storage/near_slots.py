@@ -115,8 +115,8 @@ class NearSlots:
             self._read_before.append(to_read)
 
     def take(self, count: int) -> Int[Tensor, " n"] | None:
-        """So many slots that nobody needs, the emptied ones first; None where there are not as many. The rows that are
-        in them lie near until `leave`."""
+        """So many slots that nobody needs; None where there are not as many. The rows that are in them lie near until
+        `leave`."""
         is_free = self._num_pins.numpy() == 0
         if int(is_free.sum()) < count:
             return None

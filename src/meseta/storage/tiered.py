@@ -23,7 +23,8 @@ from meseta.storage.records import RecordLayout
 from meseta.storage.table import ROW, TableStorage, from_stored
 
 MAX_TO_READ = 1 << 22
-"""Rows that an evaluation may read beside those that lie near; their memory is taken when they are read."""
+"""Rows that an evaluation may read beside those that lie near; their memory is taken when they are read. On a GPU it is
+taken at once, for as many as lie near."""
 MOVED_ROWS = 1 << 16
 """Rows that go to the far side at once."""
 
@@ -87,7 +88,8 @@ class TieredShard(_Rows):
         like = values_like(spec, shard, optimizer)
         super().__init__(spec, shard, optimizer, seed, like)
         self.far = far
-        self._slots = NearSlots(num_slots, min(MAX_TO_READ, shard.num_rows))
+        is_cpu = torch.device(device).type == "cpu"  # where memory is taken as it is written to
+        self._slots = NearSlots(num_slots, min(MAX_TO_READ if is_cpu else num_slots, shard.num_rows))
         self._under_way: list[Pinned] = []
         """Who brings rows."""
         count = len(self._slots.rows)
@@ -104,7 +106,7 @@ class TieredShard(_Rows):
             key=table_key(seed, f"{spec.name}/rounding"),
             first_row=shard.rows[0],
             first_column=shard.columns[0],
-            row_ids=self._slots.rows,
+            row_ids=self._slots.rows.to(device),  # the same tensor on a CPU
         )
 
     @property
@@ -168,6 +170,9 @@ class TieredShard(_Rows):
         records = empty((count, self._layout.num_bytes), torch.uint8)
         reading = self.far.read(rows, records)
         self._slots.give(pinned, places, slots)
+        if self.device.type != "cpu":
+            assert self._rows.row_ids is not None
+            self._rows.row_ids[slots.to(self.device)] = rows.to(self.device)
         pinned.finish = partial(self._take_in, rows, slots, records, reading)
         self._under_way.append(pinned)
 
