@@ -8,6 +8,7 @@ void bind_codec(nanobind::module_& m);
 void bind_columns(nanobind::module_& m);
 void bind_directory(nanobind::module_& m);
 void bind_dot_interaction(nanobind::module_& m);
+void bind_eviction(nanobind::module_& m);
 void bind_gather_limit(nanobind::module_& m);
 void bind_hash_categories(nanobind::module_& m);
 void bind_hash_ids(nanobind::module_& m);
@@ -35,6 +36,7 @@ NB_MODULE(MESETA_MODULE, m) {
   bind_columns(m);
   bind_directory(m);
   bind_dot_interaction(m);
+  bind_eviction(m);
   bind_gather_limit(m);
   bind_hash_categories(m);
   bind_hash_ids(m);

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from meseta.jagged.shapes import Int
 from meseta.ops.directory import Directory
+from meseta.ops.eviction import KEPT_PER_SLOT, EvictionPolicy
 from meseta.ops.unique import unique
 
 EMPTY = -1
 """Row of a slot that has none."""
-SLOT_BYTES = 14 + 24
+SLOT_BYTES = 14 + KEPT_PER_SLOT + 24
 """Beside its row, a slot takes so many at most: its marks, and an entry of the directory."""
 
 
@@ -53,11 +54,11 @@ class NearSlots:
     """Slots 0..num_slots-1 hold the rows that lie near; those behind hold rows that are read and nothing else, as an
     evaluation does, for as long as it needs them.
 
-    Which row leaves is chosen as by CLOCK (Corbató, "A Paging Experiment with the Multics System", 1968): a hand goes
-    over the slots and takes those that nobody has asked for since it came by.
+    Which row leaves is told by meseta.ops.eviction: one that was asked for least, of late.
     """
 
-    def __init__(self, num_slots: int, num_to_read: int) -> None:
+    def __init__(self, num_slots: int, num_to_read: int, num_rows: int) -> None:
+        """Of a shard of `num_rows` rows."""
         self.num_slots = num_slots
         rows = np.zeros(num_slots + num_to_read, np.int64)  # pages that nobody writes to take no memory
         rows[:num_slots] = EMPTY
@@ -66,9 +67,8 @@ class NearSlots:
         self.is_dirty = torch.zeros(num_slots, dtype=torch.bool)
         """Whether the far side has older values, of each slot."""
         self._num_pins = torch.zeros(num_slots, dtype=torch.int32)
-        self._is_asked = np.zeros(num_slots, dtype=np.bool_)
+        self._policy = EvictionPolicy(num_slots, num_rows)
         self._directory = Directory(num_slots)
-        self._hand = 0
         self._read_before: list[Tensor] = []
         """Slots that were read alone and are free again."""
         self._next_to_read = num_slots
@@ -77,7 +77,7 @@ class NearSlots:
     def num_bytes(self) -> int:
         """Of memory beside the rows."""
         tensors = (self.rows[: self.num_slots], self.is_dirty, self._num_pins)
-        return sum(t.nbytes for t in tensors) + self._is_asked.nbytes + self._directory.num_bytes()
+        return sum(t.nbytes for t in tensors) + self._policy.num_bytes() + self._directory.num_bytes()
 
     def find(self, rows: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
         """Their slots; EMPTY where one does not lie near."""
@@ -100,11 +100,12 @@ class NearSlots:
             self._num_pins[slots] += 1
             self.rows[slots] = rows
             self._directory.insert(rows, slots)
+            self._policy.admit(slots, rows)
 
     def use(self, pinned: Pinned) -> None:
         """They are asked for by a batch that will change them."""
         self.is_dirty[pinned.slots] = True
-        self._is_asked[pinned.slots.numpy()] = True
+        self._policy.touch(pinned.slots, pinned.inverse.numel())
 
     def unpin(self, pinned: Pinned) -> None:
         """The batch is over."""
@@ -117,23 +118,7 @@ class NearSlots:
     def take(self, count: int) -> Int[Tensor, " n"] | None:
         """So many slots that nobody needs; None where there are not as many. The rows that are in them lie near until
         `leave`."""
-        is_free = self._num_pins.numpy() == 0
-        if int(is_free.sum()) < count:
-            return None
-        order = np.roll(np.arange(self.num_slots), -self._hand)
-        order = order[is_free[order]]
-        asked = self._is_asked[order]
-        cold = order[~asked][:count]
-        if len(cold) == count:  # the hand stops behind the last one that it takes
-            end = int(np.flatnonzero(order == cold[-1])[0]) + 1 if count else 0
-            self._is_asked[order[:end]] = False
-        else:
-            warm = order[asked][: count - len(cold)]
-            self._is_asked[order] = False
-            cold = np.concatenate([cold, warm])
-        if count:
-            self._hand = (int(cold[-1]) + 1) % self.num_slots
-        return torch.from_numpy(cold.copy())
+        return self._policy.choose(count, self.rows[: self.num_slots], self._num_pins)
 
     def take_to_read(self, count: int) -> Int[Tensor, " n"] | None:
         """So many slots for rows that are read alone; None where there are not as many."""

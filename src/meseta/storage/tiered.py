@@ -89,7 +89,7 @@ class TieredShard(_Rows):
         super().__init__(spec, shard, optimizer, seed, like)
         self.far = far
         is_cpu = torch.device(device).type == "cpu"  # where memory is taken as it is written to
-        self._slots = NearSlots(num_slots, min(MAX_TO_READ if is_cpu else num_slots, shard.num_rows))
+        self._slots = NearSlots(num_slots, min(MAX_TO_READ if is_cpu else num_slots, shard.num_rows), shard.num_rows)
         self._under_way: list[Pinned] = []
         """Who brings rows."""
         count = len(self._slots.rows)

@@ -1,0 +1,116 @@
+"""Which rows leave a cache: the compiled policy beside plain Python, slot after slot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meseta.ops.eviction import BEGIN, HALF_LIFE, KEPT_PER_SLOT, STEPS, WINDOW, EvictionPolicy
+from meseta.ops.eviction.reference import added, choose
+from meseta.spec import MesetaError
+
+
+class Cache:
+    """Rows in slots under a policy, and the same policy in lists."""
+
+    def __init__(self, num_slots: int, num_rows: int) -> None:
+        self.policy, self.num_rows = EvictionPolicy(num_slots, num_rows), num_rows
+        self.rows = torch.full((num_slots,), -1)
+        self.scores, self.kept = [0] * num_slots, [0] * min(num_rows, KEPT_PER_SLOT * num_slots)
+        self.hand = self.num_used = self.num_lookups = 0
+
+    def ask(self, ids: list[int], pinned: list[int]) -> bool:
+        """One batch; `pinned` are slots that others need. False where there is no room."""
+        wanted, num_slots = sorted(set(ids)), len(self.rows)
+        place = {int(row): slot for slot, row in enumerate(self.rows.tolist())}
+        pins = torch.zeros(num_slots, dtype=torch.int32)
+        pins[torch.tensor([*pinned, *(place[row] for row in wanted if row in place)], dtype=torch.int64)] += 1
+        missing = [row for row in wanted if row not in place]
+        slots = self.policy.choose(len(missing), self.rows, pins)
+        expected = self.chosen(len(missing), pins.tolist())
+        assert (None if slots is None else slots.tolist()) == expected
+        if slots is None:
+            return False
+        for slot, row in zip(expected or [], missing, strict=True):
+            old = int(self.rows[slot])
+            if old >= 0:
+                self.kept[old % len(self.kept)] = self.scores[slot]
+            self.rows[slot], place[row] = row, slot
+        for slot, row in zip(expected or [], missing, strict=True):
+            self.scores[slot] = self.kept[row % len(self.kept)]
+        self.policy.admit(slots, torch.tensor(missing, dtype=torch.int64))
+        now = BEGIN + STEPS * self.num_lookups // (HALF_LIFE * num_slots)
+        for row in wanted:
+            self.scores[place[row]] = added(self.scores[place[row]], now)
+        self.policy.touch(torch.tensor([place[row] for row in wanted], dtype=torch.int64), len(ids))
+        self.num_lookups += len(ids)
+        while self.num_lookups >= HALF_LIFE * num_slots:
+            self.num_lookups -= HALF_LIFE * num_slots
+            self.scores, self.kept = ([max(n - STEPS, 0) for n in old] for old in (self.scores, self.kept))
+        return True
+
+    def chosen(self, count: int, pins: list[int]) -> list[int] | None:
+        fresh = min(count, len(pins) - self.num_used)
+        old = choose(self.scores[: self.num_used], pins[: self.num_used], count - fresh, self.hand, WINDOW)
+        if old is None:
+            return None
+        slots = [*range(self.num_used, self.num_used + fresh), *old[0]]
+        self.hand, self.num_used = old[1] if old[0] else self.hand, self.num_used + fresh
+        return slots
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_it_is_the_reference(data: st.DataObject) -> None:
+    num_slots, num_rows = data.draw(st.integers(1, 200)), data.draw(st.integers(1, 2000))
+    cache = Cache(num_slots, num_rows)
+    rows = st.integers(0, num_rows - 1) | st.integers(0, min(num_rows, 20) - 1)
+    batches = st.lists(st.lists(rows, min_size=1, max_size=60), min_size=1, max_size=20)
+    for ids in data.draw(batches):
+        cache.ask(ids, data.draw(st.lists(st.integers(0, cache.num_used - 1), max_size=5)) if cache.num_used else [])
+
+
+def test_a_scan_pushes_out_no_row_that_is_asked_for_often() -> None:
+    cache, often = Cache(200, 10_000), list(range(100))
+    for number in range(30):
+        assert cache.ask(often if number < 10 else [1000 + 50 * number + i for i in range(50)], [])
+    assert set(often) <= set(cache.rows.tolist())
+
+
+def test_what_was_asked_for_often_long_ago_leaves() -> None:
+    cache = Cache(200, 10_000)
+    for number in range(60):
+        assert cache.ask(
+            [i + 500 * (number >= 20) for i in range(100)] + [5000 + 50 * number + i for i in range(50)], []
+        )
+    assert not set(range(100)) & set(cache.rows.tolist())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda p: EvictionPolicy(0, 5),
+        lambda p: p.touch(torch.tensor([4]), 1),
+        lambda p: p.touch(torch.tensor([-1]), 1),
+        lambda p: p.admit(torch.tensor([4]), torch.tensor([3])),
+        lambda p: [p.choose(n, torch.arange(n), torch.zeros(n, dtype=torch.int32)) for n in (4, 1)],
+    ],
+)
+def test_what_does_not_fit_is_refused(call: Any) -> None:
+    with pytest.raises(MesetaError, match="eviction"):
+        call(EvictionPolicy(4, 5))
+
+
+def test_no_slot_with_a_pin_leaves() -> None:
+    policy, rows, pins = EvictionPolicy(4, 9), torch.arange(4), torch.zeros(4, dtype=torch.int32)
+    assert policy.choose(5, rows, pins) is None
+    slots = policy.choose(4, rows, pins)
+    assert slots is not None and slots.tolist() == [0, 1, 2, 3]
+    pins[torch.tensor([0, 2])] = 1
+    assert policy.choose(3, rows, pins) is None
+    slots = policy.choose(2, rows, pins)
+    assert slots is not None and slots.tolist() == [1, 3]
