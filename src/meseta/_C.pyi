@@ -305,28 +305,20 @@ def directory_items(directory: object, keys: NDArray[np.int64], slots: NDArray[n
 
 def directory_size(directory: object) -> int: ...
 def directory_bytes(directory: object) -> int: ...
-def eviction_touch(scores: NDArray[np.uint8], slots: NDArray[np.int64], now: int) -> None:
-    """Add a request, which counts `now`, to the scores of slots."""
+def eviction(num_slots: int, num_kept: int, half_lives: list[int]) -> object:
+    """Scores of a cache and of rows that left it; half-lives in lookups, the first one until trials tell another."""
 
-def eviction_admit(
-    scores: NDArray[np.uint8], kept: NDArray[np.uint8], slots: NDArray[np.int64], rows: NDArray[np.int64]
-) -> None:
+def eviction_touch(policy: object, slots: NDArray[np.int64], rows: NDArray[np.int64], num_lookups: int) -> None:
+    """Rows in slots were asked for."""
+
+def eviction_admit(policy: object, slots: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
     """Give slots the scores that were kept of rows."""
 
-def eviction_age(scores: NDArray[np.uint8], kept: NDArray[np.uint8], halvings: int) -> None:
-    """Lower all scores."""
+def eviction_choose(policy: object, rows: NDArray[np.int64], pins: NDArray[np.int32], out: NDArray[np.int64]) -> bool:
+    """Write slots of least score and keep their scores; whether as many have no pin."""
 
-def eviction_choose(
-    scores: NDArray[np.uint8],
-    kept: NDArray[np.uint8],
-    rows: NDArray[np.int64],
-    pins: NDArray[np.int32],
-    out: NDArray[np.int64],
-    hand: int,
-    window: int,
-) -> int:
-    """Write slots of least score and keep their scores; where the hand is then, -1 where too few have no pin."""
-
+def eviction_bytes(policy: object) -> int: ...
+def eviction_half_life(policy: object) -> int: ...
 def io_uring_error() -> int:
     """0 where the system makes a ring for io_uring, else its error; -1 where the core was built without."""
 

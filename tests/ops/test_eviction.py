@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meseta.ops.eviction import BEGIN, HALF_LIFE, KEPT_PER_SLOT, STEPS, WINDOW, EvictionPolicy
-from meseta.ops.eviction.reference import added, choose
+from meseta.ops.eviction import HALF_LIVES, KEPT_PER_SLOT, POLICY_BYTES, EvictionPolicy
+from meseta.ops.eviction.reference import BEGIN, STEPS, added, choose
 from meseta.spec import MesetaError
 
 
@@ -43,19 +43,20 @@ class Cache:
         for slot, row in zip(expected or [], missing, strict=True):
             self.scores[slot] = self.kept[row % len(self.kept)]
         self.policy.admit(slots, torch.tensor(missing, dtype=torch.int64))
-        now = BEGIN + STEPS * self.num_lookups // (HALF_LIFE * num_slots)
+        now = BEGIN + STEPS * self.num_lookups // (HALF_LIVES[0] * num_slots)
         for row in wanted:
             self.scores[place[row]] = added(self.scores[place[row]], now)
-        self.policy.touch(torch.tensor([place[row] for row in wanted], dtype=torch.int64), len(ids))
+        slots = torch.tensor([place[row] for row in wanted], dtype=torch.int64)
+        self.policy.touch(slots, torch.tensor(wanted, dtype=torch.int64), len(ids))
         self.num_lookups += len(ids)
-        while self.num_lookups >= HALF_LIFE * num_slots:
-            self.num_lookups -= HALF_LIFE * num_slots
+        while self.num_lookups >= HALF_LIVES[0] * num_slots:
+            self.num_lookups -= HALF_LIVES[0] * num_slots
             self.scores, self.kept = ([max(n - STEPS, 0) for n in old] for old in (self.scores, self.kept))
         return True
 
     def chosen(self, count: int, pins: list[int]) -> list[int] | None:
         fresh = min(count, len(pins) - self.num_used)
-        old = choose(self.scores[: self.num_used], pins[: self.num_used], count - fresh, self.hand, WINDOW)
+        old = choose(self.scores[: self.num_used], pins[: self.num_used], count - fresh, self.hand)
         if old is None:
             return None
         slots = [*range(self.num_used, self.num_used + fresh), *old[0]]
@@ -94,10 +95,10 @@ def test_what_was_asked_for_often_long_ago_leaves() -> None:
     "call",
     [
         lambda p: EvictionPolicy(0, 5),
-        lambda p: p.touch(torch.tensor([4]), 1),
-        lambda p: p.touch(torch.tensor([-1]), 1),
+        lambda p: p.touch(torch.tensor([4]), torch.tensor([0]), 1),
+        lambda p: p.touch(torch.tensor([-1]), torch.tensor([0]), 1),
         lambda p: p.admit(torch.tensor([4]), torch.tensor([3])),
-        lambda p: [p.choose(n, torch.arange(n), torch.zeros(n, dtype=torch.int32)) for n in (4, 1)],
+        lambda p: p.choose(1, torch.arange(3), torch.zeros(3, dtype=torch.int32)),
     ],
 )
 def test_what_does_not_fit_is_refused(call: Any) -> None:
@@ -114,3 +115,40 @@ def test_no_slot_with_a_pin_leaves() -> None:
     assert policy.choose(3, rows, pins) is None
     slots = policy.choose(2, rows, pins)
     assert slots is not None and slots.tolist() == [1, 3]
+
+
+def misses(num_slots: int, batches: list[torch.Tensor]) -> tuple[int, int]:
+    """Of a cache, and the half-life that it had in the end, in lookups of each slot."""
+    policy, rows = EvictionPolicy(num_slots, 10 * num_slots), torch.full((num_slots,), -1)
+    slot_of, total = torch.full((10 * num_slots,), -1), 0
+    for ids in batches:
+        wanted = ids.unique()
+        missing = wanted[slot_of[wanted] < 0]
+        pins = torch.zeros(num_slots, dtype=torch.int32)
+        pins[slot_of[wanted][slot_of[wanted] >= 0]] = 1
+        slots = policy.choose(missing.numel(), rows, pins)
+        assert slots is not None and not bool(pins[slots].any())
+        slot_of[rows[slots][rows[slots] >= 0]] = -1
+        rows[slots], slot_of[missing] = missing, slots
+        policy.admit(slots, missing)
+        policy.touch(slot_of[wanted], wanted, ids.numel())
+        total += missing.numel()
+    assert policy.num_bytes() <= POLICY_BYTES * num_slots
+    return total, policy.half_life // num_slots
+
+
+def test_trials_tell_whether_rows_stay_popular() -> None:
+    """Ids by Zipf's law, of which the popular ones are always the same, or others every so often."""
+    num_slots, size = 8192, 8192
+    weights = 1 / torch.arange(1, 10 * num_slots + 1, dtype=torch.float64) ** 1.05
+    ranks = torch.multinomial(weights, 120 * size, replacement=True, generator=torch.Generator().manual_seed(5))
+    still = list(ranks.split(size))
+    moving = [(ids + number // 10 * 7000) % (10 * num_slots) for number, ids in enumerate(still)]
+    assert misses(num_slots, still)[1] == 16
+    assert misses(num_slots, moving)[1] <= 2
+
+
+@pytest.mark.parametrize("num_slots", [8192, 10_000, 16_383, 1_000_000])
+def test_it_takes_no_more_memory_than_it_says(num_slots: int) -> None:
+    policy = EvictionPolicy(num_slots, 20 * num_slots)
+    assert num_slots * (1 + KEPT_PER_SLOT) < policy.num_bytes() <= num_slots * POLICY_BYTES

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from meseta.jagged.shapes import Int
 from meseta.ops.directory import Directory
-from meseta.ops.eviction import KEPT_PER_SLOT, EvictionPolicy
+from meseta.ops.eviction import POLICY_BYTES, EvictionPolicy
 from meseta.ops.unique import unique
 
 EMPTY = -1
 """Row of a slot that has none."""
-SLOT_BYTES = 14 + KEPT_PER_SLOT + 24
+SLOT_BYTES = 13 + POLICY_BYTES + 24
 """Beside its row, a slot takes so many at most: its marks, and an entry of the directory."""
 
 
@@ -105,7 +105,7 @@ class NearSlots:
     def use(self, pinned: Pinned) -> None:
         """They are asked for by a batch that will change them."""
         self.is_dirty[pinned.slots] = True
-        self._policy.touch(pinned.slots, pinned.inverse.numel())
+        self._policy.touch(pinned.slots, pinned.rows, pinned.inverse.numel())
 
     def unpin(self, pinned: Pinned) -> None:
         """The batch is over."""

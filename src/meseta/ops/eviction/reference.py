@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 STEPS = 8
 """Of a score, to twice as much."""
-LEAST_WINDOW = 64
-"""Slots that are looked at, at least."""
+BEGIN = 24 * STEPS
+"""Score of a request where no part of a half-life has passed."""
+WINDOW, LEAST_WINDOW = 8, 64
+"""Slots that are looked at for each that is needed, and in all at least."""
 
 
 def added(one: int, other: int) -> int:
@@ -16,12 +18,10 @@ def added(one: int, other: int) -> int:
     return min(255, max(one, other) + int(STEPS * math.log2(1 + 2 ** (-abs(one - other) / STEPS)) + 0.5))
 
 
-def choose(
-    scores: Sequence[int], pins: Sequence[int], count: int, hand: int, window: int
-) -> tuple[list[int], int] | None:
+def choose(scores: Sequence[int], pins: Sequence[int], count: int, hand: int) -> tuple[list[int], int] | None:
     """The slots that leave, in the order in which the hand meets them, and where it is then; None where too few may."""
     order = [*range(hand, len(scores)), *range(hand)]
-    seen = min(max(count * window, LEAST_WINDOW), len(scores))
+    seen = min(max(count * WINDOW, LEAST_WINDOW), len(scores))
     while seen < len(scores) and sum(pins[slot] == 0 for slot in order[:seen]) < count:
         seen += 1
     candidates = [slot for slot in order[:seen] if pins[slot] == 0]

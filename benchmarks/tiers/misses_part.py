@@ -1,0 +1,127 @@
+"""Misses of the rows that lie near, beside exact policies on the same ids: LRU, LFU, and Belady's, which knows what
+comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from record import record
+
+from meseta.data.synth import CARDINALITIES
+from meseta.measure.traffic import scatter, zipf_ids
+from meseta.storage.near_slots import NearSlots
+
+Ids = NDArray[np.int64]
+Score = Callable[[NDArray[np.float64], Ids, int], None]
+"""(scores of all rows, rows of a batch, number of the batch): gives the rows new scores; the least leaves."""
+BATCH_SIZE, NEAR_SHARE = 2048, 0.1
+SCALE = 16
+"""Criteo's tables over so much, so that slots are full early in the run."""
+LIMITS = {"still": 0.85, "moving": 1.05, "replaced": 1.05}
+"""Misses over those of LRU where rows stay as popular as they are, else over those of the better of LRU and LFU."""
+
+
+@dataclass(frozen=True)
+class MissOptions:
+    """What to measure."""
+
+    num_batches: int
+    keep: bool
+
+
+def batches_of(kind: str, num_rows: int, num_batches: int) -> list[Ids]:
+    """Ids by Zipf's law of a table. Popular rows stay what they are, give way to others little by little (a fifth of
+    all rows in the end), or all at once, nine times."""
+    random, batches = np.random.default_rng(3), []
+    for number in range(num_batches):
+        share = {"still": 0.0, "moving": 0.2 * number / num_batches, "replaced": number * 10 // num_batches / 10}[kind]
+        shift = scatter(np.array([int(share * num_rows)]), num_rows)
+        batches.append((zipf_ids(random, BATCH_SIZE, num_rows) + shift) % num_rows)
+    return batches
+
+
+def near_misses(batches: list[Ids], num_rows: int) -> int:
+    """Of our own; the first touch of a row counts no miss here and below."""
+    slots = NearSlots(int(num_rows * NEAR_SHARE), 0, num_rows)
+    is_known, misses = np.zeros(num_rows, np.bool_), 0
+    for ids in batches:
+        pinned, places = slots.pin(torch.from_numpy(ids))
+        misses += int(is_known[pinned.rows[places].numpy()].sum())
+        is_known[ids] = True
+        taken = slots.take(places.numel())
+        assert taken is not None
+        slots.leave(taken)
+        slots.give(pinned, places, taken)
+        slots.use(pinned)
+        slots.unpin(pinned)
+    return misses
+
+
+def exact_misses(batches: list[Ids], num_rows: int, score: Score) -> int:
+    """Of a cache whose rows of least score leave, whatever that takes."""
+    num_slots, used, misses = int(num_rows * NEAR_SHARE), 0, 0
+    scores, is_near, is_known = np.zeros(num_rows), np.zeros(num_rows, np.bool_), np.zeros(num_rows, np.bool_)
+    for number, ids in enumerate(batches):
+        rows = np.unique(ids)
+        missing = rows[~is_near[rows]]
+        misses += int(is_known[missing].sum())
+        is_known[rows] = True
+        score(scores, rows, number)
+        surplus = used + len(missing) - num_slots
+        if surplus > 0:
+            is_near[rows] = False  # they stay
+            near = np.flatnonzero(is_near)
+            is_near[near[np.argpartition(scores[near], surplus - 1)[:surplus]]] = False
+        is_near[rows] = True
+        used = min(used + len(missing), num_slots)
+    return misses
+
+
+def lru(scores: NDArray[np.float64], rows: Ids, number: int) -> None:
+    scores[rows] = number
+
+
+def lfu(scores: NDArray[np.float64], rows: Ids, number: int) -> None:
+    """Of equal numbers the latest stays."""
+    scores[rows] = np.floor(scores[rows]) + 1 + number * 1e-9
+
+
+def belady(batches: list[Ids], num_rows: int) -> Score:
+    """The row that comes again last leaves."""
+    last, coming = np.full(num_rows, len(batches)), []
+    for number in range(len(batches) - 1, -1, -1):
+        rows = np.unique(batches[number])
+        coming.append(last[rows])
+        last[rows] = number
+
+    def score(scores: NDArray[np.float64], rows: Ids, number: int) -> None:
+        scores[rows] = -coming[len(batches) - 1 - number]
+
+    return score
+
+
+def measure_misses(options: MissOptions) -> bool:
+    """Over the tables of which a tenth holds two batches at least; the others lie near whole."""
+    good, tables = True, [n // SCALE for n in CARDINALITIES if n // SCALE * NEAR_SHARE >= 2 * BATCH_SIZE]
+    for kind, limit in LIMITS.items():
+        totals = dict.fromkeys(("ours", "LRU", "LFU", "Belady"), 0)
+        for num_rows in tables:
+            batches = batches_of(kind, num_rows, options.num_batches)
+            totals["ours"] += near_misses(batches, num_rows)
+            for name, score in {"LRU": lru, "LFU": lfu, "Belady": belady(batches, num_rows)}.items():
+                totals[name] += exact_misses(batches, num_rows, score)
+        lookups = len(tables) * options.num_batches * BATCH_SIZE
+        print(kind, *(f"{name} {misses / lookups:.4f}" for name, misses in totals.items()))
+        peer = "LRU" if kind == "still" or totals["LRU"] < totals["LFU"] else "LFU"
+        good &= totals["ours"] <= limit * totals[peer]
+        for name in ("LRU", "LFU", "Belady") if options.keep else ():
+            case = f"{len(tables)} tables / {SCALE}, {kind}, 10 % near"
+            ours, theirs = totals["ours"] / lookups, totals[name] / lookups
+            record(
+                "tiers", case, "near rows", ours, "misses a lookup", peer=name, peer_value=theirs, packages=("numpy",)
+            )
+    return good
