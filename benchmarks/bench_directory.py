@@ -1,0 +1,87 @@
+"""The map from keys to slots on a CPU: keys a second, beside numpy's sorted search, a dict, and what memory allows.
+
+    python benchmarks/bench_directory.py [--keys 4000000] [--batch 100000] [--threads 2] [--no-record]
+
+Keys are random 64-bit numbers, and so is their order. The limit is a bare loop that reads 16 bytes at random places of
+as many bytes as the directory has, on as many threads, with the prefetch that is best there. Appends to
+benchmarks/results.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from record import record
+
+from meseta.measure.gather_limit import best_prefetches, gather
+from meseta.ops.directory import Directory
+
+NUM_TURNS = 7
+
+
+def best_rates(calls: dict[str, Callable[[], object]], num_keys: int) -> dict[str, float]:
+    """Keys a second of the fastest of NUM_TURNS turns, in each of which every call runs once."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(NUM_TURNS):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - start)
+    return {name: num_keys / min(seconds) for name, seconds in times.items()}
+
+
+def limit_rate(num_bytes: int, num_keys: int, num_threads: int) -> float:
+    """Random reads of 16 bytes a second."""
+    table = torch.zeros(num_bytes // 16, 4)
+    ids = np.random.default_rng(2).integers(0, len(table), num_keys)
+    ways = best_prefetches([table], ids, [0, num_keys], num_threads)
+    return num_keys / min(gather([table], ids, [0, num_keys], way, num_threads).seconds for way in ways * 3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("keys", 4_000_000), ("batch", 100_000), ("threads", 2)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--no-record", action="store_true", help="leave benchmarks/results.csv as it is")
+    told = parser.parse_args()
+    torch.set_num_threads(told.threads)
+    random = np.random.default_rng(1)
+    keys = np.unique(random.integers(-(2**62), 2**62, told.keys + told.batch))
+    random.shuffle(keys)
+    there, others = keys[: -told.batch], torch.from_numpy(keys[-told.batch :].copy())
+    directory = Directory(len(there) + told.batch)
+    directory.insert(torch.from_numpy(there), torch.arange(len(there)))
+    asked = torch.from_numpy(random.choice(there, told.batch, replace=False))
+    slots, ordered = torch.arange(len(there), len(there) + told.batch), np.sort(there)
+    table, listed = dict(zip(there.tolist(), range(len(there)), strict=True)), asked.tolist()
+
+    def renew() -> None:
+        directory.insert(others, slots)
+        directory.remove(others)
+
+    rates = best_rates(
+        {
+            "find": lambda: directory.find(asked),
+            "find absent": lambda: directory.find(others),
+            "insert and remove": renew,
+            "numpy searchsorted": lambda: ordered.searchsorted(asked.numpy()),
+            "dict": lambda: [table[key] for key in listed],
+        },
+        told.batch,
+    )
+    rates["limit of memory"] = limit_rate(directory.num_bytes(), told.batch, told.threads)
+    print(f"{len(there)} keys, {directory.num_bytes() / len(there):.1f} bytes each; {told.threads} threads")
+    for name, rate in rates.items():
+        print(f"{name:20} {rate / 1e6:8.1f} M keys/s")
+    case = f"{told.keys / 1e6:g} M keys, {told.batch} a batch, {told.threads} threads"
+    for metric in () if told.no_record else ("find", "find absent", "insert and remove"):
+        for peer in ("numpy searchsorted", "dict", "limit of memory"):
+            record("directory", case, metric, rates[metric], "keys/s", peer=peer, peer_value=rates[peer])
+
+
+if __name__ == "__main__":
+    main()
