@@ -12,12 +12,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from meseta import EmbeddingBagCollection, FeatureSpec, KeyedJaggedTensor, OptimizerSpec, Plan, TableSpec, ahead
+from meseta import (
+    EmbeddingBagCollection,
+    FeatureSpec,
+    KeyedJaggedTensor,
+    OptimizerSpec,
+    Plan,
+    TableSpec,
+    ahead,
+    checkpoint,
+)
+from meseta.checkpoint.background import BackgroundSave
+from meseta.comm import World
 from meseta.optim import make_row_optimizer, row_state
 from meseta.spec import MesetaError
 from meseta.spec.optimizer import USED_FIELDS
 from meseta.spec.tiers import StorageOptions
 from meseta.storage import ROW, TieredShard, as_stored
+from meseta.storage.far import FrozenHostRows
 from meseta.storage.tiered import check_init
 from sampling import sample
 
@@ -151,6 +163,34 @@ def test_writes_reads_and_copies_for_saves(tier: str, tmp_path: Path) -> None:
     rows = torch.tensor([0, 5, 77, 401])
     taken = [made.shards[0].take(rows) for made in (resident, tiered)]
     assert same([taken[0]], [taken[1]])
+
+
+def test_a_save_in_the_background_lets_its_copies_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of a file is cleaned while one is held; what comes after is saved as well."""
+    ended: list[FrozenHostRows] = []
+
+    def close(frozen: FrozenHostRows) -> None:
+        ended.append(frozen)
+
+    monkeypatch.setattr(FrozenHostRows, "close", close)
+    tiered = placed("cached", {"big": 80, "small": 40}, "adam", "float32", tmp_path)
+    background = BackgroundSave(World.single())
+    for number in (1, 2):
+        train(tiered, 3)
+        background.start(
+            tmp_path / "saved",
+            step=number,
+            plan=tiered.plan,
+            shards=tiered.shards,
+            dense={},
+            state={},
+            then=lambda world: None,
+        )
+        background.wait()
+        assert len(ended) == 2 * number
+    resident = collection("adam", "float32")
+    checkpoint.load(tmp_path / "saved" / "step-000000002", world=World.single(), shards=resident.shards)
+    assert same(contents(tiered), contents(resident))
 
 
 def test_a_batch_that_does_not_fit_is_named(tmp_path: Path) -> None:

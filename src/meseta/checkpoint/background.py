@@ -59,6 +59,9 @@ class BackgroundSave:
                 then(apart)
             except Exception as error:
                 self._error = error
+            finally:
+                for copy in self._copies:
+                    copy.end_reading()
 
         self._thread = threading.Thread(target=run, name="meseta-save", daemon=True)
         self._thread.start()

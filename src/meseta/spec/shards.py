@@ -61,6 +61,11 @@ class Shard:
     """Of tiers 'cached' and 'disk': rows that lie near at most, in 'hbm' or in DRAM; None: as there is room."""
 
     @property
+    def label(self) -> str:
+        """For messages: "table 'user', rows 0..99"."""
+        return f"table {self.table!r}, rows {self.rows[0]:,}..{self.rows[1] - 1:,}"
+
+    @property
     def num_rows(self) -> int:
         return self.rows[1] - self.rows[0]
 

@@ -57,7 +57,7 @@ def make_storages(
         if shard.tier == DISK:
             assert options.dir is not None
             engine = engine or DiskEngine(options.dir, options.engine, max_reads_per_s=options.max_reads_per_s)
-            owner = f"table {spec.name!r}, rows {shard.rows[0]:,}..{shard.rows[1] - 1:,}"
-            rows = RowFile(engine, spec.name, num_rows=shard.num_rows, record_bytes=bytes_of[number], owner=owner)
+            sizes = {"num_rows": shard.num_rows, "record_bytes": bytes_of[number]}
+            rows = RowFile(engine, spec.name, **sizes, owner=shard.label)
         storages.append(TieredShard(spec, shard, optimizer, rows, num_slots=num_slots, seed=seed, device=device))
     return tuple(storages)

@@ -46,12 +46,6 @@ class FarRows(Protocol):
     def freeze(self) -> FarSnapshot:
         """The rows as they are now, whatever is written later."""
 
-    def num_bytes(self) -> int:
-        """Of memory that it takes."""
-
-    def close(self) -> None:
-        """Let go of all."""
-
 
 class _Done:
     """A read that took no time."""
@@ -80,12 +74,6 @@ class HostRows:
 
     def freeze(self) -> FrozenHostRows:
         return FrozenHostRows(self._records.clone(), self._is_present.clone())
-
-    def num_bytes(self) -> int:
-        return self._records.numel() + self._is_present.numel()
-
-    def close(self) -> None:
-        self._records, self._is_present = self._records[:0], self._is_present[:0]
 
 
 class FrozenHostRows:

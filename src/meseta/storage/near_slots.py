@@ -74,11 +74,6 @@ class NearSlots:
         self._next_to_read = num_slots
         """The first one that never was."""
 
-    def num_bytes(self) -> int:
-        """Of memory beside the rows."""
-        tensors = (self.rows[: self.num_slots], self.is_dirty, self._num_pins)
-        return sum(t.nbytes for t in tensors) + self._policy.num_bytes() + self._directory.num_bytes()
-
     def find(self, rows: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
         """Their slots; EMPTY where one does not lie near."""
         return self._directory.find(rows)

@@ -73,8 +73,8 @@ class TableStorage(ABC):
         """Undo one `pin`."""
         raise NotImplementedError
 
-    def close(self) -> None:  # noqa: B027  (most have nothing)
-        """Let go of files and memory; the rows are needed no longer."""
+    def end_reading(self) -> None:  # noqa: B027  (most hold nothing)
+        """Of a copy that `freeze` has made: it is read no more, until it is given to `freeze` again."""
 
     @abstractmethod
     def read(self, first: int, stop: int) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ MOVED_ROWS = 1 << 16
 """Rows that go to the far side at once."""
 
 
-class _Rows(TableStorage):
+class _FarShard(TableStorage):
     """What a tiered shard and a frozen one share: rows that are read from a far side, or made where it has none."""
 
     def __init__(self, spec: TableSpec, shard: Shard, optimizer: RowOptimizer, seed: int, like: dict[str, Tensor]):
@@ -52,12 +52,16 @@ class _Rows(TableStorage):
                 self.spec, rows=(start + first, start + stop), columns=self.shard.columns, seed=self.seed, device="cpu"
             )
             absent = torch.nonzero(~is_present).squeeze(1)
-            for name, value in {ROW: weight, **self.optimizer.init(weight)}.items():
-                values[name][absent] = value[absent]
+            self._begin_rows(values, absent, weight[absent])
         return values
 
+    def _begin_rows(self, values: dict[str, Tensor], places: Tensor, weight: Tensor) -> None:
+        """Put new rows, with their states, at some places."""
+        for name, value in {ROW: weight, **self.optimizer.init(weight)}.items():
+            values[name][places] = value
 
-class TieredShard(_Rows):
+
+class TieredShard(_FarShard):
     """One placed piece of a table whose rows lie far, and near in slots while they are needed.
 
                  slot 0   slot 1   slot 2  ...      near: rows and states, on the device of the rank
@@ -112,16 +116,6 @@ class TieredShard(_Rows):
     @property
     def device(self) -> torch.device:
         return self._rows.weight.device
-
-    @property
-    def owner(self) -> str:
-        """For messages."""
-        return f"table {self.spec.name!r}, rows {self.shard.rows[0]:,}..{self.shard.rows[1] - 1:,}"
-
-    def near_bytes(self) -> int:
-        """Of memory beside the far side's: slots that rows are trained in, and what is known of them."""
-        row_bytes = self._layout.num_bytes
-        return self._slots.num_slots * row_bytes + self._slots.num_bytes()
 
     def near_rows(self) -> Int[Tensor, " n"]:
         """Those that lie near, ascending."""
@@ -184,8 +178,7 @@ class TieredShard(_Rows):
             weight = initial_rows_of(
                 self.spec, rows[absent] + self.shard.rows[0], columns=self.shard.columns, seed=self.seed
             )
-            for name, value in {ROW: weight, **self.optimizer.init(weight)}.items():
-                values[name][absent] = value
+            self._begin_rows(values, absent, weight)
         self._put(slots, values)
 
     def _no_room(self, pinned: Pinned, count: int) -> MesetaError:
@@ -194,9 +187,9 @@ class TieredShard(_Rows):
         others = f", and batches under way need {under_way:,} others" if under_way > 0 else ""
         least = needed + max(under_way, 0)
         return MesetaError(
-            f"{self.owner}: a batch looks up {needed:,} distinct rows{others}, but {num_slots:,} rows lie near; give "
-            f"the table {least * row_bytes:,} bytes of storage.near_bytes or near_rows {least:,} in the plan, or make "
-            "batches smaller"
+            f"{self.shard.label}: a batch looks up {needed:,} distinct rows{others}, but {num_slots:,} rows lie "
+            f"near; give the table {least * row_bytes:,} bytes of storage.near_bytes or near_rows {least:,} in the "
+            "plan, or make batches smaller"
         )
 
     def _push_out(self, slots: Tensor) -> None:
@@ -247,17 +240,12 @@ class TieredShard(_Rows):
 
     def freeze(self, reuse: TableStorage | None = None) -> TableStorage:
         """What lies near is written to the far side first; no copy of the table is made where that is a disk."""
-        if isinstance(reuse, FrozenShard):
-            reuse.close()
         self._settle()
         self._write_back(self._slots.dirty())
         return FrozenShard(self.spec, self.shard, self.optimizer, self.far.freeze(), seed=self.seed, like=self._like)
 
-    def close(self) -> None:
-        self.far.close()
 
-
-class FrozenShard(_Rows):
+class FrozenShard(_FarShard):
     """A tiered shard as it was; to be read alone."""
 
     def __init__(
@@ -281,7 +269,7 @@ class FrozenShard(_Rows):
         """Copies."""
         return self._read_range(partial(self._far.read, first), first, stop)
 
-    def close(self) -> None:
+    def end_reading(self) -> None:
         self._far.close()
 
     def begin(self) -> TableRows:
