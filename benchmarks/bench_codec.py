@@ -8,10 +8,10 @@ A memcpy reads as many bytes as a codec and writes more, so that a codec near me
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 
 import torch
+from turns import best_s
 
 from meseta.machine.processors import this_processor
 from meseta.ops.codec import HalfRange, Rounding, decode_columns, encode_columns
@@ -19,17 +19,6 @@ from meseta.ops.core import instruction_set
 from meseta.spec.codecs import CODECS, Codec
 
 NUM_TURNS = 15
-
-
-def best_s(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Of NUM_TURNS turns, in each of which every call runs once."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(NUM_TURNS):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - start)
-    return {name: min(seconds) for name, seconds in times.items()}
 
 
 def calls_of(num_rows: int, num_columns: int) -> dict[str, Callable[[], object]]:
@@ -70,7 +59,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    seconds = best_s(calls_of(options.rows, options.columns))
+    seconds = best_s(calls_of(options.rows, options.columns), NUM_TURNS)
     print(f"{this_processor().name}, core {instruction_set()}, torch {torch.__version__}, {options.threads} threads")
     print(f"{options.rows} x {options.columns} float32")
     for name, taken in seconds.items():

@@ -10,28 +10,16 @@ benchmarks/results.csv.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
 
 import numpy as np
 import torch
 from record import record
+from turns import best_s
 
 from meseta.measure.gather_limit import best_prefetches, gather
 from meseta.ops.directory import Directory
 
 NUM_TURNS = 7
-
-
-def best_rates(calls: dict[str, Callable[[], object]], num_keys: int) -> dict[str, float]:
-    """Keys a second of the fastest of NUM_TURNS turns, in each of which every call runs once."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(NUM_TURNS):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - start)
-    return {name: num_keys / min(seconds) for name, seconds in times.items()}
 
 
 def limit_rate(num_bytes: int, num_keys: int, num_threads: int) -> float:
@@ -63,7 +51,7 @@ def main() -> None:
         directory.insert(others, slots)
         directory.remove(others)
 
-    rates = best_rates(
+    seconds = best_s(
         {
             "find": lambda: directory.find(asked),
             "find absent": lambda: directory.find(others),
@@ -71,8 +59,9 @@ def main() -> None:
             "numpy searchsorted": lambda: ordered.searchsorted(asked.numpy()),
             "dict": lambda: [table[key] for key in listed],
         },
-        told.batch,
+        NUM_TURNS,
     )
+    rates = {name: told.batch / best for name, best in seconds.items()}
     rates["limit of memory"] = limit_rate(directory.num_bytes(), told.batch, told.threads)
     print(f"{len(there)} keys, {directory.num_bytes() / len(there):.1f} bytes each; {told.threads} threads")
     for name, rate in rates.items():

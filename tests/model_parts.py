@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meseta.jagged import KeyedJaggedTensor
+from meseta.pipeline import Pipeline
 from meseta.spec import FeatureSpec, TableSpec
 
 
@@ -47,3 +48,17 @@ def some_ids(num_features: int, batch_size: int) -> KeyedJaggedTensor:
 
 def some_dense(batch_size: int, num_dense: int) -> Tensor:
     return torch.from_numpy(np.random.default_rng(2).normal(size=(batch_size, num_dense)))
+
+
+def lasting_tensors(pipeline: Pipeline) -> dict[str, Tensor]:
+    """Of all that a step changes, by name: dense weights, moments, rows and their states."""
+    model: Any = pipeline.model
+    tensors = {f"dense.{name}": value for name, value in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        moments = pipeline.optimizer.state.get(parameter, {})
+        tensors |= {
+            f"moment.{name}.{key}": torch.as_tensor(value) for key, value in moments.items() if value is not None
+        }
+    for number, piece in enumerate(model.embeddings.shards):
+        tensors |= {f"{number}.{name}": value for name, value in piece.values.items()}
+    return {name: tensor.detach() for name, tensor in tensors.items()}

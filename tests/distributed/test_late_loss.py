@@ -21,6 +21,7 @@ from meseta.pipeline import Pipeline
 from meseta.pipeline.agreement import NonFiniteLoss
 from meseta.spec import MesetaError
 from meseta.spec.stages import OVERLAPS, Overlap
+from model_parts import lasting_tensors
 from sampling import product, sample
 
 from .pool import RankPool
@@ -53,17 +54,9 @@ def make(case: dict[str, Any], late: bool) -> Pipeline:
 
 def learned(pipeline: Pipeline) -> dict[str, Any]:
     """Of all tensors that last, by name, and the steps of the tables."""
-    model: Any = pipeline.model
-    tensors = {f"dense.{name}": value for name, value in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        moments = pipeline.optimizer.state.get(parameter, {})
-        tensors |= {
-            f"moment.{name}.{key}": torch.as_tensor(value) for key, value in moments.items() if value is not None
-        }
-    for number, piece in enumerate(model.embeddings.shards):
-        tensors |= {f"{number}.{name}": value for name, value in piece.values.items()}
-    sums = {name: zlib.crc32(tensor.detach().contiguous().numpy().tobytes()) for name, tensor in tensors.items()}
-    return {**sums, "step": model.embeddings.step}
+    tensors = lasting_tensors(pipeline)
+    sums = {name: zlib.crc32(tensor.contiguous().numpy().tobytes()) for name, tensor in tensors.items()}
+    return {**sums, "step": pipeline.model.embeddings.step}
 
 
 def batches(world: World, count: int, bad: int | None = None) -> Iterator[Batch]:

@@ -26,6 +26,7 @@ from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import Pipeline
 from meseta.pipeline.agreement import LateNonFiniteLoss
 from meseta.spec import FeatureSpec, OptimizerSpec, TableSpec
+from model_parts import lasting_tensors
 from sampling import product, sample
 from small_run import settings, write_config
 
@@ -71,16 +72,7 @@ def make(rows: str, dtype: str, dense: str, accumulate_steps: int = 1) -> Pipeli
 
 
 def learned(pipeline: Pipeline) -> dict[str, Tensor]:
-    model: Any = pipeline.model
-    tensors = {f"dense.{name}": value for name, value in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        moments = pipeline.optimizer.state.get(parameter, {})
-        tensors |= {
-            f"moment.{name}.{key}": torch.as_tensor(value) for key, value in moments.items() if value is not None
-        }
-    for piece in model.embeddings.shards:
-        tensors |= {f"{piece.spec.name}.{name}": value for name, value in piece.values.items()}
-    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    return {name: tensor.cpu().clone() for name, tensor in lasting_tensors(pipeline).items()}
 
 
 @pytest.mark.parametrize("settled", [False, True])

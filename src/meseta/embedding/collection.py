@@ -226,7 +226,7 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
         sizes = (flight.parts[0].kjt.batch_size,)
         self._looked_up(flight, World.single(self.device), sizes, [flight.whole])
         if self._far:
-            self._borrow_far(flight)
+            self._borrow_rows(flight)
             assert flight.lease is not None
             flight.lease.wait()
         else:
@@ -237,10 +237,10 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
     def fetch(self, flight: Flight[CheckedIds]) -> None:
         if self._far and flight.stage == "exchanged":
             with suppress(MesetaError):
-                self._borrow_far(flight)
+                self._borrow_rows(flight)
 
-    def _borrow_far(self, flight: Flight[CheckedIds]) -> None:
-        """The same, where ids become the places of their rows, unless that was done before."""
+    def _borrow_rows(self, flight: Flight[CheckedIds]) -> None:
+        """Borrow rows where ids become the places of their rows, unless that was done before."""
         if flight.lease is not None:
             return
         looked_up = []

@@ -50,7 +50,6 @@ def foresee_overlap(
     if asked == "off":
         return ChosenOverlap((), {})
     reasons: dict[Overlap, str] = {}
-    costs: dict[Overlap, str] = {"ids": "on the processors of one host, reading a batch ahead costs more than it hides"}
     if num_ranks == 1:
         reasons = dict.fromkeys(OVERLAPS, "one rank sends nothing")
     else:
@@ -68,5 +67,5 @@ def foresee_overlap(
             )
         return ChosenOverlap(tuple(name for name in OVERLAPS if name in asked), {})
     if copies:
-        reasons = costs | reasons
+        reasons.setdefault("ids", "on the processors of one host, reading a batch ahead costs more than it hides")
     return ChosenOverlap(tuple(name for name in OVERLAPS if name not in reasons), reasons)

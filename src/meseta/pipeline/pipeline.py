@@ -192,13 +192,9 @@ class Pipeline:
                 self.times.begin_step()
                 del step
                 coming = self._next if self._reads_ahead else self._read(batches)
-        except GeneratorExit:
-            for part in [] if self._next is None else self._next.parts:
-                self.model.embeddings.drop(part.flight)
-            raise
-        except LateNonFiniteLoss:
-            for late in (coming, self._next):
-                for part in [] if late is None else late.parts:
+        except (GeneratorExit, LateNonFiniteLoss):  # all ranks leave alike
+            for begun in (coming, self._next):
+                for part in [] if begun is None else begun.parts:
                     self.model.embeddings.drop(part.flight)
             raise
         except BaseException:

@@ -77,6 +77,11 @@ class Topology:
     def num_ranks(self) -> int:
         return self.num_hosts * self.devices_per_host
 
+    @property
+    def is_one_cpu_host(self) -> bool:
+        """Whether nothing leaves a host, and the processors that compute copy what travels in it."""
+        return self.device == "cpu" and self.num_hosts == 1
+
     def memory_bytes(self, memory: str) -> int | None:
         """Of one device, or of one host: what the field says; None where it is no memory."""
         return {HBM: self.hbm_bytes, HOST: self.host_bytes, DISK: self.disk_bytes}.get(memory)

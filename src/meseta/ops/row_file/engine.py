@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -16,9 +16,10 @@ from meseta.errors import MesetaError, check_choice, one_line
 from meseta.machine.files import direct_block_bytes
 from meseta.ops.core import core
 from meseta.ops.row_file.scratch_file import remove_leftovers
+from meseta.spec.tiers import EngineName
 
-AUTO, IO_URING, THREADS = "auto", "io_uring", "threads"
-ENGINES = (AUTO, IO_URING, THREADS)
+ENGINES = get_args(EngineName)
+AUTO, IO_URING, THREADS = ENGINES
 DEPTHS = {IO_URING: 256, THREADS: 32}
 """Reads in flight at most, 8 KB of memory each: with many at once the system is called less often for each."""
 _STEPS, _FIRST_POWER = 8, 3

@@ -161,7 +161,7 @@ def find_run_plan(
     workload = make_workload(config, dataset, tables, features, outline)
     run = None
     if outline is not None:
-        copies = topology.device == "cpu" and topology.num_hosts == 1
+        copies = topology.is_one_cpu_host
         overlap = run_overlap(config, workload, outline, topology.num_ranks, copies=copies)
         workload = with_overlap(workload, overlap, before_flops(outline, len(dataset.dense)))
         run = run_bytes(config, dataset, outline, topology.num_ranks, topology.devices_per_host)
