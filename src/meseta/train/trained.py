@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from meseta import checkpoint
+from meseta.checkpoint.manifest import read_manifest
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
@@ -19,6 +20,7 @@ from meseta.data.read.new_batches import NewBatches
 from meseta.data.read.reader import Reader, ReaderOptions
 from meseta.data.read.selection import calibration_shift
 from meseta.spec import MesetaError
+from meseta.spec.tiers import FAR_TIERS
 from meseta.telemetry.splits import choosing_split
 from meseta.train.run_dir import RunDir
 from meseta.train.session import session
@@ -158,12 +160,29 @@ def _check_same_files(rows: NewRows, world: World) -> None:
 
 def _trained(config: RunConfig, path: Path, dataset: Dataset, reader: Rows, world: World) -> Trained[Rows]:
     """The model of a checkpoint for data such as `dataset`."""
+    plan = world.from_first(lambda: _plan_in_tiers(path, world.size))
+    config = config.model_copy(update={"plan": plan})
     if (note := note_bfloat16(config, world)) and world.rank == 0:
         print(note, file=sys.stderr)
     model = make_sharded_model(config, dataset, world).eval()
     # No optimizer is made: torch imports its compiler for the first one, which takes longer than a small evaluation.
     state = restore(path, model, None, world)
     return Trained(model=model, reader=reader, world=world, step=state["step"], config=config)
+
+
+def _plan_in_tiers(path: Path, num_ranks: int) -> Any:
+    """For a config: tables lie far that did when the checkpoint was saved, cut by rows; 'auto' where none did."""
+    plan, far = read_manifest(path)["plan"], dict[str, Any]()
+    for name, entry in plan["tables"].items():
+        for shard in entry["shards"]:
+            if shard["tier"] in FAR_TIERS:
+                sharding = "table_wise" if num_ranks == 1 else "row_wise"
+                near = (
+                    {"near_rows": shard["near_rows"]} if plan["num_ranks"] == num_ranks and "near_rows" in shard else {}
+                )
+                far[name] = {"sharding": sharding, "tier": shard["tier"], **near}
+    rest = {} if len(far) == len(plan["tables"]) else {"*": "table_wise"}
+    return {"tables": {**far, **rest}} if far else "auto"
 
 
 def _find_best(run: RunDir, config: RunConfig) -> Path | None:
