@@ -59,7 +59,7 @@ def resident(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Callable[[
 
 @pytest.mark.parametrize(
     ("size", "seed", "num_kills"),
-    [(2, 0, 1), *(pytest.param(size, seed, 5, marks=pytest.mark.soak) for size in (1, 2) for seed in range(1, 11))],
+    [(1, 0, 1), *(pytest.param(size, seed, 5, marks=pytest.mark.soak) for size in (1, 2) for seed in range(1, 11))],
 )
 def test_killed_while_rows_move(
     resident: Callable[[int], Path], tiny: Path, tmp_path: Path, size: int, seed: int, num_kills: int
@@ -108,4 +108,4 @@ def test_a_disk_that_fills_up_is_named_on_all_ranks(tiny: Path, tmp_path: Path, 
             r"written: No space left on device; make room on the disk, or set storage.dir to another one.*",
             line,
         ), line
-        assert command.members() == []
+        assert command.members() == [] and not [*(tmp_path / "scratch").glob(f"*{SUFFIX}")]

@@ -28,7 +28,7 @@ from meseta.storage.table import ROW, TableStorage, from_stored
 MAX_TO_READ = 1 << 22
 """Rows that an evaluation may read beside those that lie near; their memory is taken when they are read. On a GPU it is
 taken at once, for as many as lie near."""
-MOVED_ROWS = 1 << 16
+MOVED_ROWS = 1 << 14
 """Rows that go to the far side at once."""
 
 
