@@ -28,7 +28,7 @@ from meseta.cli.topology import app as topology_app
 from meseta.cli.train import train
 from meseta.cli.verify import verify
 from meseta.errors import MesetaError, one_line
-from meseta.machine.processes import leave_at_once
+from meseta.machine.processes import leave_at_once, remove_all_scratch
 from meseta.machine.rendezvous import VARIABLE
 from meseta.machine.variables import variables
 from meseta.machine.waiting import choose_waiting
@@ -112,6 +112,7 @@ def _run() -> None:
     try:
         app()
     finally:
+        remove_all_scratch()  # a fork ends without the interpreter's own end
         sys.stdout.flush()
 
 

@@ -122,7 +122,7 @@ def _end_with(lifeline: int) -> None:
 
 
 def add_scratch(path: Path) -> None:
-    """A file that `leave_at_once` removes, unless `remove_scratch` has."""
+    """A file that goes with this process, unless `remove_scratch` comes first."""
     _scratch[path] = os.getpid()
 
 
@@ -133,9 +133,14 @@ def remove_scratch(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def remove_all_scratch() -> None:
+    """Of this process, at its end; what it was forked from keeps its own."""
+    for path, process in tuple(_scratch.items()):
+        if process == os.getpid():
+            remove_scratch(path)
+
+
 def leave_at_once(code: int) -> NoReturn:
     """End this process without taking the interpreter apart; its scratch files go."""
-    for path, process in tuple(_scratch.items()):
-        if process == os.getpid():  # not a fork of it
-            remove_scratch(path)
+    remove_all_scratch()
     os._exit(code)
