@@ -226,6 +226,23 @@ def test_an_evaluation_pushes_nothing_out(tmp_path: Path) -> None:
     assert torch.equal(before, big.near_rows())
 
 
+@pytest.mark.parametrize("tier", ["cached", "disk"])
+def test_traffic_is_that_of_the_ids(tier: str, tmp_path: Path) -> None:
+    """With room for all, rows are missed once; with room for a batch, each that the one before has not asked for."""
+    batches = [batch(number) for number in range(5)]
+    of_big = [np.unique(np.concatenate([kjt[name].values.numpy() for name in FEATURES[:2] + FEATURES[3:4]]))
+              for kjt in batches]  # fmt: skip
+    made = placed(tier, {"big": ROWS["big"], "small": 40}, "adagrad", "float32", tmp_path)
+    for kjt in batches:
+        loss_of(made, kjt).backward()
+    traffic = made.row_traffic["big"]
+    assert traffic.num_rows == sum(map(len, of_big)) and traffic.num_misses == len(np.unique(np.concatenate(of_big)))
+    assert traffic.num_pushed_out == traffic.read_bytes == traffic.written_bytes == 0
+    made.shards[0].freeze().end_reading()
+    assert made.row_traffic["big"].num_pushed_out == traffic.num_misses
+    assert made.row_traffic["big"].pushed_bytes == traffic.num_misses * 2 * 24 * 4
+
+
 def test_plans_that_cannot_be_are_named() -> None:
     made = collection("sgd", "float32")
     one = partial(Plan.from_dict, tables=made.tables, num_ranks=1)

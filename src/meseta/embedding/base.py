@@ -26,7 +26,8 @@ from meseta.ops.row_program.optimizer import compute_dtype
 from meseta.ops.row_update import TableRows
 from meseta.spec import FeatureSpec, MesetaError, Plan, TableSpec, check_features
 from meseta.spec.tiers import FAR_TIERS, StorageOptions
-from meseta.storage import Lease, NearRowsTaken, TableStorage
+from meseta.storage import Lease, NearRowsTaken, TableStorage, TieredShard
+from meseta.telemetry.row_traffic import RowTraffic
 
 NO_BACKWARD = -1
 """What torch says where no backward pass runs."""
@@ -158,6 +159,15 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
                 note(f"{few}, since {error}", by_all=True)
             return False
         return True
+
+    @property
+    def row_traffic(self) -> dict[str, RowTraffic]:
+        """Of tables whose rows lie far, so far, in the pieces of this rank."""
+        traffic: dict[str, RowTraffic] = {}
+        for shard in self.shards:
+            if isinstance(shard, TieredShard):
+                traffic[shard.spec.name] = traffic.get(shard.spec.name, RowTraffic()) + shard.traffic
+        return traffic
 
     def _begin_to_borrow(self, flight: Flight[GroupPart]) -> None:
         """Borrow rows of a batch, if any lie far here. Raises MesetaError where there is no room for them."""

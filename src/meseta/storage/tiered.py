@@ -22,6 +22,7 @@ from meseta.spec import MesetaError, Shard, TableSpec
 from meseta.storage.far import FarRows, FarSnapshot, ReadAhead
 from meseta.storage.records import RecordLayout
 from meseta.storage.table import ROW, TableStorage, from_stored
+from meseta.telemetry.row_traffic import RowTraffic
 
 MAX_TO_READ = 1 << 22
 """Rows that an evaluation may read beside those that lie near; their memory is taken when they are read. On a GPU it is
@@ -142,6 +143,20 @@ class TieredShard(_FarShard):
 
     def end(self) -> None:
         """Rows are the table's where they lie."""
+
+    @property
+    def traffic(self) -> RowTraffic:
+        """Of this piece, so far."""
+        counters, (read, written) = self.cache.counters, self.far.disk_bytes
+        return RowTraffic(
+            num_rows=counters.num_rows,
+            num_misses=counters.num_misses,
+            waited_s=self.wait_s,
+            read_bytes=read,
+            num_pushed_out=counters.num_written,
+            pushed_bytes=counters.num_written * self._layout.num_bytes,
+            written_bytes=written,
+        )
 
     def _settle(self) -> None:
         """Wait for all rows that are on their way."""
