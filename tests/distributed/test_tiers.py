@@ -75,11 +75,12 @@ def test_all_ranks_are_told_of_one_that_has_no_room(ranks: Ranks, tmp_path: Path
     assert "but 1 rows lie near; give the table" in first
 
 
-def document(tiny: Path, run: Path, size: int, tier: str, **changes: Any) -> dict[str, Any]:
+def document(tiny: Path, run: Path, size: int, tier: str, lookahead: Any, **changes: Any) -> dict[str, Any]:
     """Of a run whose tables lie so; `near_rows` are little more than those of a batch."""
     far = {} if tier == "hbm" else {"tier": tier, "near_rows": 150}
+    storage = {"dir": str(run.parent / "scratch"), "lookahead": lookahead}
     tables = {name: {"sharding": sharding, **far} for name, sharding in FAR.items()}
-    return settings(tiny, run, **WIDE, **changes, plan={"tables": tables}, storage={"dir": str(run.parent / "scratch")})
+    return settings(tiny, run, **WIDE, **changes, plan={"tables": tables}, storage=storage)
 
 
 @pytest.mark.parametrize("overlap", ["off", list(OVERLAPS)], ids=["off", "all"])
@@ -96,10 +97,10 @@ def test_a_run_ends_with_the_checksum_of_one_in_memory(
         "embedding__dtype": "bfloat16",
         **({} if size == 1 else {"pipeline__overlap": overlap}),
     }
-    for tiers in (("hbm", "hbm"), ("disk", "cached"), ("cached", "disk")):
+    for tiers, lookahead in ((("hbm", "hbm"), "auto"), (("disk", "cached"), 3), (("cached", "disk"), 0)):
         run = tmp_path / "-".join(tiers)
         for tier, last in zip(tiers, (5, 9), strict=True):
-            one = document(tiny, run, size, tier, **common, train__max_steps=last)
+            one = document(tiny, run, size, tier, lookahead, **common, train__max_steps=last)
             _ = [train(one)] if size == 1 else ranks(size).run(train, one)
             noted = json.loads((run / "environment.json").read_text()).get("row_files")
             assert noted is None if tier != "disk" else re.search("direct, blocks of|page cache", noted)

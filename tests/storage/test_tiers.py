@@ -79,10 +79,12 @@ def collection(optimizer: str, dtype: str) -> EmbeddingBagCollection:
     return EmbeddingBagCollection(tables(optimizer, dtype), features(), seed=7)
 
 
-def placed(tier: str, near_rows: dict[str, int], optimizer: str, dtype: str, folder: Path) -> EmbeddingBagCollection:
+def placed(
+    tier: str, near_rows: dict[str, int], optimizer: str, dtype: str, folder: Path, lookahead: int | None = None
+) -> EmbeddingBagCollection:
     made = collection(optimizer, dtype)
     entries = {name: {"sharding": "table_wise", "tier": tier, "near_rows": rows} for name, rows in near_rows.items()}
-    made.place(Plan.from_dict({"tables": entries}, made.tables, 1), StorageOptions(dir=folder))
+    made.place(Plan.from_dict({"tables": entries}, made.tables, 1), StorageOptions(dir=folder, lookahead=lookahead))
     return made
 
 
@@ -298,11 +300,15 @@ def test_rows_that_are_brought_while_another_batch_is_trained(tier: str, near: i
     assert same(found[0][1], found[1][1]) and same(found[0][2], found[1][2])
 
 
-def test_a_loop_of_ones_own_reads_ahead(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("lookahead", "near"), [(0, 60), (1, 120), (8, 40), (8, 300)])
+def test_a_loop_of_ones_own_reads_ahead(
+    lookahead: int, near: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As far as there is room, which is said once."""
     losses = []
     for made in (
         collection("adagrad", "float16"),
-        placed("disk", {"big": 120, "small": 40}, "adagrad", "float16", tmp_path),
+        placed("disk", {"big": near, "small": 40}, "adagrad", "float16", tmp_path, lookahead),
     ):
         model, batches = torch.nn.Module(), [Sparse(weighed(made, batch(number))) for number in range(12)]
         model.embeddings = made
@@ -313,3 +319,5 @@ def test_a_loop_of_ones_own_reads_ahead(tmp_path: Path) -> None:
             of_model.append(float(loss.detach()))
         losses.append((of_model, contents(made)))
     assert losses[0][0] == losses[1][0] and same(losses[0][1], losses[1][1])
+    said = capfd.readouterr().err.count("note: rows of fewer than 8 batches are brought ahead")
+    assert said == int((lookahead, near) == (8, 40))

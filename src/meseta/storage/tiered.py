@@ -30,6 +30,10 @@ MOVED_ROWS = 1 << 16
 """Rows that go to the far side at once."""
 
 
+class NearRowsTaken(MesetaError):
+    """A batch looks up more rows than may lie near beside those that others need."""
+
+
 class Arrival(ABC):
     """Rows on their way to tiered shards."""
 
@@ -167,12 +171,12 @@ class TieredShard(_FarShard):
             weight = initial_rows_of(self.spec, rows + self.shard.rows[0], columns=self.shard.columns, seed=self.seed)
             self._put(slots, {ROW: weight, **self.optimizer.init(weight)})
 
-    def no_room(self, refused: NoRoom) -> MesetaError:
+    def no_room(self, refused: NoRoom) -> NearRowsTaken:
         """What to say of a batch that looks up too many rows."""
         num_slots, row_bytes = self.cache.num_slots, self._layout.num_bytes
         others = f", and batches under way need {refused.num_others:,} others" if refused.num_others > 0 else ""
         least = refused.num_rows + max(refused.num_others, 0)
-        return MesetaError(
+        return NearRowsTaken(
             f"{self.shard.label}: a batch looks up {refused.num_rows:,} distinct rows{others}, but {num_slots:,} rows "
             f"lie near; give the table {least * row_bytes:,} bytes of storage.near_bytes or near_rows {least:,} in the "
             "plan, or make batches smaller"
