@@ -28,7 +28,7 @@ def test_every_allowed_pair_of_values_is_met_twice() -> None:
     assert 2 * largest <= len(CELLS) <= 2.2 * largest
 
 
-@pytest.mark.parametrize("cell", sample(CELLS, 4, seed=3283))
+@pytest.mark.parametrize("cell", sample(CELLS, 3, seed=2301))
 def test_fifty_steps_have_the_bits_of_resident_tables(ranks: Ranks, cell: dict[str, Any], tmp_path: Path) -> None:
     """Losses, logits, rows, states and the checksum of the checkpoint; most rows that a batch asks for lie far."""
     if IO_URING in cell["far"] and (why := why_no_io_uring()) is not None:

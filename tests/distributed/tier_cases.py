@@ -210,7 +210,7 @@ def _train(cell: dict[str, Any], folder: Path, is_resident: bool) -> Outcome:
     tables, features = specs_of(cell)
     tier, _, engine = cell["far"].partition(" by ")
     plan = plan_of(cell, tables, HBM if is_resident else tier)
-    storage = StorageOptions(dir=folder / "scratch", engine=engine or "auto")
+    storage = StorageOptions(dir=folder / "scratch", engine=engine or "auto", lookahead=cell["lookahead"])
     collection = EmbeddingBagCollection(tables, features, seed=3)
     model: Any = Towers(collection, WIDTH * len(features)).to(collection.dtype)
     cell = {**cell, "compute": str(collection.dtype).removeprefix("torch.")}
