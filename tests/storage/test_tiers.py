@@ -28,7 +28,7 @@ from meseta.optim import make_row_optimizer, row_state
 from meseta.spec import MesetaError
 from meseta.spec.optimizer import USED_FIELDS
 from meseta.spec.tiers import StorageOptions
-from meseta.storage import ROW, TieredShard, as_stored
+from meseta.storage import ROW, TableShard, TieredShard, as_stored
 from meseta.storage.far import FrozenHostRows
 from meseta.storage.tiered import check_init
 from sampling import sample
@@ -142,6 +142,13 @@ def test_losses_rows_and_states_are_those_of_resident_tables(cell: dict[str, Any
     assert train(tiered) == train(resident)
     assert all(isinstance(shard, TieredShard) for shard in tiered.shards)
     assert same(contents(tiered), contents(resident))
+
+
+def test_host_is_memory_where_the_rank_computes_on_a_cpu() -> None:
+    resident, made = collection("adam", "float16"), collection("adam", "float16")
+    made.place(Plan.from_dict({"tables": {"*": {"sharding": "table_wise", "tier": "host"}}}, made.tables, 1))
+    assert all(isinstance(shard, TableShard) and not shard.lies_far for shard in made.shards) and not made.lies_far
+    assert train(made) == train(resident) and same(contents(made), contents(resident))
 
 
 @pytest.mark.parametrize("tier", ["cached", "disk"])
