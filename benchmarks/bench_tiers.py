@@ -4,6 +4,8 @@
         [--passes 5] [--reads 100000] [--no-record]
     python benchmarks/bench_tiers.py stores [--gigabytes 4] [--widths 260] [--limit-mb 1024] [--folder DIR]
     python benchmarks/bench_tiers.py misses [--batches 2000]
+    python benchmarks/bench_tiers.py save [--rows 16000000] [--passes 5] [--seconds 30]
+    python benchmarks/bench_tiers.py large [--rows 64000000] [--limit-mb 4096] [--disk-gb 60]
 
 Parts:
 - engine: rows at random beside a bare loop of C at its best depth, which reads the blocks of the same file: reads a
@@ -15,11 +17,15 @@ Parts:
 - misses: which rows lie near, on the large tables of Criteo over 16 with ids by Zipf's law, 10 % of rows near, first
   touches left out; beside exact LRU, LFU and Belady on the same ids, where popular rows stay what they are, and where
   others follow.
+- save: saves and loads of a table of which each row was written at random, alone and beside training, beside the disk
+  that writes a file in order and reads it; and the memory that they take beside the near rows.
+- large: a table larger than memory through `meseta train`, its resumption, `eval`, `predict`, `checkpoint verify` and
+  `checkpoint export`, each in a control group of --limit-mb; and the seconds that it takes to make it.
 
 DIR is to be on the disk that is measured. Appends to benchmarks/results.csv. Exits with 1 where a part misses what it
 must reach: 0.9 of the loop's reads a second, 1.3 times its processor time, 3 times the best store
 where one process reads, 0.85 times the misses of LRU, and 1.05 times those of the better of LRU and LFU where popular
-rows change.
+rows change, 0.6 of the disk's rate for saves and loads, 0.25 beside training and 0.8 of that, and 512 MB.
 """
 
 from __future__ import annotations
@@ -30,13 +36,15 @@ from pathlib import Path
 
 from record import ROOT
 from tiers.engine_part import EngineOptions, measure_engine
+from tiers.large_part import LargeOptions, measure_large
 from tiers.misses_part import MissOptions, measure_misses
+from tiers.save_part import SaveOptions, measure_saves
 from tiers.stores_part import StoreOptions, measure_stores
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("engine", "stores", "misses"))
+    parser.add_argument("part", choices=("engine", "stores", "misses", "save", "large"))
     parser.add_argument("--gigabytes", type=float, default=4.0, help="of rows in a file")
     parser.add_argument("--widths", default="68,260,1032", help="bytes of a row with its state")
     parser.add_argument("--engine", default="auto", help="io_uring or threads")
@@ -44,6 +52,9 @@ def main() -> None:
     parser.add_argument("--reads", type=int, default=100_000, help="of a pass")
     parser.add_argument("--limit-mb", type=int, default=1024, help="memory of each store")
     parser.add_argument("--batches", type=int, default=2000, help="of 2,048 samples, for misses")
+    parser.add_argument("--rows", type=int, default=16_000_000, help="of a table that is saved")
+    parser.add_argument("--disk-gb", type=float, default=60.0, help="that `large` may use at a time")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of training beside saves")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "tiers")
     parser.add_argument("--no-record", action="store_true", help="leave benchmarks/results.csv as it is")
     told = parser.parse_args()
@@ -54,6 +65,10 @@ def main() -> None:
         )
     elif told.part == "misses":
         good = measure_misses(MissOptions(told.batches, keep))
+    elif told.part == "large":
+        good = measure_large(LargeOptions(told.folder, told.rows, told.limit_mb, told.disk_gb, keep))
+    elif told.part == "save":
+        good = measure_saves(SaveOptions(told.folder, told.rows, told.passes, told.seconds, keep))
     else:
         good = measure_stores(StoreOptions(told.folder, told.gigabytes, widths, told.limit_mb, keep))
     sys.exit(not good)

@@ -53,7 +53,7 @@ void read(RowLog& log, std::shared_ptr<Frozen> frozen, const std::vector<int64_t
 
 void try_engine(std::shared_ptr<Engine> engine, const std::string& path, double seconds) {
   const int file = open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_DIRECT, 0600);
-  const auto log = std::make_shared<RowLog>(engine, file, kRows, Layout::of(kRecord, 512, 4096), 7);
+  const auto log = std::make_shared<RowLog>(engine, file, kRows, Layout::of(kRecord, 512, 4096), 7, kRows / 4);
   std::atomic<bool> over{false};
   std::atomic<int64_t> version{0};
   const auto random_rows = [](uint64_t seed) {

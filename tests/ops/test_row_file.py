@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meseta.ops.core import core
-from meseta.ops.row_file import DiskEngine, FrozenRows, RowFile
+from meseta.ops.row_file import PART_BYTES, DiskEngine, FrozenRows, RowFile
 from meseta.ops.row_file.reference import RowsInMemory
 from meseta.spec import MesetaError
 from row_file_cases import ENGINES, records_of
@@ -72,11 +72,12 @@ def actions(draw: st.DrawFn) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize("record_bytes", [1, 68, 260, 1032, 5000])
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps=actions(), num_rows=st.sampled_from([1, 50, 5000]))
+@given(steps=actions(), num_rows=st.sampled_from([1, 50, 5000]), num_parts=st.sampled_from([1, 7]))
 def test_it_holds_what_a_dict_holds(
-    engine: DiskEngine, record_bytes: int, steps: list[tuple[str, int, int]], num_rows: int
+    engine: DiskEngine, record_bytes: int, steps: list[tuple[str, int, int]], num_rows: int, num_parts: int
 ) -> None:
-    file = RowFile(engine, "t", num_rows=num_rows, record_bytes=record_bytes, segment_bytes=SMALL)
+    sizes = {"record_bytes": record_bytes, "segment_bytes": SMALL, "part_bytes": num_rows * record_bytes // num_parts}
+    file = RowFile(engine, "t", num_rows=num_rows, **sizes)
     both = Both(file, RowsInMemory(num_rows, record_bytes))
     for kind, seed, count in steps:
         rows = torch.from_numpy(np.random.default_rng(seed).integers(0, num_rows, count))
@@ -107,10 +108,11 @@ def wait_for(is_so: Callable[[], bool], most_s: float = 60) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("record_bytes", [68, 260, 1032])
-def test_a_file_takes_one_and_a_half_of_its_rows(engine: DiskEngine, record_bytes: int) -> None:
+@pytest.mark.parametrize(("record_bytes", "part_bytes"), [(68, PART_BYTES), (260, 1_000_000), (1032, PART_BYTES)])
+def test_a_file_takes_one_and_a_half_of_its_rows(engine: DiskEngine, record_bytes: int, part_bytes: int) -> None:
     num_rows = 3_000_000 // record_bytes
-    file = RowFile(engine, "t", num_rows=num_rows, record_bytes=record_bytes, segment_bytes=2 * SMALL)
+    sizes = {"record_bytes": record_bytes, "segment_bytes": 2 * SMALL, "part_bytes": part_bytes}
+    file = RowFile(engine, "t", num_rows=num_rows, **sizes)
     both = Both(file, RowsInMemory(num_rows, record_bytes))
     generator = torch.Generator().manual_seed(1)
     most = 1.5 * num_rows * record_bytes
@@ -131,6 +133,24 @@ def test_a_file_takes_one_and_a_half_of_its_rows(engine: DiskEngine, record_byte
     counters = file.counters
     assert counters.rows_written == num_rows + 20 * (num_rows // 4) and counters.rows_cleaned > 0
     assert counters.written_bytes < 4.5 * counters.rows_written * record_bytes
+    file.close()
+
+
+def test_parts_of_rows_that_were_written_at_random_are_read_in_few_large_requests(engine: DiskEngine) -> None:
+    num_rows, width = 40_000, 260
+    file = RowFile(engine, "t", num_rows=num_rows, record_bytes=width, segment_bytes=16 * SMALL, part_bytes=1 << 21)
+    both = Both(file, RowsInMemory(num_rows, width))
+    both.write(torch.randperm(num_rows, generator=torch.Generator().manual_seed(2)), 0)
+    file.flush()
+    both.freeze()
+    before = file.counters
+    for first in range(0, num_rows, file.part_rows):
+        both.check_frozen(first, min(first + file.part_rows, num_rows))
+    after = file.counters
+    assert file.part_rows == 4096 and after.rows_read - before.rows_read == num_rows
+    assert after.read_bytes - before.read_bytes < 1.1 * num_rows * width
+    assert after.reads - before.reads < 2 * num_rows * width / (16 * SMALL)
+    both.thaw()
     file.close()
 
 

@@ -123,14 +123,21 @@ def test_rows_that_a_full_disk_has_not_taken_are_kept(file: RowFile) -> None:
     assert torch.equal(read(file, torch.arange(20, 30)), newer[20:30])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_disk_fills_up(engine: str, tmp_path: Path) -> None:
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)], check=False, capture_output=True
-    )
-    if mounted.returncode != 0:
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """A file system of so many bytes in `folder`."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
+    if subprocess.run(command, check=False, capture_output=True).returncode != 0:
         pytest.skip("no file system can be mounted here")
     try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_disk_fills_up(engine: str, tmp_path: Path) -> None:
+    with small_disk(tmp_path, "1m"):
         file = RowFile(DiskEngine(tmp_path, engine), "t", num_rows=8 * ROWS, record_bytes=WIDTH, segment_bytes=16384)
         records = records_of(8 * ROWS, WIDTH, 0)
         done = 0
@@ -143,8 +150,32 @@ def test_a_disk_fills_up(engine: str, tmp_path: Path) -> None:
         file.write(torch.arange(done, 8 * ROWS), records[done:])
         assert torch.equal(read(file, torch.arange(8 * ROWS)), records)
         file.close()
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_disk_fills_up_while_rows_are_cleaned(engine: str, tmp_path: Path) -> None:
+    """It has room for all rows, and not for what their file may take."""
+    generator = torch.Generator().manual_seed(0)
+    with small_disk(tmp_path, "1300k"):
+        file = RowFile(DiskEngine(tmp_path, engine), "t", num_rows=ROWS, record_bytes=WIDTH, segment_bytes=16384)
+        expected = records_of(ROWS, WIDTH, 0)
+        file.write(torch.arange(ROWS), expected)
+        rows, newer = torch.arange(0), expected
+        with pytest.raises(MesetaError, match="No space left"):
+            for seed in range(1, 400):
+                rows, newer = torch.randperm(ROWS, generator=generator)[:50], records_of(50, WIDTH, seed)
+                file.write(rows, newer)
+                expected[rows] = newer
+        found = read(file, torch.arange(ROWS))
+        is_old, is_new = (found[rows] == expected[rows]).all(1), (found[rows] == newer).all(1)
+        assert bool((is_old | is_new).all())  # of the last batch some rows may have been taken
+        found[rows] = expected[rows]
+        assert torch.equal(found, expected)
+        subprocess.run(["mount", "-o", "remount,size=32m", str(tmp_path)], check=True)
+        file.write(rows, newer)
+        expected[rows] = newer
+        assert torch.equal(read(file, torch.arange(ROWS)), expected)
+        file.close()
 
 
 def test_rows_that_cleaning_cannot_read_stay_and_are_named(file: RowFile) -> None:

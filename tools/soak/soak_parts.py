@@ -49,7 +49,12 @@ PARTS = {
     "distributed": Part("everything else on several ranks", ("tests/distributed",)),
     "kill": Part(
         "`kill -9` at random moments of preparing, starting, training, saving and evaluating, then to the end",
-        ("tests/cli/test_kill.py", "tests/cli/test_restarts.py", "tests/data/test_resume_prepare.py"),
+        (
+            "tests/cli/test_kill.py",
+            "tests/cli/test_kill_tiers.py",
+            "tests/cli/test_restarts.py",
+            "tests/data/test_resume_prepare.py",
+        ),
     ),
     "hang": Part(
         "ranks killed, stopped and astray, and links cut, at random moments on 2, 4 and 8 ranks: the right one named "

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meseta.checkpoint.saving import save
 from meseta.comm import World
+from meseta.machine.system import give_way
 from meseta.storage import TableStorage
 
 
@@ -54,6 +55,7 @@ class BackgroundSave:
         apart = self._apart
 
         def run() -> None:
+            give_way()
             try:
                 save(parent, world=apart, shards=self._copies, dense=frozen, **known)
                 then(apart)

@@ -18,6 +18,7 @@ from meseta.checkpoint.layout import BlockSchema, TableLayout
 from meseta.checkpoint.manifest import CARRIED, MANIFEST_PATH, read_manifest
 from meseta.checkpoint.tensors import read_tensors
 from meseta.comm import World
+from meseta.machine.system import give_back_freed_memory
 from meseta.spec import MesetaError
 from meseta.storage import ROW, TableStorage
 
@@ -161,6 +162,7 @@ def _fill_all(path: Path, jobs: Sequence[FillJob]) -> None:
     with ThreadPoolExecutor(_READERS) as pool:
         for _ in pool.map(partial(_fill_from_block, path), jobs):
             pass
+    give_back_freed_memory()
 
 
 def _fill_from_block(path: Path, job: FillJob) -> None:

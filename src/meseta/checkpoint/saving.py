@@ -50,7 +50,27 @@ def save(
     """
     parent = Path(parent)
     local = {piece.shard: piece for piece in shards}
-    own = together(world, lambda: _describe(world, plan, local, state))
+    try:
+        together(world, lambda: local.update({piece.shard: piece.in_order() for piece in shards}))
+        document = {"step": step, "plan": plan, "state": state}
+        return _save(parent, world, document, local, dense, carried)
+    finally:
+        for piece in shards:
+            if local[piece.shard] is not piece:
+                local[piece.shard].end_reading()
+
+
+def _save(
+    parent: Path,
+    world: World,
+    document: Mapping[str, Any],
+    local: LocalShards,
+    dense: Mapping[str, Tensor],
+    carried: Mapping[str, Tensor] | None,
+) -> Path:
+    """`save`, of pieces that are read in order."""
+    step, plan = document["step"], document["plan"]
+    own = together(world, lambda: _describe(world, plan, local, document["state"]))
     layouts = _merge(plan, world.gather_objects(own))
     folders = [table_folder(name) for name in layouts]
     temporary = temporary_path(parent, step)
@@ -60,8 +80,7 @@ def save(
         together(world, lambda: _check_shared(temporary))
         blocks = _write_blocks(world, temporary, plan, layouts, local)
         tables = {name: {**layouts[name].to_dict(), "blocks": entries} for name, entries in blocks.items()}
-        document = {"step": step, "tables": tables, "plan": plan, "state": state}
-        on_first(world, partial(_finish, temporary, document, dense, carried))
+        on_first(world, partial(_finish, temporary, {**document, "tables": tables}, dense, carried))
     except Exception as error:
         if world.size > 1 and not isinstance(error, MesetaError):  # the loss of a rank, with which nobody can meet
             raise

@@ -28,6 +28,10 @@ def evaluate(
     by: Annotated[
         list[str] | None, typer.Option(help="Sparse feature by whose values to measure apart; may be repeated.")
     ] = None,
+    storage_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder on a local disk where all tables are to lie; else they lie as in the run."),
+    ] = None,
 ) -> None:
     """Evaluate a checkpoint of a run over every row of a split; prints JSON."""
     if nproc != 1 and not is_launched():
@@ -36,7 +40,7 @@ def evaluate(
     from meseta.train.evaluate import evaluate as run
     from meseta.train.trained import open_trained
 
-    with open_trained(run_dir, split, data, best=best) as trained:
+    with open_trained(run_dir, split, data, best=best, storage_dir=storage_dir) as trained:
         config = trained.config.metrics
         config = config.model_copy(update={"segments": tuple(by)}) if by else config
         found = run(trained.model, trained.reader, trained.world, config, trained.shift)

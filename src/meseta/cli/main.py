@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -29,6 +28,7 @@ from meseta.cli.topology import app as topology_app
 from meseta.cli.train import train
 from meseta.cli.verify import verify
 from meseta.errors import MesetaError, one_line
+from meseta.machine.processes import leave_at_once
 from meseta.machine.rendezvous import VARIABLE
 from meseta.machine.variables import variables
 from meseta.machine.waiting import choose_waiting
@@ -133,7 +133,7 @@ def _leave(code: int, text: str) -> None:
         # Other ranks may wait for this one in a collective; leaving at once lets the launcher stop them.
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        leave_at_once(code)
     sys.exit(code)
 
 

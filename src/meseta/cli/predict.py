@@ -44,6 +44,10 @@ def predict(
             "--best", help="The checkpoint of the best evaluation; else the newest, or what train.finish says."
         ),
     ] = False,
+    storage_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder on a local disk where all tables are to lie; else they lie as in the run."),
+    ] = None,
 ) -> None:
     """Predict with a checkpoint of a run: one probability per row and label, in the order of the rows, with the row's
     number and keys."""
@@ -57,13 +61,13 @@ def predict(
     if data and not _is_dataset(data):
         if split != _SPLIT:
             raise MesetaError(f"predict: raw files have no split {split!r}; leave --split out, and every row is taken")
-        _predict_rows(run_dir, out, data, names, best=best)
+        _predict_rows(run_dir, out, data, names, best=best, storage_dir=storage_dir)
         return
     from meseta.train.predictions import write_predictions
     from meseta.train.trained import open_trained
 
     folder = Path(data[0]) if data else None
-    with open_trained(run_dir, split, folder, best=best, every_row=True) as trained:
+    with open_trained(run_dir, split, folder, best=best, every_row=True, storage_dir=storage_dir) as trained:
         num_rows = write_predictions(trained.model, trained.reader, trained.world, out, names, trained.shift)
     if trained.world.rank == 0:
         print(f"{num_rows:,} predictions of {split} in {out}")
@@ -74,13 +78,15 @@ def _is_dataset(data: Sequence[str]) -> bool:
     return len(data) == 1 and Path(data[0]).is_dir()
 
 
-def _predict_rows(run_dir: Path, out: Path, patterns: Sequence[str], keys: Sequence[str], *, best: bool) -> None:
+def _predict_rows(
+    run_dir: Path, out: Path, patterns: Sequence[str], keys: Sequence[str], *, best: bool, storage_dir: Path | None
+) -> None:
     """Of raw rows, with metrics where they have labels."""
     from meseta.cli.figures import figures
     from meseta.train.predictions import write_new_predictions
     from meseta.train.trained import open_for_rows
 
-    with open_for_rows(run_dir, patterns, keys=keys, best=best) as trained:
+    with open_for_rows(run_dir, patterns, keys=keys, best=best, storage_dir=storage_dir) as trained:
         predicted = write_new_predictions(trained.model, trained.reader, trained.world, out, trained.shift)
     if trained.world.rank == 0:
         print(f"{predicted.num_rows:,} predictions in {out}")

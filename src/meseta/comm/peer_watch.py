@@ -22,6 +22,7 @@ import torch.distributed as dist
 from meseta.comm.time_out import Patience
 from meseta.comm.world import World
 from meseta.errors import MesetaError, one_line
+from meseta.machine.processes import leave_at_once
 from meseta.machine.rendezvous import VARIABLE as RENDEZVOUS
 from meseta.machine.time_limits import HUNG, TimeLimits
 from meseta.machine.variables import variables
@@ -102,7 +103,7 @@ class PeerWatch:
                 text = f"error: {trouble.text}; end all ranks: the same command goes on from the last checkpoint"
                 os.write(2, f"{one_line(MesetaError(text))}\n".encode())
                 time.sleep(TELL_S)
-                os._exit(HUNG)
+                leave_at_once(HUNG)
 
     def _find(self, now_s: float) -> Trouble | None:
         """What is wrong, as far as this rank can tell."""

@@ -9,6 +9,8 @@ import time
 from types import TracebackType
 from typing import Any
 
+from meseta.machine.processes import leave_at_once
+
 BOUNCE_S = 1.0
 """Signals this soon after the first are the same call: a terminal or a service tells all processes of a group, and the
 launcher passes it on to its ranks as well."""
@@ -76,5 +78,5 @@ class Interruption:
                 self.number, first_s = number, time.monotonic()
             elif time.monotonic() - first_s > BOUNCE_S:
                 os.write(2, b"a second signal: leaving at once, without a checkpoint of the last steps\n")
-                os._exit(128 + number)
+                leave_at_once(128 + number)
         os.close(reader)

@@ -8,6 +8,7 @@ this process: imports torch, computes nothing, starts no thread of its own
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -25,6 +26,8 @@ from meseta.machine.variables import variables
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 """Signals that ask a process to end."""
 _NAME_BYTES = 15
+_scratch: dict[Path, int] = {}
+"""Files that go with the process that made them, which stands beside each."""
 Program = subprocess.Popen[bytes]
 """One that runs, or has ended."""
 
@@ -115,4 +118,24 @@ def _run(work: Callable[[], object], added: Mapping[str, str], out: int, err: in
 def _end_with(lifeline: int) -> None:
     """End this process when the one that started it dies: nobody would stop it otherwise."""
     os.read(lifeline, 1)
-    os._exit(1)
+    leave_at_once(1)
+
+
+def add_scratch(path: Path) -> None:
+    """A file that `leave_at_once` removes, unless `remove_scratch` has."""
+    _scratch[path] = os.getpid()
+
+
+def remove_scratch(path: Path) -> None:
+    """Remove such a file; where it cannot be removed it stays."""
+    _scratch.pop(path, None)
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def leave_at_once(code: int) -> NoReturn:
+    """End this process without taking the interpreter apart; its scratch files go."""
+    for path, process in tuple(_scratch.items()):
+        if process == os.getpid():  # not a fork of it
+            remove_scratch(path)
+    os._exit(code)

@@ -11,6 +11,7 @@ from torch import Tensor
 from meseta.jagged.shapes import Bool, Int, Shaped
 from meseta.ops.memory import empty
 from meseta.ops.row_cache import far_memory
+from meseta.ops.row_file import FrozenRows
 from meseta.spec import MesetaError
 
 
@@ -27,8 +28,9 @@ class ReadAhead(Protocol):
 class FarSnapshot(Protocol):
     """Rows as they were at one moment."""
 
-    def read(self, first: int, out: Shaped[Tensor, "n bytes"]) -> ReadAhead:
-        """Begin to read rows first, first + 1, ... into `out`, likewise."""
+    def take(self, first: int, stop: int) -> tuple[Shaped[Tensor, "n bytes"], Bool[Tensor, " n"]]:
+        """Records of rows first..stop-1, not to be written to, and which of the rows were ever written. Raises
+        MesetaError where they cannot be had."""
 
     def close(self) -> None:
         """They are needed no longer."""
@@ -57,7 +59,7 @@ class FarRows(Protocol):
         """Put rows, which are copied. Raises MesetaError where they cannot be kept; then none is lost that was there
         before."""
 
-    def freeze(self) -> FarSnapshot:
+    def freeze(self) -> FarSnapshot | FrozenRows:
         """The rows as they are now, whatever is written later."""
 
 
@@ -102,9 +104,8 @@ class FrozenHostRows:
     def __init__(self, records: Tensor, is_present: Tensor) -> None:
         self._records, self._is_present = records, is_present
 
-    def read(self, first: int, out: Tensor) -> _Done:
-        out.copy_(self._records[first : first + len(out)])
-        return _Done(self._is_present[first : first + len(out)])
+    def take(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        return self._records[first:stop], self._is_present[first:stop]
 
     def close(self) -> None:
         self._records = self._records[:0]

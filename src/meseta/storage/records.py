@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from meseta.jagged.shapes import Shaped
+from meseta.ops.memory import empty
 
 
 class _Field(NamedTuple):
@@ -55,6 +56,7 @@ class RecordLayout:
         """Values of n rows by name; copies."""
         values = {}
         for name, field in self._fields.items():
-            bits = records[:, field.first : field.stop].contiguous()
+            bits = empty((len(records), field.stop - field.first), torch.uint8)
+            bits.copy_(records[:, field.first : field.stop])
             values[name] = bits.view(field.dtype).view(len(records), *field.shape)
         return values

@@ -61,7 +61,7 @@ class TableStorage(ABC):
     """Whether rows are lent only while they are pinned, in places that are told then; else all are, each at its own."""
 
     def end_reading(self) -> None:  # noqa: B027  (most hold nothing)
-        """Of a copy that `freeze` has made: it is read no more, until it is given to `freeze` again."""
+        """Of what `freeze` or `in_order` have made: it is read no more, until it is given to `freeze` again."""
 
     @abstractmethod
     def read(self, first: int, stop: int) -> dict[str, Tensor]:
@@ -76,6 +76,10 @@ class TableStorage(ABC):
     def freeze(self, reuse: TableStorage | None = None) -> TableStorage:
         """A copy in the memory of the host, which training does not change. `reuse` is one that was made before and is
         needed no longer."""
+
+    def in_order(self) -> TableStorage:
+        """The rows, to be read from the first to the last while nothing changes them, until `end_reading`."""
+        return self
 
     @property
     def dtype(self) -> torch.dtype:

@@ -4,8 +4,7 @@ near, where operators read and step them."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,10 +15,13 @@ from meseta.jagged.shapes import Int
 from meseta.ops.memory import empty
 from meseta.ops.random_rows import initial_rows, initial_rows_of, table_key
 from meseta.ops.row_cache import FarFailure, NoRoom, PinnedRows, RowCache
+from meseta.ops.row_file import FrozenRows
 from meseta.ops.row_program.optimizer import RowOptimizer
 from meseta.ops.row_update import TableRows
 from meseta.spec import MesetaError, Shard, TableSpec
-from meseta.storage.far import FarRows, FarSnapshot, ReadAhead
+from meseta.spec.tiers import DISK
+from meseta.storage.far import FarRows, FarSnapshot
+from meseta.storage.file_parts import FrozenFile
 from meseta.storage.records import RecordLayout
 from meseta.storage.table import ROW, TableStorage, from_stored
 from meseta.telemetry.row_traffic import RowTraffic
@@ -27,7 +29,7 @@ from meseta.telemetry.row_traffic import RowTraffic
 MAX_TO_READ = 1 << 22
 """Rows that an evaluation may read beside those that lie near; their memory is taken when they are read. On a GPU it is
 taken at once, for as many as lie near."""
-MOVED_ROWS = 1 << 16
+MOVED_ROWS = 1 << 14
 """Rows that go to the far side at once."""
 
 
@@ -55,18 +57,19 @@ class _FarShard(TableStorage):
     def values(self) -> Mapping[str, Tensor]:
         return self._like
 
-    def _read_range(self, read: Callable[[Tensor], ReadAhead], first: int, stop: int) -> dict[str, Tensor]:
-        """Rows first..stop-1, whose records `read` begins to read."""
-        records = torch.empty(stop - first, self._layout.num_bytes, dtype=torch.uint8)
-        is_present = read(records).wait()
-        values = self._layout.unpack(records)
-        if not bool(is_present.all()):
-            start = self.shard.rows[0]
+    def _values(self, records: Tensor, is_present: Tensor, first: int, stop: int) -> dict[str, Tensor]:
+        """Rows first..stop-1 of such records; those that are not there are made."""
+        absent = torch.nonzero(~is_present).squeeze(1)
+        start, columns = self.shard.rows[0], self.shard.columns
+        if absent.numel() == stop - first:
             weight = initial_rows(
-                self.spec, rows=(start + first, start + stop), columns=self.shard.columns, seed=self.seed, device="cpu"
+                self.spec, rows=(start + first, start + stop), columns=columns, seed=self.seed, device="cpu"
             )
-            absent = torch.nonzero(~is_present).squeeze(1)
-            self._begin_rows(values, absent, weight[absent])
+            return {ROW: weight, **self.optimizer.init(weight)}
+        values = self._layout.unpack(records)
+        if absent.numel():
+            weight = initial_rows_of(self.spec, absent + (start + first), columns=columns, seed=self.seed)
+            self._begin_rows(values, absent, weight)
         return values
 
     def _begin_rows(self, values: dict[str, Tensor], places: Tensor, weight: Tensor) -> None:
@@ -231,7 +234,8 @@ class TieredShard(_FarShard):
         """Copies."""
         self._settle()
         rows = torch.arange(first, stop)
-        values = self._read_range(partial(self.far.read, rows), first, stop)
+        records = torch.empty(stop - first, self._layout.num_bytes, dtype=torch.uint8)
+        values = self._values(records, self.far.read(rows, records).wait(), first, stop)
         slots = self.cache.find(rows)
         here = torch.nonzero(slots >= 0).squeeze(1)
         where = slots[here].to(self.device)
@@ -257,7 +261,12 @@ class TieredShard(_FarShard):
         """What lies near is written to the far side first; no copy of the table is made where that is a disk."""
         self._settle()
         self._write_dirty()
-        return FrozenShard(self.spec, self.shard, self.optimizer, self.far.freeze(), seed=self.seed, like=self._like)
+        rows = self.far.freeze()
+        far = FrozenFile(rows) if isinstance(rows, FrozenRows) else rows
+        return FrozenShard(self.spec, self.shard, self.optimizer, far, seed=self.seed, like=self._like)
+
+    def in_order(self) -> TableStorage:
+        return self.freeze() if self.shard.tier == DISK else self
 
 
 class FrozenShard(_FarShard):
@@ -282,7 +291,8 @@ class FrozenShard(_FarShard):
 
     def read(self, first: int, stop: int) -> dict[str, Tensor]:
         """Copies."""
-        return self._read_range(partial(self._far.read, first), first, stop)
+        records, is_present = self._far.take(first, stop)
+        return self._values(records, is_present, first, stop)
 
     def end_reading(self) -> None:
         self._far.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from meseta import checkpoint
+from meseta.checkpoint.manifest import read_manifest
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
@@ -19,6 +20,7 @@ from meseta.data.read.new_batches import NewBatches
 from meseta.data.read.reader import Reader, ReaderOptions
 from meseta.data.read.selection import calibration_shift
 from meseta.spec import MesetaError
+from meseta.spec.tiers import DISK, FAR_TIERS
 from meseta.telemetry.splits import choosing_split
 from meseta.train.run_dir import RunDir
 from meseta.train.session import session
@@ -51,20 +53,31 @@ class Trained(Generic[Rows]):
 
 @contextmanager
 def open_trained(
-    run_dir: Path, split: str, data: Path | None = None, *, best: bool = False, every_row: bool = False
+    run_dir: Path,
+    split: str,
+    data: Path | None = None,
+    *,
+    best: bool = False,
+    every_row: bool = False,
+    storage_dir: Path | None = None,
 ) -> Iterator[Trained[Reader]]:
     """`load_trained` on the ranks of this process; raises what it raises."""
     with session(RunDir(run_dir).load_config()) as world:
-        yield load_trained(run_dir, split, world, data, best=best, every_row=every_row)
+        yield load_trained(run_dir, split, world, data, best=best, every_row=every_row, storage_dir=storage_dir)
 
 
 @contextmanager
 def open_for_rows(
-    run_dir: Path, patterns: Sequence[str], *, keys: Sequence[str] = (), best: bool = False
+    run_dir: Path,
+    patterns: Sequence[str],
+    *,
+    keys: Sequence[str] = (),
+    best: bool = False,
+    storage_dir: Path | None = None,
 ) -> Iterator[Trained[NewBatches]]:
     """`load_for_rows` on the ranks of this process; raises what it raises."""
     with session(RunDir(run_dir).load_config()) as world:
-        yield load_for_rows(run_dir, patterns, world, keys=keys, best=best)
+        yield load_for_rows(run_dir, patterns, world, keys=keys, best=best, storage_dir=storage_dir)
 
 
 def load_trained(
@@ -75,10 +88,12 @@ def load_trained(
     *,
     best: bool = False,
     every_row: bool = False,
+    storage_dir: Path | None = None,
 ) -> Trained[Reader]:
     """Load the checkpoint that stands for `run_dir` (its newest, or what train.finish says), or that of its best
     evaluation. A plan made for another number of ranks
-    gives way to one for this rank. The rows are those that data.filter leaves, or all where `every_row` says so.
+    gives way to one for this rank. Tables lie in the tiers that they had, or all on the disk of `storage_dir`. The rows
+    are those that data.filter leaves, or all where `every_row` says so.
 
     Raises MesetaError where there is no run, no checkpoint, no such split, or data that were encoded otherwise than
     those of the run.
@@ -94,11 +109,17 @@ def load_trained(
         filter=None if every_row else config.data.filter,
     )
     reader = Reader(dataset, split, options, rank=world.rank, num_ranks=world.size)
-    return _trained(config, path, dataset, reader, world)
+    return _trained(_placed(config, path, storage_dir, world), path, dataset, reader, world)
 
 
 def load_for_rows(
-    run_dir: Path, patterns: Sequence[str], world: World, *, keys: Sequence[str] = (), best: bool = False
+    run_dir: Path,
+    patterns: Sequence[str],
+    world: World,
+    *,
+    keys: Sequence[str] = (),
+    best: bool = False,
+    storage_dir: Path | None = None,
 ) -> Trained[NewBatches]:
     """The same model, and the rows of raw files, which are encoded as those that it was trained on; `keys`: columns of
     these files to hand through, for rank 0.
@@ -126,6 +147,7 @@ def load_for_rows(
         rank=world.rank,
         num_ranks=world.size,
     )
+    config = _placed(config, path, storage_dir, world)
     return _trained(config, path, earlier.with_labels(config.data.labels), batches, world)
 
 
@@ -164,6 +186,29 @@ def _trained(config: RunConfig, path: Path, dataset: Dataset, reader: Rows, worl
     # No optimizer is made: torch imports its compiler for the first one, which takes longer than a small evaluation.
     state = restore(path, model, None, world)
     return Trained(model=model, reader=reader, world=world, step=state["step"], config=config)
+
+
+def _placed(config: RunConfig, path: Path, storage_dir: Path | None, world: World) -> RunConfig:
+    """With a plan for the ranks at hand. Collective."""
+    if storage_dir is None:
+        return config.model_copy(update={"plan": world.from_first(lambda: _plan_in_tiers(path, world.size))})
+    on_disk = {"sharding": "table_wise" if world.size == 1 else "row_wise", "tier": DISK}
+    storage = config.storage.model_copy(update={"dir": storage_dir})
+    return config.model_copy(update={"plan": {"tables": {"*": on_disk}}, "storage": storage})
+
+
+def _plan_in_tiers(path: Path, num_ranks: int) -> Any:
+    """For a config: tables lie far that did when the checkpoint was saved, cut by rows; 'auto' where none did."""
+    plan, far = read_manifest(path)["plan"], dict[str, Any]()
+    for name, entry in plan["tables"].items():
+        for shard in entry["shards"]:
+            if shard["tier"] in FAR_TIERS:
+                sharding = "table_wise" if num_ranks == 1 else "row_wise"
+                is_same = num_ranks == plan["num_ranks"] == 1 and "near_rows" in shard
+                near = {"near_rows": shard["near_rows"]} if is_same else {}
+                far[name] = {"sharding": sharding, "tier": shard["tier"], **near}
+    rest = {} if len(far) == len(plan["tables"]) else {"*": "table_wise"}
+    return {"tables": {**far, **rest}} if far else "auto"
 
 
 def _find_best(run: RunDir, config: RunConfig) -> Path | None:

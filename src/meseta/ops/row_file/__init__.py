@@ -23,6 +23,8 @@ __all__ = ["DiskEngine", "EngineFacts", "FrozenRows", "RowFile", "RowFileCounter
 
 SEGMENT_BYTES = 256 << 10
 """What is written at once, at least."""
+PART_BYTES = 64 << 20
+"""Of consecutive rows that fill segments of their own; who reads all rows in order holds as much, some times."""
 MAX_ROWS = 1 << 31
 """Of a file: an index entry has 4 bytes."""
 MAX_RECORD_BYTES = (256 << 10) - 2 * 4096
@@ -84,7 +86,8 @@ class RowFile:
     no room.
 
     Each record lies beside its row's number and a CRC-32C of both, which are checked at every read. Rows are written
-    as in a log-structured file system (Rosenblum and Ousterhout, 1992), whole segments at a time.
+    as in a log-structured file system (Rosenblum and Ousterhout, 1992), whole segments at a time, each of one part of
+    the rows.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class RowFile:
         record_bytes: int,
         owner: str | None = None,
         segment_bytes: int = SEGMENT_BYTES,
+        part_bytes: int = PART_BYTES,
     ) -> None:
         """A new file. Messages name `owner`, such as "table 'user', rows 0..99". Raises MesetaError."""
         self.owner = owner or f"table {name!r}"
@@ -107,9 +111,11 @@ class RowFile:
                 f"{record_bytes:,}; cut its columns into shards"
             )
         self.num_rows, self.record_bytes, self.engine = num_rows, record_bytes, engine
+        self.part_rows = 1 << (max(part_bytes // record_bytes, 1).bit_length() - 1)
+        """Rows that lie together, from each multiple of it on, wherever they lie among each other."""
         facts = engine.facts
         self._scratch = ScratchFile(engine.folder, name, self.owner, os.O_DIRECT if facts.direct else 0)
-        sizes = [record_bytes, facts.block_bytes, segment_bytes]
+        sizes = [record_bytes, facts.block_bytes, segment_bytes, self.part_rows]
         self._log = core().open_row_log(engine.handle, self._scratch.descriptor, num_rows, sizes, secrets.randbits(32))
         # Before the descriptor is closed, which another file may get, however the object ends.
         self._end = weakref.finalize(self, _close, self._log, self._scratch, os.getpid())
@@ -187,7 +193,7 @@ class RowFile:
         """What to say of a failure of the core: kind, error of the system, row, byte of the file, whether it was
         written."""
         kind, code, row, place, is_writing = failure
-        at = f"{self.owner}: file {self.path!r}, byte {place:,}"
+        at = f"{self.owner}: file {self.path!r}" + (f", byte {place:,}" if place >= 0 else "")
         return MesetaError(f"{at}: {_reason(kind, code, row, bool(is_writing))}")
 
     @property
@@ -231,11 +237,12 @@ class FrozenRows:
 
     def __init__(self, file: RowFile, handle: object) -> None:
         self._file, self._handle = file, handle
-        self._rows = file.num_rows
+        self.num_rows, self.record_bytes, self.part_rows = file.num_rows, file.record_bytes, file.part_rows
 
     def read(self, first: int, out: Tensor) -> RowRead:
         """Begin to read rows first, first + 1, ... into `out`, uint8 [n, record_bytes], as `RowFile.read` does; reads
-        of rows as they are go before. Raises MesetaError for rows that the file has not, or that are forgotten."""
+        of rows as they are go before. Whole parts of the file are read at the disk's sequential rate. Raises
+        MesetaError for rows that the file has not, or that are forgotten."""
         present = torch.empty(len(out), dtype=torch.bool)
         try:
             handle = core().read_frozen_rows(self._handle, first, out.numpy(), present.numpy())

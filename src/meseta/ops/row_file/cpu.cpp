@@ -60,13 +60,13 @@ nb::capsule open_row_engine(bool io_uring, int depth, double max_reads_per_s) {
 }
 
 nb::capsule open_row_log(nb::capsule engine, int descriptor, int64_t rows, std::vector<int64_t> sizes, uint32_t salt) {
-  if (sizes.size() != 3) refuse("open_row_log: sizes are those of a record, a block and a segment");
-  const auto [record, block, segment] = std::array{sizes[0], sizes[1], sizes[2]};
+  if (sizes.size() != 4) refuse("open_row_log: sizes are those of a record, a block and a segment, and rows of a part");
+  const auto [record, block, segment, part] = std::array{sizes[0], sizes[1], sizes[2], sizes[3]};
   if (rows < 0 || rows > int64_t{1} << 31 || record < 1 || block < 512 || block > 4096 || (block & (block - 1)) != 0 ||
-      segment < 0 || segment > int64_t{1} << 30 || record + 2 * block > int64_t(kLargeBytes))
+      segment < 0 || segment > int64_t{1} << 30 || part < 1 || record + 2 * block > int64_t(kLargeBytes))
     refuse("open_row_log: ", rows, " rows of ", record, " bytes, blocks of ", block, ", are out of range");
   const Layout layout = Layout::of(size_t(record), size_t(block), size_t(segment));
-  return hold(std::make_shared<RowLog>(held<Engine>(engine, kEngine), descriptor, rows, layout, salt), kLog);
+  return hold(std::make_shared<RowLog>(held<Engine>(engine, kEngine), descriptor, rows, layout, salt, part), kLog);
 }
 
 void check(const RowLog& log, Rows rows, size_t records, size_t width) {
@@ -138,7 +138,10 @@ nb::capsule read_frozen_rows(nb::capsule frozen, int64_t first, Out out, Present
   held_reading->reading.ticket.frozen = rows;
   held_reading->reading.ticket.first = first;
   held_reading->reading.ticket.count = count;
-  held_reading->reading.start(out.data(), present.data());
+  {
+    nb::gil_scoped_release unlocked;
+    held_reading->reading.start(out.data(), present.data());
+  }
   return hold_reading(held_reading.release());
 }
 

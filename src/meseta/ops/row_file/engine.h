@@ -78,7 +78,14 @@ class Engine {
     ticket.open = std::max<int64_t>(pieces, 1);
     if (pieces == 0) return ticket.end_one();
     const std::lock_guard lock(mutex_);
-    (ticket.rows == nullptr ? scans_ : reads_).tickets.push_back(&ticket);
+    reads_.tickets.push_back(&ticket);
+    wake();
+  }
+
+  // Reads that others go before.
+  void submit_scan(const std::vector<Request>& requests) {
+    const std::lock_guard lock(mutex_);
+    scans_.requests.insert(scans_.requests.end(), requests.begin(), requests.end());
     wake();
   }
 

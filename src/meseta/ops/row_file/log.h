@@ -1,6 +1,9 @@
 // A file of rows, written like a log: rows that are pushed out go into the segment that is being filled, wherever they
 // were before, and whole segments go to disk. Segments with few rows left are cleaned: their rows move on.
 //
+// Each part of the rows fills segments of its own, so that whoever wants all rows in order reads the segments of one part
+// after those of another, each once and whole.
+//
 // Rosenblum and Ousterhout, The Design and Implementation of a Log-Structured File System, 1992.
 #pragma once
 
@@ -19,7 +22,9 @@ namespace meseta::row_file {
 constexpr int kSealed = 4;               // segments on their way to disk; whoever fills one more waits
 constexpr size_t kGapBytes = 4 << 10;    // read along between rows that are wanted, rather than asked for apart
 constexpr int64_t kKeptForCleaning = 2;  // segments
+constexpr size_t kScanGapBytes = 32 << 10;  // likewise, by who reads all rows in order
 constexpr int64_t kLockedRows = 256;     // written before others get the lock
+constexpr int64_t kLockedFinds = 4096;   // found
 
 struct Counters {
   std::atomic<int64_t> reads{0}, read_bytes{0}, rows_read{0}, rows_from_memory{0}, rows_absent{0};
@@ -43,14 +48,18 @@ class Frozen {
 
 class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
  public:
-  RowLog(std::shared_ptr<Engine> engine, int file, int64_t rows, const Layout& layout, uint32_t salt)
+  // `part_rows` rows fill segments of their own.
+  RowLog(std::shared_ptr<Engine> engine, int file, int64_t rows, const Layout& layout, uint32_t salt,
+         int64_t part_rows)
       : engine_(std::move(engine)),
         file_(file),
         layout_(layout),
         salt_(salt),
         num_rows_(rows),
+        part_rows_(part_rows),
         index_(rows),
-        segments_(file, layout) {}
+        filling_(size_t(kStreams * std::max<int64_t>(1, (rows + part_rows - 1) / part_rows))),
+        segments_(file, layout, int64_t(filling_.size())) {}
   ~RowLog() override { close(); }
 
   // Waits for transfers. The file may be closed then.
@@ -85,8 +94,11 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
     const std::lock_guard one_by_one(writing_);
     std::unique_lock lock(mutex_);
     if (const Failure failure = retry(lock)) return failure;
-    if (filling_[kPushed] != nullptr) seal(kPushed);
-    if (filling_[kMoved] != nullptr) seal(kMoved);
+    for (size_t place = 0; place < filling_.size(); ++place) {
+      if (filling_[place] == nullptr) continue;
+      changed_.wait(lock, [this] { return sealed_ < kSealed || failure_; });
+      if (filling_[place] != nullptr && !failure_) seal(place);
+    }
     changed_.wait(lock, [this] { return sealed_ == 0; });
     return failure_;
   }
@@ -107,7 +119,10 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
     engine_->ask_cleaning(*this);
   }
 
-  void submit(Ticket& ticket) { engine_->submit(ticket); }
+  void submit(Ticket& ticket) {
+    if (ticket.rows == nullptr) return scan(ticket);
+    engine_->submit(ticket);
+  }
   int64_t num_rows() const { return num_rows_; }
   const Layout& layout() const { return layout_; }
 
@@ -116,8 +131,9 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
   };
   Sizes sizes() {
     const std::lock_guard lock(mutex_);
-    const int64_t buffers = (sealed_ + int64_t(failed_.size()) + (filling_[0] != nullptr) + (filling_[1] != nullptr) +
-                             (unused_ != nullptr)) * int64_t(layout_.segment_bytes);
+    const int64_t filling = std::count_if(filling_.begin(), filling_.end(), [](auto* one) { return one != nullptr; });
+    const int64_t buffers =
+        (sealed_ + int64_t(failed_.size()) + filling + (unused_ != nullptr)) * int64_t(layout_.segment_bytes);
     const int64_t index = index_.num_bytes() + chunks_.load() * kChunkBytes;
     return {int64_t(sizeof(RowLog)) + index + segments_.num_bytes() + buffers + counters.ticket_bytes.load(),
             segments_.file_bytes(), live_};
@@ -129,28 +145,8 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
 
   void plan(Ticket& ticket, int64_t begin, int64_t end, std::vector<Request>& requests) override {
     const std::lock_guard lock(mutex_);
-    const Index& index = ticket.frozen == nullptr ? index_ : ticket.frozen->index;
-    int64_t absent = 0, from_memory = 0;
     uint64_t* const first = ticket.parts.data() + begin;
-    uint64_t* last = first;
-    for (int64_t at = begin; at < end; ++at) index.prefetch(ticket.row(at));
-    for (int64_t at = begin; at < end; ++at) {
-      const uint32_t slot = index[ticket.row(at)];
-      ticket.present[at] = slot != kAbsent;
-      if (slot == kAbsent) {
-        ++absent;
-        continue;
-      }
-      const Segment& segment = segments_.of(slot);
-      if (segment.buffer != nullptr) {
-        std::memcpy(ticket.out + size_t(at) * layout_.record_bytes, entry(segment, slot), layout_.record_bytes);
-        ++from_memory;
-      } else {
-        *last++ = uint64_t(slot) << 32 | uint64_t(at);
-      }
-    }
-    counters.rows_absent += absent;
-    counters.rows_from_memory += from_memory;
+    uint64_t* const last = find(ticket, begin, end, first);
     std::sort(first, last);
     cut(ticket, first, last, requests);
   }
@@ -188,7 +184,7 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
   bool clean(uint8_t* buffer) override;
 
  private:
-  enum Stream { kPushed, kMoved };
+  enum Stream { kPushed, kMoved, kStreams };
 
   uint8_t* entry(const Segment& segment, uint32_t slot) const {
     return segment.buffer.get() + layout_.place(slot % layout_.segment_entries);
@@ -223,10 +219,57 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
     ticket.fail(failure);
   }
 
+  // Looks up rows begin..end-1 of a ticket; serves what lies in memory, and lists from `last` on what lies on disk. The
+  // lock is held.
+  uint64_t* find(Ticket& ticket, int64_t begin, int64_t end, uint64_t* last) {
+    const Index& index = ticket.frozen == nullptr ? index_ : ticket.frozen->index;
+    int64_t absent = 0, from_memory = 0;
+    for (int64_t at = begin; at < end; ++at) index.prefetch(ticket.row(at));
+    for (int64_t at = begin; at < end; ++at) {
+      const uint32_t slot = index[ticket.row(at)];
+      ticket.present[at] = slot != kAbsent;
+      if (slot == kAbsent) {
+        ++absent;
+        continue;
+      }
+      const Segment& segment = segments_.of(slot);
+      if (segment.buffer != nullptr) {
+        std::memcpy(ticket.out + size_t(at) * layout_.record_bytes, entry(segment, slot), layout_.record_bytes);
+        ++from_memory;
+      } else {
+        *last++ = uint64_t(slot) << 32 | uint64_t(at);
+      }
+    }
+    counters.rows_absent += absent;
+    counters.rows_from_memory += from_memory;
+    return last;
+  }
+
+  // All rows of a ticket are found before the first is read, by whoever asks: in segments of their part lie many of
+  // them. What is frozen stays where it is without the lock.
+  void scan(Ticket& ticket) {
+    ticket.open = 1;
+    uint64_t* const first = ticket.parts.data();
+    uint64_t* last = first;
+    for (int64_t begin = 0; begin < ticket.count; begin += kLockedFinds) {
+      const std::lock_guard lock(mutex_);
+      last = find(ticket, begin, std::min(begin + kLockedFinds, ticket.count), last);
+    }
+    std::sort(first, last);
+    std::vector<Request> requests;
+    {
+      const std::lock_guard lock(mutex_);
+      cut(ticket, first, last, requests);
+    }
+    ticket.open += int64_t(requests.size());
+    engine_->submit_scan(requests);
+    ticket.end_one();
+  }
+
   // Cuts sorted parts into requests: rows that lie together are read together.
   void cut(Ticket& ticket, const uint64_t* part, const uint64_t* last, std::vector<Request>& requests) {
     const bool scans = ticket.rows == nullptr;
-    const size_t most = scans ? kLargeBytes : kSmallBytes;
+    const size_t most = scans ? kLargeBytes : kSmallBytes, gap = scans ? kScanGapBytes : kGapBytes;
     while (part != last) {
       const auto slot = static_cast<uint32_t>(*part >> 32);
       Segment& segment = segments_.of(slot);
@@ -237,7 +280,7 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
       const uint64_t* stop = part + 1;
       for (; stop != last && *stop >> 32 < next_segment; ++stop) {
         place = layout_.place(static_cast<uint32_t>(*stop >> 32) % layout_.segment_entries);
-        if (layout_.block_begin(place) > end + kGapBytes || layout_.block_end(place) - begin > most) break;
+        if (layout_.block_begin(place) > end + gap || layout_.block_end(place) - begin > most) break;
         end = std::max(end, layout_.block_end(place));
       }
       segment.readers.fetch_add(1, std::memory_order_relaxed);
@@ -255,9 +298,10 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
   }
 
   Failure append(std::unique_lock<std::mutex>& lock, int64_t row, const uint8_t* record, Stream stream) {
-    if (filling_[stream] == nullptr)
-      if (const Failure failure = start(lock, stream)) return failure;
-    Segment& segment = *filling_[stream];
+    const auto place = size_t(row / part_rows_ * kStreams + stream);
+    if (filling_[place] == nullptr)
+      if (const Failure failure = start(lock, place)) return failure;
+    Segment& segment = *filling_[place];
     const uint32_t slot = segment.number * layout_.segment_entries + segment.filled;
     uint8_t* at = entry(segment, slot);
     const auto stored = static_cast<uint32_t>(row);
@@ -269,7 +313,7 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
     ++segment.live;
     ++live_;
     leave(index_.move(row, slot, chunks_));
-    if (segment.filled == layout_.segment_entries) seal(stream);
+    if (segment.filled == layout_.segment_entries) seal(place);
     return {};
   }
 
@@ -285,10 +329,10 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
   }
 
   // A segment to fill. May let go of the lock and wait: for the disk, or for room that cleaning makes.
-  Failure start(std::unique_lock<std::mutex>& lock, Stream stream) {
+  Failure start(std::unique_lock<std::mutex>& lock, size_t place) {
     changed_.wait(lock, [this] { return sealed_ < kSealed || failure_; });
     // What is free is cleaning's own, in the end: it makes more of it.
-    while (stream == kPushed && !failure_ && !cleaning_failure_ && segments_.spare(live_) <= kKeptForCleaning &&
+    while (place % kStreams == kPushed && !failure_ && !cleaning_failure_ && segments_.spare(live_) <= kKeptForCleaning &&
            segments_.emptiest() != nullptr) {
       engine_->ask_cleaning(*this);
       changed_.wait(lock);
@@ -309,12 +353,12 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
     segment->buffer = unused_ != nullptr ? std::move(unused_) : make_buffer(layout_.segment_bytes);
     unused_ = nullptr;
     std::memset(segment->buffer.get(), 0, layout_.segment_bytes);  // nothing else of this process goes to disk
-    filling_[stream] = segment;
+    filling_[place] = segment;
     return {};
   }
 
-  void seal(Stream stream) {
-    send(*std::exchange(filling_[stream], nullptr));
+  void seal(size_t place) {
+    send(*std::exchange(filling_[place], nullptr));
     if (segments_.spare(live_) < kSpareSegments) engine_->ask_cleaning(*this);
   }
 
@@ -344,14 +388,14 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
   const int file_;
   const Layout layout_;
   const uint32_t salt_;
-  const int64_t num_rows_;
+  const int64_t num_rows_, part_rows_;
   std::mutex writing_;  // taken before mutex_: one writes at a time
   std::mutex mutex_;
   std::condition_variable changed_;
   Index index_;
   std::atomic<int64_t> chunks_{0};  // of this index and of frozen ones
+  std::vector<Segment*> filling_;  // by part: rows that were pushed out, and rows that cleaning has moved
   Segments segments_;
-  Segment* filling_[2] = {nullptr, nullptr};  // rows that were pushed out, and rows that cleaning has moved
   int sealed_ = 0;                            // segments on their way to disk
   std::vector<Segment*> failed_;              // that it did not take
   Failure failure_;

@@ -14,6 +14,7 @@ from pathlib import Path
 from meseta.errors import MesetaError, one_line
 from meseta.machine.files import file_name
 from meseta.machine.locks import try_lock
+from meseta.machine.processes import add_scratch, remove_scratch
 
 SUFFIX = ".meseta-rows"
 
@@ -36,6 +37,7 @@ class ScratchFile:
                 f"set storage.dir to a folder that can be written, on a disk with room"
             ) from None
         try_lock(self.descriptor)
+        add_scratch(self.path)
         self._end = weakref.finalize(self, _remove, self.path, self.descriptor, os.getpid())
 
     def close(self) -> None:
@@ -45,8 +47,7 @@ class ScratchFile:
 
 def _remove(path: Path, descriptor: int, process: int) -> None:
     if os.getpid() == process:  # not a fork of it
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
+        remove_scratch(path)
         with contextlib.suppress(OSError):
             os.close(descriptor)
 

@@ -31,7 +31,8 @@ struct Segment {
 // The lock of the file is held by whoever calls it.
 class Segments {
  public:
-  Segments(int file, const Layout& layout) : file_(file), layout_(layout) {}
+  // `most_open` are being filled at a time, at most.
+  Segments(int file, const Layout& layout, int64_t most_open) : file_(file), layout_(layout), most_open_(most_open) {}
 
   Segment& of(uint32_t slot) { return all_[slot / layout_.segment_entries]; }
   uint64_t place(const Segment& segment) const { return uint64_t(segment.number) * layout_.segment_bytes; }
@@ -40,7 +41,7 @@ class Segments {
   int64_t allowed(int64_t live) const {
     const double bytes = kMostSpace * double(live) * double(layout_.record_bytes);
     const int64_t whole = (live + layout_.segment_entries - 1) / layout_.segment_entries;
-    return std::max(int64_t(bytes / double(layout_.segment_bytes)), whole + kSpareSegments + 2);
+    return std::max(int64_t(bytes / double(layout_.segment_bytes)), whole + kSpareSegments + most_open_);
   }
   int64_t in_file() const { return int64_t(all_.size() + grown_ - punched_.size()); }
   int64_t spare(int64_t live) const {
@@ -162,6 +163,7 @@ class Segments {
 
   const int file_;
   const Layout layout_;
+  const int64_t most_open_;
   std::deque<Segment> all_;
   std::deque<Segment*> free_, held_;
   std::vector<Segment*> punched_;

@@ -78,8 +78,8 @@ def rows_and_state(table: TableSpec, shard: Shard) -> tuple[int, int]:
 
 def copy_bytes(pieces: Iterable[tuple[TableSpec, Shard]]) -> int:
     """Bytes of the copy that a save in the background makes of a rank's pieces, in the memory of its host: their rows
-    and state."""
-    return sum(sum(rows_and_state(table, shard)) for table, shard in pieces)
+    and state. Those that lie on a disk are not copied."""
+    return sum(sum(rows_and_state(table, shard)) for table, shard in pieces if shard.tier != DISK)
 
 
 def save_bytes(tables: Sequence[TableSpec], num_ranks: int, num_joined: int) -> int:
@@ -163,7 +163,8 @@ def memory_parts(batch: BatchLoads, cached_share: float, run: RunBytes | None = 
     gradients = gradient_bytes(batch.transfers, batch.replicated).sum()
     step, evaluation = _activations(batch, run)
     saving = save_bytes(batch.workload.workload.tables, placement.num_ranks, _num_joined(batch))
-    copies = sum(rows.values(), zeros) + sum(state.values(), zeros) + parameters if run.copies else zeros
+    copied = [part[held_in] for part in (rows, state) for held_in in MEMORIES if held_in != DISK]
+    copies = sum(copied, zeros) + parameters if run.copies else zeros
 
     def of(phase: Phase) -> dict[Memory, dict[MemoryPart, Floats]]:
         is_start, saves = phase == "start", phase == "checkpoint"

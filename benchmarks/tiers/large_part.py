@@ -1,0 +1,180 @@
+"""A table larger than memory: made, trained, evaluated, saved, resumed, and read by commands, each in a memory control
+group."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+from record import record
+
+from meseta.data.prepare import PrepareOptions, prepare
+from tiers.stores_part import memory_group
+
+WIDTH, ROW_BYTES, BATCH_SIZE = 64, 260, 2048
+NUM_SAMPLES = 400_000
+NEAR_SHARE = 0.25
+"""Of the memory."""
+MADE_S = 5.0
+MADE = """
+import sys, time
+from meseta import EmbeddingBagCollection, FeatureSpec, OptimizerSpec, Plan, TableSpec
+from meseta.spec.tiers import StorageOptions
+optimizer = OptimizerSpec(name="rowwise_adagrad")
+spec = TableSpec(name="item", num_embeddings=int(sys.argv[1]), embedding_dim=64, optimizer=optimizer)
+begun_s = time.perf_counter()
+made = EmbeddingBagCollection([spec], [FeatureSpec(name="item", table="item")], seed=0)
+plan = Plan.from_dict({"tables": {"item": {"sharding": "table_wise", "tier": "disk"}}}, made.tables, 1)
+made.place(plan, StorageOptions(dir=sys.argv[2], near_bytes=int(sys.argv[3])))
+print(time.perf_counter() - begun_s)
+"""
+
+
+@dataclass(frozen=True)
+class LargeOptions:
+    """What to measure."""
+
+    folder: Path
+    num_rows: int
+    limit_mb: int
+    disk_gb: float
+    """That may be used."""
+    keep: bool
+
+
+class DiskUse:
+    """The most bytes of a disk that were used beside what was at first."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._ends = folder, threading.Event()
+        self._before = shutil.disk_usage(folder).used
+        self.most = 0
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._ends.wait(0.2):
+            self.most = max(self.most, shutil.disk_usage(self._folder).used - self._before)
+
+    def end(self) -> int:
+        self._ends.set()
+        return self.most
+
+
+def most_memory(group: Path) -> int:
+    """Bytes that a control group had at most, those of the page cache among them, which the system takes back."""
+    for name in ("memory.max_usage_in_bytes", "memory.peak"):
+        if (group / name).exists():
+            return int((group / name).read_text())
+    return 0
+
+
+def make_data(folder: Path, num_rows: int) -> Path:
+    """Samples with ids at random, so that most rows of a batch lie far, and a table of `num_rows`."""
+    random, out = np.random.default_rng(0), folder / "data"
+    columns = {
+        "label": random.random(NUM_SAMPLES) < 0.3,
+        "price": random.standard_normal(NUM_SAMPLES),
+        "item": pa.array(random.integers(0, num_rows, NUM_SAMPLES)),
+        "city": pa.array(random.integers(0, 1000, NUM_SAMPLES)),
+    }
+    pq.write_table(pa.table(columns), folder / "samples.parquet")
+    rows = {"item": num_rows, "city": 1000}
+    prepare(
+        PrepareOptions(
+            sources=[str(folder / "samples.parquet")], out=out, test_fraction=0.1, hash_rows_by_feature=rows,
+            sparse=list(rows),
+        )
+    )  # fmt: skip
+    return out
+
+
+def write_config(options: LargeOptions, data: Path) -> Path:
+    document: dict[str, Any] = {
+        "run_dir": str(options.folder / "run"),
+        "data": {"dir": str(data)},
+        "model": {"embedding_dim": WIDTH, "bottom_mlp": [WIDTH], "top_mlp": [64]},
+        "embedding": {"optimizer": {"name": "rowwise_adagrad", "lr": 0.05}},
+        "train": {"batch_size": BATCH_SIZE, "eval_batch_size": BATCH_SIZE, "log_every_steps": 20, "max_steps": 80},
+        "checkpoint": {"keep_last": 1},
+        "plan": {"tables": {"item": {"sharding": "table_wise", "tier": "disk"}, "*": "table_wise"}},
+        "storage": {"dir": str(options.folder / "rows"), "near_bytes": int(NEAR_SHARE * (options.limit_mb << 20))},
+    }
+    path = options.folder / "config.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+def run_limited(name: str, arguments: Sequence[object], options: LargeOptions) -> tuple[bool, float, str]:
+    """Run Python in a control group of its own; whether it succeeded, seconds, and what it printed."""
+    with memory_group(options.limit_mb << 20) as group:
+        enter = f"import os; open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()));"
+        become = "import sys; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+        begun_s = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", enter + become, *map(str, arguments)], check=False, capture_output=True, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "2"},
+        )  # fmt: skip
+        seconds, most = time.perf_counter() - begun_s, most_memory(group)
+    print(f"  {name}: {'done' if done.returncode == 0 else f'FAILED ({done.returncode})'} in {seconds:.1f} s, "
+          f"{most / 1e6:,.0f} MB at most", flush=True)  # fmt: skip
+    if done.returncode != 0:
+        print("\n".join(f"    {line}" for line in (done.stdout + done.stderr).strip().splitlines()[-6:]))
+    return done.returncode == 0, seconds, done.stdout
+
+
+def measure_large(options: LargeOptions) -> bool:
+    """Whether all commands succeed under the limit, and the table is made in five seconds."""
+    options.folder.mkdir(parents=True, exist_ok=True)
+    size = options.num_rows * ROW_BYTES
+    free, needed = shutil.disk_usage(options.folder).free, int(3.6 * size)
+    print(f"{options.num_rows:,} rows, {size / 1e9:.1f} GB, under {options.limit_mb:,} MB")
+    if needed > min(free, options.disk_gb * 1e9):
+        print(f"it takes {needed / 1e9:.0f} GB of disk; {free / 1e9:.0f} are free, and {options.disk_gb:g} may be used")
+        return False
+    try:
+        with memory_group(options.limit_mb << 20):
+            pass
+    except OSError as error:
+        print(f"it is left out, since no memory control group can be made here: {error}")
+        return True
+    use = DiskUse(options.folder)
+    run = options.folder / "run"
+    shutil.rmtree(run, ignore_errors=True)
+    config = write_config(options, make_data(options.folder, options.num_rows))
+    meseta, exported = ("-m", "meseta.cli.main"), options.folder / "exported"
+    near_bytes = int(NEAR_SHARE * (options.limit_mb << 20))
+    good, _, printed = run_limited("made", ["-c", MADE, options.num_rows, options.folder / "rows", near_bytes], options)
+    made_s = float(printed) if good else float("inf")
+    print(f"    made in {made_s:.2f} s")
+    steps: list[tuple[str, list[object]]] = [
+        ("train, evaluate, save", ["train", config]),
+        ("resume", ["train", config, "train.max_steps=120"]),
+        ("eval", ["eval", run]),
+        ("predict", ["predict", run, "--out", options.folder / "predictions.parquet"]),
+        ("checkpoint verify", ["checkpoint", "verify", run]),
+        ("checkpoint export", ["checkpoint", "export", run, "--out", exported, "--table", "item"]),
+    ]
+    for name, arguments in steps:
+        done, seconds, _ = run_limited(name, [*meseta, *arguments], options)
+        good &= done
+        if options.keep and done:
+            case = f"{options.num_rows:,} rows of {ROW_BYTES} bytes in {options.limit_mb:,} MB"
+            record(
+                "tiers", case, name, seconds, "s", peer="table over memory", peer_value=size / (options.limit_mb << 20)
+            )
+    print(f"  {use.end() / 1e9:.1f} GB of disk at most")
+    for left in (run, options.folder / "data", exported):
+        shutil.rmtree(left, ignore_errors=True)
+    return good and made_s < MADE_S and use.most <= options.disk_gb * 1e9

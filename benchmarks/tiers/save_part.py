@@ -1,0 +1,237 @@
+"""Saves and loads of a table on a disk, beside what the disk takes and gives in the same minutes."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import shutil
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from record import record
+from torch import nn
+
+import meseta
+from meseta import EmbeddingBagCollection, FeatureSpec, KeyedJaggedTensor, OptimizerSpec, Plan, TableSpec, checkpoint
+from meseta.checkpoint.background import BackgroundSave
+from meseta.comm import World
+from meseta.measure.traffic import zipf_ids
+from meseta.spec.tiers import StorageOptions
+
+WIDTH, NUM_FEATURES, BATCH_SIZE = 64, 26, 2048
+NEAR_SHARE, ALONE_SHARE, BESIDE_SHARE, TRAINING_SHARE = 0.15, 0.6, 0.25, 0.8
+MORE_MEMORY = 512 << 20
+WRITTEN_AT_ONCE = 1 << 16
+LIMIT_BYTES, REQUEST_BYTES = 1 << 30, 1 << 20
+ROW_BYTES = 4 * WIDTH + 4
+"""Of a row with the state of row-wise Adagrad."""
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """What to measure."""
+
+    folder: Path
+    num_rows: int
+    turns: int
+    seconds: float
+    """Of training, alone and beside saves each."""
+    keep: bool
+
+
+@dataclass
+class Figures:
+    """Of all turns."""
+
+    limits: list[float] = field(default_factory=list)
+    """Bytes a second that are read once and written once."""
+    saves: list[float] = field(default_factory=list)
+    loads: list[float] = field(default_factory=list)
+
+
+def disk_limit(folder: Path) -> float:
+    """1 / (1 / read + 1 / write), of the disk's sequential rates, bytes a second."""
+    path, block = folder / "limit", mmap.mmap(-1, REQUEST_BYTES)
+    block.write(os.urandom(REQUEST_BYTES))
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    try:
+        begun_s = time.perf_counter()
+        for place in range(0, LIMIT_BYTES, REQUEST_BYTES):
+            os.pwrite(descriptor, block, place)
+        os.fsync(descriptor)
+        written_s = time.perf_counter()
+        for place in range(0, LIMIT_BYTES, REQUEST_BYTES):
+            os.preadv(descriptor, [block], place)
+        read_s = time.perf_counter()
+    finally:
+        os.close(descriptor)
+        path.unlink()
+    print(f"  the disk alone: writes {LIMIT_BYTES / (written_s - begun_s) / 1e6:,.0f} MB/s, "
+          f"reads {LIMIT_BYTES / (read_s - written_s) / 1e6:,.0f} MB/s", flush=True)  # fmt: skip
+    return LIMIT_BYTES / (read_s - begun_s)
+
+
+def table_on_disk(options: SaveOptions) -> EmbeddingBagCollection:
+    """One table of which NEAR_SHARE lies near; no row of it was written yet."""
+    spec = TableSpec(
+        name="item",
+        num_embeddings=options.num_rows,
+        embedding_dim=WIDTH,
+        optimizer=OptimizerSpec(name="rowwise_adagrad"),
+    )
+    features = [FeatureSpec(name=f"f{number}", table="item") for number in range(NUM_FEATURES)]
+    made = EmbeddingBagCollection([spec], features, seed=0)
+    near_rows = int(NEAR_SHARE * options.num_rows)
+    entry = {"sharding": "table_wise", "tier": "disk", "near_rows": near_rows}
+    made.place(Plan.from_dict({"tables": {"item": entry}}, made.tables, 1), StorageOptions(dir=options.folder / "rows"))
+    return made
+
+
+def write_scattered(made: EmbeddingBagCollection, num_rows: int) -> None:
+    """Every row once, in an order at random, as training pushes them out."""
+    far: Any = made.shards[0]
+    records = torch.randint(0, 120, (WRITTEN_AT_ONCE, ROW_BYTES), dtype=torch.uint8)
+    for rows in torch.randperm(num_rows, generator=torch.Generator().manual_seed(1)).split(WRITTEN_AT_ONCE):
+        far.far.write(rows, records[: len(rows)])
+    far.far.flush()
+
+
+def memory_bytes(kind: str) -> int:
+    """A field of /proc/self/status: VmRSS, or VmHWM, the most since `reset_peak`."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{kind}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {kind}")
+
+
+def reset_peak() -> None:
+    """From now on VmHWM counts anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def alone(made: EmbeddingBagCollection, options: SaveOptions) -> tuple[Figures, int]:
+    """Saves and loads, in turns with the disk's limit; and the memory that they took at most."""
+    figures, most, size = Figures(), 0, options.num_rows * ROW_BYTES
+    world = World.single()
+    for _ in range(options.turns):
+        figures.limits.append(disk_limit(options.folder))
+        before = memory_bytes("VmRSS")
+        reset_peak()
+        begun_s, spent_s = time.perf_counter(), time.process_time()
+        path = checkpoint.save(options.folder / "saved", world=world, step=1, plan=made.plan, shards=made.shards,
+                               dense={}, state={})  # fmt: skip
+        figures.saves.append(size / (time.perf_counter() - begun_s))
+        spent_s, most = time.process_time() - spent_s, max(most, memory_bytes("VmHWM") - before)
+        print(f"  saved at {figures.saves[-1] / 1e6:,.0f} MB/s, {spent_s / size * 1e9:.2f} s of the processor per GB, "
+              f"{most / 1e6:,.0f} MB of memory", flush=True)  # fmt: skip
+        other = table_on_disk(options)
+        before = memory_bytes("VmRSS")
+        reset_peak()
+        begun_s, spent_s = time.perf_counter(), time.process_time()
+        checkpoint.load(path, world=world, shards=other.shards)
+        figures.loads.append(size / (time.perf_counter() - begun_s))
+        spent_s, most = time.process_time() - spent_s, max(most, memory_bytes("VmHWM") - before)
+        print(f"  loaded at {figures.loads[-1] / 1e6:,.0f} MB/s, {spent_s / size * 1e9:.2f} s of the processor per GB",
+              flush=True)  # fmt: skip
+        del other
+        gc.collect()
+        shutil.rmtree(options.folder / "saved")
+    return figures, most
+
+
+@dataclass
+class _Batch:
+    sparse: Any
+
+
+class _Model(nn.Module):
+    def __init__(self, embeddings: EmbeddingBagCollection) -> None:
+        super().__init__()
+        self.embeddings = embeddings
+        self.dense = nn.Sequential(
+            nn.Linear(NUM_FEATURES * WIDTH, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 1)
+        )
+
+    def forward(self, sparse: Any) -> torch.Tensor:
+        pooled: torch.Tensor = self.embeddings(sparse).pooled.values
+        return self.dense(pooled.reshape(BATCH_SIZE, -1))
+
+
+def batches(num_rows: int) -> Iterator[_Batch]:
+    """Without end: one id of each feature, by Zipf's law."""
+    names, random = [f"f{number}" for number in range(NUM_FEATURES)], np.random.default_rng(0)
+    lengths = torch.ones(NUM_FEATURES * BATCH_SIZE, dtype=torch.int64)
+    drawn = [torch.from_numpy(zipf_ids(random, NUM_FEATURES * BATCH_SIZE, num_rows)) for _ in range(200)]
+    while True:
+        for ids in drawn:
+            yield _Batch(KeyedJaggedTensor(names, ids, lengths, None))
+
+
+def beside(made: EmbeddingBagCollection, options: SaveOptions) -> tuple[float, float, float]:
+    """Steps a second without and with saves beside them, and bytes a second of those saves."""
+    model, size = _Model(made), options.num_rows * ROW_BYTES
+    optimizer = torch.optim.SGD(model.dense.parameters(), lr=0.01)
+    steps = meseta.ahead(batches(options.num_rows), model)
+
+    def train(seconds: float, background: BackgroundSave | None = None) -> tuple[float, float]:
+        """Steps a second, and saves that were ended a second."""
+        num_steps = num_saves = 0
+        is_saved = threading.Event()
+        is_saved.set()
+        begun_s = time.perf_counter()
+        while (now_s := time.perf_counter()) < begun_s + seconds or (background and num_saves == 0):
+            if background is not None and is_saved.is_set():
+                num_saves += num_steps > 0
+                if now_s >= begun_s + seconds:
+                    break
+                is_saved.clear()
+                known: dict[str, Any] = {"step": 1, "plan": made.plan, "state": {}}  # each replaces the one before
+                background.start(
+                    options.folder / "saved", shards=made.shards, dense={}, then=lambda _: is_saved.set(), **known
+                )
+            loss = model(next(steps).sparse).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            num_steps += 1
+        return num_steps / (time.perf_counter() - begun_s), num_saves / (time.perf_counter() - begun_s)
+
+    train(options.seconds)  # until the rows that come often lie near
+    without, _ = train(options.seconds)
+    background = BackgroundSave(World.single())
+    saving, saves_per_s = train(options.seconds, background)
+    background.wait()
+    after, _ = train(options.seconds)
+    steps.close()
+    return statistics.mean((without, after)), saving, saves_per_s * size
+
+
+def measure_saves(options: SaveOptions) -> bool:
+    """Whether saves and loads reach what they must."""
+    options.folder.mkdir(parents=True, exist_ok=True)
+    made = table_on_disk(options)
+    case = f"{options.num_rows:,} rows of {ROW_BYTES} bytes"
+    print(f"{case}, {options.num_rows * ROW_BYTES / 1e9:.1f} GB")
+    write_scattered(made, options.num_rows)
+    figures, most = alone(made, options)
+    limit, save, load = map(statistics.median, (figures.limits, figures.saves, figures.loads))
+    print(f"  saves {save / limit:.2f} and loads {load / limit:.2f} of the disk's rate, {most / 1e6:,.0f} MB of memory")
+    training, saving, rate = beside(made, options)
+    shutil.rmtree(options.folder / "saved", ignore_errors=True)
+    print(f"  {training:.1f} steps/s, {saving:.1f} ({saving / training:.2f}) beside saves at {rate / 1e6:,.0f} MB/s "
+          f"({rate / limit:.2f} of the disk's rate)")  # fmt: skip
+    if options.keep:
+        peer = "disk, read once and written once"
+        for name, value in (("save", save), ("load", load), ("save beside training", rate)):
+            record("tiers", case, name, value / 1e6, "MB/s", peer=peer, peer_value=limit / 1e6)
+        record("tiers", case, "training beside a save", saving, "steps/s", peer="without", peer_value=training)
+    good = min(save, load) >= ALONE_SHARE * limit and most <= MORE_MEMORY
+    return good and saving >= TRAINING_SHARE * training and rate >= BESIDE_SHARE * limit

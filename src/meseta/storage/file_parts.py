@@ -1,0 +1,77 @@
+"""Rows of a file that are read from the first to the last, as saves read them: a part of the file at a time, at the
+disk's sequential rate."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from meseta.ops.memory import empty
+from meseta.ops.row_file import FrozenRows, RowRead
+
+
+class _FilePart:
+    """Consecutive rows in memory."""
+
+    def __init__(self, rows: FrozenRows, first: int) -> None:
+        self.first, self.stop = first, min(first + rows.part_rows, rows.num_rows)
+        self.num_left = self.stop - first
+        """Rows that nobody has taken yet."""
+        self._records = empty((self.stop - first, rows.record_bytes), torch.uint8, keep=False)
+        self._reading: RowRead = rows.read(first, self._records)
+
+    def take(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Records of some of them, and which were ever written."""
+        present, here = self._reading.wait(), slice(first - self.first, stop - self.first)
+        return self._records[here], present[here]
+
+
+class FrozenFile:
+    """Frozen rows of a file. While one part is taken the next is read; one of which every row was taken is let go, so
+    that two or three lie in memory."""
+
+    def __init__(self, rows: FrozenRows) -> None:
+        self._rows = rows
+        self._parts: dict[int, _FilePart] = {}
+        """By first row."""
+        self._newest = -1
+        self._lock = threading.Lock()
+
+    def take(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """As `FarSnapshot.take`; several threads may call."""
+        size = self._rows.part_rows
+        taken = []
+        for at in range(first // size * size, stop, size):
+            part = self._part(at)
+            begin, end = max(first, part.first), min(stop, part.stop)
+            taken.append(part.take(begin, end))
+            self._count(part, end - begin)
+        if len(taken) == 1:
+            return taken[0]
+        records, present = zip(*taken, strict=True)
+        return torch.cat(records), torch.cat(present)
+
+    def close(self) -> None:
+        """They are needed no longer."""
+        with self._lock:
+            self._parts.clear()
+        self._rows.close()
+
+    def _part(self, at: int) -> _FilePart:
+        """The one that begins there; the next is on its way too."""
+        with self._lock:
+            for first in (at, at + self._rows.part_rows):
+                is_wanted = first == at or self._newest < first < self._rows.num_rows
+                if is_wanted and first not in self._parts:
+                    self._parts[first] = _FilePart(self._rows, first)
+                    self._newest = max(self._newest, first)
+            return self._parts[at]
+
+    def _count(self, part: _FilePart, num_rows: int) -> None:
+        """So many more rows of it were taken."""
+        with self._lock:
+            part.num_left -= num_rows
+            if part.num_left <= 0:
+                self._parts.pop(part.first, None)

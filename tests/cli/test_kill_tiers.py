@@ -1,0 +1,111 @@
+"""Runs whose rows lie on a disk, killed while they read, push out, clean and save rows, or whose disk fills up: the
+bits of the run that nothing disturbed, or the named error; no file is left."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.processes import Command
+from cli.test_kill import COMMON, kill_run
+from meseta.ops.row_file.scratch_file import SUFFIX
+from small_run import final_checksum, metrics, settings, train, write_config
+
+NEAR_ROWS = {1: 90, 2: 64}
+"""Little more than a batch has of table 'user' on one rank, so that each step reads, pushes out and, since records have
+3 KB, cleans."""
+WIDE = {
+    **COMMON,
+    "model__embedding_dim": 256,
+    "model__bottom_mlp": [8, 256],
+    "embedding__optimizer": {"name": "adam", "lr": 0.01},
+    "checkpoint__background": "always",
+}
+
+
+def document(tiny: Path, run_dir: Path, size: int, tier: str, near_rows: int | None = None) -> dict[str, Any]:
+    """Of a run whose largest table lies so, in rows on two ranks."""
+    far = {} if tier == "hbm" else {"tier": tier, "near_rows": near_rows or NEAR_ROWS[size]}
+    user = {"sharding": "table_wise" if size == 1 else "row_wise", **far}
+    storage = {"dir": str(run_dir.parent / "scratch")}
+    return settings(tiny, run_dir, **WIDE, plan={"tables": {"user": user, "*": "table_wise"}}, storage=storage)
+
+
+@pytest.fixture(scope="session")
+def resident(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Callable[[int], Path]:
+    """The directory of a run on so many ranks whose tables lie in memory."""
+    runs: dict[int, Path] = {}
+
+    def get(size: int) -> Path:
+        if size not in runs:
+            folder = tmp_path_factory.mktemp(f"resident-{size}")
+            made = document(tiny, folder / "run", size, "hbm")
+            if size == 1:
+                train(made)
+            else:
+                Command(folder, "train", write_config(folder / "c.yaml", made), "--nproc", size).succeed()
+            runs[size] = folder / "run"
+        return runs[size]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("size", "seed", "num_kills"),
+    [(1, 0, 1), *(pytest.param(size, seed, 5, marks=pytest.mark.soak) for size in (1, 2) for seed in range(1, 11))],
+)
+def test_killed_while_rows_move(
+    resident: Callable[[int], Path], tiny: Path, tmp_path: Path, size: int, seed: int, num_kills: int
+) -> None:
+    """20 x 5 kills, and one more, in any of what moves rows; most steps read, push out and clean some."""
+    draw = random.Random(f"tiers/{size}/{seed}")
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path / "c.yaml", document(tiny, run_dir, size, "disk"))
+    for number in range(num_kills):
+        moment = draw.choice(["training", "saving", "evaluating"])
+        kill_run(tmp_path / str(number), (config, "--nproc", size), moment, draw)
+    Command(tmp_path / "last", "train", config, "--nproc", size).succeed()
+    assert final_checksum(run_dir) == final_checksum(resident(size))
+    assert losses(run_dir) == losses(resident(size))
+    assert not [*(tmp_path / "scratch").glob(f"*{SUFFIX}")]
+
+
+def losses(run_dir: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in metrics(run_dir) if line["kind"] == "train"]
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """A file system of so many bytes in `folder`."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
+    if subprocess.run(command, check=False, capture_output=True).returncode != 0:
+        pytest.skip("no file system can be mounted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("moment", ["pushed out", pytest.param("saved", marks=pytest.mark.soak)])
+def test_a_disk_that_fills_up_is_named_on_all_ranks(tiny: Path, tmp_path: Path, moment: str) -> None:
+    """While rows are pushed out, or, where all lie near, when those that were changed are written for a save."""
+    run_dir = tmp_path / "run"
+    made = document(tiny, run_dir, 2, "disk", near_rows=None if moment == "pushed out" else 150)
+    with small_disk(tmp_path / "scratch", "64k"):
+        command = Command(tmp_path / "full", "train", write_config(tmp_path / "c.yaml", made), "--nproc", 2)
+        assert command.wait() == 1
+        [line] = [line for line in command.err.read_text().splitlines() if line.startswith("error:")]
+        assert re.fullmatch(
+            r"error: .*table 'user', rows \d+\.\.\d+: file '.*scratch/user[^']*'(, byte [\d,]+)?: it cannot be "
+            r"written: No space left on device; make room on the disk, or set storage.dir to another one.*",
+            line,
+        ), line
+        assert command.members() == [] and not [*(tmp_path / "scratch").glob(f"*{SUFFIX}")]
