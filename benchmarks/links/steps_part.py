@@ -15,6 +15,7 @@ from links.timing import FIRST_MBIT, Measured, Options, asker, find_rate, in_tur
 from links.variants import Layout, Variant
 from meseta.planner import predict
 from meseta.spec import CostModel, Plan, Topology
+from meseta.spec.stages import OVERLAPS
 
 FLAT = Variant()
 TIMED = (
@@ -24,6 +25,12 @@ TIMED = (
     Variant(sharding="row_wise"),
     Variant(sharding="row_wise", exchange="two_level"),
 )
+TOGETHER = (
+    Variant(overlap=OVERLAPS),
+    Variant(precision="int8", overlap=OVERLAPS),
+    Variant(precision="int8", exchange="two_level", overlap=OVERLAPS),
+)
+"""What travels is hidden too."""
 MATRIX = (
     Variant(sharding="column_wise"),
     *(Variant(sharding="row_wise", precision=name) for name in ("bf16", "int8")),
@@ -48,6 +55,8 @@ class Target:
 
 def target(variant: Variant, layout: Layout) -> Target | None:
     """None where nothing is asked."""
+    if variant.overlap:
+        return Target(0.45) if variant == TOGETHER[-1] else None
     if variant.sharding == "row_wise":
         if layout != Layout(2, 4) or variant.exchange == "flat":
             return None
@@ -68,7 +77,7 @@ def crossing_share(plan: Plan, layout: Layout) -> float:
 
 def measure_steps(layout: Layout, parts: Sequence[str], options: Options) -> bool:
     """Parts 'step', 'peer' and 'predicted' of one layout, over links of the same rate; whether all targets are met."""
-    chosen = [*TIMED, *(MATRIX if "predicted" in parts else ())]
+    chosen = [*TIMED, *(MATRIX if "predicted" in parts else ()), *(TOGETHER if "step" in parts else ())]
     if not training.takes_codecs():
         left_out = [one.name for one in chosen if one.precision != "fp32"]
         print(f"steps: meseta.shard takes no codecs here, so that these are left out: {', '.join(left_out)}")
@@ -91,7 +100,8 @@ def measure_steps(layout: Layout, parts: Sequence[str], options: Options) -> boo
             calibrated = model.calibrated(ranks, hosts, shape, layout, options)
             good &= _tell_auto(shape, layout, calibrated, measured, options)
             if "predicted" in parts:
-                _tell_predicted(shape, layout, rate, calibrated, chosen, measured, options)
+                in_turn = [one for one in chosen if not one.overlap]
+                _tell_predicted(shape, layout, rate, calibrated, in_turn, measured, options)
         if "peer" in parts:
             good &= peer_part.measure_peer(hosts, ranks, shape, layout, rate, options)
     return good

@@ -75,11 +75,12 @@ def test_all_ranks_are_told_of_one_that_has_no_room(ranks: Ranks, tmp_path: Path
     assert "but 1 rows lie near; give the table" in first
 
 
-def document(tiny: Path, run: Path, size: int, tier: str, **changes: Any) -> dict[str, Any]:
+def document(tiny: Path, run: Path, size: int, tier: str, lookahead: Any, **changes: Any) -> dict[str, Any]:
     """Of a run whose tables lie so; `near_rows` are little more than those of a batch."""
     far = {} if tier == "hbm" else {"tier": tier, "near_rows": 150}
+    storage = {"dir": str(run.parent / "scratch"), "lookahead": lookahead}
     tables = {name: {"sharding": sharding, **far} for name, sharding in FAR.items()}
-    return settings(tiny, run, **WIDE, **changes, plan={"tables": tables}, storage={"dir": str(run.parent / "scratch")})
+    return settings(tiny, run, **WIDE, **changes, plan={"tables": tables}, storage=storage)
 
 
 @pytest.mark.parametrize("overlap", ["off", list(OVERLAPS)], ids=["off", "all"])
@@ -96,13 +97,19 @@ def test_a_run_ends_with_the_checksum_of_one_in_memory(
         "embedding__dtype": "bfloat16",
         **({} if size == 1 else {"pipeline__overlap": overlap}),
     }
-    for tiers in (("hbm", "hbm"), ("disk", "cached"), ("cached", "disk")):
+    for tiers, lookahead in ((("hbm", "hbm"), "auto"), (("disk", "cached"), 3), (("cached", "disk"), 0)):
         run = tmp_path / "-".join(tiers)
         for tier, last in zip(tiers, (5, 9), strict=True):
-            one = document(tiny, run, size, tier, **common, train__max_steps=last)
+            one = document(tiny, run, size, tier, lookahead, **common, train__max_steps=last)
             _ = [train(one)] if size == 1 else ranks(size).run(train, one)
             noted = json.loads((run / "environment.json").read_text()).get("row_files")
             assert noted is None if tier != "disk" else re.search("direct, blocks of|page cache", noted)
+        lines = [line for line in metrics(run) if line["kind"] == "train"]
+        is_far = tiers != ("hbm", "hbm")
+        assert ("Rows near and far, per step" in (run / "report.html").read_text()) == is_far
+        assert all((set(line["row_traffic"]) == set(FAR)) if is_far else "row_traffic" not in line for line in lines)
+        for traffic in (own for line in lines if is_far for own in line["row_traffic"].values()):
+            assert 0 <= traffic["num_misses"] <= traffic["num_rows"] and traffic["waited_s"] >= 0
     runs = [run for run in sorted(tmp_path.iterdir()) if run.name != "scratch"]
     first, *others = [(final_checksum(run), without_times(metrics(run))) for run in runs]
     assert all(found == first for found in others)

@@ -24,6 +24,7 @@ from meseta.models import DLRM, MLPOptions
 from meseta.pipeline import uneven as uneven_module
 from meseta.pipeline.uneven import without_samples
 from meseta.spec import FeatureSpec, MesetaError, OptimizerSpec, Plan, TableSpec
+from meseta.spec.tiers import StorageOptions
 
 from .pool import RankPool
 from .scenario import random_ids, samples_of
@@ -40,7 +41,8 @@ EVEN = {2: ((5, 3), (6, 1)), 4: ((2,), (4,), (5,), (1,))}
 Slices = tuple[tuple[int, ...], ...]
 
 
-def make_model(world: World) -> Any:
+def make_model(world: World, lookahead: int = 0) -> Any:
+    """With `lookahead`, tables that are cut lie far, and are read so many batches ahead."""
     spec = OptimizerSpec(name="rowwise_adagrad", lr=0.05)
     tables = [TableSpec(name=n, num_embeddings=rows, embedding_dim=WIDTH, optimizer=spec) for n, rows in ROWS.items()]
     features = [FeatureSpec(name=n, table=n, weighted=n == "rows") for n in ROWS]
@@ -54,8 +56,13 @@ def make_model(world: World) -> Any:
     )
     if world.size == 1:
         return model
-    document = {"devices_per_host": 2, "exchange": "two_level", "tables": dict(zip(ROWS, SCHEMES, strict=True))}
-    return shard(model, Plan.from_dict(document, tables, world.size), world=world)
+    places: dict[str, Any] = dict(zip(ROWS, SCHEMES, strict=True))
+    if lookahead:
+        far = {"tier": "cached", "near_rows": max(ROWS.values())}
+        places |= {name: {"sharding": places[name], **far} for name in ROWS if places[name] != "data_parallel"}
+    document = {"devices_per_host": 2, "exchange": "two_level", "tables": places}
+    storage = StorageOptions(lookahead=lookahead)
+    return shard(model, Plan.from_dict(document, tables, world.size), world=world, storage=storage)
 
 
 def global_batch(number: int, slices: Slices) -> tuple[Batch, list[int]]:
@@ -89,10 +96,10 @@ def train(model: Any, batches: Iterable[Any]) -> list[int]:
     return sizes
 
 
-def ahead_of(slices: Slices, uneven: str, epochs: int = 1) -> tuple[int, list[int], str]:
+def ahead_of(slices: Slices, uneven: str, epochs: int = 1, lookahead: int = 0) -> tuple[int, list[int], str]:
     """Checksum, sizes of the batches of this rank, and what was said, after loops of these slices."""
     world, said = World.current(), io.StringIO()
-    model, sizes = make_model(world), []
+    model, sizes = make_model(world, lookahead), []
     with redirect_stderr(said):
         for _ in range(epochs):
             mine = batches_of(world.rank, slices, len(slices[world.rank]))
@@ -119,13 +126,13 @@ def learned_ahead(slices: Slices) -> list[torch.Tensor]:
     return learned(model)
 
 
+@pytest.mark.parametrize("lookahead", [0, 3])
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_that_have_run_out_join_with_empty_slices(ranks: Ranks, size: int) -> None:
+def test_ranks_that_have_run_out_join_with_empty_slices(ranks: Ranks, size: int, lookahead: int) -> None:
     """Two loops one after the other: nothing of the first is left open."""
     slices = SLICES[size]
-    for rank, (ahead, plain) in enumerate(
-        zip(ranks(size).run(ahead_of, slices, "join", 2), ranks(size).run(by_hand, slices, 2), strict=True)
-    ):
+    of_ranks = ranks(size).run(ahead_of, slices, "join", 2, lookahead), ranks(size).run(by_hand, slices, 2)
+    for rank, (ahead, plain) in enumerate(zip(*of_ranks, strict=True)):
         assert ahead == plain
         own = [*slices[rank], *[0] * (max(map(len, slices)) - len(slices[rank]))]
         assert ahead[1] == 2 * own
@@ -141,9 +148,10 @@ def test_join_is_one_process_that_trains_each_sample_once(ranks: Ranks, size: in
             torch.testing.assert_close(tensor, expected)
 
 
+@pytest.mark.parametrize("lookahead", [0, 3])
 @pytest.mark.parametrize("size", [2, 4])
-def test_drop_ends_all_with_the_shortest_and_says_what_is_left(ranks: Ranks, size: int) -> None:
-    found = ranks(size).run(ahead_of, SLICES[size], "drop")
+def test_drop_ends_all_with_the_shortest_and_says_what_is_left(ranks: Ranks, size: int, lookahead: int) -> None:
+    found = ranks(size).run(ahead_of, SLICES[size], "drop", 1, lookahead)
     assert [own[:2] for own in found] == [own[:2] for own in ranks(size).run(ahead_of, EVEN[size], "error")]
     told = {
         2: "rank 1 has run out after 2 batches, and the loop ends there; 2 batches of others are left untrained "

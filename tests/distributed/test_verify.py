@@ -132,9 +132,26 @@ def test_a_changed_row(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     assert str(first).startswith(f"step 2 (training): table 'item', row {row:,}, column 19, is ")
 
 
-def test_a_wrong_optimizer_on_one_rank(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("scheme", "size"), [("table_wise", 1), ("row_wise", 2)])
+def test_tables_that_lie_far(ranks: Ranks, tiny: Path, tmp_path: Path, scheme: str, size: int) -> None:
+    """With little more room than a batch needs, beside tables in memory."""
+    tables = {
+        "*": {"sharding": scheme, "tier": "disk", "near_rows": 150},
+        "tags": {"sharding": scheme, "tier": "cached", "near_rows": 50},
+        "city": scheme,
+    }
+    changes = {**WIDE, "plan": {"tables": tables}, "storage__dir": str(tmp_path / "scratch")}
+    found = verify(ranks, settings(tiny, tmp_path / "run", **changes), tmp_path / "records", size=size)
+    assert found.first is None
+    assert all(result.rows == result.states == 0.0 for result in found.tables["embedding"].values())
+
+
+@pytest.mark.parametrize("tier", ["hbm", "disk"])
+def test_a_wrong_optimizer_on_one_rank(ranks: Ranks, tiny: Path, tmp_path: Path, tier: str) -> None:
     """Twice the rate for table 'city' in the third step, which the embedding alone has first."""
-    document = settings(tiny, tmp_path / "run", **WIDE, plan=COLUMNS)
+    plan = {"tables": {"*": {"sharding": "column_wise", "tier": tier}}}
+    storage = {"storage__dir": str(tmp_path / "scratch"), "storage__near_bytes": 1 << 20}
+    document = settings(tiny, tmp_path / "run", **WIDE, **storage, plan=plan)
     first = verify(ranks, document, tmp_path / "records", fault="optimizer").first
     assert first is not None and (first.phase, first.step, first.rule) == ("embedding", 3, Rule("bits"))
     assert (first.table, first.column // 16, first.rank) == ("city", 1, 1)

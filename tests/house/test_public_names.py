@@ -49,7 +49,7 @@ PUBLIC = {
         MesetaError OptimizerSpec Plan Pooling Reuse Shard ShardingType TablePlan TableSpec Tier Topology Workload
         check_features nearest
     """,
-    "meseta.storage": "ROW Lease TableShard TableStorage TieredShard as_stored make_storages",
+    "meseta.storage": "ROW Lease NearRowsTaken TableShard TableStorage TieredShard as_stored make_storages",
     "meseta.train.metrics": """
         NUM_RELIABILITY_BINS BinnedAuc GroupedFigure LifetimeMetrics LifetimeWindow MetricWindow Metrics ReliabilityBin
         Segment TaskWindows auc base_rate_entropy binned_auc calibration compute_metrics grouped_auc grouped_ndcg

@@ -28,7 +28,7 @@ from meseta.optim import make_row_optimizer, row_state
 from meseta.spec import MesetaError
 from meseta.spec.optimizer import USED_FIELDS
 from meseta.spec.tiers import StorageOptions
-from meseta.storage import ROW, TieredShard, as_stored
+from meseta.storage import ROW, TableShard, TieredShard, as_stored
 from meseta.storage.far import FrozenHostRows
 from meseta.storage.tiered import check_init
 from sampling import sample
@@ -79,10 +79,12 @@ def collection(optimizer: str, dtype: str) -> EmbeddingBagCollection:
     return EmbeddingBagCollection(tables(optimizer, dtype), features(), seed=7)
 
 
-def placed(tier: str, near_rows: dict[str, int], optimizer: str, dtype: str, folder: Path) -> EmbeddingBagCollection:
+def placed(
+    tier: str, near_rows: dict[str, int], optimizer: str, dtype: str, folder: Path, lookahead: int | None = None
+) -> EmbeddingBagCollection:
     made = collection(optimizer, dtype)
     entries = {name: {"sharding": "table_wise", "tier": tier, "near_rows": rows} for name, rows in near_rows.items()}
-    made.place(Plan.from_dict({"tables": entries}, made.tables, 1), StorageOptions(dir=folder))
+    made.place(Plan.from_dict({"tables": entries}, made.tables, 1), StorageOptions(dir=folder, lookahead=lookahead))
     return made
 
 
@@ -140,6 +142,13 @@ def test_losses_rows_and_states_are_those_of_resident_tables(cell: dict[str, Any
     assert train(tiered) == train(resident)
     assert all(isinstance(shard, TieredShard) for shard in tiered.shards)
     assert same(contents(tiered), contents(resident))
+
+
+def test_host_is_memory_where_the_rank_computes_on_a_cpu() -> None:
+    resident, made = collection("adam", "float16"), collection("adam", "float16")
+    made.place(Plan.from_dict({"tables": {"*": {"sharding": "table_wise", "tier": "host"}}}, made.tables, 1))
+    assert all(isinstance(shard, TableShard) and not shard.lies_far for shard in made.shards) and not made.lies_far
+    assert train(made) == train(resident) and same(contents(made), contents(resident))
 
 
 @pytest.mark.parametrize("tier", ["cached", "disk"])
@@ -224,6 +233,23 @@ def test_an_evaluation_pushes_nothing_out(tmp_path: Path) -> None:
     assert torch.equal(before, big.near_rows())
 
 
+@pytest.mark.parametrize("tier", ["cached", "disk"])
+def test_traffic_is_that_of_the_ids(tier: str, tmp_path: Path) -> None:
+    """With room for all, rows are missed once; with room for a batch, each that the one before has not asked for."""
+    batches = [batch(number) for number in range(5)]
+    of_big = [np.unique(np.concatenate([kjt[name].values.numpy() for name in FEATURES[:2] + FEATURES[3:4]]))
+              for kjt in batches]  # fmt: skip
+    made = placed(tier, {"big": ROWS["big"], "small": 40}, "adagrad", "float32", tmp_path)
+    for kjt in batches:
+        loss_of(made, kjt).backward()
+    traffic = made.row_traffic["big"]
+    assert traffic.num_rows == sum(map(len, of_big)) and traffic.num_misses == len(np.unique(np.concatenate(of_big)))
+    assert traffic.num_pushed_out == traffic.read_bytes == traffic.written_bytes == 0
+    made.shards[0].freeze().end_reading()
+    assert made.row_traffic["big"].num_pushed_out == traffic.num_misses
+    assert made.row_traffic["big"].pushed_bytes == traffic.num_misses * 2 * 24 * 4
+
+
 def test_plans_that_cannot_be_are_named() -> None:
     made = collection("sgd", "float32")
     one = partial(Plan.from_dict, tables=made.tables, num_ranks=1)
@@ -291,11 +317,15 @@ def test_rows_that_are_brought_while_another_batch_is_trained(tier: str, near: i
     assert same(found[0][1], found[1][1]) and same(found[0][2], found[1][2])
 
 
-def test_a_loop_of_ones_own_reads_ahead(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("lookahead", "near"), [(0, 60), (1, 120), (8, 40), (8, 300)])
+def test_a_loop_of_ones_own_reads_ahead(
+    lookahead: int, near: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As far as there is room, which is said once."""
     losses = []
     for made in (
         collection("adagrad", "float16"),
-        placed("disk", {"big": 120, "small": 40}, "adagrad", "float16", tmp_path),
+        placed("disk", {"big": near, "small": 40}, "adagrad", "float16", tmp_path, lookahead),
     ):
         model, batches = torch.nn.Module(), [Sparse(weighed(made, batch(number))) for number in range(12)]
         model.embeddings = made
@@ -306,3 +336,5 @@ def test_a_loop_of_ones_own_reads_ahead(tmp_path: Path) -> None:
             of_model.append(float(loss.detach()))
         losses.append((of_model, contents(made)))
     assert losses[0][0] == losses[1][0] and same(losses[0][1], losses[1][1])
+    said = capfd.readouterr().err.count("note: rows of fewer than 8 batches are brought ahead")
+    assert said == int((lookahead, near) == (8, 40))

@@ -41,6 +41,11 @@ PARTS = {
         "whose table is [exactness.md](exactness.md)",
         ("tests/distributed/test_sharded.py",),
     ),
+    "tiers": Part(
+        "rows near and far against the same run in memory, 50 steps each: every pair of optimizer, type of rows, tier "
+        "and engine, look-ahead, ranks, scheme, overlap, codec, threads and more, twice",
+        ("tests/distributed/test_tier_bits.py",),
+    ),
     "distributed": Part("everything else on several ranks", ("tests/distributed",)),
     "kill": Part(
         "`kill -9` at random moments of preparing, starting, training, saving and evaluating, then to the end",

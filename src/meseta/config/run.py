@@ -14,7 +14,7 @@ from meseta.config.section import Count, Section, Whole
 from meseta.machine.time_limits import TimeLimits
 from meseta.spec.codecs import CodecName, Communication, DensePath, Exchange, Precision
 from meseta.spec.stages import OVERLAPS, Overlap
-from meseta.spec.tiers import EngineName, StorageOptions
+from meseta.spec.tiers import MAX_LOOKAHEAD, EngineName, StorageOptions
 
 
 class DataConfig(Section):
@@ -264,6 +264,9 @@ class StorageConfig(Section):
     near_bytes: Literal["auto"] | Count = "auto"
     """Memory of each rank for rows of tiers 'cached' and 'disk' that lie near, shared out to the pieces of tables for
     which the plan has no near_rows. 'auto': a fifth of their bytes."""
+    lookahead: Literal["auto"] | Annotated[int, Field(ge=0, le=MAX_LOOKAHEAD)] = "auto"
+    """Batches whose rows are brought from far before their turn; 0: rows come when they are looked up. 'auto': 2 where
+    rows lie on a disk, else 1."""
     engine: EngineName = "auto"
     """What reads and writes the disk; 'auto' takes io_uring where the system allows it, else threads."""
     max_reads_per_s: float | None = Field(default=None, gt=0)
@@ -272,8 +275,13 @@ class StorageConfig(Section):
     @property
     def options(self) -> StorageOptions:
         """The same for `meseta.shard`."""
-        near_bytes = None if self.near_bytes == "auto" else self.near_bytes
-        return StorageOptions(**{**self.model_dump(), "near_bytes": near_bytes})
+        return StorageOptions(
+            dir=self.dir,
+            near_bytes=None if self.near_bytes == "auto" else self.near_bytes,
+            lookahead=None if self.lookahead == "auto" else self.lookahead,
+            engine=self.engine,
+            max_reads_per_s=self.max_reads_per_s,
+        )
 
 
 class RunConfig(Section):

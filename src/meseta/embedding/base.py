@@ -19,12 +19,15 @@ from meseta.embedding.feature_group import group_features
 from meseta.embedding.flight import Flight, GroupPart, IdsOutside, RanOut, Timer, at_once, no_timer
 from meseta.jagged import Embeddings, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from meseta.jagged.shapes import Int
+from meseta.machine.ranks import note
 from meseta.ops.device_words import device_words
 from meseta.ops.id_policy import CheckedIds
 from meseta.ops.row_program.optimizer import compute_dtype
 from meseta.ops.row_update import TableRows
-from meseta.spec import FeatureSpec, MesetaError, TableSpec, check_features
-from meseta.storage import Lease, TableStorage
+from meseta.spec import FeatureSpec, MesetaError, Plan, TableSpec, check_features
+from meseta.spec.tiers import FAR_TIERS, StorageOptions
+from meseta.storage import Lease, NearRowsTaken, TableStorage, TieredShard
+from meseta.telemetry.row_traffic import RowTraffic
 
 NO_BACKWARD = -1
 """What torch says where no backward pass runs."""
@@ -95,6 +98,7 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
         """What backward passes of `accumulating` have left of dense gradients."""
         self._kept: list[Callable[[], Sequence[GradientSegment]]] = []
         """Of each backward pass of `accumulating`: a segment per group, which may still be on its way."""
+        self._has_told_of_room = False
         self._kept_leases: list[Lease] = []
         """Of these passes, whose rows move with the next."""
         self._table = {table.name: table for table in self.tables}
@@ -129,14 +133,44 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
         places = iter(flight.lease.places)
         return [next(places).to(rows) if index in self._far else rows for index, rows in looked_up]
 
-    @property
-    def lies_far(self) -> bool:
+    def _follow(self, plan: Plan, storage: StorageOptions) -> None:
+        """Note where the rows are to lie, and what room there is for those that lie near."""
+        tiers = {shard.tier for entry in plan.tables for shard in entry.shards}
+        self.plan = plan
+        """Which ranks hold which rows, and where."""
+        self.storage = storage
+        """Room for rows of tiers 'cached' and 'disk'."""
+        self.lies_far = bool(tiers.intersection(FAR_TIERS))
         """Whether rows of any rank are lent only while a batch needs them."""
-        return bool(self._far)
+        self.lookahead = storage.batches_ahead(tiers)
+        """Batches whose rows are to be brought before their turn."""
 
-    def fetch(self, flight: Flight[GroupPart]) -> None:
-        """Begin to bring the rows of a batch that was exchanged, where they lie far, while others are trained; what
-        there is no room for yet is left to `look_up`. Collective."""
+    def fetch(self, flight: Flight[GroupPart]) -> bool:
+        """Begin to bring the rows of a batch whose ids were handed on, where they lie far, while others are trained.
+        False where there is no room yet, which is said once; `look_up` brings them then."""
+        if not self.lookahead or flight.stage != "exchanged":
+            return True
+        try:
+            self._begin_to_borrow(flight)
+        except MesetaError as error:
+            if isinstance(error, NearRowsTaken) and not self._has_told_of_room:
+                self._has_told_of_room = True
+                few = f"rows of fewer than {self.lookahead} batches are brought ahead (storage.lookahead)"
+                note(f"{few}, since {error}", by_all=True)
+            return False
+        return True
+
+    @property
+    def row_traffic(self) -> dict[str, RowTraffic]:
+        """Of tables whose rows lie far, so far, in the pieces of this rank."""
+        traffic: dict[str, RowTraffic] = {}
+        for shard in self.shards:
+            if isinstance(shard, TieredShard):
+                traffic[shard.spec.name] = traffic.get(shard.spec.name, RowTraffic()) + shard.traffic
+        return traffic
+
+    def _begin_to_borrow(self, flight: Flight[GroupPart]) -> None:
+        """Borrow rows of a batch, if any lie far here. Raises MesetaError where there is no room for them."""
 
     @cached_property
     def _far(self) -> frozenset[int]:

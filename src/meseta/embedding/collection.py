@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -169,16 +168,13 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
         super().__init__(tables, features, seed)
         self.device = torch.device(device)
         self._rounds = Rounds(Communication(), frozenset())
-        self._storage = StorageOptions()
-
-        self.plan = Plan(num_ranks=1, tables=tuple(_whole(table) for table in self.tables))
-        """Every table whole on rank 0."""
+        self._follow(Plan(num_ranks=1, tables=tuple(_whole(table) for table in self.tables)), StorageOptions())
 
     @cached_property
     def shards(self) -> tuple[TableStorage, ...]:
         """One whole shard per table, in the order of the tables."""
         pieces = [(table, self.plan[table.name].shards[0]) for table in self.tables]
-        return make_storages(pieces, seed=self.seed, device=self.device, options=self._storage)
+        return make_storages(pieces, seed=self.seed, device=self.device, options=self.storage)
 
     def place(self, plan: Plan, storage: StorageOptions | None = None) -> None:
         """Put the rows into the tiers of a plan, before they are used; the pieces of a table are one here.
@@ -191,7 +187,7 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
         whole = Plan(num_ranks=1, tables=tuple(_whole(table, plan[table.name].shards) for table in self.tables))
         if whole != self.plan and "shards" in self.__dict__:
             raise MesetaError("meseta.shard: the rows of these tables are in use; place them before the first batch")
-        self.plan, self._storage = whole, storage
+        self._follow(whole, storage)
 
     @property
     def local_share(self) -> float:
@@ -234,10 +230,8 @@ class EmbeddingBagCollection(Collection[CheckedIds]):
         self.answers(flight)
         return flight
 
-    def fetch(self, flight: Flight[CheckedIds]) -> None:
-        if self._far and flight.stage == "exchanged":
-            with suppress(MesetaError):
-                self._borrow_rows(flight)
+    def _begin_to_borrow(self, flight: Flight[CheckedIds]) -> None:
+        self._borrow_rows(flight)
 
     def _borrow_rows(self, flight: Flight[CheckedIds]) -> None:
         """Borrow rows where ids become the places of their rows, unless that was done before."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -38,7 +37,7 @@ from meseta.ops.row_update import FeatureGradient, TableRows
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, Plan, Shard
 from meseta.spec.codecs import DIRECTIONS, Communication, Direction
-from meseta.spec.tiers import FAR_TIERS, StorageOptions
+from meseta.spec.tiers import StorageOptions
 from meseta.spec.transfer import INT32_MAX
 from meseta.storage import TableStorage, make_storages
 
@@ -87,7 +86,7 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
             raise MesetaError(f"plan: it is for {plan.num_ranks} ranks, but this run has {world.size}; make a new plan")
         storage = storage or StorageOptions()
         plan.check_room(storage)
-        self.plan = plan
+        self._follow(plan, storage)
         self.world = world
         pieces = [(table, shard) for table in self.tables for shard in plan[table.name].shards]
         pieces = [(table, shard) for table, shard in pieces if world.rank in shard.ranks]
@@ -206,14 +205,10 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         for leg in flight.parts:
             leg.owned = leg.lookup.unpack(leg.exchanged)
 
-    def fetch(self, flight: Flight[Leg]) -> None:
-        if not self.lies_far or flight.stage != "exchanged":
-            return
-        self.hand_on(flight)
+    def _begin_to_borrow(self, flight: Flight[Leg]) -> None:
         if self._far and flight.lease is None:
             self._unpack(flight)
-            with suppress(MesetaError):
-                self._borrow_rows(flight)
+            self._borrow_rows(flight)
 
     def _borrow_rows(self, flight: Flight[Leg]) -> None:
         """Borrow rows where ids become the places of their rows, unless that was done before."""
@@ -239,10 +234,6 @@ class ShardedEmbeddingBagCollection(Collection[Leg]):
         failures = torch.tensor([0.0 if problem is None else 1.0])
         if self.world.sum_of_few(failures.to(self.world.device), "agree").item():
             self.world.raise_together(problem)
-
-    @cached_property
-    def lies_far(self) -> bool:
-        return any(shard.tier in FAR_TIERS for entry in self.plan.tables for shard in entry.shards)
 
     @cached_property
     def _shard_of(self) -> dict[Shard, int]:

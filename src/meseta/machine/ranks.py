@@ -26,9 +26,9 @@ def num_ranks() -> int:
     return _number("WORLD_SIZE", 1)
 
 
-def note(text: str) -> None:
-    """A line on standard error, of the first rank alone."""
-    if is_first():
+def note(text: str, *, by_all: bool = False) -> None:
+    """A line on standard error, of the first rank alone, or of each that calls."""
+    if by_all or is_first():
         print(f"note: {text}", file=sys.stderr, flush=True)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -62,7 +63,7 @@ def ahead(batches: Iterable[AnyBatch], model: nn.Module, *, uneven: str = "error
     check_choice("meseta.ahead", "uneven", uneven, UNEVEN)
     loop = _Loop(iter(batches), _collection_of(model), uneven)
     try:
-        loop.begin()
+        loop.fill()
         while (coming := loop.take()) is not None:
             yield coming.batch
             loop.leave(coming)
@@ -71,7 +72,7 @@ def ahead(batches: Iterable[AnyBatch], model: nn.Module, *, uneven: str = "error
         loop.close(coming)
         raise
     except BaseException:
-        abandon(loop.next)
+        abandon(list(loop.ahead))
         raise
 
 
@@ -91,8 +92,10 @@ class _Loop:
     batches: Iterator[Any]
     embeddings: Collection[Any]
     uneven: str
-    next: _BatchAhead | None = None
-    """None where it is still to begin."""
+    ahead: deque[_BatchAhead] = field(default_factory=deque)
+    """Those that have begun and were not given out: one, and as many more as storage asks for."""
+    is_next_begun: bool = False
+    """Whether the batch that was given out has begun another."""
     num_read: int = 0
     """Batches that this rank has had."""
     _last: Any = None
@@ -100,16 +103,33 @@ class _Loop:
     _sizes: tuple[int, ...] = ()
     """Samples of its features."""
 
+    def fill(self) -> None:
+        """Begin the first batches, up to one that cannot be trained."""
+        for _ in range(max(self.embeddings.lookahead, 1)):
+            self.begin()
+
     def begin(self) -> None:
-        """Read the next batch, and begin to send its ids; where there is none, tell the other ranks."""
+        """Read one batch more, unless one that ends the loop is the last, and bring rows of all that are ahead, in
+        their order, as far as there is room."""
+        self.is_next_begun = True
+        if not self.ahead or not self._is_last(self.ahead[-1]):
+            self._begin_one()
+        for coming in self.ahead:
+            if coming.flight is None or not self.embeddings.fetch(coming.flight):
+                break
+
+    def _begin_one(self) -> None:
+        """Read a batch, and begin to send its ids; where there is none, tell the other ranks."""
         number = self.num_read
         batch, ids = self._read()
-        self.next = coming = _BatchAhead(batch, number)
+        coming = _BatchAhead(batch, number)
+        self.ahead.append(coming)
         try:
             flight = self.embeddings.start(ids)
             flight.overlaps = self.embeddings.num_ranks > 1
             self.embeddings.exchange(flight)
-            self.embeddings.fetch(flight)
+            if self.embeddings.lookahead:
+                self.embeddings.hand_on(flight)
         except Exception as refused:
             coming.error = ids if isinstance(ids, Exception) else refused
             return
@@ -119,6 +139,10 @@ class _Loop:
             self._last = batch
         if isinstance(ids, KeyedJaggedTensor):
             self._sizes = ids.batch_sizes
+
+    def _is_last(self, coming: _BatchAhead) -> bool:
+        """Whether none follows: it cannot be trained, or all ranks have run out with it."""
+        return coming.flight is None or len(coming.flight.ran_out) == self.embeddings.num_ranks
 
     def _read(self) -> tuple[Any, KeyedJaggedTensor | RanOut | Exception]:
         """A copy of the next batch, and its ids, or why there are none."""
@@ -148,8 +172,7 @@ class _Loop:
 
     def take(self) -> _BatchAhead | None:
         """The batch that was begun; None at the end of the loop, which is that of all ranks."""
-        coming, self.next = self.next, None
-        assert coming is not None
+        coming, self.is_next_begun = self.ahead.popleft(), False
         if coming.error is not None:
             raise coming.error
         assert coming.flight is not None
@@ -164,17 +187,19 @@ class _Loop:
         refused = refuse_uneven(ran_out, self.uneven, num_ranks)
         if refused is None and self.uneven == "join" and len(ran_out) < num_ranks:
             return False
-        self.embeddings.drop(flight)
+        rest = [flight, *(coming.flight for coming in self.ahead if coming.flight is not None)]
+        for one in rest:
+            self._give_up(one)
         if refused is not None:
             raise refused
         if len(ran_out) < num_ranks:
             world: World = cast(Any, self.embeddings).world
-            note_left(ran_out, world.rank not in ran_out, self.batches, world)
+            note_left(ran_out, sum(world.rank not in one.ran_out for one in rest), self.batches, world)
         return True
 
     def leave(self, taken: _BatchAhead) -> None:
         """Begin the next batch, where this one was passed over."""
-        if self.next is not None:
+        if self.is_next_begun:
             return
         assert taken.flight is not None
         stage = taken.flight.stage
@@ -190,7 +215,7 @@ class _Loop:
 
     def close(self, taken: _BatchAhead | None) -> None:
         """Give up what is open, where the loop is left early."""
-        for one in (taken, self.next):
+        for one in (taken, *self.ahead):
             if one is not None and one.flight is not None:
                 self._give_up(one.flight)
 

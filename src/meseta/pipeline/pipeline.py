@@ -3,6 +3,7 @@ goes on while something is computed, where `meseta.spec.stages` lists it."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -139,7 +140,8 @@ class Pipeline:
         self._dense: DenseGradients | None = getattr(model, "dense_gradients", None)
         if self._dense is not None:
             self._dense.lasts = "dense" in self.overlap
-        self._next: _Coming | None = None
+        self._ahead: deque[_Coming] = deque()
+        """Batches that were read before their steps."""
         self._is_open = False
         """Whether the dense update of the last step is still to come."""
         if world.device.type == "cpu":
@@ -184,24 +186,24 @@ class Pipeline:
         coming = self._read(batches)
         try:
             while coming is not None:
-                self._next, self.batch = None, coming.batch
+                self.batch = coming.batch
                 with self.world.transfers.in_step():
                     step = self._train(coming, batches, schedule, votes)
                 coming = None  # nothing holds a batch while the next one is waited for
                 yield step
                 self.times.begin_step()
                 del step
-                coming = self._next if self._reads_ahead else self._read(batches)
+                coming = self._ahead.popleft() if self._ahead else None if self._num_ahead else self._read(batches)
         except (GeneratorExit, LateNonFiniteLoss):  # all ranks leave alike
-            for begun in (coming, self._next):
+            for begun in (coming, *self._ahead):
                 for part in [] if begun is None else begun.parts:
                     self.model.embeddings.drop(part.flight)
             raise
         except BaseException:
-            abandon((coming, self._next))
+            abandon((coming, *self._ahead))
             raise
         finally:
-            self._next = None
+            self._ahead.clear()
             self.settle()
 
     def settle(self) -> None:
@@ -243,7 +245,7 @@ class Pipeline:
     def carry(self) -> Carried | None:
         """Between two steps, the answers of the batch to come that were looked up before the last update, on rank 0 of
         all ranks; None where there are none. Later loops begin with them. Collective."""
-        coming = self._next
+        coming = self._ahead[0] if self._ahead else None
         if self.stale and self.carried is None and coming and coming.batch is not None and coming.refused is None:
             answers = [self.model.embeddings.answers(part.flight)[0] for part in coming.parts]
             self.carried = Carried.gather(self.world, coming.batch, torch.cat(answers))
@@ -251,11 +253,14 @@ class Pipeline:
 
     @property
     def _begins_ahead(self) -> bool:
-        return self.stale or "ids" in self.overlap or self.model.embeddings.lies_far
+        return self.stale or "ids" in self.overlap or self.model.embeddings.lookahead > 0
 
     @property
-    def _reads_ahead(self) -> bool:
-        return self._begins_ahead or self.side_copies is not None
+    def _num_ahead(self) -> int:
+        """Batches that are read before their steps."""
+        if self._begins_ahead or self.side_copies is not None:
+            return max(self.model.embeddings.lookahead, 1)
+        return 0
 
     def _read(self, batches: Iterator[Batch]) -> _Coming | None:
         """The next batch; None at their end."""
@@ -305,33 +310,41 @@ class Pipeline:
         for part in coming.parts:
             part.flight.answers = [answers[part.flight.place :][: part.on_device.batch_size]]
 
-    def _begin_next(self, batches: Iterator[Batch]) -> None:
-        """Read the batch ahead, where its ids or its copy travel ahead."""
-        if self._reads_ahead:
-            self._next = self._read(batches)
-            if self._next is not None and self._begins_ahead and (self._next.batch is not None or self.world.size > 1):
+    def _begin_ahead(self, batches: Iterator[Batch]) -> None:
+        """Read batches ahead, where ids, rows or copies travel ahead. All ranks stop at one that cannot be trained."""
+        while len(self._ahead) < self._num_ahead:
+            if self._ahead:
+                self._for_each_ahead(self._exchange)
+                if self._ahead[-1].batch is None or self._ahead[-1].refused is not None:
+                    return
+            if (coming := self._read(batches)) is None:
+                return
+            self._ahead.append(coming)
+            if self._begins_ahead and (coming.batch is not None or self.world.size > 1):
                 try:
-                    self._begin(self._next)
+                    self._begin(coming)
                 except MesetaError as error:
-                    self._next.refused = error
-            elif self._next is not None:
-                self._copy(self._next)
+                    coming.refused = error
+            else:
+                self._copy(coming)
 
-    def _for_next(self, carry_on: Callable[[_MicroBatch], object]) -> None:
-        """Carry on with it. What is wrong with it is raised at its step."""
-        if self._next is not None and self._next.refused is None:
-            try:
-                for part in self._next.parts:
-                    carry_on(part)
-            except MesetaError as error:
-                self._next.refused = error
+    def _for_each_ahead(self, carry_on: Callable[[_MicroBatch], object], count: int | None = None) -> None:
+        """Carry on with the first ones ahead; None: with all. What is wrong with one is raised at its step."""
+        for coming in list(self._ahead)[:count]:
+            if coming.refused is None:
+                try:
+                    for part in coming.parts:
+                        carry_on(part)
+                except MesetaError as error:
+                    coming.refused = error
 
-    def _hand_on_ids(self, part: _MicroBatch) -> None:
-        """Begin the second level of ids, where they take two, and bring rows that lie far."""
-        self.model.embeddings.hand_on(part.flight)
-        if self.model.embeddings.lies_far:
+    def _bring_rows(self, parts: Sequence[_MicroBatch]) -> None:
+        """Begin to bring the rows of the batch in hand and of those ahead, in their order, as far as there is room."""
+        if self.model.embeddings.lookahead:
             with self.times.stage("lookup"):
-                self.model.embeddings.fetch(part.flight)
+                for part in (*parts, *(part for coming in self._ahead for part in coming.parts)):
+                    if part.flight.stage == "started" or not self.model.embeddings.fetch(part.flight):
+                        break
 
     def _look_up_ahead(self, step: int, part: _MicroBatch) -> None:
         """Look up a batch whose step comes after `step` others, of which one is under way."""
@@ -374,7 +387,7 @@ class Pipeline:
                 with told_by_number(index, len(parts)):
                     self._look_up(part)
                     if index == 0:
-                        self._begin_next(batches)
+                        self._begin_ahead(batches)
                     if "answers" in self.overlap:
                         self.model.embeddings.hand_on(part.flight)
                     if index == 0:
@@ -385,9 +398,10 @@ class Pipeline:
                     local_loss = local_loss + (own_loss.double() if self.learns_late else float(own_loss))
                     logits.append(scores.detach())
                     if index == 0:
-                        self._for_next(self._hand_on_ids)
+                        self._for_each_ahead(lambda ahead: self.model.embeddings.hand_on(ahead.flight))
+                        self._bring_rows(parts)
                         if self.stale:
-                            self._for_next(partial(self._look_up_ahead, self._num_steps_after(part)))
+                            self._for_each_ahead(partial(self._look_up_ahead, self._num_steps_after(part)), count=1)
                     agreement = self._agree(part, local_loss, votes()) if is_last else None
                     self._backward(part, summed, is_first=index == 0)
         finally:
@@ -437,7 +451,7 @@ class Pipeline:
                     dense = self._before(dense)
             with stage("lookup"):
                 pooled = embeddings.finish(part.flight).pooled.values
-            self._for_next(self._exchange)
+            self._for_each_ahead(self._exchange)
             self._hear()  # behind the counts, for which the host has waited
             if hides and following is not None:
                 self._look_up(following)

@@ -48,11 +48,11 @@ def refuse_uneven(ran_out: Mapping[int, RanOut], uneven: str, num_ranks: int) ->
     )
 
 
-def note_left(ran_out: Mapping[int, RanOut], begun: bool, batches: Iterator[Any], world: World) -> None:
-    """Say on rank 0 how many batches are left where the loop ends with the first that ran out; `begun` says whether
-    this rank has read one of them. They are read to be counted, for a few seconds at most. Collective."""
+def note_left(ran_out: Mapping[int, RanOut], num_begun: int, batches: Iterator[Any], world: World) -> None:
+    """Say on rank 0 how many batches are left where the loop ends with the first that ran out; this rank has
+    begun `num_begun` of them. The others are read to be counted, for a few seconds at most. Collective."""
     count, is_all = _count(batches)
-    left = [*enumerate(world.gather_objects((count + begun, is_all)))]
+    left = [*enumerate(world.gather_objects((count + num_begun, is_all)))]
     some = [(rank, count, is_all) for rank, (count, is_all) in left if count]
     first, total = min(ran_out), sum(count for _, count, _ in some)
     by_rank = [f"rank {rank}: {_at_least(is_all)}{count:,}" for rank, count, is_all in some[:_SHOWN]]

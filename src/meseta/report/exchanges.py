@@ -8,9 +8,11 @@ from dataclasses import fields
 from meseta.report.charts.markup import table, tag, text
 from meseta.report.record import RunRecord
 from meseta.telemetry.lines import TrainLine
+from meseta.telemetry.row_traffic import RowTraffic
 from meseta.telemetry.shown import byte_size, drawable
 from meseta.telemetry.transfers import TransferMeans
 
+TIER_HEADS = ["table", "hits", "misses", "ms waited for", "read from disk", "written", "times its rows"]
 HEADS = ["transfer", "times", "to its host", "to other hosts", "ms under way", "ms hidden", "ms waited for"]
 
 
@@ -31,6 +33,39 @@ def exchanges_table(record: RunRecord) -> str:
         + "".join(tag("p", text(line)) for line in _overlap_lines(record))
         + table(HEADS, rows, set(range(1, len(HEADS))), "compact")
     )
+
+
+def tiers_table(record: RunRecord) -> str:
+    """Rows that come and go of each table that lies far, per step over the whole run; an empty string where none."""
+    lines = [line for line in record.train if line.row_traffic]
+    names = dict.fromkeys(name for line in lines for name in line.row_traffic)
+    if not names:
+        return ""
+    every = {name: [line.row_traffic.get(name, RowTraffic()) for line in lines] for name in names}
+    means = {name: sum(of_table, RowTraffic()).times(1 / len(lines)) for name, of_table in every.items()}
+    intro = (
+        "Distinct rows that a step looks up, over all ranks; those that lie near are hits, the others come from memory "
+        "of the host or from a disk. Written is what the disk was sent, for each byte of a row that was pushed out."
+    )
+    rows = [[text(name), *_traffic_cells(mean)] for name, mean in means.items()]
+    rows.append(["all", *_traffic_cells(sum(means.values(), RowTraffic()))])
+    return (
+        tag("h3", "Rows near and far, per step")
+        + tag("p", text(intro))
+        + table(TIER_HEADS, rows, set(range(1, len(TIER_HEADS))), "compact")
+    )
+
+
+def _traffic_cells(mean: RowTraffic) -> list[str]:
+    amplification = mean.write_amplification
+    return [
+        f"{mean.num_rows - mean.num_misses:,.0f}",
+        f"{mean.num_misses:,.0f}",
+        f"{1e3 * mean.waited_s:.2f}",
+        text(byte_size(mean.read_bytes)),
+        text(byte_size(mean.written_bytes)),
+        "" if amplification is None else f"{amplification:.2f}",
+    ]
 
 
 def _overlap_lines(record: RunRecord) -> list[str]:

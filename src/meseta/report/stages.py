@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from meseta.report.charts.chart import stacked_bars
 from meseta.report.charts.markup import table, tag, text
 from meseta.report.charts.timeline_picture import timeline_section
-from meseta.report.exchanges import exchanges_table
+from meseta.report.exchanges import exchanges_table, tiers_table
 from meseta.report.record import RunRecord
 from meseta.spec.stages import STAGE_NAMES
 from meseta.telemetry.lines import TrainLine
@@ -46,7 +46,7 @@ def stages_section(record: RunRecord) -> str:
         tag("div", table(["stage", "mean ms", "share"], rows, {1, 2}, "compact")),
         class_="wide-narrow",
     )
-    over_time = exchanges_table(record) + timeline_section(record.timeline)
+    over_time = exchanges_table(record) + tiers_table(record) + timeline_section(record.timeline)
     return tag("p", text(_intro(record, total))) + pictures + over_time
 
 

@@ -11,7 +11,7 @@ disk      -                   the cached      all
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, get_args
@@ -31,6 +31,9 @@ DISK: Final = "disk"
 FAR_TIERS: tuple[Tier, ...] = (CACHED, DISK)
 """Whose rows lie far, and near while batches need them."""
 TIERS: tuple[Tier, ...] = (HBM, HOST, CACHED, DISK)
+DISK_LOOKAHEAD = 2
+"""Batches whose rows are on their way from a disk while another is trained, where nobody says more."""
+MAX_LOOKAHEAD = 64
 CACHED_SHARE = 0.2
 """Of a piece's rows that a cache holds, where nobody says more."""
 MEMORIES: tuple[Memory, ...] = (HBM, HOST, DISK)
@@ -58,13 +61,26 @@ class StorageOptions:
     pieces whose plan has no `near_rows`, by their bytes. None: a fifth of these."""
     engine: EngineName = "auto"
     """What reads and writes the disk."""
+    lookahead: int | None = None
+    """Batches whose rows are brought before their turn; 0: rows come when they are looked up. None: DISK_LOOKAHEAD
+    where rows lie on a disk, else 1."""
     max_reads_per_s: float | None = None
     """Reads of the disk a second that a rank makes at most; None: no limit."""
 
     def __post_init__(self) -> None:
         check_choice("storage", "engine", self.engine, get_args(EngineName))
+        if self.lookahead is not None and not (is_whole(self.lookahead) and 0 <= self.lookahead <= MAX_LOOKAHEAD):
+            raise MesetaError(f"storage: lookahead must be 0 to {MAX_LOOKAHEAD}, or None, got {self.lookahead!r}")
         if self.near_bytes is not None and (not is_whole(self.near_bytes) or self.near_bytes < 1):
             raise MesetaError(f"storage: near_bytes must be at least 1, or None for a share, got {self.near_bytes!r}")
+
+    def batches_ahead(self, tiers: Collection[str]) -> int:
+        """Batches whose rows are brought before their turn, where rows lie in these tiers."""
+        if not set(FAR_TIERS) & set(tiers):
+            return 0
+        if self.lookahead is not None:
+            return self.lookahead
+        return DISK_LOOKAHEAD if DISK in tiers else 1
 
     def near_rows(self, row_bytes: Sequence[int], num_rows: Sequence[int]) -> list[int]:
         """Of pieces of one rank, with so many bytes for a row that lies near, and so many rows: how many may."""

@@ -44,6 +44,10 @@ class FarRows(Protocol):
     def handle(self) -> object:
         """What meseta.ops.row_cache takes."""
 
+    @property
+    def disk_bytes(self) -> tuple[int, int]:
+        """Read from a disk, and written to it, so far."""
+
     def explain(self, failure: Sequence[int]) -> MesetaError:
         """What to say of a failure that the cache was told of."""
 
@@ -76,6 +80,7 @@ class HostRows:
         self._records = empty((num_rows, record_bytes), torch.uint8, keep=False)
         self._is_present = torch.zeros(num_rows, dtype=torch.bool)
         self.handle: object = far_memory(self._records, self._is_present)
+        self.disk_bytes = (0, 0)
 
     def explain(self, failure: Sequence[int]) -> MesetaError:
         """Memory does not fail."""

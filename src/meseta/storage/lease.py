@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from time import perf_counter
 
@@ -105,4 +106,5 @@ class Lease:
             shard.end()
 
     def __del__(self) -> None:
-        self.end()
+        if not sys.is_finalizing():
+            self.end()

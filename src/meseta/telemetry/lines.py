@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from meseta.machine.files import DOCUMENT_BYTES, open_regular, parse_json, too_long
+from meseta.telemetry.row_traffic import RowTraffic
 from meseta.telemetry.transfers import TransferMeans
 
 METRICS_NAME = "metrics.jsonl"
@@ -77,6 +78,8 @@ class TrainLine(Entry):
     """What rank 0 sent, by the name of the transfer; nothing where there is one rank."""
     ids_outside: dict[str, Count] = {}
     """Ids outside their table in the run so far, by feature."""
+    row_traffic: dict[str, RowTraffic] = {}
+    """Per step, of tables whose rows lie far, over all ranks."""
 
     @property
     def label_loss(self) -> float | None:

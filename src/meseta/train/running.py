@@ -14,7 +14,9 @@ from torch import Tensor
 
 from meseta.comm import World
 from meseta.data.batch import Batch
+from meseta.embedding.base import Collection
 from meseta.ops.device_words import HostCopy
+from meseta.telemetry.row_traffic import RowTraffic
 from meseta.train.evaluate import gather_windows
 from meseta.train.metrics import LifetimeMetrics, LifetimeWindow, Metrics, MetricWindow, TaskWindows
 
@@ -62,6 +64,8 @@ class RunningFigures:
         self._unread: tuple[HostCopy, Batch] | None = None
         # Rank 0 alone knows the run so far, as the others know of the line before: the sums are of whole numbers.
         self._lifetime = TaskWindows(tasks, LifetimeWindow)
+        self._row_traffic: dict[str, RowTraffic] = {}
+        """Up to the line before."""
 
     def add(self, logits: Tensor, batch: Batch) -> None:
         """Add a step: this rank's logits [B] or [B, T], and its slice of the batch."""
@@ -103,6 +107,22 @@ class RunningFigures:
         if len(self.tasks) > 1:
             return {"loss": total, **first, "tasks": by_task}
         return {"loss": total, **{name: value for name, value in first.items() if name != "logloss"}}
+
+    def take_row_traffic(self, embeddings: Collection[Any], num_steps: int) -> dict[str, Any]:
+        """Of tables whose rows lie far, per step since the line before, over all ranks; nothing where there are none.
+        Collective, the same on every rank."""
+        if not embeddings.lies_far:
+            return {}
+        before, self._row_traffic = self._row_traffic, dict[str, RowTraffic]()
+        for of_rank in self._world.gather_objects(embeddings.row_traffic):
+            for table, traffic in of_rank.items():
+                self._row_traffic[table] = self._row_traffic.get(table, RowTraffic()) + traffic
+        return {
+            "row_traffic": {
+                table: (traffic - before.get(table, RowTraffic())).times(1.0 / max(num_steps, 1))
+                for table, traffic in self._row_traffic.items()
+            }
+        }
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint keeps, `window.<task>.<column>` and `lifetime.<task>.<column>`; on rank 0, of all ranks.

@@ -337,11 +337,11 @@ class Trainer:
         # A window that was taken up from a checkpoint is older than the clock.
         first_step, first_sample = self._logged
         elapsed_s, num_steps = self.clock.lap(), self.step - first_step
-        outside = self._ids_outside()
-        if outside:
+        if outside := self._ids_outside():
             figures["ids_outside"] = outside
         if self.world.size > 1:
             figures["transfers"] = self.world.transfers.take()
+        figures |= self.figures.take_row_traffic(self.model.embeddings, num_steps)
         line = TrainLine(
             kind="train",
             step=self.step,

@@ -174,6 +174,12 @@ class RowFile:
         counts = dict(zip(_COUNTERS, self._numbers()[3:], strict=True))
         return RowFileCounters(wait_s=counts.pop("wait_ns") / 1e9, **counts)
 
+    @property
+    def disk_bytes(self) -> tuple[int, int]:
+        """Read from the disk, and written to it, so far."""
+        counters = self.counters
+        return counters.read_bytes + counters.cleaned_bytes, counters.written_bytes
+
     def close(self) -> None:
         """Wait for what is in flight, and remove the file; a second call does nothing."""
         self._end()

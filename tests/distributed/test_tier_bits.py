@@ -1,0 +1,41 @@
+"""The bits of runs whose rows all lie in memory, over a covering array of all that decides where rows lie and how they
+come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from covering import allowed_pairs, times_met
+from meseta.ops.row_file.engine import IO_URING, why_no_io_uring
+from sampling import sample
+
+from .pool import RankPool
+from .tier_cases import AXES, CELLS, can_meet, train
+
+Ranks = Callable[[int], RankPool]
+
+
+def test_every_allowed_pair_of_values_is_met_twice() -> None:
+    """And no other; few cells are enough for that."""
+    met, allowed = times_met(CELLS), allowed_pairs(AXES, can_meet)
+    assert set(met) == set(allowed) and min(met.values()) >= 2
+    assert all([*cell] == [*AXES] for cell in CELLS)
+    largest = max(len(AXES[a]) * len(AXES[b]) for a, b in (("optimizer", "overlap"), ("sharding", "overlap")))
+    assert 2 * largest <= len(CELLS) <= 2.2 * largest
+
+
+@pytest.mark.parametrize("cell", sample(CELLS, 3, seed=2301))
+def test_fifty_steps_have_the_bits_of_resident_tables(ranks: Ranks, cell: dict[str, Any], tmp_path: Path) -> None:
+    """Losses, logits, rows, states and the checksum of the checkpoint; most rows that a batch asks for lie far."""
+    if IO_URING in cell["far"] and (why := why_no_io_uring()) is not None:
+        pytest.skip(why)
+    resident, tiered = (ranks(cell["ranks"]).run(train, cell, tmp_path, is_resident) for is_resident in (True, False))
+    for got, expected in zip(tiered, resident, strict=True):
+        assert (got.losses, got.checksum, got.pieces) == (expected.losses, expected.checksum, expected.pieces)
+    rows, misses = (sum(getattr(one, name) for one in tiered) for name in ("num_rows", "num_misses"))
+    assert 2 * misses > rows > 0
+    assert not [*(tmp_path / "scratch").glob("*")]
