@@ -104,7 +104,7 @@ def test_tiers_cost_more_the_further_away_they_are() -> None:
     loads = WorkloadLoads(workload(rows=10_000_000))
     found = []
     for tier in (0, 2, 1, 3):  # hbm, cached, host, disk
-        pieces = Pieces.of(0, (0, 10_000_000), (0, 64), tier)
+        pieces = Pieces.of(0, (0, 10_000_000), (0, 64), tier, 2_000_000)
         lookup, update = operator_seconds(documented_cost_model("a100"), loads.loads(pieces))
         found.append(float(lookup[0] + update[0]))
     assert found[0] <= found[1] <= found[2] < found[3]

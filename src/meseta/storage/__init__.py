@@ -9,9 +9,8 @@ import torch
 from meseta.ops.row_file import DiskEngine, RowFile
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, Shard, TableSpec
-from meseta.spec.tiers import DISK, FAR_TIERS, HOST, StorageOptions
+from meseta.spec.tiers import DISK, FAR_TIERS, HOST, SLOT_BYTES, StorageOptions
 from meseta.storage.far import FarRows, HostRows
-from meseta.storage.near_slots import SLOT_BYTES
 from meseta.storage.records import RecordLayout
 from meseta.storage.resident import TableShard
 from meseta.storage.table import ROW, Lease, TableStorage, as_stored

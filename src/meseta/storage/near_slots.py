@@ -11,13 +11,11 @@ from torch import Tensor
 
 from meseta.jagged.shapes import Int
 from meseta.ops.directory import Directory
-from meseta.ops.eviction import POLICY_BYTES, EvictionPolicy
+from meseta.ops.eviction import EvictionPolicy
 from meseta.ops.unique import unique
 
 EMPTY = -1
 """Row of a slot that has none."""
-SLOT_BYTES = 13 + POLICY_BYTES + 24
-"""Beside its row, a slot takes so many at most: its marks, and an entry of the directory."""
 
 
 @dataclass(eq=False)

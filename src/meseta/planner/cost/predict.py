@@ -14,7 +14,7 @@ from meseta.planner.cost.loads import Loads, WorkloadLoads
 from meseta.planner.cost.memory import BatchLoads, Bytes, RunBytes, memory
 from meseta.planner.cost.neural import collective_ratio, rank_seconds
 from meseta.planner.cost.operators import operator_seconds
-from meseta.planner.cost.placement import Placement
+from meseta.planner.cost.placement import Placement, Room
 from meseta.planner.cost.reuse import Floats
 from meseta.planner.cost.schedule import SUMS
 from meseta.spec import CostModel, MesetaError, Plan, Topology, Workload
@@ -101,15 +101,18 @@ def predict(
     loads = loads or WorkloadLoads(workload)
     if unknown := [entry.table for entry in plan.tables if entry.table not in loads.index]:
         raise MesetaError(f"predict: the plan places table {unknown[0]!r}, which the workload does not have")
-    placement, share = Placement.of(plan, loads, topology.devices_per_host), cost_model.tiers.cached_share
+    storage = None if run is None else run.storage
+    room = Room(auto_share=cost_model.tiers.cached_share) if storage is None else Room(storage)
+    placement = Placement.of(plan, loads, topology.devices_per_host, room)
     held = loads.held_samples(placement.sharded, placement.owner, plan.num_ranks, cost_model.cache.cache_bytes)
     rank_bytes = placement.by_rank(loads.stored_bytes(placement.sharded))
     rank_bytes = rank_bytes + loads.stored_bytes(placement.replicated).sum()
     of_owner = {"held_samples": held[placement.owner], "rank_bytes": rank_bytes[placement.owner]}
-    sharded = loads.loads(placement.sharded, **of_owner, cached_share=share, num_ranks=plan.num_ranks)
-    replicated = loads.loads(placement.replicated, cached_share=share)
+    sharded = loads.loads(placement.sharded, **of_owner, num_ranks=plan.num_ranks)
+    replicated = loads.loads(placement.replicated)
     lookup, update = _operators(placement, sharded, replicated, loads, cost_model, topology)
     transfers = step_transfers(workload, plan, plan.num_ranks, topology.devices_per_host)
+    batch = BatchLoads(placement, sharded, replicated, loads, transfers, topology.device == "cpu")
     exchanged = collectives(transfers, placement, sharded, replicated, cost_model.exchange)
     dense_s = dense_seconds(workload, topology, cost_model)
     sorted_ids = float((sharded.ids * (placement.row_parts > 1)).sum()) / plan.num_ranks
@@ -125,7 +128,7 @@ def predict(
         seconds=seconds,
         step_s=step_s,
         bottleneck=int((lookup + update).argmax()),
-        memory_bytes=memory(BatchLoads(placement, sharded, replicated, loads, transfers), share, run),
+        memory_bytes=memory(batch, run),
         collectives=exchanged,
         collective_s=tuple(one.seconds for one in each_s),
         link_s=tuple(one.link_s for one in each_s),
@@ -180,13 +183,12 @@ def replica_seconds(
     that the whole batch touched.
     """
     pieces, ranks = placement.replicated, placement.num_ranks
-    share = cost_model.tiers.cached_share
     batch = loads.workload.batch_size
-    mine = loads.loads(pieces, num_samples=batch / ranks, cached_share=share)
+    mine = loads.loads(pieces, num_samples=batch / ranks)
     lookup_s, add_s = operator_seconds(cost_model, mine, topology.devices_per_host)
     if ranks == 1:
         return lookup_s, add_s
-    every = loads.loads(pieces, cached_share=share)
+    every = loads.loads(pieces)
     update = cost_model.update
     gradient_bytes = every.num_rows * (every.columns + 1) * every.number_bytes
     row_bytes = every.row_bytes + every.state_bytes + every.columns * every.number_bytes

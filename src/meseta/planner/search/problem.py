@@ -15,7 +15,7 @@ from meseta.planner.search.schemes import Scheme, Shape, schemes, table_plan
 from meseta.spec import CostModel, MesetaError, Plan, ShardingType, TablePlan, Topology, Workload
 from meseta.spec.constraints import Constraints, TableRule
 from meseta.spec.shards import SUMMED_IN_HOST
-from meseta.spec.tiers import DISK, HBM, HOST, TIERS, Memory
+from meseta.spec.tiers import DISK, FAR_TIERS, HBM, HOST, TIERS, Memory
 
 SMALL_RANKS = 16
 """On so few ranks every number of parts is worth a look."""
@@ -25,6 +25,7 @@ HOT_SHARES = (0.5, 0.8, 0.95)
 """Rows that are worth replicating take about these parts of their table's lookups."""
 MAX_REPLICA_SHARE = 0.25
 """Replicas of one table take no more than this part of a device."""
+_FAR = [TIERS.index(tier) for tier in FAR_TIERS]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,7 +335,10 @@ class _Builder:
         """(options, least seconds of each piece [n, 2, L], seconds of every plan)."""
         spans = np.concatenate([*self._spans, np.zeros((0, 8), np.int64)])
         piece, option = spans[:, 0], spans[:, 7]
-        pieces = Pieces(*spans[:, 1:7].T)
+        tier = spans[:, 6]
+        near_share = np.where(np.isin(tier, _FAR), self._prices.cost_model.tiers.cached_share, 0.0)
+        near_rows = np.ceil(near_share * (spans[:, 3] - spans[:, 2])).astype(np.int64)
+        pieces = Pieces(*np.column_stack([spans[:, 1:7], near_rows]).T)
         cuts = self._cuts(pieces, option)
         priced = self._prices.pieces(pieces, cuts)
         n, num_ways, width = self._first[-1], len(self.schemes), len(self._prices.components)

@@ -66,7 +66,7 @@ class RunPlanner:
         """What its ranks hold under any plan for the hosts of `plan`."""
         dense_bytes = dense_part_bytes(self.config, self.outline, plan.num_ranks, plan.per_host)
         run = replace(self.run_bytes, dense_bytes=dense_bytes)
-        return RunMemory(workload=self.workload, run=run, storage=self.config.storage.options)
+        return RunMemory(workload=self.workload, run=run)
 
     def check_memory(self, plan: Plan) -> None:
         """Raise MesetaError, on all ranks, where they need more than there is under `plan`. Collective."""
