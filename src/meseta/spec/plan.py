@@ -173,6 +173,11 @@ class Plan:
         hosts = self.num_ranks // self.per_host
         return f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}" + f" on {hosts} hosts" * (hosts > 1)
 
+    @property
+    def lies_far(self) -> bool:
+        """Whether rows of some table lie near and far."""
+        return any(shard.tier in FAR_TIERS for entry in self.tables for shard in entry.shards)
+
     def __getitem__(self, table: str) -> TablePlan:
         if table not in self._by_name:
             raise MesetaError(f"plan: no table {table!r}; {nearest(table, self._by_name)}")

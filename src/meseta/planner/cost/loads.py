@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meseta.planner.cost.near_misses import near_misses, request_rates
 from meseta.planner.cost.reuse import Floats, row_classes
 from meseta.planner.cost.sizes import compute_bytes, value_bytes
 from meseta.spec import COLUMN_BLOCK, MesetaError, Reuse, Workload
-from meseta.spec.tiers import CACHED, DISK, HBM, TIERS
+from meseta.spec.tiers import FAR_TIERS, HBM, TIERS
 from meseta.spec.transfer import ROW_STATISTICS, number_bytes
 
 Indices = NDArray[np.int64]
@@ -20,6 +22,8 @@ LINE_BYTES = 64
 """What memory gives at a time."""
 FLAT_BYTES = 64e6
 """Pages of so many bytes have their addresses at hand; each doubling beyond makes the walk to an address longer."""
+FAR = [TIERS.index(tier) for tier in FAR_TIERS]
+"""In `Pieces.tier`: whose rows lie near and far."""
 _POWERS = np.linspace(-1.0, 10.0, 45)
 """Powers of ten of samples, at which what a cache holds is tried."""
 
@@ -52,6 +56,10 @@ class Pieces:
         """From arrays or scalars of equal or broadcast length."""
         given = (table, *rows, *columns, tier, near_rows)
         return Pieces(*np.broadcast_arrays(*(np.atleast_1d(np.asarray(a, np.int64)) for a in given)))
+
+    def take(self, which: NDArray[np.int64] | NDArray[np.bool_]) -> Pieces:
+        """Some of them, repeated or not."""
+        return Pieces(*(getattr(self, entry.name)[which] for entry in fields(Pieces)))
 
     @property
     def num_rows(self) -> Indices:
@@ -339,21 +347,35 @@ class WorkloadLoads:
         return np.where(self.sorted[t][:, None], np.maximum(inside, 0.0), proportional)
 
     def _tier_misses(self, pieces: Pieces, samples: float, distinct: Floats) -> Floats:
-        """Rows that do not lie near, where those that were used last do."""
+        """Rows that a step brings from where they lie far."""
         misses = np.where(pieces.tier == TIERS.index(HBM), 0.0, distinct)
-        cached = np.flatnonzero((pieces.tier == TIERS.index(CACHED)) | (pieces.tier == TIERS.index(DISK)))
-        if cached.size:
-            own = Pieces(*(getattr(pieces, entry.name)[cached] for entry in fields(Pieces)))
-            low, high = np.full(cached.size, -2.0), np.full(cached.size, 12.0)
-            for _ in range(30):
-                middle = 0.5 * (low + high)
-                fits = self.distinct(own, 10.0**middle) <= own.near_rows
-                low, high = np.where(fits, middle, low), np.where(fits, high, middle)
-            held = 10.0**low
-            misses[cached] = np.clip(
-                self.distinct(own, held + samples) - self.distinct(own, held), 0.0, distinct[cached]
-            )
+        far = np.flatnonzero(np.isin(pieces.tier, FAR))
+        if far.size:
+            misses[far] = np.minimum(self.near_misses(pieces.take(far), samples), distinct[far])
         return misses
+
+    def least_near_rows(self, pieces: Pieces) -> Indices:
+        """Of each piece [n]: rows that two batches look up, and a little more; both are near at once."""
+        distinct = self.distinct(pieces, 2.0 * self.workload.batch_size)
+        least = np.ceil(1.05 * distinct + 4.0 * np.sqrt(distinct) + 1.0)
+        return np.minimum(least, pieces.num_rows).astype(np.int64)
+
+    def near_misses(self, pieces: Pieces, samples: float) -> Floats:
+        """Of each piece whose rows lie near and far [n]: distinct rows of so many samples that do not lie near."""
+        is_sorted = self.sorted[pieces.table]
+        key = [pieces.table, np.where(is_sorted, pieces.first_row, 0), pieces.num_rows, pieces.near_rows]
+        _, first, alike = np.unique(np.stack(key), axis=1, return_index=True, return_inverse=True)
+        own = pieces.take(first)
+        rows, rates = (values[own.table] for values in self._request_rates)
+        rows = self._overlap(own, rows)
+        requests = rates * (samples * self.ids_per_sample[own.table])[:, None]
+        found = near_misses(rows, requests, own.near_rows.astype(np.float64), (rows * requests).sum(axis=1))
+        return found[alike.reshape(-1)]
+
+    @cached_property
+    def _request_rates(self) -> tuple[Floats, Floats]:
+        """(rows, requests of a row for each lookup of its table) of each class of each table."""
+        return request_rates(self.classes)
 
 
 def _units(rows: Floats, num_rows: Indices, row_bytes: Floats) -> Floats:

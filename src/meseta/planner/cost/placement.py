@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meseta.planner.cost.loads import Indices, Pieces, WorkloadLoads
+from meseta.planner.cost.loads import FAR, Indices, Pieces, WorkloadLoads
 from meseta.spec import Plan
 from meseta.spec.shards import SUMMED_IN_HOST
-from meseta.spec.tiers import CACHED_SHARE, FAR_TIERS, SLOT_BYTES, TIERS, StorageOptions
+from meseta.spec.tiers import CACHED_SHARE, SLOT_BYTES, TIERS, StorageOptions
 
 
 class Room(NamedTuple):
@@ -101,7 +101,7 @@ class Placement:
 def _near_rows(pieces: Pieces, owner: Indices, loads: WorkloadLoads, room: Room) -> Indices:
     """Of each piece [n], as storage allots them: those of the plan, else a part of the room of its rank."""
     near_rows = pieces.near_rows.copy()
-    shared = np.isin(pieces.tier, [TIERS.index(tier) for tier in FAR_TIERS]) & (near_rows == 0)
+    shared = np.isin(pieces.tier, FAR) & (near_rows == 0)
     of_row, of_state = loads.row_bytes(pieces)
     row_bytes = of_row + of_state + SLOT_BYTES
     for rank in np.unique(owner[shared]):
