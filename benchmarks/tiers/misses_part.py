@@ -13,7 +13,7 @@ from record import record
 
 from meseta.data.synth import CARDINALITIES
 from meseta.measure.traffic import scatter, zipf_ids
-from meseta.storage.near_slots import NearSlots
+from meseta.ops.row_cache import RowCache, far_memory, pin_rows
 
 Ids = NDArray[np.int64]
 Score = Callable[[NDArray[np.float64], Ids, int], None]
@@ -46,18 +46,15 @@ def batches_of(kind: str, num_rows: int, num_batches: int) -> list[Ids]:
 
 def near_misses(batches: list[Ids], num_rows: int) -> int:
     """Of our own; the first touch of a row counts no miss here and below."""
-    slots = NearSlots(int(num_rows * NEAR_SHARE), 0, num_rows)
+    far = far_memory(torch.zeros(num_rows, 1, dtype=torch.uint8), torch.zeros(num_rows, dtype=torch.bool))
+    cache = RowCache(int(num_rows * NEAR_SHARE), 0, num_rows, far)
     is_known, misses = np.zeros(num_rows, np.bool_), 0
     for ids in batches:
-        pinned, places = slots.pin(torch.from_numpy(ids))
-        misses += int(is_known[pinned.rows[places].numpy()].sum())
+        pinned = pin_rows([cache], [(0, torch.from_numpy(ids))])
+        pinned.wait()
+        misses += int(is_known[pinned.moved(0).rows.numpy()].sum())
         is_known[ids] = True
-        taken = slots.take(places.numel())
-        assert taken is not None
-        slots.leave(taken)
-        slots.give(pinned, places, taken)
-        slots.use(pinned)
-        slots.unpin(pinned)
+        pinned.end()
     return misses
 
 

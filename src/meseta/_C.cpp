@@ -22,6 +22,7 @@ void bind_pooled_lookup(nanobind::module_& m);
 void bind_product(nanobind::module_& m);
 void bind_quantize(nanobind::module_& m);
 void bind_random_rows(nanobind::module_& m);
+void bind_row_cache(nanobind::module_& m);
 void bind_row_file(nanobind::module_& m);
 void bind_row_lookup(nanobind::module_& m);
 void bind_row_update(nanobind::module_& m);
@@ -50,6 +51,7 @@ NB_MODULE(MESETA_MODULE, m) {
   bind_product(m);
   bind_quantize(m);
   bind_random_rows(m);
+  bind_row_cache(m);
   bind_row_file(m);
   bind_row_lookup(m);
   bind_row_update(m);

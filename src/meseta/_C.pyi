@@ -373,3 +373,60 @@ def row_layout(record_bytes: int, block_bytes: int, segment_bytes: int) -> list[
 
 def crc32c(data: NDArray[np.uint8], begin: int, by_table: bool) -> int:
     """The checksum of bytes, begun with another; `by_table`: without the processor's instruction."""
+
+def far_file(log: object) -> object:
+    """A file of rows as the far side of a cache."""
+
+def far_memory(records: NDArray[np.uint8], present: NDArray[np.bool_]) -> object:
+    """Memory of the caller as one."""
+
+def open_row_cache(
+    rows: NDArray[np.int64],
+    num_slots: int,
+    num_kept: int,
+    half_lives: list[int],
+    far: object,
+    fields: list[tuple[int, int, int]],
+) -> object:
+    """A cache; `rows` are those of its slots and of slots to read. Fields: address, bytes of a row, rows."""
+
+def pin_rows(
+    caches: list[object],
+    rows: NDArray[np.int64],
+    bounds: list[int],
+    of: list[int],
+    places: NDArray[np.int64],
+    to_read: bool,
+    num_threads: int,
+) -> tuple[object | None, list[int]]:
+    """Pin segments of rows, each in one cache. Or why not: cache, rows, missing ones, those of others; or cache and
+    failure (see `wait_rows`)."""
+
+def wait_for_rows(
+    pinned: object, num_threads: int
+) -> tuple[list[int], list[tuple[int, NDArray[np.int64], NDArray[np.int64]]]]:
+    """Cache and failure of the first that failed; caches, rows and slots of rows that were never written."""
+
+def rows_are_here(pinned: object) -> bool: ...
+def moved_rows(
+    pinned: object, index: int
+) -> tuple[
+    NDArray[np.int64],
+    NDArray[np.int64],
+    NDArray[np.int64],
+    NDArray[np.int64],
+    NDArray[np.uint8],
+    NDArray[np.bool_],
+]:
+    """Of a cache without fields: rows and slots that leave, those that come, records, which were ever written."""
+
+def num_pinned_rows(pinned: object, index: int) -> tuple[int, int]:
+    """Distinct rows of a cache, and those that were missing."""
+
+def unpin_rows(pinned: object) -> None: ...
+def find_in_cache(cache: object, rows: NDArray[np.int64], slots: NDArray[np.int64], num_threads: int) -> None: ...
+def dirty_slots(cache: object) -> NDArray[np.int64]: ...
+def write_back_slots(cache: object, slots: NDArray[np.int64]) -> list[int]: ...
+def clean_slots(cache: object, slots: NDArray[np.int64]) -> None: ...
+def row_cache_numbers(cache: object) -> list[int]:
+    """Bytes, slots that are pinned, and the numbers of CacheCounters."""

@@ -48,9 +48,9 @@ def test_near_rows_are_counted_as_storage_allots_them(tmp_path: Path, optimizer:
         make_storages(pieces, seed=0, device="cpu", options=options), pieces, strict=True
     ):
         assert isinstance(storage, TieredShard)
-        slots = storage._slots.num_slots
+        slots = storage.cache.num_slots
         record = sum(value[:1].nbytes for value in storage.values.values())
-        assert storage.near_rows().numel() == 0 and slots == (123 if table.name == "third" else slots)
+        assert storage.cache.near_rows().numel() == 0 and slots == (123 if table.name == "third" else slots)
         tensors, near = tensors + slots * record, near + slots * (record + SLOT_BYTES)
         far += table.num_embeddings * record * (shard.tier == "cached")
         index += 4 * table.num_embeddings * (shard.tier == "disk")

@@ -120,16 +120,14 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
     def _borrow(self, flight: Flight[GroupPart], looked_up: Sequence[tuple[int, Tensor]] = ()) -> list[Tensor]:
         """Borrow all rows until the backward pass of a batch is over. `looked_up` are rows that it looks up, each with
         the index of its shard; returned is where they lie in what is lent."""
-        far = {index: [rows for of, rows in looked_up if of == index] for index in self._far}
-        of_shards = {index: torch.cat(rows) for index, rows in far.items() if rows}
-        flight.lease = Lease(self.shards, of_shards, to_read=not torch.is_grad_enabled())
+        far = [(index, rows) for index, rows in looked_up if index in self._far]
+        flight.lease = Lease(self.shards, far, to_read=not torch.is_grad_enabled())
         rows = flight.lease.rows
         if self._rows is None or any(lent is not former for lent, former in zip(rows, self._rows, strict=True)):
             self._rows = rows
             self._describe(rows)
-        sizes = {index: [own.numel() for own in of_shard] for index, of_shard in far.items()}
-        places = {index: iter(own.split(sizes[index])) for index, own in flight.lease.places.items()}
-        return [next(places[index]).to(rows) if index in places else rows for index, rows in looked_up]
+        places = iter(flight.lease.places)
+        return [next(places).to(rows) if index in self._far else rows for index, rows in looked_up]
 
     @property
     def lies_far(self) -> bool:
@@ -141,9 +139,9 @@ class Collection(nn.Module, ABC, Generic[GroupPart]):
         there is no room for yet is left to `look_up`. Collective."""
 
     @cached_property
-    def _far(self) -> tuple[int, ...]:
+    def _far(self) -> frozenset[int]:
         """Shards, by index, whose rows are lent only while a batch needs them."""
-        return tuple(index for index, shard in enumerate(self.shards) if shard.lies_far)
+        return frozenset(index for index, shard in enumerate(self.shards) if shard.lies_far)
 
     def forward(self, sparse: KeyedJaggedTensor | Flight[GroupPart]) -> Embeddings:
         """Rows for the ids of this rank's slice (of a batch that may hold other features too), or for a batch that was

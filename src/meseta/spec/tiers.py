@@ -34,7 +34,7 @@ FAR_TIERS: tuple[Tier, ...] = (CACHED, DISK)
 TIERS: tuple[Tier, ...] = (HBM, HOST, CACHED, DISK)
 CACHED_SHARE = 0.2
 """Of a piece's rows that lie near, where nobody says more."""
-SLOT_BYTES = 55
+SLOT_BYTES = 59
 """Beside its row, a near row takes so many at most: its marks, what tells when it leaves, an entry of the directory."""
 INDEX_BYTES = 4
 """Of each row of a piece on a disk, near or far: where it lies in its file."""

@@ -11,9 +11,10 @@ from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, Shard, TableSpec
 from meseta.spec.tiers import DISK, FAR_TIERS, HOST, SLOT_BYTES, StorageOptions
 from meseta.storage.far import FarRows, HostRows
+from meseta.storage.lease import Lease
 from meseta.storage.records import RecordLayout
 from meseta.storage.resident import TableShard
-from meseta.storage.table import ROW, Lease, TableStorage, as_stored
+from meseta.storage.table import ROW, TableStorage, as_stored
 from meseta.storage.tiered import TieredShard, values_like
 
 __all__ = ["ROW", "Lease", "TableShard", "TableStorage", "TieredShard", "as_stored", "make_storages"]

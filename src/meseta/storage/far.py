@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from meseta.jagged.shapes import Bool, Int, Shaped
 from meseta.ops.memory import empty
+from meseta.ops.row_cache import far_memory
+from meseta.spec import MesetaError
 
 
 @runtime_checkable  # beartype asks for it where the tests check every call
@@ -34,6 +37,13 @@ class FarSnapshot(Protocol):
 @runtime_checkable  # beartype asks for it where the tests check every call
 class FarRows(Protocol):
     """Records of rows 0..n-1, uint8, in the memory of the host or on a disk. One that was never written is absent."""
+
+    @property
+    def handle(self) -> object:
+        """What meseta.ops.row_cache takes."""
+
+    def explain(self, failure: Sequence[int]) -> MesetaError:
+        """What to say of a failure that the cache was told of."""
 
     def read(self, rows: Int[Tensor, " n"], out: Shaped[Tensor, "n bytes"]) -> ReadAhead:
         """Begin to read rows into `out`, which is left alone until that is waited for; what was written before is
@@ -63,6 +73,11 @@ class HostRows:
     def __init__(self, num_rows: int, record_bytes: int) -> None:
         self._records = empty((num_rows, record_bytes), torch.uint8, keep=False)
         self._is_present = torch.zeros(num_rows, dtype=torch.bool)
+        self.handle: object = far_memory(self._records, self._is_present)
+
+    def explain(self, failure: Sequence[int]) -> MesetaError:
+        """Memory does not fail."""
+        return MesetaError(f"rows in the memory of the host cannot be had: {list(failure)}")
 
     def read(self, rows: Tensor, out: Tensor) -> _Done:
         torch.index_select(self._records, 0, rows, out=out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +15,6 @@ from meseta.jagged.shapes import Int
 from meseta.ops.row_program.optimizer import RowOptimizer
 from meseta.ops.row_update import TableRows
 from meseta.spec import Shard, TableSpec
-from meseta.storage.near_slots import Pinned
 
 ROW = "row"
 """Name of the rows among the optimizer's states."""
@@ -59,19 +58,7 @@ class TableStorage(ABC):
         """Undo one `begin`; what operators have written is the table's."""
 
     lies_far: bool = False
-    """Whether rows are lent only while they are pinned, in places that `pin` tells; else all are, each at its own."""
-
-    def pin(self, rows: Int[Tensor, " n"], *, to_read: bool) -> Pinned:
-        """Begin to make rows of a piece that lies far ready to lend, until `unpin`; `Pinned.wait` ends it. Those that
-        are pinned `to_read` are not stepped, and push none out.
-
-        Raises MesetaError where there is no room for them, or others cannot be pushed out.
-        """
-        raise NotImplementedError
-
-    def unpin(self, pinned: Pinned) -> None:
-        """Undo one `pin`."""
-        raise NotImplementedError
+    """Whether rows are lent only while they are pinned, in places that are told then; else all are, each at its own."""
 
     def end_reading(self) -> None:  # noqa: B027  (most hold nothing)
         """Of a copy that `freeze` has made: it is read no more, until it is given to `freeze` again."""
@@ -110,43 +97,6 @@ class TableStorage(ABC):
                 block = self.read(first, min(first + TAKEN_ROWS, self.shard.num_rows))
                 parts.append({name: value[here.to(value.device)].cpu() for name, value in block.items()})
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-class Lease:
-    """Pieces whose rows are lent together, until `end` or until nobody has the lease any more."""
-
-    def __init__(
-        self, shards: Sequence[TableStorage], looked_up: Mapping[int, Tensor] | None = None, *, to_read: bool = False
-    ) -> None:
-        """`looked_up` are rows of pieces, by index, that lie far, as `TableStorage.pin` takes them."""
-        self._lent: Sequence[TableStorage] = ()
-        self._pinned: list[tuple[TableStorage, Pinned]] = []
-        self.places: dict[int, Int[Tensor, " n"]] = {}
-        """Where the rows that are looked up lie in what is lent, by the index of their piece."""
-        for index, rows in ({} if looked_up is None else looked_up).items():
-            pinned = shards[index].pin(rows, to_read=to_read)
-            self._pinned.append((shards[index], pinned))
-            self.places[index] = pinned.places
-        self.rows = tuple(shard.begin() for shard in shards)
-        """Of each piece."""
-        self._lent = shards
-
-    def wait(self) -> None:
-        """Until the rows that are looked up lie where they are lent. Raises MesetaError where they cannot be had."""
-        for _, pinned in self._pinned:
-            pinned.wait()
-
-    def end(self) -> None:
-        """Give all back, once."""
-        lent, self._lent = self._lent, ()
-        pinned, self._pinned = self._pinned, []
-        for shard, rows in pinned:
-            shard.unpin(rows)
-        for shard in lent:
-            shard.end()
-
-    def __del__(self) -> None:
-        self.end()
 
 
 def from_stored(array: NDArray[Any], dtype: torch.dtype) -> Tensor:

@@ -3,6 +3,7 @@ near, where operators read and step them."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -14,11 +15,11 @@ from torch import Tensor
 from meseta.jagged.shapes import Int
 from meseta.ops.memory import empty
 from meseta.ops.random_rows import initial_rows, initial_rows_of, table_key
+from meseta.ops.row_cache import FarFailure, NoRoom, PinnedRows, RowCache
 from meseta.ops.row_program.optimizer import RowOptimizer
 from meseta.ops.row_update import TableRows
 from meseta.spec import MesetaError, Shard, TableSpec
 from meseta.storage.far import FarRows, FarSnapshot, ReadAhead
-from meseta.storage.near_slots import EMPTY, NearSlots, Pinned
 from meseta.storage.records import RecordLayout
 from meseta.storage.table import ROW, TableStorage, from_stored
 
@@ -27,6 +28,14 @@ MAX_TO_READ = 1 << 22
 taken at once, for as many as lie near."""
 MOVED_ROWS = 1 << 16
 """Rows that go to the far side at once."""
+
+
+class Arrival(ABC):
+    """Rows on their way to tiered shards."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Until all rows are in their slots. Raises MesetaError, each time, where they cannot be had."""
 
 
 class _FarShard(TableStorage):
@@ -93,16 +102,19 @@ class TieredShard(_FarShard):
         super().__init__(spec, shard, optimizer, seed, like)
         self.far = far
         is_cpu = torch.device(device).type == "cpu"  # where memory is taken as it is written to
-        self._slots = NearSlots(num_slots, min(MAX_TO_READ if is_cpu else num_slots, shard.num_rows), shard.num_rows)
-        self._under_way: list[Pinned] = []
-        """Who brings rows."""
-        count = len(self._slots.rows)
+        num_to_read = min(MAX_TO_READ if is_cpu else num_slots, shard.num_rows)
 
         def near(value: Tensor) -> Tensor:
-            return empty((count, *value.shape[1:]), value.dtype, device, keep=False)
+            return empty((num_slots + num_to_read, *value.shape[1:]), value.dtype, device, keep=False)
 
         with torch.inference_mode(False):  # Tensors made in inference mode could never be trained.
             self._near = {name: near(value) for name, value in like.items()}
+        values = list(self._near.values()) if is_cpu else []
+        self.cache = RowCache(num_slots, num_to_read, shard.num_rows, far.handle, values)
+        self.under_way: list[Arrival] = []
+        """Who brings rows."""
+        self.wait_s = 0.0
+        """Seconds that batches have waited for rows."""
         state = dict(self._near)
         self._rows = TableRows(
             weight=state.pop(ROW),
@@ -110,7 +122,7 @@ class TieredShard(_FarShard):
             key=table_key(seed, f"{spec.name}/rounding"),
             first_row=shard.rows[0],
             first_column=shard.columns[0],
-            row_ids=self._slots.rows.to(device),  # the same tensor on a CPU
+            row_ids=self.cache.rows.to(device),  # the same tensor on a CPU
         )
 
     @property
@@ -119,8 +131,7 @@ class TieredShard(_FarShard):
 
     def near_rows(self) -> Int[Tensor, " n"]:
         """Those that lie near, ascending."""
-        rows = self._slots.rows[: self._slots.num_slots]
-        return rows[rows != EMPTY].sort().values
+        return self.cache.near_rows()
 
     def begin(self) -> TableRows:
         return self._rows
@@ -128,82 +139,67 @@ class TieredShard(_FarShard):
     def end(self) -> None:
         """Rows are the table's where they lie."""
 
-    def pin(self, rows: Int[Tensor, " n"], *, to_read: bool) -> Pinned:
-        pinned, places = self._slots.pin(rows.to("cpu", torch.int64))
-        self._under_way = [other for other in self._under_way if other.finish is not None]
-        pinned.after = tuple(self._under_way)
-        try:
-            if places.numel():
-                self._bring(pinned, places, to_read=to_read)
-        except BaseException:
-            self._slots.unpin(pinned)
-            raise
-        if not to_read:
-            self._slots.use(pinned)
-        return pinned
-
-    def unpin(self, pinned: Pinned) -> None:
-        try:
-            pinned.wait()  # who comes next takes what lies there
-        finally:
-            self._slots.unpin(pinned)
-
     def _settle(self) -> None:
         """Wait for all rows that are on their way."""
-        for pinned in self._under_way:
-            pinned.wait()
+        for arrival in tuple(self.under_way):
+            arrival.wait()
 
-    def _bring(self, pinned: Pinned, places: Tensor, *, to_read: bool) -> None:
-        """Begin to make rows near that lie far."""
-        count, rows = places.numel(), pinned.rows[places]
-        slots = self._slots.take_to_read(count) if to_read else self._slots.take(count)
-        if slots is None:
-            raise self._no_room(pinned, count)
-        if not to_read:
-            self._push_out(slots)
-        records = empty((count, self._layout.num_bytes), torch.uint8)
-        reading = self.far.read(rows, records)
-        self._slots.give(pinned, places, slots)
+    def move_out(self, pinned: PinnedRows, index: int, arrival: Arrival) -> None:
+        """Rows of `arrival`, in whose pin this shard has that index, are on their way; on a GPU, those that make room
+        go."""
+        self.under_way.append(arrival)
         if self.device.type != "cpu":
+            moved = pinned.moved(index)
+            self._write_rows(moved.leaving, moved.leaving_slots)
             assert self._rows.row_ids is not None
-            self._rows.row_ids[slots.to(self.device)] = rows.to(self.device)
-        pinned.finish = partial(self._take_in, rows, slots, records, reading)
-        self._under_way.append(pinned)
+            self._rows.row_ids[moved.slots.to(self.device)] = moved.rows.to(self.device)
 
-    def _take_in(self, rows: Tensor, slots: Tensor, records: Tensor, reading: ReadAhead) -> None:
-        """Put rows that have come into their slots; those that were never written are made."""
-        is_present, values = reading.wait(), self._layout.unpack(records)
-        absent = torch.nonzero(~is_present).squeeze(1)
-        if absent.numel():
-            weight = initial_rows_of(
-                self.spec, rows[absent] + self.shard.rows[0], columns=self.shard.columns, seed=self.seed
-            )
-            self._begin_rows(values, absent, weight)
-        self._put(slots, values)
+    def move_in(self, pinned: PinnedRows, index: int) -> None:
+        """They have come; on a GPU, put them into their slots."""
+        if self.device.type != "cpu":
+            moved = pinned.moved(index)
+            self._put(moved.slots[moved.present], self._layout.unpack(moved.records[moved.present]))
+            self.make(moved.rows[~moved.present], moved.slots[~moved.present])
 
-    def _no_room(self, pinned: Pinned, count: int) -> MesetaError:
-        needed, under_way = len(pinned.rows), self._slots.num_slots - self._slots.num_free - (len(pinned.rows) - count)
-        num_slots, row_bytes = self._slots.num_slots, self._layout.num_bytes
-        others = f", and batches under way need {under_way:,} others" if under_way > 0 else ""
-        least = needed + max(under_way, 0)
+    def make(self, rows: Int[Tensor, " n"], slots: Int[Tensor, " n"]) -> None:
+        """Begin rows that were never written, in their slots."""
+        if rows.numel():
+            weight = initial_rows_of(self.spec, rows + self.shard.rows[0], columns=self.shard.columns, seed=self.seed)
+            self._put(slots, {ROW: weight, **self.optimizer.init(weight)})
+
+    def no_room(self, refused: NoRoom) -> MesetaError:
+        """What to say of a batch that looks up too many rows."""
+        num_slots, row_bytes = self.cache.num_slots, self._layout.num_bytes
+        others = f", and batches under way need {refused.num_others:,} others" if refused.num_others > 0 else ""
+        least = refused.num_rows + max(refused.num_others, 0)
         return MesetaError(
-            f"{self.shard.label}: a batch looks up {needed:,} distinct rows{others}, but {num_slots:,} rows lie "
-            f"near; give the table {least * row_bytes:,} bytes of storage.near_bytes or near_rows {least:,} in the "
+            f"{self.shard.label}: a batch looks up {refused.num_rows:,} distinct rows{others}, but {num_slots:,} rows "
+            f"lie near; give the table {least * row_bytes:,} bytes of storage.near_bytes or near_rows {least:,} in the "
             "plan, or make batches smaller"
         )
 
-    def _push_out(self, slots: Tensor) -> None:
-        """Empty some slots; what was changed goes to the far side."""
-        dirty = slots[self._slots.is_dirty[slots]]
-        self._write_back(dirty)
-        self._slots.leave(slots)
+    def failure(self, failed: FarFailure) -> MesetaError:
+        """What to say of a far side that has failed."""
+        return self.far.explain(failed.failure)
 
-    def _write_back(self, slots: Tensor) -> None:
-        for some in slots.split(MOVED_ROWS):
-            where = some.to(self.device)
+    def _write_rows(self, rows: Tensor, slots: Tensor) -> None:
+        """Rows in some slots go to the far side."""
+        for some, of_slots in zip(rows.split(MOVED_ROWS), slots.split(MOVED_ROWS), strict=True):
+            where = of_slots.to(self.device)
             values = {name: value.detach()[where] for name, value in self._near.items()}
-            self.far.write(self._slots.rows[some], self._layout.pack(values))
-        self._slots.clean(slots)
+            self.far.write(some, self._layout.pack(values))
+
+    def _write_dirty(self) -> None:
+        """All rows that the far side has older go there."""
+        slots = self.cache.dirty()
+        if self.device.type != "cpu":
+            self._write_rows(self.cache.rows[slots], slots)
+            self.cache.clean(slots)
+            return
+        try:
+            self.cache.write_back(slots)
+        except FarFailure as error:
+            raise self.failure(error) from None
 
     def _put(self, slots: Tensor, values: Mapping[str, Tensor]) -> None:
         """Values into some slots."""
@@ -217,7 +213,7 @@ class TieredShard(_FarShard):
         self._settle()
         rows = torch.arange(first, stop)
         values = self._read_range(partial(self.far.read, rows), first, stop)
-        slots = self._slots.find(rows)
+        slots = self.cache.find(rows)
         here = torch.nonzero(slots >= 0).squeeze(1)
         where = slots[here].to(self.device)
         for name, value in values.items():
@@ -234,14 +230,14 @@ class TieredShard(_FarShard):
                 part = self.read(first + start, first + stop) | part
             rows = torch.arange(first + start, first + stop)
             self.far.write(rows, self._layout.pack(part))
-            slots = self._slots.find(rows)
+            slots = self.cache.find(rows)
             here = torch.nonzero(slots >= 0).squeeze(1)
             self._put(slots[here], {name: value[here] for name, value in part.items()})
 
     def freeze(self, reuse: TableStorage | None = None) -> TableStorage:
         """What lies near is written to the far side first; no copy of the table is made where that is a disk."""
         self._settle()
-        self._write_back(self._slots.dirty())
+        self._write_dirty()
         return FrozenShard(self.spec, self.shard, self.optimizer, self.far.freeze(), seed=self.seed, like=self._like)
 
 

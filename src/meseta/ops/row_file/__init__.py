@@ -7,6 +7,7 @@ import errno
 import os
 import secrets
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,13 +172,22 @@ class RowFile:
         """Wait for what is in flight, and remove the file; a second call does nothing."""
         self._end()
 
-    def check(self, failure: list[int]) -> None:
-        """Raise MesetaError for a failure of the core: kind, error of the system, row, byte of the file, whether it was
+    def check(self, failure: Sequence[int]) -> None:
+        """Raise MesetaError for a failure of the core."""
+        if failure[0] != _NONE:
+            raise self.explain(failure)
+
+    def explain(self, failure: Sequence[int]) -> MesetaError:
+        """What to say of a failure of the core: kind, error of the system, row, byte of the file, whether it was
         written."""
         kind, code, row, place, is_writing = failure
-        if kind != _NONE:
-            at = f"{self.owner}: file {self.path!r}, byte {place:,}"
-            raise MesetaError(f"{at}: {_reason(kind, code, row, bool(is_writing))}")
+        at = f"{self.owner}: file {self.path!r}, byte {place:,}"
+        return MesetaError(f"{at}: {_reason(kind, code, row, bool(is_writing))}")
+
+    @property
+    def handle(self) -> object:
+        """What meseta.ops.row_cache takes."""
+        return core().far_file(self._log)
 
     def _numbers(self) -> list[int]:
         return core().row_log_numbers(self._log)

@@ -7,7 +7,8 @@
 #include <string>
 
 #include "ops/checks.h"
-#include "ops/row_file/log.h"
+#include "ops/row_file/handles.h"
+#include "ops/row_file/reading.h"
 #include "ops/row_file/ring.h"
 #include "ops/row_file/threads.h"
 
@@ -23,33 +24,7 @@ using Out = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Present = nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Answer = std::vector<int64_t>;
 
-// Objects of C++ in capsules, by name; a process that was forked has none of their threads and leaves them alone.
-template <typename T>
-struct Held {
-  std::shared_ptr<T> object;
-  pid_t process = getpid();
-};
-
-template <typename T>
-nb::capsule hold(std::shared_ptr<T> object, const char* name) {
-  return nb::capsule(new Held<T>{std::move(object)}, name, [](void* memory) noexcept {
-    auto* held = static_cast<Held<T>*>(memory);
-    if (held->process != getpid()) return;
-    nb::gil_scoped_release unlocked;
-    delete held;
-  });
-}
-
-template <typename T>
-std::shared_ptr<T> held(const nb::capsule& capsule, const char* name) {
-  if (capsule.name() == nullptr || std::string(capsule.name()) != name) refuse("this is no ", name);
-  auto* held = static_cast<Held<T>*>(capsule.data());
-  if (held->process != getpid()) refuse("the ", name, " belongs to the process that has forked this one");
-  return held->object;
-}
-
 constexpr const char* kEngine = "row engine";
-constexpr const char* kLog = "row log";
 constexpr const char* kFrozen = "frozen rows";
 constexpr const char* kTicket = "row read";
 
@@ -114,37 +89,20 @@ Answer write_rows(nb::capsule log, Rows rows, Records records) {
 }
 
 // A read, with the arrays that it writes to.
-struct Reading {
-  std::shared_ptr<RowLog> log;
-  Ticket ticket;
+struct HeldReading {
+  Reading reading;
   Rows rows;
   Out out;
   Present present;
-  void start() {
-    ticket.parts.resize(size_t(ticket.count));
-    log->counters.ticket_bytes += ticket.count * int64_t(sizeof(uint64_t));
-    ticket.client = log.get();
-    ticket.out = out.data();
-    ticket.present = present.data();
-    log->submit(ticket);
-  }
-  Failure wait() {
-    const auto begun = Clock::now();
-    const Failure failure = ticket.wait();
-    log->counters.wait_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begun).count();
-    return failure;
-  }
 };
 
-nb::capsule hold_reading(Reading* reading) {
+nb::capsule hold_reading(HeldReading* reading) {
   return nb::capsule(new std::pair(reading, getpid()), kTicket, [](void* memory) noexcept {
-    auto* held = static_cast<std::pair<Reading*, pid_t>*>(memory);
+    auto* held = static_cast<std::pair<HeldReading*, pid_t>*>(memory);
     if (held->second != getpid()) return;
     {
       nb::gil_scoped_release unlocked;
-      held->first->ticket.wait();
-      held->first->log->counters.ticket_bytes -= held->first->ticket.count * int64_t(sizeof(uint64_t));
-      held->first->ticket.frozen.reset();
+      held->first->reading.ticket.wait();
     }
     delete held->first;
     delete held;
@@ -153,41 +111,35 @@ nb::capsule hold_reading(Reading* reading) {
 
 Reading& reading_of(const nb::capsule& capsule) {
   if (capsule.name() == nullptr || std::string(capsule.name()) != kTicket) refuse("this is no ", kTicket);
-  auto* held = static_cast<std::pair<Reading*, pid_t>*>(capsule.data());
+  auto* held = static_cast<std::pair<HeldReading*, pid_t>*>(capsule.data());
   if (held->second != getpid()) refuse("the ", kTicket, " belongs to the process that has forked this one");
-  return *held->first;
+  return held->first->reading;
 }
 
 nb::capsule read_rows(nb::capsule log, Rows rows, Out out, Present present) {
-  auto reading = std::make_unique<Reading>();
-  reading->log = held<RowLog>(log, kLog);
-  check(*reading->log, rows, out.shape(0), out.shape(1));
+  const auto file = held<RowLog>(log, kLog);
+  check(*file, rows, out.shape(0), out.shape(1));
   if (present.shape(0) != rows.shape(0)) refuse("present has ", present.shape(0), " entries for ", rows.shape(0), " rows");
-  reading->rows = rows;
-  reading->out = out;
-  reading->present = present;
-  reading->ticket.rows = rows.data();
-  reading->ticket.count = int64_t(rows.shape(0));
-  reading->start();
-  return hold_reading(reading.release());
+  auto held_reading = std::unique_ptr<HeldReading>(new HeldReading{Reading(file), rows, out, present});
+  held_reading->reading.ticket.rows = rows.data();
+  held_reading->reading.ticket.count = int64_t(rows.shape(0));
+  held_reading->reading.start(out.data(), present.data());
+  return hold_reading(held_reading.release());
 }
 
 nb::capsule read_frozen_rows(nb::capsule frozen, int64_t first, Out out, Present present) {
-  auto reading = std::make_unique<Reading>();
   const auto rows = held<Frozen>(frozen, kFrozen);
-  reading->log = rows->log;
   const auto count = int64_t(out.shape(0));
   if (first < rows->first || count > rows->log->num_rows() - first || out.shape(1) != rows->log->layout().record_bytes ||
       int64_t(present.shape(0)) != count)
     refuse("rows ", first, "..", first + count - 1, " of ", out.shape(1), " bytes are not among the frozen rows ",
            rows->first, "..", rows->log->num_rows() - 1);
-  reading->out = out;
-  reading->present = present;
-  reading->ticket.frozen = rows;
-  reading->ticket.first = first;
-  reading->ticket.count = count;
-  reading->start();
-  return hold_reading(reading.release());
+  auto held_reading = std::unique_ptr<HeldReading>(new HeldReading{Reading(rows->log), {}, out, present});
+  held_reading->reading.ticket.frozen = rows;
+  held_reading->reading.ticket.first = first;
+  held_reading->reading.ticket.count = count;
+  held_reading->reading.start(out.data(), present.data());
+  return hold_reading(held_reading.release());
 }
 
 Answer wait_rows(nb::capsule reading) {

@@ -1,0 +1,47 @@
+// A read of rows from a file, on its way.
+#pragma once
+
+#include <memory>
+#include <utility>
+
+#include "ops/row_file/log.h"
+
+namespace meseta::row_file {
+
+// Whoever holds it keeps the arrays that it reads from and writes to; it ends with the read.
+class Reading {
+ public:
+  explicit Reading(std::shared_ptr<RowLog> log) : log_(std::move(log)) {}
+  ~Reading() {
+    if (ticket.client == nullptr) return;
+    ticket.wait();
+    log_->counters.ticket_bytes -= ticket.count * int64_t(sizeof(uint64_t));
+    ticket.frozen.reset();
+  }
+  Reading(const Reading&) = delete;
+  Reading& operator=(const Reading&) = delete;
+
+  // Begin to read the rows of the ticket.
+  void start(uint8_t* out, bool* present) {
+    ticket.parts.resize(size_t(ticket.count));
+    log_->counters.ticket_bytes += ticket.count * int64_t(sizeof(uint64_t));
+    ticket.client = log_.get();
+    ticket.out = out;
+    ticket.present = present;
+    log_->submit(ticket);
+  }
+
+  Failure wait() {
+    const auto begun = Clock::now();
+    const Failure failure = ticket.wait();
+    log_->counters.wait_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begun).count();
+    return failure;
+  }
+
+  Ticket ticket;
+
+ private:
+  std::shared_ptr<RowLog> log_;
+};
+
+}  // namespace meseta::row_file

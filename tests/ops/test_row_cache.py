@@ -1,0 +1,185 @@
+"""Caches of rows: the decisions of plain Python, and every row's own values in its slot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from meseta.ops.row_cache import EMPTY, FarFailure, NoRoom, PinnedRows, RowCache, far_memory, pin_rows
+from meseta.ops.row_cache.reference import ReferenceCache
+from meseta.spec import MesetaError
+
+NUM_ROWS, TO_READ = 40, 12
+
+
+class Table:
+    """Rows of two values each, one of which counts the batches that changed the row; far ones in memory."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.records = torch.zeros(NUM_ROWS, 12, dtype=torch.uint8)
+        self.present = torch.zeros(NUM_ROWS, dtype=torch.bool)
+        self.number = torch.zeros(num_slots + TO_READ, dtype=torch.int64)
+        self.count = torch.zeros(num_slots + TO_READ, 1, dtype=torch.int32)
+        far = far_memory(self.records, self.present)
+        self.cache = RowCache(num_slots, TO_READ, NUM_ROWS, far, [self.number, self.count])
+        self.reference = ReferenceCache(num_slots, NUM_ROWS)
+        self.counts = dict.fromkeys(range(NUM_ROWS), 0)
+        """What each row's count has to be."""
+        self.known: set[int] = set()
+        """Rows that were changed."""
+
+    def values(self, slots: Tensor) -> list[tuple[int, int]]:
+        return list(zip(self.number[slots].tolist(), self.count[slots, 0].tolist(), strict=True))
+
+    def make(self, rows: Tensor, slots: Tensor) -> None:
+        assert not self.known & set(rows.tolist())
+        self.number[slots], self.count[slots] = rows, 0
+
+    def train(self, rows: list[int], slots: Tensor) -> None:
+        """One batch over these ids changes each row once."""
+        assert self.values(slots) == [(row, self.counts[row]) for row in rows]
+        self.count[slots.unique()] += 1
+        for row in set(rows):
+            self.counts[row] += 1
+        self.known |= set(rows)
+
+
+def wait(tables: list[Table], pinned: PinnedRows) -> None:
+    for absent in pinned.wait():
+        tables[absent.cache].make(absent.rows, absent.slots)
+
+
+ids = st.lists(st.integers(0, NUM_ROWS - 1), max_size=9)
+batches = st.lists(st.tuples(ids, ids, st.booleans()), max_size=25)
+
+
+@settings(max_examples=60)
+@given(batches=batches, num_slots=st.tuples(st.integers(1, 14), st.integers(9, 30)), ahead=st.integers(0, 2))
+def test_each_row_has_its_values_and_leaves_as_in_plain_python(
+    batches: list[tuple[list[int], list[int], bool]], num_slots: tuple[int, int], ahead: int
+) -> None:
+    """Up to `ahead` batches are pinned beside the one that is trained."""
+    tables = [Table(count) for count in num_slots]
+    under_way: list[tuple[list[list[int]], PinnedRows]] = []
+
+    def end_first() -> None:
+        rows, pinned = under_way.pop(0)
+        wait(tables, pinned)
+        for table, own, slots in zip(tables, rows, pinned.places, strict=True):
+            table.train(own, slots)
+            table.reference.unpin(own)
+        pinned.end()
+
+    for first, second, to_read in batches:
+        rows = [first, second]
+        looked_up = [(index, torch.tensor(own, dtype=torch.int64)) for index, own in enumerate(rows)]
+        caches = [table.cache for table in tables]
+        if to_read:
+            for _ in range(len(under_way)):
+                end_first()
+            pinned = pin_rows(caches, looked_up, to_read=True)
+            wait(tables, pinned)
+            for table, own, slots in zip(tables, rows, pinned.places, strict=True):
+                assert table.values(slots) == [(row, table.counts[row]) for row in own]
+            pinned.end()
+            continue
+        fits = [len({*own, *_needed(under_way, i)}) <= num_slots[i] for i, own in enumerate(rows)]
+        if not all(fits):
+            near = [table.cache.near_rows() for table in tables]
+            with pytest.raises(NoRoom) as refused:
+                pin_rows(caches, looked_up)
+            assert not fits[refused.value.index]
+            assert all(torch.equal(table.cache.near_rows(), rows) for table, rows in zip(tables, near, strict=True))
+            while under_way:
+                end_first()
+            continue
+        pinned = pin_rows(caches, looked_up)
+        for index, (table, own) in enumerate(zip(tables, rows, strict=True)):
+            expected = table.reference.pin(own)
+            assert expected is not None
+            places, missing, _ = expected
+            assert pinned.places[index].tolist() == places
+            assert pinned.num_rows(index) == (len(set(own)), len(missing))
+            assert torch.equal(table.cache.rows[: num_slots[index]], table.reference.rows)
+        under_way.append((rows, pinned))
+        while len(under_way) > ahead:
+            end_first()
+    while under_way:
+        end_first()
+    for table in tables:
+        assert table.cache.num_pinned == 0
+        dirty = table.cache.dirty()
+        assert set(table.cache.rows[dirty].tolist()) == table.reference.dirty
+        table.cache.write_back(dirty)
+        assert table.cache.dirty().numel() == 0
+        assert set(table.present.nonzero().flatten().tolist()) == table.known
+        kept = table.records[sorted(table.known)]
+        assert kept[:, :8].reshape(-1).view(torch.int64).tolist() == sorted(table.known)
+        counts = kept[:, 8:].reshape(-1).view(torch.int32).tolist()
+        assert counts == [table.counts[row] for row in sorted(table.known)]
+
+
+def _needed(under_way: list[tuple[list[list[int]], PinnedRows]], index: int) -> set[int]:
+    return {row for rows, _ in under_way for row in rows[index]}
+
+
+def test_rows_of_a_large_batch_on_several_threads() -> None:
+    """Of one cache, several features with ids in common; places as a dict tells them."""
+    num_rows = 200_000
+    records, present = torch.zeros(num_rows, 8, dtype=torch.uint8), torch.ones(num_rows, dtype=torch.bool)
+    records[:] = torch.arange(num_rows).view(-1, 1).view(torch.uint8)
+    near = torch.zeros(60_000, dtype=torch.int64)
+    cache = RowCache(50_000, 10_000, num_rows, far_memory(records, present), [near])
+    generator = torch.Generator().manual_seed(0)
+    for number in range(6):
+        rows = [torch.randint(0, num_rows, (size,), generator=generator) for size in (9_000, 0, 30_001)]
+        rows.append(rows[0] + 0)
+        pinned = pin_rows([cache], [(0, own) for own in rows], to_read=number == 5 and len(cache.near_rows()) == 0)
+        assert pinned.wait() == []
+        for own, places in zip(rows, pinned.places, strict=True):
+            assert torch.equal(near[places], own)
+        distinct = torch.cat(rows).unique()
+        assert pinned.num_rows(0)[0] == len(distinct) == cache.num_pinned
+        assert torch.equal(cache.rows[cache.find(distinct)], distinct)
+        pinned.end()
+    counters = cache.counters
+    assert counters.num_lookups == 6 * 48_001 and 0 < counters.num_misses < counters.num_rows
+    assert cache.num_pinned == 0
+
+
+def test_rows_of_a_cache_that_moves_no_values() -> None:
+    """As on a GPU: who has pinned them is told what goes and what comes."""
+    records, present = torch.zeros(9, 8, dtype=torch.uint8), torch.zeros(9, dtype=torch.bool)
+    cache = RowCache(2, 0, 9, far_memory(records, present))
+    pin_rows([cache], [(0, torch.tensor([4, 7, 4]))]).end()
+    present[3], records[3] = True, 5
+    pinned = pin_rows([cache], [(0, torch.tensor([3, 7]))])
+    assert pinned.wait() == []
+    moved = pinned.moved(0)
+    assert moved.leaving.tolist() == [4] and torch.equal(moved.leaving_slots, moved.slots)
+    assert moved.rows.tolist() == [3] and cache.find(moved.rows).tolist() == moved.slots.tolist()
+    assert moved.present.tolist() == [True] and moved.records.tolist() == [[5] * 8]
+    assert cache.find(torch.tensor([4, 7])).tolist()[0] == EMPTY
+
+
+def test_what_cannot_be_is_told() -> None:
+    far = far_memory(torch.zeros(9, 8, dtype=torch.uint8), torch.zeros(9, dtype=torch.bool))
+    cache = RowCache(2, 1, 9, far)
+    with pytest.raises(MesetaError, match=r"rows\[1\] is 9, which there is not"):
+        pin_rows([cache], [(0, torch.tensor([1, 9]))])
+    with pytest.raises(MesetaError, match="there is no cache 1"):
+        pin_rows([cache], [(1, torch.tensor([1]))])
+    with pytest.raises(MesetaError, match="cache 1 is given twice"):
+        pin_rows([cache, cache], [(0, torch.tensor([1]))])
+    with pytest.raises(NoRoom, match="looks up 2 rows, 2 of which do not lie near, and others need 0 slots"):
+        pin_rows([cache], [(0, torch.tensor([1, 2]))], to_read=True)
+    with pytest.raises(MesetaError, match="has not a row for each slot"):
+        RowCache(2, 1, 9, far, [torch.zeros(2, 8, dtype=torch.uint8)])
+    with pytest.raises(MesetaError, match="has 4 bytes near, and 8 far"):
+        RowCache(2, 1, 9, far, [torch.zeros(3, 4, dtype=torch.uint8)])
+    with pytest.raises(MesetaError, match="0 slots"):
+        RowCache(0, 1, 9, far)
+    assert cache.num_pinned == 0 and issubclass(FarFailure, MesetaError)
