@@ -96,7 +96,7 @@ def whole_tables(workload: Workload, topology: Topology, cost_model: CostModel) 
     """The problem in which tables are not cut; unit and option n are table n. Room is what our own plans have: memory
     but for what a step's buffers take."""
     rule = TableRule(sharding=(ShardingType.TABLE_WISE,))
-    return make_problem(workload, topology, cost_model, Constraints(tables={"*": rule}), spill=False)
+    return make_problem(workload, topology, cost_model, Constraints(tables={"*": rule}), tiers=("hbm",))
 
 
 def baseline_plans(workload: Workload, topology: Topology, cost_model: CostModel, seed: int) -> dict[str, Plan | None]:

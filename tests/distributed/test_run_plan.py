@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from distributed.pool import RankPool
 from meseta.config import RunConfig
 from meseta.config.model import MODEL_NAMES
 from meseta.planner import Planned
-from meseta.spec import CostModel, Topology
+from meseta.spec import CostModel, MesetaError, Topology
 from meseta.spec.constraints import Constraints
 from meseta.train.setup.planning import find_run_plan
 from sampling import sample
@@ -76,3 +77,26 @@ def test_of_one_process_too(tiny: Path, tmp_path: Path) -> None:
     before.plan.save(tmp_path / "plan.json")
     assert (tmp_path / "run/plan.json").read_bytes() == (tmp_path / "plan.json").read_bytes()
     assert summary["predicted"]["step_s"] == before.prediction.step_s
+
+
+def test_tables_of_a_run_lie_on_its_disk_with_near_rows(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "topology.yaml").write_text("hbm_bytes: 1e9\ndisk_bytes: 1e9\n")
+    (tmp_path / "constraints.yaml").write_text("tables: {'*': {tiers: disk}}\n")
+    files = {f"planner__{name}": str(tmp_path / f"{name}.yaml") for name in ("topology", "constraints")}
+    document = settings(tiny, tmp_path / "run", **files, train__max_steps=2)
+    with pytest.raises(MesetaError, match="which the topology does not have"):
+        planned(RunConfig.model_validate(document))  # no folder is named
+    document["storage"] = {"dir": str(tmp_path / "rows")}
+    before = planned(RunConfig.model_validate(document))
+    summary = train(document)
+    written = json.loads((tmp_path / "run/plan.json").read_text())["tables"]
+    shown = before.plan.to_dict()["tables"]
+    assert {name: entry["shards"] for name, entry in written.items()} == {n: e["shards"] for n, e in shown.items()}
+    shards = [shard for entry in before.plan.tables for shard in entry.shards]
+    assert all(shard.tier == "disk" and shard.near_rows for shard in shards)
+    assert summary["predicted"]["misses"] == dict(before.prediction.misses)
+    by_hand = {**document, "run_dir": str(tmp_path / "other"), "planner": {}}
+    by_hand["plan"] = {"tables": {"*": {"sharding": "table_wise", "tier": "disk"}}}
+    train(by_hand)
+    written = json.loads((tmp_path / "other/plan.json").read_text())["tables"]
+    assert all(shard["near_rows"] >= 1 for entry in written.values() for shard in entry["shards"])

@@ -8,7 +8,7 @@ import pytest
 from meseta.planner import documented_cost_model, predict
 from meseta.planner.cost.loads import Pieces, WorkloadLoads
 from meseta.planner.cost.memory import PHASES, received_bytes
-from meseta.planner.cost.operators import operator_seconds
+from meseta.planner.cost.operators import disk_seconds, operator_seconds
 from meseta.planner.search.pricing import Cuts
 from meseta.spec import (
     DenseLoad,
@@ -104,9 +104,9 @@ def test_tiers_cost_more_the_further_away_they_are() -> None:
     loads = WorkloadLoads(workload(rows=10_000_000))
     found = []
     for tier in (0, 2, 1, 3):  # hbm, cached, host, disk
-        pieces = Pieces.of(0, (0, 10_000_000), (0, 64), tier)
-        lookup, update = operator_seconds(documented_cost_model("a100"), loads.loads(pieces))
-        found.append(float(lookup[0] + update[0]))
+        pieces = Pieces.of(0, (0, 10_000_000), (0, 64), tier, 2_000_000)
+        model, load = documented_cost_model("a100"), loads.loads(pieces)
+        found.append(float((sum(operator_seconds(model, load)) + load.tier_misses * disk_seconds(model, load))[0]))
     assert found[0] <= found[1] <= found[2] < found[3]
 
 

@@ -174,7 +174,7 @@ def test_within_3_percent_of_an_integer_program(case: dict[str, Any]) -> None:
     found = find_plan(workload, topology, model)
     ways = (found.plan.exchange, found.plan.dense_exchange) if "overlap" in case else (None, None)
     prices = Prices(WorkloadLoads(workload), topology, model, ways=ways)
-    problem = make_problem(workload, topology, model, Constraints(), spill=False, prices=prices)
+    problem = make_problem(workload, topology, model, Constraints(), tiers=("hbm",), prices=prices)
     # What a cache keeps of a rank's rows is no sum over its pieces: no linear program can say what such a rank takes.
     # The search's own sum has the caches of an average rank.
     step_s = search(problem)[0].assignment.cost + problem.fixed_s if case["caches"] else found.prediction.step_s
@@ -215,7 +215,7 @@ def test_layouts_cost_and_hold_what_predict_says(device: str, hosts: tuple[int, 
     workload = random_workload(20, 5)
     topology = Topology(num_hosts=hosts[0], devices_per_host=hosts[1], device=device, hbm_bytes=80_000_000_000)
     model = documented_cost_model(topology.device)
-    problem = make_problem(workload, topology, model, Constraints(), spill=False)
+    problem = make_problem(workload, topology, model, Constraints(), tiers=("hbm",))
     for candidate in search(problem):
         prediction = predict(problem.plan(candidate.assignment), workload, topology, model)
         # What a cache keeps of a rank's rows is no sum over its pieces; all else is.

@@ -166,7 +166,7 @@ def figures(seed: int) -> tuple[dict[str, float], float, float, float]:
     work, plan, topology = random_case(seed)
     found = predict(plan, work, topology)
     sent = {own.name: float((own.sent_inside + own.sent_across).sum()) for own in found.collectives}
-    problem = make_problem(work, topology, documented_cost_model("cpu"), Constraints(), spill=False)
+    problem = make_problem(work, topology, documented_cost_model("cpu"), Constraints(), tiers=("hbm",))
     return sent, float(found.memory_bytes["steady"]["hbm"].max()), lower_bound(problem).step_s, found.step_s
 
 

@@ -58,7 +58,7 @@ def test_auto_looks_in_every_tier() -> None:
     held = sum(4 * table.num_embeddings * table.embedding_dim for table in work.tables)
     forced = {one: replace(work, comm=Communication(exchange=one)) for one in EXCHANGES}
     roomy = find_plan(forced["flat"], FAR).prediction
-    topology = replace(FAR, hbm_bytes=int(0.3 * roomy.peak_bytes().max()), host_bytes=10 * held)
+    topology = replace(FAR, hbm_bytes=int(0.3 * roomy.peak_bytes().max()), disk_bytes=10 * held)
     found = find_plan(work, topology)
     assert {shard.tier for table in found.plan.tables for shard in table.shards} > {"hbm"}
     assert found.prediction.step_s <= min(find_plan(one, topology).prediction.step_s for one in forced.values())

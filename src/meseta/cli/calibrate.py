@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meseta.errors import MesetaError
+
 if TYPE_CHECKING:
     from meseta.measure.calibrate.neural import FitComparison
     from meseta.measure.calibrate.run import Calibration
+    from meseta.spec.cost_model import TierCost
 
 PLAIN_S, NEURAL_S = 50.0, 120.0
 """Time to spend; networks learn from hundreds of combinations."""
@@ -26,6 +30,12 @@ def calibrate(
         float | None,
         typer.Option(min=1.0, help="Time to spend; more combinations, better figures. 50; with --neural 120."),
     ] = None,
+    disk: Annotated[
+        Path | None, typer.Option(help="Measure rows on the disk of this folder too, for tables in tier disk.")
+    ] = None,
+    max_reads_per_s: Annotated[
+        float | None, typer.Option(min=1.0, help="Reads of the disk a second at most, as storage.max_reads_per_s.")
+    ] = None,
     neural: Annotated[
         bool, typer.Option("--neural", help="Train networks too, which correct what the constants predict.")
     ] = False,
@@ -35,6 +45,8 @@ def calibrate(
     from meseta.measure.calibrate.run import calibrate as measure
 
     check_place(out)
+    if max_reads_per_s is not None and disk is None:
+        raise MesetaError("calibrate: --max-reads-per-s is of a disk; name a folder on it with --disk")
     with _Bar() as show:
         found = measure(threads, ranks, seconds or (NEURAL_S if neural else PLAIN_S), show)
         model, compared = found.cost_model, dict[str, "FitComparison"]()
@@ -42,8 +54,16 @@ def calibrate(
             from meseta.measure.calibrate.neural import calibrate_networks
 
             model, compared = calibrate_networks(found, ranks, show)
+        if disk is not None:
+            from meseta.measure.calibrate.disks import measure_disk
+
+            show("disk", 1.0)
+            tiers = measure_disk(disk, model.tiers, threads, model.lookup.source, max_reads_per_s)
+            model = replace(model, tiers=tiers)
     model.save(out)
     _report(found)
+    if disk is not None:
+        _report_disk(model.tiers)
     _report_networks(compared)
     typer.echo(f"wrote {out}")
 
@@ -60,6 +80,14 @@ def _report(found: Calibration) -> None:
             f"note: other programs kept {found.others:.1f} processors busy; calibrate again when the machine is quiet",
             err=True,
         )
+
+
+def _report_disk(tiers: TierCost) -> None:
+    typer.echo(
+        f"disk: {1 / tiers.disk_row_s:,.0f} random reads/s, {1e6 * tiers.disk_processor_s:.2f} us of a rank for each; "
+        f"{tiers.disk_bytes_per_s / 1e6:,.0f} MB/s read and {tiers.disk_write_bytes_per_s / 1e6:,.0f} MB/s written in "
+        "sequence"
+    )
 
 
 def _report_networks(compared: Mapping[str, FitComparison]) -> None:

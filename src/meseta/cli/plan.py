@@ -181,6 +181,7 @@ def _print_plan(console: Console, planned: Planned, found: list[Reason], num_tab
     for line in lines:
         console.print(line, soft_wrap=True)
     _print_ranks(console, planned)
+    _print_near(console, planned)
     _print_hidden(console, planned)
     _print_gains(console, planned)
     table = _table("tables", ["table", "scheme", "ranks", "ms of a rank", "MB", "runner-up", "ms a step with it"])
@@ -215,6 +216,24 @@ def _print_ranks(console: Console, planned: Planned) -> None:
         times = [f"{1e3 * prediction.seconds[name][rank]:.3g}" for name in COMPONENTS]
         table.add_row(str(rank), *times, *(f"{prediction.peak_bytes(tier)[rank] / 1e6:,.1f}" for tier in tiers))
     console.print(table)
+
+
+def _print_near(console: Console, planned: Planned) -> None:
+    """Rows that a step brings, by table, and what a step takes with more or fewer rows near; nothing where none are
+    brought."""
+    from meseta.planner.explain.near import MISSED_HEADS, STEP_HEADS, missed_rows, steps_by_share
+
+    missed = missed_rows(planned)
+    if not missed:
+        return
+    for title, heads, rows in (
+        ("rows that a step brings from where they lie far", MISSED_HEADS, missed),
+        ("a step with other shares of all these tables' bytes near", STEP_HEADS, steps_by_share(planned)),
+    ):
+        table = _table(title, list(heads))
+        for cells in rows:
+            table.add_row(*cells)
+        console.print(table)
 
 
 def _print_hidden(console: Console, planned: Planned) -> None:

@@ -19,6 +19,7 @@ from meseta.planner.explain.fixes import Fix, PlanTask, fixes, too_much
 from meseta.planner.search.assignment import Assignment
 from meseta.planner.search.bound import lower_bound
 from meseta.planner.search.keeping import kept_tables, release_one_kept
+from meseta.planner.search.near_rows import share_all_near_rows
 from meseta.planner.search.planned import Planned
 from meseta.planner.search.pricing import Prices, Ways
 from meseta.planner.search.problem import Problem, make_problem
@@ -27,6 +28,7 @@ from meseta.planner.search.search import search
 from meseta.spec import CostModel, MesetaError, Plan, Topology, Workload
 from meseta.spec.codecs import DensePath, Exchange
 from meseta.spec.constraints import Constraints
+from meseta.spec.tiers import Tier
 
 MAX_DOUBT = 0.02
 """How far the search's own cost of a plan may be from its prediction before the search is repeated."""
@@ -88,26 +90,39 @@ def find_plan(
     cost_model: CostModel | None = None,
     constraints: Constraints | None = None,
     run: RunBytes | None = None,
+    without: tuple[Tier, ...] = (),
 ) -> Planned:
     """`make_plan`, with the prediction, the runners-up and the bound beside the plan. `run` is what a run adds to the
-    memory of its plan."""
+    memory of its plan, `without` names tiers that it cannot train from."""
     task = PlanTask(
         workload=workload,
         topology=topology,
         cost_model=cost_model or documented_cost_model(topology.device),
         constraints=constraints or Constraints(),
         run=run,
+        without=without,
     )
     task.constraints.check(workload.tables, topology)
     found = _find(task)
     if isinstance(found, Planned):
-        return found
+        return _with_near_rows(found)
     raise DoesNotFitError(too_much(found), fixes(task, _step_s))
+
+
+def _with_near_rows(found: Planned) -> Planned:
+    """With the room that is left on each rank shared out among its rows that lie near and far."""
+    problem = found.problem
+    machines = problem.topology, problem.cost_model
+    plan = share_all_near_rows(found.plan, problem.loads, *machines, problem.run)
+    if plan == found.plan:
+        return found
+    prediction = predict(plan, problem.workload, *machines, loads=problem.loads, run=problem.run)
+    return replace(found, plan=plan, prediction=prediction)
 
 
 def _step_s(task: PlanTask) -> float | None:
     found = _find(task)
-    return found.prediction.step_s if isinstance(found, Planned) else None
+    return _with_near_rows(found).prediction.step_s if isinstance(found, Planned) else None
 
 
 def choose_ways(
@@ -221,17 +236,16 @@ def _search(task: PlanTask, loads: WorkloadLoads, ways: Ways, than_s: float = ma
     problem that was searched last."""
     workload, topology, constraints = task.workload, task.topology, task.constraints
     kept = {} if constraints.keep is None else kept_tables(constraints.keep, workload.tables, topology)
-    spills = (False, True) if topology.host_bytes or topology.disk_bytes else (False,)
     while True:
         is_hopeless = False
-        for spill in spills:
+        for tiers in task.spills:
             make = partial(
                 make_problem,
                 workload,
                 topology,
                 task.cost_model,
                 constraints,
-                spill=spill,
+                tiers=tiers,
                 kept=kept,
                 prices=Prices(loads, topology, task.cost_model, None, task.run, ways),
             )

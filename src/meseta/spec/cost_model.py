@@ -170,12 +170,20 @@ class TierCost:
     """Of one device, from and to the DRAM of its host."""
     host_row_s: float = 0.0
     """Of a row on that way, in seconds, many being under way."""
+    near_shard_s: float = 0.0
+    """Processor time of a rank that looks for the ids of a batch among the rows of a shard that lie near."""
+    near_id_s: float = 0.0
+    """Of each of the ids, on top."""
     disk_bytes_per_s: float = 1e9
-    """Of a host's disks, read or written."""
+    """Of a host's disks, read in sequence."""
+    disk_write_bytes_per_s: float = 1e9
+    """Of a host's disks, written in sequence."""
     disk_row_s: float = 1e-5
-    """Of a row read or written, in seconds, many being under way: one over the operations a second of a host."""
+    """Of a row read at random, in seconds, many being under way: one over the reads a second of a host."""
+    disk_processor_s: float = 2e-6
+    """Processor time of a rank for a row that is read from a disk, put near, and pushed out again."""
     cached_share: float = CACHED_SHARE
-    """Share of its rows that a 'cached' table keeps on the device, and a table on 'disk' in the host's DRAM."""
+    """Share of its rows that a table in 'cached' or on 'disk' has near, where nothing else is said."""
     measured: bool = False
     """Whether measured on this machine; else as documented."""
     source: str = ""

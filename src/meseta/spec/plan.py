@@ -13,8 +13,8 @@ from meseta.machine.files import json_text, write_whole
 from meseta.spec.codecs import DensePath, Exchange
 from meseta.spec.documents import load_document
 from meseta.spec.shards import COLUMN_BLOCK, IN_ONE_HOST, Shard, ShardingType, TablePlan
-from meseta.spec.tables import VALUE_BYTES, TableSpec
-from meseta.spec.tiers import CACHED_SHARE, DISK, FAR_TIERS, HBM, StorageOptions, Tier
+from meseta.spec.tables import TableSpec
+from meseta.spec.tiers import DISK, FAR_TIERS, HBM, StorageOptions, Tier
 
 
 def check_tiling(table: TableSpec, entry: TablePlan) -> None:
@@ -173,6 +173,11 @@ class Plan:
         hosts = self.num_ranks // self.per_host
         return f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}" + f" on {hosts} hosts" * (hosts > 1)
 
+    @property
+    def lies_far(self) -> bool:
+        """Whether rows of some table lie near and far."""
+        return any(shard.tier in FAR_TIERS for entry in self.tables for shard in entry.shards)
+
     def __getitem__(self, table: str) -> TablePlan:
         if table not in self._by_name:
             raise MesetaError(f"plan: no table {table!r}; {nearest(table, self._by_name)}")
@@ -204,21 +209,6 @@ class Plan:
                     f"plan: table {entry.table!r} has rows in tier 'disk', and there is no folder for them; set "
                     "storage.dir to one on a local disk, or place them in 'hbm'"
                 )
-
-    def near_share(self, storage: StorageOptions, tables: Sequence[TableSpec]) -> float:
-        """Of the rows in tiers 'cached' and 'disk', by their bytes: those that lie near; 1 where there are none."""
-        far = near = shared = 0.0
-        for table in tables if self.tables else ():
-            for shard in self[table.name].shards:
-                if shard.tier in FAR_TIERS:
-                    row_bytes = shard.num_columns * VALUE_BYTES[table.dtype]
-                    far += shard.num_rows * row_bytes
-                    near += (shard.near_rows or 0) * row_bytes
-                    shared += 0 if shard.near_rows else shard.num_rows * row_bytes
-        room = CACHED_SHARE * shared
-        if storage.near_bytes is not None:
-            room = min(storage.near_bytes * self.num_ranks, shared)
-        return min((near + room) / far, 1.0) if far else 1.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON or YAML, every shard written out; `from_dict` reads it back."""

@@ -4,9 +4,10 @@ tier      device's memory     host's DRAM     local disk
 ------    ----------------    -----------     ----------
 hbm       all                 -               -
 host      -                   all             -
-cached    the cached share    all             -
-disk      -                   the cached      all
-                              share
+cached    near rows           all             -
+disk      -                   near rows       all
+
+The memory of a CPU rank is its part of the host's DRAM, so what is said to lie in the one or the other lies there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 from meseta.errors import MesetaError, check_choice, is_whole
 
@@ -35,15 +36,36 @@ DISK_LOOKAHEAD = 2
 """Batches whose rows are on their way from a disk while another is trained, where nobody says more."""
 MAX_LOOKAHEAD = 64
 CACHED_SHARE = 0.2
-"""Of a piece's rows that a cache holds, where nobody says more."""
+"""Of a piece's rows that lie near, where nobody says more."""
+SLOT_BYTES = 59
+"""Beside its row, a near row takes so many at most: its marks, what tells when it leaves, an entry of the directory."""
+INDEX_BYTES = 4
+"""Of each row of a piece on a disk, near or far: where it lies in its file."""
+FILE_SHARE = 1.5
+"""What a file of rows takes, at most, over its rows with their states."""
 MEMORIES: tuple[Memory, ...] = (HBM, HOST, DISK)
 """Those of the device, of its host, and disks."""
 
 
-def memory_shares(cached_share: float) -> tuple[tuple[float, ...], ...]:
-    """Of each of MEMORIES, for each of TIERS: the part of a piece's rows and states that lies there. A cache holds
-    copies of a `cached_share` of them."""
-    return (1.0, 0.0, cached_share, 0.0), (0.0, 1.0, 1.0, cached_share), (0.0, 0.0, 0.0, 1.0)
+class Held(NamedTuple):
+    """What one of MEMORIES has of a piece in each of TIERS."""
+
+    whole: tuple[float, ...]
+    """How often all of its rows with their states."""
+    near: tuple[float, ...]
+    """How often those that lie near."""
+
+
+def held_in(*, is_cpu: bool) -> dict[Memory, Held]:
+    """Of each of MEMORIES, of ranks that compute on a CPU or not."""
+    nothing, disk = (0.0, 0.0, 0.0, 0.0), Held((0.0, 0.0, 0.0, FILE_SHARE), (0.0, 0.0, 0.0, 0.0))
+    if is_cpu:
+        return {HBM: Held((1.0, 1.0, 1.0, 0.0), (0.0, 0.0, 1.0, 1.0)), HOST: Held(nothing, nothing), DISK: disk}
+    return {
+        HBM: Held((1.0, 0.0, 0.0, 0.0), (0.0, 0.0, 1.0, 0.0)),
+        HOST: Held((0.0, 1.0, 1.0, 0.0), (0.0, 0.0, 0.0, 1.0)),
+        DISK: disk,
+    }
 
 
 EngineName = Literal["auto", "io_uring", "threads"]
@@ -82,8 +104,11 @@ class StorageOptions:
             return self.lookahead
         return DISK_LOOKAHEAD if DISK in tiers else 1
 
-    def near_rows(self, row_bytes: Sequence[int], num_rows: Sequence[int]) -> list[int]:
-        """Of pieces of one rank, with so many bytes for a row that lies near, and so many rows: how many may."""
+    def near_rows(
+        self, row_bytes: Sequence[int], num_rows: Sequence[int], auto_share: float = CACHED_SHARE
+    ) -> list[int]:
+        """Of pieces of one rank, with so many bytes for a row that lies near, and so many rows: how many may;
+        `auto_share` of them where there are no near_bytes."""
         whole = sum(of_row * count for of_row, count in zip(row_bytes, num_rows, strict=True))
-        share = CACHED_SHARE if self.near_bytes is None else min(self.near_bytes / max(whole, 1), 1.0)
+        share = auto_share if self.near_bytes is None else min(self.near_bytes / max(whole, 1), 1.0)
         return [min(max(int(count * share), 1), count) for count in num_rows]

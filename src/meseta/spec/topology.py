@@ -54,7 +54,8 @@ class Topology:
     hbm_bytes: int | None = None
     """Memory of one device in bytes (on a CPU rank, its share of DRAM); None: not checked."""
     host_bytes: int | None = None
-    """DRAM of one host beside its devices that tables may fill, in bytes; None or 0: none."""
+    """DRAM of one host beside its devices that tables may fill, in bytes; None or 0: none. CPU ranks have theirs in
+    `hbm_bytes`."""
     disk_bytes: int | None = None
     """Local disks of one host that tables may fill, in bytes; None or 0: none."""
     inside: Link | None = None
@@ -88,8 +89,21 @@ class Topology:
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """Where tables may lie."""
-        return (HBM, *((HOST, CACHED) if self.host_bytes else ()), *((DISK,) if self.disk_bytes else ()))
+        """Where tables may lie; 'host' and 'cached' of a CPU rank are its own memory."""
+        has_host = self.host_bytes or self.device == "cpu"
+        return (HBM, *((HOST, CACHED) if has_host else ()), *((DISK,) if self.disk_bytes else ()))
+
+    @property
+    def is_all_counted(self) -> bool:
+        """Whether what ranks hold in the DRAM of their hosts takes room of their devices: they compute there, and what
+        has no room may lie on a disk."""
+        return self.device == "cpu" and bool(self.disk_bytes)
+
+    @property
+    def spill_tiers(self) -> tuple[Tier, ...]:
+        """Of these, those that take less of a device's memory than 'hbm'."""
+        on_cpu: tuple[Tier, ...] = (HBM, DISK)
+        return tuple(tier for tier in self.tiers if self.device != "cpu" or tier in on_cpu)
 
     def host_of(self, rank: int) -> int:
         """Number of the host that the rank's device sits in."""

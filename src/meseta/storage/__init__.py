@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from meseta.ops.row_cache import SLOT_BYTES
 from meseta.ops.row_file import DiskEngine, RowFile
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, Shard, TableSpec
-from meseta.spec.tiers import DISK, FAR_TIERS, HOST, StorageOptions
+from meseta.spec.tiers import DISK, FAR_TIERS, HOST, SLOT_BYTES, StorageOptions
 from meseta.storage.far import FarRows, HostRows
 from meseta.storage.lease import Lease
 from meseta.storage.records import RecordLayout

@@ -51,6 +51,8 @@ class Predicted(Entry):
     """Where they are from."""
     transfers_by_rank: list[dict[str, TransferMeans]] = Field(default=[])
     """What each rank sends per step and waits for, by the name of the transfer."""
+    misses: dict[str, float] = Field(default={})
+    """Rows of a step that do not lie near, by table with rows that lie far."""
     overlap: list[str] | None = None
     """What it takes to be hidden behind computation; None in summaries of former versions, which hid nothing and told
     no waiting."""

@@ -14,13 +14,11 @@ from torch import Tensor
 
 from meseta.jagged.shapes import Bool, Int, Shaped
 from meseta.ops.core import core
-from meseta.ops.eviction import HALF_LIVES, KEPT_PER_SLOT, POLICY_BYTES
+from meseta.ops.eviction import HALF_LIVES, KEPT_PER_SLOT
 from meseta.spec import MesetaError
 
 EMPTY = -1
 """Row of a slot that has none, and slot of a row that does not lie near."""
-SLOT_BYTES = 17 + POLICY_BYTES + 24
-"""Beside its row, a slot takes so many at most: its marks, and an entry of the directory."""
 
 
 class Absent(NamedTuple):

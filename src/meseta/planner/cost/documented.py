@@ -80,9 +80,23 @@ def _cpu() -> CostModel:
             decode_number_s=_DECODE_S,
             source=f"{source}; 25 Gb/s between hosts",
         ),
-        tiers=TierCost(
-            host_bytes_per_s=10e9, host_row_s=2e-9, disk_bytes_per_s=1.2e9, disk_row_s=1 / 95e3, source=source
-        ),
+        tiers=_cpu_tiers(source),
+    )
+
+
+def _cpu_tiers(source: str) -> TierCost:
+    """What a row takes that is looked for or brought near is an assumption: 0.2 ms for 2,048 ids of a table, 2 us for a
+    row that is read and pushes another one out."""
+    return TierCost(
+        host_bytes_per_s=10e9,
+        host_row_s=1e-7,
+        near_shard_s=6e-5,
+        near_id_s=8e-8,
+        disk_bytes_per_s=1.2e9,
+        disk_write_bytes_per_s=1.0e9,
+        disk_row_s=1 / 95e3,
+        disk_processor_s=2e-6,
+        source=source,
     )
 
 
@@ -109,7 +123,7 @@ def _gpu(device: DeviceKind) -> CostModel:
     Radix sort of ids: 29.4 billion 32-bit keys/s on an A100 ("Onesweep", arXiv 2206.01784), taken as a quarter of that,
     since an id carries a position and the borders of rows are found; scaled by memory bandwidth. Assumed: a call of a
     few launches takes 20 to 100 us; small collectives 20 us inside a host and 40 across; four NVMe drives a host give
-    25 GB/s and 4 million reads of 4 KB a second.
+    25 GB/s, half of that written, and 4 million reads of 4 KB a second, whose processor time is left out.
     """
     memory, cache, tf32, bf16, nvlink, network, pcie = _SHEETS[device]
     byte_s, cached_byte_s = 1 / (memory * _REACHED), 1 / (memory * _REACHED * 3)
@@ -153,7 +167,9 @@ def _gpu(device: DeviceKind) -> CostModel:
         tiers=TierCost(
             host_bytes_per_s=pcie * _REACHED,
             disk_bytes_per_s=25e9,
+            disk_write_bytes_per_s=12e9,
             disk_row_s=1 / 4e6,
+            disk_processor_s=0.0,
             source=f"{source}; four NVMe drives a host",
         ),
     )

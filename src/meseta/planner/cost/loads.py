@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meseta.planner.cost.near_misses import near_misses, request_rates
 from meseta.planner.cost.reuse import Floats, row_classes
 from meseta.planner.cost.sizes import compute_bytes, value_bytes
 from meseta.spec import COLUMN_BLOCK, MesetaError, Reuse, Workload
-from meseta.spec.tiers import CACHED, DISK, HBM, TIERS
+from meseta.spec.tiers import FAR_TIERS, HBM, TIERS
 from meseta.spec.transfer import ROW_STATISTICS, number_bytes
 
 Indices = NDArray[np.int64]
@@ -20,6 +22,8 @@ LINE_BYTES = 64
 """What memory gives at a time."""
 FLAT_BYTES = 64e6
 """Pages of so many bytes have their addresses at hand; each doubling beyond makes the walk to an address longer."""
+FAR = [TIERS.index(tier) for tier in FAR_TIERS]
+"""In `Pieces.tier`: whose rows lie near and far."""
 _POWERS = np.linspace(-1.0, 10.0, 45)
 """Powers of ten of samples, at which what a cache holds is tried."""
 
@@ -38,6 +42,8 @@ class Pieces:
     """One after the last."""
     tier: Indices
     """Index in TIERS."""
+    near_rows: Indices
+    """Of tiers 'cached' and 'disk': rows that lie near at most; of others 0."""
 
     @staticmethod
     def of(
@@ -45,10 +51,15 @@ class Pieces:
         rows: tuple[object, object],
         columns: tuple[object, object],
         tier: object = 0,
+        near_rows: object = 0,
     ) -> Pieces:
         """From arrays or scalars of equal or broadcast length."""
-        arrays = np.broadcast_arrays(*(np.atleast_1d(np.asarray(a, np.int64)) for a in (table, *rows, *columns, tier)))
-        return Pieces(*arrays)
+        given = (table, *rows, *columns, tier, near_rows)
+        return Pieces(*np.broadcast_arrays(*(np.atleast_1d(np.asarray(a, np.int64)) for a in given)))
+
+    def take(self, which: NDArray[np.int64] | NDArray[np.bool_]) -> Pieces:
+        """Some of them, repeated or not."""
+        return Pieces(*(getattr(self, entry.name)[which] for entry in fields(Pieces)))
 
     @property
     def num_rows(self) -> Indices:
@@ -102,6 +113,8 @@ class Loads:
     """A number of a bag or a gradient: 4, or 8 of tables in float64."""
     num_rows: Floats
     """Rows of the piece."""
+    near_rows: Floats
+    """Of these, those that lie near at most, where others lie far."""
     is_half: NDArray[np.bool_]
     """Whether rows are stored in 16 bits."""
     is_unaligned: NDArray[np.bool_]
@@ -204,7 +217,6 @@ class WorkloadLoads:
         num_samples: float | None = None,
         held_samples: Floats | float = 0.0,
         rank_bytes: Floats | float = 0.0,
-        cached_share: float = 0.2,
         num_ranks: int = 1,
     ) -> Loads:
         """What one step asks of each piece.
@@ -214,7 +226,6 @@ class WorkloadLoads:
             num_samples: samples whose ids reach the pieces; None: the global batch. Replicas see one rank's.
             held_samples: rows of so many samples before the step are still in a cache, as `held_samples` finds; [n].
             rank_bytes: rows and state that the rank of each piece holds together; [n].
-            cached_share: share of the rows that tiers 'cached' and 'disk' keep nearby.
             num_ranks: over which the samples are spread; each asks for its rows.
         """
         samples = self._samples(num_samples)
@@ -223,7 +234,7 @@ class WorkloadLoads:
         ids = samples * self.ids_per_sample[t] * share
         distinct = np.minimum(self.distinct(pieces, samples), ids)
         touched = np.where(self.steps_all[t], pieces.num_rows, distinct)
-        row_bytes, state_bytes = self._row_bytes(pieces)
+        row_bytes, state_bytes = self.row_bytes(pieces)
         miss_share = 1.0 - np.clip(held / max(samples, 1.0), 0.0, 1.0)
         bags = samples * self.num_pooled[t]
         return Loads(
@@ -241,12 +252,13 @@ class WorkloadLoads:
             + _line_bytes(touched, pieces.num_rows, state_bytes),
             update_miss_share=miss_share,
             walks=ids * np.log2(1.0 + np.asarray(rank_bytes, np.float64) / FLAT_BYTES),
-            tier_misses=self._tier_misses(pieces, samples, distinct, cached_share),
+            tier_misses=self._tier_misses(pieces, samples, distinct),
             columns=pieces.num_columns.astype(np.float64),
             row_bytes=row_bytes,
             state_bytes=state_bytes,
             number_bytes=np.full(len(t), float(self.wide)),
             num_rows=pieces.num_rows.astype(np.float64),
+            near_rows=pieces.near_rows.astype(np.float64),
             is_half=self.value_bytes[t] == 2,
             is_unaligned=np.full(len(t), bool((self.dims % COLUMN_BLOCK).any())),
             is_staged=(pieces.num_columns < self.dims[t]) & self.sums_rows[t],
@@ -266,7 +278,7 @@ class WorkloadLoads:
 
     def _fresh_lines(self, pieces: Pieces, held: Floats, samples: float) -> Floats:
         """Lines [n] that a step fetches beside those of the `held` samples before it."""
-        row_bytes, _ = self._row_bytes(pieces)
+        row_bytes, _ = self.row_bytes(pieces)
         before, after = (_units(self.distinct(pieces, n), pieces.num_rows, row_bytes) for n in (held, held + samples))
         found: Floats = after - before
         return found
@@ -286,7 +298,7 @@ class WorkloadLoads:
         """Samples whose rows fit together into the cache of each owner [num_owners]: how long a row that is not looked
         up stays there, if the one unused for longest leaves first (P. J. Denning, "The working set model for program
         behavior", Communications of the ACM 11, 1968). `owners` is the rank of each piece [n]."""
-        sizes = self._row_bytes(pieces)
+        sizes = self.row_bytes(pieces)
 
         def held_bytes(num_samples: float) -> Floats:
             rows = self.distinct(pieces, num_samples)
@@ -315,10 +327,10 @@ class WorkloadLoads:
 
     def stored_bytes(self, pieces: Pieces) -> Floats:
         """Rows and optimizer state of each piece [n]."""
-        row_bytes, state_bytes = self._row_bytes(pieces)
+        row_bytes, state_bytes = self.row_bytes(pieces)
         return pieces.num_rows * (row_bytes + state_bytes)
 
-    def _row_bytes(self, pieces: Pieces) -> tuple[Floats, Floats]:
+    def row_bytes(self, pieces: Pieces) -> tuple[Floats, Floats]:
         """Of a row of each piece, and of its optimizer state [n]."""
         t, columns = pieces.table, pieces.num_columns.astype(np.float64)
         state = (columns * self.element_states[t] + self.row_states[t]) * self.compute_bytes[t]
@@ -334,22 +346,36 @@ class WorkloadLoads:
         inside = np.minimum(ends, pieces.last_row[:, None]) - np.maximum(ends - extents, pieces.first_row[:, None])
         return np.where(self.sorted[t][:, None], np.maximum(inside, 0.0), proportional)
 
-    def _tier_misses(self, pieces: Pieces, samples: float, distinct: Floats, cached_share: float) -> Floats:
-        """Rows that are not in the cache of their tier, which holds the rows used last."""
+    def _tier_misses(self, pieces: Pieces, samples: float, distinct: Floats) -> Floats:
+        """Rows that a step brings from where they lie far."""
         misses = np.where(pieces.tier == TIERS.index(HBM), 0.0, distinct)
-        cached = np.flatnonzero((pieces.tier == TIERS.index(CACHED)) | (pieces.tier == TIERS.index(DISK)))
-        if cached.size:
-            own = Pieces(*(getattr(pieces, entry.name)[cached] for entry in fields(Pieces)))
-            low, high = np.full(cached.size, -2.0), np.full(cached.size, 12.0)
-            for _ in range(30):
-                middle = 0.5 * (low + high)
-                fits = self.distinct(own, 10.0**middle) <= cached_share * own.num_rows
-                low, high = np.where(fits, middle, low), np.where(fits, high, middle)
-            held = 10.0**low
-            misses[cached] = np.clip(
-                self.distinct(own, held + samples) - self.distinct(own, held), 0.0, distinct[cached]
-            )
+        far = np.flatnonzero(np.isin(pieces.tier, FAR))
+        if far.size:
+            misses[far] = np.minimum(self.near_misses(pieces.take(far), samples), distinct[far])
         return misses
+
+    def least_near_rows(self, pieces: Pieces) -> Indices:
+        """Of each piece [n]: rows that two batches look up, and a little more; both are near at once."""
+        distinct = self.distinct(pieces, 2.0 * self.workload.batch_size)
+        least = np.ceil(1.05 * distinct + 4.0 * np.sqrt(distinct) + 1.0)
+        return np.minimum(least, pieces.num_rows).astype(np.int64)
+
+    def near_misses(self, pieces: Pieces, samples: float) -> Floats:
+        """Of each piece whose rows lie near and far [n]: distinct rows of so many samples that do not lie near."""
+        is_sorted = self.sorted[pieces.table]
+        key = [pieces.table, np.where(is_sorted, pieces.first_row, 0), pieces.num_rows, pieces.near_rows]
+        _, first, alike = np.unique(np.stack(key), axis=1, return_index=True, return_inverse=True)
+        own = pieces.take(first)
+        rows, rates = (values[own.table] for values in self._request_rates)
+        rows = self._overlap(own, rows)
+        requests = rates * (samples * self.ids_per_sample[own.table])[:, None]
+        found = near_misses(rows, requests, own.near_rows.astype(np.float64), (rows * requests).sum(axis=1))
+        return found[alike.reshape(-1)]
+
+    @cached_property
+    def _request_rates(self) -> tuple[Floats, Floats]:
+        """(rows, requests of a row for each lookup of its table) of each class of each table."""
+        return request_rates(self.classes)
 
 
 def _units(rows: Floats, num_rows: Indices, row_bytes: Floats) -> Floats:

@@ -12,12 +12,23 @@ import numpy as np
 
 from meseta.planner.cost.exchange import NOT_CUT, Cut, counts_of, piece_bytes
 from meseta.planner.cost.loads import Loads, WorkloadLoads
-from meseta.planner.cost.placement import Placement
+from meseta.planner.cost.placement import Placement, Room
 from meseta.planner.cost.reuse import Floats
 from meseta.planner.cost.sizes import compute_bytes, state_bytes_per_row, value_bytes
 from meseta.spec import Plan, Shard, TableSpec, Workload
 from meseta.spec.blocks import BLOCK_BYTES, ID_BYTES, WRITES_IN_FLIGHT, block_rows
-from meseta.spec.tiers import DISK, HBM, HOST, MEMORIES, Memory, memory_shares
+from meseta.spec.tiers import (
+    DISK,
+    HBM,
+    HOST,
+    INDEX_BYTES,
+    MEMORIES,
+    SLOT_BYTES,
+    TIERS,
+    Memory,
+    StorageOptions,
+    held_in,
+)
 from meseta.spec.transfer import HANDED_ON, Transfer, step_transfers
 
 Phase = Literal["start", "first step", "steady", "evaluation", "checkpoint"]
@@ -66,6 +77,8 @@ class RunBytes:
     """What the process takes beside, see PROCESS_BYTES."""
     copies: bool = False
     """Whether checkpoints are written in the background, from copies that are kept: see `copy_bytes`."""
+    storage: StorageOptions | None = None
+    """Room for rows that lie near, where the plan does not say how many do; None: a share of them."""
 
 
 def rows_and_state(table: TableSpec, shard: Shard) -> tuple[int, int]:
@@ -77,8 +90,8 @@ def rows_and_state(table: TableSpec, shard: Shard) -> tuple[int, int]:
 
 
 def copy_bytes(pieces: Iterable[tuple[TableSpec, Shard]]) -> int:
-    """Bytes of the copy that a save in the background makes of a rank's pieces, in the memory of its host: their rows
-    and state. Those that lie on a disk are not copied."""
+    """Bytes of the copy that a save in the background makes of a rank's pieces, in the memory of its host: rows and
+    state of those that lie on no disk, of which it takes a frozen view."""
     return sum(sum(rows_and_state(table, shard)) for table, shard in pieces if shard.tier != DISK)
 
 
@@ -111,17 +124,15 @@ def save_bytes(tables: Sequence[TableSpec], num_ranks: int, num_joined: int) -> 
 
 
 def plan_memory(
-    plan: Plan, workload: Workload, per_host: int, cached_share: float = 1.0, run: RunBytes | None = None
+    plan: Plan, workload: Workload, per_host: int, run: RunBytes | None = None, *, is_cpu: bool = False
 ) -> PartBytes:
     """Bytes of every rank [R] by phase, memory and part, of a plan on hosts of `per_host` devices; see `memory`."""
     loads = WorkloadLoads(workload)
-    placement = Placement.of(plan, loads, per_host)
-    sharded, replicated = (
-        loads.loads(pieces, cached_share=cached_share) for pieces in (placement.sharded, placement.replicated)
-    )
+    room = Room() if run is None or run.storage is None else Room(run.storage)
+    placement = Placement.of(plan, loads, per_host, room)
+    sharded, replicated = (loads.loads(pieces) for pieces in (placement.sharded, placement.replicated))
     transfers = step_transfers(workload, plan, plan.num_ranks, per_host)
-    batch = BatchLoads(placement, sharded, replicated, loads, transfers)
-    return memory_parts(batch, cached_share, run)
+    return memory_parts(BatchLoads(placement, sharded, replicated, loads, transfers, is_cpu), run)
 
 
 @dataclass(frozen=True)
@@ -136,9 +147,11 @@ class BatchLoads:
     workload: WorkloadLoads
     transfers: Sequence[Transfer]
     """Of a step under the plan."""
+    is_cpu: bool = False
+    """Whether ranks compute in the DRAM of their hosts."""
 
 
-def memory(batch: BatchLoads, cached_share: float, run: RunBytes | None = None) -> Bytes:
+def memory(batch: BatchLoads, run: RunBytes | None = None) -> Bytes:
     """Bytes of every rank [R] by phase and memory: 'hbm' of its device, 'host' and 'disk' of its host for this rank.
 
     Rows, state and gradients of replicas are exact. Buffers are those of one step, at their peak: in the forward pass
@@ -146,7 +159,7 @@ def memory(batch: BatchLoads, cached_share: float, run: RunBytes | None = None) 
     and what sorting takes. Between steps they are free again, yet devices keep them reserved. Training goes on beside a
     save in the background, whose copies are kept after it.
     """
-    parts = memory_parts(batch, cached_share, run)
+    parts = memory_parts(batch, run)
     zeros = np.zeros(batch.placement.num_ranks)
     return {
         phase: {held_in: sum(of_phase[held_in].values(), zeros) for held_in in MEMORIES}
@@ -154,17 +167,16 @@ def memory(batch: BatchLoads, cached_share: float, run: RunBytes | None = None) 
     }
 
 
-def memory_parts(batch: BatchLoads, cached_share: float, run: RunBytes | None = None) -> PartBytes:
+def memory_parts(batch: BatchLoads, run: RunBytes | None = None) -> PartBytes:
     """As `memory`, apart by what is held."""
     run, placement, zeros = run or RunBytes(), batch.placement, np.zeros(batch.placement.num_ranks)
     parameters = batch.workload.workload.dense.parameter_bytes
     dense_bytes = DENSE_COPIES * parameters if run.dense_bytes is None else run.dense_bytes
-    rows, state = (_stored(batch, factors, cached_share) for factors in ("row_bytes", "state_bytes"))
+    rows, state = (_stored(batch, what) for what in ("row_bytes", "state_bytes"))
     gradients = gradient_bytes(batch.transfers, batch.replicated).sum()
     step, evaluation = _activations(batch, run)
     saving = save_bytes(batch.workload.workload.tables, placement.num_ranks, _num_joined(batch))
-    copied = [part[held_in] for part in (rows, state) for held_in in MEMORIES if held_in != DISK]
-    copies = sum(copied, zeros) + parameters if run.copies else zeros
+    copies = _copied(batch) + parameters if run.copies else zeros
 
     def of(phase: Phase) -> dict[Memory, dict[MemoryPart, Floats]]:
         is_start, saves = phase == "start", phase == "checkpoint"
@@ -222,13 +234,36 @@ def gradient_bytes(transfers: Sequence[Transfer], load: Loads) -> Floats:
     return load.number_bytes * sum(numbers, np.zeros(len(load.ids)))
 
 
-def _stored(batch: BatchLoads, what: Literal["row_bytes", "state_bytes"], cached_share: float) -> dict[Memory, Floats]:
-    """Rows, or optimizer state, by memory [R]; a cache holds copies."""
-    sharded, replicated = (load.num_rows * getattr(load, what) for load in (batch.sharded, batch.replicated))
+def _stored(batch: BatchLoads, what: Literal["row_bytes", "state_bytes"]) -> dict[Memory, Floats]:
+    """Rows with what is known of those that lie near, or optimizer state, by memory [R]."""
     found: dict[Memory, Floats] = {}
-    for held_in, factor in zip(MEMORIES, np.array(memory_shares(cached_share)), strict=True):
-        everywhere = (factor[batch.replicated.tier] * replicated).sum()
-        found[held_in] = batch.placement.by_rank(factor[batch.sharded.tier] * sharded) + everywhere
+    for place in MEMORIES:
+        sharded, replicated = (
+            stored_bytes(load, place, what, is_cpu=batch.is_cpu) for load in (batch.sharded, batch.replicated)
+        )
+        found[place] = batch.placement.by_rank(sharded) + replicated.sum()
+    return found
+
+
+def _copied(batch: BatchLoads) -> Floats:
+    """What a save in the background copies [R]: no rows that lie on a disk, of which it takes a frozen view."""
+    sharded, replicated = (
+        np.where(load.tier == TIERS.index(DISK), 0.0, load.stored_bytes) for load in (batch.sharded, batch.replicated)
+    )
+    return batch.placement.by_rank(sharded) + replicated.sum()
+
+
+def stored_bytes(
+    load: Loads, place: Memory, what: Literal["row_bytes", "state_bytes"] | None = None, *, is_cpu: bool
+) -> Floats:
+    """Bytes of each piece [n] in one memory: its rows, its optimizer state, or both (None). Rows that lie near are
+    copies, and take SLOT_BYTES more each; rows on a disk INDEX_BYTES, beside the near ones."""
+    whole, near = (np.array(factors)[load.tier] for factors in held_in(is_cpu=is_cpu)[place])
+    one = load.row_bytes + load.state_bytes if what is None else getattr(load, what)
+    found: Floats = (whole * load.num_rows + near * load.near_rows) * one
+    if what != "state_bytes":
+        index = np.where(load.tier == TIERS.index(DISK), INDEX_BYTES * load.num_rows, 0.0)
+        found = found + near * (SLOT_BYTES * load.near_rows + index)
     return found
 
 

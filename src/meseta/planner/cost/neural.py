@@ -21,9 +21,7 @@ _LEAST_S = 1e-9
 """Seconds and shares are divided by no less."""
 
 
-def rank_seconds(
-    cost_model: CostModel, loads: Loads, owner: Indices, num_ranks: int, devices_per_host: int = 1
-) -> tuple[Floats, Floats]:
+def rank_seconds(cost_model: CostModel, loads: Loads, owner: Indices, num_ranks: int) -> tuple[Floats, Floats]:
     """Seconds of lookup and of update of every rank, [R] and [R], for pieces with one `owner` [n] each.
 
     The constants are added up over the pieces of a rank; where the cost model has networks, what they predict for the
@@ -31,7 +29,7 @@ def rank_seconds(
     Rows of other tiers, and the update of tables whose optimizer no network has seen, cost as the constants say.
     """
     neural = cost_model.neural
-    pairs = operator_seconds(cost_model, loads, devices_per_host)
+    pairs = operator_seconds(cost_model, loads)
     calls = np.array([cost_model.lookup.call_s, cost_model.update.call_s])
     busy = np.bincount(owner, loads.shards, num_ranks) > 0
     totals = [

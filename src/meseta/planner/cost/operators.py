@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from meseta.planner.cost.loads import LINE_BYTES, Loads, spanned
+from meseta.planner.cost.loads import FAR, LINE_BYTES, Loads, spanned
 from meseta.planner.cost.reuse import Floats
 from meseta.spec import CostModel
-from meseta.spec.tiers import CACHED, DISK, HOST, TIERS
+from meseta.spec.tiers import DISK, HOST, TIERS
 
 LANES = 16
 """Numbers of a vector."""
 LONG_BYTES = 128
 """Longer rows are more than a pair of lines, which memory gives together."""
-PAGE_BYTES = 4096
+BLOCK_BYTES = 512
 """What a disk gives at a time."""
+ENTRY_BYTES = 8
+"""Of a record in its file, beside itself: the row's number and a checksum."""
+WRITTEN = 2.0
+"""How often a row that is pushed out is written in all, since segments with holes are cleaned."""
 
 
 def lines(num_bytes: Floats) -> Floats:
@@ -69,11 +73,11 @@ def update_terms(loads: Loads) -> dict[str, Floats]:
     return {name: np.where(loads.is_frozen, 0.0, term) for name, term in terms.items()}
 
 
-def operator_seconds(cost_model: CostModel, loads: Loads, devices_per_host: int = 1) -> tuple[Floats, Floats]:
+def operator_seconds(cost_model: CostModel, loads: Loads) -> tuple[Floats, Floats]:
     """Seconds of lookup and of update per piece, [n] and [n]; the sum over a rank's pieces, and `call_s` of each once,
     is what the rank spends.
 
-    Rows outside the device's memory cost their way on top. A host's disks are shared by its devices.
+    Rows outside the device's memory cost their way on top, but for what a disk takes: see `disk_seconds`.
     """
     lookup, update = cost_model.lookup, cost_model.update
     lookup_s = np.zeros_like(loads.ids)
@@ -83,28 +87,49 @@ def operator_seconds(cost_model: CostModel, loads: Loads, devices_per_host: int 
     for name, term in update_terms(loads).items():
         each = update.number_seconds(name) if name in loads.optimizers else getattr(update, name)
         update_s = update_s + each * term
-    fetch_s, step_s = _tier_seconds(cost_model, loads, devices_per_host)
+    fetch_s, step_s = _tier_seconds(cost_model, loads)
     return lookup_s + fetch_s, update_s + step_s
 
 
-def _tier_seconds(cost_model: CostModel, loads: Loads, devices_per_host: int) -> tuple[Floats, Floats]:
-    """Rows on their way between tiers. A table in the host's DRAM is read in the lookup, and read and written with its
-    state in the update. A cache fetches rows with their state before the lookup and writes back those that they push
-    out."""
+def _tier_seconds(cost_model: CostModel, loads: Loads) -> tuple[Floats, Floats]:
+    """Rows on their way between tiers, as far as the rank itself is busy with them or waits for its host. A table in
+    the host's DRAM is read in the lookup, and read and written with its state in the update; on a CPU rank that is the
+    memory it computes in. Of rows that lie near and far, those of a batch are looked for, and those that are missing
+    are brought with their state and push others out, which are written back."""
     tiers, rows = cost_model.tiers, loads.tier_misses
-    whole = loads.row_bytes + loads.state_bytes
+    in_host = (loads.tier == TIERS.index(HOST)) & (cost_model.device != "cpu")
+    is_far = np.isin(loads.tier, FAR)
     way = rows / tiers.host_bytes_per_s
-    pages = PAGE_BYTES * np.ceil(whole / PAGE_BYTES)
-    disk_s = devices_per_host * np.maximum(2 * rows * pages / tiers.disk_bytes_per_s, 2 * rows * tiers.disk_row_s)
-    in_host, cached, on_disk = (loads.tier == TIERS.index(name) for name in (HOST, CACHED, DISK))
-    fetch_s = np.select(
-        [in_host, cached, on_disk],
-        [
-            rows * tiers.host_row_s + way * loads.row_bytes,
-            rows * tiers.host_row_s + 2 * way * whole,
-            rows * tiers.host_row_s + 2 * way * whole + disk_s,
-        ],
-        0.0,
-    )
+    search_s = tiers.near_shard_s * (loads.shards > 0) + tiers.near_id_s * loads.ids
+    brought_s = rows * brought_seconds(cost_model, loads)
+    fetch_s = np.select([in_host, is_far], [rows * tiers.host_row_s + way * loads.row_bytes, search_s + brought_s], 0.0)
+    whole = loads.row_bytes + loads.state_bytes
     step_s = np.where(in_host & ~loads.is_frozen, rows * tiers.host_row_s + 2 * way * whole, 0.0)
     return fetch_s, step_s
+
+
+def brought_seconds(cost_model: CostModel, loads: Loads) -> Floats:
+    """Of a row of each piece that is brought near [n]: how long its rank is busy with it, or waits for its host."""
+    tiers = cost_model.tiers
+    moved_s = tiers.host_row_s + 2 * (loads.row_bytes + loads.state_bytes) / tiers.host_bytes_per_s
+    on_disk = tiers.disk_processor_s if cost_model.device == "cpu" else tiers.disk_processor_s + moved_s
+    return np.where(loads.tier == TIERS.index(DISK), on_disk, moved_s)
+
+
+def disk_seconds(
+    cost_model: CostModel, loads: Loads, devices_per_host: int = 1, max_reads_per_s: float | None = None
+) -> Floats:
+    """Of a row of each piece that is brought near [n]: how long the disks of its host are busy with it, beside which
+    its rank computes. It is one read of the blocks that the row lies in; the row that it pushes out is written about
+    twice until the end (docs/tiers.md). 0 where rows lie on no disk.
+
+    The disks of a host are shared by its devices; `max_reads_per_s` is the limit of a rank.
+    """
+    tiers = cost_model.tiers
+    entry = loads.row_bytes + loads.state_bytes + ENTRY_BYTES
+    read_s = np.maximum(tiers.disk_row_s, (entry + BLOCK_BYTES) / tiers.disk_bytes_per_s)
+    write_s = np.where(loads.is_frozen, 0.0, WRITTEN * entry / tiers.disk_write_bytes_per_s)
+    busy_s = devices_per_host * (read_s + write_s)
+    if max_reads_per_s is not None:
+        busy_s = np.maximum(busy_s, 1.0 / max_reads_per_s)
+    return np.where(loads.tier == TIERS.index(DISK), busy_s, 0.0)

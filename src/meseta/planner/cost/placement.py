@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meseta.planner.cost.loads import Indices, Pieces, WorkloadLoads
+from meseta.planner.cost.loads import FAR, Indices, Pieces, WorkloadLoads
 from meseta.spec import Plan
 from meseta.spec.shards import SUMMED_IN_HOST
-from meseta.spec.tiers import TIERS
+from meseta.spec.tiers import CACHED_SHARE, SLOT_BYTES, TIERS, StorageOptions
+
+
+class Room(NamedTuple):
+    """For rows that lie near."""
+
+    storage: StorageOptions = StorageOptions()
+    auto_share: float = CACHED_SHARE
+    """Of the rows, where `storage` has no near_bytes."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +47,9 @@ class Placement:
     """Ranks of a host."""
 
     @staticmethod
-    def of(plan: Plan, loads: WorkloadLoads, per_host: int) -> Placement:
-        """Spell a plan out; it fits the tables of `loads`, on hosts of `per_host` devices."""
+    def of(plan: Plan, loads: WorkloadLoads, per_host: int, room: Room | None = None) -> Placement:
+        """Spell a plan out; it fits the tables of `loads`, on hosts of `per_host` devices. `room`: for rows that lie
+        near, where the plan does not say how many do."""
         own: list[tuple[int, ...]] = []
         replicas: list[tuple[int, ...]] = []
         for entry in plan.tables:
@@ -55,7 +65,8 @@ class Placement:
                 columns[shard.rows] += 1
                 host_columns[host, shard.rows] += 1
             for shard in entry.shards:
-                where = (table, *shard.rows, *shard.columns, TIERS.index(shard.tier))
+                near_rows = shard.near_rows or 0
+                where = (table, *shard.rows, *shard.columns, TIERS.index(shard.tier), near_rows)
                 if entry.is_replica(shard):
                     replicas.append(where)
                     continue
@@ -63,15 +74,16 @@ class Placement:
                 parts = hosts[host, shard.columns] if is_summed else 0
                 same_rows = columns[shard.rows], host_columns[host, shard.rows]
                 own.append((*where, shard.ranks[0], parts, *same_rows, row_parts))
-        sharded = np.array(own, np.int64).reshape(-1, 11).T
+        places = np.array(own, np.int64).reshape(-1, 12).T
+        owner, sharded = places[7], Pieces(*places[:7])
         return Placement(
-            sharded=Pieces(*sharded[:6]),
-            owner=sharded[6],
-            host_parts=sharded[7],
-            column_parts=sharded[8],
-            host_columns=sharded[9],
-            row_parts=sharded[10],
-            replicated=Pieces(*np.array(replicas, np.int64).reshape(-1, 6).T),
+            sharded=replace(sharded, near_rows=_near_rows(sharded, owner, loads, room or Room())),
+            owner=owner,
+            host_parts=places[8],
+            column_parts=places[9],
+            host_columns=places[10],
+            row_parts=places[11],
+            replicated=Pieces(*np.array(replicas, np.int64).reshape(-1, 7).T),
             num_ranks=plan.num_ranks,
             per_host=per_host,
         )
@@ -84,3 +96,16 @@ class Placement:
     def host(self) -> Indices:
         """Host of each rank [R]."""
         return np.arange(self.num_ranks) // self.per_host
+
+
+def _near_rows(pieces: Pieces, owner: Indices, loads: WorkloadLoads, room: Room) -> Indices:
+    """Of each piece [n], as storage allots them: those of the plan, else a part of the room of its rank."""
+    near_rows = pieces.near_rows.copy()
+    shared = np.isin(pieces.tier, FAR) & (near_rows == 0)
+    of_row, of_state = loads.row_bytes(pieces)
+    row_bytes = of_row + of_state + SLOT_BYTES
+    for rank in np.unique(owner[shared]):
+        mine = np.flatnonzero(shared & (owner == rank))
+        of_rank = row_bytes[mine].astype(np.int64).tolist(), pieces.num_rows[mine].tolist()
+        near_rows[mine] = room.storage.near_rows(*of_rank, room.auto_share)
+    return near_rows

@@ -10,16 +10,16 @@ import numpy as np
 from meseta.planner.cost.documented import documented_cost_model
 from meseta.planner.cost.exchange import Collective, collectives
 from meseta.planner.cost.exposed import Exposed, Sent, dense_pieces, schedule_of
-from meseta.planner.cost.loads import Loads, WorkloadLoads
+from meseta.planner.cost.loads import FAR, Loads, WorkloadLoads
 from meseta.planner.cost.memory import BatchLoads, Bytes, RunBytes, memory
 from meseta.planner.cost.neural import collective_ratio, rank_seconds
-from meseta.planner.cost.operators import operator_seconds
-from meseta.planner.cost.placement import Placement
+from meseta.planner.cost.operators import disk_seconds, operator_seconds
+from meseta.planner.cost.placement import Placement, Room
 from meseta.planner.cost.reuse import Floats
 from meseta.planner.cost.schedule import SUMS
 from meseta.spec import CostModel, MesetaError, Plan, Topology, Workload
 from meseta.spec.stages import COMPONENTS, Component
-from meseta.spec.tiers import HBM, Memory
+from meseta.spec.tiers import HBM, Memory, StorageOptions
 from meseta.spec.transfer import step_transfers
 from meseta.telemetry.transfers import TransferMeans
 
@@ -35,7 +35,8 @@ class Prediction:
     """Of each component on every rank [R], with transfers for what they are waited for; COMPONENTS are the keys."""
     step_s: float
     """Of a training step: the slowest rank's lookup and update, the dense part, and every collective at its slowest
-    rank; where some are hidden (`Workload.overlap`), the longest cycle of them all, see `planner.cost.schedule`."""
+    rank; where some are hidden (`Workload.overlap`), the longest cycle of them all, see `planner.cost.schedule`. Rows
+    are read from a disk beside all of that, one batch ahead; a step takes no less than its reads."""
     bottleneck: int
     """Rank with the most lookup and update."""
     memory_bytes: Bytes
@@ -48,6 +49,10 @@ class Prediction:
     """Of these, on links [R]: in all others a rank packs, writes and reads."""
     waited_s: tuple[Floats, ...]
     """What of them every rank [R] stands still for: all that is on links where nothing is hidden."""
+    disk_s: Floats
+    """What the disks of its host take for each rank [R], while it trains the batch before."""
+    misses: Mapping[str, float]
+    """By table with rows that lie far: those of a batch that do not lie near, over all ranks."""
 
     @property
     def num_ranks(self) -> int:
@@ -101,36 +106,63 @@ def predict(
     loads = loads or WorkloadLoads(workload)
     if unknown := [entry.table for entry in plan.tables if entry.table not in loads.index]:
         raise MesetaError(f"predict: the plan places table {unknown[0]!r}, which the workload does not have")
-    placement, share = Placement.of(plan, loads, topology.devices_per_host), cost_model.tiers.cached_share
-    held = loads.held_samples(placement.sharded, placement.owner, plan.num_ranks, cost_model.cache.cache_bytes)
-    rank_bytes = placement.by_rank(loads.stored_bytes(placement.sharded))
-    rank_bytes = rank_bytes + loads.stored_bytes(placement.replicated).sum()
-    of_owner = {"held_samples": held[placement.owner], "rank_bytes": rank_bytes[placement.owner]}
-    sharded = loads.loads(placement.sharded, **of_owner, cached_share=share, num_ranks=plan.num_ranks)
-    replicated = loads.loads(placement.replicated, cached_share=share)
+    storage = None if run is None else run.storage
+    room = Room(auto_share=cost_model.tiers.cached_share) if storage is None else Room(storage)
+    placement = Placement.of(plan, loads, topology.devices_per_host, room)
+    sharded = _sharded_loads(loads, placement, cost_model.cache.cache_bytes)
+    replicated = loads.loads(placement.replicated)
     lookup, update = _operators(placement, sharded, replicated, loads, cost_model, topology)
     transfers = step_transfers(workload, plan, plan.num_ranks, topology.devices_per_host)
+    batch = BatchLoads(placement, sharded, replicated, loads, transfers, topology.device == "cpu")
     exchanged = collectives(transfers, placement, sharded, replicated, cost_model.exchange)
     dense_s = dense_seconds(workload, topology, cost_model)
     sorted_ids = float((sharded.ids * (placement.row_parts > 1)).sum()) / plan.num_ranks
     each_s = [_sent(own, cost_model, topology, sorted_ids) for own in exchanged]
     step_s, hidden_s = _step(workload, (lookup, update), dense_s, each_s)
+    disk_s = _disk_seconds(placement, sharded, cost_model, topology, storage)
     seconds: dict[Component, Floats] = {name: np.zeros(plan.num_ranks) for name in COMPONENTS}
-    seconds |= {"lookup": lookup, "update": update}
+    seconds |= {"lookup": lookup + np.maximum(disk_s - step_s, 0.0), "update": update}
     seconds["dense"] = seconds["dense"] + dense_s
     exposed_s = [one.exposed(hidden) for one, hidden in zip(each_s, hidden_s, strict=True)]
     for own, exposed in zip(exchanged, exposed_s, strict=True):
         seconds[own.stage] = seconds[own.stage] + exposed
     return Prediction(
         seconds=seconds,
-        step_s=step_s,
+        step_s=max(step_s, float(disk_s.max(initial=0.0))),
         bottleneck=int((lookup + update).argmax()),
-        memory_bytes=memory(BatchLoads(placement, sharded, replicated, loads, transfers), share, run),
+        memory_bytes=memory(batch, run),
         collectives=exchanged,
         collective_s=tuple(one.seconds for one in each_s),
         link_s=tuple(one.link_s for one in each_s),
         waited_s=tuple(np.maximum(own - one.packing_s, 0.0) for own, one in zip(exposed_s, each_s, strict=True)),
+        disk_s=disk_s,
+        misses=_misses(workload, placement, sharded),
     )
+
+
+def _sharded_loads(loads: WorkloadLoads, placement: Placement, cache_bytes: float) -> Loads:
+    """Of the pieces with one owner, which share the cache of their rank."""
+    pieces, owner = placement.sharded, placement.owner
+    held = loads.held_samples(pieces, owner, placement.num_ranks, cache_bytes)
+    rank_bytes = placement.by_rank(loads.stored_bytes(pieces)) + loads.stored_bytes(placement.replicated).sum()
+    of_owner = {"held_samples": held[owner], "rank_bytes": rank_bytes[owner]}
+    return loads.loads(pieces, **of_owner, num_ranks=placement.num_ranks)
+
+
+def _disk_seconds(
+    placement: Placement, sharded: Loads, cost_model: CostModel, topology: Topology, storage: StorageOptions | None
+) -> Floats:
+    """That disks are busy for each rank in a step [R]."""
+    limit = None if storage is None else storage.max_reads_per_s
+    row_s = disk_seconds(cost_model, sharded, topology.devices_per_host, limit)
+    return placement.by_rank(sharded.tier_misses * row_s)
+
+
+def _misses(workload: Workload, placement: Placement, sharded: Loads) -> dict[str, float]:
+    """By table with rows that lie near and far."""
+    is_far = np.isin(sharded.tier, FAR)
+    numbers, misses = placement.sharded.table[is_far], sharded.tier_misses[is_far]
+    return {workload.tables[number].name: float(misses[numbers == number].sum()) for number in np.unique(numbers)}
 
 
 def _sent(own: Collective, cost_model: CostModel, topology: Topology, sorted_ids: float) -> Sent:
@@ -180,13 +212,12 @@ def replica_seconds(
     that the whole batch touched.
     """
     pieces, ranks = placement.replicated, placement.num_ranks
-    share = cost_model.tiers.cached_share
     batch = loads.workload.batch_size
-    mine = loads.loads(pieces, num_samples=batch / ranks, cached_share=share)
-    lookup_s, add_s = operator_seconds(cost_model, mine, topology.devices_per_host)
+    mine = loads.loads(pieces, num_samples=batch / ranks)
+    lookup_s, add_s = operator_seconds(cost_model, mine)
     if ranks == 1:
         return lookup_s, add_s
-    every = loads.loads(pieces, cached_share=share)
+    every = loads.loads(pieces)
     update = cost_model.update
     gradient_bytes = every.num_rows * (every.columns + 1) * every.number_bytes
     row_bytes = every.row_bytes + every.state_bytes + every.columns * every.number_bytes
@@ -205,7 +236,7 @@ def _operators(
     topology: Topology,
 ) -> tuple[Floats, Floats]:
     """Seconds of lookup and update of every rank."""
-    totals = rank_seconds(cost_model, sharded, placement.owner, placement.num_ranks, topology.devices_per_host)
+    totals = rank_seconds(cost_model, sharded, placement.owner, placement.num_ranks)
     if len(replicated.ids):
         extra = replica_seconds(loads, placement, cost_model, topology)
         calls = (cost_model.lookup.call_s, 2 * cost_model.update.call_s)

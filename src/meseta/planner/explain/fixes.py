@@ -19,6 +19,7 @@ from meseta.planner.search.problem import Problem, make_problem
 from meseta.spec import CostModel, MesetaError, ShardingType, TableSpec, Topology, Workload
 from meseta.spec.constraints import Constraints, TableRule
 from meseta.spec.tables import TableDtype
+from meseta.spec.tiers import HBM, Tier
 from meseta.telemetry.shown import byte_size
 
 MAX_FACTOR = 16
@@ -36,6 +37,14 @@ class PlanTask:
     constraints: Constraints
     run: RunBytes | None = None
     """What a run adds to the memory of its plan."""
+    without: tuple[Tier, ...] = ()
+    """Tiers that a run cannot train from on these devices."""
+
+    @property
+    def spills(self) -> list[tuple[Tier, ...]]:
+        """Tiers that are tried one after the other: devices alone, then whatever takes less of them."""
+        tiers = tuple(tier for tier in self.topology.spill_tiers if tier not in self.without)
+        return [(HBM,), tiers] if len(tiers) > 1 else [(HBM,)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +106,10 @@ def fits(task: PlanTask) -> bool:
     """Whether a construction finds room for all tables: a quick yes is sure, a no is not."""
     topology = task.topology
     prices = Prices(WorkloadLoads(task.workload), topology, task.cost_model, run=task.run)
-    for spill in (False, True) if topology.host_bytes or topology.disk_bytes else (False,):
+    for tiers in task.spills:
         try:
             problem = make_problem(
-                task.workload, topology, task.cost_model, task.constraints, spill=spill, prices=prices
+                task.workload, topology, task.cost_model, task.constraints, tiers=tiers, prices=prices
             )
         except MesetaError:
             return False
@@ -197,7 +206,7 @@ def _may_halve(table: TableSpec, constraints: Constraints) -> bool:
 
 def _any_tier(task: PlanTask, tables: Sequence[TableSpec]) -> tuple[str, PlanTask]:
     """Memories that constraints forbid."""
-    tiers = task.topology.tiers
+    tiers = tuple(tier for tier in task.topology.tiers if tier not in task.without)
     text = f"allow the tiers {', '.join(tiers)} for {_names(tables)}"
     return text, _with_rules(task, tables, lambda rule: replace(rule, tiers=tiers))
 
@@ -205,7 +214,7 @@ def _any_tier(task: PlanTask, tables: Sequence[TableSpec]) -> tuple[str, PlanTas
 def _is_tied(table: TableSpec, task: PlanTask) -> bool:
     """Whether constraints keep a table out of a memory that the topology has."""
     tiers = task.constraints.rule(table.name).tiers
-    return tiers is not None and bool(task.topology.host_bytes or task.topology.disk_bytes)
+    return tiers is not None and len(task.spills) > 1
 
 
 def _with_rules(task: PlanTask, tables: Sequence[TableSpec], change: Callable[[TableRule], TableRule]) -> PlanTask:
@@ -226,7 +235,7 @@ def _looser(task: PlanTask) -> Iterator[tuple[str, PlanTask]]:
 
 
 def _more_machines(task: PlanTask) -> Iterator[tuple[bool, str, PlanTask]]:
-    """More hosts, and DRAM of hosts for tables."""
+    """More hosts, and DRAM of hosts for tables; of CPU ranks, which have that already, disks."""
     topology = task.topology
 
     def hosts(extra: int) -> PlanTask:
@@ -243,15 +252,21 @@ def _more_machines(task: PlanTask) -> Iterator[tuple[bool, str, PlanTask]]:
     unit = max(on_devices // 4, 1)
 
     def dram(count: int) -> PlanTask:
-        return replace(task, topology=replace(topology, host_bytes=(topology.host_bytes or 0) + count * unit))
+        more = count * unit
+        if topology.device == "cpu":
+            return replace(task, topology=replace(topology, disk_bytes=(topology.disk_bytes or 0) + more))
+        return replace(task, topology=replace(topology, host_bytes=(topology.host_bytes or 0) + more))
 
     _, held_anyway = fixed_bytes(WorkloadLoads(task.workload), topology.num_ranks, task.run or RunBytes())
     missing = num_bytes // topology.num_hosts - of_host + held_anyway * topology.devices_per_host
     count = _least_doubling(dram, max(missing // unit, 1))
     if count is not None:
         changed = dram(count)
-        host_bytes = changed.topology.host_bytes or 0
-        yield True, f"give tables {byte_size(host_bytes)} of DRAM on each host (host_bytes)", changed
+        host_bytes, disk_bytes = changed.topology.host_bytes or 0, changed.topology.disk_bytes or 0
+        text = f"give tables {byte_size(host_bytes)} of DRAM on each host (host_bytes)"
+        if topology.device == "cpu":
+            text = f"let tables lie on {byte_size(disk_bytes)} of disk on each host (disk_bytes; storage.dir of a run)"
+        yield True, text, changed
 
 
 def _least_doubling(change: Callable[[int], PlanTask], start: int) -> int | None:

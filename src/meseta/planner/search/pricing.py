@@ -27,8 +27,15 @@ from meseta.planner.cost.exchange import (
 )
 from meseta.planner.cost.exposed import dense_pieces, schedule_of
 from meseta.planner.cost.loads import Loads, Pieces, WorkloadLoads
-from meseta.planner.cost.memory import SORT_BYTES, RunBytes, fixed_bytes, gradient_bytes, received_bytes
-from meseta.planner.cost.operators import operator_seconds
+from meseta.planner.cost.memory import (
+    SORT_BYTES,
+    RunBytes,
+    fixed_bytes,
+    gradient_bytes,
+    received_bytes,
+    stored_bytes,
+)
+from meseta.planner.cost.operators import disk_seconds, operator_seconds
 from meseta.planner.cost.placement import Placement
 from meseta.planner.cost.predict import dense_seconds, replica_seconds
 from meseta.planner.cost.schedule import PACKING, WHOLE, WITH_IDS, Schedule
@@ -36,7 +43,7 @@ from meseta.planner.search.assignment import Floats, Ints, Mask, Options, StepPa
 from meseta.planner.search.paths import COMPUTE, Durations, find_paths
 from meseta.spec import CostModel, Topology, Workload
 from meseta.spec.codecs import DensePath, Exchange, SumPath, Way, alike_shares
-from meseta.spec.tiers import memory_shares
+from meseta.spec.tiers import MEMORIES
 from meseta.spec.transfer import GRADIENTS_OF, ROW_STATISTICS, Each, Part, Transfer, step_transfers
 
 COMPONENTS = ("compute", "ids", "answers", "partial bags", "summed bags", "row statistics")
@@ -138,22 +145,22 @@ class Prices:
     def pieces(self, pieces: Pieces, cuts: Cuts) -> Priced:
         """Price pieces that lie on one rank each."""
         loads, model, ranks = self.loads, self.cost_model, self.topology.num_ranks
-        share, per_host = model.tiers.cached_share, self.topology.devices_per_host
         cache_bytes, n = model.cache.cache_bytes, len(pieces.table)
         held = self._held
         alone = loads.held_samples(pieces, np.arange(n), n, cache_bytes) if n else np.zeros(0)
-        load = loads.loads(pieces, held_samples=held, rank_bytes=self._rank_bytes, cached_share=share, num_ranks=ranks)
-        both = operator_seconds(model, load, per_host)
-        least = loads.loads(
-            pieces, held_samples=np.maximum(alone, held), rank_bytes=loads.stored_bytes(pieces), cached_share=share
-        )
-        least_of_both = operator_seconds(model, least, per_host)
+        load = loads.loads(pieces, held_samples=held, rank_bytes=self._rank_bytes, num_ranks=ranks)
+        both = operator_seconds(model, load)
+        least = loads.loads(pieces, held_samples=np.maximum(alone, held), rank_bytes=loads.stored_bytes(pieces))
+        least_of_both = operator_seconds(model, least)
         own, common = (np.zeros((n, len(self.components))) for _ in range(2))
         saved_s, shared_s = self._exchange(load, cuts, own, common)
-        self._put_computed(own, both)
+        # What disks take is hidden behind the step, up to its length: here it is added, so that tables of many misses
+        # stay near, and left out of what a piece takes at least.
+        disk_s = load.tier_misses * disk_seconds(model, load, self.topology.devices_per_host)
+        self._put_computed(own, (both[0] + disk_s, both[1]))
         least_s = self._least(own, both, least_of_both) - saved_s
         wire, answered = received_bytes(self.transfers, load, cuts, ranks)
-        device, host, disk = np.array(memory_shares(share))[:, pieces.tier]
+        device, host, disk = (stored_bytes(load, memory, is_cpu=self.topology.device == "cpu") for memory in MEMORIES)
         buffers = SORT_BYTES * load.ids
         if ranks > 1:
             buffers = buffers + 2 * wire + 8 * load.lengths + answered
@@ -162,8 +169,8 @@ class Prices:
             seconds=own,
             least_s=np.stack([least_s, least_s - shared_s], axis=1),
             common_seconds=common,
-            rank_bytes=_whole(device * load.stored_bytes + buffers),
-            host_bytes=np.stack([_whole(host * load.stored_bytes), _whole(disk * load.stored_bytes)], axis=1),
+            rank_bytes=_whole(device + buffers),
+            host_bytes=np.stack([_whole(host), _whole(disk)], axis=1),
             common_bytes=_whole(common_bytes),
         )
 
@@ -292,7 +299,7 @@ class Prices:
         """Price pieces that every rank holds; all of it is common."""
         model, topology, ranks = self.cost_model, self.topology, self.topology.num_ranks
         n, nothing = len(pieces.table), np.zeros(0, np.int64)
-        empty = Pieces(*[nothing] * 6)
+        empty = Pieces(*[nothing] * 7)
         placement = Placement(
             empty, nothing, nothing, nothing, nothing, nothing, pieces, ranks, topology.devices_per_host
         )

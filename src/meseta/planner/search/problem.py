@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from meseta.planner.cost.loads import Pieces, WorkloadLoads
+from meseta.planner.cost.loads import FAR, Pieces, WorkloadLoads
 from meseta.planner.cost.memory import RunBytes
 from meseta.planner.search.assignment import NO_LIMIT, Assignment, Floats, Ints, Machine, Mask, Options
 from meseta.planner.search.pricing import USES, Cuts, Prices, Ways
@@ -15,7 +16,7 @@ from meseta.planner.search.schemes import Scheme, Shape, schemes, table_plan
 from meseta.spec import CostModel, MesetaError, Plan, ShardingType, TablePlan, Topology, Workload
 from meseta.spec.constraints import Constraints, TableRule
 from meseta.spec.shards import SUMMED_IN_HOST
-from meseta.spec.tiers import DISK, HBM, HOST, TIERS, Memory
+from meseta.spec.tiers import DISK, HBM, HOST, TIERS, Memory, Tier
 
 SMALL_RANKS = 16
 """On so few ranks every number of parts is worth a look."""
@@ -25,6 +26,10 @@ HOT_SHARES = (0.5, 0.8, 0.95)
 """Rows that are worth replicating take about these parts of their table's lookups."""
 MAX_REPLICA_SHARE = 0.25
 """Replicas of one table take no more than this part of a device."""
+NEAR_SHARES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
+"""Parts of a table's rows that may lie near."""
+MAX_SHARED = 100
+"""Of more tables, and for more than SMALL_RANKS, one share is looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +57,8 @@ class Problem:
     """What a run adds to the memory of its plan."""
     ways: Ways = (None, None)
     """Which way rows and sums take between hosts."""
+    near_rows: Mapping[tuple[int, int], Ints] = field(default_factory=dict)
+    """By option and table: rows of each piece that lie near, 0 where none are apart."""
 
     def plan(self, assignment: Assignment) -> Plan:
         """The plan that a complete assignment stands for; a table costs what all ranks together spend on it."""
@@ -63,7 +70,7 @@ class Problem:
                 found[table] = (
                     self.kept[spec.name]
                     if scheme is None
-                    else table_plan(spec, scheme, assignment.ranks[unit], num_ranks)
+                    else table_plan(spec, scheme, assignment.ranks[unit], num_ranks, self.near_rows[option, table])
                 )
         seconds = self.all_seconds(assignment.option)
         cost = {table: float(seconds[unit]) / len(tables) for unit, tables in enumerate(self.units) for table in tables}
@@ -104,7 +111,7 @@ def make_problem(
     cost_model: CostModel,
     constraints: Constraints,
     *,
-    spill: bool,
+    tiers: Sequence[Tier],
     kept: Mapping[str, TablePlan] | None = None,
     prices: Prices | None = None,
 ) -> Problem:
@@ -115,7 +122,7 @@ def make_problem(
         topology: where to.
         cost_model: constants of the devices.
         constraints: checked ones.
-        spill: whether tables may lie in any tier that the topology has, where constraints do not say.
+        tiers: where tables may lie, where constraints do not say.
         kept: by table, the pieces of an earlier plan that stay.
         prices: of the workload on these machines; None: as of an average rank, of no run that is known.
 
@@ -124,7 +131,7 @@ def make_problem(
     prices = prices or Prices(WorkloadLoads(workload), topology, cost_model)
     units = _units(workload, constraints)
     machine = _machine(prices, topology, constraints)
-    builder = _Builder(prices, machine, constraints, spill, kept or {})
+    builder = _Builder(prices, machine, constraints, tiers, kept or {})
     for unit in units:
         builder.add_unit(unit)
     options, least_s, fixed_s = builder.finish()
@@ -142,6 +149,7 @@ def make_problem(
         fixed_s=fixed_s,
         run=prices.run,
         ways=prices.ways,
+        near_rows=builder.near_rows,
     )
 
 
@@ -159,6 +167,8 @@ def _machine(prices: Prices, topology: Topology, constraints: Constraints) -> Ma
     """Room beside what every rank holds anyway; raises MesetaError where that alone is too much."""
     free = constraints.keep_free_bytes
     on_device, on_host = prices.bytes_anyway()
+    if topology.is_all_counted:
+        on_device, on_host = on_device + on_host, 0
     taken = {HBM: on_device, HOST: on_host * topology.devices_per_host, DISK: 0}
     has: dict[Memory, int | None] = {HBM: topology.hbm_bytes}
     has |= {HOST: topology.host_bytes or 0, DISK: topology.disk_bytes or 0}
@@ -184,21 +194,27 @@ class _Builder:
     """Collects options unit by unit, and prices all their pieces at once."""
 
     def __init__(
-        self, prices: Prices, machine: Machine, constraints: Constraints, spill: bool, kept: Mapping[str, TablePlan]
+        self,
+        prices: Prices,
+        machine: Machine,
+        constraints: Constraints,
+        tiers: Sequence[Tier],
+        kept: Mapping[str, TablePlan],
     ) -> None:
         self._prices, self._machine, self._constraints, self._kept = prices, machine, constraints, kept
         loads, self._topology = prices.loads, prices.topology
         self._tables = loads.workload.tables
-        self._spill = spill
+        self._tiers = tiers
         whole = loads.whole()
         one = np.ones(len(whole.table), np.int64)
         priced = prices.pieces(whole, Cuts(host_parts=0 * one, column_parts=one, host_columns=one, row_parts=one))
         self._max_parts = self._count_parts(prices.spent(priced.seconds), priced.rank_bytes)
         self.schemes: list[Scheme | None] = []
+        self.near_rows: dict[tuple[int, int], Ints] = {}
         self._units: list[int] = []
         self._first, self._block = [0], list[int]()
         self._fixed: dict[int, Ints] = {}
-        self._spans: list[Ints] = []  # [p, 8]: piece, table, rectangle, tier, option
+        self._spans: list[Ints] = []  # [p, 9]: piece, table, rectangle, tier, near rows, option
         self._replicas: list[tuple[int, int, int]] = []  # option, table, rows
         self._allowed: dict[int, Mask] = {}
 
@@ -242,10 +258,12 @@ class _Builder:
         """Candidates of a unit, from its first table; the others are cut alike."""
         first = self._tables[tables[0]]
         topology = self._topology
-        tiers = list(topology.tiers if self._spill else (HBM,))
+        tiers = list(self._tiers)
         for rule in rules:
             if rule.tiers is not None:
                 tiers = [tier for tier in rule.tiers if tier in topology.tiers]
+        if any(self._tables[table].optimizer.stepped_rows == "all" for table in tables):
+            tiers = [HBM]
         asked = {sharding for rule in rules for sharding in rule.sharding or ()}
         shape = Shape(
             num_hosts=topology.num_hosts,
@@ -253,9 +271,16 @@ class _Builder:
             max_parts=int(max(self._max_parts[table] for table in tables)),
             hot_rows=self._hot_rows(tables),
             replicate=ShardingType.DATA_PARALLEL in asked or self._may_replicate(tables, first.num_embeddings),
+            near_shares=self._near_shares,
         )
         for tier in tiers:
             yield from schemes(first, shape, tier)
+
+    @property
+    def _near_shares(self) -> tuple[float, ...]:
+        """Of many tables, or for many ranks, one alone: what lies near is shared out among them in the end."""
+        is_small = len(self._tables) <= MAX_SHARED and self._topology.num_ranks <= SMALL_RANKS
+        return NEAR_SHARES if is_small else (self._prices.cost_model.tiers.cached_share,)
 
     def _hot_rows(self, tables: Sequence[int]) -> tuple[int, ...]:
         """Numbers of first rows that take much of the lookups, where frequent rows come first."""
@@ -301,11 +326,21 @@ class _Builder:
         tier = TIERS.index(scheme.tier)
         for table, span in zip(tables, spans, strict=True):
             index = self._first[option] + np.arange(count)
-            columns = [index, np.full(count, table), *span.T, np.full(count, tier), np.full(count, option)]
+            near = self._near_rows(table, span, scheme)
+            columns = [index, np.full(count, table), *span.T, np.full(count, tier), near, np.full(count, option)]
             self._spans.append(np.stack(columns, axis=1).astype(np.int64))
+            self.near_rows[option, table] = near
             rows = self._tables[table].num_embeddings
             if scheme.sharding is ShardingType.DATA_PARALLEL or scheme.hot_rows:
                 self._replicas.append((option, table, scheme.hot_rows or rows))
+
+    def _near_rows(self, table: int, span: Ints, scheme: Scheme) -> Ints:
+        """Of each piece [p]: rows that lie near; no fewer than two batches look up, as far as is expected."""
+        if not scheme.near_share:
+            return np.zeros(len(span), np.int64)
+        pieces = Pieces.of(table, (span[:, 0], span[:, 1]), (span[:, 2], span[:, 3]))
+        share = np.ceil(scheme.near_share * pieces.num_rows)
+        return np.maximum(share, self._prices.loads.least_near_rows(pieces)).astype(np.int64)
 
     def _append(self, unit: int, block: int, count: int, scheme: Scheme | None) -> None:
         self._units.append(unit)
@@ -324,17 +359,20 @@ class _Builder:
                 if entry.is_replica(shard):
                     self._replicas.append((option, table, shard.num_rows))
                     continue
-                rows.append((start + len(rows), table, *shard.rows, *shard.columns, TIERS.index(shard.tier), option))
+                near_rows, tier = shard.near_rows or 0, TIERS.index(shard.tier)
+                if tier in FAR and not near_rows:
+                    near_rows = math.ceil(self._prices.cost_model.tiers.cached_share * shard.num_rows)
+                rows.append((start + len(rows), table, *shard.rows, *shard.columns, tier, near_rows, option))
                 ranks.append(shard.ranks[0])
         self._append(unit, 0, len(rows), None)
         self._fixed[option] = np.array(ranks, np.int64)
-        self._spans.append(np.array(rows, np.int64).reshape(-1, 8))
+        self._spans.append(np.array(rows, np.int64).reshape(-1, 9))
 
     def finish(self) -> tuple[Options, Floats, float]:
         """(options, least seconds of each piece [n, 2, L], seconds of every plan)."""
-        spans = np.concatenate([*self._spans, np.zeros((0, 8), np.int64)])
-        piece, option = spans[:, 0], spans[:, 7]
-        pieces = Pieces(*spans[:, 1:7].T)
+        spans = np.concatenate([*self._spans, np.zeros((0, 9), np.int64)])
+        piece, option = spans[:, 0], spans[:, 8]
+        pieces = Pieces(*spans[:, 1:8].T)
         cuts = self._cuts(pieces, option)
         priced = self._prices.pieces(pieces, cuts)
         n, num_ways, width = self._first[-1], len(self.schemes), len(self._prices.components)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meseta.spec import COLUMN_BLOCK, Shard, ShardingType, TablePlan, TableSpec, Tier
-from meseta.spec.tiers import HBM
+from meseta.spec.tiers import CACHED_SHARE, FAR_TIERS, HBM
 
 Ints = NDArray[np.int64]
 
@@ -31,6 +31,8 @@ class Scheme:
     """Memory of the pieces."""
     hot_rows: int = 0
     """Rows on every rank; all for data_parallel."""
+    near_share: float = 0.0
+    """Of tiers 'cached' and 'disk': the part of the rows that lies near, if that has room for two batches."""
 
     @property
     def is_blocked(self) -> bool:
@@ -53,7 +55,8 @@ class Scheme:
         parts = [str(self.row_parts)] * (self.row_parts > 1) + [str(self.column_parts)] * (self.column_parts > 1)
         text = f"{self.sharding}" + (f" {'x'.join(parts)}" if parts else "")
         text += f", {self.hot_rows:,} hot rows" if self.sharding is ShardingType.HOT_REPLICATED else ""
-        return text + (f" in {self.tier}" if self.tier != HBM else "")
+        near = f", {100 * self.near_share:.3g} % near" if self.near_share else ""
+        return text + (f" in {self.tier}{near}" if self.tier != HBM else "")
 
 
 def _spans(first: int, last: int, parts: int, align: int) -> Ints:
@@ -65,16 +68,18 @@ def _spans(first: int, last: int, parts: int, align: int) -> Ints:
     return spans
 
 
-def table_plan(table: TableSpec, scheme: Scheme, ranks: Sequence[int] | Ints, num_ranks: int) -> TablePlan:
-    """The pieces of a table on `ranks`, one for each piece, and its replicas on all ranks."""
+def table_plan(
+    table: TableSpec, scheme: Scheme, ranks: Sequence[int] | Ints, num_ranks: int, near_rows: Sequence[int] | Ints
+) -> TablePlan:
+    """The pieces of a table on `ranks`, one for each piece, with so many rows that lie near (0: they are not apart),
+    and its replicas on all ranks."""
     everywhere, dim = tuple(range(num_ranks)), table.embedding_dim
     replicated = table.num_embeddings if scheme.sharding is ShardingType.DATA_PARALLEL else scheme.hot_rows
     shards = [Shard(table=table.name, rows=(0, replicated), columns=(0, dim), ranks=everywhere)] * bool(replicated)
     pieces = scheme.pieces(table.num_embeddings, dim).tolist()
-    for (first, last, left, right), rank in zip(pieces, ranks, strict=True):
-        shards.append(
-            Shard(table=table.name, rows=(first, last), columns=(left, right), ranks=(int(rank),), tier=scheme.tier)
-        )
+    for (first, last, left, right), rank, near in zip(pieces, ranks, near_rows, strict=True):
+        place = {"rows": (first, last), "columns": (left, right), "ranks": (int(rank),)}
+        shards.append(Shard(table=table.name, **place, tier=scheme.tier, near_rows=int(near) or None))
     shards.sort(key=lambda shard: (shard.rows, shard.columns))
     return TablePlan(table=table.name, sharding=scheme.sharding, shards=tuple(shards))
 
@@ -91,10 +96,19 @@ class Shape:
     """Numbers of rows to replicate."""
     replicate: bool = True
     """Whether replicas of the whole table are worth a look."""
+    near_shares: tuple[float, ...] = (CACHED_SHARE,)
+    """Parts of the rows that may lie near."""
 
 
 def schemes(table: TableSpec, shape: Shape, tier: Tier) -> Iterator[Scheme]:
     """All schemes of a table that differ on these machines, with pieces in `tier`."""
+    for share in shape.near_shares if tier in FAR_TIERS else (0.0,):
+        for scheme in _schemes(table, shape, tier):
+            yield replace(scheme, near_share=share)
+
+
+def _schemes(table: TableSpec, shape: Shape, tier: Tier) -> Iterator[Scheme]:
+    """The same, with nothing said of rows that lie near."""
     num_ranks = shape.num_hosts * shape.devices_per_host
     blocks = -(-table.embedding_dim // COLUMN_BLOCK)
     row_counts = counts(min(table.num_embeddings, num_ranks, shape.max_parts))

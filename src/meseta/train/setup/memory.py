@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from meseta.data.dataset.dataset import Dataset
 from meseta.machine.system import System, free_memory_bytes, read_limits
 from meseta.planner.cost.memory import DENSE_COPIES, PHASES, PROCESS_BYTES, Phase, RunBytes, plan_memory
 from meseta.spec import MesetaError, OptimizerSpec, Plan, TableSpec, Workload
-from meseta.spec.tiers import HBM, HOST, StorageOptions
+from meseta.spec.tiers import HBM, HOST
 from meseta.telemetry.shown import byte_size
 from meseta.train.setup.outline import answers_bytes, score_bytes, step_bytes
 
@@ -66,16 +66,13 @@ class RunMemory:
     """Of its steps."""
     run: RunBytes
     """What the run adds to a plan."""
-    storage: StorageOptions = field(default_factory=StorageOptions)
-    """Room for rows that lie near, of those that do not all."""
 
     def needs(self, plan: Plan, tables: Mapping[str, TableSpec] | None = None) -> dict[Phase, list[MemoryNeed]]:
         """By phase, of every rank; `tables` stand for those of the workload of their names."""
         workload = self.workload
         if tables is not None:
             workload = replace(workload, tables=tuple(tables[table.name] for table in workload.tables))
-        near = plan.near_share(self.storage, workload.tables)
-        held = plan_memory(plan, workload, plan.per_host, near, run=self.run)
+        held = plan_memory(plan, workload, plan.per_host, self.run)
 
         def need(phase: Phase, rank: int) -> MemoryNeed:
             parts = dict.fromkeys(MemoryNeed.__dataclass_fields__, 0)
@@ -116,6 +113,7 @@ def run_bytes(config: RunConfig, dataset: Dataset, outline: nn.Module, num_ranks
         reading_bytes=int(ahead * sample_bytes),
         process_bytes=PROCESS_BYTES,
         copies=copies_of_run(config.checkpoint.model_copy(update={"keep_best": config.keeps_best})),
+        storage=config.storage.options,
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -17,14 +19,16 @@ from meseta.machine.ranks import note
 from meseta.machine.system import System, read_limits, total_memory_bytes
 from meseta.measure.topology import gpu_kind
 from meseta.pipeline.overlap import ChosenOverlap, foresee_overlap
-from meseta.planner import Planned, find_plan, predict
+from meseta.planner import Planned, documented_cost_model, find_plan, predict
 from meseta.planner.cost.memory import RunBytes
 from meseta.planner.planning import choose_ways
+from meseta.planner.search.near_rows import share_near_rows
 from meseta.spec import CostModel, DeviceKind, MesetaError, Plan, Topology, Workload
 from meseta.spec.constraints import Constraints
+from meseta.spec.tiers import HOST, StorageOptions, Tier
 from meseta.spec.transfer import step_transfers
 from meseta.telemetry.summary import Predicted
-from meseta.train.setup.memory import RunMemory, check_memory, dense_part_bytes, run_bytes
+from meseta.train.setup.memory import RunMemory, check_memory, dense_part_bytes, free_bytes, run_bytes
 from meseta.train.setup.outline import before_flops, make_outline
 from meseta.train.setup.specs import make_specs
 from meseta.train.setup.workload import make_workload
@@ -66,7 +70,7 @@ class RunPlanner:
         """What its ranks hold under any plan for the hosts of `plan`."""
         dense_bytes = dense_part_bytes(self.config, self.outline, plan.num_ranks, plan.per_host)
         run = replace(self.run_bytes, dense_bytes=dense_bytes)
-        return RunMemory(workload=self.workload, run=run, storage=self.config.storage.options)
+        return RunMemory(workload=self.workload, run=run)
 
     def check_memory(self, plan: Plan) -> None:
         """Raise MesetaError, on all ranks, where they need more than there is under `plan`. Collective."""
@@ -88,26 +92,41 @@ class RunPlanner:
         """The plan of the config, checked against the tables and the ranks; the same on every rank. Collective.
 
         'auto' searches one for this run's ranks and hosts, the statistics of the dataset, and the operations of the
-        model. A checkpoint loads under any plan, so a run that goes on on other machines plans anew. Which way rows and
-        sums take between hosts is what `comm` of the config names, else what the plan says, else what is predicted to
-        take less.
+        model; tables that have no room in memory lie on the disk of `storage.dir`, where one is named. A checkpoint
+        loads under any plan, so a run that goes on on other machines plans anew. Which way rows and sums take between
+        hosts is what `comm` of the config names, else what the plan says, else what is predicted to take less.
         Raises MesetaError for a plan, topology, cost model or constraints that do not fit, and where nothing fits, with
         what would.
         """
         given, tables = self.config.plan, self.collection.tables
         if isinstance(given, dict):
-            return self._with_ways(Plan.from_dict(given, tables, self._world.size))
+            return self._with_near_rows(self._with_ways(Plan.from_dict(given, tables, self._world.size)))
         if given != "auto":
-            return self._with_ways(Plan.load(given, tables, self._world.size))
-        if self._world.size == 1:
+            return self._with_near_rows(self._with_ways(Plan.load(given, tables, self._world.size)))
+        storage = self.config.storage.options
+        if self._world.size == 1 and storage.dir is None:
             return self.collection.plan
-        topology, path = device_memory_alone(self.topology), self.config.planner.constraints
+        (topology, without), path = room_of_run(self.topology, storage), self.config.planner.constraints
 
         def search() -> Plan:
             constraints = None if path is None else Constraints.load(path)
-            return find_plan(self.workload, topology, self.cost_model, constraints, self.run_bytes).plan
+            found = find_plan(self.workload, topology, self.cost_model, constraints, self.run_bytes, without).plan
+            return found if self._world.size > 1 or found.lies_far else self.collection.plan
 
         return self._world.from_first(search)
+
+    def _with_near_rows(self, plan: Plan) -> Plan:
+        """A plan that was made before, with near rows where it says nothing of them and they can be told. Collective.
+
+        What is shared out is `storage.near_bytes`, else what is advised, see `meseta.planner.search.near_rows`.
+        """
+        if not plan.lies_far:
+            return plan
+        _, topology = self._on_hosts(plan)
+        cost_model = self.cost_model or documented_cost_model(topology.device)
+        return self._world.from_first(
+            lambda: share_near_rows(plan, self.workload, topology, cost_model, self.run_bytes)
+        )
 
     def _with_ways(self, plan: Plan) -> Plan:
         """A plan that was made before, with the ways between hosts of this run. Collective."""
@@ -130,13 +149,16 @@ class RunPlanner:
         """Seconds that a step under `plan` is predicted to take. Collective; raises MesetaError as `plan` does."""
         plan, topology = self._on_hosts(plan)
         path = self.config.planner.cost_model
-        found = self._world.from_first(lambda: predict(plan, self.workload, topology, self.cost_model))
+        found = self._world.from_first(
+            lambda: predict(plan, self.workload, topology, self.cost_model, run=self.run_bytes)
+        )
         return Predicted(
             step_s=found.step_s,
             seconds={name: values.tolist() for name, values in found.seconds.items()},
             constants=f"documented for {topology.device}" if path is None else f"of {path}",
             transfers_by_rank=found.transfers_by_rank,
             overlap=list(self.workload.overlap),
+            misses=dict(found.misses),
         )
 
 
@@ -165,8 +187,9 @@ def find_run_plan(
         overlap = run_overlap(config, workload, outline, topology.num_ranks, copies=copies)
         workload = with_overlap(workload, overlap, before_flops(outline, len(dataset.dense)))
         run = run_bytes(config, dataset, outline, topology.num_ranks, topology.devices_per_host)
-    planned = find_plan(workload, device_memory_alone(topology), cost_model, constraints, run)
-    return planned if topology.num_ranks > 1 else replace(planned, plan=collection.plan)
+    topology, without = room_of_run(topology, config.storage.options)
+    planned = find_plan(workload, topology, cost_model, constraints, run, without)
+    return planned if topology.num_ranks > 1 or planned.plan.lies_far else replace(planned, plan=collection.plan)
 
 
 def run_overlap(
@@ -184,20 +207,29 @@ def with_overlap(workload: Workload, overlap: ChosenOverlap, before_flops_per_sa
     return replace(workload, dense=dense, overlap=overlap.hidden)
 
 
-def device_memory_alone(topology: Topology) -> Topology:
-    """Rows can be trained in the memory of devices alone, so a run places nothing anywhere else."""
-    return replace(topology, host_bytes=None, disk_bytes=None)
+def room_of_run(topology: Topology, storage: StorageOptions) -> tuple[Topology, tuple[Tier, ...]]:
+    """(machines with what a run may place rows in, tiers that it cannot train from): a disk where a folder on it is
+    named and ranks compute on CPUs; on GPUs rows lie near at least in part."""
+    if topology.device == "cpu":
+        return replace(topology, host_bytes=None, disk_bytes=topology.disk_bytes if storage.dir else None), ()
+    return replace(topology, disk_bytes=None), (HOST,)
 
 
 def run_topology(config: RunConfig, world: World) -> Topology:
     """The machines of this run: those of `planner.topology`, else these hosts, with the memory that they have in all;
     of a GPU without documented constants, those of an A100 stand. Collective.
 
-    What is free at the moment is left out of account, so that the same machines always get the same plan. Raises
-    MesetaError where the file is of other machines.
+    What is free at the moment is left out of account, so that the same machines always get the same plan; but where
+    `storage.dir` names a disk, tables lie there that what is free has no room for. Raises MesetaError where the file is
+    of other machines.
     """
     if config.planner.topology is None:
-        least = min(world.gather_objects(_memory_bytes(world) or 0))
+        least, disk_bytes = min(world.gather_objects(_memory_bytes(world) or 0)), None
+        if config.storage.dir is not None and world.device.type == "cpu":
+            free = free_bytes(world.device)
+            free = least if free is None else free // world.ranks_per_host
+            found = world.gather_objects((free, _disk_bytes(config.storage.dir)))
+            least, disk_bytes = min(least, *(room for room, _ in found)), min(room for _, room in found)
         kind: DeviceKind = "cpu"
         if world.device.type == "cuda":
             kind = gpu_kind(torch.cuda.get_device_name(world.device)) or "a100"
@@ -206,6 +238,7 @@ def run_topology(config: RunConfig, world: World) -> Topology:
             devices_per_host=world.ranks_per_host,
             device=kind,
             hbm_bytes=least or None,
+            disk_bytes=disk_bytes,
         )
     topology = Topology.load(config.planner.topology)
     if (topology.num_ranks, topology.devices_per_host) != (world.size, world.ranks_per_host):
@@ -215,6 +248,14 @@ def run_topology(config: RunConfig, world: World) -> Topology:
             "a host; correct the file, or leave planner.topology out to plan for the machines at hand"
         )
     return topology
+
+
+def _disk_bytes(folder: Path) -> int:
+    """Free on the disk of a folder that is perhaps still to be made."""
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
 
 
 def _memory_bytes(world: World) -> int | None:

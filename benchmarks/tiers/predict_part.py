@@ -1,0 +1,216 @@
+"""Misses and steps as predicted, beside those of random tasks whose tables lie in several tiers; and advised near bytes
+beside others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from record import record
+
+from meseta import EmbeddingBagCollection, FeatureSpec, KeyedJaggedTensor, OptimizerSpec, Plan, TableSpec, ahead
+from meseta.data.dataset.statistics import WINDOW_SAMPLES, FeatureStatistics
+from meseta.measure.calibrate.disks import measure_disk
+from meseta.planner import documented_cost_model, predict
+from meseta.planner.cost.memory import RunBytes
+from meseta.planner.search.near_rows import share_near_rows
+from meseta.spec import CostModel, FeatureLoad, MesetaError, Topology, Workload
+from meseta.spec.tiers import FAR_TIERS, StorageOptions, Tier
+from meseta.storage import TieredShard
+
+Ids = NDArray[np.int64]
+MISSES_WITHIN, STEP_WITHIN, BEST_WITHIN = 0.2, 0.25, 1.1
+TRIED = (0.05, 0.1, 0.2, 0.4, 0.8)
+"""Near bytes, over those of all rows."""
+WARM, COUNTED = 0.6, 30
+"""Steps before the clock starts, over those that fill all slots; and steps that count."""
+
+
+@dataclass(frozen=True)
+class PredictOptions:
+    """What to measure."""
+
+    folder: Path
+    num_tasks: int
+    keep: bool
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """A batch as `meseta.ahead` takes it."""
+
+    sparse: KeyedJaggedTensor
+
+
+class RandomTask:
+    """Tables of random sizes, with ids by power laws."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+        count = int(self.random.integers(3, 7))
+        self.batch_size = int(self.random.choice([1024, 2048, 4096]))
+        self.pooling = [int(n) for n in self.random.choice([1, 1, 2, 4], count)]
+        rows = [int(10 ** self.random.uniform(4.3, 5.3)) for _ in range(count)]
+        optimizer = OptimizerSpec(name=str(self.random.choice(["sgd", "rowwise_adagrad", "adam"])))
+        self.tables = tuple(
+            TableSpec(
+                name=f"t{n}",
+                num_embeddings=size,
+                embedding_dim=int(self.random.choice([16, 32, 64])),
+                optimizer=optimizer,
+            )
+            for n, size in enumerate(rows)
+        )
+        self.features = tuple(FeatureSpec(name=table.name, table=table.name) for table in self.tables)
+        self._ends = [self._law(size) for size in rows]
+        self._rows = [self.random.permutation(size) for size in rows]
+        tiers: Sequence[Tier] = [*FAR_TIERS, *self.random.choice(["hbm", *FAR_TIERS], count - 2)]
+        self.places: dict[str, dict[str, Any]] = {}
+        for table, tier in zip(self.tables, tiers, strict=True):
+            place: dict[str, Any] = {"sharding": "table_wise", "tier": str(tier)}
+            if tier in FAR_TIERS:
+                place["near_rows"] = int(self.random.choice([0.1, 0.2, 0.4]) * table.num_embeddings)
+            self.places[table.name] = place
+
+    def _law(self, num_rows: int) -> NDArray[np.float64]:
+        """Chances, added up."""
+        weights = np.arange(1, num_rows + 1, dtype=np.float64) ** -self.random.uniform(0.8, 1.2)
+        return np.cumsum(weights / weights.sum())
+
+    def ids(self, table: int, num_samples: int) -> Ids:
+        """Of so many samples."""
+        uniform = self.random.random(num_samples * self.pooling[table])
+        ranks = np.minimum(np.searchsorted(self._ends[table], uniform), len(self._rows[table]) - 1)
+        return self._rows[table][ranks]
+
+    def batch(self) -> Sparse:
+        """The next one."""
+        values = [self.ids(table, self.batch_size) for table in range(len(self.tables))]
+        lengths = np.repeat(np.array(self.pooling), self.batch_size)
+        names = [feature.name for feature in self.features]
+        return Sparse(KeyedJaggedTensor(names, torch.from_numpy(np.concatenate(values)), torch.from_numpy(lengths)))
+
+    def workload(self) -> Workload:
+        """With what `meseta prepare` would count."""
+        loads = {}
+        for table, feature in enumerate(self.features):
+            counted = FeatureStatistics(self.tables[table].num_embeddings)
+            counted.add_window(self.ids(table, WINDOW_SAMPLES), WINDOW_SAMPLES)
+            loads[feature.name] = FeatureLoad(pooling_factor=self.pooling[table], reuse=counted.result().reuse)
+        return Workload(tables=self.tables, features=self.features, batch_size=self.batch_size, loads=loads)
+
+    def plan(self, *, resident: bool = False) -> Plan:
+        """Of one rank."""
+        places = {name: {"sharding": "table_wise"} for name in self.places} if resident else self.places
+        return Plan.from_dict({"tables": places}, self.tables, 1)
+
+    def fits(self) -> bool:
+        """Whether rows of two batches lie near."""
+        for table, place in enumerate(self.places.values()):
+            near = place.get("near_rows")
+            if near is not None and near < 1.2 * len(np.unique(self.ids(table, 2 * self.batch_size))):
+                return False
+        return True
+
+
+def measure_steps(task: RandomTask, plan: Plan, options: StorageOptions, num_warm: int) -> tuple[float, float]:
+    """(seconds of a step, rows of it that did not lie near); all rows were written before."""
+    made = EmbeddingBagCollection(task.tables, task.features, seed=1)
+    made.place(plan, options)
+    for shard in made.shards:
+        if isinstance(shard, TieredShard):
+            shard.write(0, {name: value.numpy() for name, value in shard.read(0, shard.shard.num_rows).items()})
+    far = [shard for shard in made.shards if isinstance(shard, TieredShard)]
+    batches = [task.batch() for _ in range(num_warm + COUNTED)]
+    missed, times, start = 0, [], 0.0
+    for number, flight in enumerate(ahead(batches, made)):
+        if number == num_warm:
+            missed, start = sum(shard.cache.counters.num_misses for shard in far), time.perf_counter()
+        found = made(flight.sparse)
+        found.pooled.values.square().mean().backward()
+        if number >= num_warm:
+            times.append(time.perf_counter() - start)
+            start = time.perf_counter()
+    missed = sum(shard.cache.counters.num_misses for shard in far) - missed
+    return float(np.median(times)), missed / COUNTED
+
+
+def warm_steps(task: RandomTask, plan: Plan) -> int:
+    """Until slots are full, about."""
+    near = [entry.shards[0].near_rows or 0 for entry in plan.tables]
+    ids = [task.batch_size * pooling for pooling in task.pooling]
+    return int(min(max(WARM * 12 * count / of_batch for count, of_batch in zip(near, ids, strict=True)) + 20, 800))
+
+
+def measure_predictions(options: PredictOptions) -> bool:
+    """Whether misses, steps and advice are what they must be."""
+    threads = torch.get_num_threads()
+    model = replace(documented_cost_model("cpu"), num_threads=threads)
+    model = replace(model, tiers=measure_disk(options.folder, model.tiers, threads, "measured before"))
+    good, seed, done = True, 0, 0
+    errors: dict[str, list[float]] = {"misses": [], "step": []}
+    while done < options.num_tasks:
+        task, seed = RandomTask(seed), seed + 1
+        if not task.fits():
+            continue
+        done += 1
+        plan, storage = task.plan(), StorageOptions(dir=options.folder)
+        workload, run = task.workload(), RunBytes(storage=storage)
+        found = predict(plan, workload, Topology(), model, run=run)
+        beside = replace(
+            model, tiers=replace(model.tiers, disk_row_s=0.0, disk_write_bytes_per_s=1e30, disk_bytes_per_s=1e30)
+        )
+        busy, bare = (predict(one, workload, Topology(), beside, run=run) for one in (plan, task.plan(resident=True)))
+        resident_s, _ = measure_steps(task, task.plan(resident=True), storage, 20)
+        step_s, missed = measure_steps(task, plan, storage, warm_steps(task, plan))
+        # What a step has beside tiers is measured, with resident tables: what tiers add is predicted.
+        told_s = max(resident_s + busy.step_s - bare.step_s, float(found.disk_s[0]))
+        told = sum(found.misses.values())
+        errors["misses"].append(told / missed - 1.0)
+        errors["step"].append(told_s / step_s - 1.0)
+        print(
+            f"task {seed - 1}: misses {told:,.0f} told, {missed:,.0f} measured; step {1e3 * told_s:.2f} ms told, "
+            f"{1e3 * step_s:.2f} measured, {1e3 * resident_s:.2f} resident",
+            flush=True,
+        )
+    for name, limit in (("misses", MISSES_WITHIN), ("step", STEP_WITHIN)):
+        worst = max(map(abs, errors[name]))
+        good &= worst <= limit
+        if options.keep:
+            case = f"{options.num_tasks} random tasks of mixed tiers"
+            record(
+                "tiers", case, f"predicted {name}", 100 * worst, "% off at worst", peer="limit", peer_value=100 * limit
+            )
+    return measure_advice(options, model) and good
+
+
+def measure_advice(options: PredictOptions, model: CostModel) -> bool:
+    """Steps with what is advised, and with five others."""
+    task = RandomTask(5)
+    workload = task.workload()
+    places = {"tables": {table.name: {"sharding": "table_wise", "tier": "disk"} for table in task.tables}}
+    given = Plan.from_dict(places, task.tables, 1)
+    whole = sum(table.num_embeddings * (4 * table.embedding_dim + 59) for table in task.tables)
+    steps: dict[str, float] = {}
+    sizes: list[int | None] = [None, *(int(share * whole) for share in TRIED)]
+    for size in sizes:
+        storage = StorageOptions(dir=options.folder, near_bytes=size)
+        plan = share_near_rows(given, workload, Topology(), model, RunBytes(storage=storage))
+        name = "advised" if size is None else f"{size / whole:.0%}"
+        try:
+            steps[name] = measure_steps(task, plan, storage, warm_steps(task, plan))[0]
+        except MesetaError as error:  # too few for two batches
+            print(f"near {name}: {error}")
+            continue
+        print(f"near {name}: {1e3 * steps[name]:.2f} ms a step", flush=True)
+    best = min(seconds for name, seconds in steps.items() if name != "advised")
+    if options.keep:
+        peer = "best of five tried"
+        record("tiers", "advised near_bytes", "step", 1e3 * steps["advised"], "ms", peer=peer, peer_value=1e3 * best)
+    return steps["advised"] <= BEST_WITHIN * best

@@ -1,0 +1,246 @@
+"""Rows that lie near: how many of each piece, what they take, and which of a batch's are among them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meseta.data.dataset.statistics import FeatureStatistics
+from meseta.planner import DoesNotFitError, documented_cost_model, find_plan, predict
+from meseta.planner.cost.loads import Pieces, WorkloadLoads
+from meseta.planner.cost.memory import RunBytes, plan_memory
+from meseta.planner.cost.near_misses import SHORT, gamma_below, near_misses
+from meseta.planner.cost.reuse import Floats
+from meseta.planner.search.near_rows import share_near_rows
+from meseta.spec import FeatureLoad, FeatureSpec, OptimizerSpec, Plan, TableSpec, Topology, Workload
+from meseta.spec.tiers import FILE_SHARE, SLOT_BYTES, TIERS, StorageOptions
+from meseta.storage import TieredShard, make_storages
+
+ROWS = {"wide": (3_000, 32), "narrow": (5_000, 4), "third": (700, 16)}
+
+
+def made(optimizer: str) -> tuple[TableSpec, ...]:
+    return tuple(
+        TableSpec(name=name, num_embeddings=rows, embedding_dim=width, optimizer=OptimizerSpec(name=optimizer))
+        for name, (rows, width) in ROWS.items()
+    )
+
+
+def workload(tables: tuple[TableSpec, ...]) -> Workload:
+    return Workload(
+        tables=tables, features=tuple(FeatureSpec(name=table.name, table=table.name) for table in tables), batch_size=64
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "rowwise_adagrad"])
+@pytest.mark.parametrize("near_bytes", [None, 200_000])
+def test_near_rows_are_counted_as_storage_allots_them(tmp_path: Path, optimizer: str, near_bytes: int | None) -> None:
+    tables, options = made(optimizer), StorageOptions(dir=tmp_path, near_bytes=near_bytes)
+    places = {"wide": {"tier": "disk"}, "narrow": {"tier": "cached"}, "third": {"tier": "disk", "near_rows": 123}}
+    plan = Plan.from_dict({"tables": {n: {"sharding": "table_wise", **of} for n, of in places.items()}}, tables, 1)
+    pieces = [(table, plan[table.name].shards[0]) for table in tables]
+    tensors = near = far = index = on_disk = 0
+    for storage, (table, shard) in zip(
+        make_storages(pieces, seed=0, device="cpu", options=options), pieces, strict=True
+    ):
+        assert isinstance(storage, TieredShard)
+        slots = storage.cache.num_slots
+        record = sum(value[:1].nbytes for value in storage.values.values())
+        assert storage.cache.near_rows().numel() == 0 and slots == (123 if table.name == "third" else slots)
+        tensors, near = tensors + slots * record, near + slots * (record + SLOT_BYTES)
+        far += table.num_embeddings * record * (shard.tier == "cached")
+        index += 4 * table.num_embeddings * (shard.tier == "disk")
+        on_disk += table.num_embeddings * record * (shard.tier == "disk")
+    held = plan_memory(plan, workload(tables), 1, RunBytes(storage=options), is_cpu=True)["start"]
+    assert held["hbm"]["tables"] + held["hbm"]["optimizer_state"] == [near + far + index] and tensors < near
+    assert not held["host"]["tables"] + held["host"]["optimizer_state"]
+    assert held["disk"]["tables"] + held["disk"]["optimizer_state"] == [FILE_SHARE * on_disk]
+    if near_bytes is not None:  # all but what a row that does not fit in leaves, of those that share it
+        third = 123 * (SLOT_BYTES + tensors_of(tables[2]))
+        assert 0 <= near_bytes - (near - third) < 2 * (SLOT_BYTES + tensors_of(tables[0]))
+
+
+def tensors_of(table: TableSpec) -> int:
+    """Bytes of a row with its state."""
+    per_element, per_row = table.optimizer.num_states
+    return 4 * (table.embedding_dim * (1 + per_element) + per_row)
+
+
+def test_memory_elsewhere_is_told_apart() -> None:
+    """On a GPU far rows of 'cached' lie in DRAM, and near rows of 'disk'; a copy for a save is made of no disk."""
+    tables = made("adam")[:1]
+    size = tensors_of(tables[0])
+    document = {"tables": {"*": {"sharding": "table_wise", "tier": "cached", "near_rows": 30}}}
+    plan = Plan.from_dict(document, tables, 1)
+    held = plan_memory(plan, workload(tables), 1)["start"]
+    both = [held[name]["tables"] + held[name]["optimizer_state"] for name in ("hbm", "host", "disk")]
+    assert both == [30 * (size + SLOT_BYTES), 3_000 * size, 0]
+    shard = replace(plan["wide"].shards[0], tier="disk")
+    plan = replace(plan, tables=(replace(plan["wide"], shards=(shard,)),))
+    held = plan_memory(plan, workload(tables), 1, RunBytes(copies=True))["steady"]
+    both = [held[name]["tables"] + held[name]["optimizer_state"] for name in ("hbm", "host", "disk")]
+    assert both == [0, 30 * (size + SLOT_BYTES) + 4 * 3_000, FILE_SHARE * 3_000 * size]
+    assert held["host"]["copies"] == [0]
+
+
+def zipf(num_rows: int, power: float) -> Floats:
+    """How likely each row is to be looked up."""
+    weights = np.arange(1, num_rows + 1, dtype=float) ** -power
+    return weights / weights.sum()
+
+
+def lrfu_misses(batches: list[Floats], num_rows: int, num_slots: int, half_life: float) -> float:
+    """Of a cache that pushes out the rows of the least sum of (1/2)^(age in half-lives), exactly: a batch of the last
+    third."""
+    scores, is_near, missed = np.zeros(num_rows), np.zeros(num_rows, bool), []
+    for ids in batches:
+        rows = np.unique(ids)
+        missed.append(int((~is_near[rows]).sum()))
+        scores *= 0.5 ** (len(ids) / half_life)
+        scores[rows] += 1
+        is_near[rows] = True
+        surplus = int(is_near.sum()) - num_slots
+        if surplus > 0:
+            others = np.setdiff1d(np.flatnonzero(is_near), rows)
+            is_near[others[np.argsort(scores[others])[:surplus]]] = False
+    return float(np.mean(missed[2 * len(missed) // 3 :]))
+
+
+def drawn(chances: Floats, size: int, count: int) -> list[Floats]:
+    random = np.random.default_rng(4)
+    ends = np.cumsum(chances)
+    return [np.minimum(np.searchsorted(ends, random.random(size)), len(chances) - 1) for _ in range(count)]
+
+
+@pytest.mark.parametrize("power", [0.9, 1.2])
+@pytest.mark.parametrize("share", [0.1, 0.3])
+def test_misses_are_those_of_an_exact_cache(power: float, share: float) -> None:
+    num_rows, size = 6_000, 200
+    chances, near = zipf(num_rows, power), int(share * num_rows)
+    batches = drawn(chances, size, 500)
+    exact = lrfu_misses(batches, num_rows, near, SHORT * near)
+    one = np.ones((1, num_rows))
+    told = near_misses(one, size * chances[None], np.array([float(near)]), np.array([float(size)]))
+    assert told[0] == pytest.approx(exact, rel=0.06)
+    # From a histogram, which shows no row by itself, and few of the rare ones well.
+    counted = FeatureStatistics(num_rows)
+    counted.add_window(np.concatenate(batches)[:40_000], 40_000)
+    reuse = replace(counted.result().reuse, window_samples=40_000)
+    tables = (TableSpec(name="t", num_embeddings=num_rows, embedding_dim=16),)
+    work = replace(workload(tables), batch_size=size, loads={"t": FeatureLoad(reuse=reuse)})
+    loads = WorkloadLoads(work)
+    pieces = Pieces.of(0, (0, num_rows), (0, 16), TIERS.index("disk"), near)
+    assert loads.loads(pieces).tier_misses[0] == pytest.approx(exact, rel=0.12)
+    halves = Pieces.of(0, ([0, 3_000], [3_000, 6_000]), (0, 16), TIERS.index("disk"), near // 2)
+    assert loads.loads(halves).tier_misses.sum() == pytest.approx(loads.loads(pieces).tier_misses[0], rel=1e-6)
+
+
+def test_rows_that_are_all_alike_are_missed_in_proportion() -> None:
+    loads = WorkloadLoads(replace(workload(made("sgd")), batch_size=500))
+    pieces = Pieces.of(1, (0, 5_000), (0, 4), TIERS.index("cached"), [500, 2_500, 4_900, 5_000])
+    distinct = 5_000 * -np.expm1(500 * np.log1p(-1 / 5_000))
+    expected = distinct * np.array([0.9, 0.5, 0.02, 0.0])
+    assert loads.loads(pieces).tier_misses == pytest.approx(expected, rel=0.03, abs=1e-9)
+
+
+def test_gamma_law_of_whole_shapes() -> None:
+    x = np.logspace(-3, 1.5, 50)
+    for shape in (1, 2, 5):
+        exact = 1 - np.exp(-x) * sum(x**k / math.factorial(k) for k in range(shape))
+        assert gamma_below(np.full(50, float(shape)), x) == pytest.approx(exact, abs=0.004)
+
+
+def skewed(near_bytes: int | None, **limits: float) -> tuple[Workload, RunBytes]:
+    """Tables of as many bytes, of which one has few popular rows, and one none."""
+    tables = (made("adam")[0], replace(made("adam")[0], name="even"))
+    counted = FeatureStatistics(3_000)
+    counted.add_window(np.concatenate(drawn(zipf(3_000, 1.2), 64, 512)), 32_768)
+    even = FeatureStatistics(3_000)
+    even.add_window(np.concatenate(drawn(zipf(3_000, 0.0), 64, 512)), 32_768)
+    told = {"wide": counted, "even": even}
+    loads = {name: FeatureLoad(reuse=replace(of.result().reuse, window_samples=32_768)) for name, of in told.items()}
+    options = StorageOptions(near_bytes=near_bytes, **limits)
+    return replace(workload(tables), loads=loads), RunBytes(storage=options)
+
+
+ON_DISK = {"tables": {"*": {"sharding": "table_wise", "tier": "disk"}}}
+
+
+def test_room_goes_to_the_rows_that_save_most() -> None:
+    """Against every split of the room, in steps of a hundredth."""
+    near_bytes = 1_000_000
+    work, run = skewed(near_bytes)
+    model, topology = documented_cost_model("cpu"), Topology()
+    plan = share_near_rows(Plan.from_dict(ON_DISK, work.tables, 1), work, topology, model, run)
+    near = [plan[name].shards[0].near_rows or 0 for name in ("wide", "even")]
+    one = SLOT_BYTES + tensors_of(work.tables[0])
+    assert 0 <= near_bytes - 2 * 4 * 3_000 - one * sum(near) < 2 * one
+    loads, tier = WorkloadLoads(work), TIERS.index("disk")
+
+    def misses(counts: list[int]) -> float:
+        return float(loads.loads(Pieces.of([0, 1], (0, 3_000), (0, 32), tier, counts)).tier_misses.sum())
+
+    splits = [[int(part * sum(near)), sum(near) - int(part * sum(near))] for part in np.linspace(0.1, 0.9, 81)]
+    best = min(misses(split) for split in splits if min(split) > 200)
+    assert misses(near) <= 1.02 * best < 0.95 * misses([sum(near) // 2, sum(near) // 2])
+
+
+def test_what_is_advised_and_what_stays_as_it_is() -> None:
+    work, run = skewed(None)
+    model, topology = documented_cost_model("cpu"), Topology()
+    given = Plan.from_dict(ON_DISK, work.tables, 1)
+    advised = share_near_rows(given, work, topology, model, run)
+    steps = [
+        predict(share_near_rows(given, work, topology, model, skewed(size)[1]), work, topology, model).step_s
+        for size in (200_000, 500_000, 1_000_000, 5_000_000)
+    ]
+    assert steps == sorted(steps, reverse=True)
+    assert predict(advised, work, topology, model).step_s <= 1.04 * steps[-1]
+    unknown = replace(work, loads={})
+    assert share_near_rows(given, unknown, topology, model, run) == given
+    written = Plan.from_dict({"tables": {"*": {**ON_DISK["tables"]["*"], "near_rows": 77}}}, work.tables, 1)
+    assert share_near_rows(written, work, topology, model, run) == written
+
+
+def test_reads_hide_behind_the_step_and_no_further() -> None:
+    work, run = skewed(200_000)
+    plan = share_near_rows(Plan.from_dict(ON_DISK, work.tables, 1), work, Topology(), documented_cost_model("cpu"), run)
+    model = documented_cost_model("cpu")
+    model = replace(model, tiers=replace(model.tiers, disk_row_s=1e-7))
+    free = predict(plan, work, Topology(), model, run=run)
+    missed = sum(free.misses.values())
+    assert 0 < missed < 128 and free.step_s > free.disk_s.max()
+    for limit in (10 * missed / free.step_s, 0.5 * missed / free.step_s):
+        found = predict(plan, work, Topology(), model, run=skewed(200_000, max_reads_per_s=limit)[1])
+        assert found.step_s == pytest.approx(max(free.step_s, missed / limit), rel=1e-9)
+        assert found.seconds["lookup"][0] - free.seconds["lookup"][0] == pytest.approx(found.step_s - free.step_s)
+
+
+def test_tables_that_memory_has_no_room_for_lie_on_the_disk() -> None:
+    work, _ = skewed(None)
+    whole = predict(Plan.from_dict({"tables": {"*": "table_wise"}}, work.tables, 1), work, Topology())
+    rows = 3_000 * tensors_of(work.tables[0])
+    beside = (whole.peak_bytes("hbm") + whole.peak_bytes("host"))[0] - 2 * rows
+    small = Topology(hbm_bytes=int(beside + 1.4 * rows), disk_bytes=10 * rows)
+    found = find_plan(work, small)
+    tiers = {entry.table: entry.shards[0] for entry in found.plan.tables}
+    assert {shard.tier for shard in tiers.values()} == {"hbm", "disk"}
+    assert all((shard.near_rows or 0) > 0 for shard in tiers.values() if shard.tier == "disk")
+    held = [phase["hbm"][0] + phase["host"][0] for phase in found.prediction.memory_bytes.values()]
+    assert 0.98 * (small.hbm_bytes or 0) < max(held) <= (small.hbm_bytes or 0)
+    tied = OptimizerSpec(name="adam", stepped_rows="all")
+    with pytest.raises(DoesNotFitError):
+        find_plan(replace(work, tables=tuple(replace(table, optimizer=tied) for table in work.tables)), small)
+
+
+def test_a_disk_is_a_way_out() -> None:
+    tables = tuple(replace(table, num_embeddings=4_000_000) for table in made("adam"))
+    topology = Topology(hbm_bytes=2_000_000_000)
+    with pytest.raises(DoesNotFitError, match=r"let tables lie on .* of disk on each host \(disk_bytes; storage.dir"):
+        find_plan(workload(tables), topology)
+    found = find_plan(workload(tables), replace(topology, disk_bytes=20_000_000_000))
+    assert "disk" in {shard.tier for entry in found.plan.tables for shard in entry.shards}
