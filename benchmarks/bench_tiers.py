@@ -6,6 +6,7 @@
     python benchmarks/bench_tiers.py misses [--batches 2000]
     python benchmarks/bench_tiers.py save [--rows 16000000] [--passes 5] [--seconds 30]
     python benchmarks/bench_tiers.py large [--rows 64000000] [--limit-mb 4096] [--disk-gb 60]
+    python benchmarks/bench_tiers.py train [--trainings d16_2k,d64_2k] [--max-reads-per-s 20000] [--folder DIR]
     python benchmarks/bench_tiers.py predict [--tasks 10] [--folder DIR]
     python benchmarks/bench_tiers.py nodes [--models F,I]
 
@@ -23,6 +24,9 @@ Parts:
   that writes a file in order and reads it; and the memory that they take beside the near rows.
 - large: a table larger than memory through `meseta train`, its resumption, `eval`, `predict`, `checkpoint verify` and
   `checkpoint export`, each in a control group of --limit-mb; and the seconds that it takes to make it.
+- train: steps of the trainings of `meseta bench e2e` whose tables all lie on a disk, 20 % (d64: 15 %) of their bytes
+  near and each row written before, beside the same in memory, and beside the larger of what reads take the disk and
+  what they cost processors.
 - predict: what the planner says of misses and steps of random tasks whose tables lie in several tiers, rows all written
   before, beside what they take; and the near bytes that it advises beside five others.
 - nodes: the fewest hosts on which published models take no more than 1.1 times the step of the published cluster, with
@@ -50,11 +54,12 @@ from tiers.nodes_part import NodeOptions, measure_nodes
 from tiers.predict_part import PredictOptions, measure_predictions
 from tiers.save_part import SaveOptions, measure_saves
 from tiers.stores_part import StoreOptions, measure_stores
+from tiers.train_part import WARM_IDS, TrainOptions, measure_training
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("engine", "stores", "misses", "save", "large", "predict", "nodes")
+    parts = ("engine", "stores", "misses", "save", "large", "train", "predict", "nodes")
     parser.add_argument("part", choices=parts)
     parser.add_argument("--gigabytes", type=float, default=4.0, help="of rows in a file")
     parser.add_argument("--widths", default="68,260,1032", help="bytes of a row with its state")
@@ -66,6 +71,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16_000_000, help="of a table that is saved")
     parser.add_argument("--disk-gb", type=float, default=60.0, help="that `large` may use at a time")
     parser.add_argument("--seconds", type=float, default=30.0, help="of training beside saves")
+    parser.add_argument("--trainings", default="d16_2k,d64_2k", help="of `meseta bench e2e`")
+    parser.add_argument("--max-reads-per-s", type=float, help="of training; none: as many as the disk gives")
+    parser.add_argument("--warm", type=int, default=WARM_IDS, help="samples that fill slots before the clock starts")
     parser.add_argument("--tasks", type=int, default=10, help="random ones, for predict")
     parser.add_argument("--models", default="F,I", help="of published_models.py, for nodes")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "tiers")
@@ -82,6 +90,9 @@ def main() -> None:
         good = measure_large(LargeOptions(told.folder, told.rows, told.limit_mb, told.disk_gb, keep))
     elif told.part == "save":
         good = measure_saves(SaveOptions(told.folder, told.rows, told.passes, told.seconds, keep))
+    elif told.part == "train":
+        names = tuple(told.trainings.split(","))
+        good = measure_training(TrainOptions(told.folder, names, told.max_reads_per_s, told.warm, keep))
     elif told.part == "predict":
         good = measure_predictions(PredictOptions(told.folder, told.tasks, keep))
     elif told.part == "nodes":

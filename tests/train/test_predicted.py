@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from meseta.cli.main import app
-from meseta.report.predicted import compare_predicted, compare_transfers
+from meseta.report.predicted import compare_misses, compare_predicted, compare_transfers
 from meseta.report.record import read_run
 from meseta.spec.stages import COMPONENTS, stages_of
 from meseta.telemetry.summary import read_summary
@@ -63,6 +63,19 @@ def test_transfers_are_compared_by_name(finished: Path, tmp_path: Path) -> None:
     [row] = [line.split() for line in result.output.splitlines() if line.startswith("ids ")]
     assert row == ["ids", "2", "2", "1", "3", "2", "4", "4"]
     assert "a prediction of a former version does not know" in result.output
+
+
+def test_misses_are_compared_by_table(tmp_path: Path, tiny: Path) -> None:
+    """Those of the last line, when caches are as full as they get, beside what was predicted."""
+    tables = {"user": {"sharding": "table_wise", "tier": "cached", "near_rows": 150}, "*": "table_wise"}
+    train(settings(tiny, tmp_path / "run", plan={"tables": tables}))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    counted = [line["row_traffic"]["user"]["num_misses"] for line in lines if line["kind"] == "train"][-1]
+    found = compare_misses(read_run(tmp_path / "run"))
+    assert set(found) == {"user"} and found["user"][1] == counted
+    result = CliRunner().invoke(app, ["plan", "check", str(tmp_path / "run")])
+    [row] = [line.split() for line in result.output.splitlines() if line.startswith("user ")]
+    assert row[1:3] == [f"{found['user'][0]:,.1f}", f"{counted:,.1f}"]
 
 
 def test_the_command_prints_both(finished: Path, tmp_path: Path) -> None:

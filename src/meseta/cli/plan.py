@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from meseta.config import RunConfig
     from meseta.planner import DoesNotFitError, Planned
     from meseta.planner.explain.reasons import Reason
+    from meseta.report.record import RunRecord
     from meseta.spec import TableSpec
     from meseta.telemetry.summary import RunSummary
 
@@ -257,7 +258,8 @@ def _print_check(names: list[str]) -> None:
 
     if len(names) != 1:
         raise MesetaError(f"plan check: name the folder of one run, got {len(names)} names")
-    summary = read_run(Path(names[0])).summary
+    record = read_run(Path(names[0]))
+    summary = record.summary
     found = compare_predicted(summary)
     if not found or summary is None or summary.predicted is None:
         raise MesetaError(
@@ -272,6 +274,7 @@ def _print_check(names: list[str]) -> None:
         table.add_row(LABELS[one.component], str(one.rank), *times)
     console.print(table)
     _print_transfers(console, summary)
+    _print_misses(console, record)
     measured: dict[int, float] = {}
     for one in found:
         measured[one.rank] = measured.get(one.rank, 0.0) + one.measured_s
@@ -311,6 +314,21 @@ def _print_transfers(console: Console, summary: RunSummary) -> None:
         cells += [f"{means.inside_bytes / 1e3:,.4g}" for means in both]
         cells += [f"{means.across_bytes / 1e3:,.4g}" for means in both]
         table.add_row(one.name, *cells)
+    console.print(table)
+
+
+def _print_misses(console: Console, record: RunRecord) -> None:
+    """Rows that a step brings from where they lie far, by table; nothing where none does."""
+    from meseta.report.predicted import compare_misses
+
+    found = compare_misses(record)
+    if not found:
+        return
+    table = _table("misses of a step, over all ranks", ["table", "predicted", "measured", "times as many"])
+    whole = [sum(values) for values in zip(*found.values(), strict=True)]
+    for name, (predicted, measured) in {**found, "all": (whole[0], whole[1])}.items():
+        ratio = f"{measured / predicted:.2f}" if predicted > 0 else ""
+        table.add_row(name, f"{predicted:,.1f}", f"{measured:,.1f}", ratio)
     console.print(table)
 
 

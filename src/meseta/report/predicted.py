@@ -76,6 +76,16 @@ def _mean_over(ranks: Sequence[Mapping[str, TransferMeans]], name: str) -> Trans
     return sum((means.get(name, nothing) for means in ranks), nothing) / len(ranks)
 
 
+def compare_misses(record: RunRecord) -> dict[str, tuple[float, float]]:
+    """Of each table whose rows lie far: rows that a step brings over all ranks, as predicted, and as counted since the
+    last line but one, when caches are as full as they get. Empty where either is missing."""
+    predicted = None if record.summary is None else record.summary.predicted
+    counted = next((line.row_traffic for line in reversed(record.train) if line.row_traffic), {})
+    if predicted is None:
+        return {}
+    return {name: (misses, counted[name].num_misses) for name, misses in predicted.misses.items() if name in counted}
+
+
 def predicted_section(record: RunRecord) -> str:
     """A table of both; an empty string where there is nothing to compare."""
     found = compare_predicted(record.summary)

@@ -22,7 +22,8 @@ from meseta.ops.core import instruction_set
 from meseta.optim.dense import make_dense_optimizer
 from meseta.pipeline import Pipeline
 from meseta.pipeline.overlap import choose_overlap
-from meseta.spec import FeatureSpec, InitSpec, OptimizerSpec, TableSpec
+from meseta.spec import FeatureSpec, InitSpec, OptimizerSpec, Plan, TableSpec
+from meseta.spec.tiers import StorageOptions
 from meseta.storage import ROW
 
 GATE_LR = 0.01
@@ -38,9 +39,9 @@ class OursTraining(Contender):
         self.training = Training.from_json(training)
         self.world = World.current()
         # Constant rows are quick to make, and as fast as any others.
-        model = _make_model(self.training, optimizer, dense_dtype, LR, InitSpec(kind="constant", scale=FILL))
+        model = make_model(self.training, optimizer, dense_dtype, LR, InitSpec(kind="constant", scale=FILL))
         samples = make_samples(self.training, self.world.rank, self.world.size)
-        self.steps = _make_pipeline(model, LR, self.world).steps(map(_make_batch, cycle(samples)))
+        self.steps = make_pipeline(model, LR, self.world).steps(map(make_batch, cycle(samples)))
         self.actions = {"step": self._train}
 
     def facts(self) -> dict[str, Any]:
@@ -68,12 +69,12 @@ class TrainingGate(Contender):
         shape = Training.from_json(training)
         # Sums as large for long bags as for single ids: large logits would blow up what rounding leaves.
         init = InitSpec(kind="uniform", scale=0.1 / math.sqrt(shape.traffic.bag_size))
-        model = _make_model(shape, "sgd", "float32", GATE_LR, init)
+        model = make_model(shape, "sgd", "float32", GATE_LR, init)
         twin = _make_twin(model, shape)
-        step, optimizer = _make_pipeline(model, GATE_LR, World.single()), torch.optim.SGD(twin.parameters(), lr=GATE_LR)
+        step, optimizer = make_pipeline(model, GATE_LR, World.single()), torch.optim.SGD(twin.parameters(), lr=GATE_LR)
         wrong = []
         for index, samples in enumerate(make_samples(shape)[:NUM_CHECKED], start=1):
-            ours = step(_make_batch(samples)).loss
+            ours = step(make_batch(samples)).loss
             optimizer.zero_grad()
             logits = twin(torch.from_numpy(samples.dense), torch.from_numpy(samples.ids))
             loss = nn.functional.binary_cross_entropy_with_logits(logits, torch.from_numpy(samples.label))
@@ -84,7 +85,8 @@ class TrainingGate(Contender):
         return wrong
 
 
-def _make_model(training: Training, optimizer: str, dense_dtype: str, lr: float, init: InitSpec) -> DLRM:
+def make_model(training: Training, optimizer: str, dense_dtype: str, lr: float, init: InitSpec) -> DLRM:
+    """A DLRM of this shape; `dense_dtype` is what its layers compute in."""
     spec = OptimizerSpec(name=optimizer, lr=lr)
     tables = [
         TableSpec(name=f"t{f}", num_embeddings=rows, embedding_dim=training.dim, init=init, optimizer=spec)
@@ -100,13 +102,16 @@ def _make_model(training: Training, optimizer: str, dense_dtype: str, lr: float,
     )
 
 
-def _make_pipeline(model: DLRM, lr: float, world: World) -> Pipeline:
-    placed = cast(Any, shard(model, world=world))
+def make_pipeline(
+    model: DLRM, lr: float, world: World, plan: Plan | None = None, storage: StorageOptions | None = None
+) -> Pipeline:
+    """One that trains it with SGD, its tables placed by a plan."""
+    placed = cast(Any, shard(model, plan, world=world, storage=storage))
     optimizer = make_dense_optimizer(DenseOptimizerConfig(name="sgd", lr=lr), model.parameters())
     return Pipeline(placed, optimizer, world, overlap=choose_overlap("auto", placed, world).hidden)
 
 
-def _make_batch(samples: Samples) -> Batch:
+def make_batch(samples: Samples) -> Batch:
     """As the reader gives it: the KeyedJaggedTensor is new in every step."""
     num_features, batch_size, bag_size = samples.ids.shape
     sparse = KeyedJaggedTensor(

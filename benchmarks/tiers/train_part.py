@@ -1,0 +1,193 @@
+"""Training whose tables lie on a disk, beside the same tables in memory, and beside what disk and processors allow."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from record import record
+
+from meseta import Plan
+from meseta.comm import World
+from meseta.data import Batch
+from meseta.measure.bench.workloads import E2E
+from meseta.measure.traffic import Samples, Training, make_batches
+from meseta.pipeline.pipeline import Step
+from meseta.spec import InitSpec
+from meseta.spec.tiers import StorageOptions
+from meseta.storage import Lease, TieredShard
+from meseta.telemetry.row_traffic import RowTraffic
+from meseta.train.bench import make_batch, make_model, make_pipeline
+
+SHARES = {"d16_2k": 0.2, "d64_2k": 0.15}
+"""Of the bytes of all rows and states that lie near; of others a fifth."""
+BOUND, KEPT, WAITED, ROOM = 1.15, 0.85, 0.05, 1.5
+WARM_IDS = 3_000_000
+"""Samples whose rows are brought before the clock starts, so that slots are full."""
+WARM_STEPS, STEPS, TURNS, READS = 20, 60, 5, 1 << 17
+OPTIMIZER, LR = "rowwise_adagrad", 0.05
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What to measure."""
+
+    folder: Path
+    names: tuple[str, ...]
+    max_reads_per_s: float | None
+    num_warm: int
+    keep: bool
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Some steps, per step."""
+
+    seconds: float
+    traffic: RowTraffic
+    """Of all tables."""
+
+
+class Trained:
+    """A model that trains on batches that never come again."""
+
+    def __init__(self, training: Training, plan: Plan | None, storage: StorageOptions | None, seed: int) -> None:
+        self.training, self._seed = training, seed
+        model = make_model(training, OPTIMIZER, "float32", LR, InitSpec(kind="uniform", scale=0.01))
+        self.pipeline = make_pipeline(model, LR, World.single(), plan, storage)
+        self.embeddings = self.pipeline.model.embeddings
+        self.far = [shard for shard in self.embeddings.shards if isinstance(shard, TieredShard)]
+        self._batches: list[Batch] = []
+        self._steps: Iterator[Step] = self.pipeline.steps(iter(self._batches.pop, None))
+
+    def prepare(self, num_steps: int) -> None:
+        """Make batches for so many steps more; as many as are read ahead stay."""
+        self._seed += 1
+        random = np.random.default_rng(self._seed)
+        traffic = self.training.traffic
+        made = []
+        for ids in make_batches(traffic, num_steps + self.embeddings.lookahead - len(self._batches), self._seed):
+            dense = random.standard_normal((traffic.batch_size, self.training.num_dense), dtype=np.float32)
+            label = (random.random(traffic.batch_size) < 0.25).astype(np.float32)
+            shape = len(traffic.rows), traffic.batch_size, traffic.bag_size
+            made.append(make_batch(Samples(dense=dense, ids=ids.ids.reshape(shape), label=label)))
+        self._batches += made
+
+    def turn(self, num_steps: int) -> Turn:
+        """So many steps."""
+        self.prepare(num_steps)
+        before, start_s = self._traffic(), time.perf_counter()
+        for _ in islice(self._steps, num_steps):
+            pass
+        seconds = (time.perf_counter() - start_s) / num_steps
+        return Turn(seconds, (self._traffic() - before).times(1 / num_steps))
+
+    def _traffic(self) -> RowTraffic:
+        return sum(self.embeddings.row_traffic.values(), RowTraffic())
+
+    def write_all(self) -> None:
+        """Every row lies on the disk from now on."""
+        for shard in self.far:
+            for first in range(0, shard.shard.num_rows, 1 << 18):
+                stop = min(first + (1 << 18), shard.shard.num_rows)
+                shard.write(first, {name: value.numpy() for name, value in shard.read(first, stop).items()})
+
+    def fill(self, num_samples: int) -> None:
+        """Ask for the rows of so many samples, so that slots hold what is asked for often."""
+        size = self.training.traffic.batch_size
+        for number in range(num_samples // size // 50):
+            for ids in make_batches(self.training.traffic, 50, 1_000_000 + number):
+                each = torch.from_numpy(ids.ids).view(len(self.far), -1)
+                lease = Lease(self.embeddings.shards, list(enumerate(each)))
+                lease.wait()
+                lease.end()
+
+    def read_alone(self, seed: int) -> tuple[float, float]:
+        """(rows a second, processor seconds of a row) of random reads of the largest table's file, 16 k at once, two
+        requests under way."""
+        shard = max(self.far, key=lambda shard: shard.shard.num_rows)
+        random, size = np.random.default_rng(seed), 1 << 14
+        outs = [torch.empty(size, shard.far.record_bytes, dtype=torch.uint8) for _ in range(2)]
+        each = [torch.from_numpy(random.integers(0, shard.shard.num_rows, size)) for _ in range(READS // size)]
+        start_s, processor_s = time.perf_counter(), time.process_time()
+        before = None
+        for number, rows in enumerate(each):
+            reading = shard.far.read(rows, outs[number % 2])
+            if before is not None:
+                before.wait()
+            before = reading
+        if before is not None:
+            before.wait()
+        count = len(each) * size
+        return count / (time.perf_counter() - start_s), (time.process_time() - processor_s) / count
+
+    def near_bytes(self) -> int:
+        """All memory that rows near and far take: rows, states, marks, index and buffers."""
+        engines = {shard.far.engine for shard in self.far}
+        near = sum(shard.cache.num_slots * shard.num_bytes() // shard.shard.num_rows for shard in self.far)
+        beside = sum(shard.cache.num_bytes() + 8 * shard.cache.num_slots + shard.far.num_bytes() for shard in self.far)
+        return near + beside + sum(engine.num_bytes() for engine in engines)
+
+
+def measure_training(options: TrainOptions) -> bool:
+    """Whether all steps are within their bounds."""
+    options.folder.mkdir(parents=True, exist_ok=True)
+    good = True
+    for training in (training for training in E2E if training.name in options.names):
+        good &= _measure(training, options)
+    return good
+
+
+def _measure(training: Training, options: TrainOptions) -> bool:
+    threads, limit = torch.get_num_threads(), options.max_reads_per_s
+    share = SHARES.get(training.name, 0.2)
+    row_bytes = 4 * training.dim + 4
+    storage = StorageOptions(
+        dir=options.folder, near_bytes=int(share * row_bytes * sum(training.traffic.rows)), max_reads_per_s=limit
+    )
+    tables = {f"t{f}": {"sharding": "table_wise", "tier": "disk"} for f in range(len(training.traffic.rows))}
+    resident = Trained(training, None, None, seed=10)
+    plan = Plan.from_dict({"tables": tables}, resident.embeddings.tables, 1)
+    tiered = Trained(training, plan, storage, seed=10)
+    print(f"{training.name}: writing {row_bytes * sum(training.traffic.rows) / 1e9:.1f} GB", flush=True)
+    tiered.write_all()
+    tiered.fill(options.num_warm)
+    for one in (resident, tiered):
+        one.turn(WARM_STEPS)
+    turns: dict[str, list[Turn]] = {"resident": [], "tiered": []}
+    alone = []
+    for number in range(TURNS):
+        turns["resident"].append(resident.turn(STEPS))
+        turns["tiered"].append(tiered.turn(STEPS))
+        alone.append(tiered.read_alone(number))
+    reads_per_s, read_s = (statistics.median(figures) for figures in zip(*alone, strict=True))
+    seconds = {name: statistics.median(turn.seconds for turn in own) for name, own in turns.items()}
+    misses = statistics.median(turn.traffic.num_misses for turn in turns["tiered"])
+    waited = statistics.median(turn.traffic.waited_s / turn.seconds for turn in turns["tiered"])
+    by_processor = seconds["resident"] + misses * read_s / threads
+    by_disk = misses / reads_per_s
+    bound = max(by_processor, by_disk)
+    has_room = reads_per_s >= ROOM * misses / seconds["resident"]
+    ratio, kept = seconds["tiered"] / bound, seconds["resident"] / seconds["tiered"]
+    batch_size = training.traffic.batch_size
+    print(
+        f"{training.name}: {batch_size / seconds['tiered']:,.0f} samples/s with {100 * share:.0f} % near "
+        f"({tiered.near_bytes() / 1e6:,.0f} MB in all), {batch_size / seconds['resident']:,.0f} resident: {kept:.2f}; "
+        f"{misses:,.0f} misses a step, step {ratio:.2f} of its bound, which is "
+        f"{'the disk' if by_disk > by_processor else 'the processors'}; {100 * waited:.1f} % of it waited for rows; "
+        f"the disk gives {reads_per_s:,.0f} reads/s",
+        flush=True,
+    )
+    if options.keep:
+        case = f"{training.name}, {100 * share:.0f} % near" + (f", {limit:,.0f} reads/s" if limit else "")
+        rate = batch_size / seconds["tiered"]
+        for peer, peer_s in (("in memory", seconds["resident"]), ("bound of disk and processors", bound)):
+            record("tiers", case, "training", rate, "samples/s", peer=peer, peer_value=batch_size / peer_s)
+    bounds_waiting = waited <= WAITED or by_disk > by_processor
+    return ratio <= BOUND and bounds_waiting and (kept >= KEPT or not has_room)
