@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import random
 import re
-import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import pytest
 from cli.processes import Command
 from cli.test_kill import COMMON, kill_run
 from meseta.ops.row_file.scratch_file import SUFFIX
+from small_disk import small_disk
 from small_run import final_checksum, metrics, settings, train, write_config
 
 NEAR_ROWS = {1: 90, 2: 64}
@@ -79,19 +78,6 @@ def test_killed_while_rows_move(
 
 def losses(run_dir: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in metrics(run_dir) if line["kind"] == "train"]
-
-
-@contextmanager
-def small_disk(folder: Path, size: str) -> Iterator[None]:
-    """A file system of so many bytes in `folder`."""
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
-    if subprocess.run(command, check=False, capture_output=True).returncode != 0:
-        pytest.skip("no file system can be mounted here")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.mark.parametrize("moment", ["pushed out", pytest.param("saved", marks=pytest.mark.soak)])

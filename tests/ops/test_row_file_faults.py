@@ -19,6 +19,7 @@ from meseta.ops.row_file import DiskEngine, RowFile, engine_facts
 from meseta.ops.row_file.engine import THREADS, why_no_io_uring
 from meseta.spec import MesetaError
 from row_file_cases import ENGINES, records_of
+from small_disk import small_disk
 
 WIDTH, ROWS = 260, 4000
 
@@ -121,18 +122,6 @@ def test_rows_that_a_full_disk_has_not_taken_are_kept(file: RowFile) -> None:
     assert torch.equal(read(file, torch.arange(10)), newer[:10])
     assert torch.equal(read(file, torch.arange(10, 20)), records_of(ROWS, WIDTH, 0)[10:20])  # refused, so not taken
     assert torch.equal(read(file, torch.arange(20, 30)), newer[20:30])
-
-
-@contextmanager
-def small_disk(folder: Path, size: str) -> Iterator[None]:
-    """A file system of so many bytes in `folder`."""
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
-    if subprocess.run(command, check=False, capture_output=True).returncode != 0:
-        pytest.skip("no file system can be mounted here")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
