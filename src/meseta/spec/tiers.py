@@ -107,8 +107,27 @@ class StorageOptions:
     def near_rows(
         self, row_bytes: Sequence[int], num_rows: Sequence[int], auto_share: float = CACHED_SHARE
     ) -> list[int]:
-        """Of pieces of one rank, with so many bytes for a row that lies near, and so many rows: how many may;
-        `auto_share` of them where there are no near_bytes."""
+        """Of pieces of one rank, with so many bytes for a row that lies near, and so many rows: how many may.
+
+        What there is, near_bytes or `auto_share` of all, goes by halves: from the first each piece gets as many rows as
+        any other, or all that it has, so that small tables lie near whole; from the second each gets a share of what it
+        has beyond.
+        """
         whole = sum(of_row * count for of_row, count in zip(row_bytes, num_rows, strict=True))
-        share = auto_share if self.near_bytes is None else min(self.near_bytes / max(whole, 1), 1.0)
-        return [min(max(int(count * share), 1), count) for count in num_rows]
+        room = auto_share * whole if self.near_bytes is None else float(min(self.near_bytes, whole))
+        level = _level(row_bytes, num_rows, room / 2)
+        first = [min(count, level) for count in num_rows]
+        rest = room - sum(of_row * count for of_row, count in zip(row_bytes, first, strict=True))
+        share = min(rest / max(whole - room + rest, 1.0), 1.0)
+        return [max(least + int((count - least) * share), 1) for least, count in zip(first, num_rows, strict=True)]
+
+
+def _level(row_bytes: Sequence[int], num_rows: Sequence[int], room: float) -> int:
+    """Rows that every piece may have, or all of its own where these are fewer, in so many bytes."""
+    pieces = sorted(zip(num_rows, row_bytes, strict=True))
+    for index, (count, _) in enumerate(pieces):
+        of_all = sum(of_row for _, of_row in pieces[index:])
+        if count * of_all > room:
+            return int(room / of_all)
+        room -= count * pieces[index][1]
+    return max(num_rows, default=0)

@@ -199,7 +199,10 @@ def _placed(config: RunConfig, path: Path, storage_dir: Path | None, world: Worl
 
 def _plan_in_tiers(path: Path, num_ranks: int) -> Any:
     """For a config: tables lie far that did when the checkpoint was saved, cut by rows; 'auto' where none did."""
-    plan, far = read_manifest(path)["plan"], dict[str, Any]()
+    try:
+        plan, far = read_manifest(path)["plan"], dict[str, Any]()
+    except checkpoint.DamagedCheckpoint:  # whoever loads it is told, with what to do
+        return "auto"
     for name, entry in plan["tables"].items():
         for shard in entry["shards"]:
             if shard["tier"] in FAR_TIERS:
