@@ -148,9 +148,7 @@ def _measure(training: Training, options: TrainOptions) -> bool:
     threads, limit = torch.get_num_threads(), options.max_reads_per_s
     share = SHARES.get(training.name, 0.2)
     row_bytes = 4 * training.dim + 4
-    storage = StorageOptions(
-        dir=options.folder, near_bytes=int(share * row_bytes * sum(training.traffic.rows)), max_reads_per_s=limit
-    )
+    storage = StorageOptions(dir=options.folder, near_bytes=int(share * row_bytes * sum(training.traffic.rows)))
     tables = {f"t{f}": {"sharding": "table_wise", "tier": "disk"} for f in range(len(training.traffic.rows))}
     resident = Trained(training, None, None, seed=10)
     plan = Plan.from_dict({"tables": tables}, resident.embeddings.tables, 1)
@@ -158,6 +156,8 @@ def _measure(training: Training, options: TrainOptions) -> bool:
     print(f"{training.name}: writing {row_bytes * sum(training.traffic.rows) / 1e9:.1f} GB", flush=True)
     tiered.write_all()
     tiered.fill(options.num_warm)
+    for engine in {shard.far.engine for shard in tiered.far} if limit else ():
+        engine.max_reads_per_s = limit
     for one in (resident, tiered):
         one.turn(WARM_STEPS)
     turns: dict[str, list[Turn]] = {"resident": [], "tiered": []}
