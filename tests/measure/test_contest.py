@@ -25,7 +25,8 @@ def sleeper(monkeypatch: pytest.MonkeyPatch) -> Member:
     return Member(name="sleeper", contender=Sleeper, arguments={"milliseconds": 2.0})
 
 
-def test_a_contest_times_all_and_names_those_that_fail(sleeper: Member) -> None:
+def test_a_contest_times_all_and_names_those_that_fail(monkeypatch: pytest.MonkeyPatch, sleeper: Member) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # what is printed comes when it is
     slow = replace(sleeper, variant=("slow",), arguments={"milliseconds": 6.0}, num_ranks=2)
     broken = [
         replace(sleeper, variant=(how,), arguments={"milliseconds": 0.0, "fails": how})

@@ -161,6 +161,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, folder: Path, stages: list[str], **modu
     for name, text in modules.items():
         (folder / f"{name}.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{ROOT / 'src'}")
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # what is printed comes when it is
     monkeypatch.setattr(probe, "STAGES", {stage: probe.STAGES[stage] for stage in stages})
     return dict(probe.ask(60.0))
 
