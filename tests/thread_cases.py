@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from meseta.measure.threads import threads
 from meseta.ops.dot_interaction import dot_interaction
 from meseta.ops.mlp import mlp
 from meseta.ops.product import batched_product
 from meseta.ops.sums import column_sums, repeat, softmax, total
 from sampling import case_id, product
-from threads import threads
 
 THREADS = (1, 2, 3, 4)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)

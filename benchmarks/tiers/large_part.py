@@ -21,7 +21,7 @@ import yaml
 from record import record
 
 from meseta.data.prepare import PrepareOptions, prepare
-from tiers.stores_part import memory_group
+from tiers.stores_part import can_limit_memory, memory_group
 
 WIDTH, ROW_BYTES, BATCH_SIZE = 64, 260, 2048
 NUM_SAMPLES = 400_000
@@ -143,11 +143,7 @@ def measure_large(options: LargeOptions) -> bool:
     if needed > min(free, options.disk_gb * 1e9):
         print(f"it takes {needed / 1e9:.0f} GB of disk; {free / 1e9:.0f} are free, and {options.disk_gb:g} may be used")
         return False
-    try:
-        with memory_group(options.limit_mb << 20):
-            pass
-    except OSError as error:
-        print(f"it is left out, since no memory control group can be made here: {error}")
+    if not can_limit_memory(options.limit_mb << 20):
         return True
     use = DiskUse(options.folder)
     run = options.folder / "run"

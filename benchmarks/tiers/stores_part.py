@@ -50,6 +50,16 @@ def memory_group(limit_bytes: int) -> Iterator[Path]:
     raise OSError("there is no control group of memory")
 
 
+def can_limit_memory(limit_bytes: int) -> bool:
+    """Whether a memory control group can be made; says so where not."""
+    try:
+        with memory_group(limit_bytes):
+            return True
+    except OSError as error:
+        print(f"this part is left out, since no memory control group can be made here: {error}")
+        return False
+
+
 def measure_store(kind: str, width: int, options: StoreOptions) -> dict[str, float]:
     """Rows a second, by 'read' and 'read and write back'."""
     num_rows = int(options.gigabytes * 1e9 / width)
@@ -70,11 +80,7 @@ def measure_stores(options: StoreOptions) -> bool:
     """All widths; whether ours is three times the best."""
     options.folder.mkdir(parents=True, exist_ok=True)
     good = True
-    try:
-        with memory_group(options.limit_mb << 20):
-            pass
-    except OSError as error:
-        print(f"stores are left out, since no memory control group can be made here: {error}")
+    if not can_limit_memory(options.limit_mb << 20):
         return True
     for width in options.widths:
         print(f"{width} bytes, {options.gigabytes:g} GB, {options.limit_mb} MB of memory")

@@ -407,7 +407,6 @@ def wait_for_rows(
 ) -> tuple[list[int], list[tuple[int, NDArray[np.int64], NDArray[np.int64]]]]:
     """Cache and failure of the first that failed; caches, rows and slots of rows that were never written."""
 
-def rows_are_here(pinned: object) -> bool: ...
 def moved_rows(
     pinned: object, index: int
 ) -> tuple[

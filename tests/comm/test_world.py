@@ -12,8 +12,8 @@ import torch
 
 from meseta.comm import DenseGradients, World
 from meseta.comm.world import _keep_to_share
+from meseta.measure.threads import threads
 from meseta.spec import MesetaError
-from threads import threads
 
 PASSES = SimpleNamespace(local_share=1.0, is_part=False, kept_dense=[])
 

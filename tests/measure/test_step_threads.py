@@ -10,7 +10,7 @@ import torch
 from meseta.machine.waiting import WAITING
 from meseta.measure import step_threads, waiting
 from meseta.measure.step_threads import StepThreads
-from threads import threads
+from meseta.measure.threads import threads
 
 Steps = Callable[[int], list[int]]
 

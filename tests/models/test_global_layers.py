@@ -15,6 +15,7 @@ from meseta.config import ModelConfig
 from meseta.data.batch import Batch
 from meseta.embedding import EmbeddingBagCollection
 from meseta.jagged import KeyedJaggedTensor
+from meseta.measure.threads import threads
 from meseta.models import DLRM, MLP, MLPOptions, make_model, wanted_embedding_dim
 from meseta.models.global_layers import BatchNorm, dropout, keep_mask
 from meseta.ops.random_rows import random_bits, table_key
@@ -23,7 +24,6 @@ from meseta.pipeline.agreement import NonFiniteLoss
 from meseta.spec import FeatureSpec, MesetaError, TableSpec
 from meseta.train.evaluate import evaluation_mode
 from model_parts import OneRowEach
-from threads import threads
 
 
 def one_rank(size: int, step: int = 0) -> BatchSlice:

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from meseta.measure.threads import threads
 from meseta.ops.bucketize import bucketize, bucketize_features, reference
 from meseta.spec import MesetaError
-from threads import threads
 
 INTS = st.sampled_from([torch.int32, torch.int64])
 MASK = 2**64 - 1

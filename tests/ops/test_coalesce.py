@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from meseta.measure.threads import threads
 from meseta.ops.coalesce import BLOCK_SAMPLES, coalesce, reference
 from meseta.spec import MesetaError
-from threads import threads
 
 Problem = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 

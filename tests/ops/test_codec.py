@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 import codec_cases
 from codec_cases import NAMES, Case, check_decode, check_encode, decode_case, make_case, same_as_reference
+from meseta.measure.threads import threads
 from meseta.ops.codec import HalfRange, Rounding, decode_columns, encode_columns, reference, rounding_key
 from meseta.ops.codec.layout import layout_numbers
 from meseta.ops.core import MODULES, instruction_set
 from meseta.spec import MesetaError
 from meseta.spec.codecs import CODECS
-from threads import threads
 
 BLOCKS = ["fp8", "int8"]
 pieces_of = st.lists(st.integers(0, 40), max_size=4).map(tuple)

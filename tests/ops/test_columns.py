@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meseta.measure.threads import threads
 from meseta.ops.columns import Move, join_moves, place_columns
 from meseta.spec import MesetaError
-from threads import threads
 
 
 @st.composite

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meseta.measure.threads import threads
 from meseta.ops.directory import ABSENT, Directory
 from meseta.ops.directory.reference import ReferenceDirectory
 from meseta.spec import MesetaError
-from threads import threads
 
 KEYS = st.one_of(st.integers(-8, 8), st.integers(-(2**63), 2**63 - 1))
 BATCHES = st.lists(st.tuples(st.sampled_from(["find", "insert", "remove"]), st.lists(KEYS, max_size=40)), max_size=12)

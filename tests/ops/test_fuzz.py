@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fuzz_calls import CALLS, Call, spoil, spoil_code
+from meseta.measure.threads import threads
 from meseta.ops.bucketize import reference as bucketize
 from meseta.ops.coalesce import reference as coalesce
 from meseta.ops.codec import reference as codec
@@ -37,7 +38,6 @@ from meseta.ops.tables import KINDS
 from meseta.ops.unique import reference as unique
 from meseta.ops.weight_gradient import _reference as weight_gradient
 from meseta.spec import MesetaError
-from threads import threads
 
 
 def row_apply(*arguments: Any) -> None:

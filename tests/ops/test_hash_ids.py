@@ -9,9 +9,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meseta.measure.threads import threads
 from meseta.ops.hash_ids import HashMethod, hash_ids, reference
 from meseta.spec import MesetaError
-from threads import threads
 
 # First words of SplitMix64 seeded with 1234567 (the test vector that goes around with Vigna's splitmix64.c).
 VIGNA = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]

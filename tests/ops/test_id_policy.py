@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meseta.jagged import KeyedJaggedTensor
+from meseta.measure.threads import threads
 from meseta.ops.id_policy import POLICIES, apply_id_policy, reference
 from meseta.spec import IdPolicy, MesetaError
-from threads import threads
 
 IDS = st.integers(-3, 12) | st.sampled_from([2**31 - 1, -(2**31)])
 WIDE_IDS = IDS | st.sampled_from([2**63 - 1, -(2**63), 2**40, -(2**40)])

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meseta.jagged import KeyedJaggedTensor
+from meseta.measure.threads import threads
 from meseta.ops.jagged import lengths_to_offsets, permute, permute_pieces, reference, split
 from meseta.spec import MesetaError
-from threads import threads
 
 Bags = dict[str, list[list[int]]]
 

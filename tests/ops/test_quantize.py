@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from meseta.measure.threads import threads
 from meseta.ops.quantize import RowFormat, dequantize_rows, quantize_rows, reference, row_bytes
 from meseta.spec import MesetaError
-from threads import threads
 
 FORMATS: list[RowFormat] = ["int8", "int4", "fp8_e4m3", "fp8_e5m2", "fp16", "bf16"]
 FP8 = {"fp8_e4m3": (torch.float8_e4m3fn, 448.0, 3, -6), "fp8_e5m2": (torch.float8_e5m2, 57344.0, 2, -14)}

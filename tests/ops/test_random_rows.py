@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meseta.measure.threads import threads
 from meseta.ops.random_rows import CHUNK_CELLS, initial_rows, initial_rows_of, random_bits, reference, table_key
 from meseta.spec import InitSpec, MesetaError, TableSpec
-from threads import threads
 
 # Counter, key and result of Philox4x32-10 in the known-answer file of Random123 (Salmon et al., SC 2011).
 KNOWN_ANSWERS = [

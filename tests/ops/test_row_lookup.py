@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meseta.measure.threads import threads
 from meseta.ops.row_lookup import reference, row_lookup
 from meseta.spec import MesetaError
-from threads import threads
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meseta.measure.threads import threads
 from meseta.ops.unique import reference, unique
 from meseta.spec import MesetaError
-from threads import threads
 
 WIDE = st.integers(-(2**63), 2**63 - 1) | st.sampled_from([2**63 - 1, -(2**63), 0])
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from meseta.measure.threads import threads
 from meseta.ops.weight_gradient import reference, weight_gradient
 from meseta.spec import MesetaError
-from threads import threads
 
 
 def problem(seed: int, num_samples: int, dims: list[int], dtype: torch.dtype, id_type: torch.dtype) -> tuple[Any, ...]:

@@ -226,11 +226,11 @@ def test_an_evaluation_pushes_nothing_out(tmp_path: Path) -> None:
     train(tiered, 6)
     [big, _] = tiered.shards
     assert isinstance(big, TieredShard)
-    before = big.near_rows()
+    before = big.cache.near_rows()
     with torch.no_grad():
         for number in range(20):
             loss_of(tiered, batch(900 + number, size=50))
-    assert torch.equal(before, big.near_rows())
+    assert torch.equal(before, big.cache.near_rows())
 
 
 @pytest.mark.parametrize("tier", ["cached", "disk"])

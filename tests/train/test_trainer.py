@@ -20,6 +20,7 @@ from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.reader import Batches, Reader
 from meseta.measure import step_threads, waiting
+from meseta.measure.threads import threads
 from meseta.pipeline import Pipeline, Step
 from meseta.spec import MesetaError
 from meseta.train.metrics import auc, logloss
@@ -38,7 +39,6 @@ from small_run import (
     train,
     without_times,
 )
-from threads import threads
 
 MODELS = {
     "dlrm": {},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from torch import Tensor
@@ -39,9 +39,9 @@ class RowsUnderWay(Arrival):
             shard.move_out(self._pinned, index, self)
 
     def wait(self) -> None:
-        earlier, self._after = self._after, ()
-        for other in earlier:  # may bring rows that this batch needs too
+        for other in self._after:  # may bring rows that this batch needs too
             other.wait()
+        self._after = ()
         if not self._is_here:
             self._is_here = True
             self._take_in()
@@ -105,6 +105,6 @@ class Lease:
         for shard in lent:
             shard.end()
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # at the very end modules are gone, and this one with them
             self.end()

@@ -68,14 +68,14 @@ class _FarShard(TableStorage):
             return {ROW: weight, **self.optimizer.init(weight)}
         values = self._layout.unpack(records)
         if absent.numel():
-            weight = initial_rows_of(self.spec, absent + (start + first), columns=columns, seed=self.seed)
-            self._begin_rows(values, absent, weight)
+            for name, value in self._new(absent + first).items():
+                values[name][absent] = value
         return values
 
-    def _begin_rows(self, values: dict[str, Tensor], places: Tensor, weight: Tensor) -> None:
-        """Put new rows, with their states, at some places."""
-        for name, value in {ROW: weight, **self.optimizer.init(weight)}.items():
-            values[name][places] = value
+    def _new(self, rows: Tensor) -> dict[str, Tensor]:
+        """Some rows with their states, as they begin."""
+        weight = initial_rows_of(self.spec, rows + self.shard.rows[0], columns=self.shard.columns, seed=self.seed)
+        return {ROW: weight, **self.optimizer.init(weight)}
 
 
 class TieredShard(_FarShard):
@@ -137,10 +137,6 @@ class TieredShard(_FarShard):
     def device(self) -> torch.device:
         return self._rows.weight.device
 
-    def near_rows(self) -> Int[Tensor, " n"]:
-        """Those that lie near, ascending."""
-        return self.cache.near_rows()
-
     def begin(self) -> TableRows:
         return self._rows
 
@@ -186,8 +182,7 @@ class TieredShard(_FarShard):
     def make(self, rows: Int[Tensor, " n"], slots: Int[Tensor, " n"]) -> None:
         """Begin rows that were never written, in their slots."""
         if rows.numel():
-            weight = initial_rows_of(self.spec, rows + self.shard.rows[0], columns=self.shard.columns, seed=self.seed)
-            self._put(slots, {ROW: weight, **self.optimizer.init(weight)})
+            self._put(slots, self._new(rows))
 
     def no_room(self, refused: NoRoom) -> NearRowsTaken:
         """What to say of a batch that looks up too many rows."""

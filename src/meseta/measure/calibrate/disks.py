@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import numpy as np
 import torch
 
 from meseta.errors import MesetaError
+from meseta.measure.threads import threads
 from meseta.ops.row_file import DiskEngine, RowFile
 from meseta.spec import OptimizerSpec, Shard, TableSpec
 from meseta.spec.cost_model import TierCost
@@ -49,7 +48,7 @@ def measure_disk(
             f"calibrate: the disk of {str(folder)!r} has too little room to measure; name a folder with "
             f"{8 * ROWS_AT_ONCE * RECORD_BYTES:,} bytes free"
         )
-    with _threads(num_threads):
+    with threads(num_threads):
         rows = RowFile(engine, "calibration", num_rows=num_rows, record_bytes=RECORD_BYTES)
         try:
             write_bytes_per_s = _write_all(rows)
@@ -69,16 +68,6 @@ def measure_disk(
         measured=True,
         source=source,
     )
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _write_all(rows: RowFile) -> float:

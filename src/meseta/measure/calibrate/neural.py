@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from datetime import date
 
 import numpy as np
-import torch
 
 from meseta.measure.calibrate.collectives import CollectiveTimer
 from meseta.measure.calibrate.fit import Floats
 from meseta.measure.calibrate.networks import MEMBERS, Examples, to_arrays, train_members
 from meseta.measure.calibrate.run import HELD_OUT, Calibration, Error, Measured, error_of, loads_of
 from meseta.measure.contest.team import Member, Team
+from meseta.measure.threads import threads
 from meseta.planner.cost.exchange import Collective
 from meseta.planner.cost.neural import collective_inputs, collective_ratio, piece_inputs, rank_inputs, rank_seconds
 from meseta.planner.cost.operators import operator_seconds
@@ -89,9 +89,7 @@ def learn(
     Returns the cost model with its networks, and by 'lookup', 'update' and 'collectives, R devices' how it does on
     each eighth measurement, which neither constants nor networks have seen; `rounds` repeats those of operators.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the products are small, and sums over threads would depend on their number
-    try:
+    with threads(1):  # the products are small, and sums over threads would depend on their number
         networks = {}
         for number, name in enumerate(("lookup", "update")):
             examples = examples_of(measured, cost_model, number)
@@ -100,8 +98,6 @@ def learn(
         for num_ranks in sorted({len(own.collective.sent_inside) for own in exchanged}):
             own = [one for one in exchanged if len(one.collective.sent_inside) == num_ranks]
             collectives[num_ranks] = _learn(_of_collectives(own, cost_model), f"{num_ranks} devices", log)
-    finally:
-        torch.set_num_threads(threads)
     found = replace(cost_model, neural=NeuralCost(**networks, collectives=collectives, source=source))
     return found, compare(rounds, exchanged, found)
 

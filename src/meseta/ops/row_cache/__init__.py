@@ -21,7 +21,7 @@ EMPTY = -1
 """Row of a slot that has none, and slot of a row that does not lie near."""
 
 
-class Absent(NamedTuple):
+class AbsentRows(NamedTuple):
     """Rows that were never written: who has pinned them makes them."""
 
     cache: int
@@ -156,18 +156,13 @@ class PinnedRows:
         self.places = places
         """The slot of each id, in the order in which `pin_rows` was given them."""
 
-    @property
-    def is_here(self) -> bool:
-        """Whether `wait` takes no time."""
-        return bool(core().rows_are_here(self._pinned))
-
-    def wait(self) -> list[Absent]:
+    def wait(self) -> list[AbsentRows]:
         """Until rows are in their slots, but for those that were never written. Raises FarFailure where they cannot be
         had; they are near no longer then. To be called once."""
         failed, absent = core().wait_for_rows(self._pinned, torch.get_num_threads())
         if failed:
             raise FarFailure(failed[0], failed[1:])
-        return [Absent(index, torch.from_numpy(rows), torch.from_numpy(slots)) for index, rows, slots in absent]
+        return [AbsentRows(index, torch.from_numpy(rows), torch.from_numpy(slots)) for index, rows, slots in absent]
 
     def moved(self, index: int) -> MovedRows:
         """Of one cache, which moves no values."""

@@ -202,12 +202,6 @@ std::tuple<Answer, std::vector<std::tuple<int64_t, Numbers, Numbers>>> wait_for_
   return {std::move(failed), std::move(absent)};
 }
 
-bool rows_are_here(nb::capsule pinned) {
-  for (const Pinned& one : held<Batch>(pinned, kPinned)->pinned)
-    if (one.reading != nullptr && !one.reading->ticket.done()) return false;
-  return true;
-}
-
 const Pinned& of_batch(const Batch& batch, int64_t index) {
   if (index < 0 || index >= int64_t(batch.pinned.size())) refuse("there is no cache ", index);
   return batch.pinned[size_t(index)];
@@ -291,7 +285,6 @@ void bind_row_cache(nb::module_& m) {
   m.def("pin_rows", &pin_rows, nb::arg("caches"), nb::arg("rows"), nb::arg("bounds"), nb::arg("of"), nb::arg("places"),
         nb::arg("to_read"), nb::arg("num_threads"));
   m.def("wait_for_rows", &wait_for_rows, nb::arg("pinned"), nb::arg("num_threads"));
-  m.def("rows_are_here", &rows_are_here, nb::arg("pinned"));
   m.def("moved_rows", &moved_rows, nb::arg("pinned"), nb::arg("index"));
   m.def("num_pinned_rows", &num_pinned_rows, nb::arg("pinned"), nb::arg("index"));
   m.def("unpin_rows", &unpin_rows, nb::arg("pinned"));
