@@ -136,6 +136,26 @@ def test_a_file_takes_one_and_a_half_of_its_rows(engine: DiskEngine, record_byte
     file.close()
 
 
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_row_that_is_written_while_cleaning_moves_it_is_the_written_one(tmp_path: Path, kind: str) -> None:
+    num_rows, width, num_rounds = 10, 5000, 700
+    engine = DiskEngine(tmp_path, kind, depth=1)  # cleaning waits for room, with a row in its hand
+    file = RowFile(engine, "t", num_rows=num_rows, record_bytes=width, segment_bytes=SMALL)
+    random = np.random.default_rng(1)
+    there, here = (torch.zeros(num_rows, width, dtype=torch.uint8) for _ in range(2))
+    file.write(torch.arange(num_rows), there)
+    for seed in range(num_rounds):
+        rows = torch.from_numpy(random.integers(0, num_rows, random.integers(1, 300)))
+        records = records_of(len(rows), width, seed)
+        file.write(rows, records)
+        for row, record in zip(rows.tolist(), records, strict=True):
+            there[row] = record
+        file.read(torch.arange(num_rows), here).wait()
+        assert torch.equal(here, there)
+    assert file.counters.rows_cleaned > num_rounds
+    file.close()
+
+
 def test_parts_of_rows_that_were_written_at_random_are_read_in_few_large_requests(engine: DiskEngine) -> None:
     num_rows, width = 40_000, 260
     file = RowFile(engine, "t", num_rows=num_rows, record_bytes=width, segment_bytes=16 * SMALL, part_bytes=1 << 21)

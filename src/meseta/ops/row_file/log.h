@@ -297,10 +297,14 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
     }
   }
 
-  Failure append(std::unique_lock<std::mutex>& lock, int64_t row, const uint8_t* record, Stream stream) {
+  // Puts a row behind the others of its stream. A row that is moved has to lie in `from` still: while the lock was let go
+  // of for room, a newer one may have been pushed out.
+  Failure append(std::unique_lock<std::mutex>& lock, int64_t row, const uint8_t* record, Stream stream,
+                 uint32_t from = kAbsent) {
     const auto place = size_t(row / part_rows_ * kStreams + stream);
     if (filling_[place] == nullptr)
       if (const Failure failure = start(lock, place)) return failure;
+    if (stream == kMoved && index_[row] != from) return {};
     Segment& segment = *filling_[place];
     const uint32_t slot = segment.number * layout_.segment_entries + segment.filled;
     uint8_t* at = entry(segment, slot);
@@ -443,8 +447,9 @@ inline bool RowLog::clean(uint8_t* buffer) {
     const uint8_t* at = buffer + layout_.place(i);
     const std::optional<uint32_t> row = row_of(*segment, at);
     if (!row.has_value() || *row >= num_rows_) continue;
-    if (index_[*row] != segment->number * layout_.segment_entries + i) continue;
-    cleaning_failure_ = append(lock, *row, at, kMoved);
+    const uint32_t slot = segment->number * layout_.segment_entries + i;
+    if (index_[*row] != slot) continue;
+    cleaning_failure_ = append(lock, *row, at, kMoved, slot);
     stopped = bool(cleaning_failure_);
     counters.rows_cleaned += !stopped;
     if (i % kLockedRows == kLockedRows - 1) {
