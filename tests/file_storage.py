@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meseta.ops.random_rows import table_key
+from meseta.ops.row_marks import RowMarks
 from meseta.ops.row_program.optimizer import RowOptimizer
 from meseta.ops.row_update import TableRows
 from meseta.optim import make_row_optimizer
@@ -46,6 +47,7 @@ class FileStorage(TableStorage):
             self._files[name] = np.memmap(path, array.dtype, "w+", shape=array.shape)
         self._put(0, {name: as_stored(value).numpy() for name, value in first.values.items()})
         self._lent: TableRows | None = None
+        self.marks = RowMarks(shard.num_rows, device)
         self.num_lent = 0
         self.num_copies = 0
 
@@ -68,6 +70,7 @@ class FileStorage(TableStorage):
                 key=table_key(self.seed, f"{self.spec.name}/rounding"),
                 first_row=self.shard.rows[0],
                 first_column=self.shard.columns[0],
+                marks=self.marks.words,
             )
         return self._lent
 
@@ -87,6 +90,7 @@ class FileStorage(TableStorage):
 
     def write(self, first: int, values: Mapping[str, NDArray[Any]]) -> None:
         assert self._lent is None
+        self.marks.add_range(first, first + len(next(iter(values.values()))))
         self._put(first, values)
 
     def freeze(self, reuse: TableStorage | None = None) -> TableStorage:

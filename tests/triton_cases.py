@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meseta.ops.pooled_lookup import reference as lookup_reference
 from meseta.ops.row_lookup import reference as rows_reference
+from meseta.ops.row_marks import Consumer, RowMarks
 from meseta.ops.row_program.optimizer import Hyper, RowOptimizer
 from meseta.ops.row_program.program import trace
 from meseta.ops.row_update import reference as update_reference
@@ -179,6 +180,7 @@ def copied(call: UpdateCall, device: str = "cpu", dtype: torch.dtype | None = No
         states=copy(call.states),
         gradients=copy(call.gradients),
         row_ids=None if call.row_ids is None else [ids.to(device) for ids in call.row_ids],
+        marks=None if call.marks is None else [marks.to(device) for marks in call.marks],
         ids=call.ids.to(device),
         offsets=call.offsets.to(device),
         weights=None if call.weights is None else call.weights.to(device),
@@ -244,6 +246,22 @@ def check_slots(call: UpdateCall, run: Callable[[UpdateCall], Sequence[Tensor]])
             rest = torch.ones(len(mine), dtype=torch.bool)
             rest[of_row] = False
             assert bool((mine[rest] == -3.0).all())
+
+
+def check_marks(call: UpdateCall, device: str, run: Callable[[UpdateCall], None]) -> None:
+    """`run` marks the distinct rows that bags name, wherever rows lie, and none where it must not step."""
+    ids: list[list[Tensor]] = [[] for _ in call.tables]
+    for feature in read_features(call.features):
+        begin, end = (call.offsets[(feature.position + k) * call.num_bags].item() for k in range(2))
+        ids[feature.table].append(call.ids[begin:end])
+    for one in (call, in_slots(call)[0]):
+        for found_inf in (None, 0.0, 1.0):
+            marks = [RowMarks(len(table), device) for table in call.tables]
+            moved = copied(replace(one, marks=[mark.words for mark in marks]), device)
+            run(replace(moved, found_inf=None if found_inf is None else torch.tensor(found_inf, device=device)))
+            for mark, of_table in zip(marks, ids, strict=True):
+                rows = np.unique(torch.cat(of_table).numpy()) if not found_inf else np.empty(0, np.int64)
+                assert all(np.array_equal(mark.rows(consumer).numpy(), rows) for consumer in Consumer)
 
 
 def check_update(call: UpdateCall, device: str) -> None:

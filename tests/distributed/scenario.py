@@ -15,6 +15,7 @@ from meseta.comm.coding import DENSE_EXPONENT
 from meseta.data.batch import Batch
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
 from meseta.jagged import JaggedTensor, KeyedJaggedTensor
+from meseta.ops.row_marks import Consumer
 from meseta.spec import Communication, FeatureSpec, OptimizerSpec, Plan, Shard, TableSpec
 from meseta.spec.tiers import StorageOptions
 from meseta.storage import ROW
@@ -196,6 +197,7 @@ def train(scenario: Scenario, given_gradients: bool = False) -> dict[str, Any]:
         "losses": losses,
         "outputs": outputs,
         "shards": held(collection),
+        "changed": [(piece.shard, piece.changed_rows(Consumer.CHECKPOINTS)) for piece in collection.shards],
         "dense": [p.detach() for p in layer.parameters()],
     }
 

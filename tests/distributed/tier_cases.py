@@ -21,6 +21,7 @@ from meseta.data.batch import Batch
 from meseta.embedding import EmbeddingBagCollection, shard
 from meseta.jagged import KeyedJaggedTensor
 from meseta.ops.row_file.engine import IO_URING, THREADS
+from meseta.ops.row_marks import Consumer
 from meseta.ops.row_program.optimizer import Hyper
 from meseta.optim import RowOptimizer, element_state
 from meseta.pipeline import Pipeline
@@ -221,6 +222,10 @@ def _train(cell: dict[str, Any], folder: Path, is_resident: bool) -> Outcome:
     pipeline = Pipeline(model, optimizer, world, accumulate_steps=cell["parts"], overlap=overlap)
     steps = [(step.loss, step.logits) for step in pipeline.steps(slices(cell, world))]
     shards = model.embeddings.shards
+    for piece in shards:
+        asked = sorted(frozenset[int]().union(*_rows_asked(piece.spec.name)) if cell["optimizer"] != "frozen" else ())
+        changed = [row - piece.shard.rows[0] for row in asked if piece.shard.rows[0] <= row < piece.shard.rows[1]]
+        assert piece.changed_rows(Consumer.CHECKPOINTS).tolist() == changed
     dense = {name: value.detach() for name, value in model.state_dict().items()}
     path = checkpoint.save(
         folder / ("resident" if is_resident else "tiered"),

@@ -22,6 +22,7 @@ from triton_cases import (
     TYPES,
     check_found_inf,
     check_lookup,
+    check_marks,
     check_row_lookup,
     check_update,
     check_weight_gradient,
@@ -90,9 +91,12 @@ def test_lookups(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("optimizer", SPECS)
 def test_optimizers_and_types_of_rows(optimizer: str, dtype: torch.dtype) -> None:
+    from meseta.ops.row_update import triton
+
     case = update_case(make_row_optimizer(SPECS[optimizer]), 5, dtype=dtype)
     check_update(case, "cuda")
     check_found_inf(case, "cuda")
+    check_marks(case, "cuda", triton.row_update)
 
 
 @pytest.mark.parametrize("case", sample(UPDATES, 40, seed=1))

@@ -15,6 +15,7 @@ from torch import Tensor
 from meseta.jagged.shapes import Float
 from meseta.ops.memory import empty
 from meseta.ops.random_rows import initial_rows, table_key
+from meseta.ops.row_marks import RowMarks
 from meseta.ops.row_program.optimizer import RowOptimizer
 from meseta.ops.row_update import TableRows
 from meseta.spec import MesetaError, Shard, TableSpec
@@ -54,6 +55,12 @@ class TableShard(TableStorage):
         return TableShard(spec=spec, shard=shard, weight=weight, state=state, optimizer=optimizer, seed=seed)
 
     @cached_property
+    def marks(self) -> RowMarks:  # type: ignore[override]
+        """Beside the rows."""
+        with torch.inference_mode(False):
+            return RowMarks(self.shard.num_rows, self.device)
+
+    @cached_property
     def rows(self) -> TableRows:
         """The shard as the fused update takes it."""
         return TableRows(
@@ -62,6 +69,7 @@ class TableShard(TableStorage):
             key=table_key(self.seed, f"{self.spec.name}/rounding"),
             first_row=self.shard.rows[0],
             first_column=self.shard.columns[0],
+            marks=self.marks.words,
         )
 
     @property
@@ -85,6 +93,7 @@ class TableShard(TableStorage):
         return {name: value.detach()[first:stop] for name, value in self.values.items()}
 
     def write(self, first: int, values: Mapping[str, NDArray[Any]]) -> None:
+        self.marks.add_range(first, first + max(map(len, values.values()), default=0))
         for name, source in values.items():
             target = as_stored(self.values[name].detach())[first : first + len(source)]
             if target.device.type == "cpu":  # `source` may be read-only, which torch does not take

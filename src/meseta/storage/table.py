@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meseta.jagged.shapes import Int
+from meseta.ops.row_marks import Consumer, RowMarks
 from meseta.ops.row_program.optimizer import RowOptimizer
 from meseta.ops.row_update import TableRows
 from meseta.spec import Shard, TableSpec
@@ -37,6 +38,17 @@ class TableStorage(ABC):
     """What updates the rows."""
     seed: int
     """Key, with the table's name, of the random bits that round 16-bit rows."""
+    marks: RowMarks
+    """Which rows were changed, by a step or by `write`, since each consumer asked."""
+
+    def changed_rows(self, consumer: Consumer) -> Int[Tensor, " n"]:
+        """Rows that were changed since this consumer asked, ascending; they are marked for it no longer.
+
+        To be called while no operator steps rows. Where it fails, `marks.add(rows, consumer)` gives them back.
+        """
+        rows = self.marks.rows(consumer)
+        self.marks.clear(consumer)
+        return rows
 
     @property
     @abstractmethod

@@ -16,6 +16,7 @@ from meseta.ops.memory import empty
 from meseta.ops.random_rows import initial_rows, initial_rows_of, table_key
 from meseta.ops.row_cache import FarFailure, NoRoom, PinnedRows, RowCache
 from meseta.ops.row_file import FrozenRows
+from meseta.ops.row_marks import RowMarks
 from meseta.ops.row_program.optimizer import RowOptimizer
 from meseta.ops.row_update import TableRows
 from meseta.spec import MesetaError, Shard, TableSpec
@@ -123,6 +124,8 @@ class TieredShard(_FarShard):
         """Who brings rows."""
         self.wait_s = 0.0
         """Seconds that batches have waited for rows."""
+        with torch.inference_mode(False):
+            self.marks = RowMarks(shard.num_rows, device)
         state = dict(self._near)
         self._rows = TableRows(
             weight=state.pop(ROW),
@@ -131,6 +134,7 @@ class TieredShard(_FarShard):
             first_row=shard.rows[0],
             first_column=shard.columns[0],
             row_ids=self.cache.rows.to(device),  # the same tensor on a CPU
+            marks=self.marks.words,
         )
 
     @property
@@ -241,6 +245,7 @@ class TieredShard(_FarShard):
     def write(self, first: int, values: Mapping[str, NDArray[Any]]) -> None:
         self._settle()
         num_rows = len(next(iter(values.values())))
+        self.marks.add_range(first, first + num_rows)
         for start in range(0, num_rows, MOVED_ROWS):
             stop = min(start + MOVED_ROWS, num_rows)
             part = {name: from_stored(source[start:stop], self._like[name].dtype) for name, source in values.items()}

@@ -47,7 +47,8 @@ def row_update(
     to right. So neither threads nor the way a table is cut change a bit. Gradients are float32, [B, columns] or [ids of
     the feature, columns], with contiguous columns. Rows of 16 bits are rounded stochastically by Philox4x32-10 with the
     counter (low and high word of the row, column // 8, step); each of eight columns has sixteen bits of the result.
-    The row is that of the whole table, wherever it lies: see TableRows.row_ids.
+    The row is that of the whole table, wherever it lies: see TableRows.row_ids. Stepped rows are marked, where
+    TableRows.marks are kept.
 
     Where `found_inf`, float32 beside the rows, is not 0, nothing is written: a device reads it when it comes to that,
     and the host need not know it.
@@ -74,6 +75,7 @@ def row_update(
         step,
         found_inf,
         group.row_ids,
+        group.marks,
     )
     if takes_shortcut(bags.ids):
         _step(UpdateCall(*call), group.core_fields)
@@ -84,7 +86,7 @@ def row_update(
 def _cpu(*arguments: Any) -> None:
     call = UpdateCall(*arguments)
     _check_counts(call)
-    _step(call, core_fields(call.tables, call.states, call.state_is_row, call.origins, call.row_ids))
+    _step(call, core_fields(call.tables, call.states, call.state_is_row, call.origins, call.row_ids, call.marks))
 
 
 def _step(call: UpdateCall, fields: CoreFields) -> None:
@@ -144,6 +146,7 @@ def _check_counts(call: UpdateCall) -> None:
     _check(len(call.states) == num_states, f"{len(call.states)} states were given, and {num_states} are needed")
     _check(len(call.origins) == 3 * num_tables, f"{len(call.origins)} origins for {num_tables} tables; give 3 for each")
     _check(call.row_ids is None or len(call.row_ids) == num_tables, "there must be row ids for each table, or for none")
+    _check(call.marks is None or len(call.marks) == num_tables, "there must be marks for each table, or for none")
     _check(len(call.features) % FEATURE_FIELDS == 0, f"{len(call.features)} numbers of features; give 6 for each")
     _check(call.num_bags >= 0, f"the number of samples is {call.num_bags}")
 
@@ -161,7 +164,7 @@ def _fake(*_: Any) -> None:
 _operator = register(
     "row_update(Tensor(a!)[] tables, Tensor(b!)[] states, Tensor code, Tensor uniforms, bool[] state_is_row, "
     "int[] origins, int[] features, Tensor ids, Tensor offsets, int num_bags, Tensor[] gradients, Tensor? weights, "
-    "int step, Tensor? found_inf=None, Tensor[]? row_ids=None) -> ()",
+    "int step, Tensor? found_inf=None, Tensor[]? row_ids=None, Tensor(c!)[]? marks=None) -> ()",
     cpu=_cpu,
     cuda=_gpu,
     fake=_fake,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from meseta.jagged.shapes import Float, Int
+from meseta.ops.row_marks import ROWS_PER_WORD, num_words
 from meseta.ops.row_program.optimizer import Hyper, RowOptimizer, RowState
 from meseta.ops.row_program.program import Program, trace
 from meseta.spec import MesetaError
@@ -33,6 +34,8 @@ class TableRows:
     row_ids: Int[Tensor, " rows"] | None = None
     """int64, contiguous and beside the rows: which row, counted from `first_row`, each row of `weight` is now; random
     bits go by it. None: each is at its own place."""
+    marks: Int[Tensor, " words"] | None = None
+    """int32 beside the rows: where each stepped row is marked, counted from `first_row`; see meseta.ops.row_marks."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,13 @@ class UpdateGroup:
         return [t.weight.new_empty(0, dtype=torch.int64) if t.row_ids is None else t.row_ids for t in self.tables]
 
     @cached_property
+    def marks(self) -> list[Tensor] | None:
+        """Of each table; empty where none are kept, None where no table has any."""
+        if all(table.marks is None for table in self.tables):
+            return None
+        return [t.weight.new_empty(0, dtype=torch.int32) if t.marks is None else t.marks for t in self.tables]
+
+    @cached_property
     def feature_fields(self) -> list[int]:
         """For each feature: the fields of FeatureGradient."""
         return [n for f in self.features for n in (f.position, f.table, f.gradient, f.column, f.per_id, f.weighted)]
@@ -124,7 +134,7 @@ class UpdateGroup:
     @cached_property
     def core_fields(self) -> CoreFields:
         """What the core is told of the tables and states."""
-        return core_fields(self.weights, self.states, self.state_is_row, self.origins, self.row_ids)
+        return core_fields(self.weights, self.states, self.state_is_row, self.origins, self.row_ids, self.marks)
 
     def uniforms(self, lr: float, step: int) -> Tensor:
         """The uniforms of each table in this step, float64 [tables, uniforms]."""
@@ -158,11 +168,13 @@ class UpdateCall:
     """float32, one number beside the rows: where it is not 0, nothing is written."""
     row_ids: list[Tensor] | None = None
     """As those of UpdateGroup."""
+    marks: list[Tensor] | None = None
+    """Likewise."""
 
-    def logical(self, table: int, rows: Tensor) -> Tensor:
-        """Which rows of a whole table these are."""
+    def rows_of(self, table: int, places: Tensor) -> Tensor:
+        """Which rows of a shard lie there."""
         row_ids = None if self.row_ids is None or not self.row_ids[table].numel() else self.row_ids[table]
-        return (rows if row_ids is None else row_ids[rows]) + self.origins[3 * table]
+        return places if row_ids is None else row_ids[places]
 
 
 def read_features(numbers: Sequence[int]) -> list[FeatureGradient]:
@@ -172,8 +184,8 @@ def read_features(numbers: Sequence[int]) -> list[FeatureGradient]:
 
 
 CoreFields = tuple[list[int], list[int]]
-"""For each table: address, rows, columns, first row, first column, key, address of its row ids or 0; and the address of
-each state."""
+"""For each table: address, rows, columns, first row, first column, key, address of its row ids or 0, address of its
+marks or 0 and their words; and the address of each state."""
 
 
 def core_fields(
@@ -182,6 +194,7 @@ def core_fields(
     state_is_row: Sequence[bool],
     origins: Sequence[int],
     row_ids: Sequence[Tensor] | None,
+    marks: Sequence[Tensor] | None,
 ) -> CoreFields:
     """What the core is told of tables and states; raises MesetaError for one of another type or shape."""
     dtype = tables[0].dtype
@@ -197,6 +210,7 @@ def core_fields(
         check_origin("row_update", origin)
         fields += [table.data_ptr(), table.size(0), table.size(1), origin[0], origin[1], origin[2] % (1 << 64)]
         fields.append(0 if row_ids is None else row_ids_address(table, row_ids[t]))
+        fields += marks_at(table, None if marks is None else marks[t], row_ids is not None and row_ids[t].numel() > 0)
         for is_row, state in zip(state_is_row, states[t * len(state_is_row) :], strict=False):
             wanted = table.shape[:1] if is_row else table.shape
             if state.dtype != exact or state.shape != wanted or not state.is_contiguous():
@@ -219,6 +233,21 @@ def row_ids_address(table: Tensor, row_ids: Tensor | None) -> int:
     if row_ids.device != table.device:
         raise MesetaError(f"row_update: row ids are on {row_ids.device}, and rows on {table.device}; put them there")
     return row_ids.data_ptr()
+
+
+def marks_at(table: Tensor, marks: Tensor | None, has_row_ids: bool) -> tuple[int, int]:
+    """Address and words, 0 where there are none; raises MesetaError for marks that do not fit the table."""
+    if marks is None or not marks.numel():
+        return 0, 0
+    least = 1 if has_row_ids else num_words(table.size(0))  # the core checks each row then
+    if marks.dtype != torch.int32 or marks.dim() != 1 or marks.numel() < least or not marks.is_contiguous():
+        raise MesetaError(
+            f"row_update: marks are {marks.dtype} {list(marks.shape)}; give contiguous int32 [{least}], a word for "
+            f"{ROWS_PER_WORD} rows"
+        )
+    if marks.device != table.device:
+        raise MesetaError(f"row_update: marks are on {marks.device}, and rows on {table.device}; put them there")
+    return marks.data_ptr(), marks.numel()
 
 
 FEATURE_FIELDS = 6
@@ -245,11 +274,13 @@ class ApplyCall:
     """As that of UpdateCall; `sums` are written all the same."""
     row_ids: Tensor | None = None
     """As that of TableRows."""
+    marks: Tensor | None = None
+    """Likewise."""
 
     @property
-    def logical(self) -> Tensor:
-        """Which rows of the whole table `rows` are."""
-        return (self.rows if self.row_ids is None else self.row_ids[self.rows]) + self.origin[0]
+    def shard_rows(self) -> Tensor:
+        """Which rows of the shard lie at `rows`."""
+        return self.rows if self.row_ids is None else self.row_ids[self.rows]
 
 
 def check_program(operator: str, code: Tensor, uniforms: Tensor, num_tables: int, step: int) -> None:

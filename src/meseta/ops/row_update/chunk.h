@@ -45,6 +45,10 @@ struct Target {
   std::vector<float*> state;      // [rows, dim] or [rows]
   const float* uniforms;
   const int64_t* row_ids;         // [rows]: which row each is, from first_row; null: each is at its own place
+  uint32_t* marks;                // of who asks for changed rows, see mark_rows; or null
+  int64_t num_marks;              // words
+
+  int64_t row(int64_t at) const { return row_ids == nullptr ? at : row_ids[at]; }
 };
 
 // out[k] = the sum of row k of `summands` [n, blocks, 16]: lanes as sum_lanes adds them, then blocks from left to right.
@@ -190,11 +194,8 @@ class Chunk {
   void draw(const int64_t* rows, int64_t n, uint32_t step) {
     random_.reserve(size_t(n * width_));
     int64_t ids[kMaxRows];
-    if (target_->row_ids != nullptr) {
-      for (int64_t k = 0; k < n; ++k) ids[k] = target_->row_ids[rows[k]];
-      rows = ids;
-    }
-    random_halves(target_->key, step, rows, n, target_->first_row, target_->first_column, width_, random_.data());
+    for (int64_t k = 0; k < n; ++k) ids[k] = target_->row(rows[k]);
+    random_halves(target_->key, step, ids, n, target_->first_row, target_->first_column, width_, random_.data());
   }
 
   const Target* target_ = nullptr;

@@ -85,7 +85,7 @@ void update_sorted(const Find& find, Executor<T>& executor, const uint64_t* entr
         gradients[size_t(k)] = sums + k * width;
       }
     }
-    executor.run(rows.data() + half, gradients.data(), count, step);
+    executor.run(rows.data() + half, gradients.data(), count, step, nullptr, 0, nullptr, 0, true);
     half = other;
     count = coming;
   }
@@ -134,7 +134,10 @@ std::vector<Task> cut(const std::vector<Table>& tables, int num_threads) {
     if (t.target.num_rows == 0) throw std::invalid_argument("ids were given for a table without rows");
     const int64_t rows = t.target.num_rows, pieces = std::clamp<int64_t>(int64_t(cost(t) / piece + 0.5), 1, rows);
     for (int64_t p = 0; p < pieces; ++p) {
-      const auto border = [&](int64_t q) { return rows / pieces * q + std::min(q, rows % pieces); };
+      // Rows of different tasks share no word of marks.
+      const auto border = [&](int64_t q) {
+        return q == pieces ? rows : (rows / pieces * q + std::min(q, rows % pieces)) / kMarkedRows * kMarkedRows;
+      };
       tasks.push_back({&t, border(p), border(p + 1), cost(t) / double(pieces)});
     }
   }
@@ -159,8 +162,9 @@ void run(const std::vector<Task>& tasks, const Batch& batch, const Program& prog
                  : run<T, int32_t>(tasks, batch, program, num_threads);
 }
 
-// The tables of a call: for each (weight, rows, columns, first row, first column, key, row ids or 0).
-constexpr size_t kTableFields = 7;
+// The tables of a call: for each (weight, rows, columns, first row, first column, key, row ids or 0, marks or 0, words
+// of them).
+constexpr size_t kTableFields = 9;
 std::vector<Table> read_tables(const std::vector<uint64_t>& fields, const std::vector<uint64_t>& states,
                                size_t num_states, const float* uniforms, size_t num_uniforms) {
   std::vector<Table> tables;
@@ -169,7 +173,9 @@ std::vector<Table> read_tables(const std::vector<uint64_t>& fields, const std::v
     Table table{};
     table.target = {reinterpret_cast<void*>(x[0]), int64_t(x[1]), int64_t(x[2]), int64_t(x[3]), int64_t(x[4]),
                     x[5],                          {},            uniforms + t * num_uniforms,
-                    reinterpret_cast<const int64_t*>(x[6])};
+                    reinterpret_cast<const int64_t*>(x[6]),
+                    reinterpret_cast<uint32_t*>(x[7]),
+                    int64_t(x[8])};
     if (table.target.dim < 1) throw std::invalid_argument("a table has no columns");
     for (size_t s = 0; s < num_states; ++s)
       table.target.state.push_back(reinterpret_cast<float*>(states.at(t * num_states + s)));

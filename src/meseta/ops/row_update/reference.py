@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meseta.ops.coalesce import BLOCK_SAMPLES, coalesce
 from meseta.ops.random_rows.reference import philox
+from meseta.ops.row_marks import words_of
 from meseta.ops.row_program.lowering import Code
 from meseta.ops.row_program.optimizer import block_sums, compute_dtype
 from meseta.ops.row_program.program import run_code
@@ -27,7 +28,11 @@ def row_update(call: UpdateCall) -> None:
         program = Code(instructions=call.code, num_element_registers=0, num_row_registers=0)
         done = run_code(program, call.uniforms[t].tolist(), table[rows].to(sums.dtype), sums, picked, [])
         _, first_column, key = call.origins[3 * t : 3 * t + 3]
-        stepped = round_rows(done.weight, table.dtype, call.logical(t, rows), first_column, key, call.step)
+        shard_rows = call.rows_of(t, rows)
+        first_row = call.origins[3 * t]
+        stepped = round_rows(done.weight, table.dtype, shard_rows + first_row, first_column, key, call.step)
+        if call.marks is not None and call.marks[t].numel():
+            _mark(call.found_inf, call.marks[t], shard_rows)
         _write(call.found_inf, table, rows, stepped)
         for state, value in zip(kept, done.state, strict=True):
             _write(call.found_inf, state, rows, value if state.dim() == 2 else value.squeeze(1))
@@ -43,8 +48,10 @@ def row_apply(call: ApplyCall) -> None:
     if call.sums is not None:
         call.sums.copy_(torch.stack([block_sums(summand) for summand in done.summands]))
         return
-    _, first_column, key = call.origin
-    stepped = round_rows(done.weight, call.table.dtype, call.logical, first_column, key, call.step)
+    first_row, first_column, key = call.origin
+    stepped = round_rows(done.weight, call.table.dtype, call.shard_rows + first_row, first_column, key, call.step)
+    if call.marks is not None:
+        _mark(call.found_inf, call.marks, call.shard_rows)
     _write(call.found_inf, call.table, rows, stepped)
     for state, value in zip(call.states, done.state, strict=True):
         _write(call.found_inf, state, rows, value if state.dim() == 2 else value.squeeze(1))
@@ -53,6 +60,12 @@ def row_apply(call: ApplyCall) -> None:
 def _write(found_inf: Tensor | None, target: Tensor, rows: Tensor, values: Tensor) -> None:
     """target[rows] = values, unless `found_inf` is not 0; the host does not ask."""
     target[rows] = values if found_inf is None else torch.where(found_inf == 0, values, target[rows])
+
+
+def _mark(found_inf: Tensor | None, marks: Tensor, rows: Tensor) -> None:
+    """Mark rows, each once, unless `found_inf` is not 0."""
+    marked = marks | words_of(rows, marks.numel())
+    marks.copy_(marked if found_inf is None else torch.where(found_inf == 0, marked, marks))
 
 
 def _sum_gradients(call: UpdateCall, table: Tensor, features: Sequence[FeatureGradient]) -> tuple[Tensor, Tensor]:

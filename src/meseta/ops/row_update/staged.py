@@ -15,7 +15,15 @@ from meseta.ops.row_program.lowering import Code
 from meseta.ops.row_program.optimizer import Hyper, RowOptimizer
 from meseta.ops.row_program.program import Program, trace
 from meseta.ops.row_update import reference
-from meseta.ops.row_update.call import ApplyCall, TableRows, check_origin, check_program, row_ids_address, signed
+from meseta.ops.row_update.call import (
+    ApplyCall,
+    TableRows,
+    check_origin,
+    check_program,
+    marks_at,
+    row_ids_address,
+    signed,
+)
 from meseta.ops.tables import KINDS
 from meseta.spec import COLUMN_BLOCK, MesetaError
 
@@ -82,6 +90,7 @@ def _apply(
         touched.hyper.step,
         found_inf,
         table.row_ids,
+        table.marks,
     )
 
 
@@ -101,9 +110,10 @@ def _cpu(*arguments: Any) -> None:
     rows, gradient = call.rows.contiguous(), call.gradient.to(torch.float32).contiguous()
     stats, uniforms = call.stats.to(torch.float32).contiguous(), call.uniforms.to(torch.float32).contiguous()
     (first_row, first_column, key), row_ids = call.origin, row_ids_address(call.table, call.row_ids)
+    marks = marks_at(call.table, call.marks, call.row_ids is not None)
     try:
         core().row_apply(
-            [call.table.data_ptr(), *call.table.shape, first_row, first_column, key % (1 << 64), row_ids],
+            [call.table.data_ptr(), *call.table.shape, first_row, first_column, key % (1 << 64), row_ids, *marks],
             [state.data_ptr() for state in call.states],
             KINDS[call.table.dtype],
             call.state_is_row,
@@ -161,7 +171,7 @@ def _fake(*_: Any) -> None:
 _operator = register(
     "row_apply(Tensor(a!) table, Tensor(b!)[] states, Tensor code, Tensor uniforms, bool[] state_is_row, "
     "int[] origin, Tensor rows, Tensor gradient, Tensor stats, Tensor(c!)? sums, int step, "
-    "Tensor? found_inf=None, Tensor? row_ids=None) -> ()",
+    "Tensor? found_inf=None, Tensor? row_ids=None, Tensor(d!)? marks=None) -> ()",
     cpu=_cpu,
     cuda=_fallback,
     fake=_fake,

@@ -20,7 +20,7 @@ from torch import Tensor
 from meseta.ops.coalesce import BLOCK_SAMPLES
 from meseta.ops.device_words import device_words
 from meseta.ops.row_update import reference
-from meseta.ops.row_update.call import FeatureGradient, UpdateCall, read_features, row_ids_address
+from meseta.ops.row_update.call import FeatureGradient, UpdateCall, marks_at, read_features, row_ids_address
 from meseta.ops.row_update.triton_kernels import (
     ITEMS,
     LONG_RUN,
@@ -163,7 +163,7 @@ def _plan_launch(
     tables: tuple[Described, ...],
     states: tuple[Described, ...],
     state_is_row: tuple[bool, ...],
-    origins: tuple[tuple[int, int, int, int], ...],
+    origins: tuple[tuple[int, ...], ...],
     feature_fields: tuple[int, ...],
     lines: tuple[tuple[int, ...], ...],
     num_bags: int,
@@ -201,13 +201,14 @@ def _plan_launch(
     )
 
 
-def _origins(call: UpdateCall) -> tuple[tuple[int, int, int, int], ...]:
-    """Of each table: first row, first column, key, and where its row ids lie, 0 where it has none."""
+def _origins(call: UpdateCall) -> tuple[tuple[int, ...], ...]:
+    """Of each table: first row, first column, key, and where its row ids and its marks lie, 0 where it has none."""
     found = []
     for t, table in enumerate(call.tables):
         first_row, first_column, key = call.origins[3 * t : 3 * t + 3]
         row_ids = None if call.row_ids is None else call.row_ids[t]
-        found.append((first_row, first_column, key, row_ids_address(table, row_ids)))
+        marks, _ = marks_at(table, None if call.marks is None else call.marks[t], row_ids is not None)
+        found.append((first_row, first_column, key, row_ids_address(table, row_ids), marks))
     return tuple(found)
 
 
@@ -215,7 +216,7 @@ def _lay_out(
     tables: Sequence[Described],
     states: Sequence[Described],
     state_is_row: Sequence[bool],
-    origins: Sequence[tuple[int, int, int, int]],
+    origins: Sequence[tuple[int, ...]],
 ) -> _Layout:
     dtype, num_states = tables[0].dtype, len(state_is_row)
     vector, next_key = (8 if dtype.itemsize == 2 else 4), 0
@@ -226,10 +227,11 @@ def _lay_out(
     bounds: dict[int, int] = {}
     for t in sorted(range(len(blocks)), key=lambda t: blocks[t]):
         bounds.setdefault(blocks[t], next_key)
-        first_row, first_column, key, row_ids = origins[t]
+        first_row, first_column, key, row_ids, marks = origins[t]
         addresses = [state.address for state in states[t * num_states : (t + 1) * num_states]]
         rows, columns = tables[t].shape
-        words[t] = (tables[t].address, columns, rows, next_key, key, first_row, first_column, row_ids, *addresses)
+        head = (tables[t].address, columns, rows, next_key, key, first_row, first_column, row_ids, marks)
+        words[t] = (*head, *addresses)
         next_key += rows
         vector = gcd(vector, columns, tables[t].address // dtype.itemsize)
         for address, is_row in zip(addresses, state_is_row, strict=True):

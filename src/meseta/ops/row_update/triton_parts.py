@@ -16,9 +16,9 @@ from meseta.ops.triton_shared import low_word, philox, sum_16
 PLAN_WORDS = tl.constexpr(8)
 """At the head of the plan: features, samples, rows of all tables, blocks of samples, where the tables stand in the
 plan and how many words each has, where the first keys of the groups stand, groups."""
-TABLE_WORDS = tl.constexpr(8)
+TABLE_WORDS = tl.constexpr(9)
 """Of a table: address, columns, rows, first key, key of its random bits, first row, first column, address of its row
-ids or 0; then the addresses of its states."""
+ids or 0, address of its marks or 0; then the addresses of its states."""
 FEATURE_WORDS = tl.constexpr(7)
 """Of a feature: position in the offsets, table, gradient matrix, first column and stride there, per_id, weighted."""
 
@@ -83,6 +83,28 @@ def sign(value):
 
 @triton.jit
 @no_type_check
+def shard_rows(words, live, row):
+    """[ROWS]: which rows of their shards lie at `row`."""
+    ids = tl.load(words + 7, mask=live, other=0)
+    moved = tl.load((ids + row * 8).to(tl.pointer_type(tl.int64)), mask=live & (ids != 0), other=0)
+    return tl.where(ids != 0, moved, row)
+
+
+@triton.jit
+@no_type_check
+def mark_rows(words, live, row):
+    """Mark rows for all who ask, see meseta.ops.row_marks; other programs mark rows of the same words."""
+    marks = tl.load(words + 8, mask=live, other=0)
+    is_kept = live & (marks != 0)
+    changed = shard_rows(words, live, row)
+    word = (marks + changed // 16 * 4).to(tl.pointer_type(tl.int32))
+    bits = (3 << (changed % 16 * 2)).to(tl.int32)
+    is_new = is_kept & ((tl.load(word, mask=is_kept, other=0) & bits) != bits)
+    tl.atomic_or(word, bits, mask=is_new, sem="relaxed")
+
+
+@triton.jit
+@no_type_check
 def store_rows(weight, values, inside, words, live, row, steps):
     """Store a tile of new rows, rounded where they have 16 bits; `steps` [ROWS] points to the number of the step."""
     TYPE: tl.constexpr = weight.dtype.element_ty
@@ -102,9 +124,7 @@ def random_halves(words, live, row, step, BLOCKS: tl.constexpr):
     """Tile of 16 random bits, uint32: four words of the generator for eight columns."""
     ROWS: tl.constexpr = row.shape[0]
     key = tl.load(words + 4, mask=live, other=0)
-    ids = tl.load(words + 7, mask=live, other=0)
-    moved = tl.load((ids + row * 8).to(tl.pointer_type(tl.int64)), mask=live & (ids != 0), other=0)
-    logical = tl.where(ids != 0, moved, row) + tl.load(words + 5, mask=live, other=0)
+    logical = shard_rows(words, live, row) + tl.load(words + 5, mask=live, other=0)
     first_column = tl.load(words + 6, mask=live, other=0)
     zeros = tl.zeros([ROWS, BLOCKS, 2], dtype=tl.uint32)
     group = (tl.arange(0, BLOCKS)[:, None] * 2 + tl.arange(0, 2)[None, :])[None, :, :]

@@ -78,6 +78,7 @@ def source(instructions: Instructions, state_is_row: Sequence[bool]) -> str:
         for register in sorted({r for code in instructions for r in _operands(code) if r >= FIRST_UNIFORM})
     ]
     lines += [f"    {_statement(code, state_is_row)}\n" for code in instructions]
+    lines.append("    parts.mark_rows(words, live, row)\n")
     return "".join(lines)
 
 

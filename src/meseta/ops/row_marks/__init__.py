@@ -1,0 +1,81 @@
+"""Which rows were changed since somebody asked: two bits a row, one for each who may ask."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from meseta.jagged.shapes import Int
+
+ROWS_PER_WORD = 16
+_EVERY_ROW = 0x55555555
+"""The lower bit of each row of a word."""
+_WORDS_AT_ONCE = 1 << 20
+
+
+class Consumer(IntEnum):
+    """Who asks for changed rows; the number is that of its bit."""
+
+    CHECKPOINTS = 0
+    SERVERS = 1
+
+
+class RowMarks:
+    """Marks of the rows of one shard, which operators set as they step rows (`TableRows.marks`), and writers of rows.
+
+        words[w]   | row 16 w + 15 | ... | row 16 w + 1 | row 16 w |     of a row: | servers | checkpoints |
+
+    A row has its mark wherever it lies. Every consumer has bits of its own, and clears them alone.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device | str = "cpu") -> None:
+        """None is marked."""
+        self.num_rows = num_rows
+        self.words: Int[Tensor, " words"] = torch.zeros(num_words(num_rows), dtype=torch.int32, device=device)
+
+    def add(self, rows: Int[Tensor, " n"], consumer: Consumer | None = None) -> None:
+        """Mark rows, ascending, each once; for one consumer, or for all."""
+        if rows.numel() == 0:
+            return
+        rows = rows.to(self.words.device)
+        first, last = int(rows[0]) // ROWS_PER_WORD, int(rows[-1]) // ROWS_PER_WORD
+        part = self.words[first : last + 1]
+        part |= words_of(rows - first * ROWS_PER_WORD, len(part), 3 if consumer is None else 1 << consumer)
+
+    def add_range(self, first: int, stop: int) -> None:
+        """Mark consecutive rows for all."""
+        self.add(torch.arange(first, stop))
+
+    def rows(self, consumer: Consumer) -> Int[Tensor, " n"]:
+        """Those that are marked for one, ascending, int64 on the CPU."""
+        shifts = 2 * torch.arange(ROWS_PER_WORD, dtype=torch.int32, device=self.words.device)
+        found = [torch.empty(0, dtype=torch.int64)]
+        for number, words in enumerate(self.words.split(_WORDS_AT_ONCE)):
+            marked = words >> int(consumer) & _EVERY_ROW
+            at = marked.nonzero().squeeze(1)
+            word, row = (marked[at, None] >> shifts & 1).nonzero(as_tuple=True)
+            found.append((at[word] * ROWS_PER_WORD + row + number * _WORDS_AT_ONCE * ROWS_PER_WORD).cpu())
+        return torch.cat(found)
+
+    def clear(self, consumer: Consumer) -> None:
+        """None is marked for this one."""
+        others = _EVERY_ROW << (1 - consumer)
+        self.words &= others - (1 << 32) if others >> 31 else others
+
+    def num_bytes(self) -> int:
+        """Of memory."""
+        return self.words.numel() * self.words.element_size()
+
+
+def num_words(num_rows: int) -> int:
+    """Words for so many rows."""
+    return -(-num_rows // ROWS_PER_WORD)
+
+
+def words_of(rows: Int[Tensor, " n"], count: int, bits: int = 3) -> Int[Tensor, " count"]:
+    """int32 words in which these rows, each once, have `bits` and others none; the host need not know the rows."""
+    words = torch.zeros(count, dtype=torch.int64, device=rows.device)
+    marks = torch.full_like(rows, bits) << rows % ROWS_PER_WORD * 2
+    return words.scatter_add_(0, rows // ROWS_PER_WORD, marks).to(torch.int32)

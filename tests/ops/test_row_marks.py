@@ -1,0 +1,168 @@
+"""Marks of changed rows: what is kept, and that every way to step rows sets them, wherever rows lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from meseta.ops import row_update as ops
+from meseta.ops.row_marks import Consumer, RowMarks, num_words
+from meseta.ops.row_program.optimizer import Hyper
+from meseta.ops.row_update import Bags, FeatureGradient, TableRows, UpdateGroup, reference
+from meseta.ops.row_update.call import ApplyCall, UpdateCall
+from meseta.ops.row_update.staged import TouchedRows, stage_sums, update_given
+from meseta.optim import make_row_optimizer
+from meseta.spec import MesetaError
+from optim.specs import SPECS
+from triton_cases import TYPES, check_marks, copied, update_case, updated
+
+Actions = list[tuple[str, set[int], Consumer]]
+
+
+@given(
+    num_rows=st.sampled_from([1, 15, 16, 17, 300]),
+    actions=st.lists(
+        st.tuples(
+            st.sampled_from(["all", "one", "range", "clear"]), st.sets(st.integers(0, 299)), st.sampled_from(Consumer)
+        )
+    ),
+)
+def test_they_hold_what_sets_hold(num_rows: int, actions: Actions) -> None:
+    marks, sets = RowMarks(num_rows), {one: set[int]() for one in Consumer}
+    for kind, numbers, consumer in actions:
+        rows = sorted(number % num_rows for number in numbers)
+        rows = sorted(set(rows))
+        match kind:
+            case "all":
+                marks.add(torch.tensor(rows, dtype=torch.int64))
+                for of in sets.values():
+                    of.update(rows)
+            case "one":
+                marks.add(torch.tensor(rows, dtype=torch.int64), consumer)
+                sets[consumer].update(rows)
+            case "range" if rows:
+                marks.add_range(rows[0], rows[-1] + 1)
+                for of in sets.values():
+                    of.update(range(rows[0], rows[-1] + 1))
+            case "clear":
+                marks.clear(consumer)
+                sets[consumer].clear()
+    for consumer, of in sets.items():
+        assert marks.rows(consumer).tolist() == sorted(of)
+
+
+def test_many_rows_are_listed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meseta.ops.row_marks._WORDS_AT_ONCE", 7)
+    rows = torch.from_numpy(np.unique(np.random.default_rng(0).integers(0, 1000, 400)))
+    marks = RowMarks(1000)
+    marks.add(rows, Consumer.SERVERS)
+    assert torch.equal(marks.rows(Consumer.SERVERS), rows) and not len(marks.rows(Consumer.CHECKPOINTS))
+
+
+def by_the_operator(call: UpdateCall) -> None:
+    torch.ops.meseta.row_update(*(getattr(call, name) for name in UpdateCall.__dataclass_fields__))
+
+
+def by_the_kernels(call: UpdateCall) -> None:
+    from meseta.ops.row_update import triton
+
+    triton.row_update(call)
+
+
+@pytest.mark.parametrize("update", [by_the_operator, reference.row_update])
+@pytest.mark.parametrize("dtype", [*TYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad", "lars"])
+def test_the_core_and_the_reference(optimizer: str, dtype: torch.dtype, update: Callable[[UpdateCall], None]) -> None:
+    call = update_case(make_row_optimizer(SPECS[optimizer]), 3, dims=(16, 40, 5), dtype=dtype)
+    check_marks(copied(call, dtype=torch.float64) if dtype == torch.float64 else call, "cpu", update)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here: see tests/gpu")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # lanes beyond a row's columns divide nothing by nothing
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_the_kernels(dtype: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    check_marks(
+        update_case(make_row_optimizer(SPECS["adagrad"]), 7, dims=(5, 20, 16), dtype=dtype), "cpu", by_the_kernels
+    )
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_rows_have_the_same_bits_with_marks_and_without() -> None:
+    call = update_case(make_row_optimizer(SPECS["adam"]), 3, dims=(16, 40))
+    marked = replace(call, marks=[torch.zeros(num_words(len(table)), dtype=torch.int32) for table in call.tables])
+    for mine, other in zip(updated(marked, "cpu"), updated(call, "cpu"), strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("stands_in", [False, True])
+def test_the_last_stage_marks_and_none_before(
+    dtype: torch.dtype, stands_in: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the operator, and by what stands in for it on a GPU."""
+    if stands_in:
+        plain: Any = lambda *arguments: reference.row_apply(ApplyCall(*arguments))  # noqa: E731
+        monkeypatch.setattr("meseta.ops.row_update.staged._operator", plain)
+    optimizer, marks, row_ids = make_row_optimizer(SPECS["rowwise_adagrad"]), RowMarks(90), torch.randperm(90)[:40]
+    weight = torch.randn(40, 32, dtype=dtype)
+    table = TableRows(weight, optimizer.init(weight), first_row=1000, row_ids=row_ids, marks=marks.words)
+    slots = torch.tensor([0, 3, 17, 39])
+    touched = TouchedRows(table, slots, torch.randn(4, 32, dtype=dtype), Hyper(0.1, 3, 32))
+    stats = torch.cat([stage_sums(optimizer, 0, touched, touched.gradient.new_empty(0, 4)).sum(2)])
+    update_given(optimizer, touched, stats, torch.ones((), dtype=dtype))
+    assert not len(marks.rows(Consumer.CHECKPOINTS))
+    update_given(optimizer, touched, stats)
+    for consumer in Consumer:
+        assert torch.equal(marks.rows(consumer), row_ids[slots].sort().values)
+
+
+def test_threads_that_share_words_lose_none() -> None:
+    """Rows lie in slots of any order, so that every thread marks in all words."""
+    num_rows, threads = 60_000, torch.get_num_threads()
+    row_ids = torch.from_numpy(np.random.default_rng(5).permutation(num_rows))
+    optimizer = make_row_optimizer(SPECS["sgd"])
+    torch.set_num_threads(8)
+    try:
+        for turn in range(10):
+            marks, weight = RowMarks(num_rows), torch.zeros(num_rows, 8)
+            table = TableRows(weight, optimizer.init(weight), row_ids=row_ids, marks=marks.words)
+            group = UpdateGroup(optimizer, (table,), (8,), (FeatureGradient(0, 0, 0),))
+            slots = torch.arange(turn, num_rows)
+            bags = Bags(slots, torch.arange(len(slots) + 1), len(slots))
+            ops.row_update(group, 0.1, 1, bags, [torch.ones(len(slots), 8)])
+            assert torch.equal(marks.rows(Consumer.SERVERS), row_ids[turn:].sort().values)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("marks", "told"),
+    [
+        ([torch.zeros(1, dtype=torch.int64)], "marks are torch.int64"),
+        ([torch.zeros(1, dtype=torch.int32)], r"marks are torch.int32 \[1\]; give contiguous int32 \[3\]"),
+        ([torch.zeros(6, dtype=torch.int32)[::2]], "give contiguous int32"),
+        ([], "there must be marks for each table, or for none"),
+    ],
+)
+def test_marks_that_do_not_fit_are_named(marks: list[Tensor], told: str) -> None:
+    call = update_case(make_row_optimizer(SPECS["sgd"]), 4, dims=(16,))
+    table = torch.zeros(33, 16)
+    with pytest.raises(MesetaError, match=told):
+        by_the_operator(replace(call, tables=[table], marks=marks))
+
+
+def test_a_row_outside_the_marks_is_named() -> None:
+    """Where rows lie in slots, only they tell how many there are."""
+    call = update_case(make_row_optimizer(SPECS["sgd"]), 4, dims=(16,))
+    far = torch.full((len(call.tables[0]),), 16)
+    with pytest.raises(MesetaError, match="row 16 lies outside the marks of 16 rows"):
+        by_the_operator(replace(call, row_ids=[far], marks=[torch.zeros(1, dtype=torch.int32)]))
