@@ -205,7 +205,7 @@ def test_a_save_in_the_background_lets_its_copies_go(tmp_path: Path, monkeypatch
 def test_a_batch_that_does_not_fit_is_named(tmp_path: Path) -> None:
     tiered = placed("cached", {"big": 4, "small": 36}, "sgd", "float32", tmp_path)
     told = (
-        r"table 'big', rows 0\.\.499: a batch looks up \d+ distinct rows, but 4 rows lie near; give the table .*_rows"
+        r"table 'big', rows 0\.\.499: a batch looks up \d+ distinct rows, but 4 rows lie near; give the table near_rows"
     )
     with pytest.raises(MesetaError, match=told):
         loss_of(tiered, batch(0))

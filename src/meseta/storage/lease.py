@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
+import torch
 from torch import Tensor
 
 from meseta.jagged.shapes import Int
@@ -29,7 +30,7 @@ class RowsUnderWay(Arrival):
         try:
             self._pinned = pin_rows([shard.cache for shard in shards], looked_up, to_read=to_read)
         except NoRoom as error:
-            raise shards[error.index].no_room(error) from None
+            raise shards[error.index].no_room(error, _least_bytes(shards, looked_up)) from None
         except FarFailure as error:
             raise shards[error.index].failure(error) from None
         self.places = self._pinned.places
@@ -68,6 +69,15 @@ class RowsUnderWay(Arrival):
             self.wait()  # who comes next takes what lies there
         finally:
             self._pinned.end()
+
+
+def _least_bytes(shards: Sequence[TieredShard], looked_up: Sequence[tuple[int, Tensor]]) -> int:
+    """Of memory with which rows of this batch, and of another as large, may lie near."""
+    num_bytes = 0
+    for index, shard in enumerate(shards):
+        ids = [rows.to("cpu") for number, rows in looked_up if number == index]
+        num_bytes += shard.near_bytes(2 * len(torch.cat(ids).unique()) if ids else 0)
+    return num_bytes
 
 
 class Lease:
