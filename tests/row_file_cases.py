@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -18,3 +21,13 @@ ENGINES = [
 def records_of(count: int, width: int, seed: int) -> Tensor:
     """uint8 [count, width] at random."""
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (count, width), np.uint8))
+
+
+def damage(path: Path, record: bytes) -> None:
+    """Change a bit of a record, wherever it lies in a file."""
+    with open(path, "r+b") as raw:
+        content = raw.read()
+        place = content.index(record) + len(record) // 2
+        raw.seek(place)
+        raw.write(bytes([content[place] ^ 1]))
+        os.fsync(raw.fileno())

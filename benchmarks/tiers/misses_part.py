@@ -23,6 +23,8 @@ SCALE = 16
 """Criteo's tables over so much, so that slots are full early in the run."""
 LIMITS = {"still": 0.85, "moving": 1.05, "replaced": 1.05}
 """Misses over those of LRU where rows stay as popular as they are, else over those of the better of LRU and LFU."""
+EVAL_EVERY, EVAL_BATCHES, EVAL_LIMIT = 200, 50, 1.05
+"""An evaluation of so many batches after each so many of training, and misses of training over those without any."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,10 @@ class MissOptions:
     keep: bool
 
 
-def batches_of(kind: str, num_rows: int, num_batches: int) -> list[Ids]:
+def batches_of(kind: str, num_rows: int, num_batches: int, seed: int = 3) -> list[Ids]:
     """Ids by Zipf's law of a table. Popular rows stay what they are, give way to others little by little (a fifth of
     all rows in the end), or all at once, nine times."""
-    random, batches = np.random.default_rng(3), []
+    random, batches = np.random.default_rng(seed), []
     for number in range(num_batches):
         share = {"still": 0.0, "moving": 0.2 * number / num_batches, "replaced": number * 10 // num_batches / 10}[kind]
         shift = scatter(np.array([int(share * num_rows)]), num_rows)
@@ -44,29 +46,46 @@ def batches_of(kind: str, num_rows: int, num_batches: int) -> list[Ids]:
     return batches
 
 
-def near_misses(batches: list[Ids], num_rows: int) -> int:
-    """Of our own; the first touch of a row counts no miss here and below."""
+def with_evaluations(trained: list[Ids], evaluated: list[Ids]) -> tuple[list[Ids], NDArray[np.bool_]]:
+    """Batches of training with EVAL_BATCHES of `evaluated` after each EVAL_EVERY, and which are of an evaluation."""
+    batches: list[Ids] = []
+    is_read: list[bool] = []
+    for first in range(0, len(trained), EVAL_EVERY):
+        some = trained[first : first + EVAL_EVERY]
+        others = [evaluated[(first + i) % len(evaluated)] for i in range(EVAL_BATCHES)]
+        batches += some + others
+        is_read += [False] * len(some) + [True] * len(others)
+    return batches, np.array(is_read)
+
+
+def near_misses(batches: list[Ids], num_rows: int, is_read: NDArray[np.bool_] | None = None) -> int:
+    """Of training, by our own. Batches that `is_read` names are of an evaluation. The first touch of a row counts no
+    miss here and below."""
     far = far_memory(torch.zeros(num_rows, 1, dtype=torch.uint8), torch.zeros(num_rows, dtype=torch.bool))
-    cache = RowCache(int(num_rows * NEAR_SHARE), 0, num_rows, far)
+    cache = RowCache(int(num_rows * NEAR_SHARE), BATCH_SIZE, num_rows, far)
     is_known, misses = np.zeros(num_rows, np.bool_), 0
-    for ids in batches:
-        pinned = pin_rows([cache], [(0, torch.from_numpy(ids))])
+    for number, ids in enumerate(batches):
+        to_read = is_read is not None and bool(is_read[number])
+        pinned = pin_rows([cache], [(0, torch.from_numpy(ids))], to_read=to_read)
         pinned.wait()
-        misses += int(is_known[pinned.moved(0).rows.numpy()].sum())
-        is_known[ids] = True
+        if not to_read:
+            misses += int(is_known[pinned.moved(0).rows.numpy()].sum())
+            is_known[ids] = True
         pinned.end()
     return misses
 
 
-def exact_misses(batches: list[Ids], num_rows: int, score: Score) -> int:
-    """Of a cache whose rows of least score leave, whatever that takes."""
+def exact_misses(batches: list[Ids], num_rows: int, score: Score, is_read: NDArray[np.bool_] | None = None) -> int:
+    """Of a cache whose rows of least score leave, whatever that takes; it takes rows of an evaluation for any others,
+    and their misses are not counted."""
     num_slots, used, misses = int(num_rows * NEAR_SHARE), 0, 0
     scores, is_near, is_known = np.zeros(num_rows), np.zeros(num_rows, np.bool_), np.zeros(num_rows, np.bool_)
     for number, ids in enumerate(batches):
         rows = np.unique(ids)
         missing = rows[~is_near[rows]]
-        misses += int(is_known[missing].sum())
-        is_known[rows] = True
+        if is_read is None or not is_read[number]:
+            misses += int(is_known[missing].sum())
+            is_known[rows] = True
         score(scores, rows, number)
         surplus = used + len(missing) - num_slots
         if surplus > 0:
@@ -103,7 +122,8 @@ def belady(batches: list[Ids], num_rows: int) -> Score:
 
 def measure_misses(options: MissOptions) -> bool:
     """Over the tables of which a tenth holds two batches at least; the others lie near whole."""
-    good, tables = True, [n // SCALE for n in CARDINALITIES if n // SCALE * NEAR_SHARE >= 2 * BATCH_SIZE]
+    tables = [n // SCALE for n in CARDINALITIES if n // SCALE * NEAR_SHARE >= 2 * BATCH_SIZE]
+    good = _measure_evaluations(tables, options)
     for kind, limit in LIMITS.items():
         totals = dict.fromkeys(("ours", "LRU", "LFU", "Belady"), 0)
         for num_rows in tables:
@@ -122,3 +142,29 @@ def measure_misses(options: MissOptions) -> bool:
                 "tiers", case, "near rows", ours, "misses a lookup", peer=name, peer_value=theirs, packages=("numpy",)
             )
     return good
+
+
+def _measure_evaluations(tables: list[int], options: MissOptions) -> bool:
+    """What evaluations of other ids by the same law add to the misses of training."""
+    ways = ("ours", "ours, evaluated", "LRU", "LRU, evaluated")
+    totals = dict.fromkeys(ways, 0)
+    for num_rows in tables:
+        trained = batches_of("still", num_rows, options.num_batches)
+        evaluated = batches_of("still", num_rows, options.num_batches // 4, seed=4)
+        batches, is_read = with_evaluations(trained, evaluated)
+        totals["ours"] += near_misses(trained, num_rows)
+        totals["ours, evaluated"] += near_misses(batches, num_rows, is_read)
+        totals["LRU"] += exact_misses(trained, num_rows, lru)
+        totals["LRU, evaluated"] += exact_misses(batches, num_rows, lru, is_read)
+    lookups = len(tables) * options.num_batches * BATCH_SIZE
+    case = f"{len(tables)} tables / {SCALE}, {EVAL_BATCHES} batches evaluated after each {EVAL_EVERY}, 10 % near"
+    for name in ("ours", "LRU"):
+        alone, between = totals[name], totals[f"{name}, evaluated"]
+        print(f"evaluations in between: {name} {between / lookups:.4f} misses a lookup, {between / alone - 1:+.1%}")
+        if options.keep:
+            label = "near rows" if name == "ours" else name
+            record(
+                "tiers", case, label, between / lookups, "misses a lookup", peer="without evaluation",
+                peer_value=alone / lookups, packages=("numpy",),
+            )  # fmt: skip
+    return totals["ours, evaluated"] <= EVAL_LIMIT * totals["ours"]

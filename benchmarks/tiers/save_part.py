@@ -25,6 +25,7 @@ from meseta.checkpoint.background import BackgroundSave
 from meseta.comm import World
 from meseta.measure.traffic import zipf_ids
 from meseta.spec.tiers import StorageOptions
+from tiers.process_memory import memory_bytes, reset_peak
 
 WIDTH, NUM_FEATURES, BATCH_SIZE = 64, 26, 2048
 NEAR_SHARE, ALONE_SHARE, BESIDE_SHARE, TRAINING_SHARE = 0.15, 0.6, 0.25, 0.8
@@ -102,19 +103,6 @@ def write_scattered(made: EmbeddingBagCollection, num_rows: int) -> None:
     for rows in torch.randperm(num_rows, generator=torch.Generator().manual_seed(1)).split(WRITTEN_AT_ONCE):
         far.far.write(rows, records[: len(rows)])
     far.far.flush()
-
-
-def memory_bytes(kind: str) -> int:
-    """A field of /proc/self/status: VmRSS, or VmHWM, the most since `reset_peak`."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{kind}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {kind}")
-
-
-def reset_peak() -> None:
-    """From now on VmHWM counts anew."""
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def alone(made: EmbeddingBagCollection, options: SaveOptions) -> tuple[Figures, int]:

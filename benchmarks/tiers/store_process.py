@@ -1,4 +1,4 @@
-"""One store in one control group: store_process.py KIND FOLDER WIDTH ROWS GROUP. Prints rates as JSON.
+"""One store in one control group: tiers.store_process KIND FOLDER WIDTH ROWS GROUP. Prints rates as JSON.
 
 Stores of others are read by this process, as a training loop would, and by many processes at once, which is the most
 that they give. Ours is read by this process alone."""
@@ -6,7 +6,6 @@ that they give. Ours is read by this process alone."""
 from __future__ import annotations
 
 import json
-import mmap
 import multiprocessing
 import os
 import shutil
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+
+from tiers.map_file import open_map, write_map
 
 BATCH = 20_000
 READERS = 16
@@ -49,15 +50,10 @@ class MemoryMap:
         self.path, self.shape = folder / "map", (num_rows, width)
 
     def build(self) -> None:
-        with open(self.path, "wb") as file:
-            for _, records in chunks(*self.shape):
-                file.write(records.tobytes())
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        write_map(self.path, (records for _, records in chunks(*self.shape)))
 
     def open(self) -> None:
-        self.map = np.memmap(self.path, np.uint8, "r+", shape=self.shape)
-        self.map._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]
+        self.map = open_map(self.path, np.uint8, self.shape)
 
     def read(self, rows: np.ndarray) -> None:
         assert len(self.map[rows]) == len(rows)

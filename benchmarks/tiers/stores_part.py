@@ -9,12 +9,12 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from record import record
+from record import ROOT, record
 
 OURS = "meseta"
 STORES = {OURS: None, "memmap": None, "lmdb": "lmdb", "rocksdb": "rocksdict"}
@@ -60,14 +60,22 @@ def can_limit_memory(limit_bytes: int) -> bool:
         return False
 
 
+def run_module(
+    name: str, arguments: Sequence[str], variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A module beside this one in a process of its own."""
+    paths = [str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | (variables or {})
+    command = [sys.executable, "-m", name, *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+
+
 def measure_store(kind: str, width: int, options: StoreOptions) -> dict[str, float]:
     """Rows a second, by 'read' and 'read and write back'."""
     num_rows = int(options.gigabytes * 1e9 / width)
     with memory_group(options.limit_mb << 20) as group:
-        command = [sys.executable, str(Path(__file__).with_name("store_process.py")), kind, str(options.folder),
-                   str(width), str(num_rows), str(group)]  # fmt: skip
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+        arguments = [kind, str(options.folder), str(width), str(num_rows), str(group)]
+        done = run_module("tiers.store_process", arguments, {"OMP_NUM_THREADS": "1"})
         if done.returncode != 0:
             print(f"  {kind} failed: {done.stderr.strip().splitlines()[-1:]}")
             return {}

@@ -30,8 +30,8 @@ SHARES = {"d16_2k": 0.2, "d64_2k": 0.15}
 BOUND, KEPT, WAITED, ROOM = 1.15, 0.85, 0.05, 1.5
 WARM_IDS = 3_000_000
 """Samples whose rows are brought before the clock starts, so that slots are full."""
-WARM_STEPS, STEPS, TURNS, READS = 20, 60, 5, 1 << 17
-OPTIMIZER, LR = "rowwise_adagrad", 0.05
+WARM_STEPS, READS = 20, 1 << 17
+OPTIMIZER = "rowwise_adagrad"
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,26 @@ class TrainOptions:
     names: tuple[str, ...]
     max_reads_per_s: float | None
     num_warm: int
+    num_steps: int
+    """Of a turn."""
+    num_turns: int
     keep: bool
+
+    def storage(self, training: Training) -> StorageOptions:
+        """A disk, and the share of all bytes that lies near."""
+        row_bytes = 4 * training.dim + 4
+        near_bytes = int(share_of(training) * row_bytes * sum(training.traffic.rows))
+        return StorageOptions(dir=self.folder, near_bytes=near_bytes)
+
+
+def lr_of(training: Training) -> float:
+    """Small where sums of long bags make large steps."""
+    return 0.05 if training.traffic.bag_size == 1 else 0.001
+
+
+def share_of(training: Training) -> float:
+    """Of all bytes that lie near."""
+    return SHARES.get(training.name, 0.2)
 
 
 @dataclass(frozen=True)
@@ -57,10 +76,13 @@ class Turn:
 class Trained:
     """A model that trains on batches that never come again."""
 
-    def __init__(self, training: Training, plan: Plan | None, storage: StorageOptions | None, seed: int) -> None:
+    def __init__(self, training: Training, storage: StorageOptions | None, seed: int) -> None:
+        """With `storage` all tables lie on its disk."""
         self.training, self._seed = training, seed
-        model = make_model(training, OPTIMIZER, "float32", LR, InitSpec(kind="uniform", scale=0.01))
-        self.pipeline = make_pipeline(model, LR, World.single(), plan, storage)
+        model = make_model(training, OPTIMIZER, "float32", lr_of(training), InitSpec(kind="uniform", scale=0.01))
+        entries = {f"t{f}": {"sharding": "table_wise", "tier": "disk"} for f in range(len(training.traffic.rows))}
+        plan = Plan.from_dict({"tables": entries}, model.embeddings.tables, 1) if storage else None
+        self.pipeline = make_pipeline(model, lr_of(training), World.single(), plan, storage)
         self.embeddings = self.pipeline.model.embeddings
         self.far = [shard for shard in self.embeddings.shards if isinstance(shard, TieredShard)]
         self._batches: list[Batch] = []
@@ -93,6 +115,8 @@ class Trained:
 
     def write_all(self) -> None:
         """Every row lies on the disk from now on."""
+        row_bytes = 4 * self.training.dim + 4
+        print(f"{self.training.name}: writing {row_bytes * sum(self.training.traffic.rows) / 1e9:.1f} GB", flush=True)
         for shard in self.far:
             for first in range(0, shard.shard.num_rows, 1 << 18):
                 stop = min(first + (1 << 18), shard.shard.num_rows)
@@ -101,8 +125,9 @@ class Trained:
     def fill(self, num_samples: int) -> None:
         """Ask for the rows of so many samples, so that slots hold what is asked for often."""
         size = self.training.traffic.batch_size
-        for number in range(num_samples // size // 50):
-            for ids in make_batches(self.training.traffic, 50, 1_000_000 + number):
+        num_batches = num_samples // size
+        for first in range(0, num_batches, 50):
+            for ids in make_batches(self.training.traffic, min(50, num_batches - first), 1_000_000 + first // 50):
                 each = torch.from_numpy(ids.ids).view(len(self.far), -1)
                 lease = Lease(self.embeddings.shards, list(enumerate(each)))
                 lease.wait()
@@ -146,25 +171,20 @@ def measure_training(options: TrainOptions) -> bool:
 
 def _measure(training: Training, options: TrainOptions) -> bool:
     threads, limit = torch.get_num_threads(), options.max_reads_per_s
-    share = SHARES.get(training.name, 0.2)
-    row_bytes = 4 * training.dim + 4
-    storage = StorageOptions(dir=options.folder, near_bytes=int(share * row_bytes * sum(training.traffic.rows)))
-    tables = {f"t{f}": {"sharding": "table_wise", "tier": "disk"} for f in range(len(training.traffic.rows))}
-    resident = Trained(training, None, None, seed=10)
-    plan = Plan.from_dict({"tables": tables}, resident.embeddings.tables, 1)
-    tiered = Trained(training, plan, storage, seed=10)
-    print(f"{training.name}: writing {row_bytes * sum(training.traffic.rows) / 1e9:.1f} GB", flush=True)
+    share = share_of(training)
+    resident = Trained(training, None, seed=10)
+    tiered = Trained(training, options.storage(training), seed=10)
     tiered.write_all()
     tiered.fill(options.num_warm)
     for engine in {shard.far.engine for shard in tiered.far} if limit else ():
         engine.max_reads_per_s = limit
     for one in (resident, tiered):
-        one.turn(WARM_STEPS)
+        one.turn(min(WARM_STEPS, options.num_steps))
     turns: dict[str, list[Turn]] = {"resident": [], "tiered": []}
     alone = []
-    for number in range(TURNS):
-        turns["resident"].append(resident.turn(STEPS))
-        turns["tiered"].append(tiered.turn(STEPS))
+    for number in range(options.num_turns):
+        turns["resident"].append(resident.turn(options.num_steps))
+        turns["tiered"].append(tiered.turn(options.num_steps))
         alone.append(tiered.read_alone(number))
     reads_per_s, read_s = (statistics.median(figures) for figures in zip(*alone, strict=True))
     seconds = {name: statistics.median(turn.seconds for turn in own) for name, own in turns.items()}

@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from meseta.ops.row_cache import FarFailure, RowCache, pin_rows
 from meseta.ops.row_file import DiskEngine, RowFile, engine_facts
 from meseta.ops.row_file.engine import THREADS, why_no_io_uring
 from meseta.spec import MesetaError
-from row_file_cases import ENGINES, records_of
+from row_file_cases import ENGINES, damage, records_of
 from small_disk import small_disk
 
 WIDTH, ROWS = 260, 4000
@@ -65,12 +67,7 @@ def named(file: RowFile, reason: str) -> str:
 def test_a_byte_that_changes_is_found_and_its_row_is_named(file: RowFile) -> None:
     file.flush()
     records = records_of(ROWS, WIDTH, 0)
-    with open(file.path, "r+b") as raw:
-        content = raw.read()
-        place = content.index(bytes(records[77].tolist())) + 100
-        raw.seek(place)
-        raw.write(bytes([content[place] ^ 1]))
-        os.fsync(raw.fileno())
+    damage(Path(file.path), bytes(records[77].tolist()))
     with pytest.raises(MesetaError, match=named(file, "the checksum of row 77 is wrong.*last checkpoint")):
         read(file, torch.tensor([3, 77, 1000]))
     others = torch.tensor([row for row in range(ROWS) if row != 77])
@@ -95,6 +92,43 @@ def test_a_file_that_was_cut_is_named(file: RowFile) -> None:
     os.truncate(file.path, 8192)
     with pytest.raises(MesetaError, match=named(file, "it ends early")):
         read(file, torch.arange(ROWS))
+
+
+def test_reads_that_are_under_way_end_before_the_file_is_closed(file: RowFile, tmp_path: Path) -> None:
+    """Another file may get its descriptor then. What is asked for later is refused, also by who has the file's handle
+    alone, as a cache has."""
+    file.flush()
+    near = torch.zeros(9, WIDTH, dtype=torch.uint8)
+    cache = RowCache(8, 1, ROWS, file.handle, [near])
+    pinned = pin_rows([cache], [(0, torch.arange(8))])
+    assert pinned.wait() == []
+    pinned.end()
+    frozen, expected = file.freeze(), records_of(ROWS, WIDTH, 0)
+    file.engine.max_reads_per_s = 2000.0
+    rows = torch.arange(0, ROWS, 20)
+    outs = [torch.zeros(len(rows), WIDTH, dtype=torch.uint8) for _ in range(3)]
+    readings = [file.read(rows, out) for out in outs]
+    while not outs[0].any():  # until the first rows have come
+        time.sleep(0.001)
+    file.close()
+    other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
+    ended = 0
+    for reading, out in zip(readings, outs, strict=True):
+        try:
+            assert reading.wait().all() and torch.equal(out, expected[rows])
+            ended += 1
+        except MesetaError as error:
+            assert "it is closed" in str(error)
+    assert ended > 0
+    with pytest.raises(MesetaError, match="it is closed"):
+        frozen.read(0, torch.empty(ROWS, WIDTH, dtype=torch.uint8)).wait()
+    with pytest.raises(FarFailure) as failed:
+        cache.write_back(cache.dirty())
+    assert "it is closed, and its rows are gone" in str(file.explain(failed.value.failure))
+    with pytest.raises(FarFailure):
+        pin_rows([cache], [(0, torch.arange(100, 108))])
+    assert os.fstat(other).st_size == 0
+    os.close(other)
 
 
 def test_an_error_of_the_system_is_named_and_the_rest_goes_on(file: RowFile, tmp_path: Path) -> None:

@@ -24,13 +24,15 @@ from meseta import (
 )
 from meseta.checkpoint.background import BackgroundSave
 from meseta.comm import World
+from meseta.ops.row_file import RowFile
 from meseta.optim import make_row_optimizer, row_state
 from meseta.spec import MesetaError
 from meseta.spec.optimizer import USED_FIELDS
 from meseta.spec.tiers import StorageOptions
-from meseta.storage import ROW, TableShard, TieredShard, as_stored
+from meseta.storage import ROW, Lease, TableShard, TieredShard, as_stored
 from meseta.storage.far import FrozenHostRows
 from meseta.storage.tiered import check_init
+from row_file_cases import damage
 from sampling import sample
 
 ROWS = {"big": 500, "small": 40}
@@ -212,6 +214,25 @@ def test_a_batch_that_does_not_fit_is_named(tmp_path: Path) -> None:
     assert same(contents(tiered), contents(collection("sgd", "float32")))
     with torch.no_grad():  # rows that are read alone have room of their own
         assert float(loss_of(tiered, batch(0))) == float(loss_of(collection("sgd", "float32"), batch(0)))
+
+
+def test_rows_that_come_beside_others_that_cannot_be_had(tmp_path: Path) -> None:
+    """Both batches are told; what the disk gave the second one is near and right."""
+    big = placed("disk", {"big": 80, "small": 40}, "sgd", "float32", tmp_path).shards[0]
+    assert isinstance(big, TieredShard) and isinstance(big.far, RowFile)
+    values = big.read(0, ROWS["big"])
+    big.write(0, {name: value.numpy() for name, value in values.items()})
+    big.far.flush()
+    damage(Path(big.far.path), values[ROW][7].numpy().tobytes())
+    leases = [Lease([big], [(0, torch.tensor(rows))]) for rows in ([7, 8], [8, 9])]
+    for lease in leases:
+        with pytest.raises(MesetaError, match="the checksum of row 7 is wrong"):
+            lease.wait()
+    for lease in leases:
+        with pytest.raises(MesetaError, match="the checksum of row 7 is wrong"):
+            lease.end()
+    assert big.cache.near_rows().tolist() == [9] and big.cache.num_pinned == 0
+    assert same([big.read(8, 60)], [{name: value[8:60] for name, value in values.items()}])
 
 
 def test_a_pass_that_never_comes_back_pins_nothing(tmp_path: Path) -> None:

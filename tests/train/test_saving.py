@@ -195,6 +195,18 @@ def test_a_signal_is_noted_and_handlers_are_put_back() -> None:
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
+def test_a_signal_is_noted_before_the_next_step_however_late_its_thread_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def listen_late(self: Interruption, reader: int) -> None:
+        while os.read(reader, 1) != b"\0":
+            pass
+        os.close(reader)
+
+    monkeypatch.setattr(Interruption, "_listen", listen_late)
+    with Interruption() as interruption:
+        signal.raise_signal(signal.SIGINT)
+        assert interruption.number == signal.SIGINT
+
+
 def test_ignored_signals_stay_ignored_and_other_threads_set_no_handler() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from meseta.machine.processes import leave_at_once
@@ -30,8 +30,9 @@ class Stopped(Exception):
 class Interruption:
     """While entered, `number` is the signal that came, if one did.
 
-    A thread waits for signals, so that the second one is heard even while a collective waits for another rank. Entered
-    in another thread than the main one, which alone may set handlers, it hears nothing.
+    The main thread notes the first, so that the step at hand is the last one however late other threads get the
+    processor; a thread waits for signals too, so that the second one is heard even while a collective waits for another
+    rank. Entered in another thread than the main one, which alone may set handlers, it hears nothing.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class Interruption:
             for number in (signal.SIGTERM, signal.SIGINT):
                 if (former := signal.getsignal(number)) is not signal.SIG_IGN:
                     # Whoever started this process may have told it to ignore Ctrl-C, as the launcher does.
-                    signal.signal(number, lambda *_: None)
+                    signal.signal(number, self._note)
                     self._former[number] = signal.SIG_DFL if former is None else former
             self._thread = threading.Thread(target=self._listen, args=(reader,), name="meseta-signals", daemon=True)
             self._thread.start()
@@ -68,14 +69,19 @@ class Interruption:
             os.close(self._writer)
             self._writer = -1
 
+    def _note(self, number: int, frame: FrameType | None = None) -> None:
+        if self.number is None:
+            self.number = number
+
     def _listen(self, reader: int) -> None:
-        first_s = 0.0
+        first_s = None
         while (received := os.read(reader, 1)) not in (b"", _END):
             number = received[0]
             if number not in self._former:
                 continue
-            if self.number is None:
-                self.number, first_s = number, time.monotonic()
+            if first_s is None:
+                first_s = time.monotonic()
+                self._note(number)
             elif time.monotonic() - first_s > BOUNCE_S:
                 os.write(2, b"a second signal: leaving at once, without a checkpoint of the last steps\n")
                 leave_at_once(128 + number)

@@ -40,12 +40,15 @@ class RowsUnderWay(Arrival):
             shard.move_out(self._pinned, index, self)
 
     def wait(self) -> None:
-        for other in self._after:  # may bring rows that this batch needs too
-            other.wait()
-        self._after = ()
         if not self._is_here:
             self._is_here = True
-            self._take_in()
+            after, self._after = self._after, ()
+            for other in after:  # may bring rows that this batch needs too
+                try:
+                    other.wait()
+                except MesetaError as error:
+                    self._error = error
+            self._take_in()  # in any case: others may need these rows, and they are near when the batch is over
         if self._error is not None:
             raise self._error
 

@@ -32,7 +32,7 @@ _COUNTERS = (
     "reads", "read_bytes", "rows_read", "rows_from_memory", "rows_absent", "writes", "written_bytes", "rows_written",
     "rows_cleaned", "cleaned_bytes", "wait_ns",
 )  # fmt: skip
-_NONE, _SYSTEM, _SHORT, _CHECKSUM = range(4)
+_NONE, _SYSTEM, _SHORT, _CHECKSUM, _CLOSED = range(5)
 
 
 @dataclass(frozen=True)
@@ -225,6 +225,8 @@ def _reason(kind: int, code: int, row: int, is_writing: bool) -> str:
         return f"the checksum of row {row} is wrong: the disk, or another program, has changed it; {again}"
     if kind == _SHORT:
         return f"it ends early: another program has cut it, or the disk has failed; {again}"
+    if kind == _CLOSED:
+        return "it is closed, and its rows are gone; read and write them before"
     done = "written" if is_writing else "read"
     if code in (errno.ENOSPC, errno.EDQUOT):
         return f"it cannot be written: {os.strerror(code)}; make room on the disk, or set storage.dir to another one"

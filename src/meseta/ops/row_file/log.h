@@ -62,12 +62,16 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
         segments_(file, layout, int64_t(filling_.size())) {}
   ~RowLog() override { close(); }
 
-  // Waits for transfers. The file may be closed then.
+  // Waits for transfers. The file may be closed then: what is asked for later is refused.
   void close() {
+    {
+      const std::lock_guard lock(mutex_);
+      closed_ = true;
+      changed_.notify_all();
+    }
     engine_->leave(*this);
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return sealed_ == 0; });
-    closed_ = true;
+    changed_.wait(lock, [this] { return sealed_ == 0 && reading_ == 0; });
   }
 
   // Takes rows [count] with records [count, record_bytes], the last of a row counts. What the disk does not take is kept
@@ -145,6 +149,7 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
 
   void plan(Ticket& ticket, int64_t begin, int64_t end, std::vector<Request>& requests) override {
     const std::lock_guard lock(mutex_);
+    if (closed_) return ticket.fail(closed());
     uint64_t* const first = ticket.parts.data() + begin;
     uint64_t* const last = find(ticket, begin, end, first);
     std::sort(first, last);
@@ -161,6 +166,10 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
       counters.rows_read += request.last - request.first;
     }
     request.segment->readers.fetch_sub(1, std::memory_order_release);
+    if (--reading_ == 0 && closed_) {
+      const std::lock_guard lock(mutex_);
+      changed_.notify_all();
+    }
   }
 
   void end_write(const Request& request, const Failure& failure) override {
@@ -259,7 +268,8 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
     std::vector<Request> requests;
     {
       const std::lock_guard lock(mutex_);
-      cut(ticket, first, last, requests);
+      if (closed_) ticket.fail(closed());
+      else cut(ticket, first, last, requests);
     }
     ticket.open += int64_t(requests.size());
     engine_->submit_scan(requests);
@@ -284,6 +294,7 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
         end = std::max(end, layout_.block_end(place));
       }
       segment.readers.fetch_add(1, std::memory_order_relaxed);
+      ++reading_;
       Request& request = requests.emplace_back();
       request.kind = scans ? Request::Kind::scan : Request::Kind::read;
       request.small = end - begin <= kSmallBytes;
@@ -336,12 +347,13 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
   Failure start(std::unique_lock<std::mutex>& lock, size_t place) {
     changed_.wait(lock, [this] { return sealed_ < kSealed || failure_; });
     // What is free is cleaning's own, in the end: it makes more of it.
-    while (place % kStreams == kPushed && !failure_ && !cleaning_failure_ && segments_.spare(live_) <= kKeptForCleaning &&
-           segments_.emptiest() != nullptr) {
+    while (place % kStreams == kPushed && !failure_ && !cleaning_failure_ && !closed_ &&
+           segments_.spare(live_) <= kKeptForCleaning && segments_.emptiest() != nullptr) {
       engine_->ask_cleaning(*this);
       changed_.wait(lock);
     }
     if (failure_) return failure_;
+    if (closed_) return closed();
     Segment* segment = segments_.reuse();
     if (segment == nullptr) {
       int error;
@@ -378,8 +390,15 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
     engine_->submit_write(request);
   }
 
+  static Failure closed() {
+    Failure failure;
+    failure.kind = Failure::kClosed;
+    return failure;
+  }
+
   // What the disk has not taken is sent once more.
   Failure retry(std::unique_lock<std::mutex>& lock) {
+    if (closed_) return closed();
     cleaning_failure_ = {};
     if (failed_.empty()) return {};
     failure_ = {};
@@ -406,7 +425,8 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
   Failure cleaning_failure_;
   Buffer unused_;
   int64_t live_ = 0;
-  bool closed_ = false;
+  std::atomic<int64_t> reading_{0};  // requests that have not ended
+  std::atomic<bool> closed_{false};
 };
 
 inline Frozen::~Frozen() { log->thaw(*this); }

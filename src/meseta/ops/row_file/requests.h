@@ -17,7 +17,7 @@ constexpr size_t kSmallBytes = 8 << 10;    // the most that is read for rows tha
 constexpr size_t kLargeBytes = 256 << 10;  // for rows that lie together
 
 struct Failure {
-  enum Kind : int64_t { kNone, kSystem, kShort, kChecksum };
+  enum Kind : int64_t { kNone, kSystem, kShort, kChecksum, kClosed };
   int64_t kind = kNone;
   int64_t code = 0;    // of the system, with kSystem
   int64_t row = -1;    // whose checksum is wrong

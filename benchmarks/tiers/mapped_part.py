@@ -1,0 +1,75 @@
+"""Training whose tables lie on a disk, beside plain PyTorch whose tables are files mapped into as much memory."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from dataclasses import replace
+
+from record import record
+
+from meseta.measure.bench.workloads import E2E
+from meseta.measure.traffic import Training
+from tiers.mapped_process import MappedOptions
+from tiers.stores_part import can_limit_memory, memory_group, run_module
+from tiers.train_part import WARM_STEPS, Trained, TrainOptions, lr_of, share_of
+
+LEAST, WARM_S = 3.0, 40.0
+
+
+def measure_mapped(options: TrainOptions) -> bool:
+    """Whether ours trains three times as many samples a second."""
+    options.folder.mkdir(parents=True, exist_ok=True)
+    if not can_limit_memory(1 << 30):
+        return True
+    good = True
+    for training in (training for training in E2E if training.name in options.names):
+        good &= _measure(training, options)
+    return good
+
+
+def _measure(training: Training, options: TrainOptions) -> bool:
+    near_bytes, ours = _measure_ours(training, options)
+    one_row = replace(training, traffic=replace(training.traffic, rows=(1,) * len(training.traffic.rows)))
+    beside, _ = _measure_theirs(one_row, options, None)  # what the process takes beside rows
+    limit = beside + near_bytes
+    _, theirs = _measure_theirs(training, options, limit)
+    print(
+        f"{training.name}: {ours:,.0f} samples/s with {near_bytes / 1e6:,.0f} MB of rows in memory; plain PyTorch on "
+        f"mapped files, in {limit / 1e6:,.0f} MB with the process, {theirs:,.0f}: x {ours / theirs:.1f}",
+        flush=True,
+    )
+    if options.keep:
+        case = f"{training.name}, {100 * share_of(training):.0f} % near"
+        peer = "plain PyTorch, mapped tables, as much memory"
+        record("tiers", case, "training", ours, "samples/s", peer=peer, peer_value=theirs)
+    return ours >= LEAST * theirs
+
+
+def _measure_ours(training: Training, options: TrainOptions) -> tuple[int, float]:
+    """Bytes of memory that rows take, and samples a second."""
+    tiered = Trained(training, options.storage(training), seed=10)
+    tiered.write_all()
+    tiered.fill(options.num_warm)
+    tiered.turn(WARM_STEPS)
+    step_s = statistics.median(tiered.turn(options.num_steps).seconds for _ in range(options.num_turns))
+    return tiered.near_bytes(), training.traffic.batch_size / step_s
+
+
+def _measure_theirs(training: Training, options: TrainOptions, limit: int | None) -> tuple[int, float]:
+    """Peak bytes of memory, and samples a second."""
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        told = MappedOptions(training, folder, None, options.num_steps, lr_of(training), 0.0)
+        if limit is None:
+            return _run(told)
+        with memory_group(limit) as group:
+            return _run(replace(told, group=str(group), warm_s=WARM_S))
+
+
+def _run(options: MappedOptions) -> tuple[int, float]:
+    done = run_module("tiers.mapped_process", [options.to_json()])
+    if done.returncode != 0:
+        raise RuntimeError(f"plain PyTorch failed with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
+    figures = json.loads(done.stdout.strip().splitlines()[-1])
+    return int(figures["peak_bytes"]), options.training.traffic.batch_size / figures["step_s"]
