@@ -116,8 +116,17 @@ def write_config(options: LargeOptions, data: Path) -> Path:
     return path
 
 
-def run_limited(name: str, arguments: Sequence[object], options: LargeOptions) -> tuple[bool, float, str]:
-    """Run Python in a control group of its own; whether it succeeded, seconds, and what it printed."""
+@dataclass(frozen=True)
+class Ended:
+    """A command in a memory control group."""
+
+    good: bool
+    most_bytes: int
+    printed: str
+
+
+def run_limited(name: str, arguments: Sequence[object], options: LargeOptions) -> Ended:
+    """Run Python in a control group of its own."""
     with memory_group(options.limit_mb << 20) as group:
         enter = f"import os; open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()));"
         become = "import sys; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
@@ -131,7 +140,7 @@ def run_limited(name: str, arguments: Sequence[object], options: LargeOptions) -
           f"{most / 1e6:,.0f} MB at most", flush=True)  # fmt: skip
     if done.returncode != 0:
         print("\n".join(f"    {line}" for line in (done.stdout + done.stderr).strip().splitlines()[-6:]))
-    return done.returncode == 0, seconds, done.stdout
+    return Ended(done.returncode == 0, most, done.stdout)
 
 
 def measure_large(options: LargeOptions) -> bool:
@@ -151,8 +160,8 @@ def measure_large(options: LargeOptions) -> bool:
     config = write_config(options, make_data(options.folder, options.num_rows))
     meseta, exported = ("-m", "meseta.cli.main"), options.folder / "exported"
     near_bytes = int(NEAR_SHARE * (options.limit_mb << 20))
-    good, _, printed = run_limited("made", ["-c", MADE, options.num_rows, options.folder / "rows", near_bytes], options)
-    made_s = float(printed) if good else float("inf")
+    made = run_limited("made", ["-c", MADE, options.num_rows, options.folder / "rows", near_bytes], options)
+    made_s = float(made.printed) if made.good else float("inf")
     print(f"    made in {made_s:.2f} s")
     steps: list[tuple[str, list[object]]] = [
         ("train, evaluate, save", ["train", config]),
@@ -162,13 +171,16 @@ def measure_large(options: LargeOptions) -> bool:
         ("checkpoint verify", ["checkpoint", "verify", run]),
         ("checkpoint export", ["checkpoint", "export", run, "--out", exported, "--table", "item"]),
     ]
-    for name, arguments in steps:
-        done, _, _ = run_limited(name, [*meseta, *arguments], options)
-        good &= done
+    ended = {name: run_limited(name, [*meseta, *arguments], options) for name, arguments in steps}
+    print(f"  {use.end() / 1e9:.1f} GB of disk at most")
     if options.keep:
         case = f"{options.num_rows:,} rows of {ROW_BYTES} bytes in {options.limit_mb:,} MB"
         record("tiers", case, "table made", made_s, "s", peer="allowed", peer_value=MADE_S)
-    print(f"  {use.end() / 1e9:.1f} GB of disk at most")
+        record("tiers", case, "disk at most", use.most / 1e6, "MB", peer="allowed", peer_value=options.disk_gb * 1e3)
+        for name, one in ended.items():
+            if one.good:
+                most_mb, limit_mb = one.most_bytes / 1e6, (options.limit_mb << 20) / 1e6
+                record("tiers", case, f"{name}: memory", most_mb, "MB", peer="limit", peer_value=limit_mb)
     for left in (run, options.folder / "data", exported):
         shutil.rmtree(left, ignore_errors=True)
-    return good and made_s < MADE_S and use.most <= options.disk_gb * 1e9
+    return all(one.good for one in ended.values()) and made_s < MADE_S and use.most <= options.disk_gb * 1e9

@@ -285,6 +285,9 @@ def product(
 def allocate(bytes: int, keep: bool) -> Any:
     """A block on 2 MB pages, for torch.from_dlpack; `keep`: a freed one serves the next request."""
 
+def give_back_kept_memory() -> None:
+    """Freed blocks that were kept go to the system."""
+
 def keep_freed_memory() -> None:
     """Tell glibc to keep what is freed."""
 
@@ -337,14 +340,17 @@ def row_engine_bytes(engine: object) -> int:
 def open_row_log(engine: object, descriptor: int, rows: int, sizes: Sequence[int], salt: int) -> object:
     """Rows in an open file, none so far; `sizes` are bytes of a record, of a block and, at least, of a segment."""
 
-def write_rows(log: object, rows: NDArray[np.int64], records: NDArray[np.uint8]) -> list[int]:
-    """Put rows; a failure (see `wait_rows`), and how many were taken."""
+def write_rows(log: object, rows: NDArray[np.int64], values: Sequence[NDArray[np.uint8]]) -> list[int]:
+    """Put rows with their values, [n, bytes] each, which side by side are their records; a failure (see `wait_rows`),
+    and how many were taken."""
 
 def read_rows(log: object, rows: NDArray[np.int64], out: NDArray[np.uint8], present: NDArray[np.bool_]) -> object:
     """Begin to read rows into `out` and `present`."""
 
-def read_frozen_rows(frozen: object, first: int, out: NDArray[np.uint8], present: NDArray[np.bool_]) -> object:
-    """Begin to read as many consecutive frozen rows as `out` has."""
+def read_frozen_rows(
+    frozen: object, first: int, values: Sequence[NDArray[np.uint8]], present: NDArray[np.bool_]
+) -> object:
+    """Begin to read as many consecutive frozen rows as `present` has; their values as `write_rows` takes them."""
 
 def wait_rows(reading: object) -> list[int]:
     """Wait for a read; its failure: kind, 0 for none, error of the system, row, byte of the file, whether written."""

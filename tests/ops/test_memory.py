@@ -1,9 +1,12 @@
 """Memory that one step leaves and the next one takes."""
 
+import resource
+from pathlib import Path
+
 import pytest
 import torch
 
-from meseta.ops.memory import LARGE_BYTES, empty
+from meseta.ops.memory import LARGE_BYTES, empty, give_back_kept
 
 
 def test_a_large_output_gets_the_memory_of_the_one_before() -> None:
@@ -24,6 +27,19 @@ def test_what_was_idle_the_longest_goes_first() -> None:
         del large
         large = empty((200 * LARGE_BYTES,), torch.uint8)
         assert large.data_ptr() == address
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux tells what a process takes")
+def test_what_is_idle_can_be_given_back() -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    kept = empty((200 * LARGE_BYTES,), torch.uint8).fill_(1)
+    before = resident_bytes()
+    del kept
+    assert resident_bytes() > before - 100 * LARGE_BYTES
+    give_back_kept()
+    assert resident_bytes() < before - 100 * LARGE_BYTES
 
 
 @pytest.mark.parametrize("count", [0, 1, LARGE_BYTES - 1, LARGE_BYTES, LARGE_BYTES + 1])

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from meseta.jagged.shapes import Bool, Int, Shaped
@@ -28,9 +30,9 @@ class ReadAhead(Protocol):
 class FarSnapshot(Protocol):
     """Rows as they were at one moment."""
 
-    def take(self, first: int, stop: int) -> tuple[Shaped[Tensor, "n bytes"], Bool[Tensor, " n"]]:
-        """Records of rows first..stop-1, not to be written to, and which of the rows were ever written. Raises
-        MesetaError where they cannot be had."""
+    def take(self, first: int, stop: int) -> tuple[Sequence[Shaped[Tensor, "n _"]], Bool[Tensor, " n"]]:
+        """Records of rows first..stop-1, uint8 [n, bytes], in one piece or cut into values, and which of the rows were
+        ever written; only those of others may be written to. Raises MesetaError where they cannot be had."""
 
     def close(self) -> None:
         """They are needed no longer."""
@@ -55,9 +57,9 @@ class FarRows(Protocol):
         """Begin to read rows into `out`, which is left alone until that is waited for; what was written before is
         seen."""
 
-    def write(self, rows: Int[Tensor, " n"], records: Shaped[Tensor, "n bytes"]) -> None:
-        """Put rows, which are copied. Raises MesetaError where they cannot be kept; then none is lost that was there
-        before."""
+    def write(self, rows: Int[Tensor, " n"], *values: Tensor | NDArray[np.uint8]) -> None:
+        """Put rows with their values, uint8 [n, bytes] each, which are copied; side by side they are records. Raises
+        MesetaError where they cannot be kept; then none is lost that was there before."""
 
     def freeze(self) -> FarSnapshot | FrozenRows:
         """The rows as they are now, whatever is written later."""
@@ -90,8 +92,8 @@ class HostRows:
         torch.index_select(self._records, 0, rows, out=out)
         return _Done(self._is_present[rows])
 
-    def write(self, rows: Tensor, records: Tensor) -> None:
-        self._records.index_copy_(0, rows, records)
+    def write(self, rows: Tensor, *values: Tensor | NDArray[np.uint8]) -> None:
+        self._records.numpy()[rows.numpy()] = np.concatenate(values, axis=1)
         self._is_present[rows] = True
 
     def freeze(self) -> FrozenHostRows:
@@ -104,8 +106,8 @@ class FrozenHostRows:
     def __init__(self, records: Tensor, is_present: Tensor) -> None:
         self._records, self._is_present = records, is_present
 
-    def take(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        return self._records[first:stop], self._is_present[first:stop]
+    def take(self, first: int, stop: int) -> tuple[Sequence[Tensor], Tensor]:
+        return [self._records[first:stop]], self._is_present[first:stop]
 
     def close(self) -> None:
         self._records = self._records[:0]

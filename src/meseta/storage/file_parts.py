@@ -4,42 +4,44 @@ disk's sequential rate."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from meseta.ops.memory import empty
+from meseta.ops.memory import empty, give_back_kept
 from meseta.ops.row_file import FrozenRows, RowRead
 
 
 class _FilePart:
     """Consecutive rows in memory."""
 
-    def __init__(self, rows: FrozenRows, first: int) -> None:
+    def __init__(self, rows: FrozenRows, widths: Sequence[int], first: int) -> None:
         self.first, self.stop = first, min(first + rows.part_rows, rows.num_rows)
         self.num_left = self.stop - first
         """Rows that nobody has taken yet."""
-        self._records = empty((self.stop - first, rows.record_bytes), torch.uint8, keep=False)
-        self._reading: RowRead = rows.read(first, self._records)
+        self._values = [empty((self.stop - first, width), torch.uint8) for width in widths]
+        self._reading: RowRead = rows.read(first, *self._values)
 
-    def take(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Records of some of them, and which were ever written."""
+    def take(self, first: int, stop: int) -> tuple[list[Tensor], Tensor]:
+        """Values of some of them, and which were ever written."""
         present, here = self._reading.wait(), slice(first - self.first, stop - self.first)
-        return self._records[here], present[here]
+        return [value[here] for value in self._values], present[here]
 
 
 class FrozenFile:
-    """Frozen rows of a file. While one part is taken the next is read; one of which every row was taken is let go, so
-    that two or three lie in memory."""
+    """Frozen rows of a file. While one part is taken the next is read; one of which every row was taken lives for as
+    long as what was taken of it."""
 
-    def __init__(self, rows: FrozenRows) -> None:
-        self._rows = rows
+    def __init__(self, rows: FrozenRows, widths: Sequence[int]) -> None:
+        """Each row has values of so many bytes."""
+        self._rows, self._widths = rows, widths
         self._parts: dict[int, _FilePart] = {}
         """By first row."""
         self._newest = -1
         self._lock = threading.Lock()
 
-    def take(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
+    def take(self, first: int, stop: int) -> tuple[list[Tensor], Tensor]:
         """As `FarSnapshot.take`; several threads may call."""
         size = self._rows.part_rows
         taken = []
@@ -50,14 +52,15 @@ class FrozenFile:
             self._count(part, end - begin)
         if len(taken) == 1:
             return taken[0]
-        records, present = zip(*taken, strict=True)
-        return torch.cat(records), torch.cat(present)
+        values, present = zip(*taken, strict=True)
+        return [torch.cat(parts) for parts in zip(*values, strict=True)], torch.cat(present)
 
     def close(self) -> None:
         """They are needed no longer."""
         with self._lock:
             self._parts.clear()
         self._rows.close()
+        give_back_kept()
 
     def _part(self, at: int) -> _FilePart:
         """The one that begins there; the next is on its way too."""
@@ -65,7 +68,7 @@ class FrozenFile:
             for first in (at, at + self._rows.part_rows):
                 is_wanted = first == at or self._newest < first < self._rows.num_rows
                 if is_wanted and first not in self._parts:
-                    self._parts[first] = _FilePart(self._rows, first)
+                    self._parts[first] = _FilePart(self._rows, self._widths, first)
                     self._newest = max(self._newest, first)
             return self._parts[at]
 

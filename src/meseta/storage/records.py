@@ -7,11 +7,13 @@ in the order of the names, each as it lies in memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from meseta.jagged.shapes import Shaped
@@ -43,20 +45,23 @@ class RecordLayout:
         self.num_bytes = first
         """Of a record."""
 
-    def pack(self, values: Mapping[str, Tensor]) -> Shaped[Tensor, "n bytes"]:
-        """Records of n rows, uint8, in the memory of the host."""
-        num_rows = len(next(iter(values.values())))
-        records = torch.empty(num_rows, self.num_bytes, dtype=torch.uint8)
-        for name, field in self._fields.items():
-            bits = values[name].detach().contiguous().view(num_rows, prod(field.shape)).view(torch.uint8)
-            records[:, field.first : field.stop] = bits.cpu()
-        return records
+    @property
+    def widths(self) -> list[int]:
+        """Bytes of each value of a row."""
+        return [field.stop - field.first for field in self._fields.values()]
 
-    def unpack(self, records: Shaped[Tensor, "n bytes"]) -> dict[str, Tensor]:
-        """Values of n rows by name; copies."""
+    def bits(self, values: Mapping[str, NDArray[Any]]) -> list[NDArray[np.uint8]]:
+        """Values of n rows, as files have them, as [n, bytes] each, which side by side are their records; copies of
+        what is not contiguous."""
+        arrays = [values[name].reshape(-1, prod(field.shape)) for name, field in self._fields.items()]
+        return [np.ascontiguousarray(array).view(np.uint8) for array in arrays]
+
+    def named(self, bits: Sequence[Shaped[Tensor, "n _"]]) -> dict[str, Tensor]:
+        """The way back, also of whole records: values of n rows by name; copies of what is not contiguous."""
         values = {}
-        for name, field in self._fields.items():
-            bits = empty((len(records), field.stop - field.first), torch.uint8)
-            bits.copy_(records[:, field.first : field.stop])
-            values[name] = bits.view(field.dtype).view(len(records), *field.shape)
+        if len(bits) == 1:
+            bits = bits[0].split(self.widths, dim=1)
+        for own, (name, field) in zip(bits, self._fields.items(), strict=True):
+            whole = own if own.is_contiguous() else empty(own.shape, torch.uint8).copy_(own)
+            values[name] = whole.view(field.dtype).view(len(own), *field.shape)
         return values

@@ -116,8 +116,8 @@ class TableStorage(ABC):
 
 
 def from_stored(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
-    """The way back; a copy where the array cannot be written to."""
-    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+    """The way back, of an array that can be written to; a view."""
+    tensor = torch.from_numpy(array)
     return tensor.view(dtype) if dtype == torch.bfloat16 else tensor
 
 

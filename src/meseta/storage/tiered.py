@@ -4,7 +4,7 @@ near, where operators read and step them."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from meseta.spec.tiers import DISK, INDEX_BYTES, SLOT_BYTES
 from meseta.storage.far import FarRows, FarSnapshot
 from meseta.storage.file_parts import FrozenFile
 from meseta.storage.records import RecordLayout
-from meseta.storage.table import ROW, TableStorage, from_stored
+from meseta.storage.table import ROW, TableStorage, as_stored, from_stored
 from meseta.telemetry.row_traffic import RowTraffic
 
 MAX_TO_READ = 1 << 22
@@ -58,8 +58,8 @@ class _FarShard(TableStorage):
     def values(self) -> Mapping[str, Tensor]:
         return self._like
 
-    def _values(self, records: Tensor, is_present: Tensor, first: int, stop: int) -> dict[str, Tensor]:
-        """Rows first..stop-1 of such records; those that are not there are made."""
+    def _values(self, records: Sequence[Tensor], is_present: Tensor, first: int, stop: int) -> dict[str, Tensor]:
+        """Rows first..stop-1 of such records; those that are not there are made, in their place."""
         absent = torch.nonzero(~is_present).squeeze(1)
         start, columns = self.shard.rows[0], self.shard.columns
         if absent.numel() == stop - first:
@@ -67,7 +67,7 @@ class _FarShard(TableStorage):
                 self.spec, rows=(start + first, start + stop), columns=columns, seed=self.seed, device="cpu"
             )
             return {ROW: weight, **self.optimizer.init(weight)}
-        values = self._layout.unpack(records)
+        values = self._layout.named(records)
         if absent.numel():
             for name, value in self._new(absent + first).items():
                 values[name][absent] = value
@@ -180,7 +180,7 @@ class TieredShard(_FarShard):
         """They have come; on a GPU, put them into their slots."""
         if self.device.type != "cpu":
             moved = pinned.moved(index)
-            self._put(moved.slots[moved.present], self._layout.unpack(moved.records[moved.present]))
+            self._put(moved.slots[moved.present], self._layout.named([moved.records[moved.present]]))
             self.make(moved.rows[~moved.present], moved.slots[~moved.present])
 
     def make(self, rows: Int[Tensor, " n"], slots: Int[Tensor, " n"]) -> None:
@@ -213,8 +213,8 @@ class TieredShard(_FarShard):
         """Rows in some slots go to the far side."""
         for some, of_slots in zip(rows.split(MOVED_ROWS), slots.split(MOVED_ROWS), strict=True):
             where = of_slots.to(self.device)
-            values = {name: value.detach()[where] for name, value in self._near.items()}
-            self.far.write(some, self._layout.pack(values))
+            values = {name: as_stored(value.detach()[where]).cpu().numpy() for name, value in self._near.items()}
+            self.far.write(some, *self._layout.bits(values))
 
     def _write_dirty(self) -> None:
         """All rows that the far side has older go there."""
@@ -240,7 +240,7 @@ class TieredShard(_FarShard):
         self._settle()
         rows = torch.arange(first, stop)
         records = torch.empty(stop - first, self._layout.num_bytes, dtype=torch.uint8)
-        values = self._values(records, self.far.read(rows, records).wait(), first, stop)
+        values = self._values([records], self.far.read(rows, records).wait(), first, stop)
         slots = self.cache.find(rows)
         here = torch.nonzero(slots >= 0).squeeze(1)
         where = slots[here].to(self.device)
@@ -254,21 +254,23 @@ class TieredShard(_FarShard):
         self.marks.add_range(first, first + num_rows)
         for start in range(0, num_rows, MOVED_ROWS):
             stop = min(start + MOVED_ROWS, num_rows)
-            part = {name: from_stored(source[start:stop], self._like[name].dtype) for name, source in values.items()}
+            part = {name: source[start:stop] for name, source in values.items()}
             if set(part) != set(self._like):
-                part = self.read(first + start, first + stop) | part
+                there = self.read(first + start, first + stop)
+                part = {name: as_stored(value).numpy() for name, value in there.items()} | part
             rows = torch.arange(first + start, first + stop)
-            self.far.write(rows, self._layout.pack(part))
+            self.far.write(rows, *self._layout.bits(part))
             slots = self.cache.find(rows)
             here = torch.nonzero(slots >= 0).squeeze(1)
-            self._put(slots[here], {name: value[here] for name, value in part.items()})
+            near = {name: from_stored(value[here.numpy()], self._like[name].dtype) for name, value in part.items()}
+            self._put(slots[here], near)
 
     def freeze(self, reuse: TableStorage | None = None) -> TableStorage:
         """What lies near is written to the far side first; no copy of the table is made where that is a disk."""
         self._settle()
         self._write_dirty()
         rows = self.far.freeze()
-        far = FrozenFile(rows) if isinstance(rows, FrozenRows) else rows
+        far = FrozenFile(rows, self._layout.widths) if isinstance(rows, FrozenRows) else rows
         return FrozenShard(self.spec, self.shard, self.optimizer, far, seed=self.seed, like=self._like)
 
     def in_order(self) -> TableStorage:
@@ -296,7 +298,7 @@ class FrozenShard(_FarShard):
         return torch.device("cpu")
 
     def read(self, first: int, stop: int) -> dict[str, Tensor]:
-        """Copies."""
+        """Not to be written to."""
         records, is_present = self._far.take(first, stop)
         return self._values(records, is_present, first, stop)
 

@@ -28,3 +28,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
     if torch.are_deterministic_algorithms_enabled() and poison:
         tensor.fill_(math.nan if dtype.is_floating_point else torch.iinfo(dtype).max)  # what torch.empty does then
     return tensor
+
+
+def give_back_kept() -> None:
+    """Memory that is kept idle goes back to the system: after large work that does not come again soon."""
+    core().give_back_kept_memory()

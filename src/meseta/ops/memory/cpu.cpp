@@ -75,6 +75,15 @@ class Pool {
     }
   }
 
+  // What lies idle goes; from now on no more is kept than will be in use.
+  void give_back() {
+    const std::lock_guard<std::mutex> locked(mutex_);
+    for (const auto& [bytes, idle] : free_) std::free(idle.data);
+    free_.clear();
+    kept_ = 0;
+    peak_ = used_;
+  }
+
  private:
   void use(size_t bytes) {
     used_ += bytes;
@@ -108,4 +117,7 @@ nb::ndarray<nb::array_api, uint8_t, nb::ndim<1>, nb::device::cpu> allocate(size_
 
 }  // namespace
 
-void bind_memory(nb::module_& m) { m.def("allocate", &allocate, nb::arg("bytes"), nb::arg("keep")); }
+void bind_memory(nb::module_& m) {
+  m.def("allocate", &allocate, nb::arg("bytes"), nb::arg("keep"));
+  m.def("give_back_kept_memory", [] { pool().give_back(); });
+}

@@ -25,11 +25,7 @@ namespace meseta::row_cache {
 
 constexpr int64_t kMovedRows = 4096;  // that are written to the far side at once
 
-// A value of each near row, [slots, bytes], and where it stands in a record.
-struct Field {
-  uint8_t* near;
-  size_t bytes, at;
-};
+using row_file::Field;
 
 class RowCache;
 
@@ -180,9 +176,7 @@ class RowCache {
     const int64_t* const slots = pinned.missing_slots();
     for (int64_t i = first; i < last; ++i) {
       if (!pinned.present[size_t(i)]) continue;
-      const uint8_t* const record = pinned.records.get() + size_t(i) * far_->record_bytes();
-      for (const Field& field : fields_)
-        std::memcpy(field.near + size_t(slots[i]) * field.bytes, record + field.at, field.bytes);
+      row_file::scatter(fields_, size_t(slots[i]), pinned.records.get() + size_t(i) * far_->record_bytes());
     }
   }
 
@@ -223,8 +217,7 @@ class RowCache {
       for (int64_t i = 0; i < some; ++i) {
         const int64_t slot = slots[first + i];
         rows[i] = rows_[slot];
-        for (const Field& field : fields_)
-          std::memcpy(records + size_t(i) * bytes + field.at, field.near + size_t(slot) * field.bytes, field.bytes);
+        row_file::gather(std::span<const Field>(fields_), size_t(slot), records + size_t(i) * bytes);
       }
       if (const Failure failure = far_->write(rows, records, some)) return failure;
       clean(slots + first, some);

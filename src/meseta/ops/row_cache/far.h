@@ -34,13 +34,14 @@ class FileSide final : public FarSide {
     auto reading = std::make_unique<Reading>(log_);
     reading->ticket.rows = rows;
     reading->ticket.count = count;
-    reading->start(out, present);
+    reading->start({{out, record_bytes(), 0}}, present);
     return reading;
   }
 
   Failure write(const int64_t* rows, const uint8_t* records, int64_t count) override {
     int64_t taken;
-    return log_->write(rows, records, count, taken);
+    const row_file::ConstField record{records, record_bytes(), 0};
+    return log_->write(rows, {&record, 1}, count, taken);
   }
 
  private:

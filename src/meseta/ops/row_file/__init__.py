@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from meseta.errors import MesetaError
@@ -135,14 +137,14 @@ class RowFile:
         handle = self._call("read_rows", rows.numpy(), out.numpy(), present.numpy())
         return RowRead(self, handle, present)
 
-    def write(self, rows: Tensor, records: Tensor) -> None:
-        """Put rows, int64 [n], with records, uint8 [n, record_bytes], which are copied; of a row that comes twice the
-        last counts. Waits while too much is on its way to the disk.
+    def write(self, rows: Tensor, *values: Tensor | NDArray[np.uint8]) -> None:
+        """Put rows, int64 [n], with their values, uint8 [n, bytes] each, which are copied and side by side are their
+        records; of a row that comes twice the last counts. Waits while too much is on its way to the disk.
 
         Raises MesetaError where the disk fails or is full. Rows that were taken before are not lost then: they are read
         from memory, and the next write or flush sends them again.
         """
-        *failure, _ = self._call("write_rows", rows.numpy(), records.numpy())
+        *failure, _ = self._call("write_rows", rows.numpy(), [np.asarray(value) for value in values])
         self.check(failure)
 
     def flush(self) -> None:
@@ -241,13 +243,14 @@ class FrozenRows:
         self._file, self._handle = file, handle
         self.num_rows, self.record_bytes, self.part_rows = file.num_rows, file.record_bytes, file.part_rows
 
-    def read(self, first: int, out: Tensor) -> RowRead:
-        """Begin to read rows first, first + 1, ... into `out`, uint8 [n, record_bytes], as `RowFile.read` does; reads
-        of rows as they are go before. Whole parts of the file are read at the disk's sequential rate. Raises
-        MesetaError for rows that the file has not, or that are forgotten."""
-        present = torch.empty(len(out), dtype=torch.bool)
+    def read(self, first: int, *values: Tensor) -> RowRead:
+        """Begin to read rows first, first + 1, ... as `RowFile.read` does, into `values`, uint8 [n, bytes] each, which
+        side by side are their records; reads of rows as they are go before. Whole parts of the file are read at the
+        disk's sequential rate. Raises MesetaError for rows that the file has not, or that are forgotten."""
+        present = torch.empty(len(values[0]), dtype=torch.bool)
         try:
-            handle = core().read_frozen_rows(self._handle, first, out.numpy(), present.numpy())
+            outs = [value.numpy() for value in values]
+            handle = core().read_frozen_rows(self._handle, first, outs, present.numpy())
         except ValueError as error:
             raise MesetaError(f"{self._file.owner}: {error}") from None
         return RowRead(self._file, handle, present)

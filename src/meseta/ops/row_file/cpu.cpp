@@ -69,21 +69,35 @@ nb::capsule open_row_log(nb::capsule engine, int descriptor, int64_t rows, std::
   return hold(std::make_shared<RowLog>(held<Engine>(engine, kEngine), descriptor, rows, layout, salt, part), kLog);
 }
 
-void check(const RowLog& log, Rows rows, size_t records, size_t width) {
-  if (records != rows.shape(0) || width != log.layout().record_bytes)
-    refuse("records are [", records, ", ", width, "]; ", rows.shape(0), " rows need [", rows.shape(0), ", ",
-           log.layout().record_bytes, "]");
+// Values of `count` rows, [count, bytes] each, which side by side are their records.
+template <typename Byte, typename Array>
+std::vector<FieldOf<Byte>> fields_of(const RowLog& log, const std::vector<Array>& values, int64_t count) {
+  std::vector<FieldOf<Byte>> fields;
+  size_t at = 0;
+  for (const Array& value : values) {
+    if (int64_t(value.shape(0)) != count) refuse("there are ", count, " rows, and values of ", value.shape(0));
+    fields.push_back({value.data(), value.shape(1), at});
+    at += value.shape(1);
+  }
+  if (at != log.layout().record_bytes)
+    refuse("values of a row have ", at, " bytes; its record has ", log.layout().record_bytes);
+  return fields;
+}
+
+void check(const RowLog& log, Rows rows) {
   for (size_t i = 0; i < rows.shape(0); ++i)
     if (rows.data()[i] < 0 || rows.data()[i] >= log.num_rows())
       refuse("rows[", i, "] is ", rows.data()[i], "; the file has rows 0..", log.num_rows() - 1);
 }
 
-Answer write_rows(nb::capsule log, Rows rows, Records records) {
+Answer write_rows(nb::capsule log, Rows rows, const std::vector<Records>& values) {
   const auto file = held<RowLog>(log, kLog);
   nb::gil_scoped_release unlocked;
-  check(*file, rows, records.shape(0), records.shape(1));
+  const auto count = int64_t(rows.shape(0));
+  const auto fields = fields_of<const uint8_t>(*file, values, count);
+  check(*file, rows);
   int64_t taken;
-  Answer result = answer(file->write(rows.data(), records.data(), int64_t(rows.shape(0)), taken));
+  Answer result = answer(file->write(rows.data(), fields, count, taken));
   result.push_back(taken);
   return result;
 }
@@ -92,7 +106,7 @@ Answer write_rows(nb::capsule log, Rows rows, Records records) {
 struct HeldReading {
   Reading reading;
   Rows rows;
-  Out out;
+  std::vector<Out> values;
   Present present;
 };
 
@@ -118,29 +132,30 @@ Reading& reading_of(const nb::capsule& capsule) {
 
 nb::capsule read_rows(nb::capsule log, Rows rows, Out out, Present present) {
   const auto file = held<RowLog>(log, kLog);
-  check(*file, rows, out.shape(0), out.shape(1));
+  auto fields = fields_of<uint8_t>(*file, std::vector{out}, int64_t(rows.shape(0)));
+  check(*file, rows);
   if (present.shape(0) != rows.shape(0)) refuse("present has ", present.shape(0), " entries for ", rows.shape(0), " rows");
-  auto held_reading = std::unique_ptr<HeldReading>(new HeldReading{Reading(file), rows, out, present});
+  auto held_reading = std::unique_ptr<HeldReading>(new HeldReading{Reading(file), rows, {out}, present});
   held_reading->reading.ticket.rows = rows.data();
   held_reading->reading.ticket.count = int64_t(rows.shape(0));
-  held_reading->reading.start(out.data(), present.data());
+  held_reading->reading.start(std::move(fields), present.data());
   return hold_reading(held_reading.release());
 }
 
-nb::capsule read_frozen_rows(nb::capsule frozen, int64_t first, Out out, Present present) {
+nb::capsule read_frozen_rows(nb::capsule frozen, int64_t first, const std::vector<Out>& values, Present present) {
   const auto rows = held<Frozen>(frozen, kFrozen);
-  const auto count = int64_t(out.shape(0));
-  if (first < rows->first || count > rows->log->num_rows() - first || out.shape(1) != rows->log->layout().record_bytes ||
-      int64_t(present.shape(0)) != count)
-    refuse("rows ", first, "..", first + count - 1, " of ", out.shape(1), " bytes are not among the frozen rows ",
-           rows->first, "..", rows->log->num_rows() - 1);
-  auto held_reading = std::unique_ptr<HeldReading>(new HeldReading{Reading(rows->log), {}, out, present});
+  const auto count = int64_t(present.shape(0));
+  if (first < rows->first || count > rows->log->num_rows() - first)
+    refuse("rows ", first, "..", first + count - 1, " are not among the frozen rows ", rows->first, "..",
+           rows->log->num_rows() - 1);
+  auto fields = fields_of<uint8_t>(*rows->log, values, count);
+  auto held_reading = std::unique_ptr<HeldReading>(new HeldReading{Reading(rows->log), {}, values, present});
   held_reading->reading.ticket.frozen = rows;
   held_reading->reading.ticket.first = first;
   held_reading->reading.ticket.count = count;
   {
     nb::gil_scoped_release unlocked;
-    held_reading->reading.start(out.data(), present.data());
+    held_reading->reading.start(std::move(fields), present.data());
   }
   return hold_reading(held_reading.release());
 }
@@ -216,9 +231,9 @@ void bind_row_file(nb::module_& m) {
   m.def("row_engine_bytes", &row_engine_bytes, nb::arg("engine"));
   m.def("open_row_log", &open_row_log, nb::arg("engine"), nb::arg("descriptor"), nb::arg("rows"), nb::arg("sizes"),
         nb::arg("salt"));
-  m.def("write_rows", &write_rows, nb::arg("log"), nb::arg("rows"), nb::arg("records"));
+  m.def("write_rows", &write_rows, nb::arg("log"), nb::arg("rows"), nb::arg("values"));
   m.def("read_rows", &read_rows, nb::arg("log"), nb::arg("rows"), nb::arg("out"), nb::arg("present"));
-  m.def("read_frozen_rows", &read_frozen_rows, nb::arg("frozen"), nb::arg("first"), nb::arg("out"),
+  m.def("read_frozen_rows", &read_frozen_rows, nb::arg("frozen"), nb::arg("first"), nb::arg("values"),
         nb::arg("present"));
   m.def("wait_rows", &wait_rows, nb::arg("reading"));
   m.def("rows_are_read", &rows_are_read, nb::arg("reading"));

@@ -12,6 +12,7 @@
 
 #include <unistd.h>
 
+#include "ops/radix.h"
 #include "ops/row_file/checksum.h"
 #include "ops/row_file/engine.h"
 #include "ops/row_file/index.h"
@@ -74,16 +75,15 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
     changed_.wait(lock, [this] { return sealed_ == 0 && reading_ == 0; });
   }
 
-  // Takes rows [count] with records [count, record_bytes], the last of a row counts. What the disk does not take is kept
-  // in memory, and the failure is told, also to the next that writes if it fails once more.
-  Failure write(const int64_t* rows, const uint8_t* records, int64_t count, int64_t& taken) {
+  // Takes rows [count] with their values, the last of a row counts. What the disk does not take is kept in memory, and
+  // the failure is told, also to the next that writes if it fails once more.
+  Failure write(const int64_t* rows, std::span<const ConstField> fields, int64_t count, int64_t& taken) {
     const std::lock_guard one_by_one(writing_);
     std::unique_lock lock(mutex_);
     taken = 0;
     if (const Failure failure = retry(lock)) return failure;
     for (; taken < count; ++taken) {
-      if (const Failure failure = append(lock, rows[taken], records + size_t(taken) * layout_.record_bytes, kPushed))
-        return failure;
+      if (const Failure failure = append(lock, rows[taken], fields, size_t(taken), kPushed)) return failure;
       if (taken % kLockedRows == kLockedRows - 1) {
         lock.unlock();
         lock.lock();
@@ -151,9 +151,10 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
     const std::lock_guard lock(mutex_);
     if (closed_) return ticket.fail(closed());
     uint64_t* const first = ticket.parts.data() + begin;
-    uint64_t* const last = find(ticket, begin, end, first);
-    std::sort(first, last);
-    cut(ticket, first, last, requests);
+    const size_t count = size_t(find(ticket, begin, end, first) - first);
+    uint64_t other[kPieceRows];
+    if (sort_by_slot(first, other, count) != first) std::copy_n(other, count, first);
+    cut(ticket, first, first + count, requests);
   }
 
   void end_read(const Request& request, const Failure& failure) override {
@@ -218,7 +219,7 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
     const uint8_t* entry = request.buffer + (in_file - request.place);
     const auto row = row_of(*request.segment, entry);
     if (row.has_value() && int64_t(*row) == ticket.row(at)) {
-      std::memcpy(ticket.out + size_t(at) * layout_.record_bytes, entry, layout_.record_bytes);
+      scatter(ticket.fields, size_t(at), entry);
       return;
     }
     Failure failure;
@@ -243,7 +244,7 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
       }
       const Segment& segment = segments_.of(slot);
       if (segment.buffer != nullptr) {
-        std::memcpy(ticket.out + size_t(at) * layout_.record_bytes, entry(segment, slot), layout_.record_bytes);
+        scatter(ticket.fields, size_t(at), entry(segment, slot));
         ++from_memory;
       } else {
         *last++ = uint64_t(slot) << 32 | uint64_t(at);
@@ -258,22 +259,27 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
   // them. What is frozen stays where it is without the lock.
   void scan(Ticket& ticket) {
     ticket.open = 1;
-    uint64_t* const first = ticket.parts.data();
-    uint64_t* last = first;
+    uint64_t* last = ticket.parts.data();
     for (int64_t begin = 0; begin < ticket.count; begin += kLockedFinds) {
       const std::lock_guard lock(mutex_);
       last = find(ticket, begin, std::min(begin + kLockedFinds, ticket.count), last);
     }
-    std::sort(first, last);
+    const size_t count = size_t(last - ticket.parts.data());
     std::vector<Request> requests;
     {
+      std::vector<uint64_t> other(count);
+      if (sort_by_slot(ticket.parts.data(), other.data(), count) == other.data()) ticket.parts.swap(other);
       const std::lock_guard lock(mutex_);
       if (closed_) ticket.fail(closed());
-      else cut(ticket, first, last, requests);
+      else cut(ticket, ticket.parts.data(), ticket.parts.data() + count, requests);
     }
     ticket.open += int64_t(requests.size());
     engine_->submit_scan(requests);
     ticket.end_one();
+  }
+
+  static uint64_t* sort_by_slot(uint64_t* parts, uint64_t* other, size_t count) {
+    return radix_sort(parts, other, count, 32, 64);
   }
 
   // Cuts sorted parts into requests: rows that lie together are read together.
@@ -308,10 +314,10 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
     }
   }
 
-  // Puts a row behind the others of its stream. A row that is moved has to lie in `from` still: while the lock was let go
+  // Puts a row, value `number` of the fields, behind the others of its stream. A row that is moved has to lie in `from` still: while the lock was let go
   // of for room, a newer one may have been pushed out.
-  Failure append(std::unique_lock<std::mutex>& lock, int64_t row, const uint8_t* record, Stream stream,
-                 uint32_t from = kAbsent) {
+  Failure append(std::unique_lock<std::mutex>& lock, int64_t row, std::span<const ConstField> fields, size_t number,
+                 Stream stream, uint32_t from = kAbsent) {
     const auto place = size_t(row / part_rows_ * kStreams + stream);
     if (filling_[place] == nullptr)
       if (const Failure failure = start(lock, place)) return failure;
@@ -320,7 +326,7 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
     const uint32_t slot = segment.number * layout_.segment_entries + segment.filled;
     uint8_t* at = entry(segment, slot);
     const auto stored = static_cast<uint32_t>(row);
-    std::memcpy(at, record, layout_.record_bytes);
+    gather(fields, number, at);
     std::memcpy(at + layout_.record_bytes, &stored, sizeof(stored));
     const uint32_t sum = checksum(segment, at);
     std::memcpy(at + layout_.record_bytes + sizeof(stored), &sum, sizeof(sum));
@@ -366,9 +372,11 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
         return failure;
       }
     }
-    segment->buffer = unused_ != nullptr ? std::move(unused_) : make_buffer(layout_.segment_bytes);
-    unused_ = nullptr;
-    std::memset(segment->buffer.get(), 0, layout_.segment_bytes);  // nothing else of this process goes to disk
+    if (unused_ == nullptr) {
+      unused_ = make_buffer(layout_.segment_bytes);
+      std::memset(unused_.get(), 0, layout_.segment_bytes);  // nothing else of this process goes to disk
+    }
+    segment->buffer = std::exchange(unused_, nullptr);
     filling_[place] = segment;
     return {};
   }
@@ -469,7 +477,8 @@ inline bool RowLog::clean(uint8_t* buffer) {
     if (!row.has_value() || *row >= num_rows_) continue;
     const uint32_t slot = segment->number * layout_.segment_entries + i;
     if (index_[*row] != slot) continue;
-    cleaning_failure_ = append(lock, *row, at, kMoved, slot);
+    const ConstField record{at, layout_.record_bytes, 0};
+    cleaning_failure_ = append(lock, *row, {&record, 1}, 0, kMoved, slot);
     stopped = bool(cleaning_failure_);
     counters.rows_cleaned += !stopped;
     if (i % kLockedRows == kLockedRows - 1) {

@@ -22,11 +22,11 @@ class Reading {
   Reading& operator=(const Reading&) = delete;
 
   // Begin to read the rows of the ticket.
-  void start(uint8_t* out, bool* present) {
+  void start(std::vector<Field> fields, bool* present) {
     ticket.parts.resize(size_t(ticket.count));
     log_->counters.ticket_bytes += ticket.count * int64_t(sizeof(uint64_t));
     ticket.client = log_.get();
-    ticket.out = out;
+    ticket.fields = std::move(fields);
     ticket.present = present;
     log_->submit(ticket);
   }

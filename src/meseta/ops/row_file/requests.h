@@ -9,6 +9,8 @@
 #include <mutex>
 #include <vector>
 
+#include "ops/row_file/fields.h"
+
 namespace meseta::row_file {
 
 using Clock = std::chrono::steady_clock;
@@ -37,7 +39,7 @@ struct Ticket {
   const int64_t* rows = nullptr;   // [count]; null: first, first + 1, ...
   int64_t first = 0;
   int64_t count = 0;
-  uint8_t* out = nullptr;      // [count, record_bytes]
+  std::vector<Field> fields;   // where records go, [count] each
   bool* present = nullptr;     // [count]
   std::vector<uint64_t> parts;  // [count] slot and position, sorted by slot within pieces of the ticket
   int64_t claimed = 0;          // rows that are planned or are being planned
