@@ -314,8 +314,8 @@ class RowLog : public Client, public std::enable_shared_from_this<RowLog> {
     }
   }
 
-  // Puts a row, value `number` of the fields, behind the others of its stream. A row that is moved has to lie in `from` still: while the lock was let go
-  // of for room, a newer one may have been pushed out.
+  // Puts a row, value `number` of the fields, behind the others of its stream. A row that is moved has to lie in `from`
+  // still: while the lock was let go of for room, a newer one may have been pushed out.
   Failure append(std::unique_lock<std::mutex>& lock, int64_t row, std::span<const ConstField> fields, size_t number,
                  Stream stream, uint32_t from = kAbsent) {
     const auto place = size_t(row / part_rows_ * kStreams + stream);
