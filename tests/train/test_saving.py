@@ -68,18 +68,52 @@ def test_in_the_background_or_not_the_same_checkpoints(tiny: Path, tmp_path: Pat
         assert len(sums) == 1
 
 
-def test_what_a_save_in_the_background_met_ends_the_run(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The former checkpoint stays."""
+def fill_disk_at(steps: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints of these steps find no room."""
     really = saving.commit
 
     def commit(temporary: Path) -> Path:
-        if temporary.name.endswith("4"):
+        if int(temporary.name.rpartition("-")[2]) in steps:
             raise OSError(errno.ENOSPC, "No space left on device")
         return really(temporary)
 
     monkeypatch.setattr(saving, "commit", commit)
+
+
+@pytest.mark.parametrize("background", ["always", "never"])
+def test_a_run_goes_on_without_a_checkpoint_that_failed(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], background: str
+) -> None:
+    """Where it is told to; it says so, ends with the bits of a run with room, and leaves no half a checkpoint."""
+    changes = {"train__max_steps": 12, "checkpoint__every_steps": 2, "checkpoint__keep_last": 9}
+    train(settings(tiny, tmp_path / "roomy", **changes))
+    fill_disk_at({4, 6}, monkeypatch)
+    changes |= {"checkpoint__background": background, "checkpoint__on_failure": "continue"}
+    capsys.readouterr()
+    train(settings(tiny, tmp_path / "full", **changes))
+    told = capsys.readouterr().err
+    assert told.count("No space left on device") == 2 and "training goes on (checkpoint.on_failure)" in told
+    assert [path.name[-2:] for path in sorted((tmp_path / "full" / "checkpoints").iterdir())] == ["02", "08", "10", "12"]
+    assert final_checksum(tmp_path / "full") == final_checksum(tmp_path / "roomy")
+
+
+def test_the_last_checkpoint_ends_a_run_that_has_no_room_for_it(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_disk_at({6}, monkeypatch)
+    changes = {"train__max_steps": 6, "checkpoint__every_steps": 4, "checkpoint__on_failure": "continue"}
+    with pytest.raises(MesetaError, match="No space left on device"):
+        train(settings(tiny, tmp_path, **changes))
+    monkeypatch.undo()
+    train(settings(tiny, tmp_path, **changes))
+    assert saved_steps(tmp_path) == [4, 6]
+
+
+def test_what_a_save_in_the_background_met_ends_the_run(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The former checkpoint stays."""
+    fill_disk_at({4}, monkeypatch)
     changes = {"train__max_steps": 60, "checkpoint__every_steps": 2, "checkpoint__background": "always"}
     with pytest.raises(MesetaError, match="No space left on device"):
         train(settings(tiny, tmp_path, **changes))

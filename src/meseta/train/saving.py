@@ -52,6 +52,8 @@ class Saver:
         """Whether rank 0 has told since the last checkpoint that it is time for one: what is known a step later is told
         once."""
         self._background = BackgroundSave(world)
+        self._former_step = 0
+        """`saved_step` where the save in the background fails."""
         self._copies: bool | None = None
         self._mirror = checkpoint.Mirror(config.mirror) if config.mirror and world.rank == 0 else None
         self._notes: deque[str] = deque()
@@ -66,12 +68,12 @@ class Saver:
 
     def apply_agreed(self, flags: Sequence[float]) -> None:
         """Take the sums of all ranks' flags, if there are any; raises, on all of them, what a save in the background
-        met."""
+        met, unless the run goes on all the same."""
         if not flags:
             return
         self.stopping, self._minutes_passed, failed = (flag > 0 for flag in flags)
         if failed:
-            self._background.wait()
+            self._end_background()
 
     def is_due(self, step: int, is_best: bool) -> bool:
         """Whether to save after `step` steps, of which the evaluation was the best so far."""
@@ -94,17 +96,38 @@ class Saver:
         save alone. Collective.
 
         Training goes on while it is written, unless it is the last one or memory for a copy is short. Raises, on all
-        ranks, what this save or the one before it met.
+        ranks, what this save or the one before it met, where `checkpoint.on_failure` or the end of the run asks for it.
         """
         known: dict[str, Any] = {"step": step, "plan": embeddings.plan, "state": state, "carried": carried}
         prune = partial(self._prune, best_step if self._config.keep_best else None)
-        if not (is_last or self.stopping) and self._is_in_background(embeddings.shards):
+        self._end_background()
+        ends = is_last or self.stopping
+        self._saved_s, self._minutes_told = time.monotonic(), False
+        if not ends and self._is_in_background(embeddings.shards):
             self._background.start(self._folder, shards=embeddings.shards, dense=dense, then=prune, **known)
         else:
+            try:
+                checkpoint.save(self._folder, world=self._world, shards=embeddings.shards, dense=dense, **known)
+                prune(self._world)
+            except MesetaError as error:
+                return self._note(error, ends)
+        self._former_step, self.saved_step = self.saved_step, step
+
+    def _end_background(self) -> None:
+        """Until no save is on its way; raises, on all ranks, what the last one met, unless the run goes on all the same.
+        Collective."""
+        try:
             self._background.wait()
-            checkpoint.save(self._folder, world=self._world, shards=embeddings.shards, dense=dense, **known)
-            prune(self._world)
-        self.saved_step, self._saved_s, self._minutes_told = step, time.monotonic(), False
+        except MesetaError as error:
+            self._note(error)
+            self.saved_step = self._former_step
+
+    def _note(self, error: MesetaError, ends: bool = False) -> None:
+        """Say that a save has failed, where the run goes on all the same; else raise what it met."""
+        if ends or self._config.on_failure == "stop":
+            raise error
+        if self._world.rank == 0:
+            self._notes.append(f"{error}; training goes on (checkpoint.on_failure), and the next checkpoint tries again")
 
     def _is_in_background(self, shards: Sequence[TableStorage]) -> bool:
         """What the config says; 'auto': where every rank has twice the memory of its copy free. Decided once."""
@@ -148,7 +171,7 @@ class Saver:
             self._mirror.keep([listed.path.name for listed in here])
 
     def notes(self) -> list[str]:
-        """What could not be copied to the mirror, since the last call; known to rank 0 alone."""
+        """What could not be saved, or copied to the mirror, since the last call; known to rank 0 alone."""
         return [self._notes.popleft() for _ in range(len(self._notes))]
 
     def copy_all(self) -> None:
