@@ -147,6 +147,17 @@ def test_rows_that_are_all_alike_are_missed_in_proportion() -> None:
     assert loads.loads(pieces).tier_misses == pytest.approx(expected, rel=0.03, abs=1e-9)
 
 
+def test_a_few_popular_rows_of_many_stay_near() -> None:
+    """Whatever a hash table has room for beside them; with too few slots some of them are missed."""
+    counted = FeatureStatistics(100_000)
+    counted.add_window(np.random.default_rng(0).choice([7, 77, 777], 32_768, p=[0.6, 0.3, 0.1]), 32_768)
+    load = FeatureLoad(reuse=replace(counted.result().reuse, window_samples=32_768))
+    table = replace(made("sgd")[0], num_embeddings=100_000)
+    loads = WorkloadLoads(replace(workload((table,)), batch_size=2_048, loads={table.name: load}))
+    misses = loads.loads(Pieces.of(0, (0, 100_000), (0, 32), TIERS.index("disk"), [2, 8, 500])).tier_misses
+    assert 0.5 < misses[0] <= 3 and misses[1:] == pytest.approx([0, 0], abs=0.01)
+
+
 def test_gamma_law_of_whole_shapes() -> None:
     x = np.logspace(-3, 1.5, 50)
     for shape in (1, 2, 5):

@@ -93,7 +93,12 @@ def test_a_run_goes_on_without_a_checkpoint_that_failed(
     train(settings(tiny, tmp_path / "full", **changes))
     told = capsys.readouterr().err
     assert told.count("No space left on device") == 2 and "training goes on (checkpoint.on_failure)" in told
-    assert [path.name[-2:] for path in sorted((tmp_path / "full" / "checkpoints").iterdir())] == ["02", "08", "10", "12"]
+    assert [path.name[-2:] for path in sorted((tmp_path / "full" / "checkpoints").iterdir())] == [
+        "02",
+        "08",
+        "10",
+        "12",
+    ]
     assert final_checksum(tmp_path / "full") == final_checksum(tmp_path / "roomy")
 
 

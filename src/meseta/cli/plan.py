@@ -327,7 +327,7 @@ def _print_misses(console: Console, record: RunRecord) -> None:
     table = _table("misses of a step, over all ranks", ["table", "predicted", "measured", "times as many"])
     whole = [sum(values) for values in zip(*found.values(), strict=True)]
     for name, (predicted, measured) in {**found, "all": (whole[0], whole[1])}.items():
-        ratio = f"{measured / predicted:.2f}" if predicted > 0 else ""
+        ratio = f"{measured / predicted:.2f}" if predicted >= 0.5 else ""  # of hardly any it says nothing
         table.add_row(name, f"{predicted:,.1f}", f"{measured:,.1f}", ratio)
     console.print(table)
 

@@ -127,7 +127,9 @@ class Saver:
         if ends or self._config.on_failure == "stop":
             raise error
         if self._world.rank == 0:
-            self._notes.append(f"{error}; training goes on (checkpoint.on_failure), and the next checkpoint tries again")
+            self._notes.append(
+                f"{error}; training goes on (checkpoint.on_failure), and the next checkpoint tries again"
+            )
 
     def _is_in_background(self, shards: Sequence[TableStorage]) -> bool:
         """What the config says; 'auto': where every rank has twice the memory of its copy free. Decided once."""

@@ -23,13 +23,13 @@ def request_rates(classes: RowClasses) -> tuple[Floats, Floats]:
 
     Rows that came RARE times or less in a window, or never, are taken to be the tail of a power law whose exponent the
     more frequent ones show (G. K. Zipf), cut into classes of geometrically growing size. Where nothing shows one, all
-    of them are alike.
+    of them are alike. Where no row came so rarely, those that never came are taken never to come.
     """
     n, each = len(classes.seen), np.arange(len(classes.seen))
     extents, shares, counts = classes.extents, classes.shares, classes.counts
     is_rare = (counts <= RARE) | (extents <= 0.0)
-    is_rare[each, classes.coldest] = True
     rows = np.where(is_rare, 0.0, extents)
+    rows[each, classes.coldest] = np.where(is_rare[each, classes.coldest], 0.0, classes.seen)
     first, whole = rows.sum(axis=1), extents.sum(axis=1)
     power = _powers(np.where(is_rare, 0.0, counts), rows)
     ratio = np.maximum(whole, 1.0) / np.maximum(first, 1.0)
@@ -41,7 +41,7 @@ def request_rates(classes: RowClasses) -> tuple[Floats, Floats]:
     mass = (tail_rows * weights).sum(axis=1)
     tail_share = np.where(is_rare, shares, 0.0).sum(axis=1)
     tail = weights * (tail_share / np.maximum(mass, _LEAST))[:, None]
-    head = np.where(rows > 0.0, shares / np.maximum(extents, _LEAST), 0.0)
+    head = np.where(rows > 0.0, shares / np.maximum(rows, _LEAST), 0.0)
     return np.concatenate([rows, tail_rows], axis=1), np.concatenate([head, tail], axis=1).reshape(n, -1)
 
 
@@ -83,7 +83,7 @@ def near_misses(rows: Floats, requests: Floats, near_rows: Floats, lookups: Floa
     chance = -np.expm1(-requests)
     half_life = np.where(near_rows < FEW_SLOTS, SHORT, LONG) * np.maximum(near_rows, 1.0) / lookups  # in batches
     shape = 2.0 * chance * (half_life / np.log(2.0))[:, None]
-    low, high = np.full(len(wants), -60.0), np.full(len(wants), 30.0)
+    low, high = np.full(len(wants), -600.0), np.full(len(wants), 30.0)
     for _ in range(_STEPS):
         middle = 0.5 * (low + high)
         fits = (rows * (1.0 - gamma_below(shape, 2.0 * np.exp(middle)[:, None]))).sum(axis=1) <= near_rows
