@@ -110,7 +110,8 @@ class Saver:
                 checkpoint.save(self._folder, world=self._world, shards=embeddings.shards, dense=dense, **known)
                 prune(self._world)
             except MesetaError as error:
-                return self._note(error, ends)
+                self._note(error, ends)
+                return
         self._former_step, self.saved_step = self.saved_step, step
 
     def _end_background(self) -> None:
