@@ -44,6 +44,17 @@ def test_every_bit_through_pyarrow(path: Path) -> None:
             assert flat.to_numpy().tobytes() == bits(tensor).numpy().tobytes()
 
 
+def test_blocks_are_the_files_that_arrow_writes(path: Path) -> None:
+    blocks = list(path.glob("tables/*/*.arrow"))
+    assert len(blocks) > len(SPECS)  # whole ones and last ones
+    for block in blocks:
+        with pa.ipc.open_file(str(block)) as reader:
+            batch, sink = reader.get_batch(0), pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, batch.schema) as writer:
+            writer.write_batch(batch)
+        assert block.read_bytes() == sink.getvalue().to_pybytes()
+
+
 def test_rows_of_16_bits(path: Path) -> None:
     def first_block(table: str) -> pa.RecordBatch:
         return pa.ipc.open_file(str(path / "tables" / table / "block-00000.arrow")).get_batch(0)

@@ -21,6 +21,8 @@ PAGE_BYTES = 4096
 """Memory, positions and lengths of a direct transfer are multiples of this."""
 DIRECT_BYTES = 1 << 20
 """Smaller files go through the page cache: a direct transfer waits for the disk."""
+TRANSFER_BYTES = 1 << 20
+"""Transferred at a time: more would be no faster, and rows that a batch waits for would wait behind it."""
 T = TypeVar("T")
 _own = threading.local()
 
@@ -50,7 +52,8 @@ def write_whole(path: Path, content: memoryview, num_bytes: int) -> None:
             done = 0
             while done < whole:
                 start = _whole_pages(done)
-                if start + (count := os.pwrite(descriptor, content[start:whole], start)) <= done:
+                piece = content[start : min(start + TRANSFER_BYTES, whole)]
+                if start + (count := os.pwrite(descriptor, piece, start)) <= done:
                     raise OSError(errno.EINVAL, "a direct transfer ended inside a page")
                 done = start + count
             # The rest of the last page goes through the page cache. To write all of the page and cut the file to its
@@ -75,7 +78,7 @@ def read_whole(path: Path, num_bytes: int) -> memoryview:
             done = 0
             while done < num_bytes:
                 start = _whole_pages(done) if direct else done
-                if start + (count := os.preadv(descriptor, [content[start:]], start)) <= done:
+                if start + (count := os.preadv(descriptor, [content[start : start + TRANSFER_BYTES]], start)) <= done:
                     break
                 done = start + count
             return done

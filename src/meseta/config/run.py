@@ -181,8 +181,8 @@ class CheckpointConfig(Section):
     """Write while training goes on, from a copy that takes as much memory as the tables and states of a rank. 'auto'
     does so where every rank has twice that free; else training waits until all is written."""
     on_failure: Literal["stop", "continue"] = "stop"
-    """What a save that fails does to the run, as on a full disk: 'stop' ends it, 'continue' says so and trains on to the
-    next save. The last one, and that of a signal, end it in any case."""
+    """What a save that fails does to the run, as on a full disk: 'stop' ends it, 'continue' says so and trains on until
+    the next save. The last one, and that of a signal, end it in any case."""
     keep_last: Count = 2
     """Checkpoints kept; older ones are removed."""
     keep_best: bool = False

@@ -12,6 +12,9 @@ from torch import Tensor
 from meseta.ops.memory import empty, give_back_kept
 from meseta.ops.row_file import FrozenRows, RowRead
 
+PARTS_AHEAD = 2
+"""Parts that are read while one is taken: the disk is busy while another is looked up."""
+
 
 class _FilePart:
     """Consecutive rows in memory."""
@@ -30,7 +33,7 @@ class _FilePart:
 
 
 class FrozenFile:
-    """Frozen rows of a file. While one part is taken the next is read; one of which every row was taken lives for as
+    """Frozen rows of a file. While one part is taken the next ones are read; one of which all rows were taken lives as
     long as what was taken of it."""
 
     def __init__(self, rows: FrozenRows, widths: Sequence[int]) -> None:
@@ -63,9 +66,9 @@ class FrozenFile:
         give_back_kept()
 
     def _part(self, at: int) -> _FilePart:
-        """The one that begins there; the next is on its way too."""
+        """The one that begins there; the next ones are on their way too."""
         with self._lock:
-            for first in (at, at + self._rows.part_rows):
+            for first in range(at, at + (PARTS_AHEAD + 1) * self._rows.part_rows, self._rows.part_rows):
                 is_wanted = first == at or self._newest < first < self._rows.num_rows
                 if is_wanted and first not in self._parts:
                     self._parts[first] = _FilePart(self._rows, self._widths, first)

@@ -115,7 +115,7 @@ class Saver:
         self._former_step, self.saved_step = self.saved_step, step
 
     def _end_background(self) -> None:
-        """Until no save is on its way; raises, on all ranks, what the last one met, unless the run goes on all the same.
+        """Until no save is on its way; raises, on all ranks, what the last one met, unless the run goes on anyway.
         Collective."""
         try:
             self._background.wait()

@@ -20,8 +20,9 @@
 namespace meseta::row_file {
 
 constexpr int64_t kPieceRows = 1024;    // planned at once
-constexpr int kLargeBuffers = 6;        // rows that lie together are read by so many requests at a time
-constexpr int kWritesAtOnce = 3;        // more would only lengthen what reads wait
+constexpr int kLargeBuffers = 12;       // rows that lie together are read by so many requests at a time
+constexpr int kWritesAlone = 8;         // at a time, while no row is waited for
+constexpr int kWritesAtOnce = 3;        // else: more would only lengthen what reads wait
 constexpr int kScanTurn = 8;            // each so many-th read is a scan's, while both wait
 constexpr double kBurstSeconds = 1e-3;  // of reads under a limit
 constexpr size_t kSectorBytes = 512;
@@ -141,7 +142,8 @@ class Engine {
   bool next(std::unique_lock<std::mutex>& lock, Request& request, Clock::time_point& when) {
     when = Clock::time_point::max();
     for (;;) {
-      if (!writes_.empty() && writing_ < kWritesAtOnce) {
+      const bool reads_wait = !reads_.requests.empty() || !reads_.tickets.empty();
+      if (!writes_.empty() && writing_ < (reads_wait ? kWritesAtOnce : kWritesAlone)) {
         request = writes_.front();
         writes_.pop_front();
         ++writing_;

@@ -20,7 +20,7 @@
 
 namespace meseta::row_file {
 
-constexpr int kSealed = 4;               // segments on their way to disk; whoever fills one more waits
+constexpr int kSealed = 8;               // segments on their way to disk; whoever fills one more waits
 constexpr size_t kGapBytes = 4 << 10;    // read along between rows that are wanted, rather than asked for apart
 constexpr int64_t kKeptForCleaning = 2;  // segments
 constexpr size_t kScanGapBytes = 32 << 10;  // likewise, by who reads all rows in order

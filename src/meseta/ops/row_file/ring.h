@@ -181,7 +181,7 @@ class RingEngine : public Engine {
 
   // The ring is made by the thread that uses it, as the system wants it.
   void run(std::promise<void>& made) {
-    const unsigned most = unsigned(depth_ + kLargeBuffers + kWritesAtOnce);
+    const unsigned most = unsigned(depth_ + kLargeBuffers + kWritesAlone);
     std::unique_ptr<Ring> ring;
     try {
       ring = std::make_unique<Ring>(std::bit_ceil(most + 1));
@@ -216,7 +216,7 @@ class RingEngine : public Engine {
       sleeping_ = !ended_;
       lock.unlock();
       // While there is more to read than may be in flight, answers are taken by the dozen.
-      ring.enter(unused.size() <= kLargeBuffers + kWritesAtOnce ? std::max(1, depth_ / kAnswersPart) : 1, when);
+      ring.enter(unused.size() <= kLargeBuffers + kWritesAlone ? std::max(1, depth_ / kAnswersPart) : 1, when);
       lock.lock();
       sleeping_ = false;
       lock.unlock();
