@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from time import perf_counter
 
 from torch import Tensor
@@ -66,11 +67,10 @@ class RowsUnderWay(Arrival):
                 shard.wait_s += (perf_counter() - begun) / len(self._shards)
 
     def end(self) -> None:
-        """The batch is over, once."""
-        try:
+        """The batch is over, once. That rows could not be had is told to who waits for them."""
+        with suppress(MesetaError):
             self.wait()  # who comes next takes what lies there
-        finally:
-            self._pinned.end()
+        self._pinned.end()
 
 
 class Lease:
