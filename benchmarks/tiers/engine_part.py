@@ -63,12 +63,13 @@ class BareLoop:
     program: Path
     file: RowFile
 
-    def turn(self, way: tuple[str, int], num_reads: int, seed: int) -> Turn:
-        """Read as many entries at random."""
+    def turn(self, way: tuple[str, int], num_reads: int, seed: int, *, copies: bool = False) -> Turn:
+        """Read as many entries at random; by a ring, which `copies` each record to its place."""
         block = self.file.engine.facts.block_bytes
         entry, group, entries, segment, in_segment, _ = core().row_layout(self.file.record_bytes, block, 256 << 10)
         total = self.file.num_present // in_segment * in_segment
-        numbers = (way[1], num_reads, seed, total, segment, in_segment, group, entries, entry, block)
+        copied = self.file.record_bytes if copies else 0
+        numbers = (way[1], num_reads, seed, total, segment, in_segment, group, entries, entry, block, copied)
         command = [str(self.program), self.file.path, way[0], *map(str, numbers)]
         seconds, processor_s = map(float, subprocess.run(command, check=True, capture_output=True).stdout.split())
         return Turn(num_reads / seconds, processor_s / num_reads)
@@ -100,6 +101,7 @@ def measure(file: RowFile, loop: BareLoop, options: EngineOptions) -> bool:
     """One file; whether it keeps up with the loop."""
     ours: list[Turn] = []
     bare: list[Turn] = []
+    copying: list[Turn] = []
     best = ("ring" if options.engine != "threads" else "threads", file.engine.depth)
     for number in range(options.passes):
         if number % 2:
@@ -107,6 +109,8 @@ def measure(file: RowFile, loop: BareLoop, options: EngineOptions) -> bool:
         bare.append(loop.turn(best, options.num_reads, number))
         if not number % 2:
             ours.append(engine_turn(file, options.num_reads, number))
+        if best[0] == "ring":
+            copying.append(loop.turn(best, options.num_reads, number, copies=True))
         print(f"  pass {number + 1}: ours {ours[-1].text}; the loop ({best[0]} {best[1]}) {bare[-1].text}", flush=True)
         if number == 0:  # by now every way finds the file as it is
             tried = {way: loop.turn(way, options.num_reads // 2, 99).reads_per_s for way in WAYS}
@@ -121,6 +125,12 @@ def measure(file: RowFile, loop: BareLoop, options: EngineOptions) -> bool:
         record("tiers", case, "reads", rate, "reads/s", peer=peer, peer_value=limit)
         record("tiers", case, "processor of a read", spent_s * 1e6, "us", peer=peer, peer_value=bare_s * 1e6)
     print(f"  {rate / limit:.2f} of the loop's reads/s, {spent_s / bare_s:.2f} of its processor time")
+    if copying[1:]:
+        copied_s = statistics.median(turn.processor_s for turn in copying[1:])
+        print(f"  {spent_s / copied_s:.2f} of that of a loop that copies each record, {copied_s * 1e6:.2f} us")
+        if options.keep:
+            peer = f"loop that copies, {best[0]} {best[1]}"
+            record("tiers", case, "processor of a read", spent_s * 1e6, "us", peer=peer, peer_value=copied_s * 1e6)
     for load in LOADS:
         file.engine.max_reads_per_s = load * limit
         before = file.engine.latencies()

@@ -189,6 +189,7 @@ def _measure(training: Training, options: TrainOptions) -> bool:
     reads_per_s, read_s = (statistics.median(figures) for figures in zip(*alone, strict=True))
     seconds = {name: statistics.median(turn.seconds for turn in own) for name, own in turns.items()}
     misses = statistics.median(turn.traffic.num_misses for turn in turns["tiered"])
+    written = statistics.median(turn.traffic.written_bytes for turn in turns["tiered"])
     waited = statistics.median(turn.traffic.waited_s / turn.seconds for turn in turns["tiered"])
     by_processor = seconds["resident"] + misses * read_s / threads
     by_disk = misses / reads_per_s
@@ -201,7 +202,7 @@ def _measure(training: Training, options: TrainOptions) -> bool:
         f"({tiered.near_bytes() / 1e6:,.0f} MB in all), {batch_size / seconds['resident']:,.0f} resident: {kept:.2f}; "
         f"{misses:,.0f} misses a step, step {ratio:.2f} of its bound, which is "
         f"{'the disk' if by_disk > by_processor else 'the processors'}; {100 * waited:.1f} % of it waited for rows; "
-        f"the disk gives {reads_per_s:,.0f} reads/s",
+        f"{written / 1e6:,.1f} MB written a step; the disk gives {reads_per_s:,.0f} reads/s",
         flush=True,
     )
     if options.keep:

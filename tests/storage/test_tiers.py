@@ -229,8 +229,7 @@ def test_rows_that_come_beside_others_that_cannot_be_had(tmp_path: Path) -> None
         with pytest.raises(MesetaError, match="the checksum of row 7 is wrong"):
             lease.wait()
     for lease in leases:
-        with pytest.raises(MesetaError, match="the checksum of row 7 is wrong"):
-            lease.end()
+        lease.end()
     assert big.cache.near_rows().tolist() == [9] and big.cache.num_pinned == 0
     assert same([big.read(8, 60)], [{name: value[8:60] for name, value in values.items()}])
 

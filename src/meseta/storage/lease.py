@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from time import perf_counter
 
 import torch
@@ -67,11 +68,10 @@ class RowsUnderWay(Arrival):
                 shard.wait_s += (perf_counter() - begun) / len(self._shards)
 
     def end(self) -> None:
-        """The batch is over, once."""
-        try:
+        """The batch is over, once. That rows could not be had is told to who waits for them."""
+        with suppress(MesetaError):
             self.wait()  # who comes next takes what lies there
-        finally:
-            self._pinned.end()
+        self._pinned.end()
 
 
 def _least_bytes(shards: Sequence[TieredShard], looked_up: Sequence[tuple[int, Tensor]]) -> int:
