@@ -8,7 +8,7 @@
     python benchmarks/bench_tiers.py large [--rows 64000000] [--limit-mb 4096] [--disk-gb 60]
     python benchmarks/bench_tiers.py train [--trainings d16_2k,d64_2k] [--max-reads-per-s 20000] [--folder DIR]
     python benchmarks/bench_tiers.py mapped [--trainings d16_2k,d64_2k] [--folder DIR]
-    python benchmarks/bench_tiers.py predict [--tasks 10] [--folder DIR]
+    python benchmarks/bench_tiers.py predict [--tasks 10] [--seed 0] [--folder DIR]
     python benchmarks/bench_tiers.py nodes [--models F,I]
 
 Parts:
@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="of a turn of training")
     parser.add_argument("--turns", type=int, default=5, help="of training")
     parser.add_argument("--tasks", type=int, default=10, help="random ones, for predict")
+    parser.add_argument("--seed", type=int, default=0, help="of the first of these tasks")
     parser.add_argument("--models", default="F,I", help="of published_models.py, for nodes")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "tiers")
     parser.add_argument("--no-record", action="store_true", help="leave benchmarks/results.csv as it is")
@@ -103,7 +104,7 @@ def main() -> None:
         )
         good = measure_training(options) if told.part == "train" else measure_mapped(options)
     elif told.part == "predict":
-        good = measure_predictions(PredictOptions(told.folder, told.tasks, keep))
+        good = measure_predictions(PredictOptions(told.folder, told.tasks, told.seed, keep))
     elif told.part == "nodes":
         good = measure_nodes(NodeOptions(tuple(told.models.split(",")), keep))
     else:

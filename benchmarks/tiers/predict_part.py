@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ Ids = NDArray[np.int64]
 MISSES_WITHIN, STEP_WITHIN, BEST_WITHIN = 0.2, 0.25, 1.1
 TRIED = (0.05, 0.1, 0.2, 0.4, 0.8)
 """Near bytes, over those of all rows."""
-WARM, COUNTED = 0.6, 30
-"""Steps before the clock starts, over those that fill all slots; and steps that count."""
+WARM = 0.6
+"""Steps before the clock starts, over those that fill all slots."""
+TURNS, STEPS = 6, 10
+"""Turns that plans take, and steps of each."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class PredictOptions:
 
     folder: Path
     num_tasks: int
+    seed: int
+    """Of the first task; those with the numbers behind it follow."""
     keep: bool
 
 
@@ -119,26 +124,52 @@ class RandomTask:
         return True
 
 
-def measure_steps(task: RandomTask, plan: Plan, options: StorageOptions, num_warm: int) -> tuple[float, float]:
-    """(seconds of a step, rows of it that did not lie near); all rows were written before."""
-    made = EmbeddingBagCollection(task.tables, task.features, seed=1)
-    made.place(plan, options)
-    for shard in made.shards:
-        if isinstance(shard, TieredShard):
-            shard.write(0, {name: value.numpy() for name, value in shard.read(0, shard.shard.num_rows).items()})
-    far = [shard for shard in made.shards if isinstance(shard, TieredShard)]
-    batches = [task.batch() for _ in range(num_warm + COUNTED)]
-    missed, times, start = 0, [], 0.0
-    for number, flight in enumerate(ahead(batches, made)):
-        if number == num_warm:
-            missed, start = sum(shard.cache.counters.num_misses for shard in far), time.perf_counter()
-        found = made(flight.sparse)
-        found.pooled.values.square().mean().backward()
-        if number >= num_warm:
-            times.append(time.perf_counter() - start)
-            start = time.perf_counter()
-    missed = sum(shard.cache.counters.num_misses for shard in far) - missed
-    return float(np.median(times)), missed / COUNTED
+class TrainedTask:
+    """The tables of a task, trained by `meseta.ahead`; all rows were written before."""
+
+    def __init__(self, task: RandomTask, plan: Plan, options: StorageOptions) -> None:
+        self.made = EmbeddingBagCollection(task.tables, task.features, seed=1)
+        self.made.place(plan, options)
+        self.far = [shard for shard in self.made.shards if isinstance(shard, TieredShard)]
+        for shard in self.far:
+            rows = shard.read(0, shard.shard.num_rows)
+            shard.write(0, {name: value.numpy() for name, value in rows.items()})
+        self._task = task
+        self._batches: list[Sparse] = []
+        self._flights = ahead(iter(self._batches.pop, None), self.made)
+        self.seconds: list[float] = []
+        """Of each step that counts."""
+        self.num_missed = 0
+        """Rows of these that did not lie near."""
+
+    def warm(self, num_steps: int) -> None:
+        """Steps that do not count."""
+        self.turn(num_steps)
+        self.seconds, self.num_missed = [], 0
+
+    def turn(self, num_steps: int) -> None:
+        """So many steps."""
+        self._batches += [self._task.batch() for _ in range(num_steps + self.made.lookahead + 1 - len(self._batches))]
+        before, start_s = self._misses(), time.perf_counter()
+        for flight in islice(self._flights, num_steps):
+            self.made(flight.sparse).pooled.values.square().mean().backward()
+            self.seconds.append(time.perf_counter() - start_s)
+            start_s = time.perf_counter()
+        self.num_missed += self._misses() - before
+
+    def _misses(self) -> int:
+        return sum(shard.cache.counters.num_misses for shard in self.far)
+
+
+def measure_steps(task: RandomTask, plans: Sequence[Plan], options: StorageOptions) -> list[tuple[float, float]]:
+    """Of each plan, (seconds of a step, rows of it that did not lie near), all in turns."""
+    trained = [TrainedTask(task, plan, options) for plan in plans]
+    for one, plan in zip(trained, plans, strict=True):
+        one.warm(warm_steps(task, plan))
+    for _ in range(TURNS):
+        for one in trained:
+            one.turn(STEPS)
+    return [(float(np.median(one.seconds)), one.num_missed / len(one.seconds)) for one in trained]
 
 
 def warm_steps(task: RandomTask, plan: Plan) -> int:
@@ -153,7 +184,7 @@ def measure_predictions(options: PredictOptions) -> bool:
     threads = torch.get_num_threads()
     model = replace(documented_cost_model("cpu"), num_threads=threads)
     model = replace(model, tiers=measure_disk(options.folder, model.tiers, threads, "measured before"))
-    good, seed, done = True, 0, 0
+    good, seed, done = True, options.seed, 0
     errors: dict[str, list[float]] = {"misses": [], "step": []}
     while done < options.num_tasks:
         task, seed = RandomTask(seed), seed + 1
@@ -167,8 +198,7 @@ def measure_predictions(options: PredictOptions) -> bool:
             model, tiers=replace(model.tiers, disk_row_s=0.0, disk_write_bytes_per_s=1e30, disk_bytes_per_s=1e30)
         )
         busy, bare = (predict(one, workload, Topology(), beside, run=run) for one in (plan, task.plan(resident=True)))
-        resident_s, _ = measure_steps(task, task.plan(resident=True), storage, 20)
-        step_s, missed = measure_steps(task, plan, storage, warm_steps(task, plan))
+        (resident_s, _), (step_s, missed) = measure_steps(task, [task.plan(resident=True), plan], storage)
         # What a step has beside tiers is measured, with resident tables: what tiers add is predicted.
         told_s = max(resident_s + busy.step_s - bare.step_s, float(found.disk_s[0]))
         told = sum(found.misses.values())
@@ -176,14 +206,14 @@ def measure_predictions(options: PredictOptions) -> bool:
         errors["step"].append(told_s / step_s - 1.0)
         print(
             f"task {seed - 1}: misses {told:,.0f} told, {missed:,.0f} measured; step {1e3 * told_s:.2f} ms told, "
-            f"{1e3 * step_s:.2f} measured, {1e3 * resident_s:.2f} resident",
+            f"of the disk {1e3 * found.disk_s[0]:.2f}, {1e3 * step_s:.2f} measured, {1e3 * resident_s:.2f} resident",
             flush=True,
         )
     for name, limit in (("misses", MISSES_WITHIN), ("step", STEP_WITHIN)):
         worst = max(map(abs, errors[name]))
         good &= worst <= limit
         if options.keep:
-            case = f"{options.num_tasks} random tasks of mixed tiers"
+            case = f"{options.num_tasks} random tasks of mixed tiers, from seed {options.seed}"
             record(
                 "tiers", case, f"predicted {name}", 100 * worst, "% off at worst", peer="limit", peer_value=100 * limit
             )
@@ -197,18 +227,21 @@ def measure_advice(options: PredictOptions, model: CostModel) -> bool:
     places = {"tables": {table.name: {"sharding": "table_wise", "tier": "disk"} for table in task.tables}}
     given = Plan.from_dict(places, task.tables, 1)
     whole = sum(table.num_embeddings * (4 * table.embedding_dim + 59) for table in task.tables)
-    steps: dict[str, float] = {}
-    sizes: list[int | None] = [None, *(int(share * whole) for share in TRIED)]
-    for size in sizes:
+    plans = {}
+    for size in (None, *(int(share * whole) for share in TRIED)):
         storage = StorageOptions(dir=options.folder, near_bytes=size)
         plan = share_near_rows(given, workload, Topology(), model, RunBytes(storage=storage))
         name = "advised" if size is None else f"{size / whole:.0%}"
         try:
-            steps[name] = measure_steps(task, plan, storage, warm_steps(task, plan))[0]
-        except MesetaError as error:  # too few for two batches
+            TrainedTask(task, plan, storage).warm(1)
+        except MesetaError as error:  # too few for the batches under way
             print(f"near {name}: {error}")
             continue
-        print(f"near {name}: {1e3 * steps[name]:.2f} ms a step", flush=True)
+        plans[name] = plan
+    measured = measure_steps(task, list(plans.values()), StorageOptions(dir=options.folder))
+    steps = {name: seconds for name, (seconds, _) in zip(plans, measured, strict=True)}
+    for name, seconds in steps.items():
+        print(f"near {name}: {1e3 * seconds:.2f} ms a step", flush=True)
     best = min(seconds for name, seconds in steps.items() if name != "advised")
     if options.keep:
         peer = "best of five tried"

@@ -239,6 +239,10 @@ def foreign_record_of_a_rank(place: Place) -> list[Any]:
     return ["hang", run]
 
 
+def limit_without_a_disk(place: Place) -> list[Any]:
+    return ["calibrate", "--max-reads-per-s", "1000", "--out", place.folder / "cost.yaml"]
+
+
 PREPARING = (missing_column, unparsable_row, fields_missing, label_outside, empty_file, header_alone)
 PREPARING += (truncated_gzip, truncated_parquet)
 TRAINING = (unknown_key, ill_typed_value, no_yaml, key_given_twice, plan_of_other_tables, plan_for_other_ranks)
@@ -247,3 +251,4 @@ TRAINING += (nan_in_dense, loss_without_bound, damaged_checkpoint, partial_check
 TRAINING += (run_on_other_data, not_a_run, unwritable_run_dir, unwritable_predictions)
 TRAINING += (no_step_to_profile, other_steps_to_profile, steps_to_profile_ill_typed, folder_for_a_timeline)
 TRAINING += (no_records_of_ranks, foreign_record_of_a_rank)
+PLANNING = (limit_without_a_disk,)

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from bad_input.cases import PREPARING, TRAINING, Place, change_description
+from bad_input.cases import PLANNING, PREPARING, TRAINING, Place, change_description
 from bad_input.commands import Ended, run_here, run_on_rank, tree, within
 from distributed.pool import RankPool
 from meseta.machine.locks import FolderLock
@@ -32,7 +32,7 @@ def says(name: str, line: str) -> bool:
 
 
 def test_the_page_has_every_case_and_no_other() -> None:
-    names = [case.__name__.replace("_", " ") for case in (*PREPARING, *TRAINING)]
+    names = [case.__name__.replace("_", " ") for case in (*PREPARING, *TRAINING, *PLANNING)]
     assert sorted([*names, "run in use"]) == sorted(ROWS)
 
 
@@ -68,7 +68,7 @@ def check(name: str, place: Place, ended: Ended, before: dict[str, Any]) -> None
     assert after == before
 
 
-@pytest.mark.parametrize("case", [*PREPARING, *TRAINING], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", [*PREPARING, *TRAINING, *PLANNING], ids=lambda case: case.__name__)
 def test_one_rank(place: Place, case: Callable[[Place], list[Any]]) -> None:
     command = case(place)
     before = tree(place.folder)

@@ -232,7 +232,9 @@ def test_crc32c_is_castagnolis() -> None:
         assert core().crc32c(longer[:size], 5, True) == core().crc32c(longer[:size], 5, False)
 
 
-@pytest.mark.parametrize(("record_bytes", "most"), [(68, 1.16), (260, 1.07), (1032, 1.06)])
+@pytest.mark.parametrize(
+    ("record_bytes", "most"), [(68, 1.16), (200, 1.07), (260, 1.07), (384, 1.07), (388, 1.07), (1032, 1.06)]
+)
 def test_few_rows_lie_across_blocks_and_little_is_lost(record_bytes: int, most: float) -> None:
     entry, group, entries, segment, in_segment, read = core().row_layout(record_bytes, 512, 256 << 10)
     assert entry == record_bytes + 8 and group % 512 == 0 and segment % 4096 == 0 and segment >= 256 << 10

@@ -38,3 +38,18 @@ def test_what_there_is_goes_by_halves(pieces: list[tuple[int, int]], near_bytes:
 )
 def test_small_tables_lie_near_whole(near_bytes: int, near: list[int]) -> None:
     assert StorageOptions(near_bytes=near_bytes).near_rows([10, 10, 10], [40, 1030, 2100]) == near
+
+
+def test_the_index_of_rows_on_a_disk_takes_part_of_the_room() -> None:
+    row_bytes, num_rows = [10, 10, 10], [40, 1030, 2100]
+    with_index = StorageOptions(near_bytes=10_000 + 4 * 3170).near_rows(row_bytes, num_rows, index_bytes=4 * 3170)
+    assert with_index == StorageOptions(near_bytes=10_000).near_rows(row_bytes, num_rows)
+    assert StorageOptions(near_bytes=100).near_rows(row_bytes, num_rows, index_bytes=4 * 3170) == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("lookahead", "tiers", "num_batches"),
+    [(None, {"disk", "hbm"}, 3), (None, {"cached"}, 2), (None, {"hbm"}, 1), (0, {"disk"}, 1), (8, {"cached"}, 9)],
+)
+def test_batches_near_at_once(lookahead: int | None, tiers: set[str], num_batches: int) -> None:
+    assert StorageOptions(lookahead=lookahead).batches_near(tiers) == num_batches

@@ -14,7 +14,7 @@ from meseta.errors import MesetaError
 if TYPE_CHECKING:
     from meseta.measure.calibrate.neural import FitComparison
     from meseta.measure.calibrate.run import Calibration
-    from meseta.spec.cost_model import TierCost
+    from meseta.spec.cost_model import CostModel, TierCost
 
 PLAIN_S, NEURAL_S = 50.0, 120.0
 """Time to spend; networks learn from hundreds of combinations."""
@@ -54,18 +54,26 @@ def calibrate(
             from meseta.measure.calibrate.neural import calibrate_networks
 
             model, compared = calibrate_networks(found, ranks, show)
-        if disk is not None:
-            from meseta.measure.calibrate.disks import measure_disk
-
-            show("disk", 1.0)
-            tiers = measure_disk(disk, model.tiers, threads, model.lookup.source, max_reads_per_s)
-            model = replace(model, tiers=tiers)
+        show("rows near and far", 1.0)
+        model = replace(model, tiers=_tiers(model, threads, disk, max_reads_per_s))
     model.save(out)
     _report(found)
     if disk is not None:
         _report_disk(model.tiers)
     _report_networks(compared)
     typer.echo(f"wrote {out}")
+
+
+def _tiers(model: CostModel, threads: int, disk: Path | None, max_reads_per_s: float | None) -> TierCost:
+    """Rows near and far as measured here; the disk too where there is one."""
+    from meseta.measure.calibrate.disks import measure_disk
+    from meseta.measure.calibrate.near_steps import measure_near
+
+    source = model.lookup.source
+    if disk is not None:
+        return measure_disk(disk, model.tiers, threads, source, max_reads_per_s)
+    tiers = measure_near(model.tiers, threads)
+    return replace(tiers, source=f"rows near, and far in memory: {source}; disk: {tiers.source}")
 
 
 def _report(found: Calibration) -> None:

@@ -256,8 +256,10 @@ class PipelineConfig(Section):
         if not isinstance(overlap, list | tuple) and overlap not in ("auto", "off"):
             raise ValueError(f"{overlap!r} is not 'auto', 'off' or a list of {', '.join(OVERLAPS)}")
         for name in overlap if isinstance(overlap, list | tuple) else ():
-            if name not in OVERLAPS or list(overlap).count(name) > 1:
-                raise ValueError(f"{name!r} is none of {', '.join(OVERLAPS)}, or stands there twice")
+            if name not in OVERLAPS:
+                raise ValueError(f"{name!r} is none of {', '.join(OVERLAPS)}")
+            if list(overlap).count(name) > 1:
+                raise ValueError(f"{name!r} stands there twice; name each once")
         return overlap
 
 

@@ -164,16 +164,22 @@ class ExchangeCost:
 
 @dataclass(frozen=True, kw_only=True)
 class TierCost:
-    """Rows that do not lie in the device's memory."""
+    """Rows that do not lie in the device's memory. What a rank spends on rows near and far is what a step takes longer
+    than with the same tables in its memory, where its reads do not keep it waiting."""
 
     host_bytes_per_s: float = 2e10
-    """Of one device, from and to the DRAM of its host."""
+    """Of one device, from and to the DRAM of its host; of a CPU rank, copies between far rows of 'cached' and near
+    ones."""
     host_row_s: float = 0.0
-    """Of a row on that way, in seconds, many being under way."""
+    """Of a row on that way, in seconds, many being under way; with what it costs a rank to find a slot for it."""
+    near_call_s: float = 0.0
+    """Of a step of a rank that has rows near and far, in seconds."""
     near_shard_s: float = 0.0
-    """Processor time of a rank that looks for the ids of a batch among the rows of a shard that lie near."""
+    """Of a shard whose rows lie near and far, in seconds: to look for rows of a batch, and to give them back."""
     near_id_s: float = 0.0
-    """Of each of the ids, on top."""
+    """Of an id that is looked for there, in seconds."""
+    near_row_s: float = 0.0
+    """Of a distinct row of a batch, in seconds: it is kept near, noted as looked up, and let go."""
     disk_bytes_per_s: float = 1e9
     """Of a host's disks, read in sequence."""
     disk_write_bytes_per_s: float = 1e9
@@ -181,7 +187,8 @@ class TierCost:
     disk_row_s: float = 1e-5
     """Of a row read at random, in seconds, many being under way: one over the reads a second of a host."""
     disk_processor_s: float = 2e-6
-    """Processor time of a rank for a row that is read from a disk, put near, and pushed out again."""
+    """Of a row that is read from a disk, put near, and pushed out again, what its rank loses beside the disk, in
+    seconds."""
     cached_share: float = CACHED_SHARE
     """Share of its rows that a table in 'cached' or on 'disk' has near, where nothing else is said."""
     measured: bool = False

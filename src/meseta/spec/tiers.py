@@ -104,17 +104,28 @@ class StorageOptions:
             return self.lookahead
         return DISK_LOOKAHEAD if DISK in tiers else 1
 
+    def batches_near(self, tiers: Collection[str]) -> int:
+        """Batches whose rows lie near at once: the one in hand, and those ahead."""
+        return 1 + self.batches_ahead(tiers)
+
     def near_rows(
-        self, row_bytes: Sequence[int], num_rows: Sequence[int], auto_share: float = CACHED_SHARE
+        self,
+        row_bytes: Sequence[int],
+        num_rows: Sequence[int],
+        auto_share: float = CACHED_SHARE,
+        *,
+        index_bytes: int = 0,
     ) -> list[int]:
         """Of pieces of one rank, with so many bytes for a row that lies near, and so many rows: how many may.
 
-        What there is, near_bytes or `auto_share` of all, goes by halves: from the first each piece gets as many rows as
-        any other, or all that it has, so that small tables lie near whole; from the second each gets a share of what it
-        has beyond.
+        What there is, near_bytes less the `index_bytes` of rows on a disk, or `auto_share` of all, goes by halves: from
+        the first each piece gets as many rows as any other, or all that it has, so that small tables lie near whole;
+        from the second each gets a share of what it has beyond.
         """
         whole = sum(of_row * count for of_row, count in zip(row_bytes, num_rows, strict=True))
-        room = auto_share * whole if self.near_bytes is None else float(min(self.near_bytes, whole))
+        room = auto_share * whole
+        if self.near_bytes is not None:
+            room = float(min(max(self.near_bytes - index_bytes, 0), whole))
         level = _level(row_bytes, num_rows, room / 2)
         first = [min(count, level) for count in num_rows]
         rest = room - sum(of_row * count for of_row, count in zip(row_bytes, first, strict=True))

@@ -9,30 +9,66 @@ import pytest
 import torch
 
 from meseta.cli.calibrate import calibrate
-from meseta.measure.calibrate import disks
+from meseta.measure.calibrate import disks, near_steps
 from meseta.planner import documented_cost_model
 from meseta.spec import CostModel, MesetaError
 from meseta.spec.cost_model import TierCost
+from meseta.spec.tiers import StorageOptions
 
 
 def test_rates_are_filled_in_and_keep_to_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"FILE_BYTES": 1 << 25, "PASS_S": 0.02, "READS_AT_ONCE": 2000, "NUM_NEAR": 1 << 12, "NUM_IDS": 256}
-    for name, value in {**sizes, "NUM_BATCHES": 3}.items():
+    for name, value in {"FILE_BYTES": 1 << 25, "PASS_S": 0.02, "READS_AT_ONCE": 2000}.items():
         monkeypatch.setattr(disks, name, value)
+    for name, value in {"NUM_ROWS": 1 << 14, "NUM_NEAR": 1 << 13, "NUM_TURNS": 1, "NUM_STEPS": 2}.items():
+        monkeypatch.setattr(near_steps, name, value)
     before, threads = TierCost(cached_share=0.3), torch.get_num_threads()
     found = disks.measure_disk(tmp_path / "new", before, 1, "here", max_reads_per_s=10_000.0)
     assert found.measured and found.source == "here" and found.cached_share == 0.3
     assert 1 / found.disk_row_s <= 1.1 * 10_000  # and the first reads, which a full bucket lets pass
-    assert all(value > 0 for value in (found.disk_bytes_per_s, found.disk_write_bytes_per_s, found.disk_processor_s))
-    assert found.host_bytes_per_s == before.host_bytes_per_s and torch.get_num_threads() == threads
+    assert found.disk_bytes_per_s > 0 < found.disk_write_bytes_per_s and torch.get_num_threads() == threads
     assert list((tmp_path / "new").iterdir()) == []
     model = replace(documented_cost_model("cpu"), tiers=found)
     assert CostModel.from_dict(model.to_dict()) == model
 
 
+def test_constants_of_near_rows_are_those_that_steps_were_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps as long as known constants say, with counts of rows as they come."""
+    known = {
+        "near_call_s": 1e-4, "near_shard_s": 2e-5, "near_id_s": 1e-8, "near_row_s": 2e-8, "host_row_s": 2e-7,
+        "host_byte_s": 1e-10,
+    }  # fmt: skip
+
+    def counted(case: near_steps.NearCase, options: StorageOptions) -> near_steps.NearCost:
+        misses = case.num_tables * case.num_cold
+        rows = 0.9 * case.num_tables * min(case.num_hot, case.batch_size) + misses
+        terms = near_steps.terms_of(case, rows, misses)
+        return near_steps.NearCost(terms, sum(term * s for term, s in zip(terms, known.values(), strict=False)))
+
+    monkeypatch.setattr(near_steps, "measure_case", counted)
+    before = documented_cost_model("cpu").tiers
+    found = near_steps.measure_near(before, 1)
+    assert [getattr(found, name) for name in list(known)[:5]] == pytest.approx(list(known.values())[:5], rel=0.02)
+    assert found.host_bytes_per_s == pytest.approx(1e10, rel=0.02)
+    assert found.disk_processor_s == before.disk_processor_s
+
+
+def test_steps_are_counted_as_they_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"NUM_ROWS": 1 << 14, "NUM_NEAR": 1 << 12, "NUM_TURNS": 2, "NUM_STEPS": 2}.items():
+        monkeypatch.setattr(near_steps, name, value)
+    for tier in ("cached", "disk"):
+        case = near_steps.NearCase(tier, 2, 16, 512, 64, 128)
+        _, shards, ids, rows, in_host, copied, on_disk = near_steps.measure_case(
+            case, StorageOptions(dir=tmp_path)
+        ).terms
+        assert (shards, ids) == (2, 1024) and 2 * (64 + 120) <= rows <= 2 * (64 + 128)
+        assert 150 < in_host + on_disk <= 256 and (in_host == 0) == (tier == "disk")  # a quarter lies near at times
+        assert copied == 2 * 4 * 17 * in_host
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_cost_model_of_a_former_version_is_read() -> None:
     document = documented_cost_model("a100").to_dict()
-    for name in ("near_shard_s", "near_id_s", "disk_write_bytes_per_s", "disk_processor_s"):
+    for name in ("near_call_s", "near_row_s", "near_id_s", "disk_write_bytes_per_s", "disk_processor_s"):
         del document["tiers"][name]
     former = CostModel.from_dict(document).tiers
     assert (former.near_id_s, former.disk_write_bytes_per_s) == (

@@ -1,5 +1,5 @@
-"""What rows on a disk cost here, by the engine that trains from it: reads at random and in sequence, writes, and the
-processor time of a row that is brought near."""
+"""What rows on a disk cost here, by the engine that trains from it: reads at random and in sequence, writes, and what a
+row that is brought near costs its rank."""
 
 from __future__ import annotations
 
@@ -12,24 +12,18 @@ import numpy as np
 import torch
 
 from meseta.errors import MesetaError
+from meseta.measure.calibrate.near_steps import measure_near
 from meseta.measure.threads import threads
 from meseta.ops.row_file import DiskEngine, RowFile
-from meseta.spec import OptimizerSpec, Shard, TableSpec
 from meseta.spec.cost_model import TierCost
-from meseta.spec.tiers import DISK, StorageOptions
-from meseta.storage import ROW, Lease, TableStorage, make_storages
 
 FILE_BYTES = 1 << 30
 """Of rows, where the disk has eight times as much free; else an eighth of that."""
-RECORD_BYTES, COLUMNS = 256, 64
+RECORD_BYTES = 256
 ROWS_AT_ONCE = 1 << 16
 READS_AT_ONCE = 1 << 14
 NUM_PASSES, PASS_S = 3, 0.5
 """Of random reads: so many passes of at least so many seconds, whose median counts."""
-NUM_NEAR, NUM_IDS = 1 << 15, 1 << 12
-"""Rows of a shard that lie near, and ids of a batch, where processor time is measured."""
-NUM_BATCHES = 20
-_LEAST_S = 1e-9
 
 
 def measure_disk(
@@ -56,15 +50,11 @@ def measure_disk(
             reads_per_s = float(np.median([_read_at_random(rows, seed) for seed in range(NUM_PASSES)]))
         finally:
             rows.close()
-        shard_s, id_s, row_s = _processor_seconds(folder, num_threads)
     return replace(
-        tiers,
-        near_shard_s=shard_s,
-        near_id_s=id_s,
+        measure_near(tiers, num_threads, folder),
         disk_bytes_per_s=read_bytes_per_s,
         disk_write_bytes_per_s=write_bytes_per_s,
         disk_row_s=1.0 / reads_per_s,
-        disk_processor_s=row_s,
         measured=True,
         source=source,
     )
@@ -105,42 +95,3 @@ def _read_at_random(rows: RowFile, seed: int) -> float:
         rows.read(asked, records).wait()
         done = rows.counters.reads - before
     return done / seconds
-
-
-def _processor_seconds(folder: Path, num_threads: int) -> tuple[float, float, float]:
-    """Of a rank: to look for the ids of a batch in one shard, of each id on top, and of a row that is brought from the
-    disk and pushes another one out."""
-    num_rows = 32 * NUM_NEAR
-    spec = TableSpec(
-        name="calibration", num_embeddings=num_rows, embedding_dim=COLUMNS, optimizer=OptimizerSpec(name="sgd")
-    )
-    place = {"rows": (0, num_rows), "columns": (0, COLUMNS), "ranks": (0,), "tier": DISK, "near_rows": NUM_NEAR}
-    shard = Shard(table=spec.name, **place)  # type: ignore[arg-type]
-    [storage] = make_storages([(spec, shard)], seed=0, device="cpu", options=StorageOptions(dir=folder))
-    values = np.zeros((ROWS_AT_ONCE, COLUMNS), np.float32)
-    for first in range(0, num_rows, ROWS_AT_ONCE):
-        storage.write(first, {ROW: values})
-    near = torch.arange(NUM_NEAR)
-    _spent(storage, [near])
-    few, many = (
-        _spent(storage, [near[torch.randint(0, NUM_NEAR, (count,))] for _ in range(NUM_BATCHES)])[0]
-        for count in (NUM_IDS // 16, NUM_IDS)
-    )
-    id_s = max((many - few) / (NUM_IDS - NUM_IDS // 16), 0.0)
-    shard_s = max(few - id_s * (NUM_IDS // 16), 0.0)
-    batches = list(torch.randperm(num_rows - NUM_NEAR)[: NUM_BATCHES * NUM_IDS].add(NUM_NEAR).split(NUM_IDS))
-    _, spent = _spent(storage, batches)
-    row_s = max(spent / num_threads - shard_s - id_s * NUM_IDS, _LEAST_S) / NUM_IDS
-    return shard_s, id_s, row_s
-
-
-def _spent(storage: TableStorage, batches: list[torch.Tensor]) -> tuple[float, float]:
-    """Median seconds, and mean processor seconds of all threads, of a batch whose rows are lent and given back."""
-    seconds, processor = [], time.process_time()
-    for ids in batches:
-        start = time.perf_counter()
-        lease = Lease([storage], [(0, ids)])
-        lease.wait()
-        lease.end()
-        seconds.append(time.perf_counter() - start)
-    return float(np.median(seconds)), (time.process_time() - processor) / len(batches)

@@ -11,7 +11,6 @@
 
 namespace meseta::row_file {
 
-constexpr double kMostSpace = 1.45;  // the file over its rows' records; 1.5 is promised, and a step of growth is less
 constexpr int64_t kSpareSegments = 4;  // made before they are needed
 constexpr int64_t kGrowth = 64;        // the file grows by this part of itself, and by one segment at least
 constexpr double kWorthCleaning = 0.95;

@@ -85,17 +85,19 @@ def _cpu() -> CostModel:
 
 
 def _cpu_tiers(source: str) -> TierCost:
-    """What a row takes that is looked for or brought near is an assumption: 0.2 ms for 2,048 ids of a table, 2 us for a
-    row that is read and pushes another one out."""
+    """What rows near and far cost a rank: about what `meseta calibrate --disk` measured with one thread of an Intel
+    Xeon (AVX-512, AMX) beside other work, 2026-11-25."""
     return TierCost(
-        host_bytes_per_s=10e9,
-        host_row_s=1e-7,
-        near_shard_s=6e-5,
-        near_id_s=8e-8,
+        host_bytes_per_s=2.2e9,
+        host_row_s=1.2e-7,
+        near_call_s=8e-5,
+        near_shard_s=4e-6,
+        near_id_s=4.5e-8,
+        near_row_s=2.5e-8,
         disk_bytes_per_s=1.2e9,
         disk_write_bytes_per_s=1.0e9,
         disk_row_s=1 / 95e3,
-        disk_processor_s=2e-6,
+        disk_processor_s=2.5e-6,
         source=source,
     )
 

@@ -354,9 +354,9 @@ class WorkloadLoads:
             misses[far] = np.minimum(self.near_misses(pieces.take(far), samples), distinct[far])
         return misses
 
-    def least_near_rows(self, pieces: Pieces) -> Indices:
-        """Of each piece [n]: rows that two batches look up, and a little more; both are near at once."""
-        distinct = self.distinct(pieces, 2.0 * self.workload.batch_size)
+    def least_near_rows(self, pieces: Pieces, num_batches: int) -> Indices:
+        """Of each piece [n]: rows that the batches which are near at once look up, and a little more."""
+        distinct = self.distinct(pieces, float(num_batches * self.workload.batch_size))
         least = np.ceil(1.05 * distinct + 4.0 * np.sqrt(distinct) + 1.0)
         return np.minimum(least, pieces.num_rows).astype(np.int64)
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meseta.planner.cost.exchange import Collective
-from meseta.planner.cost.loads import Indices, Loads
+from meseta.planner.cost.loads import FAR, Indices, Loads
 from meseta.planner.cost.operators import operator_seconds
 from meseta.planner.cost.reuse import Floats
 from meseta.spec import CostModel, Topology
@@ -36,6 +36,7 @@ def rank_seconds(cost_model: CostModel, loads: Loads, owner: Indices, num_ranks:
         np.bincount(owner, own, num_ranks).astype(np.float64) + call * busy
         for own, call in zip(pairs, calls, strict=True)
     ]
+    totals[0] = totals[0] + cost_model.tiers.near_call_s * (np.bincount(owner, np.isin(loads.tier, FAR), num_ranks) > 0)
     if neural is None or not busy.any():
         return totals[0], totals[1]
     for number, network in enumerate((neural.lookup, neural.update)):

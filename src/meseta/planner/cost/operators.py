@@ -15,10 +15,14 @@ LONG_BYTES = 128
 """Longer rows are more than a pair of lines, which memory gives together."""
 BLOCK_BYTES = 512
 """What a disk gives at a time."""
+JOINED_BYTES = 4096
+"""Rows of one request whose blocks lie no further apart are read together."""
 ENTRY_BYTES = 8
 """Of a record in its file, beside itself: the row's number and a checksum."""
 WRITTEN = 2.0
-"""How often a row that is pushed out is written in all, since segments with holes are cleaned."""
+"""How often a row that is pushed out is written in all, since segments with holes are cleaned, and read for that."""
+FILLED = 0.7
+"""Share of a file that is rows."""
 
 
 def lines(num_bytes: Floats) -> Floats:
@@ -95,12 +99,15 @@ def _tier_seconds(cost_model: CostModel, loads: Loads) -> tuple[Floats, Floats]:
     """Rows on their way between tiers, as far as the rank itself is busy with them or waits for its host. A table in
     the host's DRAM is read in the lookup, and read and written with its state in the update; on a CPU rank that is the
     memory it computes in. Of rows that lie near and far, those of a batch are looked for, and those that are missing
-    are brought with their state and push others out, which are written back."""
+    are brought with their state and push others out, which are written back; rows that lie near in another memory than
+    the device's go there and back."""
     tiers, rows = cost_model.tiers, loads.tier_misses
     in_host = (loads.tier == TIERS.index(HOST)) & (cost_model.device != "cpu")
     is_far = np.isin(loads.tier, FAR)
     way = rows / tiers.host_bytes_per_s
-    search_s = tiers.near_shard_s * (loads.shards > 0) + tiers.near_id_s * loads.ids
+    search_s = tiers.near_shard_s * loads.shards + tiers.near_id_s * loads.ids + tiers.near_row_s * loads.distinct
+    if cost_model.device != "cpu":
+        search_s = search_s + (loads.tier == TIERS.index(DISK)) * loads.distinct * _moved_seconds(cost_model, loads)
     brought_s = rows * brought_seconds(cost_model, loads)
     fetch_s = np.select([in_host, is_far], [rows * tiers.host_row_s + way * loads.row_bytes, search_s + brought_s], 0.0)
     whole = loads.row_bytes + loads.state_bytes
@@ -110,26 +117,35 @@ def _tier_seconds(cost_model: CostModel, loads: Loads) -> tuple[Floats, Floats]:
 
 def brought_seconds(cost_model: CostModel, loads: Loads) -> Floats:
     """Of a row of each piece that is brought near [n]: how long its rank is busy with it, or waits for its host."""
+    on_disk = loads.tier == TIERS.index(DISK)
+    return np.where(on_disk, cost_model.tiers.disk_processor_s, _moved_seconds(cost_model, loads))
+
+
+def _moved_seconds(cost_model: CostModel, loads: Loads) -> Floats:
+    """Of a row of each piece [n]: it comes from the host's DRAM, and one goes there."""
     tiers = cost_model.tiers
-    moved_s = tiers.host_row_s + 2 * (loads.row_bytes + loads.state_bytes) / tiers.host_bytes_per_s
-    on_disk = tiers.disk_processor_s if cost_model.device == "cpu" else tiers.disk_processor_s + moved_s
-    return np.where(loads.tier == TIERS.index(DISK), on_disk, moved_s)
+    return tiers.host_row_s + 2 * (loads.row_bytes + loads.state_bytes) / tiers.host_bytes_per_s
 
 
 def disk_seconds(
     cost_model: CostModel, loads: Loads, devices_per_host: int = 1, max_reads_per_s: float | None = None
 ) -> Floats:
     """Of a row of each piece that is brought near [n]: how long the disks of its host are busy with it, beside which
-    its rank computes. It is one read of the blocks that the row lies in; the row that it pushes out is written about
-    twice until the end (docs/tiers.md). 0 where rows lie on no disk.
+    its rank computes. It is one read of the blocks that the row lies in, unless another one lies beside: of m rows
+    anywhere in F bytes, m e^(-m d / F) have none, d being JOINED_BYTES and the blocks of a row. The row that it pushes
+    out is written about twice until the end, and what is cleaned for it is read (docs/tiers.md). 0 where rows lie on no
+    disk.
 
     The disks of a host are shared by its devices; `max_reads_per_s` is the limit of a rank.
     """
     tiers = cost_model.tiers
     entry = loads.row_bytes + loads.state_bytes + ENTRY_BYTES
-    read_s = np.maximum(tiers.disk_row_s, (entry + BLOCK_BYTES) / tiers.disk_bytes_per_s)
-    write_s = np.where(loads.is_frozen, 0.0, WRITTEN * entry / tiers.disk_write_bytes_per_s)
+    apart = JOINED_BYTES + entry + BLOCK_BYTES
+    reads = np.exp(-apart * loads.tier_misses * FILLED / (loads.num_rows * entry))
+    read_s = np.maximum(reads * tiers.disk_row_s, (entry + BLOCK_BYTES) / tiers.disk_bytes_per_s)
+    byte_s = 1.0 / tiers.disk_write_bytes_per_s + 1.0 / tiers.disk_bytes_per_s
+    write_s = np.where(loads.is_frozen, 0.0, WRITTEN * entry * byte_s)
     busy_s = devices_per_host * (read_s + write_s)
     if max_reads_per_s is not None:
-        busy_s = np.maximum(busy_s, 1.0 / max_reads_per_s)
+        busy_s = np.maximum(busy_s, reads / max_reads_per_s)
     return np.where(loads.tier == TIERS.index(DISK), busy_s, 0.0)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from meseta.planner.cost.loads import FAR, Indices, Pieces, WorkloadLoads
 from meseta.spec import Plan
 from meseta.spec.shards import SUMMED_IN_HOST
-from meseta.spec.tiers import CACHED_SHARE, SLOT_BYTES, TIERS, StorageOptions
+from meseta.spec.tiers import CACHED_SHARE, DISK, INDEX_BYTES, SLOT_BYTES, TIERS, StorageOptions
 
 
 class Room(NamedTuple):
@@ -107,5 +107,6 @@ def _near_rows(pieces: Pieces, owner: Indices, loads: WorkloadLoads, room: Room)
     for rank in np.unique(owner[shared]):
         mine = np.flatnonzero(shared & (owner == rank))
         of_rank = row_bytes[mine].astype(np.int64).tolist(), pieces.num_rows[mine].tolist()
-        near_rows[mine] = room.storage.near_rows(*of_rank, room.auto_share)
+        index_bytes = INDEX_BYTES * int(pieces.num_rows[mine][pieces.tier[mine] == TIERS.index(DISK)].sum())
+        near_rows[mine] = room.storage.near_rows(*of_rank, room.auto_share, index_bytes=index_bytes)
     return near_rows

@@ -39,7 +39,7 @@ def steps_by_share(planned: Planned) -> list[tuple[str, ...]]:
     for share in SHARES:
         budget = room.share(share)
         prediction = room.predict(budget)
-        lacks = " (two batches need more)" if (budget < room.least_bytes).any() else ""
+        lacks = " (batches under way need more)" if (budget < room.least_bytes).any() else ""
         of_rank = byte_size(int(budget.max()))
         step = f"{1e3 * prediction.step_s:.4g}"
         found.append((f"{100 * share:.0f} %{lacks}", of_rank, f"{sum(prediction.misses.values()):,.0f}", step))

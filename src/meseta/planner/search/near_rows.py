@@ -14,10 +14,10 @@ from meseta.planner.cost.operators import brought_seconds, disk_seconds
 from meseta.planner.cost.predict import Prediction, predict
 from meseta.planner.cost.reuse import Floats
 from meseta.spec import CostModel, Plan, Shard, Topology, Workload
-from meseta.spec.tiers import DISK, HBM, HOST, INDEX_BYTES, SLOT_BYTES, TIERS, Memory
+from meseta.spec.tiers import DISK, HBM, HOST, INDEX_BYTES, SLOT_BYTES, TIERS, Memory, StorageOptions
 
 NUM_SIZES = 25
-"""Numbers of near rows that are tried of each piece, between those of two batches and all."""
+"""Numbers of near rows that are tried of each piece, between those of the batches under way and all."""
 ADVISED = 1.03
 """Advised is the least room with which a step is predicted to take no more than so many times as long as with all that
 there is."""
@@ -99,6 +99,9 @@ class NearRoom:
         self._row_bytes = of_row + of_state + SLOT_BYTES
         index_bytes = INDEX_BYTES * self._pieces.num_rows * (tier == TIERS.index(DISK))
         self._fixed = self._by_group(index_bytes.astype(np.float64))
+        storage = None if run is None else run.storage
+        tiers = {shard.tier for entry in plan.tables for shard in entry.shards}
+        self._num_batches = (storage or StorageOptions()).batches_near(tiers)
 
     @property
     def num_groups(self) -> int:
@@ -112,11 +115,11 @@ class NearRoom:
 
     @cached_property
     def _least(self) -> Indices:
-        return self._loads.least_near_rows(self._pieces)
+        return self._loads.least_near_rows(self._pieces, self._num_batches)
 
     @cached_property
     def least_bytes(self) -> Floats:
-        """Of each group: bytes that two batches need."""
+        """Of each group: bytes that the batches need which are near at once."""
         return self._by_group(self._row_bytes * self._least) + self._fixed
 
     def _by_group(self, values: Floats) -> Floats:
@@ -125,7 +128,7 @@ class NearRoom:
 
     @cached_property
     def most_bytes(self) -> Floats:
-        """Of each group: bytes that there are for it, beside all else; at least those that two batches need."""
+        """Of each group: bytes that there are for it, beside all else; at least `least_bytes`."""
         held = self.predict(self.least_bytes).memory_bytes.values()
         most = np.full(self.num_groups, np.inf)
         for number, key in enumerate(self._groups):
@@ -179,8 +182,8 @@ class NearRoom:
         return predict(plan, loads.workload, self._topology, self._cost_model, loads=loads, run=self._run)
 
     def plan(self, budget: Floats) -> Plan:
-        """The plan, with so many bytes for each group: first what two batches need, then to the piece whose next row
-        saves most. Where there is not even room for two batches, each piece has its part."""
+        """The plan, with so many bytes for each group: first what the batches need that are near at once, then to the
+        piece whose next row saves most. Where there is not even room for these, each piece has its part."""
         near = np.zeros(len(self._shards), np.int64)
         for number in range(self.num_groups):
             mine = np.flatnonzero(self._group == number)
@@ -214,12 +217,11 @@ class NearRoom:
         ratio = pieces.num_rows / np.maximum(least, 1)
         sizes = np.round(least[:, None] * ratio[:, None] ** steps).astype(np.int64)
         many = pieces.take(np.repeat(np.arange(len(least)), NUM_SIZES))
-        misses = self._loads.near_misses(replace(many, near_rows=sizes.reshape(-1)), self._loads.workload.batch_size)
-        load = self._loads.loads(pieces)
+        load = self._loads.loads(replace(many, near_rows=sizes.reshape(-1)))
         limit = None if self._run is None or self._run.storage is None else self._run.storage.max_reads_per_s
         of_row = brought_seconds(self._cost_model, load)
         of_row = of_row + disk_seconds(self._cost_model, load, self._topology.devices_per_host, limit)
-        seconds = misses.reshape(sizes.shape) * of_row[:, None]
+        seconds = (load.tier_misses * of_row).reshape(sizes.shape)
         return [_hull(b, s) for b, s in zip(self._row_bytes[:, None] * sizes, seconds, strict=True)]
 
 

@@ -16,7 +16,7 @@ from meseta.planner.search.schemes import Scheme, Shape, schemes, table_plan
 from meseta.spec import CostModel, MesetaError, Plan, ShardingType, TablePlan, Topology, Workload
 from meseta.spec.constraints import Constraints, TableRule
 from meseta.spec.shards import SUMMED_IN_HOST
-from meseta.spec.tiers import DISK, HBM, HOST, TIERS, Memory, Tier
+from meseta.spec.tiers import DISK, HBM, HOST, TIERS, Memory, StorageOptions, Tier
 
 SMALL_RANKS = 16
 """On so few ranks every number of parts is worth a look."""
@@ -335,12 +335,13 @@ class _Builder:
                 self._replicas.append((option, table, scheme.hot_rows or rows))
 
     def _near_rows(self, table: int, span: Ints, scheme: Scheme) -> Ints:
-        """Of each piece [p]: rows that lie near; no fewer than two batches look up, as far as is expected."""
+        """Of each piece [p]: rows that lie near; no fewer than the batches near at once look up, as is expected."""
         if not scheme.near_share:
             return np.zeros(len(span), np.int64)
         pieces = Pieces.of(table, (span[:, 0], span[:, 1]), (span[:, 2], span[:, 3]))
         share = np.ceil(scheme.near_share * pieces.num_rows)
-        return np.maximum(share, self._prices.loads.least_near_rows(pieces)).astype(np.int64)
+        num_batches = (self._prices.run.storage or StorageOptions()).batches_near((scheme.tier,))
+        return np.maximum(share, self._prices.loads.least_near_rows(pieces, num_batches)).astype(np.int64)
 
     def _append(self, unit: int, block: int, count: int, scheme: Scheme | None) -> None:
         self._units.append(unit)

@@ -32,7 +32,7 @@ class Scheme:
     hot_rows: int = 0
     """Rows on every rank; all for data_parallel."""
     near_share: float = 0.0
-    """Of tiers 'cached' and 'disk': the part of the rows that lies near, if that has room for two batches."""
+    """Of tiers 'cached' and 'disk': the part of the rows that lies near, if that has room for the batches under way."""
 
     @property
     def is_blocked(self) -> bool:
