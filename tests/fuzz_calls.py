@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meseta import ops
 from meseta.ops.codec.layout import layout_numbers
-from meseta.ops.quantize.reference import FORMATS, row_bytes
+from meseta.ops.quantize.reference import BITS, FORMATS, row_bytes
 from meseta.ops.row_program.optimizer import Hyper
 from meseta.ops.row_program.program import Program, trace
 from meseta.optim import make_row_optimizer
@@ -201,7 +201,9 @@ def hash_ids(rng: Rng) -> Call:
 
 def quantize_rows(rng: Rng) -> Call:
     rows = floats(rng, int(rng.integers(0, 5)), int(rng.integers(0, 20)), dtype=pick(rng, TYPES[:3]))
-    return Call("quantize_rows", [rows, pick(rng, FORMATS), bool(rng.integers(2)), 7, 0, 0])
+    row_format, adaptive = pick(rng, FORMATS), bool(rng.integers(2))
+    adaptive = adaptive and row_format in BITS
+    return Call("quantize_rows", [rows, row_format, adaptive, not adaptive and bool(rng.integers(2)), 7, 0, 0])
 
 
 def dequantize_rows(rng: Rng) -> Call:

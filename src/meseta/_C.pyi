@@ -163,7 +163,7 @@ def lengths_to_offsets(lengths: int, count: int, wide: bool, offsets: int, num_t
     """Write count + 1 offsets."""
 
 def quantize_rows(
-    rows: int, kind: int, shape: list[int], format: int, origin: list[int], codes: int, num_threads: int
+    rows: int, kind: int, shape: list[int], format: int, adaptive: bool, origin: list[int], codes: int, num_threads: int
 ) -> None:
     """Write the bytes of rows; `origin`: key, first row and first column of the random bits, or nothing."""
 

@@ -1,4 +1,5 @@
-"""Rows in fewer bits: closed forms of the error, torch's own types, FBGEMM's bytes, and means of random rounding."""
+"""Rows in fewer bits: closed forms of the error, torch's own types, FBGEMM's bytes, and means of random rounding.
+The adaptive range is in test_adaptive.py."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from meseta.measure.threads import threads
 from meseta.ops.quantize import RowFormat, dequantize_rows, quantize_rows, reference, row_bytes
 from meseta.spec import MesetaError
 
-FORMATS: list[RowFormat] = ["int8", "int4", "fp8_e4m3", "fp8_e5m2", "fp16", "bf16"]
+FORMATS: list[RowFormat] = ["int8", "int4", "int3", "int2", "fp8_e4m3", "fp8_e5m2", "fp16", "bf16"]
+PACKED: dict[RowFormat, int] = {"int4": 4, "int3": 3, "int2": 2}
 FP8 = {"fp8_e4m3": (torch.float8_e4m3fn, 448.0, 3, -6), "fp8_e5m2": (torch.float8_e5m2, 57344.0, 2, -14)}
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "fbgemm_rowwise.json").read_text())
 
@@ -44,7 +46,7 @@ rows_of = st.builds(
 @given(rows=rows_of, row_format=st.sampled_from(FORMATS), stochastic=st.booleans(), key=st.integers(0, 2**64 - 1))
 def test_has_the_bytes_of_the_reference(rows: Tensor, row_format: RowFormat, stochastic: bool, key: int) -> None:
     got = quantize_rows(rows, row_format, stochastic=stochastic, key=key, first_row=2**33, first_column=16)
-    plain = reference.quantize_rows(rows, row_format, stochastic, key, 2**33, 16)
+    plain = reference.quantize_rows(rows, row_format, False, stochastic, key, 2**33, 16)
     assert got.shape == (len(rows), row_bytes(row_format, rows.shape[1])) and torch.equal(got, plain)
     back = dequantize_rows(got, row_format, rows.shape[1])
     assert torch.equal(back, reference.dequantize_rows(got, row_format, rows.shape[1]))
@@ -60,14 +62,14 @@ def test_int8_errs_by_half_a_step(rows: Tensor, stochastic: bool) -> None:
     assert ((got - exact).abs() <= step * (1.0 if stochastic else 0.5) * (1 + 1e-5) + slack).all()
 
 
-@given(rows=rows_of, stochastic=st.booleans())
-def test_int4_errs_by_half_a_step_and_its_halves(rows: Tensor, stochastic: bool) -> None:
-    exact = rows.double()
-    got = dequantize_rows(quantize_rows(rows, "int4", stochastic=stochastic), "int4", rows.shape[1]).double()
+@given(rows=rows_of, row_format=st.sampled_from(list(PACKED)), stochastic=st.booleans())
+def test_packed_codes_err_by_half_a_step_and_its_halves(rows: Tensor, row_format: RowFormat, stochastic: bool) -> None:
+    exact, top = rows.double(), 2 ** PACKED[row_format] - 1
+    got = dequantize_rows(quantize_rows(rows, row_format, stochastic=stochastic), row_format, rows.shape[1]).double()
     low, high = exact.amin(1, keepdim=True), exact.amax(1, keepdim=True)
-    step = (high - low) / 15
-    # Offset and scale are float16: the offset moves a row by 2^-11 of it, the scale its top by 15 * 2^-11 of a step.
-    halves = low.abs() * 2.0**-11 + 15 * step * 2.0**-11 + 16 * 2.0**-24
+    step = (high - low) / top
+    # Offset and scale are float16: the offset moves a row by 2^-11 of it, the scale its top by top * 2^-11 of a step.
+    halves = low.abs() * 2.0**-11 + top * step * 2.0**-11 + (top + 1) * 2.0**-24
     assert ((got - exact).abs() <= step * (1.0 if stochastic else 0.5) * 1.01 + 2 * halves).all()
 
 
@@ -123,6 +125,25 @@ def test_bytes_and_rows_of_fbgemm(case: dict[str, Any], row_format: RowFormat) -
     assert torch.equal(quantize_rows(rows, row_format), codes)
 
 
+@given(rows=rows_of, row_format=st.sampled_from(list(PACKED)))
+def test_packed_codes_are_read_with_numpy_alone(rows: Tensor, row_format: RowFormat) -> None:
+    (n, dim), width = rows.shape, PACKED[row_format]
+    data = quantize_rows(rows, row_format).numpy()
+    stream = np.unpackbits(data[:, :-4], axis=1, bitorder="little")
+    codes = stream[:, : dim * width].reshape(n, dim, width) @ (1 << np.arange(width))
+    scale, offset = np.hsplit(data[:, -4:].copy().view("<f2").astype(np.float32), 2)
+    values = codes.astype(np.float32) * scale + offset
+    assert not stream[:, dim * width :].any()
+    assert np.array_equal(values, dequantize_rows(torch.from_numpy(data), row_format, dim).numpy())
+
+
+@given(rows=rows_of)
+def test_int2_has_the_bytes_of_torchs_prepack(rows: Tensor) -> None:
+    rows = rows[:, : rows.shape[1] // 4 * 4].float().contiguous()  # torch wants whole bytes
+    if rows.numel():
+        assert torch.equal(quantize_rows(rows, "int2"), torch.ops.quantized.embedding_bag_2bit_prepack(rows))
+
+
 @pytest.mark.parametrize("row_format", FORMATS)
 def test_random_rounding_takes_neighbours_and_is_right_on_average(row_format: RowFormat) -> None:
     row = torch.tensor([[0.0, 1.0, 0.1, 0.26, 0.333, 0.77, 0.9999, 0.5]])
@@ -133,8 +154,8 @@ def test_random_rounding_takes_neighbours_and_is_right_on_average(row_format: Ro
     assert all(len(column.unique()) <= 2 for column in many.T)
     nearest = dequantize_rows(quantize_rows(row, row_format), row_format, 8).double()[0]
     assert ((nearest - many.amin(0)).abs().minimum((nearest - many.amax(0)).abs()) < 1e-6).all()
-    # A Bernoulli variable of that gap; int4's top may be clamped, where its scale was rounded down.
-    bound = 5 * gap / 2 / math.sqrt(3000) + (1e-3 if row_format == "int4" else 1e-6)
+    # A Bernoulli variable of that gap; packed codes' top may be clamped, where the scale was rounded down.
+    bound = 5 * gap / 2 / math.sqrt(3000) + (1e-3 if row_format in PACKED else 1e-6)
     assert ((many.mean(0) - row[0].double()).abs() <= bound).all()
 
 
@@ -167,7 +188,7 @@ def test_rows_that_have_no_scale_are_refused() -> None:
     for bad in (math.nan, math.inf, -math.inf):
         rows = torch.zeros(3, 40)
         rows[1, 20] = bad
-        for row_format in FORMATS[:4]:
+        for row_format in FORMATS[:6]:
             with pytest.raises(MesetaError, match="row 1 holds a value that is not finite"):
                 quantize_rows(rows, row_format)
     with pytest.raises(MesetaError, match="row 0 holds"):
@@ -188,6 +209,6 @@ def test_wrong_inputs_are_refused() -> None:
 @pytest.mark.parametrize("row_format", FORMATS)
 def test_operators_are_registered_as_torch_wants(row_format: RowFormat) -> None:
     rows = make(1, 3, 6, 1.0)
-    torch.library.opcheck(torch.ops.meseta.quantize_rows.default, (rows, row_format, True, 3, 0, 0))
+    torch.library.opcheck(torch.ops.meseta.quantize_rows.default, (rows, row_format, False, True, 3, 0, 0))
     codes = quantize_rows(rows, row_format)
     torch.library.opcheck(torch.ops.meseta.dequantize_rows.default, (codes, row_format, 6))

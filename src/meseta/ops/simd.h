@@ -119,6 +119,14 @@ inline Vec maximum(Vec a, Vec b) {
 inline Vec minimum(Vec a, Vec b) {
   return {_mm512_mask_mov_ps(_mm512_maskz_min_ps(kAll, a.v, b.v), _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), a.v)};
 }
+// Numbers alone: what becomes of NaN differs.
+inline Vec clamp(Vec a, Vec low, Vec high) {
+  return {_mm512_maskz_min_ps(kAll, _mm512_maskz_max_ps(kAll, a.v, low.v), high.v)};
+}
+// The largest power of two that is not above |a|; 0 of subnormal numbers.
+inline Vec power_part(Vec a) {
+  return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(0x7F800000)))};
+}
 inline Vec greater(Vec a, Vec b) {
   return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ), _mm512_set1_ps(1.0f))};
 }
@@ -219,6 +227,13 @@ inline Vec maximum(Vec a, Vec b) {
 inline Vec minimum(Vec a, Vec b) {
   return {keep_nan(a.lo, _mm256_min_ps(a.lo, b.lo)), keep_nan(a.hi, _mm256_min_ps(a.hi, b.hi))};
 }
+inline Vec clamp(Vec a, Vec low, Vec high) {
+  return {_mm256_min_ps(_mm256_max_ps(a.lo, low.lo), high.lo), _mm256_min_ps(_mm256_max_ps(a.hi, low.hi), high.hi)};
+}
+inline Vec power_part(Vec a) {
+  const __m256 exponent = _mm256_castsi256_ps(_mm256_set1_epi32(0x7F800000));
+  return {_mm256_and_ps(a.lo, exponent), _mm256_and_ps(a.hi, exponent)};
+}
 inline Vec greater(Vec a, Vec b) {
   const __m256 one = _mm256_set1_ps(1.0f);
   return {_mm256_and_ps(one, _mm256_cmp_ps(a.lo, b.lo, _CMP_GT_OQ)),
@@ -273,6 +288,15 @@ inline Vec maximum(Vec a, Vec b) {
 }
 inline Vec minimum(Vec a, Vec b) {
   return each([&](int i) { return a.x[i] < b.x[i] || a.x[i] != a.x[i] ? a.x[i] : b.x[i]; });
+}
+inline Vec clamp(Vec a, Vec low, Vec high) {
+  return each([&](int i) {
+    const float above = a.x[i] > low.x[i] ? a.x[i] : low.x[i];
+    return above < high.x[i] ? above : high.x[i];
+  });
+}
+inline Vec power_part(Vec a) {
+  return each([&](int i) { return bits_to_float(float_to_bits(a.x[i]) & 0x7F800000u); });
 }
 inline Vec greater(Vec a, Vec b) { return each([&](int i) { return a.x[i] > b.x[i] ? 1.0f : 0.0f; }); }
 inline Vec where_positive(Vec c, Vec a, Vec b) { return each([&](int i) { return c.x[i] > 0.0f ? a.x[i] : b.x[i]; }); }

@@ -5,11 +5,19 @@ A row of D columns becomes these bytes, little-endian, and nothing between rows:
 | format | codes | then | value of code q |
 | --- | --- | --- | --- |
 | int8 | D bytes 0..255 | scale, offset: float32 | q * scale + offset |
-| int4 | two columns a byte, the even one in the low half; ceil(D / 2) bytes | scale, offset: float16 | the same |
+| int4, int3, int2 | 4, 3 or 2 bits each; ceil(D * bits / 8) bytes | scale, offset: float16 | the same |
 | fp8_e4m3, fp8_e5m2 | D bytes (OCP 8-bit floating point specification, 2023) | scale: float32 | q * scale |
 | fp16, bf16 | D times 2 bytes | nothing | q |
 
-int8 and int4 are the layouts that FBGEMM calls fused 8-bit and fused n-bit row-wise.
+Codes of 4, 3 and 2 bits are one stream: code c is bits c * width up to (c + 1) * width, counted from the low bit of the
+first byte; unused bits at the end are zero. Low bits first, eight columns a..h are
+
+    byte  0        1        2        3
+    int4  aaaabbbb ccccdddd eeeeffff gggghhhh
+    int3  aaabbbcc cdddeeef ffggghhh
+    int2  aabbccdd eeffgghh
+
+int8 is the layout that FBGEMM calls fused 8-bit row-wise, int4 and int2 are its fused n-bit row-wise.
 """
 
 from __future__ import annotations
@@ -24,17 +32,18 @@ from meseta.ops.core import core
 from meseta.ops.library import register
 from meseta.ops.memory import empty
 from meseta.ops.quantize import reference
-from meseta.ops.quantize.reference import FORMATS, row_bytes
+from meseta.ops.quantize.reference import BITS, FORMATS, row_bytes
 from meseta.ops.tables import KINDS
 from meseta.spec import MesetaError, nearest
 
-RowFormat = Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "fp16", "bf16"]
+RowFormat = Literal["int8", "int4", "int3", "int2", "fp8_e4m3", "fp8_e5m2", "fp16", "bf16"]
 
 
 def quantize_rows(
     rows: Float[Tensor, "n D"],
     row_format: RowFormat,
     *,
+    adaptive: bool = False,
     stochastic: bool = False,
     key: int = 0,
     first_row: int = 0,
@@ -47,14 +56,25 @@ def quantize_rows(
     that meseta.ops.random_rows.random_bits gives for `key` (0..2^64-1). int8 scales by the smallest and the largest
     value of the row, fp8 so that the largest is the format's largest. In float16, 65520 and more become infinite.
 
-    Raises MesetaError for an unknown format, and on a CPU for a row whose values, or their range in the type of the
-    scale, are not finite (fp16 and bf16 keep such values).
+    `adaptive` is for the nearest codes of int8, int4, int3 and int2, and does two things. In 4, 3 and 2 bits either
+    end of the range moves inwards in steps of 1/32 of it, up to half of it, the end that leaves the smaller squared
+    error; of the ranges on the way the best is kept (Check-N-Run, NSDI 2022, section 5), and then fitted to its codes
+    by least squares, three times. And scale and offset are such that restored rows have the bytes that they came from:
+    quantise, restore, quantise gives equal bits. Rows that codes can hold exactly are held exactly, but for the sign of
+    zero; a row of equal values keeps 22 bits of it (int8: all). No level is rounded, in float32 or in the type of
+    `rows`: levels are multiples of 2^-22 of the row's largest value (int8 2^-21), of float16 rows 2^-9, of bfloat16
+    rows 2^-6. int8 takes the whole range. Values may be up to 65504 in magnitude, in 16-bit rows 32768; in int8 up to
+    2^126, in float16 rows 32768.
+
+    Raises MesetaError for an unknown format, for `adaptive` with another format or with `stochastic`, and on a CPU for
+    a row whose values, or their range in the type of the scale, are not finite (fp16 and bf16 keep such values), or
+    that has values beyond what `adaptive` takes.
     """
-    _check_format("quantize_rows", row_format)
+    _check_call(row_format, adaptive, stochastic)
     if not 0 <= key < 2**64:
         raise MesetaError(f"quantize_rows: key {key} must be in 0..2**64-1")
     signed = key - 2**64 if key >= 2**63 else key
-    codes: Tensor = _quantize(rows, row_format, stochastic, signed, first_row, first_column)
+    codes: Tensor = _quantize(rows, row_format, adaptive, stochastic, signed, first_row, first_column)
     return codes
 
 
@@ -80,10 +100,18 @@ def _check_format(operator: str, row_format: str) -> None:
         )
 
 
-def _quantize_cpu(
-    rows: Tensor, row_format: str, stochastic: bool, key: int, first_row: int, first_column: int
-) -> Tensor:
+def _check_call(row_format: str, adaptive: bool, stochastic: bool) -> None:
     _check_format("quantize_rows", row_format)
+    if adaptive and row_format not in BITS:
+        raise MesetaError(f"quantize_rows: {row_format} has no adaptive range; take int8, int4, int3 or int2")
+    if adaptive and stochastic:
+        raise MesetaError("quantize_rows: adaptive takes the nearest codes; leave out stochastic, or adaptive")
+
+
+def _quantize_cpu(
+    rows: Tensor, row_format: str, adaptive: bool, stochastic: bool, key: int, first_row: int, first_column: int
+) -> Tensor:
+    _check_call(row_format, adaptive, stochastic)
     if rows.dim() != 2 or rows.dtype not in KINDS:
         raise MesetaError(
             f"quantize_rows: rows are {rows.dtype} {list(rows.shape)}; give [n, D] of float32, float16 or bfloat16"
@@ -99,6 +127,7 @@ def _quantize_cpu(
             KINDS[rows.dtype],
             [rows.shape[0], rows.shape[1]],
             FORMATS.index(row_format),
+            adaptive,
             origin,
             codes.data_ptr(),
             torch.get_num_threads(),
@@ -109,7 +138,7 @@ def _quantize_cpu(
 
 
 def _quantize_fake(
-    rows: Tensor, row_format: str, stochastic: bool, key: int, first_row: int, first_column: int
+    rows: Tensor, row_format: str, adaptive: bool, stochastic: bool, key: int, first_row: int, first_column: int
 ) -> Tensor:
     return rows.new_empty(rows.shape[0], row_bytes(row_format, rows.shape[1]), dtype=torch.uint8)
 
@@ -132,7 +161,8 @@ def _dequantize_fake(codes: Tensor, row_format: str, dim: int) -> Tensor:
 
 
 _quantize = register(
-    "quantize_rows(Tensor rows, str row_format, bool stochastic, int key, int first_row, int first_column) -> Tensor",
+    "quantize_rows(Tensor rows, str row_format, bool adaptive, bool stochastic, "
+    "int key, int first_row, int first_column) -> Tensor",
     cpu=_quantize_cpu,
     cuda=reference.quantize_rows,
     fake=_quantize_fake,

@@ -8,89 +8,80 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <limits>
+#include <numeric>
+#include <optional>
 #include <vector>
 
 #include "ops/checks.h"
 #include "ops/parallel.h"
 #include "ops/philox.h"
+#include "ops/quantize/adaptive.h"
+#include "ops/quantize/codes.h"
+#include "ops/quantize/grid.h"
+#include "ops/quantize/scales.h"
 #include "ops/quantize/short_floats.h"
 #include "ops/simd.h"
+#include "ops/transpose.h"
 
 namespace nb = nanobind;
 using namespace meseta;
 
 namespace {
 
-enum Format { kInt8, kInt4, kE4m3, kE5m2, kFp16, kBf16 };
+enum Format { kInt8, kInt4, kInt3, kInt2, kE4m3, kE5m2, kFp16, kBf16 };
+
+constexpr int kBits[] = {8, 4, 3, 2};  // by format
 
 int64_t row_bytes(int format, int64_t dim) {
   if (format == kInt8) return dim + 8;
-  if (format == kInt4) return (dim + 1) / 2 + 4;
+  if (format <= kInt2) return packed_bytes(dim, kBits[format]) + 4;
   return format == kE4m3 || format == kE5m2 ? dim + 4 : 2 * dim;
 }
 
-constexpr Short kShorts[] = {{}, {}, kShortE4m3, kShortE5m2, kShortHalf, kShortBfloat};  // by format
+constexpr Short kShorts[] = {{}, {}, {}, {}, kShortE4m3, kShortE5m2, kShortHalf, kShortBfloat};  // by format
 
-uint16_t half_bits(float value) {
-  if (std::isnan(value)) return 0x7E00;
-  if (std::isinf(value)) return value < 0 ? 0xFC00 : 0x7C00;
-  return uint16_t(to_short(value, kShorts[kFp16], Nearest{}, 0));
+// The bytes of a row of int8, int4, int3 or int2. `scratch` has padded(dim) bytes, zeros at the end.
+void write_codes(const uint8_t* scratch, int64_t dim, int format, const Scales& scales, uint8_t* out) {
+  if (format == kInt8) {
+    std::memcpy(out, scratch, size_t(dim));
+    std::memcpy(out + dim, &scales.scale, 4);
+    std::memcpy(out + dim + 4, &scales.offset, 4);
+    return;
+  }
+  pack_codes(scratch, dim, kBits[format], out);
+  const uint16_t tail[2] = {half_bits(scales.scale), half_bits(scales.offset)};
+  std::memcpy(out + packed_bytes(dim, kBits[format]), tail, 4);
 }
 
-struct Span {
-  float low, high;
-};
+[[noreturn]] void refuse_span(int64_t index, const Span& span) {
+  refuse("row ", index, " spans ", span.low, "..", span.high, ", which float16 scales do not reach; take int8");
+}
 
-// Floats in the order of these integers, which the compiler compares many at a time.
-inline int32_t ordered(int32_t bits) { return bits ^ (bits >> 31 & 0x7FFFFFFF); }
-
-Span span_of(const float* row, int64_t dim, int64_t index) {
-  int32_t lowest = std::numeric_limits<int32_t>::max(), highest = std::numeric_limits<int32_t>::min();
-  uint32_t largest = 0;
-  for (int64_t c = 0; c < dim; ++c) {
-    const uint32_t bits = float_to_bits(row[c]);
-    lowest = std::min(lowest, ordered(int32_t(bits)));
-    highest = std::max(highest, ordered(int32_t(bits)));
-    largest = std::max(largest, bits & 0x7FFFFFFFu);
-  }
-  if (dim == 0) return {0, 0};
-  const float low = bits_to_float(uint32_t(ordered(lowest))), high = bits_to_float(uint32_t(ordered(highest)));
-  if (largest >= 0x7F800000u || !std::isfinite(high - low))
-    refuse("row ", index, " holds a value that is not finite, or its range is not; clean it, or take fp16 or bf16");
-  return {low + 0.0f, high + 0.0f};  // no negative zero
+[[noreturn]] void refuse_reach(int64_t index, const Span& span, const Grid& grid) {
+  refuse("row ", index, " spans ", span.low, "..", span.high, ", beyond ", grid.largest,
+         ", the most that an adaptive range of these rows takes; ", grid.largest == 65504.0f ? "take int8" : "take bf16");
 }
 
 template <typename Round>
-void quantize_int(const float* __restrict row, int64_t dim, int64_t index, bool nibbles, const Round& round,
-                  uint8_t* __restrict out) {
+void quantize_int(const float* __restrict row, int64_t dim, int64_t index, int format, const Round& round,
+                  uint8_t* __restrict scratch, uint8_t* __restrict out) {
   const Span span = span_of(row, dim, index);
-  float scale, offset, inverse;
-  if (!nibbles) {
-    offset = span.low;
-    scale = (span.high - span.low) / 255.0f;
+  const float top = float((1 << kBits[format]) - 1);
+  Scales scales;
+  float inverse;
+  if (format == kInt8) {
+    scales = {(span.high - span.low) / 255.0f, span.low};
     inverse = 255.0f / (span.high - span.low + 1e-8f);
   } else {
-    offset = to_float(Half{half_bits(span.low)});
-    scale = to_float(Half{half_bits((span.high - offset) / 15.0f)});
-    if (!std::isfinite(offset) || !std::isfinite(scale))
-      refuse("row ", index, " spans ", span.low, "..", span.high, ", which float16 scales do not reach; take int8");
-    if (scale == 0.0f || std::isinf(1.0f / scale)) scale = 1.0f;
-    inverse = 1.0f / scale;
+    scales.offset = to_half(span.low);
+    scales.scale = to_half((span.high - scales.offset) / top);
+    if (!std::isfinite(scales.offset) || !std::isfinite(scales.scale)) refuse_span(index, span);
+    if (scales.scale == 0.0f || std::isinf(1.0f / scales.scale)) scales.scale = 1.0f;
+    inverse = 1.0f / scales.scale;
   }
-  const float top = nibbles ? 15.0f : 255.0f;
-  const auto code = [&](int64_t c) {
-    return uint8_t(int32_t(std::min(std::max(round((row[c] - offset) * inverse, c), 0.0f), top)));
-  };
-  if (!nibbles) {
-    for (int64_t c = 0; c < dim; ++c) out[c] = code(c);
-    std::memcpy(out + dim, &scale, 4);
-    std::memcpy(out + dim + 4, &offset, 4);
-    return;
-  }
-  for (int64_t c = 0; c < dim; c += 2) out[c / 2] = uint8_t(code(c) | (c + 1 < dim ? code(c + 1) << 4 : 0));
-  const uint16_t tail[2] = {half_bits(scale), half_bits(offset)};
-  std::memcpy(out + (dim + 1) / 2, tail, 4);
+  for (int64_t c = 0; c < dim; ++c)
+    scratch[c] = uint8_t(int32_t(std::min(std::max(round((row[c] - scales.offset) * inverse, c), 0.0f), top)));
+  write_codes(scratch, dim, format, scales, out);
 }
 
 template <typename Round>
@@ -122,12 +113,13 @@ struct Job {
   int64_t num_rows, dim;
   int format;
   const std::vector<int64_t>& origin;  // key, first row, first column; empty: nearest
+  bool adaptive;
 };
 
 template <typename Round>
-void quantize_row(const float* row, const Job& job, int64_t index, const Round& round, uint8_t* out) {
-  if (job.format == kInt8 || job.format == kInt4) {
-    quantize_int(row, job.dim, index, job.format == kInt4, round, out);
+void quantize_row(const float* row, const Job& job, int64_t index, const Round& round, uint8_t* scratch, uint8_t* out) {
+  if (job.format <= kInt2) {
+    quantize_int(row, job.dim, index, job.format, round, scratch, out);
   } else if (job.format == kE4m3 || job.format == kE5m2) {
     quantize_fp8(row, job.dim, index, kShorts[job.format], round, out);
   } else {
@@ -135,19 +127,92 @@ void quantize_row(const float* row, const Job& job, int64_t index, const Round& 
   }
 }
 
+// The whole range in int8, with levels that no float rounds.
+Scales whole_range(const Span& span, const Grid& grid) {
+  const double unit = unit_of(span.reach(), grid.part, grid.smallest);
+  const double offset = std::floor(span.low / unit) * unit;
+  const double steps = std::ceil((double(span.high) - offset) / 255.0 / unit);
+  return {float(std::max(steps, 1.0) * unit), float(offset)};
+}
+
+// Codes of a row into `scratch`, and scale and offset as they will be found on the restored row.
+Scales settle(const float* row, int64_t dim, const Span& span, const Grid& grid, Scales scales, float* restored,
+              uint8_t* scratch) {
+  if (span.low == span.high) {
+    std::fill(scratch, scratch + dim, uint8_t(1));
+    return scales;
+  }
+  for (int turn = 0;; ++turn) {
+    const float* values = turn ? restored : row;
+    const float inverse = 1.0f / scales.scale, top = float(grid.top);
+    for (int64_t c = 0; c < dim; ++c) scratch[c] = uint8_t(int32_t(nearest_code(values[c], scales, inverse, top)));
+    int lowest = grid.top, step = 0;
+    for (int64_t c = 0; c < dim; ++c) lowest = std::min<int>(lowest, scratch[c]);
+    for (int64_t c = 0; c < dim && step != 1; ++c) step = std::gcd(step, scratch[c] - lowest);
+    if (step == 0) {
+      std::fill(scratch, scratch + dim, uint8_t(1));
+      const double unit = unit_of(span.reach(), grid.part, grid.smallest);
+      return constant_scales(float(std::nearbyint((double(span.low) + span.high) / 2 / unit) * unit) + 0.0f, grid);
+    }
+    if (turn || (lowest == 0 && step == 1)) return scales;
+    for (int64_t c = 0; c < dim; ++c) restored[c] = float(scratch[c]) * scales.scale + scales.offset;
+    const auto [low, high] = std::minmax_element(restored, restored + dim);
+    scales = grid_scales(restored, dim, {*low, *high}, grid).value();
+  }
+}
+
+template <typename T>
+void quantize_adaptive(const T* rows, const Job& job, int64_t first, int64_t last, uint8_t* out) {
+  const int64_t dim = job.dim;
+  const Grid grid = grid_of<T>(kBits[job.format]);
+  const int64_t stride = (dim + kLanes - 1) / kLanes * kLanes;
+  std::vector<float> block(static_cast<size_t>(kLanes * stride)), restored(static_cast<size_t>(dim));
+  std::vector<uint8_t> scratch(static_cast<size_t>(padded(dim)));
+  std::vector<Line> columns(static_cast<size_t>(stride));
+  for (int64_t base = first; base < last; base += kLanes) {
+    const int count = int(std::min<int64_t>(kLanes, last - base));
+    Span spans[kLanes];
+    std::optional<Scales> scales[kLanes];
+    bool search = false;
+    for (int i = 0; i < count; ++i) {
+      float* row = block.data() + i * stride;
+      for (int64_t c = 0; c < dim; ++c) row[c] = to_float(rows[(base + i) * dim + c]);
+      spans[i] = span_of(row, dim, base + i);
+      scales[i] = grid_scales(row, dim, spans[i], grid);
+      if (!scales[i] && spans[i].reach() > grid.largest) refuse_reach(base + i, spans[i], grid);
+      search |= !scales[i] && grid.halves;
+    }
+    float steps[kLanes], offsets[kLanes];
+    if (search) {
+      for (int64_t c = 0; c < dim; c += kLanes) transpose(block.data() + c, stride, columns[size_t(c)].x, kLanes);
+      const Candidate best = AdaptiveRange(columns.data()->x, dim, grid).search();
+      store(steps, best.scale);
+      store(offsets, best.offset);
+    }
+    for (int i = 0; i < count; ++i) {
+      const float* row = block.data() + i * stride;
+      if (!scales[i]) scales[i] = grid.halves ? Scales{steps[i], offsets[i]} : whole_range(spans[i], grid);
+      scales[i] = settle(row, dim, spans[i], grid, *scales[i], restored.data(), scratch.data());
+      write_codes(scratch.data(), dim, job.format, *scales[i], out + (base + i) * row_bytes(job.format, dim));
+    }
+  }
+}
+
 template <typename T>
 void quantize_piece(const T* rows, const Job& job, int64_t first, int64_t last, uint8_t* out) {
+  if (job.adaptive) return quantize_adaptive(rows, job, first, last, out);
   const bool stochastic = !job.origin.empty();
   std::vector<float> row(static_cast<size_t>(job.dim));
+  std::vector<uint8_t> scratch(static_cast<size_t>(padded(job.dim)));
   std::vector<uint32_t> bits(stochastic ? static_cast<size_t>(job.dim) : 0);
   for (int64_t r = first; r < last; ++r) {
     for (int64_t c = 0; c < job.dim; ++c) row[size_t(c)] = to_float(rows[r * job.dim + c]);
     uint8_t* to = out + r * row_bytes(job.format, job.dim);
     if (stochastic) {
       random_words(uint64_t(job.origin[0]), uint64_t(job.origin[1]) + uint64_t(r), uint64_t(job.origin[2]), job.dim, bits.data());
-      quantize_row(row.data(), job, r, Stochastic{bits.data()}, to);
+      quantize_row(row.data(), job, r, Stochastic{bits.data()}, scratch.data(), to);
     } else {
-      quantize_row(row.data(), job, r, Nearest{}, to);
+      quantize_row(row.data(), job, r, Nearest{}, scratch.data(), to);
     }
   }
 }
@@ -163,16 +228,19 @@ void dequantize_row(const uint8_t* __restrict codes, int format, int64_t dim, co
     return;
   }
   float scale = 0, offset = 0;
-  if (format == kInt4) {
+  if (format != kInt8 && format <= kInt2) {
+    const int bits = kBits[format];
     uint16_t tail[2];
-    std::memcpy(tail, codes + (dim + 1) / 2, 4);
+    std::memcpy(tail, codes + packed_bytes(dim, bits), 4);
     scale = to_float(Half{tail[0]});
     offset = to_float(Half{tail[1]});
-    for (int64_t c = 0; c + 1 < dim; c += 2) {
-      out[c] = float(codes[c / 2] & 15) * scale + offset;
-      out[c + 1] = float(codes[c / 2] >> 4) * scale + offset;
+    constexpr int64_t kPiece = 64;
+    for (int64_t c = 0; c < dim; c += kPiece) {
+      uint8_t piece[kPiece];
+      const int64_t count = std::min(kPiece, dim - c);
+      unpack_codes(codes + c * bits / 8, count, bits, piece);
+      for (int64_t i = 0; i < count; ++i) out[c + i] = float(piece[i]) * scale + offset;
     }
-    if (dim % 2) out[dim - 1] = float(codes[dim / 2] & 15) * scale + offset;
     return;
   }
   std::memcpy(&scale, codes + dim, 4);
@@ -193,10 +261,10 @@ void over_rows(int64_t num_rows, int64_t dim, int num_threads, Body&& body) {
 }
 
 // `kind`: 0 float, 1 half, 2 bfloat. `shape`: rows and columns.
-void quantize_rows(uintptr_t rows, int kind, std::array<int64_t, 2> shape, int format,
+void quantize_rows(uintptr_t rows, int kind, std::array<int64_t, 2> shape, int format, bool adaptive,
                    const std::vector<int64_t>& origin, uintptr_t codes, int num_threads) {
   nb::gil_scoped_release unlocked;
-  const Job job{shape[0], shape[1], format, origin};
+  const Job job{shape[0], shape[1], format, origin, adaptive};
   auto* out = reinterpret_cast<uint8_t*>(codes);
   over_rows(job.num_rows, job.dim, num_threads, [&](int64_t first, int64_t last) {
     if (kind == 0) quantize_piece(reinterpret_cast<const float*>(rows), job, first, last, out);
@@ -226,7 +294,7 @@ void dequantize_rows(uintptr_t codes, std::array<int64_t, 2> shape, int format, 
 
 void bind_quantize(nb::module_& m) {
   m.def("quantize_rows", &quantize_rows, nb::arg("rows"), nb::arg("kind"), nb::arg("shape"), nb::arg("format"),
-        nb::arg("origin"), nb::arg("codes"), nb::arg("num_threads"));
+        nb::arg("adaptive"), nb::arg("origin"), nb::arg("codes"), nb::arg("num_threads"));
   m.def("dequantize_rows", &dequantize_rows, nb::arg("codes"), nb::arg("shape"), nb::arg("format"), nb::arg("rows"),
         nb::arg("num_threads"));
 }

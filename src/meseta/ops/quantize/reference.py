@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from meseta.ops.quantize.adaptive import adaptive_codes, ends
 from meseta.ops.random_rows import random_bits
 
-FORMATS = ("int8", "int4", "fp8_e4m3", "fp8_e5m2", "fp16", "bf16")
+BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
+FORMATS = (*BITS, "fp8_e4m3", "fp8_e5m2", "fp16", "bf16")
 _TYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
@@ -23,18 +25,18 @@ _SMALLEST_EXPONENT = {"fp8_e4m3": -6, "fp8_e5m2": -14, "fp16": -14, "bf16": -126
 
 def row_bytes(row_format: str, dim: Any) -> Any:
     """Bytes of a row of `dim` columns, an int (or torch's symbol for one while it traces)."""
-    if row_format == "int4":
-        return (dim + 1) // 2 + 4
     if row_format == "int8":
         return dim + 8
+    if row_format in BITS:
+        return (dim * BITS[row_format] + 7) // 8 + 4
     return dim + 4 if row_format.startswith("fp8") else 2 * dim
 
 
 def quantize_rows(
-    rows: Tensor, row_format: str, stochastic: bool, key: int, first_row: int, first_column: int
+    rows: Tensor, row_format: str, adaptive: bool, stochastic: bool, key: int, first_row: int, first_column: int
 ) -> Tensor:
     """See meseta.ops.quantize.quantize_rows."""
-    rows, (n, dim) = rows.to(torch.float32), rows.shape
+    dtype, rows, (n, dim) = rows.dtype, rows.to(torch.float32), rows.shape
     bits = None
     if stochastic and rows.numel():
         corner = (first_row, first_row + n), (first_column, first_column + dim)
@@ -47,22 +49,28 @@ def quantize_rows(
         scale = torch.where(_amax(rows.abs()) == 0, 1.0, scale)
         codes = to_short((rows / scale).clamp(-largest, largest), row_format, bits).view(torch.uint8)
         return torch.cat([codes, _bytes(scale)], dim=1)
-    low, high = -_amax(-rows) + 0.0, _amax(rows) + 0.0  # no negative zero
-    if row_format == "int8":
-        # A number divided by a tensor is to torch that number times the reciprocal, which rounds twice.
-        scale, offset, top = (high - low) / 255, low, 255
-        inverse = torch.full_like(low, 255) / (high - low + 1e-8)
+    if adaptive:
+        codes, scale, offset = adaptive_codes(rows, BITS[row_format], dtype)
     else:
-        offset, top = low.half().float(), 15
-        scale = ((high - offset) / 15).half().float()
-        scale = torch.where((scale == 0) | (1 / scale).isinf(), 1.0, scale)
-        inverse = 1 / scale
-    codes = _round((rows - offset) * inverse, bits).clamp(0, top).to(torch.uint8)
+        codes, scale, offset = _codes(rows, row_format, bits)
     if row_format == "int8":
         return torch.cat([codes, _bytes(scale), _bytes(offset)], dim=1)
-    codes = pad(codes, (0, dim % 2))
-    tail = [_bytes(number.half()) for number in (scale, offset)]
-    return torch.cat([codes[:, 0::2] | codes[:, 1::2] << 4, *tail], dim=1)
+    return torch.cat([_pack(codes, BITS[row_format]), _bytes(scale.half()), _bytes(offset.half())], dim=1)
+
+
+def _codes(rows: Tensor, row_format: str, bits: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes over the whole range, scale and offset."""
+    (low, high), top = ends(rows), 2 ** BITS[row_format] - 1
+    if row_format == "int8":
+        # A number divided by a tensor is to torch that number times the reciprocal, which rounds twice.
+        scale, offset = (high - low) / 255, low
+        inverse = torch.full_like(low, 255) / (high - low + 1e-8)
+    else:
+        offset = low.half().float()
+        scale = ((high - offset) / top).half().float()
+        scale = torch.where((scale == 0) | (1 / scale).isinf(), 1.0, scale)
+        inverse = 1 / scale
+    return _round((rows - offset) * inverse, bits).clamp(0, top).to(torch.uint8), scale, offset
 
 
 def dequantize_rows(codes: Tensor, row_format: str, dim: int) -> Tensor:
@@ -75,9 +83,23 @@ def dequantize_rows(codes: Tensor, row_format: str, dim: int) -> Tensor:
     if row_format == "int8":
         scale, offset = _numbers(codes[:, dim:], torch.float32).split(1, dim=1)
         return codes[:, :dim].float() * scale + offset
-    packed, tail = codes[:, :-4], _numbers(codes[:, -4:], torch.float16).float()
-    both = torch.stack([packed & 15, packed >> 4], dim=2).flatten(1)[:, :dim].float()
-    return both * tail[:, :1] + tail[:, 1:]
+    scale, offset = _numbers(codes[:, -4:], torch.float16).float().split(1, dim=1)
+    return _unpack(codes[:, :-4], BITS[row_format], dim).float() * scale + offset
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    """uint8 [n, D] -> [n, ceil(D * bits / 8)], the first code in the lowest bits."""
+    n, dim = codes.shape
+    stream = (codes[:, :, None] >> torch.arange(bits, dtype=torch.uint8, device=codes.device)) & 1
+    stream = pad(stream.view(n, dim * bits), (0, -dim * bits % 8)).view(n, (dim * bits + 7) // 8, 8)
+    return (stream << torch.arange(8, dtype=torch.uint8, device=codes.device)).sum(2, dtype=torch.uint8)
+
+
+def _unpack(packed: Tensor, bits: int, dim: int) -> Tensor:
+    """uint8 [n, ceil(dim * bits / 8)] -> [n, dim]."""
+    stream = (packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
+    stream = stream.flatten(1)[:, : dim * bits].reshape(len(packed), dim, bits)
+    return (stream << torch.arange(bits, dtype=torch.uint8, device=packed.device)).sum(2, dtype=torch.uint8)
 
 
 def _bytes(numbers: Tensor) -> Tensor:

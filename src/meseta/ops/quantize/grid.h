@@ -1,0 +1,115 @@
+// Scale and offset of rows that lie on a grid already, as all that were quantised and restored do.
+//
+// A row is on a grid if every value is offset + code * scale without rounding. What is found depends on the row's values
+// alone, and the adaptive range is chosen so that its rows are on one; so bytes stay as they are however often a row is
+// restored and quantised.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <type_traits>
+
+#include "ops/quantize/scales.h"
+
+namespace meseta {
+
+// Codes 0..top, and what scale and offset may be: halves, or any float. Levels are multiples of `part` of the largest power
+// of two in the row, and of `smallest`, so that the type of the rows has every level.
+struct Grid {
+  int top;
+  bool halves;
+  float part, smallest;
+  float largest;  // a value that a row may hold
+  bool holds(double value) const {
+    if (std::fabs(value) > double(halves ? 65504.0f : std::numeric_limits<float>::max())) return false;
+    const float narrow = float(value);
+    return double(narrow) == value && (!halves || to_half(narrow) == narrow);
+  }
+};
+
+template <typename T>
+Grid grid_of(int bits) {
+  const bool halves = bits < 8;
+  Grid grid{(1 << bits) - 1, halves, 0x1p-21f, 0x1p-126f, 0x1p126f};
+  if (halves) grid = {grid.top, halves, 0x1p-22f, 0x1p-24f, 65504.0f};
+  if (sizeof(T) == 2) grid.part = std::is_same_v<T, Half> ? 0x1p-9f : 0x1p-6f;
+  if (std::is_same_v<T, Half>) grid.smallest = 0x1p-24f;
+  if (std::is_same_v<T, Half> || (sizeof(T) == 2 && halves)) grid.largest = 0x1p15f;  // no level above is infinite
+  return grid;
+}
+
+inline float nearest_code(float value, const Scales& scales, float inverse, float top) {
+  return Nearest{}(std::min(std::max((value - scales.offset) * inverse, 0.0f), top), 0);
+}
+
+// The largest power of two that `reach` holds, times `part`, and at least `smallest`.
+inline float unit_of(float reach, float part, float smallest) {
+  return std::max(bits_to_float(float_to_bits(reach) & 0x7F800000u) * part, smallest);
+}
+
+// Of a row of equal values, whose codes are all 1. As halves: the one below and the rest, 22 bits together.
+inline Scales constant_scales(float value, const Grid& grid) {
+  if (!grid.halves) return {0, value};
+  Scales scales{0, value};
+  for (int turn = 0; turn < 2; ++turn) {  // the rest may round up to the next half, whose rest is nothing
+    const float whole = scales.offset + scales.scale;
+    uint16_t below = half_bits(whole);
+    if (to_float(Half{below}) > whole) below = below == 0 ? 0x8001 : below & 0x8000 ? below + 1 : below - 1;
+    const float offset = to_float(Half{below});
+    scales = {to_half(whole - offset), offset + 0.0f};
+  }
+  return scales;
+}
+
+// The greatest step that divides `distance` and all of the row's distances from `low`, in `unit`s; 0 where the row
+// would need more than `top` of them.
+inline int64_t common_step(const float* row, int64_t dim, double low, double unit, int64_t distance, int top) {
+  int64_t step = distance;
+  for (int64_t c = 0; c < dim; ++c) {
+    const double units = (double(row[c]) - low) / unit;
+    int64_t rest = int64_t(units);
+    if (double(rest) != units) return 0;
+    while (rest != 0) {
+      if (rest * top < distance) return 0;
+      const int64_t next = step % rest;
+      step = rest;
+      rest = next;
+    }
+  }
+  return step;
+}
+
+inline std::optional<Scales> grid_scales(const float* row, int64_t dim, const Span& span, const Grid& grid) {
+  if (span.low == span.high) {
+    if (span.reach() > grid.largest) return std::nullopt;
+    return constant_scales(span.low, grid);
+  }
+  const double low = span.low, unit = unit_of(span.reach(), 0x1p-23f, grid.smallest);
+  const double distance = (double(span.high) - low) / unit;
+  if (double(int64_t(distance)) != distance) return std::nullopt;
+  const int64_t step = common_step(row, dim, low, unit, int64_t(distance), grid.top);
+  if (step == 0 || int64_t(distance) > step * grid.top) return std::nullopt;
+  const int highest = int(int64_t(distance) / step);
+  // The step itself, or a part of it, up from the lowest value or from some steps below: the first that can be written.
+  const int parts = grid.halves ? grid.top / highest : 1;
+  for (int part = 1; part <= parts; ++part) {
+    const double scale = double(step) * unit / part;
+    if (!grid.holds(scale)) continue;
+    for (int below = 0; below <= (grid.halves ? grid.top - highest * part : 0); ++below) {
+      const double offset = low - below * scale;
+      if (!grid.holds(offset)) continue;
+      const Scales scales{float(scale), float(offset)};
+      const float inverse = 1.0f / scales.scale;
+      bool exact = true;
+      for (int64_t c = 0; c < dim; ++c)
+        exact &= nearest_code(row[c], scales, inverse, float(grid.top)) * scales.scale + scales.offset == row[c];
+      if (exact) return scales;
+      return std::nullopt;
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace meseta
