@@ -23,6 +23,7 @@ struct CodeWidth {
     return (word | word >> (32 - 4 * bits)) & ((uint64_t{1} << 8 * bits) - 1);
   }
   uint64_t unpack(uint64_t word) const {
+    word &= (uint64_t{1} << 8 * bits) - 1;
     word = (word | word << (32 - 4 * bits)) & fours;
     word = (word | word << (16 - 2 * bits)) & pairs;
     return (word | word << (8 - bits)) & ones;
@@ -40,7 +41,11 @@ inline void pack_codes(const uint8_t* codes, int64_t count, int bits, uint8_t* o
     uint64_t word;
     std::memcpy(&word, codes + c, 8);
     word = width.pack(word);
-    std::memcpy(out + at, &word, size_t(std::min<int64_t>(bits, bytes - at)));
+    if (at + 8 <= bytes) {
+      std::memcpy(out + at, &word, 8);  // the next codes go over what is too much
+    } else {
+      std::memcpy(out + at, &word, size_t(std::min<int64_t>(bits, bytes - at)));
+    }
   }
 }
 
@@ -50,7 +55,11 @@ inline void unpack_codes(const uint8_t* packed, int64_t count, int bits, uint8_t
   const int64_t bytes = packed_bytes(count, bits);
   for (int64_t c = 0, at = 0; c < count; c += 8, at += bits) {
     uint64_t word = 0;
-    std::memcpy(&word, packed + at, size_t(std::min<int64_t>(bits, bytes - at)));
+    if (at + 8 <= bytes) {
+      std::memcpy(&word, packed + at, 8);
+    } else {
+      std::memcpy(&word, packed + at, size_t(std::min<int64_t>(bits, bytes - at)));
+    }
     word = width.unpack(word);
     std::memcpy(codes + c, &word, 8);
   }
