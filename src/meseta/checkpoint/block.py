@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,10 +30,13 @@ def write_block(root: Path, path: str, schema: BlockSchema, first_row: int, valu
     """Write one block, for `sync_block`; returns its entry in the manifest. Raises MesetaError, as on a full disk."""
     num_rows = len(next(iter(values.values())))
     ids, columns = np.arange(first_row, first_row + num_rows, dtype=np.int64), [values[c.name] for c in schema.columns]
-    if num_rows == schema.block_rows:
-        content, checksum = _fill_frame(_frame(schema, num_rows), ids, columns)
+    frame = _frames.get(schema) if num_rows == schema.block_rows else None
+    if frame is not None:
+        content, checksum = _fill_frame(frame, ids, columns)
     else:
         content, checksum = _arrow_file(schema, ids, columns), digest.of_arrays(columns)
+        if num_rows == schema.block_rows:
+            _frames[schema] = _frame_of(content, columns)
     with writing(root / path):
         write_whole(root / path, content, len(content))
     return {
@@ -77,16 +79,17 @@ class _Frame(NamedTuple):
     """Behind the values of the last column."""
 
 
-@lru_cache(64)
-def _frame(schema: BlockSchema, num_rows: int) -> _Frame:
-    """Of all blocks of so many rows: Arrow writes the same around their values."""
-    zeros = [np.zeros(schema.shape(c, num_rows), c.stored) for c in schema.columns]
-    content = _arrow_file(schema, np.zeros(num_rows, np.int64), zeros)
+_frames: dict[BlockSchema, _Frame] = {}
+"""Of whole blocks, by the columns of their tables: Arrow writes the same around the values of each."""
+
+
+def _frame_of(content: memoryview, columns: Sequence[np.ndarray]) -> _Frame:
+    """What a file has beside the values of these columns."""
     buffer = pa.py_buffer(content)
     with pa.ipc.open_file(pa.BufferReader(buffer)) as reader:
         batch = reader.get_batch(0)
     places = [array.buffers()[-1].address - buffer.address for array in batch.columns]
-    return _Frame(bytes(content[: places[0]]), tuple(places), bytes(content[places[-1] + zeros[-1].nbytes :]))
+    return _Frame(bytes(content[: places[0]]), tuple(places), bytes(content[places[-1] + columns[-1].nbytes :]))
 
 
 def _fill_frame(frame: _Frame, ids: np.ndarray, columns: Sequence[np.ndarray]) -> tuple[memoryview, str]:
