@@ -47,6 +47,11 @@ MEMORIES: tuple[Memory, ...] = (HBM, HOST, DISK)
 """Those of the device, of its host, and disks."""
 
 
+def index_bytes(tier: str, num_rows: int) -> int:
+    """Of memory for where the rows of a piece lie."""
+    return INDEX_BYTES * num_rows if tier == DISK else 0
+
+
 class Held(NamedTuple):
     """What one of MEMORIES has of a piece in each of TIERS."""
 

@@ -9,7 +9,7 @@ import torch
 from meseta.ops.row_file import DiskEngine, RowFile
 from meseta.optim import make_row_optimizer
 from meseta.spec import MesetaError, Shard, TableSpec
-from meseta.spec.tiers import DISK, FAR_TIERS, HOST, INDEX_BYTES, SLOT_BYTES, StorageOptions
+from meseta.spec.tiers import DISK, FAR_TIERS, HOST, SLOT_BYTES, StorageOptions, index_bytes
 from meseta.storage.far import FarRows, HostRows
 from meseta.storage.lease import Lease
 from meseta.storage.records import RecordLayout
@@ -40,7 +40,7 @@ def make_storages(
     counts = options.near_rows(
         [bytes_of[number] + SLOT_BYTES for number in shared],
         [pieces[number][1].num_rows for number in shared],
-        index_bytes=INDEX_BYTES * sum(shard.num_rows for shard in (pieces[n][1] for n in shared) if shard.tier == DISK),
+        index_bytes=sum(index_bytes(pieces[number][1].tier, pieces[number][1].num_rows) for number in shared),
     )
     near_rows = {number: pieces[number][1].near_rows for number in far} | dict(zip(shared, counts, strict=True))
     engine: DiskEngine | None = None

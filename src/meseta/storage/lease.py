@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -14,7 +15,7 @@ from meseta.jagged.shapes import Int
 from meseta.ops.row_cache import FarFailure, NoRoom, pin_rows
 from meseta.spec import MesetaError
 from meseta.storage.table import TableStorage
-from meseta.storage.tiered import Arrival, TieredShard
+from meseta.storage.tiered import Arrival, NearRowsTaken, TieredShard
 
 
 class RowsUnderWay(Arrival):
@@ -31,7 +32,7 @@ class RowsUnderWay(Arrival):
         try:
             self._pinned = pin_rows([shard.cache for shard in shards], looked_up, to_read=to_read)
         except NoRoom as error:
-            raise shards[error.index].no_room(error, _least_bytes(shards, looked_up)) from None
+            raise NearRowsTaken(_Refusal(shards, looked_up, error)) from None
         except FarFailure as error:
             raise shards[error.index].failure(error) from None
         self.places = self._pinned.places
@@ -74,13 +75,25 @@ class RowsUnderWay(Arrival):
         self._pinned.end()
 
 
-def _least_bytes(shards: Sequence[TieredShard], looked_up: Sequence[tuple[int, Tensor]]) -> int:
-    """Of memory with which rows of this batch, and of another as large, may lie near."""
-    num_bytes = 0
-    for index, shard in enumerate(shards):
-        ids = [rows.to("cpu") for number, rows in looked_up if number == index]
-        num_bytes += shard.near_bytes(2 * len(torch.cat(ids).unique()) if ids else 0)
-    return num_bytes
+@dataclass(frozen=True)
+class _Refusal:
+    """What to say of a batch that looks up too many rows; worked out when somebody is told, since batches ahead ask for
+    room again and again."""
+
+    shards: Sequence[TieredShard]
+    looked_up: Sequence[tuple[int, Tensor]]
+    refused: NoRoom
+
+    def __str__(self) -> str:
+        return self.shards[self.refused.index].no_room(self.refused, self._least_bytes())
+
+    def _least_bytes(self) -> int:
+        """Of memory with which rows of this batch, and of another as large, may lie near."""
+        num_bytes = 0
+        for index, shard in enumerate(self.shards):
+            ids = [rows.to("cpu") for number, rows in self.looked_up if number == index]
+            num_bytes += shard.near_bytes(2 * len(torch.cat(ids).unique()) if ids else 0)
+        return num_bytes
 
 
 class Lease:

@@ -20,7 +20,7 @@ from meseta.ops.row_marks import RowMarks
 from meseta.ops.row_program.optimizer import RowOptimizer
 from meseta.ops.row_update import TableRows
 from meseta.spec import MesetaError, Shard, TableSpec
-from meseta.spec.tiers import DISK, INDEX_BYTES, SLOT_BYTES
+from meseta.spec.tiers import DISK, SLOT_BYTES, index_bytes
 from meseta.storage.far import FarRows, FarSnapshot
 from meseta.storage.file_parts import FrozenFile
 from meseta.storage.records import RecordLayout
@@ -191,15 +191,14 @@ class TieredShard(_FarShard):
     def near_bytes(self, num_rows: int) -> int:
         """Of memory that so many near rows take, with what is known of all rows."""
         row_bytes = self._layout.num_bytes + SLOT_BYTES
-        index_bytes = INDEX_BYTES * self.shard.num_rows if self.shard.tier == DISK else 0
-        return min(num_rows, self.shard.num_rows) * row_bytes + index_bytes
+        return min(num_rows, self.shard.num_rows) * row_bytes + index_bytes(self.shard.tier, self.shard.num_rows)
 
-    def no_room(self, refused: NoRoom, least_bytes: int) -> NearRowsTaken:
+    def no_room(self, refused: NoRoom, least_bytes: int) -> str:
         """What to say of a batch that looks up too many rows, where `least_bytes` would do for all shards."""
         num_slots = self.cache.num_slots
         others = f", and batches under way need {refused.num_others:,} others" if refused.num_others > 0 else ""
         least = refused.num_rows + max(refused.num_others, 0)
-        return NearRowsTaken(
+        return (
             f"{self.shard.label}: a batch looks up {refused.num_rows:,} distinct rows{others}, but {num_slots:,} rows "
             f"lie near; give the table near_rows {least:,} in the plan, or all tables of this rank storage.near_bytes "
             f"{least_bytes:,}, or make batches smaller"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ ROWS_PER_WORD = 16
 _EVERY_ROW = 0x55555555
 """The lower bit of each row of a word."""
 _WORDS_AT_ONCE = 1 << 20
+_marking = Lock()
 
 
 class Consumer(IntEnum):
@@ -41,12 +43,19 @@ class RowMarks:
             return
         rows = rows.to(self.words.device)
         first, last = int(rows[0]) // ROWS_PER_WORD, int(rows[-1]) // ROWS_PER_WORD
-        part = self.words[first : last + 1]
-        part |= words_of(rows - first * ROWS_PER_WORD, len(part), 3 if consumer is None else 1 << consumer)
+        with _marking:  # a load writes in threads, whose rows may share a word
+            part = self.words[first : last + 1]
+            part |= words_of(rows - first * ROWS_PER_WORD, len(part), 3 if consumer is None else 1 << consumer)
 
     def add_range(self, first: int, stop: int) -> None:
         """Mark consecutive rows for all."""
-        self.add(torch.arange(first, stop))
+        begin, end = num_words(first), stop // ROWS_PER_WORD
+        if begin >= end:
+            self.add(torch.arange(first, stop))
+            return
+        self.words[begin:end] = -1
+        self.add(torch.arange(first, begin * ROWS_PER_WORD))
+        self.add(torch.arange(end * ROWS_PER_WORD, stop))
 
     def rows(self, consumer: Consumer) -> Int[Tensor, " n"]:
         """Those that are marked for one, ascending, int64 on the CPU."""

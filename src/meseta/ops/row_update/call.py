@@ -210,7 +210,7 @@ def core_fields(
         check_origin("row_update", origin)
         fields += [table.data_ptr(), table.size(0), table.size(1), origin[0], origin[1], origin[2] % (1 << 64)]
         fields.append(0 if row_ids is None else row_ids_address(table, row_ids[t]))
-        fields += marks_at(table, None if marks is None else marks[t], row_ids is not None and row_ids[t].numel() > 0)
+        fields += marks_at(table, None if marks is None else marks[t], None if row_ids is None else row_ids[t])
         for is_row, state in zip(state_is_row, states[t * len(state_is_row) :], strict=False):
             wanted = table.shape[:1] if is_row else table.shape
             if state.dtype != exact or state.shape != wanted or not state.is_contiguous():
@@ -235,11 +235,12 @@ def row_ids_address(table: Tensor, row_ids: Tensor | None) -> int:
     return row_ids.data_ptr()
 
 
-def marks_at(table: Tensor, marks: Tensor | None, has_row_ids: bool) -> tuple[int, int]:
+def marks_at(table: Tensor, marks: Tensor | None, row_ids: Tensor | None) -> tuple[int, int]:
     """Address and words, 0 where there are none; raises MesetaError for marks that do not fit the table."""
     if marks is None or not marks.numel():
         return 0, 0
-    least = 1 if has_row_ids else num_words(table.size(0))  # the core checks each row then
+    is_in_slots = row_ids is not None and row_ids.numel() > 0  # the core checks each row then
+    least = 1 if is_in_slots else num_words(table.size(0))
     if marks.dtype != torch.int32 or marks.dim() != 1 or marks.numel() < least or not marks.is_contiguous():
         raise MesetaError(
             f"row_update: marks are {marks.dtype} {list(marks.shape)}; give contiguous int32 [{least}], a word for "

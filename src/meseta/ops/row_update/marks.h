@@ -14,11 +14,7 @@ constexpr uint32_t kMarks = 3;       // of a row: one bit for each who asks
 
 inline void prefetch_marks(const Target& target, const int64_t* rows, int64_t n) {
   if (target.marks == nullptr) return;
-  if (target.row_ids == nullptr) {
-    for (int64_t k = 0; k < n; ++k) __builtin_prefetch(target.marks + rows[k] / kMarkedRows, 1);
-  } else {
-    for (int64_t k = 0; k < n; ++k) __builtin_prefetch(target.marks + target.row_ids[rows[k]] / kMarkedRows, 1);
-  }
+  for (int64_t k = 0; k < n; ++k) __builtin_prefetch(target.marks + target.row(rows[k]) / kMarkedRows, 1);
 }
 
 // Marks rows for all who ask. `alone`: no other thread has rows of these words, unless rows lie in slots.

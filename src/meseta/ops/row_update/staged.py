@@ -110,7 +110,7 @@ def _cpu(*arguments: Any) -> None:
     rows, gradient = call.rows.contiguous(), call.gradient.to(torch.float32).contiguous()
     stats, uniforms = call.stats.to(torch.float32).contiguous(), call.uniforms.to(torch.float32).contiguous()
     (first_row, first_column, key), row_ids = call.origin, row_ids_address(call.table, call.row_ids)
-    marks = marks_at(call.table, call.marks, call.row_ids is not None)
+    marks = marks_at(call.table, call.marks, call.row_ids)
     try:
         core().row_apply(
             [call.table.data_ptr(), *call.table.shape, first_row, first_column, key % (1 << 64), row_ids, *marks],

@@ -207,7 +207,7 @@ def _origins(call: UpdateCall) -> tuple[tuple[int, ...], ...]:
     for t, table in enumerate(call.tables):
         first_row, first_column, key = call.origins[3 * t : 3 * t + 3]
         row_ids = None if call.row_ids is None else call.row_ids[t]
-        marks, _ = marks_at(table, None if call.marks is None else call.marks[t], row_ids is not None)
+        marks, _ = marks_at(table, None if call.marks is None else call.marks[t], row_ids)
         found.append((first_row, first_column, key, row_ids_address(table, row_ids), marks))
     return tuple(found)
 
