@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from meseta.checkpoint import digest
+from meseta.checkpoint.files import digest
 
 Change = Callable[[Path], object]
 """Spoils the checkpoint in a folder."""

@@ -24,7 +24,7 @@ from checkpoint.simulated import (
     returned,
     some_specs,
 )
-from meseta.checkpoint import digest, layout, load, save, saving, verify
+from meseta.checkpoint.files import digest, layout, load, save, saving, verify
 from meseta.comm import World
 from meseta.spec import MesetaError, OptimizerSpec, Plan, TableSpec
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from meseta import checkpoint
+from meseta.checkpoint.files.tensors import read_tensors
 from meseta.checkpoint.manifest import read_manifest
-from meseta.checkpoint.tensors import read_tensors
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.config.model import MODEL_NAMES

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meseta.checkpoint.digest import of_manifest
+from meseta.checkpoint.files.digest import of_manifest
 from meseta.cli.main import main
 from meseta.comm import World
 from meseta.config import RunConfig

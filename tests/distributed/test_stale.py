@@ -195,7 +195,7 @@ def test_a_run_of_fresh_lookups_is_written_as_ever(tiny: Path, tmp_path: Path) -
 
 
 def test_what_carries_nothing_that_can_be_used_is_refused(tiny: Path, tmp_path: Path) -> None:
-    from meseta.checkpoint import digest
+    from meseta.checkpoint.files import digest
 
     document = settings(tiny, tmp_path / "run", **{**COMMON, "train__max_steps": 6})
     train(document)

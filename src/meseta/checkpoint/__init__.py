@@ -1,13 +1,13 @@
 """Checkpoints: a directory of Arrow files and a JSON manifest, readable with pyarrow alone, loadable under any plan."""
 
 from meseta.checkpoint.difference import Difference, compare
-from meseta.checkpoint.directory import latest, newest, prune
 from meseta.checkpoint.exporting import export
 from meseta.checkpoint.failures import DamagedCheckpoint
 from meseta.checkpoint.listing import Summary, find_checkpoint, list_checkpoints, summarize
 from meseta.checkpoint.loading import Loaded, load, offer_older, verify
-from meseta.checkpoint.mirror import Mirror, fetch
 from meseta.checkpoint.saving import save
+from meseta.checkpoint.store.directory import latest, newest, prune
+from meseta.checkpoint.store.mirror import Mirror, fetch
 
 __all__ = [
     "DamagedCheckpoint",

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meseta.checkpoint.block import Values, read_block
-from meseta.checkpoint.digest import TABLE_SHAPE
 from meseta.checkpoint.failures import file_of
-from meseta.checkpoint.layout import BlockSchema, widened
+from meseta.checkpoint.files.block import Values, read_block
+from meseta.checkpoint.files.digest import TABLE_SHAPE
+from meseta.checkpoint.files.layout import BlockSchema, widened
+from meseta.checkpoint.files.tensors import read_tensors
 from meseta.checkpoint.manifest import CARRIED, entries_of, read_manifest
-from meseta.checkpoint.tensors import read_tensors
 
 
 @dataclass(frozen=True, kw_only=True)

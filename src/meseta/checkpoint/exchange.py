@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meseta.checkpoint.layout import BlockSchema, Column, TableLayout
+from meseta.checkpoint.files.layout import BlockSchema, Column, TableLayout
 from meseta.comm import World
 from meseta.ops.memory import empty
 from meseta.spec import Shard, TablePlan

@@ -15,10 +15,10 @@ from zipfile import ZipFile
 
 import numpy as np
 
-from meseta.checkpoint.block import read_block
-from meseta.checkpoint.layout import BlockSchema, Column, table_folder, widened
+from meseta.checkpoint.files.block import read_block
+from meseta.checkpoint.files.layout import BlockSchema, Column, table_folder, widened
+from meseta.checkpoint.files.tensors import DENSE_PATH, read_tensors
 from meseta.checkpoint.manifest import read_manifest
-from meseta.checkpoint.tensors import DENSE_PATH, read_tensors
 from meseta.errors import shown
 from meseta.machine.files import file_name, inner_fault, whole_folder
 from meseta.spec import MesetaError, nearest

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meseta.checkpoint.directory import named, newest
 from meseta.checkpoint.failures import file_of
 from meseta.checkpoint.manifest import CARRIED, MANIFEST_PATH, entries_of, read_manifest
+from meseta.checkpoint.store.directory import named, newest
 from meseta.spec import MesetaError
 from meseta.storage import ROW
 

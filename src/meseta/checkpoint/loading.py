@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from meseta.checkpoint.block import Values, read_block
-from meseta.checkpoint.directory import latest, named
 from meseta.checkpoint.failures import DamagedCheckpoint, together
-from meseta.checkpoint.layout import BlockSchema, TableLayout
+from meseta.checkpoint.files.block import Values, read_block
+from meseta.checkpoint.files.layout import BlockSchema, TableLayout
+from meseta.checkpoint.files.tensors import read_tensors
 from meseta.checkpoint.manifest import CARRIED, MANIFEST_PATH, read_manifest
-from meseta.checkpoint.tensors import read_tensors
+from meseta.checkpoint.store.directory import latest, named
 from meseta.comm import World
 from meseta.machine.system import give_back_freed_memory
 from meseta.spec import MesetaError

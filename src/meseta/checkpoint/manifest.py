@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from meseta.checkpoint import digest
 from meseta.checkpoint.failures import DamagedCheckpoint, malformed, writing
-from meseta.checkpoint.layout import BlockSchema, StoredType, block_path, block_paths, table_folder
-from meseta.checkpoint.tensors import CarriedPath, DensePath
+from meseta.checkpoint.files import digest
+from meseta.checkpoint.files.layout import BlockSchema, StoredType, block_path, block_paths, table_folder
+from meseta.checkpoint.files.tensors import CarriedPath, DensePath
 from meseta.errors import shown
 from meseta.machine.files import (
     DOCUMENT_BYTES,

@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
-from meseta.checkpoint.block import sync_block, write_block
-from meseta.checkpoint.directory import begin, checkpoint_path, commit, discard, temporary_path
 from meseta.checkpoint.exchange import Job, LocalShards, exchange, pack, rounds, unpack
 from meseta.checkpoint.failures import on_first, together
-from meseta.checkpoint.layout import TableLayout, block_path, table_folder
+from meseta.checkpoint.files.block import sync_block, write_block
+from meseta.checkpoint.files.layout import TableLayout, block_path, table_folder
+from meseta.checkpoint.files.tensors import CARRIED_PATH, DENSE_PATH, write_tensors
 from meseta.checkpoint.manifest import build_manifest, check_state, write_manifest
-from meseta.checkpoint.tensors import CARRIED_PATH, DENSE_PATH, write_tensors
+from meseta.checkpoint.store.directory import begin, checkpoint_path, commit, discard, temporary_path
 from meseta.comm import World
 from meseta.machine.system import give_back_freed_memory
 from meseta.spec import MesetaError, Plan

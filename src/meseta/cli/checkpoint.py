@@ -32,8 +32,8 @@ def list_them(
 ) -> None:
     """All checkpoints with step, size and checksum, damaged ones too; exit code 1 if there is one."""
     from meseta.checkpoint import list_checkpoints
-    from meseta.checkpoint.directory import strangers
     from meseta.checkpoint.listing import checkpoints_of
+    from meseta.checkpoint.store.directory import strangers
     from meseta.machine.remote import is_url
     from meseta.telemetry.shown import byte_size
 
@@ -61,7 +61,7 @@ def list_them(
 def _list_mirror(url: str, as_json: bool) -> None:
     """What is whole there, by manifests alone."""
     from meseta.checkpoint import Mirror
-    from meseta.checkpoint.mirror import mirrored_bytes
+    from meseta.checkpoint.store.mirror import mirrored_bytes
     from meseta.telemetry.shown import byte_size
 
     mirror = Mirror(url)

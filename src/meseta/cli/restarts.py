@@ -78,8 +78,8 @@ def run_with_restarts(arguments: Sequence[str], num_ranks: int, restarts: Restar
 
 def _checkpoints(settings: RunConfig) -> dict[tuple[int, int], int]:
     """Steps of the checkpoints of a run, each by what tells it from a former one of the same step."""
-    from meseta.checkpoint.directory import named
     from meseta.checkpoint.manifest import MANIFEST_PATH
+    from meseta.checkpoint.store.directory import named
 
     found = {}
     for path in named(settings.run_dir / "checkpoints"):

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from meseta.checkpoint.directory import checkpoint_path
+from meseta.checkpoint.store.directory import checkpoint_path
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.config.load import value_at

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from meseta.checkpoint.directory import NAME, checkpoint_path, newest, remove_all, strangers
+from meseta.checkpoint.store.directory import NAME, checkpoint_path, newest, remove_all, strangers
 from meseta.comm import World
 from meseta.config import RunConfig, load_config
 from meseta.data.dataset.dataset import FILE_NAME, Dataset

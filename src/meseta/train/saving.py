@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meseta import checkpoint
 from meseta.checkpoint.background import BackgroundSave
-from meseta.checkpoint.directory import checkpoint_path
+from meseta.checkpoint.store.directory import checkpoint_path
 from meseta.comm import World
 from meseta.config import CheckpointConfig
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection

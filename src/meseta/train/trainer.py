@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from meseta import checkpoint
-from meseta.checkpoint.directory import checkpoint_path
 from meseta.checkpoint.manifest import read_manifest
+from meseta.checkpoint.store.directory import checkpoint_path
 from meseta.comm import World
 from meseta.comm.dense_shards import sum_over_parts
 from meseta.comm.listed import Unlisted

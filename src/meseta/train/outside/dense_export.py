@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from meseta.checkpoint.files.tensors import read_tensors
 from meseta.checkpoint.manifest import read_manifest
-from meseta.checkpoint.tensors import read_tensors
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.selection import calibration_shift

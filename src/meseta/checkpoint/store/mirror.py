@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meseta.checkpoint.directory import NAME, begin, checkpoint_path, commit, discard, temporary_path
 from meseta.checkpoint.failures import file_of, malformed
 from meseta.checkpoint.manifest import MANIFEST_PATH, check_manifest, entries_of, parse_manifest, read_manifest
+from meseta.checkpoint.store.directory import NAME, begin, checkpoint_path, commit, discard, temporary_path
 from meseta.machine.files import DOCUMENT_BYTES, inside, too_long
 from meseta.machine.remote import remote_errors
 from meseta.spec import MesetaError

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from meseta.checkpoint import digest
 from meseta.checkpoint.failures import broken_file, check_checksum, file_of, writing
-from meseta.checkpoint.layout import ID, BlockSchema
-from meseta.checkpoint.raw import read_whole, scratch, write_whole
+from meseta.checkpoint.files import digest
+from meseta.checkpoint.files.layout import ID, BlockSchema
+from meseta.checkpoint.files.raw import read_whole, scratch, write_whole
 from meseta.errors import one_line, shown
 from meseta.machine.files import sync
 from meseta.spec import MesetaError

@@ -10,8 +10,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from meseta.checkpoint import digest
 from meseta.checkpoint.failures import broken_file, check_checksum, file_of
+from meseta.checkpoint.files import digest
 from meseta.errors import one_line
 from meseta.machine.files import has_controls, sync
 from meseta.spec import MesetaError

@@ -1,0 +1,1 @@
+"""The files of a checkpoint: blocks of tables, dense tensors, and their checksums."""

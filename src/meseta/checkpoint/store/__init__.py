@@ -1,0 +1,1 @@
+"""Where checkpoints lie: directories of this machine, and copies at a URL."""
