@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from checkpoint.simulated import Tables, blank, pieces, plain_plan, random_tables, some_specs
-from meseta.checkpoint import layout, load, prune, save
+from meseta.checkpoint import load, prune, save
+from meseta.checkpoint.files import layout
 from meseta.comm import World
 
 SPECS = some_specs()[1:]

@@ -24,7 +24,8 @@ from checkpoint.simulated import (
     returned,
     some_specs,
 )
-from meseta.checkpoint.files import digest, layout, load, save, saving, verify
+from meseta.checkpoint import load, save, saving, verify
+from meseta.checkpoint.files import digest, layout
 from meseta.comm import World
 from meseta.spec import MesetaError, OptimizerSpec, Plan, TableSpec
 

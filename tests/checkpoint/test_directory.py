@@ -15,7 +15,8 @@ import pytest
 from checkpoint.saver import load_version, save_for_ever, save_version, tables_of
 from checkpoint.simulated import assert_holds
 from forked import forking
-from meseta.checkpoint import latest, layout, prune, verify
+from meseta.checkpoint import latest, prune, verify
+from meseta.checkpoint.files import layout
 from meseta.spec import MesetaError
 from sampling import sample
 

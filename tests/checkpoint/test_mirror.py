@@ -11,7 +11,8 @@ import fsspec
 import pytest
 
 from checkpoint.saver import save_version
-from meseta.checkpoint import Mirror, fetch, latest, layout, verify
+from meseta.checkpoint import Mirror, fetch, latest, verify
+from meseta.checkpoint.files import layout
 from meseta.spec import MesetaError
 
 

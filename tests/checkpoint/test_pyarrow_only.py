@@ -12,7 +12,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from checkpoint.simulated import bits, pieces, plain_plan, random_tables, some_specs
-from meseta.checkpoint import layout, save
+from meseta.checkpoint import save
+from meseta.checkpoint.files import layout
 from meseta.comm import World
 from source_tree import ROOT
 

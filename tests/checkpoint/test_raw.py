@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meseta.checkpoint import raw
+from meseta.checkpoint.files import raw
 from meseta.checkpoint.files.raw import PAGE_BYTES, read_whole, scratch, write_whole
 
 SIZES = (1, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 5 * PAGE_BYTES + 77)

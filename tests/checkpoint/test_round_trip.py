@@ -21,7 +21,8 @@ from checkpoint.simulated import (
     returned,
     some_specs,
 )
-from meseta.checkpoint import Loaded, layout, load, save, verify
+from meseta.checkpoint import Loaded, load, save, verify
+from meseta.checkpoint.files import layout
 from meseta.comm import World
 from meseta.spec import OptimizerSpec, Plan, TableSpec
 

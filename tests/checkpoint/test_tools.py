@@ -18,13 +18,13 @@ from meseta.checkpoint import (
     export,
     fetch,
     find_checkpoint,
-    layout,
     list_checkpoints,
     prune,
     save,
     summarize,
     verify,
 )
+from meseta.checkpoint.files import layout
 from meseta.comm import World
 from meseta.machine.files import file_name
 from meseta.spec import MesetaError

@@ -8,7 +8,8 @@ import pytest
 
 from checkpoint import saver
 from checkpoint.simulated import assert_holds, blank, pieces, plain_plan, random_plan, random_tables, some_specs
-from meseta.checkpoint import layout, load, save
+from meseta.checkpoint import load, save
+from meseta.checkpoint.files import layout
 from meseta.comm import World
 from meseta.spec import MesetaError, Plan
 
