@@ -24,7 +24,7 @@ from checkpoint.simulated import (
     returned,
     some_specs,
 )
-from meseta.checkpoint import load, save, saving, verify
+from meseta.checkpoint import SaveOptions, load, save, saving, verify
 from meseta.checkpoint.files import digest, layout
 from meseta.comm import World
 from meseta.spec import MesetaError, OptimizerSpec, Plan, TableSpec
@@ -247,7 +247,7 @@ CARRIED = {"ids": torch.arange(5), "pooled": torch.rand(5, 24)}
     ],
 )
 def test_answers_that_mislead(tmp_path: Path, keys: list[Any], value: Any, says: str) -> None:
-    path = save_alone(tmp_path, carried=CARRIED)
+    path = save_alone(tmp_path, options=SaveOptions(carried=CARRIED))
     manifest = json.loads((path / "manifest.json").read_text())
     inner = manifest
     for key in keys[:-1]:

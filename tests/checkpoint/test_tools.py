@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from checkpoint.simulated import Tables, bits, pieces, plain_plan, random_tables, some_specs
 from meseta.checkpoint import (
     Mirror,
+    SaveOptions,
     compare,
     export,
     fetch,
@@ -49,7 +50,7 @@ def write(
 ) -> Path:
     plan = plain_plan(specs, 1, "table_wise")
     shards = pieces(specs, plan, 0, tables)
-    saved = {"dense": dense, "carried": carried, "state": {"reader": {"row": step}}}
+    saved = {"dense": dense, "options": SaveOptions(carried=carried), "state": {"reader": {"row": step}}}
     return save(parent, world=World.single(), step=step, plan=plan, shards=shards, **saved)
 
 

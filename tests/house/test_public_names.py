@@ -13,7 +13,7 @@ PUBLIC = {
         OptimizerSpec Plan Shard ShardingType TableSpec Topology Workload __version__ ahead make_plan shard
     """,
     "meseta.checkpoint": """
-        DamagedCheckpoint Difference Loaded Mirror Summary compare export fetch find_checkpoint latest
+        DamagedCheckpoint Difference Loaded Mirror SaveOptions Summary compare export fetch find_checkpoint latest
         list_checkpoints load newest offer_older prune save summarize verify
     """,
     "meseta.comm": "BatchSlice DenseGradients Pending Scope Totals World abandon",

@@ -5,6 +5,7 @@ from meseta.checkpoint.exporting import export
 from meseta.checkpoint.failures import DamagedCheckpoint
 from meseta.checkpoint.listing import Summary, find_checkpoint, list_checkpoints, summarize
 from meseta.checkpoint.loading import Loaded, load, offer_older, verify
+from meseta.checkpoint.options import SaveOptions
 from meseta.checkpoint.saving import save
 from meseta.checkpoint.store.directory import latest, newest, prune
 from meseta.checkpoint.store.mirror import Mirror, fetch
@@ -14,6 +15,7 @@ __all__ = [
     "Difference",
     "Loaded",
     "Mirror",
+    "SaveOptions",
     "Summary",
     "compare",
     "export",

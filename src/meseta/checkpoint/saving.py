@@ -18,6 +18,7 @@ from meseta.checkpoint.files.block import sync_block, write_block
 from meseta.checkpoint.files.layout import TableLayout, block_path, table_folder
 from meseta.checkpoint.files.tensors import CARRIED_PATH, DENSE_PATH, write_tensors
 from meseta.checkpoint.manifest import build_manifest, check_state, write_manifest
+from meseta.checkpoint.options import PLAIN, SaveOptions
 from meseta.checkpoint.store.directory import begin, checkpoint_path, commit, discard, temporary_path
 from meseta.comm import World
 from meseta.machine.system import give_back_freed_memory
@@ -35,15 +36,14 @@ def save(
     shards: Sequence[TableStorage],
     dense: Mapping[str, Tensor],
     state: Mapping[str, Any],
-    carried: Mapping[str, Tensor] | None = None,
+    options: SaveOptions = PLAIN,
 ) -> Path:
     """Write `parent/step-000000500` and return its path; collective, to be called on every rank.
 
     `shards` are the pieces on this rank and `plan` places all of them. `dense` and `state` (anything JSON can hold; its
-    key 'reader' is the position in the data) are the same on all ranks, and those of rank 0 are written; `carried` are
-    its answers to the batch to come, where that was looked up before the last update. A process killed at any moment
-    leaves the former checkpoints and either nothing or the whole of the new one; an existing checkpoint of the same
-    step is replaced. `parent` must be a directory that all ranks share and one run uses.
+    key 'reader' is the position in the data) are the same on all ranks, and those of rank 0 are written. A process
+    killed at any moment leaves the former checkpoints and either nothing or the whole of the new one; an existing
+    checkpoint of the same step is replaced. `parent` must be a directory that all ranks share and one run uses.
 
     Raises MesetaError, on all ranks together, when shards and plan do not agree, the state is no JSON, or a file
     cannot be written, for example on a full disk; what was written so far is then deleted.
@@ -53,7 +53,7 @@ def save(
     try:
         together(world, lambda: local.update({piece.shard: piece.in_order() for piece in shards}))
         document = {"step": step, "plan": plan, "state": state}
-        return _save(parent, world, document, local, dense, carried)
+        return _save(parent, world, document, local, dense, options)
     finally:
         for piece in shards:
             if local[piece.shard] is not piece:
@@ -66,7 +66,7 @@ def _save(
     document: Mapping[str, Any],
     local: LocalShards,
     dense: Mapping[str, Tensor],
-    carried: Mapping[str, Tensor] | None,
+    options: SaveOptions,
 ) -> Path:
     """`save`, of pieces that are read in order."""
     step, plan = document["step"], document["plan"]
@@ -80,7 +80,7 @@ def _save(
         together(world, lambda: _check_shared(temporary))
         blocks = _write_blocks(world, temporary, plan, layouts, local)
         tables = {name: {**layouts[name].to_dict(), "blocks": entries} for name, entries in blocks.items()}
-        on_first(world, partial(_finish, temporary, {**document, "tables": tables}, dense, carried))
+        on_first(world, partial(_finish, temporary, {**document, "tables": tables}, dense, options.carried))
     except Exception as error:
         if world.size > 1 and not isinstance(error, MesetaError):  # the loss of a rank, with which nobody can meet
             raise

@@ -98,7 +98,8 @@ class Saver:
         Training goes on while it is written, unless it is the last one or memory for a copy is short. Raises, on all
         ranks, what this save or the one before it met, where `checkpoint.on_failure` or the end of the run asks for it.
         """
-        known: dict[str, Any] = {"step": step, "plan": embeddings.plan, "state": state, "carried": carried}
+        options = checkpoint.SaveOptions(carried=carried)
+        known: dict[str, Any] = {"step": step, "plan": embeddings.plan, "state": state, "options": options}
         prune = partial(self._prune, best_step if self._config.keep_best else None)
         self._end_background()
         ends = is_last or self.stopping

@@ -1,0 +1,20 @@
+"""What a save holds beside the model, and how it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions:
+    """The same on all ranks."""
+
+    carried: Mapping[str, Tensor] | None = None
+    """Answers to the batch to come, where that was looked up before the last update; those of rank 0 are written."""
+
+
+PLAIN = SaveOptions()
+"""The model alone, whole and exact."""
