@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from meseta.checkpoint.policy import Base
+
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
@@ -14,6 +16,8 @@ class SaveOptions:
 
     carried: Mapping[str, Tensor] | None = None
     """Answers to the batch to come, where that was looked up before the last update; those of rank 0 are written."""
+    base: Base | None = None
+    """What a delta stands on; None: the save is whole."""
 
 
 PLAIN = SaveOptions()
