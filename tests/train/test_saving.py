@@ -15,7 +15,7 @@ import torch
 from checkpoint.simulated import assert_holds, blank, pieces, plain_plan, random_tables, some_specs
 from meseta.checkpoint import Mirror, latest, load, saving, verify
 from meseta.checkpoint.background import BackgroundSave
-from meseta.checkpoint.store.directory import checkpoint_path
+from meseta.checkpoint.store.store import checkpoint_path
 from meseta.comm import World
 from meseta.config import CheckpointConfig
 from meseta.machine.interruption import Interruption
