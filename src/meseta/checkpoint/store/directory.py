@@ -17,7 +17,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,34 @@ class Directory:
                 f"checkpoint {str(self.parent)!r}: this rank does not see what rank 0 made there; "
                 "choose a directory that all hosts share"
             )
+
+    def files_of(self, folder: str) -> dict[str, int]:
+        """Bytes of the files of a checkpoint, or of what is left of one, by path inside it."""
+        home = self.parent / folder
+        files = [path for path in home.rglob("*") if path.is_file()]
+        return {path.relative_to(home).as_posix(): path.stat().st_size for path in files}
+
+    @contextlib.contextmanager
+    def older_file(self, folder: str, inner: str) -> Iterator[Path]:
+        """Where to write a file of an older checkpoint, which one that grows needs; it appears by a rename, in a folder
+        that is no checkpoint where there is none of the name."""
+        home = self.parent / folder
+        if not home.exists():
+            begun = self.parent / f"{_TEMPORARY}{folder}"
+            begun.mkdir()
+            (begun / PRUNED).write_text("{}\n")
+            move(begun, home)
+        target = home / inner
+        if os.path.realpath(target.parent) != os.path.join(
+            os.path.realpath(self.parent), folder, *inner.split("/")[:-1]
+        ):
+            raise OSError(errno.EPERM, "a link leads elsewhere", str(target.parent))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f"{_TEMPORARY}{target.name}")
+        temporary.unlink(missing_ok=True)
+        yield temporary
+        move(temporary, target)
+        sync(target.parent)
 
     def commit(self, growing: Path, manifest: Mapping[str, Any]) -> Path:
         """Write the manifest of a checkpoint whose files are written and synced, and give it its final name, durably.

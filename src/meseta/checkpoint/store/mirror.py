@@ -14,10 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meseta.checkpoint.failures import malformed
-from meseta.checkpoint.files.paths import NAME
+from meseta.checkpoint.failures import file_of, malformed
+from meseta.checkpoint.files.paths import NAME, split_path
 from meseta.checkpoint.files.raw import copy_whole
-from meseta.checkpoint.manifest import MANIFEST_PATH, check_manifest, entries_of, parse_manifest, read_manifest
+from meseta.checkpoint.manifest import (
+    MANIFEST_PATH,
+    check_manifest,
+    entries_of,
+    own_entries,
+    parse_manifest,
+    read_manifest,
+)
 from meseta.checkpoint.store.names import checkpoint_name
 from meseta.checkpoint.store.store import Store, store_at
 from meseta.machine.remote import Location, RemotePath, read_document, remote_errors
@@ -59,7 +66,8 @@ class Mirror:
                 yield found
 
     def put(self, path: Location) -> None:
-        """Copy a checkpoint there, unless it is there already; a former one of its step gives way first."""
+        """Copy a checkpoint there, unless it is there already, with those files of older ones that it needs and that
+        are not there; a former one of its step gives way first."""
         manifest = read_manifest(path)
         former = self._store.parent / path.name
         with self._told():
@@ -71,11 +79,12 @@ class Mirror:
             _copy(path, manifest, self._store)
 
     def keep(self, names: Collection[str]) -> None:
-        """Delete the checkpoints there that are not among `names`; what is none, or none of ours, stays."""
+        """Delete the checkpoints there that are not among `names`, but the files that those need; what is none, or none
+        of ours, stays."""
         doomed = [found.name for found in self.checkpoints() if found.manifest and found.name not in names]
-        for name in doomed:
+        if doomed:
             with self._told():
-                self._store.discard(self._store.parent / name)
+                self._store.delete([self._store.parent / name for name in doomed])
 
     def get(self, parent: Location, name: str | None = None) -> Location:
         """Fetch a checkpoint, None: the newest one, into the store `parent`, where it appears whole.
@@ -95,10 +104,9 @@ class Mirror:
                 "free; make room there"
             )
         try:
-            path: Location = _copy(self._store.parent / found.name, found.manifest, store_at(parent))
+            return _copy(self._store.parent / found.name, found.manifest, store_at(parent))
         except OSError as error:
             raise MesetaError(f"checkpoint {str(parent)!r}: {error.strerror or error}; make room there") from None
-        return path
 
     def _find(self, name: str) -> Mirrored | None:
         """None where there is none, or half of one, or another format."""
@@ -131,17 +139,28 @@ def _is_own(path: Location) -> bool:
     return path.name.startswith("step-") and not (isinstance(path, Path) and path.is_symlink())
 
 
-def _copy(source: Location, manifest: Mapping[str, Any], store: Store) -> Any:
-    """Copy a checkpoint into a store, where it appears whole; returns where it lies. Raises OSError of a directory."""
-    files = {entry["path"]: entry["num_bytes"] for entry in entries_of(manifest)}
-    growing = store.begin(manifest["step"], sorted({path.rpartition("/")[0] for path in files} - {""}))
+def _copy(source: Location, manifest: Mapping[str, Any], store: Store) -> Location:
+    """Copy a checkpoint into a store, where it appears whole, and of older ones what it needs and is not there; returns
+    where it lies. Raises OSError of a directory."""
+    folders = {entry["path"].rpartition("/")[0] for entry in own_entries(manifest)} - {""}
+    growing: Location = store.begin(manifest["step"], sorted(folders))
+    there: dict[str, dict[str, int]] = {}
     try:
-        for path, num_bytes in files.items():
-            copy_whole(source / path, growing / path, num_bytes)
-        return store.commit(growing, manifest)
+        for entry in entries_of(manifest):
+            folder, inner = split_path(entry["path"])
+            if folder is None:
+                copy_whole(file_of(source, entry), growing / inner, entry["num_bytes"])
+                continue
+            if folder not in there:
+                there[folder] = store.files_of(folder)
+            if there[folder].get(inner) != entry["num_bytes"]:
+                with store.older_file(folder, inner) as target:
+                    copy_whole(file_of(source, entry), target, entry["num_bytes"])
+        path: Location = store.commit(growing, manifest)
     except BaseException:
         store.give_up(growing)
         raise
+    return path
 
 
 def fetch(url: str, folder: Location) -> Location:

@@ -8,6 +8,7 @@ manifest names, or parts of an upload; the next save collects it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from meseta.checkpoint.failures import taken
@@ -39,6 +40,14 @@ class ObjectStore:
 
     def check_shared(self, growing: RemotePath) -> None:
         """Every rank writes to the same URL."""
+
+    def files_of(self, folder: str) -> dict[str, int]:
+        """Bytes of the files of a checkpoint, or of what is left of one, by path inside it."""
+        return (self.parent / folder).files()
+
+    def older_file(self, folder: str, inner: str) -> AbstractContextManager[RemotePath]:
+        """Where to write a file of an older checkpoint, which one that grows needs: in its place."""
+        return nullcontext(self.parent / folder / inner)
 
     def commit(self, growing: RemotePath, manifest: Mapping[str, Any]) -> RemotePath:
         """Write the manifest of a checkpoint whose files are there, if there is none: from then on it is one."""

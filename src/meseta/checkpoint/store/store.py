@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +33,12 @@ class Store(Protocol):
 
     def check_shared(self, growing: Any) -> None:
         """Raise MesetaError where this rank does not see what rank 0 has begun."""
+
+    def files_of(self, folder: str) -> dict[str, int]:
+        """Bytes of the files of a checkpoint, or of what is left of one, by path inside it."""
+
+    def older_file(self, folder: str, inner: str) -> AbstractContextManager[Any]:
+        """Where to write a file of an older checkpoint, which one that grows needs; it appears whole."""
 
     def commit(self, growing: Any, manifest: Mapping[str, Any]) -> Any:
         """Make a checkpoint of what has grown; returns where it lies."""
