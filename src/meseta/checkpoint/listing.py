@@ -11,7 +11,7 @@ from meseta.checkpoint.files.chain import blocks_of
 from meseta.checkpoint.files.paths import step_of
 from meseta.checkpoint.manifest import CARRIED, DELTAS, MANIFEST_PATH, entries_of, own_entries, read_manifest
 from meseta.checkpoint.store.store import named, newest
-from meseta.config import checkpoints_of_run
+from meseta.config.load import checkpoints_of_run
 from meseta.machine.remote import Location, changed_s, locate
 from meseta.spec import MesetaError
 from meseta.storage import ROW
@@ -94,7 +94,9 @@ def checkpoints_of(path: Location | str) -> Location:
     for folder in (path, checkpoints_of_run(path) if isinstance(path, Path) else path / "checkpoints"):
         if named(folder):
             return folder
-    what = "holds no checkpoint" if path.is_dir() or not isinstance(path, Path) else "is no directory"
+    if not isinstance(path, Path):
+        raise MesetaError(f"checkpoint {str(path)!r} holds no checkpoint; check the URL")
+    what = "holds no checkpoint" if path.is_dir() else "is no directory"
     raise MesetaError(f"checkpoint {str(path)!r} {what}; give the directory of a run, or one with step-... in it")
 
 

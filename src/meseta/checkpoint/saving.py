@@ -24,7 +24,7 @@ from meseta.checkpoint.manifest import build_manifest, check_state
 from meseta.checkpoint.options import PLAIN, SaveOptions
 from meseta.checkpoint.policy import check_base
 from meseta.checkpoint.store.names import checkpoint_path
-from meseta.checkpoint.store.store import Store, store_at
+from meseta.checkpoint.store.store import CheckpointStore, store_at
 from meseta.comm import World
 from meseta.machine.remote import Location
 from meseta.machine.system import give_back_freed_memory
@@ -73,7 +73,7 @@ def save(
 
 
 def _save(
-    store: Store,
+    store: CheckpointStore,
     world: World,
     document: Mapping[str, Any],
     local: LocalShards,
@@ -236,7 +236,7 @@ class _Writer:
 
 
 def _finish(
-    store: Store,
+    store: CheckpointStore,
     growing: Location,
     document: Mapping[str, Any],
     dense: Mapping[str, Tensor],

@@ -1,7 +1,7 @@
 """Typed configs of a run. No torch here."""
 
 from meseta.config.embedding import EmbeddingConfig, TableConfig
-from meseta.config.load import check_document, checkpoints_of_run, load_config, read_document, set_default
+from meseta.config.load import check_document, load_config, read_document, set_default
 from meseta.config.model import ModelConfig
 from meseta.config.run import (
     CheckpointConfig,
@@ -31,7 +31,6 @@ __all__ = [
     "TableConfig",
     "TrainConfig",
     "check_document",
-    "checkpoints_of_run",
     "load_config",
     "read_document",
     "set_default",

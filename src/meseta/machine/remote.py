@@ -117,9 +117,9 @@ def _filesystem(url: str) -> tuple[Any, str]:
 
 Location = Union["Path", "RemotePath"]
 """A folder or file of this machine, or at a URL."""
-_PART_BYTES = 8 << 20
+PART_BYTES = 8 << 20
 """Of a larger file, uploaded at a time, several at once; object stores take no smaller ones than 5 MiB."""
-_WAITS_S = (1.0, 2.0, 4.0)
+WAITS_S = (1.0, 2.0, 4.0)
 """Between attempts, beside those that a file system makes by itself."""
 _LASTING = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError)
 """What comes again however often a request is sent; so do errors of arguments and values."""
@@ -234,14 +234,31 @@ class RemotePath:
         whole = bytes(content)
 
         def put(system: Any, path: str) -> None:
-            parts = {"chunksize": _PART_BYTES} if system.async_impl else {}
+            parts = {"chunksize": PART_BYTES} if system.async_impl else {}
             system.pipe_file(path, whole, mode="create", **parts)
 
-        try:
-            self._request("written", put)
-        except FileExistsError:
-            if self.num_bytes() != len(whole) or self.read(0, len(whole)) != whole:
-                raise
+        gone = None
+        for _ in range(2):
+            try:
+                self._request("written", put)
+                return
+            except FileExistsError:
+                if not self._holds(whole):
+                    raise
+                return
+            except FileNotFoundError as error:  # the upload has ended before: it was made whole, or given up
+                if self._holds(whole):
+                    return
+                gone = error
+        with remote_errors("checkpoint", self.url, "written"):
+            assert gone is not None
+            raise gone
+
+    def _holds(self, content: bytes) -> bool:
+        """Whether a file is there, and what is in it."""
+        with suppress(FileNotFoundError):
+            return self.num_bytes() == len(content) and self.read(0, len(content)) == content
+        return False
 
     def delete(self, *, below: bool = False) -> None:
         """A file, or with `below` a folder and all in it; nothing where it is not there."""
@@ -282,7 +299,7 @@ class RemotePath:
         """What `send` returns of the file system and the path in it; tried again where that may help."""
         with remote_errors("checkpoint", self.url, verb, but=(FileNotFoundError, FileExistsError, IsADirectoryError)):
             system, path = _system_of(self.url)
-            for wait_s in (*_WAITS_S, None):
+            for wait_s in (*WAITS_S, None):
                 system.invalidate_cache()  # others write there too
                 try:
                     return send(system, path)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meseta.checkpoint import list_checkpoints
-from meseta.config import checkpoints_of_run
+from meseta.config.load import checkpoints_of_run
 from meseta.report.differences import (
     FactDifference,
     config_facts,

@@ -15,7 +15,8 @@ from meseta.checkpoint.files.paths import NAME
 from meseta.checkpoint.store.names import checkpoint_path
 from meseta.checkpoint.store.store import check_writable, newest, store_at
 from meseta.comm import World
-from meseta.config import RunConfig, checkpoints_of_run, load_config
+from meseta.config import RunConfig, load_config
+from meseta.config.load import checkpoints_of_run
 from meseta.data.dataset.dataset import FILE_NAME, Dataset
 from meseta.data.prepare.keep import keep_tables
 from meseta.machine.environment import commit, version_of

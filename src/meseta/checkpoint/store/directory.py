@@ -23,7 +23,7 @@ from typing import Any
 
 from meseta.checkpoint.files.paths import NAME
 from meseta.checkpoint.manifest import MANIFEST_PATH, write_manifest
-from meseta.checkpoint.store.names import checkpoint_path, named_step
+from meseta.checkpoint.store.names import checkpoint_name, named_step
 from meseta.checkpoint.store.needs import needed_files
 from meseta.machine.files import move, sync
 from meseta.spec import MesetaError
@@ -34,7 +34,7 @@ PRUNED = "pruned.json"
 _UNFINISHED = re.compile(rf"\.tmp-(deleted-)?{NAME.pattern}")
 
 
-class Directory:
+class DirectoryStore:
     """Checkpoints in a directory. Its methods raise OSError where the system refuses."""
 
     def __init__(self, parent: Path) -> None:
@@ -42,7 +42,7 @@ class Directory:
 
     def growing(self, step: int) -> Path:
         """Where a checkpoint grows before its commit."""
-        return self.parent / f"{_TEMPORARY}{checkpoint_path(self.parent, step).name}"
+        return self.parent / f"{_TEMPORARY}{checkpoint_name(step)}"
 
     def begin(self, step: int, folders: Sequence[str]) -> Path:
         """Clean up after killed runs and make a fresh temporary directory with `folders` in it."""
@@ -50,7 +50,7 @@ class Directory:
             self.parent.mkdir(parents=True)
             sync(self.parent.parent)
         growing = self.growing(step)
-        for path in (checkpoint_path(self.parent, step), growing):
+        for path in (self.parent / checkpoint_name(step), growing):
             if path.is_symlink() or (path.exists() and not path.is_dir()):
                 raise FileExistsError(errno.EEXIST, "there is something of that name that is no folder", str(path))
         for path in self._unfinished():

@@ -26,7 +26,7 @@ from meseta.checkpoint.manifest import (
     read_manifest,
 )
 from meseta.checkpoint.store.names import checkpoint_name
-from meseta.checkpoint.store.store import Store, store_at
+from meseta.checkpoint.store.store import CheckpointStore, store_at
 from meseta.machine.remote import Location, RemotePath, read_document, remote_errors
 from meseta.spec import MesetaError
 
@@ -139,7 +139,7 @@ def _is_own(path: Location) -> bool:
     return path.name.startswith("step-") and not (isinstance(path, Path) and path.is_symlink())
 
 
-def _copy(source: Location, manifest: Mapping[str, Any], store: Store) -> Location:
+def _copy(source: Location, manifest: Mapping[str, Any], store: CheckpointStore) -> Location:
     """Copy a checkpoint into a store, where it appears whole, and of older ones what it needs and is not there; returns
     where it lies. Raises OSError of a directory."""
     folders = {entry["path"].rpartition("/")[0] for entry in own_entries(manifest)} - {""}

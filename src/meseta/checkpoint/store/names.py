@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import overload
-
-from meseta.machine.remote import Location, RemotePath
+from meseta.machine.remote import Location
 
 
-@overload
-def checkpoint_path(parent: Path, step: int) -> Path: ...
-@overload
-def checkpoint_path(parent: RemotePath, step: int) -> RemotePath: ...
 def checkpoint_path(parent: Location, step: int) -> Location:
     """Where the checkpoint of a step is, for example 'checkpoints/step-000000500'."""
     return parent / checkpoint_name(step)

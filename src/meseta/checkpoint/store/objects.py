@@ -15,7 +15,7 @@ from meseta.checkpoint.failures import taken
 from meseta.checkpoint.files.paths import NAME
 from meseta.checkpoint.files.tensors import DENSE_PATH
 from meseta.checkpoint.manifest import MANIFEST_PATH, own_entries, write_manifest
-from meseta.checkpoint.store.names import checkpoint_path, named_step
+from meseta.checkpoint.store.names import checkpoint_name, named_step
 from meseta.checkpoint.store.needs import needed_files
 from meseta.machine.remote import RemotePath
 
@@ -28,7 +28,7 @@ class ObjectStore:
 
     def growing(self, step: int) -> RemotePath:
         """Where a checkpoint grows before its commit: in its place, unseen without a manifest."""
-        return checkpoint_path(self.parent, step)
+        return self.parent / checkpoint_name(step)
 
     def begin(self, step: int, folders: Sequence[str]) -> RemotePath:
         """Clean up after killed runs; raises MesetaError where a checkpoint of this step is there."""

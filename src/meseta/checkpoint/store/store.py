@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from meseta.checkpoint.failures import DamagedCheckpoint, check_files
 from meseta.checkpoint.manifest import MANIFEST_PATH, entries_of, read_manifest
-from meseta.checkpoint.store.directory import Directory
+from meseta.checkpoint.store.directory import DirectoryStore
 from meseta.checkpoint.store.names import checkpoint_path
 from meseta.checkpoint.store.objects import ObjectStore
 from meseta.machine.remote import Location, RemotePath, locate
 from meseta.spec import MesetaError
 
 
-class Store(Protocol):
+@runtime_checkable
+class CheckpointStore(Protocol):
     """Checkpoints side by side, each there whole or not at all, killed whenever a run may be.
 
     A save is `begin` on one rank, files that all ranks write below `growing`, `commit` on one rank.
@@ -62,10 +63,10 @@ class Store(Protocol):
         """What is known to lie there beside them."""
 
 
-def store_at(parent: Location | str) -> Store:
+def store_at(parent: Location | str) -> CheckpointStore:
     """The store of a directory or URL."""
     parent = locate(parent)
-    return ObjectStore(parent) if isinstance(parent, RemotePath) else Directory(parent)
+    return ObjectStore(parent) if isinstance(parent, RemotePath) else DirectoryStore(parent)
 
 
 def named(parent: Location | str) -> list[Location]:
