@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from checkpoint.simulated import assert_holds, blank, pieces, plain_plan, random_tables, some_specs
-from meseta.checkpoint import Mirror, latest, load, saving, verify
+from meseta.checkpoint import Mirror, WriteRate, latest, load, saving, verify
 from meseta.checkpoint.background import BackgroundSave
 from meseta.checkpoint.store.directory import checkpoint_path
 from meseta.comm import World
@@ -132,9 +132,9 @@ def test_training_goes_on_while_the_copy_is_written(tmp_path: Path, monkeypatch:
     shards, gate, order = pieces(specs, plan, 0, tables), threading.Event(), list[str]()
     really = saving.write_manifest
 
-    def slow(root: Path, manifest: dict) -> None:
+    def slow(root: Path, manifest: dict, rate: WriteRate | None) -> None:
         assert gate.wait(30)
-        really(root, manifest)
+        really(root, manifest, rate)
 
     monkeypatch.setattr(saving, "write_manifest", slow)
     background, dense = BackgroundSave(World.single()), {"bias": torch.ones(3)}

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from meseta.checkpoint.failures import DamagedCheckpoint, malformed, writing
 from meseta.checkpoint.files import digest
 from meseta.checkpoint.files.layout import BlockSchema, StoredType, block_path, block_paths, table_folder
+from meseta.checkpoint.files.rate import WriteRate
+from meseta.checkpoint.files.raw import write_cached
 from meseta.checkpoint.files.tensors import CarriedPath, DensePath
 from meseta.errors import shown
 from meseta.machine.files import (
@@ -22,7 +24,6 @@ from meseta.machine.files import (
     parse_json,
     plain_data,
     read_bounded,
-    sync,
 )
 from meseta.spec import MesetaError, Plan
 from meseta.spec.tables import TableDtype, table_name_fault
@@ -154,7 +155,7 @@ def check_state(state: Mapping[str, Any]) -> None:
             ) from None
 
 
-def write_manifest(root: Path, manifest: Mapping[str, Any]) -> None:
+def write_manifest(root: Path, manifest: Mapping[str, Any], rate: WriteRate | None = None) -> None:
     """Write and fsync. Raises MesetaError, for example on a full disk, and for more than what is read of one."""
     path = root / MANIFEST_PATH
     content = json_text(manifest).encode()
@@ -165,8 +166,7 @@ def write_manifest(root: Path, manifest: Mapping[str, Any]) -> None:
     if len(content) > DOCUMENT_BYTES:
         raise MesetaError(f"checkpoint file {str(path)!r} would have {len(content):,} bytes, over {DOCUMENT_BYTES:,}")
     with writing(path):
-        path.write_bytes(content)
-        sync(path)
+        write_cached(path, content, rate)
 
 
 def read_manifest(root: Path) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from meseta.checkpoint.files.rate import WriteRate
+
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
@@ -14,6 +16,8 @@ class SaveOptions:
 
     carried: Mapping[str, Tensor] | None = None
     """Answers to the batch to come, where that was looked up before the last update; those of rank 0 are written."""
+    rate: WriteRate | None = None
+    """How fast; each rank has one of its own, for all of its saves. None: as fast as it goes."""
 
 
 PLAIN = SaveOptions()

@@ -16,6 +16,7 @@ from meseta.checkpoint.exchange import Job, LocalShards, exchange, pack, rounds,
 from meseta.checkpoint.failures import on_first, together
 from meseta.checkpoint.files.block import sync_block, write_block
 from meseta.checkpoint.files.layout import TableLayout, block_path, table_folder
+from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.files.tensors import CARRIED_PATH, DENSE_PATH, write_tensors
 from meseta.checkpoint.manifest import build_manifest, check_state, write_manifest
 from meseta.checkpoint.options import PLAIN, SaveOptions
@@ -78,9 +79,9 @@ def _save(
     try:
         on_first(world, lambda: begin(parent, step, folders))
         together(world, lambda: _check_shared(temporary))
-        blocks = _write_blocks(world, temporary, plan, layouts, local)
+        blocks = _write_blocks(world, temporary, plan, layouts, local, options.rate)
         tables = {name: {**layouts[name].to_dict(), "blocks": entries} for name, entries in blocks.items()}
-        on_first(world, partial(_finish, temporary, {**document, "tables": tables}, dense, options.carried))
+        on_first(world, partial(_finish, temporary, {**document, "tables": tables}, dense, options))
     except Exception as error:
         if world.size > 1 and not isinstance(error, MesetaError):  # the loss of a rank, with which nobody can meet
             raise
@@ -138,14 +139,21 @@ def _check_shared(temporary: Path) -> None:
 
 
 def _write_blocks(
-    world: World, temporary: Path, plan: Plan, layouts: Mapping[str, TableLayout], local: LocalShards
+    world: World,
+    temporary: Path,
+    plan: Plan,
+    layouts: Mapping[str, TableLayout],
+    local: LocalShards,
+    rate: WriteRate | None,
 ) -> dict[str, list[dict[str, Any]]]:
     """Write all blocks, in rounds of a block, or of as many small ones, per rank; returns their entries in the manifest
     by table, on all ranks."""
     blocks = [(layout, span) for layout in layouts.values() for span in layout.spans()]
     jobs = [Job.of(layout, s, i % world.size, plan[layout.spec.name]) for i, (layout, s) in enumerate(blocks)]
+    if rate is not None:
+        rate.share(min(world.size, len(jobs)) or 1)
     with ThreadPoolExecutor(WRITES_IN_FLIGHT) as pool:
-        writer = _Writer(temporary, pool, local)
+        writer = _Writer(temporary, pool, local, rate)
         for round_jobs in rounds(jobs, BLOCK_BYTES):
             # Nothing here keeps what was packed while the next round is.
             writer.submit(exchange(world, round_jobs, together(world, partial(writer.pack_next, world, round_jobs))))
@@ -161,11 +169,12 @@ def _write_blocks(
 class _Writer:
     """Writes the blocks of one rank in threads, while the next ones are exchanged."""
 
-    def __init__(self, temporary: Path, pool: ThreadPoolExecutor, local: LocalShards) -> None:
+    def __init__(self, temporary: Path, pool: ThreadPoolExecutor, local: LocalShards, rate: WriteRate | None) -> None:
         self.written: list[tuple[str, dict[str, Any]]] = []
         self._temporary = temporary
         self._pool = pool
         self._local = local
+        self._rate = rate
         self._in_flight: deque[Future[list[tuple[str, dict[str, Any]]]]] = deque()
 
     def pack_next(self, world: World, jobs: Sequence[Job]) -> Tensor:
@@ -195,16 +204,17 @@ class _Writer:
         name, schema = job.layout.spec.name, job.layout.schema
         path = block_path(name, job.rows[0] // schema.block_rows)
         values = unpack(job, received, self._local)
-        return name, write_block(self._temporary, path, schema, job.rows[0], values)
+        return name, write_block(self._temporary, path, schema, job.rows[0], values, self._rate)
 
 
-def _finish(
-    temporary: Path, document: Mapping[str, Any], dense: Mapping[str, Tensor], carried: Mapping[str, Tensor] | None
-) -> None:
-    """Write the tensors beside the tables and the manifest, and commit."""
-    of_dense = write_tensors(temporary, DENSE_PATH, dense)
-    of_carried = None if carried is None else write_tensors(temporary, CARRIED_PATH, carried)
-    write_manifest(temporary, build_manifest(dense=of_dense, carried=of_carried, **document))
+def _finish(temporary: Path, document: Mapping[str, Any], dense: Mapping[str, Tensor], options: SaveOptions) -> None:
+    """Write the tensors beside the tables and the manifest, and commit; no other rank writes any more."""
+    carried, rate = options.carried, options.rate
+    if rate is not None:
+        rate.share(1)
+    of_dense = write_tensors(temporary, DENSE_PATH, dense, rate)
+    of_carried = None if carried is None else write_tensors(temporary, CARRIED_PATH, carried, rate)
+    write_manifest(temporary, build_manifest(dense=of_dense, carried=of_carried, **document), rate)
     commit(temporary)
 
 

@@ -183,6 +183,9 @@ class CheckpointConfig(Section):
     on_failure: Literal["stop", "continue"] = "stop"
     """What a save that fails does to the run, as on a full disk: 'stop' ends it, 'continue' says so and trains on until
     the next save. The last one, and that of a signal, end it in any case."""
+    max_bytes_per_s: float | None = Field(default=None, gt=0)
+    """Bytes that all ranks together write of checkpoints in any second, at least a million for each rank; None: no
+    limit. It holds for every save but that of a signal, whose sender waits."""
     keep_last: Count = 2
     """Checkpoints kept; older ones are removed."""
     keep_best: bool = False

@@ -15,14 +15,17 @@ from torch import Tensor
 
 from meseta import checkpoint
 from meseta.checkpoint.background import BackgroundSave
+from meseta.checkpoint.files.rate import LEAST_BYTES_PER_S
 from meseta.checkpoint.store.directory import checkpoint_path
 from meseta.comm import World
+from meseta.comm.time_out import Patience
 from meseta.config import CheckpointConfig
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
 from meseta.machine.interruption import Interruption, Stopped
 from meseta.machine.ranks import num_local_ranks
 from meseta.planner.cost.memory import copy_bytes
 from meseta.spec import MesetaError
+from meseta.spec.blocks import BLOCK_BYTES, WRITES_IN_FLIGHT
 from meseta.storage import TableStorage
 from meseta.train.setup.memory import free_bytes
 
@@ -55,8 +58,25 @@ class Saver:
         self._former_step = 0
         """`saved_step` where the save in the background fails."""
         self._copies: bool | None = None
+        self._rate = self._write_rate()
         self._mirror = checkpoint.Mirror(config.mirror) if config.mirror and world.rank == 0 else None
         self._notes: deque[str] = deque()
+
+    def _write_rate(self) -> checkpoint.WriteRate | None:
+        """For all saves; raises MesetaError where ranks would wait so long for each other's blocks that they counted as
+        stuck."""
+        most = self._config.max_bytes_per_s
+        if most is None:
+            return None
+        stall_s, num_ranks = Patience.limits.stall_s, self._world.size
+        least = max(LEAST_BYTES_PER_S, WRITES_IN_FLIGHT * BLOCK_BYTES / (stall_s / 2))
+        if most < least * num_ranks:
+            raise MesetaError(
+                f"checkpoint.max_bytes_per_s is {most:,.0f}, and must be at least {least:,.0f} for each rank, "
+                f"{least * num_ranks:,.0f} in all: one that writes more slowly counts as stuck (comm.stall_s is "
+                f"{stall_s:g}); raise it, or leave it out"
+            )
+        return checkpoint.WriteRate(most, is_lifted=lambda: self.stopping or self.interruption.number is not None)
 
     def flags(self) -> tuple[float, float, float]:
         """Whether a signal came, whether it is time for a checkpoint by the clock of rank 0, and whether the save in
@@ -98,7 +118,7 @@ class Saver:
         Training goes on while it is written, unless it is the last one or memory for a copy is short. Raises, on all
         ranks, what this save or the one before it met, where `checkpoint.on_failure` or the end of the run asks for it.
         """
-        options = checkpoint.SaveOptions(carried=carried)
+        options = checkpoint.SaveOptions(carried=carried, rate=self._rate)
         known: dict[str, Any] = {"step": step, "plan": embeddings.plan, "state": state, "options": options}
         prune = partial(self._prune, best_step if self._config.keep_best else None)
         self._end_background()

@@ -13,6 +13,7 @@ import pyarrow as pa
 from meseta.checkpoint.failures import broken_file, check_checksum, file_of, writing
 from meseta.checkpoint.files import digest
 from meseta.checkpoint.files.layout import ID, BlockSchema
+from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.files.raw import read_whole, scratch, write_whole
 from meseta.errors import one_line, shown
 from meseta.machine.files import sync
@@ -26,7 +27,9 @@ Values = dict[str, np.ndarray]
 """Columns of a block by name: [rows, D], or [rows] for what a row has one of."""
 
 
-def write_block(root: Path, path: str, schema: BlockSchema, first_row: int, values: Values) -> dict[str, Any]:
+def write_block(
+    root: Path, path: str, schema: BlockSchema, first_row: int, values: Values, rate: WriteRate | None = None
+) -> dict[str, Any]:
     """Write one block, for `sync_block`; returns its entry in the manifest. Raises MesetaError, as on a full disk."""
     num_rows = len(next(iter(values.values())))
     ids, columns = np.arange(first_row, first_row + num_rows, dtype=np.int64), [values[c.name] for c in schema.columns]
@@ -38,7 +41,7 @@ def write_block(root: Path, path: str, schema: BlockSchema, first_row: int, valu
         if num_rows == schema.block_rows:
             _frames[schema] = _frame_of(content, columns)
     with writing(root / path):
-        write_whole(root / path, content, len(content))
+        write_whole(root / path, content, len(content), rate)
     return {
         "path": path,
         "first_row": first_row,

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from meseta.checkpoint.failures import broken_file, check_checksum, file_of
 from meseta.checkpoint.files import digest
+from meseta.checkpoint.files.rate import WriteRate
+from meseta.checkpoint.files.raw import write_cached
 from meseta.errors import one_line
 from meseta.machine.files import has_controls, sync
 from meseta.spec import MesetaError
@@ -24,15 +26,20 @@ _HEADER_BYTES = 16 << 20
 """The most for names, types and shapes: the library takes memory many times their text."""
 
 
-def write_tensors(root: Path, name: DensePath | CarriedPath, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def write_tensors(
+    root: Path, name: DensePath | CarriedPath, tensors: Mapping[str, Tensor], rate: WriteRate | None = None
+) -> dict[str, Any]:
     """Write and fsync the file of this name; returns its entry in the manifest. Raises MesetaError, for example on a
     full disk."""
     # The format refuses tensors that share memory; a clone of each has its own.
     own = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
     path = root / name
     try:
-        save_file(own, path)
-        sync(path)
+        if rate is None:
+            save_file(own, path)
+            sync(path)
+        else:  # the library writes files in one go, and their content takes memory
+            write_cached(path, save(own), rate)
         num_bytes = path.stat().st_size
     except (SafetensorError, OSError) as error:
         raise MesetaError(f"checkpoint file {str(path)!r} cannot be written ({error}); make room there") from None
