@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from meseta.checkpoint.files.rate import WriteRate
+from meseta.checkpoint.policy import Base
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +17,8 @@ class SaveOptions:
 
     carried: Mapping[str, Tensor] | None = None
     """Answers to the batch to come, where that was looked up before the last update; those of rank 0 are written."""
+    base: Base | None = None
+    """What a delta stands on; None: the save is whole."""
     rate: WriteRate | None = None
     """How fast; each rank has one of its own, for all of its saves. None: as fast as it goes."""
 

@@ -140,16 +140,25 @@ def num_clamped(clamped: Tensor | None, world: World) -> int | None:
     return None if clamped is None else int(world.sum_of_few(clamped, "numbers clamped"))
 
 
-def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer | None, world: World) -> dict[str, Any]:
+def restore(
+    path: Path,
+    model: Any,
+    optimizer: torch.optim.Optimizer | None,
+    world: World,
+    *,
+    marks_since_whole: bool = False,
+) -> dict[str, Any]:
     """Fill model and optimizer from a checkpoint, under any plan; returns its state with `step`, `dense`, `carried`
     and, by table, the constants of the row `optimizers`.
 
-    Without an optimizer, for a model that does not train on, its moments are left in the file. Raises MesetaError, on
+    Without an optimizer, for a model that does not train on, its moments are left in the file. Rows are marked as
+    `checkpoint.load` says. Raises MesetaError, on
     all ranks, where the checkpoint is damaged, with the newest older one that is not, and where it is of another model
     or dense optimizer.
     """
     try:
-        loaded = checkpoint.load(path, world=world, shards=model.embeddings.shards)
+        shards = model.embeddings.shards
+        loaded = checkpoint.load(path, world=world, shards=shards, marks_since_whole=marks_since_whole)
     except checkpoint.DamagedCheckpoint as problem:
         offers = world.gather_objects(checkpoint.offer_older(problem, path) if world.rank == 0 else None)
         raise offers[0] from None

@@ -1,4 +1,4 @@
-"""One block file: an Arrow IPC file with one record batch of consecutive logical rows."""
+"""One file of rows: an Arrow IPC file with one record batch, of all rows of a block or of some."""
 
 from __future__ import annotations
 
@@ -33,22 +33,38 @@ def write_block(
     """Write one block, for `sync_block`; returns its entry in the manifest. Raises MesetaError, as on a full disk."""
     num_rows = len(next(iter(values.values())))
     ids, columns = np.arange(first_row, first_row + num_rows, dtype=np.int64), [values[c.name] for c in schema.columns]
-    frame = _frames.get(schema) if num_rows == schema.block_rows else None
+    frame = _frames.get((schema, num_rows))
     if frame is not None:
         content, checksum = _fill_frame(frame, ids, columns)
     else:
-        content, checksum = _arrow_file(schema, ids, columns), digest.of_arrays(columns)
+        content, checksum = _arrow_file(schema.to_arrow(), schema, ids, columns), digest.of_arrays(columns)
         if num_rows == schema.block_rows:
-            _frames[schema] = _frame_of(content, columns)
+            _frames[schema, num_rows] = _frame_of(content, columns)
+    return _write(root, path, content, rate, first_row=first_row, num_rows=num_rows, checksum=checksum)
+
+
+def write_rows(
+    root: Path,
+    path: str,
+    schema: BlockSchema,
+    first_row: int,
+    ids: np.ndarray,
+    values: Values,
+    rate: WriteRate | None = None,
+) -> dict[str, Any]:
+    """Write some rows of a block that begins at `first_row`: `ids`, uint32 [n] ascending, count from there. As
+    `write_block`; the checksum is over the ids too."""
+    columns = [values[column.name] for column in schema.columns]
+    content = _arrow_file(schema.rows_to_arrow(), schema, ids, columns)
+    checksum = digest.of_arrays([ids, *columns])
+    return _write(root, path, content, rate, first_row=first_row, num_rows=len(ids), checksum=checksum)
+
+
+def _write(root: Path, path: str, content: memoryview, rate: WriteRate | None, **known: Any) -> dict[str, Any]:
+    """Write what `scratch` holds; its entry in the manifest."""
     with writing(root / path):
         write_whole(root / path, content, len(content), rate)
-    return {
-        "path": path,
-        "first_row": first_row,
-        "num_rows": num_rows,
-        "num_bytes": len(content),
-        "checksum": checksum,
-    }
+    return {"path": path, "num_bytes": len(content), **known}
 
 
 def sync_block(root: Path, path: str) -> None:
@@ -57,13 +73,13 @@ def sync_block(root: Path, path: str) -> None:
         sync(root / path)
 
 
-def _arrow_file(schema: BlockSchema, ids: np.ndarray, columns: Sequence[np.ndarray]) -> memoryview:
-    """A file of one record batch, in this thread's `scratch`."""
+def _arrow_file(fields: pa.Schema, schema: BlockSchema, ids: np.ndarray, columns: Sequence[np.ndarray]) -> memoryview:
+    """A file of one record batch of these fields, in this thread's `scratch`."""
     arrays = [pa.array(ids)]
-    for column, field, values in zip(schema.columns, list(schema.to_arrow())[1:], columns, strict=True):
+    for column, field, values in zip(schema.columns, list(fields)[1:], columns, strict=True):
         flat = pa.array(values.reshape(-1))  # shares memory, so every bit pattern survives
         arrays.append(pa.FixedSizeListArray.from_arrays(flat, type=field.type) if column.kind == "element" else flat)
-    batch = pa.RecordBatch.from_arrays(arrays, schema=schema.to_arrow())
+    batch = pa.RecordBatch.from_arrays(arrays, schema=fields)
     content = scratch(pa.ipc.get_record_batch_size(batch) + schema.frame_bytes)
     sink = pa.FixedSizeBufferWriter(pa.py_buffer(content))
     with pa.ipc.new_file(sink, batch.schema) as writer:
@@ -82,8 +98,9 @@ class _Frame(NamedTuple):
     """Behind the values of the last column."""
 
 
-_frames: dict[BlockSchema, _Frame] = {}
-"""Of whole blocks, by the columns of their tables: Arrow writes the same around the values of each."""
+_frames: dict[tuple[BlockSchema, int], _Frame] = {}
+"""Of whole blocks, by the columns of their tables and the number of rows: Arrow writes the same around the values of
+each."""
 
 
 def _frame_of(content: memoryview, columns: Sequence[np.ndarray]) -> _Frame:
@@ -129,21 +146,42 @@ def read_block(root: Path, schema: BlockSchema, entry: Mapping[str, Any]) -> Val
     expected, or other content than its checksum says.
     """
     path = file_of(root, entry)
+    ids, values = _read(path, schema.to_arrow(), schema, entry)
+    first, stop = entry["first_row"], entry["first_row"] + entry["num_rows"]
+    if not np.array_equal(ids, np.arange(first, stop)):
+        raise broken_file(path, f"must hold the rows {first}..{stop - 1} in order, but its ids are others")
+    check_checksum(path, entry["checksum"], digest.of_arrays(values[column.name] for column in schema.columns))
+    return values
+
+
+def read_rows(root: Path, schema: BlockSchema, entry: Mapping[str, Any], block_rows: int) -> tuple[np.ndarray, Values]:
+    """Some rows of a block of `block_rows`: ids, uint32 [n] ascending, and their values; checked, and kept, as those of
+    `read_block` are."""
+    path = file_of(root, entry)
+    ids, values = _read(path, schema.rows_to_arrow(), schema, entry)
+    if not (ids[1:] > ids[:-1]).all() or ids[-1] >= block_rows:
+        raise broken_file(path, f"must have ids that rise and are below {block_rows}, but its ids are others")
+    checksum = digest.of_arrays([ids, *(values[column.name] for column in schema.columns)])
+    check_checksum(path, entry["checksum"], checksum)
+    return ids, values
+
+
+def _read(path: Path, fields: pa.Schema, schema: BlockSchema, entry: Mapping[str, Any]) -> tuple[np.ndarray, Values]:
+    """Ids and values of a file with these fields and as many rows as its entry says."""
     try:
         content = pa.py_buffer(read_whole(path, entry["num_bytes"]))
         with pa.ipc.open_file(pa.BufferReader(content)) as reader:
             num_batches = reader.num_record_batches
-            _check_schema(path, schema, reader.schema)
+            _check_schema(path, fields, reader.schema)
             batch = pa.ipc.read_record_batch(_batch_message(path, content), reader.schema)
         batch.validate()
-        _check_rows(path, batch, entry, num_batches)
+        _check_num_rows(path, batch, entry["num_rows"], num_batches)
         values = {c.name: _to_numpy(batch.column(c.name), schema.shape(c, batch.num_rows)) for c in schema.columns}
+        return batch.column(ID).to_numpy(), values
     except MesetaError:
         raise
     except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError, struct.error) as error:
         raise broken_file(path, f"is not a whole Arrow file ({one_line(error)})") from None
-    check_checksum(path, entry["checksum"], digest.of_arrays(values[column.name] for column in schema.columns))
-    return values
 
 
 def _batch_message(path: Path, content: pa.Buffer) -> pa.Message:
@@ -175,23 +213,20 @@ def _batch_message(path: Path, content: pa.Buffer) -> pa.Message:
     return message
 
 
-def _check_schema(path: Path, schema: BlockSchema, stored: pa.Schema) -> None:
+def _check_schema(path: Path, fields: pa.Schema, stored: pa.Schema) -> None:
     """Raise MesetaError unless names and types of the columns are those expected."""
-    if not stored.equals(schema.to_arrow()):
-        expected, found = (", ".join(f"{f.name} {f.type}" for f in s) for s in (schema.to_arrow(), stored))
+    if not stored.equals(fields):
+        expected, found = (", ".join(f"{f.name} {f.type}" for f in s) for s in (fields, stored))
         raise broken_file(path, f"must have the columns [{expected}], but has {shown(f'[{found}]')}")
 
 
-def _check_rows(path: Path, batch: pa.RecordBatch, entry: Mapping[str, Any], num_batches: int) -> None:
-    """Raise MesetaError unless ids and the number of rows are those expected."""
-    first, num_rows = entry["first_row"], entry["num_rows"]
+def _check_num_rows(path: Path, batch: pa.RecordBatch, num_rows: int, num_batches: int) -> None:
+    """Raise MesetaError unless the number of rows is that expected, and each has all its values."""
     if num_batches != 1 or batch.num_rows != num_rows:
         found = f"{num_batches} record batches, the first of {batch.num_rows} rows"
         raise broken_file(path, f"must have 1 record batch of {num_rows} rows, but has {found}")
     if any(array.null_count for array in batch.columns):
         raise broken_file(path, "must have a value everywhere, but some are missing")
-    if not np.array_equal(batch.column(ID).to_numpy(), np.arange(first, first + num_rows)):
-        raise broken_file(path, f"must hold the rows {first}..{first + num_rows - 1} in order, but its ids are others")
 
 
 def _to_numpy(array: pa.Array, shape: tuple[int, ...]) -> np.ndarray:
