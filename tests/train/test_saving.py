@@ -170,6 +170,8 @@ def test_where_memory_is_short_training_waits(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(train_saving, "_free_bytes", lambda free=free: float(free))
         saver = Saver(CheckpointConfig(background=background), tmp_path, World.single())
         assert saver._is_in_background(shards) == expected
+        few = [torch.arange(0, piece.shard.num_rows, 2) for piece in shards]
+        assert saver._is_in_background(shards, few) == (free >= needed // 2 or background == "always")
 
 
 def test_a_mirror_takes_a_run_to_another_machine(tiny: Path, tmp_path: Path) -> None:
