@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from checkpoint.simulated import assert_holds, blank, pieces, plain_plan, random_tables, some_specs
-from meseta.checkpoint import Mirror, latest, load, verify
+from meseta.checkpoint import Mirror, WriteRate, latest, load, verify
 from meseta.checkpoint.background import BackgroundSave
 from meseta.checkpoint.store import directory
 from meseta.checkpoint.store.directory import DirectoryStore
@@ -74,10 +74,10 @@ def fill_disk_at(steps: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints of these steps find no room."""
     really = DirectoryStore.commit
 
-    def commit(self: DirectoryStore, growing: Path, manifest: dict) -> Path:
+    def commit(self: DirectoryStore, growing: Path, manifest: dict, rate: WriteRate | None) -> Path:
         if int(growing.name.rpartition("-")[2]) in steps:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return really(self, growing, manifest)
+        return really(self, growing, manifest, rate)
 
     monkeypatch.setattr(DirectoryStore, "commit", commit)
 
@@ -134,9 +134,9 @@ def test_training_goes_on_while_the_copy_is_written(tmp_path: Path, monkeypatch:
     shards, gate, order = pieces(specs, plan, 0, tables), threading.Event(), list[str]()
     really = directory.write_manifest
 
-    def slow(root: Path, manifest: dict) -> None:
+    def slow(root: Path, manifest: dict, rate: WriteRate | None) -> None:
         assert gate.wait(30)
-        really(root, manifest)
+        really(root, manifest, rate)
 
     monkeypatch.setattr(directory, "write_manifest", slow)
     background, dense = BackgroundSave(World.single()), {"bias": torch.ones(3)}
@@ -172,6 +172,8 @@ def test_where_memory_is_short_training_waits(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(train_saving, "_free_bytes", lambda free=free: float(free))
         saver = Saver(CheckpointConfig(background=background), tmp_path, World.single())
         assert saver._is_in_background(shards) == expected
+        few = [torch.arange(0, piece.shard.num_rows, 2) for piece in shards]
+        assert saver._is_in_background(shards, few) == (free >= needed // 2 or background == "always")
 
 
 def test_a_mirror_takes_a_run_to_another_machine(tiny: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from meseta.checkpoint.compacting import compact
 from meseta.checkpoint.difference import Difference, compare
 from meseta.checkpoint.exporting import export
 from meseta.checkpoint.failures import DamagedCheckpoint
+from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.listing import Summary, find_checkpoint, list_checkpoints, summarize
 from meseta.checkpoint.loading import Loaded, load, offer_older, verify
 from meseta.checkpoint.options import SaveOptions
@@ -18,6 +19,7 @@ __all__ = [
     "Mirror",
     "SaveOptions",
     "Summary",
+    "WriteRate",
     "compact",
     "compare",
     "export",

@@ -22,6 +22,8 @@ from meseta.checkpoint.files.paths import (
     step_of,
     table_folder,
 )
+from meseta.checkpoint.files.rate import WriteRate
+from meseta.checkpoint.files.raw import write_cached
 from meseta.checkpoint.files.tensors import CarriedPath, DensePath
 from meseta.errors import shown
 from meseta.machine.files import (
@@ -30,9 +32,8 @@ from meseta.machine.files import (
     json_text,
     parse_json,
     plain_data,
-    sync,
 )
-from meseta.machine.remote import Location, RemotePath, read_document
+from meseta.machine.remote import Location, read_document
 from meseta.spec import MesetaError, Plan
 from meseta.spec.blocks import ROW_ID_BYTES
 from meseta.spec.tables import TableDtype, table_name_fault
@@ -222,7 +223,7 @@ def check_state(state: Mapping[str, Any]) -> None:
             ) from None
 
 
-def write_manifest(root: Location, manifest: Mapping[str, Any]) -> None:
+def write_manifest(root: Location, manifest: Mapping[str, Any], rate: WriteRate | None = None) -> None:
     """Write and fsync; at a URL, if there is none. Raises MesetaError, for example on a full disk, and for more than
     what is read of one."""
     path = root / MANIFEST_PATH
@@ -234,11 +235,7 @@ def write_manifest(root: Location, manifest: Mapping[str, Any]) -> None:
     if len(content) > DOCUMENT_BYTES:
         raise MesetaError(f"checkpoint file {str(path)!r} would have {len(content):,} bytes, over {DOCUMENT_BYTES:,}")
     with writing(path):
-        if isinstance(path, RemotePath):
-            path.create(content)
-            return
-        path.write_bytes(content)
-        sync(path)
+        write_cached(path, content, rate)
 
 
 def read_manifest(root: Location) -> dict[str, Any]:

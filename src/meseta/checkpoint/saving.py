@@ -19,6 +19,7 @@ from meseta.checkpoint.files.block import sync_block, write_block, write_rows
 from meseta.checkpoint.files.chain import Entry
 from meseta.checkpoint.files.layout import ID, TableLayout
 from meseta.checkpoint.files.paths import block_path, rows_path, table_folder
+from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.files.tensors import CARRIED_PATH, DENSE_PATH, write_tensors
 from meseta.checkpoint.manifest import build_manifest, check_state
 from meseta.checkpoint.options import PLAIN, SaveOptions
@@ -95,12 +96,12 @@ def _save(
     try:
         on_first(world, lambda: store.begin(step, folders))
         together(world, lambda: store.check_shared(growing))
-        blocks: Mapping[str, Sequence[Entry]] = _write_blocks(world, growing, jobs, local)
+        blocks: Mapping[str, Sequence[Entry]] = _write_blocks(world, growing, jobs, local, options.rate)
         if base is not None and world.rank == 0:
             document = {**document, "deltas": base.entry(blocks)}
             blocks = base.chained(blocks)
         tables = {name: {**layouts[name].to_dict(), "blocks": entries} for name, entries in blocks.items()}
-        on_first(world, partial(_finish, store, growing, {**document, "tables": tables}, dense, options.carried))
+        on_first(world, partial(_finish, store, growing, {**document, "tables": tables}, dense, options))
     except Exception as error:
         if world.size > 1 and not isinstance(error, MesetaError):  # the loss of a rank, with which nobody can meet
             raise
@@ -187,12 +188,14 @@ def _jobs(
 
 
 def _write_blocks(
-    world: World, growing: Location, jobs: Sequence[Job], local: LocalShards
+    world: World, growing: Location, jobs: Sequence[Job], local: LocalShards, rate: WriteRate | None
 ) -> dict[str, list[dict[str, Any]]]:
     """Write all blocks, in rounds of a block, or of as many small ones, per rank; returns their entries in the manifest
     by table, on all ranks."""
+    if rate is not None:
+        rate.share(min(world.size, len(jobs)) or 1)
     with ThreadPoolExecutor(WRITES_IN_FLIGHT) as pool:
-        writer = _Writer(growing, pool, local)
+        writer = _Writer(growing, pool, local, rate)
         for round_jobs in rounds(jobs, BLOCK_BYTES):
             # Nothing here keeps what was packed while the next round is.
             writer.submit(exchange(world, round_jobs, together(world, partial(writer.pack_next, world, round_jobs))))
@@ -208,11 +211,12 @@ def _write_blocks(
 class _Writer:
     """Writes the blocks of one rank in threads, while the next ones are exchanged."""
 
-    def __init__(self, growing: Location, pool: ThreadPoolExecutor, local: LocalShards) -> None:
+    def __init__(self, growing: Location, pool: ThreadPoolExecutor, local: LocalShards, rate: WriteRate | None) -> None:
         self.written: list[tuple[str, dict[str, Any]]] = []
         self._growing = growing
         self._pool = pool
         self._local = local
+        self._rate = rate
         self._in_flight: deque[Future[list[tuple[str, dict[str, Any]]]]] = deque()
 
     def pack_next(self, world: World, jobs: Sequence[Job]) -> Tensor:
@@ -243,9 +247,10 @@ class _Writer:
         number = job.rows[0] // schema.block_rows
         values = unpack(job, received, self._local)
         if job.is_whole:
-            return name, write_block(self._growing, block_path(name, number), schema, job.rows[0], values)
+            path = block_path(name, number)
+            return name, write_block(self._growing, path, schema, job.rows[0], values, self._rate)
         path = rows_path(name, number)
-        return name, write_rows(self._growing, path, schema, job.rows[0], values.pop(ID), values)
+        return name, write_rows(self._growing, path, schema, job.rows[0], values.pop(ID), values, self._rate)
 
 
 def _finish(
@@ -253,9 +258,12 @@ def _finish(
     growing: Location,
     document: Mapping[str, Any],
     dense: Mapping[str, Tensor],
-    carried: Mapping[str, Tensor] | None,
+    options: SaveOptions,
 ) -> None:
-    """Write the tensors beside the tables, and commit with the manifest."""
-    of_dense = write_tensors(growing, DENSE_PATH, dense)
-    of_carried = None if carried is None else write_tensors(growing, CARRIED_PATH, carried)
-    store.commit(growing, build_manifest(dense=of_dense, carried=of_carried, **document))
+    """Write the tensors beside the tables, and commit with the manifest; no other rank writes any more."""
+    carried, rate = options.carried, options.rate
+    if rate is not None:
+        rate.share(1)
+    of_dense = write_tensors(growing, DENSE_PATH, dense, rate)
+    of_carried = None if carried is None else write_tensors(growing, CARRIED_PATH, carried, rate)
+    store.commit(growing, build_manifest(dense=of_dense, carried=of_carried, **document), rate)

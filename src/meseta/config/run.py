@@ -191,6 +191,9 @@ class CheckpointConfig(Section):
     on_failure: Literal["stop", "continue"] = "stop"
     """What a save that fails does to the run, as on a full disk: 'stop' ends it, 'continue' says so and trains on until
     the next save. The last one, and that of a signal, end it in any case."""
+    max_bytes_per_s: float | None = Field(default=None, gt=0)
+    """Bytes that all ranks together write of checkpoints in any second, at least a million for each rank; None: no
+    limit. It holds for every save but that of a signal, whose sender waits."""
     keep_last: Count = 2
     """Checkpoints kept; older ones are removed."""
     keep_best: bool = False
@@ -211,6 +214,8 @@ class CheckpointConfig(Section):
             raise ValueError(f"dir must be a URL such as s3://bucket/run or file:///folder, got {self.dir!r}")
         if self.dir is not None and self.mirror is not None:
             raise ValueError("dir and mirror: what is written to a URL is not copied to another; leave one out")
+        if self.dir is not None and self.max_bytes_per_s is not None:
+            raise ValueError("dir and max_bytes_per_s: parts of an upload are not held apart; leave one out")
         return self
 
 

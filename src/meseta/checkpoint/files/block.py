@@ -13,6 +13,7 @@ import pyarrow as pa
 from meseta.checkpoint.failures import broken_file, check_checksum, file_of, writing
 from meseta.checkpoint.files import digest
 from meseta.checkpoint.files.layout import ID, BlockSchema
+from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.files.raw import read_whole, scratch, write_whole
 from meseta.errors import one_line, shown
 from meseta.machine.files import sync
@@ -27,7 +28,9 @@ Values = dict[str, np.ndarray]
 """Columns of a block by name: [rows, D], or [rows] for what a row has one of."""
 
 
-def write_block(root: Location, path: str, schema: BlockSchema, first_row: int, values: Values) -> dict[str, Any]:
+def write_block(
+    root: Location, path: str, schema: BlockSchema, first_row: int, values: Values, rate: WriteRate | None = None
+) -> dict[str, Any]:
     """Write one block, for `sync_block`; returns its entry in the manifest. Raises MesetaError, as on a full disk."""
     num_rows = len(next(iter(values.values())))
     ids, columns = np.arange(first_row, first_row + num_rows, dtype=np.int64), [values[c.name] for c in schema.columns]
@@ -38,24 +41,30 @@ def write_block(root: Location, path: str, schema: BlockSchema, first_row: int, 
         content, checksum = _arrow_file(schema.to_arrow(), schema, ids, columns), digest.of_arrays(columns)
         if num_rows == schema.block_rows:
             _frames[schema, num_rows] = _frame_of(content, columns)
-    return _write(root, path, content, first_row=first_row, num_rows=num_rows, checksum=checksum)
+    return _write(root, path, content, rate, first_row=first_row, num_rows=num_rows, checksum=checksum)
 
 
 def write_rows(
-    root: Location, path: str, schema: BlockSchema, first_row: int, ids: np.ndarray, values: Values
+    root: Location,
+    path: str,
+    schema: BlockSchema,
+    first_row: int,
+    ids: np.ndarray,
+    values: Values,
+    rate: WriteRate | None = None,
 ) -> dict[str, Any]:
     """Write some rows of a block that begins at `first_row`: `ids`, uint32 [n] ascending, count from there. As
     `write_block`; the checksum is over the ids too."""
     columns = [values[column.name] for column in schema.columns]
     content = _arrow_file(schema.rows_to_arrow(), schema, ids, columns)
     checksum = digest.of_arrays([ids, *columns])
-    return _write(root, path, content, first_row=first_row, num_rows=len(ids), checksum=checksum)
+    return _write(root, path, content, rate, first_row=first_row, num_rows=len(ids), checksum=checksum)
 
 
-def _write(root: Location, path: str, content: memoryview, **known: Any) -> dict[str, Any]:
+def _write(root: Location, path: str, content: memoryview, rate: WriteRate | None, **known: Any) -> dict[str, Any]:
     """Write what `scratch` holds; its entry in the manifest."""
     with writing(root / path):
-        write_whole(root / path, content, len(content))
+        write_whole(root / path, content, len(content), rate)
     return {"path": path, "num_bytes": len(content), **known}
 
 

@@ -12,10 +12,12 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
 from meseta.checkpoint.failures import broken_file, writing
+from meseta.checkpoint.files.rate import WriteRate
 from meseta.machine.files import open_regular
 from meseta.machine.remote import Location, RemotePath
 
@@ -43,10 +45,11 @@ def scratch(num_bytes: int) -> memoryview:
     return memoryview(buffer)[:size]
 
 
-def write_whole(path: Location, content: memoryview, num_bytes: int) -> None:
+def write_whole(path: Location, content: memoryview, num_bytes: int, rate: WriteRate | None = None) -> None:
     """Make a file of the first `num_bytes` of `content`, which `scratch` gave; raises OSError. At a URL it must be new.
 
-    It is not synced: a sync per file waits for the journal, time and again, and `sync` of all of them waits once.
+    It is not synced: a sync per file waits for the journal, time and again, and `sync` of all of them waits once. What
+    a `rate` lets through is on its way to the disk when the next piece begins, so that none piles up in the page cache.
     """
 
     if isinstance(path, RemotePath):
@@ -60,20 +63,52 @@ def write_whole(path: Location, content: memoryview, num_bytes: int) -> None:
             done = 0
             while done < whole:
                 start = _whole_pages(done)
-                piece = content[start : min(start + TRANSFER_BYTES, whole)]
-                if start + (count := os.pwrite(descriptor, piece, start)) <= done:
+                piece = content[start : min(start + _whole_pages(_piece_bytes(rate, TRANSFER_BYTES)), whole)]
+                with _in_turn(rate, len(piece)):
+                    count = os.pwrite(descriptor, piece, start)
+                if start + count <= done:
                     raise OSError(errno.EINVAL, "a direct transfer ended inside a page")
                 done = start + count
             # The rest of the last page goes through the page cache. To write all of the page and cut the file to its
             # length would read the page back, behind all that the disk is still to write.
             if direct:
                 fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~direct)
-            while done < num_bytes:
-                done += os.pwrite(descriptor, content[done:num_bytes], done)
+            _write_cached(descriptor, content[:num_bytes], done, rate)
         finally:
             os.close(descriptor)
 
     _directly(num_bytes, write)
+
+
+def write_cached(path: Location, content: bytes | memoryview, rate: WriteRate | None = None) -> None:
+    """Make a file of any memory, through the page cache, and sync it; raises OSError. At a URL it must be new."""
+    if isinstance(path, RemotePath):
+        path.create(content)
+        return
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        _write_cached(descriptor, memoryview(content), 0, rate)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_cached(descriptor: int, content: memoryview, done: int, rate: WriteRate | None) -> None:
+    """Write what follows the first `done` bytes."""
+    while done < len(content):
+        piece = content[done : done + _piece_bytes(rate, len(content))]
+        with _in_turn(rate, len(piece)):
+            done += os.pwrite(descriptor, piece, done)
+            if rate is not None:
+                os.fdatasync(descriptor)
+
+
+def _piece_bytes(rate: WriteRate | None, most: int) -> int:
+    return most if rate is None else rate.piece_bytes(most)
+
+
+def _in_turn(rate: WriteRate | None, num_bytes: int) -> AbstractContextManager[None]:
+    return nullcontext() if rate is None else rate.piece(num_bytes)
 
 
 def read_whole(path: Location, num_bytes: int) -> memoryview:

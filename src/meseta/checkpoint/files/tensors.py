@@ -12,6 +12,8 @@ from torch import Tensor
 
 from meseta.checkpoint.failures import broken_file, check_checksum, file_of, writing
 from meseta.checkpoint.files import digest
+from meseta.checkpoint.files.rate import WriteRate
+from meseta.checkpoint.files.raw import write_cached
 from meseta.errors import one_line
 from meseta.machine.files import has_controls, sync
 from meseta.machine.remote import Location, RemotePath
@@ -25,7 +27,9 @@ _HEADER_BYTES = 16 << 20
 """The most for names, types and shapes: the library takes memory many times their text."""
 
 
-def write_tensors(root: Location, name: DensePath | CarriedPath, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def write_tensors(
+    root: Location, name: DensePath | CarriedPath, tensors: Mapping[str, Tensor], rate: WriteRate | None = None
+) -> dict[str, Any]:
     """Write and fsync the file of this name; returns its entry in the manifest. Raises MesetaError, for example on a
     full disk."""
     # The format refuses tensors that share memory; a clone of each has its own.
@@ -37,8 +41,11 @@ def write_tensors(root: Location, name: DensePath | CarriedPath, tensors: Mappin
             path.create(content)
         return {"path": name, "num_bytes": len(content), "checksum": digest.of_tensors(own)}
     try:
-        save_file(own, path)
-        sync(path)
+        if rate is None:
+            save_file(own, path)
+            sync(path)
+        else:  # the library writes files in one go, and their content takes memory
+            write_cached(path, save(own), rate)
         num_bytes = path.stat().st_size
     except (SafetensorError, OSError) as error:
         raise MesetaError(f"checkpoint file {str(path)!r} cannot be written ({error}); make room there") from None

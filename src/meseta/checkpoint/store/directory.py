@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from meseta.checkpoint.files.paths import NAME
+from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.manifest import MANIFEST_PATH, write_manifest
 from meseta.checkpoint.store.names import checkpoint_name, named_step
 from meseta.checkpoint.store.needs import needed_files
@@ -104,12 +105,12 @@ class DirectoryStore:
         move(temporary, target)
         sync(target.parent)
 
-    def commit(self, growing: Path, manifest: Mapping[str, Any]) -> Path:
+    def commit(self, growing: Path, manifest: Mapping[str, Any], rate: WriteRate | None = None) -> Path:
         """Write the manifest of a checkpoint whose files are written and synced, and give it its final name, durably.
 
         A former checkpoint of the same step steps aside first. Killed between the two renames, `latest` finds it there.
         """
-        write_manifest(growing, manifest)
+        write_manifest(growing, manifest, rate)
         for directory, _, _ in os.walk(growing, topdown=False):
             sync(Path(directory))
         final = self.parent / growing.name.removeprefix(_TEMPORARY)

@@ -13,6 +13,7 @@ from typing import Any
 
 from meseta.checkpoint.failures import taken
 from meseta.checkpoint.files.paths import NAME
+from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.files.tensors import DENSE_PATH
 from meseta.checkpoint.manifest import MANIFEST_PATH, own_entries, write_manifest
 from meseta.checkpoint.store.names import checkpoint_name, named_step
@@ -51,13 +52,13 @@ class ObjectStore:
         """Where to write a file of an older checkpoint, which one that grows needs: in its place."""
         return nullcontext(self.parent / folder / inner)
 
-    def commit(self, growing: RemotePath, manifest: Mapping[str, Any]) -> RemotePath:
+    def commit(self, growing: RemotePath, manifest: Mapping[str, Any], rate: WriteRate | None = None) -> RemotePath:
         """Write the manifest of a checkpoint whose files are there, if there is none: from then on it is one."""
         there = growing.files()
         for entry in own_entries(manifest):
             if there.get(entry["path"]) != entry["num_bytes"]:
                 raise taken(growing / entry["path"])
-        write_manifest(growing, manifest)
+        write_manifest(growing, manifest, rate)
         return growing
 
     def give_up(self, growing: RemotePath) -> None:

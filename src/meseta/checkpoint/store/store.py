@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from meseta.checkpoint.failures import DamagedCheckpoint, check_files
+from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.manifest import MANIFEST_PATH, entries_of, read_manifest
 from meseta.checkpoint.store.directory import DirectoryStore
 from meseta.checkpoint.store.names import checkpoint_path
@@ -43,7 +44,7 @@ class CheckpointStore(Protocol):
     def older_file(self, folder: str, inner: str) -> AbstractContextManager[Any]:
         """Where to write a file of an older checkpoint, which one that grows needs; it appears whole."""
 
-    def commit(self, growing: Any, manifest: Mapping[str, Any]) -> Any:
+    def commit(self, growing: Any, manifest: Mapping[str, Any], rate: WriteRate | None = None) -> Any:
         """Make a checkpoint of what has grown; returns where it lies."""
 
     def give_up(self, growing: Any) -> None:
