@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from meseta.checkpoint.store.names import checkpoint_path
+from meseta.checkpoint.store.store import newest
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.config.load import value_at
+from meseta.config.load import checkpoints_of_run, value_at
 from meseta.machine.remote import Location
 from meseta.spec import MesetaError, Plan, TableSpec
 from meseta.spec.documents import load_document
@@ -71,6 +72,16 @@ class Over:
         if best.ends_training:
             return Over(f"stopped early at step {step:,}, since {best}", "train.early_stopping.patience")
         return None
+
+
+def check_place(run: RunDir) -> None:
+    """Raise MesetaError where the run in run_dir has its checkpoints elsewhere than the config says, which has none."""
+    before = checkpoints_of_run(run.path)
+    if run.has_begun and before != run.checkpoints and newest(run.checkpoints) is None and newest(before) is not None:
+        raise MesetaError(
+            f"run_dir {str(run.path)!r} has its checkpoints at {str(before)!r}, and there are none at "
+            f"{str(run.checkpoints)!r}; copy them there, leave checkpoint.dir as it was, or choose another run_dir"
+        )
 
 
 def check_resume(config: RunConfig, path: Location) -> None:

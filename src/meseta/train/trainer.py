@@ -40,7 +40,7 @@ from meseta.train.evaluate import check_segments, evaluate
 from meseta.train.outside.profile import Profiler, choose_steps
 from meseta.train.outside.tensorboard import TensorBoard
 from meseta.train.progress import TrainProgress
-from meseta.train.resuming import Over, check_best, check_model, check_resume, meet_changes, meet_layout
+from meseta.train.resuming import Over, check_best, check_model, check_place, check_resume, meet_changes, meet_layout
 from meseta.train.run_dir import RunDir
 from meseta.train.running import RunningFigures, TrainingClock
 from meseta.train.saving import Saver
@@ -89,6 +89,7 @@ class Trainer:
         self.run_dir = RunDir(config.run_dir, config.checkpoints)
         self.dataset = open_dataset(config, world)
         self.dataset.check_labels()
+        check_place(self.run_dir)
         self._meet(checkpoint.newest(self.run_dir.checkpoints))
         self.reader = make_reader(self.config, self.dataset, "train", self.world)
         self._read_from = self._seek()
