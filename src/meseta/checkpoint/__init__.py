@@ -9,8 +9,8 @@ from meseta.checkpoint.listing import Summary, find_checkpoint, list_checkpoints
 from meseta.checkpoint.loading import Loaded, load, offer_older, verify
 from meseta.checkpoint.options import SaveOptions
 from meseta.checkpoint.saving import save
-from meseta.checkpoint.store.directory import latest, newest, prune
 from meseta.checkpoint.store.mirror import Mirror, fetch
+from meseta.checkpoint.store.store import latest, newest, prune
 
 __all__ = [
     "DamagedCheckpoint",

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +18,14 @@ from meseta.checkpoint.changes import ChangedRows
 from meseta.checkpoint.failures import together
 from meseta.checkpoint.files.rate import LEAST_BYTES_PER_S
 from meseta.checkpoint.policy import asks_since_whole
-from meseta.checkpoint.store.directory import checkpoint_path
+from meseta.checkpoint.store.names import checkpoint_name
 from meseta.comm import World
 from meseta.comm.time_out import Patience
 from meseta.config import CheckpointConfig
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
 from meseta.machine.interruption import Interruption, Stopped
 from meseta.machine.ranks import num_local_ranks
+from meseta.machine.remote import Location
 from meseta.planner.cost.memory import copy_bytes
 from meseta.spec import MesetaError
 from meseta.spec.blocks import BLOCK_BYTES, WRITES_IN_FLIGHT
@@ -44,7 +44,7 @@ class Saver:
     sums them over all ranks, and `apply_agreed` takes the sums: all ranks then decide alike.
     """
 
-    def __init__(self, config: CheckpointConfig, folder: Path, world: World) -> None:
+    def __init__(self, config: CheckpointConfig, folder: Location, world: World) -> None:
         self.saved_step = 0
         """Steps of the newest checkpoint; 0 where there is none."""
         self.stopping = False
@@ -264,7 +264,7 @@ def _best_named(manifest: Mapping[str, Any] | None) -> str | None:
     """Name of the checkpoint that was the best when that of `manifest` was written; None where it does not say."""
     best = None if manifest is None else manifest["state"].get("best")
     step = best.get("step") if isinstance(best, dict) else None
-    return checkpoint_path(Path(), step).name if isinstance(step, int) else None
+    return checkpoint_name(step) if isinstance(step, int) else None
 
 
 def _free_bytes() -> float:
