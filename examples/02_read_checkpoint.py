@@ -11,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
 
@@ -18,6 +19,18 @@ def read_table(checkpoint: Path, entry: dict) -> pa.Table:
     """All blocks of one table as an Arrow table: id, row, optimizer state. Memory-mapped: nothing is copied."""
     blocks = [pa.ipc.open_file(pa.memory_map(str(checkpoint / block["path"]))).read_all() for block in entry["blocks"]]
     return pa.concat_tables(blocks)
+
+
+def restore(codes: np.ndarray, form: str, dim: int) -> np.ndarray:
+    """float32 [n, dim] of the codes [n, bytes] of a quantised column: a number of the column's metadata times the scale
+    of its row, plus the offset, both behind the codes; bf16 is the upper half of a float32."""
+    if form == "bf16":
+        return (np.ascontiguousarray(codes).view("<u2").astype(np.uint32) << 16).view(np.float32)
+    bits, kind = int(form.removeprefix("int")), "<f4" if form == "int8" else "<f2"
+    packed, scales = np.split(codes, [(dim * bits + 7) // 8], axis=1)
+    scale, offset = np.split(np.ascontiguousarray(scales).view(kind).astype(np.float32), 2, axis=1)
+    stream = np.unpackbits(packed, axis=1, count=dim * bits, bitorder="little").reshape(len(codes), dim, bits)
+    return (stream << np.arange(bits)).sum(axis=2).astype(np.float32) * scale + offset
 
 
 def checksum(checkpoint: Path, entry: dict, block: dict) -> str:
