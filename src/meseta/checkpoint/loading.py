@@ -169,15 +169,17 @@ def _fill_from_block(path: Path, job: FillJob) -> None:
     schema, block, pieces = job
     values = read_block(path, schema, block)
     for piece in pieces:
-        _fill_piece(piece, schema, block["first_row"], values)
+        fill_piece(piece, schema, block["first_row"], values)
 
 
-def _fill_piece(piece: TableStorage, schema: BlockSchema, first_row: int, values: Values) -> None:
-    """Copy the rows and columns that a block and a shard share."""
+def fill_piece(piece: TableStorage, schema: BlockSchema, first_row: int, values: Values) -> None:
+    """Copy the rows and columns that a block and a shard share; of a column that is not in `values` what is there
+    stays."""
     num_rows = len(values[ROW])
     first, last = max(first_row, piece.shard.rows[0]), min(first_row + num_rows, piece.shard.rows[1])
     shared = {}
-    for column in schema.columns:
+    for column in (c for c in schema.columns if c.name in values and first < last):
         source = values[column.name][first - first_row : last - first_row]
         shared[column.name] = source[:, slice(*piece.shard.columns)] if column.kind == "element" else source
-    piece.write(first - piece.shard.rows[0], shared)
+    if shared:
+        piece.write(first - piece.shard.rows[0], shared)

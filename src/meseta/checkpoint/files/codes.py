@@ -30,6 +30,8 @@ _FORMATS: Mapping[RowBits, tuple[RowFormat, ...]] = {
 }
 """Of rows: the first one that takes all values of a file."""
 _STATE_FORMAT: RowFormat = "bf16"
+QUANTISED_ID_BYTES = 4
+"""Of the number of a row, counted from the first of its block."""
 _MEASURED_VALUES = 1 << 20
 """Values that are restored and compared at a time."""
 
@@ -53,6 +55,17 @@ def formats_of(schema: BlockSchema, column: Column, bits: RowBits) -> tuple[RowF
     formats = _FORMATS[bits] if column.name == ROW else (_STATE_FORMAT,)
     exact = np.dtype(column.stored).itemsize * schema.embedding_dim
     return tuple(form for form in formats if row_bytes(form, schema.embedding_dim) < exact)
+
+
+def row_bytes_of(schema: BlockSchema, bits: RowBits | None) -> int:
+    """Bytes of a row with its id and states in a file of so many bits; None: in a block."""
+    if bits is None:
+        return schema.row_bytes
+    forms = {column: formats_of(schema, column, bits) for column in schema.columns}
+    return QUANTISED_ID_BYTES + sum(
+        row_bytes(of[0], schema.embedding_dim) if of else np.dtype(column.stored).itemsize * schema.width(column)
+        for column, of in forms.items()
+    )
 
 
 def encode(schema: BlockSchema, column: Column, values: np.ndarray, bits: RowBits) -> StoredColumn:
