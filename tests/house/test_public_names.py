@@ -13,8 +13,8 @@ PUBLIC = {
         OptimizerSpec Plan Shard ShardingType TableSpec Topology Workload __version__ ahead make_plan shard
     """,
     "meseta.checkpoint": """
-        DamagedCheckpoint Difference Loaded Mirror SaveOptions Summary compare export fetch find_checkpoint latest
-        list_checkpoints load newest offer_older prune save summarize verify
+        DamagedCheckpoint Difference Loaded Mirror SaveOptions Summary compact compare export fetch find_checkpoint
+        latest list_checkpoints load newest offer_older prune save summarize verify
     """,
     "meseta.comm": "BatchSlice DenseGradients Pending Scope Totals World abandon",
     "meseta.config": """
@@ -49,7 +49,9 @@ PUBLIC = {
         MesetaError OptimizerSpec Plan Pooling Reuse Shard ShardingType TablePlan TableSpec Tier Topology Workload
         check_features nearest
     """,
-    "meseta.storage": "ROW Lease NearRowsTaken TableShard TableStorage TieredShard as_stored make_storages",
+    "meseta.storage": """
+        ROW Lease NearRowsTaken SelectedRows TableShard TableStorage TieredShard as_stored make_storages
+    """,
     "meseta.train.metrics": """
         NUM_RELIABILITY_BINS BinnedAuc GroupedFigure LifetimeMetrics LifetimeWindow MetricWindow Metrics ReliabilityBin
         Segment TaskWindows auc base_rate_entropy binned_auc calibration compute_metrics grouped_auc grouped_ndcg

@@ -1,5 +1,6 @@
 """Checkpoints: a directory of Arrow files and a JSON manifest, readable with pyarrow alone, loadable under any plan."""
 
+from meseta.checkpoint.compacting import compact
 from meseta.checkpoint.difference import Difference, compare
 from meseta.checkpoint.exporting import export
 from meseta.checkpoint.failures import DamagedCheckpoint
@@ -17,6 +18,7 @@ __all__ = [
     "Mirror",
     "SaveOptions",
     "Summary",
+    "compact",
     "compare",
     "export",
     "fetch",

@@ -9,23 +9,24 @@ from typing import Any
 
 from torch import Tensor
 
+from meseta.checkpoint.failures import together
 from meseta.checkpoint.saving import save
 from meseta.comm import World
 from meseta.machine.system import give_way
-from meseta.storage import TableStorage
+from meseta.storage import SelectedRows, TableStorage
 
 
 class BackgroundSave:
     """Saves of one run, one at a time, each from a copy; every rank has one and calls it alike.
 
-    The copies take as much memory as this rank's tables and states, and are kept for the next save. Blocks travel
-    between ranks over connections of their own.
+    The copies take as much memory as what is saved of this rank's tables and states, and are kept for the next save.
+    Blocks travel between ranks over connections of their own.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._apart: World | None = None
-        self._copies: Sequence[TableStorage] = ()
+        self._copies: Sequence[TableStorage | SelectedRows] = ()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -39,18 +40,19 @@ class BackgroundSave:
         parent: Path | str,
         *,
         shards: Sequence[TableStorage],
+        rows: Sequence[Tensor] | None,
         dense: Mapping[str, Tensor],
         then: Callable[[World], object],
         **known: Any,
     ) -> None:
-        """Copy `shards` and `dense`, then call `save` with them and what else it takes (step, plan, state), and `then`
-        with the ranks that saved, in a thread. Collective; waits for the save before, and raises what that one met.
+        """Copy `shards`, or of each these `rows`, and `dense`, then call `save` with them and what else it takes (step,
+        plan, state), and `then` with the ranks that saved, in a thread. Collective; waits for the save before, and
+        raises what that one met.
         """
         self.wait()
         if self._apart is None:
             self._apart = self._world.apart()
-        former: Sequence[TableStorage | None] = self._copies or [None] * len(shards)
-        self._copies = [piece.freeze(reuse=copy) for piece, copy in zip(shards, former, strict=True)]
+        self._copies = together(self._world, lambda: copied(shards, rows, self._copies))
         frozen = {name: tensor.detach().to("cpu", copy=True) for name, tensor in dense.items()}
         apart = self._apart
 
@@ -79,3 +81,24 @@ class BackgroundSave:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+
+def copied(
+    shards: Sequence[TableStorage],
+    rows: Sequence[Tensor] | None,
+    former: Sequence[TableStorage | SelectedRows] = (),
+) -> list[TableStorage | SelectedRows]:
+    """Pieces, or some rows of each, which training does not change, in the memory of `former` ones where it fits."""
+    copies: list[TableStorage | SelectedRows] = []
+    try:
+        for number, piece in enumerate(shards):
+            reuse = former[number] if former else None
+            if rows is None:
+                copies.append(piece.freeze(reuse=reuse if isinstance(reuse, TableStorage) else None))
+            else:
+                copies.append(piece.select(rows[number], reuse=reuse if isinstance(reuse, SelectedRows) else None))
+    except Exception:
+        for copy in copies:
+            copy.end_reading()
+        raise
+    return copies

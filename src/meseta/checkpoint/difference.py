@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from meseta.checkpoint.failures import file_of
-from meseta.checkpoint.files.block import Values, read_block
+from meseta.checkpoint.files.block import Values
+from meseta.checkpoint.files.chain import blocks_of, read_chain
 from meseta.checkpoint.files.digest import TABLE_SHAPE
 from meseta.checkpoint.files.layout import BlockSchema, widened
 from meseta.checkpoint.files.tensors import read_tensors
-from meseta.checkpoint.manifest import CARRIED, entries_of, read_manifest
+from meseta.checkpoint.manifest import CARRIED, entries_of, identity, read_manifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +33,10 @@ class Difference:
 def compare(first: Path | str, second: Path | str) -> Iterator[Difference]:
     """The differences of two checkpoints in what was learned; none: the same model, whatever step and plan.
 
-    Blocks of equal checksum are looked for, but not read; of the others, and of other tensors, it is told how many rows
-    (elements) differ, which is the first, and by how much at most. Every file that is read is checked. Bits are
-    compared, so 0 and -0 differ by 0. Raises MesetaError, naming the file, for a checkpoint that is damaged.
+    Blocks of the same files, by their checksums, are looked for, but not read; of the others, and of other tensors, it
+    is told how many rows (elements) differ, which is the first, and by how much at most. Every file that is read is
+    checked. Bits are compared, so 0 and -0 differ by 0. Raises MesetaError, naming the file, for a checkpoint that is
+    damaged.
     """
     roots = Path(first), Path(second)
     manifests = read_manifest(roots[0]), read_manifest(roots[1])
@@ -48,7 +50,7 @@ def compare(first: Path | str, second: Path | str) -> Iterator[Difference]:
         if entries[0] is None or entries[1] is None:
             there = roots[0] if entries[1] is None else roots[1]
             yield Difference(name=label, text=f"is only in {str(there)!r}")
-        elif entries[0]["checksum"] != entries[1]["checksum"]:
+        elif identity(entries[0]) != identity(entries[1]):
             yield from _compare_tables(label, roots, (entries[0], entries[1]))
     for key in ("dense", CARRIED):
         sums = [manifest.get(key, {}).get("checksum") for manifest in manifests]
@@ -69,11 +71,10 @@ def _compare_tables(
         return
     counts = {column["name"]: _Count() for column in entries[0]["columns"]}
     schema = BlockSchema.from_dict(entries[0])
-    for blocks in zip(entries[0]["blocks"], entries[1]["blocks"], strict=True):
-        if blocks[0]["checksum"] != blocks[1]["checksum"]:
-            one = {name: array.copy() for name, array in read_block(roots[0], schema, blocks[0]).items()}
-            other = read_block(roots[1], schema, blocks[1])
-            _count(counts, schema, blocks[0]["first_row"], one, other)
+    for one, other in zip(blocks_of(entries[0]), blocks_of(entries[1]), strict=True):
+        if [file["checksum"] for file in one] != [file["checksum"] for file in other]:
+            values = read_chain(roots[0], schema, one, keep=True)
+            _count(counts, schema, one[0]["first_row"], values, read_chain(roots[1], schema, other))
     total = entries[0]["num_embeddings"]
     for name, count in counts.items():
         if count.num_different:

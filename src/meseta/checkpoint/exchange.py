@@ -1,33 +1,46 @@
-"""Pieces of blocks travel to the ranks that write them; every size follows from the plan, so none is exchanged."""
+"""Pieces of blocks travel to the ranks that write them; every size follows from the plan, and of a delta from how many
+rows each shard has selected of each block, which ranks tell each other once."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from meseta.checkpoint.files.layout import BlockSchema, Column, TableLayout
+from meseta.checkpoint.files.chain import room
+from meseta.checkpoint.files.layout import ID, BlockSchema, Column, TableLayout
 from meseta.comm import World
 from meseta.ops.memory import empty
-from meseta.spec import Shard, TablePlan
-from meseta.storage import TableStorage, as_stored
+from meseta.spec import MesetaError, Shard, TablePlan
+from meseta.storage import SelectedRows, TableStorage, as_stored
 
-LocalShards = Mapping[Shard, TableStorage]
+LocalShards = Mapping[Shard, TableStorage | SelectedRows]
+SelectedCounts = Mapping[Shard, Mapping[int, int]]
+"""By shard and by first row of a block, how many rows of the block the shard has selected; those without any are left
+out."""
+ID_COLUMN = Column(name=ID, kind="row", dtype="uint32")
+"""Of some rows of a block, counted from its first."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one shard gives to one block: its columns of the rows first..last-1, and their state."""
+    """What one shard gives to one block: its columns of the rows first..last-1, or of those that are selected, and
+    their state."""
 
     shard: Shard
     rows: tuple[int, int]
     schema: BlockSchema
+    num_rows: int
+    """Of them."""
+    block: int | None = None
+    """Where rows are selected, the first row of the block, from which ids count."""
 
     @property
     def sender(self) -> int:
@@ -40,11 +53,11 @@ class Piece:
 
         What a row has one of is sent by the shard that holds its first column.
         """
-        num_rows = self.rows[1] - self.rows[0]
+        rows = self.num_rows
         found: list[tuple[Column, tuple[int, ...], int]] = []
-        for column in self.schema.columns:
+        for column in (*([] if self.block is None else [ID_COLUMN]), *self.schema.columns):
             if column.kind == "element" or self.shard.columns[0] == 0:
-                shape: tuple[int, ...] = (num_rows, self.shard.num_columns) if column.kind == "element" else (num_rows,)
+                shape: tuple[int, ...] = (rows, self.shard.num_columns) if column.kind == "element" else (rows,)
                 found.append((column, shape, -(-np.dtype(column.stored).itemsize * math.prod(shape) // 8) * 8))
         return tuple(found)
 
@@ -56,24 +69,51 @@ class Piece:
 
 @dataclass(frozen=True)
 class Job:
-    """One block to be written, and the pieces that it is made of, ordered by sender."""
+    """One block to be written, or the selected rows of one, and the pieces that it is made of, ordered by sender."""
 
     layout: TableLayout
     rows: tuple[int, int]
     writer: int
     """The rank that writes it. Its own pieces are not sent: it reads them where they lie."""
     pieces: tuple[Piece, ...]
+    num_rows: int
+    """That are written of the block."""
 
     @staticmethod
-    def of(layout: TableLayout, rows: tuple[int, int], writer: int, plan: TablePlan) -> Job:
-        """The block of these rows when the table lies as `plan` says."""
+    def of(
+        layout: TableLayout,
+        rows: tuple[int, int],
+        writer: int,
+        plan: TablePlan,
+        selected: SelectedCounts | None = None,
+    ) -> Job:
+        """The block of these rows when the table lies as `plan` says. A block of which all rows are selected is one
+        like any other. Raises MesetaError where shards of the same rows have selected other numbers of them."""
+        counts: dict[tuple[int, int], int] = {}
         pieces = []
         for shard in plan.shards:
             overlap = max(rows[0], shard.rows[0]), min(rows[1], shard.rows[1])
-            if overlap[0] < overlap[1]:
-                pieces.append(Piece(shard=shard, rows=overlap, schema=layout.schema))
+            if overlap[0] >= overlap[1]:
+                continue
+            num_rows = overlap[1] - overlap[0] if selected is None else selected[shard].get(rows[0], 0)
+            if counts.setdefault(overlap, num_rows) != num_rows:
+                raise MesetaError(
+                    f"checkpoint: table {layout.spec.name!r}: of the rows {overlap[0]}..{overlap[1] - 1}, "
+                    f"{counts[overlap]} have changed in some columns and {num_rows} in others; save whole checkpoints "
+                    "(deltas 'none')"
+                )
+            if num_rows:
+                pieces.append(Piece(shard=shard, rows=overlap, schema=layout.schema, num_rows=num_rows))
+        total = sum(counts.values())
+        if total < rows[1] - rows[0]:
+            pieces = [replace(piece, block=rows[0]) for piece in pieces]
         by_sender = tuple(sorted(pieces, key=lambda piece: piece.sender))
-        return Job(layout=layout, rows=rows, writer=writer, pieces=by_sender)
+        return Job(layout=layout, rows=rows, writer=writer, pieces=by_sender, num_rows=total)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all rows of the block are written."""
+        return self.num_rows == self.rows[1] - self.rows[0]
 
     def sent_by(self, rank: int) -> list[Piece]:
         """Pieces that travel from this rank to the writer."""
@@ -135,14 +175,17 @@ def exchange(world: World, jobs: Sequence[Job], packed: Tensor) -> list[tuple[Jo
 
 
 def unpack(job: Job, received: Sequence[Tensor], local: LocalShards) -> dict[str, np.ndarray]:
-    """Columns of the block by name, [rows, D] or [rows]; no copy where they come in one piece."""
-    num_rows = job.rows[1] - job.rows[0]
+    """Columns of the block by name, [rows, D] or [rows]; no copy where they come in one piece. Of a block of which not
+    all rows are written, ids are among them."""
     schema = job.layout.schema
+    columns = schema.columns if job.is_whole else (ID_COLUMN, *schema.columns)
     whole = len(job.pieces) == 1
-    values = {} if whole else {c.name: _room(schema.shape(c, num_rows), c.stored) for c in schema.columns}
+    values = {} if whole else {c.name: room(schema.shape(c, job.num_rows), c.stored) for c in columns}
     arrived = iter(received)
+    counts = sorted({piece.rows: piece.num_rows for piece in job.pieces}.items())
+    ends = dict(zip((span for span, _ in counts), accumulate(count for _, count in counts), strict=True))
     for piece in job.pieces:
-        rows = slice(piece.rows[0] - job.rows[0], piece.rows[1] - job.rows[0])
+        rows = slice(ends[piece.rows] - piece.num_rows, ends[piece.rows])
         parts = _held(local, piece) if piece.sender == job.writer else _columns_of(piece, next(arrived))
         for column, _, _ in piece.segments:
             part = parts[column.name].cpu().numpy()
@@ -155,17 +198,15 @@ def unpack(job: Job, received: Sequence[Tensor], local: LocalShards) -> dict[str
     return values
 
 
-def _room(shape: tuple[int, ...], stored: str) -> np.ndarray:
-    """An array whose memory goes back to the system with it: a process would keep that of every block."""
-    room: np.ndarray = empty(shape, getattr(torch, stored), keep=False).numpy()
-    return room
-
-
 def _held(local: LocalShards, piece: Piece) -> dict[str, Tensor]:
     """A piece's rows by column, as this rank keeps them, in the types that files have."""
-    first = piece.shard.rows[0]
-    values = local[piece.shard].read(piece.rows[0] - first, piece.rows[1] - first)
-    return {name: as_stored(value) for name, value in values.items()}
+    first, storage = piece.shard.rows[0], local[piece.shard]
+    begin, end = piece.rows[0] - first, piece.rows[1] - first
+    values = {name: as_stored(value) for name, value in storage.read(begin, end).items()}
+    if piece.block is not None:
+        assert isinstance(storage, SelectedRows)
+        values[ID] = (storage.rows[slice(*storage.span(begin, end))] + (first - piece.block)).to(torch.uint32)
+    return values
 
 
 def _columns_of(piece: Piece, packed: Tensor) -> dict[str, Tensor]:

@@ -15,8 +15,9 @@ from zipfile import ZipFile
 
 import numpy as np
 
-from meseta.checkpoint.files.block import read_block
-from meseta.checkpoint.files.layout import BlockSchema, Column, table_folder, widened
+from meseta.checkpoint.files.chain import blocks_of, read_chain
+from meseta.checkpoint.files.layout import BlockSchema, Column, widened
+from meseta.checkpoint.files.paths import table_folder
 from meseta.checkpoint.files.tensors import DENSE_PATH, read_tensors
 from meseta.checkpoint.manifest import read_manifest
 from meseta.errors import shown
@@ -75,8 +76,8 @@ def _export_table(
     columns = [column for column in schema.columns if states or column.name == ROW]
     make = _safetensors_arrays if form == "safetensors" else _numpy_arrays
     with make(stem, schema, columns, entry["num_embeddings"]) as arrays:
-        for block in entry["blocks"]:
-            values = read_block(root, schema, block)
+        for files in blocks_of(entry):
+            block, values = files[0], read_chain(root, schema, files)
             for column in columns:
                 stored = values[column.name]
                 if form == "numpy" and column.dtype == "bfloat16":

@@ -3,11 +3,13 @@ waiting in a collective."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from meseta.checkpoint.files.paths import split_path
 from meseta.comm import World
 from meseta.machine.files import inside
 from meseta.spec import MesetaError
@@ -29,10 +31,14 @@ def malformed(where: str, what: str) -> DamagedCheckpoint:
 
 def file_of(root: Path, entry: Mapping[str, Any]) -> Path:
     """Where the file of an entry in a checked manifest is. Raises MesetaError where it is missing, no regular file, led
-    out of the checkpoint by a link, or of another size than the manifest says."""
+    out of its checkpoint by a link, or of another size than the manifest says."""
     path, expected_bytes = root / entry["path"], entry["num_bytes"]
+    folder, inner = split_path(entry["path"])
     try:
-        found_bytes = inside(root, entry["path"]).stat().st_size
+        if folder is not None:
+            root = Path(os.path.realpath(root)).parent / folder
+            path = root / inner
+        found_bytes = inside(root, inner).stat().st_size
     except OSError as error:
         raise broken_file(path, f"cannot be read ({error.strerror})") from None
     if found_bytes != expected_bytes:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from meseta.checkpoint.failures import file_of
-from meseta.checkpoint.manifest import CARRIED, MANIFEST_PATH, entries_of, read_manifest
+from meseta.checkpoint.files.chain import blocks_of
+from meseta.checkpoint.files.paths import step_of
+from meseta.checkpoint.manifest import CARRIED, DELTAS, MANIFEST_PATH, entries_of, own_entries, read_manifest
 from meseta.checkpoint.store.directory import named, newest
 from meseta.spec import MesetaError
 from meseta.storage import ROW
@@ -28,9 +30,10 @@ class TableSummary:
     """Names of its states."""
     num_blocks: int
     num_bytes: int
-    """Of its files."""
-    checksum: str
-    """SHA-256 of rows and states, as the format defines it."""
+    """Of its files, those of older checkpoints among them."""
+    checksum: str | None
+    """SHA-256 of rows and states, as the format defines it; None of a delta, whose files tell it together: see
+    `verify`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +55,23 @@ class Summary:
     """Of that of answers to the batch to come; 0 where there is none."""
     reader: dict[str, Any] | None
     """Position in the data."""
-    checksum: str
-    """SHA-256 that names the model: tables and dense tensors."""
+    checksum: str | None
+    """SHA-256 that names the model: tables and dense tensors; None of a delta, whose files tell it together: see
+    `verify`."""
+    chain: str | None
+    """Of a delta, SHA-256 over the digests of its files instead."""
+    policy: str | None
+    """Of a delta, see `checkpoint.deltas`."""
+    own_bytes: int
+    """Of its own files but the manifest."""
+    needs: tuple[int, ...]
+    """Steps of the older checkpoints whose files it needs."""
+    longest_chain: int
+    """The most files that any row needs."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all files but the manifest."""
+        """Of all files but the manifest, those of older checkpoints among them."""
         return self.dense_bytes + self.carried_bytes + sum(table.num_bytes for table in self.tables)
 
 
@@ -108,9 +122,9 @@ def summarize(path: Path | str) -> Summary:
             dtype=entry["dtype"],
             optimizer=entry["optimizer"]["name"],
             states=tuple(column["name"] for column in entry["columns"] if column["name"] != ROW),
-            num_blocks=len(entry["blocks"]),
-            num_bytes=sum(block["num_bytes"] for block in entry["blocks"]),
-            checksum=entry["checksum"],
+            num_blocks=len(blocks_of(entry)),
+            num_bytes=sum(file["num_bytes"] for file in entry["blocks"]),
+            checksum=entry.get("checksum"),
         )
         for name, entry in sorted(manifest["tables"].items())
     ]
@@ -123,7 +137,12 @@ def summarize(path: Path | str) -> Summary:
         dense_bytes=manifest["dense"]["num_bytes"],
         carried_bytes=manifest[CARRIED]["num_bytes"] if CARRIED in manifest else 0,
         reader=manifest["reader"],
-        checksum=manifest["checksum"],
+        checksum=manifest.get("checksum"),
+        chain=manifest.get("chain"),
+        policy=manifest[DELTAS]["policy"] if DELTAS in manifest else None,
+        own_bytes=sum(entry["num_bytes"] for entry in own_entries(manifest)),
+        needs=tuple(sorted({step_of(entry, manifest["step"]) for entry in entries_of(manifest)} - {manifest["step"]})),
+        longest_chain=max((len(b) for table in manifest["tables"].values() for b in blocks_of(table)), default=1),
     )
 
 

@@ -9,21 +9,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from meseta.checkpoint.failures import DamagedCheckpoint, together
-from meseta.checkpoint.files.block import Values, read_block
+from meseta.checkpoint.files import digest
+from meseta.checkpoint.files.block import Values
+from meseta.checkpoint.files.chain import Entry, blocks_of, read_chain
 from meseta.checkpoint.files.layout import BlockSchema, TableLayout
+from meseta.checkpoint.files.paths import is_block_path, step_of
 from meseta.checkpoint.files.tensors import read_tensors
-from meseta.checkpoint.manifest import CARRIED, MANIFEST_PATH, read_manifest
+from meseta.checkpoint.manifest import CARRIED, MANIFEST_PATH, read_manifest, whole_step
 from meseta.checkpoint.store.directory import latest, named
 from meseta.comm import World
 from meseta.machine.system import give_back_freed_memory
+from meseta.ops.row_marks import Consumer
 from meseta.spec import MesetaError
 from meseta.storage import ROW, TableStorage
 
-FillJob = tuple[BlockSchema, dict[str, Any], list[TableStorage]]
-"""Columns of a block, its entry in the manifest, and the shards that it fills."""
+FillJob = tuple[BlockSchema, list[Entry], bool, list[TableStorage]]
+"""Columns of a block, its files, oldest first, whether all its rows have changed since the last whole checkpoint, and
+the shards that it fills."""
+Changed = list[tuple[TableStorage, Tensor]]
+"""Rows, ascending, that have changed since the last whole checkpoint, of some shards."""
 _READERS = 6
 """Blocks that a rank reads at a time: the disk is busy while others are summed. Each costs its size in memory."""
 
@@ -44,12 +53,14 @@ class Loaded:
     """The whole manifest; 'checksum' names the model, 'plan' is the plan it was saved under."""
 
 
-def load(path: Path | str, *, world: World, shards: Sequence[TableStorage]) -> Loaded:
+def load(path: Path | str, *, world: World, shards: Sequence[TableStorage], marks_since_whole: bool = False) -> Loaded:
     """Fill `shards`, this rank's pieces under any plan, in place; collective, called on every rank.
 
     Each rank reads the blocks that overlap its rows, takes its columns, and checks the checksum of what it reads.
     Together the ranks must hold pieces of exactly the tables of the checkpoint. The constants of the row optimizer
-    (learning rate, eps ...) may differ from those saved; its name, and so its state, may not.
+    (learning rate, eps ...) may differ from those saved; its name, and so its state, may not. For the consumer
+    'checkpoints' no row is marked as changed then; with `marks_since_whole` those are that have changed since the last
+    whole checkpoint, as this one says.
 
     Raises MesetaError, on all ranks together, for a file that is missing, truncated or changed, a format of another
     version, and tables that the model and the checkpoint do not share. The shards may then be partly filled.
@@ -58,7 +69,7 @@ def load(path: Path | str, *, world: World, shards: Sequence[TableStorage]) -> L
     manifest = together(world, lambda: _find(path))
     held = {name for names in world.gather_objects([piece.spec.name for piece in shards]) for name in names}
     together(world, lambda: _check_tables(path, manifest, held, shards))
-    dense = together(world, lambda: _fill(path, manifest, shards))
+    dense = together(world, lambda: _fill(path, manifest, shards, marks_since_whole))
     carried = together(world, lambda: read_tensors(path, manifest[CARRIED])) if CARRIED in manifest else None
     state = dict(manifest["state"])
     if manifest["reader"] is not None:
@@ -67,7 +78,8 @@ def load(path: Path | str, *, world: World, shards: Sequence[TableStorage]) -> L
 
 
 def verify(path: Path | str) -> str:
-    """Read every file of a checkpoint in this process and check it; returns the checksum that names the model.
+    """Read every file of a checkpoint in this process and check it; returns the checksum that names the model, of a
+    delta too: that of the whole checkpoint with the same content.
 
     Raises MesetaError, naming the file, for one that is missing, truncated or changed.
     """
@@ -76,11 +88,22 @@ def verify(path: Path | str) -> str:
     for key in ("dense", CARRIED):
         if key in manifest:
             read_tensors(path, manifest[key])
-    jobs: list[FillJob] = [
-        (BlockSchema.from_dict(t), block, []) for t in manifest["tables"].values() for block in t["blocks"]
-    ]
-    _fill_all(path, jobs)
-    return str(manifest["checksum"])
+    tables = {}
+    for name, table in manifest["tables"].items():
+        schema, blocks = BlockSchema.from_dict(table), blocks_of(table)
+        with ThreadPoolExecutor(_READERS) as pool:
+            checksums = list(pool.map(partial(_checksum, path, schema), blocks))
+        tables[name] = {"checksum": digest.of_table({**table, "blocks": checksums})}
+    give_back_freed_memory()
+    return digest.of_model({**manifest, "tables": tables})
+
+
+def _checksum(path: Path, schema: BlockSchema, files: Sequence[Entry]) -> dict[str, str]:
+    """Read a block; the checksum that it has, or would have, in one file."""
+    values = read_chain(path, schema, files)
+    if len(files) == 1 and is_block_path(files[0]["path"]):
+        return {"checksum": files[0]["checksum"]}
+    return {"checksum": digest.of_arrays(values[column.name] for column in schema.columns)}
 
 
 def offer_older(problem: DamagedCheckpoint, path: Path) -> MesetaError:
@@ -140,36 +163,48 @@ def _optimizer(entry: Mapping[str, Any]) -> str:
     return f"row optimizer {entry['optimizer']['name']!r} (state: {', '.join(states) or 'none'})"
 
 
-def _fill(path: Path, manifest: Mapping[str, Any], shards: Sequence[TableStorage]) -> dict[str, Tensor]:
-    """Fill the shards of this rank from the blocks that they overlap; returns the dense tensors."""
+def _fill(
+    path: Path, manifest: Mapping[str, Any], shards: Sequence[TableStorage], since_whole: bool
+) -> dict[str, Tensor]:
+    """Fill the shards of this rank from the blocks that they overlap, and set their marks; returns the dense
+    tensors."""
     jobs: list[FillJob] = []
     for name, entry in manifest["tables"].items():
         schema = BlockSchema.from_dict(entry)
-        for block in entry["blocks"]:
-            rows = block["first_row"], block["first_row"] + block["num_rows"]
+        for block in blocks_of(entry):
+            rows = block[0]["first_row"], block[0]["first_row"] + block[0]["num_rows"]
             pieces = [
                 p for p in shards if p.spec.name == name and p.shard.rows[0] < rows[1] and rows[0] < p.shard.rows[1]
             ]
             if pieces:
-                jobs.append((schema, block, pieces))
+                is_new = step_of(block[0], manifest["step"]) > whole_step(manifest)
+                jobs.append((schema, block, is_new, pieces))
 
-    _fill_all(path, jobs)
+    with ThreadPoolExecutor(_READERS) as pool:
+        changed = [rows for some in pool.map(partial(_fill_from_block, path, since_whole), jobs) for rows in some]
+    give_back_freed_memory()
+    for piece in shards:
+        piece.marks.clear(Consumer.CHECKPOINTS)
+    for piece, some in changed:
+        piece.marks.add(some, Consumer.CHECKPOINTS)
     return read_tensors(path, manifest["dense"])
 
 
-def _fill_all(path: Path, jobs: Sequence[FillJob]) -> None:
-    """Read and check the block of every job, some at a time, and fill its shards; raises the first error."""
-    with ThreadPoolExecutor(_READERS) as pool:
-        for _ in pool.map(partial(_fill_from_block, path), jobs):
-            pass
-    give_back_freed_memory()
-
-
-def _fill_from_block(path: Path, job: FillJob) -> None:
-    schema, block, pieces = job
-    values = read_block(path, schema, block)
+def _fill_from_block(path: Path, since_whole: bool, job: FillJob) -> Changed:
+    """Read and check a block and fill its shards; which of their rows have changed since the last whole one, if that is
+    asked for."""
+    schema, files, is_new, pieces = job
+    first_row, num_rows = files[0]["first_row"], files[0]["num_rows"]
+    is_changed = np.full(num_rows, is_new)
+    values = read_chain(path, schema, files, is_changed)
+    changed: Changed = []
     for piece in pieces:
-        fill_piece(piece, schema, block["first_row"], values)
+        fill_piece(piece, schema, first_row, values)
+        if since_whole:
+            begin = max(piece.shard.rows[0], first_row)
+            here = is_changed[begin - first_row : piece.shard.rows[1] - first_row].nonzero()[0]
+            changed.append((piece, torch.from_numpy(here + (begin - piece.shard.rows[0]))))
+    return changed
 
 
 def fill_piece(piece: TableStorage, schema: BlockSchema, first_row: int, values: Values) -> None:

@@ -11,7 +11,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from meseta.checkpoint.failures import DamagedCheckpoint, malformed, writing
 from meseta.checkpoint.files import digest
-from meseta.checkpoint.files.layout import BlockSchema, StoredType, block_path, block_paths, table_folder
+from meseta.checkpoint.files.chain import blocks_of
+from meseta.checkpoint.files.codes import coded_row_bytes, codes_fault
+from meseta.checkpoint.files.layout import BlockSchema, StoredType
+from meseta.checkpoint.files.paths import (
+    NAME,
+    block_paths,
+    is_block_path,
+    rows_path,
+    sibling_path,
+    split_path,
+    step_of,
+    table_folder,
+)
 from meseta.checkpoint.files.tensors import CarriedPath, DensePath
 from meseta.errors import shown
 from meseta.machine.files import (
@@ -32,12 +44,18 @@ FORMAT_OF_FEATURES = "meseta.checkpoint/2"
 """Of those that hold more than the first: they name it, so that a version that lacks it says so."""
 CARRIED = "carried"
 """The feature, and the key, of answers that were looked up before the last update."""
-FEATURES = (CARRIED,)
+DELTAS = "deltas"
+"""The feature, and the key, of checkpoints that need files of older ones."""
+QUANTISED = "quantised"
+"""The feature, and the key, of checkpoints with rows in codes: by table and column the largest error of any file."""
+FEATURES = (CARRIED, DELTAS, QUANTISED)
 """That this version has."""
 MANIFEST_PATH = "manifest.json"
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 Size = Annotated[int, Field(ge=1, lt=1 << 53)]
 Sum = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_ABSENT: Any = None
+"""Default of a key that may be missing; where it is there, it must have its type."""
 
 
 class _Part(BaseModel):
@@ -58,6 +76,8 @@ class _FileEntry(_Part):
 class _BlockEntry(_FileEntry):
     first_row: Count
     num_rows: Size
+    codes: dict[str, str] = _ABSENT
+    error: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = _ABSENT
 
 
 class _DenseEntry(_FileEntry):
@@ -86,7 +106,14 @@ class _TableEntry(_Part):
     columns: Annotated[list[_ColumnEntry], Field(min_length=1, max_length=1000)]
     block_rows: Size
     blocks: list[Any]
-    checksum: Sum
+    checksum: Sum = _ABSENT
+    chain: Sum = _ABSENT
+
+
+class _DeltasEntry(_Part):
+    policy: Literal["one_shot", "consecutive", "intermittent", "rolling"]
+    whole_step: Count
+    delta_bytes: Annotated[list[Count], Field(min_length=1, max_length=1 << 16)]
 
 
 class _PlanEntry(_Part, extra="allow"):
@@ -102,13 +129,16 @@ class _Manifest(_Part):
     plan: _PlanEntry
     reader: Any
     state: dict[str, Any]
-    checksum: Sum
+    checksum: Sum = _ABSENT
     manifest_checksum: Sum
 
 
 class _ManifestOfFeatures(_Manifest):
-    features: Annotated[list[str], Field(min_length=1, max_length=1)]
-    carried: _CarriedEntry
+    features: Annotated[list[str], Field(min_length=1, max_length=len(FEATURES))]
+    carried: _CarriedEntry = _ABSENT
+    deltas: _DeltasEntry = _ABSENT
+    quantised: dict[str, Any] = _ABSENT
+    chain: Sum = _ABSENT
 
 
 def build_manifest(
@@ -117,29 +147,85 @@ def build_manifest(
     tables: Mapping[str, Any],
     dense: Mapping[str, Any],
     carried: Mapping[str, Any] | None = None,
+    deltas: Mapping[str, Any] | None = None,
     plan: Plan,
     state: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The manifest of a checkpoint whose files are written; fills in the checksums of tables, model and manifest.
 
+    `deltas`, of a checkpoint that is one, are its policy, the step of the last whole one and the bytes of each since.
     The key 'reader' of the trainer's state, the position in the data, stands on its own in the manifest.
     """
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "step": step,
-        "tables": {name: {**entry, "checksum": digest.of_table(entry)} for name, entry in sorted(tables.items())},
+        "tables": {name: {**entry, **_digest_of_table(entry)} for name, entry in sorted(tables.items())},
         "dense": dict(dense),
         "plan": plan.to_dict(),
         "reader": state.get("reader"),
         "state": {key: value for key, value in state.items() if key != "reader"},
     }
-    if carried is not None:
-        manifest |= {"format": FORMAT_OF_FEATURES, "features": [CARRIED], CARRIED: dict(carried)}
-    manifest["checksum"] = digest.of_model(manifest)
+    return _sealed(manifest, {CARRIED: carried, DELTAS: deltas, QUANTISED: _largest_errors(manifest) or None})
+
+
+def made_whole(manifest: Mapping[str, Any], tables: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest of the whole checkpoint that holds what `manifest` does, of `tables` whose blocks are in one file
+    each."""
+    entries = {}
+    for name, table in sorted(tables.items()):
+        entry = {key: value for key, value in table.items() if key not in ("checksum", "chain")}
+        entries[name] = {**entry, **_digest_of_table(entry)}
+    whole = {"format": FORMAT, "step": manifest["step"], "tables": entries}
+    whole |= {key: manifest[key] for key in ("dense", "plan", "reader", "state")}
+    return _sealed(whole, {CARRIED: manifest.get(CARRIED)})
+
+
+def _sealed(manifest: dict[str, Any], features: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
+    """With what it holds beside the first format, and its digests."""
+    held = {name: dict(value) for name, value in features.items() if value is not None}
+    if held:
+        manifest |= {"format": FORMAT_OF_FEATURES, "features": sorted(held), **held}
+    manifest |= _digest_of_model(manifest)
     # What is read back is what was meant: tuples become lists and keys strings before they are summed.
     manifest = plain_data(manifest, finite=True)
     manifest["manifest_checksum"] = digest.of_manifest(manifest)
     return manifest
+
+
+def _largest_errors(manifest: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """By table and column, of all files in codes."""
+    largest: dict[str, dict[str, float]] = {}
+    for name, table in manifest["tables"].items():
+        for file in table["blocks"]:
+            for column, error in file.get("error", {}).items():
+                of_table = largest.setdefault(name, {})
+                of_table[column] = max(error, of_table.get(column, 0.0))
+    return largest
+
+
+def identity(entry: Mapping[str, Any]) -> str:
+    """What names the content of a manifest, or of a table in one: the checksum of what it holds where that is known,
+    else the digest of its chain of files. Equal ones mean equal content, unequal ones may."""
+    return str(entry["checksum"] if entry.get("checksum") is not None else entry["chain"])
+
+
+def whole_step(manifest: Mapping[str, Any]) -> int:
+    """Of the newest whole checkpoint that this one stands on, or is."""
+    return int(manifest[DELTAS]["whole_step"] if DELTAS in manifest else manifest["step"])
+
+
+def _digest_of_table(entry: Mapping[str, Any]) -> dict[str, str]:
+    """Its checksum, where each block is in one file that holds it as it is, else the digest of its chain."""
+    blocks = blocks_of(entry)
+    if all(len(files) == 1 and is_block_path(files[0]["path"]) for files in blocks):
+        return {"checksum": digest.of_table(entry)}
+    return {"chain": digest.of_chain(entry)}
+
+
+def _digest_of_model(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """As `_digest_of_table`, of all tables and the dense tensors."""
+    is_known = all("checksum" in entry for entry in manifest["tables"].values())
+    return {"checksum" if is_known else "chain": digest.of_model(manifest)}
 
 
 def check_state(state: Mapping[str, Any]) -> None:
@@ -198,7 +284,7 @@ def parse_manifest(where: str, content: bytes) -> dict[str, Any]:
         )
     features = manifest.get("features") if found == FORMAT_OF_FEATURES else []
     for name in features if isinstance(features, list) else ():
-        if name not in FEATURES:
+        if not isinstance(name, str) or name not in FEATURES:
             raise MesetaError(
                 f"{where} has the feature {shown(name)}, and this version knows {', '.join(map(repr, FEATURES))}; read "
                 "it with the version that wrote it"
@@ -214,6 +300,9 @@ def check_manifest(where: str, manifest: dict[str, Any]) -> dict[str, Any]:
     To be called before anything that a manifest says is used: its checksum is right whoever wrote it.
     """
     _validate(where, "", manifest, _Manifest if manifest.get("format") == FORMAT else _ManifestOfFeatures)
+    features = sorted(key for key in FEATURES if manifest.get(key) is not None)
+    if manifest.get("features", []) != features or any(key in manifest for key in FEATURES if key not in features):
+        raise malformed(where, f"'features': it must be {features}, got {shown(manifest.get('features'))}")
     if odd := manifest["tables"].keys() ^ manifest["plan"]["tables"].keys():
         raise malformed(where, f"its tables and those of its plan differ in {shown(min(odd))}")
     alike = first_alike(table_folder(name) for name in manifest["tables"])
@@ -221,11 +310,13 @@ def check_manifest(where: str, manifest: dict[str, Any]) -> dict[str, Any]:
         raise malformed(where, f"file systems that ignore case take {alike[0]!r} and {alike[1]!r} for one")
     for name, entry in manifest["tables"].items():
         _validate(where, f"tables.{name}.", entry, _TableEntry)
-        fault = table_name_fault(name) or _table_fault(where, name, entry)
+        fault = table_name_fault(name) or _table_fault(where, name, entry, manifest["step"], DELTAS in manifest)
         if fault:
             raise malformed(where, f"table {shown(name)}: {fault}")
-        _check_sum(where, f"table {name!r}", entry["checksum"], digest.of_table(entry))
-    _check_sum(where, "checksum", manifest["checksum"], digest.of_model(manifest))
+        _check_digest(where, f"table {name!r}", entry, _digest_of_table(entry))
+    if manifest.get(QUANTISED, {}) != _largest_errors(manifest):
+        raise malformed(where, f"{QUANTISED!r} must have the largest error of each column that its files state")
+    _check_digest(where, "", manifest, _digest_of_model(manifest))
     return manifest
 
 
@@ -236,6 +327,11 @@ def entries_of(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield manifest[CARRIED]
     for table in manifest["tables"].values():
         yield from table["blocks"]
+
+
+def own_entries(manifest: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Those of `entries_of` that lie in the checkpoint itself."""
+    return (entry for entry in entries_of(manifest) if split_path(entry["path"])[0] is None)
 
 
 def _validate(where: str, place: str, value: Any, kind: type[_Part]) -> None:
@@ -259,8 +355,17 @@ def _check_sum(where: str, name: str, expected: object, found: str) -> None:
         )
 
 
-def _table_fault(where: str, name: str, entry: Mapping[str, Any]) -> str | None:
-    """In what a table's entry is not that of a table of its shape; None where it is."""
+def _check_digest(where: str, part: str, entry: Mapping[str, Any], expected: Mapping[str, str]) -> None:
+    """Raise DamagedCheckpoint unless an entry has the one digest that its files have, and no other."""
+    [(key, value)] = expected.items()
+    for other in {"checksum", "chain"} - {key}:
+        if other in entry:
+            raise malformed(where, f"{part or 'the model'} must have {key!r} instead of {other!r}")
+    _check_sum(where, part or key, entry.get(key), value)
+
+
+def _table_fault(where: str, name: str, entry: Mapping[str, Any], step: int, may_be_delta: bool) -> str | None:
+    """In what a table's entry in the manifest of `step` is not that of a table of its shape; None where it is."""
     schema = BlockSchema.from_dict(entry)
     if fault := schema.fault():
         return fault
@@ -269,20 +374,46 @@ def _table_fault(where: str, name: str, entry: Mapping[str, Any]) -> str | None:
     rows, total = entry["block_rows"], entry["num_embeddings"]
     if rows > schema.block_rows or rows & (rows - 1):
         return f"block_rows must be a power of two of at most {schema.block_rows}, got {rows}"
-    if len(entry["blocks"]) != -(-total // rows):
-        return f"its {total} rows must lie in {-(-total // rows)} blocks, got {len(entry['blocks'])}"
-    frame_bytes = schema.frame_bytes
     for number, block in enumerate(entry["blocks"]):
         _validate(where, f"tables.{name}.blocks.{number}.", block, _BlockEntry)
+    blocks, num_blocks = blocks_of(entry), -(-total // rows)
+    if len(blocks) != num_blocks or (not may_be_delta and len(entry["blocks"]) != num_blocks):
+        return f"its {total} rows must lie in {num_blocks} blocks, got {len(entry['blocks'])}"
+    frame_bytes = schema.frame_bytes
+    for number, files in enumerate(blocks):
         span = number * rows, min(rows, total - number * rows)
-        least = span[1] * schema.row_bytes
-        if (block["first_row"], block["num_rows"]) != span:
-            return (
-                f"block {number} must begin at row {span[0]} and hold {span[1]}, "
-                f"got {block['first_row']} and {block['num_rows']}"
-            )
-        if block["path"] not in block_paths(name, number):
-            return f"block {number} must have the path {block_path(name, number)!r}, got {shown(block['path'])}"
-        if not least <= block["num_bytes"] <= least + frame_bytes:
-            return f"block {number} must have {least} to {least + frame_bytes} bytes, got {block['num_bytes']}"
+        former = -1
+        for age, file in enumerate(files):
+            if fault := _file_fault(name, number, span, file, is_first=age == 0) or codes_fault(schema, file):
+                return fault
+            folder, inner = split_path(file["path"])
+            of_step = step_of(file, step) if folder is None or NAME.fullmatch(folder) else step
+            path = inner if folder is None else sibling_path(of_step, inner)
+            if path != file["path"] or (folder is not None and not (may_be_delta and former < of_step < step)):
+                return f"block {number} needs {shown(file['path'])}, which is no file of an older checkpoint"
+            if former == step:
+                return f"block {number} has two files of its own"
+            former = of_step
+            codes = file.get("codes", {})
+            row_bytes = schema.row_bytes if is_block_path(inner) else coded_row_bytes(schema, codes)
+            least = file["num_rows"] * row_bytes
+            if not least <= file["num_bytes"] <= least + frame_bytes:
+                return f"block {number} must have {least} to {least + frame_bytes} bytes, got {file['num_bytes']}"
+    return None
+
+
+def _file_fault(
+    name: str, number: int, span: tuple[int, int], file: Mapping[str, Any], *, is_first: bool
+) -> str | None:
+    """In what a file is not one of this block, from row span[0] on with span[1] rows; None where it may be."""
+    first, num_rows = span
+    _, inner = split_path(file["path"])
+    if file["first_row"] != first or (file["num_rows"] == num_rows) != is_first or file["num_rows"] > num_rows:
+        return (
+            f"block {number} must begin at row {first} and hold {num_rows}"
+            f"{'' if is_first else ', and fewer in later files'}, got {file['first_row']} and {file['num_rows']}"
+        )
+    paths = block_paths(name, number) if is_first and "codes" not in file else (rows_path(name, number),)
+    if inner not in paths:
+        return f"block {number} must have the path {paths[0]!r}, got {shown(file['path'])}"
     return None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
+
+from meseta.checkpoint.policy import Base
+from meseta.spec.row_bits import RowBits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +17,10 @@ class SaveOptions:
 
     carried: Mapping[str, Tensor] | None = None
     """Answers to the batch to come, where that was looked up before the last update; those of rank 0 are written."""
+    base: Base | None = None
+    """What a delta stands on; None: the save is whole."""
+    bits: Mapping[str, RowBits] = field(default_factory=dict)
+    """Of the rows that are written, by table; the other tables stay exact."""
 
 
 PLAIN = SaveOptions()

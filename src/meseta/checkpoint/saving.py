@@ -6,25 +6,34 @@ import contextlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from meseta.checkpoint.exchange import Job, LocalShards, exchange, pack, rounds, unpack
+from meseta.checkpoint.exchange import Job, LocalShards, SelectedCounts, exchange, pack, rounds, unpack
 from meseta.checkpoint.failures import on_first, together
-from meseta.checkpoint.files.block import sync_block, write_block
-from meseta.checkpoint.files.layout import TableLayout, block_path, table_folder
+from meseta.checkpoint.files.block import sync_block, write_block, write_rows
+from meseta.checkpoint.files.chain import Entry
+from meseta.checkpoint.files.codes import encode_rows
+from meseta.checkpoint.files.layout import ID, TableLayout
+from meseta.checkpoint.files.paths import block_path, rows_path, table_folder
 from meseta.checkpoint.files.tensors import CARRIED_PATH, DENSE_PATH, write_tensors
 from meseta.checkpoint.manifest import build_manifest, check_state, write_manifest
 from meseta.checkpoint.options import PLAIN, SaveOptions
+from meseta.checkpoint.policy import check_base
 from meseta.checkpoint.store.directory import begin, checkpoint_path, commit, discard, temporary_path
 from meseta.comm import World
 from meseta.machine.system import give_back_freed_memory
-from meseta.spec import MesetaError, Plan
+from meseta.spec import MesetaError, Plan, Shard
 from meseta.spec.blocks import BLOCK_BYTES, WRITES_IN_FLIGHT
-from meseta.storage import TableStorage
+from meseta.spec.row_bits import RowBits
+from meseta.storage import SelectedRows, TableStorage
 
 
 def save(
@@ -33,7 +42,7 @@ def save(
     world: World,
     step: int,
     plan: Plan,
-    shards: Sequence[TableStorage],
+    shards: Sequence[TableStorage | SelectedRows],
     dense: Mapping[str, Tensor],
     state: Mapping[str, Any],
     options: SaveOptions = PLAIN,
@@ -45,17 +54,21 @@ def save(
     killed at any moment leaves the former checkpoints and either nothing or the whole of the new one; an existing
     checkpoint of the same step is replaced. `parent` must be a directory that all ranks share and one run uses.
 
+    With `options.base` the save is a delta: shards are the selected rows of each piece (`TableStorage.select`), those
+    that have changed since the base and those that it asks for. The base must still lie in `parent`.
+
     Raises MesetaError, on all ranks together, when shards and plan do not agree, the state is no JSON, or a file
     cannot be written, for example on a full disk; what was written so far is then deleted.
     """
     parent = Path(parent)
-    local = {piece.shard: piece for piece in shards}
+    local: dict[Shard, TableStorage | SelectedRows] = {piece.shard: piece for piece in shards}
+    whole = [piece for piece in shards if isinstance(piece, TableStorage)]
     try:
-        together(world, lambda: local.update({piece.shard: piece.in_order() for piece in shards}))
+        together(world, lambda: local.update({piece.shard: piece.in_order() for piece in whole}))
         document = {"step": step, "plan": plan, "state": state}
         return _save(parent, world, document, local, dense, options)
     finally:
-        for piece in shards:
+        for piece in whole:
             if local[piece.shard] is not piece:
                 local[piece.shard].end_reading()
 
@@ -70,15 +83,23 @@ def _save(
 ) -> Path:
     """`save`, of pieces that are read in order."""
     step, plan = document["step"], document["plan"]
+    base = options.base
     own = together(world, lambda: _describe(world, plan, local, document["state"]))
     layouts = _merge(plan, world.gather_objects(own))
-    folders = [table_folder(name) for name in layouts]
+    selected = None if base is None else _count_selected(world, layouts, local)
+    if base is not None:
+        on_first(world, lambda: check_base(base, layouts))
+    jobs = together(world, lambda: _jobs(world, plan, layouts, selected))
+    folders = sorted({table_folder(job.layout.spec.name) for job in jobs})
     temporary = temporary_path(parent, step)
 
     try:
         on_first(world, lambda: begin(parent, step, folders))
         together(world, lambda: _check_shared(temporary))
-        blocks = _write_blocks(world, temporary, plan, layouts, local)
+        blocks: Mapping[str, Sequence[Entry]] = _write_blocks(world, temporary, jobs, local, options.bits)
+        if base is not None and world.rank == 0:
+            document = {**document, "deltas": base.entry(blocks)}
+            blocks = base.chained(blocks)
         tables = {name: {**layouts[name].to_dict(), "blocks": entries} for name, entries in blocks.items()}
         on_first(world, partial(_finish, temporary, {**document, "tables": tables}, dense, options.carried))
     except Exception as error:
@@ -137,35 +158,59 @@ def _check_shared(temporary: Path) -> None:
         )
 
 
+def _count_selected(world: World, layouts: Mapping[str, TableLayout], local: LocalShards) -> SelectedCounts:
+    """How many rows are selected of each block, by shard, on all ranks."""
+    counts: dict[Shard, dict[int, int]] = {}
+    for shard, piece in local.items():
+        if not isinstance(piece, SelectedRows) or shard.ranks[0] != world.rank:
+            continue
+        blocks = [
+            span for span in layouts[piece.spec.name].spans() if span[0] < shard.rows[1] and shard.rows[0] < span[1]
+        ]
+        bounds = torch.tensor([first for first, _ in blocks] + [blocks[-1][1]]) - shard.rows[0]
+        ends = torch.searchsorted(piece.rows, bounds.clamp(0, shard.num_rows)).tolist()
+        here = {first: end - begin for (first, _), (begin, end) in zip(blocks, pairwise(ends), strict=True)}
+        counts[shard] = {first: count for first, count in here.items() if count}
+    return {shard: held for part in world.gather_objects(counts) for shard, held in part.items()}
+
+
+def _jobs(world: World, plan: Plan, layouts: Mapping[str, TableLayout], selected: SelectedCounts | None) -> list[Job]:
+    """All blocks of which rows are written, the ranks in turns."""
+    blocks = [(layout, span) for layout in layouts.values() for span in layout.spans()]
+    jobs = [Job.of(layout, span, 0, plan[layout.spec.name], selected) for layout, span in blocks]
+    return [replace(job, writer=i % world.size) for i, job in enumerate(job for job in jobs if job.num_rows)]
+
+
 def _write_blocks(
-    world: World, temporary: Path, plan: Plan, layouts: Mapping[str, TableLayout], local: LocalShards
+    world: World, temporary: Path, jobs: Sequence[Job], local: LocalShards, bits: Mapping[str, RowBits]
 ) -> dict[str, list[dict[str, Any]]]:
     """Write all blocks, in rounds of a block, or of as many small ones, per rank; returns their entries in the manifest
     by table, on all ranks."""
-    blocks = [(layout, span) for layout in layouts.values() for span in layout.spans()]
-    jobs = [Job.of(layout, s, i % world.size, plan[layout.spec.name]) for i, (layout, s) in enumerate(blocks)]
     with ThreadPoolExecutor(WRITES_IN_FLIGHT) as pool:
-        writer = _Writer(temporary, pool, local)
+        writer = _Writer(temporary, pool, local, bits)
         for round_jobs in rounds(jobs, BLOCK_BYTES):
             # Nothing here keeps what was packed while the next round is.
             writer.submit(exchange(world, round_jobs, together(world, partial(writer.pack_next, world, round_jobs))))
         together(world, writer.finish)
     give_back_freed_memory()
-    entries: dict[str, list[dict[str, Any]]] = {name: [] for name in layouts}
+    entries: dict[str, list[dict[str, Any]]] = {}
     for own in world.gather_objects(writer.written):
         for name, entry in own:
-            entries[name].append(entry)
+            entries.setdefault(name, []).append(entry)
     return {name: sorted(found, key=lambda entry: entry["first_row"]) for name, found in entries.items()}
 
 
 class _Writer:
     """Writes the blocks of one rank in threads, while the next ones are exchanged."""
 
-    def __init__(self, temporary: Path, pool: ThreadPoolExecutor, local: LocalShards) -> None:
+    def __init__(
+        self, temporary: Path, pool: ThreadPoolExecutor, local: LocalShards, bits: Mapping[str, RowBits]
+    ) -> None:
         self.written: list[tuple[str, dict[str, Any]]] = []
         self._temporary = temporary
         self._pool = pool
         self._local = local
+        self._bits = bits
         self._in_flight: deque[Future[list[tuple[str, dict[str, Any]]]]] = deque()
 
     def pack_next(self, world: World, jobs: Sequence[Job]) -> Tensor:
@@ -193,9 +238,13 @@ class _Writer:
     def _write(self, job: Job, received: Sequence[Tensor]) -> tuple[str, dict[str, Any]]:
         """One block; its table, and its entry in the manifest."""
         name, schema = job.layout.spec.name, job.layout.schema
-        path = block_path(name, job.rows[0] // schema.block_rows)
+        number = job.rows[0] // schema.block_rows
         values = unpack(job, received, self._local)
-        return name, write_block(self._temporary, path, schema, job.rows[0], values)
+        ids = np.arange(job.num_rows, dtype=np.uint32) if job.is_whole else values.pop(ID)
+        rows = encode_rows(schema, values, self._bits.get(name))
+        if job.is_whole and not rows.codes:
+            return name, write_block(self._temporary, block_path(name, number), schema, job.rows[0], values)
+        return name, write_rows(self._temporary, rows_path(name, number), schema, job.rows[0], ids, rows)
 
 
 def _finish(

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -49,9 +49,8 @@ def list_them(
             typer.echo(f"{listed.path}  damaged: {listed.problem}")
         else:
             s = listed.summary
-            typer.echo(
-                f"{s.path}  {_when(s)}  {byte_size(s.num_bytes)}  {len(s.tables)} tables  model {s.checksum[:16]}"
-            )
+            size = f"{byte_size(s.own_bytes)}{f' of {byte_size(s.num_bytes)}' if s.needs else ''}"
+            typer.echo(f"{s.path}  {_when(s)}  {size}  {len(s.tables)} tables  {_content(s, 16)}")
     for path_of_another in () if as_json else strangers(checkpoints_of(path)):
         typer.echo(f"{path_of_another}  no checkpoint")
     if any(listed.summary is None for listed in found):
@@ -65,11 +64,11 @@ def _list_mirror(url: str, as_json: bool) -> None:
     from meseta.telemetry.shown import byte_size
 
     mirror = Mirror(url)
-    lines = [
+    lines: list[dict[str, Any]] = [
         {
             "path": f"{mirror.url}/{found.name}",
             "problem": found.problem,
-            **({key: m[key] for key in ("step", "checksum")} if (m := found.manifest) else {}),
+            **({key: m.get(key) for key in ("step", "checksum", "chain")} if (m := found.manifest) else {}),
             **({"num_bytes": mirrored_bytes(m)} if m else {}),
         }
         for found in mirror.checkpoints()
@@ -80,7 +79,8 @@ def _list_mirror(url: str, as_json: bool) -> None:
         if line["problem"]:
             typer.echo(f"{line['path']}  damaged: {line['problem']}")
         else:
-            typer.echo(f"{line['path']}  {byte_size(line['num_bytes'])}  model {line['checksum'][:16]}")
+            content = f"model {line['checksum'][:16]}" if line["checksum"] else f"delta {line['chain'][:16]}"
+            typer.echo(f"{line['path']}  {byte_size(line['num_bytes'])}  {content}")
     if any(line["problem"] for line in lines):
         raise typer.Exit(1)
 
@@ -114,7 +114,7 @@ def inspect(path: AnyPath, as_json: Annotated[bool, typer.Option("--json", help=
     from rich.table import Table
 
     typer.echo(f"{summary.path}: step {summary.step:,}, {_when(summary)}, saved by {summary.num_ranks} ranks")
-    typer.echo(f"model {summary.checksum}")
+    typer.echo(_content(summary))
     shown = Table()
     for name in ("table", "rows", "dim", "type", "optimizer", "states", "size"):
         shown.add_column(name, justify="right" if name in ("rows", "dim", "size") else "left", no_wrap=name != "states")
@@ -126,6 +126,30 @@ def inspect(path: AnyPath, as_json: Annotated[bool, typer.Option("--json", help=
         shown.add_row("answers carried", "", "", "", "", "", byte_size(summary.carried_bytes))
     Console().print(shown)
     typer.echo(f"in the data: {json.dumps(summary.reader)}")
+
+
+def _content(summary: Summary, digits: int = 64) -> str:
+    """What names the content, and which older checkpoints are needed for it."""
+    name = f"model {summary.checksum[:digits]}" if summary.checksum else f"chain {(summary.chain or '')[:digits]}"
+    if not summary.needs:
+        return name
+    steps = ", ".join(f"{step:,}" for step in summary.needs)
+    return f"{name}  {summary.policy} delta, needs files of step {steps}"
+
+
+@app.command()
+def compact(
+    path: AnyPath, out: Annotated[Path, typer.Option(help="Folder for the checkpoint; made if need be.")]
+) -> None:
+    """Make one whole checkpoint of a delta and the older ones whose files it needs, in DIR/step-..."""
+    from meseta.checkpoint import compact as write_whole
+    from meseta.checkpoint import summarize
+
+    with _found(path) as found:
+        summary = summarize(found)
+        with _progress(sum(table.num_embeddings for table in summary.tables), "compact") as on_rows:
+            made = write_whole(found, out, on_rows=on_rows)
+    typer.echo(f"{made}: {_content(summarize(made))}")
 
 
 @app.command()
@@ -196,7 +220,7 @@ def export_it(
             files = export_dense(found, out, programs[0])
         else:
             total = sum(t.num_embeddings for t in summarize(found).tables)
-            with _progress("export", "rows", None if table else total) as on_rows:
+            with _progress(None if table else total) as on_rows:
                 files = export(found, out, known[0], tables=table or ("*",), states=states, on_rows=on_rows)
     typer.echo(f"{out}: {len(files)} files, {byte_size(sum(file.stat().st_size for file in files))}")
 
@@ -262,7 +286,7 @@ def advise(
     with advise_run(run_dir, restores, data, storage_dir) as advisor:
         if advisor.split == "test":
             typer.echo("the data have no split valid, so test is measured", err=True)
-        with _progress("advise", "widths", advisor.num_widths) as on_widths:
+        with _progress(advisor.num_widths, "advise", "widths") as on_widths:
 
             def show(table: str, bits: int, ne_loss: float | None) -> None:
                 on_widths(1)
@@ -279,15 +303,15 @@ def advise(
 
 
 @contextmanager
-def _progress(what: str, unit: str, total: int | None) -> Iterator[Callable[[int], None]]:
+def _progress(total: int | None, doing: str = "export", unit: str = "rows") -> Iterator[Callable[[int], None]]:
     """A live line on standard error."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     counted = TextColumn(f"{{task.completed:>13,.0f}} {unit}")
-    columns = (TextColumn(what), BarColumn(), counted, TimeRemainingColumn())
+    columns = (TextColumn(doing), BarColumn(), counted, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(doing, total=total)
         yield lambda rows: bar.update(task, advance=rows)
 
 

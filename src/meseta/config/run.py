@@ -190,6 +190,13 @@ class CheckpointConfig(Section):
     background: Literal["auto", "always", "never"] = "auto"
     """Write while training goes on, from a copy that takes as much memory as the tables and states of a rank. 'auto'
     does so where every rank has twice that free; else training waits until all is written."""
+    deltas: Literal["none", "one_shot", "consecutive", "intermittent", "rolling"] = "none"
+    """Which checkpoints hold but the rows that have changed, and need files of older ones. 'none': each is whole.
+    'one_shot': what has changed since the last whole one; 'consecutive': since the one before; 'intermittent': as
+    'one_shot', and a whole one as soon as that is expected to be cheaper; 'rolling': as 'consecutive', and each writes
+    a part of all rows anew, so that none is large."""
+    max_chain: int = Field(default=8, ge=2, le=1024)
+    """The most files that any row needs."""
     on_failure: Literal["stop", "continue"] = "stop"
     """What a save that fails does to the run, as on a full disk: 'stop' ends it, 'continue' says so and trains on until
     the next save. The last one, and that of a signal, end it in any case."""
@@ -201,6 +208,9 @@ class CheckpointConfig(Section):
     expected_restores: Whole = 20
     """Times that bits 'auto' expects this run to be taken up from a checkpoint; where they become more, later
     checkpoints are wider."""
+    on_signal: Literal["exact", "delta"] = "exact"
+    """What a signal saves where rows have fewer bits: a whole exact checkpoint, or, in less time, one as those
+    before."""
     keep_last: Count = 2
     """Checkpoints kept; older ones are removed."""
     keep_best: bool = False

@@ -37,8 +37,8 @@ class Saved:
 
     path: str
     step: int
-    checksum: str
-    """Names the model: equal where two runs ended with the same bits."""
+    checksum: str | None
+    """Names the model: equal where two runs ended with the same bits; None of a delta."""
     num_bytes: int
 
 

@@ -233,7 +233,7 @@ def _speed(comparison: Comparison) -> str:
                 duration(run.head.train_s),
                 text(f"step {saved.step:,}") if saved else ABSENT,
                 byte_size(saved.num_bytes) if saved else ABSENT,
-                tag("code", text(saved.checksum[:12])) if saved else ABSENT,
+                tag("code", text(saved.checksum[:12])) if saved and saved.checksum else ABSENT,
             ]
         )
     note = "Training time is without evaluations and checkpoints. Equal models have equal names, to the last bit."

@@ -10,6 +10,8 @@ WRITES_IN_FLIGHT = 4
 """Rounds that a rank writes while it exchanges the next one: some are summed while the disk takes others."""
 ID_BYTES = 8
 """Of the number of a row, which stands before it in a block."""
+ROW_ID_BYTES = 4
+"""Of a row that stands among some of a block, counted from the first of the block."""
 
 
 def block_rows(row_bytes: int, block_bytes: int = BLOCK_BYTES) -> int:

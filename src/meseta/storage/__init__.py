@@ -14,10 +14,21 @@ from meseta.storage.far import FarRows, HostRows
 from meseta.storage.lease import Lease
 from meseta.storage.records import RecordLayout
 from meseta.storage.resident import TableShard
+from meseta.storage.selection import SelectedRows
 from meseta.storage.table import ROW, TableStorage, as_stored
 from meseta.storage.tiered import NearRowsTaken, TieredShard, values_like
 
-__all__ = ["ROW", "Lease", "NearRowsTaken", "TableShard", "TableStorage", "TieredShard", "as_stored", "make_storages"]
+__all__ = [
+    "ROW",
+    "Lease",
+    "NearRowsTaken",
+    "SelectedRows",
+    "TableShard",
+    "TableStorage",
+    "TieredShard",
+    "as_stored",
+    "make_storages",
+]
 
 
 def make_storages(

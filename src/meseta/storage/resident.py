@@ -12,13 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meseta.jagged.shapes import Float
+from meseta.jagged.shapes import Float, Int
 from meseta.ops.memory import empty
 from meseta.ops.random_rows import initial_rows, table_key
 from meseta.ops.row_marks import RowMarks
 from meseta.ops.row_program.optimizer import RowOptimizer
 from meseta.ops.row_update import TableRows
 from meseta.spec import MesetaError, Shard, TableSpec
+from meseta.storage.selection import CopiedRows, SelectedRows, copy_rows
 from meseta.storage.table import ROW, TableStorage, as_stored
 
 
@@ -106,6 +107,10 @@ class TableShard(TableStorage):
         for name, value in self.values.items():
             copy.values[name].copy_(value.detach())
         return copy
+
+    def select(self, rows: Int[Tensor, " n"], reuse: SelectedRows | None = None) -> CopiedRows:
+        copies, buffers = copy_rows(self.values, rows, reuse)
+        return CopiedRows(self.spec, self.shard, self.values, rows, copies=copies, buffers=buffers)
 
     def _room_for_copy(self) -> TableShard:
         """A shard of the same shape in the memory of the host."""

@@ -16,6 +16,7 @@ from meseta.ops.row_marks import Consumer, RowMarks
 from meseta.ops.row_program.optimizer import RowOptimizer
 from meseta.ops.row_update import TableRows
 from meseta.spec import Shard, TableSpec
+from meseta.storage.selection import FrozenSelection, SelectedRows
 
 ROW = "row"
 """Name of the rows among the optimizer's states."""
@@ -88,6 +89,13 @@ class TableStorage(ABC):
     def freeze(self, reuse: TableStorage | None = None) -> TableStorage:
         """A copy in the memory of the host, which training does not change. `reuse` is one that was made before and is
         needed no longer."""
+
+    def select(self, rows: Int[Tensor, " n"], reuse: SelectedRows | None = None) -> SelectedRows:
+        """Some rows, ascending, which training does not change. `reuse` is one that was made before and is needed no
+        longer."""
+        frozen = self.freeze()
+        of = self.spec, self.shard, self.values, rows
+        return FrozenSelection(*of, read=frozen.read, close=frozen.end_reading)
 
     def in_order(self) -> TableStorage:
         """The rows, to be read from the first to the last while nothing changes them, until `end_reading`."""

@@ -24,6 +24,7 @@ from meseta.spec.tiers import DISK, SLOT_BYTES, index_bytes
 from meseta.storage.far import FarRows, FarSnapshot
 from meseta.storage.file_parts import FrozenFile
 from meseta.storage.records import RecordLayout
+from meseta.storage.selection import CopiedRows, SelectedRows, room_for
 from meseta.storage.table import ROW, TableStorage, as_stored, from_stored
 from meseta.telemetry.row_traffic import RowTraffic
 
@@ -60,16 +61,20 @@ class _FarShard(TableStorage):
 
     def _values(self, records: Sequence[Tensor], is_present: Tensor, first: int, stop: int) -> dict[str, Tensor]:
         """Rows first..stop-1 of such records; those that are not there are made, in their place."""
-        absent = torch.nonzero(~is_present).squeeze(1)
         start, columns = self.shard.rows[0], self.shard.columns
-        if absent.numel() == stop - first:
+        if not is_present.any():
             weight = initial_rows(
                 self.spec, rows=(start + first, start + stop), columns=columns, seed=self.seed, device="cpu"
             )
             return {ROW: weight, **self.optimizer.init(weight)}
+        return self._values_of(records, is_present, torch.arange(first, stop))
+
+    def _values_of(self, records: Sequence[Tensor], is_present: Tensor, rows: Tensor) -> dict[str, Tensor]:
+        """The same of any rows."""
+        absent = torch.nonzero(~is_present).squeeze(1)
         values = self._layout.named(records)
         if absent.numel():
-            for name, value in self._new(absent + first).items():
+            for name, value in self._new(rows[absent]).items():
                 values[name][absent] = value
         return values
 
@@ -236,10 +241,13 @@ class TieredShard(_FarShard):
 
     def read(self, first: int, stop: int) -> dict[str, Tensor]:
         """Copies."""
+        return self._read_rows(torch.arange(first, stop))
+
+    def _read_rows(self, rows: Tensor) -> dict[str, Tensor]:
+        """Copies of any rows."""
         self._settle()
-        rows = torch.arange(first, stop)
-        records = torch.empty(stop - first, self._layout.num_bytes, dtype=torch.uint8)
-        values = self._values([records], self.far.read(rows, records).wait(), first, stop)
+        records = torch.empty(len(rows), self._layout.num_bytes, dtype=torch.uint8)
+        values = self._values_of([records], self.far.read(rows, records).wait(), rows)
         slots = self.cache.find(rows)
         here = torch.nonzero(slots >= 0).squeeze(1)
         where = slots[here].to(self.device)
@@ -271,6 +279,17 @@ class TieredShard(_FarShard):
         rows = self.far.freeze()
         far = FrozenFile(rows, self._layout.widths) if isinstance(rows, FrozenRows) else rows
         return FrozenShard(self.spec, self.shard, self.optimizer, far, seed=self.seed, like=self._like)
+
+    def select(self, rows: Tensor, reuse: SelectedRows | None = None) -> SelectedRows:
+        """Rows of a disk are read block by block when the selection is, after what lies near was written there; others
+        are copied."""
+        if self.shard.tier == DISK:
+            return super().select(rows)
+        copies, buffers = room_for(self._like, len(rows), reuse)
+        for first in range(0, len(rows), MOVED_ROWS):
+            for name, value in self._read_rows(rows[first : first + MOVED_ROWS]).items():
+                copies[name][first : first + len(value)] = value
+        return CopiedRows(self.spec, self.shard, self._like, rows, copies=copies, buffers=buffers)
 
     def in_order(self) -> TableStorage:
         return self.freeze() if self.shard.tier == DISK else self

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from meseta import checkpoint
-from meseta.checkpoint.background import BackgroundSave
+from meseta.checkpoint.background import BackgroundSave, copied
+from meseta.checkpoint.changes import ChangedRows
+from meseta.checkpoint.failures import together
+from meseta.checkpoint.policy import asks_since_whole
 from meseta.checkpoint.store.directory import checkpoint_path
 from meseta.comm import World
 from meseta.config import CheckpointConfig
@@ -22,7 +25,8 @@ from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollecti
 from meseta.machine.interruption import Interruption, Stopped
 from meseta.machine.ranks import num_local_ranks
 from meseta.planner.cost.memory import copy_bytes
-from meseta.spec import MesetaError
+from meseta.spec import MesetaError, Plan
+from meseta.spec.row_bits import RowBits
 from meseta.storage import TableStorage
 from meseta.train.setup.memory import free_bytes
 
@@ -43,6 +47,8 @@ class Saver:
         self.stopping = False
         """Whether a signal asked some rank to stop."""
         self.interruption = Interruption()
+        self.marks_since_whole = asks_since_whole(config.deltas)
+        """Whether a run that is resumed marks what has changed since the last whole checkpoint."""
         self._config = config
         self._folder = folder
         self._world = world
@@ -52,8 +58,13 @@ class Saver:
         """Whether rank 0 has told since the last checkpoint that it is time for one: what is known a step later is told
         once."""
         self._background = BackgroundSave(world)
+        self._changes = ChangedRows(folder, world, config.deltas, config.max_chain)
+        self._saved_shards: Sequence[TableStorage] = ()
+        """Of the newest save."""
         self._former_step = 0
         """`saved_step` where the save in the background fails."""
+        self._restores = 0
+        """Times that rows have come back from codes."""
         self._copies: bool | None = None
         self._mirror = checkpoint.Mirror(config.mirror) if config.mirror and world.rank == 0 else None
         self._notes: deque[str] = deque()
@@ -98,22 +109,61 @@ class Saver:
         Training goes on while it is written, unless it is the last one or memory for a copy is short. Raises, on all
         ranks, what this save or the one before it met, where `checkpoint.on_failure` or the end of the run asks for it.
         """
-        options = checkpoint.SaveOptions(carried=carried)
-        known: dict[str, Any] = {"step": step, "plan": embeddings.plan, "state": state, "options": options}
         prune = partial(self._prune, best_step if self._config.keep_best else None)
         self._end_background()
         ends = is_last or self.stopping
         self._saved_s, self._minutes_told = time.monotonic(), False
-        if not ends and self._is_in_background(embeddings.shards):
-            self._background.start(self._folder, shards=embeddings.shards, dense=dense, then=prune, **known)
-        else:
-            try:
-                checkpoint.save(self._folder, world=self._world, shards=embeddings.shards, dense=dense, **known)
+        shards = embeddings.shards
+        self._tell_of_whole(shards)
+        is_best = step == best_step and self._config.keep_best
+        exact = is_last or is_best or (self.stopping and self._config.on_signal == "exact")
+        bits = self._bits(embeddings.plan)
+        base, rows = self._changes.take(self.saved_step, shards, bits, whole=bool(bits) and exact)
+        options = checkpoint.SaveOptions(carried=carried, base=base, bits={} if exact else bits)
+        state = {**state, **({"restores": self._restores} if self._restores else {})}
+        known: dict[str, Any] = {"step": step, "plan": embeddings.plan, "state": state, "options": options}
+        try:
+            if not ends and self._is_in_background(shards):
+                self._background.start(self._folder, shards=shards, rows=rows, dense=dense, then=prune, **known)
+            else:
+                self._save_now(shards, rows, dense, known)
                 prune(self._world)
-            except MesetaError as error:
-                self._note(error, ends)
-                return
+        except MesetaError as error:
+            self._changes.give_back(shards)
+            self._note(error, ends)
+            return
         self._former_step, self.saved_step = self.saved_step, step
+        self._saved_shards = shards
+
+    def take_up(self, state: Mapping[str, Any]) -> int:
+        """Go on from a checkpoint, of what `restore` returned; its step."""
+        self.saved_step, self._restores = state["step"], state["restores"]
+        return self.saved_step
+
+    def _bits(self, plan: Plan) -> dict[str, RowBits]:
+        """Of checkpoints that need not be exact, by table."""
+        bits = {entry.table: self._config.bits_of(entry.table, self._restores) for entry in plan.tables}
+        return {table: of_table for table, of_table in bits.items() if of_table is not None}
+
+    def _save_now(
+        self,
+        shards: Sequence[TableStorage],
+        rows: Sequence[Tensor] | None,
+        dense: Mapping[str, Tensor],
+        known: Mapping[str, Any],
+    ) -> None:
+        """Write a checkpoint while training waits. Collective."""
+        selected = together(self._world, lambda: [] if rows is None else copied(shards, rows))
+        try:
+            checkpoint.save(self._folder, world=self._world, shards=selected or shards, dense=dense, **known)
+        finally:
+            for selection in selected:
+                selection.end_reading()
+
+    def _tell_of_whole(self, shards: Sequence[TableStorage]) -> None:
+        """Say once which tables deltas hold whole. Collective."""
+        if not self._saved_shards and (note := self._changes.note(shards)) and self._world.rank == 0:
+            self._notes.append(note)
 
     def _end_background(self) -> None:
         """Until no save is on its way; raises, on all ranks, what the last one met, unless the run goes on anyway.
@@ -121,6 +171,7 @@ class Saver:
         try:
             self._background.wait()
         except MesetaError as error:
+            self._changes.give_back(self._saved_shards)
             self._note(error)
             self.saved_step = self._former_step
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
 from meseta import checkpoint
+from meseta.checkpoint.manifest import QUANTISED
 from meseta.comm import World
 from meseta.comm.dense_shards import cut_like, is_cut, whole
 from meseta.data.batch import Batch
@@ -49,6 +50,7 @@ class _State(_Kept):
     reader: dict[str, Any]
     best: _Best | None = None
     evaluated: Count = 0
+    restores: Count = 0
     plateaus: dict[str, _Plateau] = {}
 
 
@@ -140,16 +142,25 @@ def num_clamped(clamped: Tensor | None, world: World) -> int | None:
     return None if clamped is None else int(world.sum_of_few(clamped, "numbers clamped"))
 
 
-def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer | None, world: World) -> dict[str, Any]:
+def restore(
+    path: Path,
+    model: Any,
+    optimizer: torch.optim.Optimizer | None,
+    world: World,
+    *,
+    marks_since_whole: bool = False,
+) -> dict[str, Any]:
     """Fill model and optimizer from a checkpoint, under any plan; returns its state with `step`, `dense`, `carried`
-    and, by table, the constants of the row `optimizers`.
+    and, by table, the constants of the row `optimizers`; `restores` counts this one where its rows were in codes.
 
-    Without an optimizer, for a model that does not train on, its moments are left in the file. Raises MesetaError, on
+    Without an optimizer, for a model that does not train on, its moments are left in the file. Rows are marked as
+    `checkpoint.load` says. Raises MesetaError, on
     all ranks, where the checkpoint is damaged, with the newest older one that is not, and where it is of another model
     or dense optimizer.
     """
     try:
-        loaded = checkpoint.load(path, world=world, shards=model.embeddings.shards)
+        shards = model.embeddings.shards
+        loaded = checkpoint.load(path, world=world, shards=shards, marks_since_whole=marks_since_whole)
     except checkpoint.DamagedCheckpoint as problem:
         offers = world.gather_objects(checkpoint.offer_older(problem, path) if world.rank == 0 else None)
         raise offers[0] from None
@@ -167,7 +178,8 @@ def restore(path: Path, model: Any, optimizer: torch.optim.Optimizer | None, wor
     embeddings.go_on_from(loaded.state["embedding_step"], counts)
     optimizers = {name: entry["optimizer"] for name, entry in loaded.manifest["tables"].items()}
     tensors = {"dense": loaded.dense, "carried": loaded.carried}
-    return {**loaded.state, **tensors, "step": loaded.step, "optimizers": optimizers}
+    restores = loaded.state.get("restores", 0) + (QUANTISED in loaded.manifest)
+    return {**loaded.state, **tensors, "step": loaded.step, "optimizers": optimizers, "restores": restores}
 
 
 def _check_state(path: Path, state: Mapping[str, Any]) -> None:

@@ -444,9 +444,9 @@ class Trainer:
         check_resume(self.config, path)
         if path != self._met:  # a mirror had it
             self._meet(path)
-        state = restore(path, self.model, self.optimizer, self.world)
+        state = restore(path, self.model, self.optimizer, self.world, marks_since_whole=self.saver.marks_since_whole)
         check_model(self.run_dir, self.config, self.world)
-        self.step = self.saver.saved_step = state["step"]
+        self.step = self.saver.take_up(state)
         self.num_samples = state["num_samples"]
         self.clock.train_s = state["train_s"]
         if state["reader"] != self._read_from:  # a mirror had it, or it is refused here

@@ -1,4 +1,4 @@
-"""One block file: an Arrow IPC file with one record batch of consecutive logical rows."""
+"""One file of rows: an Arrow IPC file with one record batch, of all rows of a block or of some."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from meseta.checkpoint.failures import broken_file, check_checksum, file_of, writing
 from meseta.checkpoint.files import digest
+from meseta.checkpoint.files.codes import StoredRows, coded_fields, decode_rows
 from meseta.checkpoint.files.layout import ID, BlockSchema
 from meseta.checkpoint.files.raw import read_whole, scratch, write_whole
 from meseta.errors import one_line, shown
@@ -34,18 +35,29 @@ def write_block(root: Path, path: str, schema: BlockSchema, first_row: int, valu
     if frame is not None:
         content, checksum = _fill_frame(frame, ids, columns)
     else:
-        content, checksum = _arrow_file(schema, ids, columns), digest.of_arrays(columns)
+        content, checksum = _arrow_file(schema.to_arrow(), schema, ids, columns), digest.of_arrays(columns)
         if num_rows == schema.block_rows:
             _frames[schema] = _frame_of(content, columns)
+    return _write(root, path, content, first_row=first_row, num_rows=num_rows, checksum=checksum)
+
+
+def write_rows(
+    root: Path, path: str, schema: BlockSchema, first_row: int, ids: np.ndarray, rows: StoredRows
+) -> dict[str, Any]:
+    """Write some rows of a block that begins at `first_row`: `ids`, uint32 [n] ascending, count from there. As
+    `write_block`; the checksum is over the ids too, and the columns as they are stored."""
+    columns = [rows.values[column.name] for column in schema.columns]
+    content = _arrow_file(coded_fields(schema, rows.codes), schema, ids, columns)
+    checksum = digest.of_arrays([ids, *columns])
+    entry = _write(root, path, content, first_row=first_row, num_rows=len(ids), checksum=checksum)
+    return {**entry, "codes": rows.codes, "error": rows.errors} if rows.codes else entry
+
+
+def _write(root: Path, path: str, content: memoryview, **known: Any) -> dict[str, Any]:
+    """Write what `scratch` holds; its entry in the manifest."""
     with writing(root / path):
         write_whole(root / path, content, len(content))
-    return {
-        "path": path,
-        "first_row": first_row,
-        "num_rows": num_rows,
-        "num_bytes": len(content),
-        "checksum": checksum,
-    }
+    return {"path": path, "num_bytes": len(content), **known}
 
 
 def sync_block(root: Path, path: str) -> None:
@@ -54,13 +66,13 @@ def sync_block(root: Path, path: str) -> None:
         sync(root / path)
 
 
-def _arrow_file(schema: BlockSchema, ids: np.ndarray, columns: Sequence[np.ndarray]) -> memoryview:
-    """A file of one record batch, in this thread's `scratch`."""
+def _arrow_file(fields: pa.Schema, schema: BlockSchema, ids: np.ndarray, columns: Sequence[np.ndarray]) -> memoryview:
+    """A file of one record batch of these fields, in this thread's `scratch`."""
     arrays = [pa.array(ids)]
-    for column, field, values in zip(schema.columns, list(schema.to_arrow())[1:], columns, strict=True):
+    for column, field, values in zip(schema.columns, list(fields)[1:], columns, strict=True):
         flat = pa.array(values.reshape(-1))  # shares memory, so every bit pattern survives
         arrays.append(pa.FixedSizeListArray.from_arrays(flat, type=field.type) if column.kind == "element" else flat)
-    batch = pa.RecordBatch.from_arrays(arrays, schema=schema.to_arrow())
+    batch = pa.RecordBatch.from_arrays(arrays, schema=fields)
     content = scratch(pa.ipc.get_record_batch_size(batch) + schema.frame_bytes)
     sink = pa.FixedSizeBufferWriter(pa.py_buffer(content))
     with pa.ipc.new_file(sink, batch.schema) as writer:
@@ -126,21 +138,42 @@ def read_block(root: Path, schema: BlockSchema, entry: Mapping[str, Any]) -> Val
     expected, or other content than its checksum says.
     """
     path = file_of(root, entry)
+    ids, values = _read(path, schema.to_arrow(), schema, entry)
+    first, stop = entry["first_row"], entry["first_row"] + entry["num_rows"]
+    if not np.array_equal(ids, np.arange(first, stop)):
+        raise broken_file(path, f"must hold the rows {first}..{stop - 1} in order, but its ids are others")
+    check_checksum(path, entry["checksum"], digest.of_arrays(values[column.name] for column in schema.columns))
+    return values
+
+
+def read_rows(root: Path, schema: BlockSchema, entry: Mapping[str, Any], block_rows: int) -> tuple[np.ndarray, Values]:
+    """Some rows of a block of `block_rows`: ids, uint32 [n] ascending, and their values; checked, and kept, as those of
+    `read_block` are."""
+    path, codes = file_of(root, entry), entry.get("codes") or {}
+    ids, values = _read(path, coded_fields(schema, codes), schema, entry)
+    if not (ids[1:] > ids[:-1]).all() or ids[-1] >= block_rows:
+        raise broken_file(path, f"must have ids that rise and are below {block_rows}, but its ids are others")
+    checksum = digest.of_arrays([ids, *(values[column.name] for column in schema.columns)])
+    check_checksum(path, entry["checksum"], checksum)
+    return ids, decode_rows(schema, values, codes)
+
+
+def _read(path: Path, fields: pa.Schema, schema: BlockSchema, entry: Mapping[str, Any]) -> tuple[np.ndarray, Values]:
+    """Ids and values of a file with these fields and as many rows as its entry says."""
     try:
         content = pa.py_buffer(read_whole(path, entry["num_bytes"]))
         with pa.ipc.open_file(pa.BufferReader(content)) as reader:
             num_batches = reader.num_record_batches
-            _check_schema(path, schema, reader.schema)
+            _check_schema(path, fields, reader.schema)
             batch = pa.ipc.read_record_batch(_batch_message(path, content), reader.schema)
         batch.validate()
-        _check_rows(path, batch, entry, num_batches)
-        values = {c.name: _to_numpy(batch.column(c.name), schema.shape(c, batch.num_rows)) for c in schema.columns}
+        _check_num_rows(path, batch, entry["num_rows"], num_batches)
+        values = {column.name: _to_numpy(batch.column(column.name)) for column in schema.columns}
+        return batch.column(ID).to_numpy(), values
     except MesetaError:
         raise
     except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError, struct.error) as error:
         raise broken_file(path, f"is not a whole Arrow file ({one_line(error)})") from None
-    check_checksum(path, entry["checksum"], digest.of_arrays(values[column.name] for column in schema.columns))
-    return values
 
 
 def _batch_message(path: Path, content: pa.Buffer) -> pa.Message:
@@ -172,25 +205,25 @@ def _batch_message(path: Path, content: pa.Buffer) -> pa.Message:
     return message
 
 
-def _check_schema(path: Path, schema: BlockSchema, stored: pa.Schema) -> None:
+def _check_schema(path: Path, fields: pa.Schema, stored: pa.Schema) -> None:
     """Raise MesetaError unless names and types of the columns are those expected."""
-    if not stored.equals(schema.to_arrow()):
-        expected, found = (", ".join(f"{f.name} {f.type}" for f in s) for s in (schema.to_arrow(), stored))
+    is_coded = any(b"codes" in (field.metadata or {}) for field in fields)
+    if not stored.equals(fields, check_metadata=is_coded):
+        expected, found = (", ".join(f"{f.name} {f.type}" for f in s) for s in (fields, stored))
         raise broken_file(path, f"must have the columns [{expected}], but has {shown(f'[{found}]')}")
 
 
-def _check_rows(path: Path, batch: pa.RecordBatch, entry: Mapping[str, Any], num_batches: int) -> None:
-    """Raise MesetaError unless ids and the number of rows are those expected."""
-    first, num_rows = entry["first_row"], entry["num_rows"]
+def _check_num_rows(path: Path, batch: pa.RecordBatch, num_rows: int, num_batches: int) -> None:
+    """Raise MesetaError unless the number of rows is that expected, and each has all its values."""
     if num_batches != 1 or batch.num_rows != num_rows:
         found = f"{num_batches} record batches, the first of {batch.num_rows} rows"
         raise broken_file(path, f"must have 1 record batch of {num_rows} rows, but has {found}")
     if any(array.null_count for array in batch.columns):
         raise broken_file(path, "must have a value everywhere, but some are missing")
-    if not np.array_equal(batch.column(ID).to_numpy(), np.arange(first, first + num_rows)):
-        raise broken_file(path, f"must hold the rows {first}..{first + num_rows - 1} in order, but its ids are others")
 
 
-def _to_numpy(array: pa.Array, shape: tuple[int, ...]) -> np.ndarray:
+def _to_numpy(array: pa.Array) -> np.ndarray:
     """The values of a column as [rows, D] or [rows], without a copy."""
-    return (array.flatten() if pa.types.is_fixed_size_list(array.type) else array).to_numpy().reshape(shape)
+    if not pa.types.is_fixed_size_list(array.type):
+        return array.to_numpy()
+    return array.flatten().to_numpy().reshape(len(array), array.type.list_size)

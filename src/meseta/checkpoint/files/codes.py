@@ -9,16 +9,19 @@ ones, by whose roots steps are divided.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from meseta.checkpoint.files.layout import BlockSchema, Column
+from meseta.errors import shown
 from meseta.ops.quantize import RowFormat, dequantize_rows, quantize_rows
 from meseta.ops.quantize.reference import BITS, row_bytes
 from meseta.spec import MesetaError
-from meseta.spec.row_bits import RowBits
+from meseta.spec.blocks import ROW_ID_BYTES
+from meseta.spec.row_bits import WIDTHS, RowBits
 from meseta.storage import ROW, as_stored
 from meseta.storage.table import from_stored
 
@@ -30,10 +33,22 @@ _FORMATS: Mapping[RowBits, tuple[RowFormat, ...]] = {
 }
 """Of rows: the first one that takes all values of a file."""
 _STATE_FORMAT: RowFormat = "bf16"
-QUANTISED_ID_BYTES = 4
-"""Of the number of a row, counted from the first of its block."""
-_MEASURED_VALUES = 1 << 20
+_MEASURED_VALUES = 1 << 18
 """Values that are restored and compared at a time."""
+
+
+Codes = Mapping[str, RowFormat]
+"""By column; those that are not there are exact."""
+
+
+class StoredRows(NamedTuple):
+    """Some rows as a file stores them."""
+
+    values: dict[str, np.ndarray]
+    """By column, as `StoredColumn` has them."""
+    codes: dict[str, RowFormat]
+    errors: dict[str, float]
+    """Of each column in codes."""
 
 
 class StoredColumn(NamedTuple):
@@ -61,11 +76,73 @@ def row_bytes_of(schema: BlockSchema, bits: RowBits | None) -> int:
     """Bytes of a row with its id and states in a file of so many bits; None: in a block."""
     if bits is None:
         return schema.row_bytes
-    forms = {column: formats_of(schema, column, bits) for column in schema.columns}
-    return QUANTISED_ID_BYTES + sum(
-        row_bytes(of[0], schema.embedding_dim) if of else np.dtype(column.stored).itemsize * schema.width(column)
-        for column, of in forms.items()
+    forms = {column.name: formats_of(schema, column, bits) for column in schema.columns}
+    return coded_row_bytes(schema, {name: of[0] for name, of in forms.items() if of})
+
+
+def coded_row_bytes(schema: BlockSchema, codes: Codes) -> int:
+    """Bytes of a row with its id and states in a file of such codes."""
+    return ROW_ID_BYTES + sum(
+        row_bytes(codes[column.name], schema.embedding_dim)
+        if column.name in codes
+        else np.dtype(column.stored).itemsize * schema.width(column)
+        for column in schema.columns
     )
+
+
+def coded_fields(schema: BlockSchema, codes: Codes) -> pa.Schema:
+    """As `BlockSchema.rows_to_arrow`; a column in codes is a list of the bytes of a row, and its field's metadata say
+    what it means: {'dtype': 'float32', 'codes': 'int4'}."""
+    fields = schema.rows_to_arrow()
+    for place, column in enumerate(schema.columns, start=1):
+        if form := codes.get(column.name):
+            item = pa.field("item", pa.uint8(), nullable=False)
+            kind, metadata = (
+                pa.list_(item, row_bytes(form, schema.embedding_dim)),
+                {"dtype": column.dtype, "codes": form},
+            )
+            fields = fields.set(place, pa.field(column.name, kind, nullable=False, metadata=metadata))
+    return fields
+
+
+def codes_fault(schema: BlockSchema, entry: Mapping[str, Any]) -> str | None:
+    """In what a file's entry in a manifest has other codes than a column may have, or states no error of them; None
+    where nothing is wrong, as where there are none."""
+    codes, errors = entry.get("codes"), entry.get("error")
+    if codes is None and errors is None:
+        return None
+    if not codes or codes.keys() != (errors or {}).keys():
+        return "its codes and their errors must be of the same columns, at least of one"
+    known = {
+        column.name: {form for bits in WIDTHS for form in formats_of(schema, column, bits)} for column in schema.columns
+    }
+    for name, form in codes.items():
+        if form not in known.get(name, ()):
+            return f"its column {shown(name)} cannot be in {form}"
+    return None
+
+
+def encode_rows(schema: BlockSchema, values: Mapping[str, np.ndarray], bits: RowBits | None) -> StoredRows:
+    """All columns of some rows; of `bits` None exact."""
+    if bits is None:
+        return StoredRows(dict(values), {}, {})
+    stored = {column.name: encode(schema, column, values[column.name], bits) for column in schema.columns}
+    coded = {name: column for name, column in stored.items() if column.codes is not None}
+    return StoredRows(
+        {name: column.values for name, column in stored.items()},
+        {name: column.codes for name, column in coded.items() if column.codes is not None},
+        {name: column.error for name, column in coded.items()},
+    )
+
+
+def decode_rows(schema: BlockSchema, stored: Mapping[str, np.ndarray], codes: Codes) -> dict[str, np.ndarray]:
+    """The way back, with the exact types of all columns."""
+    return {
+        column.name: decode(schema, column, stored[column.name], codes[column.name])
+        if column.name in codes
+        else stored[column.name]
+        for column in schema.columns
+    }
 
 
 def encode(schema: BlockSchema, column: Column, values: np.ndarray, bits: RowBits) -> StoredColumn:

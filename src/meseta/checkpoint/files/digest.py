@@ -59,9 +59,21 @@ def of_table(entry: Mapping[str, Any]) -> str:
     return of_json({**head, "blocks": [block["checksum"] for block in entry["blocks"]]})
 
 
+def of_chain(entry: Mapping[str, Any]) -> str:
+    """Digest of a table's entry whose blocks are put together from several files: its shape, columns and, of each file,
+    the first row of its block, the number of its rows and its digest."""
+    head = {name: entry[name] for name in TABLE_SHAPE}
+    files = [[file["first_row"], file["num_rows"], file["checksum"]] for file in entry["blocks"]]
+    return of_json({**head, "files": files})
+
+
 def of_model(manifest: Mapping[str, Any]) -> str:
-    """Digest of the whole model, tables and dense tensors, whatever the step, the plan and the trainer's state."""
-    tables = {name: entry["checksum"] for name, entry in manifest["tables"].items()}
+    """Digest of the whole model, tables and dense tensors, whatever the step, the plan and the trainer's state. A table
+    without a checksum of its content stands there with the digest of its chain."""
+    tables = {
+        name: entry["checksum"] if entry.get("checksum") is not None else entry["chain"]
+        for name, entry in manifest["tables"].items()
+    }
     return of_json({"tables": tables, "dense": manifest["dense"]["checksum"]})
 
 

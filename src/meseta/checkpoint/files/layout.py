@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
-from meseta.machine.files import file_name, former_file_name, has_controls
+from meseta.machine.files import has_controls
 from meseta.spec import MesetaError, TableSpec
 from meseta.spec.blocks import BLOCK_BYTES, ID_BYTES, block_rows
 from meseta.storage import ROW
@@ -58,7 +58,12 @@ class BlockSchema:
     @property
     def row_bytes(self) -> int:
         """Bytes of one logical row with its id and state."""
-        return ID_BYTES + sum(np.dtype(c.stored).itemsize * self.width(c) for c in self.columns)
+        return ID_BYTES + self.value_bytes
+
+    @property
+    def value_bytes(self) -> int:
+        """Of one row and its state, without its id."""
+        return sum(np.dtype(c.stored).itemsize * self.width(c) for c in self.columns)
 
     @property
     def block_rows(self) -> int:
@@ -96,11 +101,15 @@ class BlockSchema:
         return (num_rows, self.embedding_dim) if column.kind == "element" else (num_rows,)
 
     def to_arrow(self) -> pa.Schema:
-        """id int64, then fixed-size lists of D values, or plain values for what a row has one of.
+        """Of a block: id int64, then fixed-size lists of D values, or plain values for what a row has one of.
 
         A field whose stored type is not the column's has that in its metadata: {'dtype': 'bfloat16'}.
         """
-        return _to_arrow(self)
+        return _to_arrow(self, pa.int64())
+
+    def rows_to_arrow(self) -> pa.Schema:
+        """Of some rows of a block: id uint32, counted from the first row of the block, then as `to_arrow`."""
+        return _to_arrow(self, pa.uint32())
 
     @staticmethod
     def from_dict(entry: Mapping[str, Any]) -> BlockSchema:
@@ -110,9 +119,9 @@ class BlockSchema:
 
 
 @lru_cache(64)
-def _to_arrow(schema: BlockSchema) -> pa.Schema:
+def _to_arrow(schema: BlockSchema, id_type: pa.DataType) -> pa.Schema:
     """Made once for all tables that are alike."""
-    fields = [pa.field(ID, pa.int64(), nullable=False)]
+    fields = [pa.field(ID, id_type, nullable=False)]
     for column in schema.columns:
         kind = pa.from_numpy_dtype(np.dtype(column.stored))
         if column.kind == "element":
@@ -120,22 +129,6 @@ def _to_arrow(schema: BlockSchema) -> pa.Schema:
         metadata = {"dtype": column.dtype} if column.stored != column.dtype else None
         fields.append(pa.field(column.name, kind, nullable=False, metadata=metadata))
     return pa.schema(fields)
-
-
-def table_folder(table: str) -> str:
-    """Of a table's blocks, inside the checkpoint, for example 'tables/user_id'."""
-    return f"tables/{file_name(table)}"
-
-
-def block_paths(table: str, number: int) -> tuple[str, str]:
-    """Where a table's block may be: as blocks are named now, and as they were."""
-    now = block_path(table, number)
-    return now, f"tables/{former_file_name(table)}/{now.rpartition('/')[2]}"
-
-
-def block_path(table: str, number: int) -> str:
-    """Of a table's block, inside the checkpoint, for example 'tables/user_id/block-00003.arrow'."""
-    return f"{table_folder(table)}/block-{number:05d}.arrow"
 
 
 @dataclass(frozen=True)

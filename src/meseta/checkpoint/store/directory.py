@@ -2,7 +2,8 @@
 
 Three kinds of names lie in the parent directory:
 
-    step-000000500          a checkpoint; only a rename makes one, so it is always whole
+    step-000000500          a checkpoint; only a rename makes one, so it is always whole. Or files of one that was
+                            pruned, which newer ones need: then it has pruned.json instead of manifest.json
     .tmp-...                work in progress, or being deleted; never read, removed by the next save
     .old-step-000000500     the former checkpoint of a step, while a new one of the same step takes its place
 
@@ -15,18 +16,19 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meseta.checkpoint.failures import file_of
+from meseta.checkpoint.failures import DamagedCheckpoint, file_of
+from meseta.checkpoint.files.paths import NAME, split_path
 from meseta.checkpoint.manifest import MANIFEST_PATH, entries_of, read_manifest
 from meseta.machine.files import move, sync
 from meseta.spec import MesetaError
 
 _TEMPORARY, _OLD = ".tmp-", ".old-"
-NAME = re.compile(r"(?P<old>\.old-)?step-(?P<step>[0-9]{9}|[1-9][0-9]{9,15})")
-"""One name for each step, of digits that are ASCII."""
+PRUNED = "pruned.json"
+"""The manifest of a checkpoint that is none any more, whose files newer ones need."""
 _UNFINISHED = re.compile(rf"\.tmp-(deleted-)?{NAME.pattern}")
 
 
@@ -126,8 +128,9 @@ def newest(parent: Path | str) -> Path | None:
 def prune(parent: Path | str, keep_last: int, keep_step: int | None = None) -> list[Path]:
     """Delete all but the newest `keep_last` checkpoints in `parent`; returns those deleted, oldest first.
 
-    The one of step `keep_step` is neither counted nor deleted. Only whole checkpoints count and are deleted. To be
-    called by one rank. Raises MesetaError when `keep_last` is below 1 or a checkpoint cannot be deleted.
+    The one of step `keep_step` is neither counted nor deleted. Only whole checkpoints count and are deleted. Files that
+    others need stay until those are gone. To be called by one rank. Raises MesetaError when `keep_last` is below 1 or a
+    checkpoint cannot be deleted.
     """
     if keep_last < 1:
         raise MesetaError(f"checkpoint: keep_last must be at least 1, got {keep_last}")
@@ -136,18 +139,63 @@ def prune(parent: Path | str, keep_last: int, keep_step: int | None = None) -> l
     if len(others) <= keep_last:  # whole or not, which takes reading their manifests
         return []
     doomed = [path for path in others if _is_whole(path)][:-keep_last]
-    for path in doomed:
-        try:
-            discard(path)
-        except OSError as error:
-            raise MesetaError(f"checkpoint {str(path)!r} cannot be deleted: {error.strerror}") from None
+    try:
+        _delete(Path(parent), doomed)
+    except OSError as error:
+        raise MesetaError(f"checkpoint {str(error.filename)!r} cannot be deleted: {error.strerror}") from None
     return doomed
+
+
+def _delete(parent: Path, doomed: Sequence[Path]) -> None:
+    """Delete checkpoints, and of those pruned before, but the files that others need; raises OSError."""
+    needed = _needed([path for path in named(parent) if path not in doomed])
+    for path in doomed:
+        if needed is None or any(file.is_relative_to(path) for file in needed):
+            move(path / MANIFEST_PATH, path / PRUNED)  # it is a checkpoint no more
+        else:
+            discard(path)
+    if needed is None:
+        return
+    for path in [path for path in _checkpoints(parent) if _is_pruned(path) and _is_folder(path)]:
+        files = {file for file in path.rglob("*") if not file.is_dir()} - {path / PRUNED}
+        if files.isdisjoint(needed):
+            discard(path)
+            continue
+        for file in files - needed:
+            file.unlink()
+
+
+def _needed(checkpoints: Sequence[Path]) -> set[Path] | None:
+    """Files that these checkpoints need, their own and others'; None where one is of a later version, of which nobody
+    here knows what it needs. A damaged one needs nothing any more."""
+    needed: set[Path] = set()
+    for path in checkpoints:
+        try:
+            needed |= {_lies_at(path, entry["path"]) for entry in entries_of(read_manifest(path))}
+        except DamagedCheckpoint:
+            continue
+        except MesetaError:
+            return None
+    return needed
+
+
+def _lies_at(path: Path, inner: str) -> Path:
+    """Where a file of the checkpoint at `path` is, in the folder of all."""
+    folder, inner = split_path(inner)
+    return (path if folder is None else path.with_name(folder)) / inner
+
+
+def _is_pruned(path: Path) -> bool:
+    """Whether a folder holds but files that newer checkpoints need, or did."""
+    return (path / PRUNED).exists() and not (path / MANIFEST_PATH).exists()
 
 
 def named(parent: Path) -> list[Path]:
     """Directories named as checkpoints, by rising step; a former one only while nothing has taken its place."""
     found = []
     for path in _checkpoints(parent):
+        if _is_pruned(path):
+            continue
         if not (path.name.startswith(_OLD) and path.with_name(path.name.removeprefix(_OLD)).exists()):
             found.append((int(path.name.removeprefix(_OLD).removeprefix("step-")), path))
     return [path for _, path in sorted(found)]

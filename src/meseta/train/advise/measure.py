@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from meseta.checkpoint.files.block import read_block
+from meseta.checkpoint.files.chain import blocks_of, read_chain
 from meseta.checkpoint.files.codes import decode, encode, row_bytes_of
 from meseta.checkpoint.files.layout import BlockSchema
 from meseta.checkpoint.loading import fill_piece
@@ -153,12 +153,12 @@ class BitsAdvisor:
     def _fill(self, name: str, bits: RowBits | None) -> None:
         """Give the model the rows of a table as they were saved, or as they come back from so many bits."""
         schema = BlockSchema.from_dict(self._tables[name])
-        for entry in self._tables[name]["blocks"]:
-            rows = read_block(self._root, schema, entry)[ROW]
+        for files in blocks_of(self._tables[name]):
+            rows = read_chain(self._root, schema, files)[ROW]
             values = {ROW: rows if bits is None else self._moved(schema, rows, bits)}
             for piece in self._trained.model.embeddings.shards:
                 if piece.spec.name == name:
-                    fill_piece(piece, schema, entry["first_row"], values)
+                    fill_piece(piece, schema, files[0]["first_row"], values)
 
     def _moved(self, schema: BlockSchema, rows: np.ndarray, bits: RowBits) -> np.ndarray:
         """The rows with the errors of their codes, of all restores together."""

@@ -1,0 +1,92 @@
+"""Which rows of this rank's tables the next save holds: marks are taken as it begins, and given back where it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from meseta.checkpoint.failures import file_of
+from meseta.checkpoint.manifest import entries_of
+from meseta.checkpoint.policy import Base, Policy, asks_since_whole, base_of
+from meseta.checkpoint.store.directory import checkpoint_path
+from meseta.comm import World
+from meseta.ops.row_marks import Consumer
+from meseta.spec import MesetaError
+from meseta.spec.row_bits import RowBits
+from meseta.storage import TableStorage
+
+
+class ChangedRows:
+    """Of the saves of one run; every rank has one and calls it alike."""
+
+    def __init__(self, folder: Path, world: World, policy: Literal["none"] | Policy, max_chain: int) -> None:
+        self._folder, self._world, self._policy, self._max_chain = folder, world, policy, max_chain
+        self._taken: Sequence[Tensor] | None = None
+        """Marks that the save under way has cleared, by shard."""
+
+    def take(
+        self, step: int, shards: Sequence[TableStorage], bits: Mapping[str, RowBits], *, whole: bool = False
+    ) -> tuple[Base | None, Sequence[Tensor] | None]:
+        """What a save in `bits` after that of `step` (0: there is none) stands on, and the rows of each shard that it
+        holds, with those that `Base` asks for; None and None for a whole one, as one that must be. Collective."""
+        self._taken = None
+        if self._policy == "none":
+            return None, None
+        base = None if whole or all(map(steps_all_rows, shards)) else self._base(step, bits)
+        changed = [piece.marks.rows(Consumer.CHECKPOINTS) for piece in shards]
+        if base is None or not asks_since_whole(self._policy):
+            self._taken = changed
+            for piece in shards:
+                piece.marks.clear(Consumer.CHECKPOINTS)
+        if base is None:
+            return None, None
+        return base, [self._selected(base, piece, rows) for piece, rows in zip(shards, changed, strict=True)]
+
+    def give_back(self, shards: Sequence[TableStorage]) -> None:
+        """The save has failed: the next one holds its rows too."""
+        for piece, rows in zip(shards, self._taken or (), strict=False):
+            piece.marks.add(rows, Consumer.CHECKPOINTS)
+        self._taken = None
+
+    def note(self, shards: Sequence[TableStorage]) -> str | None:
+        """What is to be said of tables all rows of which are saved each time, if there are any. Collective."""
+        here = sorted({piece.spec.name for piece in shards if steps_all_rows(piece)})
+        names = sorted({name for part in self._world.gather_objects(here) for name in part})
+        if self._policy == "none" or not names:
+            return None
+        more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+        return (
+            f"checkpoint.deltas {self._policy!r}: table {names[0]!r}{more} steps all rows in each step (stepped_rows "
+            "'all'), and is saved whole"
+        )
+
+    def _base(self, step: int, bits: Mapping[str, RowBits]) -> Base | None:
+        """What rank 0 decides; others are told what they need of it."""
+        base = None
+        if self._world.rank == 0 and step > 0:
+            path = checkpoint_path(self._folder, step)
+            try:
+                base = base_of(path, self._policy, self._max_chain, bits) if self._policy != "none" else None
+                for entry in entries_of(base.manifest) if base is not None else ():
+                    file_of(path, entry)
+            except MesetaError:
+                base = None  # somebody has deleted or damaged it: nothing can stand on it
+        told: Base | None = self._world.gather_objects(base and base.told())[0]
+        return base or told
+
+    def _selected(self, base: Base, piece: TableStorage, changed: Tensor) -> Tensor:
+        """Rows of a piece that a delta holds; those of replicas come from the first rank."""
+        if piece.shard.ranks[0] != self._world.rank:
+            return changed[:0]
+        if steps_all_rows(piece):
+            changed = torch.arange(piece.shard.num_rows)
+        return base.rows(piece.shard, changed)
+
+
+def steps_all_rows(piece: TableStorage) -> bool:
+    """Whether a step changes rows that no batch has looked up."""
+    return piece.spec.optimizer.stepped_rows == "all"
