@@ -40,8 +40,8 @@ class BackgroundSave:
         parent: Path | str,
         *,
         shards: Sequence[TableStorage],
-        rows: Sequence[Tensor] | None,
         dense: Mapping[str, Tensor],
+        rows: Sequence[Tensor] | None = None,
         then: Callable[[World], object],
         **known: Any,
     ) -> None:

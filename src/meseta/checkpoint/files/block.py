@@ -31,13 +31,13 @@ def write_block(root: Path, path: str, schema: BlockSchema, first_row: int, valu
     """Write one block, for `sync_block`; returns its entry in the manifest. Raises MesetaError, as on a full disk."""
     num_rows = len(next(iter(values.values())))
     ids, columns = np.arange(first_row, first_row + num_rows, dtype=np.int64), [values[c.name] for c in schema.columns]
-    frame = _frames.get(schema) if num_rows == schema.block_rows else None
+    frame = _frames.get((schema, num_rows))
     if frame is not None:
         content, checksum = _fill_frame(frame, ids, columns)
     else:
         content, checksum = _arrow_file(schema.to_arrow(), schema, ids, columns), digest.of_arrays(columns)
         if num_rows == schema.block_rows:
-            _frames[schema] = _frame_of(content, columns)
+            _frames[schema, num_rows] = _frame_of(content, columns)
     return _write(root, path, content, first_row=first_row, num_rows=num_rows, checksum=checksum)
 
 
@@ -91,8 +91,9 @@ class _Frame(NamedTuple):
     """Behind the values of the last column."""
 
 
-_frames: dict[BlockSchema, _Frame] = {}
-"""Of whole blocks, by the columns of their tables: Arrow writes the same around the values of each."""
+_frames: dict[tuple[BlockSchema, int], _Frame] = {}
+"""Of whole blocks, by the columns of their tables and the number of rows: Arrow writes the same around the values of
+each."""
 
 
 def _frame_of(content: memoryview, columns: Sequence[np.ndarray]) -> _Frame:
