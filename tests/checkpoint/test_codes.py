@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meseta.checkpoint.files.codes import decode, encode, formats_of
 from meseta.checkpoint.files.layout import BlockSchema, Column
-from meseta.spec.row_bits import WIDTHS, RowBits, bits_for
+from meseta.config.row_bits import WIDTHS, RowBits, bits_for
 from meseta.storage import as_stored
 from source_tree import ROOT
 

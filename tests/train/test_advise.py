@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meseta.config import load_config
+from meseta.config.row_bits import WIDTHS, RowBits
 from meseta.ops.quantize import reference
 from meseta.spec import MesetaError
-from meseta.spec.row_bits import WIDTHS, RowBits
 from meseta.train.advise.choice import MeasuredWidth, choose_widths
 from meseta.train.advise.measure import advise_run, check_advice
 from meseta.train.evaluate import evaluate

@@ -14,9 +14,9 @@ from meseta.checkpoint.manifest import entries_of
 from meseta.checkpoint.policy import Base, Policy, asks_since_whole, base_of
 from meseta.checkpoint.store.directory import checkpoint_path
 from meseta.comm import World
+from meseta.config.row_bits import RowBits
 from meseta.ops.row_marks import Consumer
 from meseta.spec import MesetaError
-from meseta.spec.row_bits import RowBits
 from meseta.storage import TableStorage
 
 

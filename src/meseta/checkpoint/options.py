@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from meseta.checkpoint.policy import Base
-from meseta.spec.row_bits import RowBits
+from meseta.config.row_bits import RowBits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,9 @@ from meseta.checkpoint.files.digest import TABLE_SHAPE
 from meseta.checkpoint.files.layout import BlockSchema, TableLayout
 from meseta.checkpoint.files.paths import seen_from_sibling, step_of
 from meseta.checkpoint.manifest import DELTAS, read_manifest, whole_step
+from meseta.config.row_bits import RowBits
 from meseta.jagged.shapes import Int
 from meseta.spec import MesetaError, Shard
-from meseta.spec.row_bits import RowBits
 
 Policy = Literal["one_shot", "consecutive", "intermittent", "rolling"]
 Blocks = Mapping[str, Mapping[int, Sequence[Entry]]]

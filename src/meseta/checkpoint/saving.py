@@ -29,10 +29,10 @@ from meseta.checkpoint.options import PLAIN, SaveOptions
 from meseta.checkpoint.policy import check_base
 from meseta.checkpoint.store.directory import begin, checkpoint_path, commit, discard, temporary_path
 from meseta.comm import World
+from meseta.config.row_bits import RowBits
 from meseta.machine.system import give_back_freed_memory
 from meseta.spec import MesetaError, Plan, Shard
 from meseta.spec.blocks import BLOCK_BYTES, WRITES_IN_FLIGHT
-from meseta.spec.row_bits import RowBits
 from meseta.storage import SelectedRows, TableStorage
 
 

@@ -120,7 +120,8 @@ def inspect(path: AnyPath, as_json: Annotated[bool, typer.Option("--json", help=
         shown.add_column(name, justify="right" if name in ("rows", "dim", "size") else "left", no_wrap=name != "states")
     for t in summary.tables:
         states, size = ", ".join(t.states), byte_size(t.num_bytes)
-        shown.add_row(t.name, f"{t.num_embeddings:,}", str(t.embedding_dim), t.dtype, t.optimizer, states, size)
+        kind = f"{t.dtype} ±{t.row_error:.2g}" if t.row_error else t.dtype
+        shown.add_row(t.name, f"{t.num_embeddings:,}", str(t.embedding_dim), kind, t.optimizer, states, size)
     shown.add_row("dense tensors", "", "", "", "", "", byte_size(summary.dense_bytes))
     if summary.carried_bytes:
         shown.add_row("answers carried", "", "", "", "", "", byte_size(summary.carried_bytes))

@@ -10,12 +10,12 @@ from pydantic import Field, field_validator, model_validator
 
 from meseta.config.embedding import EmbeddingConfig
 from meseta.config.model import ModelConfig
+from meseta.config.row_bits import Bits, BitsFile, RowBits, bits_for
 from meseta.config.schedule import ScheduleConfig
 from meseta.config.section import Count, Section, Whole
 from meseta.machine.time_limits import TimeLimits
 from meseta.spec import MesetaError
 from meseta.spec.codecs import CodecName, Communication, DensePath, Exchange, Precision
-from meseta.spec.row_bits import Bits, BitsFile, RowBits, bits_for
 from meseta.spec.stages import OVERLAPS, Overlap
 from meseta.spec.tiers import MAX_LOOKAHEAD, EngineName, StorageOptions
 

@@ -21,12 +21,12 @@ from meseta.checkpoint.policy import asks_since_whole
 from meseta.checkpoint.store.directory import checkpoint_path
 from meseta.comm import World
 from meseta.config import CheckpointConfig
+from meseta.config.row_bits import RowBits
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
 from meseta.machine.interruption import Interruption, Stopped
 from meseta.machine.ranks import num_local_ranks
 from meseta.planner.cost.memory import copy_bytes
 from meseta.spec import MesetaError, Plan
-from meseta.spec.row_bits import RowBits
 from meseta.storage import TableStorage
 from meseta.train.setup.memory import free_bytes
 

@@ -16,12 +16,12 @@ import pyarrow as pa
 import torch
 
 from meseta.checkpoint.files.layout import BlockSchema, Column
+from meseta.config.row_bits import WIDTHS, RowBits
 from meseta.errors import shown
 from meseta.ops.quantize import RowFormat, dequantize_rows, quantize_rows
 from meseta.ops.quantize.reference import BITS, row_bytes
 from meseta.spec import MesetaError
 from meseta.spec.blocks import ROW_ID_BYTES
-from meseta.spec.row_bits import WIDTHS, RowBits
 from meseta.storage import ROW, as_stored
 from meseta.storage.table import from_stored
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meseta.spec.row_bits import RowBits
+from meseta.config.row_bits import RowBits
 
 _MOST_POINTS = 20_000
 """Best choices for the tables so far that are kept; where there are more, losses are rounded up to this many steps."""

@@ -17,11 +17,11 @@ from meseta.checkpoint.files.chain import blocks_of, read_chain
 from meseta.checkpoint.files.codes import decode, encode, row_bytes_of
 from meseta.checkpoint.files.layout import BlockSchema
 from meseta.checkpoint.loading import fill_piece
-from meseta.checkpoint.manifest import read_manifest
+from meseta.checkpoint.manifest import QUANTISED, read_manifest
+from meseta.config.row_bits import WIDTHS, BitsFile, RowBits, TableBits
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.reader import Reader
 from meseta.spec import MesetaError
-from meseta.spec.row_bits import WIDTHS, BitsFile, RowBits, TableBits
 from meseta.storage import ROW, as_stored
 from meseta.storage.table import from_stored
 from meseta.telemetry.splits import choosing_split
@@ -67,7 +67,7 @@ def advise_run(
     run_dir: Path, restores: int, data: Path | None = None, storage_dir: Path | None = None
 ) -> Iterator[BitsAdvisor]:
     """An advisor of the checkpoint that stands for a run, on the split valid, or test where there is none. Raises
-    MesetaError as `load_trained` does."""
+    MesetaError as `load_trained` does, and for a checkpoint whose rows are in codes already."""
     run = RunDir(run_dir)
     split = choosing_split(Dataset.load(data or run.load_config().data.dir).splits)
     with open_trained(run_dir, split, data, storage_dir=storage_dir) as trained:
@@ -77,7 +77,7 @@ def advise_run(
 
 
 class BitsAdvisor:
-    """Measures one checkpoint of a run on one split of its data, in this process.
+    """Measures one exact checkpoint of a run on one split of its data, in this process.
 
     What quantising, restoring and training on lose `restores` times is measured with one error of the codes, times the
     root of `restores`: errors of rows that have moved in between are independent, so that their squares add. Rows that
@@ -90,8 +90,19 @@ class BitsAdvisor:
         self._trained = trained
         self._root = path
         self._restores = restores
-        self._tables: Mapping[str, Any] = read_manifest(path)["tables"]
+        manifest = read_manifest(path)
+        if QUANTISED in manifest:
+            raise MesetaError(
+                f"checkpoint advise: {str(path)!r} has rows in codes itself; give a run that has ended, or whose last "
+                "checkpoint is exact"
+            )
+        self._tables: Mapping[str, Any] = manifest["tables"]
         self._exact_ne = self._ne()
+
+    @property
+    def tables(self) -> list[str]:
+        """Names of those that are measured."""
+        return list(self._tables)
 
     @property
     def num_widths(self) -> int:
@@ -110,9 +121,8 @@ class BitsAdvisor:
         chosen, ne_loss = choose_widths(widths, budget, self.ne_loss)
         tables = {name: TableBits(bits=width.bits or "exact") for name, width in chosen.items()}
         run = str(self._trained.config.run_dir)
-        told = {"run": run, "split": self.split, "restores": self._restores, "ne_loss": ne_loss}
         return Advice(
-            file=BitsFile(tables=tables, **told),
+            file=BitsFile(tables=tables, run=run, split=self.split, restores=self._restores, ne_loss=ne_loss),
             ne_loss=ne_loss,
             num_bytes=sum(width.num_bytes for width in chosen.values()),
             exact_bytes=sum(of_table[0].num_bytes for of_table in widths.values()),

@@ -18,8 +18,8 @@ COUPLED = tuple(name for name, used in USED_FIELDS.items() if "weight_decay_mode
 def make_specs(config: RunConfig, dataset: Dataset) -> tuple[list[TableSpec], list[FeatureSpec]]:
     """One table and one feature per sparse column, with the settings of `embedding` and `embedding.tables`."""
     known = [column.name for column in dataset.sparse]
-    for section, tables in (("embedding", config.embedding.tables), ("checkpoint", config.checkpoint.tables)):
-        for name in tables:
+    for section, settings in (("embedding", config.embedding.tables), ("checkpoint", config.checkpoint.tables)):
+        for name in settings:
             if name not in known:
                 way_out = nearest(name, known)
                 raise MesetaError(f"config: {section}.tables names {name!r}, which the data lack; {way_out}")

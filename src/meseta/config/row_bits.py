@@ -30,6 +30,7 @@ class TableBits:
     """Of one table."""
 
     bits: Literal["exact", 8, 4, 3, 2]
+    """Of each value of its rows, for example 4."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,7 @@ class BitsFile:
     """What `meseta checkpoint advise` writes, and `checkpoint.tables` takes."""
 
     tables: Mapping[str, TableBits]
+    """By name."""
     run: str | None = None
     """Whose checkpoint was measured."""
     split: str | None = None
