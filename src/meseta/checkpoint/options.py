@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.policy import Base
 from meseta.config.row_bits import RowBits
 
@@ -21,6 +22,8 @@ class SaveOptions:
     """What a delta stands on; None: the save is whole."""
     bits: Mapping[str, RowBits] = field(default_factory=dict)
     """Of the rows that are written, by table; the other tables stay exact."""
+    rate: WriteRate | None = None
+    """How fast; each rank has one of its own, for all of its saves. None: as fast as it goes."""
 
 
 PLAIN = SaveOptions()

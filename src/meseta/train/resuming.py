@@ -7,13 +7,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from meseta.checkpoint.store.directory import checkpoint_path
+from meseta.checkpoint.store.names import checkpoint_path
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.config.load import value_at
+from meseta.machine.remote import Location
 from meseta.spec import MesetaError, Plan, TableSpec
 from meseta.spec.documents import load_document
 from meseta.spec.plan_document import PLAN_NAME, read_written_plan
@@ -73,7 +73,7 @@ class Over:
         return None
 
 
-def check_resume(config: RunConfig, path: Path) -> None:
+def check_resume(config: RunConfig, path: Location) -> None:
     """Raise MesetaError where a run_dir has the checkpoint `path`, and the config says that none is taken up."""
     if config.checkpoint.resume == "never":
         raise MesetaError(

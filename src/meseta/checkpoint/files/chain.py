@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from meseta.checkpoint.files.block import Values, read_block, read_rows
 from meseta.checkpoint.files.layout import BlockSchema
 from meseta.checkpoint.files.paths import is_block_path
+from meseta.machine.remote import Location
 from meseta.ops.memory import empty
 
 Entry = Mapping[str, Any]
@@ -34,7 +34,7 @@ def blocks_of(table: Mapping[str, Any]) -> list[list[Entry]]:
 
 
 def read_chain(
-    root: Path,
+    root: Location,
     schema: BlockSchema,
     files: Sequence[Entry],
     is_changed: NDArray[np.bool_] | None = None,
@@ -63,7 +63,7 @@ def read_chain(
     return block
 
 
-def _read_first(root: Path, schema: BlockSchema, entry: Entry) -> Values:
+def _read_first(root: Location, schema: BlockSchema, entry: Entry) -> Values:
     """All rows of a block, of a file that holds them as they are or in codes."""
     if is_block_path(entry["path"]):
         return read_block(root, schema, entry)

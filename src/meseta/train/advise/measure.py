@@ -21,6 +21,7 @@ from meseta.checkpoint.manifest import QUANTISED, read_manifest
 from meseta.config.row_bits import WIDTHS, BitsFile, RowBits, TableBits
 from meseta.data.dataset.dataset import Dataset
 from meseta.data.read.reader import Reader
+from meseta.machine.remote import Location
 from meseta.spec import MesetaError
 from meseta.storage import ROW, as_stored
 from meseta.storage.table import from_stored
@@ -84,7 +85,7 @@ class BitsAdvisor:
     nobody moves keep their bits, and training corrects: there will be no more than this.
     """
 
-    def __init__(self, trained: Trained[Reader], path: Path, restores: int) -> None:
+    def __init__(self, trained: Trained[Reader], path: Location, restores: int) -> None:
         self.split = trained.reader.split
         """That is measured on."""
         self._trained = trained
