@@ -198,7 +198,7 @@ def _fill_from_block(path: Location, since_whole: bool, job: FillJob) -> Changed
     values = read_chain(path, schema, files, is_changed)
     changed: Changed = []
     for piece in pieces:
-        _fill_piece(piece, schema, first_row, values)
+        fill_piece(piece, schema, first_row, values)
         if since_whole:
             begin = max(piece.shard.rows[0], first_row)
             here = is_changed[begin - first_row : piece.shard.rows[1] - first_row].nonzero()[0]
@@ -206,12 +206,14 @@ def _fill_from_block(path: Location, since_whole: bool, job: FillJob) -> Changed
     return changed
 
 
-def _fill_piece(piece: TableStorage, schema: BlockSchema, first_row: int, values: Values) -> None:
-    """Copy the rows and columns that a block and a shard share."""
+def fill_piece(piece: TableStorage, schema: BlockSchema, first_row: int, values: Values) -> None:
+    """Copy the rows and columns that a block and a shard share; of a column that is not in `values` what is there
+    stays."""
     num_rows = len(values[ROW])
     first, last = max(first_row, piece.shard.rows[0]), min(first_row + num_rows, piece.shard.rows[1])
     shared = {}
-    for column in schema.columns:
+    for column in (c for c in schema.columns if c.name in values and first < last):
         source = values[column.name][first - first_row : last - first_row]
         shared[column.name] = source[:, slice(*piece.shard.columns)] if column.kind == "element" else source
-    piece.write(first - piece.shard.rows[0], shared)
+    if shared:
+        piece.write(first - piece.shard.rows[0], shared)

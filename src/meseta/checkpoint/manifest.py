@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from meseta.checkpoint.failures import DamagedCheckpoint, malformed, writing
 from meseta.checkpoint.files import digest
 from meseta.checkpoint.files.chain import blocks_of
+from meseta.checkpoint.files.codes import coded_row_bytes, codes_fault
 from meseta.checkpoint.files.layout import BlockSchema, StoredType
 from meseta.checkpoint.files.paths import (
     NAME,
@@ -35,7 +36,6 @@ from meseta.machine.files import (
 )
 from meseta.machine.remote import Location, read_document
 from meseta.spec import MesetaError, Plan
-from meseta.spec.blocks import ROW_ID_BYTES
 from meseta.spec.tables import TableDtype, table_name_fault
 
 FORMAT = "meseta.checkpoint/1"
@@ -45,7 +45,9 @@ CARRIED = "carried"
 """The feature, and the key, of answers that were looked up before the last update."""
 DELTAS = "deltas"
 """The feature, and the key, of checkpoints that need files of older ones."""
-FEATURES = (CARRIED, DELTAS)
+QUANTISED = "quantised"
+"""The feature, and the key, of checkpoints with rows in codes: by table and column the largest error of any file."""
+FEATURES = (CARRIED, DELTAS, QUANTISED)
 """That this version has."""
 MANIFEST_PATH = "manifest.json"
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
@@ -73,6 +75,8 @@ class _FileEntry(_Part):
 class _BlockEntry(_FileEntry):
     first_row: Count
     num_rows: Size
+    codes: dict[str, str] = _ABSENT
+    error: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = _ABSENT
 
 
 class _DenseEntry(_FileEntry):
@@ -132,6 +136,7 @@ class _ManifestOfFeatures(_Manifest):
     features: Annotated[list[str], Field(min_length=1, max_length=len(FEATURES))]
     carried: _CarriedEntry = _ABSENT
     deltas: _DeltasEntry = _ABSENT
+    quantised: dict[str, Any] = _ABSENT
     chain: Sum = _ABSENT
 
 
@@ -159,7 +164,7 @@ def build_manifest(
         "reader": state.get("reader"),
         "state": {key: value for key, value in state.items() if key != "reader"},
     }
-    return _sealed(manifest, {CARRIED: carried, DELTAS: deltas})
+    return _sealed(manifest, {CARRIED: carried, DELTAS: deltas, QUANTISED: _largest_errors(manifest) or None})
 
 
 def made_whole(manifest: Mapping[str, Any], tables: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,6 +189,17 @@ def _sealed(manifest: dict[str, Any], features: Mapping[str, Mapping[str, Any] |
     manifest = plain_data(manifest, finite=True)
     manifest["manifest_checksum"] = digest.of_manifest(manifest)
     return manifest
+
+
+def _largest_errors(manifest: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """By table and column, of all files in codes."""
+    largest: dict[str, dict[str, float]] = {}
+    for name, table in manifest["tables"].items():
+        for file in table["blocks"]:
+            for column, error in file.get("error", {}).items():
+                of_table = largest.setdefault(name, {})
+                of_table[column] = max(error, of_table.get(column, 0.0))
+    return largest
 
 
 def identity(entry: Mapping[str, Any]) -> str:
@@ -297,6 +313,8 @@ def check_manifest(where: str, manifest: dict[str, Any]) -> dict[str, Any]:
         if fault:
             raise malformed(where, f"table {shown(name)}: {fault}")
         _check_digest(where, f"table {name!r}", entry, _digest_of_table(entry))
+    if manifest.get(QUANTISED, {}) != _largest_errors(manifest):
+        raise malformed(where, f"{QUANTISED!r} must have the largest error of each column that its files state")
     _check_digest(where, "", manifest, _digest_of_model(manifest))
     return manifest
 
@@ -365,7 +383,7 @@ def _table_fault(where: str, name: str, entry: Mapping[str, Any], step: int, may
         span = number * rows, min(rows, total - number * rows)
         former = -1
         for age, file in enumerate(files):
-            if (fault := _file_fault(name, number, span, file, is_first=age == 0)) is not None:
+            if fault := _file_fault(name, number, span, file, is_first=age == 0) or codes_fault(schema, file):
                 return fault
             folder, inner = split_path(file["path"])
             of_step = step_of(file, step) if folder is None or NAME.fullmatch(folder) else step
@@ -375,7 +393,9 @@ def _table_fault(where: str, name: str, entry: Mapping[str, Any], step: int, may
             if former == step:
                 return f"block {number} has two files of its own"
             former = of_step
-            least = file["num_rows"] * (schema.row_bytes if age == 0 else schema.value_bytes + ROW_ID_BYTES)
+            codes = file.get("codes", {})
+            row_bytes = schema.row_bytes if is_block_path(inner) else coded_row_bytes(schema, codes)
+            least = file["num_rows"] * row_bytes
             if not least <= file["num_bytes"] <= least + frame_bytes:
                 return f"block {number} must have {least} to {least + frame_bytes} bytes, got {file['num_bytes']}"
     return None
@@ -392,7 +412,7 @@ def _file_fault(
             f"block {number} must begin at row {first} and hold {num_rows}"
             f"{'' if is_first else ', and fewer in later files'}, got {file['first_row']} and {file['num_rows']}"
         )
-    paths = block_paths(name, number) if is_first else (rows_path(name, number),)
+    paths = block_paths(name, number) if is_first and "codes" not in file else (rows_path(name, number),)
     if inner not in paths:
         return f"block {number} must have the path {paths[0]!r}, got {shown(file['path'])}"
     return None

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
 from meseta import checkpoint
+from meseta.checkpoint.manifest import QUANTISED
 from meseta.comm import World
 from meseta.comm.dense_shards import cut_like, is_cut, whole
 from meseta.data.batch import Batch
@@ -49,6 +50,7 @@ class _State(_Kept):
     reader: dict[str, Any]
     best: _Best | None = None
     evaluated: Count = 0
+    restores: Count = 0
     plateaus: dict[str, _Plateau] = {}
 
 
@@ -149,7 +151,7 @@ def restore(
     marks_since_whole: bool = False,
 ) -> dict[str, Any]:
     """Fill model and optimizer from a checkpoint, under any plan; returns its state with `step`, `dense`, `carried`
-    and, by table, the constants of the row `optimizers`.
+    and, by table, the constants of the row `optimizers`; `restores` counts this one where its rows were in codes.
 
     Without an optimizer, for a model that does not train on, its moments are left in the file. Rows are marked as
     `checkpoint.load` says. Raises MesetaError, on
@@ -176,7 +178,8 @@ def restore(
     embeddings.go_on_from(loaded.state["embedding_step"], counts)
     optimizers = {name: entry["optimizer"] for name, entry in loaded.manifest["tables"].items()}
     tensors = {"dense": loaded.dense, "carried": loaded.carried}
-    return {**loaded.state, **tensors, "step": loaded.step, "optimizers": optimizers}
+    restores = loaded.state.get("restores", 0) + (QUANTISED in loaded.manifest)
+    return {**loaded.state, **tensors, "step": loaded.step, "optimizers": optimizers, "restores": restores}
 
 
 def _check_state(path: Location, state: Mapping[str, Any]) -> None:

@@ -85,8 +85,7 @@ class Trainer:
         torch.manual_seed(config.seed)
         self._unlisted_before = Unlisted.count
         self.config = config = settle_dense_dtype(config, world)
-        self.world = world
-        self.run_dir = RunDir(config.run_dir, config.checkpoints)
+        self.world, self.run_dir = world, RunDir(config.run_dir, config.checkpoints)
         self.dataset = open_dataset(config, world)
         self.dataset.check_labels()
         check_place(self.run_dir)
@@ -447,7 +446,7 @@ class Trainer:
             self._meet(path)
         state = restore(path, self.model, self.optimizer, self.world, marks_since_whole=self.saver.marks_since_whole)
         check_model(self.run_dir, self.config, self.world)
-        self.step = self.saver.saved_step = state["step"]
+        self.step = self.saver.take_up(state)
         self.num_samples = state["num_samples"]
         self.clock.train_s = state["train_s"]
         if state["reader"] != self._read_from:  # a mirror had it, or it is refused here
