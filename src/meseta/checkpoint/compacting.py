@@ -17,7 +17,7 @@ from meseta.checkpoint.files.layout import BlockSchema
 from meseta.checkpoint.files.paths import block_path, table_folder
 from meseta.checkpoint.files.tensors import read_tensors
 from meseta.checkpoint.manifest import CARRIED, made_whole, read_manifest, write_manifest
-from meseta.checkpoint.store.directory import begin, checkpoint_path, commit, discard, temporary_path
+from meseta.checkpoint.store.directory import begin, checkpoint_path, commit, discard, sole_writer, temporary_path
 from meseta.machine.files import sync
 from meseta.spec import MesetaError
 from meseta.spec.blocks import WRITES_IN_FLIGHT
@@ -37,21 +37,28 @@ def compact(path: Path | str, out: Path | str, *, on_rows: Callable[[int], objec
         raise MesetaError(f"checkpoint {str(checkpoint_path(out, step))!r} exists; give another folder")
     temporary = temporary_path(out, step)
     try:
-        begin(out, step, [table_folder(name) for name in manifest["tables"]])
-        tables = {name: _write_table(path, temporary, name, t, on_rows) for name, t in manifest["tables"].items()}
-        for key in ("dense", CARRIED):
-            if key in manifest:
-                read_tensors(path, manifest[key])
-                with writing(temporary / manifest[key]["path"]):
-                    shutil.copyfile(file_of(path, manifest[key]), temporary / manifest[key]["path"])
-                    sync(temporary / manifest[key]["path"])
-        write_manifest(temporary, made_whole(manifest, tables))
-        return commit(temporary)
+        with sole_writer(out):
+            try:
+                return _write(path, manifest, temporary, on_rows)
+            finally:
+                with suppress(OSError):
+                    discard(temporary)
     except OSError as error:
         raise MesetaError(f"checkpoint {str(out)!r}: {error.strerror or error}; make room there") from None
-    finally:
-        with suppress(OSError):
-            discard(temporary)
+
+
+def _write(path: Path, manifest: dict[str, Any], temporary: Path, on_rows: Callable[[int], object]) -> Path:
+    """All files of the whole one, and the commit."""
+    begin(temporary.parent, manifest["step"], [table_folder(name) for name in manifest["tables"]])
+    tables = {name: _write_table(path, temporary, name, t, on_rows) for name, t in manifest["tables"].items()}
+    for key in ("dense", CARRIED):
+        if key in manifest:
+            read_tensors(path, manifest[key])
+            with writing(temporary / manifest[key]["path"]):
+                shutil.copyfile(file_of(path, manifest[key]), temporary / manifest[key]["path"])
+                sync(temporary / manifest[key]["path"])
+    write_manifest(temporary, made_whole(manifest, tables))
+    return commit(temporary)
 
 
 def _write_table(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meseta.checkpoint.failures import DamagedCheckpoint, together
+from meseta.checkpoint.failures import together
 from meseta.checkpoint.files import digest
 from meseta.checkpoint.files.block import Values
 from meseta.checkpoint.files.chain import Entry, blocks_of, read_chain
@@ -21,7 +21,7 @@ from meseta.checkpoint.files.layout import BlockSchema, TableLayout
 from meseta.checkpoint.files.paths import is_block_path, step_of
 from meseta.checkpoint.files.tensors import read_tensors
 from meseta.checkpoint.manifest import CARRIED, MANIFEST_PATH, read_manifest, whole_step
-from meseta.checkpoint.store.directory import latest, named
+from meseta.checkpoint.store.directory import latest
 from meseta.comm import World
 from meseta.machine.system import give_back_freed_memory
 from meseta.ops.row_marks import Consumer
@@ -104,23 +104,6 @@ def _checksum(path: Path, schema: BlockSchema, files: Sequence[Entry]) -> dict[s
     if len(files) == 1 and is_block_path(files[0]["path"]):
         return {"checksum": files[0]["checksum"]}
     return {"checksum": digest.of_arrays(values[column.name] for column in schema.columns)}
-
-
-def offer_older(problem: DamagedCheckpoint, path: Path) -> MesetaError:
-    """The same error with the newest checkpoint before `path` whose every byte is whole, and how to go on from it."""
-    for older in reversed([other for other in named(path.parent) if _step(other) < _step(path)]):
-        try:
-            verify(older)
-        except MesetaError:
-            continue
-        return MesetaError(
-            f"{problem}: {str(older)!r} is whole, and the same command takes it after `mv {path} {path}.damaged`"
-        )
-    return MesetaError(f"{problem}; no older one beside it is whole")
-
-
-def _step(path: Path) -> int:
-    return int(path.name.rpartition("-")[2])
 
 
 def _find(path: Path) -> dict[str, Any]:

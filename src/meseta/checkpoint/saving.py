@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -25,7 +25,7 @@ from meseta.checkpoint.files.tensors import CARRIED_PATH, DENSE_PATH, write_tens
 from meseta.checkpoint.manifest import build_manifest, check_state, write_manifest
 from meseta.checkpoint.options import PLAIN, SaveOptions
 from meseta.checkpoint.policy import check_base
-from meseta.checkpoint.store.directory import begin, checkpoint_path, commit, discard, temporary_path
+from meseta.checkpoint.store.directory import begin, checkpoint_path, commit, discard, sole_writer, temporary_path
 from meseta.comm import World
 from meseta.machine.system import give_back_freed_memory
 from meseta.spec import MesetaError, Plan, Shard
@@ -85,13 +85,29 @@ def _save(
     layouts = _merge(plan, world.gather_objects(own))
     selected = None if base is None else _count_selected(world, layouts, local)
     if base is not None:
-        on_first(world, lambda: check_base(base, layouts))
+        on_first(world, lambda: check_base(base, step, layouts))
     jobs = together(world, lambda: _jobs(world, plan, layouts, selected))
-    folders = sorted({table_folder(job.layout.spec.name) for job in jobs})
-    temporary = temporary_path(parent, step)
+    with ExitStack() as held:
+        on_first(world, lambda: held.enter_context(sole_writer(parent)))
+        _write(parent, world, document, layouts, jobs, local, dense, options)
+    return checkpoint_path(parent, step)
 
+
+def _write(
+    parent: Path,
+    world: World,
+    document: Mapping[str, Any],
+    layouts: Mapping[str, TableLayout],
+    jobs: Sequence[Job],
+    local: LocalShards,
+    dense: Mapping[str, Tensor],
+    options: SaveOptions,
+) -> None:
+    """All files, and the commit; leaves nothing where it fails."""
+    temporary, base = temporary_path(parent, document["step"]), options.base
     try:
-        on_first(world, lambda: begin(parent, step, folders))
+        folders = sorted({table_folder(job.layout.spec.name) for job in jobs})
+        on_first(world, lambda: begin(parent, document["step"], folders))
         together(world, lambda: _check_shared(temporary))
         blocks: Mapping[str, Sequence[Entry]] = _write_blocks(world, temporary, jobs, local)
         if base is not None and world.rank == 0:
@@ -106,7 +122,6 @@ def _save(
         if world.rank == 0:
             _try_discard(temporary)
         raise
-    return checkpoint_path(parent, step)
 
 
 def _describe(world: World, plan: Plan, local: LocalShards, state: Mapping[str, Any]) -> dict[str, TableLayout]:
@@ -252,5 +267,5 @@ def _finish(
 
 def _try_discard(temporary: Path) -> None:
     """Delete a failed checkpoint; what cannot be deleted now, the next save deletes."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         discard(temporary)

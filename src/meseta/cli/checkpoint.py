@@ -33,7 +33,7 @@ def list_them(
     """All checkpoints with step, size and checksum, damaged ones too; exit code 1 if there is one."""
     from meseta.checkpoint import list_checkpoints
     from meseta.checkpoint.listing import checkpoints_of
-    from meseta.checkpoint.store.directory import strangers
+    from meseta.checkpoint.store.directory import passed_over, strangers
     from meseta.machine.remote import is_url
     from meseta.telemetry.shown import byte_size
 
@@ -51,6 +51,8 @@ def list_them(
             s = listed.summary
             size = f"{byte_size(s.own_bytes)}{f' of {byte_size(s.num_bytes)}' if s.needs else ''}"
             typer.echo(f"{s.path}  {_when(s)}  {size}  {len(s.tables)} tables  {_content(s, 16)}")
+    for path_before in () if as_json else passed_over(checkpoints_of(path)):
+        typer.echo(f"{path_before}  passed over: it was damaged, and the run has gone back behind it")
     for path_of_another in () if as_json else strangers(checkpoints_of(path)):
         typer.echo(f"{path_of_another}  no checkpoint")
     if any(listed.summary is None for listed in found):

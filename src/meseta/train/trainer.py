@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import asdict, astuple
 from itertools import islice
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from meseta import checkpoint
-from meseta.checkpoint.manifest import read_manifest
+from meseta.checkpoint.older import OlderCheckpoint
 from meseta.checkpoint.store.directory import checkpoint_path
 from meseta.comm import World
 from meseta.comm.dense_shards import sum_over_parts
@@ -40,7 +40,7 @@ from meseta.train.evaluate import check_segments, evaluate
 from meseta.train.outside.profile import Profiler, choose_steps
 from meseta.train.outside.tensorboard import TensorBoard
 from meseta.train.progress import TrainProgress
-from meseta.train.resuming import Over, check_best, check_model, check_resume, meet_changes, meet_layout
+from meseta.train.resuming import Over, check_best, check_model, check_resume, go_back, meet_changes, meet_layout, seek
 from meseta.train.run_dir import RunDir
 from meseta.train.running import RunningFigures, TrainingClock
 from meseta.train.saving import Saver
@@ -91,7 +91,7 @@ class Trainer:
         self.dataset.check_labels()
         self._meet(checkpoint.newest(self.run_dir.checkpoints))
         self.reader = make_reader(self.config, self.dataset, "train", self.world)
-        self._read_from = self._seek()
+        self._read_from = seek(self.reader, self._met)
         self._trained_to = self.reader.position
         """Where the reader stands after the last batch that was trained; it may have read further."""
         self.step = 0
@@ -423,17 +423,6 @@ class Trainer:
             check_encoding(self.run_dir, self._met, self.dataset, self.world)
             check_rows(self.run_dir, self.dataset, self.world)
 
-    def _seek(self) -> dict[str, Any] | None:
-        """Let the reader begin where the checkpoint that is to be gone on with ended; returns that place. None where
-        there is no such checkpoint, or one that is refused when it is taken up."""
-        if self._met is None:
-            return None
-        with suppress(MesetaError, KeyError, TypeError):
-            place: dict[str, Any] = read_manifest(self._met)["reader"]
-            self.reader.set_state(place)
-            return place
-        return None
-
     def _resume(self) -> dict[str, Any] | None:
         """Take up the newest checkpoint, if there is one; returns the row optimizers that tables had there."""
         self.world.on_first(self.saver.fetch)
@@ -442,14 +431,19 @@ class Trainer:
         if path is None:
             return None
         check_resume(self.config, path)
-        if path != self._met:  # a mirror had it
+        if path != self._met:  # a mirror had it, or it is an older one
             self._meet(path)
-        state = restore(path, self.model, self.optimizer, self.world, marks_since_whole=self.saver.marks_since_whole)
+        since_whole = self.saver.marks_since_whole
+        try:
+            state = restore(path, self.model, self.optimizer, self.world, marks_since_whole=since_whole)
+        except OlderCheckpoint as damaged:
+            go_back(self.config, damaged, self.world)
+            return self._resume()
         check_model(self.run_dir, self.config, self.world)
         self.step = self.saver.saved_step = state["step"]
         self.num_samples = state["num_samples"]
         self.clock.train_s = state["train_s"]
-        if state["reader"] != self._read_from:  # a mirror had it, or it is refused here
+        if state["reader"] != self._read_from:  # another checkpoint than was met first, or it is refused here
             self._batches.close()
             self.reader.set_state(state["reader"])
             self._trained_to = self.reader.position

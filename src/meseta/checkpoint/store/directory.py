@@ -7,6 +7,9 @@ Three kinds of names lie in the parent directory:
     .tmp-...                work in progress, or being deleted; never read, removed by the next save
     .old-step-000000500     the former checkpoint of a step, while a new one of the same step takes its place
 
+A step-... with passed-over.txt in it is damaged, or needs a file that is, and a run has gone back behind it: it is
+counted, read and deleted no more, until a new one of its step takes its place.
+
 Whatever else lies there is somebody else's and stays as it is.
 """
 
@@ -16,7 +19,8 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +28,38 @@ from meseta.checkpoint.failures import DamagedCheckpoint, file_of
 from meseta.checkpoint.files.paths import NAME, split_path
 from meseta.checkpoint.manifest import MANIFEST_PATH, entries_of, read_manifest
 from meseta.machine.files import move, sync
+from meseta.machine.locks import try_lock
 from meseta.spec import MesetaError
 
 _TEMPORARY, _OLD = ".tmp-", ".old-"
 PRUNED = "pruned.json"
 """The manifest of a checkpoint that is none any more, whose files newer ones need."""
+PASSED_OVER = "passed-over.txt"
+"""Of a checkpoint that a run has gone back behind; says why."""
 _UNFINISHED = re.compile(rf"\.tmp-(deleted-)?{NAME.pattern}")
 
 
+@contextmanager
+def sole_writer(parent: Path) -> Iterator[None]:
+    """Keep other processes from writing a checkpoint in `parent`, which is made where it is not there; a file system
+    without locks does not. Raises MesetaError where one does so now, and OSError."""
+    _make(parent)
+    descriptor = os.open(parent, os.O_RDONLY)
+    try:
+        if not try_lock(descriptor):
+            raise MesetaError(
+                f"checkpoint {str(parent)!r}: another process writes a checkpoint there now; one run at a time may, so "
+                "stop it, or choose another directory"
+            )
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def begin(parent: Path, step: int, folders: list[str]) -> Path:
-    """Clean up after killed runs and make a fresh temporary directory with `folders` in it; raises OSError."""
-    if not parent.is_dir():
-        parent.mkdir(parents=True)
-        sync(parent.parent)
+    """Clean up after killed runs and make a fresh temporary directory with `folders` in it; for the `sole_writer`.
+    Raises OSError."""
+    _make(parent)
     final, temporary = checkpoint_path(parent, step), temporary_path(parent, step)
     for path in (final, temporary):
         if path.is_symlink() or (path.exists() and not path.is_dir()):
@@ -52,6 +75,12 @@ def begin(parent: Path, step: int, folders: list[str]) -> Path:
     for folder in folders:
         (temporary / folder).mkdir(parents=True)
     return temporary
+
+
+def _make(parent: Path) -> None:
+    if not parent.is_dir():
+        parent.mkdir(parents=True)
+        sync(parent.parent)
 
 
 def checkpoint_path(parent: Path, step: int) -> Path:
@@ -171,7 +200,7 @@ def _needed(checkpoints: Sequence[Path]) -> set[Path] | None:
     needed: set[Path] = set()
     for path in checkpoints:
         try:
-            needed |= {_lies_at(path, entry["path"]) for entry in entries_of(read_manifest(path))}
+            needed |= {lies_at(path, entry["path"]) for entry in entries_of(read_manifest(path))}
         except DamagedCheckpoint:
             continue
         except MesetaError:
@@ -179,7 +208,7 @@ def _needed(checkpoints: Sequence[Path]) -> set[Path] | None:
     return needed
 
 
-def _lies_at(path: Path, inner: str) -> Path:
+def lies_at(path: Path, inner: str) -> Path:
     """Where a file of the checkpoint at `path` is, in the folder of all."""
     folder, inner = split_path(inner)
     return (path if folder is None else path.with_name(folder)) / inner
@@ -191,14 +220,28 @@ def _is_pruned(path: Path) -> bool:
 
 
 def named(parent: Path) -> list[Path]:
-    """Directories named as checkpoints, by rising step; a former one only while nothing has taken its place."""
+    """Directories named as checkpoints, by rising step; a former one only while nothing has taken its place, and none
+    that was passed over."""
     found = []
     for path in _checkpoints(parent):
-        if _is_pruned(path):
+        if _is_pruned(path) or os.path.lexists(path / PASSED_OVER):
             continue
         if not (path.name.startswith(_OLD) and path.with_name(path.name.removeprefix(_OLD)).exists()):
             found.append((int(path.name.removeprefix(_OLD).removeprefix("step-")), path))
     return [path for _, path in sorted(found)]
+
+
+def pass_over(path: Path, why: str) -> None:
+    """Let a damaged checkpoint be none any more, with all that it has; raises OSError."""
+    with (path / PASSED_OVER).open("x") as file:
+        file.write(f"{why}\n")
+    sync(path / PASSED_OVER)
+    sync(path)
+
+
+def passed_over(parent: Path) -> list[Path]:
+    """Checkpoints that a run has gone back behind, by name."""
+    return sorted(path for path in _checkpoints(parent) if os.path.lexists(path / PASSED_OVER))
 
 
 def strangers(parent: Path) -> list[Path]:

@@ -1,0 +1,74 @@
+"""The way back from a damaged checkpoint: the newest one before it that is whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+from meseta.checkpoint.failures import DamagedCheckpoint
+from meseta.checkpoint.loading import verify
+from meseta.checkpoint.manifest import entries_of, read_manifest
+from meseta.checkpoint.store.directory import lies_at, named
+from meseta.spec import MesetaError
+
+_SHOWN = 4
+"""Checkpoints to be moved away that a message names, beside the first."""
+
+
+class OlderCheckpoint(DamagedCheckpoint):
+    """A damaged checkpoint, and what to go on with."""
+
+    problem: str
+    """What is wrong with it."""
+    path: Path | None
+    """The newest checkpoint before it every byte of which is whole; None where there is none."""
+    passed: tuple[Path, ...]
+    """The damaged one and those between, the newest first: they are damaged, or need a file that is."""
+
+
+def offer_older(problem: DamagedCheckpoint, path: Path) -> OlderCheckpoint:
+    """The same error with the newest checkpoint before `path` whose every byte is whole, and how to go on from it.
+
+    Of those that need a file which is known to be damaged, the manifest alone is read.
+    """
+    passed, damaged = [path], {os.path.realpath(file) for file in problem.files}
+    for other in reversed([other for other in named(path.parent) if _step(other) < _step(path)]):
+        try:
+            _check_needs(other, damaged)
+            verify(other)
+        except DamagedCheckpoint as another:
+            damaged |= {os.path.realpath(file) for file in another.files}
+        except MesetaError:
+            pass
+        else:
+            return _offer(problem, other, passed)
+        passed.append(other)
+    return _offer(problem, None, passed)
+
+
+def _check_needs(path: Path, damaged: Collection[str]) -> None:
+    """Raise DamagedCheckpoint where a checkpoint needs one of these files."""
+    for entry in entries_of(read_manifest(path)):
+        if os.path.realpath(lies_at(path, entry["path"])) in damaged:
+            raise DamagedCheckpoint(f"checkpoint {str(path)!r} needs {entry['path']!r}, which is damaged")
+
+
+def _offer(problem: DamagedCheckpoint, path: Path | None, passed: list[Path]) -> OlderCheckpoint:
+    if path is None:
+        offer = OlderCheckpoint(f"{problem}; no older one beside it is whole")
+    else:
+        first, *others = passed
+        more = [repr(other.name) for other in others[:_SHOWN]]
+        more += [f"{len(others) - _SHOWN:,} more"] * (len(others) > _SHOWN)
+        likewise = f", and likewise of {' and '.join(filter(None, [', '.join(more[:-1]), *more[-1:]]))}" if more else ""
+        offer = OlderCheckpoint(
+            f"{problem}: {str(path)!r} is whole, and the same command takes it after "
+            f"`mv {first} {first}.damaged`{likewise}"
+        )
+    offer.problem, offer.path, offer.passed = str(problem), path, tuple(passed)
+    return offer
+
+
+def _step(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])
