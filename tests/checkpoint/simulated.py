@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -182,3 +183,8 @@ def some_specs() -> list[TableSpec]:
         ),
         TableSpec(name="brain", num_embeddings=64, embedding_dim=17, dtype="bfloat16", optimizer=OptimizerSpec()),
     ]
+
+
+def many_files(folder: Path) -> dict[str, bytes]:
+    """Content of all files below a folder, by path inside it."""
+    return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}

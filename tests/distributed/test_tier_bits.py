@@ -30,12 +30,13 @@ def test_every_allowed_pair_of_values_is_met_twice() -> None:
 
 @pytest.mark.parametrize("cell", sample(CELLS, 3, seed=2301))
 def test_fifty_steps_have_the_bits_of_resident_tables(ranks: Ranks, cell: dict[str, Any], tmp_path: Path) -> None:
-    """Losses, logits, rows, states and the checksum of the checkpoint; most rows that a batch asks for lie far."""
+    """Losses, logits, rows, states, and what whole checkpoints and deltas hold; most rows that a batch asks for lie
+    far."""
     if IO_URING in cell["far"] and (why := why_no_io_uring()) is not None:
         pytest.skip(why)
     resident, tiered = (ranks(cell["ranks"]).run(train, cell, tmp_path, is_resident) for is_resident in (True, False))
     for got, expected in zip(tiered, resident, strict=True):
-        assert (got.losses, got.checksum, got.pieces) == (expected.losses, expected.checksum, expected.pieces)
+        assert (got.losses, got.checksums, got.pieces) == (expected.losses, expected.checksums, expected.pieces)
     rows, misses = (sum(getattr(one, name) for one in tiered) for name in ("num_rows", "num_misses"))
     assert 2 * misses > rows > 0
     assert not [*(tmp_path / "scratch").glob("*")]

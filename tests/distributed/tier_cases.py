@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from torch import Tensor, nn
 
 from covering import Setting, covering
 from meseta import checkpoint
+from meseta.checkpoint.background import copied
+from meseta.checkpoint.changes import ChangedRows
+from meseta.checkpoint.files import layout
 from meseta.comm import World
 from meseta.data.batch import Batch
 from meseta.embedding import EmbeddingBagCollection, shard
@@ -51,8 +55,10 @@ AXES: dict[str, Sequence[Any]] = {
     "parts": [1, 3],
     "batches_near": [1, 3],
     "threads": [1, 2],
+    "deltas": ["one_shot", "consecutive", "intermittent", "rolling"],
 }
-"""`batches_near`: as many rows lie near as these batches look up at most; `parts`: micro-batches of a step."""
+"""`batches_near`: as many rows lie near as these batches look up at most; `parts`: micro-batches of a step; `deltas`:
+what the checkpoints of a run are whose rows lie far, where those of the other one are whole."""
 ON_ONE_RANK = {"sharding": str(ALONE), "overlap": "off", "precision": "fp32", "exchange": "flat"}
 """Where nothing is cut and nothing sent."""
 
@@ -68,6 +74,9 @@ CELLS = covering(AXES, can_meet, times=2, seed=19)
 
 ROWS = {"tall": 900, "flat": 120}
 WIDTH, NUM_DENSE, NUM_STEPS = 32, 4, 50
+SAVED_AFTER = (17, 30, 41, NUM_STEPS)
+"""Steps with a checkpoint."""
+BLOCK_BYTES, MAX_CHAIN = 16_384, 3
 SIZES = (24, 13, 24, 2, 17)
 """Samples of global batches, in turns: slices are uneven, and some ranks have none."""
 DRIFT = {"tall": 173, "flat": 41}
@@ -109,8 +118,8 @@ class Outcome:
     """What a run has left; alike on all ranks but for `pieces` and what was missing."""
 
     losses: tuple[float, ...]
-    checksum: str
-    """Of its checkpoint."""
+    checksums: tuple[str, ...]
+    """Of what its checkpoints hold."""
     pieces: int
     """Checksum of rows and states of this rank, of its dense weights and of its logits."""
     num_rows: int
@@ -191,17 +200,19 @@ def _num_within(rows: tuple[int, int], asked: tuple[frozenset[int], ...], num_ba
     return max(sum(rows[0] <= row < rows[1] for row in window) for window in windows)
 
 
-def slices(cell: dict[str, Any], world: World) -> Iterator[Batch]:
-    for number in range(NUM_STEPS):
+def slices(cell: dict[str, Any], world: World, first: int, stop: int) -> Iterator[Batch]:
+    for number in range(first, stop):
         yield batch_slice(global_batch(number, cell["compute"], cell["pooling"] == "weighted"), world)
 
 
 def train(cell: dict[str, Any], folder: Path, is_resident: bool) -> Outcome:
-    """Fifty steps, saved at their end below `folder`; run on every rank."""
+    """Fifty steps, saved some times below `folder`; run on every rank."""
     torch.set_num_threads(cell["threads"])
+    block_bytes, layout.BLOCK_BYTES = layout.BLOCK_BYTES, BLOCK_BYTES
     try:
         return _train(cell, folder, is_resident)
     finally:
+        layout.BLOCK_BYTES = block_bytes
         torch.set_num_threads(1)
         gc.collect()  # files of rows go with what holds them
 
@@ -220,29 +231,37 @@ def _train(cell: dict[str, Any], folder: Path, is_resident: bool) -> Outcome:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     overlap = {"off": (), "all": OVERLAPS}.get(cell["overlap"], (cell["overlap"],))
     pipeline = Pipeline(model, optimizer, world, accumulate_steps=cell["parts"], overlap=overlap)
-    steps = [(step.loss, step.logits) for step in pipeline.steps(slices(cell, world))]
     shards = model.embeddings.shards
-    for piece in shards:
+    parent = folder / ("resident" if is_resident else "tiered")
+    saving = model.embeddings.world if world.size > 1 else world
+    changes = ChangedRows(parent, saving, "none" if is_resident else cell["deltas"], MAX_CHAIN)
+    steps, checksums = [], []
+    for before, after in pairwise((0, *SAVED_AFTER)):
+        steps += [(step.loss, step.logits) for step in pipeline.steps(slices(cell, world, before, after))]
+        base, rows = changes.take(before, shards)
+        path = checkpoint.save(
+            parent,
+            world=saving,
+            step=after,
+            plan=model.embeddings.plan,
+            shards=shards if rows is None else copied(shards, rows),
+            dense={name: value.detach() for name, value in model.state_dict().items()},
+            state={},
+            options=checkpoint.SaveOptions(base=base),
+        )
+        checksums.append(checkpoint.verify(path))
+    for piece in shards if is_resident else ():
         asked = sorted(frozenset[int]().union(*_rows_asked(piece.spec.name)) if cell["optimizer"] != "frozen" else ())
         changed = [row - piece.shard.rows[0] for row in asked if piece.shard.rows[0] <= row < piece.shard.rows[1]]
         assert piece.changed_rows(Consumer.CHECKPOINTS).tolist() == changed
     dense = {name: value.detach() for name, value in model.state_dict().items()}
-    path = checkpoint.save(
-        folder / ("resident" if is_resident else "tiered"),
-        world=model.embeddings.world if world.size > 1 else world,
-        step=NUM_STEPS,
-        plan=model.embeddings.plan,
-        shards=shards,
-        dense=dense,
-        state={},
-    )
     tensors = [*(logits for _, logits in steps), *dense.values()]
     tensors += [value for piece in shards for value in piece.read(0, piece.shard.num_rows).values()]
     counters = [piece.cache.counters for piece in shards if isinstance(piece, TieredShard)]
     assert len(counters) == (0 if is_resident else len(shards))
     return Outcome(
         losses=tuple(loss for loss, _ in steps),
-        checksum=checkpoint.verify(path),
+        checksums=tuple(checksums),
         pieces=zlib.crc32(b"".join(tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)),
         num_rows=sum(one.num_rows for one in counters),
         num_misses=sum(one.num_misses for one in counters),

@@ -33,7 +33,7 @@ class ChangedRows:
         self._taken = None
         if self._policy == "none":
             return None, None
-        base = self._base(step) if not all(map(steps_all_rows, shards)) else None
+        base = self._base(step, shards)
         changed = [piece.marks.rows(Consumer.CHECKPOINTS) for piece in shards]
         if base is None or not asks_since_whole(self._policy):
             self._taken = changed
@@ -61,9 +61,11 @@ class ChangedRows:
             "'all'), and is saved whole"
         )
 
-    def _base(self, step: int) -> Base | None:
+    def _base(self, step: int, shards: Sequence[TableStorage]) -> Base | None:
         """What rank 0 decides; others are told what they need of it."""
         base = None
+        if all(self._world.gather_objects(all(map(steps_all_rows, shards)))):  # also of ranks that have none
+            return None
         if self._world.rank == 0 and step > 0:
             path = checkpoint_path(self._folder, step)
             try:

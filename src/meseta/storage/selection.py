@@ -13,8 +13,9 @@ from meseta.jagged.shapes import Int
 from meseta.ops.memory import empty
 from meseta.spec import Shard, TableSpec
 
-MOST_UNUSED = 1.3
-"""A buffer of former rows is used again for others that it has room for, unless it is this many times too large."""
+ROOM, MOST_ROOM = 1.125, 1.3
+"""A buffer has room for so many times the rows that it is made for, since the next ones may be some more; it is used
+again for others that it has room for, unless that is so many times what they need."""
 
 
 class SelectedRows(ABC):
@@ -90,9 +91,9 @@ def room_for(
     buffers = {}
     for name, value in like.items():
         room = former.get(name)
-        if room is None or not num_rows <= len(room) <= max(MOST_UNUSED * num_rows, 1024):
+        if room is None or not num_rows <= len(room) <= max(MOST_ROOM * num_rows, 1024):
             with torch.inference_mode(False):
-                room = empty((num_rows, *value.shape[1:]), value.dtype, keep=False)
+                room = empty((int(ROOM * num_rows), *value.shape[1:]), value.dtype, keep=False)
         buffers[name] = room
     return {name: room[:num_rows] for name, room in buffers.items()}, buffers
 

@@ -72,6 +72,7 @@ def begin(parent: Path, step: int, folders: list[str]) -> Path:
             discard(path)
         else:
             move(path, current)
+    temporary.mkdir()
     for folder in folders:
         (temporary / folder).mkdir(parents=True)
     return temporary

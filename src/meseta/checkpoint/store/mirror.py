@@ -131,7 +131,6 @@ class Mirror:
             )
         folders = {entry["path"].rpartition("/")[0] for entry in entries_of(manifest)} - {""}
         temporary = begin(parent, manifest["step"], sorted(folders))
-        temporary.mkdir(exist_ok=True)
         for entry in entries_of(manifest):
             source = f"{found.name}/{entry['path']}"
             with (temporary / entry["path"]).open("xb") as file:

@@ -1,0 +1,63 @@
+"""Checkpoints that hold the rows that have changed, beside whole ones and PyTorch's.
+
+    python benchmarks/bench_deltas.py bytes [--rows 2000000] [--widths 64,16] [--bits exact,8,4,3,2] [--max-chain 8]
+    python benchmarks/bench_deltas.py time [--gigabytes 2] [--turns 5]
+    python benchmarks/bench_deltas.py beside [--gigabytes 2] [--seconds 30] [--turns 5] [--bits exact]
+    python benchmarks/bench_deltas.py marks [--workloads b_uni,c,a64_2k] [--turns 24] [--threads 2]
+
+Parts:
+- bytes: what 24 checkpoints write, and hold at most with the one being written, keep_last 2, where 22 % of the rows are
+  touched between two (Zipf 1.05); seen from outside, file by file, beside whole checkpoints.
+- time: a delta of 20 % of the rows beside our whole save, torch.distributed.checkpoint and its async_save: until it is
+  durable, and until training may go on; memory beside the table for each byte copied; a cold load of a chain of eight
+  beside one of a whole checkpoint. In turns; medians.
+- beside: training with a rolling delta every so many seconds, and without, in windows that alternate.
+- marks: a step of the embedding operators with marks of changed rows, and without, in windows that alternate.
+
+Appends to benchmarks/results.csv. Exits with 1 where a part misses what it must reach: see the parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from deltas.beside_part import BesideOptions, measure_beside
+from deltas.bytes_part import BytesOptions, measure_bytes
+from deltas.marks_part import measure_marks
+from deltas.time_part import TimeOptions, measure_times
+from record import ROOT
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("bytes", "time", "beside", "marks"))
+    parser.add_argument("--rows", type=int, default=2_000_000)
+    parser.add_argument("--widths", default="64,16", help="D of tables")
+    parser.add_argument("--bits", default="exact", help="of rows in checkpoints")
+    parser.add_argument("--intervals", type=int, default=24)
+    parser.add_argument("--share", type=float, default=0.22, help="of rows that an interval touches")
+    parser.add_argument("--max-chain", type=int, default=8)
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="of a table")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=30.0, help="between two deltas beside training")
+    parser.add_argument("--workloads", default="b_uni,c,a64_2k", help="of `meseta bench ops`, for marks")
+    parser.add_argument("--threads", type=int, default=2, help="of steps, for marks")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "deltas")
+    parser.add_argument("--no-record", action="store_true", help="leave benchmarks/results.csv as it is")
+    told = parser.parse_args()
+    keep, widths, bits = not told.no_record, tuple(map(int, told.widths.split(","))), tuple(told.bits.split(","))
+    if told.part == "bytes":
+        options = BytesOptions(told.folder, told.rows, widths, bits, told.intervals, told.share, told.max_chain, keep)
+        sys.exit(not measure_bytes(options))
+    if told.part == "marks":
+        sys.exit(not measure_marks(told.workloads.split(","), told.turns, told.threads, keep))
+    if told.part == "beside":
+        beside = BesideOptions(told.folder, told.gigabytes, told.seconds, told.turns, told.bits, keep)
+        sys.exit(not measure_beside(beside))
+    sys.exit(not measure_times(TimeOptions(told.folder, told.gigabytes, told.turns, keep)))
+
+
+if __name__ == "__main__":
+    main()

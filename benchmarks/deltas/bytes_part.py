@@ -1,0 +1,120 @@
+"""Bytes that checkpoints of a run write and hold, counted from outside, of all policies and widths."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from record import record
+from rich.console import Console
+from rich.table import Table
+
+from deltas.changing import ChangingTable
+from meseta.checkpoint import SaveOptions, prune, save
+from meseta.checkpoint.background import copied
+from meseta.checkpoint.changes import ChangedRows
+from meseta.comm import World
+
+POLICIES = ("none", "one_shot", "consecutive", "intermittent", "rolling")
+LEAST = {"exact": (2.2, 1.0), "8": (7.0, 3.2), "4": (12.0, 5.5)}
+"""By width, how many times less a policy must write, and hold; one policy for all."""
+
+
+@dataclass(frozen=True)
+class BytesOptions:
+    """What to measure."""
+
+    folder: Path
+    num_rows: int
+    widths: Sequence[int]
+    """D of the tables; what must be reached is asked of the first."""
+    bits: Sequence[str]
+    num_intervals: int
+    share: float
+    """Of rows that each interval touches."""
+    max_chain: int
+    keep: bool
+
+
+@dataclass
+class Disk:
+    """What lies in a folder, seen from outside: files by their numbers on the disk."""
+
+    folder: Path
+    written: int = 0
+    """Bytes of all files that were ever there."""
+    highest: int = 0
+    """The most that was there at once, while a checkpoint was being written too."""
+
+    def __post_init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def look(self) -> None:
+        """To be called when a checkpoint is written and none is removed yet."""
+        held = 0
+        for path in self.folder.rglob("*"):
+            if path.is_file():
+                status = path.stat()
+                held += status.st_size
+                if status.st_ino not in self._seen:
+                    self._seen.add(status.st_ino)
+                    self.written += status.st_size
+        self._seen = {path.stat().st_ino for path in self.folder.rglob("*") if path.is_file()}
+        self.highest = max(self.highest, held)
+
+
+def run(options: BytesOptions, width: int, policy: str, bits: str) -> Disk:
+    """The saves of one run."""
+    table, world = ChangingTable(options.num_rows, width), World.single()
+    shards = [table.shard]
+    shutil.rmtree(options.folder, ignore_errors=True)
+    options.folder.mkdir(parents=True)
+    disk, changes = Disk(options.folder), ChangedRows(options.folder, world, policy, options.max_chain)  # type: ignore[arg-type]
+    for step in range(1, options.num_intervals + 1):
+        table.touch(options.share)
+        base, rows = changes.take(step - 1, shards)
+        save(
+            options.folder,
+            world=world,
+            step=step,
+            plan=table.plan,
+            shards=shards if rows is None else copied(shards, rows),
+            dense={},
+            state={},
+            options=SaveOptions(base=base),
+        )
+        disk.look()
+        prune(options.folder, keep_last=2)
+    shutil.rmtree(options.folder)
+    return disk
+
+
+def measure_bytes(options: BytesOptions) -> bool:
+    """Whether one policy writes and holds as little as it must at every width."""
+    console, reached = Console(), {policy: True for policy in POLICIES if policy != "none"}
+    for width in options.widths:
+        whole = run(options, width, "none", "exact")
+        shown = Table(title=f"{options.num_rows:,} x {width}, {options.num_intervals} intervals, whole saves write "
+                      f"{whole.written / 1e9:.2f} GB and hold {whole.highest / 1e9:.2f} GB")  # fmt: skip
+        for name in ("bits", "policy", "written", "less", "held", "less"):
+            shown.add_column(name)
+        for bits in options.bits:
+            for policy in POLICIES if bits != "exact" else POLICIES[1:]:
+                disk = run(options, width, policy, bits)
+                less = whole.written / disk.written, whole.highest / disk.highest
+                row = f"{disk.written / 1e9:.3f} GB", f"{less[0]:.2f}", f"{disk.highest / 1e9:.3f} GB", f"{less[1]:.2f}"
+                shown.add_row(bits, policy, *row)
+                if width == options.widths[0] and policy != "none":
+                    reached[policy] &= all(a >= b for a, b in zip(less, LEAST.get(bits, (0.0, 0.0)), strict=True))
+                if options.keep:
+                    case = f"{options.num_rows} x {width}, {policy}, {bits}"
+                    for metric, own, peer in (
+                        ("written", disk.written, whole.written),
+                        ("held", disk.highest, whole.highest),
+                    ):
+                        record("deltas", case, metric, own / 1e9, "GB", peer="whole saves", peer_value=peer / 1e9)
+        console.print(shown)
+    print("reached at every width by: " + (", ".join(name for name, good in reached.items() if good) or "none"))
+    return any(reached.values())

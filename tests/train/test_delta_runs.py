@@ -1,0 +1,88 @@
+"""Runs that save deltas: they end with the bits of one that saves whole checkpoints, stopped, failed or not, and a run
+that was stopped writes the files of one that was not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoint.simulated import many_files
+from meseta.checkpoint import compact, compare, list_checkpoints, summarize
+from meseta.checkpoint.files import layout
+from small_run import settings, train
+
+from .test_saving import fill_disk_at
+
+POLICIES = ("one_shot", "consecutive", "intermittent", "rolling")
+STEPS = {"train__epochs": 2, "train__max_steps": 20, "checkpoint__every_steps": 2, "checkpoint__keep_last": 99}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "BLOCK_BYTES", 2048)
+
+
+def files(run_dir: Path) -> dict[str, bytes]:
+    """Those of tables, of all checkpoints; of a run that was stopped, manifests tell other times, and dense files other
+    figures."""
+    return {name: content for name, content in many_files(run_dir / "checkpoints").items() if name.endswith(".arrow")}
+
+
+def with_deltas(tiny: Path, run_dir: Path, policy: str, **changes: Any) -> None:
+    train(settings(tiny, run_dir, **STEPS | {"checkpoint__deltas": policy, "checkpoint__max_chain": 4} | changes))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_run_that_was_stopped_writes_the_same_files(tiny: Path, tmp_path: Path, policy: str) -> None:
+    train(settings(tiny, tmp_path / "whole", **STEPS))
+    with_deltas(tiny, tmp_path / "one", policy)
+    for stop in (6, 14, 20):
+        with_deltas(tiny, tmp_path / "other", policy, train__max_steps=stop)
+    assert files(tmp_path / "one") == files(tmp_path / "other")
+    summaries = [summarize(listed.path) for listed in list_checkpoints(tmp_path / "one")]
+    assert len(summaries) == 10 and sum(one.policy == policy for one in summaries) >= 6
+    for summary in summaries:
+        plain = tmp_path / "whole" / "checkpoints" / summary.path.name
+        made = compact(summary.path, tmp_path / "made")
+        assert many_files(made / "tables") == many_files(plain / "tables")
+        assert list(compare(summary.path, plain)) == []
+
+
+@pytest.mark.parametrize("background", ["always", "never"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rows_of_a_save_that_failed_are_in_the_next(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, background: str
+) -> None:
+    changes = {"checkpoint__background": background, "checkpoint__on_failure": "continue"}
+    with monkeypatch.context() as full:
+        fill_disk_at({2, 6, 12, 14}, full)
+        with_deltas(tiny, tmp_path / "full", policy, **changes)
+    train(settings(tiny, tmp_path / "whole", **STEPS))
+    saved = list_checkpoints(tmp_path / "full")
+    assert [int(listed.path.name[-2:]) for listed in saved] == [4, 8, 10, 16, 18, 20]
+    for listed in saved:
+        assert list(compare(listed.path, tmp_path / "whole" / "checkpoints" / listed.path.name)) == []
+
+
+def test_tables_that_step_all_rows_are_whole(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of them, or one."""
+    for name, where in (("all", "embedding__optimizer"), ("one", "embedding__tables__user__optimizer")):
+        changes = {f"{where}__{key}": value for key, value in (("weight_decay", 0.1), ("stepped_rows", "all"))}
+        with_deltas(tiny, tmp_path / name, "rolling", **changes)
+        assert "and is saved whole" in capsys.readouterr().err
+        train(settings(tiny, tmp_path / f"{name}-whole", **STEPS | changes))
+        for listed in list_checkpoints(tmp_path / name):
+            assert list(compare(listed.path, tmp_path / f"{name}-whole" / "checkpoints" / listed.path.name)) == []
+        assert all(
+            (summarize(one.path).policy is None) == (name == "all") for one in list_checkpoints(tmp_path / name)[1:]
+        )
+
+
+def test_a_policy_may_change_in_the_middle(tiny: Path, tmp_path: Path) -> None:
+    train(settings(tiny, tmp_path / "whole", **STEPS))
+    for stop, policy in ((4, "none"), (8, "one_shot"), (12, "rolling"), (16, "intermittent"), (20, "consecutive")):
+        with_deltas(tiny, tmp_path / "run", policy, train__max_steps=stop)
+    for listed in list_checkpoints(tmp_path / "run"):
+        assert list(compare(listed.path, tmp_path / "whole" / "checkpoints" / listed.path.name)) == []
