@@ -56,6 +56,12 @@ PARTS = {
             "tests/data/test_resume_prepare.py",
         ),
     ),
+    "faults": Part(
+        "1,000 seeded faults of a run that saves deltas: files cut, flipped, exchanged or missing, full disks, "
+        "refused changes of the file system, two writers; and a death before each change, under every policy, while it "
+        "prunes and makes whole ones",
+        ("tests/checkpoint/test_faults.py", "tests/checkpoint/test_deaths.py"),
+    ),
     "hang": Part(
         "ranks killed, stopped and astray, and links cut, at random moments on 2, 4 and 8 ranks: the right one named "
         "within 30 s, no process left",

@@ -51,11 +51,14 @@ def write_rows(
     return _write(root, path, content, first_row=first_row, num_rows=len(ids), checksum=checksum)
 
 
-def _write(root: Path, path: str, content: memoryview, **known: Any) -> dict[str, Any]:
+def _write(
+    root: Path, path: str, content: memoryview, *, first_row: int, num_rows: int, checksum: str
+) -> dict[str, Any]:
     """Write what `scratch` holds; its entry in the manifest."""
     with writing(root / path):
         write_whole(root / path, content, len(content))
-    return {"path": path, "num_bytes": len(content), **known}
+    rows = {"first_row": first_row, "num_rows": num_rows}
+    return {"path": path, **rows, "num_bytes": len(content), "checksum": checksum}
 
 
 def sync_block(root: Path, path: str) -> None:

@@ -80,7 +80,7 @@ def begin(parent: Path, step: int, folders: list[str]) -> Path:
 
 def _make(parent: Path) -> None:
     if not parent.is_dir():
-        parent.mkdir(parents=True)
+        parent.mkdir(parents=True, exist_ok=True)  # another process may make it too
         sync(parent.parent)
 
 
