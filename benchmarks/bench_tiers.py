@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16_000_000, help="of a table that is saved")
     parser.add_argument("--disk-gb", type=float, default=60.0, help="that `large` may use at a time")
     parser.add_argument("--seconds", type=float, default=30.0, help="of training beside saves")
+    parser.add_argument("--max-mb-per-s", default="", help="limits of saves beside training, such as 100,200")
     parser.add_argument("--trainings", default="d16_2k,d64_2k", help="of `meseta bench e2e`")
     parser.add_argument("--max-reads-per-s", type=float, help="of training; none: as many as the disk gives")
     parser.add_argument("--warm", type=int, default=WARM_IDS, help="samples that fill slots before the clock starts")
@@ -97,7 +98,8 @@ def main() -> None:
     elif told.part == "large":
         good = measure_large(LargeOptions(told.folder, told.rows, told.limit_mb, told.disk_gb, keep))
     elif told.part == "save":
-        good = measure_saves(SaveOptions(told.folder, told.rows, told.passes, told.seconds, keep))
+        rates = tuple(float(rate) * 1e6 for rate in told.max_mb_per_s.split(",") if rate)
+        good = measure_saves(SaveOptions(told.folder, told.rows, told.passes, told.seconds, keep, rates))
     elif told.part in ("train", "mapped"):
         options = TrainOptions(
             told.folder, tuple(told.trainings.split(",")), told.max_reads_per_s, told.warm, told.steps, told.turns, keep

@@ -159,6 +159,11 @@ class Hosts:
             "OMP_WAIT_POLICY": "passive",
         }
 
+    def namespace_files(self, rank: int) -> list[str]:
+        """What a process opens for `setns`, in this order, to be on the host of a rank, where it then is that rank by
+        `variables`; it does not end with this one."""
+        return self._hosts[rank // self.ranks_per_host].files
+
     def run(
         self, command: Sequence[str], *, variables: Mapping[str, str] | None = None, limit_s: float = 600.0
     ) -> Outcome:

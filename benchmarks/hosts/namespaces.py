@@ -62,6 +62,12 @@ class Namespace:
         user = [] if self._user is None else ["--user", "--preserve-credentials"]
         return ["nsenter", "--target", str(self.pid), *user, "--net", "setpriv", "--pdeathsig", "KILL", *command]
 
+    @property
+    def files(self) -> list[str]:
+        """What a process of one thread opens for `setns`, in this order, to be inside from then on."""
+        user = [] if self._user is None else [f"/proc/{self.pid}/ns/user"]
+        return [*user, f"/proc/{self.pid}/ns/net"]
+
     def configure(self, program: str, lines: Sequence[str]) -> None:
         """Give `ip` or `tc` these commands, all in one. Raises Impossible with what it says."""
         done = subprocess.run(

@@ -46,6 +46,8 @@ class SaveOptions:
     seconds: float
     """Of training, alone and beside saves each."""
     keep: bool
+    rates: tuple[float, ...] = ()
+    """Bytes a second that saves beside training write at most, beside those that are not held back."""
 
 
 @dataclass
@@ -163,9 +165,12 @@ def batches(num_rows: int) -> Iterator[_Batch]:
             yield _Batch(KeyedJaggedTensor(names, ids, lengths, None))
 
 
-def beside(made: EmbeddingBagCollection, options: SaveOptions) -> tuple[float, float, float]:
+def beside(
+    made: EmbeddingBagCollection, options: SaveOptions, max_bytes_per_s: float | None = None
+) -> tuple[float, float, float]:
     """Steps a second without and with saves beside them, and bytes a second of those saves."""
     model, size = _Model(made), options.num_rows * ROW_BYTES
+    rate = None if max_bytes_per_s is None else checkpoint.WriteRate(max_bytes_per_s)
     optimizer = torch.optim.SGD(model.dense.parameters(), lr=0.01)
     steps = meseta.ahead(batches(options.num_rows), model)
 
@@ -181,7 +186,13 @@ def beside(made: EmbeddingBagCollection, options: SaveOptions) -> tuple[float, f
                 if now_s >= begun_s + seconds:
                     break
                 is_saved.clear()
-                known: dict[str, Any] = {"step": 1, "plan": made.plan, "state": {}}  # each replaces the one before
+                known: dict[str, Any] = {
+                    "step": 1,
+                    "plan": made.plan,
+                    "state": {},
+                    "options": checkpoint.SaveOptions(rate=rate),
+                }
+                # Each save replaces the one before.
                 background.start(
                     options.folder / "saved", shards=made.shards, dense={}, then=lambda _: is_saved.set(), **known
                 )
@@ -212,10 +223,17 @@ def measure_saves(options: SaveOptions) -> bool:
     figures, most = alone(made, options)
     limit, save, load = map(statistics.median, (figures.limits, figures.saves, figures.loads))
     print(f"  saves {save / limit:.2f} and loads {load / limit:.2f} of the disk's rate, {most / 1e6:,.0f} MB of memory")
-    training, saving, rate = beside(made, options)
-    shutil.rmtree(options.folder / "saved", ignore_errors=True)
-    print(f"  {training:.1f} steps/s, {saving:.1f} ({saving / training:.2f}) beside saves at {rate / 1e6:,.0f} MB/s "
-          f"({rate / limit:.2f} of the disk's rate)")  # fmt: skip
+    for max_bytes_per_s in (*options.rates, None):
+        training, saving, rate = beside(made, options, max_bytes_per_s)
+        shutil.rmtree(options.folder / "saved", ignore_errors=True)
+        held = "" if max_bytes_per_s is None else f", of at most {max_bytes_per_s / 1e6:,.0f}"
+        speeds = (
+            f"{training:.1f} steps/s, {saving:.1f} ({saving / training:.2f}) beside saves at {rate / 1e6:,.0f} MB/s"
+        )
+        print(f"  {speeds} ({rate / limit:.2f} of the disk's rate{held})", flush=True)
+        if options.keep and held:
+            record("tiers", case, f"training beside a save{held} MB/s", saving, "steps/s", peer="without",
+                   peer_value=training)  # fmt: skip
     if options.keep:
         peer = "disk, read once and written once"
         for name, value in (("save", save), ("load", load), ("save beside training", rate)):

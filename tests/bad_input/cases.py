@@ -175,6 +175,10 @@ def loss_without_bound(place: Place) -> list[Any]:
     return place.train(dense__optimizer={"name": "sgd", "lr": 1e30}, checkpoint__every_steps=1)
 
 
+def checkpoints_too_slow(place: Place) -> list[Any]:
+    return place.train(checkpoint__max_bytes_per_s=1000)
+
+
 def damaged_checkpoint(place: Place) -> list[Any]:
     cut(place.run() / "checkpoints/step-000000014/dense.safetensors")
     return place.train()
@@ -256,5 +260,5 @@ TRAINING += (nan_in_dense, loss_without_bound, damaged_checkpoint, file_that_oth
 TRAINING += (partial_checkpoint, checkpoint_of_another_model)
 TRAINING += (run_on_other_data, not_a_run, unwritable_run_dir, unwritable_predictions)
 TRAINING += (no_step_to_profile, other_steps_to_profile, steps_to_profile_ill_typed, folder_for_a_timeline)
-TRAINING += (no_records_of_ranks, foreign_record_of_a_rank)
+TRAINING += (checkpoints_too_slow, no_records_of_ranks, foreign_record_of_a_rank)
 PLANNING = (limit_without_a_disk,)

@@ -9,11 +9,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from bad_input.commands import run_here, tree
-from meseta.checkpoint import latest, list_checkpoints, verify
-from meseta.checkpoint.store.directory import PASSED_OVER, checkpoint_path, newest
+from meseta.checkpoint import latest, list_checkpoints, newest, verify
+from meseta.checkpoint.store.names import PASSED_OVER, checkpoint_path
+from meseta.checkpoint.store.store import store_at
 from small_run import final_checksum, metrics, settings, train, without_times, write_config
 
 EVERY_2: dict[str, Any] = {
@@ -161,3 +163,26 @@ def test_killed_while_it_goes_back(tiny: Path, trained: Path, run: Path) -> None
     ended = run_here("train", config(run, tiny, **OLDER))
     assert ended.code == 0 and re.search("leaving step-000000012 and step-000000010 alone", ended.err)
     assert final_checksum(run) == final_checksum(trained)
+
+
+def test_at_a_url(tiny: Path, trained: Path, tmp_path: Path) -> None:
+    """Nothing can be renamed there: the offer is the key, and what was passed over stays until its step is saved."""
+    url = f"memory://going-back-{tmp_path.name}"
+    run, store = tmp_path / "run", fsspec.filesystem("memory")
+    assert run_here("train", config(run, tiny, **EVERY_2, checkpoint__dir=url)).code == 0
+    name = f"{url}/step-000000010/{ROWS}"
+    content = bytearray(store.cat_file(name))
+    content[len(content) // 2] ^= 1
+    store.pipe_file(name, bytes(content))
+    ended = run_here("train", config(run, tiny, **EVERY_2, checkpoint__dir=url))
+    assert ended.code == 1
+    assert ended.errors[0].endswith("is whole, and the same command takes it with checkpoint.resume=older")
+    stopped = {**OLDER, "checkpoint__dir": url, "train__max_steps": 9}
+    ended = run_here("train", config(run, tiny, **stopped))
+    assert ended.code == 0 and "going back to step-000000008" in ended.err, ended
+    assert [path.name[-2:] for path in store_at(url).named()] == ["02", "04", "06", "08", "09"]
+    assert bytes(store.cat_file(name)) == content
+    ended = run_here("train", config(run, tiny, **OLDER, checkpoint__dir=url))
+    assert ended.code == 0 and "going on from step 9," in ended.err, ended
+    assert verify(f"{url}/step-000000014") == final_checksum(trained)
+    assert store_at(url).passed_over() == []

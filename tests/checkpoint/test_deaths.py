@@ -14,7 +14,8 @@ from checkpoint.running import FUSE, SPECS, Killed, Run, holds, loads
 from checkpoint.simulated import plain_plan
 from meseta.checkpoint import compact, compare, latest, list_checkpoints, summarize, verify
 from meseta.checkpoint.files import layout
-from meseta.checkpoint.store.directory import PRUNED, named
+from meseta.checkpoint.store.directory import PRUNED
+from meseta.checkpoint.store.store import named
 from sampling import product, sample
 
 POLICIES = ("one_shot", "consecutive", "intermittent", "rolling")

@@ -119,7 +119,7 @@ def test_latest_does_not_go_back_behind_a_newer_format(tmp_path: Path) -> None:
 def test_prune_reads_nothing_where_none_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_version(tmp_path, 2)
     save_version(tmp_path, 4)
-    monkeypatch.setattr("meseta.checkpoint.store.directory.read_manifest", lambda path: pytest.fail(f"read {path}"))
+    monkeypatch.setattr("meseta.checkpoint.store.store.read_manifest", lambda path: pytest.fail(f"read {path}"))
     assert prune(tmp_path, keep_last=2) == []
 
 

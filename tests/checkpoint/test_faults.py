@@ -19,7 +19,8 @@ from checkpoint.simulated import pieces, plain_plan, random_plan, random_tables
 from meseta.checkpoint import DamagedCheckpoint, latest, offer_older, save, verify
 from meseta.checkpoint.files import layout
 from meseta.checkpoint.older import OlderCheckpoint
-from meseta.checkpoint.store.directory import PASSED_OVER, named, pass_over
+from meseta.checkpoint.store.names import PASSED_OVER
+from meseta.checkpoint.store.store import named, store_at
 from meseta.comm import World
 from meseta.spec import MesetaError
 from sampling import sample
@@ -172,7 +173,7 @@ def gone_back(run: Run, draw: random.Random, offer: OlderCheckpoint) -> None:
     """What it passed over is never taken up, nor are others deleted for it."""
     assert offer.path is not None
     for path in offer.passed:
-        pass_over(path, "damaged")
+        store_at(run.folder).pass_over(path, "damaged")
     assert latest(run.folder) == offer.path
     run.resume(offer.path, random_plan(SPECS, draw.choice([1, 2]), draw.randrange(1 << 30)))
     first, last = (int(path.name[-9:]) for path in (offer.path, offer.passed[0]))

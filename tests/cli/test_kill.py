@@ -145,15 +145,24 @@ def check_equal(run_dir: Path, expected: Path) -> None:
     assert not [path for path in run_dir.rglob("*") if path.name.startswith(".") or ".tmp" in path.name]
 
 
-def kill_run(folder: Path, arguments: tuple[object, ...], moment: str, draw: random.Random) -> None:
+def kill_run(
+    folder: Path,
+    arguments: tuple[object, ...],
+    moment: str,
+    draw: random.Random,
+    *,
+    start: Callable[..., Command] = Command,
+    reach: Callable[[Command, Path, str, random.Random, float], None] = reach,
+    kill: Callable[[Command], bool] = killed,
+) -> None:
     """Start the run in `folder` and kill it at this moment; where it was over before, from where it began once more."""
     run_dir, before = folder.parent / "run", folder / "before"
     if run_dir.exists():
         shutil.copytree(run_dir, before)
     for number in range(MOST_TRIES):
-        command = Command(folder / str(number), "train", *arguments)
+        command = start(folder / str(number), "train", *arguments)
         reach(command, run_dir, moment, draw, 0.5**number)
-        if killed(command) and not (run_dir / "summary.json").exists():
+        if kill(command) and not (run_dir / "summary.json").exists():
             return
         shutil.rmtree(run_dir)
         if before.exists():

@@ -13,8 +13,8 @@ PUBLIC = {
         OptimizerSpec Plan Shard ShardingType TableSpec Topology Workload __version__ ahead make_plan shard
     """,
     "meseta.checkpoint": """
-        DamagedCheckpoint Difference Loaded Mirror SaveOptions Summary compact compare export fetch find_checkpoint
-        latest list_checkpoints load newest offer_older prune save summarize verify
+        DamagedCheckpoint Difference Loaded Mirror SaveOptions Summary WriteRate compact compare export fetch
+        find_checkpoint latest list_checkpoints load newest offer_older prune save summarize verify
     """,
     "meseta.comm": "BatchSlice DenseGradients Pending Scope Totals World abandon",
     "meseta.config": """

@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from checkpoint.simulated import assert_holds, blank, pieces, plain_plan, random_tables, some_specs
-from meseta.checkpoint import Mirror, latest, load, saving, verify
+from meseta.checkpoint import Mirror, WriteRate, latest, load, verify
 from meseta.checkpoint.background import BackgroundSave
-from meseta.checkpoint.store.directory import checkpoint_path
+from meseta.checkpoint.store import directory
+from meseta.checkpoint.store.directory import DirectoryStore
+from meseta.checkpoint.store.names import checkpoint_path
 from meseta.comm import World
 from meseta.config import CheckpointConfig
 from meseta.machine.interruption import Interruption
@@ -70,14 +72,14 @@ def test_in_the_background_or_not_the_same_checkpoints(tiny: Path, tmp_path: Pat
 
 def fill_disk_at(steps: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints of these steps find no room."""
-    really = saving.commit
+    really = DirectoryStore.commit
 
-    def commit(temporary: Path) -> Path:
-        if int(temporary.name.rpartition("-")[2]) in steps:
+    def commit(self: DirectoryStore, growing: Path, manifest: dict, rate: WriteRate | None) -> Path:
+        if int(growing.name.rpartition("-")[2]) in steps:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return really(temporary)
+        return really(self, growing, manifest, rate)
 
-    monkeypatch.setattr(saving, "commit", commit)
+    monkeypatch.setattr(DirectoryStore, "commit", commit)
 
 
 @pytest.mark.parametrize("background", ["always", "never"])
@@ -130,13 +132,13 @@ def test_training_goes_on_while_the_copy_is_written(tmp_path: Path, monkeypatch:
     specs = some_specs()
     plan, tables = plain_plan(specs, 1, "table_wise"), random_tables(specs, seed=4)
     shards, gate, order = pieces(specs, plan, 0, tables), threading.Event(), list[str]()
-    really = saving.write_manifest
+    really = directory.write_manifest
 
-    def slow(root: Path, manifest: dict) -> None:
+    def slow(root: Path, manifest: dict, rate: WriteRate | None) -> None:
         assert gate.wait(30)
-        really(root, manifest)
+        really(root, manifest, rate)
 
-    monkeypatch.setattr(saving, "write_manifest", slow)
+    monkeypatch.setattr(directory, "write_manifest", slow)
     background, dense = BackgroundSave(World.single()), {"bias": torch.ones(3)}
 
     def start(step: int) -> None:
@@ -170,6 +172,8 @@ def test_where_memory_is_short_training_waits(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(train_saving, "_free_bytes", lambda free=free: float(free))
         saver = Saver(CheckpointConfig(background=background), tmp_path, World.single())
         assert saver._is_in_background(shards) == expected
+        few = [torch.arange(0, piece.shard.num_rows, 2) for piece in shards]
+        assert saver._is_in_background(shards, few) == (free >= needed // 2 or background == "always")
 
 
 def test_a_mirror_takes_a_run_to_another_machine(tiny: Path, tmp_path: Path) -> None:

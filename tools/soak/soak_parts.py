@@ -62,6 +62,12 @@ PARTS = {
         "prunes and makes whole ones",
         ("tests/checkpoint/test_faults.py", "tests/checkpoint/test_deaths.py"),
     ),
+    "everything": Part(
+        "examples/configs/everything.yaml on two hosts of two ranks: `kill -9` of all ranks and of one, and SIGTERM, "
+        "at random moments, with `pipeline.stale` 0 and 1, and with nothing rounded: the bits of itself undisturbed, "
+        "and of a plain run",
+        ("tests/distributed/test_everything.py",),
+    ),
     "hang": Part(
         "ranks killed, stopped and astray, and links cut, at random moments on 2, 4 and 8 ranks: the right one named "
         "within 30 s, no process left",

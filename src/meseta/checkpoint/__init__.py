@@ -4,13 +4,14 @@ from meseta.checkpoint.compacting import compact
 from meseta.checkpoint.difference import Difference, compare
 from meseta.checkpoint.exporting import export
 from meseta.checkpoint.failures import DamagedCheckpoint
+from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.listing import Summary, find_checkpoint, list_checkpoints, summarize
 from meseta.checkpoint.loading import Loaded, load, verify
 from meseta.checkpoint.older import offer_older
 from meseta.checkpoint.options import SaveOptions
 from meseta.checkpoint.saving import save
-from meseta.checkpoint.store.directory import latest, newest, prune
 from meseta.checkpoint.store.mirror import Mirror, fetch
+from meseta.checkpoint.store.store import latest, newest, prune
 
 __all__ = [
     "DamagedCheckpoint",
@@ -19,6 +20,7 @@ __all__ = [
     "Mirror",
     "SaveOptions",
     "Summary",
+    "WriteRate",
     "compact",
     "compare",
     "export",

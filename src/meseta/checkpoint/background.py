@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from meseta.checkpoint.failures import together
 from meseta.checkpoint.saving import save
 from meseta.comm import World
+from meseta.machine.remote import Location
 from meseta.machine.system import give_way
 from meseta.storage import SelectedRows, TableStorage
 
@@ -37,7 +37,7 @@ class BackgroundSave:
 
     def start(
         self,
-        parent: Path | str,
+        parent: Location | str,
         *,
         shards: Sequence[TableStorage],
         dense: Mapping[str, Tensor],

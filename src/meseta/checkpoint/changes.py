@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from meseta.checkpoint.failures import file_of
+from meseta.checkpoint.failures import check_files
 from meseta.checkpoint.manifest import entries_of
 from meseta.checkpoint.policy import Base, Policy, asks_since_whole, base_of
-from meseta.checkpoint.store.directory import checkpoint_path
+from meseta.checkpoint.store.names import checkpoint_path
 from meseta.comm import World
+from meseta.machine.remote import Location
 from meseta.ops.row_marks import Consumer
 from meseta.spec import MesetaError
 from meseta.storage import TableStorage
@@ -22,7 +22,7 @@ from meseta.storage import TableStorage
 class ChangedRows:
     """Of the saves of one run; every rank has one and calls it alike."""
 
-    def __init__(self, folder: Path, world: World, policy: Literal["none"] | Policy, max_chain: int) -> None:
+    def __init__(self, folder: Location, world: World, policy: Literal["none"] | Policy, max_chain: int) -> None:
         self._folder, self._world, self._policy, self._max_chain = folder, world, policy, max_chain
         self._taken: Sequence[Tensor] | None = None
         """Marks that the save under way has cleared, by shard."""
@@ -70,8 +70,8 @@ class ChangedRows:
             path = checkpoint_path(self._folder, step)
             try:
                 base = base_of(path, self._policy, self._max_chain) if self._policy != "none" else None
-                for entry in entries_of(base.manifest) if base is not None else ():
-                    file_of(path, entry)
+                if base is not None:
+                    check_files(path, entries_of(base.manifest))
             except MesetaError:
                 base = None  # somebody has deleted or damaged it: nothing can stand on it
         told: Base | None = self._world.gather_objects(base and base.told())[0]

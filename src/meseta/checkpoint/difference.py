@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from meseta.checkpoint.failures import file_of
+from meseta.checkpoint.failures import check_files
 from meseta.checkpoint.files.block import Values
 from meseta.checkpoint.files.chain import blocks_of, read_chain
 from meseta.checkpoint.files.digest import TABLE_SHAPE
 from meseta.checkpoint.files.layout import BlockSchema, widened
 from meseta.checkpoint.files.tensors import read_tensors
 from meseta.checkpoint.manifest import CARRIED, entries_of, identity, read_manifest
+from meseta.machine.remote import Location, locate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Difference:
     """How."""
 
 
-def compare(first: Path | str, second: Path | str) -> Iterator[Difference]:
+def compare(first: Location | str, second: Location | str) -> Iterator[Difference]:
     """The differences of two checkpoints in what was learned; none: the same model, whatever step and plan.
 
     Blocks of the same files, by their checksums, are looked for, but not read; of the others, and of other tensors, it
@@ -38,11 +38,10 @@ def compare(first: Path | str, second: Path | str) -> Iterator[Difference]:
     checked. Bits are compared, so 0 and -0 differ by 0. Raises MesetaError, naming the file, for a checkpoint that is
     damaged.
     """
-    roots = Path(first), Path(second)
+    roots = locate(first), locate(second)
     manifests = read_manifest(roots[0]), read_manifest(roots[1])
     for root, manifest in zip(roots, manifests, strict=True):
-        for entry in entries_of(manifest):
-            file_of(root, entry)
+        check_files(root, entries_of(manifest))
     tables = manifests[0]["tables"], manifests[1]["tables"]
     for name in sorted(set(tables[0]) | set(tables[1])):
         entries = tables[0].get(name), tables[1].get(name)
@@ -61,7 +60,7 @@ def compare(first: Path | str, second: Path | str) -> Iterator[Difference]:
 
 
 def _compare_tables(
-    label: str, roots: tuple[Path, Path], entries: tuple[Mapping[str, Any], Mapping[str, Any]]
+    label: str, roots: tuple[Location, Location], entries: tuple[Mapping[str, Any], Mapping[str, Any]]
 ) -> Iterator[Difference]:
     for field in TABLE_SHAPE:
         if entries[0][field] != entries[1][field]:
@@ -131,7 +130,7 @@ def _largest(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _compare_tensors(
-    kind: str, roots: tuple[Path, Path], one: Mapping[str, Tensor], other: Mapping[str, Tensor]
+    kind: str, roots: tuple[Location, Location], one: Mapping[str, Tensor], other: Mapping[str, Tensor]
 ) -> Iterator[Difference]:
     for name in sorted(set(one) | set(other)):
         label = f"{kind} tensor {name!r}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,10 +17,12 @@ import numpy as np
 from meseta.checkpoint.files.chain import blocks_of, read_chain
 from meseta.checkpoint.files.layout import BlockSchema, Column, widened
 from meseta.checkpoint.files.paths import table_folder
+from meseta.checkpoint.files.raw import copy_whole
 from meseta.checkpoint.files.tensors import DENSE_PATH, read_tensors
 from meseta.checkpoint.manifest import read_manifest
 from meseta.errors import shown
 from meseta.machine.files import file_name, inner_fault, whole_folder
+from meseta.machine.remote import Location, locate
 from meseta.spec import MesetaError, nearest
 from meseta.storage import ROW
 
@@ -31,7 +32,7 @@ _SAFETENSORS_TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfl
 
 
 def export(
-    path: Path | str,
+    path: Location | str,
     out: Path | str,
     form: Format,
     *,
@@ -47,7 +48,7 @@ def export(
     written. The folder appears by one rename when all is written and checked; returns its files.
     Raises MesetaError for a folder that exists, a pattern that matches nothing, and a damaged checkpoint.
     """
-    path, out = Path(path), Path(out)
+    path, out = locate(path), Path(out)
     manifest = read_manifest(path)
     names = _select(path, manifest["tables"], tables)
     if out.exists():
@@ -60,7 +61,7 @@ def export(
     return sorted(file for file in out.rglob("*") if file.is_file())
 
 
-def _select(path: Path, tables: Mapping[str, Any], patterns: Sequence[str]) -> list[str]:
+def _select(path: Location, tables: Mapping[str, Any], patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in tables):
             raise MesetaError(
@@ -70,7 +71,7 @@ def _select(path: Path, tables: Mapping[str, Any], patterns: Sequence[str]) -> l
 
 
 def _export_table(
-    root: Path, entry: Mapping[str, Any], stem: Path, form: Format, states: bool, on_rows: Callable[[int], None]
+    root: Location, entry: Mapping[str, Any], stem: Path, form: Format, states: bool, on_rows: Callable[[int], None]
 ) -> None:
     schema = BlockSchema.from_dict(entry)
     columns = [column for column in schema.columns if states or column.name == ROW]
@@ -146,10 +147,10 @@ def _safetensors_arrays(
         yield {column.name: _Array(file, start + header[column.name]["data_offsets"][0]) for column in columns}
 
 
-def _export_dense(root: Path, entry: Mapping[str, Any], out: Path, form: Format) -> None:
+def _export_dense(root: Location, entry: Mapping[str, Any], out: Path, form: Format) -> None:
     tensors = read_tensors(root, entry)
     if form == "safetensors":
-        shutil.copyfile(root / entry["path"], out / DENSE_PATH)
+        copy_whole(root / entry["path"], out / DENSE_PATH, entry["num_bytes"])
         return
     arrays: dict[str, Any] = {
         name: (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()

@@ -4,7 +4,7 @@ waiting in a collective."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,17 +12,18 @@ from typing import Any, TypeVar
 from meseta.checkpoint.files.paths import split_path
 from meseta.comm import World
 from meseta.machine.files import inside
+from meseta.machine.remote import Location
 from meseta.spec import MesetaError
 
 
 class DamagedCheckpoint(MesetaError):
     """A checkpoint that is not what was saved; an older one may be."""
 
-    files: frozenset[Path] = frozenset()
+    files: frozenset[Location] = frozenset()
     """Those of it that are known to be damaged or missing, beside its manifest."""
 
 
-def broken_file(path: Path, what: str) -> DamagedCheckpoint:
+def broken_file(path: Location, what: str) -> DamagedCheckpoint:
     """The error that names a file and what is wrong with it."""
     problem = DamagedCheckpoint(f"checkpoint file {str(path)!r} {what}; copy the checkpoint again, or use an older one")
     problem.files = frozenset([path])
@@ -34,35 +35,70 @@ def malformed(where: str, what: str) -> DamagedCheckpoint:
     return DamagedCheckpoint(f"{where} is malformed ({what}); use an older checkpoint")
 
 
-def file_of(root: Path, entry: Mapping[str, Any]) -> Path:
+def file_of(root: Location, entry: Mapping[str, Any]) -> Location:
     """Where the file of an entry in a checked manifest is. Raises MesetaError where it is missing, no regular file, led
     out of its checkpoint by a link, or of another size than the manifest says."""
-    path, expected_bytes = root / entry["path"], entry["num_bytes"]
+    path = root / entry["path"]
     folder, inner = split_path(entry["path"])
     try:
-        if folder is not None:
-            root = Path(os.path.realpath(root)).parent / folder
-            path = root / inner
-        found_bytes = inside(root, inner).stat().st_size
+        if isinstance(root, Path) and isinstance(path, Path):
+            if folder is not None:
+                root = Path(os.path.realpath(root)).parent / folder
+                path = root / inner
+            found_bytes = inside(root, inner).stat().st_size
+        else:
+            found_bytes = path.num_bytes()
     except OSError as error:
         raise broken_file(path, f"cannot be read ({error.strerror})") from None
-    if found_bytes != expected_bytes:
-        raise broken_file(path, f"must have {expected_bytes} bytes, but has {found_bytes}")
+    _check_size(path, entry["num_bytes"], found_bytes)
     return path
 
 
-def check_checksum(path: Path, expected: str, found: str) -> None:
+def check_files(root: Location, entries: Iterable[Mapping[str, Any]]) -> None:
+    """Raise what `file_of` raises for any of the entries; at a URL, each folder is listed once."""
+    if isinstance(root, Path):
+        for entry in entries:
+            file_of(root, entry)
+        return
+    sizes: dict[str | None, dict[str, int]] = {}
+    for entry in entries:
+        folder, inner = split_path(entry["path"])
+        if folder not in sizes:
+            sizes[folder] = (root if folder is None else root.parent / folder).files()
+        if inner not in sizes[folder]:
+            raise broken_file(root / entry["path"], "cannot be read (No such file)")
+        _check_size(root / entry["path"], entry["num_bytes"], sizes[folder][inner])
+
+
+def _check_size(path: Location, expected_bytes: int, found_bytes: int) -> None:
+    if found_bytes != expected_bytes:
+        raise broken_file(path, f"must have {expected_bytes} bytes, but has {found_bytes}")
+
+
+def taken(path: Location) -> MesetaError:
+    """The error of a file, or a checkpoint, at a URL, which is there, or has changed, while one of its name is
+    written."""
+    return MesetaError(
+        f"checkpoint {str(path)!r} is another run's, which has written there; stop that one, or choose another "
+        "checkpoint.dir"
+    )
+
+
+def check_checksum(path: Location, expected: str, found: str) -> None:
     """Raise MesetaError when the content of a file has another digest than the manifest says."""
     if found != expected:
         raise broken_file(path, f"must have the checksum {expected}, but its content has {found}")
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Raise MesetaError, naming the file, where the system refuses to write it, for example on a full disk."""
+def writing(path: Location) -> Iterator[None]:
+    """Raise MesetaError, naming the file, where the system refuses to write it, for example on a full disk, and where
+    there is one at a URL."""
     try:
         yield
     except OSError as error:
+        if isinstance(error, FileExistsError) and not isinstance(path, Path):
+            raise taken(path) from None
         raise MesetaError(
             f"checkpoint file {str(path)!r} cannot be written: {error.strerror or error}; "
             "make room there, keep fewer checkpoints, or choose another directory"

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meseta.checkpoint.failures import file_of
+from meseta.checkpoint.failures import check_files
 from meseta.checkpoint.files.chain import blocks_of
 from meseta.checkpoint.files.paths import step_of
 from meseta.checkpoint.manifest import CARRIED, DELTAS, MANIFEST_PATH, entries_of, own_entries, read_manifest
-from meseta.checkpoint.store.directory import named, newest
+from meseta.checkpoint.store.store import named, newest
+from meseta.config.load import checkpoints_of_run
+from meseta.machine.remote import Location, changed_s, locate
 from meseta.spec import MesetaError
 from meseta.storage import ROW
 
@@ -40,7 +42,7 @@ class TableSummary:
 class Summary:
     """One checkpoint; nothing but its manifest and the sizes of its files was read."""
 
-    path: Path
+    path: Location
     step: int
     """Steps that were trained."""
     saved_at_s: float
@@ -79,26 +81,28 @@ class Summary:
 class Listed:
     """One name in a folder of checkpoints."""
 
-    path: Path
+    path: Location
     summary: Summary | None
     """None where the checkpoint is damaged."""
     problem: str
     """What is wrong with it; empty where nothing is known to be."""
 
 
-def checkpoints_of(path: Path | str) -> Path:
+def checkpoints_of(path: Location | str) -> Location:
     """The folder of checkpoints that `path` is or, as the directory of a run, has; raises MesetaError for neither."""
-    path = Path(path)
-    for folder in (path, path / "checkpoints"):
+    path = locate(path)
+    for folder in (path, checkpoints_of_run(path) if isinstance(path, Path) else path / "checkpoints"):
         if named(folder):
             return folder
+    if not isinstance(path, Path):
+        raise MesetaError(f"checkpoint {str(path)!r} holds no checkpoint; check the URL")
     what = "holds no checkpoint" if path.is_dir() else "is no directory"
     raise MesetaError(f"checkpoint {str(path)!r} {what}; give the directory of a run, or one with step-... in it")
 
 
-def find_checkpoint(path: Path | str) -> Path:
+def find_checkpoint(path: Location | str) -> Location:
     """`path` itself where it is a checkpoint, else the newest one, whole or not, of the run or folder that it is."""
-    path = Path(path)
+    path = locate(path)
     if (path / MANIFEST_PATH).exists():
         return path
     folder = checkpoints_of(path)
@@ -108,12 +112,11 @@ def find_checkpoint(path: Path | str) -> Path:
     return found
 
 
-def summarize(path: Path | str) -> Summary:
+def summarize(path: Location | str) -> Summary:
     """What a checkpoint holds. Raises MesetaError for a damaged manifest, and a file that lacks or has another size."""
-    path = Path(path)
+    path = locate(path)
     manifest = read_manifest(path)
-    for entry in entries_of(manifest):
-        file_of(path, entry)
+    check_files(path, entries_of(manifest))
     tables = [
         TableSummary(
             name=name,
@@ -131,7 +134,7 @@ def summarize(path: Path | str) -> Summary:
     return Summary(
         path=path,
         step=manifest["step"],
-        saved_at_s=(path / MANIFEST_PATH).stat().st_mtime,
+        saved_at_s=changed_s(path / MANIFEST_PATH),
         num_ranks=manifest["plan"]["num_ranks"],
         tables=tuple(tables),
         dense_bytes=manifest["dense"]["num_bytes"],
@@ -146,7 +149,7 @@ def summarize(path: Path | str) -> Summary:
     )
 
 
-def list_checkpoints(path: Path | str) -> list[Listed]:
+def list_checkpoints(path: Location | str) -> list[Listed]:
     """All checkpoints of a run or folder, the oldest first, damaged ones too; raises MesetaError for another path."""
     found = []
     for inner in named(checkpoints_of(path)):

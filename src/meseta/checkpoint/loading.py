@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,9 @@ from meseta.checkpoint.files.layout import BlockSchema, TableLayout
 from meseta.checkpoint.files.paths import is_block_path, step_of
 from meseta.checkpoint.files.tensors import read_tensors
 from meseta.checkpoint.manifest import CARRIED, MANIFEST_PATH, read_manifest, whole_step
-from meseta.checkpoint.store.directory import latest
+from meseta.checkpoint.store.store import latest
 from meseta.comm import World
+from meseta.machine.remote import Location, locate
 from meseta.machine.system import give_back_freed_memory
 from meseta.ops.row_marks import Consumer
 from meseta.spec import MesetaError
@@ -53,7 +53,9 @@ class Loaded:
     """The whole manifest; 'checksum' names the model, 'plan' is the plan it was saved under."""
 
 
-def load(path: Path | str, *, world: World, shards: Sequence[TableStorage], marks_since_whole: bool = False) -> Loaded:
+def load(
+    path: Location | str, *, world: World, shards: Sequence[TableStorage], marks_since_whole: bool = False
+) -> Loaded:
     """Fill `shards`, this rank's pieces under any plan, in place; collective, called on every rank.
 
     Each rank reads the blocks that overlap its rows, takes its columns, and checks the checksum of what it reads.
@@ -65,7 +67,7 @@ def load(path: Path | str, *, world: World, shards: Sequence[TableStorage], mark
     Raises MesetaError, on all ranks together, for a file that is missing, truncated or changed, a format of another
     version, and tables that the model and the checkpoint do not share. The shards may then be partly filled.
     """
-    path = Path(path)
+    path = locate(path)
     manifest = together(world, lambda: _find(path))
     held = {name for names in world.gather_objects([piece.spec.name for piece in shards]) for name in names}
     together(world, lambda: _check_tables(path, manifest, held, shards))
@@ -77,13 +79,13 @@ def load(path: Path | str, *, world: World, shards: Sequence[TableStorage], mark
     return Loaded(step=manifest["step"], dense=dense, carried=carried, state=state, manifest=manifest)
 
 
-def verify(path: Path | str) -> str:
+def verify(path: Location | str) -> str:
     """Read every file of a checkpoint in this process and check it; returns the checksum that names the model, of a
     delta too: that of the whole checkpoint with the same content.
 
     Raises MesetaError, naming the file, for one that is missing, truncated or changed.
     """
-    path = Path(path)
+    path = locate(path)
     manifest = _find(path)
     for key in ("dense", CARRIED):
         if key in manifest:
@@ -98,7 +100,7 @@ def verify(path: Path | str) -> str:
     return digest.of_model({**manifest, "tables": tables})
 
 
-def _checksum(path: Path, schema: BlockSchema, files: Sequence[Entry]) -> dict[str, str]:
+def _checksum(path: Location, schema: BlockSchema, files: Sequence[Entry]) -> dict[str, str]:
     """Read a block; the checksum that it has, or would have, in one file."""
     values = read_chain(path, schema, files)
     if len(files) == 1 and is_block_path(files[0]["path"]):
@@ -106,7 +108,7 @@ def _checksum(path: Path, schema: BlockSchema, files: Sequence[Entry]) -> dict[s
     return {"checksum": digest.of_arrays(values[column.name] for column in schema.columns)}
 
 
-def _find(path: Path) -> dict[str, Any]:
+def _find(path: Location) -> dict[str, Any]:
     """The manifest; raises MesetaError, with the nearest checkpoint when `path` is a directory above it."""
     below = latest(path) if path.is_dir() and not (path / MANIFEST_PATH).exists() else None
     if below is not None:
@@ -116,7 +118,7 @@ def _find(path: Path) -> dict[str, Any]:
     return read_manifest(path)
 
 
-def _check_tables(path: Path, manifest: Mapping[str, Any], held: set[str], shards: Sequence[TableStorage]) -> None:
+def _check_tables(path: Location, manifest: Mapping[str, Any], held: set[str], shards: Sequence[TableStorage]) -> None:
     """Raise MesetaError unless model and checkpoint have the same tables, and those on this rank the same layout."""
     where = f"checkpoint {str(path)!r}"
     for name in sorted(held ^ set(manifest["tables"])):
@@ -147,7 +149,7 @@ def _optimizer(entry: Mapping[str, Any]) -> str:
 
 
 def _fill(
-    path: Path, manifest: Mapping[str, Any], shards: Sequence[TableStorage], since_whole: bool
+    path: Location, manifest: Mapping[str, Any], shards: Sequence[TableStorage], since_whole: bool
 ) -> dict[str, Tensor]:
     """Fill the shards of this rank from the blocks that they overlap, and set their marks; returns the dense
     tensors."""
@@ -173,7 +175,7 @@ def _fill(
     return read_tensors(path, manifest["dense"])
 
 
-def _fill_from_block(path: Path, since_whole: bool, job: FillJob) -> Changed:
+def _fill_from_block(path: Location, since_whole: bool, job: FillJob) -> Changed:
     """Read and check a block and fill its shards; which of their rows have changed since the last whole one, if that is
     asked for."""
     schema, files, is_new, pieces = job

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -22,18 +21,18 @@ from meseta.checkpoint.files.paths import (
     split_path,
     table_folder,
 )
+from meseta.checkpoint.files.rate import WriteRate
+from meseta.checkpoint.files.raw import write_cached
 from meseta.checkpoint.files.tensors import CarriedPath, DensePath
 from meseta.errors import shown
 from meseta.machine.files import (
     DOCUMENT_BYTES,
     first_alike,
-    inside,
     json_text,
     parse_json,
     plain_data,
-    read_bounded,
-    sync,
 )
+from meseta.machine.remote import Location, read_document
 from meseta.spec import MesetaError, Plan
 from meseta.spec.blocks import ROW_ID_BYTES
 from meseta.spec.tables import TableDtype, table_name_fault
@@ -225,8 +224,9 @@ def check_state(state: Mapping[str, Any]) -> None:
             ) from None
 
 
-def write_manifest(root: Path, manifest: Mapping[str, Any]) -> None:
-    """Write and fsync. Raises MesetaError, for example on a full disk, and for more than what is read of one."""
+def write_manifest(root: Location, manifest: Mapping[str, Any], rate: WriteRate | None = None) -> None:
+    """Write and fsync; at a URL, if there is none. Raises MesetaError, for example on a full disk, and for more than
+    what is read of one."""
     path = root / MANIFEST_PATH
     content = json_text(manifest).encode()
     try:
@@ -236,15 +236,14 @@ def write_manifest(root: Path, manifest: Mapping[str, Any]) -> None:
     if len(content) > DOCUMENT_BYTES:
         raise MesetaError(f"checkpoint file {str(path)!r} would have {len(content):,} bytes, over {DOCUMENT_BYTES:,}")
     with writing(path):
-        path.write_bytes(content)
-        sync(path)
+        write_cached(path, content, rate)
 
 
-def read_manifest(root: Path) -> dict[str, Any]:
+def read_manifest(root: Location) -> dict[str, Any]:
     """Read and check; raises MesetaError when it is missing, of another format or step, malformed or changed."""
     where = f"checkpoint file {str(root / MANIFEST_PATH)!r}"
     try:
-        manifest = check_manifest(where, parse_manifest(where, read_bounded(inside(root, MANIFEST_PATH))))
+        manifest = check_manifest(where, parse_manifest(where, read_document(root, MANIFEST_PATH)))
         name = NAME.fullmatch(root.name)
         if name is not None and int(name["step"]) != manifest["step"]:
             raise malformed(where, f"it is of step {manifest['step']}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.policy import Base
 
 
@@ -18,6 +19,8 @@ class SaveOptions:
     """Answers to the batch to come, where that was looked up before the last update; those of rank 0 are written."""
     base: Base | None = None
     """What a delta stands on; None: the save is whole."""
+    rate: WriteRate | None = None
+    """How fast; each rank has one of its own, for all of its saves. None: as fast as it goes."""
 
 
 PLAIN = SaveOptions()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,6 +17,7 @@ from meseta.checkpoint.files.paths import seen_from_sibling, step_of
 from meseta.checkpoint.manifest import DELTAS, MOST_DELTAS, read_manifest, whole_step
 from meseta.jagged.shapes import Int
 from meseta.machine.files import DOCUMENT_BYTES
+from meseta.machine.remote import Location
 from meseta.spec import MesetaError, Shard
 
 _ENTRY_BYTES = 256
@@ -82,7 +82,7 @@ def asks_since_whole(policy: str) -> bool:
     return policy in ("one_shot", "intermittent")
 
 
-def base_of(path: Path, policy: Policy, max_chain: int) -> Base | None:
+def base_of(path: Location, policy: Policy, max_chain: int) -> Base | None:
     """What a delta after the checkpoint at `path` stands on, with at most `max_chain` files for any row; None where a
     whole checkpoint is due. Raises MesetaError where the manifest cannot be read.
 

@@ -1,15 +1,14 @@
-"""Writing a checkpoint: block by block, over all ranks, committed by one rename."""
+"""Writing a checkpoint: block by block, over all ranks, committed by its store."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +20,15 @@ from meseta.checkpoint.files.block import sync_block, write_block, write_rows
 from meseta.checkpoint.files.chain import Entry
 from meseta.checkpoint.files.layout import ID, TableLayout
 from meseta.checkpoint.files.paths import block_path, rows_path, table_folder
+from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.files.tensors import CARRIED_PATH, DENSE_PATH, write_tensors
-from meseta.checkpoint.manifest import build_manifest, check_state, write_manifest
+from meseta.checkpoint.manifest import build_manifest, check_state
 from meseta.checkpoint.options import PLAIN, SaveOptions
 from meseta.checkpoint.policy import check_base
-from meseta.checkpoint.store.directory import begin, checkpoint_path, commit, discard, sole_writer, temporary_path
+from meseta.checkpoint.store.names import checkpoint_path
+from meseta.checkpoint.store.store import CheckpointStore, store_at
 from meseta.comm import World
+from meseta.machine.remote import Location
 from meseta.machine.system import give_back_freed_memory
 from meseta.spec import MesetaError, Plan, Shard
 from meseta.spec.blocks import BLOCK_BYTES, WRITES_IN_FLIGHT
@@ -34,7 +36,7 @@ from meseta.storage import SelectedRows, TableStorage
 
 
 def save(
-    parent: Path | str,
+    parent: Location | str,
     *,
     world: World,
     step: int,
@@ -43,13 +45,15 @@ def save(
     dense: Mapping[str, Tensor],
     state: Mapping[str, Any],
     options: SaveOptions = PLAIN,
-) -> Path:
+) -> Location:
     """Write `parent/step-000000500` and return its path; collective, to be called on every rank.
 
     `shards` are the pieces on this rank and `plan` places all of them. `dense` and `state` (anything JSON can hold; its
     key 'reader' is the position in the data) are the same on all ranks, and those of rank 0 are written. A process
     killed at any moment leaves the former checkpoints and either nothing or the whole of the new one; an existing
-    checkpoint of the same step is replaced. `parent` must be a directory that all ranks share and one run uses.
+    checkpoint of the same step is replaced. `parent` must be a directory that all ranks share and one run uses, or a
+    URL of fsspec, to which every rank uploads the blocks that it writes, and where a checkpoint of the same step, which
+    is another run's, is an error.
 
     With `options.base` the save is a delta: shards are the selected rows of each piece (`TableStorage.select`), those
     that have changed since the base and those that it asks for. The base must still lie in `parent`.
@@ -57,13 +61,13 @@ def save(
     Raises MesetaError, on all ranks together, when shards and plan do not agree, the state is no JSON, or a file
     cannot be written, for example on a full disk; what was written so far is then deleted.
     """
-    parent = Path(parent)
+    store = store_at(parent)
     local: dict[Shard, TableStorage | SelectedRows] = {piece.shard: piece for piece in shards}
     whole = [piece for piece in shards if isinstance(piece, TableStorage)]
     try:
         together(world, lambda: local.update({piece.shard: piece.in_order() for piece in whole}))
         document = {"step": step, "plan": plan, "state": state}
-        return _save(parent, world, document, local, dense, options)
+        return _save(store, world, document, local, dense, options)
     finally:
         for piece in whole:
             if local[piece.shard] is not piece:
@@ -71,13 +75,13 @@ def save(
 
 
 def _save(
-    parent: Path,
+    store: CheckpointStore,
     world: World,
     document: Mapping[str, Any],
     local: LocalShards,
     dense: Mapping[str, Tensor],
     options: SaveOptions,
-) -> Path:
+) -> Location:
     """`save`, of pieces that are read in order."""
     step, plan = document["step"], document["plan"]
     base = options.base
@@ -88,13 +92,14 @@ def _save(
         on_first(world, lambda: check_base(base, step, layouts))
     jobs = together(world, lambda: _jobs(world, plan, layouts, selected))
     with ExitStack() as held:
-        on_first(world, lambda: held.enter_context(sole_writer(parent)))
-        _write(parent, world, document, layouts, jobs, local, dense, options)
-    return checkpoint_path(parent, step)
+        on_first(world, lambda: held.enter_context(store.alone()))
+        _write(store, world, document, layouts, jobs, local, dense, options)
+    path: Location = checkpoint_path(store.parent, step)
+    return path
 
 
 def _write(
-    parent: Path,
+    store: CheckpointStore,
     world: World,
     document: Mapping[str, Any],
     layouts: Mapping[str, TableLayout],
@@ -103,24 +108,25 @@ def _write(
     dense: Mapping[str, Tensor],
     options: SaveOptions,
 ) -> None:
-    """All files, and the commit; leaves nothing where it fails."""
-    temporary, base = temporary_path(parent, document["step"]), options.base
+    """All files, and the commit; nothing becomes a checkpoint where it fails."""
+    step, base = document["step"], options.base
+    folders = sorted({table_folder(job.layout.spec.name) for job in jobs})
+    growing = store.growing(step)
     try:
-        folders = sorted({table_folder(job.layout.spec.name) for job in jobs})
-        on_first(world, lambda: begin(parent, document["step"], folders))
-        together(world, lambda: _check_shared(temporary))
-        blocks: Mapping[str, Sequence[Entry]] = _write_blocks(world, temporary, jobs, local)
+        on_first(world, lambda: store.begin(step, folders))
+        together(world, lambda: store.check_shared(growing))
+        blocks: Mapping[str, Sequence[Entry]] = _write_blocks(world, growing, jobs, local, options.rate)
         if base is not None and world.rank == 0:
             document = {**document, "deltas": base.entry(blocks)}
             blocks = base.chained(blocks)
         tables = {name: {**layouts[name].to_dict(), "blocks": entries} for name, entries in blocks.items()}
-        on_first(world, partial(_finish, temporary, {**document, "tables": tables}, dense, options.carried))
+        on_first(world, partial(_finish, store, growing, {**document, "tables": tables}, dense, options))
     except Exception as error:
         if world.size > 1 and not isinstance(error, MesetaError):  # the loss of a rank, with which nobody can meet
             raise
         world.barrier()  # raised on every rank: wait until none writes any more
         if world.rank == 0:
-            _try_discard(temporary)
+            store.give_up(growing)
         raise
 
 
@@ -162,14 +168,6 @@ def _merge(plan: Plan, gathered: Sequence[Mapping[str, TableLayout]]) -> dict[st
     return dict(sorted(layouts.items()))
 
 
-def _check_shared(temporary: Path) -> None:
-    if not temporary.is_dir():
-        raise MesetaError(
-            f"checkpoint {str(temporary.parent)!r}: this rank does not see what rank 0 made there; "
-            "choose a directory that all hosts share"
-        )
-
-
 def _count_selected(world: World, layouts: Mapping[str, TableLayout], local: LocalShards) -> SelectedCounts:
     """How many rows are selected of each block, by shard, on all ranks."""
     counts: dict[Shard, dict[int, int]] = {}
@@ -194,12 +192,14 @@ def _jobs(world: World, plan: Plan, layouts: Mapping[str, TableLayout], selected
 
 
 def _write_blocks(
-    world: World, temporary: Path, jobs: Sequence[Job], local: LocalShards
+    world: World, growing: Location, jobs: Sequence[Job], local: LocalShards, rate: WriteRate | None
 ) -> dict[str, list[dict[str, Any]]]:
     """Write all blocks, in rounds of a block, or of as many small ones, per rank; returns their entries in the manifest
     by table, on all ranks."""
+    if rate is not None:
+        rate.share(min(world.size, len(jobs)) or 1)
     with ThreadPoolExecutor(WRITES_IN_FLIGHT) as pool:
-        writer = _Writer(temporary, pool, local)
+        writer = _Writer(growing, pool, local, rate)
         for round_jobs in rounds(jobs, BLOCK_BYTES):
             # Nothing here keeps what was packed while the next round is.
             writer.submit(exchange(world, round_jobs, together(world, partial(writer.pack_next, world, round_jobs))))
@@ -215,11 +215,12 @@ def _write_blocks(
 class _Writer:
     """Writes the blocks of one rank in threads, while the next ones are exchanged."""
 
-    def __init__(self, temporary: Path, pool: ThreadPoolExecutor, local: LocalShards) -> None:
+    def __init__(self, growing: Location, pool: ThreadPoolExecutor, local: LocalShards, rate: WriteRate | None) -> None:
         self.written: list[tuple[str, dict[str, Any]]] = []
-        self._temporary = temporary
+        self._growing = growing
         self._pool = pool
         self._local = local
+        self._rate = rate
         self._in_flight: deque[Future[list[tuple[str, dict[str, Any]]]]] = deque()
 
     def pack_next(self, world: World, jobs: Sequence[Job]) -> Tensor:
@@ -241,7 +242,7 @@ class _Writer:
     def finish(self) -> None:
         """Wait until all blocks are on the disk; raises what writing raised."""
         self.settle(0)
-        for synced in [self._pool.submit(sync_block, self._temporary, entry["path"]) for _, entry in self.written]:
+        for synced in [self._pool.submit(sync_block, self._growing, entry["path"]) for _, entry in self.written]:
             synced.result()
 
     def _write(self, job: Job, received: Sequence[Tensor]) -> tuple[str, dict[str, Any]]:
@@ -250,22 +251,23 @@ class _Writer:
         number = job.rows[0] // schema.block_rows
         values = unpack(job, received, self._local)
         if job.is_whole:
-            return name, write_block(self._temporary, block_path(name, number), schema, job.rows[0], values)
+            path = block_path(name, number)
+            return name, write_block(self._growing, path, schema, job.rows[0], values, self._rate)
         path = rows_path(name, number)
-        return name, write_rows(self._temporary, path, schema, job.rows[0], values.pop(ID), values)
+        return name, write_rows(self._growing, path, schema, job.rows[0], values.pop(ID), values, self._rate)
 
 
 def _finish(
-    temporary: Path, document: Mapping[str, Any], dense: Mapping[str, Tensor], carried: Mapping[str, Tensor] | None
+    store: CheckpointStore,
+    growing: Location,
+    document: Mapping[str, Any],
+    dense: Mapping[str, Tensor],
+    options: SaveOptions,
 ) -> None:
-    """Write the tensors beside the tables and the manifest, and commit."""
-    of_dense = write_tensors(temporary, DENSE_PATH, dense)
-    of_carried = None if carried is None else write_tensors(temporary, CARRIED_PATH, carried)
-    write_manifest(temporary, build_manifest(dense=of_dense, carried=of_carried, **document))
-    commit(temporary)
-
-
-def _try_discard(temporary: Path) -> None:
-    """Delete a failed checkpoint; what cannot be deleted now, the next save deletes."""
-    with suppress(OSError):
-        discard(temporary)
+    """Write the tensors beside the tables, and commit with the manifest; no other rank writes any more."""
+    carried, rate = options.carried, options.rate
+    if rate is not None:
+        rate.share(1)
+    of_dense = write_tensors(growing, DENSE_PATH, dense, rate)
+    of_carried = None if carried is None else write_tensors(growing, CARRIED_PATH, carried, rate)
+    store.commit(growing, build_manifest(dense=of_dense, carried=of_carried, **document), rate)

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
     from meseta.checkpoint import Summary
+    from meseta.machine.remote import Location
 
 app = typer.Typer(help="Look at checkpoints, check them, compare them, hand them on.", no_args_is_help=True)
 
@@ -27,19 +27,15 @@ AnyPath = Annotated[
 
 @app.command(name="list")
 def list_them(
-    path: Annotated[str, typer.Argument(help="A run, its folder of checkpoints, or the URL of a mirror.")],
+    path: Annotated[str, typer.Argument(help="A run, its folder of checkpoints, or the URL of one.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """All checkpoints with step, size and checksum, damaged ones too; exit code 1 if there is one."""
     from meseta.checkpoint import list_checkpoints
     from meseta.checkpoint.listing import checkpoints_of
-    from meseta.checkpoint.store.directory import passed_over, strangers
-    from meseta.machine.remote import is_url
+    from meseta.checkpoint.store.store import store_at
     from meseta.telemetry.shown import byte_size
 
-    if is_url(path):
-        _list_mirror(path, as_json)
-        return
     found = list_checkpoints(path)
     if as_json:
         lines = [{"path": str(c.path), "problem": c.problem, **(_facts(c.summary) if c.summary else {})} for c in found]
@@ -51,54 +47,24 @@ def list_them(
             s = listed.summary
             size = f"{byte_size(s.own_bytes)}{f' of {byte_size(s.num_bytes)}' if s.needs else ''}"
             typer.echo(f"{s.path}  {_when(s)}  {size}  {len(s.tables)} tables  {_content(s, 16)}")
-    for path_before in () if as_json else passed_over(checkpoints_of(path)):
+    store = store_at(checkpoints_of(path))
+    for path_before in () if as_json else store.passed_over():
         typer.echo(f"{path_before}  passed over: it was damaged, and the run has gone back behind it")
-    for path_of_another in () if as_json else strangers(checkpoints_of(path)):
+    for path_of_another in () if as_json else store.strangers():
         typer.echo(f"{path_of_another}  no checkpoint")
     if any(listed.summary is None for listed in found):
         raise typer.Exit(1)
 
 
-def _list_mirror(url: str, as_json: bool) -> None:
-    """What is whole there, by manifests alone."""
-    from meseta.checkpoint import Mirror
-    from meseta.checkpoint.store.mirror import mirrored_bytes
-    from meseta.telemetry.shown import byte_size
-
-    mirror = Mirror(url)
-    lines: list[dict[str, Any]] = [
-        {
-            "path": f"{mirror.url}/{found.name}",
-            "problem": found.problem,
-            **({key: m.get(key) for key in ("step", "checksum", "chain")} if (m := found.manifest) else {}),
-            **({"num_bytes": mirrored_bytes(m)} if m else {}),
-        }
-        for found in mirror.checkpoints()
-    ]
-    if as_json:
-        typer.echo(json.dumps(lines, indent=1))
-    for line in () if as_json else lines:
-        if line["problem"]:
-            typer.echo(f"{line['path']}  damaged: {line['problem']}")
-        else:
-            content = f"model {line['checksum'][:16]}" if line["checksum"] else f"delta {line['chain'][:16]}"
-            typer.echo(f"{line['path']}  {byte_size(line['num_bytes'])}  {content}")
-    if any(line["problem"] for line in lines):
-        raise typer.Exit(1)
-
-
-@contextmanager
-def _found(path: str) -> Iterator[Path]:
-    """The checkpoint that a path or URL names; that of a URL lies in a temporary folder meanwhile."""
-    from meseta.checkpoint import fetch, find_checkpoint
-    from meseta.machine.remote import is_url
+def _find(path: str) -> Location:
+    """The checkpoint that a path or URL names."""
+    from meseta.checkpoint import find_checkpoint
+    from meseta.machine.remote import locate
     from meseta.train.run_dir import RunDir
 
-    if not is_url(path):
-        yield RunDir(Path(path)).final_checkpoint() or find_checkpoint(path)
-        return
-    with TemporaryDirectory(prefix="meseta-") as folder:
-        yield fetch(path, Path(folder))
+    place = locate(path)
+    final = RunDir(place).final_checkpoint() if isinstance(place, Path) else None
+    return final or find_checkpoint(place)
 
 
 @app.command()
@@ -107,8 +73,7 @@ def inspect(path: AnyPath, as_json: Annotated[bool, typer.Option("--json", help=
     from meseta.checkpoint import summarize
     from meseta.telemetry.shown import byte_size
 
-    with _found(path) as found:
-        summary = summarize(found)
+    summary = summarize(_find(path))
     if as_json:
         typer.echo(json.dumps(_facts(summary), indent=1))
         return
@@ -147,10 +112,10 @@ def compact(
     from meseta.checkpoint import compact as write_whole
     from meseta.checkpoint import summarize
 
-    with _found(path) as found:
-        summary = summarize(found)
-        with _progress(sum(table.num_embeddings for table in summary.tables), "compact") as on_rows:
-            made = write_whole(found, out, on_rows=on_rows)
+    found = _find(path)
+    summary = summarize(found)
+    with _progress(sum(table.num_embeddings for table in summary.tables), "compact") as on_rows:
+        made = write_whole(found, out, on_rows=on_rows)
     typer.echo(f"{made}: {_content(summarize(made))}")
 
 
@@ -161,9 +126,9 @@ def verify(path: AnyPath) -> None:
     from meseta.checkpoint import verify as check
     from meseta.telemetry.shown import byte_size
 
-    with _found(path) as found:
-        summary, start_s = summarize(found), time.perf_counter()
-        checksum = check(found)
+    found = _find(path)
+    summary, start_s = summarize(found), time.perf_counter()
+    checksum = check(found)
     rate = summary.num_bytes / (time.perf_counter() - start_s) / 1e6
     typer.echo(f"{found}: whole, {byte_size(summary.num_bytes)} read, {rate:,.0f} MB/s, model {checksum}")
 
@@ -177,18 +142,18 @@ def diff(first: AnyPath, second: AnyPath) -> None:
     from meseta.train.trained_on import encoding_of
 
     differs = False
-    with _found(first) as one, _found(second) as other:
-        for difference in compare(one, other):
-            differs = True
-            typer.echo(f"{difference.name}: {difference.text}")
-        before, now = encoding_of(one), encoding_of(other)
-        other_data = encoding_difference(before, now) if before is not None and now is not None else None
-        if other_data is not None:
-            differs = True
-            typer.echo(f"data that they were trained on: {other_data}")
-        if differs:
-            raise typer.Exit(1)
-        typer.echo(f"{one} and {other} hold the same model, bit for bit")
+    one, other = _find(first), _find(second)
+    for difference in compare(one, other):
+        differs = True
+        typer.echo(f"{difference.name}: {difference.text}")
+    before, now = encoding_of(one), encoding_of(other)
+    other_data = encoding_difference(before, now) if before is not None and now is not None else None
+    if other_data is not None:
+        differs = True
+        typer.echo(f"data that they were trained on: {other_data}")
+    if differs:
+        raise typer.Exit(1)
+    typer.echo(f"{one} and {other} hold the same model, bit for bit")
 
 
 @app.command(name="export")
@@ -217,13 +182,13 @@ def export_it(
         raise MesetaError(f"checkpoint export: --format {form!r} is unknown; choose from {names}")
     if programs and (table or states):
         raise MesetaError(f"checkpoint export: --format {form} writes no tables; leave --table and --states out")
-    with _found(path) as found:
-        if programs:
-            files = export_dense(found, out, programs[0])
-        else:
-            total = sum(t.num_embeddings for t in summarize(found).tables)
-            with _progress(None if table else total) as on_rows:
-                files = export(found, out, known[0], tables=table or ("*",), states=states, on_rows=on_rows)
+    found = _find(path)
+    if programs:
+        files = export_dense(found, out, programs[0], Path(path) if Path(path, "config.yaml").exists() else None)
+    else:
+        total = sum(t.num_embeddings for t in summarize(found).tables)
+        with _progress(None if table else total) as on_rows:
+            files = export(found, out, known[0], tables=table or ("*",), states=states, on_rows=on_rows)
     typer.echo(f"{out}: {len(files)} files, {byte_size(sum(file.stat().st_size for file in files))}")
 
 

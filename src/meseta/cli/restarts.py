@@ -76,17 +76,15 @@ def run_with_restarts(arguments: Sequence[str], num_ranks: int, restarts: Restar
     return ended.tell(" after the last restart")
 
 
-def _checkpoints(settings: RunConfig) -> dict[tuple[int, int], int]:
+def _checkpoints(settings: RunConfig) -> dict[tuple[str, float], int]:
     """Steps of the checkpoints of a run, each by what tells it from a former one of the same step."""
     from meseta.checkpoint.manifest import MANIFEST_PATH
-    from meseta.checkpoint.store.directory import named
+    from meseta.checkpoint.store.names import named_step
+    from meseta.checkpoint.store.store import named
+    from meseta.machine.remote import changed_s
 
-    found = {}
-    for path in named(settings.run_dir / "checkpoints"):
-        if (manifest := path / MANIFEST_PATH).is_file():
-            stat = manifest.stat()
-            found[stat.st_ino, stat.st_mtime_ns] = int(path.name.rpartition("-")[2])
-    return found
+    manifests = [path / MANIFEST_PATH for path in named(settings.checkpoints)]
+    return {(str(m), changed_s(m)): named_step(m.parent) for m in manifests if m.exists()}
 
 
 def _refuses(settings: RunConfig, num_ranks: int) -> str | None:

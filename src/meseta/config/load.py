@@ -10,6 +10,7 @@ from typing import Any, TypeGuard, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from meseta.config.run import RunConfig
+from meseta.machine.remote import Location, is_url, locate
 from meseta.machine.yaml_text import parse_yaml
 from meseta.spec import MesetaError, nearest
 from meseta.spec.documents import read_mapping
@@ -35,6 +36,17 @@ def read_document(path: str | Path | None, overrides: Sequence[str] = ()) -> dic
     for override in overrides:
         _apply(document, override)
     return document
+
+
+def checkpoints_of_run(run_dir: Path) -> Location:
+    """Where the checkpoints of a run lie: at the URL that its config names, else in it. A config that cannot be read
+    names none."""
+    file = run_dir / "config.yaml"
+    with suppress(MesetaError):
+        url = value_at(read_document(file), "checkpoint.dir") if file.exists() else None
+        if isinstance(url, str) and is_url(url):
+            return locate(url)
+    return run_dir / "checkpoints"
 
 
 def set_default(document: dict[str, Any], key: str, value: Any) -> None:

@@ -11,6 +11,7 @@ from meseta.config.embedding import EmbeddingConfig
 from meseta.config.model import ModelConfig
 from meseta.config.schedule import ScheduleConfig
 from meseta.config.section import Count, Section, Whole
+from meseta.machine.remote import Location, is_url, locate
 from meseta.machine.time_limits import TimeLimits
 from meseta.spec.codecs import CodecName, Communication, DensePath, Exchange, Precision
 from meseta.spec.stages import OVERLAPS, Overlap
@@ -190,17 +191,33 @@ class CheckpointConfig(Section):
     on_failure: Literal["stop", "continue"] = "stop"
     """What a save that fails does to the run, as on a full disk: 'stop' ends it, 'continue' says so and trains on until
     the next save. The last one, and that of a signal, end it in any case."""
+    max_bytes_per_s: float | None = Field(default=None, gt=0)
+    """Bytes that all ranks together write of checkpoints in any second, at least a million for each rank; None: no
+    limit. It holds for every save but that of a signal, whose sender waits."""
     keep_last: Count = 2
     """Checkpoints kept; older ones are removed."""
     keep_best: bool = False
     """Save a checkpoint after every evaluation that is the best so far, by train.early_stopping.metric, and keep the
     last of these beside `keep_last` others."""
+    dir: str | None = None
+    """URL of fsspec, such as s3://bucket/run, to which checkpoints are written instead of run_dir, by every rank its
+    blocks, and from which a run_dir without any goes on; None: run_dir/checkpoints."""
     mirror: str | None = None
     """URL of fsspec, such as s3://bucket/run, that holds the same checkpoints as run_dir: each is copied there, and a
     run_dir that has none begins with the newest there."""
     resume: Literal["auto", "older", "never"] = "auto"
     """'auto' goes on from the newest checkpoint of run_dir, and ends where that is damaged; 'older' goes back to the
     newest that is whole then; 'never' refuses a run_dir that has one."""
+
+    @model_validator(mode="after")
+    def _check(self) -> CheckpointConfig:
+        if self.dir is not None and not is_url(self.dir):
+            raise ValueError(f"dir must be a URL such as s3://bucket/run or file:///folder, got {self.dir!r}")
+        if self.dir is not None and self.mirror is not None:
+            raise ValueError("dir and mirror: what is written to a URL is not copied to another; leave one out")
+        if self.dir is not None and self.max_bytes_per_s is not None:
+            raise ValueError("dir and max_bytes_per_s: parts of an upload are not held apart; leave one out")
+        return self
 
 
 class PlannerConfig(Section):
@@ -337,6 +354,11 @@ class RunConfig(Section):
     """How ranks write and route what they send each other."""
     pipeline: PipelineConfig = PipelineConfig()
     """What of that is hidden behind computation."""
+
+    @property
+    def checkpoints(self) -> Location:
+        """Where checkpoints lie."""
+        return self.run_dir / "checkpoints" if self.checkpoint.dir is None else locate(self.checkpoint.dir)
 
     @property
     def embedding_schedule(self) -> ScheduleConfig:

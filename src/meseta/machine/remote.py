@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import glob
+import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
 from meseta.errors import MesetaError, one_line
+from meseta.machine.files import DOCUMENT_BYTES, inside, read_bounded, too_long
 
 _EXTRAS = {"s3": "meseta[s3]", "s3a": "meseta[s3]", "gs": "meseta[gcs]", "gcs": "meseta[gcs]", "https": "fsspec[http]"}
 _CHANGED = ("mtime", "LastModified", "last_modified", "updated", "modification_time", "ETag", "etag", "created")
@@ -23,12 +28,14 @@ def is_url(name: object) -> bool:
 
 
 @contextmanager
-def remote_errors(what: str, url: str, verb: str) -> Iterator[None]:
+def remote_errors(what: str, url: str, verb: str, *, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Turn what file systems raise for the `url` of `what`, such as a source that cannot be `verb` "read", into one
-    MesetaError that names it; each file system has exceptions of its own."""
+    MesetaError that names it; each file system has exceptions of its own. Those of `but` stay what they are."""
     try:
         yield
     except MesetaError:
+        raise
+    except but:
         raise
     except ImportError as error:
         scheme = url.partition("://")[0].rpartition("::")[2]
@@ -106,3 +113,226 @@ def _filesystem(url: str) -> tuple[Any, str]:
 
     system, path = fsspec.core.url_to_fs(url)
     return system, path
+
+
+Location = Union["Path", "RemotePath"]
+"""A folder or file of this machine, or at a URL."""
+PART_BYTES = 8 << 20
+"""Of a larger file, uploaded at a time, several at once; object stores take no smaller ones than 5 MiB."""
+WAITS_S = (1.0, 2.0, 4.0)
+"""Between attempts, beside those that a file system makes by itself."""
+_LASTING = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError)
+"""What comes again however often a request is sent; so do errors of arguments and values."""
+_LASTING_NUMBERS = (errno.EINVAL, errno.ENOSYS, errno.EPERM)
+
+
+def locate(name: Path | RemotePath | str) -> Location:
+    """A path of this machine, which file:// names too, or at another URL."""
+    if isinstance(name, Path | RemotePath):
+        return name
+    if re.match(r"(file|local)://", name):
+        return Path(name.partition("://")[2])
+    return RemotePath(name.rstrip("/")) if is_url(name) else Path(name)
+
+
+def read_document(root: Location, inner: str) -> bytes:
+    """A file in a folder, whole. Raises OSError, as where a link leads out of the folder, and for one that has more
+    than DOCUMENT_BYTES; MesetaError where a URL is out of reach."""
+    if isinstance(root, Path):
+        return read_bounded(inside(root, inner))
+    content = (root / inner).read(0, DOCUMENT_BYTES + 1)
+    if len(content) > DOCUMENT_BYTES:
+        raise too_long(str(root / inner), DOCUMENT_BYTES)
+    return content
+
+
+def changed_s(file: Location) -> float:
+    """When a file was written, in seconds of the Unix clock; 0 where its store does not tell. Raises OSError."""
+    if isinstance(file, Path):
+        return file.stat().st_mtime
+    info = file.info()
+    stamp: Any = next((info[key] for key in _CHANGED if info.get(key)), 0.0)
+    with suppress(ValueError, TypeError):
+        if isinstance(stamp, str):
+            stamp = datetime.fromisoformat(stamp)
+        return float(stamp.timestamp() if isinstance(stamp, datetime) else stamp)
+    return 0.0
+
+
+@dataclass(frozen=True, order=True)
+class RemotePath:
+    """A folder or file at a URL of fsspec, named as a Path names one of this machine.
+
+    Stores of objects have no folders: one is there while a file below it is. Every request is sent again, a few times,
+    where the network or the store fails; then MesetaError is raised, which names the URL. FileNotFoundError and
+    FileExistsError are raised as they come.
+    """
+
+    url: str
+    """Without a slash at its end."""
+
+    def __truediv__(self, inner: str) -> RemotePath:
+        at = self
+        while inner.startswith("../"):
+            at, inner = at.parent, inner[len("../") :]
+        return RemotePath(f"{at.url}/{inner}")
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> RemotePath:
+        """The folder that it is in."""
+        return RemotePath(self.url.rpartition("/")[0])
+
+    def check_installed(self) -> None:
+        """Raise MesetaError, naming the package, where the file system of such URLs is not installed."""
+        _system_of(self.url)
+
+    def exists(self) -> bool:
+        """Whether a file or folder is there."""
+        return bool(self._request("read", lambda system, path: system.exists(path)))
+
+    def is_dir(self) -> bool:
+        """Whether it is a folder, with something in it."""
+        return bool(self._request("read", lambda system, path: system.isdir(path)))
+
+    def num_bytes(self) -> int:
+        """Of a file. Raises FileNotFoundError, IsADirectoryError."""
+        info = self.info()
+        if info.get("type") == "directory":
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.url)
+        return int(info["size"])
+
+    def folders(self) -> list[str]:
+        """Names of the folders in this one; none where it is not there."""
+        with suppress(FileNotFoundError):
+            listed = self._request("read", lambda system, path: system.ls(path, detail=True))
+            return sorted(_last(entry["name"]) for entry in listed if entry.get("type") == "directory")
+        return []
+
+    def files(self) -> dict[str, int]:
+        """Bytes of every file below this folder, by its path from here; none where it is not there."""
+        with suppress(FileNotFoundError):
+            found: dict[str, Any] = self._request("read", lambda system, path: system.find(path, detail=True))
+            start = len(_system_of(self.url)[1].strip("/")) + 1
+            return {name.strip("/")[start:]: int(info.get("size") or 0) for name, info in sorted(found.items())}
+        return {}
+
+    def read(self, start: int, end: int) -> bytes:
+        """Bytes start..end-1 of a file, fewer where it ends before. Raises FileNotFoundError."""
+        return bytes(self._request("read", lambda system, path: system.cat_file(path, start=start, end=end)))
+
+    def create(self, content: bytes | memoryview) -> None:
+        """Make a file, in parts where it is large, unless one is there: that raises FileExistsError, but for one of
+        this very content, which may be what an attempt has made whose answer was lost."""
+        whole = bytes(content)
+
+        def put(system: Any, path: str) -> None:
+            parts = {"chunksize": PART_BYTES} if system.async_impl else {}
+            system.pipe_file(path, whole, mode="create", **parts)
+
+        gone = None
+        for _ in range(2):
+            try:
+                self._request("written", put)
+                return
+            except FileExistsError:
+                if not self._holds(whole):
+                    raise
+                return
+            except FileNotFoundError as error:  # the upload has ended before: it was made whole, or given up
+                if self._holds(whole):
+                    return
+                gone = error
+        with remote_errors("checkpoint", self.url, "written"):
+            assert gone is not None
+            raise gone
+
+    def _holds(self, content: bytes) -> bool:
+        """Whether a file is there, and what is in it."""
+        with suppress(FileNotFoundError):
+            return self.num_bytes() == len(content) and self.read(0, len(content)) == content
+        return False
+
+    def delete(self, *, below: bool = False) -> None:
+        """A file, or with `below` a folder and all in it; nothing where it is not there."""
+        with suppress(FileNotFoundError):
+            if below:
+                self._request("written", lambda system, path: system.rm(path, recursive=True))
+            else:
+                self._request("written", lambda system, path: system.rm_file(path))
+
+    def drop_uploads(self) -> None:
+        """Give up all uploads of files below this folder that nobody has finished; the parts of one take up room, and
+        stay for ever, where a store of S3's kind is not told to remove them."""
+        system, path = _system_of(self.url)
+        if not hasattr(system, "call_s3"):
+            return
+        bucket, _, prefix = path.strip("/").partition("/")
+        page = {"Bucket": bucket, "Prefix": f"{prefix}/"}
+        while True:
+            with suppress(FileNotFoundError):  # a bucket that is not there is told when a file is written
+                listed = self._call_s3("list_multipart_uploads", page)
+                for upload in listed.get("Uploads", ()):
+                    with suppress(FileNotFoundError):
+                        key = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+                        self._call_s3("abort_multipart_upload", key)
+                if listed.get("IsTruncated"):
+                    page |= {"KeyMarker": listed["NextKeyMarker"], "UploadIdMarker": listed["NextUploadIdMarker"]}
+                    continue
+            return
+
+    def _call_s3(self, name: str, arguments: Mapping[str, str]) -> dict[str, Any]:
+        return dict(self._request("written", lambda system, path: system.call_s3(name, **arguments)))
+
+    def info(self) -> dict[str, Any]:
+        """What the store tells of a file; each has names of its own. Raises FileNotFoundError."""
+        return dict(self._request("read", lambda system, path: system.info(path)))
+
+    def _request(self, verb: str, send: Callable[[Any, str], Any]) -> Any:
+        """What `send` returns of the file system and the path in it; tried again where that may help."""
+        with remote_errors("checkpoint", self.url, verb, but=(FileNotFoundError, FileExistsError, IsADirectoryError)):
+            system, path = _system_of(self.url)
+            for wait_s in (*WAITS_S, None):
+                system.invalidate_cache()  # others write there too
+                try:
+                    return send(system, path)
+                except Exception as error:
+                    if _is_there(error):
+                        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self.url) from None
+                    if isinstance(error, FileNotFoundError):
+                        raise FileNotFoundError(errno.ENOENT, one_line(error), self.url) from None
+                    if wait_s is None or _lasts(error):
+                        raise
+                time.sleep(wait_s)
+        raise AssertionError
+
+
+def _system_of(url: str) -> tuple[Any, str]:
+    with remote_errors("checkpoint", url, "used"):
+        return _filesystem(url)
+
+
+def _last(name: object) -> str:
+    return str(name).rstrip("/").rpartition("/")[2]
+
+
+def _lasts(error: Exception) -> bool:
+    """Whether the same request would meet the same error again."""
+    if isinstance(error, OSError):
+        return isinstance(error, _LASTING) or error.errno in _LASTING_NUMBERS
+    return isinstance(error, ImportError | ValueError | TypeError | KeyError | NotImplementedError | AttributeError)
+
+
+def _is_there(error: Exception) -> bool:
+    """Whether a store refused to create a file since there is one: some say so by the number of HTTP alone."""
+    response = getattr(error.__cause__, "response", None)
+    if isinstance(error, FileExistsError) or not isinstance(response, dict):
+        return isinstance(error, FileExistsError)
+    return response.get("ResponseMetadata", {}).get("HTTPStatusCode") == 412

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meseta.checkpoint import list_checkpoints
+from meseta.config.load import checkpoints_of_run
 from meseta.report.differences import (
     FactDifference,
     config_facts,
@@ -193,7 +194,7 @@ def _labels(paths: Sequence[Path]) -> list[str]:
 
 def _newest(run_dir: Path) -> Saved | None:
     """The newest checkpoint that is whole; one that is damaged is `meseta checkpoint`'s to tell."""
-    folder = run_dir / "checkpoints"
+    folder = checkpoints_of_run(run_dir)
     try:
         whole = [listed.summary for listed in list_checkpoints(folder) if listed.summary is not None]
     except MesetaError:

@@ -7,17 +7,18 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from meseta.checkpoint.failures import on_first
 from meseta.checkpoint.manifest import read_manifest
 from meseta.checkpoint.older import OlderCheckpoint
-from meseta.checkpoint.store.directory import checkpoint_path, pass_over
+from meseta.checkpoint.store.names import checkpoint_path
+from meseta.checkpoint.store.store import store_at
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.config.load import value_at
 from meseta.data.read.reader import Reader
+from meseta.machine.remote import Location
 from meseta.spec import MesetaError, Plan, TableSpec
 from meseta.spec.documents import load_document
 from meseta.spec.plan_document import PLAN_NAME, read_written_plan
@@ -77,7 +78,7 @@ class Over:
         return None
 
 
-def seek(reader: Reader, path: Path | None) -> dict[str, Any] | None:
+def seek(reader: Reader, path: Location | None) -> dict[str, Any] | None:
     """Let the reader begin where the checkpoint that is to be gone on with ended; returns that place. None where there
     is no such checkpoint, or one that is refused when it is taken up."""
     if path is None:
@@ -89,7 +90,7 @@ def seek(reader: Reader, path: Path | None) -> dict[str, Any] | None:
     return None
 
 
-def check_resume(config: RunConfig, path: Path) -> None:
+def check_resume(config: RunConfig, path: Location) -> None:
     """Raise MesetaError where a run_dir has the checkpoint `path`, and the config says that none is taken up."""
     if config.checkpoint.resume == "never":
         raise MesetaError(
@@ -106,7 +107,7 @@ def go_back(config: RunConfig, damaged: OlderCheckpoint, world: World) -> None:
 
     def pass_all() -> None:
         for path in damaged.passed:
-            pass_over(path, damaged.problem)
+            store_at(path.parent).pass_over(path, damaged.problem)
 
     on_first(world, pass_all)
     if world.rank == 0:

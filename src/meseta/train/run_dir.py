@@ -11,9 +11,12 @@ from typing import Any
 
 import yaml
 
-from meseta.checkpoint.store.directory import NAME, checkpoint_path, newest, remove_all, strangers
+from meseta.checkpoint.files.paths import NAME
+from meseta.checkpoint.store.names import checkpoint_path
+from meseta.checkpoint.store.store import check_writable, newest, store_at
 from meseta.comm import World
 from meseta.config import RunConfig, load_config
+from meseta.config.load import checkpoints_of_run
 from meseta.data.dataset.dataset import FILE_NAME, Dataset
 from meseta.data.prepare.keep import keep_tables
 from meseta.machine.environment import commit, version_of
@@ -21,6 +24,7 @@ from meseta.machine.files import append_whole, json_text, move
 from meseta.machine.locks import FolderLock
 from meseta.machine.processors import num_cores, this_processor
 from meseta.machine.ranks import note
+from meseta.machine.remote import Location
 from meseta.ops.row_file import DiskEngine
 from meseta.spec import MesetaError
 from meseta.spec.tiers import DISK
@@ -43,11 +47,12 @@ TRIALS = "trials"
 
 
 class RunDir:
-    """A directory that only rank 0 writes to, apart from checkpoints."""
+    """A directory that only rank 0 writes to, apart from checkpoints, which may lie elsewhere."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, checkpoints: Location | None = None) -> None:
+        """`checkpoints`: where they lie; None: where the run in the directory has them."""
         self.path = path
-        self.checkpoints = path / "checkpoints"
+        self.checkpoints = checkpoints_of_run(path) if checkpoints is None else checkpoints
         self._metrics = path / METRICS_NAME
         self._lock = FolderLock(path, self._in_use)
         self._told: set[str] = set()
@@ -66,7 +71,10 @@ class RunDir:
         with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
-            self.checkpoints.mkdir(exist_ok=True)
+            if isinstance(self.checkpoints, Path):
+                self.checkpoints.mkdir(parents=True, exist_ok=True)
+            else:
+                check_writable(self.checkpoints)
             for path in (self.path / FOLDER).glob("*.record"):  # of the ranks before
                 path.unlink()
             if plan["num_ranks"] > 1:
@@ -75,7 +83,7 @@ class RunDir:
                 if not path.is_dir():
                     path.unlink()
             dataset = keep_tables(dataset, self.path)
-        for path in strangers(self.checkpoints):
+        for path in store_at(self.checkpoints).strangers():
             self._say(f"{str(path)!r} is no checkpoint and is left alone")
         document = config.model_dump(mode="json")
         self.write("config.yaml", yaml.safe_dump(document, sort_keys=False))
@@ -109,7 +117,7 @@ class RunDir:
         self.lock()
         try:
             with self._writing():
-                remove_all(self.checkpoints)
+                store_at(self.checkpoints).remove_all()
                 shutil.rmtree(self.path / TRIALS, ignore_errors=True)
                 for name in (METRICS_NAME, SUMMARY_NAME, TIMELINE_NAME, "report.html"):
                     (self.path / name).unlink(missing_ok=True)
@@ -174,7 +182,7 @@ class RunDir:
         kept = lines[:again] + [line for line in lines[again:] if not line.record]
         self.write(METRICS_NAME, b"".join(line.content + b"\n" for line in kept if stays(line)))
 
-    def final_checkpoint(self) -> Path | None:
+    def final_checkpoint(self) -> Location | None:
         """The checkpoint that stands for the run: the newest one, whole or not, or, of a run that has ended with its
         best weights, theirs. None where there is none at all; raises MesetaError where that of the best is gone."""
         last = newest(self.checkpoints)
@@ -235,7 +243,7 @@ def drop_run(config: RunConfig, world: World) -> None:
             f"--force: checkpoint.mirror {config.checkpoint.mirror!r} may hold the run too, which --force does not "
             "remove; choose another mirror and run_dir"
         )
-    world.on_first(RunDir(config.run_dir).drop)
+    world.on_first(RunDir(config.run_dir, config.checkpoints).drop)
 
 
 def environment(device: str, num_ranks: int) -> Environment:

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,15 +16,20 @@ from meseta import checkpoint
 from meseta.checkpoint.background import BackgroundSave, copied
 from meseta.checkpoint.changes import ChangedRows
 from meseta.checkpoint.failures import together
+from meseta.checkpoint.files.rate import LEAST_BYTES_PER_S
 from meseta.checkpoint.policy import asks_since_whole
-from meseta.checkpoint.store.directory import checkpoint_path
+from meseta.checkpoint.store.names import checkpoint_name
 from meseta.comm import World
+from meseta.comm.time_out import Patience
 from meseta.config import CheckpointConfig
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
 from meseta.machine.interruption import Interruption, Stopped
 from meseta.machine.ranks import num_local_ranks
+from meseta.machine.remote import Location
 from meseta.planner.cost.memory import copy_bytes
 from meseta.spec import MesetaError
+from meseta.spec.blocks import BLOCK_BYTES, WRITES_IN_FLIGHT
+from meseta.spec.tiers import DISK
 from meseta.storage import TableStorage
 from meseta.train.setup.memory import free_bytes
 
@@ -40,7 +44,7 @@ class Saver:
     sums them over all ranks, and `apply_agreed` takes the sums: all ranks then decide alike.
     """
 
-    def __init__(self, config: CheckpointConfig, folder: Path, world: World) -> None:
+    def __init__(self, config: CheckpointConfig, folder: Location, world: World) -> None:
         self.saved_step = 0
         """Steps of the newest checkpoint; 0 where there is none."""
         self.stopping = False
@@ -64,9 +68,27 @@ class Saver:
         """Of tables that deltas hold whole; alike on ranks that have none."""
         self._former_step = 0
         """`saved_step` where the save in the background fails."""
-        self._copies: bool | None = None
+        self._rate = self._write_rate()
+        self._copies_all: bool | None = None
+        """Whether whole saves go on beside training."""
         self._mirror = checkpoint.Mirror(config.mirror) if config.mirror and world.rank == 0 else None
         self._notes: deque[str] = deque()
+
+    def _write_rate(self) -> checkpoint.WriteRate | None:
+        """For all saves; raises MesetaError where ranks would wait so long for each other's blocks that they counted as
+        stuck."""
+        most = self._config.max_bytes_per_s
+        if most is None:
+            return None
+        stall_s, num_ranks = Patience.limits.stall_s, self._world.size
+        least = max(LEAST_BYTES_PER_S, WRITES_IN_FLIGHT * BLOCK_BYTES / (stall_s / 2))
+        if most < least * num_ranks:
+            raise MesetaError(
+                f"checkpoint.max_bytes_per_s is {most:,.0f}, and must be at least {least:,.0f} for each rank, "
+                f"{least * num_ranks:,.0f} in all: one that writes more slowly counts as stuck (comm.stall_s is "
+                f"{stall_s:g}); raise it, or leave it out"
+            )
+        return checkpoint.WriteRate(most, is_lifted=lambda: self.stopping or self.interruption.number is not None)
 
     def flags(self) -> tuple[float, float, float]:
         """Whether a signal came, whether it is time for a checkpoint by the clock of rank 0, and whether the save in
@@ -115,10 +137,10 @@ class Saver:
         shards = embeddings.shards
         self._tell_of_whole(shards)
         base, rows = self._changes.take(self.saved_step, shards)
-        options = checkpoint.SaveOptions(carried=carried, base=base)
+        options = checkpoint.SaveOptions(carried=carried, base=base, rate=self._rate)
         known: dict[str, Any] = {"step": step, "plan": embeddings.plan, "state": state, "options": options}
         try:
-            if not ends and self._is_in_background(shards):
+            if not ends and self._is_in_background(shards, rows):
                 self._background.start(self._folder, shards=shards, rows=rows, dense=dense, then=prune, **known)
             else:
                 self._save_now(shards, rows, dense, known)
@@ -172,13 +194,21 @@ class Saver:
                 f"{error}; training goes on (checkpoint.on_failure), and the next checkpoint tries again"
             )
 
-    def _is_in_background(self, shards: Sequence[TableStorage]) -> bool:
-        """What the config says; 'auto': where every rank has twice the memory of its copy free. Decided once."""
-        if self._copies is None:
-            copied = copy_bytes((piece.spec, piece.shard) for piece in shards) * num_local_ranks()
-            fits = self._config.background == "always" or 2 * copied <= _free_bytes()
-            self._copies = self._config.background != "never" and all(self._world.gather_objects(fits))
-        return self._copies
+    def _is_in_background(self, shards: Sequence[TableStorage], rows: Sequence[Tensor] | None = None) -> bool:
+        """What the config says; 'auto': where every rank has twice the memory of its copy free. Of whole saves decided
+        once, since their copy is kept."""
+        if self._config.background != "auto":
+            return self._config.background == "always"
+        if rows is None and self._copies_all is not None:
+            return self._copies_all
+        num_bytes = copy_bytes((piece.spec, piece.shard) for piece in shards)
+        if rows is not None:
+            each = zip(shards, rows, strict=True)
+            num_bytes = sum(p.num_bytes() // p.shard.num_rows * len(some) for p, some in each if p.shard.tier != DISK)
+        fits = all(self._world.gather_objects(2 * num_bytes * num_local_ranks() <= _free_bytes()))
+        if rows is None:
+            self._copies_all = fits
+        return fits
 
     def fetch(self) -> None:
         """Where this run has no checkpoint yet, take the newest of its mirror, and the best where that is kept; for
@@ -239,7 +269,7 @@ def _best_named(manifest: Mapping[str, Any] | None) -> str | None:
     """Name of the checkpoint that was the best when that of `manifest` was written; None where it does not say."""
     best = None if manifest is None else manifest["state"].get("best")
     step = best.get("step") if isinstance(best, dict) else None
-    return checkpoint_path(Path(), step).name if isinstance(step, int) else None
+    return checkpoint_name(step) if isinstance(step, int) else None
 
 
 def _free_bytes() -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -17,6 +16,7 @@ from meseta.comm.dense_shards import cut_like, is_cut, whole
 from meseta.data.batch import Batch
 from meseta.data.dataset.dataset import Dataset
 from meseta.errors import shown
+from meseta.machine.remote import Location
 from meseta.pipeline.agreement import LateNonFiniteLoss, NonFiniteLoss
 from meseta.spec import FeatureSpec, MesetaError
 
@@ -103,7 +103,7 @@ def set_dense_part(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def told_of_step(
-    error: MesetaError, done: int, batch: Batch | None, dataset: Dataset, folder: Path, world: World
+    error: MesetaError, done: int, batch: Batch | None, dataset: Dataset, folder: Location, world: World
 ) -> MesetaError:
     """What went wrong behind `done` steps, with the number of its step, what `batch` has to do with it, and the way
     back to the checkpoints of `folder`. Collective."""
@@ -142,7 +142,7 @@ def num_clamped(clamped: Tensor | None, world: World) -> int | None:
 
 
 def restore(
-    path: Path,
+    path: Location,
     model: Any,
     optimizer: torch.optim.Optimizer | None,
     world: World,
@@ -179,7 +179,7 @@ def restore(
     return {**loaded.state, **tensors, "step": loaded.step, "optimizers": optimizers}
 
 
-def _check_state(path: Path, state: Mapping[str, Any]) -> None:
+def _check_state(path: Location, state: Mapping[str, Any]) -> None:
     """Raise MesetaError for a state that no run has written; a checkpoint's own checks do not know what is in it."""
     try:
         saved = _State.model_validate({**state, "best": state.get("best") or None})
@@ -193,7 +193,7 @@ def _check_state(path: Path, state: Mapping[str, Any]) -> None:
         raise MesetaError(f"checkpoint {str(path)!r}: state 'random' is that of another generator; use an older one")
 
 
-def _check_optimizer(path: Path, optimizer: torch.optim.Optimizer, loaded: checkpoint.Loaded) -> None:
+def _check_optimizer(path: Location, optimizer: torch.optim.Optimizer, loaded: checkpoint.Loaded) -> None:
     """Raise MesetaError where the dense part was trained with another one."""
     saved, wanted = loaded.state["dense_optimizer"], type(optimizer).__name__
     if saved != wanted:
@@ -204,7 +204,7 @@ def _check_optimizer(path: Path, optimizer: torch.optim.Optimizer, loaded: check
     _check_momentum(path, optimizer, loaded.dense)
 
 
-def _check_momentum(path: Path, optimizer: torch.optim.Optimizer, dense: Mapping[str, Tensor]) -> None:
+def _check_momentum(path: Location, optimizer: torch.optim.Optimizer, dense: Mapping[str, Tensor]) -> None:
     """Raise MesetaError where SGD's velocities would be lost, or begin from nothing in the middle of a run."""
     moments = [name for name in dense if name.startswith("optimizer.")]
     saved = any(name.endswith(".momentum_buffer") for name in moments)

@@ -19,6 +19,7 @@ from meseta.data.prepare.new_rows import NewRows
 from meseta.data.read.new_batches import NewBatches
 from meseta.data.read.reader import Reader, ReaderOptions
 from meseta.data.read.selection import calibration_shift
+from meseta.machine.remote import Location
 from meseta.spec import MesetaError
 from meseta.spec.tiers import DISK, FAR_TIERS
 from meseta.telemetry.splits import choosing_split
@@ -151,7 +152,7 @@ def load_for_rows(
     return _trained(config, path, earlier.with_labels(config.data.labels), batches, world)
 
 
-def _find(run: RunDir, *, best: bool) -> tuple[RunConfig, Path]:
+def _find(run: RunDir, *, best: bool) -> tuple[RunConfig, Location]:
     """The config, and the checkpoint that stands for the run or is its best."""
     config = run.load_config().model_copy(update={"plan": "auto"})
     path = _find_best(run, config) if best else run.final_checkpoint()
@@ -178,7 +179,7 @@ def _check_same_files(rows: NewRows, world: World) -> None:
             raise MesetaError(f"rank {rank} finds other files of new rows than rank {world.rank}; copy the same to all")
 
 
-def _trained(config: RunConfig, path: Path, dataset: Dataset, reader: Rows, world: World) -> Trained[Rows]:
+def _trained(config: RunConfig, path: Location, dataset: Dataset, reader: Rows, world: World) -> Trained[Rows]:
     """The model of a checkpoint for data such as `dataset`."""
     if (note := note_bfloat16(config, world)) and world.rank == 0:
         print(note, file=sys.stderr)
@@ -188,7 +189,7 @@ def _trained(config: RunConfig, path: Path, dataset: Dataset, reader: Rows, worl
     return Trained(model=model, reader=reader, world=world, step=state["step"], config=config)
 
 
-def _placed(config: RunConfig, path: Path, storage_dir: Path | None, world: World) -> RunConfig:
+def _placed(config: RunConfig, path: Location, storage_dir: Path | None, world: World) -> RunConfig:
     """With a plan for the ranks at hand. Collective."""
     if storage_dir is None:
         return config.model_copy(update={"plan": world.from_first(lambda: _plan_in_tiers(path, world.size))})
@@ -197,7 +198,7 @@ def _placed(config: RunConfig, path: Path, storage_dir: Path | None, world: Worl
     return config.model_copy(update={"plan": {"tables": {"*": on_disk}}, "storage": storage})
 
 
-def _plan_in_tiers(path: Path, num_ranks: int) -> Any:
+def _plan_in_tiers(path: Location, num_ranks: int) -> Any:
     """For a config: tables lie far that did when the checkpoint was saved, cut by rows; 'auto' where none did."""
     try:
         plan, far = read_manifest(path)["plan"], dict[str, Any]()
@@ -214,7 +215,7 @@ def _plan_in_tiers(path: Path, num_ranks: int) -> Any:
     return {"tables": {**far, **rest}} if far else "auto"
 
 
-def _find_best(run: RunDir, config: RunConfig) -> Path | None:
+def _find_best(run: RunDir, config: RunConfig) -> Location | None:
     """The checkpoint of the best evaluation; None where the run has none at all."""
     if checkpoint.latest(run.checkpoints) is None:
         return None

@@ -13,6 +13,7 @@ from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.data.dataset.dataset import FILE_NAME, Dataset
 from meseta.data.dataset.encoding import Encoding, difference, other_rows, unknown, with_vocabulary_digests
+from meseta.machine.remote import Location
 from meseta.spec import MesetaError
 from meseta.train.run_dir import RunDir
 
@@ -39,7 +40,7 @@ def open_dataset(config: RunConfig, world: World, data: Path | None = None) -> D
 
 
 def check_encoding(
-    run: RunDir, checkpoint: Path | None, dataset: Dataset, world: World, way_out: str = _ANOTHER_RUN
+    run: RunDir, checkpoint: Location | None, dataset: Dataset, world: World, way_out: str = _ANOTHER_RUN
 ) -> None:
     """Raise MesetaError, on all ranks, unless ids and dense columns of `dataset` mean what they meant to the model of
     `checkpoint`, or, where that is of an older version or None, of the run. What was not kept is told. Collective.
@@ -82,14 +83,14 @@ def _other_data(run: RunDir, dataset: Dataset, differs: str, way_out: str) -> Me
     )
 
 
-def encoding_of(checkpoint: Path) -> Encoding | None:
+def encoding_of(checkpoint: Location) -> Encoding | None:
     """What the model of a checkpoint was trained on; None where it does not say. Raises MesetaError for a damaged
     one."""
     state = read_manifest(checkpoint)["state"]
     return Encoding.from_dict(state[STATE_KEY], f"checkpoint {str(checkpoint)!r}") if STATE_KEY in state else None
 
 
-def _recorded(run: RunDir, checkpoint: Path | None) -> Encoding | None:
+def _recorded(run: RunDir, checkpoint: Location | None) -> Encoding | None:
     """What was kept of the data: in the checkpoint, else in the run's folder; None where neither has it."""
     if checkpoint is not None:
         with suppress(DamagedCheckpoint):  # whoever loads it is told, with what to do

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, astuple
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from meseta import checkpoint
 from meseta.checkpoint.older import OlderCheckpoint
-from meseta.checkpoint.store.directory import checkpoint_path
+from meseta.checkpoint.store.names import checkpoint_path
 from meseta.comm import World
 from meseta.comm.dense_shards import sum_over_parts
 from meseta.comm.listed import Unlisted
@@ -23,6 +22,7 @@ from meseta.config import RunConfig
 from meseta.data.dataset.encoding import Encoding
 from meseta.data.read.reader import Batches
 from meseta.data.read.selection import calibration_shift
+from meseta.machine.remote import Location
 from meseta.measure.step_threads import StepThreads
 from meseta.optim.clip import DenseClip
 from meseta.optim.dense import make_dense_optimizer
@@ -86,7 +86,7 @@ class Trainer:
         self._unlisted_before = Unlisted.count
         self.config = config = settle_dense_dtype(config, world)
         self.world = world
-        self.run_dir = RunDir(config.run_dir)
+        self.run_dir = RunDir(config.run_dir, config.checkpoints)
         self.dataset = open_dataset(config, world)
         self.dataset.check_labels()
         self._meet(checkpoint.newest(self.run_dir.checkpoints))
@@ -176,7 +176,7 @@ class Trainer:
         lines = self.world.from_first(lambda: self._evaluations(self.decisions.split, step))
         return lines[0] if lines else line
 
-    def begin_with(self, fill: Callable[[Any], None]) -> Path:
+    def begin_with(self, fill: Callable[[Any], None]) -> Location:
         """Write the first checkpoint of a run, of the model as `fill` leaves it; `run` goes on from there.
 
         Nothing is written where `fill` raises.
@@ -416,7 +416,7 @@ class Trainer:
         carried = None if answers is None else answers.tensors()
         self.saver.save(self.step, embeddings, dense, state, self.best.step, is_last=is_last, carried=carried)
 
-    def _meet(self, path: Path | None) -> None:
+    def _meet(self, path: Location | None) -> None:
         """Raise MesetaError, on all ranks, where the checkpoint that is to be gone on with is of other data."""
         [self._met, *_] = self.world.gather_objects(path)
         if self._met is not None:

@@ -13,9 +13,11 @@ import pyarrow as pa
 from meseta.checkpoint.failures import broken_file, check_checksum, file_of, writing
 from meseta.checkpoint.files import digest
 from meseta.checkpoint.files.layout import ID, BlockSchema
+from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.files.raw import read_whole, scratch, write_whole
 from meseta.errors import one_line, shown
 from meseta.machine.files import sync
+from meseta.machine.remote import Location
 from meseta.spec import MesetaError
 
 _MESSAGE_HEADER, _BATCH_COMPRESSION = 2, 3
@@ -26,7 +28,9 @@ Values = dict[str, np.ndarray]
 """Columns of a block by name: [rows, D], or [rows] for what a row has one of."""
 
 
-def write_block(root: Path, path: str, schema: BlockSchema, first_row: int, values: Values) -> dict[str, Any]:
+def write_block(
+    root: Location, path: str, schema: BlockSchema, first_row: int, values: Values, rate: WriteRate | None = None
+) -> dict[str, Any]:
     """Write one block, for `sync_block`; returns its entry in the manifest. Raises MesetaError, as on a full disk."""
     num_rows = len(next(iter(values.values())))
     ids, columns = np.arange(first_row, first_row + num_rows, dtype=np.int64), [values[c.name] for c in schema.columns]
@@ -37,34 +41,39 @@ def write_block(root: Path, path: str, schema: BlockSchema, first_row: int, valu
         content, checksum = _arrow_file(schema.to_arrow(), schema, ids, columns), digest.of_arrays(columns)
         if num_rows == schema.block_rows:
             _frames[schema, num_rows] = _frame_of(content, columns)
-    return _write(root, path, content, first_row=first_row, num_rows=num_rows, checksum=checksum)
+    return _write(root, path, content, rate, first_row=first_row, num_rows=num_rows, checksum=checksum)
 
 
 def write_rows(
-    root: Path, path: str, schema: BlockSchema, first_row: int, ids: np.ndarray, values: Values
+    root: Location,
+    path: str,
+    schema: BlockSchema,
+    first_row: int,
+    ids: np.ndarray,
+    values: Values,
+    rate: WriteRate | None = None,
 ) -> dict[str, Any]:
     """Write some rows of a block that begins at `first_row`: `ids`, uint32 [n] ascending, count from there. As
     `write_block`; the checksum is over the ids too."""
     columns = [values[column.name] for column in schema.columns]
     content = _arrow_file(schema.rows_to_arrow(), schema, ids, columns)
     checksum = digest.of_arrays([ids, *columns])
-    return _write(root, path, content, first_row=first_row, num_rows=len(ids), checksum=checksum)
+    return _write(root, path, content, rate, first_row=first_row, num_rows=len(ids), checksum=checksum)
 
 
-def _write(
-    root: Path, path: str, content: memoryview, *, first_row: int, num_rows: int, checksum: str
-) -> dict[str, Any]:
-    """Write what `scratch` holds; its entry in the manifest."""
+def _write(root: Location, path: str, content: memoryview, rate: WriteRate | None, **known: Any) -> dict[str, Any]:
+    """Write what `scratch` holds; its entry in the manifest, in the order that entries have always had."""
     with writing(root / path):
-        write_whole(root / path, content, len(content))
-    rows = {"first_row": first_row, "num_rows": num_rows}
-    return {"path": path, **rows, "num_bytes": len(content), "checksum": checksum}
+        write_whole(root / path, content, len(content), rate)
+    checksum = known.pop("checksum")
+    return {"path": path, **known, "num_bytes": len(content), "checksum": checksum}
 
 
-def sync_block(root: Path, path: str) -> None:
-    """Wait until a block is on the disk; raises MesetaError."""
-    with writing(root / path):
-        sync(root / path)
+def sync_block(root: Location, path: str) -> None:
+    """Wait until a block is on the disk, which at a URL it is once it is written; raises MesetaError."""
+    if isinstance(root, Path):
+        with writing(root / path):
+            sync(root / path)
 
 
 def _arrow_file(fields: pa.Schema, schema: BlockSchema, ids: np.ndarray, columns: Sequence[np.ndarray]) -> memoryview:
@@ -132,7 +141,7 @@ def _fill_frame(frame: _Frame, ids: np.ndarray, columns: Sequence[np.ndarray]) -
     return content, checksum
 
 
-def read_block(root: Path, schema: BlockSchema, entry: Mapping[str, Any]) -> Values:
+def read_block(root: Location, schema: BlockSchema, entry: Mapping[str, Any]) -> Values:
     """Read one block and check everything that its entry in the manifest says.
 
     The values lie in memory that this thread's next call uses again: to keep them, copy them.
@@ -148,7 +157,9 @@ def read_block(root: Path, schema: BlockSchema, entry: Mapping[str, Any]) -> Val
     return values
 
 
-def read_rows(root: Path, schema: BlockSchema, entry: Mapping[str, Any], block_rows: int) -> tuple[np.ndarray, Values]:
+def read_rows(
+    root: Location, schema: BlockSchema, entry: Mapping[str, Any], block_rows: int
+) -> tuple[np.ndarray, Values]:
     """Some rows of a block of `block_rows`: ids, uint32 [n] ascending, and their values; checked, and kept, as those of
     `read_block` are."""
     path = file_of(root, entry)
@@ -160,7 +171,9 @@ def read_rows(root: Path, schema: BlockSchema, entry: Mapping[str, Any], block_r
     return ids, values
 
 
-def _read(path: Path, fields: pa.Schema, schema: BlockSchema, entry: Mapping[str, Any]) -> tuple[np.ndarray, Values]:
+def _read(
+    path: Location, fields: pa.Schema, schema: BlockSchema, entry: Mapping[str, Any]
+) -> tuple[np.ndarray, Values]:
     """Ids and values of a file with these fields and as many rows as its entry says."""
     try:
         content = pa.py_buffer(read_whole(path, entry["num_bytes"]))
@@ -178,7 +191,7 @@ def _read(path: Path, fields: pa.Schema, schema: BlockSchema, entry: Mapping[str
         raise broken_file(path, f"is not a whole Arrow file ({one_line(error)})") from None
 
 
-def _batch_message(path: Path, content: pa.Buffer) -> pa.Message:
+def _batch_message(path: Location, content: pa.Buffer) -> pa.Message:
     """The record batch of an Arrow file, not decoded: it lies behind the magic number and the schema.
 
     Raises MesetaError for a compressed one, which takes as much memory as it says; nothing here writes such.
@@ -207,14 +220,14 @@ def _batch_message(path: Path, content: pa.Buffer) -> pa.Message:
     return message
 
 
-def _check_schema(path: Path, fields: pa.Schema, stored: pa.Schema) -> None:
+def _check_schema(path: Location, fields: pa.Schema, stored: pa.Schema) -> None:
     """Raise MesetaError unless names and types of the columns are those expected."""
     if not stored.equals(fields):
         expected, found = (", ".join(f"{f.name} {f.type}" for f in s) for s in (fields, stored))
         raise broken_file(path, f"must have the columns [{expected}], but has {shown(f'[{found}]')}")
 
 
-def _check_num_rows(path: Path, batch: pa.RecordBatch, num_rows: int, num_batches: int) -> None:
+def _check_num_rows(path: Location, batch: pa.RecordBatch, num_rows: int, num_batches: int) -> None:
     """Raise MesetaError unless the number of rows is that expected, and each has all its values."""
     if num_batches != 1 or batch.num_rows != num_rows:
         found = f"{num_batches} record batches, the first of {batch.num_rows} rows"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from meseta.checkpoint.files.block import Values, read_block, read_rows
 from meseta.checkpoint.files.layout import BlockSchema
+from meseta.machine.remote import Location
 from meseta.ops.memory import empty
 
 Entry = Mapping[str, Any]
@@ -32,7 +32,7 @@ def blocks_of(table: Mapping[str, Any]) -> list[list[Entry]]:
 
 
 def read_chain(
-    root: Path,
+    root: Location,
     schema: BlockSchema,
     files: Sequence[Entry],
     is_changed: NDArray[np.bool_] | None = None,

@@ -11,11 +11,15 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
+from meseta.checkpoint.failures import broken_file, writing
+from meseta.checkpoint.files.rate import WriteRate
 from meseta.machine.files import open_regular
+from meseta.machine.remote import Location, RemotePath
 
 PAGE_BYTES = 4096
 """Memory, positions and lengths of a direct transfer are multiples of this."""
@@ -23,6 +27,8 @@ DIRECT_BYTES = 1 << 20
 """Smaller files go through the page cache: a direct transfer waits for the disk."""
 TRANSFER_BYTES = 1 << 20
 """Transferred at a time: more would be no faster, and rows that a batch waits for would wait behind it."""
+COPIED_BYTES = 16 << 20
+"""Copied at a time from one store to another."""
 T = TypeVar("T")
 _own = threading.local()
 
@@ -39,11 +45,16 @@ def scratch(num_bytes: int) -> memoryview:
     return memoryview(buffer)[:size]
 
 
-def write_whole(path: Path, content: memoryview, num_bytes: int) -> None:
-    """Make a file of the first `num_bytes` of `content`, which `scratch` gave; raises OSError.
+def write_whole(path: Location, content: memoryview, num_bytes: int, rate: WriteRate | None = None) -> None:
+    """Make a file of the first `num_bytes` of `content`, which `scratch` gave; raises OSError. At a URL it must be new.
 
-    It is not synced: a sync per file waits for the journal, time and again, and `sync` of all of them waits once.
+    It is not synced: a sync per file waits for the journal, time and again, and `sync` of all of them waits once. What
+    a `rate` lets through is on its way to the disk when the next piece begins, so that none piles up in the page cache.
     """
+
+    if isinstance(path, RemotePath):
+        path.create(content[:num_bytes])
+        return
 
     def write(direct: int) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | direct, 0o666)
@@ -52,24 +63,58 @@ def write_whole(path: Path, content: memoryview, num_bytes: int) -> None:
             done = 0
             while done < whole:
                 start = _whole_pages(done)
-                piece = content[start : min(start + TRANSFER_BYTES, whole)]
-                if start + (count := os.pwrite(descriptor, piece, start)) <= done:
+                piece = content[start : min(start + _whole_pages(_piece_bytes(rate, TRANSFER_BYTES)), whole)]
+                with _in_turn(rate, len(piece)):
+                    count = os.pwrite(descriptor, piece, start)
+                if start + count <= done:
                     raise OSError(errno.EINVAL, "a direct transfer ended inside a page")
                 done = start + count
             # The rest of the last page goes through the page cache. To write all of the page and cut the file to its
             # length would read the page back, behind all that the disk is still to write.
             if direct:
                 fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~direct)
-            while done < num_bytes:
-                done += os.pwrite(descriptor, content[done:num_bytes], done)
+            _write_cached(descriptor, content[:num_bytes], done, rate)
         finally:
             os.close(descriptor)
 
     _directly(num_bytes, write)
 
 
-def read_whole(path: Path, num_bytes: int) -> memoryview:
+def write_cached(path: Location, content: bytes | memoryview, rate: WriteRate | None = None) -> None:
+    """Make a file of any memory, through the page cache, and sync it; raises OSError. At a URL it must be new."""
+    if isinstance(path, RemotePath):
+        path.create(content)
+        return
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        _write_cached(descriptor, memoryview(content), 0, rate)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_cached(descriptor: int, content: memoryview, done: int, rate: WriteRate | None) -> None:
+    """Write what follows the first `done` bytes."""
+    while done < len(content):
+        piece = content[done : done + _piece_bytes(rate, len(content))]
+        with _in_turn(rate, len(piece)):
+            done += os.pwrite(descriptor, piece, done)
+            if rate is not None:
+                os.fdatasync(descriptor)
+
+
+def _piece_bytes(rate: WriteRate | None, most: int) -> int:
+    return most if rate is None else rate.piece_bytes(most)
+
+
+def _in_turn(rate: WriteRate | None, num_bytes: int) -> AbstractContextManager[None]:
+    return nullcontext() if rate is None else rate.piece(num_bytes)
+
+
+def read_whole(path: Location, num_bytes: int) -> memoryview:
     """The first `num_bytes` of a file, fewer when it ends before, in this thread's `scratch`; raises OSError."""
+    if isinstance(path, RemotePath):
+        return memoryview(path.read(0, num_bytes))
     content = scratch(num_bytes)
 
     def read(direct: int) -> int:
@@ -86,6 +131,43 @@ def read_whole(path: Path, num_bytes: int) -> memoryview:
             os.close(descriptor)
 
     return content[: min(_directly(num_bytes, read), num_bytes)]
+
+
+def copy_whole(source: Location, target: Location, num_bytes: int) -> None:
+    """Make a file of another one, of `num_bytes`. Raises OSError where the target cannot be written, DamagedCheckpoint
+    where the source is no regular file or has another size: of a stranger's, no more is read."""
+    parts = _parts(source, num_bytes + 1)
+    if isinstance(target, RemotePath):
+        whole = b"".join(parts)
+        _check_copied(source, num_bytes, len(whole))
+        with writing(target):
+            target.create(whole)
+        return
+    with target.open("xb") as file:
+        copied = sum(file.write(part) for part in parts)
+        _check_copied(source, num_bytes, copied)
+        os.fsync(file.fileno())
+
+
+def _parts(source: Location, most_bytes: int) -> Iterator[bytes]:
+    """At most so much of a file."""
+    if isinstance(source, Path):
+        with os.fdopen(open_regular(source), "rb") as file:
+            while most_bytes and (part := file.read(min(most_bytes, COPIED_BYTES))):
+                yield part
+                most_bytes -= len(part)
+        return
+    size, start = min(source.num_bytes(), most_bytes), 0
+    while start < size:
+        part = source.read(start, min(start + COPIED_BYTES, size))
+        yield part
+        start += len(part)
+
+
+def _check_copied(source: Location, num_bytes: int, copied: int) -> None:
+    if copied != num_bytes:
+        has = f"has {copied}" if copied < num_bytes else "goes on"
+        raise broken_file(source, f"must have {num_bytes} bytes, but {has}")
 
 
 def _whole_pages(done: int) -> int:

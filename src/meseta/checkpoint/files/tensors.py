@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
 
-from meseta.checkpoint.failures import broken_file, check_checksum, file_of
+from meseta.checkpoint.failures import broken_file, check_checksum, file_of, writing
 from meseta.checkpoint.files import digest
+from meseta.checkpoint.files.rate import WriteRate
+from meseta.checkpoint.files.raw import write_cached
 from meseta.errors import one_line
 from meseta.machine.files import has_controls, sync
+from meseta.machine.remote import Location, RemotePath
 from meseta.spec import MesetaError
 
 DensePath = Literal["dense.safetensors"]
@@ -24,33 +27,59 @@ _HEADER_BYTES = 16 << 20
 """The most for names, types and shapes: the library takes memory many times their text."""
 
 
-def write_tensors(root: Path, name: DensePath | CarriedPath, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def write_tensors(
+    root: Location, name: DensePath | CarriedPath, tensors: Mapping[str, Tensor], rate: WriteRate | None = None
+) -> dict[str, Any]:
     """Write and fsync the file of this name; returns its entry in the manifest. Raises MesetaError, for example on a
     full disk."""
     # The format refuses tensors that share memory; a clone of each has its own.
     own = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
     path = root / name
+    if isinstance(path, RemotePath):
+        content = save(own)
+        with writing(path):
+            path.create(content)
+        return {"path": name, "num_bytes": len(content), "checksum": digest.of_tensors(own)}
     try:
-        save_file(own, path)
-        sync(path)
+        if rate is None:
+            save_file(own, path)
+            sync(path)
+        else:  # the library writes files in one go, and their content takes memory
+            write_cached(path, save(own), rate)
         num_bytes = path.stat().st_size
     except (SafetensorError, OSError) as error:
         raise MesetaError(f"checkpoint file {str(path)!r} cannot be written ({error}); make room there") from None
     return {"path": name, "num_bytes": num_bytes, "checksum": digest.of_tensors(own)}
 
 
-def read_tensors(root: Path, entry: Mapping[str, Any]) -> dict[str, Tensor]:
+def read_tensors(root: Location, entry: Mapping[str, Any]) -> dict[str, Tensor]:
     """Tensors by name, on the CPU; raises MesetaError when the file is missing, truncated or has other content."""
     path = file_of(root, entry)
     try:
-        with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-        if header_bytes > _HEADER_BYTES:
-            raise ValueError(f"its header has {header_bytes:,} bytes, over {_HEADER_BYTES:,}")
-        tensors: dict[str, Tensor] = load_file(path)
+        tensors = _load_from(path) if isinstance(path, RemotePath) else _load_file(path)
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError, MemoryError) as error:
         raise broken_file(path, f"is not a whole safetensors file ({one_line(error)})") from None
     if any(has_controls(name) for name in tensors):
         raise broken_file(path, "has a tensor whose name has control characters")
     check_checksum(path, entry["checksum"], digest.of_tensors(tensors))
     return tensors
+
+
+def _load_file(path: Path) -> dict[str, Tensor]:
+    with path.open("rb") as file:
+        _check_header(file.read(8))
+    tensors: dict[str, Tensor] = load_file(path)
+    return tensors
+
+
+def _load_from(path: RemotePath) -> dict[str, Tensor]:
+    content = path.read(0, path.num_bytes())
+    _check_header(content[:8])
+    tensors: dict[str, Tensor] = load(content)
+    return tensors
+
+
+def _check_header(begin: bytes) -> None:
+    header_bytes = int.from_bytes(begin, "little")
+    if header_bytes > _HEADER_BYTES:
+        raise ValueError(f"its header has {header_bytes:,} bytes, over {_HEADER_BYTES:,}")

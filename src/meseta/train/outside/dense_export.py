@@ -20,6 +20,7 @@ from meseta.data.read.selection import calibration_shift
 from meseta.embedding import EmbeddingBagCollection
 from meseta.errors import one_line
 from meseta.machine.files import whole_folder
+from meseta.machine.remote import Location
 from meseta.models import make_model
 from meseta.spec import MesetaError
 from meseta.train.run_dir import RunDir
@@ -46,14 +47,19 @@ class DensePart(nn.Module):
         return logits + self.shift if self.shift else logits
 
 
-def load_dense_part(path: Path) -> tuple[DensePart, dict[str, Any]]:
+def load_dense_part(path: Location, run_dir: Path | None = None) -> tuple[DensePart, dict[str, Any]]:
     """The dense part of a run's checkpoint, and what its inputs are: names of dense columns in order, and for each
-    feature its table, width and pooling, in the order in which `pooled` has them side by side.
+    feature its table, width and pooling, in the order in which `pooled` has them side by side. `run_dir` None: the run
+    in whose folder the checkpoint lies.
 
     No table is read. MLPs compute in float32 where the run had bfloat16. Raises MesetaError for a checkpoint that is in
     no run, or damaged.
     """
-    run = RunDir(path.absolute().parent.parent)
+    if run_dir is None:
+        if not isinstance(path, Path):
+            raise MesetaError(f"export: checkpoint {str(path)!r} lies in no run; give the run_dir of its training")
+        run_dir = path.absolute().parent.parent
+    run = RunDir(run_dir)
     config = run.load_config()
     dataset = Dataset.load(run.path).with_labels(config.data.labels)
     tables, features = make_specs(config, dataset)
@@ -77,7 +83,7 @@ def _describe(config: RunConfig, dataset: Dataset, collection: EmbeddingBagColle
     }
 
 
-def export_dense(path: Path, out: Path, form: DenseFormat) -> list[Path]:
+def export_dense(path: Location, out: Path, form: DenseFormat, run_dir: Path | None = None) -> list[Path]:
     """Write the dense part of a run's checkpoint to a new folder: dense.onnx or dense.pt2, with inputs `dense` and
     `pooled`, output `logits` and a batch of any size from 1 on, and inputs.json, which says what the columns are.
 
@@ -86,7 +92,7 @@ def export_dense(path: Path, out: Path, form: DenseFormat) -> list[Path]:
     """
     if out.exists():
         raise MesetaError(f"export: {str(out)!r} exists; give a folder that does not")
-    part, inputs = load_dense_part(path)
+    part, inputs = load_dense_part(path, run_dir)
     program = _trace(part, len(inputs["inputs"]["dense"]), sum(e["width"] for e in inputs["inputs"]["pooled"]))
     with whole_folder(out) as folder:
         (folder / INPUTS_PATH).write_text(json.dumps(inputs, indent=1) + "\n")

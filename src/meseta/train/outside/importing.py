@@ -15,6 +15,7 @@ from torch import Tensor
 from meseta import checkpoint
 from meseta.comm import World
 from meseta.config import RunConfig
+from meseta.machine.remote import Location
 from meseta.models import DLRM
 from meseta.spec import MesetaError, nearest
 from meseta.storage import ROW, as_stored
@@ -49,7 +50,7 @@ def import_model(
     *,
     renames: Mapping[str, str] | None = None,
     ignore: Sequence[str] = (),
-) -> tuple[Path, list[Imported]]:
+) -> tuple[Location, list[Imported]]:
     """Begin the run of `config` with the tensors of `path` and fresh optimizer states, in one process; returns its
     checkpoint, of step 0, and where each tensor went. `meseta train` goes on from there.
 
@@ -57,10 +58,10 @@ def import_model(
     Raises MesetaError, having written nothing, for a run_dir that holds a checkpoint, for files as `read_tensors`, for
     names and shapes that do not fit, and values that are not finite.
     """
-    found = checkpoint.latest(config.run_dir / "checkpoints")
+    found = checkpoint.latest(config.checkpoints)
     if found is not None:
         raise MesetaError(
-            f"import: run_dir {str(config.run_dir)!r} holds a checkpoint ({found.name}); choose another run_dir"
+            f"import: run_dir {str(config.run_dir)!r} has a checkpoint ({found}) already; choose another run_dir"
         )
     tensors = {n: t for n, t in read_tensors(path).items() if not any(fnmatchcase(n, p) for p in ignore)}
     imported: list[Imported] = []

@@ -69,7 +69,7 @@ def note_bfloat16(config: RunConfig, world: World) -> str | None:
 
 def _former(config: RunConfig) -> tuple[bool, DenseDtype | None]:
     """Whether the run goes on from a checkpoint, of run_dir or of its mirror, and the type that this one has."""
-    path = checkpoint.newest(config.run_dir / "checkpoints")
+    path = checkpoint.newest(config.checkpoints)
     try:
         if path is not None:
             state = read_manifest(path)["state"]

@@ -172,7 +172,7 @@ def record(config: RunConfig, world: World, folder: Path, num_steps: int) -> Non
     MesetaError for what training meets, and where run_dir holds a run that was trained on other data.
     """
     dataset = open_dataset(config, world)
-    run = RunDir(config.run_dir)
+    run = RunDir(config.run_dir, config.checkpoints)
     check_encoding(run, newest(run.checkpoints), dataset, world)
     if world.rank == 0:
         dataset.save(folder)

@@ -1,0 +1,34 @@
+"""Which files checkpoints need: their own, and those of older ones beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from meseta.checkpoint.failures import DamagedCheckpoint
+from meseta.checkpoint.files.paths import split_path
+from meseta.checkpoint.manifest import entries_of, read_manifest
+from meseta.machine.remote import Location
+from meseta.spec import MesetaError
+
+
+def needed_files(checkpoints: Iterable[Location]) -> set[Location] | None:
+    """Files that these checkpoints need, their own and others'; None where one is of a later version, of which nobody
+    here knows what it needs. A damaged one needs nothing any more."""
+    needed: set[Location] = set()
+    for path in checkpoints:
+        try:
+            needed |= {lies_at(path, entry["path"]) for entry in entries_of(read_manifest(path))}
+        except DamagedCheckpoint:
+            continue
+        except MesetaError:
+            return None
+    return needed
+
+
+def lies_at(path: Location, inner: str) -> Location:
+    """Where a file of the checkpoint at `path` is, in the folder of all."""
+    folder, inner = split_path(inner)
+    if folder is None:
+        return path / inner
+    return path.with_name(folder) / inner if isinstance(path, Path) else path.parent / folder / inner

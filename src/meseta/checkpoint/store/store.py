@@ -1,0 +1,158 @@
+"""Where the checkpoints of a run lie: a directory, or a URL. What is asked of either is asked here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from meseta.checkpoint.failures import DamagedCheckpoint, check_files
+from meseta.checkpoint.files.rate import WriteRate
+from meseta.checkpoint.manifest import MANIFEST_PATH, entries_of, read_manifest
+from meseta.checkpoint.store.directory import DirectoryStore
+from meseta.checkpoint.store.names import checkpoint_path
+from meseta.checkpoint.store.objects import ObjectStore
+from meseta.machine.remote import Location, RemotePath, locate
+from meseta.spec import MesetaError
+
+
+@runtime_checkable
+class CheckpointStore(Protocol):
+    """Checkpoints side by side, each there whole or not at all, killed whenever a run may be.
+
+    A save is `begin` on one rank, files that all ranks write below `growing`, `commit` on one rank.
+    """
+
+    parent: Any
+    """Where they lie."""
+
+    def growing(self, step: int) -> Any:
+        """Where a checkpoint grows before its commit; known to every rank."""
+
+    def begin(self, step: int, folders: Sequence[str]) -> Any:
+        """Clean up after killed runs, and make room for a checkpoint, with `folders` in it; returns `growing`."""
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Keep other processes from writing a checkpoint here. Raises MesetaError where one does so now."""
+
+    def check_shared(self, growing: Any) -> None:
+        """Raise MesetaError where this rank does not see what rank 0 has begun."""
+
+    def files_of(self, folder: str) -> dict[str, int]:
+        """Bytes of the files of a checkpoint, or of what is left of one, by path inside it."""
+
+    def older_file(self, folder: str, inner: str) -> AbstractContextManager[Any]:
+        """Where to write a file of an older checkpoint, which one that grows needs; it appears whole."""
+
+    def commit(self, growing: Any, manifest: Mapping[str, Any], rate: WriteRate | None = None) -> Any:
+        """Make a checkpoint of what has grown; returns where it lies."""
+
+    def give_up(self, growing: Any) -> None:
+        """What has grown becomes no checkpoint."""
+
+    def delete(self, doomed: Sequence[Any]) -> None:
+        """Delete checkpoints, but the files that others need."""
+
+    def discard(self, path: Any) -> None:
+        """Delete a checkpoint, whoever may need its files."""
+
+    def remove_all(self) -> None:
+        """Delete all of them."""
+
+    def named(self) -> list[Any]:
+        """What is named as a checkpoint and may be one, by rising step."""
+
+    def pass_over(self, path: Any, why: str) -> None:
+        """Let a damaged checkpoint be none any more, with all that it has, until a new one takes its place."""
+
+    def passed_over(self) -> list[Any]:
+        """Those, by rising step."""
+
+    def strangers(self) -> list[Any]:
+        """What is known to lie there beside them."""
+
+
+def store_at(parent: Location | str) -> CheckpointStore:
+    """The store of a directory or URL."""
+    parent = locate(parent)
+    return ObjectStore(parent) if isinstance(parent, RemotePath) else DirectoryStore(parent)
+
+
+def named(parent: Location | str) -> list[Location]:
+    """What is named as a checkpoint there and may be one, by rising step."""
+    return store_at(parent).named()
+
+
+def latest(parent: Location | str) -> Location | None:
+    """The checkpoint of the highest step in `parent`, None when there is none; only looks, changes nothing.
+
+    Temporary directories, and directories that lack their manifest or a file, are passed over. One whose manifest
+    cannot be understood (damaged, or of another version) is not: `load` then says so, which is better than going back
+    in silence.
+    """
+    for path in reversed(named(parent)):
+        if (path / MANIFEST_PATH).exists():
+            try:
+                manifest = read_manifest(path)
+            except MesetaError:
+                return path
+            if _has_files(path, manifest):
+                return path
+    return None
+
+
+def newest(parent: Location | str) -> Location | None:
+    """The checkpoint of the highest step in `parent`, whole or not, None when there is none.
+
+    What a run goes on from: `load` refuses it where it is damaged, and nothing goes back to an older one in silence.
+    """
+    found = [path for path in named(parent) if not isinstance(path, Path) or any(path.iterdir())]
+    return found[-1] if found else None
+
+
+def prune(parent: Location | str, keep_last: int, keep_step: int | None = None) -> list[Location]:
+    """Delete all but the newest `keep_last` checkpoints in `parent`; returns those deleted, oldest first.
+
+    The one of step `keep_step` is neither counted nor deleted. Only whole checkpoints count and are deleted. Files that
+    others need stay until those are gone. To be called by one rank. Raises MesetaError when `keep_last` is below 1 or a
+    checkpoint cannot be deleted.
+    """
+    if keep_last < 1:
+        raise MesetaError(f"checkpoint: keep_last must be at least 1, got {keep_last}")
+    store = store_at(parent)
+    kept = None if keep_step is None else checkpoint_path(store.parent, keep_step)
+    others = [path for path in store.named() if path != kept]
+    if len(others) <= keep_last:  # whole or not, which takes reading their manifests
+        return []
+    doomed = [path for path in others if _is_whole(path)][:-keep_last]
+    try:
+        store.delete(doomed)
+    except OSError as error:
+        raise MesetaError(f"checkpoint {str(error.filename)!r} cannot be deleted: {error.strerror}") from None
+    return doomed
+
+
+def check_writable(parent: Location) -> None:
+    """Raise MesetaError where files at a URL cannot be made and deleted; a directory tells when it is made."""
+    if isinstance(parent, RemotePath):
+        trial = parent / ".tmp-trial"
+        trial.delete()
+        trial.create(b"to be deleted")
+        trial.delete()
+
+
+def _has_files(path: Location, manifest: Mapping[str, Any]) -> bool:
+    """Whether every file that the manifest names is there with its size."""
+    try:
+        check_files(path, entries_of(manifest))
+    except DamagedCheckpoint:
+        return False
+    return True
+
+
+def _is_whole(path: Location) -> bool:
+    try:
+        return _has_files(path, read_manifest(path))
+    except MesetaError:
+        return False

@@ -1,0 +1,31 @@
+"""A process that saves to a URL for ever, to be killed."""
+
+import os
+from collections.abc import Mapping
+from itertools import count
+from multiprocessing.connection import Connection
+
+from checkpoint.saver import DENSE, PLAN, SPECS, tables_of
+from checkpoint.simulated import pieces
+from meseta.checkpoint import newest, prune, save
+from meseta.checkpoint.files import layout
+from meseta.checkpoint.store.names import named_step
+from meseta.comm import World
+from meseta.machine import remote
+
+
+def save_step(url: str, step: int) -> None:
+    """Tables made of the seed `step`."""
+    shards = pieces(SPECS, PLAN, 0, tables_of(step))
+    save(url, world=World.single(), step=step, plan=PLAN, shards=shards, dense=DENSE, state={"version": step})
+
+
+def save_for_ever(url: str, environment: Mapping[str, str], report: Connection) -> None:
+    """Go on from the newest checkpoint, and report each step once it is saved."""
+    os.environ |= environment
+    layout.BLOCK_BYTES, remote.PART_BYTES, remote.WAITS_S = 16_384, 4096, (0.05, 0.1, 0.2, 0.4)
+    path = newest(url)
+    for step in count(1 if path is None else named_step(path) + 1):
+        save_step(url, step)
+        report.send(step)
+        prune(url, keep_last=2)

@@ -1,0 +1,222 @@
+"""Checkpoints at a URL: made of parts, seen once whole, by one run; whatever the network, the store and kills do."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from checkpoint.object_saver import save_for_ever, save_step
+from checkpoint.object_store import Proxy, keys_of, s3_server, uploads_of
+from checkpoint.saver import load_version, tables_of
+from checkpoint.simulated import assert_holds, random_plan, random_tables, some_specs
+from checkpoint.test_deltas import POLICIES, Run, change, whole
+from forked import forking
+from meseta.checkpoint import (
+    Mirror,
+    compact,
+    compare,
+    export,
+    latest,
+    list_checkpoints,
+    newest,
+    prune,
+    saving,
+    verify,
+)
+from meseta.checkpoint.files import layout
+from meseta.checkpoint.manifest import entries_of, read_manifest
+from meseta.checkpoint.store.names import checkpoint_path, named_step
+from meseta.checkpoint.store.store import store_at
+from meseta.machine import remote
+from meseta.machine.remote import RemotePath, locate
+from meseta.spec import MesetaError
+from sampling import sample
+
+SPECS = some_specs()
+RATE = 0.03
+"""Of requests that meet a fault."""
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "BLOCK_BYTES", 16_384)
+    monkeypatch.setattr(remote, "PART_BYTES", 4096)
+    monkeypatch.setattr(remote, "WAITS_S", (0.05, 0.1, 0.2, 0.4))
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[tuple[Proxy, Any]]:
+    with s3_server() as started:
+        yield started
+
+
+@pytest.fixture
+def bucket(s3: tuple[Proxy, Any], request: pytest.FixtureRequest) -> str:
+    """Empty, behind a network that works."""
+    proxy, client = s3
+    proxy.disturb(0, 0.0)
+    name = f"bucket-{abs(hash(request.node.nodeid)):x}"
+    client.create_bucket(Bucket=name)
+    return name
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    yield "memory://bucket/run"
+    fsspec.filesystem("memory").store.clear()
+
+
+def check_collected(client: Any, bucket: str) -> None:
+    """No upload is unfinished, and every object is a manifest or named by one."""
+    assert uploads_of(client, bucket) == []
+    needed = {f"{path}/manifest.json" for path in store_at(f"s3://{bucket}/run").named()}
+    for path in store_at(f"s3://{bucket}/run").named():
+        needed |= {f"{path}/{entry}" for entry in files_named(path)}
+    assert {f"s3://{bucket}/{key}" for key in keys_of(client, bucket)} == needed
+
+
+def files_named(path: RemotePath) -> set[str]:
+    return {entry["path"] for entry in entries_of(read_manifest(path))}
+
+
+@pytest.mark.parametrize("seed", sample(range(100), k=1, seed=4))
+def test_kill_9_while_saving_to_a_faulty_store(s3: tuple[Proxy, Any], bucket: str, seed: int) -> None:
+    """What is seen is whole, and no older than what was reported; the next save leaves nothing else there."""
+    proxy, client = s3
+    context, rng, url, saved = forking(), random.Random(seed), f"s3://{bucket}/run", 0
+    proxy.disturb(seed, RATE)
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=save_for_ever, args=(url, dict(os.environ), there))
+    process.start()
+    there.close()
+    if seed % 4:
+        assert here.poll(60), "the first checkpoint took longer than 60 s"
+    time.sleep(rng.uniform(0.0, 1.5))
+    process.kill()
+    process.join()
+    with suppress(EOFError):
+        while True:
+            saved = here.recv()
+    proxy.disturb(seed, 0.0)
+    path = latest(url)
+    assert path == newest(url) and (0 if path is None else named_step(path)) >= saved
+    for listed in list_checkpoints(url) if path is not None else ():
+        assert listed.problem == ""
+        version, shards = load_version(listed.path)
+        assert_holds(shards, tables_of(version))
+    save_step(url, 1 if path is None else named_step(path) + 1)
+    check_collected(client, bucket)
+
+
+def test_faults_are_met_again_and_again(s3: tuple[Proxy, Any], bucket: str) -> None:
+    """Delays, 503, connections cut before and after the request: the save is made, once."""
+    proxy, client = s3
+    proxy.met.clear()
+    proxy.disturb(1, 0.1)
+    save_step(f"s3://{bucket}/run", 1)
+    path = checkpoint_path(locate(f"s3://{bucket}/run"), 1)
+    version, shards = load_version(path)
+    proxy.disturb(1, 0.0)
+    assert version == 1 and len(proxy.met) > 3
+    assert_holds(shards, tables_of(1))
+    save_step(f"s3://{bucket}/run", 2)
+    check_collected(client, bucket)
+
+
+def test_a_store_that_stays_away_is_named(s3: tuple[Proxy, Any], bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    proxy, _ = s3
+    save_step(f"s3://{bucket}/run", 1)
+    monkeypatch.setattr(proxy, "next_fault", lambda: "unavailable")
+    with pytest.raises(MesetaError, match=rf"checkpoint 's3://{bucket}/run/.*' cannot be read .*; check the URL, the"):
+        save_step(f"s3://{bucket}/run", 2)
+    monkeypatch.undo()
+    with pytest.raises(MesetaError, match=r"'s3://no-such-bucket/run.*' cannot be written .*; check the URL"):
+        save_step("s3://no-such-bucket/run", 1)
+
+
+def test_a_second_run_is_refused(s3: tuple[Proxy, Any], bucket: str) -> None:
+    """One that comes later, and one that writes at the same time, whose manifest meets 412."""
+    _, client = s3
+    url = f"s3://{bucket}/run"
+    save_step(url, 1)
+    before = {key: client.get_object(Bucket=bucket, Key=key)["ETag"] for key in keys_of(client, bucket)}
+    with pytest.raises(MesetaError, match=r"step-000000001' is another run's, .*stop that one, or choose another"):
+        save_step(url, 1)
+    mine, path = store_at(url), checkpoint_path(locate(url), 1)
+    with pytest.raises(MesetaError, match=r"step-000000001/manifest.json' is another run's"):
+        mine.commit(path, {**read_manifest(path), "reader": "another"})
+    assert before == {key: client.get_object(Bucket=bucket, Key=key)["ETag"] for key in keys_of(client, bucket)}
+
+
+def test_files_that_vanish_before_the_commit_are_told(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a second run has taken them for leftovers."""
+    really = saving.write_tensors
+
+    def vanish(root: RemotePath, *args: Any) -> Any:
+        next(root / name for name in root.files()).delete()
+        return really(root, *args)
+
+    monkeypatch.setattr(saving, "write_tensors", vanish)
+    with pytest.raises(MesetaError, match=r"block-\d+.arrow' is another run's"):
+        save_step(memory, 1)
+    assert newest(memory) is None
+    monkeypatch.undo()
+    save_step(memory, 1)
+    assert verify(f"{memory}/step-000000001")
+
+
+def test_the_same_bytes_as_in_a_directory(memory: str, tmp_path: Path) -> None:
+    """And the tools read them where they lie."""
+    for parent in (memory, str(tmp_path / "here"), f"file://{tmp_path}/there"):
+        save_step(parent, 1)
+    path, here = f"{memory}/step-000000001", tmp_path / "here/step-000000001"
+    files = {file.relative_to(here).as_posix(): file.read_bytes() for file in here.rglob("*") if file.is_file()}
+    root = locate(path)
+    assert isinstance(root, RemotePath)
+    assert {name: (root / name).read(0, 1 << 30) for name in root.files()} == files
+    assert verify(path) == verify(here) == verify(tmp_path / "there/step-000000001")
+    assert list(compare(path, here)) == []
+    assert export(path, tmp_path / "out", "numpy")
+    [listed] = list_checkpoints(memory)
+    assert listed.summary is not None and listed.summary.saved_at_s > 1e9
+    (root / "dense.safetensors").delete()
+    assert latest(memory) is None and newest(memory) == root
+    assert "dense.safetensors' cannot be read" in list_checkpoints(memory)[0].problem
+
+
+@pytest.mark.parametrize("policy", sample(POLICIES, k=2, seed=1))
+def test_deltas_at_a_url(memory: str, tmp_path: Path, policy: str) -> None:
+    """Each holds what a whole one does, and no file that one needs is deleted, there or at a mirror; a fetched one
+    brings the files of older ones that it needs."""
+    run, rng = Run(memory, policy, 3), random.Random(policy)  # type: ignore[arg-type]
+    tables, changed = random_tables(SPECS, 1), {}
+    mirrors = [Mirror(url) for url in ("memory://bucket/mirror", f"file://{tmp_path}/mirror")]
+    for step in range(1, 6):
+        plan = random_plan(SPECS, rng.choice([1, 2]), rng.randrange(1 << 30))
+        path = run.save(step, plan, tables, changed)
+        plain = whole(tmp_path / "whole", step, plan, tables)
+        assert verify(path) == verify(plain)
+        prune(memory, keep_last=1)
+        assert [listed.problem for listed in list_checkpoints(memory)] == [""]
+        for mirror in mirrors:
+            mirror.put(path)
+            mirror.keep([path.name])
+            assert mirror.names() == [path.name]
+        tables, changed = change(tables, step)
+    made = compact(path, tmp_path / "compact")
+    assert verify(made) == verify(plain)
+    for mirror in mirrors:
+        back = mirror.get(tmp_path / f"back-{mirrors.index(mirror)}")
+        assert verify(back) == verify(plain)
+        assert [listed.problem for listed in list_checkpoints(back.parent)] == [""]
+    run.save(9, random_plan(SPECS, 1, 9), tables, changed)
+    assert sorted(store_at(memory).named()) == [path, checkpoint_path(locate(memory), 9)]

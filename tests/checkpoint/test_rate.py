@@ -1,0 +1,238 @@
+"""What a save writes in any second: by clocks that are made up, and of real files, counted by who looks on."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from checkpoint.simulated import on_ranks, pieces, plain_plan, random_tables, returned
+from meseta.checkpoint import SaveOptions, WriteRate, save
+from meseta.checkpoint.files.rate import LEAST_BYTES_PER_S
+from meseta.comm import World
+from meseta.config import CheckpointConfig
+from meseta.spec import MesetaError, OptimizerSpec, TableSpec
+from meseta.train import saving as train_saving
+from meseta.train.saving import Saver
+
+
+class Write(NamedTuple):
+    """Some time between `start` and `end` the bytes came."""
+
+    start: float
+    end: float
+    num_bytes: int
+
+
+class SimulatedRank:
+    """A rank whose clock stands still but for what it does."""
+
+    def __init__(self, limit: float, draw: random.Random) -> None:
+        self.now, self.writes, self._draw = 0.0, list[Write](), draw
+        self.rate = WriteRate(limit, clock=lambda: self.now, sleep=self._sleep)
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds + self._draw.choice([0] * 300 + [1e-4, 5e-3])
+
+    def write(self, num_bytes: int, stalls: bool) -> None:
+        while num_bytes:
+            size = min(num_bytes, self._draw.choice([self.rate.piece_bytes(1 << 20)] * 100 + [4096, 77]))
+            with self.rate.piece(size):
+                start = self.now
+                self.now += self._draw.choice([0, 1e-4, 1e-3] * 20 + [1.3] if stalls else [0] * 50 + [1e-4])
+                self.writes.append(Write(start, self.now, size))
+            num_bytes -= size
+
+
+def meet(ranks: list[SimulatedRank]) -> None:
+    latest = max(rank.now for rank in ranks)
+    for rank in ranks:
+        rank.now = latest
+
+
+def most_in_a_second(writes: list[Write]) -> int:
+    """However the bytes of each write lie within its time: a second may as well begin when one ends."""
+    start, end, size = np.array(writes).T
+    return max(int(size[(end >= begin) & (start <= begin + 1)].sum()) for begin in end)
+
+
+@pytest.mark.parametrize("stalls", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 3, 8])
+def test_no_second_holds_more(num_ranks: int, stalls: bool) -> None:
+    """Saves one after the other: blocks by some ranks, then what rank 0 alone writes; of many bytes and of few."""
+    limit, draw = 16e6, random.Random(f"{num_ranks}/{stalls}")
+    ranks = [SimulatedRank(limit, draw) for _ in range(num_ranks)]
+    for total in (40_000_000, 300_000, 2_000_000, 5_000, 11_000_000, 90_000_000):
+        num_writers = draw.randint(1, num_ranks)
+        for rank in ranks:
+            rank.rate.share(num_writers)
+        for rank in ranks[:num_writers]:
+            rank.write(total // num_writers, stalls)
+        meet(ranks)
+        ranks[0].rate.share(1)
+        ranks[0].write(total // 50, stalls)
+        meet(ranks)
+    writes = [write for rank in ranks for write in rank.writes]
+    assert 0.3 * limit < most_in_a_second(writes) <= limit
+    if not stalls:
+        seconds = max(rank.now for rank in ranks)
+        assert sum(write.num_bytes for write in writes) > 0.6 * limit * seconds
+
+
+def test_writes_of_all_threads_take_turns() -> None:
+    """Of one rank, in real time."""
+    rate, writes = WriteRate(2e6), list[Write]()
+
+    def write() -> None:
+        for _ in range(60):
+            with rate.piece(size := rate.piece_bytes(1 << 20)):
+                start = time.monotonic()
+                time.sleep(1e-4)
+                writes.append(Write(start, time.monotonic(), size))
+
+    threads = [threading.Thread(target=write) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(writes) == 180
+    assert all(before.end <= after.start for before, after in pairwise(writes))
+    assert most_in_a_second(writes) <= 2e6
+
+
+def test_a_lifted_limit_holds_nobody() -> None:
+    """Neither one that waits already nor one that comes."""
+    slept, lifted = list[float](), threading.Event()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        lifted.set()
+
+    rate = WriteRate(1e6, is_lifted=lifted.is_set, clock=lambda: 5.0, sleep=sleep)
+    assert rate.piece_bytes(1 << 20) == 7812
+    for _ in range(2):
+        with rate.piece(7812):
+            pass
+    assert slept == [pytest.approx(7812 / 0.95e6)]
+    assert rate.piece_bytes(1 << 20) == 1 << 20
+    with rate.piece(1 << 20), rate.piece(1 << 20):  # side by side
+        pass
+    assert len(slept) == 1
+
+
+def test_less_than_ranks_can_share_is_refused() -> None:
+    rate = WriteRate(3 * LEAST_BYTES_PER_S)
+    rate.share(3)
+    with pytest.raises(MesetaError, match=r"3,000,000 bytes a second for 4 ranks .* each have at least 1,000,000"):
+        rate.share(4)
+    with pytest.raises(MesetaError, match="1,000 bytes a second"):
+        WriteRate(1000)
+
+
+SPECS = [
+    TableSpec(name=name, num_embeddings=rows, embedding_dim=16, optimizer=OptimizerSpec(name="rowwise_adagrad"))
+    for name, rows in (("direct", 16_000), ("user", 9_000), ("item", 4_000), ("odd", 7))
+]
+TABLES = random_tables(SPECS, seed=3)
+CARRIED = {"pooled": torch.ones(90_000), "ids": torch.arange(50)}
+DENSE = {"weight": torch.arange(150_000.0), "bias": torch.ones(3)}
+
+
+def save_on(num_ranks: int, parent: Path, limit: float | None) -> None:
+    plan = plain_plan(SPECS, num_ranks, "row_wise")
+
+    def run(world: World) -> Path:
+        shards = pieces(SPECS, plan, world.rank, TABLES)
+        options = SaveOptions(carried=CARRIED, rate=None if limit is None else WriteRate(limit))
+        return save(parent, world=world, step=1, plan=plan, shards=shards, dense=DENSE, state={}, options=options)
+
+    returned(on_ranks(num_ranks, run))
+
+
+def bytes_in(folder: Path, sizes: dict[int, int]) -> int:
+    """Of all files that were ever seen there, by their inodes."""
+    for path in folder.rglob("*"):
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            continue
+        if path.is_file():
+            sizes[status.st_ino] = max(sizes.get(status.st_ino, 0), status.st_size)
+    return sum(sizes.values())
+
+
+def test_files_grow_so_fast_and_no_faster(tmp_path: Path) -> None:
+    """Blocks past the page cache and through it, dense and carried tensors and the manifest, by three ranks: the bytes
+    of a save without a limit."""
+    limit, sizes, seen = 3e6, dict[int, int](), list[tuple[float, float, int]]()
+    (tmp_path / "slow").mkdir()
+    saving = threading.Thread(target=save_on, args=(3, tmp_path / "slow", limit))
+    began = time.monotonic()
+    saving.start()
+    while saving.is_alive():
+        before = time.monotonic()
+        num_bytes = bytes_in(tmp_path / "slow", sizes)
+        seen.append((before, time.monotonic(), num_bytes))
+        time.sleep(0.005)
+    assert time.monotonic() - began > 1
+    saving.join()
+    save_on(3, tmp_path / "fast", None)
+    files = [
+        {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+        for root in (tmp_path / "slow", tmp_path / "fast")
+    ]
+    assert files[0] == files[1] and len(files[0]) == 7
+    assert sum(map(len, files[0].values())) > limit
+    for first, _, had in seen:
+        assert max(has - had for _, last, has in seen if last - first <= 1) <= limit
+
+
+def make_saver(folder: Path, monkeypatch: pytest.MonkeyPatch, **replaced: Any) -> Saver:
+    monkeypatch.setattr(
+        train_saving.checkpoint, "WriteRate", lambda limit, **options: WriteRate(limit, **options, **replaced)
+    )
+    return Saver(CheckpointConfig(max_bytes_per_s=1e6, background="always"), folder, World.single())
+
+
+def test_a_signal_is_not_held_back_and_the_last_save_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save beside training that a signal meets halfway goes on as fast as the one of the signal."""
+    plan, now, signalled = plain_plan(SPECS, 1, "table_wise"), [0.0], list[float]()
+    embeddings: Any = SimpleNamespace(plan=plan, shards=pieces(SPECS, plan, 0, TABLES))
+
+    def sleep(seconds: float) -> None:
+        assert not signalled
+        now[0] += seconds
+        if now[0] > 1 and stops:
+            saver.interruption.number = signal.SIGTERM
+            signalled.append(now[0])
+
+    for stops in (False, True):
+        now[0] = 0.0
+        saver = make_saver(tmp_path / str(stops), monkeypatch, clock=lambda: now[0], sleep=sleep)
+        saver.save(1, embeddings, DENSE, {}, None, is_last=False)
+        saver.wait()
+        saver.apply_agreed([float(stops), 0.0, 0.0])
+        saver.save(2, embeddings, DENSE, {}, None, is_last=True)
+        assert signalled or now[0] > 4
+    assert signalled and now[0] < 1.1
+
+
+@pytest.mark.parametrize(("stall_s", "least"), [(600, "1,000,000"), (10, "26,843,546")])
+def test_slower_than_ranks_wait_for_each_other_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stall_s: float, least: str
+) -> None:
+    limits = train_saving.Patience.limits
+    monkeypatch.setattr(train_saving.Patience, "limits", type(limits)(stall_s=stall_s))
+    world = World(rank=1, size=2, device=torch.device("cpu"))
+    with pytest.raises(MesetaError, match=f"is 1,500,000, and must be at least {least} for each rank"):
+        Saver(CheckpointConfig(max_bytes_per_s=1.5e6), tmp_path, world)
+    Saver(CheckpointConfig(max_bytes_per_s=6e7), tmp_path, world)

@@ -1,0 +1,82 @@
+"""`meseta ...` on every rank of a testbed of hosts, to be killed: ranks are forked, and enter the network of their
+host."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from cli.processes import PATIENCE_S, Command
+from forked import become_command, forking
+from hosts import Hosts
+from small_run import environment
+
+
+class HostsCommand(Command):
+    """Each rank is a session of its own; what rank 0 writes is the command's, others write into files beside it."""
+
+    def __init__(self, hosts: Hosts, folder: Path, *arguments: object) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.out, self.err, self.folder = folder / "0.out", folder / "0.err", folder
+        self.processes: list[BaseProcess] = []
+        for rank in range(hosts.num_ranks):
+            files = [folder / f"{rank}.{stream}" for stream in ("out", "err")]
+            for file in files:
+                file.touch()
+            variables = {**environment(), **hosts.variables(rank)}
+            told = (hosts.namespace_files(rank), [*map(str, arguments)], folder, variables, files)
+            process = forking().Process(target=_run, args=told, daemon=True)
+            process.start()
+            self.processes.append(process)
+        self.process = self.processes[0]
+
+    def wait(self, timeout_s: float = PATIENCE_S) -> int:
+        """For all ranks; the code of the first that did not end well."""
+        deadline = time.monotonic() + timeout_s
+        for process in self.processes:
+            process.join(max(deadline - time.monotonic(), 0))
+        codes = [process.exitcode for process in self.processes]
+        if None in codes:
+            self.send(signal.SIGKILL)
+            raise TimeoutError(f"ranks did not end within {timeout_s} s, {codes}: {self.words()}")
+        return next((code for code in codes if code), 0) or 0
+
+    def send(self, number: int, to_all: bool = True) -> None:
+        """A signal to all ranks, or to the last one alone."""
+        for process in self.processes if to_all else self.processes[-1:]:
+            with contextlib.suppress(ProcessLookupError):
+                assert process.pid is not None
+                os.kill(process.pid, number)
+
+    def words(self) -> str:
+        """What all ranks have said on standard error."""
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.err")))
+
+    def succeed(self) -> HostsCommand:
+        assert self.wait() == 0, self.words()
+        return self
+
+
+def _run(
+    namespaces: Sequence[str], arguments: list[str], folder: Path, variables: Mapping[str, str], files: Sequence[Path]
+) -> None:
+    """In the new process."""
+    os.setsid()
+    for namespace in namespaces:
+        _enter(namespace)
+    with Path(os.devnull).open() as nothing, files[0].open("wb") as output, files[1].open("wb") as error:
+        become_command(arguments, folder, variables, [nothing.fileno(), output.fileno(), error.fileno()])
+
+
+def _enter(namespace: str) -> None:
+    """As `os.setns` of Python 3.12."""
+    descriptor = os.open(namespace, os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, 0):
+        raise OSError(ctypes.get_errno(), f"{namespace}: {os.strerror(ctypes.get_errno())}")
+    os.close(descriptor)
