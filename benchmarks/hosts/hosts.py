@@ -143,6 +143,11 @@ class Hosts:
         for host in self._hosts:
             host.configure("tc", [shaped(INTERFACE, across, "change")])
 
+    def widen(self, host: int, across: str) -> None:
+        """Let the link of one host pass another rate than those of the others, as that of a server."""
+        self._fabric.configure("tc", [shaped(f"host{host}", across, "change")])
+        self._hosts[host].configure("tc", [shaped(INTERFACE, across, "change")])
+
     def variables(self, rank: int) -> dict[str, str]:
         """What a rank finds in its environment, in the words of torchrun; gloo takes the link between hosts."""
         host, place = divmod(rank, self.ranks_per_host)

@@ -199,6 +199,19 @@ def checkpoint_of_another_model(place: Place) -> list[Any]:
     return place.train("model.embedding_dim=8")
 
 
+def checkpoints_out_of_reach(place: Place) -> list[Any]:
+    return place.train("checkpoint.dir=nosuch://bucket/run")
+
+
+def checkpoints_at_no_url(place: Place) -> list[Any]:
+    return place.train("checkpoint.dir=bucket/run")
+
+
+def checkpoints_moved(place: Place) -> list[Any]:
+    place.run()
+    return place.train(f"checkpoint.dir=file://{place.folder}/elsewhere")
+
+
 def run_on_other_data(place: Place) -> list[Any]:
     place.run()
     change_description(place.data(), lambda d: d["dense"][0].update(mean=d["dense"][0]["mean"] + 1))
@@ -258,6 +271,7 @@ TRAINING = (unknown_key, ill_typed_value, no_yaml, key_given_twice, plan_of_othe
 TRAINING += (no_dataset, prepared_column_missing, prepared_file_truncated, prepared_label_outside, id_outside)
 TRAINING += (nan_in_dense, loss_without_bound, damaged_checkpoint, file_that_others_need)
 TRAINING += (partial_checkpoint, checkpoint_of_another_model)
+TRAINING += (checkpoints_out_of_reach, checkpoints_at_no_url, checkpoints_moved)
 TRAINING += (run_on_other_data, not_a_run, unwritable_run_dir, unwritable_predictions)
 TRAINING += (no_step_to_profile, other_steps_to_profile, steps_to_profile_ill_typed, folder_for_a_timeline)
 TRAINING += (checkpoints_too_slow, no_records_of_ranks, foreign_record_of_a_rank)

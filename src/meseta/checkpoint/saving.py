@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ def _save(
     selected = None if base is None else _count_selected(world, layouts, local)
     if base is not None:
         on_first(world, lambda: check_base(base, step, layouts))
-    jobs = together(world, lambda: _jobs(world, plan, layouts, selected))
+    jobs = together(world, lambda: _jobs(world, plan, layouts, selected, store.writes_near))
     with ExitStack() as held:
         on_first(world, lambda: held.enter_context(store.alone()))
         _write(store, world, document, layouts, jobs, local, dense, options)
@@ -184,11 +184,24 @@ def _count_selected(world: World, layouts: Mapping[str, TableLayout], local: Loc
     return {shard: held for part in world.gather_objects(counts) for shard, held in part.items()}
 
 
-def _jobs(world: World, plan: Plan, layouts: Mapping[str, TableLayout], selected: SelectedCounts | None) -> list[Job]:
-    """All blocks of which rows are written, the ranks in turns."""
+def _jobs(
+    world: World, plan: Plan, layouts: Mapping[str, TableLayout], selected: SelectedCounts | None, writes_near: bool
+) -> list[Job]:
+    """All blocks of which rows are written: the ranks in turns, and each its next one, or, where `writes_near` says so,
+    its next one of those of which it holds the most bytes."""
     blocks = [(layout, span) for layout in layouts.values() for span in layout.spans()]
     jobs = [Job.of(layout, span, 0, plan[layout.spec.name], selected) for layout, span in blocks]
-    return [replace(job, writer=i % world.size) for i, job in enumerate(job for job in jobs if job.num_rows)]
+    jobs = [job for job in jobs if job.num_rows]
+    if not writes_near:
+        return [replace(job, writer=i % world.size) for i, job in enumerate(jobs)]
+    by_writer: list[list[Job]] = [[] for _ in range(world.size)]
+    for job in jobs:
+        held = Counter[int]()
+        for piece in job.pieces:
+            held[piece.sender] += piece.num_bytes
+        writer = min(held, key=lambda rank: (-held[rank], rank))
+        by_writer[writer].append(replace(job, writer=writer))
+    return [job for turn in zip_longest(*by_writer) for job in turn if job is not None]
 
 
 def _write_blocks(

@@ -13,10 +13,10 @@ from meseta.checkpoint.failures import on_first
 from meseta.checkpoint.manifest import read_manifest
 from meseta.checkpoint.older import OlderCheckpoint
 from meseta.checkpoint.store.names import checkpoint_path
-from meseta.checkpoint.store.store import store_at
+from meseta.checkpoint.store.store import newest, store_at
 from meseta.comm import World
 from meseta.config import RunConfig
-from meseta.config.load import value_at
+from meseta.config.load import checkpoints_of_run, value_at
 from meseta.data.read.reader import Reader
 from meseta.machine.remote import Location
 from meseta.spec import MesetaError, Plan, TableSpec
@@ -88,6 +88,16 @@ def seek(reader: Reader, path: Location | None) -> dict[str, Any] | None:
         reader.set_state(place)
         return place
     return None
+
+
+def check_place(run: RunDir) -> None:
+    """Raise MesetaError where the run in run_dir has its checkpoints elsewhere than the config says, which has none."""
+    before = checkpoints_of_run(run.path)
+    if run.has_begun and before != run.checkpoints and newest(run.checkpoints) is None and newest(before) is not None:
+        raise MesetaError(
+            f"run_dir {str(run.path)!r} has its checkpoints at {str(before)!r}, and there are none at "
+            f"{str(run.checkpoints)!r}; copy them there, leave checkpoint.dir as it was, or choose another run_dir"
+        )
 
 
 def check_resume(config: RunConfig, path: Location) -> None:

@@ -35,12 +35,12 @@ from meseta.telemetry.lines import EvalLine, Line, TrainLine
 from meseta.telemetry.splits import TEST
 from meseta.telemetry.summary import SUMMARY_NAME, Best, Chosen, RunSummary, TeacherFigures, read_summary
 from meseta.telemetry.timeline import StepRange
+from meseta.train import resuming
 from meseta.train.decisions import Decisions, chosen_by_evaluations, is_evaluation_due
 from meseta.train.evaluate import check_segments, evaluate
 from meseta.train.outside.profile import Profiler, choose_steps
 from meseta.train.outside.tensorboard import TensorBoard
 from meseta.train.progress import TrainProgress
-from meseta.train.resuming import Over, check_best, check_model, check_resume, go_back, meet_changes, meet_layout, seek
 from meseta.train.run_dir import RunDir
 from meseta.train.running import RunningFigures, TrainingClock
 from meseta.train.saving import Saver
@@ -89,9 +89,10 @@ class Trainer:
         self.run_dir = RunDir(config.run_dir, config.checkpoints)
         self.dataset = open_dataset(config, world)
         self.dataset.check_labels()
+        resuming.check_place(self.run_dir)
         self._meet(checkpoint.newest(self.run_dir.checkpoints))
         self.reader = make_reader(self.config, self.dataset, "train", self.world)
-        self._read_from = seek(self.reader, self._met)
+        self._read_from = resuming.seek(self.reader, self._met)
         self._trained_to = self.reader.position
         """Where the reader stands after the last batch that was trained; it may have read further."""
         self.step = 0
@@ -231,9 +232,9 @@ class Trainer:
         config, former, embeddings = self.config, self._former_optimizers, self.model.embeddings
         tables, plan = embeddings.tables, embeddings.plan
         if former is not None:
-            config = meet_changes(self.run_dir, config, former, tables, self._why_over())
+            config = resuming.meet_changes(self.run_dir, config, former, tables, self._why_over())
             if self._why_over() is None:
-                meet_layout(self.run_dir, plan)
+                resuming.meet_layout(self.run_dir, plan)
         self.run_dir.begin(config, self.dataset, plan.to_dict(), str(self.world.device))
         self.run_dir.forget_after(self.step, self.num_steps)
         if self.board is not None:
@@ -430,16 +431,16 @@ class Trainer:
         path = self.world.gather_objects(path)[0]
         if path is None:
             return None
-        check_resume(self.config, path)
+        resuming.check_resume(self.config, path)
         if path != self._met:  # a mirror had it, or it is an older one
             self._meet(path)
         since_whole = self.saver.marks_since_whole
         try:
             state = restore(path, self.model, self.optimizer, self.world, marks_since_whole=since_whole)
         except OlderCheckpoint as damaged:
-            go_back(self.config, damaged, self.world)
+            resuming.go_back(self.config, damaged, self.world)
             return self._resume()
-        check_model(self.run_dir, self.config, self.world)
+        resuming.check_model(self.run_dir, self.config, self.world)
         self.step = self.saver.saved_step = state["step"]
         self.num_samples = state["num_samples"]
         self.clock.train_s = state["train_s"]
@@ -456,11 +457,11 @@ class Trainer:
         for line in self.world.from_first(lambda: self._evaluations(self.decisions.split, self.step)):
             self._decide(line)  # the one that ended the run which goes on from here
         if self.config.train.finish == "best":
-            check_best(self.run_dir, self.best.step, self.step, self.world)
+            resuming.check_best(self.run_dir, self.best.step, self.step, self.world)
         return dict(state["optimizers"])
 
-    def _why_over(self) -> Over | None:
-        return Over.of(self.config, self.step, self.num_steps, self.best)
+    def _why_over(self) -> resuming.Over | None:
+        return resuming.Over.of(self.config, self.step, self.num_steps, self.best)
 
     def _begin_to_read(self) -> Batches:
         """The batches of the run; where lookups are one update late, and one more."""

@@ -41,6 +41,8 @@ _UNFINISHED = re.compile(rf"\.tmp-(deleted-)?{NAME.pattern}")
 class DirectoryStore:
     """Checkpoints in a directory. Its methods raise OSError where the system refuses."""
 
+    writes_near = False
+
     def __init__(self, parent: Path) -> None:
         self.parent = parent
 

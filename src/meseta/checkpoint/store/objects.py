@@ -24,6 +24,8 @@ from meseta.machine.remote import RemotePath
 class ObjectStore:
     """Checkpoints below a URL. Its methods raise MesetaError, naming it, where it cannot be reached, or refuses."""
 
+    writes_near = True
+
     def __init__(self, parent: RemotePath) -> None:
         self.parent = parent
 

@@ -26,6 +26,8 @@ class CheckpointStore(Protocol):
 
     parent: Any
     """Where they lie."""
+    writes_near: bool
+    """Whether a save waits for the links of ranks, so that each writes what it holds; or for a disk."""
 
     def growing(self, step: int) -> Any:
         """Where a checkpoint grows before its commit; known to every rank."""

@@ -20,7 +20,7 @@ REQUIRED = {
     "pydantic": "2.7",
     "typer": "0.16",
     "rich": "13",
-    "fsspec": "2024.2",
+    "fsspec": "2025.2",
     "safetensors": "0.4",
     "jaxtyping": "0.2.34",
     "pyyaml": "6",
@@ -29,8 +29,8 @@ REQUIRED = {
 MODULES = {name: {"pyyaml": "yaml"}.get(name, name) for name in REQUIRED}
 """Package -> module that is imported."""
 OPTIONAL = {
-    "s3fs": "files and mirrors at s3://",
-    "gcsfs": "files and mirrors at gs://",
+    "s3fs": "files and checkpoints at s3://",
+    "gcsfs": "files and checkpoints at gs://",
     "onnx": "`checkpoint export --format onnx`",
     "onnxscript": "the same",
     "tensorboard": "`train.tensorboard`",
