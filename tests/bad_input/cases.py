@@ -29,7 +29,7 @@ class Place:
     tiny: Path
     """A prepared dataset."""
     finished: Path
-    """A run over it, with checkpoints of steps 12 and 14."""
+    """A run over it, with a whole checkpoint of step 4, pruned, and deltas of steps 8, 12 and 14."""
 
     def train(self, *overrides: str, **changes: Any) -> list[Any]:
         """`meseta train` over the dataset, or over the copy of it that `data` has made."""
@@ -200,6 +200,11 @@ def damaged_checkpoint(place: Place) -> list[Any]:
     return place.train()
 
 
+def file_that_others_need(place: Place) -> list[Any]:
+    cut(place.run() / "checkpoints/step-000000012/tables/user/rows-00000.arrow")
+    return place.train()
+
+
 def partial_checkpoint(place: Place) -> list[Any]:
     (place.run() / "checkpoints/step-000000014/manifest.json").unlink()
     return place.train()
@@ -291,7 +296,8 @@ PREPARING += (truncated_gzip, truncated_parquet)
 TRAINING = (unknown_width, bits_of_unknown_table, no_file_of_bits, bits_of_doubles)
 TRAINING += (unknown_key, ill_typed_value, no_yaml, key_given_twice, plan_of_other_tables, plan_for_other_ranks)
 TRAINING += (no_dataset, prepared_column_missing, prepared_file_truncated, prepared_label_outside, id_outside)
-TRAINING += (nan_in_dense, loss_without_bound, damaged_checkpoint, partial_checkpoint, checkpoint_of_another_model)
+TRAINING += (nan_in_dense, loss_without_bound, damaged_checkpoint, file_that_others_need)
+TRAINING += (partial_checkpoint, checkpoint_of_another_model)
 TRAINING += (checkpoints_out_of_reach, checkpoints_at_no_url, checkpoints_moved)
 TRAINING += (run_on_other_data, not_a_run, unwritable_run_dir, unwritable_predictions)
 TRAINING += (no_step_to_profile, other_steps_to_profile, steps_to_profile_ill_typed, folder_for_a_timeline)

@@ -56,6 +56,12 @@ PARTS = {
             "tests/data/test_resume_prepare.py",
         ),
     ),
+    "faults": Part(
+        "1,000 seeded faults of a run that saves deltas: files cut, flipped, exchanged or missing, full disks, "
+        "refused changes of the file system, two writers; and a death before each change, under every policy, while it "
+        "prunes and makes whole ones",
+        ("tests/checkpoint/test_faults.py", "tests/checkpoint/test_deaths.py"),
+    ),
     "everything": Part(
         "examples/configs/everything.yaml on two hosts of two ranks: `kill -9` of all ranks and of one, and SIGTERM, "
         "at random moments, with `pipeline.stale` 0 and 1, and with nothing rounded: the bits of itself undisturbed, "

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meseta.checkpoint.failures import DamagedCheckpoint, together
+from meseta.checkpoint.failures import together
 from meseta.checkpoint.files import digest
 from meseta.checkpoint.files.block import Values
 from meseta.checkpoint.files.chain import Entry, blocks_of, read_chain
@@ -20,8 +20,7 @@ from meseta.checkpoint.files.layout import BlockSchema, TableLayout
 from meseta.checkpoint.files.paths import is_block_path, step_of
 from meseta.checkpoint.files.tensors import read_tensors
 from meseta.checkpoint.manifest import CARRIED, MANIFEST_PATH, read_manifest, whole_step
-from meseta.checkpoint.store.names import named_step
-from meseta.checkpoint.store.store import latest, named
+from meseta.checkpoint.store.store import latest
 from meseta.comm import World
 from meseta.machine.remote import Location, locate
 from meseta.machine.system import give_back_freed_memory
@@ -107,19 +106,6 @@ def _checksum(path: Location, schema: BlockSchema, files: Sequence[Entry]) -> di
     if len(files) == 1 and is_block_path(files[0]["path"]):
         return {"checksum": files[0]["checksum"]}
     return {"checksum": digest.of_arrays(values[column.name] for column in schema.columns)}
-
-
-def offer_older(problem: DamagedCheckpoint, path: Location) -> MesetaError:
-    """The same error with the newest checkpoint before `path` whose every byte is whole, and how to go on from it."""
-    for older in reversed([other for other in named(path.parent) if named_step(other) < named_step(path)]):
-        try:
-            verify(older)
-        except MesetaError:
-            continue
-        return MesetaError(
-            f"{problem}: {str(older)!r} is whole, and the same command takes it after `mv {path} {path}.damaged`"
-        )
-    return MesetaError(f"{problem}; no older one beside it is whole")
 
 
 def _find(path: Location) -> dict[str, Any]:

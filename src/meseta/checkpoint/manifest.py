@@ -16,11 +16,10 @@ from meseta.checkpoint.files.layout import BlockSchema, StoredType
 from meseta.checkpoint.files.paths import (
     NAME,
     block_paths,
+    folder_step,
     is_block_path,
     rows_path,
-    sibling_path,
     split_path,
-    step_of,
     table_folder,
 )
 from meseta.checkpoint.files.rate import WriteRate
@@ -50,6 +49,8 @@ QUANTISED = "quantised"
 FEATURES = (CARRIED, DELTAS, QUANTISED)
 """That this version has."""
 MANIFEST_PATH = "manifest.json"
+MOST_DELTAS = 1 << 16
+"""After a whole checkpoint: a manifest has the size of each."""
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 Size = Annotated[int, Field(ge=1, lt=1 << 53)]
 Sum = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -112,7 +113,7 @@ class _TableEntry(_Part):
 class _DeltasEntry(_Part):
     policy: Literal["one_shot", "consecutive", "intermittent", "rolling"]
     whole_step: Count
-    delta_bytes: Annotated[list[Count], Field(min_length=1, max_length=1 << 16)]
+    delta_bytes: Annotated[list[Count], Field(min_length=1, max_length=MOST_DELTAS)]
 
 
 class _PlanEntry(_Part, extra="allow"):
@@ -255,10 +256,14 @@ def write_manifest(root: Location, manifest: Mapping[str, Any], rate: WriteRate 
 
 
 def read_manifest(root: Location) -> dict[str, Any]:
-    """Read and check; raises MesetaError when it is missing, of another format, malformed or changed."""
+    """Read and check; raises MesetaError when it is missing, of another format or step, malformed or changed."""
     where = f"checkpoint file {str(root / MANIFEST_PATH)!r}"
     try:
-        return check_manifest(where, parse_manifest(where, read_document(root, MANIFEST_PATH)))
+        manifest = check_manifest(where, parse_manifest(where, read_document(root, MANIFEST_PATH)))
+        name = NAME.fullmatch(root.name)
+        if name is not None and int(name["step"]) != manifest["step"]:
+            raise malformed(where, f"it is of step {manifest['step']}")
+        return manifest
     except OSError as error:
         raise DamagedCheckpoint(
             f"checkpoint {str(root)!r}: {MANIFEST_PATH}: {error.strerror}; give a directory step-..."
@@ -307,9 +312,12 @@ def check_manifest(where: str, manifest: dict[str, Any]) -> dict[str, Any]:
     alike = first_alike(table_folder(name) for name in manifest["tables"])
     if alike:
         raise malformed(where, f"file systems that ignore case take {alike[0]!r} and {alike[1]!r} for one")
+    oldest, newest = whole_step(manifest), manifest["step"]
+    if DELTAS in manifest and oldest >= newest:
+        raise malformed(where, f"'deltas.whole_step': it must be before step {newest}, got {oldest}")
     for name, entry in manifest["tables"].items():
         _validate(where, f"tables.{name}.", entry, _TableEntry)
-        fault = table_name_fault(name) or _table_fault(where, name, entry, manifest["step"], DELTAS in manifest)
+        fault = table_name_fault(name) or _table_fault(where, name, entry, oldest, newest)
         if fault:
             raise malformed(where, f"table {shown(name)}: {fault}")
         _check_digest(where, f"table {name!r}", entry, _digest_of_table(entry))
@@ -363,8 +371,9 @@ def _check_digest(where: str, part: str, entry: Mapping[str, Any], expected: Map
     _check_sum(where, part or key, entry.get(key), value)
 
 
-def _table_fault(where: str, name: str, entry: Mapping[str, Any], step: int, may_be_delta: bool) -> str | None:
-    """In what a table's entry in the manifest of `step` is not that of a table of its shape; None where it is."""
+def _table_fault(where: str, name: str, entry: Mapping[str, Any], oldest: int, newest: int) -> str | None:
+    """In what a table's entry, whose files are of the checkpoints of these steps, of a whole one both the same, is not
+    that of a table of its shape; None where it is."""
     schema = BlockSchema.from_dict(entry)
     if fault := schema.fault():
         return fault
@@ -376,25 +385,24 @@ def _table_fault(where: str, name: str, entry: Mapping[str, Any], step: int, may
     for number, block in enumerate(entry["blocks"]):
         _validate(where, f"tables.{name}.blocks.{number}.", block, _BlockEntry)
     blocks, num_blocks = blocks_of(entry), -(-total // rows)
-    if len(blocks) != num_blocks or (not may_be_delta and len(entry["blocks"]) != num_blocks):
+    if len(blocks) != num_blocks or (oldest == newest and len(entry["blocks"]) != num_blocks):
         return f"its {total} rows must lie in {num_blocks} blocks, got {len(entry['blocks'])}"
     frame_bytes = schema.frame_bytes
     for number, files in enumerate(blocks):
         span = number * rows, min(rows, total - number * rows)
-        former = -1
+        former = oldest - 1
         for age, file in enumerate(files):
             if fault := _file_fault(name, number, span, file, is_first=age == 0) or codes_fault(schema, file):
                 return fault
-            folder, inner = split_path(file["path"])
-            of_step = step_of(file, step) if folder is None or NAME.fullmatch(folder) else step
-            path = inner if folder is None else sibling_path(of_step, inner)
-            if path != file["path"] or (folder is not None and not (may_be_delta and former < of_step < step)):
-                return f"block {number} needs {shown(file['path'])}, which is no file of an older checkpoint"
-            if former == step:
+            folder = split_path(file["path"])[0]
+            step = newest if folder is None else folder_step(folder)
+            if step is None or (folder is not None and not former < step < newest):
+                return f"block {number} needs {shown(file['path'])}, which is no file of an older checkpoint, in order"
+            if former == newest:
                 return f"block {number} has two files of its own"
-            former = of_step
+            former = step
             codes = file.get("codes", {})
-            row_bytes = schema.row_bytes if is_block_path(inner) else coded_row_bytes(schema, codes)
+            row_bytes = schema.row_bytes if is_block_path(file["path"]) else coded_row_bytes(schema, codes)
             least = file["num_rows"] * row_bytes
             if not least <= file["num_bytes"] <= least + frame_bytes:
                 return f"block {number} must have {least} to {least + frame_bytes} bytes, got {file['num_bytes']}"

@@ -15,12 +15,15 @@ from meseta.checkpoint.files.codes import row_bytes_of
 from meseta.checkpoint.files.digest import TABLE_SHAPE
 from meseta.checkpoint.files.layout import BlockSchema, TableLayout
 from meseta.checkpoint.files.paths import seen_from_sibling, step_of
-from meseta.checkpoint.manifest import DELTAS, read_manifest, whole_step
+from meseta.checkpoint.manifest import DELTAS, MOST_DELTAS, read_manifest, whole_step
 from meseta.config.row_bits import RowBits
 from meseta.jagged.shapes import Int
+from meseta.machine.files import DOCUMENT_BYTES
 from meseta.machine.remote import Location
 from meseta.spec import MesetaError, Shard
 
+_ENTRY_BYTES = 512
+"""The most that a manifest says of a file, beside its path."""
 Policy = Literal["one_shot", "consecutive", "intermittent", "rolling"]
 Blocks = Mapping[str, Mapping[int, Sequence[Entry]]]
 """Files by table and first row of a block, oldest first."""
@@ -100,6 +103,8 @@ def base_of(path: Location, policy: Policy, max_chain: int, bits: Mapping[str, R
     rewritten: dict[str, list[tuple[int, int]]] = {}
     if any(schemas[name].block_rows != entry["block_rows"] for name, entry in manifest["tables"].items()):
         return None  # a former version cut blocks otherwise
+    if len(delta_bytes) == MOST_DELTAS or not _has_room(tables):
+        return None
     if max_chain < 2 or (policy == "consecutive" and longest >= max_chain):
         return None
     if policy == "intermittent" and _is_whole_cheaper([size / whole_bytes for size in delta_bytes]):
@@ -118,9 +123,23 @@ def base_of(path: Location, policy: Policy, max_chain: int, bits: Mapping[str, R
     return Base(policy=policy, rewritten=rewritten, **known, delta_bytes=delta_bytes)
 
 
-def check_base(base: Base, layouts: Mapping[str, TableLayout]) -> None:
-    """Raise MesetaError unless the checkpoint that a delta stands on has tables of these layouts."""
+def _has_room(tables: Mapping[str, Sequence[Sequence[Entry]]]) -> bool:
+    """Whether the manifest of a delta is read again, in which each block has a file more than here."""
+    num_bytes = sum(
+        (len(files) + 1) * (len(files[0]["path"]) + _ENTRY_BYTES) for blocks in tables.values() for files in blocks
+    )
+    return num_bytes <= DOCUMENT_BYTES // 2
+
+
+def check_base(base: Base, step: int, layouts: Mapping[str, TableLayout]) -> None:
+    """Raise MesetaError unless the checkpoint that a delta of `step` stands on is older, and has tables of these
+    layouts."""
     before = base.manifest["tables"]
+    if base.manifest["step"] >= step:
+        raise MesetaError(
+            f"checkpoint: a delta of step {step} cannot stand on the checkpoint of step {base.manifest['step']}; save "
+            "a whole one (deltas 'none')"
+        )
     for name in sorted(before.keys() | layouts.keys()):
         entries = before.get(name), layouts[name].to_dict() if name in layouts else None
         if any(entries[0] is None or entries[1] is None or entries[0][key] != entries[1][key] for key in TABLE_SHAPE):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, zip_longest
@@ -89,11 +90,29 @@ def _save(
     layouts = _merge(plan, world.gather_objects(own))
     selected = None if base is None else _count_selected(world, layouts, local)
     if base is not None:
-        on_first(world, lambda: check_base(base, layouts))
+        on_first(world, lambda: check_base(base, step, layouts))
     jobs = together(world, lambda: _jobs(world, plan, layouts, selected, store.writes_near))
+    with ExitStack() as held:
+        on_first(world, lambda: held.enter_context(store.alone()))
+        _write(store, world, document, layouts, jobs, local, dense, options)
+    path: Location = checkpoint_path(store.parent, step)
+    return path
+
+
+def _write(
+    store: CheckpointStore,
+    world: World,
+    document: Mapping[str, Any],
+    layouts: Mapping[str, TableLayout],
+    jobs: Sequence[Job],
+    local: LocalShards,
+    dense: Mapping[str, Tensor],
+    options: SaveOptions,
+) -> None:
+    """All files, and the commit; nothing becomes a checkpoint where it fails."""
+    step, base = document["step"], options.base
     folders = sorted({table_folder(job.layout.spec.name) for job in jobs})
     growing = store.growing(step)
-
     try:
         on_first(world, lambda: store.begin(step, folders))
         together(world, lambda: store.check_shared(growing))
@@ -110,8 +129,6 @@ def _save(
         if world.rank == 0:
             store.give_up(growing)
         raise
-    path: Location = checkpoint_path(store.parent, step)
-    return path
 
 
 def _describe(world: World, plan: Plan, local: LocalShards, state: Mapping[str, Any]) -> dict[str, TableLayout]:

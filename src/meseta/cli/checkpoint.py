@@ -47,7 +47,10 @@ def list_them(
             s = listed.summary
             size = f"{byte_size(s.own_bytes)}{f' of {byte_size(s.num_bytes)}' if s.needs else ''}"
             typer.echo(f"{s.path}  {_when(s)}  {size}  {len(s.tables)} tables  {_content(s, 16)}")
-    for path_of_another in () if as_json else store_at(checkpoints_of(path)).strangers():
+    store = store_at(checkpoints_of(path))
+    for path_before in () if as_json else store.passed_over():
+        typer.echo(f"{path_before}  passed over: it was damaged, and the run has gone back behind it")
+    for path_of_another in () if as_json else store.strangers():
         typer.echo(f"{path_of_another}  no checkpoint")
     if any(listed.summary is None for listed in found):
         raise typer.Exit(1)

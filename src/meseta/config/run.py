@@ -226,8 +226,9 @@ class CheckpointConfig(Section):
     mirror: str | None = None
     """URL of fsspec, such as s3://bucket/run, that holds the same checkpoints as run_dir: each is copied there, and a
     run_dir that has none begins with the newest there."""
-    resume: Literal["auto", "never"] = "auto"
-    """'auto' goes on from the newest checkpoint of run_dir; 'never' refuses a run_dir that has one."""
+    resume: Literal["auto", "older", "never"] = "auto"
+    """'auto' goes on from the newest checkpoint of run_dir, and ends where that is damaged; 'older' goes back to the
+    newest that is whole then; 'never' refuses a run_dir that has one."""
 
     @model_validator(mode="after")
     def _check(self) -> CheckpointConfig:

@@ -65,6 +65,8 @@ class Saver:
         self._changes = ChangedRows(folder, world, config.deltas, config.max_chain)
         self._saved_shards: Sequence[TableStorage] = ()
         """Of the newest save."""
+        self._is_told = False
+        """Of tables that deltas hold whole; alike on ranks that have none."""
         self._former_step = 0
         """`saved_step` where the save in the background fails."""
         self._restores = 0
@@ -185,7 +187,10 @@ class Saver:
 
     def _tell_of_whole(self, shards: Sequence[TableStorage]) -> None:
         """Say once which tables deltas hold whole. Collective."""
-        if not self._saved_shards and (note := self._changes.note(shards)) and self._world.rank == 0:
+        if self._is_told:
+            return
+        self._is_told = True
+        if (note := self._changes.note(shards)) and self._world.rank == 0:
             self._notes.append(note)
 
     def _end_background(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -162,8 +163,7 @@ def restore(
         shards = model.embeddings.shards
         loaded = checkpoint.load(path, world=world, shards=shards, marks_since_whole=marks_since_whole)
     except checkpoint.DamagedCheckpoint as problem:
-        offers = world.gather_objects(checkpoint.offer_older(problem, path) if world.rank == 0 else None)
-        raise offers[0] from None
+        raise world.from_first(partial(checkpoint.offer_older, problem, path)) from None
     _check_state(path, loaded.state)
     if optimizer is None:
         set_dense_part(model, loaded.dense)

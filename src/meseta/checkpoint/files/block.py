@@ -64,10 +64,11 @@ def write_rows(
 
 
 def _write(root: Location, path: str, content: memoryview, rate: WriteRate | None, **known: Any) -> dict[str, Any]:
-    """Write what `scratch` holds; its entry in the manifest."""
+    """Write what `scratch` holds; its entry in the manifest, in the order that entries have always had."""
     with writing(root / path):
         write_whole(root / path, content, len(content), rate)
-    return {"path": path, "num_bytes": len(content), **known}
+    checksum = known.pop("checksum")
+    return {"path": path, **known, "num_bytes": len(content), "checksum": checksum}
 
 
 def sync_block(root: Location, path: str) -> None:
