@@ -1,4 +1,4 @@
-"""A checkpoint read with pyarrow and the standard library alone: no meseta, no torch.
+"""A checkpoint read with pyarrow and numpy alone: no meseta, no torch.
 
     python examples/02_read_checkpoint.py [runs/main/checkpoints/step-000000500]
 
@@ -11,19 +11,59 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
 
-def read_table(checkpoint: Path, entry: dict) -> pa.Table:
-    """All blocks of one table as an Arrow table: id, row, optimizer state. Memory-mapped: nothing is copied."""
-    blocks = [pa.ipc.open_file(pa.memory_map(str(checkpoint / block["path"]))).read_all() for block in entry["blocks"]]
-    return pa.concat_tables(blocks)
+def read_table(checkpoint: Path, entry: dict) -> dict[str, np.ndarray]:
+    """Rows and optimizer states of a table: [rows, D], or [rows] for what a row has one of.
+
+    A block may lie in several files, of this checkpoint and of older ones beside it, which the manifest names from the
+    oldest to the newest: of a row that is in several, the last one holds.
+    """
+    columns: dict[str, np.ndarray] = {}
+    for file in entry["blocks"]:
+        batch = pa.ipc.open_file(pa.memory_map(str(checkpoint / file["path"]))).get_batch(0)
+        ids = batch.column("id").to_numpy()
+        rows = ids if batch.schema.field("id").type == pa.int64() else file["first_row"] + ids.astype(np.int64)
+        for column in entry["columns"]:
+            values = read_column(batch, column, entry["embedding_dim"])
+            shape = (entry["num_embeddings"], *values.shape[1:])
+            columns.setdefault(column["name"], np.empty(shape, values.dtype))[rows] = values
+    return columns
 
 
-def checksum(checkpoint: Path, entry: dict, block: dict) -> str:
-    """SHA-256 of the columns of a block, one after the other, as the manifest must have it."""
-    batch = pa.ipc.open_file(pa.memory_map(str(checkpoint / block["path"]))).get_batch(0)
+def read_column(batch: pa.RecordBatch, column: dict, dim: int) -> np.ndarray:
+    """The values of one column of a file; bfloat16 as float32, of which it is the upper half."""
+    values, metadata = batch.column(column["name"]), batch.schema.field(column["name"]).metadata or {}
+    if column["kind"] == "row":
+        return values.to_numpy()
+    numbers = values.flatten().to_numpy().reshape(len(values), -1)
+    if b"codes" in metadata:
+        restored = restore(numbers, metadata[b"codes"].decode(), dim)
+        return restored.astype(np.float32 if column["dtype"] == "bfloat16" else column["dtype"])
+    return (numbers.astype(np.uint32) << 16).view(np.float32) if column["dtype"] == "bfloat16" else numbers
+
+
+def restore(codes: np.ndarray, form: str, dim: int) -> np.ndarray:
+    """float32 [n, dim] of the bytes [n, k] of a quantised column: codes, each times the scale of its row, plus the
+    offset, both of which lie behind the codes. bf16 is the upper half of a float32."""
+    if form == "bf16":
+        return (np.ascontiguousarray(codes).view("<u2").astype(np.uint32) << 16).view(np.float32)
+    bits, kind = int(form.removeprefix("int")), "<f4" if form == "int8" else "<f2"
+    packed, scales = np.split(codes, [(dim * bits + 7) // 8], axis=1)
+    scale, offset = np.split(np.ascontiguousarray(scales).view(kind).astype(np.float32), 2, axis=1)
+    stream = np.unpackbits(packed, axis=1, count=dim * bits, bitorder="little").reshape(len(codes), dim, bits)
+    return (stream << np.arange(bits)).sum(axis=2).astype(np.float32) * scale + offset
+
+
+def checksum(checkpoint: Path, entry: dict, file: dict) -> str:
+    """SHA-256 of the columns of a file, one after the other, as the manifest must have it; of a file of some rows, or
+    of quantised ones, that of their ids before."""
+    batch = pa.ipc.open_file(pa.memory_map(str(checkpoint / file["path"]))).get_batch(0)
     digest = hashlib.sha256()
+    if batch.schema.field("id").type == pa.uint32():
+        digest.update(batch.column("id").to_numpy())
     for column in entry["columns"]:
         values = batch.column(column["name"])
         digest.update(values.flatten().to_numpy() if column["kind"] == "element" else values.to_numpy())
@@ -32,18 +72,19 @@ def checksum(checkpoint: Path, entry: dict, block: dict) -> str:
 
 def show(checkpoint: Path) -> None:
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    print(f"{manifest['format']}, step {manifest['step']}, model {manifest['checksum'][:16]}")
+    digest = manifest.get("checksum") or manifest["chain"]
+    print(f"{manifest['format']}, step {manifest['step']}, model {digest[:16]}")
     for name, entry in manifest["tables"].items():
         table = read_table(checkpoint, entry)
         states = [column["name"] for column in entry["columns"][1:]]
-        print(
-            f"table {name}: {table.num_rows} x {entry['embedding_dim']}, {len(entry['blocks'])} blocks, state {states}"
-        )
-        # One row, wherever it lies: ids rise from 0 without a gap.
-        row = table.slice(table.num_rows // 2, 1).to_pylist()[0]
-        print(f"  row {row['id']}: {[round(float(x), 4) for x in row['row'][:4]]} ...")
-        for block in entry["blocks"]:
-            assert checksum(checkpoint, entry, block) == block["checksum"], block["path"]
+        blocks = {file["first_row"] for file in entry["blocks"]}
+        print(f"table {name}: {len(table['row'])} x {entry['embedding_dim']}, {len(blocks)} blocks, state {states}")
+        middle = len(table["row"]) // 2
+        print(f"  row {middle}: {[round(float(x), 4) for x in table['row'][middle][:4]]} ...")
+        for column, error in manifest.get("quantised", {}).get(name, {}).items():
+            print(f"  {column} in codes, off by at most {error:.3g}")
+        for file in entry["blocks"]:
+            assert checksum(checkpoint, entry, file) == file["checksum"], file["path"]
     print("every block has the checksum that the manifest says")
 
 

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from data.click_log import make_lines
 from meseta.telemetry.rank_record import SIZE, record_path
-from small_run import settings, write_config
+from small_run import settings, train, write_config
 
 PART = "train/part-00000.parquet"
 
@@ -29,7 +29,7 @@ class Place:
     tiny: Path
     """A prepared dataset."""
     finished: Path
-    """A run over it, with checkpoints of steps 12 and 14."""
+    """A run over it, with a whole checkpoint of step 4, pruned, and deltas of steps 8, 12 and 14."""
 
     def train(self, *overrides: str, **changes: Any) -> list[Any]:
         """`meseta train` over the dataset, or over the copy of it that `data` has made."""
@@ -85,6 +85,22 @@ def unknown_key(place: Place) -> list[Any]:
 
 def ill_typed_value(place: Place) -> list[Any]:
     return place.train("train.batch_size=many")
+
+
+def unknown_width(place: Place) -> list[Any]:
+    return place.train("checkpoint.bits=5")
+
+
+def bits_of_unknown_table(place: Place) -> list[Any]:
+    return place.train("checkpoint.tables.usr.bits=4")
+
+
+def no_file_of_bits(place: Place) -> list[Any]:
+    return place.train(f"checkpoint.tables={place.folder / 'bits.yaml'}")
+
+
+def bits_of_doubles(place: Place) -> list[Any]:
+    return place.train("checkpoint.bits=auto", "embedding.dtype=float64")
 
 
 def no_yaml(place: Place) -> list[Any]:
@@ -184,6 +200,11 @@ def damaged_checkpoint(place: Place) -> list[Any]:
     return place.train()
 
 
+def file_that_others_need(place: Place) -> list[Any]:
+    cut(place.run() / "checkpoints/step-000000012/tables/user/rows-00000.arrow")
+    return place.train()
+
+
 def partial_checkpoint(place: Place) -> list[Any]:
     (place.run() / "checkpoints/step-000000014/manifest.json").unlink()
     return place.train()
@@ -244,6 +265,16 @@ def folder_for_a_timeline(place: Place) -> list[Any]:
     return [*place.train(train__epochs=2), "--profile"]
 
 
+def advice_on_codes(place: Place) -> list[Any]:
+    run = place.run()
+    document = settings(
+        place.tiny, run, train__epochs=2, train__max_steps=16, checkpoint__every_steps=15, checkpoint__bits=4
+    )
+    train(document)
+    shutil.rmtree(run / "checkpoints" / "step-000000016")
+    return ["checkpoint", "advise", run, "--out", place.folder / "bits.yaml"]
+
+
 def no_records_of_ranks(place: Place) -> list[Any]:
     return ["hang", place.run()]
 
@@ -262,11 +293,13 @@ def limit_without_a_disk(place: Place) -> list[Any]:
 
 PREPARING = (missing_column, unparsable_row, fields_missing, label_outside, empty_file, header_alone)
 PREPARING += (truncated_gzip, truncated_parquet)
-TRAINING = (unknown_key, ill_typed_value, no_yaml, key_given_twice, plan_of_other_tables, plan_for_other_ranks)
+TRAINING = (unknown_width, bits_of_unknown_table, no_file_of_bits, bits_of_doubles)
+TRAINING += (unknown_key, ill_typed_value, no_yaml, key_given_twice, plan_of_other_tables, plan_for_other_ranks)
 TRAINING += (no_dataset, prepared_column_missing, prepared_file_truncated, prepared_label_outside, id_outside)
-TRAINING += (nan_in_dense, loss_without_bound, damaged_checkpoint, partial_checkpoint, checkpoint_of_another_model)
+TRAINING += (nan_in_dense, loss_without_bound, damaged_checkpoint, file_that_others_need)
+TRAINING += (partial_checkpoint, checkpoint_of_another_model)
 TRAINING += (checkpoints_out_of_reach, checkpoints_at_no_url, checkpoints_moved)
 TRAINING += (run_on_other_data, not_a_run, unwritable_run_dir, unwritable_predictions)
 TRAINING += (no_step_to_profile, other_steps_to_profile, steps_to_profile_ill_typed, folder_for_a_timeline)
-TRAINING += (checkpoints_too_slow, no_records_of_ranks, foreign_record_of_a_rank)
+TRAINING += (advice_on_codes, checkpoints_too_slow, no_records_of_ranks, foreign_record_of_a_rank)
 PLANNING = (limit_without_a_disk,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -12,9 +13,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from bad_input.cases import PLANNING, PREPARING, TRAINING, Place, change_description
+from bad_input.cases import PLANNING, PREPARING, TRAINING, Place, change_description, file_that_others_need
 from bad_input.commands import Ended, run_here, run_on_rank, tree, within
 from distributed.pool import RankPool
+from meseta.checkpoint import list_checkpoints
 from meseta.machine.locks import FolderLock
 from sampling import sample
 from small_run import environment, settings, train, write_config
@@ -39,7 +41,8 @@ def test_the_page_has_every_case_and_no_other() -> None:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
     folder = tmp_path_factory.mktemp("finished")
-    train(settings(tiny, folder / "run", checkpoint__every_steps=4, checkpoint__keep_last=2))
+    deltas = {"checkpoint__deltas": "consecutive", "checkpoint__keep_last": 3}
+    train(settings(tiny, folder / "run", checkpoint__every_steps=4, **deltas))
     return folder / "run"
 
 
@@ -134,3 +137,23 @@ def test_ids_outside_are_counted_alike(
         for what, split in (("training", "train"), ("the test split", "test")):
             said = f"ids outside their table in {what}, handled as embedding.id_policy says: user {expected[split]:,}"
             assert said in ended.out.splitlines()
+
+
+def test_going_back_on_two_ranks(place: Place, two_ranks: Callable[..., list[Ended]]) -> None:
+    """All go back together, whoever meets the damage; here the second rank alone reads the file."""
+    plan = {"tables": {"user": {"sharding": "table_wise", "ranks": [1]}, "*": "row_wise"}}
+    command = [*file_that_others_need(place), "checkpoint.resume=older", "checkpoint.keep_last=3"]
+    config = settings(place.tiny, place.folder / "run", plan=plan)
+    write_config(place.folder / "c.yaml", config)
+    ended = two_ranks(*command)
+    assert [one.code for one in ended] == [0, 0], ended
+    assert "going back to step-000000008" in ended[0].err and "going on from step 8," in ended[0].err
+    assert ended[1].err == ""
+    listed = list_checkpoints(place.folder / "run")
+    assert [(one.path.name[-2:], one.problem) for one in listed] == [("08", ""), ("14", "")]
+    for step in (8, 14):
+        os.truncate(place.folder / f"run/checkpoints/step-{step:09d}/dense.safetensors", 7)
+    ended = two_ranks(*command)
+    assert [one.code for one in ended] == [1, 1]
+    for one in ended:
+        assert len(one.errors) == 1 and one.errors[0].endswith("no older one beside it is whole")

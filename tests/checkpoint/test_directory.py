@@ -4,14 +4,13 @@ import json
 import os
 import random
 import shutil
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from checkpoint.running import FUSE, Killed
 from checkpoint.saver import load_version, save_for_ever, save_version, tables_of
 from checkpoint.simulated import assert_holds
 from forked import forking
@@ -54,37 +53,6 @@ def test_kill_9_while_saving(tmp_path: Path) -> None:
             while True:
                 saved = here.recv()
         saved = check_latest(tmp_path, at_least=saved)
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing that the process does afterwards reaches the disk."""
-
-
-class Fuse:
-    """Lets `left` changes of the file system happen and refuses every later one."""
-
-    left: int | None = None
-    burnt = False
-    events = frozenset({"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir"})
-
-    def hook(self, event: str, _: tuple) -> None:
-        if self.left is not None and event in self.events:
-            self.burnt = self.burnt or self.left == 0
-            if self.burnt:
-                raise Killed
-            self.left -= 1
-
-    @contextmanager
-    def lit(self, left: int) -> Iterator[None]:
-        self.left, self.burnt = left, False
-        try:
-            yield
-        finally:
-            self.left = None
-
-
-FUSE = Fuse()
-sys.addaudithook(FUSE.hook)
 
 
 @pytest.mark.parametrize("first", sample(range(8), k=1, seed=0))

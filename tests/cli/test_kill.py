@@ -19,6 +19,7 @@ import pytest
 from cli.processes import Command
 from meseta import checkpoint
 from meseta.data.synth import ClickLog, SynthOptions, write_click_log
+from sampling import product, sample
 from small_run import (
     REAL_ROWS,
     final_checksum,
@@ -173,7 +174,7 @@ def killed_and_gone_on(folder: Path, tiny: Path, size: int, moments: list[str], 
     """The run directory of a run that was killed, all its processes at once, at each of `moments`."""
     draw = random.Random(seed)
     run_dir = folder / "run"
-    config = write_config(folder / "c.yaml", settings(tiny, run_dir, **COMMON, **options))
+    config = write_config(folder / "c.yaml", settings(tiny, run_dir, **COMMON | options))
     for number, moment in enumerate(moments):
         kill_run(folder / str(number), (config, "--nproc", size), moment, draw)
     Command(folder / "last", "train", config, "--nproc", size).succeed()
@@ -214,6 +215,26 @@ def test_killed_with_answers_in_flight(
     moments = [draw.choice(["start-up", "training", "saving", "evaluating"]) for _ in range(5 if seed else 1)]
     run_dir = killed_and_gone_on(tmp_path, tiny, size, moments, seed=seed, pipeline__stale=1)
     check_equal(run_dir, whole(size, stale=1) / "run")
+
+
+DELTAS = ("one_shot", "consecutive", "intermittent", "rolling")
+
+
+@pytest.mark.parametrize("case", sample(product(policy=DELTAS, size=[1, 2, 4], seed=range(2)), k=1, seed=5))
+def test_killed_while_it_saves_deltas(
+    whole: Callable[..., Path], tiny: Path, tmp_path: Path, case: dict[str, Any]
+) -> None:
+    """24 x 5 kills, and one more in the sample: the bits of a run that saves whole checkpoints, which nobody killed."""
+    size, draw = case["size"], random.Random(str(case))
+    is_sample = os.environ.get("MESETA_SOAK") is None
+    moments = ["saving"] if is_sample else [draw.choice(["start-up", "training", "saving"]) for _ in range(5)]
+    deltas = {"checkpoint__deltas": case["policy"], "checkpoint__max_chain": 3, "checkpoint__every_steps": 1}
+    run_dir = killed_and_gone_on(tmp_path, tiny, size, moments, seed=case["seed"], **deltas)
+    check_equal(run_dir, whole(size) / "run")
+    listed = checkpoint.list_checkpoints(run_dir)
+    assert len(listed) == 2 and not any(one.problem for one in listed)
+    needed = {f"step-{step:09d}" for one in listed if one.summary for step in one.summary.needs}
+    assert {path.name for path in (run_dir / "checkpoints").iterdir()} == needed | {one.path.name for one in listed}
 
 
 def test_killed_while_preparing(raw: Path, tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_training_goes_on_from_it(tiny: Path, tmp_path: Path) -> None:
         assert train(document)["num_steps"] == 3
         sums.append(final_checksum(tmp_path / f"run {source}"))
     assert sums[0] == sums[1]
-    with pytest.raises(MesetaError, match="holds a checkpoint"):
+    with pytest.raises(MesetaError, match="has a checkpoint"):
         load(tmp_path / "folder", "dlrm", document)
 
 

@@ -51,21 +51,23 @@ PARTS = {
         "`kill -9` at random moments of preparing, starting, training, saving and evaluating, then to the end",
         (
             "tests/cli/test_kill.py",
+            "tests/checkpoint/test_object_store.py",
             "tests/cli/test_kill_tiers.py",
             "tests/cli/test_restarts.py",
             "tests/data/test_resume_prepare.py",
         ),
+    ),
+    "faults": Part(
+        "1,000 seeded faults of a run that saves deltas: files cut, flipped, exchanged or missing, full disks, "
+        "refused changes of the file system, two writers; and a death before each change, under every policy, while it "
+        "prunes and makes whole ones",
+        ("tests/checkpoint/test_faults.py", "tests/checkpoint/test_deaths.py"),
     ),
     "everything": Part(
         "examples/configs/everything.yaml on two hosts of two ranks: `kill -9` of all ranks and of one, and SIGTERM, "
         "at random moments, with `pipeline.stale` 0 and 1, and with nothing rounded: the bits of itself undisturbed, "
         "and of a plain run",
         ("tests/distributed/test_everything.py",),
-    ),
-    "store": Part(
-        "`kill -9` at 100 random moments of saving to an S3 server behind a proxy that delays, cuts and sends 503, and "
-        "deltas at URLs and mirrors under every policy",
-        ("tests/checkpoint/test_object_store.py",),
     ),
     "hang": Part(
         "ranks killed, stopped and astray, and links cut, at random moments on 2, 4 and 8 ranks: the right one named "

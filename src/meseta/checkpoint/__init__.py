@@ -6,7 +6,8 @@ from meseta.checkpoint.exporting import export
 from meseta.checkpoint.failures import DamagedCheckpoint
 from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.listing import Summary, find_checkpoint, list_checkpoints, summarize
-from meseta.checkpoint.loading import Loaded, load, offer_older, verify
+from meseta.checkpoint.loading import Loaded, load, verify
+from meseta.checkpoint.older import offer_older
 from meseta.checkpoint.options import SaveOptions
 from meseta.checkpoint.saving import save
 from meseta.checkpoint.store.mirror import Mirror, fetch

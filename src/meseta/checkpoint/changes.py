@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -13,6 +13,7 @@ from meseta.checkpoint.manifest import entries_of
 from meseta.checkpoint.policy import Base, Policy, asks_since_whole, base_of
 from meseta.checkpoint.store.names import checkpoint_path
 from meseta.comm import World
+from meseta.config.row_bits import RowBits
 from meseta.machine.remote import Location
 from meseta.ops.row_marks import Consumer
 from meseta.spec import MesetaError
@@ -27,13 +28,15 @@ class ChangedRows:
         self._taken: Sequence[Tensor] | None = None
         """Marks that the save under way has cleared, by shard."""
 
-    def take(self, step: int, shards: Sequence[TableStorage]) -> tuple[Base | None, Sequence[Tensor] | None]:
-        """What a save after that of `step` (0: there is none) stands on, and the rows of each shard that it holds, with
-        those that `Base` asks for; None and None for a whole one. Collective."""
+    def take(
+        self, step: int, shards: Sequence[TableStorage], bits: Mapping[str, RowBits], *, whole: bool = False
+    ) -> tuple[Base | None, Sequence[Tensor] | None]:
+        """What a save in `bits` after that of `step` (0: there is none) stands on, and the rows of each shard that it
+        holds, with those that `Base` asks for; None and None for a whole one, as one that must be. Collective."""
         self._taken = None
         if self._policy == "none":
             return None, None
-        base = self._base(step, shards)
+        base = None if whole else self._base(step, shards, bits)
         changed = [piece.marks.rows(Consumer.CHECKPOINTS) for piece in shards]
         if base is None or not asks_since_whole(self._policy):
             self._taken = changed
@@ -61,7 +64,7 @@ class ChangedRows:
             "'all'), and is saved whole"
         )
 
-    def _base(self, step: int, shards: Sequence[TableStorage]) -> Base | None:
+    def _base(self, step: int, shards: Sequence[TableStorage], bits: Mapping[str, RowBits]) -> Base | None:
         """What rank 0 decides; others are told what they need of it."""
         base = None
         if all(self._world.gather_objects(all(map(steps_all_rows, shards)))):  # also of ranks that have none
@@ -69,7 +72,7 @@ class ChangedRows:
         if self._world.rank == 0 and step > 0:
             path = checkpoint_path(self._folder, step)
             try:
-                base = base_of(path, self._policy, self._max_chain) if self._policy != "none" else None
+                base = base_of(path, self._policy, self._max_chain, bits) if self._policy != "none" else None
                 if base is not None:
                     check_files(path, entries_of(base.manifest))
             except MesetaError:

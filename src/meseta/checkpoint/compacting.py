@@ -15,7 +15,7 @@ from meseta.checkpoint.files.raw import copy_whole
 from meseta.checkpoint.files.tensors import read_tensors
 from meseta.checkpoint.manifest import CARRIED, made_whole, read_manifest
 from meseta.checkpoint.store.names import checkpoint_path
-from meseta.checkpoint.store.store import store_at
+from meseta.checkpoint.store.store import CheckpointStore, store_at
 from meseta.machine.remote import Location, locate
 from meseta.spec import MesetaError
 from meseta.spec.blocks import WRITES_IN_FLIGHT
@@ -35,9 +35,21 @@ def compact(
     step = manifest["step"]
     if checkpoint_path(store.parent, step).exists():
         raise MesetaError(f"checkpoint {str(checkpoint_path(store.parent, step))!r} exists; give another folder")
-    growing = store.growing(step)
     try:
-        store.begin(step, [table_folder(name) for name in manifest["tables"]])
+        with store.alone():
+            return _write(path, store, manifest, on_rows)
+    except OSError as error:
+        reason = error.strerror or error
+        raise MesetaError(f"checkpoint {str(store.parent)!r}: {reason}; make room there") from None
+
+
+def _write(
+    path: Location, store: CheckpointStore, manifest: dict[str, Any], on_rows: Callable[[int], object]
+) -> Location:
+    """All files of the whole one, and the commit."""
+    growing = store.growing(manifest["step"])
+    try:
+        store.begin(manifest["step"], [table_folder(name) for name in manifest["tables"]])
         tables = {name: _write_table(path, growing, name, t, on_rows) for name, t in manifest["tables"].items()}
         for key in ("dense", CARRIED):
             if key in manifest:
@@ -45,11 +57,8 @@ def compact(
                 inner = manifest[key]["path"]
                 copy_whole(path / inner, growing / inner, manifest[key]["num_bytes"])
         whole: Location = store.commit(growing, made_whole(manifest, tables))
-    except BaseException as error:
+    except BaseException:
         store.give_up(growing)
-        if isinstance(error, OSError):
-            reason = error.strerror or error
-            raise MesetaError(f"checkpoint {str(store.parent)!r}: {reason}; make room there") from None
         raise
     return whole
 

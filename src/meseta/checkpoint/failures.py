@@ -19,10 +19,15 @@ from meseta.spec import MesetaError
 class DamagedCheckpoint(MesetaError):
     """A checkpoint that is not what was saved; an older one may be."""
 
+    files: frozenset[Location] = frozenset()
+    """Those of it that are known to be damaged or missing, beside its manifest."""
+
 
 def broken_file(path: Location, what: str) -> DamagedCheckpoint:
     """The error that names a file and what is wrong with it."""
-    return DamagedCheckpoint(f"checkpoint file {str(path)!r} {what}; copy the checkpoint again, or use an older one")
+    problem = DamagedCheckpoint(f"checkpoint file {str(path)!r} {what}; copy the checkpoint again, or use an older one")
+    problem.files = frozenset([path])
+    return problem
 
 
 def malformed(where: str, what: str) -> DamagedCheckpoint:
@@ -113,7 +118,12 @@ def together(world: World, action: Callable[[], T]) -> T:
         error = MesetaError(f"checkpoint{where}: {caught.strerror or caught}; choose another directory")
     except Exception as caught:
         error = caught
-    world.raise_together(error)
+    try:
+        world.raise_together(error)
+    except DamagedCheckpoint as told:  # on all ranks alike
+        own = error.files if isinstance(error, DamagedCheckpoint) else told.files
+        told.files = frozenset(file for files in world.gather_objects(own) for file in files)
+        raise
     return result
 
 

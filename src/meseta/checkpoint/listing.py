@@ -9,7 +9,7 @@ from typing import Any
 from meseta.checkpoint.failures import check_files
 from meseta.checkpoint.files.chain import blocks_of
 from meseta.checkpoint.files.paths import step_of
-from meseta.checkpoint.manifest import CARRIED, DELTAS, MANIFEST_PATH, entries_of, own_entries, read_manifest
+from meseta.checkpoint.manifest import CARRIED, DELTAS, MANIFEST_PATH, QUANTISED, entries_of, own_entries, read_manifest
 from meseta.checkpoint.store.store import named, newest
 from meseta.config.load import checkpoints_of_run
 from meseta.machine.remote import Location, changed_s, locate
@@ -33,6 +33,8 @@ class TableSummary:
     num_blocks: int
     num_bytes: int
     """Of its files, those of older checkpoints among them."""
+    row_error: float
+    """The largest error of a value of a row; 0 where all are exact."""
     checksum: str | None
     """SHA-256 of rows and states, as the format defines it; None of a delta, whose files tell it together: see
     `verify`."""
@@ -127,6 +129,7 @@ def summarize(path: Location | str) -> Summary:
             states=tuple(column["name"] for column in entry["columns"] if column["name"] != ROW),
             num_blocks=len(blocks_of(entry)),
             num_bytes=sum(file["num_bytes"] for file in entry["blocks"]),
+            row_error=manifest.get(QUANTISED, {}).get(name, {}).get(ROW, 0.0),
             checksum=entry.get("checksum"),
         )
         for name, entry in sorted(manifest["tables"].items())

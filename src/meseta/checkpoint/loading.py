@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meseta.checkpoint.failures import DamagedCheckpoint, together
+from meseta.checkpoint.failures import together
 from meseta.checkpoint.files import digest
 from meseta.checkpoint.files.block import Values
 from meseta.checkpoint.files.chain import Entry, blocks_of, read_chain
@@ -20,8 +20,7 @@ from meseta.checkpoint.files.layout import BlockSchema, TableLayout
 from meseta.checkpoint.files.paths import is_block_path, step_of
 from meseta.checkpoint.files.tensors import read_tensors
 from meseta.checkpoint.manifest import CARRIED, MANIFEST_PATH, read_manifest, whole_step
-from meseta.checkpoint.store.names import named_step
-from meseta.checkpoint.store.store import latest, named
+from meseta.checkpoint.store.store import latest
 from meseta.comm import World
 from meseta.machine.remote import Location, locate
 from meseta.machine.system import give_back_freed_memory
@@ -109,19 +108,6 @@ def _checksum(path: Location, schema: BlockSchema, files: Sequence[Entry]) -> di
     return {"checksum": digest.of_arrays(values[column.name] for column in schema.columns)}
 
 
-def offer_older(problem: DamagedCheckpoint, path: Location) -> MesetaError:
-    """The same error with the newest checkpoint before `path` whose every byte is whole, and how to go on from it."""
-    for older in reversed([other for other in named(path.parent) if named_step(other) < named_step(path)]):
-        try:
-            verify(older)
-        except MesetaError:
-            continue
-        return MesetaError(
-            f"{problem}: {str(older)!r} is whole, and the same command takes it after `mv {path} {path}.damaged`"
-        )
-    return MesetaError(f"{problem}; no older one beside it is whole")
-
-
 def _find(path: Location) -> dict[str, Any]:
     """The manifest; raises MesetaError, with the nearest checkpoint when `path` is a directory above it."""
     below = latest(path) if path.is_dir() and not (path / MANIFEST_PATH).exists() else None
@@ -198,7 +184,7 @@ def _fill_from_block(path: Location, since_whole: bool, job: FillJob) -> Changed
     values = read_chain(path, schema, files, is_changed)
     changed: Changed = []
     for piece in pieces:
-        _fill_piece(piece, schema, first_row, values)
+        fill_piece(piece, schema, first_row, values)
         if since_whole:
             begin = max(piece.shard.rows[0], first_row)
             here = is_changed[begin - first_row : piece.shard.rows[1] - first_row].nonzero()[0]
@@ -206,12 +192,14 @@ def _fill_from_block(path: Location, since_whole: bool, job: FillJob) -> Changed
     return changed
 
 
-def _fill_piece(piece: TableStorage, schema: BlockSchema, first_row: int, values: Values) -> None:
-    """Copy the rows and columns that a block and a shard share."""
+def fill_piece(piece: TableStorage, schema: BlockSchema, first_row: int, values: Values) -> None:
+    """Copy the rows and columns that a block and a shard share; of a column that is not in `values` what is there
+    stays."""
     num_rows = len(values[ROW])
     first, last = max(first_row, piece.shard.rows[0]), min(first_row + num_rows, piece.shard.rows[1])
     shared = {}
-    for column in schema.columns:
+    for column in (c for c in schema.columns if c.name in values and first < last):
         source = values[column.name][first - first_row : last - first_row]
         shared[column.name] = source[:, slice(*piece.shard.columns)] if column.kind == "element" else source
-    piece.write(first - piece.shard.rows[0], shared)
+    if shared:
+        piece.write(first - piece.shard.rows[0], shared)

@@ -11,15 +11,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from meseta.checkpoint.failures import DamagedCheckpoint, malformed, writing
 from meseta.checkpoint.files import digest
 from meseta.checkpoint.files.chain import blocks_of
+from meseta.checkpoint.files.codes import coded_row_bytes, codes_fault
 from meseta.checkpoint.files.layout import BlockSchema, StoredType
 from meseta.checkpoint.files.paths import (
     NAME,
     block_paths,
+    folder_step,
     is_block_path,
     rows_path,
-    sibling_path,
     split_path,
-    step_of,
     table_folder,
 )
 from meseta.checkpoint.files.rate import WriteRate
@@ -35,7 +35,6 @@ from meseta.machine.files import (
 )
 from meseta.machine.remote import Location, read_document
 from meseta.spec import MesetaError, Plan
-from meseta.spec.blocks import ROW_ID_BYTES
 from meseta.spec.tables import TableDtype, table_name_fault
 
 FORMAT = "meseta.checkpoint/1"
@@ -45,9 +44,13 @@ CARRIED = "carried"
 """The feature, and the key, of answers that were looked up before the last update."""
 DELTAS = "deltas"
 """The feature, and the key, of checkpoints that need files of older ones."""
-FEATURES = (CARRIED, DELTAS)
+QUANTISED = "quantised"
+"""The feature, and the key, of checkpoints with rows in codes: by table and column the largest error of any file."""
+FEATURES = (CARRIED, DELTAS, QUANTISED)
 """That this version has."""
 MANIFEST_PATH = "manifest.json"
+MOST_DELTAS = 1 << 16
+"""After a whole checkpoint: a manifest has the size of each."""
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 Size = Annotated[int, Field(ge=1, lt=1 << 53)]
 Sum = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -73,6 +76,8 @@ class _FileEntry(_Part):
 class _BlockEntry(_FileEntry):
     first_row: Count
     num_rows: Size
+    codes: dict[str, str] = _ABSENT
+    error: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = _ABSENT
 
 
 class _DenseEntry(_FileEntry):
@@ -108,7 +113,7 @@ class _TableEntry(_Part):
 class _DeltasEntry(_Part):
     policy: Literal["one_shot", "consecutive", "intermittent", "rolling"]
     whole_step: Count
-    delta_bytes: Annotated[list[Count], Field(min_length=1, max_length=1 << 16)]
+    delta_bytes: Annotated[list[Count], Field(min_length=1, max_length=MOST_DELTAS)]
 
 
 class _PlanEntry(_Part, extra="allow"):
@@ -132,6 +137,7 @@ class _ManifestOfFeatures(_Manifest):
     features: Annotated[list[str], Field(min_length=1, max_length=len(FEATURES))]
     carried: _CarriedEntry = _ABSENT
     deltas: _DeltasEntry = _ABSENT
+    quantised: dict[str, Any] = _ABSENT
     chain: Sum = _ABSENT
 
 
@@ -159,7 +165,7 @@ def build_manifest(
         "reader": state.get("reader"),
         "state": {key: value for key, value in state.items() if key != "reader"},
     }
-    return _sealed(manifest, {CARRIED: carried, DELTAS: deltas})
+    return _sealed(manifest, {CARRIED: carried, DELTAS: deltas, QUANTISED: _largest_errors(manifest) or None})
 
 
 def made_whole(manifest: Mapping[str, Any], tables: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,6 +190,17 @@ def _sealed(manifest: dict[str, Any], features: Mapping[str, Mapping[str, Any] |
     manifest = plain_data(manifest, finite=True)
     manifest["manifest_checksum"] = digest.of_manifest(manifest)
     return manifest
+
+
+def _largest_errors(manifest: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """By table and column, of all files in codes."""
+    largest: dict[str, dict[str, float]] = {}
+    for name, table in manifest["tables"].items():
+        for file in table["blocks"]:
+            for column, error in file.get("error", {}).items():
+                of_table = largest.setdefault(name, {})
+                of_table[column] = max(error, of_table.get(column, 0.0))
+    return largest
 
 
 def identity(entry: Mapping[str, Any]) -> str:
@@ -239,10 +256,14 @@ def write_manifest(root: Location, manifest: Mapping[str, Any], rate: WriteRate 
 
 
 def read_manifest(root: Location) -> dict[str, Any]:
-    """Read and check; raises MesetaError when it is missing, of another format, malformed or changed."""
+    """Read and check; raises MesetaError when it is missing, of another format or step, malformed or changed."""
     where = f"checkpoint file {str(root / MANIFEST_PATH)!r}"
     try:
-        return check_manifest(where, parse_manifest(where, read_document(root, MANIFEST_PATH)))
+        manifest = check_manifest(where, parse_manifest(where, read_document(root, MANIFEST_PATH)))
+        name = NAME.fullmatch(root.name)
+        if name is not None and int(name["step"]) != manifest["step"]:
+            raise malformed(where, f"it is of step {manifest['step']}")
+        return manifest
     except OSError as error:
         raise DamagedCheckpoint(
             f"checkpoint {str(root)!r}: {MANIFEST_PATH}: {error.strerror}; give a directory step-..."
@@ -291,12 +312,17 @@ def check_manifest(where: str, manifest: dict[str, Any]) -> dict[str, Any]:
     alike = first_alike(table_folder(name) for name in manifest["tables"])
     if alike:
         raise malformed(where, f"file systems that ignore case take {alike[0]!r} and {alike[1]!r} for one")
+    oldest, newest = whole_step(manifest), manifest["step"]
+    if DELTAS in manifest and oldest >= newest:
+        raise malformed(where, f"'deltas.whole_step': it must be before step {newest}, got {oldest}")
     for name, entry in manifest["tables"].items():
         _validate(where, f"tables.{name}.", entry, _TableEntry)
-        fault = table_name_fault(name) or _table_fault(where, name, entry, manifest["step"], DELTAS in manifest)
+        fault = table_name_fault(name) or _table_fault(where, name, entry, oldest, newest)
         if fault:
             raise malformed(where, f"table {shown(name)}: {fault}")
         _check_digest(where, f"table {name!r}", entry, _digest_of_table(entry))
+    if manifest.get(QUANTISED, {}) != _largest_errors(manifest):
+        raise malformed(where, f"{QUANTISED!r} must have the largest error of each column that its files state")
     _check_digest(where, "", manifest, _digest_of_model(manifest))
     return manifest
 
@@ -345,8 +371,9 @@ def _check_digest(where: str, part: str, entry: Mapping[str, Any], expected: Map
     _check_sum(where, part or key, entry.get(key), value)
 
 
-def _table_fault(where: str, name: str, entry: Mapping[str, Any], step: int, may_be_delta: bool) -> str | None:
-    """In what a table's entry in the manifest of `step` is not that of a table of its shape; None where it is."""
+def _table_fault(where: str, name: str, entry: Mapping[str, Any], oldest: int, newest: int) -> str | None:
+    """In what a table's entry, whose files are of the checkpoints of these steps, of a whole one both the same, is not
+    that of a table of its shape; None where it is."""
     schema = BlockSchema.from_dict(entry)
     if fault := schema.fault():
         return fault
@@ -358,24 +385,25 @@ def _table_fault(where: str, name: str, entry: Mapping[str, Any], step: int, may
     for number, block in enumerate(entry["blocks"]):
         _validate(where, f"tables.{name}.blocks.{number}.", block, _BlockEntry)
     blocks, num_blocks = blocks_of(entry), -(-total // rows)
-    if len(blocks) != num_blocks or (not may_be_delta and len(entry["blocks"]) != num_blocks):
+    if len(blocks) != num_blocks or (oldest == newest and len(entry["blocks"]) != num_blocks):
         return f"its {total} rows must lie in {num_blocks} blocks, got {len(entry['blocks'])}"
     frame_bytes = schema.frame_bytes
     for number, files in enumerate(blocks):
         span = number * rows, min(rows, total - number * rows)
-        former = -1
+        former = oldest - 1
         for age, file in enumerate(files):
-            if (fault := _file_fault(name, number, span, file, is_first=age == 0)) is not None:
+            if fault := _file_fault(name, number, span, file, is_first=age == 0) or codes_fault(schema, file):
                 return fault
-            folder, inner = split_path(file["path"])
-            of_step = step_of(file, step) if folder is None or NAME.fullmatch(folder) else step
-            path = inner if folder is None else sibling_path(of_step, inner)
-            if path != file["path"] or (folder is not None and not (may_be_delta and former < of_step < step)):
-                return f"block {number} needs {shown(file['path'])}, which is no file of an older checkpoint"
-            if former == step:
+            folder = split_path(file["path"])[0]
+            step = newest if folder is None else folder_step(folder)
+            if step is None or (folder is not None and not former < step < newest):
+                return f"block {number} needs {shown(file['path'])}, which is no file of an older checkpoint, in order"
+            if former == newest:
                 return f"block {number} has two files of its own"
-            former = of_step
-            least = file["num_rows"] * (schema.row_bytes if age == 0 else schema.value_bytes + ROW_ID_BYTES)
+            former = step
+            codes = file.get("codes", {})
+            row_bytes = schema.row_bytes if is_block_path(file["path"]) else coded_row_bytes(schema, codes)
+            least = file["num_rows"] * row_bytes
             if not least <= file["num_bytes"] <= least + frame_bytes:
                 return f"block {number} must have {least} to {least + frame_bytes} bytes, got {file['num_bytes']}"
     return None
@@ -392,7 +420,7 @@ def _file_fault(
             f"block {number} must begin at row {first} and hold {num_rows}"
             f"{'' if is_first else ', and fewer in later files'}, got {file['first_row']} and {file['num_rows']}"
         )
-    paths = block_paths(name, number) if is_first else (rows_path(name, number),)
+    paths = block_paths(name, number) if is_first and "codes" not in file else (rows_path(name, number),)
     if inner not in paths:
         return f"block {number} must have the path {paths[0]!r}, got {shown(file['path'])}"
     return None

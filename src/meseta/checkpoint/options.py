@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.policy import Base
+from meseta.config.row_bits import RowBits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,8 @@ class SaveOptions:
     """Answers to the batch to come, where that was looked up before the last update; those of rank 0 are written."""
     base: Base | None = None
     """What a delta stands on; None: the save is whole."""
+    bits: Mapping[str, RowBits] = field(default_factory=dict)
+    """Of the rows that are written, by table; the other tables stay exact."""
     rate: WriteRate | None = None
     """How fast; each rank has one of its own, for all of its saves. None: as fast as it goes."""
 

@@ -11,14 +11,19 @@ import torch
 from torch import Tensor
 
 from meseta.checkpoint.files.chain import Entry, blocks_of
+from meseta.checkpoint.files.codes import row_bytes_of
 from meseta.checkpoint.files.digest import TABLE_SHAPE
 from meseta.checkpoint.files.layout import BlockSchema, TableLayout
 from meseta.checkpoint.files.paths import seen_from_sibling, step_of
-from meseta.checkpoint.manifest import DELTAS, read_manifest, whole_step
+from meseta.checkpoint.manifest import DELTAS, MOST_DELTAS, read_manifest, whole_step
+from meseta.config.row_bits import RowBits
 from meseta.jagged.shapes import Int
+from meseta.machine.files import DOCUMENT_BYTES
 from meseta.machine.remote import Location
 from meseta.spec import MesetaError, Shard
 
+_ENTRY_BYTES = 512
+"""The most that a manifest says of a file, beside its path."""
 Policy = Literal["one_shot", "consecutive", "intermittent", "rolling"]
 Blocks = Mapping[str, Mapping[int, Sequence[Entry]]]
 """Files by table and first row of a block, oldest first."""
@@ -79,9 +84,9 @@ def asks_since_whole(policy: str) -> bool:
     return policy in ("one_shot", "intermittent")
 
 
-def base_of(path: Location, policy: Policy, max_chain: int) -> Base | None:
+def base_of(path: Location, policy: Policy, max_chain: int, bits: Mapping[str, RowBits] | None = None) -> Base | None:
     """What a delta after the checkpoint at `path` stands on, with at most `max_chain` files for any row; None where a
-    whole checkpoint is due. Raises MesetaError where the manifest cannot be read.
+    whole checkpoint is due. `bits` are those that it writes. Raises MesetaError where the manifest cannot be read.
 
     'one_shot', 'consecutive' and 'intermittent' are those of Check-N-Run (arXiv 2010.08679, section 5.1): what has
     changed since the last whole checkpoint, since the one before, and as the first, with a whole one as soon as that is
@@ -92,17 +97,20 @@ def base_of(path: Location, policy: Policy, max_chain: int) -> Base | None:
     tables = {name: blocks_of(entry) for name, entry in manifest["tables"].items()}
     longest = max((len(files) for blocks in tables.values() for files in blocks), default=1)
     schemas = {name: BlockSchema.from_dict(entry) for name, entry in manifest["tables"].items()}
-    whole_bytes = sum(schemas[name].row_bytes * entry["num_embeddings"] for name, entry in manifest["tables"].items())
+    row_bytes = {name: row_bytes_of(schema, (bits or {}).get(name)) for name, schema in schemas.items()}
+    whole_bytes = sum(row_bytes[name] * entry["num_embeddings"] for name, entry in manifest["tables"].items())
     delta_bytes = tuple(manifest[DELTAS]["delta_bytes"]) if DELTAS in manifest else ()
     rewritten: dict[str, list[tuple[int, int]]] = {}
     if any(schemas[name].block_rows != entry["block_rows"] for name, entry in manifest["tables"].items()):
         return None  # a former version cut blocks otherwise
+    if len(delta_bytes) == MOST_DELTAS or not _has_room(tables):
+        return None
     if max_chain < 2 or (policy == "consecutive" and longest >= max_chain):
         return None
     if policy == "intermittent" and _is_whole_cheaper([size / whole_bytes for size in delta_bytes]):
         return None
     if policy == "rolling":
-        rewritten = _oldest(manifest, tables, max_chain)
+        rewritten = _oldest(manifest, tables, row_bytes, max_chain)
     num_needed = 1 if asks_since_whole(policy) else None
     files = {
         name: {
@@ -115,9 +123,23 @@ def base_of(path: Location, policy: Policy, max_chain: int) -> Base | None:
     return Base(policy=policy, rewritten=rewritten, **known, delta_bytes=delta_bytes)
 
 
-def check_base(base: Base, layouts: Mapping[str, TableLayout]) -> None:
-    """Raise MesetaError unless the checkpoint that a delta stands on has tables of these layouts."""
+def _has_room(tables: Mapping[str, Sequence[Sequence[Entry]]]) -> bool:
+    """Whether the manifest of a delta is read again, in which each block has a file more than here."""
+    num_bytes = sum(
+        (len(files) + 1) * (len(files[0]["path"]) + _ENTRY_BYTES) for blocks in tables.values() for files in blocks
+    )
+    return num_bytes <= DOCUMENT_BYTES // 2
+
+
+def check_base(base: Base, step: int, layouts: Mapping[str, TableLayout]) -> None:
+    """Raise MesetaError unless the checkpoint that a delta of `step` stands on is older, and has tables of these
+    layouts."""
     before = base.manifest["tables"]
+    if base.manifest["step"] >= step:
+        raise MesetaError(
+            f"checkpoint: a delta of step {step} cannot stand on the checkpoint of step {base.manifest['step']}; save "
+            "a whole one (deltas 'none')"
+        )
     for name in sorted(before.keys() | layouts.keys()):
         entries = before.get(name), layouts[name].to_dict() if name in layouts else None
         if any(entries[0] is None or entries[1] is None or entries[0][key] != entries[1][key] for key in TABLE_SHAPE):
@@ -134,19 +156,21 @@ def _is_whole_cheaper(shares: Sequence[float]) -> bool:
 
 
 def _oldest(
-    manifest: Mapping[str, Any], tables: Mapping[str, Sequence[Sequence[Entry]]], max_chain: int
+    manifest: Mapping[str, Any],
+    tables: Mapping[str, Sequence[Sequence[Entry]]],
+    row_bytes: Mapping[str, int],
+    max_chain: int,
 ) -> dict[str, list[tuple[int, int]]]:
     """Rows of the blocks that a rolling delta writes whole, by table."""
     blocks = []
     total_bytes = 0
     for name, table in tables.items():
-        row_bytes = BlockSchema.from_dict(manifest["tables"][name]).row_bytes
         for files in table:
             first, num_rows = files[0]["first_row"], files[0]["num_rows"]
-            total_bytes += num_rows * row_bytes
+            total_bytes += num_rows * row_bytes[name]
             if len(files) > 1:
                 step = step_of(files[0], manifest["step"])
-                blocks.append((len(files) < max_chain, step, name, first, first + num_rows, num_rows * row_bytes))
+                blocks.append((len(files) < max_chain, step, name, first, first + num_rows, num_rows * row_bytes[name]))
     rewritten: dict[str, list[tuple[int, int]]] = {}
     num_bytes = 0
     for is_short, _, name, first, stop, size in sorted(blocks):

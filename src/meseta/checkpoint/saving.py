@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,9 +19,9 @@ from meseta.checkpoint.exchange import Job, LocalShards, SelectedCounts, exchang
 from meseta.checkpoint.failures import on_first, together
 from meseta.checkpoint.files.block import sync_block, write_block, write_rows
 from meseta.checkpoint.files.chain import Entry
+from meseta.checkpoint.files.codes import encode_rows
 from meseta.checkpoint.files.layout import ID, TableLayout
 from meseta.checkpoint.files.paths import block_path, rows_path, table_folder
-from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.files.tensors import CARRIED_PATH, DENSE_PATH, write_tensors
 from meseta.checkpoint.manifest import build_manifest, check_state
 from meseta.checkpoint.options import PLAIN, SaveOptions
@@ -88,15 +90,33 @@ def _save(
     layouts = _merge(plan, world.gather_objects(own))
     selected = None if base is None else _count_selected(world, layouts, local)
     if base is not None:
-        on_first(world, lambda: check_base(base, layouts))
+        on_first(world, lambda: check_base(base, step, layouts))
     jobs = together(world, lambda: _jobs(world, plan, layouts, selected, store.writes_near))
+    with ExitStack() as held:
+        on_first(world, lambda: held.enter_context(store.alone()))
+        _write(store, world, document, layouts, jobs, local, dense, options)
+    path: Location = checkpoint_path(store.parent, step)
+    return path
+
+
+def _write(
+    store: CheckpointStore,
+    world: World,
+    document: Mapping[str, Any],
+    layouts: Mapping[str, TableLayout],
+    jobs: Sequence[Job],
+    local: LocalShards,
+    dense: Mapping[str, Tensor],
+    options: SaveOptions,
+) -> None:
+    """All files, and the commit; nothing becomes a checkpoint where it fails."""
+    step, base = document["step"], options.base
     folders = sorted({table_folder(job.layout.spec.name) for job in jobs})
     growing = store.growing(step)
-
     try:
         on_first(world, lambda: store.begin(step, folders))
         together(world, lambda: store.check_shared(growing))
-        blocks: Mapping[str, Sequence[Entry]] = _write_blocks(world, growing, jobs, local, options.rate)
+        blocks: Mapping[str, Sequence[Entry]] = _write_blocks(world, growing, jobs, local, options)
         if base is not None and world.rank == 0:
             document = {**document, "deltas": base.entry(blocks)}
             blocks = base.chained(blocks)
@@ -109,8 +129,6 @@ def _save(
         if world.rank == 0:
             store.give_up(growing)
         raise
-    path: Location = checkpoint_path(store.parent, step)
-    return path
 
 
 def _describe(world: World, plan: Plan, local: LocalShards, state: Mapping[str, Any]) -> dict[str, TableLayout]:
@@ -188,14 +206,14 @@ def _jobs(
 
 
 def _write_blocks(
-    world: World, growing: Location, jobs: Sequence[Job], local: LocalShards, rate: WriteRate | None
+    world: World, growing: Location, jobs: Sequence[Job], local: LocalShards, options: SaveOptions
 ) -> dict[str, list[dict[str, Any]]]:
     """Write all blocks, in rounds of a block, or of as many small ones, per rank; returns their entries in the manifest
     by table, on all ranks."""
-    if rate is not None:
-        rate.share(min(world.size, len(jobs)) or 1)
+    if options.rate is not None:
+        options.rate.share(min(world.size, len(jobs)) or 1)
     with ThreadPoolExecutor(WRITES_IN_FLIGHT) as pool:
-        writer = _Writer(growing, pool, local, rate)
+        writer = _Writer(growing, pool, local, options)
         for round_jobs in rounds(jobs, BLOCK_BYTES):
             # Nothing here keeps what was packed while the next round is.
             writer.submit(exchange(world, round_jobs, together(world, partial(writer.pack_next, world, round_jobs))))
@@ -211,12 +229,12 @@ def _write_blocks(
 class _Writer:
     """Writes the blocks of one rank in threads, while the next ones are exchanged."""
 
-    def __init__(self, growing: Location, pool: ThreadPoolExecutor, local: LocalShards, rate: WriteRate | None) -> None:
+    def __init__(self, growing: Location, pool: ThreadPoolExecutor, local: LocalShards, options: SaveOptions) -> None:
         self.written: list[tuple[str, dict[str, Any]]] = []
         self._growing = growing
         self._pool = pool
         self._local = local
-        self._rate = rate
+        self._options = options
         self._in_flight: deque[Future[list[tuple[str, dict[str, Any]]]]] = deque()
 
     def pack_next(self, world: World, jobs: Sequence[Job]) -> Tensor:
@@ -246,11 +264,12 @@ class _Writer:
         name, schema = job.layout.spec.name, job.layout.schema
         number = job.rows[0] // schema.block_rows
         values = unpack(job, received, self._local)
-        if job.is_whole:
+        ids = np.arange(job.num_rows, dtype=np.uint32) if job.is_whole else values.pop(ID)
+        rows, rate = encode_rows(schema, values, self._options.bits.get(name)), self._options.rate
+        if job.is_whole and not rows.codes:
             path = block_path(name, number)
-            return name, write_block(self._growing, path, schema, job.rows[0], values, self._rate)
-        path = rows_path(name, number)
-        return name, write_rows(self._growing, path, schema, job.rows[0], values.pop(ID), values, self._rate)
+            return name, write_block(self._growing, path, schema, job.rows[0], values, rate)
+        return name, write_rows(self._growing, rows_path(name, number), schema, job.rows[0], ids, rows, rate)
 
 
 def _finish(

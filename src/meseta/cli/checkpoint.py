@@ -47,7 +47,10 @@ def list_them(
             s = listed.summary
             size = f"{byte_size(s.own_bytes)}{f' of {byte_size(s.num_bytes)}' if s.needs else ''}"
             typer.echo(f"{s.path}  {_when(s)}  {size}  {len(s.tables)} tables  {_content(s, 16)}")
-    for path_of_another in () if as_json else store_at(checkpoints_of(path)).strangers():
+    store = store_at(checkpoints_of(path))
+    for path_before in () if as_json else store.passed_over():
+        typer.echo(f"{path_before}  passed over: it was damaged, and the run has gone back behind it")
+    for path_of_another in () if as_json else store.strangers():
         typer.echo(f"{path_of_another}  no checkpoint")
     if any(listed.summary is None for listed in found):
         raise typer.Exit(1)
@@ -84,7 +87,8 @@ def inspect(path: AnyPath, as_json: Annotated[bool, typer.Option("--json", help=
         shown.add_column(name, justify="right" if name in ("rows", "dim", "size") else "left", no_wrap=name != "states")
     for t in summary.tables:
         states, size = ", ".join(t.states), byte_size(t.num_bytes)
-        shown.add_row(t.name, f"{t.num_embeddings:,}", str(t.embedding_dim), t.dtype, t.optimizer, states, size)
+        kind = f"{t.dtype} ±{t.row_error:.2g}" if t.row_error else t.dtype
+        shown.add_row(t.name, f"{t.num_embeddings:,}", str(t.embedding_dim), kind, t.optimizer, states, size)
     shown.add_row("dense tensors", "", "", "", "", "", byte_size(summary.dense_bytes))
     if summary.carried_bytes:
         shown.add_row("answers carried", "", "", "", "", "", byte_size(summary.carried_bytes))
@@ -227,15 +231,55 @@ def import_it(
     typer.echo(f"{saved}: step 0, {len(imported)} tensors; `meseta train {config}` goes on from there")
 
 
+@app.command()
+def advise(
+    run_dir: Annotated[Path, typer.Argument(help="Directory of a training run.")],
+    out: Annotated[Path, typer.Option(help="File to write, for checkpoint.tables=FILE.")],
+    budget: Annotated[
+        float, typer.Option(help="Part of its normalised entropy by which a model may get worse.")
+    ] = 1e-4,
+    restores: Annotated[int, typer.Option(help="Times that a run is taken up from such a checkpoint.")] = 3,
+    data: Annotated[Path | None, typer.Option(help="Another prepared dataset with the same features.")] = None,
+    storage_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder on a local disk where all tables are to lie; else they lie as in the run."),
+    ] = None,
+) -> None:
+    """Measure on the split valid what the rows of each table lose in 8, 4, 3 and 2 bits, and write the widths that take
+    the fewest bytes within the budget."""
+    from meseta.telemetry.shown import byte_size
+    from meseta.train.advise.measure import advise_run, check_advice
+
+    check_advice(budget, restores, out)
+    with advise_run(run_dir, restores, data, storage_dir) as advisor:
+        if advisor.split == "test":
+            typer.echo("the data have no split valid, so test is measured", err=True)
+        with _progress(advisor.num_widths, "advise", "widths") as on_widths:
+
+            def show(table: str, bits: int, ne_loss: float | None) -> None:
+                on_widths(1)
+                if ne_loss is not None:
+                    typer.echo(f"{table}: {bits} bits, NE {100 * ne_loss:+.4f} %")
+
+            advice = advisor.advise(budget, show)
+    advice.file.write(out)
+    for table, of_table in advice.file.tables.items():
+        typer.echo(f"{table}: {of_table.bits}{'' if of_table.bits == 'exact' else ' bits'}")
+    sizes = f"{byte_size(advice.num_bytes)} where {byte_size(advice.exact_bytes)} are exact"
+    loss = f"NE {100 * advice.ne_loss:+.4f} % on {advisor.split} after {restores} restores"
+    typer.echo(f"{out}: {sizes}, {loss}; `meseta train` takes it as checkpoint.tables={out}")
+
+
 @contextmanager
-def _progress(num_rows: int | None, doing: str = "export") -> Iterator[Callable[[int], None]]:
+def _progress(total: int | None, doing: str = "export", unit: str = "rows") -> Iterator[Callable[[int], None]]:
     """A live line on standard error."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn(doing), BarColumn(), TextColumn("{task.completed:>13,.0f} rows"), TimeRemainingColumn())
+    counted = TextColumn(f"{{task.completed:>13,.0f}} {unit}")
+    columns = (TextColumn(doing), BarColumn(), counted, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as bar:
-        task = bar.add_task(doing, total=num_rows)
+        task = bar.add_task(doing, total=total)
         yield lambda rows: bar.update(task, advance=rows)
 
 

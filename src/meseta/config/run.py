@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,10 +10,12 @@ from pydantic import Field, field_validator, model_validator
 
 from meseta.config.embedding import EmbeddingConfig
 from meseta.config.model import ModelConfig
+from meseta.config.row_bits import Bits, BitsFile, RowBits, bits_for
 from meseta.config.schedule import ScheduleConfig
 from meseta.config.section import Count, Section, Whole
 from meseta.machine.remote import Location, is_url, locate
 from meseta.machine.time_limits import TimeLimits
+from meseta.spec import MesetaError
 from meseta.spec.codecs import CodecName, Communication, DensePath, Exchange, Precision
 from meseta.spec.stages import OVERLAPS, Overlap
 from meseta.spec.tiers import MAX_LOOKAHEAD, EngineName, StorageOptions
@@ -173,6 +176,13 @@ class TrainConfig(Section):
             )
 
 
+class TableCheckpointConfig(Section):
+    """What one table has of its own in checkpoints."""
+
+    bits: Bits
+    """As `checkpoint.bits`."""
+
+
 class CheckpointConfig(Section):
     every_steps: Count | None = None
     """Steps between checkpoints; None: not by steps. The end, and SIGTERM or Ctrl-C, always make one."""
@@ -194,6 +204,17 @@ class CheckpointConfig(Section):
     max_bytes_per_s: float | None = Field(default=None, gt=0)
     """Bytes that all ranks together write of checkpoints in any second, at least a million for each rank; None: no
     limit. It holds for every save but that of a signal, whose sender waits."""
+    bits: Bits = "exact"
+    """Bits that a checkpoint keeps of each value of a row, see docs/checkpoints.md; those that end a run are exact.
+    'auto' takes the fewest that stand `expected_restores`."""
+    tables: dict[str, TableCheckpointConfig] = Field(default={})
+    """Per-table settings, by the name of the feature; or a file with them, as `meseta checkpoint advise` writes it."""
+    expected_restores: Whole = 20
+    """Times that bits 'auto' expects this run to be taken up from a checkpoint; where they become more, later
+    checkpoints are wider."""
+    on_signal: Literal["exact", "delta"] = "exact"
+    """What a signal saves where rows have fewer bits: a whole exact checkpoint, or, in less time, one as those
+    before."""
     keep_last: Count = 2
     """Checkpoints kept; older ones are removed."""
     keep_best: bool = False
@@ -205,8 +226,9 @@ class CheckpointConfig(Section):
     mirror: str | None = None
     """URL of fsspec, such as s3://bucket/run, that holds the same checkpoints as run_dir: each is copied there, and a
     run_dir that has none begins with the newest there."""
-    resume: Literal["auto", "never"] = "auto"
-    """'auto' goes on from the newest checkpoint of run_dir; 'never' refuses a run_dir that has one."""
+    resume: Literal["auto", "older", "never"] = "auto"
+    """'auto' goes on from the newest checkpoint of run_dir, and ends where that is damaged; 'older' goes back to the
+    newest that is whole then; 'never' refuses a run_dir that has one."""
 
     @model_validator(mode="after")
     def _check(self) -> CheckpointConfig:
@@ -217,6 +239,23 @@ class CheckpointConfig(Section):
         if self.dir is not None and self.max_bytes_per_s is not None:
             raise ValueError("dir and max_bytes_per_s: parts of an upload are not held apart; leave one out")
         return self
+
+    @field_validator("tables", mode="before")
+    @classmethod
+    def _read_file(cls, tables: object) -> object:
+        if not isinstance(tables, str | Path):
+            return tables
+        try:
+            return asdict(BitsFile.load(tables))["tables"]
+        except MesetaError as error:
+            raise ValueError(str(error)) from None
+
+    def bits_of(self, table: str, restores: int) -> RowBits | None:
+        """Of a run that was taken up so many times; None: its rows stay exact."""
+        bits = self.tables[table].bits if table in self.tables else self.bits
+        if bits == "auto":
+            return bits_for(max(self.expected_restores, restores))
+        return None if bits == "exact" else bits
 
 
 class PlannerConfig(Section):
@@ -381,4 +420,9 @@ class RunConfig(Section):
         if self.data.last_batch == "pad" and self.model.batch_norm:
             raise ValueError("data.last_batch 'pad' and model.batch_norm: padding would count in the statistics of a "
                              "batch; set data.last_batch to 'keep' or 'drop'")  # fmt: skip
+        if self.embedding.dtype == "float64" and any(
+            bits != "exact" for bits in (self.checkpoint.bits, *(t.bits for t in self.checkpoint.tables.values()))
+        ):
+            raise ValueError("checkpoint.bits and embedding.dtype 'float64': rows of float64 have no codes; set "
+                             "checkpoint.bits to 'exact', or embedding.dtype to 'float32'")  # fmt: skip
         return self

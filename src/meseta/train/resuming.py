@@ -9,11 +9,15 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from meseta.checkpoint.failures import on_first
+from meseta.checkpoint.manifest import read_manifest
+from meseta.checkpoint.older import OlderCheckpoint
 from meseta.checkpoint.store.names import checkpoint_path
-from meseta.checkpoint.store.store import newest
+from meseta.checkpoint.store.store import newest, store_at
 from meseta.comm import World
 from meseta.config import RunConfig
 from meseta.config.load import checkpoints_of_run, value_at
+from meseta.data.read.reader import Reader
 from meseta.machine.remote import Location
 from meseta.spec import MesetaError, Plan, TableSpec
 from meseta.spec.documents import load_document
@@ -74,16 +78,26 @@ class Over:
         return None
 
 
-def newest_of_run(run: RunDir) -> Location | None:
-    """The newest checkpoint, whole or not, where the config says that they lie. Raises MesetaError where there is none,
-    and the run in run_dir has its checkpoints elsewhere."""
-    path, before = newest(run.checkpoints), checkpoints_of_run(run.path)
-    if path is None and run.has_begun and before != run.checkpoints and newest(before) is not None:
+def seek(reader: Reader, path: Location | None) -> dict[str, Any] | None:
+    """Let the reader begin where the checkpoint that is to be gone on with ended; returns that place. None where there
+    is no such checkpoint, or one that is refused when it is taken up."""
+    if path is None:
+        return None
+    with suppress(MesetaError, KeyError, TypeError):
+        place: dict[str, Any] = read_manifest(path)["reader"]
+        reader.set_state(place)
+        return place
+    return None
+
+
+def check_place(run: RunDir) -> None:
+    """Raise MesetaError where the run in run_dir has its checkpoints elsewhere than the config says, which has none."""
+    before = checkpoints_of_run(run.path)
+    if run.has_begun and before != run.checkpoints and newest(run.checkpoints) is None and newest(before) is not None:
         raise MesetaError(
             f"run_dir {str(run.path)!r} has its checkpoints at {str(before)!r}, and there are none at "
             f"{str(run.checkpoints)!r}; copy them there, leave checkpoint.dir as it was, or choose another run_dir"
         )
-    return path
 
 
 def check_resume(config: RunConfig, path: Location) -> None:
@@ -93,6 +107,23 @@ def check_resume(config: RunConfig, path: Location) -> None:
             f"run_dir {str(config.run_dir)!r} holds a checkpoint ({path.name}) and checkpoint.resume is 'never'; "
             "choose another run_dir, begin this one anew with --force, or set checkpoint.resume=auto"
         )
+
+
+def go_back(config: RunConfig, damaged: OlderCheckpoint, world: World) -> None:
+    """Where checkpoint.resume is 'older', let the newest checkpoint that is whole be the newest one, and say so; else,
+    and where none is whole, raise what is wrong. Collective."""
+    if config.checkpoint.resume != "older" or damaged.path is None:
+        raise damaged
+
+    def pass_all() -> None:
+        for path in damaged.passed:
+            store_at(path.parent).pass_over(path, damaged.problem)
+
+    on_first(world, pass_all)
+    if world.rank == 0:
+        names = " and ".join(path.name for path in damaged.passed)
+        print(f"note: {damaged.problem}: going back to {damaged.path.name} (checkpoint.resume 'older'), and leaving "
+              f"{names} alone", file=sys.stderr)  # fmt: skip
 
 
 def check_best(run: RunDir, best_step: int | None, step: int, world: World) -> None:

@@ -22,12 +22,13 @@ from meseta.checkpoint.store.names import checkpoint_name
 from meseta.comm import World
 from meseta.comm.time_out import Patience
 from meseta.config import CheckpointConfig
+from meseta.config.row_bits import RowBits
 from meseta.embedding import EmbeddingBagCollection, ShardedEmbeddingBagCollection
 from meseta.machine.interruption import Interruption, Stopped
 from meseta.machine.ranks import num_local_ranks
 from meseta.machine.remote import Location
 from meseta.planner.cost.memory import copy_bytes
-from meseta.spec import MesetaError
+from meseta.spec import MesetaError, Plan
 from meseta.spec.blocks import BLOCK_BYTES, WRITES_IN_FLIGHT
 from meseta.spec.tiers import DISK
 from meseta.storage import TableStorage
@@ -64,8 +65,12 @@ class Saver:
         self._changes = ChangedRows(folder, world, config.deltas, config.max_chain)
         self._saved_shards: Sequence[TableStorage] = ()
         """Of the newest save."""
+        self._is_told = False
+        """Of tables that deltas hold whole; alike on ranks that have none."""
         self._former_step = 0
         """`saved_step` where the save in the background fails."""
+        self._restores = 0
+        """Times that rows have come back from codes."""
         self._rate = self._write_rate()
         self._copies_all: bool | None = None
         """Whether whole saves go on beside training."""
@@ -134,8 +139,13 @@ class Saver:
         self._saved_s, self._minutes_told = time.monotonic(), False
         shards = embeddings.shards
         self._tell_of_whole(shards)
-        base, rows = self._changes.take(self.saved_step, shards)
-        options = checkpoint.SaveOptions(carried=carried, base=base, rate=self._rate)
+        is_best = step == best_step and self._config.keep_best
+        exact = is_last or is_best or (self.stopping and self._config.on_signal == "exact")
+        bits = self._bits(embeddings.plan)
+        base, rows = self._changes.take(self.saved_step, shards, bits, whole=bool(bits) and exact)
+        bits = {} if exact else bits
+        options = checkpoint.SaveOptions(carried=carried, base=base, bits=bits, rate=self._rate)
+        state = {**state, **({"restores": self._restores} if self._restores else {})}
         known: dict[str, Any] = {"step": step, "plan": embeddings.plan, "state": state, "options": options}
         try:
             if not ends and self._is_in_background(shards, rows):
@@ -149,6 +159,16 @@ class Saver:
             return
         self._former_step, self.saved_step = self.saved_step, step
         self._saved_shards = shards
+
+    def take_up(self, state: Mapping[str, Any]) -> int:
+        """Go on from a checkpoint, of what `restore` returned; its step."""
+        self.saved_step, self._restores = state["step"], state["restores"]
+        return self.saved_step
+
+    def _bits(self, plan: Plan) -> dict[str, RowBits]:
+        """Of checkpoints that need not be exact, by table."""
+        bits = {entry.table: self._config.bits_of(entry.table, self._restores) for entry in plan.tables}
+        return {table: of_table for table, of_table in bits.items() if of_table is not None}
 
     def _save_now(
         self,
@@ -167,7 +187,10 @@ class Saver:
 
     def _tell_of_whole(self, shards: Sequence[TableStorage]) -> None:
         """Say once which tables deltas hold whole. Collective."""
-        if not self._saved_shards and (note := self._changes.note(shards)) and self._world.rank == 0:
+        if self._is_told:
+            return
+        self._is_told = True
+        if (note := self._changes.note(shards)) and self._world.rank == 0:
             self._notes.append(note)
 
     def _end_background(self) -> None:

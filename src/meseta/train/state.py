@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -10,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
 from meseta import checkpoint
+from meseta.checkpoint.manifest import QUANTISED
 from meseta.comm import World
 from meseta.comm.dense_shards import cut_like, is_cut, whole
 from meseta.data.batch import Batch
@@ -49,6 +51,7 @@ class _State(_Kept):
     reader: dict[str, Any]
     best: _Best | None = None
     evaluated: Count = 0
+    restores: Count = 0
     plateaus: dict[str, _Plateau] = {}
 
 
@@ -149,7 +152,7 @@ def restore(
     marks_since_whole: bool = False,
 ) -> dict[str, Any]:
     """Fill model and optimizer from a checkpoint, under any plan; returns its state with `step`, `dense`, `carried`
-    and, by table, the constants of the row `optimizers`.
+    and, by table, the constants of the row `optimizers`; `restores` counts this one where its rows were in codes.
 
     Without an optimizer, for a model that does not train on, its moments are left in the file. Rows are marked as
     `checkpoint.load` says. Raises MesetaError, on
@@ -160,8 +163,7 @@ def restore(
         shards = model.embeddings.shards
         loaded = checkpoint.load(path, world=world, shards=shards, marks_since_whole=marks_since_whole)
     except checkpoint.DamagedCheckpoint as problem:
-        offers = world.gather_objects(checkpoint.offer_older(problem, path) if world.rank == 0 else None)
-        raise offers[0] from None
+        raise world.from_first(partial(checkpoint.offer_older, problem, path)) from None
     _check_state(path, loaded.state)
     if optimizer is None:
         set_dense_part(model, loaded.dense)
@@ -176,7 +178,8 @@ def restore(
     embeddings.go_on_from(loaded.state["embedding_step"], counts)
     optimizers = {name: entry["optimizer"] for name, entry in loaded.manifest["tables"].items()}
     tensors = {"dense": loaded.dense, "carried": loaded.carried}
-    return {**loaded.state, **tensors, "step": loaded.step, "optimizers": optimizers}
+    restores = loaded.state.get("restores", 0) + (QUANTISED in loaded.manifest)
+    return {**loaded.state, **tensors, "step": loaded.step, "optimizers": optimizers, "restores": restores}
 
 
 def _check_state(path: Location, state: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import asdict, astuple
 from itertools import islice
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from meseta import checkpoint
-from meseta.checkpoint.manifest import read_manifest
+from meseta.checkpoint.older import OlderCheckpoint
 from meseta.checkpoint.store.names import checkpoint_path
 from meseta.comm import World
 from meseta.comm.dense_shards import sum_over_parts
@@ -35,12 +35,12 @@ from meseta.telemetry.lines import EvalLine, Line, TrainLine
 from meseta.telemetry.splits import TEST
 from meseta.telemetry.summary import SUMMARY_NAME, Best, Chosen, RunSummary, TeacherFigures, read_summary
 from meseta.telemetry.timeline import StepRange
+from meseta.train import resuming
 from meseta.train.decisions import Decisions, chosen_by_evaluations, is_evaluation_due
 from meseta.train.evaluate import check_segments, evaluate
 from meseta.train.outside.profile import Profiler, choose_steps
 from meseta.train.outside.tensorboard import TensorBoard
 from meseta.train.progress import TrainProgress
-from meseta.train.resuming import Over, check_best, check_model, check_resume, meet_changes, meet_layout, newest_of_run
 from meseta.train.run_dir import RunDir
 from meseta.train.running import RunningFigures, TrainingClock
 from meseta.train.saving import Saver
@@ -85,13 +85,13 @@ class Trainer:
         torch.manual_seed(config.seed)
         self._unlisted_before = Unlisted.count
         self.config = config = settle_dense_dtype(config, world)
-        self.world = world
-        self.run_dir = RunDir(config.run_dir, config.checkpoints)
+        self.world, self.run_dir = world, RunDir(config.run_dir, config.checkpoints)
         self.dataset = open_dataset(config, world)
         self.dataset.check_labels()
-        self._meet(newest_of_run(self.run_dir))
+        resuming.check_place(self.run_dir)
+        self._meet(checkpoint.newest(self.run_dir.checkpoints))
         self.reader = make_reader(self.config, self.dataset, "train", self.world)
-        self._read_from = self._seek()
+        self._read_from = resuming.seek(self.reader, self._met)
         self._trained_to = self.reader.position
         """Where the reader stands after the last batch that was trained; it may have read further."""
         self.step = 0
@@ -231,9 +231,9 @@ class Trainer:
         config, former, embeddings = self.config, self._former_optimizers, self.model.embeddings
         tables, plan = embeddings.tables, embeddings.plan
         if former is not None:
-            config = meet_changes(self.run_dir, config, former, tables, self._why_over())
+            config = resuming.meet_changes(self.run_dir, config, former, tables, self._why_over())
             if self._why_over() is None:
-                meet_layout(self.run_dir, plan)
+                resuming.meet_layout(self.run_dir, plan)
         self.run_dir.begin(config, self.dataset, plan.to_dict(), str(self.world.device))
         self.run_dir.forget_after(self.step, self.num_steps)
         if self.board is not None:
@@ -423,17 +423,6 @@ class Trainer:
             check_encoding(self.run_dir, self._met, self.dataset, self.world)
             check_rows(self.run_dir, self.dataset, self.world)
 
-    def _seek(self) -> dict[str, Any] | None:
-        """Let the reader begin where the checkpoint that is to be gone on with ended; returns that place. None where
-        there is no such checkpoint, or one that is refused when it is taken up."""
-        if self._met is None:
-            return None
-        with suppress(MesetaError, KeyError, TypeError):
-            place: dict[str, Any] = read_manifest(self._met)["reader"]
-            self.reader.set_state(place)
-            return place
-        return None
-
     def _resume(self) -> dict[str, Any] | None:
         """Take up the newest checkpoint, if there is one; returns the row optimizers that tables had there."""
         self.world.on_first(self.saver.fetch)
@@ -441,15 +430,20 @@ class Trainer:
         path = self.world.gather_objects(path)[0]
         if path is None:
             return None
-        check_resume(self.config, path)
-        if path != self._met:  # a mirror had it
+        resuming.check_resume(self.config, path)
+        if path != self._met:  # a mirror had it, or it is an older one
             self._meet(path)
-        state = restore(path, self.model, self.optimizer, self.world, marks_since_whole=self.saver.marks_since_whole)
-        check_model(self.run_dir, self.config, self.world)
-        self.step = self.saver.saved_step = state["step"]
+        since_whole = self.saver.marks_since_whole
+        try:
+            state = restore(path, self.model, self.optimizer, self.world, marks_since_whole=since_whole)
+        except OlderCheckpoint as damaged:
+            resuming.go_back(self.config, damaged, self.world)
+            return self._resume()
+        resuming.check_model(self.run_dir, self.config, self.world)
+        self.step = self.saver.take_up(state)
         self.num_samples = state["num_samples"]
         self.clock.train_s = state["train_s"]
-        if state["reader"] != self._read_from:  # a mirror had it, or it is refused here
+        if state["reader"] != self._read_from:  # another checkpoint than was met first, or it is refused here
             self._batches.close()
             self.reader.set_state(state["reader"])
             self._trained_to = self.reader.position
@@ -462,11 +456,11 @@ class Trainer:
         for line in self.world.from_first(lambda: self._evaluations(self.decisions.split, self.step)):
             self._decide(line)  # the one that ended the run which goes on from here
         if self.config.train.finish == "best":
-            check_best(self.run_dir, self.best.step, self.step, self.world)
+            resuming.check_best(self.run_dir, self.best.step, self.step, self.world)
         return dict(state["optimizers"])
 
-    def _why_over(self) -> Over | None:
-        return Over.of(self.config, self.step, self.num_steps, self.best)
+    def _why_over(self) -> resuming.Over | None:
+        return resuming.Over.of(self.config, self.step, self.num_steps, self.best)
 
     def _begin_to_read(self) -> Batches:
         """The batches of the run; where lookups are one update late, and one more."""

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from meseta.checkpoint.failures import broken_file, check_checksum, file_of, writing
 from meseta.checkpoint.files import digest
+from meseta.checkpoint.files.codes import StoredRows, coded_fields, decode_rows
 from meseta.checkpoint.files.layout import ID, BlockSchema
 from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.files.raw import read_whole, scratch, write_whole
@@ -50,22 +51,24 @@ def write_rows(
     schema: BlockSchema,
     first_row: int,
     ids: np.ndarray,
-    values: Values,
+    rows: StoredRows,
     rate: WriteRate | None = None,
 ) -> dict[str, Any]:
     """Write some rows of a block that begins at `first_row`: `ids`, uint32 [n] ascending, count from there. As
-    `write_block`; the checksum is over the ids too."""
-    columns = [values[column.name] for column in schema.columns]
-    content = _arrow_file(schema.rows_to_arrow(), schema, ids, columns)
+    `write_block`; the checksum is over the ids too, and the columns as they are stored."""
+    columns = [rows.values[column.name] for column in schema.columns]
+    content = _arrow_file(coded_fields(schema, rows.codes), schema, ids, columns)
     checksum = digest.of_arrays([ids, *columns])
-    return _write(root, path, content, rate, first_row=first_row, num_rows=len(ids), checksum=checksum)
+    entry = _write(root, path, content, rate, first_row=first_row, num_rows=len(ids), checksum=checksum)
+    return {**entry, "codes": rows.codes, "error": rows.errors} if rows.codes else entry
 
 
 def _write(root: Location, path: str, content: memoryview, rate: WriteRate | None, **known: Any) -> dict[str, Any]:
-    """Write what `scratch` holds; its entry in the manifest."""
+    """Write what `scratch` holds; its entry in the manifest, in the order that entries have always had."""
     with writing(root / path):
         write_whole(root / path, content, len(content), rate)
-    return {"path": path, "num_bytes": len(content), **known}
+    checksum = known.pop("checksum")
+    return {"path": path, **known, "num_bytes": len(content), "checksum": checksum}
 
 
 def sync_block(root: Location, path: str) -> None:
@@ -161,13 +164,13 @@ def read_rows(
 ) -> tuple[np.ndarray, Values]:
     """Some rows of a block of `block_rows`: ids, uint32 [n] ascending, and their values; checked, and kept, as those of
     `read_block` are."""
-    path = file_of(root, entry)
-    ids, values = _read(path, schema.rows_to_arrow(), schema, entry)
+    path, codes = file_of(root, entry), entry.get("codes") or {}
+    ids, values = _read(path, coded_fields(schema, codes), schema, entry)
     if not (ids[1:] > ids[:-1]).all() or ids[-1] >= block_rows:
         raise broken_file(path, f"must have ids that rise and are below {block_rows}, but its ids are others")
     checksum = digest.of_arrays([ids, *(values[column.name] for column in schema.columns)])
     check_checksum(path, entry["checksum"], checksum)
-    return ids, values
+    return ids, decode_rows(schema, values, codes)
 
 
 def _read(
@@ -182,7 +185,7 @@ def _read(
             batch = pa.ipc.read_record_batch(_batch_message(path, content), reader.schema)
         batch.validate()
         _check_num_rows(path, batch, entry["num_rows"], num_batches)
-        values = {c.name: _to_numpy(batch.column(c.name), schema.shape(c, batch.num_rows)) for c in schema.columns}
+        values = {column.name: _to_numpy(batch.column(column.name)) for column in schema.columns}
         return batch.column(ID).to_numpy(), values
     except MesetaError:
         raise
@@ -221,7 +224,8 @@ def _batch_message(path: Location, content: pa.Buffer) -> pa.Message:
 
 def _check_schema(path: Location, fields: pa.Schema, stored: pa.Schema) -> None:
     """Raise MesetaError unless names and types of the columns are those expected."""
-    if not stored.equals(fields):
+    is_coded = any(b"codes" in (field.metadata or {}) for field in fields)
+    if not stored.equals(fields, check_metadata=is_coded):
         expected, found = (", ".join(f"{f.name} {f.type}" for f in s) for s in (fields, stored))
         raise broken_file(path, f"must have the columns [{expected}], but has {shown(f'[{found}]')}")
 
@@ -235,6 +239,8 @@ def _check_num_rows(path: Location, batch: pa.RecordBatch, num_rows: int, num_ba
         raise broken_file(path, "must have a value everywhere, but some are missing")
 
 
-def _to_numpy(array: pa.Array, shape: tuple[int, ...]) -> np.ndarray:
+def _to_numpy(array: pa.Array) -> np.ndarray:
     """The values of a column as [rows, D] or [rows], without a copy."""
-    return (array.flatten() if pa.types.is_fixed_size_list(array.type) else array).to_numpy().reshape(shape)
+    if not pa.types.is_fixed_size_list(array.type):
+        return array.to_numpy()
+    return array.flatten().to_numpy().reshape(len(array), array.type.list_size)

@@ -4,7 +4,8 @@
     rows-00003.arrow of step 600      those that have changed by then
     rows-00003.arrow of step 700      ...; of a row that several files hold, the newest is the row
 
-The first file of a block holds all its rows. A checkpoint that is whole and exact has one file per block.
+The first file of a block holds all its rows; where they are quantised, its name begins with rows- too. A checkpoint
+that is whole and exact has one file per block.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from meseta.checkpoint.files.block import Values, read_block, read_rows
 from meseta.checkpoint.files.layout import BlockSchema
+from meseta.checkpoint.files.paths import is_block_path
 from meseta.machine.remote import Location
 from meseta.ops.memory import empty
 
@@ -45,7 +47,7 @@ def read_chain(
     They lie in memory that this thread's next call, or write, may use again, unless they are to be kept. Raises what
     `read_block` raises.
     """
-    values = read_block(root, schema, files[0])
+    values = _read_first(root, schema, files[0])
     if len(files) == 1 and not keep:
         return values
     num_rows = files[0]["num_rows"]
@@ -59,6 +61,13 @@ def read_chain(
         for name, value in some.items():
             block[name][ids] = value
     return block
+
+
+def _read_first(root: Location, schema: BlockSchema, entry: Entry) -> Values:
+    """All rows of a block, of a file that holds them as they are or in codes."""
+    if is_block_path(entry["path"]):
+        return read_block(root, schema, entry)
+    return read_rows(root, schema, entry, entry["num_rows"])[1]  # so many ids that rise are all
 
 
 def room(shape: tuple[int, ...], stored: str) -> np.ndarray:

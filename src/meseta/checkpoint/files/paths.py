@@ -62,6 +62,12 @@ def split_path(path: str) -> tuple[str | None, str]:
     return folder, inner
 
 
+def folder_step(folder: str) -> int | None:
+    """Of the checkpoint in a folder of this name; None where none that stays is called so."""
+    name = NAME.fullmatch(folder)
+    return None if name is None or name["old"] else int(name["step"])
+
+
 def step_of(entry: Mapping[str, Any], step: int) -> int:
     """Of the checkpoint that has written a file, in the manifest of one of `step`."""
     folder, _ = split_path(entry["path"])

@@ -7,6 +7,8 @@ Three kinds of names lie in it:
     .tmp-...                work in progress, or being deleted; never read, removed by the next save
     .old-step-000000500     the former checkpoint of a step, while a new one of the same step takes its place
 
+One with passed-over.txt in it is none any more either (names.PASSED_OVER), and is left as it is.
+
 Whatever else lies there is somebody else's and stays as it is.
 """
 
@@ -24,9 +26,10 @@ from typing import Any
 from meseta.checkpoint.files.paths import NAME
 from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.manifest import MANIFEST_PATH, write_manifest
-from meseta.checkpoint.store.names import checkpoint_name, named_step
+from meseta.checkpoint.store.names import PASSED_OVER, checkpoint_name, named_step
 from meseta.checkpoint.store.needs import needed_files
 from meseta.machine.files import move, sync
+from meseta.machine.locks import try_lock
 from meseta.spec import MesetaError
 
 _TEMPORARY, _OLD = ".tmp-", ".old-"
@@ -47,11 +50,30 @@ class DirectoryStore:
         """Where a checkpoint grows before its commit."""
         return self.parent / f"{_TEMPORARY}{checkpoint_name(step)}"
 
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other processes from writing a checkpoint here, but where the file system has no locks. Raises
+        MesetaError where one does so now."""
+        self._make()
+        descriptor = os.open(self.parent, os.O_RDONLY)
+        try:
+            if not try_lock(descriptor):
+                raise MesetaError(
+                    f"checkpoint {str(self.parent)!r}: another process writes a checkpoint there now; one run at a "
+                    "time may, so stop it, or choose another directory"
+                )
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _make(self) -> None:
+        if not self.parent.is_dir():
+            self.parent.mkdir(parents=True, exist_ok=True)  # another process may make it too
+            sync(self.parent.parent)
+
     def begin(self, step: int, folders: Sequence[str]) -> Path:
         """Clean up after killed runs and make a fresh temporary directory with `folders` in it."""
-        if not self.parent.is_dir():
-            self.parent.mkdir(parents=True)
-            sync(self.parent.parent)
+        self._make()
         growing = self.growing(step)
         for path in (self.parent / checkpoint_name(step), growing):
             if path.is_symlink() or (path.exists() and not path.is_dir()):
@@ -161,14 +183,27 @@ class DirectoryStore:
                 self.discard(path)
 
     def named(self) -> list[Path]:
-        """Directories named as checkpoints, by rising step; a former one only while nothing has taken its place."""
+        """Directories named as checkpoints, by rising step; a former one only while nothing has taken its place, and
+        none that was passed over."""
         paths = [
             path
             for path in self._checkpoints()
             if not _is_pruned(path)
+            and not _is_passed_over(path)
             and not (path.name.startswith(_OLD) and path.with_name(path.name.removeprefix(_OLD)).exists())
         ]
         return sorted(paths, key=lambda path: (named_step(path), path))
+
+    def pass_over(self, path: Path, why: str) -> None:
+        """Let a damaged checkpoint be none any more, with all that it has, until a new one takes its place."""
+        with (path / PASSED_OVER).open("x") as file:
+            file.write(f"{why}\n")
+        sync(path / PASSED_OVER)
+        sync(path)
+
+    def passed_over(self) -> list[Path]:
+        """Those, by name."""
+        return sorted(path for path in self._checkpoints() if _is_passed_over(path))
 
     def strangers(self) -> list[Path]:
         """What lies here beside checkpoints and what becomes of them: it is never read, moved or deleted."""
@@ -184,6 +219,10 @@ class DirectoryStore:
     def _unfinished(self) -> list[Path]:
         there = self.parent.iterdir() if self.parent.is_dir() else ()
         return [path for path in there if _UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
+
+
+def _is_passed_over(path: Path) -> bool:
+    return os.path.lexists(path / PASSED_OVER)
 
 
 def _is_pruned(path: Path) -> bool:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from meseta.machine.remote import Location
 
+PASSED_OVER = "passed-over.txt"
+"""In the folder of a checkpoint that is damaged, or needs a file that is, and that a run has gone back behind: it is
+taken up, counted and deleted no more, until a new one of its step takes its place. Says why."""
+
 
 def checkpoint_path(parent: Location, step: int) -> Location:
     """Where the checkpoint of a step is, for example 'checkpoints/step-000000500'."""

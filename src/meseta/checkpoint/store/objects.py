@@ -16,7 +16,7 @@ from meseta.checkpoint.files.paths import NAME
 from meseta.checkpoint.files.rate import WriteRate
 from meseta.checkpoint.files.tensors import DENSE_PATH
 from meseta.checkpoint.manifest import MANIFEST_PATH, own_entries, write_manifest
-from meseta.checkpoint.store.names import checkpoint_name, named_step
+from meseta.checkpoint.store.names import PASSED_OVER, checkpoint_name, named_step
 from meseta.checkpoint.store.needs import needed_files
 from meseta.machine.remote import RemotePath
 
@@ -36,10 +36,16 @@ class ObjectStore:
     def begin(self, step: int, folders: Sequence[str]) -> RemotePath:
         """Clean up after killed runs; raises MesetaError where a checkpoint of this step is there."""
         growing = self.growing(step)
+        if (growing / PASSED_OVER).exists():
+            self.discard(growing)
         if (growing / MANIFEST_PATH).exists():
             raise taken(growing)
         self.collect()
         return growing
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Files are made only where there are none: of two who write a checkpoint, the second is refused."""
+        return nullcontext()
 
     def check_shared(self, growing: RemotePath) -> None:
         """Every rank writes to the same URL."""
@@ -82,8 +88,17 @@ class ObjectStore:
         self.parent.drop_uploads()
 
     def named(self) -> list[RemotePath]:
-        """Folders named as checkpoints that have a manifest, by rising step."""
-        return [path for path in self._folders() if (path / MANIFEST_PATH).exists()]
+        """Folders named as checkpoints that have a manifest, by rising step; none that was passed over."""
+        checkpoints = [path for path in self._folders() if (path / MANIFEST_PATH).exists()]
+        return [path for path in checkpoints if not (path / PASSED_OVER).exists()]
+
+    def pass_over(self, path: RemotePath, why: str) -> None:
+        """Let a damaged checkpoint be none any more, with all that it has, until a new one takes its place."""
+        (path / PASSED_OVER).create(f"{why}\n".encode())
+
+    def passed_over(self) -> list[RemotePath]:
+        """Those, by rising step."""
+        return [path for path in self._folders() if (path / PASSED_OVER).exists()]
 
     def strangers(self) -> list[RemotePath]:
         """None are told of: a store may hold anything beside."""
@@ -95,6 +110,7 @@ class ObjectStore:
         self.parent.drop_uploads()
         paths = self._folders()
         files = {path: {path / inner for inner in path.files()} for path in paths}
+        paths = [path for path in paths if path / PASSED_OVER not in files[path]]  # others are left alone
         checkpoints = [path for path in paths if path / MANIFEST_PATH in files[path]]
         needed = needed_files(checkpoints)
         if needed is None:

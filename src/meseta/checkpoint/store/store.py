@@ -35,6 +35,9 @@ class CheckpointStore(Protocol):
     def begin(self, step: int, folders: Sequence[str]) -> Any:
         """Clean up after killed runs, and make room for a checkpoint, with `folders` in it; returns `growing`."""
 
+    def alone(self) -> AbstractContextManager[None]:
+        """Keep other processes from writing a checkpoint here. Raises MesetaError where one does so now."""
+
     def check_shared(self, growing: Any) -> None:
         """Raise MesetaError where this rank does not see what rank 0 has begun."""
 
@@ -61,6 +64,12 @@ class CheckpointStore(Protocol):
 
     def named(self) -> list[Any]:
         """What is named as a checkpoint and may be one, by rising step."""
+
+    def pass_over(self, path: Any, why: str) -> None:
+        """Let a damaged checkpoint be none any more, with all that it has, until a new one takes its place."""
+
+    def passed_over(self) -> list[Any]:
+        """Those, by rising step."""
 
     def strangers(self) -> list[Any]:
         """What is known to lie there beside them."""

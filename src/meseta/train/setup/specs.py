@@ -18,9 +18,11 @@ COUPLED = tuple(name for name, used in USED_FIELDS.items() if "weight_decay_mode
 def make_specs(config: RunConfig, dataset: Dataset) -> tuple[list[TableSpec], list[FeatureSpec]]:
     """One table and one feature per sparse column, with the settings of `embedding` and `embedding.tables`."""
     known = [column.name for column in dataset.sparse]
-    for name in config.embedding.tables:
-        if name not in known:
-            raise MesetaError(f"config: embedding.tables names {name!r}, which the data lack; {nearest(name, known)}")
+    for section, settings in (("embedding", config.embedding.tables), ("checkpoint", config.checkpoint.tables)):
+        for name in settings:
+            if name not in known:
+                way_out = nearest(name, known)
+                raise MesetaError(f"config: {section}.tables names {name!r}, which the data lack; {way_out}")
     dim = wanted_embedding_dim(config.model)
     tables, features = [], []
     for column in dataset.sparse:

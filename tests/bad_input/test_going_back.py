@@ -1,0 +1,188 @@
+"""A run whose newest checkpoints are damaged, or need a file that is, goes back by itself where checkpoint.resume is
+'older', and ends as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from bad_input.commands import run_here, tree
+from meseta.checkpoint import latest, list_checkpoints, newest, verify
+from meseta.checkpoint.store.names import PASSED_OVER, checkpoint_path
+from meseta.checkpoint.store.store import store_at
+from small_run import final_checksum, metrics, settings, train, without_times, write_config
+
+EVERY_2: dict[str, Any] = {
+    "checkpoint__every_steps": 2,
+    "checkpoint__keep_last": 20,
+    "checkpoint__deltas": "consecutive",
+    "checkpoint__max_chain": 9,
+}
+OLDER = {**EVERY_2, "checkpoint__resume": "older"}
+ROWS = "tables/user/rows-00000.arrow"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
+    """A finished run of 14 steps: a whole checkpoint of step 2, and a delta each two steps, on the one before."""
+    folder = tmp_path_factory.mktemp("trained")
+    train(settings(tiny, folder / "run", **EVERY_2))
+    return folder / "run"
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def step_path(run: Path, step: int) -> Path:
+    return checkpoint_path(run / "checkpoints", step)
+
+
+def config(run: Path, tiny: Path, **changes: Any) -> Path:
+    return write_config(run.parent / "c.yaml", settings(tiny, run, **changes))
+
+
+def test_the_offer_names_all_that_need_the_file(tiny: Path, trained: Path, run: Path) -> None:
+    """`auto` stops, and its command works."""
+    flip(step_path(run, 10) / ROWS)
+    before = tree(run)
+    ended = run_here("train", config(run, tiny, **EVERY_2))
+    [line] = ended.err.splitlines()
+    assert ended.code == 1 and line.startswith(f"error: checkpoint file '{step_path(run, 10) / ROWS}' must have the ch")
+    newest = step_path(run, 14)
+    assert line.endswith(
+        f"'{step_path(run, 8)}' is whole, and the same command takes it after `mv {newest} {newest}.damaged`, and "
+        "likewise of 'step-000000012' and 'step-000000010'"
+    )
+    assert tree(run) == before
+    for step in (10, 12, 14):
+        os.rename(step_path(run, step), f"{step_path(run, step)}.damaged")
+    ended = run_here("train", config(run, tiny, **EVERY_2))
+    assert ended.code == 0 and "going on from step 8" in ended.err
+    assert final_checksum(run) == final_checksum(trained)
+
+
+def test_what_does_not_need_the_file_is_newest(tiny: Path, run: Path) -> None:
+    flip(step_path(run, 14) / ROWS)
+    ended = run_here("eval", run)
+    assert ended.code == 1 and f"'{step_path(run, 12)}' is whole" in ended.err and "likewise" not in ended.err
+
+
+@pytest.mark.parametrize("harm", ["content", "missing", "cut", "manifests", "another's"])
+def test_it_goes_back_and_ends_with_the_same_bits(tiny: Path, trained: Path, run: Path, harm: str) -> None:
+    """Each save replaces the damaged one of its step."""
+    file = step_path(run, 10) / ROWS
+    if harm == "content":
+        flip(file)
+    elif harm == "missing":
+        file.unlink()
+    elif harm == "cut":
+        os.truncate(file, 100)
+    elif harm == "another's":
+        shutil.copy(step_path(run, 8) / ROWS, file)
+    else:
+        flip(step_path(run, 14) / "manifest.json")
+        (step_path(run, 12) / "manifest.json").unlink()
+        shutil.copy(step_path(run, 8) / "manifest.json", step_path(run, 10) / "manifest.json")
+    ended = run_here("train", config(run, tiny, **OLDER))
+    assert ended.code == 0, ended.err
+    [note] = [line for line in ended.err.splitlines() if line.startswith("note: ")]
+    assert note.endswith(
+        ": going back to step-000000008 (checkpoint.resume 'older'), and leaving step-000000014 and step-000000012 and "
+        "step-000000010 alone"
+    )
+    assert "going on from step 8," in ended.err
+    assert final_checksum(run) == final_checksum(trained)
+    assert without_times(metrics(run)) == without_times(metrics(trained))
+    assert not list(run.rglob(PASSED_OVER))
+    assert [listed.problem for listed in list_checkpoints(run)] == [""] * 7
+
+
+def test_what_was_passed_over_is_neither_taken_nor_counted_nor_deleted(tiny: Path, run: Path) -> None:
+    """Runs that save at other steps: damaged ones of steps 10 and 14 stay, although the file that they lack is back."""
+    file = step_path(run, 10) / ROWS
+    content = file.read_bytes()
+    flip(file)
+    changes = {**OLDER, "checkpoint__every_steps": 3, "checkpoint__keep_last": 2}
+    ended = run_here("train", config(run, tiny, **changes, train__max_steps=11))
+    assert ended.code == 0, ended.err
+    file.write_bytes(content)
+    assert newest(run / "checkpoints") == latest(run / "checkpoints") == step_path(run, 11)
+    assert [listed.path.name[-2:] for listed in list_checkpoints(run)] == ["09", "11"]
+    assert [metric["step"] for metric in metrics(run) if metric["kind"] == "train"] == [4, 8, 11]
+    before = {step: tree(step_path(run, step)) for step in (10, 14)}
+    assert all("must have the checksum" in str(tree[PASSED_OVER]) for tree in before.values())
+    listed = run_here("checkpoint", "list", run)
+    assert listed.code == 0 and listed.out.count("passed over: it was damaged, and the run has gone back behind") == 3
+
+    changes |= {"checkpoint__resume": "auto", "checkpoint__deltas": "rolling"}
+    ended = run_here("train", config(run, tiny, **changes))
+    assert ended.code == 0 and "going on from step 11," in ended.err and "note: " not in ended.err
+    assert [listed.path.name[-2:] for listed in list_checkpoints(run)] == ["12", "14"]
+    assert tree(step_path(run, 10)) == before[10]
+    for step in (12, 14):  # saved anew
+        assert not (step_path(run, step) / PASSED_OVER).exists()
+        verify(step_path(run, step))
+
+
+def test_none_is_whole(tiny: Path, run: Path) -> None:
+    """'older' then stops as 'auto' does, and marks nothing."""
+    flip(step_path(run, 2) / "tables/user/block-00000.arrow")
+    before = tree(run)
+    ended = run_here("train", config(run, tiny, **OLDER))
+    assert ended.code == 1 and ended.err.splitlines()[-1].endswith("no older one beside it is whole")
+    assert tree(run) == before
+
+
+def test_going_back_is_refused_where_it_cannot_be_told(tiny: Path, run: Path) -> None:
+    """A stranger's link in the place of the mark leads nowhere: nothing is written through it."""
+    flip(step_path(run, 14) / ROWS)
+    (step_path(run, 14) / PASSED_OVER).symlink_to(run.parent / "elsewhere")
+    ended = run_here("train", config(run, tiny, **OLDER))
+    assert ended.code == 0 and "going on from step 12" in ended.err and "note: " not in ended.err
+    assert not (run.parent / "elsewhere").exists()
+
+
+def test_killed_while_it_goes_back(tiny: Path, trained: Path, run: Path) -> None:
+    """Some are marked, and others not yet."""
+    flip(step_path(run, 10) / ROWS)
+    (step_path(run, 14) / PASSED_OVER).write_text("")
+    ended = run_here("train", config(run, tiny, **OLDER))
+    assert ended.code == 0 and re.search("leaving step-000000012 and step-000000010 alone", ended.err)
+    assert final_checksum(run) == final_checksum(trained)
+
+
+def test_at_a_url(tiny: Path, trained: Path, tmp_path: Path) -> None:
+    """Nothing can be renamed there: the offer is the key, and what was passed over stays until its step is saved."""
+    url = f"memory://going-back-{tmp_path.name}"
+    run, store = tmp_path / "run", fsspec.filesystem("memory")
+    assert run_here("train", config(run, tiny, **EVERY_2, checkpoint__dir=url)).code == 0
+    name = f"{url}/step-000000010/{ROWS}"
+    content = bytearray(store.cat_file(name))
+    content[len(content) // 2] ^= 1
+    store.pipe_file(name, bytes(content))
+    ended = run_here("train", config(run, tiny, **EVERY_2, checkpoint__dir=url))
+    assert ended.code == 1
+    assert ended.errors[0].endswith("is whole, and the same command takes it with checkpoint.resume=older")
+    stopped = {**OLDER, "checkpoint__dir": url, "train__max_steps": 9}
+    ended = run_here("train", config(run, tiny, **stopped))
+    assert ended.code == 0 and "going back to step-000000008" in ended.err, ended
+    assert [path.name[-2:] for path in store_at(url).named()] == ["02", "04", "06", "08", "09"]
+    assert bytes(store.cat_file(name)) == content
+    ended = run_here("train", config(run, tiny, **OLDER, checkpoint__dir=url))
+    assert ended.code == 0 and "going on from step 9," in ended.err, ended
+    assert verify(f"{url}/step-000000014") == final_checksum(trained)
+    assert store_at(url).passed_over() == []

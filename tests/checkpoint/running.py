@@ -1,0 +1,187 @@
+"""A run that saves time and again through `meseta.train.saving.Saver`, its ranks threads of this process; and a disk
+that fails at a chosen moment."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+
+from checkpoint.simulated import Tables, ThreadWorld, assert_holds, blank, pieces, random_tables, returned
+from meseta.checkpoint import load
+from meseta.comm import World
+from meseta.config import CheckpointConfig
+from meseta.spec import OptimizerSpec, Plan, TableSpec
+from meseta.storage import TableShard
+from meseta.train.saving import Saver
+
+T = TypeVar("T")
+NAMES = (("user", 203, 40, "adam"), ("item/..", 97, 16, "rowwise_adagrad"), ("..", 1, 1, "sgd"))
+SPECS = [
+    TableSpec(name=name, num_embeddings=rows, embedding_dim=dim, optimizer=OptimizerSpec(name=optimizer))
+    for name, rows, dim, optimizer in NAMES
+]
+"""Two tables of several blocks, of names that are none of files, and one of a single number."""
+
+
+class Run:
+    """What it holds after each step is known: `history` has it by step."""
+
+    def __init__(self, folder: Path, plan: Plan, seed: int = 0, **settings: Any) -> None:
+        self.folder, self.plan, self.settings = folder, plan, settings
+        self.tables = random_tables(SPECS, seed)
+        self.history: dict[int, Tables] = {}
+        self._begin(self.tables)
+
+    def _begin(self, tables: Tables) -> None:
+        size = self.plan.num_ranks
+        slots: list[Any] = [None] * size
+        gate = threading.Barrier(size, timeout=20)
+        device = torch.device("cpu")
+        shared: dict[str, Any] = {"size": size, "device": device, "slots": slots, "gate": gate}
+        self.worlds: list[World] = [ThreadWorld(rank=rank, **shared) for rank in range(size)]
+        config = CheckpointConfig(background="never", **self.settings)
+        self.savers = [Saver(config, self.folder, world) for world in self.worlds]
+        self.pieces = [pieces(SPECS, self.plan, rank, tables) for rank in range(size)]
+
+    def on_ranks(self, action: Callable[[int], T]) -> list[T | Exception]:
+        """What it returns or raises on each rank."""
+
+        def guarded(rank: int) -> T | Exception:
+            try:
+                return action(rank)
+            except Exception as error:
+                return error
+
+        if len(self.worlds) == 1:
+            return [guarded(0)]  # where a stand-in for a kill may leave the test
+        with ThreadPoolExecutor(len(self.worlds)) as pool:
+            return list(pool.map(guarded, range(len(self.worlds))))
+
+    def train(self, seed: int) -> None:
+        """Other bits in some rows, of some tables all and of others none, which the pieces mark."""
+        draw, other = random.Random(seed), random_tables(SPECS, seed)
+        for spec in SPECS:
+            share = draw.choice([0.0, 0.02, 0.3, 1.0])
+            rows = torch.tensor([row for row in range(spec.num_embeddings) if draw.random() < share], dtype=torch.int64)
+            values = self.tables[spec.name]
+            self.tables[spec.name] = {
+                name: value.index_copy(0, rows, other[spec.name][name][rows]) for name, value in values.items()
+            }
+            for piece in (piece for held in self.pieces for piece in held if piece.spec.name == spec.name):
+                self._write(piece, rows)
+
+    def _write(self, piece: TableShard, rows: torch.Tensor) -> None:
+        first, stop = piece.shard.rows
+        here = rows[(rows >= first) & (rows < stop)]
+        for name, target in piece.values.items():
+            value = self.tables[piece.spec.name][name][here]
+            target[here - first] = value[:, slice(*piece.shard.columns)] if value.dim() == 2 else value
+        piece.marks.add(here - first)
+
+    def save(self, step: int, best_step: int | None = None) -> list[Exception | None]:
+        """What it raises on each rank, or None."""
+        self.history[step] = self.tables.copy()
+
+        def save(rank: int) -> None:
+            embeddings = SimpleNamespace(shards=self.pieces[rank], plan=self.plan)
+            state = {"reader": {"row": step}}
+            self.savers[rank].save(step, embeddings, dense_of(step), state, best_step, is_last=False)  # type: ignore[arg-type]
+
+        return self.on_ranks(save)
+
+    def resume(self, path: Path, plan: Plan | None = None) -> None:
+        """Another process goes on from a checkpoint, which has what the run had at its step."""
+        self.plan = plan or self.plan
+        self._begin(random_tables(SPECS, seed=987_654_321))
+        since_whole = self.savers[0].marks_since_whole
+
+        def resume(rank: int) -> int:
+            loaded = load(path, world=self.worlds[rank], shards=self.pieces[rank], marks_since_whole=since_whole)
+            self.savers[rank].saved_step = loaded.step
+            assert torch.equal(loaded.dense["bias"], dense_of(loaded.step)["bias"])
+            return loaded.step
+
+        [step] = set(returned(self.on_ranks(resume)))
+        self.tables = self.history[step].copy()
+        for held in self.pieces:
+            assert_holds(held, self.tables)
+
+
+def dense_of(step: int) -> dict[str, torch.Tensor]:
+    return {"bias": torch.arange(4.0) + step}
+
+
+def loads(path: Path, plan: Plan) -> list[tuple[int, list[TableShard]] | Exception]:
+    """What each rank of a plan makes of a checkpoint: its step and the shards, or an error."""
+    run = Run(path.parent, plan)
+
+    def loaded(rank: int) -> tuple[int, list[TableShard]]:
+        shards = blank(SPECS, plan, rank)
+        return load(path, world=run.worlds[rank], shards=shards).step, shards
+
+    return run.on_ranks(loaded)
+
+
+def holds(results: Sequence[tuple[int, list[TableShard]] | Exception], history: dict[int, Tables]) -> int:
+    """The step of what was loaded, on all ranks the bits that the run had then; raises the first error."""
+    found = returned(results)
+    for step, shards in found:
+        assert_holds(shards, history[step])
+    [step] = {step for step, _ in found}
+    return step
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing that the process does afterwards reaches the disk."""
+
+
+class Fuse:
+    """Lets `left` changes of the file system happen and refuses later ones: all, or so many."""
+
+    def __init__(self) -> None:
+        self.left: int | None = None
+        self.burnt = False
+        self._raises: Callable[[], BaseException] = Killed
+        self._num_refused = 0
+        self._lock = threading.Lock()
+
+    def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """To be called by the interpreter."""
+        if self.left is None or event not in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir"):
+            return
+        is_kill = self._raises is Killed
+        if event == "open" and not is_kill and not int(arguments[2] or 0) & 0o3:  # O_WRONLY or O_RDWR
+            return
+        with self._lock:
+            self.burnt = self.burnt or self.left == 0
+            if not self.burnt:
+                self.left -= 1
+                return
+            if self._num_refused == 0:
+                return
+            self._num_refused -= 1
+        raise self._raises()
+
+    @contextmanager
+    def lit(
+        self, left: int, raises: Callable[[], BaseException] = Killed, num_refused: int = 1 << 62
+    ) -> Iterator[None]:
+        self.burnt, self._raises, self._num_refused = False, raises, num_refused
+        self.left = left
+        try:
+            yield
+        finally:
+            self.left = None
+
+
+FUSE = Fuse()
+sys.addaudithook(FUSE.hook)

@@ -1,0 +1,137 @@
+"""Columns in fewer bits: the stated error is a bound, restored values lead back to their codes, numpy reads them."""
+
+from __future__ import annotations
+
+import runpy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from meseta.checkpoint.files.codes import decode, encode, formats_of
+from meseta.checkpoint.files.layout import BlockSchema, Column
+from meseta.config.row_bits import WIDTHS, RowBits, bits_for
+from meseta.storage import as_stored
+from source_tree import ROOT
+
+restore = runpy.run_path(str(ROOT / "examples/02_read_checkpoint.py"))["restore"]
+TYPES = ("float32", "float16", "bfloat16")
+NAN, INF, TINY, HUGE = float("nan"), float("inf"), float(np.finfo(np.float32).smallest_subnormal), 3.4e38
+EDGES = (0.0, -0.0, TINY, -TINY, 2.0**-126, 2.0**-25, 1 / 3, 2049.0, 32768.0, 65504.0, -65504.0)
+
+
+def values_of(seed: int, shape: tuple[int, int], dtype: str, size: float, kind: str, rogue: float | None) -> np.ndarray:
+    """As a file would hold them: normal rows, equal ones, numbers at the edges of types; one of them `rogue`."""
+    random = np.random.default_rng(seed)
+    values = random.normal(size=shape) * size
+    if kind == "constant":
+        values[:] = values[:, :1]
+    elif kind == "edges":
+        values = random.choice(EDGES, shape)
+    if rogue is not None:
+        values[random.integers(shape[0]), random.integers(shape[1])] = rogue
+    return as_stored(torch.from_numpy(values).to(getattr(torch, dtype))).numpy()
+
+
+def schema_of(dtype: str, dim: int) -> BlockSchema:
+    columns = [Column("row", "element", dtype), Column("moment", "element", dtype), Column("sum", "row", "float32")]
+    return BlockSchema(embedding_dim=dim, columns=tuple(columns))
+
+
+def as_float64(stored: np.ndarray, dtype: str) -> np.ndarray:
+    """The numbers that a file's values mean, without torch."""
+    if dtype == "bfloat16":
+        stored = (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.astype(np.float64)
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    shape=st.tuples(st.sampled_from([1, 2, 37]), st.sampled_from([1, 3, 8, 17, 64])),
+    dtype=st.sampled_from(TYPES),
+    size=st.sampled_from([1e-42, 1e-3, 1.0, 3e4]),
+    kind=st.sampled_from(["normal", "constant", "edges"]),
+    rogue=st.sampled_from([None, None, TINY, 1e5, HUGE, NAN, INF, -INF]),
+    bits=st.sampled_from(WIDTHS),
+    name=st.sampled_from(["row", "moment"]),
+)
+@example(0, (2, 64), "float32", 1.0, "normal", HUGE, 8, "moment")  # bf16 would make an infinity of it
+def test_the_error_is_a_bound_and_a_second_save_has_the_same_bytes(
+    seed: int, shape: tuple[int, int], dtype: str, size: float, kind: str, rogue: float | None, bits: RowBits, name: str
+) -> None:
+    schema = schema_of(dtype, shape[1])
+    column = next(c for c in schema.columns if c.name == name)
+    values = values_of(seed, shape, dtype, size, kind, rogue)
+    stored = encode(schema, column, values, bits)
+    if stored.codes is None:
+        assert stored.error == 0
+        assert stored.values.tobytes() == values.tobytes()
+        numbers = as_float64(values, dtype)
+        assert not formats_of(schema, column, bits) or np.abs(numbers).max() > 2.0**15 or not np.isfinite(numbers).all()
+        return
+    assert stored.codes in formats_of(schema, column, bits)
+    assert stored.values.nbytes < values.nbytes
+    restored = decode(schema, column, stored.values, stored.codes)
+    assert (restored.dtype, restored.shape) == (values.dtype, values.shape)
+    difference = np.abs(as_float64(values, dtype) - as_float64(restored, dtype)).max()
+    assert difference <= stored.error <= difference * (1 + 1e-15)
+    expected = restore(stored.values, stored.codes, shape[1]).astype(np.float64)
+    np.testing.assert_array_equal(as_float64(restored, dtype), expected)
+    again = encode(schema, column, restored, bits)
+    if stored.codes == formats_of(schema, column, bits)[0]:
+        assert (again.codes, again.error) == (stored.codes, 0)
+        assert again.values.tobytes() == stored.values.tobytes()
+
+
+def test_wider_codes_hold_what_narrower_ones_restored() -> None:
+    schema = schema_of("float32", 64)
+    row, values = schema.columns[0], values_of(1, (100, 64), "float32", 0.1, "normal", None)
+    for bits in reversed(WIDTHS):
+        stored = encode(schema, row, values, 2)
+        restored = decode(schema, row, stored.values, stored.codes)
+        assert encode(schema, row, restored, bits).error == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "dim", "bits", "expected"),
+    [
+        ("row", "float32", 64, 8, ("int8",)),
+        ("row", "float32", 64, 3, ("int3", "int8")),
+        ("row", "float32", 2, 4, ("int4",)),  # int8 has two scales of 4 bytes
+        ("row", "float32", 1, 2, ()),
+        ("row", "bfloat16", 8, 8, ()),
+        ("row", "bfloat16", 8, 2, ("int2",)),
+        ("row", "float64", 64, 2, ()),
+        ("moment", "float32", 64, 2, ("bf16",)),
+        ("moment", "float16", 64, 2, ()),
+        ("sum", "float32", 64, 2, ()),
+    ],
+)
+def test_what_a_column_may_be_stored_in(
+    name: str, dtype: str, dim: int, bits: RowBits, expected: tuple[str, ...]
+) -> None:
+    schema = schema_of(dtype, dim)
+    column = next(c for c in schema.columns if c.name == name)
+    assert formats_of(schema, column, bits) == expected
+
+
+@pytest.mark.parametrize(("rogue", "expected"), [(1e5, "int8"), (HUGE, None), (NAN, None), (INF, None)])
+def test_values_beyond_a_width_take_wider_codes_or_none(rogue: float, expected: str | None) -> None:
+    schema = schema_of("float32", 64)
+    values = values_of(3, (5, 64), "float32", 1.0, "normal", rogue)
+    assert encode(schema, schema.columns[0], values, 4).codes == expected
+
+
+def test_small_second_moments_stay() -> None:
+    """A linear scale of 8 bits would make zeros of them, and the next step would be divided by those."""
+    schema = schema_of("float32", 4)
+    moments = np.array([[1e-2, 1e-9, 1e-12, 0.0]], np.float32)
+    stored = encode(schema, schema.columns[1], moments, 8)
+    restored = decode(schema, schema.columns[1], stored.values, stored.codes)
+    np.testing.assert_allclose(restored, moments, rtol=2**-8, atol=0)
+
+
+def test_bits_for_restores() -> None:
+    assert [bits_for(n) for n in (0, 1, 2, 3, 4, 20, 21, 10**6)] == [2, 2, 3, 3, 4, 4, 8, 8]

@@ -1,0 +1,133 @@
+"""Runs with rows in codes in their checkpoints: training does not see them, unless it is taken up from one."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meseta.checkpoint import compare, latest, summarize
+from meseta.checkpoint.files.chain import blocks_of, read_chain
+from meseta.checkpoint.files.layout import BlockSchema
+from meseta.checkpoint.manifest import read_manifest
+from meseta.comm import World
+from meseta.config import RunConfig
+from meseta.machine.interruption import Stopped
+from meseta.train.trainer import Trainer
+from small_run import final_checksum, metrics, settings, train, without_times
+
+STEPS = {"train__epochs": 2, "checkpoint__every_steps": 4, "checkpoint__keep_last": 99, "train__max_steps": 18}
+
+
+def checkpoint_of(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step-{step:09d}"
+
+
+def forms(run_dir: Path, step: int) -> set[str]:
+    """What the rows of the checkpoint's own files are in."""
+    tables = read_manifest(checkpoint_of(run_dir, step))["tables"].values()
+    own = [file for table in tables for file in table["blocks"] if not file["path"].startswith("../")]
+    return {file.get("codes", {}).get("row", "exact") for file in own}
+
+
+def values_of(path: Path, table: str) -> dict[str, np.ndarray]:
+    """All of one, exact types."""
+    entry = read_manifest(path)["tables"][table]
+    schema = BlockSchema.from_dict(entry)
+    parts = [read_chain(path, schema, files, keep=True) for files in blocks_of(entry)]
+    return {column.name: np.concatenate([part[column.name] for part in parts]) for column in schema.columns}
+
+
+def stop_before(document: dict[str, Any], step: int) -> None:
+    """Train, and lose what was saved at the end: as if the run were killed behind its last checkpoint but one."""
+    train({**document, "train": {**document["train"], "max_steps": step}})
+    shutil.rmtree(checkpoint_of(Path(document["run_dir"]), step))
+
+
+@pytest.mark.parametrize("deltas", ["none", "consecutive"])
+def test_training_does_not_see_codes(tiny: Path, tmp_path: Path, deltas: str) -> None:
+    train(settings(tiny, tmp_path / "exact", **STEPS))
+    train(settings(tiny, tmp_path / "coded", checkpoint__bits=2, checkpoint__deltas=deltas, **STEPS))
+    assert final_checksum(tmp_path / "coded") == final_checksum(tmp_path / "exact")
+    assert without_times(metrics(tmp_path / "coded")) == without_times(metrics(tmp_path / "exact"))
+    assert [forms(tmp_path / "coded", step) for step in (4, 8, 16, 18)] == [{"int2"}] * 3 + [{"exact"}]
+    manifests = [read_manifest(checkpoint_of(tmp_path / name, 8)) for name in ("coded", "exact")]
+    for key in ("dense", "reader", "plan", "step"):
+        assert manifests[0][key] == manifests[1][key]
+    states = [{**m["state"], "train_s": 0} for m in manifests]
+    assert states[0] == states[1]
+    for table, errors in manifests[0]["quantised"].items():
+        coded, exact = (values_of(checkpoint_of(tmp_path / name, 8), table) for name in ("coded", "exact"))
+        assert 0 < np.abs(coded["row"].astype(float) - exact["row"]).max() <= errors["row"]
+        assert (coded["sum"] == exact["sum"]).all()
+    final = read_manifest(checkpoint_of(tmp_path / "coded", 18))
+    assert final["format"] == "meseta.checkpoint/1"
+    assert list(compare(checkpoint_of(tmp_path / "coded", 18), checkpoint_of(tmp_path / "exact", 18))) == []
+
+
+@pytest.mark.parametrize("deltas", ["none", "consecutive"])
+def test_taken_up_more_often_than_expected(tiny: Path, tmp_path: Path, deltas: str) -> None:
+    changes = {"checkpoint__bits": "auto", "checkpoint__expected_restores": 1, "checkpoint__deltas": deltas}
+    document = settings(tiny, tmp_path / "run", **STEPS | changes)
+    for step in (5, 9, 13):
+        stop_before(document, step)
+        before = values_of(checkpoint_of(tmp_path / "run", step - 1), "user")
+    train(document)
+    assert [forms(tmp_path / "run", step) for step in (4, 8, 12, 16, 18)] == [
+        {"int2"},
+        {"int2"},
+        {"int3"},  # taken up twice
+        {"int3"},
+        {"exact"},
+    ]
+    restores = [read_manifest(checkpoint_of(tmp_path / "run", s))["state"].get("restores") for s in (4, 8, 12, 16, 18)]
+    assert restores == [None, 1, 2, 3, 3]
+    after = values_of(checkpoint_of(tmp_path / "run", 16), "user")
+    still = before["sum"] == after["sum"]  # every step of a row adds to its sum
+    assert 0 < still.sum() < len(still)
+    assert (before["row"][still] == after["row"][still]).all()
+
+
+def test_widths_of_tables(tiny: Path, tmp_path: Path) -> None:
+    changes = {"checkpoint__bits": 8, "checkpoint__tables": {"item": {"bits": 3}, "city": {"bits": "exact"}}}
+    train(settings(tiny, tmp_path / "run", **STEPS | changes))
+    tables = read_manifest(checkpoint_of(tmp_path / "run", 4))["tables"]
+    found = {name: {file.get("codes", {}).get("row") for file in table["blocks"]} for name, table in tables.items()}
+    assert found == {"user": {"int8"}, "item": {"int3"}, "city": {None}, "tags": {"int8"}}
+
+
+@pytest.mark.parametrize(("on_signal", "expected"), [("exact", {"exact"}), ("delta", {"int4"})])
+def test_a_signal(tiny: Path, tmp_path: Path, on_signal: str, expected: set[str]) -> None:
+    changes = {"checkpoint__bits": 4, "checkpoint__on_signal": on_signal, "checkpoint__deltas": "rolling"}
+    document = settings(tiny, tmp_path / "run", **STEPS | changes)
+    trainer = Trainer(RunConfig.model_validate(document), World.current())
+    save = trainer.saver.save
+
+    def save_and_stop(step: int, *arguments: Any, **known: Any) -> None:
+        save(step, *arguments, **known)
+        trainer.saver.interruption.number = signal.SIGTERM
+
+    trainer.saver.save = save_and_stop  # type: ignore[method-assign]
+    with pytest.raises(Stopped):
+        trainer.run()
+    path = latest(tmp_path / "run" / "checkpoints")
+    assert path is not None
+    assert path != checkpoint_of(tmp_path / "run", 4)
+    assert forms(tmp_path / "run", summarize(path).step) == expected
+    assert (summarize(path).policy is None) == (on_signal == "exact")
+
+
+def test_the_best_is_exact(tiny: Path, tmp_path: Path) -> None:
+    changes = {"checkpoint__bits": 4, "train__finish": "best", "train__eval_every_steps": 3}
+    train(settings(tiny, tmp_path / "run", **STEPS | changes))
+    best = [line["step"] for line in metrics(tmp_path / "run") if line["kind"] == "eval"]
+    exact = {
+        step
+        for step in best
+        if checkpoint_of(tmp_path / "run", step).exists() and forms(tmp_path / "run", step) == {"exact"}
+    }
+    assert exact - {18}
