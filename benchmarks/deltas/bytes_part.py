@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from record import record
 from rich.console import Console
@@ -69,12 +70,13 @@ def run(options: BytesOptions, width: int, policy: str, bits: str) -> Disk:
     """The saves of one run."""
     table, world = ChangingTable(options.num_rows, width), World.single()
     shards = [table.shard]
+    of_tables: dict[str, Any] = {} if bits == "exact" else {table.spec.name: int(bits)}
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)
     disk, changes = Disk(options.folder), ChangedRows(options.folder, world, policy, options.max_chain)  # type: ignore[arg-type]
     for step in range(1, options.num_intervals + 1):
         table.touch(options.share)
-        base, rows = changes.take(step - 1, shards)
+        base, rows = changes.take(step - 1, shards, of_tables)
         save(
             options.folder,
             world=world,
@@ -83,7 +85,7 @@ def run(options: BytesOptions, width: int, policy: str, bits: str) -> Disk:
             shards=shards if rows is None else copied(shards, rows),
             dense={},
             state={},
-            options=SaveOptions(base=base),
+            options=SaveOptions(base=base, bits=of_tables),
         )
         disk.look()
         prune(options.folder, keep_last=2)

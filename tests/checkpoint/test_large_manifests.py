@@ -69,7 +69,7 @@ def test_a_whole_one_comes_before_a_manifest_has_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     run = Run(tmp_path, plain_plan(SPECS, 1, "table_wise"), deltas="consecutive", max_chain=9, keep_last=99)
-    monkeypatch.setattr(policy, limit, {"MOST_DELTAS": 3, "DOCUMENT_BYTES": 6000}[limit])
+    monkeypatch.setattr(policy, limit, {"MOST_DELTAS": 3, "DOCUMENT_BYTES": 10_000}[limit])
     for step in range(1, 10):
         run.train(step)
         assert run.save(step) == [None]

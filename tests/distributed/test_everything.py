@@ -101,6 +101,7 @@ def check_equal(run_dir: Path, expected: Path) -> None:
     assert without_times(metrics(run_dir)) == without_times(metrics(expected))
 
 
+@pytest.mark.soak
 def test_nothing_of_it_shows_in_the_bits_of_a_plain_run(undisturbed: Callable[[str], Path]) -> None:
     """Though rows came from the disk, and checkpoints stand on each other."""
     check_equal(undisturbed("exact"), undisturbed("plain"))

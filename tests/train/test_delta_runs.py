@@ -11,6 +11,7 @@ import pytest
 from checkpoint.simulated import many_files
 from meseta.checkpoint import compact, compare, list_checkpoints, summarize
 from meseta.checkpoint.files import layout
+from sampling import product, sample
 from small_run import settings, train
 
 from .test_saving import fill_disk_at
@@ -34,7 +35,7 @@ def with_deltas(tiny: Path, run_dir: Path, policy: str, **changes: Any) -> None:
     train(settings(tiny, run_dir, **STEPS | {"checkpoint__deltas": policy, "checkpoint__max_chain": 4} | changes))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", sample(POLICIES, 2, seed=6))
 def test_a_run_that_was_stopped_writes_the_same_files(tiny: Path, tmp_path: Path, policy: str) -> None:
     train(settings(tiny, tmp_path / "whole", **STEPS))
     with_deltas(tiny, tmp_path / "one", policy)
@@ -50,11 +51,11 @@ def test_a_run_that_was_stopped_writes_the_same_files(tiny: Path, tmp_path: Path
         assert list(compare(summary.path, plain)) == []
 
 
-@pytest.mark.parametrize("background", ["always", "never"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("case", sample(product(policy=POLICIES, background=["always", "never"]), 3, seed=7))
 def test_rows_of_a_save_that_failed_are_in_the_next(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, background: str
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: dict[str, str]
 ) -> None:
+    policy, background = case["policy"], case["background"]
     changes = {"checkpoint__background": background, "checkpoint__on_failure": "continue"}
     with monkeypatch.context() as full:
         fill_disk_at({2, 6, 12, 14}, full)

@@ -90,14 +90,16 @@ def seek(reader: Reader, path: Location | None) -> dict[str, Any] | None:
     return None
 
 
-def check_place(run: RunDir) -> None:
-    """Raise MesetaError where the run in run_dir has its checkpoints elsewhere than the config says, which has none."""
-    before = checkpoints_of_run(run.path)
-    if run.has_begun and before != run.checkpoints and newest(run.checkpoints) is None and newest(before) is not None:
+def newest_of_run(run: RunDir) -> Location | None:
+    """The newest checkpoint, whole or not, where the config says that they lie. Raises MesetaError where there is none,
+    and the run in run_dir has its checkpoints elsewhere."""
+    path, before = newest(run.checkpoints), checkpoints_of_run(run.path)
+    if path is None and run.has_begun and before != run.checkpoints and newest(before) is not None:
         raise MesetaError(
             f"run_dir {str(run.path)!r} has its checkpoints at {str(before)!r}, and there are none at "
             f"{str(run.checkpoints)!r}; copy them there, leave checkpoint.dir as it was, or choose another run_dir"
         )
+    return path
 
 
 def check_resume(config: RunConfig, path: Location) -> None:

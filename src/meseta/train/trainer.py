@@ -88,8 +88,7 @@ class Trainer:
         self.world, self.run_dir = world, RunDir(config.run_dir, config.checkpoints)
         self.dataset = open_dataset(config, world)
         self.dataset.check_labels()
-        resuming.check_place(self.run_dir)
-        self._meet(checkpoint.newest(self.run_dir.checkpoints))
+        self._meet(resuming.newest_of_run(self.run_dir))
         self.reader = make_reader(self.config, self.dataset, "train", self.world)
         self._read_from = resuming.seek(self.reader, self._met)
         self._trained_to = self.reader.position
