@@ -22,7 +22,7 @@ KEYS = {
     "AWS_ACCESS_KEY_ID": "key",
     "AWS_SECRET_ACCESS_KEY": "secret",
     "AWS_DEFAULT_REGION": "us-east-1",
-    "AWS_MAX_ATTEMPTS": "2",
+    "AWS_MAX_ATTEMPTS": "1",
 }
 """For botocore: who asks, and how often at most before s3fs and we ask again."""
 FAULTS = ("delay", "unavailable", "cut", "answer lost", "answer cut")

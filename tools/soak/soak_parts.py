@@ -69,11 +69,6 @@ PARTS = {
         "and of a plain run",
         ("tests/distributed/test_everything.py",),
     ),
-    "store": Part(
-        "`kill -9` at 100 random moments of saving to an S3 server behind a proxy that delays, cuts and sends 503, and "
-        "deltas at URLs and mirrors under every policy",
-        ("tests/checkpoint/test_object_store.py",),
-    ),
     "hang": Part(
         "ranks killed, stopped and astray, and links cut, at random moments on 2, 4 and 8 ranks: the right one named "
         "within 30 s, no process left",
