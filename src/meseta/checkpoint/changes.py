@@ -29,14 +29,19 @@ class ChangedRows:
         """Marks that the save under way has cleared, by shard."""
 
     def take(
-        self, step: int, shards: Sequence[TableStorage], bits: Mapping[str, RowBits], *, whole: bool = False
+        self,
+        step: int,
+        shards: Sequence[TableStorage],
+        bits: Mapping[str, RowBits] | None = None,
+        *,
+        whole: bool = False,
     ) -> tuple[Base | None, Sequence[Tensor] | None]:
         """What a save in `bits` after that of `step` (0: there is none) stands on, and the rows of each shard that it
         holds, with those that `Base` asks for; None and None for a whole one, as one that must be. Collective."""
         self._taken = None
         if self._policy == "none":
             return None, None
-        base = None if whole else self._base(step, shards, bits)
+        base = None if whole else self._base(step, shards, bits or {})
         changed = [piece.marks.rows(Consumer.CHECKPOINTS) for piece in shards]
         if base is None or not asks_since_whole(self._policy):
             self._taken = changed
