@@ -3,7 +3,9 @@
 import multiprocessing
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import NoReturn
@@ -26,6 +28,27 @@ def forking() -> ForkServerContext:
         ]
     )
     return context
+
+
+def killed_while_saving(
+    save: Callable[..., None], arguments: Sequence[object], delay_s: float, saved: int, *, wait_for_one: bool = True
+) -> int:
+    """Start `save(*arguments, pipe)`, which sends a number for each save, and kill it so long after the first, or after
+    it has begun; the last number that it sent, `saved` where there is none."""
+    context = forking()
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=save, args=(*arguments, there))
+    process.start()
+    there.close()
+    if wait_for_one:
+        assert here.poll(60), "the first checkpoint took longer than 60 s"
+    time.sleep(delay_s)
+    process.kill()
+    process.join()
+    with suppress(EOFError):
+        while True:
+            saved = here.recv()
+    return saved
 
 
 def become_command(

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from record import record
-from tiers.save_part import BATCH_SIZE, NUM_FEATURES, WIDTH, _Model, batches
+from tiers.save_part import BATCH_SIZE, NUM_FEATURES, WIDTH, PooledModel, batches
 
 import meseta
+from deltas.changing import row_bits
 from meseta import EmbeddingBagCollection, FeatureSpec, OptimizerSpec, TableSpec
 from meseta.checkpoint import SaveOptions, prune
 from meseta.checkpoint.background import BackgroundSave
@@ -48,7 +49,7 @@ class Training:
         features = [FeatureSpec(name=f"f{number}", table="table") for number in range(NUM_FEATURES)]
         made = EmbeddingBagCollection([table], features, seed=0)
         self.embeddings: Any = made
-        self.model = _Model(self.embeddings)
+        self.model = PooledModel(self.embeddings)
         self._optimizer = torch.optim.SGD(self.model.dense.parameters(), lr=0.01)
         self._steps: Iterator[Any] = meseta.ahead(batches(num_rows), self.model)
 
@@ -73,17 +74,17 @@ def measure_beside(options: BesideOptions) -> bool:
     changes, background = ChangedRows(options.folder, world, "rolling", 8), BackgroundSave(world)
     speeds: dict[bool, list[float]] = {True: [], False: []}
     training.window(options.seconds / 3)
-    step = 0
+    bits, step = row_bits("table", options.bits), 0
     for turn in range(options.turns + 2):
         for with_delta in (True, False):
             begun_s, held_s = time.perf_counter(), 0.0
             if with_delta:
                 background.wait()
-                base, rows = changes.take(step, shards)
+                base, rows = changes.take(step, shards, bits)
                 step += 1
                 known: dict[str, Any] = {"step": step, "plan": training.embeddings.plan, "state": {}, "dense": {}}
                 background.start(
-                    options.folder, shards=shards, rows=rows, options=SaveOptions(base=base),
+                    options.folder, shards=shards, rows=rows, options=SaveOptions(base=base, bits=bits),
                     then=lambda _: prune(options.folder, keep_last=2), **known,
                 )  # fmt: skip
                 held_s = time.perf_counter() - begun_s

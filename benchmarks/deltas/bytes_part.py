@@ -6,13 +6,12 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from record import record
 from rich.console import Console
 from rich.table import Table
 
-from deltas.changing import ChangingTable
+from deltas.changing import ChangingTable, row_bits
 from meseta.checkpoint import SaveOptions, prune, save
 from meseta.checkpoint.background import copied
 from meseta.checkpoint.changes import ChangedRows
@@ -70,7 +69,7 @@ def run(options: BytesOptions, width: int, policy: str, bits: str) -> Disk:
     """The saves of one run."""
     table, world = ChangingTable(options.num_rows, width), World.single()
     shards = [table.shard]
-    of_tables: dict[str, Any] = {} if bits == "exact" else {table.spec.name: int(bits)}
+    of_tables = row_bits(table.spec.name, bits)
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)
     disk, changes = Disk(options.folder), ChangedRows(options.folder, world, policy, options.max_chain)  # type: ignore[arg-type]

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from meseta import Plan, TableSpec
+from meseta.config.row_bits import RowBits
 from meseta.measure.traffic import zipf_ids
 from meseta.optim import make_row_optimizer
 from meseta.storage import TableShard
 
 DRAWN_AT_ONCE = 1 << 17
+
+
+def row_bits(table: str, bits: str) -> dict[str, RowBits]:
+    """What a save is told for a table whose rows it keeps in so many bits, or 'exact'."""
+    return {} if bits == "exact" else {table: cast(RowBits, int(bits))}
 
 
 class ChangingTable:

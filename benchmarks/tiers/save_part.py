@@ -142,7 +142,7 @@ class _Batch:
     sparse: Any
 
 
-class _Model(nn.Module):
+class PooledModel(nn.Module):
     def __init__(self, embeddings: EmbeddingBagCollection) -> None:
         super().__init__()
         self.embeddings = embeddings
@@ -169,7 +169,7 @@ def beside(
     made: EmbeddingBagCollection, options: SaveOptions, max_bytes_per_s: float | None = None
 ) -> tuple[float, float, float]:
     """Steps a second without and with saves beside them, and bytes a second of those saves."""
-    model, size = _Model(made), options.num_rows * ROW_BYTES
+    model, size = PooledModel(made), options.num_rows * ROW_BYTES
     rate = None if max_bytes_per_s is None else checkpoint.WriteRate(max_bytes_per_s)
     optimizer = torch.optim.SGD(model.dense.parameters(), lr=0.01)
     steps = meseta.ahead(batches(options.num_rows), model)

@@ -13,6 +13,7 @@ import fsspec
 import pytest
 
 from bad_input.commands import run_here, tree
+from checkpoint.simulated import flip_middle
 from meseta.checkpoint import latest, list_checkpoints, newest, verify
 from meseta.checkpoint.store.names import PASSED_OVER, checkpoint_path
 from meseta.checkpoint.store.store import store_at
@@ -41,12 +42,6 @@ def run(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def step_path(run: Path, step: int) -> Path:
     return checkpoint_path(run / "checkpoints", step)
 
@@ -57,7 +52,7 @@ def config(run: Path, tiny: Path, **changes: Any) -> Path:
 
 def test_the_offer_names_all_that_need_the_file(tiny: Path, trained: Path, run: Path) -> None:
     """`auto` stops, and its command works."""
-    flip(step_path(run, 10) / ROWS)
+    flip_middle(step_path(run, 10) / ROWS)
     before = tree(run)
     ended = run_here("train", config(run, tiny, **EVERY_2))
     [line] = ended.err.splitlines()
@@ -76,7 +71,7 @@ def test_the_offer_names_all_that_need_the_file(tiny: Path, trained: Path, run: 
 
 
 def test_what_does_not_need_the_file_is_newest(tiny: Path, run: Path) -> None:
-    flip(step_path(run, 14) / ROWS)
+    flip_middle(step_path(run, 14) / ROWS)
     ended = run_here("eval", run)
     assert ended.code == 1 and f"'{step_path(run, 12)}' is whole" in ended.err and "likewise" not in ended.err
 
@@ -86,7 +81,7 @@ def test_it_goes_back_and_ends_with_the_same_bits(tiny: Path, trained: Path, run
     """Each save replaces the damaged one of its step."""
     file = step_path(run, 10) / ROWS
     if harm == "content":
-        flip(file)
+        flip_middle(file)
     elif harm == "missing":
         file.unlink()
     elif harm == "cut":
@@ -94,7 +89,7 @@ def test_it_goes_back_and_ends_with_the_same_bits(tiny: Path, trained: Path, run
     elif harm == "another's":
         shutil.copy(step_path(run, 8) / ROWS, file)
     else:
-        flip(step_path(run, 14) / "manifest.json")
+        flip_middle(step_path(run, 14) / "manifest.json")
         (step_path(run, 12) / "manifest.json").unlink()
         shutil.copy(step_path(run, 8) / "manifest.json", step_path(run, 10) / "manifest.json")
     ended = run_here("train", config(run, tiny, **OLDER))
@@ -115,7 +110,7 @@ def test_what_was_passed_over_is_neither_taken_nor_counted_nor_deleted(tiny: Pat
     """Runs that save at other steps: damaged ones of steps 10 and 14 stay, although the file that they lack is back."""
     file = step_path(run, 10) / ROWS
     content = file.read_bytes()
-    flip(file)
+    flip_middle(file)
     changes = {**OLDER, "checkpoint__every_steps": 3, "checkpoint__keep_last": 2}
     ended = run_here("train", config(run, tiny, **changes, train__max_steps=11))
     assert ended.code == 0, ended.err
@@ -140,7 +135,7 @@ def test_what_was_passed_over_is_neither_taken_nor_counted_nor_deleted(tiny: Pat
 
 def test_none_is_whole(tiny: Path, run: Path) -> None:
     """'older' then stops as 'auto' does, and marks nothing."""
-    flip(step_path(run, 2) / "tables/user/block-00000.arrow")
+    flip_middle(step_path(run, 2) / "tables/user/block-00000.arrow")
     before = tree(run)
     ended = run_here("train", config(run, tiny, **OLDER))
     assert ended.code == 1 and ended.err.splitlines()[-1].endswith("no older one beside it is whole")
@@ -149,7 +144,7 @@ def test_none_is_whole(tiny: Path, run: Path) -> None:
 
 def test_going_back_is_refused_where_it_cannot_be_told(tiny: Path, run: Path) -> None:
     """A stranger's link in the place of the mark leads nowhere: nothing is written through it."""
-    flip(step_path(run, 14) / ROWS)
+    flip_middle(step_path(run, 14) / ROWS)
     (step_path(run, 14) / PASSED_OVER).symlink_to(run.parent / "elsewhere")
     ended = run_here("train", config(run, tiny, **OLDER))
     assert ended.code == 0 and "going on from step 12" in ended.err and "note: " not in ended.err
@@ -158,7 +153,7 @@ def test_going_back_is_refused_where_it_cannot_be_told(tiny: Path, run: Path) ->
 
 def test_killed_while_it_goes_back(tiny: Path, trained: Path, run: Path) -> None:
     """Some are marked, and others not yet."""
-    flip(step_path(run, 10) / ROWS)
+    flip_middle(step_path(run, 10) / ROWS)
     (step_path(run, 14) / PASSED_OVER).write_text("")
     ended = run_here("train", config(run, tiny, **OLDER))
     assert ended.code == 0 and re.search("leaving step-000000012 and step-000000010 alone", ended.err)

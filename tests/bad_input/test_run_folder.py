@@ -15,6 +15,7 @@ import pytest
 
 from bad_input.cases import change_value
 from bad_input.commands import run_here, small_files, tree, within
+from checkpoint.simulated import flip_middle
 from meseta.machine.locks import FolderLock
 from meseta.spec import MesetaError
 from sampling import product, sample
@@ -40,18 +41,12 @@ def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize(
     ("name", "harm"),
     [
         ("dense.safetensors", cut),
         ("dense.safetensors", Path.unlink),
-        ("tables/user/block-00000.arrow", flip),
+        ("tables/user/block-00000.arrow", flip_middle),
         ("tables/user/block-00000.arrow", Path.unlink),
         ("manifest.json", cut),
         ("manifest.json", Path.unlink),

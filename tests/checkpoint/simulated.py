@@ -185,6 +185,13 @@ def some_specs() -> list[TableSpec]:
     ]
 
 
+def flip_middle(file: Path) -> None:
+    """Change one bit of a value, in the middle of the file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 def many_files(folder: Path) -> dict[str, bytes]:
     """Content of all files below a folder, by path inside it."""
     return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}

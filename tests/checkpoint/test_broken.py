@@ -17,6 +17,7 @@ import torch
 from checkpoint.simulated import (
     assert_holds,
     blank,
+    flip_middle,
     on_ranks,
     pieces,
     plain_plan,
@@ -70,13 +71,6 @@ def refusals(path: Path, specs: list[TableSpec] = SPECS) -> list[str]:
 
 def truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
-
-
-def flip_middle(file: Path) -> None:
-    """Change one bit of a value, in the middle of the file."""
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
 
 
 def spoil_name(file: Path) -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import shutil
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 from checkpoint.running import FUSE, Killed
 from checkpoint.saver import load_version, save_for_ever, save_version, tables_of
 from checkpoint.simulated import assert_holds
-from forked import forking
+from forked import killed_while_saving
 from meseta.checkpoint import latest, prune, verify
 from meseta.checkpoint.files import layout
 from meseta.spec import MesetaError
@@ -37,21 +36,10 @@ def check_latest(parent: Path, at_least: int) -> int:
 
 def test_kill_9_while_saving(tmp_path: Path) -> None:
     """Six moments; after each, the next process goes on in the same directory, with what the last one left there."""
-    context = forking()
     rng = random.Random(0)
     saved = -1
     for _ in range(6):
-        here, there = context.Pipe(duplex=False)
-        process = context.Process(target=save_for_ever, args=(tmp_path, saved + 1, there))
-        process.start()
-        there.close()
-        assert here.poll(60), "the first checkpoint took longer than 60 s"
-        time.sleep(rng.uniform(0.0, 0.3))
-        process.kill()
-        process.join()
-        with suppress(EOFError):
-            while True:
-                saved = here.recv()
+        saved = killed_while_saving(save_for_ever, (tmp_path, saved + 1), rng.uniform(0.0, 0.3), saved)
         saved = check_latest(tmp_path, at_least=saved)
 
 

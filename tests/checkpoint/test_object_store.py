@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from checkpoint.object_store import Proxy, keys_of, s3_server, uploads_of
 from checkpoint.saver import load_version, tables_of
 from checkpoint.simulated import assert_holds, random_plan, random_tables, some_specs
 from checkpoint.test_deltas import POLICIES, Run, change, whole
-from forked import forking
+from forked import killed_while_saving
 from meseta.checkpoint import (
     Mirror,
     compact,
@@ -92,20 +90,10 @@ def files_named(path: RemotePath) -> set[str]:
 def test_kill_9_while_saving_to_a_faulty_store(s3: tuple[Proxy, Any], bucket: str, seed: int) -> None:
     """What is seen is whole, and no older than what was reported; the next save leaves nothing else there."""
     proxy, client = s3
-    context, rng, url, saved = forking(), random.Random(seed), f"s3://{bucket}/run", 0
+    url, delay_s = f"s3://{bucket}/run", random.Random(seed).uniform(0.0, 1.5)
     proxy.disturb(seed, RATE)
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=save_for_ever, args=(url, dict(os.environ), there))
-    process.start()
-    there.close()
-    if seed % 4:
-        assert here.poll(60), "the first checkpoint took longer than 60 s"
-    time.sleep(rng.uniform(0.0, 1.5))
-    process.kill()
-    process.join()
-    with suppress(EOFError):
-        while True:
-            saved = here.recv()
+    waits = seed % 4 != 0
+    saved = killed_while_saving(save_for_ever, (url, dict(os.environ)), delay_s, 0, wait_for_one=waits)
     proxy.disturb(seed, 0.0)
     path = latest(url)
     assert path == newest(url) and (0 if path is None else named_step(path)) >= saved

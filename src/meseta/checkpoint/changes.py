@@ -24,7 +24,8 @@ class ChangedRows:
     """Of the saves of one run; every rank has one and calls it alike."""
 
     def __init__(self, folder: Location, world: World, policy: Literal["none"] | Policy, max_chain: int) -> None:
-        self._folder, self._world, self._policy, self._max_chain = folder, world, policy, max_chain
+        self._folder, self._world, self._max_chain = folder, world, max_chain
+        self._policy = None if policy == "none" else policy
         self._taken: Sequence[Tensor] | None = None
         """Marks that the save under way has cleared, by shard."""
 
@@ -39,9 +40,9 @@ class ChangedRows:
         """What a save in `bits` after that of `step` (0: there is none) stands on, and the rows of each shard that it
         holds, with those that `Base` asks for; None and None for a whole one, as one that must be. Collective."""
         self._taken = None
-        if self._policy == "none":
+        if self._policy is None:
             return None, None
-        base = None if whole else self._base(step, shards, bits or {})
+        base = None if whole else self._base(self._policy, step, shards, bits or {})
         changed = [piece.marks.rows(Consumer.CHECKPOINTS) for piece in shards]
         if base is None or not asks_since_whole(self._policy):
             self._taken = changed
@@ -59,9 +60,11 @@ class ChangedRows:
 
     def note(self, shards: Sequence[TableStorage]) -> str | None:
         """What is to be said of tables all rows of which are saved each time, if there are any. Collective."""
+        if self._policy is None:
+            return None
         here = sorted({piece.spec.name for piece in shards if steps_all_rows(piece)})
         names = sorted({name for part in self._world.gather_objects(here) for name in part})
-        if self._policy == "none" or not names:
+        if not names:
             return None
         more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
         return (
@@ -69,7 +72,9 @@ class ChangedRows:
             "'all'), and is saved whole"
         )
 
-    def _base(self, step: int, shards: Sequence[TableStorage], bits: Mapping[str, RowBits]) -> Base | None:
+    def _base(
+        self, policy: Policy, step: int, shards: Sequence[TableStorage], bits: Mapping[str, RowBits]
+    ) -> Base | None:
         """What rank 0 decides; others are told what they need of it."""
         base = None
         if all(self._world.gather_objects(all(map(steps_all_rows, shards)))):  # also of ranks that have none
@@ -77,7 +82,7 @@ class ChangedRows:
         if self._world.rank == 0 and step > 0:
             path = checkpoint_path(self._folder, step)
             try:
-                base = base_of(path, self._policy, self._max_chain, bits) if self._policy != "none" else None
+                base = base_of(path, policy, self._max_chain, bits)
                 if base is not None:
                     check_files(path, entries_of(base.manifest))
             except MesetaError:

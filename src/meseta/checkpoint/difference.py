@@ -13,10 +13,10 @@ from torch import Tensor
 from meseta.checkpoint.failures import check_files
 from meseta.checkpoint.files.block import Values
 from meseta.checkpoint.files.chain import blocks_of, read_chain
-from meseta.checkpoint.files.digest import TABLE_SHAPE
+from meseta.checkpoint.files.digest import TABLE_SHAPE, identity
 from meseta.checkpoint.files.layout import BlockSchema, widened
 from meseta.checkpoint.files.tensors import read_tensors
-from meseta.checkpoint.manifest import CARRIED, entries_of, identity, read_manifest
+from meseta.checkpoint.manifest import CARRIED, entries_of, read_manifest
 from meseta.machine.remote import Location, locate
 
 

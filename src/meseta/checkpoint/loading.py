@@ -180,12 +180,12 @@ def _fill_from_block(path: Location, since_whole: bool, job: FillJob) -> Changed
     asked for."""
     schema, files, is_new, pieces = job
     first_row, num_rows = files[0]["first_row"], files[0]["num_rows"]
-    is_changed = np.full(num_rows, is_new)
+    is_changed = np.full(num_rows, is_new) if since_whole else None
     values = read_chain(path, schema, files, is_changed)
     changed: Changed = []
     for piece in pieces:
         fill_piece(piece, schema, first_row, values)
-        if since_whole:
+        if is_changed is not None:
             begin = max(piece.shard.rows[0], first_row)
             here = is_changed[begin - first_row : piece.shard.rows[1] - first_row].nonzero()[0]
             changed.append((piece, torch.from_numpy(here + (begin - piece.shard.rows[0]))))

@@ -203,12 +203,6 @@ def _largest_errors(manifest: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return largest
 
 
-def identity(entry: Mapping[str, Any]) -> str:
-    """What names the content of a manifest, or of a table in one: the checksum of what it holds where that is known,
-    else the digest of its chain of files. Equal ones mean equal content, unequal ones may."""
-    return str(entry["checksum"] if entry.get("checksum") is not None else entry["chain"])
-
-
 def whole_step(manifest: Mapping[str, Any]) -> int:
     """Of the newest whole checkpoint that this one stands on, or is."""
     return int(manifest[DELTAS]["whole_step"] if DELTAS in manifest else manifest["step"])

@@ -109,8 +109,7 @@ class TableShard(TableStorage):
         return copy
 
     def select(self, rows: Int[Tensor, " n"], reuse: SelectedRows | None = None) -> CopiedRows:
-        copies, buffers = copy_rows(self.values, rows, reuse)
-        return CopiedRows(self.spec, self.shard, self.values, rows, copies=copies, buffers=buffers)
+        return CopiedRows(self.spec, self.shard, self.values, rows, buffers=copy_rows(self.values, rows, reuse))
 
     def _room_for_copy(self) -> TableShard:
         """A shard of the same shape in the memory of the host."""

@@ -49,15 +49,15 @@ class SelectedRows(ABC):
 class CopiedRows(SelectedRows):
     """Rows in memory of their own."""
 
-    def __init__(self, *of: Any, copies: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
-        """`copies` are [n, ...] by name; `buffers` what they are the beginning of."""
+    def __init__(self, *of: Any, buffers: Mapping[str, Tensor]) -> None:
+        """`buffers` [n or more, ...] by name begin with them."""
         super().__init__(*of)
-        self._copies, self.buffers = copies, copies if buffers is None else buffers
+        self.buffers = buffers
 
     def read(self, first: int, stop: int) -> dict[str, Tensor]:
         """Views."""
         begin, end = self.span(first, stop)
-        return {name: value[begin:end] for name, value in self._copies.items()}
+        return {name: value[begin:end] for name, value in self.buffers.items()}
 
     def end_reading(self) -> None:
         """Their memory is kept for the next ones."""
@@ -82,11 +82,8 @@ class FrozenSelection(SelectedRows):
         self._close()
 
 
-def room_for(
-    like: Mapping[str, Tensor], num_rows: int, reuse: SelectedRows | None
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """[num_rows, ...] by name in the memory of the host, and the buffers that they begin, those of `reuse` where they
-    fit."""
+def room_for(like: Mapping[str, Tensor], num_rows: int, reuse: SelectedRows | None) -> dict[str, Tensor]:
+    """Buffers [num_rows or more, ...] by name in the memory of the host, those of `reuse` where they fit."""
     former = reuse.buffers if isinstance(reuse, CopiedRows) else {}
     buffers = {}
     for name, value in like.items():
@@ -95,17 +92,16 @@ def room_for(
             with torch.inference_mode(False):
                 room = empty((int(ROOM * num_rows), *value.shape[1:]), value.dtype, keep=False)
         buffers[name] = room
-    return {name: room[:num_rows] for name, room in buffers.items()}, buffers
+    return buffers
 
 
-def copy_rows(
-    values: Mapping[str, Tensor], rows: Int[Tensor, " n"], reuse: SelectedRows | None
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Copies of some rows of `values`, as `room_for` has room for them."""
-    copies, buffers = room_for(values, len(rows), reuse)
+def copy_rows(values: Mapping[str, Tensor], rows: Int[Tensor, " n"], reuse: SelectedRows | None) -> dict[str, Tensor]:
+    """Buffers of `room_for` that begin with copies of some rows of `values`."""
+    buffers = room_for(values, len(rows), reuse)
     for name, value in values.items():
+        copies = buffers[name][: len(rows)]
         if value.device.type == "cpu":
-            torch.index_select(value.detach(), 0, rows, out=copies[name])
+            torch.index_select(value.detach(), 0, rows, out=copies)
         else:
-            copies[name].copy_(value.detach()[rows.to(value.device)])
-    return copies, buffers
+            copies.copy_(value.detach()[rows.to(value.device)])
+    return buffers

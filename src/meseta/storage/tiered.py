@@ -285,11 +285,11 @@ class TieredShard(_FarShard):
         are copied."""
         if self.shard.tier == DISK:
             return super().select(rows)
-        copies, buffers = room_for(self._like, len(rows), reuse)
+        buffers = room_for(self._like, len(rows), reuse)
         for first in range(0, len(rows), MOVED_ROWS):
             for name, value in self._read_rows(rows[first : first + MOVED_ROWS]).items():
-                copies[name][first : first + len(value)] = value
-        return CopiedRows(self.spec, self.shard, self._like, rows, copies=copies, buffers=buffers)
+                buffers[name][first : first + len(value)] = value
+        return CopiedRows(self.spec, self.shard, self._like, rows, buffers=buffers)
 
     def in_order(self) -> TableStorage:
         return self.freeze() if self.shard.tier == DISK else self

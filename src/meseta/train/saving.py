@@ -219,8 +219,9 @@ class Saver:
             return self._config.background == "always"
         if rows is None and self._copies_all is not None:
             return self._copies_all
-        num_bytes = copy_bytes((piece.spec, piece.shard) for piece in shards)
-        if rows is not None:
+        if rows is None:
+            num_bytes = copy_bytes((piece.spec, piece.shard) for piece in shards)
+        else:
             each = zip(shards, rows, strict=True)
             num_bytes = sum(p.num_bytes() // p.shard.num_rows * len(some) for p, some in each if p.shard.tier != DISK)
         fits = all(self._world.gather_objects(2 * num_bytes * num_local_ranks() <= _free_bytes()))

@@ -67,13 +67,16 @@ def of_chain(entry: Mapping[str, Any]) -> str:
     return of_json({**head, "files": files})
 
 
+def identity(entry: Mapping[str, Any]) -> str:
+    """What names the content of a manifest, or of a table in one: the checksum of what it holds where that is known,
+    else the digest of its chain of files. Equal ones mean equal content; of unequal ones the content may be equal."""
+    return str(entry["checksum"] if entry.get("checksum") is not None else entry["chain"])
+
+
 def of_model(manifest: Mapping[str, Any]) -> str:
     """Digest of the whole model, tables and dense tensors, whatever the step, the plan and the trainer's state. A table
     without a checksum of its content stands there with the digest of its chain."""
-    tables = {
-        name: entry["checksum"] if entry.get("checksum") is not None else entry["chain"]
-        for name, entry in manifest["tables"].items()
-    }
+    tables = {name: identity(entry) for name, entry in manifest["tables"].items()}
     return of_json({"tables": tables, "dense": manifest["dense"]["checksum"]})
 
 
