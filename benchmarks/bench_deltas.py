@@ -3,7 +3,7 @@
     python benchmarks/bench_deltas.py bytes [--rows 2000000] [--widths 64,16] [--bits exact,8,4,3,2] [--max-chain 8]
     python benchmarks/bench_deltas.py time [--gigabytes 2] [--turns 5]
     python benchmarks/bench_deltas.py beside [--gigabytes 2] [--seconds 30] [--turns 5] [--bits exact]
-    python benchmarks/bench_deltas.py marks [--workloads b_uni,c,a64_2k] [--turns 24] [--threads 2]
+    python benchmarks/bench_deltas.py marks [--workloads b_uni,c,a64_2k] [--turns 200] [--threads 2]
 
 Parts:
 - bytes: what 24 checkpoints write, and hold at most with the one being written, keep_last 2, where 22 % of the rows are
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.22, help="of rows that an interval touches")
     parser.add_argument("--max-chain", type=int, default=8)
     parser.add_argument("--gigabytes", type=float, default=2.0, help="of a table")
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, help="200 for marks, else 5")
     parser.add_argument("--seconds", type=float, default=30.0, help="between two deltas beside training")
     parser.add_argument("--workloads", default="b_uni,c,a64_2k", help="of `meseta bench ops`, for marks")
     parser.add_argument("--threads", type=int, default=2, help="of steps, for marks")
@@ -48,15 +48,16 @@ def main() -> None:
     parser.add_argument("--no-record", action="store_true", help="leave benchmarks/results.csv as it is")
     told = parser.parse_args()
     keep, widths, bits = not told.no_record, tuple(map(int, told.widths.split(","))), tuple(told.bits.split(","))
+    turns = told.turns or (200 if told.part == "marks" else 5)
     if told.part == "bytes":
         options = BytesOptions(told.folder, told.rows, widths, bits, told.intervals, told.share, told.max_chain, keep)
         sys.exit(not measure_bytes(options))
     if told.part == "marks":
-        sys.exit(not measure_marks(told.workloads.split(","), told.turns, told.threads, keep))
+        sys.exit(not measure_marks(told.workloads.split(","), turns, told.threads, keep))
     if told.part == "beside":
-        beside = BesideOptions(told.folder, told.gigabytes, told.seconds, told.turns, told.bits, keep)
+        beside = BesideOptions(told.folder, told.gigabytes, told.seconds, turns, told.bits, keep)
         sys.exit(not measure_beside(beside))
-    sys.exit(not measure_times(TimeOptions(told.folder, told.gigabytes, told.turns, keep)))
+    sys.exit(not measure_times(TimeOptions(told.folder, told.gigabytes, turns, keep)))
 
 
 if __name__ == "__main__":

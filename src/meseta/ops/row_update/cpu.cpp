@@ -14,6 +14,7 @@
 #include "ops/parallel.h"
 #include "ops/row_update/entries.h"
 #include "ops/row_update/executor.h"
+#include "ops/row_update/marks.h"
 #include "ops/row_update/sums.h"
 
 namespace nb = nanobind;
@@ -54,18 +55,29 @@ void update_sorted(const Find& find, Executor<T>& executor, const uint64_t* entr
   std::vector<const float*> gradients(static_cast<size_t>(capacity));
   std::vector<Run> runs(static_cast<size_t>(2 * capacity));
   std::vector<int64_t> rows(static_cast<size_t>(2 * capacity));
+  const Target& target = task.table->target;
+  // Where about every word of marks has a row that is met here, words come one after the other: rows are marked as they
+  // are met, a few instructions of each that wait for nothing. Elsewhere their words come with the rows, and are marked
+  // some at a time.
+  const bool dense = n * kMarkedRows >= task.last_row - task.first_row && target.row_ids == nullptr;
+  const bool marks_at_once = dense && target.marks != nullptr;
   const uint64_t *next = entries, *end = entries + n;
   // Delimit some runs from `slot` on, and begin to bring their rows: all at once, since a prefetch waits for the address
   // of its page, and so many such waits overlap. Returns how many there were.
   const auto delimit = [&](int64_t slot, int64_t most) {
     int64_t count = 0;
+    bool all_marked = true;
     for (; count < most && next < end; ++count) {
       const uint64_t row = *next >> payload_bits;
       const uint64_t* first = next;
       while (next < end && *next >> payload_bits == row) ++next;
       runs[size_t(slot + count)] = {first, next};
-      rows[size_t(slot + count)] = task.first_row + int64_t(row);
+      const int64_t at = task.first_row + int64_t(row);
+      rows[size_t(slot + count)] = at;
+      if (marks_at_once) all_marked &= is_marked(target, at);
     }
+    if (!all_marked) mark_rows(target, rows.data() + slot, count, true);
+    if (!marks_at_once) prefetch_marks(target, rows.data() + slot, count);
     executor.prefetch_rows(rows.data() + slot, count);
     return count;
   };
@@ -75,7 +87,10 @@ void update_sorted(const Find& find, Executor<T>& executor, const uint64_t* entr
     const int64_t other = capacity - half;
     int64_t coming = 0;
     for (int64_t k = 0; k < count; ++k) {
-      if (k % kBurst == 0) coming += delimit(other + coming, std::min(kBurst, capacity - coming));
+      if (k % kBurst == 0) {
+        coming += delimit(other + coming, std::min(kBurst, capacity - coming));
+        if (!marks_at_once) mark_rows(target, rows.data() + half + k, std::min(kBurst, count - k), true);
+      }
       const Run& run = runs[size_t(half + k)];
       fetcher.reach(run.first);
       if (!Find::kWeighted && run.last - run.first == 1) {
@@ -85,7 +100,7 @@ void update_sorted(const Find& find, Executor<T>& executor, const uint64_t* entr
         gradients[size_t(k)] = sums + k * width;
       }
     }
-    executor.run(rows.data() + half, gradients.data(), count, step, nullptr, 0, nullptr, 0, true);
+    executor.run(rows.data() + half, gradients.data(), count, step);
     half = other;
     count = coming;
   }
@@ -270,7 +285,9 @@ void apply(const Program& program, const Target& target, const int64_t* rows, co
     for (int64_t at = piece * kPiece; at < end; at += executor.capacity()) {
       const int64_t n = std::min(executor.capacity(), end - at);
       executor.prefetch_rows(rows + at, n);
+      if (summands == nullptr) prefetch_marks(target, rows + at, n);
       for (int64_t k = 0; k < n; ++k) gradients[size_t(k)] = gradient + (at + k) * target.dim;
+      if (summands == nullptr) mark_rows(target, rows + at, n, false);
       executor.run(rows + at, gradients.data(), n, step, stats == nullptr ? nullptr : stats + at, num_rows,
                    summands == nullptr ? nullptr : summands + at * blocks, num_rows);
     }

@@ -9,7 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "ops/row_update/marks.h"
 #include "ops/row_update/programs.h"
 #include "ops/row_lines.h"
 #include "ops/simd.h"
@@ -148,15 +147,12 @@ class Executor {
     fetch_lines(static_cast<const T*>(target_->weight), dim_, rows, n);
     for (size_t s = 0; s < program_.state_is_row.size(); ++s)
       fetch_lines(target_->state[s], program_.state_is_row[s] ? 1 : dim_, rows, n);
-    prefetch_marks(*target_, rows, n);
   }
 
   // `rows` [n], n <= capacity, each once, and where the gradient of each lies. `stats` [num_stats][stats_stride] of these
-  // rows and `summands` [num_stats][summands_stride][blocks] may be null where the program does not name them. `alone` is
-  // that of mark_rows.
+  // rows and `summands` [num_stats][summands_stride][blocks] may be null where the program does not name them.
   void run(const int64_t* rows, const float* const* gradients, int64_t n, uint32_t step, const float* stats = nullptr,
-           int64_t stats_stride = 0, float* summands = nullptr, int64_t summands_stride = 0, bool alone = false) {
-    if (summands == nullptr) mark_rows(*target_, rows, n, alone);
+           int64_t stats_stride = 0, float* summands = nullptr, int64_t summands_stride = 0) {
     if (fused_ != nullptr) {
       chunk_.take(rows, gradients, n, step);
       return fused_(chunk_);
