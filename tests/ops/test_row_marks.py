@@ -144,6 +144,35 @@ def test_threads_that_share_words_lose_none() -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_rows_of_a_log_are_marked_when_it_is_full_and_when_somebody_asks(num_threads: int) -> None:
+    """Few rows of many at each step, as many as the log has room for, and more."""
+    num_rows, random, threads = 70_001, np.random.default_rng(6), torch.get_num_threads()
+    optimizer, marks, weight = make_row_optimizer(SPECS["sgd"]), RowMarks(num_rows), torch.zeros(num_rows, 8)
+    room = len(marks.with_log) - num_words(num_rows) - 1
+    table = TableRows(weight, optimizer.init(weight), marks=marks.with_log)
+    group = UpdateGroup(optimizer, (table,), (8,), (FeatureGradient(0, 0, 0),))
+    sets = {consumer: np.zeros(num_rows, bool) for consumer in Consumer}
+    torch.set_num_threads(num_threads)
+    try:
+        for turn, count in enumerate([900, 900, room, 300, room + 1, 2500, 2500, 700, 1, 2000]):
+            ids = np.append(random.integers(0, num_rows, count - 1), num_rows - 1)
+            bags = Bags(torch.from_numpy(ids), torch.arange(count + 1), count)
+            ops.row_update(group, 0.1, turn + 1, bags, [torch.ones(count, 8)])
+            for of in sets.values():
+                of[ids] = True
+            if turn in (1, 2, 3, 7):
+                consumer = Consumer(turn % 2)
+                assert np.array_equal(marks.rows(consumer).numpy(), sets[consumer].nonzero()[0])
+                marks.clear(consumer)
+                sets[consumer][:] = False
+        assert int(marks.with_log[num_words(num_rows)]) > 0, "no row is in the log"
+        for consumer, of in sets.items():
+            assert np.array_equal(marks.rows(consumer).numpy(), of.nonzero()[0])
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize(
     ("marks", "told"),
     [

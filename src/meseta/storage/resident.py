@@ -70,7 +70,7 @@ class TableShard(TableStorage):
             key=table_key(self.seed, f"{self.spec.name}/rounding"),
             first_row=self.shard.rows[0],
             first_column=self.shard.columns[0],
-            marks=self.marks.words,
+            marks=self.marks.with_log,
         )
 
     @property

@@ -14,6 +14,8 @@ ROWS_PER_WORD = 16
 _EVERY_ROW = 0x55555555
 """The lower bit of each row of a word."""
 _WORDS_AT_ONCE = 1 << 20
+_LEAST_LOGGED, _MOST_LOGGED = 1 << 12, 1 << 18
+"""Numbers of rows that a log has room for: words of fewer rows stay in the processor's cache without one."""
 _marking = Lock()
 
 
@@ -30,12 +32,22 @@ class RowMarks:
         words[w]   | row 16 w + 15 | ... | row 16 w + 1 | row 16 w |     of a row: | servers | checkpoints |
 
     A row has its mark wherever it lies. Every consumer has bits of its own, and clears them alone.
+
+    Behind the words of many rows on a CPU lies a log, where the core writes rows that it steps, and marks them some
+    tens of steps later, all at once: a step has few rows of a large table, and each would bring a line of words from
+    memory for two bits.
+
+        with_log   | words | number of rows in the log | row, row, row, ... |
     """
 
     def __init__(self, num_rows: int, device: torch.device | str = "cpu") -> None:
         """None is marked."""
         self.num_rows = num_rows
-        self.words: Int[Tensor, " words"] = torch.zeros(num_words(num_rows), dtype=torch.int32, device=device)
+        count = num_words(num_rows)
+        has_log = torch.device(device).type == "cpu" and count >= _LEAST_LOGGED and num_rows <= 1 << 32
+        room = 1 + min(count, _MOST_LOGGED) if has_log else 0
+        self.with_log: Int[Tensor, " words_and_log"] = torch.zeros(count + room, dtype=torch.int32, device=device)
+        self.words: Int[Tensor, " words"] = self.with_log[:count]
 
     def add(self, rows: Int[Tensor, " n"], consumer: Consumer | None = None) -> None:
         """Mark rows, ascending, each once; for one consumer, or for all."""
@@ -59,6 +71,7 @@ class RowMarks:
 
     def rows(self, consumer: Consumer) -> Int[Tensor, " n"]:
         """Those that are marked for one, ascending, int64 on the CPU."""
+        self._mark_logged()
         shifts = 2 * torch.arange(ROWS_PER_WORD, dtype=torch.int32, device=self.words.device)
         found = [torch.empty(0, dtype=torch.int64)]
         for number, words in enumerate(self.words.split(_WORDS_AT_ONCE)):
@@ -70,12 +83,20 @@ class RowMarks:
 
     def clear(self, consumer: Consumer) -> None:
         """None is marked for this one."""
+        self._mark_logged()
         others = _EVERY_ROW << (1 - consumer)
         self.words &= others - (1 << 32) if others >> 31 else others
 
+    def _mark_logged(self) -> None:
+        """Mark the rows of the log, which is empty then."""
+        log = self.with_log[len(self.words) :]
+        if len(log) and (count := int(log[0])):
+            self.add((log[1 : 1 + count].long() & 0xFFFFFFFF).unique())
+            log[0] = 0
+
     def num_bytes(self) -> int:
         """Of memory."""
-        return self.words.numel() * self.words.element_size()
+        return self.with_log.numel() * self.with_log.element_size()
 
 
 def num_words(num_rows: int) -> int:

@@ -35,7 +35,8 @@ class TableRows:
     """int64, contiguous and beside the rows: which row, counted from `first_row`, each row of `weight` is now; random
     bits go by it. None: each is at its own place."""
     marks: Int[Tensor, " words"] | None = None
-    """int32 beside the rows: where each stepped row is marked, counted from `first_row`; see meseta.ops.row_marks."""
+    """int32 beside the rows: where each stepped row is marked, counted from `first_row`; where rows are at their own
+    places there may be a log behind them. See meseta.ops.row_marks."""
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,8 @@ struct Target {
   const int64_t* row_ids;         // [rows]: which row each is, from first_row; null: each is at its own place
   uint32_t* marks;                // of who asks for changed rows, see mark_rows; or null
   int64_t num_marks;              // words
+  uint32_t* log;                  // the number of rows in a log of those to be marked, and the rows; or null
+  int64_t log_room;               // rows
 
   int64_t row(int64_t at) const { return row_ids == nullptr ? at : row_ids[at]; }
 };

@@ -57,10 +57,11 @@ void update_sorted(const Find& find, Executor<T>& executor, const uint64_t* entr
   std::vector<int64_t> rows(static_cast<size_t>(2 * capacity));
   const Target& target = task.table->target;
   // Where about every word of marks has a row that is met here, words come one after the other: rows are marked as they
-  // are met, a few instructions of each that wait for nothing. Elsewhere their words come with the rows, and are marked
-  // some at a time.
+  // are met, a few instructions of each that wait for nothing. Elsewhere they are written to a log, where there is one,
+  // or their words come with the rows, and are marked some at a time.
   const bool dense = n * kMarkedRows >= task.last_row - task.first_row && target.row_ids == nullptr;
-  const bool marks_at_once = dense && target.marks != nullptr;
+  const bool marks_at_once = dense && target.marks != nullptr, logs = !dense && target.log != nullptr;
+  const bool marks_later = !marks_at_once && !logs;
   const uint64_t *next = entries, *end = entries + n;
   // Delimit some runs from `slot` on, and begin to bring their rows: all at once, since a prefetch waits for the address
   // of its page, and so many such waits overlap. Returns how many there were.
@@ -77,7 +78,8 @@ void update_sorted(const Find& find, Executor<T>& executor, const uint64_t* entr
       if (marks_at_once) all_marked &= is_marked(target, at);
     }
     if (!all_marked) mark_rows(target, rows.data() + slot, count, true);
-    if (!marks_at_once) prefetch_marks(target, rows.data() + slot, count);
+    if (logs) log_rows(target, rows.data() + slot, count);
+    if (marks_later) prefetch_marks(target, rows.data() + slot, count);
     executor.prefetch_rows(rows.data() + slot, count);
     return count;
   };
@@ -89,7 +91,7 @@ void update_sorted(const Find& find, Executor<T>& executor, const uint64_t* entr
     for (int64_t k = 0; k < count; ++k) {
       if (k % kBurst == 0) {
         coming += delimit(other + coming, std::min(kBurst, capacity - coming));
-        if (!marks_at_once) mark_rows(target, rows.data() + half + k, std::min(kBurst, count - k), true);
+        if (marks_later) mark_rows(target, rows.data() + half + k, std::min(kBurst, count - k), true);
       }
       const Run& run = runs[size_t(half + k)];
       fetcher.reach(run.first);
@@ -178,7 +180,7 @@ void run(const std::vector<Task>& tasks, const Batch& batch, const Program& prog
 }
 
 // The tables of a call: for each (weight, rows, columns, first row, first column, key, row ids or 0, marks or 0, words
-// of them).
+// of them, with a log behind them or without).
 constexpr size_t kTableFields = 9;
 std::vector<Table> read_tables(const std::vector<uint64_t>& fields, const std::vector<uint64_t>& states,
                                size_t num_states, const float* uniforms, size_t num_uniforms) {
@@ -190,7 +192,14 @@ std::vector<Table> read_tables(const std::vector<uint64_t>& fields, const std::v
                     x[5],                          {},            uniforms + t * num_uniforms,
                     reinterpret_cast<const int64_t*>(x[6]),
                     reinterpret_cast<uint32_t*>(x[7]),
-                    int64_t(x[8])};
+                    int64_t(x[8]),                 nullptr,       0};
+    Target& target = table.target;
+    const int64_t words = (target.num_rows + kMarkedRows - 1) / kMarkedRows;
+    if (target.marks != nullptr && target.row_ids == nullptr && target.num_marks > words) {
+      target.log = target.marks + words;
+      target.log_room = target.num_marks - words - 1;
+      target.num_marks = words;
+    }
     if (table.target.dim < 1) throw std::invalid_argument("a table has no columns");
     for (size_t s = 0; s < num_states; ++s)
       table.target.state.push_back(reinterpret_cast<float*>(states.at(t * num_states + s)));
@@ -266,6 +275,13 @@ void row_update(const std::vector<uint64_t>& table_fields, const std::vector<uin
   add_features(tables, features, matrices, batch, num_offsets);
   if (kind > 2) return wide_ids ? check_ids<int64_t>(tables, batch) : check_ids<int32_t>(tables, batch);
   for (Table& table : tables) pack(table, batch);
+  std::vector<Table*> full;
+  for (Table& table : tables)
+    if (!has_room(table.target, table.num_ids)) full.push_back(&table);
+  if (!full.empty())
+    parallel_tasks(num_threads, int64_t(full.size()), [&](int64_t t) {
+      empty_log(full[size_t(t)]->target, full[size_t(t)]->num_ids);
+    });
   const std::vector<Task> tasks = cut(tables, num_threads);
   if (kind == 0) run<float>(tasks, batch, program, num_threads);
   else if (kind == 1) run<Half>(tasks, batch, program, num_threads);

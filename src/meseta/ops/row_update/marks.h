@@ -1,6 +1,7 @@
 // Marks of changed rows: two bits a row, sixteen rows a word, as meseta.ops.row_marks keeps them.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 
@@ -24,18 +25,40 @@ inline void prefetch_marks(const Target& target, const int64_t* rows, int64_t n)
   for (int64_t k = 0; k < n; ++k) __builtin_prefetch(word_of(target.marks, target.row(rows[k])), 1);
 }
 
-// Marks rows for all who ask. `alone`: no other thread has rows of these words, unless rows lie in slots. Most rows are
-// marked already: a chunk of those is only read, so that no row waits for the word that the one before it has written.
+// Marks rows that no other thread shares a word with. Most are marked already: a chunk of those is only read, so that no
+// row waits for the word that the one before it has written.
+template <typename Row>
+void mark_rows_alone(uint32_t* marks, const Row* rows, int64_t n) {
+  uint32_t marked = kMarks;
+#pragma GCC unroll 8
+  for (int64_t k = 0; k < n; ++k) marked &= *word_of(marks, rows[k]) >> place_of(rows[k]);
+  if (marked == kMarks) return;
+  for (int64_t k = 0; k < n; ++k) *word_of(marks, rows[k]) |= kMarks << place_of(rows[k]);
+}
+
+// Rows to be marked later, from any thread; there is room: see empty_log.
+inline void log_rows(const Target& target, const int64_t* rows, int64_t n) {
+  const uint32_t first = std::atomic_ref(*target.log).fetch_add(uint32_t(n), std::memory_order_relaxed);
+  for (int64_t k = 0; k < n; ++k) target.log[1 + first + uint64_t(k)] = uint32_t(rows[k]);
+}
+
+inline bool has_room(const Target& target, int64_t num_rows) {
+  return target.log == nullptr || *target.log + num_rows <= target.log_room;
+}
+
+// Mark the rows of a log; where it has no room for so many when it is empty, rows are marked as they are stepped.
+inline void empty_log(Target& target, int64_t num_rows) {
+  constexpr int64_t kChunk = 64;
+  for (int64_t at = 0, n = *target.log; at < n; at += kChunk)
+    mark_rows_alone(target.marks, target.log + 1 + at, std::min(kChunk, n - at));
+  *target.log = 0;
+  if (num_rows > target.log_room) target.log = nullptr;
+}
+
+// Marks rows for all who ask. `alone`: no other thread has rows of these words, unless rows lie in slots.
 inline void mark_rows(const Target& target, const int64_t* rows, int64_t n, bool alone) {
   if (target.marks == nullptr) return;
-  if (alone && target.row_ids == nullptr) {  // these many marks there are: call.py
-    uint32_t marked = kMarks;
-#pragma GCC unroll 8
-    for (int64_t k = 0; k < n; ++k) marked &= *word_of(target.marks, rows[k]) >> place_of(rows[k]);
-    if (marked == kMarks) return;
-    for (int64_t k = 0; k < n; ++k) *word_of(target.marks, rows[k]) |= kMarks << place_of(rows[k]);
-    return;
-  }
+  if (alone && target.row_ids == nullptr) return mark_rows_alone(target.marks, rows, n);  // so many there are: call.py
   for (int64_t k = 0; k < n; ++k) {
     const int64_t row = target.row(rows[k]);
     if (row < 0 || row / kMarkedRows >= target.num_marks)
