@@ -71,7 +71,7 @@ def _write_table(
 
     def write(files: list[Entry]) -> dict[str, Any]:
         first = files[0]["first_row"]
-        values = read_chain(path, schema, files, keep=True)
+        values = read_chain(path, schema, files)
         entry = write_block(growing, block_path(name, first // table["block_rows"]), schema, first, values)
         on_rows(entry["num_rows"])
         return entry

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +17,7 @@ from meseta.checkpoint.files import digest
 from meseta.checkpoint.files.codes import StoredRows, coded_fields, decode_rows
 from meseta.checkpoint.files.layout import ID, BlockSchema
 from meseta.checkpoint.files.rate import WriteRate
-from meseta.checkpoint.files.raw import read_whole, scratch, write_whole
+from meseta.checkpoint.files.raw import Use, read_whole, scratch, write_whole
 from meseta.errors import one_line, shown
 from meseta.machine.files import sync
 from meseta.machine.remote import Location
@@ -34,14 +36,8 @@ def write_block(
 ) -> dict[str, Any]:
     """Write one block, for `sync_block`; returns its entry in the manifest. Raises MesetaError, as on a full disk."""
     num_rows = len(next(iter(values.values())))
-    ids, columns = np.arange(first_row, first_row + num_rows, dtype=np.int64), [values[c.name] for c in schema.columns]
-    frame = _frames.get((schema, num_rows))
-    if frame is not None:
-        content, checksum = _fill_frame(frame, ids, columns)
-    else:
-        content, checksum = _arrow_file(schema.to_arrow(), schema, ids, columns), digest.of_arrays(columns)
-        if num_rows == schema.block_rows:
-            _frames[schema, num_rows] = _frame_of(content, columns)
+    ids, columns = np.arange(first_row, first_row + num_rows, dtype=np.int64), _columns(schema, values)
+    content, checksum = _arrow_file(schema.to_arrow(), schema, ids, columns, summed=columns)
     return _write(root, path, content, rate, first_row=first_row, num_rows=num_rows, checksum=checksum)
 
 
@@ -56,9 +52,8 @@ def write_rows(
 ) -> dict[str, Any]:
     """Write some rows of a block that begins at `first_row`: `ids`, uint32 [n] ascending, count from there. As
     `write_block`; the checksum is over the ids too, and the columns as they are stored."""
-    columns = [rows.values[column.name] for column in schema.columns]
-    content = _arrow_file(coded_fields(schema, rows.codes), schema, ids, columns)
-    checksum = digest.of_arrays([ids, *columns])
+    columns = _columns(schema, rows.values)
+    content, checksum = _arrow_file(coded_fields(schema, rows.codes), schema, ids, columns, summed=[ids, *columns])
     entry = _write(root, path, content, rate, first_row=first_row, num_rows=len(ids), checksum=checksum)
     return {**entry, "codes": rows.codes, "error": rows.errors} if rows.codes else entry
 
@@ -78,80 +73,82 @@ def sync_block(root: Location, path: str) -> None:
             sync(root / path)
 
 
-def _arrow_file(fields: pa.Schema, schema: BlockSchema, ids: np.ndarray, columns: Sequence[np.ndarray]) -> memoryview:
-    """A file of one record batch of these fields, in this thread's `scratch`."""
+def _columns(schema: BlockSchema, values: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    return [np.ascontiguousarray(values[column.name]) for column in schema.columns]
+
+
+def _arrow_file(
+    fields: pa.Schema,
+    schema: BlockSchema,
+    ids: np.ndarray,
+    columns: Sequence[np.ndarray],
+    *,
+    summed: Sequence[np.ndarray],
+) -> tuple[memoryview, str]:
+    """A file of one record batch of these fields, in this thread's `scratch`, and the checksum of `summed`, which are
+    the last of its columns."""
     arrays = [pa.array(ids)]
     for column, field, values in zip(schema.columns, list(fields)[1:], columns, strict=True):
         flat = pa.array(values.reshape(-1))  # shares memory, so every bit pattern survives
         arrays.append(pa.FixedSizeListArray.from_arrays(flat, type=field.type) if column.kind == "element" else flat)
     batch = pa.RecordBatch.from_arrays(arrays, schema=fields)
     content = scratch(pa.ipc.get_record_batch_size(batch) + schema.frame_bytes)
-    sink = pa.FixedSizeBufferWriter(pa.py_buffer(content))
+    sink = _SummingSink(content, summed)
     with pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
-    return content[: sink.tell()]
+    return content[: sink.tell()], sink.checksum()
 
 
-class _Frame(NamedTuple):
-    """What the file of a block has beside its values."""
+class _SummingSink(io.RawIOBase):
+    """Where Arrow writes a file to memory. Values are summed as they are copied: from memory they would come once more,
+    which takes a third of the time of the sum."""
 
-    head: bytes
-    """Before the ids."""
-    places: tuple[int, ...]
-    """Where the ids and the values of each column begin, in bytes of the file."""
-    tail: bytes
-    """Behind the values of the last column."""
+    def __init__(self, content: memoryview, summed: Sequence[np.ndarray]) -> None:
+        self._file = np.frombuffer(content, np.uint8)
+        self._size = 0
+        self._summed = summed
+        self._sum = hashlib.sha256()
+        self._in_order = [(array.ctypes.data, array.nbytes) for array in summed if array.nbytes]
 
+    def writable(self) -> bool:
+        return True
 
-_frames: dict[tuple[BlockSchema, int], _Frame] = {}
-"""Of whole blocks, by the columns of their tables and the number of rows: Arrow writes the same around the values of
-each."""
+    def tell(self) -> int:
+        return self._size
 
-
-def _frame_of(content: memoryview, columns: Sequence[np.ndarray]) -> _Frame:
-    """What a file has beside the values of these columns."""
-    buffer = pa.py_buffer(content)
-    with pa.ipc.open_file(pa.BufferReader(buffer)) as reader:
-        batch = reader.get_batch(0)
-    places = [array.buffers()[-1].address - buffer.address for array in batch.columns]
-    return _Frame(bytes(content[: places[0]]), tuple(places), bytes(content[places[-1] + columns[-1].nbytes :]))
-
-
-def _fill_frame(frame: _Frame, ids: np.ndarray, columns: Sequence[np.ndarray]) -> tuple[memoryview, str]:
-    """The file of a whole block, in this thread's `scratch`, and the checksum of its columns. Values are summed as they
-    are copied: from memory they would come once more, which takes a third of the time of the sum."""
-    num_bytes = frame.places[-1] + columns[-1].nbytes + len(frame.tail)
-    content = scratch(num_bytes)[:num_bytes]
-    file = np.frombuffer(content, np.uint8)
-
-    def laid(place: int, values: np.ndarray) -> Iterator[np.ndarray]:
-        """Copy values to their place; each piece as it lies there."""
-        source = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    def write(self, written: Any) -> int:
+        """Bytes around the values, or a buffer of values where they lie."""
+        values = memoryview(written)
+        if not values.nbytes:
+            return 0
+        source = np.frombuffer(values, np.uint8)
+        is_next = self._in_order[:1] == [(source.ctypes.data, len(source))]
         for at in range(0, len(source), _SUMMED_BYTES):
             piece = source[at : at + _SUMMED_BYTES]
-            target = file[place + at :][: len(piece)]
+            target = self._file[self._size :][: len(piece)]
             np.copyto(target, piece)
-            yield target
+            if is_next:
+                self._sum.update(target.data)
+            self._size += len(piece)
+        if is_next:
+            self._in_order.pop(0)
+        return len(source)
 
-    file[: len(frame.head)] = np.frombuffer(frame.head, np.uint8)
-    for _ in laid(frame.places[0], ids):
-        pass
-    for place, former, values in zip(frame.places[1:], frame.places, [ids, *columns], strict=False):
-        file[former + values.nbytes : place] = 0
-    checksum = digest.of_arrays(p for place, v in zip(frame.places[1:], columns, strict=True) for p in laid(place, v))
-    file[num_bytes - len(frame.tail) :] = np.frombuffer(frame.tail, np.uint8)
-    return content, checksum
+    def checksum(self) -> str:
+        """Of all values; summed anew where Arrow has not written them from where they lie."""
+        return digest.of_arrays(self._summed) if self._in_order else self._sum.hexdigest()
 
 
-def read_block(root: Location, schema: BlockSchema, entry: Mapping[str, Any]) -> Values:
+def read_block(root: Location, schema: BlockSchema, entry: Mapping[str, Any], use: Use = "file") -> Values:
     """Read one block and check everything that its entry in the manifest says.
 
-    The values lie in memory that this thread's next call uses again: to keep them, copy them.
+    The values lie in memory that this thread's next call for this `use` uses again: to keep them, copy them. They may
+    be written to, where they are not from a URL.
     Raises MesetaError, naming the file, when it is missing, truncated, no Arrow file, has other columns or rows than
     expected, or other content than its checksum says.
     """
     path = file_of(root, entry)
-    ids, values = _read(path, schema.to_arrow(), schema, entry)
+    ids, values = _read(path, schema.to_arrow(), schema, entry, use)
     first, stop = entry["first_row"], entry["first_row"] + entry["num_rows"]
     if not np.array_equal(ids, np.arange(first, stop)):
         raise broken_file(path, f"must hold the rows {first}..{stop - 1} in order, but its ids are others")
@@ -160,12 +157,12 @@ def read_block(root: Location, schema: BlockSchema, entry: Mapping[str, Any]) ->
 
 
 def read_rows(
-    root: Location, schema: BlockSchema, entry: Mapping[str, Any], block_rows: int
+    root: Location, schema: BlockSchema, entry: Mapping[str, Any], block_rows: int, use: Use = "file"
 ) -> tuple[np.ndarray, Values]:
     """Some rows of a block of `block_rows`: ids, uint32 [n] ascending, and their values; checked, and kept, as those of
     `read_block` are."""
     path, codes = file_of(root, entry), entry.get("codes") or {}
-    ids, values = _read(path, coded_fields(schema, codes), schema, entry)
+    ids, values = _read(path, coded_fields(schema, codes), schema, entry, use)
     if not (ids[1:] > ids[:-1]).all() or ids[-1] >= block_rows:
         raise broken_file(path, f"must have ids that rise and are below {block_rows}, but its ids are others")
     checksum = digest.of_arrays([ids, *(values[column.name] for column in schema.columns)])
@@ -174,18 +171,19 @@ def read_rows(
 
 
 def _read(
-    path: Location, fields: pa.Schema, schema: BlockSchema, entry: Mapping[str, Any]
+    path: Location, fields: pa.Schema, schema: BlockSchema, entry: Mapping[str, Any], use: Use
 ) -> tuple[np.ndarray, Values]:
     """Ids and values of a file with these fields and as many rows as its entry says."""
     try:
-        content = pa.py_buffer(read_whole(path, entry["num_bytes"]))
+        memory = read_whole(path, entry["num_bytes"], use)
+        content = pa.py_buffer(memory)
         with pa.ipc.open_file(pa.BufferReader(content)) as reader:
             num_batches = reader.num_record_batches
             _check_schema(path, fields, reader.schema)
             batch = pa.ipc.read_record_batch(_batch_message(path, content), reader.schema)
         batch.validate()
         _check_num_rows(path, batch, entry["num_rows"], num_batches)
-        values = {column.name: _to_numpy(batch.column(column.name)) for column in schema.columns}
+        values = {column.name: _to_numpy(batch.column(column.name), memory) for column in schema.columns}
         return batch.column(ID).to_numpy(), values
     except MesetaError:
         raise
@@ -239,8 +237,12 @@ def _check_num_rows(path: Location, batch: pa.RecordBatch, num_rows: int, num_ba
         raise broken_file(path, "must have a value everywhere, but some are missing")
 
 
-def _to_numpy(array: pa.Array) -> np.ndarray:
-    """The values of a column as [rows, D] or [rows], without a copy."""
-    if not pa.types.is_fixed_size_list(array.type):
-        return array.to_numpy()
-    return array.flatten().to_numpy().reshape(len(array), array.type.list_size)
+def _to_numpy(array: pa.Array, memory: memoryview) -> np.ndarray:
+    """The values of a column as [rows, D] or [rows], where they lie in the memory of a file: Arrow's own may not
+    be written to."""
+    is_list = pa.types.is_fixed_size_list(array.type)
+    values: np.ndarray = (array.flatten() if is_list else array).to_numpy()
+    if values.nbytes:
+        place = values.ctypes.data - np.frombuffer(memory, np.uint8).ctypes.data
+        values = np.frombuffer(memory, values.dtype, len(values), place)
+    return values.reshape(len(array), array.type.list_size) if is_list else values

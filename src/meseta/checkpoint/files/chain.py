@@ -44,16 +44,16 @@ def read_chain(
     """All rows of a block, of its files from the oldest to the newest; `is_changed` [rows] becomes true where a file
     behind the first has the row.
 
-    They lie in memory that this thread's next call, or write, may use again, unless they are to be kept. Raises what
-    `read_block` raises.
+    They lie in memory that this thread's next call may use again, unless they are to be kept. Raises what `read_block`
+    raises.
     """
-    values = _read_first(root, schema, files[0])
-    if len(files) == 1 and not keep:
-        return values
+    block = _read_first(root, schema, files[0])
     num_rows = files[0]["num_rows"]
-    block = {column.name: room(schema.shape(column, num_rows), column.stored) for column in schema.columns}
-    for name, value in values.items():
-        np.copyto(block[name], value)
+    if keep or (len(files) > 1 and not all(value.flags.writeable for value in block.values())):
+        values = block
+        block = {column.name: room(schema.shape(column, num_rows), column.stored) for column in schema.columns}
+        for name, value in values.items():
+            np.copyto(block[name], value)
     for entry in files[1:]:
         ids, some = read_rows(root, schema, entry, num_rows)
         if is_changed is not None:
@@ -66,8 +66,8 @@ def read_chain(
 def _read_first(root: Location, schema: BlockSchema, entry: Entry) -> Values:
     """All rows of a block, of a file that holds them as they are or in codes."""
     if is_block_path(entry["path"]):
-        return read_block(root, schema, entry)
-    return read_rows(root, schema, entry, entry["num_rows"])[1]  # so many ids that rise are all
+        return read_block(root, schema, entry, use="block")
+    return read_rows(root, schema, entry, entry["num_rows"], use="block")[1]  # so many ids that rise are all
 
 
 def room(shape: tuple[int, ...], stored: str) -> np.ndarray:

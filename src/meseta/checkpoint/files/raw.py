@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from meseta.checkpoint.failures import broken_file, writing
 from meseta.checkpoint.files.rate import WriteRate
@@ -29,19 +29,22 @@ TRANSFER_BYTES = 1 << 20
 """Transferred at a time: more would be no faster, and rows that a batch waits for would wait behind it."""
 COPIED_BYTES = 16 << 20
 """Copied at a time from one store to another."""
+Use = Literal["file", "block"]
+"""What memory is for: the file that is written or read at the moment, or a block that files are put together in."""
 T = TypeVar("T")
 _own = threading.local()
 
 
-def scratch(num_bytes: int) -> memoryview:
-    """Writable memory of this thread, of `num_bytes` rounded up to whole pages; the next call gives it again."""
+def scratch(num_bytes: int, use: Use = "file") -> memoryview:
+    """Writable memory of this thread, of `num_bytes` rounded up to whole pages; the next call for this use gives it
+    again."""
     size = -(-max(num_bytes, 1) // PAGE_BYTES) * PAGE_BYTES
-    buffer: mmap.mmap | None = getattr(_own, "buffer", None)
+    buffer: mmap.mmap | None = getattr(_own, use, None)
     if buffer is None or len(buffer) < size:
         buffer = mmap.mmap(-1, size)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             buffer.madvise(mmap.MADV_HUGEPAGE)
-        _own.buffer = buffer
+        setattr(_own, use, buffer)
     return memoryview(buffer)[:size]
 
 
@@ -111,11 +114,11 @@ def _in_turn(rate: WriteRate | None, num_bytes: int) -> AbstractContextManager[N
     return nullcontext() if rate is None else rate.piece(num_bytes)
 
 
-def read_whole(path: Location, num_bytes: int) -> memoryview:
+def read_whole(path: Location, num_bytes: int, use: Use = "file") -> memoryview:
     """The first `num_bytes` of a file, fewer when it ends before, in this thread's `scratch`; raises OSError."""
     if isinstance(path, RemotePath):
         return memoryview(path.read(0, num_bytes))
-    content = scratch(num_bytes)
+    content = scratch(num_bytes, use)
 
     def read(direct: int) -> int:
         descriptor = open_regular(path, direct)
