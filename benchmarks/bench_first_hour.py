@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kept import Kept
 from planted_logs import LOGS, PlantedLog, WrittenLog, write_log
 from record import ROOT
 
@@ -40,8 +41,6 @@ from meseta.comm import World
 from meseta.config import check_document, read_document
 from meseta.data import Dataset, PrepareOptions
 from meseta.data.prepare import prepare
-from meseta.machine.environment import commit, hardware
-from meseta.machine.files import write_whole
 from meseta.train.outside.raw_files import default_batch_size
 from meseta.train.trainer import Trainer
 
@@ -53,26 +52,6 @@ OLD = ("model.name=dlrm", "model.embedding_dim=16", "model.bottom_mlp=[512,256,6
        "model.dropout=0", "embedding.init.scale=null", "embedding.init.kind=uniform", "embedding.optimizer.lr=0.01",
        "train.epochs=1")  # fmt: skip
 Settings = Mapping[str, Any]
-
-
-class Kept:
-    """Results by name, in a file that is rewritten after each."""
-
-    def __init__(self, path: Path, *, again: str | None = None, makes: bool = True) -> None:
-        """Those whose names end in `again` count as missing; without `makes` what is missing raises KeyError."""
-        self._path, self._makes = path, makes
-        cells: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        self._cells = {name: cell for name, cell in cells.items() if again is None or not name.endswith(f"/{again}")}
-
-    def get(self, name: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-        if name not in self._cells:
-            if not self._makes:
-                raise KeyError(name)
-            self._cells[name] = {**make(), "commit": commit(), "processor": hardware()}
-            # A line for each, since they are looked at as changes of this file.
-            lines = (f"{json.dumps(key)}: {json.dumps(cell)}" for key, cell in sorted(self._cells.items()))
-            write_whole(self._path, "{\n" + ",\n".join(lines) + "\n}\n")
-        return self._cells[name]
 
 
 def settings(number: int) -> tuple[Settings, int | None]:

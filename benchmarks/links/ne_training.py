@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from paired import move_by_an_ulp
 
 from meseta.comm import World
 from meseta.config import check_document, read_document
@@ -23,9 +24,7 @@ def train(config: str, overrides: list[str], moved: bool) -> dict[str, Any]:
     with contextlib.redirect_stderr(io.StringIO()):
         trainer = Trainer(check_document(read_document(Path(config), overrides)), World.current())
         if moved:
-            with torch.no_grad():
-                first = next(iter(trainer.model.parameters())).view(-1)[:1]
-                first.copy_(torch.nextafter(first, torch.full_like(first, torch.inf)))
+            move_by_an_ulp(next(iter(trainer.model.parameters())).detach().view(-1)[:1])
         summary = trainer.run()
     return {"ne": summary["test"]["ne"], "auc": summary["test"]["auc"], "steps": summary["num_steps"],
             "seconds": time.perf_counter() - start_s}  # fmt: skip

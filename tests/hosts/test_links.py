@@ -15,9 +15,9 @@ from links import bits_part, shapes, timing
 from links.bits_part import Case, cases, checksum
 from links.bytes_part import SCHEMES
 from links.crew import CrewError, crew, here
-from links.ne_part import difference
 from links.steps_part import TIMED, target
 from links.variants import Layout, Variant, Window
+from paired import difference
 
 from hosts import Hosts, why_impossible
 
