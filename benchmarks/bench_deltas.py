@@ -9,8 +9,8 @@ Parts:
 - bytes: what 24 checkpoints write, and hold at most with the one being written, keep_last 2, where 22 % of the rows are
   touched between two (Zipf 1.05); seen from outside, file by file, beside whole checkpoints.
 - time: a delta of 20 % of the rows beside our whole save, torch.distributed.checkpoint and its async_save: until it is
-  durable, and until training may go on; memory beside the table for each byte copied; a cold load of a chain of eight
-  beside one of a whole checkpoint. In turns; medians.
+  durable, and until training may go on; memory beside the table for each byte copied; a cold load of a chain of eight,
+  exact and in 4 bits, beside one of a whole checkpoint. In turns; medians.
 - beside: training with a rolling delta every so many seconds, and without, in windows that alternate.
 - marks: a step of the embedding operators with marks of changed rows, and without, in windows that alternate.
 

@@ -34,7 +34,7 @@ class PeerComparison:
     @property
     def ratio(self) -> float:
         """Above 1 where ours is better: times, sizes and costs are better when smaller, rates when larger."""
-        better_when_small = self.unit in ("s", "ms", "MB", "of theirs", "misses a lookup")
+        better_when_small = self.unit in ("s", "ms", "s/GB", "MB", "GB", "of one", "of theirs", "misses a lookup")
         return self.peer_value / self.value if better_when_small else self.value / self.peer_value
 
 
