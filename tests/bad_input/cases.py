@@ -219,6 +219,10 @@ def checkpoints_out_of_reach(place: Place) -> list[Any]:
     return place.train("checkpoint.dir=nosuch://bucket/run")
 
 
+def mirror_out_of_reach(place: Place) -> list[Any]:
+    return place.train("checkpoint.mirror=nosuch://bucket/run")
+
+
 def checkpoints_at_no_url(place: Place) -> list[Any]:
     return place.train("checkpoint.dir=bucket/run")
 
@@ -298,8 +302,8 @@ TRAINING += (unknown_key, ill_typed_value, no_yaml, key_given_twice, plan_of_oth
 TRAINING += (no_dataset, prepared_column_missing, prepared_file_truncated, prepared_label_outside, id_outside)
 TRAINING += (nan_in_dense, loss_without_bound, damaged_checkpoint, file_that_others_need)
 TRAINING += (partial_checkpoint, checkpoint_of_another_model)
-TRAINING += (checkpoints_at_no_url, checkpoints_moved)
+TRAINING += (checkpoints_out_of_reach, mirror_out_of_reach, checkpoints_at_no_url, checkpoints_moved)
 TRAINING += (run_on_other_data, not_a_run, unwritable_run_dir, unwritable_predictions)
 TRAINING += (no_step_to_profile, other_steps_to_profile, steps_to_profile_ill_typed, folder_for_a_timeline)
 TRAINING += (advice_on_codes, checkpoints_too_slow, no_records_of_ranks, foreign_record_of_a_rank)
-PLANNING = (limit_without_a_disk, checkpoints_out_of_reach)
+PLANNING = (limit_without_a_disk,)

@@ -38,8 +38,8 @@ MOST_TRIES = 20
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Callable[..., Path]:
-    """`whole(2)`, `whole(2, stale=1)`: the folder of a run on so many ranks that nothing disturbed. torchrun starts it,
-    and `--nproc` what is compared with it: both give the same run."""
+    """`whole(2)`, `whole(2, stale=1)`: the folder of a run on so many ranks that nothing disturbed. torchrun starts the
+    one that is not stale, and `--nproc` what is compared with it: both give the same run."""
     runs: dict[tuple[int, int], Path] = {}
 
     def get(size: int, stale: int = 0) -> Path:
@@ -49,9 +49,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Callable[...,
             if size == 1:
                 train(document)
             else:
-                config = write_config(folder / "c.yaml", document)
+                words = ("train", write_config(folder / "c.yaml", document))
                 torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size))
-                Command(folder, "train", config, launcher=torchrun).succeed()
+                started = (
+                    Command(folder, *words, "--nproc", size) if stale else Command(folder, *words, launcher=torchrun)
+                )
+                started.succeed()
             runs[size, stale] = folder
         return runs[size, stale]
 
@@ -228,7 +231,8 @@ def test_killed_while_it_saves_deltas(
     size, draw = case["size"], random.Random(str(case))
     is_sample = os.environ.get("MESETA_SOAK") is None
     moments = ["saving"] if is_sample else [draw.choice(["start-up", "training", "saving"]) for _ in range(5)]
-    deltas = {"checkpoint__deltas": case["policy"], "checkpoint__max_chain": 3, "checkpoint__every_steps": 1}
+    every = {"checkpoint__every_steps": 3 if is_sample else 1}
+    deltas = {"checkpoint__deltas": case["policy"], "checkpoint__max_chain": 3, **every}
     run_dir = killed_and_gone_on(tmp_path, tiny, size, moments, seed=case["seed"], **deltas)
     check_equal(run_dir, whole(size) / "run")
     listed = checkpoint.list_checkpoints(run_dir)

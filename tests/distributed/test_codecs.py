@@ -83,7 +83,7 @@ def test_answers_are_the_casts_of_torch_and_evaluations_are_exact(
         assert torch.equal(trained, cast(asked, codec))
 
 
-@pytest.mark.parametrize("cell", sample(MATRIX, 24, seed=3))
+@pytest.mark.parametrize("cell", sample(MATRIX, 16, seed=2827))
 def test_ranks_round_where_one_process_does(ranks: Ranks, cell: dict[str, Any]) -> None:
     (size, per_host), codec, exchange, sharding, pooling = cell.values()
     scenario = scenario_of(sharding, pooling, "rowwise_adagrad")

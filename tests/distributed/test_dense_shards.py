@@ -39,7 +39,7 @@ COMMON = {
     **WIDE,
     "embedding__dtype": "float64",
     "train__epochs": 2,
-    "train__max_steps": 20,
+    "train__max_steps": 16,
     "train__log_every_steps": 1,
 }
 SHARDED = {"dense__sharding": "fsdp", "plan": HOSTS}
@@ -83,7 +83,10 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in OPTIMIZERS), ("lamb", 4)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [*((name, 4 if name == "lamb" else 2) for name in OPTIMIZERS), pytest.param("lamb", 2, marks=pytest.mark.soak)],
+)
 def test_every_optimizer_with_clipping_and_accumulation(
     ranks: Ranks, tiny: Path, tmp_path: Path, name: str, size: int
 ) -> None:

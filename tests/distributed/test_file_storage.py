@@ -21,7 +21,7 @@ from meseta.storage import ROW
 from meseta.train import verify
 from meseta.train.outside.importing import import_model
 from meseta.train.trained import load_trained
-from sampling import sample
+from sampling import product, sample
 from small_run import final_checksum, metrics, settings, tiny_data, train, without_times
 
 from .pool import RankPool
@@ -56,7 +56,7 @@ def scenario_in_files(scenario: Scenario) -> Any:
     return in_files(train_scenario, scenario)
 
 
-@pytest.mark.parametrize("cell", sample(CELLS, 10, seed=0), ids=lambda cell: " ".join(cell.values()))
+@pytest.mark.parametrize("cell", sample(CELLS, 8, seed=3), ids=lambda cell: " ".join(cell.values()))
 def test_all_row_optimizers_step_lent_rows_alike(ranks: Ranks, cell: dict[str, Any]) -> None:
     scenario = Scenario(weighted=cell["pooling"] != "none", **cell)
     size = 4 if "hosts" in scenario.sharding else 2
@@ -84,13 +84,13 @@ def plan_for(size: int) -> dict[str, Any]:
     return {} if size == 1 else {"plan": {"tables": REPLICAS}}
 
 
-@pytest.mark.parametrize("background", ["always", "never"])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("case", sample(product(size=[1, 2], background=["always", "never"]), 2, seed=3))
 def test_a_run_saves_and_goes_on_under_another_plan_and_storage(
-    ranks: Ranks, tiny: Path, tmp_path: Path, size: int, background: str
+    ranks: Ranks, tiny: Path, tmp_path: Path, case: dict[str, Any]
 ) -> None:
     """In two parts, each on files or resident, with micro-batches, replicas and saves on the way."""
-    common = {**WIDE, "train__accumulate_steps": 2, "checkpoint__every_steps": 2, "checkpoint__background": background}
+    saves = {"checkpoint__every_steps": 2, "checkpoint__background": case["background"]}
+    common, size = {**WIDE, "train__accumulate_steps": 2, **saves}, case["size"]
     other = 3 - size
     for files in ((False, False), (True, True), (True, False), (False, True)):
         run = tmp_path / "-".join(map(str, files))

@@ -23,14 +23,14 @@ def differences(ranks: Ranks, size: int, scenario: Scenario) -> dict[str, float]
     return found
 
 
-@pytest.mark.parametrize("cell", sample(MATRIX, 16, seed=0))
+@pytest.mark.parametrize("cell", sample(MATRIX, 12, seed=1164))
 def test_sharded_equals_one_process(ranks: Ranks, cell: dict[str, Any], record_property: Record) -> None:
     size, *names = cell.values()
     record_property("cell", cell)
     record_property("differences", differences(ranks, size, scenario_of(*names)))
 
 
-@pytest.mark.parametrize("cell", sample(BITWISE, 12, seed=0))
+@pytest.mark.parametrize("cell", sample(BITWISE, 8, seed=42))
 def test_same_bits_for_same_upstream_gradients(ranks: Ranks, cell: dict[str, Any], record_property: Record) -> None:
     size, *names = cell.values()
     exact = bitwise(scenario_of(*names))

@@ -18,11 +18,22 @@ from .test_saving import fill_disk_at
 
 POLICIES = ("one_shot", "consecutive", "intermittent", "rolling")
 STEPS = {"train__epochs": 2, "train__max_steps": 20, "checkpoint__every_steps": 2, "checkpoint__keep_last": 99}
+SMALL_BYTES = 2048
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "BLOCK_BYTES", 2048)
+    monkeypatch.setattr(layout, "BLOCK_BYTES", SMALL_BYTES)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of a run that saves whole ones; made in blocks of this size too."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "BLOCK_BYTES", SMALL_BYTES)
+        train(settings(tiny, folder / "run", **STEPS))
+    return folder / "run/checkpoints"
 
 
 def files(run_dir: Path) -> dict[str, bytes]:
@@ -36,8 +47,7 @@ def with_deltas(tiny: Path, run_dir: Path, policy: str, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", sample(POLICIES, 2, seed=6))
-def test_a_run_that_was_stopped_writes_the_same_files(tiny: Path, tmp_path: Path, policy: str) -> None:
-    train(settings(tiny, tmp_path / "whole", **STEPS))
+def test_a_run_that_was_stopped_writes_the_same_files(tiny: Path, whole: Path, tmp_path: Path, policy: str) -> None:
     with_deltas(tiny, tmp_path / "one", policy)
     for stop in (6, 14, 20):
         with_deltas(tiny, tmp_path / "other", policy, train__max_steps=stop)
@@ -45,7 +55,7 @@ def test_a_run_that_was_stopped_writes_the_same_files(tiny: Path, tmp_path: Path
     summaries = [summarize(listed.path) for listed in list_checkpoints(tmp_path / "one")]
     assert len(summaries) == 10 and sum(one.policy == policy for one in summaries) >= 6
     for summary in summaries:
-        plain = tmp_path / "whole" / "checkpoints" / summary.path.name
+        plain = whole / summary.path.name
         made = compact(summary.path, tmp_path / "made")
         assert many_files(made / "tables") == many_files(plain / "tables")
         assert list(compare(summary.path, plain)) == []
@@ -53,18 +63,17 @@ def test_a_run_that_was_stopped_writes_the_same_files(tiny: Path, tmp_path: Path
 
 @pytest.mark.parametrize("case", sample(product(policy=POLICIES, background=["always", "never"]), 3, seed=7))
 def test_rows_of_a_save_that_failed_are_in_the_next(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: dict[str, str]
+    tiny: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: dict[str, str]
 ) -> None:
     policy, background = case["policy"], case["background"]
     changes = {"checkpoint__background": background, "checkpoint__on_failure": "continue"}
     with monkeypatch.context() as full:
         fill_disk_at({2, 6, 12, 14}, full)
         with_deltas(tiny, tmp_path / "full", policy, **changes)
-    train(settings(tiny, tmp_path / "whole", **STEPS))
     saved = list_checkpoints(tmp_path / "full")
     assert [int(listed.path.name[-2:]) for listed in saved] == [4, 8, 10, 16, 18, 20]
     for listed in saved:
-        assert list(compare(listed.path, tmp_path / "whole" / "checkpoints" / listed.path.name)) == []
+        assert list(compare(listed.path, whole / listed.path.name)) == []
 
 
 def test_tables_that_step_all_rows_are_whole(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,9 +90,8 @@ def test_tables_that_step_all_rows_are_whole(tiny: Path, tmp_path: Path, capsys:
         )
 
 
-def test_a_policy_may_change_in_the_middle(tiny: Path, tmp_path: Path) -> None:
-    train(settings(tiny, tmp_path / "whole", **STEPS))
+def test_a_policy_may_change_in_the_middle(tiny: Path, whole: Path, tmp_path: Path) -> None:
     for stop, policy in ((4, "none"), (8, "one_shot"), (12, "rolling"), (16, "intermittent"), (20, "consecutive")):
         with_deltas(tiny, tmp_path / "run", policy, train__max_steps=stop)
     for listed in list_checkpoints(tmp_path / "run"):
-        assert list(compare(listed.path, tmp_path / "whole" / "checkpoints" / listed.path.name)) == []
+        assert list(compare(listed.path, whole / listed.path.name)) == []

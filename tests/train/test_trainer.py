@@ -190,12 +190,21 @@ def test_the_seed_and_nothing_else_makes_the_run(tiny: Path, tmp_path: Path) -> 
 # Resume
 
 
+COMMON = {"train__epochs": 2, "train__eval_every_steps": 7, "checkpoint__every_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of 28 steps that nothing stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(settings(tiny, folder / "run", **COMMON))
+    return folder / "run"
+
+
 @pytest.mark.parametrize("k", [6, 14])
-def test_stopped_and_gone_on_is_not_stopped_at_all(tiny: Path, tmp_path: Path, k: int) -> None:
+def test_stopped_and_gone_on_is_not_stopped_at_all(whole: Path, tiny: Path, tmp_path: Path, k: int) -> None:
     """Step 6 lies in the middle of a window of 4 and of an epoch of 14 steps; step 14 ends an epoch."""
-    common = {"train__epochs": 2, "train__eval_every_steps": 7, "checkpoint__every_steps": 5}
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    train(settings(tiny, whole, **common))
+    cut, common = tmp_path / "cut", COMMON | {"checkpoint__every_steps": 5}
     train(settings(tiny, cut, **common, train__max_steps=k))
     train(settings(tiny, cut, **common))
     assert final_checksum(cut) == final_checksum(whole)
@@ -214,11 +223,11 @@ class Killed(Exception):
 
 
 @pytest.mark.parametrize("when", [1, 11, 27])
-def test_killed_in_a_step_and_gone_on(tiny: Path, tmp_path: Path, when: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_in_a_step_and_gone_on(
+    whole: Path, tiny: Path, tmp_path: Path, when: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A checkpoint every 3 steps, a line of metrics every 4: resumed in the middle of windows."""
-    common = {"train__epochs": 2, "train__eval_every_steps": 7, "checkpoint__every_steps": 3}
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    expected = train(settings(tiny, whole, **common))
+    cut, expected = tmp_path / "cut", json.loads((whole / "summary.json").read_text())
     step = Pipeline._train
 
     def die(self: Pipeline, *arguments: Any) -> Any:
@@ -229,9 +238,9 @@ def test_killed_in_a_step_and_gone_on(tiny: Path, tmp_path: Path, when: int, mon
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(Pipeline, "_train", die)
-        train(settings(tiny, cut, **common))
+        train(settings(tiny, cut, **COMMON))
     torch.manual_seed(99)
-    summary = train(settings(tiny, cut, **common))
+    summary = train(settings(tiny, cut, **COMMON))
     assert without_times(metrics(cut)) == without_times(metrics(whole))
     assert final_checksum(cut) == final_checksum(whole)
     names = sorted(p.name for p in (cut / "checkpoints").iterdir())
@@ -281,6 +290,14 @@ def test_training_time_goes_on_counting(tiny: Path, tmp_path: Path) -> None:
     assert times == sorted(times) and times[-1] > first["time_s"]
 
 
+@pytest.fixture(scope="module")
+def six_steps(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of so many steps, which tests only read."""
+    folder = tmp_path_factory.mktemp("six")
+    train(settings(tiny, folder / "run", train__max_steps=6))
+    return folder / "run"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -294,21 +311,11 @@ def test_training_time_goes_on_counting(tiny: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_does_not_fit_the_checkpoint_is_refused(
-    tiny: Path, tmp_path: Path, changes: dict[str, Any], message: str
+    tiny: Path, six_steps: Path, changes: dict[str, Any], message: str
 ) -> None:
-    train(settings(tiny, tmp_path / "run", train__max_steps=6))
-    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
-    assert message in refusal(settings(tiny, tmp_path / "run", **changes))
-    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
-
-
-def test_other_data_are_refused(tiny: Path, tmp_path: Path) -> None:
-    other = copy_of(tiny, tmp_path / "other")
-    document = json.loads((other / "dataset.json").read_text())
-    document["dense"][0]["mean"] += 1.0
-    (other / "dataset.json").write_text(json.dumps(document))
-    train(settings(tiny, tmp_path / "run", train__max_steps=6))
-    assert "dense column 'price': mean, which was" in refusal(settings(other, tmp_path / "run"))
+    before = {p: p.read_bytes() for p in six_steps.rglob("*") if p.is_file()}
+    assert message in refusal(settings(tiny, six_steps, **changes))
+    assert {p: p.read_bytes() for p in six_steps.rglob("*") if p.is_file()} == before
 
 
 def test_another_batch_size_goes_on_from_the_same_row(tiny: Path, tmp_path: Path) -> None:
@@ -448,28 +455,25 @@ def test_a_table_of_its_own_kind(tiny: Path, tmp_path: Path) -> None:
     assert tables["item"]["optimizer"]["name"] == "rowwise_adagrad"
 
 
-def test_other_features_are_refused_in_evaluation(tiny: Path, tmp_path: Path) -> None:
-    train(settings(tiny, tmp_path / "run", train__max_steps=2))
+def test_other_features_are_refused_in_evaluation(tiny: Path, six_steps: Path, tmp_path: Path) -> None:
     other = copy_of(tiny, tmp_path / "other")
     document = json.loads((other / "dataset.json").read_text())
     document["sparse"][0]["hash_seed"], name = "0x" + "0" * 16, document["sparse"][0]["name"]
     (other / "dataset.json").write_text(json.dumps(document))
     with pytest.raises(MesetaError, match=f"sparse feature '{name}': seed of the hash, which was"):
-        load_trained(tmp_path / "run", "test", World.single(), other)
+        load_trained(six_steps, "test", World.single(), other)
 
 
-def test_predictions_that_cannot_be_written(tiny: Path, tmp_path: Path) -> None:
-    train(settings(tiny, tmp_path / "run", train__max_steps=2))
-    trained = load_trained(tmp_path / "run", "test", World.single())
+def test_predictions_that_cannot_be_written(six_steps: Path, tmp_path: Path) -> None:
+    trained = load_trained(six_steps, "test", World.single())
     with pytest.raises(MesetaError, match="cannot be written"):
         write_predictions(trained.model, trained.reader, trained.world, tmp_path / "nowhere/p.parquet")
 
 
-def test_predictions_of_broken_rows_are_refused(tiny: Path, tmp_path: Path) -> None:
-    train(settings(tiny, tmp_path / "run", train__max_steps=2))
+def test_predictions_of_broken_rows_are_refused(tiny: Path, six_steps: Path, tmp_path: Path) -> None:
     broken = copy_of(tiny, tmp_path / "broken")
     spoil(broken, "test", "age", 140, float("inf"))
-    trained = load_trained(tmp_path / "run", "test", World.single(), broken)
+    trained = load_trained(six_steps, "test", World.single(), broken)
     with pytest.raises(MesetaError, match="that of row 140 is not finite"):
         write_predictions(trained.model, trained.reader, trained.world, tmp_path / "p.parquet")
     assert list(tmp_path.glob("*p.parquet*")) == []

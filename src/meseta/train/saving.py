@@ -74,8 +74,14 @@ class Saver:
         self._rate = self._write_rate()
         self._copies_all: bool | None = None
         """Whether whole saves go on beside training."""
-        self._mirror = checkpoint.Mirror(config.mirror) if config.mirror and world.rank == 0 else None
+        self._mirror: checkpoint.Mirror | None = None
+        """Of rank 0 alone."""
+        if config.mirror is not None:
+            world.on_first(lambda: self._open_mirror(str(config.mirror)))
         self._notes: deque[str] = deque()
+
+    def _open_mirror(self, url: str) -> None:
+        self._mirror = checkpoint.Mirror(url)
 
     def _write_rate(self) -> checkpoint.WriteRate | None:
         """For all saves; raises MesetaError where ranks would wait so long for each other's blocks that they counted as

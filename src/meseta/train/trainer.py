@@ -88,7 +88,7 @@ class Trainer:
         self.world, self.run_dir = world, RunDir(config.run_dir, config.checkpoints)
         self.dataset = open_dataset(config, world)
         self.dataset.check_labels()
-        self._meet(resuming.newest_of_run(self.run_dir))
+        self._meet(world.from_first(lambda: resuming.newest_of_run(self.run_dir)))
         self.reader = make_reader(self.config, self.dataset, "train", self.world)
         self._read_from = resuming.seek(self.reader, self._met)
         self._trained_to = self.reader.position
@@ -417,7 +417,7 @@ class Trainer:
 
     def _meet(self, path: Location | None) -> None:
         """Raise MesetaError, on all ranks, where the checkpoint that is to be gone on with is of other data."""
-        [self._met, *_] = self.world.gather_objects(path)
+        self._met = path
         if self._met is not None:
             check_encoding(self.run_dir, self._met, self.dataset, self.world)
             check_rows(self.run_dir, self.dataset, self.world)
@@ -425,8 +425,7 @@ class Trainer:
     def _resume(self) -> dict[str, Any] | None:
         """Take up the newest checkpoint, if there is one; returns the row optimizers that tables had there."""
         self.world.on_first(self.saver.fetch)
-        path = checkpoint.newest(self.run_dir.checkpoints)
-        path = self.world.gather_objects(path)[0]
+        path = self.world.from_first(lambda: checkpoint.newest(self.run_dir.checkpoints))
         if path is None:
             return None
         resuming.check_resume(self.config, path)

@@ -29,10 +29,11 @@ def settle_dense_dtype(config: RunConfig, world: World) -> RunConfig:
     """The config with a type in place of 'auto': that of the checkpoint which the run goes on from; of a new run
     bfloat16 where every rank multiplies it. Collective.
 
-    Raises MesetaError, on all ranks and with what a product takes in both types, for a new run in bfloat16 that some
-    rank's processor or GPU has no instructions for. dense.check_speed=false lets it begin; one that has begun goes on.
+    Raises MesetaError, on all ranks, where its checkpoints cannot be reached, and, with what a product takes in both
+    types, for a new run in bfloat16 that some rank's processor or GPU has no instructions for. dense.check_speed=false
+    lets it begin; one that has begun goes on.
     """
-    [(has_begun, former), *_] = world.gather_objects(_former(config) if world.rank == 0 else (False, None))
+    has_begun, former = world.from_first(lambda: _former(config))
     dense = config.dense
     if dense.dtype == "bfloat16" and dense.check_speed and not has_begun:
         world.raise_together(_refusal(world.device))
