@@ -40,7 +40,7 @@ class BytesOptions:
 
 @dataclass
 class Disk:
-    """What lies in a folder, seen from outside: files by their numbers on the disk."""
+    """What lies in a folder, seen from outside: files by path and time of writing."""
 
     folder: Path
     written: int = 0
@@ -49,7 +49,7 @@ class Disk:
     """The most that was there at once, while a checkpoint was being written too."""
 
     def __post_init__(self) -> None:
-        self._seen: set[int] = set()
+        self._seen: set[tuple[Path, int]] = set()
 
     def look(self) -> None:
         """To be called when a checkpoint is written and none is removed yet."""
@@ -58,10 +58,9 @@ class Disk:
             if path.is_file():
                 status = path.stat()
                 held += status.st_size
-                if status.st_ino not in self._seen:
-                    self._seen.add(status.st_ino)
+                if (path, status.st_mtime_ns) not in self._seen:  # a removed file's inode is soon another's
+                    self._seen.add((path, status.st_mtime_ns))
                     self.written += status.st_size
-        self._seen = {path.stat().st_ino for path in self.folder.rglob("*") if path.is_file()}
         self.highest = max(self.highest, held)
 
 
