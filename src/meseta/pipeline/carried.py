@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from meseta.data.batch import Batch
 from meseta.embedding.base import Collection
 from meseta.jagged import KeyedJaggedTensor
 from meseta.jagged.shapes import Float, Int
+from meseta.machine.remote import Location
 from meseta.spec import MesetaError
 
 _POOLED, _IDS = "pooled", "ids"
@@ -76,7 +76,7 @@ class Carried:
         return {_POOLED: self.pooled, _IDS: self.ids}
 
     @staticmethod
-    def of_tensors(path: Path, tensors: Mapping[str, Tensor], embeddings: Collection[Any]) -> Carried:
+    def of_tensors(path: Location, tensors: Mapping[str, Tensor], embeddings: Collection[Any]) -> Carried:
         """Undo `tensors`, of the checkpoint `path`; raises MesetaError for others than of such `embeddings`."""
         width, dtype = sum(embeddings.groups[0].pooled_dims), embeddings.dtype
         pooled, ids = tensors.get(_POOLED), tensors.get(_IDS)
