@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 
-from checkpoint.simulated import Tables, ThreadWorld, assert_holds, blank, pieces, random_tables, returned
+from checkpoint.simulated import Tables, ThreadWorld, assert_holds, blank, pieces, placed, random_tables, returned
 from meseta.checkpoint import load
 from meseta.comm import World
 from meseta.config import CheckpointConfig
@@ -92,9 +91,9 @@ class Run:
         self.history[step] = self.tables.copy()
 
         def save(rank: int) -> None:
-            embeddings = SimpleNamespace(shards=self.pieces[rank], plan=self.plan)
+            embeddings = placed(self.plan, self.pieces[rank])
             state = {"reader": {"row": step}}
-            self.savers[rank].save(step, embeddings, dense_of(step), state, best_step, is_last=False)  # type: ignore[arg-type]
+            self.savers[rank].save(step, embeddings, dense_of(step), state, best_step, is_last=False)
 
         return self.on_ranks(save)
 

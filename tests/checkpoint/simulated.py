@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from meseta import EmbeddingBagCollection
 from meseta.comm import Pending, World
 from meseta.optim import make_row_optimizer
 from meseta.spec import OptimizerSpec, Plan, Shard, ShardingType, TablePlan, TableSpec
@@ -105,6 +106,13 @@ def pieces(specs: Sequence[TableSpec], plan: Plan, rank: int, tables: Tables) ->
                 weight = own.pop("row")
                 found.append(TableShard(spec=spec, shard=shard, weight=weight, state=own, optimizer=optimizer))
     return found
+
+
+def placed(plan: Plan, shards: Sequence[TableShard]) -> EmbeddingBagCollection:
+    """What of a collection a save asks for, of shards that no collection has made."""
+    embeddings = EmbeddingBagCollection.__new__(EmbeddingBagCollection)
+    embeddings.__dict__.update(plan=plan, shards=shards)
+    return embeddings
 
 
 def blank(specs: Sequence[TableSpec], plan: Plan, rank: int) -> list[TableShard]:

@@ -8,14 +8,13 @@ import threading
 import time
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-from checkpoint.simulated import on_ranks, pieces, plain_plan, random_tables, returned
+from checkpoint.simulated import on_ranks, pieces, placed, plain_plan, random_tables, returned
 from meseta.checkpoint import SaveOptions, WriteRate, save
 from meseta.checkpoint.files.rate import LEAST_BYTES_PER_S
 from meseta.comm import World
@@ -206,7 +205,7 @@ def make_saver(folder: Path, monkeypatch: pytest.MonkeyPatch, **replaced: Any) -
 def test_a_signal_is_not_held_back_and_the_last_save_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save beside training that a signal meets halfway goes on as fast as the one of the signal."""
     plan, now, signalled = plain_plan(SPECS, 1, "table_wise"), [0.0], list[float]()
-    embeddings: Any = SimpleNamespace(plan=plan, shards=pieces(SPECS, plan, 0, TABLES))
+    embeddings = placed(plan, pieces(SPECS, plan, 0, TABLES))
 
     def sleep(seconds: float) -> None:
         assert not signalled
