@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 from threading import Lock
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,8 +15,9 @@ ROWS_PER_WORD = 16
 _EVERY_ROW = 0x55555555
 """The lower bit of each row of a word."""
 _WORDS_AT_ONCE = 1 << 20
-_LEAST_LOGGED, _MOST_LOGGED = 1 << 12, 1 << 18
-"""Numbers of rows that a log has room for: words of fewer rows stay in the processor's cache without one."""
+_LOGGED_WORDS = range(1 << 12, 1 << 17)
+"""How many words have a log, with room for as many rows: fewer stay in the processor's cache without one, and more do
+not fit there all at once."""
 _marking = Lock()
 
 
@@ -33,9 +35,9 @@ class RowMarks:
 
     A row has its mark wherever it lies. Every consumer has bits of its own, and clears them alone.
 
-    Behind the words of many rows on a CPU lies a log, where the core writes rows that it steps, and marks them some
-    tens of steps later, all at once: a step has few rows of a large table, and each would bring a line of words from
-    memory for two bits.
+    On a CPU a log may lie behind the words, where the core writes rows that it steps, and marks them some tens of steps
+    later, all at once: a step has few rows of a large table, and each would bring a line of words from memory for two
+    bits.
 
         with_log   | words | number of rows in the log | row, row, row, ... |
     """
@@ -44,8 +46,7 @@ class RowMarks:
         """None is marked."""
         self.num_rows = num_rows
         count = num_words(num_rows)
-        has_log = torch.device(device).type == "cpu" and count >= _LEAST_LOGGED and num_rows <= 1 << 32
-        room = 1 + min(count, _MOST_LOGGED) if has_log else 0
+        room = 1 + count if torch.device(device).type == "cpu" and count in _LOGGED_WORDS else 0
         self.with_log: Int[Tensor, " words_and_log"] = torch.zeros(count + room, dtype=torch.int32, device=device)
         self.words: Int[Tensor, " words"] = self.with_log[:count]
 
@@ -72,14 +73,12 @@ class RowMarks:
     def rows(self, consumer: Consumer) -> Int[Tensor, " n"]:
         """Those that are marked for one, ascending, int64 on the CPU."""
         self._mark_logged()
-        shifts = 2 * torch.arange(ROWS_PER_WORD, dtype=torch.int32, device=self.words.device)
-        found = [torch.empty(0, dtype=torch.int64)]
+        parts = [np.empty(0, np.int64)]
         for number, words in enumerate(self.words.split(_WORDS_AT_ONCE)):
-            marked = words >> int(consumer) & _EVERY_ROW
-            at = marked.nonzero().squeeze(1)
-            word, row = (marked[at, None] >> shifts & 1).nonzero(as_tuple=True)
-            found.append((at[word] * ROWS_PER_WORD + row + number * _WORDS_AT_ONCE * ROWS_PER_WORD).cpu())
-        return torch.cat(found)
+            marked = (words.cpu().numpy().view(np.uint32) >> np.uint32(consumer)) & np.uint32(_EVERY_ROW)
+            bits = np.unpackbits(marked.view(np.uint8), bitorder="little")
+            parts.append((bits.view(bool).nonzero()[0] >> 1) + number * _WORDS_AT_ONCE * ROWS_PER_WORD)
+        return torch.from_numpy(np.concatenate(parts))
 
     def clear(self, consumer: Consumer) -> None:
         """None is marked for this one."""
@@ -91,7 +90,7 @@ class RowMarks:
         """Mark the rows of the log, which is empty then."""
         log = self.with_log[len(self.words) :]
         if len(log) and (count := int(log[0])):
-            self.add((log[1 : 1 + count].long() & 0xFFFFFFFF).unique())
+            self.add(log[1 : 1 + count].long().unique())
             log[0] = 0
 
     def num_bytes(self) -> int:
