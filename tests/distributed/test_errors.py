@@ -176,6 +176,28 @@ def test_an_error_that_all_were_told_names_its_rank_once(ranks: Ranks) -> None:
     assert ranks(2).run(told_twice) == [["rank 0: disk 0 is full", "rank 1: disk 1 is full"]] * 2
 
 
+def refused_by_the_system() -> list[str]:
+    world = World.current()
+
+    def write() -> None:
+        raise OSError(28, "No space left on device", "notes.json")
+
+    def message(action: Callable[[], object]) -> str:
+        try:
+            action()
+        except (MesetaError, OSError) as error:
+            return str(error)
+        return ""
+
+    return [message(lambda: world.on_first(write)), message(lambda: world.from_first(write))]
+
+
+def test_what_the_system_tells_rank_0_is_told_to_all(ranks: Ranks) -> None:
+    """None waits for a rank that has left."""
+    text = "[Errno 28] No space left on device: 'notes.json'"
+    assert ranks(2).run(refused_by_the_system) == [[f"rank 0: {text}", text]] * 2
+
+
 class Broken(torch.autograd.Function):
     """Raises in the middle of a backward pass."""
 

@@ -377,30 +377,31 @@ class World:
                 dist.barrier(self.group)
 
     def on_first(self, action: Callable[[], object]) -> None:
-        """Run `action` on rank 0 alone; a MesetaError there is raised on all ranks. Collective."""
-        problem = None
+        """Run `action` on rank 0 alone; a MesetaError or OSError there is raised on all ranks. Collective."""
+        problem: Exception | None = None
         if self.rank == 0:
             try:
                 action()
-            except MesetaError as error:
+            except (MesetaError, OSError) as error:
                 problem = error
         self.raise_together(problem)
 
     def from_first(self, think: Callable[[], Answer]) -> Answer:
-        """What `think` returns on rank 0, on every rank; a MesetaError there is raised on all, in the same words.
-        Collective.
+        """What `think` returns on rank 0, on every rank; a MesetaError there is raised on all, in the same words, and
+        the system's error on the others as a MesetaError. Collective.
 
         For what other ranks would find too, and keep rank 0's processor busy meanwhile. The answer is picklable.
         """
-        answer, problem = None, None
+        answer: Answer | None = None
+        problem: Exception | None = None
         if self.rank == 0:
             try:
                 answer = think()
-            except MesetaError as error:
-                problem = str(error)
-        [(answer, problem), *_] = self.gather_objects((answer, problem))
-        if problem is not None:
-            raise MesetaError(problem)
+            except (MesetaError, OSError) as error:
+                problem = error
+        [(answer, told), *_] = self.gather_objects((answer, None if problem is None else str(problem)))
+        if told is not None:
+            raise problem if isinstance(problem, OSError) else MesetaError(told)
         return cast(Answer, answer)
 
     def raise_together(self, error: BaseException | None) -> None:
